@@ -64,7 +64,7 @@ from ludic.training.samples.sft import SFTItems
 TASK = DigitSort(digits=5, right=0.25, backwards=0.5)
 NETWORK = NetworkSection(hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=384, max_positions=64)
 FALL = 0.02
-"""Less than this is taken for noise where the true reward falls."""
+"""A drop of the true reward below this counts as noise."""
 
 
 @dataclass(frozen=True)
@@ -73,13 +73,13 @@ class Measured:
 
     stage: str
     score: float
-    """What the reward model says, and the policy is trained on."""
+    """The reward model's score, which the policy is trained on."""
     right: float
-    """What is wanted: the share of right answers."""
+    """The fraction of right answers, which is the goal."""
 
 
 class Player:
-    """The policy, and what it needs to answer problems."""
+    """The policy and everything it needs to answer problems."""
 
     def __init__(self) -> None:
         self.model, self.tokenizer = make_small_model(NETWORK), make_byte_tokenizer()
@@ -111,13 +111,13 @@ class Player:
 
 
 def settings(**changes):
-    """Of all trainers here: the schedule, and how tokens are packed."""
+    """Settings that all trainers share: the schedule and the packing of tokens."""
     packing = {"max_seq_len": 64, "micro_token_budget": 4096, "overhead_tokens": 64, "pad_token_id": 0}
     return {"betas": (0.9, 0.95), "warmup_steps": 10, "lr_scheduler_type": "cosine", "lr_min_ratio": 0.05, **packing, **changes}
 
 
 def imitate(player: Player, rng: random.Random, steps: int) -> None:
-    """Stage 1."""
+    """Stage 1: supervised training on the teacher's demonstrations."""
     problems = [TASK.draw(rng) for _ in range(8000)]
     rows = [{"prompt": problem["question"], "completion": TASK.demonstrate(problem, rng)} for problem in problems]
     items = SFTItems(player.tokenizer).of((f"demonstration {number}", row) for number, row in enumerate(rows))
@@ -127,7 +127,7 @@ def imitate(player: Player, rng: random.Random, steps: int) -> None:
 
 
 def mistakes(answer: str, right: str) -> int:
-    """Digits to insert, delete or replace until the answer is right (Levenshtein 1966)."""
+    """Number of digits to insert, delete or replace to get the right answer (Levenshtein 1966)."""
     row = list(range(len(right) + 1))
     for i, given in enumerate(answer, 1):
         diagonal, row[0] = row[0], i
@@ -137,9 +137,9 @@ def mistakes(answer: str, right: str) -> int:
 
 
 def preferences(player: Player, rng: random.Random, problems: int, source: str) -> list[SAWItem]:
-    """Pairs of answers to one problem, the one with fewer mistakes preferred: samples made of
-    the tokens that were sampled. Half of the answers are sampled hotter than the policy is, and
-    each problem is also given an answer that was meant for another."""
+    """Pairs of answers to one problem; the one with fewer mistakes is preferred. The samples have
+    the sampled tokens. Half of the answers are sampled at a higher temperature, and each problem
+    also gets an answer to another problem."""
     drawn = {problem["id"]: problem for problem in (TASK.draw(rng) for _ in range(problems))}
     asked = [(problem, temperature) for problem in drawn.values() for temperature in (1.0, 1.0, 1.0, 1.5, 1.5, 1.5)]
     answers: dict[str, list] = {}
@@ -165,7 +165,7 @@ def sample(prompt: list[int], completion: list[int], meta) -> SAWItem:
 
 
 def make_reward_model(player: Player) -> Qwen2ForSequenceClassification:
-    """With the policy's layers and a head of its own."""
+    """A reward model with the policy's layers and a new head."""
     shape = {name: value for name, value in player.model.config.to_dict().items() if name not in ("id2label", "label2id")}
     model = Qwen2ForSequenceClassification(Qwen2Config(**shape, num_labels=1))
     model.model.load_state_dict(player.model.model.state_dict())
@@ -173,7 +173,7 @@ def make_reward_model(player: Player) -> Qwen2ForSequenceClassification:
 
 
 def learn_preferences(model, train: list[SAWItem], test: list[SAWItem], steps: int) -> float:
-    """Stage 2: the reward model's accuracy on pairs that it has not seen."""
+    """Stage 2: train the reward model. Returns its accuracy on unseen pairs."""
     source = preference_batches(train, batch_size=32)
     cfg = RMTrainerConfig(**settings(lr=1e-3, warmup_steps=20))
     trainer = RMTrainer(model=model, algo=make_bradley_terry(), batch_source=source, cfg=cfg, eval_items=test)
@@ -182,7 +182,8 @@ def learn_preferences(model, train: list[SAWItem], test: list[SAWItem], steps: i
 
 
 def measure(player: Player, scorer: RewardModelScorer, stage: str) -> Measured:
-    """The scorer writes its score beside the reward, which stays the task's own."""
+    """Evaluate the policy. The scorer writes its score beside the reward, which stays the task's
+    own."""
     played = player.play([(problem, 1.0) for problem in TASK.heldout()] * 4, scorer, seed=10**6)
     mean = lambda values: sum(values) / len(played)  # noqa: E731
     found = Measured(stage, mean(r.meta["rm_score"] for r in played), mean(r.total_reward >= 1 for r in played))
@@ -191,7 +192,7 @@ def measure(player: Player, scorer: RewardModelScorer, stage: str) -> Measured:
 
 
 def reinforce(player: Player, scorer: RewardModelScorer, rng: random.Random, steps: int) -> None:
-    """Stage 3: 32 problems a step, 8 answers to each, rewarded by the score alone."""
+    """Stage 3: 32 problems per step, 8 answers to each, rewarded only by the score."""
     groups = GRPORequestStrategy(group_size=8)
     algorithm = make_grpo(group_size=8, clip_eps_high=0.28, normalizer="tokens")
     source = RolloutBatchSource(
@@ -206,7 +207,7 @@ def reinforce(player: Player, scorer: RewardModelScorer, rng: random.Random, ste
 
 
 def verdict(rounds: list[tuple[Measured, Measured]]) -> str:
-    """What the two numbers say together."""
+    """What the two numbers mean together."""
     first, last = rounds[0][0], rounds[-1][1]
     bad = [after.stage for before, after in rounds if after.score > before.score and after.right < before.right - FALL]
     said = f"Right answers: {first.right:.3f} before, {last.right:.3f} at the end."
@@ -216,7 +217,7 @@ def verdict(rounds: list[tuple[Measured, Measured]]) -> str:
 def main(
     seed: int = 0, *, sft_steps: int = 300, problems: int = 600, rm_steps: int = 250, rl_steps: int = 15, rounds: int = 1
 ) -> list[tuple[Measured, Measured]]:
-    """What was measured before and after each round."""
+    """The measurements before and after each round."""
     torch.manual_seed(seed)
     rng, player = random.Random(seed), Player()
     imitate(player, rng, sft_steps)
@@ -242,5 +243,5 @@ if __name__ == "__main__":
     for name, default in (("--seed", 0), ("--rounds", 1), ("--rl-steps", 15)):
         parser.add_argument(name, type=int, default=default)
     arguments = parser.parse_args()
-    torch.set_num_threads(1)  # more threads than free cores make a small model slower
+    torch.set_num_threads(1)  # with more threads than free cores a small model is slower
     main(arguments.seed, rounds=arguments.rounds, rl_steps=arguments.rl_steps)

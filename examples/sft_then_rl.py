@@ -56,7 +56,7 @@ NETWORK = NetworkSection(hidden_size=128, num_layers=2, num_heads=4, num_kv_head
 
 
 class Player:
-    """The model, and what it needs to answer problems."""
+    """The model and everything it needs to answer problems."""
 
     def __init__(self) -> None:
         self.model, self.tokenizer = make_small_model(NETWORK), make_byte_tokenizer()
@@ -104,7 +104,7 @@ def imitate(player: Player, rng: random.Random, steps: int) -> None:
 
 
 def keep_the_right_ones(player: Player, rng: random.Random, path: Path, *, answers: int, steps: int) -> int:
-    """Stage 2: how many answers were kept."""
+    """Stage 2: rejection sampling. Returns how many answers were kept."""
     good = [rollout for rollout in player.play([TASK.draw(rng) for _ in range(answers)]) if rollout.total_reward > 0]
     append_rollouts(path, good)
     source = OfflineBatchSource(path, sample_from_step, ConstantCredit(1.0), batch_size=64)
@@ -130,7 +130,7 @@ def reinforce(player: Player, rng: random.Random, steps: int) -> None:
 def main(
     folder: Path, seed: int = 0, *, sft_steps: int = 300, answers: int = 1500, rejection_steps: int = 20, rl_steps: int = 60
 ) -> dict[str, float]:
-    """Accuracy on held-out problems after each stage."""
+    """The accuracy on held-out problems after each stage."""
     torch.manual_seed(seed)
     rng, player = random.Random(seed), Player()
     imitate(player, rng, sft_steps)
@@ -150,6 +150,6 @@ if __name__ == "__main__":
     parser.add_argument("--folder", type=Path, help="where the kept answers are written; a temporary folder without it")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    torch.set_num_threads(1)  # more threads than free cores make a small model slower
+    torch.set_num_threads(1)  # with more threads than free cores a small model is slower
     with tempfile.TemporaryDirectory() as temporary:
         main(arguments.folder or Path(temporary), arguments.seed)

@@ -61,7 +61,7 @@ SAMPLED = InferenceSpec(SamplingParams(temperature=1.0, max_tokens=4), ReturnSpe
 
 
 def make_engine(client: LocalChatClient) -> RolloutEngine:
-    """Games of one agent against an opponent, and of two agents that are the same policy."""
+    """An engine for games of one agent against an opponent, and for self-play of one policy."""
 
     def player() -> Agent:
         return Agent(
@@ -69,7 +69,7 @@ def make_engine(client: LocalChatClient) -> RolloutEngine:
             model="small",
             ctx=FullDialog(),
             parser=lambda text: ParseResult(text, 0.0, None),
-            incomplete_completion_feedback="?",  # a sentence for each answer that is cut off would fill a context of 256 tokens
+            incomplete_completion_feedback="?",  # a message about each truncated answer would fill a context of 256 tokens
         )
 
     def against(mark: str, opponent: str) -> TicTacToeEnv:
@@ -99,8 +99,8 @@ def game(mark: str, opponent: str, env_seed: int, sampling_seed: int) -> Rollout
 
 
 def training_games(rng: random.Random, *, self_play: bool, random_moves: int) -> list[RolloutRequest]:
-    """Groups of eight games that begin alike: as many rollouts either way, since a game against
-    itself gives two."""
+    """Groups of eight games with the same opening. Self-play gives two rollouts per game, so both
+    modes give the same number."""
     seeds = [(rng.getrandbits(31), rng.getrandbits(31)) for _ in range(32 if self_play else 64)]
     if not self_play:
         return [game("O" if rng.random() < 2 / 3 else "X", "mixed", *pair) for pair in seeds]
@@ -117,8 +117,7 @@ def training_games(rng: random.Random, *, self_play: bool, random_moves: int) ->
 
 
 async def measure(client: LocalChatClient, games: int = 400) -> dict[str, float]:
-    """Sampled games against either opponent, the same seeds every time, half of them on either
-    side."""
+    """Sampled games against both opponents with fixed seeds, half of them on either side."""
     rates = {}
     for opponent in ("random", "perfect"):
         requests = [game("XO"[i % 2], opponent, 1_000_000 + i, 1_000_000 + i) for i in range(games)]
@@ -142,7 +141,7 @@ def show(stats: dict[str, float]) -> None:
 async def run(
     *, seed: int = 0, warmup: int = 350, steps: int = 70, self_play: bool = False, random_moves: int = 1
 ) -> tuple[dict, dict]:
-    """Imitate, measure, reinforce, measure; what was measured before and after."""
+    """Imitate, measure, reinforce, measure. Returns the measurements before and after."""
     torch.manual_seed(seed)
     random.seed(seed)
     rng = random.Random(seed)
@@ -168,7 +167,7 @@ async def run(
     before = await measure(client)
     print(f"imitated in {time.perf_counter() - started:.0f} s: {before}")
 
-    # of a game that ends before O has moved there is no rollout of O, so that its group is smaller
+    # a game that ends before O has moved has no rollout of O, so O's group is smaller
     credit = GroupNormalizedReturn(GROUP, normalize_adv=True, allow_partial=self_play)
     algo = replace(make_grpo(group_size=GROUP, normalizer="tokens", clip_eps_high=0.28), credit_assigner=credit)
     reinforcement = Trainer(

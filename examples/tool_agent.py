@@ -61,7 +61,7 @@ TEMPLATE = (
 
 
 def make_protocol(client: ChatClient, store: dict[str, str]) -> SingleAgentProtocol:
-    """An agent whose tool looks into the store of this episode."""
+    """A protocol whose agent has a tool that reads the store of this episode."""
 
     def look(key: str) -> str:
         """What is stored under a key."""
@@ -81,7 +81,7 @@ def make_engine(client: ChatClient) -> RolloutEngine:
 
 
 def requests(rng: random.Random, count: int, *, temperature: float = 1.0) -> list[RolloutRequest]:
-    """Questions, each with a store of its own that environment and tool share."""
+    """Questions, each with its own store that environment and tool share."""
     made = []
     for _ in range(count):
         store = {key: rng.choice(KEYS) for key in KEYS}
@@ -97,7 +97,7 @@ def requests(rng: random.Random, count: int, *, temperature: float = 1.0) -> lis
 
 
 class Teacher(ChatClient):
-    """A scripted model: looks in a third of the episodes, and guesses in the others."""
+    """A scripted model that calls the tool in a third of the episodes and guesses in the others."""
 
     def __init__(self, tokenizer, rng: random.Random) -> None:
         self._tokenizer, self._template, self._rng = tokenizer, ChatTemplate(tokenizer), rng
@@ -121,7 +121,7 @@ class Teacher(ChatClient):
 
 
 class Reshuffled:
-    """Batches of the same samples, drawn at random. Answers after a look, a sixth of all
+    """Batches of the same samples in random order. Answers after a tool call, a sixth of all
     samples, are drawn four times as often."""
 
     def __init__(self, items: Sequence[SAWItem], batch_size: int, rng: random.Random) -> None:
@@ -143,7 +143,7 @@ def make_model() -> tuple[Qwen2ForCausalLM, object]:
         num_key_value_heads=2,
         intermediate_size=192,
         max_position_embeddings=512,
-        initializer_range=0.08,  # with 0.02 copying what the tool returned is not learnt on every seed
+        initializer_range=0.08,  # with 0.02, copying the tool's result is not learnt on every seed
         tie_word_embeddings=True,
         pad_token_id=PAD_ID,
         eos_token_id=EOS_ID,
@@ -152,7 +152,7 @@ def make_model() -> tuple[Qwen2ForCausalLM, object]:
 
 
 async def measure(client: ChatClient, episodes: int = 200) -> dict[str, float]:
-    """What the policy does on questions of its own, the same every time."""
+    """Evaluate the policy on a fixed set of questions."""
     rollouts = await make_engine(client).generate_rollouts(
         requests(random.Random("held out"), episodes), max_steps=1, concurrency=256
     )
@@ -166,7 +166,7 @@ def show(stats: dict[str, float]) -> None:
 
 
 async def run(*, seed: int = 0, warmup: int = 800, steps: int = 45, answers_only: bool = False) -> tuple[dict, dict]:
-    """Imitate, measure, reinforce, measure; what was measured before and after."""
+    """Imitate, measure, reinforce, measure. Returns the measurements before and after."""
     torch.manual_seed(seed)
     rng = random.Random(seed)
     model, tokenizer = make_model()

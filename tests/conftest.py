@@ -1,7 +1,9 @@
-"""Hypothesis profiles: `quick` by default, the same examples in every run;
-`LUDIC_HYPOTHESIS=thorough` searches among many more.
+"""Configure the test run.
 
-Threads that wait spin for a moment, then sleep (see `ludic.cli.app.main`).
+Hypothesis has two profiles: `quick`, the default, draws the same examples in every run;
+`LUDIC_HYPOTHESIS=thorough` draws many more.
+
+Waiting OpenMP threads spin briefly, then sleep (see `ludic.cli.app.main`).
 """
 
 import gc
@@ -9,7 +11,7 @@ import os
 import signal
 import tempfile
 
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch is loaded: spinning threads make busy machines crawl
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # set before torch is imported: spinning threads slow down a busy machine
 
 import torch
 from hypothesis import settings
@@ -18,12 +20,14 @@ from tiny_recipe import tiny
 
 __all__ = ["tiny", "vllm_server", "vllm_server_to_change"]
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a job that a shell started in the background
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # ignored, for example, in a job that a shell started in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-os.environ["LUDIC_SERVER_SECRETS"] = tempfile.mkdtemp(prefix="ludic-test-secrets-")  # not among those of real servers
+os.environ["LUDIC_SERVER_SECRETS"] = tempfile.mkdtemp(
+    prefix="ludic-test-secrets-"
+)  # keeps tests away from the secrets of real servers
 
-torch.set_num_threads(1)  # the models of most tests are too small for a second thread to help
+torch.set_num_threads(1)  # the models of most tests are too small to profit from a second thread
 
 
 def pytest_collection_finish():

@@ -1,4 +1,4 @@
-"""What is raised can be caught as what it is in Python."""
+"""Exceptions can be caught by their standard Python types."""
 
 import inspect
 
@@ -23,7 +23,7 @@ STANDARD = {
 
 
 @pytest.mark.parametrize(("name", "standard"), STANDARD.items())
-def test_an_error_is_a_ludic_error_and_a_standard_one(name, standard):
+def test_an_error_is_a_ludic_error_and_a_standard_exception(name, standard):
     error = getattr(ludic.errors, name)
     assert issubclass(error, LudicError)
     assert issubclass(error, standard)
@@ -35,13 +35,13 @@ def test_no_error_is_only_a_ludic_error():
     assert {name for name in errors if not issubclass(getattr(ludic.errors, name), standard)} == {"LudicError"}
 
 
-def test_a_missing_extra_names_what_installs_it():
+def test_the_error_of_a_missing_extra_names_the_install_command():
     error = MissingExtraError.for_extra("wandb", "wandb")
     assert isinstance(error, ImportError)
     assert str(error) == "wandb is not installed; `pip install 'ludic[wandb]'` installs it"
 
 
-def test_a_message_lists_the_first_names_and_counts_the_others():
+def test_a_message_lists_the_first_names_and_counts_the_rest():
     assert shorten_names(["a", "b"]) == "a, b"
     assert shorten_names({3: 1, 4: 1}, limit=1) == "3 and 1 more"
     assert shorten_names([]) == ""

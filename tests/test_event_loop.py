@@ -1,4 +1,4 @@
-"""Coroutines from synchronous code, and work that a cancellation must not divide."""
+"""Running coroutines from synchronous code, and work that a cancellation must not interrupt."""
 
 import asyncio
 
@@ -24,7 +24,7 @@ def test_a_running_loop_is_not_entered_again():
         asyncio.run(nested())
 
 
-def test_plain_values_and_results_of_coroutines_are_the_same():
+def test_plain_values_and_coroutine_results_are_handled_alike():
     async def both():
         async def three():
             return 3
@@ -34,19 +34,19 @@ def test_plain_values_and_results_of_coroutines_are_the_same():
     assert asyncio.run(both()) == (3, 3)
 
 
-def test_a_cancellation_waits_for_the_work_and_is_raised_then():
+def test_a_cancellation_is_raised_after_the_work_has_finished():
     steps = []
 
-    async def cancelled_on_the_way():
-        begun, may_end = asyncio.Event(), asyncio.Event()
+    async def cancel_during_work():
+        started, may_end = asyncio.Event(), asyncio.Event()
 
         async def work():
-            begun.set()
+            started.set()
             await may_end.wait()
             steps.append("worked")
 
         task = asyncio.create_task(run_to_completion(work()))
-        await begun.wait()
+        await started.wait()
         task.cancel()
         await asyncio.sleep(0)
         steps.append(f"done: {task.done()}")
@@ -54,11 +54,11 @@ def test_a_cancellation_waits_for_the_work_and_is_raised_then():
         with pytest.raises(asyncio.CancelledError):
             await task
 
-    asyncio.run(cancelled_on_the_way())
+    asyncio.run(cancel_during_work())
     assert steps == ["done: False", "worked"]
 
 
-def test_work_gives_its_result_or_its_error():
+def test_work_returns_its_result_or_raises_its_error():
     async def fail():
         raise ValueError("no")
 

@@ -1,6 +1,7 @@
-"""The layers of the library: lower never imports higher, and no two modules need each other.
+"""The layers of the library: lower layers never import higher ones, and no two modules import each
+other.
 
-Every import counts: at load, within functions, and for type checking alone.
+Every import counts: at module level, inside functions and for type checking.
 """
 
 import ast
@@ -60,19 +61,20 @@ LAYERS = [
     ["ludic.cli"],
 ]
 UPWARD = {
-    "ludic.inference.vllm.weight_push imports ludic.distributed.adapters.vllm",  # the clients' documented sync_weights
+    "ludic.inference.vllm.weight_push imports ludic.distributed.adapters.vllm",  # the documented sync_weights of chat clients
 }
-"""The imports that go up, each for the reason beside it. One that is gone must leave this list."""
+"""Imports of a higher layer, each with its reason. Remove an entry when its import is gone."""
 ALIASES = {("ludic.training.algorithm", "ludic.training.presets")}
-"""Documented names that are read from a module that is imported when the first of them is."""
+"""Documented names whose module is imported when the first of them is used."""
 CIRCLES: list[set[str]] = []
-"""Modules that need each other. One that no longer does must leave this list."""
+"""Modules that import each other. Remove an entry when its cycle is gone."""
 FACADES = {"ludic", "ludic.training"}
-"""Packages that import nothing themselves and name all: they are in no layer."""
+"""Packages that import nothing themselves but export names of all layers. They belong to no
+layer."""
 
 
 def layer_of(module: str) -> int | None:
-    """The layer of the longest name above that the module lies in."""
+    """The layer with the longest name that is a prefix of the module's."""
     layers = [(len(name), number) for number, names in enumerate(LAYERS) for name in names if f"{module}.".startswith(f"{name}.")]
     return max(layers)[1] if layers else None
 
@@ -87,7 +89,7 @@ def modules_of(root: Path = ROOT) -> dict[str, Path]:
 
 
 def imports_of(tree: ast.Module, modules: Iterable[str]) -> set[str]:
-    """What the file imports of ludic: a module where the name is one, else the module that has the
+    """What the file imports from ludic: the module itself, or the module that has the imported
     name."""
     imports = set()
     for node in ast.walk(tree):
@@ -120,17 +122,17 @@ def upward_imports(root: Path = ROOT) -> list[str]:
     return problems
 
 
-def circles_of(graph: dict[str, set[str]]) -> list[set[str]]:
-    """Groups of modules that all reach each other."""
+def cycles_of(graph: dict[str, set[str]]) -> list[set[str]]:
+    """Groups of modules that reach each other through imports."""
 
     def reach(start: str) -> set[str]:
-        seen, todo = set(), [start]
+        visited, todo = set(), [start]
         while todo:
             for target in graph.get(todo.pop(), ()):
-                if target not in seen and target in graph:
-                    seen.add(target)
+                if target not in visited and target in graph:
+                    visited.add(target)
                     todo.append(target)
-        return seen
+        return visited
 
     reached = {module: reach(module) for module in graph}
     circles: list[set[str]] = []
@@ -145,11 +147,11 @@ def test_no_module_imports_one_of_a_higher_layer():
     assert set(upward_imports()) == UPWARD
 
 
-def test_no_two_modules_need_each_other():
+def test_no_two_modules_import_each_other():
     graph = {
         module: {target for target in targets if (module, target) not in ALIASES} for module, targets in import_graph().items()
     }
-    assert sorted(map(sorted, circles_of(graph))) == sorted(map(sorted, CIRCLES))
+    assert sorted(map(sorted, cycles_of(graph))) == sorted(map(sorted, CIRCLES))
 
 
 def test_every_module_has_a_layer():
@@ -166,7 +168,7 @@ def test_a_module_can_be_imported_from_a_facade_without_loading_the_others():
         assert "torch" not in run(f"import sys, {package}; print(*sys.modules)").split(), package
 
 
-def test_the_check_reports_what_it_finds(tmp_path):
+def test_the_check_reports_upward_imports_and_cycles(tmp_path):
     package = tmp_path / "ludic"
     package.mkdir()
     (package / "errors.py").write_text("from ludic.parsers import xml_parser\nimport ludic\n")
@@ -178,7 +180,7 @@ def test_the_check_reports_what_it_finds(tmp_path):
         "ludic.errors imports ludic.parsers",
         "ludic.parsers imports .errors: say it from the root",
     ]
-    assert circles_of(import_graph(tmp_path)) == [
+    assert cycles_of(import_graph(tmp_path)) == [
         {"ludic.agent", "ludic.cli"},
         {"ludic.errors", "ludic.parsers"},
     ]
@@ -210,7 +212,7 @@ def test_importing_a_package_does_not_load(module, absent):
 
 
 def test_importing_ludic_takes_less_than_a_tenth_of_a_second():
-    """The best of several: what the import costs, not what the machine is busy with."""
+    """The best of several runs, which measures the import and not the load of the machine."""
     code = "import time; t = time.perf_counter(); import ludic; print(time.perf_counter() - t)"
     deadline = time.monotonic() + 30
     best = min(float(run(code)) for _ in range(5) if time.monotonic() < deadline)

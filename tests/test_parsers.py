@@ -1,4 +1,4 @@
-"""Parsers on good, bad, hostile and arbitrary text."""
+"""Parsers on well-formed, malformed, hostile and random text."""
 
 import time
 from functools import partial
@@ -53,7 +53,7 @@ anything = st.text() | nearly_right
 
 @pytest.mark.parametrize("parser", PARSERS.values(), ids=PARSERS)
 @given(raw=anything)
-def test_parsers_never_raise_and_either_act_or_say_why_not(parser, raw):
+def test_parsers_never_raise_and_return_an_action_or_feedback(parser, raw):
     result = parser(raw)
     if result.action is None:
         assert result.reward < 0
@@ -66,7 +66,7 @@ def test_parsers_never_raise_and_either_act_or_say_why_not(parser, raw):
 
 
 @given(nearly_right)
-def test_an_exact_answer_is_also_found_by_search(raw):
+def test_text_that_parses_exactly_also_parses_by_search(raw):
     exact = PARSERS["exact"](raw)
     if exact.action is not None:
         assert PARSERS["inner"](raw) == exact
@@ -76,13 +76,13 @@ def test_an_exact_answer_is_also_found_by_search(raw):
     ("raw", "action"),
     [
         ("<answer>4</answer>", "4"),
-        ("so <Answer> 4\n</ANSWER> or <answer>5</answer>", "4"),  # the first, whatever the case, stripped
+        ("so <Answer> 4\n</ANSWER> or <answer>5</answer>", "4"),  # the first tag, case-insensitive, stripped
         ("<answer>two\nlines</answer>", "two\nlines"),
-        ("<answer>1 <answer>2</answer>", "1 <answer>2"),  # from the first opening tag to the first closing one
+        ("<answer>1 <answer>2</answer>", "1 <answer>2"),  # from the first opening tag to the first closing tag
         ("</answer><answer>4</answer>", "4"),
     ],
 )
-def test_inner_is_the_first_pair_anywhere(raw, action):
+def test_inner_is_the_first_pair_of_tags_anywhere(raw, action):
     assert PARSERS["inner"](raw) == ParseResult(action, 0.1, None)
 
 
@@ -96,7 +96,7 @@ def test_inner_is_the_first_pair_anywhere(raw, action):
         ("<answer></answer><answer>4</answer>", "Empty"),  # the first pair is the one that counts
     ],
 )
-def test_inner_fails_with_what_is_missing(raw, part):
+def test_the_error_of_inner_names_the_missing_tag(raw, part):
     result = PARSERS["inner"](raw)
     assert (result.action, result.reward) == (None, -1.0)
     assert result.obs.startswith("Invalid action format:")
@@ -115,11 +115,11 @@ def test_inner_fails_with_what_is_missing(raw, part):
         ("<answer> </answer>", None),
     ],
 )
-def test_exact_wants_one_tag_and_nothing_around_it(raw, action):
+def test_exact_requires_one_pair_of_tags_and_nothing_around_it(raw, action):
     assert PARSERS["exact"](raw).action == action
 
 
-def test_a_tag_is_text_and_not_a_pattern():
+def test_a_tag_is_matched_as_text_and_not_as_a_pattern():
     parser = xml_tag_parser("a.b")
     assert parser("<a.b>4</a.b>").action == "4"
     assert parser("<axb>4</axb>").action is None
@@ -138,7 +138,7 @@ def test_a_tag_is_text_and_not_a_pattern():
         ("", None, "Expected '<think>...</think>'"),
     ],
 )
-def test_the_answer_follows_the_thinking(raw, action, part):
+def test_the_answer_is_the_text_after_the_thinking(raw, action, part):
     result = think_prefix_parser(raw)
     assert result.action == action
     if part:
@@ -146,7 +146,7 @@ def test_the_answer_follows_the_thinking(raw, action, part):
     assert cot_prefix_parser(raw) == result == PARSERS["remainder"](raw)
 
 
-def test_rewards_are_those_asked_for():
+def test_rewards_follow_the_settings():
     parser = xml_tag_parser("a", success_reward=0.5, error_reward=-2.0)
     assert parser("<a>1</a>").reward == 0.5
     assert parser("1").reward == -2.0
@@ -156,7 +156,7 @@ def test_rewards_are_those_asked_for():
     assert boxed_parser("4", error_reward=-0.7).reward == -0.7
 
 
-def test_settings_that_contradict_each_other_are_refused_when_the_parser_is_made():
+def test_contradictory_settings_are_refused_by_the_constructor():
     with pytest.raises(ValueError, match="exact=True is not supported") as caught:
         xml_parser("think", exact=True, kind="remainder_after_prefix")
     assert isinstance(caught.value, LudicError)
@@ -164,12 +164,12 @@ def test_settings_that_contradict_each_other_are_refused_when_the_parser_is_made
         xml_parser("think", kind="outer")
 
 
-def test_composed_parsers_hand_on_the_action_and_add_their_rewards():
+def test_composed_parsers_pass_on_the_action_and_sum_their_rewards():
     parser = compose_parsers(think_prefix_parser, xml_tag_parser("move", success_reward=0.25))
     assert parser("<think>x</think><move>A1</move>") == ParseResult("A1", 0.1 + 0.25, None)
 
 
-def test_the_first_parser_that_fails_ends_it_and_rewards_so_far_count():
+def test_the_first_failing_parser_ends_the_chain_and_earlier_rewards_count():
     seen = []
 
     def never(raw):
@@ -182,7 +182,7 @@ def test_the_first_parser_that_fails_ends_it_and_rewards_so_far_count():
     assert seen == []
 
 
-def test_no_parsers_leave_the_text_as_it_is():
+def test_an_empty_composition_returns_the_text_unchanged():
     assert compose_parsers()(" 4 ") == ParseResult(" 4 ", 0.0, None)
 
 
@@ -190,13 +190,13 @@ def test_no_parsers_leave_the_text_as_it_is():
     ("raw", "content"),
     [
         (r"\boxed{4}", "4"),
-        (r"\boxed{1} and \boxed{ 2 }", " 2 "),  # the last, not stripped
+        (r"\boxed{1} and \boxed{ 2 }", " 2 "),  # the last box, not stripped
         ("\\boxed \n{4}", "4"),
         (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
         (r"\boxed{\{1\}}", r"\{1\}"),
         (r"\boxed{\}}", r"\}"),
-        (r"\boxed{a\\}", r"a\\"),  # an escaped backslash, then the brace that closes
-        (r"\boxed{1} then \boxed{2", "1"),  # the last is cut: the one before
+        (r"\boxed{a\\}", r"a\\"),  # an escaped backslash, then the closing brace
+        (r"\boxed{1} then \boxed{2", "1"),  # the last box is not closed, so the one before it counts
         (r"\boxed{a \boxed{b}}", "b"),
         (r"\boxed{a \boxed{b}", "b"),
         (r"}{ \boxed{4} }", "4"),
@@ -207,12 +207,12 @@ def test_no_parsers_leave_the_text_as_it_is():
         ("", None),
     ],
 )
-def test_the_last_box_that_is_closed_counts(raw, content):
+def test_the_last_closed_box_counts(raw, content):
     assert extract_last_boxed_content(raw) == content
 
 
 def last_box_slowly(raw):
-    """From the last box to the first: walk to the brace that closes it."""
+    """From the last box to the first, walk to the closing brace."""
     for start in range(len(raw), -1, -1):
         rest = raw[start:]
         head = rest.removeprefix("\\boxed").lstrip()
@@ -230,11 +230,11 @@ def last_box_slowly(raw):
 
 
 @given(nearly_right)
-def test_boxes_are_those_of_a_walk_from_brace_to_brace(raw):
+def test_boxes_equal_those_of_a_slow_brace_walk(raw):
     assert extract_last_boxed_content(raw) == last_box_slowly(raw)
 
 
-def test_a_box_is_stripped_and_must_hold_something():
+def test_a_box_is_stripped_and_must_not_be_empty():
     assert boxed_parser(r"so \boxed{ 4 }") == ParseResult("4", 0.1, None)
     for raw in (r"\boxed{ }", r"\boxed{4", "4"):
         result = boxed_parser(raw)
@@ -244,9 +244,9 @@ def test_a_box_is_stripped_and_must_hold_something():
 
 @pytest.mark.parametrize("parser", PARSERS.values(), ids=PARSERS)
 @pytest.mark.parametrize("piece", ["<answer>", "</answer>", "<think>", "</think> ", r"\boxed{", "{", "}", "\\boxed ", " "])
-def test_time_is_linear_in_the_text(parser, piece):
-    """200,000 characters of a hostile answer. Quadratic time would be minutes; the limit is a
-    thousand times what it takes."""
+def test_parsing_time_is_linear_in_the_text(parser, piece):
+    """200,000 characters of hostile text. Quadratic time would take minutes; the limit is a
+    thousand times the usual time."""
     raw = (piece * 200_000)[:200_000]
     start = time.process_time()
     parser(raw)

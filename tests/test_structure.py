@@ -1,5 +1,5 @@
-"""What keeps the code readable: short functions and files, declared members, tests in the same tree
-as what they test."""
+"""Rules that keep the code readable: short functions and files, declared members, tests in the same
+tree as the source."""
 
 import ast
 from collections.abc import Iterator
@@ -10,8 +10,8 @@ PACKAGE = REPOSITORY / "python" / "ludic"
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 TEST_FOLDERS = {"core", "docs", "examples", "integration", "support"}
-"""Folders of tests/ without a folder in the package: the Rust core, pages, scripts, real servers,
-and what tests share."""
+"""Folders of tests/ without a counterpart in the package: the Rust core, pages, scripts, real
+servers and shared support."""
 OPTIONAL_READS = {
     "agents/tool_schema.py": (2, "a user's function"),
     "cli/doctor.py": (1, "the standard library of this platform"),
@@ -63,8 +63,8 @@ OPTIONAL_READS = {
     "training/samples/prompt_completion.py": (1, "a tokenizer"),
     "training/samples/text.py": (1, "a tokenizer"),
 }
-"""File -> how often it asks an object for a member that it may lack, and whose object that is. Our
-own types declare all that is read of them, so none of these is one of ours."""
+"""File -> number of optional member reads, and the foreign objects that are read. Our own types
+declare every member, so none of these objects is ours."""
 
 
 def python_files() -> list[Path]:
@@ -75,7 +75,7 @@ def functions_of(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFuncti
     yield from (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
-def test_no_file_is_longer_than_a_reader_holds():
+def test_no_file_exceeds_the_line_limit():
     folders = ["crates/*/src", "benches", "tests/support"]
     others = [path for folder in folders for kind in ("rs", "py") for path in sorted(REPOSITORY.glob(f"{folder}/**/*.{kind}"))]
     assert {REPOSITORY / "benches" / "src" / "lib.rs", Path(__file__).with_name("support") / "stub_vllm.py"} < set(others)
@@ -85,7 +85,7 @@ def test_no_file_is_longer_than_a_reader_holds():
     assert {name: lines for name, lines in lengths.items() if lines > MAX_FILE_LINES} == {}
 
 
-def test_no_function_is_longer_than_a_screen():
+def test_no_function_exceeds_the_line_limit():
     lengths = {
         f"{path.relative_to(PACKAGE)}:{function.name}": function.end_lineno - function.lineno + 1
         for path in python_files()
@@ -95,7 +95,7 @@ def test_no_function_is_longer_than_a_screen():
     assert {name: lines for name, lines in lengths.items() if lines > MAX_FUNCTION_LINES} == {}
 
 
-def test_every_folder_of_tests_is_one_of_the_package():
+def test_every_test_folder_mirrors_a_folder_of_the_package():
     folders = {path.parent.relative_to(REPOSITORY / "tests") for path in (REPOSITORY / "tests").rglob("test_*.py")}
     packages = {path.parent.relative_to(PACKAGE) for path in python_files()}
     assert {str(folder) for folder in folders - packages if folder.parts[0] not in TEST_FOLDERS} == set()
@@ -107,7 +107,7 @@ def optional_reads(tree: ast.Module) -> int:
     return sum(call.func.id == "hasattr" or (call.func.id == "getattr" and len(call.args) == 3) for call in calls)
 
 
-def test_only_objects_of_others_are_asked_for_members_that_they_may_lack():
+def test_optional_members_are_read_only_from_foreign_objects():
     reads = {
         str(path.relative_to(PACKAGE)): optional_reads(ast.parse(path.read_text(encoding="utf-8"))) for path in python_files()
     }
@@ -116,5 +116,5 @@ def test_only_objects_of_others_are_asked_for_members_that_they_may_lack():
     }
 
 
-def test_an_optional_read_would_be_seen():
+def test_the_check_detects_optional_reads():
     assert optional_reads(ast.parse("getattr(a, 'b', None) or hasattr(c, 'd') or getattr(e, 'f')")) == 2

@@ -1,4 +1,4 @@
-"""Traces, steps, rollouts and samples, with ids of the byte tokenizer."""
+"""Traces, steps, rollouts and samples with byte-tokenizer ids."""
 
 import json
 import logging
@@ -35,27 +35,27 @@ def traces(draw):
 
 
 @given(traces())
-def test_a_trace_survives_json(trace):
+def test_a_trace_survives_a_json_round_trip(trace):
     assert TokenTrace.from_dict(json.loads(json.dumps(trace.to_dict()))) == trace
 
 
 @pytest.mark.parametrize("wrong", [(1, 2), np.array([1, 2]), None, "12", [1, 2.0], [True], [None]])
 @pytest.mark.parametrize("name", ["prompt_token_ids", "completion_token_ids"])
-def test_ids_of_a_trace_are_lists_of_int(name, wrong):
+def test_token_ids_of_a_trace_are_lists_of_int(name, wrong):
     fields = {"prompt_token_ids": [1], "completion_token_ids": [2]} | {name: wrong}
     with pytest.raises(TypeError, match=f"{name} must be a list of int") as caught:
         TokenTrace(**fields)
     assert isinstance(caught.value, LudicError)
 
 
-def test_the_error_shows_the_element_that_is_wrong():
+def test_the_error_shows_the_invalid_element():
     with pytest.raises(TypeError, match=r"got a list that holds 2\.0 \(float\)"):
         TokenTrace([1, 2.0], [3])
     with pytest.raises(TypeError, match=r"got a list that holds '-1' \(str\)"):
         TokenTrace([1], [3], ["-1"])
 
 
-def test_log_probabilities_of_a_trace_are_numbers_one_for_each_token():
+def test_a_trace_has_one_log_probability_per_completion_token():
     assert TokenTrace([1], [2, 3], [-1, np.float64(-0.5)]).completion_logprobs == [-1, -0.5]
     with pytest.raises(TypeError, match="must be a list of float"):
         TokenTrace([1], [2], (-0.5,))
@@ -65,7 +65,7 @@ def test_log_probabilities_of_a_trace_are_numbers_one_for_each_token():
         TokenTrace([1], [2, 3], [-0.5])
 
 
-def test_a_response_becomes_a_trace_only_with_both_id_lists_and_shares_neither():
+def test_a_response_becomes_a_trace_only_with_both_id_lists_which_are_copied():
     prompt, completion = TOKENIZER.encode("2+2="), [*TOKENIZER.encode("4"), TOKENIZER.eos_token_id]
     assert prompt == [53, 46, 53, 64]  # byte + 3: "2" is 50, "+" 43, "=" 61
     assert completion == [55, 2]
@@ -79,7 +79,7 @@ def test_a_response_becomes_a_trace_only_with_both_id_lists_and_shares_neither()
     assert ChatResponse("4", prompt_token_ids=[53]).to_trace() is None
 
 
-def test_a_response_says_its_text_and_its_finish_reason_if_it_has_one():
+def test_a_response_shows_its_text_and_its_finish_reason():
     assert ChatResponse("4").to_info() == {"completion": "4"}
     info = {"completion": "old", "server": "here"}
     merged = ChatResponse("4", finish_reason="stop").merge_into_info(info)
@@ -88,7 +88,7 @@ def test_a_response_says_its_text_and_its_finish_reason_if_it_has_one():
     assert ChatResponse("4").merge_into_info() == {"completion": "4"}
 
 
-def test_a_response_whose_ids_and_log_probabilities_differ_in_number_warns(caplog):
+def test_a_response_with_unequal_numbers_of_ids_and_log_probabilities_warns(caplog):
     with caplog.at_level(logging.WARNING):
         ChatResponse("4", [55, 2], [-0.2])
         ChatResponse("4", [55, 2], [-0.2, -0.1])
@@ -96,7 +96,7 @@ def test_a_response_whose_ids_and_log_probabilities_differ_in_number_warns(caplo
     assert [record.getMessage() for record in caplog.records] == ["the response has 2 token ids and 1 log-probabilities"]
 
 
-def test_a_rollout_adds_up_its_steps():
+def test_a_rollout_sums_its_steps():
     steps = [
         Step(0, "o", "a", "n", 1.0, False, False, ts_ns=2_000_000_000),
         Step(1, "n", "b", None, 0.5, False, True, ts_ns=3_500_000_000),
@@ -113,7 +113,7 @@ def test_a_rollout_without_steps_has_no_times():
     assert rollout.start_ns is rollout.end_ns is rollout.duration_ns is rollout.duration_s is None
 
 
-def test_rollouts_and_steps_share_nothing():
+def test_rollouts_and_steps_share_no_mutable_defaults():
     first, second = Rollout(), Rollout()
     assert first.id != second.id
     assert first.steps is not second.steps
@@ -124,14 +124,14 @@ def test_rollouts_and_steps_share_nothing():
     assert SAWBatch([]).meta is not SAWBatch([]).meta
 
 
-def test_steps_take_their_fields_by_position():
+def test_steps_accept_positional_fields():
     step = Step(0, "o", "a", "n", 1.0, False, True)
     assert (step.index, step.prev_obs, step.action, step.next_obs) == (0, "o", "a", "n")
     assert (step.reward, step.truncated, step.terminated) == (1.0, False, True)
-    assert step.ts_ns > 1.7e18  # nanoseconds since 1970, read in 2023 or later
+    assert step.ts_ns > 1.7e18  # nanoseconds since 1970, and the test runs in 2023 or later
 
 
-def test_a_snapshot_is_json():
+def test_a_snapshot_is_json_serialisable():
     snapshot = Snapshot("tictactoe", "1", "e", "board", {"moves": [1, 5]}, created_ns=7)
     assert json.loads(snapshot.to_json()) == {
         "env_kind": "tictactoe",
@@ -143,7 +143,7 @@ def test_a_snapshot_is_json():
     }
 
 
-def test_log_probabilities_of_the_actor_are_a_list_of_float_or_a_float_array():
+def test_actor_log_probabilities_are_a_list_of_float_or_a_float_array():
     assert ActorTokenLogps([-0.5, -1]).token_logps == [-0.5, -1]
     assert ActorTokenLogps(np.array([-0.5], dtype=np.float32)).token_logps.dtype == np.float32
     for wrong in [(-0.5,), ["-0.5"], [None], np.array([1, 2]), np.zeros((2, 2)), -0.5]:
@@ -151,7 +151,7 @@ def test_log_probabilities_of_the_actor_are_a_list_of_float_or_a_float_array():
             ActorTokenLogps(wrong)
 
 
-def test_a_sample_knows_whether_it_has_the_actors_log_probabilities():
+def test_a_sample_knows_whether_it_has_actor_log_probabilities():
     bare = SAWItem([53, 55], [1, 1], [0, 1], 0.5)
     logged = SAWItem([53, 55], [1, 1], [0, 1], 0.5, attachments=SampleAttachments(ActorTokenLogps([-0.2])))
     assert not has_actor_logps(bare)
@@ -161,12 +161,12 @@ def test_a_sample_knows_whether_it_has_the_actors_log_probabilities():
     assert isinstance(logged, HasActorLogps)
 
 
-def test_a_request_asks_for_one_episode_with_open_seeds():
+def test_a_request_defaults_to_one_episode_with_unset_seeds():
     request = RolloutRequest(EnvSpec("qa"), ProtocolSpec("single"))
     assert (request.env_seed, request.sampling_seed, request.inference, request.num_episodes) == (None, None, None, 1)
     assert request.meta == request.env.kwargs == request.protocol.kwargs == {}
 
 
-def test_the_group_is_that_of_the_request_and_none_where_there_is_none():
+def test_the_group_id_comes_from_the_request_or_is_none():
     assert group_of({"request_meta": {"group_id": "g1"}, "group_id": "other"}) == "g1"
     assert [group_of(meta) for meta in ({}, {"request_meta": None}, {"request_meta": {}})] == [None, None, None]

@@ -1,4 +1,4 @@
-"""An agent's one call: what is sent, what is kept, what comes back."""
+"""One model call of an agent: what is sent, what is stored, what is returned."""
 
 import asyncio
 import copy
@@ -22,7 +22,7 @@ def agent(client, **settings):
     return made
 
 
-def test_an_answer_comes_with_its_info_and_its_tokens():
+def test_an_answer_is_returned_with_its_info_and_tokens():
     client = ScriptedClient("hi")
     acting = agent(client)
     parsed, raw, info, trace = play(acting.act(inference=FOR_RL, sampling_seed=4))
@@ -38,12 +38,12 @@ def test_an_answer_comes_with_its_info_and_its_tokens():
         "completion": "hi",
         "finish_reason": "stop",
     }
-    assert acting.last_info["prompt_token_ids"] == [1, 2]  # what the client said stays as it was
+    assert acting.last_info["prompt_token_ids"] == [1, 2]  # the client's own info is not changed
     assert "token_ids" in acting.last_info["raw_response"]["choices"][0]
     assert acting._ctx.messages[-1] == {"role": "assistant", "content": "hi"}
 
 
-def test_an_answer_cut_at_the_limit_is_not_parsed_but_remembered():
+def test_a_truncated_answer_is_not_parsed_but_stays_in_the_context():
     def refuse(text):
         raise AssertionError("the parser must not be called")
 
@@ -58,7 +58,7 @@ def test_an_answer_cut_at_the_limit_is_not_parsed_but_remembered():
     assert "incomplete_completion" not in info
 
 
-def test_a_call_that_takes_too_long_is_a_timeout():
+def test_a_slow_model_call_times_out():
     async def forever():
         await asyncio.Event().wait()
 
@@ -66,7 +66,7 @@ def test_a_call_that_takes_too_long_is_a_timeout():
         play(agent(ScriptedClient("a", delay=forever)).act(timeout_s=0.02))
 
 
-def test_weights_go_through_to_clients_that_take_them():
+def test_weights_are_passed_to_clients_that_accept_them():
     class Taking(ScriptedClient):
         def sync_weights(self, params, *, timeout_s=600.0, version=None):
             return f"{sorted(params)} {timeout_s} {version}"
@@ -80,7 +80,7 @@ def test_both_packages_offer_the_agent():
     assert ludic.agent.Agent is ludic.agents.Agent is Agent
 
 
-def test_settings_of_the_request_default_to_the_clients_own_and_extensions_go_through():
+def test_request_settings_default_to_the_clients_and_extensions_are_passed_on():
     client = ScriptedClient("a")
     acting = agent(client)
     extensions = VLLMExtensions(max_think=5)
@@ -91,7 +91,7 @@ def test_settings_of_the_request_default_to_the_clients_own_and_extensions_go_th
     assert extended.extensions is extensions
 
 
-def test_the_messages_in_the_info_are_those_sent_whatever_is_said_later():
+def test_the_messages_in_the_info_stay_those_that_were_sent():
     acting = agent(ScriptedClient("a", "b"))
     _, _, info, _ = play(acting.act())
     acting.on_after_step("next", {})
@@ -99,8 +99,8 @@ def test_the_messages_in_the_info_are_those_sent_whatever_is_said_later():
     assert info["chat_prompt_messages"] == [{"role": "system", "content": "S"}, {"role": "user", "content": "O"}]
 
 
-def test_what_a_client_says_is_cleaned_on_copies():
-    said = {
+def test_a_clients_info_is_cleaned_on_a_copy():
+    later_message = {
         "prompt_token_ids": [1],
         "completion_token_ids": [2],
         "completion_logprobs": [-0.5],
@@ -111,10 +111,10 @@ def test_what_a_client_says_is_cleaned_on_copies():
             "choices": [{"index": 0, "token_ids": [2], "logprobs": {"content": []}}, "odd"],
         },
     }
-    before = copy.deepcopy(said)
+    before = copy.deepcopy(later_message)
     cleaned = {"policy_version": 3, "raw_response": {"id": "r", "choices": [{"index": 0}, "odd"]}}
-    assert drop_traces(said) == cleaned
-    assert said == before
+    assert drop_traces(later_message) == cleaned
+    assert later_message == before
     for odd in ({}, {"raw_response": None}, {"raw_response": "text"}, {"raw_response": {"choices": None}}):
         assert drop_traces(odd) == odd
 

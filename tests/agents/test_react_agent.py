@@ -1,4 +1,4 @@
-"""Reasoning with tools: which calls are made, what the model is shown, what is kept."""
+"""ReAct agents: which calls they make, what the model sees, and what is stored."""
 
 import asyncio
 
@@ -52,7 +52,7 @@ def test_the_model_calls_tools_until_it_answers():
     assert acting._ctx.messages[4:] == [{"role": "assistant", "content": "8"}]
 
 
-def test_the_last_call_is_offered_no_tools_and_told_so_in_passing():
+def test_the_last_call_has_no_tools_and_a_message_that_is_not_stored():
     acting, client = agent(DOUBLE, DOUBLE, ("9", [call("double")]), steps=3)
     parsed, raw, *_ = play(acting.act())
     assert (parsed.action, raw) == ("9", "9")
@@ -63,14 +63,14 @@ def test_the_last_call_is_offered_no_tools_and_told_so_in_passing():
     assert len(acting.intermediate_calls) == 2
 
 
-def test_token_ids_are_asked_for_whatever_the_settings():
+def test_token_ids_are_always_requested():
     acting, client = agent("8")
     play(acting.act(inference=InferenceSpec()))
     assert client.requests[0].return_.return_token_ids
 
 
 @pytest.mark.parametrize("answers", [["cut"], [("cut", [call("double", '{"n": 4}')])], [DOUBLE, "cut"], [DOUBLE, DOUBLE, "cut"]])
-def test_a_call_cut_at_the_limit_is_rejected_wherever_it_comes(answers):
+def test_a_truncated_call_is_rejected_at_any_position(answers):
     def refuse(text):
         raise AssertionError("the parser must not be called")
 
@@ -79,17 +79,17 @@ def test_a_call_cut_at_the_limit_is_rejected_wherever_it_comes(answers):
     assert (parsed.action, parsed.reward, raw) == (None, -0.3, "cut")
     assert info["incomplete_completion"] is True
     assert len(client.requests) == len(answers)
-    assert acting._ctx.messages[-1] == {"role": "assistant", "content": "cut"}  # what it asked for was not run
+    assert acting._ctx.messages[-1] == {"role": "assistant", "content": "cut"}  # the tool call that it contains was not run
 
 
-def test_a_call_cut_at_the_limit_counts_where_that_is_allowed():
+def test_a_truncated_call_counts_when_that_is_allowed():
     acting, _ = agent(("cut", [call("double", '{"n": 4}')]), "8", reject_incomplete_completions=False)
     parsed, _, info, _ = play(acting.act())
     assert parsed.action == "8"
     assert "incomplete_completion" not in info
 
 
-def test_each_act_begins_anew():
+def test_each_act_starts_with_a_fresh_call_count():
     acting, _ = agent(DOUBLE, "8", "9")
     play(acting.act())
     assert len(acting.intermediate_calls) == 1
@@ -108,14 +108,14 @@ def test_a_context_without_tools_is_refused():
         agent("8", steps=0)
 
 
-def test_an_agent_without_tools_just_answers():
+def test_an_agent_without_tools_answers_directly():
     client = CallingClient("8")
     acting = ReActAgent([], client=client, model="m", ctx=FullDialog(), parser=verbatim)
     assert play(acting.act())[1] == "8"
     assert client.requests[0].tools is None
 
 
-def test_a_model_call_that_takes_too_long_is_a_timeout():
+def test_a_slow_model_call_times_out():
     class Hanging(CallingClient):
         async def complete(self, request):
             if self.requests:
@@ -127,7 +127,7 @@ def test_a_model_call_that_takes_too_long_is_a_timeout():
         play(acting.act(timeout_s=0.02))
 
 
-# The calls before the answer are steps of the rollout, and samples of the batch.
+# Calls before the answer are steps of the rollout and samples of the batch.
 
 
 def episode(*answers, goal=2, parser=verbatim, group=None, **settings):
@@ -139,7 +139,7 @@ def episode(*answers, goal=2, parser=verbatim, group=None, **settings):
     return rollout, client
 
 
-def test_every_model_call_is_a_step_told_without_a_gap():
+def test_every_model_call_is_a_step_whose_observations_connect():
     rollout, _ = episode(DOUBLE, DOUBLE, "a", "b")
     told = [(s.index, s.prev_obs, s.action, s.next_obs, s.reward, bool(s.info.get("intermediate_call"))) for s in rollout.steps]
     assert told == [
@@ -152,7 +152,7 @@ def test_every_model_call_is_a_step_told_without_a_gap():
     assert [s.terminated for s in rollout.steps] == [False, False, False, True]
 
 
-def test_steps_before_an_answer_that_cannot_be_parsed_are_kept():
+def test_steps_before_an_unparsable_answer_are_kept():
     rollout, _ = episode(DOUBLE, "z", "a", goal=1, parser=lambda t: ParseResult(None if t == "z" else t, 0.0, "Again."))
     assert [(s.index, s.action, s.next_obs) for s in rollout.steps] == [
         (0, "let me see", "8"),
@@ -161,12 +161,13 @@ def test_steps_before_an_answer_that_cannot_be_parsed_are_kept():
     ]
 
 
-def test_each_call_is_a_sample_of_its_own_tokens_with_the_credit_of_the_episode():
+def test_each_call_is_a_sample_with_its_own_tokens_and_the_episodes_credit():
     rollouts = [episode(DOUBLE, "a", goal=1, group="g")[0], episode("a", goal=2, group="g")[0]]
     assert [len(r.steps) for r in rollouts] == [2, 2]
-    rollouts[1].steps[-1].reward = 0.0  # lost
+    rollouts[1].steps[-1].reward = 0.0  # the lost game
     batch = batch_from_rollouts(rollouts, GroupNormalizedReturn(group_size=2))
-    # Returns 1 and 0, mean 0.5: every call of the first episode weighs +0.5, of the second -0.5.
+    # Returns 1 and 0, mean 0.5: every call of the first episode has weight +0.5, of the second
+    # -0.5.
     assert [item.weight for item in batch.items] == [0.5, 0.5, -0.5, -0.5]
     tokens = [list(b"let me see"), [97], [97], [97]]
     for item, completion in zip(batch.items, tokens, strict=True):
@@ -188,7 +189,7 @@ def test_no_two_calls_of_an_episode_share_a_seed():
 
 
 @given(st.integers(0, 2**31), st.integers(1, 40), st.integers(1, 10))
-def test_calls_of_the_first_step_do_not_meet_the_steps_that_follow(seed, step, call_number):
+def test_seeds_of_the_first_steps_calls_differ_from_those_of_later_steps(seed, step, call_number):
     assert call_seed(seed, 0) == seed
     assert call_seed(None, call_number) is None
     assert call_seed(seed, call_number) != derive_seed(seed, step)

@@ -1,4 +1,4 @@
-"""Running tools: whatever happens, the model is told and the episode goes on."""
+"""Running tools. Whatever happens, the model gets a result and the episode continues."""
 
 import asyncio
 import contextvars
@@ -75,13 +75,13 @@ async def times_out():
         ({}, "Error: Tool  not found."),
     ],
 )
-def test_a_call_that_fails_is_told_to_the_model_and_the_next_one_runs(asked, told):
+def test_a_failed_call_is_reported_to_the_model_and_the_next_one_runs(asked, told):
     first, second = results(agent(add, stops, leaves, times_out), asked, call("add", '{"a": 1, "b": 1}'))
     assert told in first
     assert second == "2"
 
 
-def test_no_arguments_may_be_said_in_several_ways():
+def test_empty_arguments_can_be_written_in_several_ways():
     def now():
         return "noon"
 
@@ -90,7 +90,7 @@ def test_no_arguments_may_be_said_in_several_ways():
 
 
 @pytest.mark.parametrize("kind", ["async", "plain"])
-def test_a_tool_that_hangs_is_given_up_at_its_deadline(kind):
+def test_a_hanging_tool_is_abandoned_at_its_deadline(kind):
     release = threading.Event()
 
     async def hangs():
@@ -105,9 +105,9 @@ def test_a_tool_that_hangs_is_given_up_at_its_deadline(kind):
     assert text == f"Error executing tool {tool.__name__}: ToolTimeoutError: no result within 0.02 s"
 
 
-def test_tools_that_hang_do_not_hold_up_others_nor_the_end_of_the_program():
-    """More of them than the event loop has threads in its pool, which `asyncio.run` would wait
-    for."""
+def test_hanging_tools_block_neither_other_tools_nor_the_end_of_the_program():
+    """More hanging tools than the event loop's thread pool has threads; `asyncio.run` would wait
+    for those."""
     release = threading.Event()
 
     def hangs():
@@ -119,7 +119,7 @@ def test_tools_that_hang_do_not_hold_up_others_nor_the_end_of_the_program():
     async def run():
         many = [agent(hangs, tool_timeout_s=0.05)._run_tool_calls([call("hangs")]) for _ in range(64)]
         *lost, told = await asyncio.gather(*many, agent(quick)._run_tool_calls([call("quick")]))
-        await asyncio.to_thread(int)  # the pool is free
+        await asyncio.to_thread(int)  # the thread pool is free
         return lost, told
 
     lost, told = play(run())
@@ -128,8 +128,8 @@ def test_tools_that_hang_do_not_hold_up_others_nor_the_end_of_the_program():
     assert all("no result within" in text for (text,) in lost)
 
 
-def test_a_plain_tool_leaves_the_event_loop_free():
-    """It waits for something that only the loop can do."""
+def test_a_synchronous_tool_does_not_block_the_event_loop():
+    """The tool waits for something that only the event loop can do."""
 
     async def run():
         loop, opened = asyncio.get_running_loop(), threading.Event()
@@ -143,7 +143,7 @@ def test_a_plain_tool_leaves_the_event_loop_free():
     assert play(run()) == ["True"]
 
 
-def test_a_plain_tool_sees_the_context_of_its_episode():
+def test_a_synchronous_tool_sees_the_context_variables_of_its_episode():
     def where():
         return place.get()
 
@@ -154,14 +154,14 @@ def test_a_plain_tool_sees_the_context_of_its_episode():
     assert play(run()) == ["here"]
 
 
-def test_a_plain_function_may_return_a_coroutine():
+def test_a_synchronous_function_may_return_a_coroutine():
     def later():
         return slowly("x")
 
     assert results(agent(later), call("later")) == ["X"]
 
 
-def test_an_episode_that_is_cancelled_cancels_its_tool():
+def test_cancelling_an_episode_cancels_its_tool():
     cancelled = []
 
     async def hangs():
@@ -180,7 +180,7 @@ def test_an_episode_that_is_cancelled_cancels_its_tool():
     assert cancelled == [True]
 
 
-def test_tools_are_shown_to_the_model_and_tokens_asked_for():
+def test_tools_and_token_ids_are_in_the_request():
     acting = agent(add, slowly)
     assert list(acting.tool_map) == ["add", "slowly"]
     assert acting._tool_request() == ToolRequest(tools=acting.tool_schemas, tool_choice="auto")
@@ -191,7 +191,7 @@ def test_tools_are_shown_to_the_model_and_tokens_asked_for():
     assert acting._with_tools(None).return_.return_token_ids
 
 
-def test_the_servers_message_is_taken_apart():
+def test_tool_calls_are_read_from_the_servers_message():
     extract = agent(add)._extract_openai_message
     calls = [call("add")]
     assert extract({"raw_response": {"choices": [{"message": {"content": None, "tool_calls": calls}}]}}) == (None, calls)
@@ -201,7 +201,7 @@ def test_the_servers_message_is_taken_apart():
     assert extract({"raw_response": {"choices": [{"message": None}]}, "completion": "hi"}) == ("hi", [])
 
 
-def test_settings_without_meaning_are_refused():
+def test_invalid_settings_are_refused():
     with pytest.raises(ConfigError, match="tool_timeout_s"):
         agent(add, tool_timeout_s=0.0)
     with pytest.raises(ConfigError, match="share a name"):
@@ -213,7 +213,7 @@ def test_both_packages_offer_the_agents():
     assert ludic.agent.ReActAgent is ludic.agents.ReActAgent
 
 
-def test_a_thousand_calls_leave_no_thread_and_no_task_behind():
+def test_a_thousand_calls_leak_no_thread_and_no_task():
     async def run():
         acting = agent(add, slowly)
         calls = [call("add", '{"a": 1, "b": 2}'), call("slowly", '{"text": "x"}')] * 500

@@ -1,5 +1,5 @@
-"""What a model is shown of a Python function. Annotations are strings in this file: a naive
-reading makes all of them text."""
+"""The schema that a model sees of a Python function. Annotations in this file are strings, which a
+naive implementation would report as text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ludic.agents.tool_schema import tool_schema
 from ludic.errors import ConfigError
 
 
-def shown(tool):
+def schema_of(tool):
     parameters = tool_schema(tool)["function"]["parameters"]
     assert parameters["type"] == "object"
     return parameters["properties"], parameters["required"]
@@ -28,7 +28,7 @@ def add(a: int, b: float = 0.5, *, exact: bool = False):
     return a + b
 
 
-def test_a_tool_is_shown_with_its_name_its_docstring_and_its_parameters():
+def test_a_schema_has_name_docstring_and_parameters():
     assert tool_schema(add) == {
         "type": "function",
         "function": {
@@ -47,7 +47,7 @@ def test_a_tool_is_shown_with_its_name_its_docstring_and_its_parameters():
     }
 
 
-def test_types_are_what_the_annotations_mean():
+def test_types_follow_from_the_annotations():
     def tool(
         text: str,
         maybe: Optional[int],  # noqa: UP045
@@ -66,7 +66,7 @@ def test_types_are_what_the_annotations_mean():
         huge: Annotated[int | None, "bytes"] = None,
     ): ...
 
-    properties, required = shown(tool)
+    properties, required = schema_of(tool)
     assert properties == {
         "text": {"type": "string"},
         "maybe": {"type": "integer", "nullable": True},
@@ -87,10 +87,10 @@ def test_types_are_what_the_annotations_mean():
     assert required == [name for name in properties if name != "huge"]
 
 
-def test_only_defaults_that_json_can_say_are_told():
+def test_only_json_serialisable_defaults_are_in_the_schema():
     def tool(a: int = 1, b: str = None, c: object = object(), d: list[int] = [1], e: float = float("inf")): ...  # noqa: B006, RUF013
 
-    properties, required = shown(tool)
+    properties, required = schema_of(tool)
     assert properties["a"] == {"type": "integer", "default": 1}
     assert properties["b"] == {"type": "string", "nullable": True}
     assert properties["c"] == {"type": "string"}
@@ -99,16 +99,16 @@ def test_only_defaults_that_json_can_say_are_told():
     assert required == []
 
 
-def test_parameters_that_a_model_cannot_name_are_left_out():
+def test_positional_only_and_variadic_parameters_are_left_out():
     def tool(a: int, *rest: int, **more: int): ...
 
-    assert shown(tool) == ({"a": {"type": "integer"}}, ["a"])
+    assert schema_of(tool) == ({"a": {"type": "integer"}}, ["a"])
 
 
-def test_one_annotation_that_cannot_be_found_does_not_spoil_the_others(caplog):
+def test_an_unresolvable_annotation_does_not_affect_the_others(caplog):
     def tool(a: int, b: Elsewhere): ...  # noqa: F821
 
-    assert shown(tool)[0] == {"a": {"type": "integer"}, "b": {"type": "string"}}
+    assert schema_of(tool)[0] == {"a": {"type": "integer"}, "b": {"type": "string"}}
     assert "parameter b of tool tool is shown to the model as a string" in caplog.text
 
 
@@ -117,7 +117,7 @@ class Store:
         return key
 
 
-def test_methods_do_not_ask_for_self():
+def test_methods_do_not_have_self_in_their_schema():
     schema = tool_schema(Store().look)
     assert schema["function"]["name"] == "look"
     assert schema["function"]["description"] == "No description provided."
@@ -125,12 +125,12 @@ def test_methods_do_not_ask_for_self():
 
 
 @pytest.mark.parametrize(("tool", "rule"), [(partial(add, 1), "__name__"), (3, "__name__"), (len, "positional-only")])
-def test_what_a_model_cannot_call_is_refused(tool, rule):
+def test_a_function_that_a_model_cannot_call_is_refused(tool, rule):
     with pytest.raises(ConfigError, match=rule):
         tool_schema(tool)
 
 
-def test_a_docstring_describes_the_parameters_one_by_one():
+def test_a_docstring_describes_each_parameter():
     def look(city: str, days: int = 1, exact: Annotated[bool, "to the degree"] = False, unit="C"):
         """The weather of the next days.
 
@@ -155,5 +155,5 @@ def test_a_docstring_describes_the_parameters_one_by_one():
 
 
 @pytest.mark.parametrize("doc", ["", "Adds.", "Args:", "Args:\n\n", "args:\n    a: no heading", "Args:\n    nothing here"])
-def test_a_docstring_of_another_style_describes_none(doc):
+def test_a_docstring_of_another_style_describes_no_parameter(doc):
     assert parse_arg_descriptions(doc) == {}

@@ -1,5 +1,4 @@
-"""What the command line says of versions, flags and folders that it is given by mistake, and
-with which exit status."""
+"""Versions, flags, invalid folders and exit statuses of the command line."""
 
 import json
 import subprocess
@@ -22,12 +21,12 @@ def ludic(*arguments, code=0):
     return " ".join(result.output.split())
 
 
-def test_the_version_is_said_by_a_flag_as_by_the_command():
+def test_the_version_flag_prints_what_the_version_command_prints():
     assert ludic("--version") == ludic("version") == version("ludic")
 
 
 @pytest.mark.parametrize("command", ["train", "sft", "train-rm", "eval", "rollout", "doctor"])
-def test_the_version_is_said_after_a_command_too(command):
+def test_the_version_flag_works_after_a_command(command):
     assert ludic(command, "--version") == version("ludic")
 
 
@@ -42,9 +41,9 @@ def test_the_package_runs_as_a_module():
     assert shown.stdout.strip() == version("ludic")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="/proc takes no folders on Linux")
+@pytest.mark.skipif(sys.platform != "linux", reason="on Linux no folder can be created in /proc")
 @pytest.mark.parametrize("command", ["train", "sft", "eval"])
-def test_an_output_folder_that_cannot_be_made_is_one_line(tiny, command):
+def test_an_output_folder_that_cannot_be_created_is_a_one_line_error(tiny, command):
     small = [argument for argument in tiny if argument.startswith(("network.", "threads"))]
     given = ["sort", "model=x", "base_url=http://127.0.0.1:9/v1", "problems=1"] if command == "eval" else [*small, "steps=1"]
     shown = ludic(command, *given, "output=/proc/nope", code=2)
@@ -58,14 +57,14 @@ def test_the_learning_rate_has_a_flag_in_every_training_command():
 
 
 @pytest.mark.parametrize("command", ["train", "sft"])
-def test_flags_of_other_libraries_are_answered_with_the_setting(command):
+def test_flags_of_other_libraries_are_refused_with_the_equivalent_setting(command):
     assert "there is no flag --learning-rate; settings are written key=value; it is called trainer.lr" in ludic(
         command, "--learning-rate", "1e-5", code=2
     )
     assert "there is no flag --sed; settings are written key=value; did you mean seed?" in ludic(command, "--sed=3", code=2)
 
 
-def test_the_flag_of_other_libraries_for_the_rate_is_known_to_reward_models_too():
+def test_train_rm_also_accepts_the_usual_learning_rate_flag():
     assert "it is called --lr" in ludic("train-rm", "--learning-rate", "1e-5", code=2)
 
 
@@ -79,8 +78,8 @@ def folder(path, command, *, model=True):
 
 
 @pytest.mark.parametrize("command", [["eval"], ["rollout", "--out", "x.jsonl"]])
-def test_runs_without_a_task_are_called_what_they_are(tmp_path, monkeypatch, command):
-    """It was once said that there is no setting 'heldout'."""
+def test_the_error_of_a_run_without_a_task_names_its_kind(tmp_path, monkeypatch, command):
+    """Regression test: the error was about an unknown setting 'heldout'."""
     monkeypatch.chdir(tmp_path)
     shown = ludic(*command, folder(tmp_path / "chats", "sft"), code=2)
     assert "is a run of `ludic sft`, which has no task; say which, such as: sort model=" in shown
@@ -88,7 +87,7 @@ def test_runs_without_a_task_are_called_what_they_are(tmp_path, monkeypatch, com
     assert "has no model yet; resume it with" in ludic(*command, folder(tmp_path / "begun", "train", model=False), code=2)
 
 
-def test_the_exit_status_is_2_for_all_that_was_given_wrong(tmp_path, monkeypatch):
+def test_the_exit_status_is_2_for_every_invalid_argument(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "columns.jsonl").write_text('{"a": 1}\n{"a": 2}\n')
     (tmp_path / "bad.jsonl").write_text("{\n")
@@ -98,19 +97,19 @@ def test_the_exit_status_is_2_for_all_that_was_given_wrong(tmp_path, monkeypatch
     ludic("sft", "data=nosuch.jsonl", code=2)
 
 
-def test_a_run_and_an_evaluation_say_where_the_model_is(tiny, tmp_path):
+def test_a_run_and_an_evaluation_print_the_path_of_the_model(tiny, tmp_path):
     assert "On cpu, 1 threads, float32" in ludic("train", *tiny, "steps=0", "warmup.steps=0")
     assert "episodes on cpu, 1 threads, float32, writing to" in ludic("eval", tmp_path / "run", "problems=1", "k=1")
 
 
-def test_a_device_is_said_of_the_model_and_not_of_the_setting():
+def test_the_error_of_a_device_is_about_the_model_and_not_the_setting():
     model = make_small_model(compose(["network.hidden_size=16", "network.num_heads=2", "network.num_kv_heads=1"]).network)
     assert describe_device(model.bfloat16().to("meta")) == "meta, bfloat16"
 
 
 @pytest.mark.parametrize("section", ["trainer", "warmup.trainer"])
-def test_early_stopping_by_what_is_not_measured_is_refused_before_the_run(tiny, tmp_path, section):
-    """It once failed at the first evaluation, after the warm-up."""
+def test_early_stopping_on_an_unmeasured_metric_is_refused_before_the_run(tiny, tmp_path, section):
+    """Regression test: it failed at the first evaluation, after the warm-up."""
     given = [*tiny, f"{section}.early_stopping_patience=2", f"{section}.eval_every_n_steps=1"]
     shown = ludic("train", *given, f"{section}.early_stopping_metric=eval_loss", code=2)
     assert f"{section}.early_stopping_metric (eval_loss) is not measured by ludic train" in shown
@@ -118,8 +117,8 @@ def test_early_stopping_by_what_is_not_measured_is_refused_before_the_run(tiny, 
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_that_early_stopping_ended_says_so(tiny, tmp_path):
-    """Nothing is learnt, so that the second evaluation is no better than the first."""
+def test_a_run_reports_that_early_stopping_ended_it(tiny, tmp_path):
+    """Nothing is learnt, so the second evaluation is no better than the first."""
     stopping = [
         "trainer.early_stopping_patience=1",
         "trainer.early_stopping_metric=sampled_reward",
@@ -133,15 +132,15 @@ def test_a_run_that_early_stopping_ended_says_so(tiny, tmp_path):
     assert "Early stopping ended the run at step 2 of 8" in shown
 
 
-def test_why_no_rows_are_held_out_is_said_with_the_remedy():
-    """1,500 chats with 25 first questions, 60 of each: two in a hundred are 30."""
+def test_an_empty_held_out_split_is_explained_with_a_remedy():
+    """1,500 chats with 25 first questions, 60 chats each: 2 % are 30 rows, fewer than one group."""
     said = explain_no_heldout(1500, 0.02, 25, 60)
     assert "heldout (0.02) of 1,500 rows is 30" in said
     assert "raise heldout to 0.04 or above" in said
     assert "heldout is 0" in explain_no_heldout(1500, 0.0, 25, 60)
 
 
-def test_a_run_without_held_out_rows_says_why(tiny, tmp_path):
+def test_a_run_without_held_out_rows_explains_why(tiny, tmp_path):
     rows = [{"prompt": f"{n % 2}?", "completion": "a"} for n in range(20)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     small = [argument for argument in tiny if argument.startswith(("network.", "threads", "output", "name"))]

@@ -1,5 +1,4 @@
-"""`ludic eval`: on a run, a model directory and a server; what it writes, what it counts, and
-what it refuses."""
+"""`ludic eval` on a run, a model directory and a server: what it writes, counts and refuses."""
 
 import json
 import re
@@ -36,7 +35,7 @@ def right(question):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """The folder of a run of no steps: a recipe and a model that knows nothing."""
+    """The folder of a run of zero steps: a recipe and an untrained model."""
     folder = tmp_path_factory.mktemp("runs")
     given = [*TINY, "threads=1", "warmup.steps=0", "steps=0", "evaluation.prompts=2", "evaluation.samples_per_prompt=1"]
     result = CliRunner().invoke(app, ["train", *given, f"output={folder}", "name=base"])
@@ -44,7 +43,7 @@ def run(tmp_path_factory):
     return folder / "base"
 
 
-def test_the_model_of_a_run_is_measured_on_the_task_of_the_run(run):
+def test_the_model_of_a_run_is_evaluated_on_the_task_of_the_run(run):
     shown = evaluate(run, "k=2", "problems=3").output
     (folder,) = run.parent.glob("eval-*")
     assert folder.name == "eval-sort-base-seed0"
@@ -67,7 +66,7 @@ def test_the_model_of_a_run_is_measured_on_the_task_of_the_run(run):
     assert resolve([str(folder / "config.yaml")])[0].evaluation.prompts == 3
 
 
-def test_a_model_directory_gives_the_same_answers_every_time_and_others_with_another_seed(run, tmp_path):
+def test_answers_of_a_model_directory_depend_only_on_the_seed(run, tmp_path):
     def answers(seed):
         shared = ["sort", f"model={run / 'model'}", "threads=1", "k=4", "problems=2", f"output={tmp_path}"]
         summary = json.loads(evaluate(*shared, f"seed={seed}", "--json").stdout)
@@ -78,7 +77,7 @@ def test_a_model_directory_gives_the_same_answers_every_time_and_others_with_ano
     assert answers(0) == answers(0) != answers(1)
 
 
-def test_one_greedy_answer_a_problem(run, tmp_path):
+def test_greedy_evaluation_has_one_answer_per_problem(run, tmp_path):
     given = ["sort", f"model={run / 'model'}", "threads=1", "problems=3", f"output={tmp_path}"]
     summary = json.loads(evaluate(*given, "temperature=0", "--json").stdout)
     assert (summary["temperature"], summary["samples_per_problem"], list(summary["pass_at_k"])) == (0.0, 1, ["1"])
@@ -86,7 +85,8 @@ def test_one_greedy_answer_a_problem(run, tmp_path):
 
 
 class Pupil:
-    """Answers as `says` decides from the number of the problem and how often it was asked."""
+    """Answers as `says` decides from the number of the problem and how often it was asked
+    before."""
 
     def __init__(self, says):
         self.says, self.asked = says, {}
@@ -103,9 +103,9 @@ def on_server(pupil, tmp_path, *given, code=0):
         return evaluate(*shared, *given, code=code), server
 
 
-def test_a_server_is_asked_and_the_numbers_are_those_of_its_answers(tmp_path):
-    """Problem i of 4 is right in i of 4 answers: accuracy (0 + 1 + 2 + 3) / 16; pass@2 (0 + 1/2
-    + 5/6 + 1) / 4; pass@4 3/4."""
+def test_metrics_of_a_server_follow_from_its_answers(tmp_path):
+    """i of the 4 answers to problem i of 4 are right: accuracy (0 + 1 + 2 + 3) / 16; pass@2 (0 +
+    1/2 + 5/6 + 1) / 4; pass@4 3/4."""
     pupil = Pupil(lambda i, j, question: completion(right(question) if j < i else "no"))
     given = ["k=4", "problems=4", "temperature=0.7", "top_p=0.9", "max_tokens=9", "system_prompt='Sort.'", "--json"]
     result, server = on_server(pupil, tmp_path, *given)
@@ -113,7 +113,7 @@ def test_a_server_is_asked_and_the_numbers_are_those_of_its_answers(tmp_path):
     assert summary["accuracy"]["value"] == pytest.approx(6 / 16)
     assert summary["pass_at_k"]["2"]["value"] == pytest.approx((0.5 + 5 / 6 + 1) / 4)
     assert summary["pass_at_k"]["4"]["value"] == 0.75
-    assert summary["also"]["answer_tokens"]["value"] == pytest.approx((6 * 6 + 10 * 2) / 16)  # as the server counts them
+    assert summary["also"]["answer_tokens"]["value"] == pytest.approx((6 * 6 + 10 * 2) / 16)  # token counts of the server
     assert (summary["model"], summary["base_url"]) == ("stub", server.base_url)
     body = server.bodies[0]
     assert (body["model"], body["temperature"], body["top_p"], body["max_tokens"]) == ("stub", 0.7, 0.9, 9)
@@ -121,8 +121,9 @@ def test_a_server_is_asked_and_the_numbers_are_those_of_its_answers(tmp_path):
     assert len({body["seed"] for body in server.bodies}) == 16
 
 
-def test_what_fails_is_counted_and_is_no_wrong_answer(tmp_path):
-    """Of 6 problems two are refused: 4 of 4 are right, and nobody knows of the others."""
+def test_failures_are_counted_and_are_not_wrong_answers(tmp_path):
+    """Two of 6 problems are refused. All answers to the other 4 are right, and nothing is known
+    about the two."""
     refused = (400, {"error": {"message": "the prompt is too long"}})
     pupil = Pupil(lambda i, j, question: refused if i in (1, 4) else completion(right(question)))
     result, _ = on_server(pupil, tmp_path, "k=1", "problems=6")
@@ -137,8 +138,8 @@ def test_what_fails_is_counted_and_is_no_wrong_answer(tmp_path):
     assert len(lines(tmp_path / "it" / "rollouts.jsonl")) == 4
 
 
-def test_three_in_ten_requests_under_fire_are_counted_exactly(tmp_path):
-    """Refused, cut off at a deadline, or garbage, for good; the rest is measured."""
+def test_with_three_in_ten_faulty_requests_failures_are_counted_exactly(tmp_path):
+    """Permanently refused, cut off at a deadline, or garbage; the rest is measured."""
     troubles = [(400, {}), HANG, "<html>", {"choices": []}, completion("12", "abort"), completion({"not": "text"})]
     faulty = {i: troubles[i % len(troubles)] for i in range(40) if i % 10 in (1, 4, 8)}
     pupil = Pupil(lambda i, j, question: faulty.get(i) or completion(right(question)))
@@ -151,20 +152,20 @@ def test_three_in_ten_requests_under_fire_are_counted_exactly(tmp_path):
     assert sorted(failed) == sorted(PROBLEMS[i].rstrip(">") for i in faulty)
 
 
-def test_what_passes_on_a_second_try_is_no_failure(tmp_path):
+def test_a_request_that_succeeds_on_retry_is_not_a_failure(tmp_path):
     pupil = Pupil(lambda i, j, question: (503, {}) if j == 0 else completion(right(question)))
     result, _ = on_server(pupil, tmp_path, "k=1", "problems=2", "--json")
     assert json.loads(result.stdout)["num_failed_episodes"] == 0
 
 
-def test_if_everything_fails_there_is_an_error_and_no_number(tmp_path):
+def test_if_everything_fails_the_command_fails(tmp_path):
     result, _ = on_server(lambda body: (401, {"error": {"message": "who are you"}}), tmp_path, "problems=2", code=1)
     assert "8 of 8 episodes failed" in result.output
     assert "who are you" in result.output
     assert not (tmp_path / "it" / "summary.json").exists()
 
 
-def test_a_key_comes_from_the_variable_that_is_named_and_is_written_nowhere(tmp_path, monkeypatch):
+def test_an_api_key_comes_from_the_named_variable_and_is_written_nowhere(tmp_path, monkeypatch):
     monkeypatch.setenv("MY_KEY", "secret-123")
     pupil = Pupil(lambda i, j, question: completion(right(question)))
     result, server = on_server(pupil, tmp_path, "k=1", "problems=1", "api_key_env=MY_KEY")
@@ -175,7 +176,7 @@ def test_a_key_comes_from_the_variable_that_is_named_and_is_written_nowhere(tmp_
     assert "NO_KEY" in on_server(pupil, tmp_path, "api_key_env=NO_KEY", code=2)[0].output
 
 
-def test_of_several_models_one_must_be_named(tmp_path):
+def test_if_a_server_has_several_models_one_must_be_named(tmp_path):
     with StubOpenAIServer(Pupil(lambda i, j, question: completion("1")), models=("a", "b")) as server:
         given = [f"base_url={server.base_url}", f"output={tmp_path}", "problems=1", "k=1"]
         assert "offers 2 models (a, b); say which with model=NAME" in evaluate(*given, code=2).output
@@ -200,13 +201,13 @@ def test_of_several_models_one_must_be_named(tmp_path):
         (["problems=0"], "evaluation.prompts (0) must be at least 1"),
     ],
 )
-def test_what_is_wrong_is_said_before_anything_is_written(given, said, tmp_path, monkeypatch):
+def test_invalid_arguments_are_refused_before_anything_is_written(given, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert said in re.sub(r"\s+", " ", evaluate(*given, code=2).output)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_problems_that_there_are_not_are_missed_aloud(run, tmp_path):
+def test_a_missing_number_of_problems_is_reported(run, tmp_path):
     given = ["sort", f"model={run / 'model'}", "threads=1", "k=1", f"output={tmp_path}", "task.args.digits=3"]
     shown = evaluate(*given, "problems=100000").output
     (summary,) = tmp_path.glob("*/summary.json")
@@ -215,19 +216,19 @@ def test_problems_that_there_are_not_are_missed_aloud(run, tmp_path):
     assert f"The task has only {there} held-out problems, not 100000" in shown
 
 
-def test_a_name_that_is_taken_is_an_error(run, tmp_path):
+def test_an_existing_output_name_is_an_error(run, tmp_path):
     given = ["sort", f"model={run / 'model'}", "threads=1", "problems=1", "k=1", f"output={tmp_path}", "name=x"]
     evaluate(*given)
     assert "choose another name=" in evaluate(*given, code=1).output
 
 
-def test_settings_are_shown_with_their_short_names_resolved():
+def test_print_config_shows_settings_with_resolved_short_names():
     shown = evaluate("addition", "k=3", "temperature=0.5", "confidence=0.9", "--print-config").output
     for line in ("  samples_per_prompt: 3", "  temperature: 0.5", "confidence: 0.9", "kind: addition", "base_url: null"):
         assert line in shown, line
 
 
-def test_short_names_mean_what_they_stand_for():
+def test_short_names_equal_the_settings_they_stand_for():
     recipe, _ = resolve(["k=3", "problems=7", "top_p=0.5", "max_tokens=9", "concurrency=2", "device=cpu", "solved_at=0.5"])
     assert (recipe.evaluation.samples_per_prompt, recipe.evaluation.prompts) == (3, 7)
     assert (recipe.rollout.top_p, recipe.rollout.max_new_tokens, recipe.rollout.concurrency) == (0.5, 9, 2)
@@ -237,7 +238,7 @@ def test_short_names_mean_what_they_stand_for():
         resolve(["confidence=high"])
 
 
-def test_several_measurements_in_one_picture(tmp_path):
+def test_several_evaluations_are_drawn_in_one_plot(tmp_path):
     def found(rewards):
         steps = [[Step(0, "q", "a", None, reward, False, True)] for reward in rewards]
         return measure([Rollout(steps=s, meta={"problem_id": i % 2}) for i, s in enumerate(steps)], also={"even": lambda r: True})
@@ -247,9 +248,9 @@ def test_several_measurements_in_one_picture(tmp_path):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_run_of_games_is_measured_in_its_own_words_and_each_game_counts_by_itself(tmp_path):
-    """Games begin alike and differ by their seed; as one problem for each side they gave an
-    interval of two numbers."""
+def test_a_run_of_games_is_evaluated_with_its_own_metrics_and_each_game_counts(tmp_path):
+    """Games start alike and differ only by seed. Counted as one problem per side, they would give
+    an interval from two numbers."""
     given = [
         *TINY,
         "network.hidden_size=16",

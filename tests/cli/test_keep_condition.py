@@ -1,4 +1,4 @@
-"""The condition of `ludic rollout --keep`: its grammar, and nothing beyond it."""
+"""The condition of `ludic rollout --keep`: its grammar and what it refuses."""
 
 import contextlib
 import math
@@ -26,7 +26,7 @@ def rollout(reward=1.0, **info):
     st.floats(-1e6, 1e6),
     st.sampled_from(["", " ", "  "]),
 )
-def test_a_comparison_means_what_it_says(symbol, reward, number, space):
+def test_comparisons_have_their_usual_meaning(symbol, reward, number, space):
     keep = Keep.parse(f"reward{space}{symbol}{space}{number!r}")
     assert keep(rollout(reward / 2)) == OPERATORS[symbol](reward / 2 + reward / 2, number)
 
@@ -70,12 +70,12 @@ def test_any_text_is_parsed_or_refused(text):
     assert all(keep.comparisons and math.isfinite(c.number) for keep in parsed for c in keep.comparisons)
 
 
-def test_the_error_says_where():
+def test_the_error_shows_the_position():
     with pytest.raises(ConfigError, match=r'expected "and" or the end at character 10'):
         Keep.parse("reward>0 or length>1")
 
 
-def test_a_key_that_is_not_there_is_an_error_and_not_a_no():
+def test_a_missing_key_is_an_error_and_not_false():
     with pytest.raises(DataError, match=r"no number 'rewards'; it has reward, .*completion_tokens, right, policy_version"):
         Keep.parse("rewards>0")(rollout(right=True))
     with pytest.raises(DataError, match="no number 'name'"):

@@ -1,5 +1,5 @@
-"""What goes wrong every day is one line that names the value, the rule and the remedy; what a
-file brings does not run, and a bug keeps its traceback."""
+"""Everyday failures are one line with the value, the rule and the remedy. Code in files never runs,
+and a bug keeps its traceback."""
 
 import errno
 import io
@@ -29,11 +29,11 @@ def settings(folder: Path, text: str) -> str:
     return str(path)
 
 
-# ---- files of settings
+# ---- settings files
 # ------------------------------------------------------------------------------------------
 
 
-def test_a_few_lines_cannot_stand_for_billions_of_values(tmp_path: Path) -> None:
+def test_a_yaml_bomb_is_refused(tmp_path: Path) -> None:
     lines = ["a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12)]
     started = time.monotonic()
@@ -42,23 +42,21 @@ def test_a_few_lines_cannot_stand_for_billions_of_values(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("text", ["&a [*a]", "a: &a {b: *a}", "a: &a\n  <<: *a\n  b: 1"])
-def test_yaml_that_refers_to_itself_is_refused(tmp_path: Path, text: str) -> None:
+def test_self_referential_yaml_is_refused(tmp_path: Path, text: str) -> None:
     assert "settings.yaml" in refused("train", settings(tmp_path, text))
 
 
-def test_anchors_that_a_person_writes_are_read(tmp_path: Path) -> None:
+def test_ordinary_yaml_anchors_are_accepted(tmp_path: Path) -> None:
     check_yaml("base: &base {lr: 1}\nother: {<<: *base, b: 2}\n", "here")
 
 
-def test_a_file_of_settings_has_an_end(tmp_path: Path) -> None:
+def test_a_settings_file_has_a_maximum_size(tmp_path: Path) -> None:
     assert "at most 1,000,000" in refused("train", settings(tmp_path, "# " + "x" * 1_000_000))
     assert "is not YAML" in refused("train", settings(tmp_path, "[" * 50_000))
 
 
 @pytest.mark.parametrize("where", ["file", "command line"])
-def test_the_environment_does_not_get_into_the_settings_of_a_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
+def test_settings_cannot_read_environment_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     monkeypatch.setenv("SECRET_TOKEN", "hidden")
     given = settings(tmp_path, "rollout: {system_prompt: '${oc.env:SECRET_TOKEN}'}")
     said = refused("train", given if where == "file" else "rollout.system_prompt=${oc.env:SECRET_TOKEN}", "--print-config")
@@ -75,22 +73,22 @@ def test_the_environment_does_not_get_into_the_settings_of_a_run(
         ("name=\udc80", "is not text in UTF-8"),
     ],
 )
-def test_an_absurd_setting_is_one_line(tmp_path: Path, given: str, said: str) -> None:
+def test_an_absurd_setting_is_a_one_line_error(tmp_path: Path, given: str, said: str) -> None:
     assert said in refused("sft", *SFT, f"output={tmp_path}", given)
 
 
 @pytest.mark.parametrize("text", [f"steps: {'9' * 5000}", 'name: "\\ud800"', "steps: ${steps}", "name: ${output}${output}"])
-def test_an_absurd_value_in_a_file_is_one_line(tmp_path: Path, text: str) -> None:
+def test_an_absurd_value_in_a_file_is_a_one_line_error(tmp_path: Path, text: str) -> None:
     refused("sft", settings(tmp_path, text))
 
 
-# ---- code that a model brings
+# ---- code in a model folder
 # --------------------------------------------------------------------------------------
 
 
 def model_with_code(folder: Path, *, known: bool) -> Path:
-    """A model whose files name code that leaves a mark when it is imported. `known`:
-    transformers has a class for it, too."""
+    """A model whose files refer to code that creates a marker file when imported. `known`:
+    transformers also has a class for it."""
     model = folder / "model"
     tiny_model().save_pretrained(model)
     TOKENIZER.save_pretrained(model)
@@ -114,7 +112,7 @@ LOADS = {
 
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("loaded", LOADS)
-def test_code_of_a_model_never_runs_even_where_somebody_says_yes(
+def test_code_of_a_model_never_runs_even_if_the_prompt_is_confirmed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loaded: str, known: bool
 ) -> None:
     model = model_with_code(tmp_path, known=known)
@@ -126,7 +124,7 @@ def test_code_of_a_model_never_runs_even_where_somebody_says_yes(
     assert not (tmp_path / "mark").exists()
 
 
-def test_code_of_a_model_does_not_run_without_anybody_to_ask(tmp_path: Path) -> None:
+def test_code_of_a_model_does_not_run_without_a_terminal(tmp_path: Path) -> None:
     model = model_with_code(tmp_path, known=False)
     command = [sys.executable, "-m", "ludic.cli.app", "sft", *SFT, f"model={model}", f"output={tmp_path}/runs"]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=240)
@@ -148,14 +146,14 @@ def test_code_of_a_model_does_not_run_without_anybody_to_ask(tmp_path: Path) -> 
         (errno.ENOTDIR, "a file"),
     ],
 )
-def test_a_fault_of_the_disk_is_one_line_with_the_place(number: int, said: str) -> None:
+def test_a_disk_error_is_one_line_with_the_path(number: int, said: str) -> None:
     line = describe_machine_fault(OSError(number, os.strerror(number), "/data/run/model"))
     assert line is not None
     assert said in line
     assert "/data/run/model" in line
 
 
-def test_a_full_disk_is_known_when_safetensors_says_it() -> None:
+def test_a_full_disk_is_recognised_in_a_safetensors_error() -> None:
     line = describe_machine_fault(SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"))
     assert line is not None
     assert "the disk is full" in line
@@ -164,23 +162,21 @@ def test_a_full_disk_is_known_when_safetensors_says_it() -> None:
 @pytest.mark.parametrize(
     "bug", [KeyError("a"), FileNotFoundError(2, "no such file", "x"), SafetensorError("header"), ValueError("x")]
 )
-def test_a_bug_is_no_fault_of_the_machine(bug: Exception) -> None:
+def test_a_bug_is_not_reported_as_a_machine_fault(bug: Exception) -> None:
     assert describe_machine_fault(bug) is None
 
 
-def test_a_disk_that_fills_up_while_a_model_is_kept_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fills_up_while_saving_a_model_is_a_one_line_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "model.safetensors")
 
     monkeypatch.setattr("transformers.PreTrainedModel.save_pretrained", full)
     assert "the disk is full" in refused("sft", *SFT, f"output={tmp_path}", "name=run")
-    assert (
-        "the disk is full" not in (tmp_path / "run" / "progress.json").read_text()
-    )  # the run says what failed, as it was raised
+    assert "the disk is full" not in (tmp_path / "run" / "progress.json").read_text()  # the run folder has the original error
     assert "No space left" in (tmp_path / "run" / "progress.json").read_text()
 
 
-def test_an_output_that_is_a_file_is_one_line(tmp_path: Path) -> None:
+def test_an_output_path_that_is_a_file_is_a_one_line_error(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("")
     assert "is a file" in refused("sft", *SFT, f"output={tmp_path}/runs", "name=run")
 
@@ -195,7 +191,7 @@ def test_an_output_that_is_a_file_is_one_line(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("command", ["train", "sft", "train-rm"])
-def test_what_the_machine_or_the_model_does_not_have_is_said_before_a_folder_is_made(
+def test_missing_devices_and_model_features_are_refused_before_a_folder_is_created(
     tmp_path: Path, command: str, given: str, said: str
 ) -> None:
     tiny_model().save_pretrained(tmp_path / "small")
@@ -209,7 +205,7 @@ def test_what_the_machine_or_the_model_does_not_have_is_said_before_a_folder_is_
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "optimizer.json", "trainer_state.json"])
-def test_a_checkpoint_that_is_cut_short_is_one_line_with_its_name(tmp_path: Path, file: str) -> None:
+def test_a_truncated_checkpoint_is_a_one_line_error_with_its_name(tmp_path: Path, file: str) -> None:
     ludic("sft", *SFT, f"output={tmp_path}", "name=run")
     run = tmp_path / "run"
     progress = json.loads((run / "progress.json").read_text())
@@ -219,7 +215,7 @@ def test_a_checkpoint_that_is_cut_short_is_one_line_with_its_name(tmp_path: Path
     assert file in refused("sft", "--resume", str(run))
 
 
-def test_a_chat_template_that_raises_is_one_line(tmp_path: Path) -> None:
+def test_a_chat_template_that_raises_is_a_one_line_error(tmp_path: Path) -> None:
     tiny_model().save_pretrained(tmp_path / "small")
     TOKENIZER.save_pretrained(tmp_path / "small")
     template = tmp_path / "small" / "chat_template.jinja"
@@ -228,11 +224,11 @@ def test_a_chat_template_that_raises_is_one_line(tmp_path: Path) -> None:
     assert "chat template fails on these messages: only users may speak" in said
 
 
-# ---- places
+# ---- paths
 # ------------------------------------------------------------------------------------------
 
 
-def test_a_model_that_is_not_here_is_not_asked_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_local_model_is_not_looked_up_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "runs" / "first").mkdir(parents=True)
     (tmp_path / "file").write_text("")
     monkeypatch.chdir(tmp_path)

@@ -1,5 +1,5 @@
-"""`ludic rollout` writes what `ludic sft` reads: episodes with their tokens, those that a
-condition keeps."""
+"""`ludic rollout` writes what `ludic sft` reads: the episodes that meet a condition, with their
+tokens."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ EASY = ["threads=1", "task.args={digits: 3, right: 1.0, backwards: 0.0}"]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that sorts three digits now and then."""
+    """A model that sometimes sorts three digits correctly."""
     folder = tmp_path_factory.mktemp("sft")
     settings = ["rows=800", "batch_size=64", "epochs=6", "heldout=0.1", f"output={folder}", "name=run"]
     result = CliRunner().invoke(app, ["sft", *EASY, *NETWORK, *settings])
@@ -26,7 +26,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def play(model: Path, out: Path, *arguments: str) -> dict[str, Any]:
-    """The counts."""
+    """Play and return the counts."""
     settings = ["rollout.prompts=8", "rollout.group_size=4", f"model={model}", "--out", str(out), "--json"]
     result = CliRunner().invoke(app, ["rollout", "sort", *EASY, *settings, *arguments])
     assert result.exit_code == 0, result.output
@@ -34,7 +34,7 @@ def play(model: Path, out: Path, *arguments: str) -> dict[str, Any]:
     return counts
 
 
-def test_the_good_episodes_are_kept_and_train(model: Path, tmp_path: Path) -> None:
+def test_kept_episodes_can_be_trained_on(model: Path, tmp_path: Path) -> None:
     good = play(model, tmp_path / "good.jsonl", "--episodes", "96", "--keep", "reward>0")
     everything = play(model, tmp_path / "all.jsonl", "--episodes", "96")
     assert 0 < good["kept"] < good["episodes"] == everything["kept"] == 96
@@ -42,7 +42,7 @@ def test_the_good_episodes_are_kept_and_train(model: Path, tmp_path: Path) -> No
     kept, played = read_rollouts(tmp_path / "good.jsonl"), read_rollouts(tmp_path / "all.jsonl")
     assert all(rollout.total_reward == 1.0 and rollout.steps[0].trace for rollout in kept)
     traces = [rollout.steps[0].trace for rollout in played if rollout.total_reward > 0]
-    assert [rollout.steps[0].trace for rollout in kept] == traces  # the same seeds play the same episodes
+    assert [rollout.steps[0].trace for rollout in kept] == traces  # equal seeds play equal episodes
 
     arguments = [
         "threads=1",
@@ -69,7 +69,7 @@ def test_episodes_are_rounded_up_to_whole_groups(model: Path, tmp_path: Path) ->
     assert set(groups.values()) == {4}
 
 
-def test_what_is_kept_may_be_nothing(model: Path, tmp_path: Path) -> None:
+def test_no_episode_need_be_kept(model: Path, tmp_path: Path) -> None:
     assert play(model, tmp_path / "none.jsonl", "--episodes", "4", "--keep", "reward>1")["kept"] == 0
     assert (tmp_path / "none.jsonl").read_text() == ""
 
@@ -83,7 +83,9 @@ def test_what_is_kept_may_be_nothing(model: Path, tmp_path: Path) -> None:
         (["model=null"], "give model=DIRECTORY"),
     ],
 )
-def test_what_is_wrong_is_one_line_and_writes_nothing(model: Path, tmp_path: Path, arguments: list[str], said: str) -> None:
+def test_an_invalid_argument_is_a_one_line_error_and_writes_nothing(
+    model: Path, tmp_path: Path, arguments: list[str], said: str
+) -> None:
     out = tmp_path / "out.jsonl"
     command = ["rollout", "sort", *EASY, f"model={model}", "rollout.prompts=1", "rollout.group_size=2", "--episodes", "2"]
     result = CliRunner().invoke(app, [*command, "--out", str(out), *arguments])
@@ -93,7 +95,7 @@ def test_what_is_wrong_is_one_line_and_writes_nothing(model: Path, tmp_path: Pat
     assert not out.exists()
 
 
-def test_a_file_is_never_written_over(model: Path, tmp_path: Path) -> None:
+def test_an_existing_file_is_never_overwritten(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     out.write_text("mine\n")
     result = CliRunner().invoke(app, ["rollout", f"model={model}", "--out", str(out)])

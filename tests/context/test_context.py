@@ -1,4 +1,4 @@
-"""What the model is shown."""
+"""What the model sees of a dialogue."""
 
 import re
 
@@ -22,9 +22,8 @@ def test_a_dialogue_grows_message_by_message():
     assert len(context.messages) == 4
 
 
-def test_a_dialogue_begins_with_the_messages_that_the_environment_gives():
-    """The pair that Python code reaches for first: a prompt of four messages used to be shown as
-    its last one."""
+def test_a_dialogue_starts_with_the_messages_of_the_environment():
+    """Regression test: a prompt of four messages was shown as its last message only."""
     prompt = [
         {"role": "system", "content": "add"},
         {"role": "user", "content": "1+1="},
@@ -44,13 +43,13 @@ def test_a_dialogue_begins_with_the_messages_that_the_environment_gives():
 
 
 @pytest.mark.parametrize("messages", [3, "two", [], ["text"], [{"content": "no role"}], {"role": "user"}])
-def test_messages_of_another_kind_are_the_environments_own_business(messages):
+def test_other_values_named_messages_are_left_to_the_environment(messages):
     context = FullDialog()
     context.on_env_reset("the first", {"messages": messages})
     assert context.messages == [{"role": "user", "content": "the first"}]
 
 
-def test_a_reset_forgets_and_chooses_the_prompt():
+def test_a_reset_clears_the_dialogue_and_sets_the_prompt():
     context = FullDialog("Default.")
     context.on_env_reset("x", {})
     context.reset()
@@ -62,7 +61,7 @@ def test_a_reset_forgets_and_chooses_the_prompt():
     assert context.default_system_prompt == "Default."
 
 
-def test_steps_with_tools_leave_empty_parts_out():
+def test_empty_parts_of_tool_messages_are_left_out():
     context = FullDialog()
     assert context.supports_tools
     context.add_assistant_step("", [{"id": "1"}])
@@ -76,7 +75,7 @@ def test_steps_with_tools_leave_empty_parts_out():
 
 
 class Late(FullDialog):
-    """Overrides `reset` with something that its own constructor sets up."""
+    """Overrides `reset` and uses an attribute that its constructor sets later."""
 
     def __init__(self):
         super().__init__("S")
@@ -87,25 +86,29 @@ class Late(FullDialog):
         self.resets += 1
 
 
-def test_a_context_begins_with_its_prompt_and_without_calling_what_a_subclass_overrides():
+def test_the_constructor_sets_the_prompt_without_calling_overridden_methods():
     context = Late()
     assert context.messages == [{"role": "system", "content": "S"}]
     context.reset()
     assert context.resets == 1
 
 
-def test_a_strategy_must_say_what_is_added_when():
+def test_a_context_strategy_must_define_when_messages_are_added():
     with pytest.raises(TypeError, match="on_before_act"):
         ContextStrategy()
 
 
-def shown(answer, **settings):
-    """What the model is shown of an earlier answer of its own."""
+def view_of_answer(answer, **settings):
+    """What the model sees of its own earlier answer."""
     context = TruncatedThinkingContext(**settings)
     context.on_env_reset("<think>not mine</think> obs", {})
     context.on_after_act(ChatResponse(answer))
     context.on_after_step("go on", {})
-    assert [m["content"] for m in context.messages] == ["<think>not mine</think> obs", answer, "go on"]  # the history stays whole
+    assert [m["content"] for m in context.messages] == [
+        "<think>not mine</think> obs",
+        answer,
+        "go on",
+    ]  # the stored history is complete
     first, own, last = context.on_before_act()
     assert (first["content"], last["content"]) == ("<think>not mine</think> obs", "go on")
     return own["content"]
@@ -117,12 +120,12 @@ def shown(answer, **settings):
         ("<think>long</think>A1", "<think>[TRUNCATED]</think>A1"),
         (" \n<Think>a\nb</THINK> \n A1 ", " \n<Think>[TRUNCATED]</THINK> \n A1 "),
         ("<think></think>A1", "<think>[TRUNCATED]</think>A1"),
-        ("<think>a</think>b<think>c</think>d", "<think>[TRUNCATED]</think>b<think>c</think>d"),  # the first block only
-        (r"<think>\1</think>\g<0>", r"<think>[TRUNCATED]</think>\g<0>"),  # text, not a template
+        ("<think>a</think>b<think>c</think>d", "<think>[TRUNCATED]</think>b<think>c</think>d"),  # only the first block
+        (r"<think>\1</think>\g<0>", r"<think>[TRUNCATED]</think>\g<0>"),  # text, not a regex template
     ],
 )
 def test_earlier_thinking_is_hidden(answer, view):
-    assert shown(answer) == view
+    assert view_of_answer(answer) == view
 
 
 @pytest.mark.parametrize(
@@ -138,16 +141,16 @@ def test_earlier_thinking_is_hidden(answer, view):
         "",
     ],
 )
-def test_an_answer_of_another_form_is_shown_as_it_is(answer):
-    assert shown(answer) == answer
+def test_an_answer_without_thinking_is_shown_unchanged(answer):
+    assert view_of_answer(answer) == answer
 
 
-def test_the_placeholder_is_the_users():
-    assert shown("<think>long</think>A1", placeholder=r"\1...") == r"<think>\1...</think>A1"
+def test_the_placeholder_can_be_set():
+    assert view_of_answer("<think>long</think>A1", placeholder=r"\1...") == r"<think>\1...</think>A1"
     assert TruncatedThinkingContext("S").messages == [{"role": "system", "content": "S"}]
 
 
-def test_the_view_keeps_what_else_a_message_holds():
+def test_the_view_keeps_the_other_fields_of_a_message():
     context = TruncatedThinkingContext()
     context.add_assistant_step("<think>long</think>A1", [{"id": "1"}])
     assert context.on_before_act() == [
@@ -156,7 +159,7 @@ def test_the_view_keeps_what_else_a_message_holds():
     assert context.messages[0]["content"] == "<think>long</think>A1"
 
 
-def test_messages_without_text_are_shown_as_they_are():
+def test_messages_without_text_are_shown_unchanged():
     context = TruncatedThinkingContext()
     context.add_assistant_step(None, [{"id": "1"}])
     context._messages.append({"role": "assistant", "content": None})
@@ -164,7 +167,7 @@ def test_messages_without_text_are_shown_as_they_are():
 
 
 @given(st.lists(st.sampled_from(["<think>", "</think>", "<THINK>", "x", " ", "\n", "<", "think>"]), max_size=10).map("".join))
-def test_whatever_is_hidden_the_answer_stays(answer):
-    view = shown(answer, placeholder="")
+def test_the_answer_is_never_hidden(answer):
+    view = view_of_answer(answer, placeholder="")
     assert view == answer or re.sub(r"(?is)^(\s*<think>).*?(</think>)", r"\1\2", answer, count=1) == view
     assert view.split("</think>")[-1] == answer.split("</think>")[-1]

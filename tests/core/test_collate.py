@@ -1,4 +1,4 @@
-"""The layouts that the core writes, against collation one value at a time."""
+"""The layouts that the core writes, compared with collation one value at a time."""
 
 import array
 from concurrent.futures import ThreadPoolExecutor
@@ -38,7 +38,7 @@ def table_of(*lengths: int) -> _core.SampleTable:
 def test_padded_equals_collation_one_value_at_a_time(batch: tuple[list[SAWItem], list[int], int]) -> None:
     items, indices, max_seq_len = batch
     got = _core.SampleTable.from_items(items).truncate(max_seq_len).collate(indices, oracle.PAD)
-    cut = [oracle.cut(items[index], max_seq_len) for index in indices]
+    cut = [oracle.truncate_right(items[index], max_seq_len) for index in indices]
     if "old_logp_action" in got:
         sums = [sum(oracle.aligned_logps(sample)) for sample in cut]
         assert got.pop("old_logp_action").tolist() == pytest.approx(sums, rel=1e-6)
@@ -51,7 +51,7 @@ def test_collate_then_uncollate_is_the_identity(batch: tuple[list[SAWItem], list
     items, indices, max_seq_len = batch
     got = _core.SampleTable.from_items(items).truncate(max_seq_len).collate(indices, oracle.PAD)
     for row, index in enumerate(indices):
-        sample = oracle.cut(items[index], max_seq_len)
+        sample = oracle.truncate_right(items[index], max_seq_len)
         there = got["attention_mask"][row] == 1
         action = got["action_mask"][row] == 1
         assert got["input_ids"][row][there].tolist() == sample.input_ids
@@ -62,10 +62,10 @@ def test_collate_then_uncollate_is_the_identity(batch: tuple[list[SAWItem], list
 
 
 @given(batches)
-def test_padding_free_is_the_samples_one_after_the_other(batch: tuple[list[SAWItem], list[int], int]) -> None:
+def test_padding_free_concatenates_the_samples(batch: tuple[list[SAWItem], list[int], int]) -> None:
     items, indices, max_seq_len = batch
     got = _core.SampleTable.from_items(items).truncate(max_seq_len).collate_padding_free(indices)
-    cut = [oracle.cut(items[index], max_seq_len) for index in indices]
+    cut = [oracle.truncate_right(items[index], max_seq_len) for index in indices]
     lengths = [len(sample.input_ids) for sample in cut]
     assert got["cu_seqlens"].tolist() == np.cumsum([0, *lengths]).tolist()
     assert (got["max_seqlen"], type(got["max_seqlen"])) == (max(lengths), int)
@@ -79,7 +79,7 @@ def test_padding_free_is_the_samples_one_after_the_other(batch: tuple[list[SAWIt
 
 
 @given(batches)
-def test_compact_says_the_same_as_padded(batch: tuple[list[SAWItem], list[int], int]) -> None:
+def test_compact_has_the_same_content_as_padded(batch: tuple[list[SAWItem], list[int], int]) -> None:
     items, indices, max_seq_len = batch
     table = _core.SampleTable.from_items(items).truncate(max_seq_len)
     compact, padded = table.collate_compact(indices, oracle.PAD), table.collate(indices, oracle.PAD)
@@ -93,7 +93,7 @@ def test_compact_says_the_same_as_padded(batch: tuple[list[SAWItem], list[int], 
 
 
 @given(batches, st.integers(1, 4))
-def test_an_arena_changes_nothing_but_the_memory(batch: tuple[list[SAWItem], list[int], int], slots: int) -> None:
+def test_an_arena_does_not_change_the_result(batch: tuple[list[SAWItem], list[int], int], slots: int) -> None:
     items, indices, max_seq_len = batch
     table = _core.SampleTable.from_items(items).truncate(max_seq_len)
     arena = _core.Arena(slots)
@@ -110,7 +110,7 @@ def test_an_arena_changes_nothing_but_the_memory(batch: tuple[list[SAWItem], lis
                 assert np.asarray(values).dtype == np.asarray(reused[name]).dtype
 
 
-def test_an_arena_overwrites_an_array_after_as_many_collations_as_it_has_slots() -> None:
+def test_an_arena_reuses_an_array_after_as_many_collations_as_it_has_slots() -> None:
     table, arena = table_of(4, 4, 4), _core.Arena(slots=2)
     first = table.collate([0], 0, arena)["input_ids"]
     table.collate([1], 0, arena)
@@ -128,15 +128,15 @@ def test_an_array_outlives_its_arena_and_a_buffer_that_grew() -> None:
     assert large[0, -1] == 403
 
 
-def test_arrays_are_writeable_and_their_own() -> None:
+def test_arrays_are_writeable_and_own_their_memory() -> None:
     table = table_of(3)
     first, second = table.collate([0], 0), table.collate([0], 0)
     first["input_ids"][:] = 7
     assert second["input_ids"].tolist() == [[0, 1, 2]]
 
 
-def test_the_longest_line_is_that_of_the_samples_that_share_it() -> None:
-    # Two turns of one dialogue on a line of 4 tokens, and a sample of 3 on its own.
+def test_the_longest_line_includes_all_samples_that_share_it() -> None:
+    # Two turns of a dialogue on a line of 4 tokens, and a single sample of 3.
     ids, mask = [5, 6, 5, 6, 7, 8, 1, 2, 3], [0, 1, 0, 0, 0, 1, 1, 1, 1]
     table = _core.SampleTable.from_columns(ids, mask, [0, 2, 6, 9]).chained()
     packed = table.collate_padding_free([0, 1, 2])
@@ -150,7 +150,7 @@ def test_an_arena_has_from_1_to_1024_slots(slots: int) -> None:
         _core.Arena(slots)
 
 
-def test_an_arena_is_for_one_thread_at_a_time() -> None:
+def test_an_arena_can_be_used_by_one_thread_at_a_time() -> None:
     table, arena = table_of(*[1024] * 8192), _core.Arena()
     with ThreadPoolExecutor(2) as pool:
         done = [pool.submit(table.collate, np.arange(8192), 0, arena) for _ in range(8)]
@@ -160,7 +160,7 @@ def test_an_arena_is_for_one_thread_at_a_time() -> None:
 
 
 class Tensorlike:
-    """Has no buffer, and says what it is as an array, as tensors do."""
+    """Has no buffer but converts to an array, as tensors do."""
 
     def __init__(self, values: list[Any]) -> None:
         self.values = values
@@ -182,7 +182,7 @@ MASKS = [
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=lambda mask: type(mask).__name__)
-def test_a_mask_is_no_list_of_indices(mask: Any) -> None:
+def test_a_mask_is_not_a_list_of_indices(mask: Any) -> None:
     table = table_of(3, 3, 3)
     for take in (
         table.select,
@@ -199,7 +199,7 @@ def test_a_mask_is_no_list_of_indices(mask: Any) -> None:
     "indices",
     [range(2), (0, 1), np.arange(2, dtype=np.uint8), Tensorlike([0, 1]), array.array("h", [0, 1])],
 )
-def test_indices_come_in_any_sequence_of_integers(indices: Any) -> None:
+def test_indices_can_be_any_sequence_of_integers(indices: Any) -> None:
     assert table_of(1, 2).select(indices).lengths.tolist() == [1, 2]
 
 
@@ -208,7 +208,7 @@ def test_no_indices_select_nothing(nothing: Any) -> None:
     assert len(table_of(1, 2).select(nothing)) == 0
 
 
-def test_tensors_are_read_as_the_arrays_that_they_share() -> None:
+def test_tensors_are_read_through_their_arrays() -> None:
     torch = pytest.importorskip("torch")
     table = _core.SampleTable.from_columns(torch.arange(3), torch.tensor([False, True, True]), torch.tensor([0, 1, 3]))
     assert table.select(torch.tensor([1])).collate([0], 0)["input_ids"].tolist() == [[1, 2]]
@@ -216,14 +216,14 @@ def test_tensors_are_read_as_the_arrays_that_they_share() -> None:
         _core.SampleTable.from_columns([1], [1], [0, 1], weights=torch.ones(1, requires_grad=True))
 
 
-def test_what_the_padding_alone_makes_too_large_is_packed() -> None:
+def test_a_batch_that_only_padding_makes_too_large_can_be_packed() -> None:
     table = table_of(*[1] * 3000, 1 << 20)
     assert table.collate_padding_free(range(3001))["input_ids"].shape == (1, 1_051_576)
     with pytest.raises(DataError, match="a batch of 3001 rows by 1048576 tokens"):
         table.collate(range(3001), 0)
 
 
-def test_a_hole_in_the_attention_is_kept_by_the_padded_layout_only() -> None:
+def test_only_the_padded_layout_keeps_gaps_in_the_attention_mask() -> None:
     table = _core.SampleTable.from_columns([1, 2, 3, 4], [0, 1, 0, 1], [0, 2, 4], attention_mask=[1, 1, 0, 1])
     assert table.collate([1, 0], 0)["attention_mask"].tolist() == [[0, 1], [1, 1]]
     assert table.collate_padding_free([0])["input_ids"].tolist() == [[1, 2]]
@@ -234,7 +234,7 @@ def test_a_hole_in_the_attention_is_kept_by_the_padded_layout_only() -> None:
 
 
 @pytest.mark.parametrize("indices", [[2], [-1], [2**70], np.array([-(2**63)]), np.array([2**64 - 1], np.uint64)])
-def test_an_index_that_names_no_sample_is_refused(indices: list[int]) -> None:
+def test_an_index_out_of_range_is_refused(indices: list[int]) -> None:
     with pytest.raises(DataError, match="ind"):
         table_of(3, 3).collate(indices, 0)
 
@@ -245,12 +245,12 @@ def test_an_empty_batch_is_refused() -> None:
 
 
 @pytest.mark.parametrize("pad", [-1, 2**31, 2**70])
-def test_a_padding_token_that_no_vocabulary_holds_is_refused(pad: int) -> None:
+def test_an_invalid_padding_token_is_refused(pad: int) -> None:
     with pytest.raises(ConfigError, match="pad_token_id"):
         table_of(3).collate([0], pad)
 
 
-def test_more_than_32_bits_can_address_is_refused_before_memory_is_asked_for() -> None:
+def test_a_size_beyond_32_bits_is_refused_before_memory_is_allocated() -> None:
     table = table_of(1000)
     rows = np.zeros(10_000_000, np.int64)
     for collate in (

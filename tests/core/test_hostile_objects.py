@@ -1,5 +1,5 @@
-"""Objects whose own code runs while the core reads them: they may change what is read, never
-what is read from."""
+"""Objects whose own code runs while the core reads them. They can change what is read, but never
+memory that is being read."""
 
 import subprocess
 import sys
@@ -23,8 +23,8 @@ SAMPLE = SAWItem(input_ids=[5, 6, 7], attention_mask=[1, 1, 1], action_mask=[0, 
 Act = Callable[[], object]
 
 
-class Spiteful:
-    """Stands for 1 as whatever it is asked for, and acts first."""
+class ActsWhenRead:
+    """Behaves like the number 1 under every conversion, and calls `act` first."""
 
     def __init__(self, act: Act) -> None:
         self.act = act
@@ -55,12 +55,12 @@ class Spiteful:
 
 def spiteful_list(act: Act, at: int) -> list[Any]:
     values: list[Any] = [1] * SIZE
-    values[at] = Spiteful(act)
+    values[at] = ActsWhenRead(act)
     return values
 
 
 FIELDS = ["input_ids", "action_mask", "attention_mask", "token_logps"]
-TRAPS: list[Callable[[Act], Any]] = [lambda act: spiteful_list(act, 0), lambda act: spiteful_list(act, SIZE - 1), Spiteful]
+TRAPS: list[Callable[[Act], Any]] = [lambda act: spiteful_list(act, 0), lambda act: spiteful_list(act, SIZE - 1), ActsWhenRead]
 
 
 @given(
@@ -69,11 +69,11 @@ TRAPS: list[Callable[[Act], Any]] = [lambda act: spiteful_list(act, 0), lambda a
     st.sampled_from(TRAPS),
     st.sampled_from([np.int64, np.int32, np.uint8, np.int16, np.bool]),
 )
-def test_memory_that_is_given_up_while_a_sample_is_read_is_not_read(
+def test_memory_released_while_a_sample_is_read_is_not_accessed(
     victim: str, trap: str, make: Callable[[Act], Any], dtype: type
 ) -> None:
-    """What comes of it is the table of what was there, or one of our errors: zeros take the
-    place of the ones given up."""
+    """The result is a table of the former values, with zeros for released memory, or one of our
+    errors."""
     owner = np.ones(SIZE, np.float64 if victim == "token_logps" else dtype)
     fields: dict[str, Any] = {name: np.ones(SIZE, np.int64) for name in FIELDS}
     fields["token_logps"] = np.full(SIZE, -1.0)
@@ -91,7 +91,7 @@ def test_memory_that_is_given_up_while_a_sample_is_read_is_not_read(
             array.fill(0)
 
     fields[victim] = owner
-    fields[trap] = Spiteful(free) if trap == "weight" else make(free)
+    fields[trap] = ActsWhenRead(free) if trap == "weight" else make(free)
     logps = SimpleNamespace(token_logps=fields.pop("token_logps"))
     item = SimpleNamespace(**fields, attachments=SimpleNamespace(actor_logps=logps))
     try:
@@ -110,7 +110,7 @@ def test_memory_that_is_given_up_while_a_sample_is_read_is_not_read(
 
 
 @given(st.sampled_from(["input_ids", "action_mask"]), st.sampled_from(["action_mask", "weights", "offsets", "attention_mask"]))
-def test_memory_that_is_given_up_while_columns_are_read_is_not_read(victim: str, trap: str) -> None:
+def test_memory_released_while_columns_are_read_is_not_accessed(victim: str, trap: str) -> None:
     assume(victim != trap)
     owner = np.ones(SIZE, np.int64)
     columns: dict[str, Any] = {"input_ids": np.ones(SIZE, np.int64), "action_mask": np.ones(SIZE, np.int64), "offsets": [0, SIZE]}
@@ -120,7 +120,7 @@ def test_memory_that_is_given_up_while_columns_are_read_is_not_read(victim: str,
         owner.resize(0, refcheck=False)
         return SIZE
 
-    columns[trap] = spiteful_list(free, SIZE - 1) if trap.endswith("mask") else [Spiteful(free)]
+    columns[trap] = spiteful_list(free, SIZE - 1) if trap.endswith("mask") else [ActsWhenRead(free)]
     with pytest.raises(DataError, match=r"has length|offsets"):
         _core.SampleTable.from_columns(**columns)
 
@@ -131,7 +131,7 @@ def item_with(**changes: Any) -> Any:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, RuntimeError("of the object's own")])
-def test_an_error_that_is_not_about_the_value_is_never_replaced(error: Any) -> None:
+def test_errors_that_are_not_about_the_value_are_raised_unchanged(error: Any) -> None:
     def fail() -> None:
         raise error
 
@@ -141,13 +141,13 @@ def test_an_error_that_is_not_about_the_value_is_never_replaced(error: Any) -> N
             raise error
 
     expected = error if isinstance(error, type) else type(error)
-    for item in (item_with(input_ids=[5, Spiteful(fail), 7]), item_with(weight=Spiteful(fail)), Failing()):
+    for item in (item_with(input_ids=[5, ActsWhenRead(fail), 7]), item_with(weight=ActsWhenRead(fail)), Failing()):
         with pytest.raises(expected) as caught:
             _core.SampleTable.from_items([item])
         assert not isinstance(caught.value, LudicError)
 
 
-def test_a_refusal_of_pythons_is_the_cause_of_ours() -> None:
+def test_a_python_conversion_error_is_the_cause_of_ours() -> None:
     with pytest.raises(DataTypeError, match=r"input_ids\[1\] is 'six'") as caught:
         _core.SampleTable.from_items([item_with(input_ids=[5, "six", 7])])
     assert isinstance(caught.value.__cause__, TypeError)
@@ -157,12 +157,12 @@ def test_a_refusal_of_pythons_is_the_cause_of_ours() -> None:
 
 
 @pytest.mark.parametrize("ones", [[np.ones(2), np.ones(2), np.ones(2)], [1, 1, np.ones(3)]])
-def test_a_mask_whose_elements_cannot_be_compared_is_named(ones: list[Any]) -> None:
+def test_the_error_of_a_mask_with_incomparable_elements_names_it(ones: list[Any]) -> None:
     with pytest.raises(DataTypeError, match=r"attention_mask\[\d\] is array"):
         _core.SampleTable.from_items([replace(SAMPLE, attention_mask=ones)])
 
 
-def test_an_attention_mask_of_ones_is_what_equals_one_and_any_other_holds_whole_numbers() -> None:
+def test_attention_masks_accept_values_equal_to_one_and_otherwise_need_integers() -> None:
     for ones in ([1.0, 1.0, 1.0], [True, True, True], [1, 1.0, np.int64(1)]):
         table = _core.SampleTable.from_items([replace(SAMPLE, attention_mask=ones)])
         assert table.collate([0], 0)["attention_mask"].tolist() == [[1, 1, 1]]
@@ -170,7 +170,7 @@ def test_an_attention_mask_of_ones_is_what_equals_one_and_any_other_holds_whole_
         _core.SampleTable.from_items([replace(SAMPLE, attention_mask=[1.0, 1.0, 0.0])])
 
 
-def test_a_released_buffer_is_said_to_be_released() -> None:
+def test_the_error_of_a_released_buffer_says_so() -> None:
     view = memoryview(b"\1\1\1")
     view.release()
     with pytest.raises(DataTypeError, match="released"):
@@ -178,7 +178,7 @@ def test_a_released_buffer_is_said_to_be_released() -> None:
 
 
 class Endless:
-    """Says that it has two items, and never ends."""
+    """Claims a length of two but iterates forever."""
 
     def __len__(self) -> int:
         return 2
@@ -187,7 +187,7 @@ class Endless:
         return SAMPLE
 
 
-def test_items_that_never_end_are_refused() -> None:
+def test_endless_items_are_refused() -> None:
     with pytest.raises(DataError, match="len of 2, but yields more items"):
         _core.SampleTable.from_items(Endless())  # type: ignore[arg-type]
 
@@ -211,9 +211,9 @@ OUT_OF_MEMORY = textwrap.dedent("""
 """)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="limits of memory are the system's")
-def test_a_batch_that_memory_does_not_hold_is_a_memory_error() -> None:
-    """12 GB of ids beside a limit of 1 GB."""
+@pytest.mark.skipif(sys.platform != "linux", reason="memory limits depend on the operating system")
+def test_a_batch_beyond_available_memory_is_a_memory_error() -> None:
+    """12 GB of ids with a limit of 1 GB."""
     done = subprocess.run([sys.executable, "-c", OUT_OF_MEMORY], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("MemoryError") == 2, done.stdout

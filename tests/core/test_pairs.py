@@ -1,4 +1,4 @@
-"""Preference pairs: grouped by id, and never split by a plan."""
+"""Preference pairs are grouped by id and never split by a plan."""
 
 from typing import Any
 
@@ -25,12 +25,13 @@ def test_a_pair_is_never_split(workload: tuple[list[int], int], overhead: int | 
 
 
 @given(workloads(most=60), st.none() | overheads)
-def test_pairs_are_planned_as_atoms_of_two_rows(workload: tuple[list[int], int], overhead: int | None) -> None:
+def test_pairs_are_planned_as_units_of_two_rows(workload: tuple[list[int], int], overhead: int | None) -> None:
     lengths, budget = workload
     count = len(lengths) // 2
     pairs = np.arange(2 * count, dtype=np.int64).reshape(-1, 2)
     atoms = [max(lengths[2 * k], lengths[2 * k + 1]) for k in range(count)]
-    # rows of a pair cost 2 * length: the same as doubled lengths under the whole budget.
+    # A pair has two rows and costs 2 * length, which equals planning doubled lengths with the whole
+    # budget.
     doubled = [2 * length for length in atoms]
     if overhead is None:
         expected = oracle.greedy(doubled, 2 * budget)
@@ -62,18 +63,18 @@ def test_a_budget_for_one_row_is_too_small_for_a_pair() -> None:
         ([[0, 2]], r"sample 2 \(-3\) must not be negative"),
     ],
 )
-def test_wrong_pairs_are_refused(pairs: list[list[int]], message: str) -> None:
+def test_invalid_pairs_are_refused(pairs: list[list[int]], message: str) -> None:
     with pytest.raises(DataError, match=message):
         _core.plan_pairs(int32([5, 4, -3]), np.array(pairs), 99)
 
 
 @pytest.mark.parametrize("pairs", [[[0, 1]], np.zeros((1, 3), np.int64), np.zeros(2, np.int64), np.zeros((1, 2)), None])
-def test_pairs_of_another_type_are_refused(pairs: object) -> None:
+def test_pairs_of_a_wrong_type_are_refused(pairs: object) -> None:
     with pytest.raises(DataTypeError, match=r"int64 array \[P, 2\]"):
         _core.plan_pairs(int32([5, 4]), pairs, 99)  # type: ignore[arg-type]
 
 
-def test_no_pairs_are_no_micro_batches() -> None:
+def test_no_pairs_give_no_micro_batches() -> None:
     assert _core.plan_pairs(int32([5, 4]), np.empty((0, 2), np.int64), 1).to_lists() == []
 
 
@@ -99,7 +100,7 @@ def test_groups_are_in_order_of_first_appearance(halves: dict[str | int, str], r
     assert incomplete == [pair_id for pair_id in order if halves[pair_id] != "both"]
 
 
-def test_the_number_one_and_the_text_one_are_two_pairs() -> None:
+def test_the_id_1_and_the_id_text_1_are_different_pairs() -> None:
     pairs, incomplete = _core.group_pairs([1, "1", "1", np.int64(1)], ["chosen", "rejected", "chosen", "rejected"])
     assert pairs.tolist() == [[0, 3], [2, 1]]
     assert incomplete == []
@@ -132,12 +133,12 @@ def test_an_incomplete_pair_is_an_error_when_it_may_not_be_dropped() -> None:
         (["a"], None, DataTypeError, "roles is None, but must be"),
     ],
 )
-def test_wrong_ids_and_roles_are_refused(pair_ids: Any, roles: Any, error: type[Exception], message: str) -> None:
+def test_invalid_ids_and_roles_are_refused(pair_ids: Any, roles: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         _core.group_pairs(pair_ids, roles)
 
 
-def test_ids_and_roles_may_be_any_sequences() -> None:
+def test_ids_and_roles_can_be_any_sequences() -> None:
     ids: list[Any] = [(7, 7), np.array([7, 7]), np.array(["a", "a"]), memoryview(b"aa")]
     for some in ids:
         pairs, incomplete = _core.group_pairs(some, ("chosen", "rejected"))
@@ -146,7 +147,7 @@ def test_ids_and_roles_may_be_any_sequences() -> None:
 
 
 class Interrupted:
-    """Neither a text nor a number can be had of it."""
+    """Raises when converted to text or to a number."""
 
     def __init__(self, error: type[BaseException]) -> None:
         self.error = error
@@ -156,12 +157,12 @@ class Interrupted:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, RuntimeError])
-def test_an_error_of_an_id_is_not_replaced(error: type[BaseException]) -> None:
+def test_an_error_raised_by_an_id_is_unchanged(error: type[BaseException]) -> None:
     with pytest.raises(error):
         _core.group_pairs([Interrupted(error)], ["chosen"])  # type: ignore[list-item]
 
 
-def test_a_refusal_of_pythons_is_the_cause_of_ours() -> None:
+def test_a_python_conversion_error_is_the_cause_of_ours() -> None:
     with pytest.raises(DataTypeError) as caught:
         _core.group_pairs([1.5], ["chosen"])  # type: ignore[list-item]
     assert isinstance(caught.value.__cause__, TypeError)

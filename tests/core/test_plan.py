@@ -1,4 +1,4 @@
-"""The planners against plain Python, and what they refuse."""
+"""The planners compared with plain Python, and the inputs that they refuse."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +18,8 @@ Planner = Callable[..., _core.Plan]
 
 
 def check(plan: _core.Plan, lengths: list[int]) -> None:
-    """Every index once, none empty, and the views of the plan agree."""
+    """Check that every index occurs once, that no micro-batch is empty, and that the views of the
+    plan agree."""
     lists = plan.to_lists()
     assert sorted(index for rows in lists for index in rows) == list(range(len(lengths)))
     assert all(lists)
@@ -30,7 +31,7 @@ def check(plan: _core.Plan, lengths: list[int]) -> None:
 
 
 @given(workloads())
-def test_greedy_is_the_documented_algorithm_ties_and_all(workload: tuple[list[int], int]) -> None:
+def test_greedy_equals_the_documented_algorithm_including_ties(workload: tuple[list[int], int]) -> None:
     lengths, budget = workload
     plan = _core.plan_greedy(int32(lengths), budget)
     assert plan.to_lists() == oracle.greedy(lengths, budget)
@@ -46,7 +47,7 @@ def test_the_documented_example_has_two_micro_batches() -> None:
 
 
 @given(workloads(), overheads)
-def test_optimal_is_the_quadratic_programme(workload: tuple[list[int], int], overhead: int) -> None:
+def test_optimal_equals_the_quadratic_dynamic_programme(workload: tuple[list[int], int], overhead: int) -> None:
     lengths, budget = workload
     plan = _core.plan_optimal(int32(lengths), budget, overhead)
     assert plan.to_lists() == oracle.optimal(lengths, budget, overhead)
@@ -64,7 +65,7 @@ def test_optimal_is_exact_for_400_samples(workload: tuple[list[int], int], overh
 
 @settings(max_examples=20)
 @given(workloads(most=10), overheads)
-def test_optimal_is_the_best_contiguous_partition(workload: tuple[list[int], int], overhead: int) -> None:
+def test_optimal_equals_the_best_contiguous_partition(workload: tuple[list[int], int], overhead: int) -> None:
     lengths, budget = workload
     plan = _core.plan_optimal(int32(lengths), budget, overhead).to_lists()
     best = oracle.cheapest(lengths, budget, overhead, oracle.contiguous_partitions(lengths))
@@ -73,7 +74,7 @@ def test_optimal_is_the_best_contiguous_partition(workload: tuple[list[int], int
 
 @settings(max_examples=20)
 @given(workloads(most=7), overheads)
-def test_optimal_is_the_best_of_all_set_partitions(workload: tuple[list[int], int], overhead: int) -> None:
+def test_optimal_equals_the_best_of_all_set_partitions(workload: tuple[list[int], int], overhead: int) -> None:
     lengths, budget = workload
     plan = _core.plan_optimal(int32(lengths), budget, overhead).to_lists()
     best = oracle.cheapest(lengths, budget, overhead, oracle.set_partitions(len(lengths)))
@@ -89,7 +90,7 @@ def test_optimal_is_never_worse_than_greedy(workload: tuple[list[int], int], ove
 
 
 @given(workloads(most=10))
-def test_a_huge_overhead_means_fewest_micro_batches_then_fewest_tokens(workload: tuple[list[int], int]) -> None:
+def test_a_huge_overhead_minimises_micro_batches_first_and_tokens_second(workload: tuple[list[int], int]) -> None:
     lengths, budget = workload
     plan = _core.plan_optimal(int32(lengths), budget, 10**30)
     partitions = (
@@ -102,7 +103,7 @@ def test_a_huge_overhead_means_fewest_micro_batches_then_fewest_tokens(workload:
 
 
 @given(workloads())
-def test_padding_free_is_best_fit_decreasing(workload: tuple[list[int], int]) -> None:
+def test_padding_free_equals_best_fit_decreasing(workload: tuple[list[int], int]) -> None:
     lengths, budget = workload
     plan = _core.plan_padding_free(int32(lengths), budget)
     assert plan.to_lists() == oracle.best_fit_decreasing(lengths, budget)
@@ -113,14 +114,14 @@ def test_padding_free_is_best_fit_decreasing(workload: tuple[list[int], int]) ->
 
 @pytest.mark.parametrize("samples", [1000, 10_000])
 @pytest.mark.parametrize("budget", [16384, 32768])
-def test_padding_free_needs_no_more_micro_batches_than_the_tokens_do(samples: int, budget: int) -> None:
+def test_padding_free_uses_the_minimum_number_of_micro_batches(samples: int, budget: int) -> None:
     for seed in range(10):
         lengths = oracle.w1(samples, seed)
         assert len(_core.plan_padding_free(lengths, budget)) == -(-int(lengths.sum()) // budget)
 
 
 @pytest.mark.parametrize(("samples", "least_saving"), [(32, 0.26), (128, 0.11)])
-def test_optimal_saves_what_greedy_wastes_on_small_batches(samples: int, least_saving: float) -> None:
+def test_optimal_has_less_padding_than_greedy_on_small_batches(samples: int, least_saving: float) -> None:
     savings = []
     for seed in range(50):
         lengths = oracle.w1(samples, seed)
@@ -132,7 +133,7 @@ def test_optimal_saves_what_greedy_wastes_on_small_batches(samples: int, least_s
 
 @given(workloads(), st.randoms())
 @pytest.mark.parametrize("planner", PLANNERS)
-def test_the_order_of_the_samples_changes_only_their_names(planner: Planner, workload, random) -> None:
+def test_the_order_of_the_samples_changes_only_their_indices(planner: Planner, workload, random) -> None:
     lengths, budget = workload
     shuffled = random.sample(lengths, len(lengths))
 
@@ -143,7 +144,7 @@ def test_the_order_of_the_samples_changes_only_their_names(planner: Planner, wor
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
-def test_threads_agree(planner: Planner) -> None:
+def test_concurrent_threads_get_the_same_plan(planner: Planner) -> None:
     lengths = oracle.w1(20_000, seed=0)
     with ThreadPoolExecutor(4) as pool:
         plans = [future.result() for future in [pool.submit(planner, lengths, 16384) for _ in range(8)]]
@@ -152,13 +153,13 @@ def test_threads_agree(planner: Planner) -> None:
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
-def test_no_samples_are_no_micro_batches(planner: Planner) -> None:
+def test_no_samples_give_no_micro_batches(planner: Planner) -> None:
     plan = planner(int32([]), 1)
     assert (len(plan), plan.to_lists(), plan.offsets.tolist(), plan.padded_tokens) == (0, [], [0], 0)
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
-def test_a_micro_batch_is_read_by_index_from_either_end(planner: Planner) -> None:
+def test_a_micro_batch_can_be_indexed_from_either_end(planner: Planner) -> None:
     plan = planner(int32([4, 4, 4]), 4)
     assert plan[-1].tolist() == plan[2].tolist() == plan.to_lists()[2]
     assert plan[0].dtype == np.int64
@@ -168,7 +169,7 @@ def test_a_micro_batch_is_read_by_index_from_either_end(planner: Planner) -> Non
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
-def test_a_strided_view_is_read_like_its_copy(planner: Planner) -> None:
+def test_a_strided_view_gives_the_same_plan_as_its_copy(planner: Planner) -> None:
     lengths = oracle.w1(500, seed=1)
     assert planner(lengths[::-2], 9000).to_lists() == planner(lengths[::-2].copy(), 9000).to_lists()
 
@@ -181,7 +182,7 @@ def test_a_budget_below_the_longest_sample_is_refused(planner: Planner, budget: 
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
-def test_a_negative_length_is_refused_by_its_index(planner: Planner) -> None:
+def test_the_error_of_a_negative_length_names_its_index(planner: Planner) -> None:
     with pytest.raises(DataError, match=r"sample 2 \(-5\) must not be negative"):
         planner(int32([3, 7, -5, -6]), 100)
 
@@ -190,14 +191,14 @@ def test_a_negative_length_is_refused_by_its_index(planner: Planner) -> None:
 @pytest.mark.parametrize(
     "lengths", [[1, 2], np.array([1, 2]), np.array([1.0]), np.ones((2, 2), np.int32), np.array([None]), None, "12"]
 )
-def test_lengths_of_another_type_are_refused(planner: Planner, lengths: object) -> None:
+def test_lengths_of_a_wrong_type_are_refused(planner: Planner, lengths: object) -> None:
     with pytest.raises(DataTypeError, match="one-dimensional int32 array"):
         planner(lengths, 100)
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
 @pytest.mark.parametrize("budget", [1024.0, "1024", None])
-def test_a_budget_that_is_no_integer_is_a_type_error(planner: Planner, budget: object) -> None:
+def test_a_budget_that_is_not_an_integer_is_a_type_error(planner: Planner, budget: object) -> None:
     with pytest.raises(TypeError, match="micro_token_budget"):
         planner(int32([1]), budget)
 
@@ -230,7 +231,7 @@ def test_ten_million_samples_take_less_than_a_second(planner: Planner) -> None:
 
 
 @given(workloads())
-def test_items_are_split_as_the_plan_has_them(workload: tuple[list[int], int]) -> None:
+def test_items_are_split_according_to_the_plan(workload: tuple[list[int], int]) -> None:
     lengths, budget = workload
     items = [f"sample {index}" for index in range(len(lengths))]
     plan = _core.plan_greedy(int32(lengths), budget)
@@ -238,12 +239,12 @@ def test_items_are_split_as_the_plan_has_them(workload: tuple[list[int], int]) -
 
 
 @pytest.mark.parametrize("surplus", [-1, 1])
-def test_as_many_items_are_split_as_samples_were_planned(surplus: int) -> None:
+def test_the_number_of_items_must_equal_the_number_of_planned_samples(surplus: int) -> None:
     with pytest.raises(DataError, match=r"items \(\d\) and the plan's samples \(3\) must be equally long"):
         _core.plan_greedy(int32([1, 2, 3]), 9).split(["item"] * (3 + surplus))
 
 
-def test_lengths_are_those_of_the_sequences() -> None:
+def test_lengths_are_read_from_the_sequences() -> None:
     assert _core.lengths_of([[1, 2], (), "abc", np.zeros(4)]).tolist() == [2, 0, 3, 4]
     assert _core.lengths_of([]).dtype == np.int32
     with pytest.raises(DataError, match="exceeds 2"):
@@ -253,7 +254,7 @@ def test_lengths_are_those_of_the_sequences() -> None:
     assert _core.lengths_of(([1, 2], [3])).tolist() == [2, 1]
 
 
-def test_an_index_that_is_none_is_said_to_be_none() -> None:
+def test_the_error_of_an_invalid_index_says_so() -> None:
     lengths = int32([4, 4, 4])
     for plan in (_core.plan_greedy(lengths, 4), _core.plan_ranks(lengths, 4, 1)[0]):
         for index in (slice(0, 2), "0", 1.0, None):
@@ -265,7 +266,7 @@ def test_an_index_that_is_none_is_said_to_be_none() -> None:
 
 
 @pytest.mark.parametrize("value", ["chosen", 3, None, {"a": 1}, np.zeros(3)])
-def test_what_is_no_list_is_neither_split_nor_measured(value: Any) -> None:
+def test_objects_that_are_not_lists_are_refused(value: Any) -> None:
     with pytest.raises(DataTypeError, match=r"items is a \w+, but must be a list"):
         _core.plan_greedy(int32([1, 2, 3]), 9).split(value)
     with pytest.raises(DataTypeError, match=r"sequences is a \w+, but must be a list"):

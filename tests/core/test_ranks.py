@@ -1,4 +1,4 @@
-"""Plans for several ranks: equal numbers of micro-batches, equal work, nobody idle."""
+"""Plans for several ranks: equal numbers of micro-batches, balanced work, and no idle rank."""
 
 import itertools
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +25,7 @@ def tokens(lengths: list[int], rows: list[int], packing: str) -> int:
 
 
 def work(lengths: list[int], rows: list[int], packing: str) -> int:
-    """What a rank computes for one micro-batch, padding included."""
+    """The work of a rank for one micro-batch, including padding."""
     if packing == "padding_free":
         return sum(cost(lengths[row]) for row in rows)
     return len(rows) * cost(max((lengths[row] for row in rows), default=0))
@@ -36,13 +36,14 @@ def lists(plans: list[_core.RankPlan]) -> list[Lists]:
 
 
 def lockstep_efficiency(lengths: list[int], ranks: list[Lists], packing: str) -> float:
-    """Work of the samples over that of ranks that wait for the slowest of each step."""
+    """The work of the samples, divided by the work of ranks that wait for the slowest one at each
+    step."""
     slowest = sum(max(work(lengths, rows, packing) for rows in step) for step in zip(*ranks, strict=True))
     return sum(map(cost, lengths)) / len(ranks) / slowest
 
 
 @given(workloads(most=150), st.integers(1, 64), st.sampled_from(PACKINGS), overheads)
-def test_ranks_take_the_same_number_of_steps_and_none_is_idle(
+def test_all_ranks_take_the_same_number_of_steps_and_none_is_idle(
     workload: tuple[list[int], int], world_size: int, packing: str, overhead: int
 ) -> None:
     lengths, budget = workload
@@ -62,7 +63,7 @@ def test_ranks_take_the_same_number_of_steps_and_none_is_idle(
 
 
 @given(workloads(most=100), st.integers(1, 16))
-def test_padded_plans_take_the_fewest_steps_when_a_step_is_dear(workload: tuple[list[int], int], ranks: int) -> None:
+def test_padded_plans_take_the_fewest_steps_when_a_step_is_expensive(workload: tuple[list[int], int], ranks: int) -> None:
     lengths, budget = workload
     fewest = -(-len(oracle.greedy(lengths, budget)) // ranks)
     for packing in ("greedy", "optimal"):
@@ -79,7 +80,7 @@ def test_padded_plans_take_the_fewest_steps_when_a_step_is_dear(workload: tuple[
         ("padding_free", 1000, 0.998),
     ],
 )
-def test_eight_ranks_wait_little_for_each_other(packing: str, samples: int, least: float) -> None:
+def test_eight_ranks_are_well_balanced(packing: str, samples: int, least: float) -> None:
     efficiencies = []
     for seed in range(10):
         lengths = oracle.w1(samples, seed)
@@ -97,28 +98,28 @@ def test_the_heaviest_step_comes_first(packing: str) -> None:
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_samples_that_fill_the_budget_leave_only_single_rows(packing: str) -> None:
-    # Ten samples that each fill a micro-batch, eight ranks: two steps, 16 places, the 6 empty ones
-    # in the last step.
+def test_samples_that_fill_the_budget_are_single_rows(packing: str) -> None:
+    # Ten samples that each fill a micro-batch on eight ranks: two steps with 16 places, and the 6
+    # empty ones are in the last step.
     ranks = lists(_core.plan_ranks(int32([7] * 10), 7, 8, packing))
     assert all(len(rank) == 2 and len(rank[0]) == 1 for rank in ranks)
     assert sum(not rank[1] for rank in ranks) == 6
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_fewer_samples_than_ranks_leave_ranks_with_one_empty_row(packing: str) -> None:
+def test_with_fewer_samples_than_ranks_the_others_get_one_empty_row(packing: str) -> None:
     plans = _core.plan_ranks(int32([3, 5]), 8, 4, packing)
     assert sorted(lists(plans)) == [[[]], [[]], [[0]], [[1]]]
     assert sorted(plan.cost for plan in plans) == [0, 0, cost(3), cost(5)]
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_no_samples_are_no_micro_batches(packing: str) -> None:
+def test_no_samples_give_no_micro_batches(packing: str) -> None:
     assert lists(_core.plan_ranks(int32([]), 8, 3, packing)) == [[], [], []]
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_threads_agree(packing: str) -> None:
+def test_concurrent_threads_get_the_same_plan(packing: str) -> None:
     lengths = oracle.w1(5000, seed=0)
     with ThreadPoolExecutor(4) as pool:
         futures = [pool.submit(_core.plan_ranks, lengths, 16384, 8, packing) for _ in range(8)]
@@ -141,7 +142,7 @@ def test_threads_agree(packing: str) -> None:
     ],
 )
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_wrong_settings_are_refused(settings: dict[str, object], error: type[Exception], message: str, packing: str) -> None:
+def test_invalid_settings_are_refused(settings: dict[str, object], error: type[Exception], message: str, packing: str) -> None:
     valid = {"lengths": int32([7]), "micro_token_budget": 7, "world_size": 2, "packing": packing}
     with pytest.raises(error, match=message):
         _core.plan_ranks(**(valid | settings))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Reducers against plain Python over nested dictionaries."""
+"""Reducers compared with plain Python on nested dictionaries."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -24,7 +24,7 @@ paths = st.sampled_from(["a", "b", "b.a", "b.c", "b.c.d", "absent"])
 denominators = st.sampled_from([None, "samples", "rollouts"])
 
 
-def found(record: Any, path: str) -> Any:
+def lookup(record: Any, path: str) -> Any:
     for key in path.split("."):
         if not isinstance(record, Mapping) or key not in record:
             return None
@@ -33,7 +33,7 @@ def found(record: Any, path: str) -> Any:
 
 
 def plain(records: list[Any], kind: str, path: str, denominator: int | None) -> float:
-    values = [value for value in (found(record, path) for record in records) if value is not None]
+    values = [value for value in (lookup(record, path) for record in records) if value is not None]
     total = math.fsum(bool(value) if kind == "count_true" else value for value in values)
     by = denominator if denominator is not None else len(values) if kind == "mean" else 1
     return total / by if by else 0.0
@@ -44,7 +44,7 @@ def test_reducers_equal_plain_python(
     records: list[Any], reducers: list[tuple[str, str, str | None]], num_samples: int, num_rollouts: int
 ) -> None:
     count = {None: None, "samples": num_samples, "rollouts": num_rollouts}
-    # A mapping is a truth but no number.
+    # A mapping is truthy but not a number.
     reducers = [reducer for reducer in reducers if reducer[0] == "count_true" or reducer[1] != "b"]
     got = _core.reduce_records(records, reducers, num_samples, num_rollouts)
     want = [plain(records, kind, path, count[by]) for kind, path, by in reducers]
@@ -71,7 +71,7 @@ def test_a_denominator_of_zero_gives_zero() -> None:
     assert _core.reduce_records([{"a": 5}], reducers, 0, 0) == [0.0] * 6
 
 
-def test_a_rate_by_rollouts_counts_a_rollout_once_however_many_steps_it_has() -> None:
+def test_a_rate_by_rollouts_counts_a_rollout_once() -> None:
     steps = [
         {"rollout_id": "r0", "truncated": False},
         {"rollout_id": "r0", "truncated": True},
@@ -82,7 +82,7 @@ def test_a_rate_by_rollouts_counts_a_rollout_once_however_many_steps_it_has() ->
     assert _core.reduce_records(steps, [by_rollouts, by_samples], 4, 2) == [0.5, 0.5]
 
 
-def test_any_mapping_is_read_and_any_truth_counts() -> None:
+def test_any_mapping_and_any_truth_value_are_accepted() -> None:
     records = [MappingProxyType({"a": {"b": "yes"}}), {"a": MappingProxyType({"b": []})}, {"a": {"b": np.True_}}]
     assert _core.reduce_records(records, [("count_true", "a.b", None)], 3, 3) == [2.0]
     assert _core.reduce_records([{"a": np.float32(1.5)}, {"a": np.int64(2)}], [("sum", "a", None)], 2, 2) == [3.5]
@@ -99,12 +99,12 @@ class Broken(Mapping[str, Any]):
         return 0
 
 
-def test_an_error_of_a_mapping_is_not_swallowed() -> None:
+def test_an_error_raised_by_a_mapping_is_not_swallowed() -> None:
     with pytest.raises(RuntimeError, match="broken"):
         _core.reduce_records([Broken()], [("sum", "a", None)], 1, 1)
 
 
-def test_what_is_no_number_is_named() -> None:
+def test_the_error_of_a_value_that_is_not_a_number_names_it() -> None:
     with pytest.raises(DataTypeError, match=r"record 1: env\.name is 'maze'"):
         _core.reduce_records([{}, {"env": {"name": "maze"}}], [("mean", "env.name", None)], 2, 2)
     with pytest.raises(DataError, match=r"record 0: a is 1000.* float64"):
@@ -123,7 +123,7 @@ def test_an_unknown_kind_or_denominator_is_refused() -> None:
 
 
 @pytest.mark.parametrize("values", [[1.0], np.zeros(3, np.float32), np.zeros((2, 2)), None])
-def test_a_column_of_another_type_is_refused(values: Any) -> None:
+def test_a_column_of_a_wrong_type_is_refused(values: Any) -> None:
     with pytest.raises(DataTypeError, match="one-dimensional float64 array"):
         _core.reduce_column("sum", values)
 
@@ -132,20 +132,20 @@ finite_or_not = st.floats(-1e16, 1e16) | st.sampled_from([math.nan, math.inf, -m
 
 
 @given(st.lists(finite_or_not), kinds)
-def test_a_column_and_records_have_one_result(values: list[float], kind: str) -> None:
+def test_a_column_and_records_give_the_same_result(values: list[float], kind: str) -> None:
     records = [{"a": value} for value in values]
     want = _core.reduce_records(records, [(kind, "a", None)], 1, 1)[0]
     assert _core.reduce_column(kind, np.array(values, np.float64)) == pytest.approx(want, rel=1e-15, abs=1e-12, nan_ok=True)
 
 
-def test_a_sum_keeps_what_is_small_beside_it() -> None:
+def test_a_sum_keeps_small_terms() -> None:
     # 1e16 + 1 rounds to 1e16, so that a plain sum of these is 0.
     values = [1e16, *[1.0] * 1000, -1e16]
     assert _core.reduce_records([{"a": value} for value in values], [("sum", "a", None)], 1, 1) == [1000.0]
     assert _core.reduce_column("sum", np.array(values)) == 1000.0
 
 
-def test_nan_is_a_value_and_shows() -> None:
+def test_nan_propagates_to_the_result() -> None:
     mean, true = ("mean", "a", None), ("count_true", "a", None)
     reduced = _core.reduce_records([{"a": 1.0}, {"a": math.nan}], [mean, true], 2, 2)
     assert math.isnan(reduced[0])
@@ -154,26 +154,26 @@ def test_nan_is_a_value_and_shows() -> None:
     assert _core.reduce_column("count_true", np.array([1.0, math.nan])) == 2
 
 
-def test_a_rollout_that_has_no_hash_is_named() -> None:
+def test_the_error_of_an_unhashable_rollout_id_names_it() -> None:
     records = [{"rollout_id": "r0", "hit": True}, {"rollout_id": ["r1"], "hit": True}]
     with pytest.raises(DataTypeError, match=r"record 1: rollout_id is \['r1'\], but must be hashable") as caught:
         _core.reduce_records(records, [("count_true", "hit", "rollouts")], 2, 2)
     assert isinstance(caught.value.__cause__, TypeError)
 
 
-def test_a_value_that_is_neither_true_nor_false_is_named() -> None:
+def test_the_error_of_a_value_without_a_truth_value_names_it() -> None:
     with pytest.raises(DataTypeError, match=r"record 0: hits is array\(\[1, 0\]\), but count_true takes") as caught:
         _core.reduce_records([{"hits": np.array([1, 0])}], [("count_true", "hits", None)], 1, 1)
     assert isinstance(caught.value.__cause__, ValueError)
 
 
-def test_records_that_cannot_be_gone_through_are_refused() -> None:
+def test_records_that_are_not_iterable_are_refused() -> None:
     with pytest.raises(DataTypeError, match="records is a int, but must be a sequence of mappings"):
         _core.reduce_records(3, [], 1, 1)  # type: ignore[arg-type]
 
 
 class Interrupted:
-    """Neither number nor truth can be had of it."""
+    """Raises when converted to a number or a truth value."""
 
     def __init__(self, error: type[BaseException]) -> None:
         self.error = error
@@ -189,7 +189,7 @@ class Interrupted:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, RuntimeError])
-def test_an_error_of_a_value_is_not_replaced(error: type[BaseException]) -> None:
+def test_an_error_raised_by_a_value_is_unchanged(error: type[BaseException]) -> None:
     record = {"a": Interrupted(error), "b": True, "rollout_id": Interrupted(error)}
     for reducer in [("sum", "a", None), ("count_true", "a", None), ("count_true", "b", "rollouts")]:
         with pytest.raises(error) as caught:

@@ -1,5 +1,4 @@
-"""What a table takes, what it refuses, and that a refusal names the sample, the value and the
-rule."""
+"""What a table accepts and refuses. An error names the sample, the value and the rule."""
 
 import sys
 import time
@@ -20,7 +19,7 @@ SAMPLE = SAWItem(input_ids=[5, 6, 7], attention_mask=[1, 1, 1], action_mask=[0, 
 
 
 class Logps:
-    """Attachments as they are before `ActorTokenLogps` has looked at them."""
+    """Attachments that have not been validated by `ActorTokenLogps`."""
 
     def __init__(self, token_logps: Any) -> None:
         self.token_logps = token_logps
@@ -37,8 +36,8 @@ def contents(table: _core.SampleTable) -> list[dict[str, list[Any]]]:
 
 
 @given(oracle.items())
-def test_every_form_of_sequence_makes_the_same_table(items: list[SAWItem]) -> None:
-    plain = [oracle.cut(item, sys.maxsize) for item in items]
+def test_every_sequence_type_gives_the_same_table(items: list[SAWItem]) -> None:
+    plain = [oracle.truncate_right(item, sys.maxsize) for item in items]
     table = _core.SampleTable.from_items(items)
     assert contents(table) == contents(_core.SampleTable.from_items(tuple(plain)))
     assert table.lengths.tolist() == table.original_lengths.tolist() == [len(item.input_ids) for item in plain]
@@ -50,7 +49,7 @@ def test_every_form_of_sequence_makes_the_same_table(items: list[SAWItem]) -> No
 
 
 @given(oracle.items(plain=True), st.sampled_from([np.float32, np.float64]), st.sampled_from([np.int32, np.int64, np.uint16]))
-def test_columns_and_items_make_the_same_table(items: list[SAWItem], floats: type, ints: type) -> None:
+def test_columns_and_items_give_the_same_table(items: list[SAWItem], floats: type, ints: type) -> None:
     def column(values: list[list[Any]], dtype: type) -> np.ndarray[Any, Any]:
         return np.array([value for row in values for value in row], dtype)
 
@@ -95,7 +94,7 @@ def test_the_columns_are_a_copy() -> None:
         ({"input_ids": [], "action_mask": [], "attention_mask": []}, r"sample 1 has no tokens.*; drop it"),
     ],
 )
-def test_a_bad_value_is_named(change: dict[str, Any], message: str) -> None:
+def test_the_error_of_an_invalid_value_names_it(change: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         _core.SampleTable.from_items([SAMPLE, replace(SAMPLE, **change)])
 
@@ -120,7 +119,7 @@ def test_a_bad_value_is_named(change: dict[str, Any], message: str) -> None:
         ({"weight": None}, r"weight is None"),
     ],
 )
-def test_a_wrong_type_is_named(change: dict[str, Any], message: str) -> None:
+def test_the_error_of_a_wrong_type_names_it(change: dict[str, Any], message: str) -> None:
     with pytest.raises(DataTypeError, match=message):
         _core.SampleTable.from_items([SAMPLE, replace(SAMPLE, **change)])
 
@@ -138,7 +137,7 @@ def test_a_wrong_type_is_named(change: dict[str, Any], message: str) -> None:
         (["-0.1", -0.2], DataTypeError, r"actor_logps\[0\] is '-0\.1' \(str\), but must be a number"),
     ],
 )
-def test_bad_log_probs_are_named(logps: Any, error: type[Exception], message: str) -> None:
+def test_the_error_of_invalid_log_probs_names_them(logps: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         _core.SampleTable.from_items([with_logps(logps)])
 
@@ -152,7 +151,7 @@ def test_log_probs_are_on_all_samples_or_on_none() -> None:
 
 
 @pytest.mark.parametrize("items", [[3], [None], [SAMPLE, {"input_ids": [1]}], 7, iter([SAMPLE])])
-def test_what_is_no_sample_is_refused(items: Any) -> None:
+def test_objects_that_are_not_samples_are_refused(items: Any) -> None:
     with pytest.raises(DataTypeError, match="SAWItem"):
         _core.SampleTable.from_items(items)
 
@@ -175,7 +174,7 @@ def test_what_is_no_sample_is_refused(items: Any) -> None:
         ({"input_ids": [1, 2, -3, 4]}, r"sample 1: input_ids\[0\] is -3"),
     ],
 )
-def test_bad_columns_are_named(columns: dict[str, Any], message: str) -> None:
+def test_the_error_of_invalid_columns_names_them(columns: dict[str, Any], message: str) -> None:
     sound = {"input_ids": [1, 2, 3, 4], "action_mask": [0, 1, 0, 1], "offsets": [0, 2, 4]}
     with pytest.raises(DataError, match=message):
         _core.SampleTable.from_columns(**(sound | columns))
@@ -212,7 +211,7 @@ def test_a_sample_of_ten_million_tokens_with_a_bad_last_one_is_refused_within_a_
 
 
 class Shrinking:
-    """Converts to 1, and empties the list it stands in on the way."""
+    """Converts to 1 and empties the list that contains it while doing so."""
 
     def __init__(self, home: list[Any]) -> None:
         self.home = home
@@ -229,7 +228,7 @@ def test_a_list_that_changes_while_it_is_read_is_refused() -> None:
         _core.SampleTable.from_items([replace(SAMPLE, input_ids=ids)])
 
 
-def test_reading_neither_leaks_nor_takes_references() -> None:
+def test_reading_neither_leaks_nor_steals_references() -> None:
     value = 123_456_789
     ids = [value, value + 1 - 1, value]
     before = [sys.getrefcount(item) for item in (ids, *ids)]

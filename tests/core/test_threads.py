@@ -1,4 +1,4 @@
-"""What other threads may do while the core computes."""
+"""What other threads can do while the core computes."""
 
 import sys
 import threading
@@ -13,11 +13,11 @@ from ludic import _core
 
 Plan = Callable[[Any], object]
 
-# Made beforehand: numpy lets go of the interpreter too.
+# Made in advance, because numpy also releases the GIL.
 PAIRS = np.arange(1 << 19).reshape(-1, 2)
 
-# The samples from which on each planner lets go of the interpreter, and a number that it plans at
-# once.
+# For each planner, the number of samples from which it releases the GIL, and a smaller number that
+# it plans while holding it.
 PLANNERS: dict[str, tuple[Plan, int, int]] = {
     "greedy": (lambda lengths: _core.plan_greedy(lengths, 16384), 1 << 21, 1 << 10),
     "optimal": (lambda lengths: _core.plan_optimal(lengths, 16384), 1 << 19, 1 << 10),
@@ -31,7 +31,8 @@ PLANNERS: dict[str, tuple[Plan, int, int]] = {
 
 @pytest.fixture
 def no_thread_is_interrupted() -> Iterator[None]:
-    """A thread that waits for the interpreter gets it when another lets go of it, and no sooner."""
+    """Raises the switch interval, so that a waiting thread gets the GIL only when another thread
+    releases it."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1000)
     yield
@@ -39,7 +40,7 @@ def no_thread_is_interrupted() -> Iterator[None]:
 
 
 def runs_beside(work: Callable[[], object]) -> bool:
-    """Whether a thread that is ready to run has run by the end of `work`."""
+    """Whether a thread that was ready to run did run before `work` ended."""
     ready, ran = threading.Event(), []
 
     def note() -> None:
@@ -57,16 +58,16 @@ def runs_beside(work: Callable[[], object]) -> bool:
 
 @pytest.mark.usefixtures("no_thread_is_interrupted")
 @pytest.mark.parametrize("planner", PLANNERS)
-def test_a_thread_runs_while_a_large_plan_is_made(planner: str) -> None:
+def test_other_threads_run_while_a_large_plan_is_computed(planner: str) -> None:
     plan, large, _ = PLANNERS[planner]
     lengths = oracle.w1(large, seed=0)
-    # A busy machine may not wake the thread in time: once is proof.
+    # A busy machine may not wake the thread in time, so one success is enough.
     assert any(runs_beside(lambda: plan(lengths)) for _ in range(20))
 
 
 @pytest.mark.usefixtures("no_thread_is_interrupted")
 @pytest.mark.parametrize("planner", PLANNERS)
-def test_a_small_plan_waits_for_no_thread(planner: str) -> None:
+def test_a_small_plan_does_not_release_the_gil(planner: str) -> None:
     plan, _, small = PLANNERS[planner]
     lengths = oracle.w1(small, seed=0)
     assert not any(runs_beside(lambda: plan(lengths)) for _ in range(20))

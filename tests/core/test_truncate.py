@@ -1,4 +1,4 @@
-"""Truncation and selection against slices of lists."""
+"""Truncation and selection compared with list slicing."""
 
 import collation_oracle as oracle
 import numpy as np
@@ -20,7 +20,7 @@ def table_of(*lengths: int) -> _core.SampleTable:
 def test_truncation_equals_slicing_each_sample(items: list[SAWItem], max_seq_len: int) -> None:
     whole = _core.SampleTable.from_items(items)
     table = whole.truncate(max_seq_len)
-    cut = [oracle.cut(item, max_seq_len) for item in items]
+    cut = [oracle.truncate_right(item, max_seq_len) for item in items]
     assert table.lengths.tolist() == [len(item.input_ids) for item in cut]
     assert table.action_counts.tolist() == [sum(item.action_mask) for item in cut]
     assert table.target_counts.tolist() == [sum(item.action_mask[1:]) for item in cut]
@@ -31,7 +31,7 @@ def test_truncation_equals_slicing_each_sample(items: list[SAWItem], max_seq_len
 def test_selection_equals_indexing_the_list(items: list[SAWItem], data: st.DataObject) -> None:
     indices = data.draw(st.lists(st.integers(0, len(items) - 1), max_size=10))
     table = _core.SampleTable.from_items(items).select(indices)
-    chosen = [oracle.cut(items[index], 99) for index in indices]
+    chosen = [oracle.truncate_right(items[index], 99) for index in indices]
     assert table.lengths.tolist() == [len(item.input_ids) for item in chosen]
     assert table.weights.tolist() == [item.weight for item in chosen]
     for row, item in enumerate(chosen):
@@ -44,11 +44,11 @@ def test_a_length_that_is_not_positive_is_refused(max_seq_len: int) -> None:
         table_of(3).truncate(max_seq_len)
 
 
-def test_a_length_beyond_any_sample_cuts_nothing() -> None:
+def test_a_length_beyond_every_sample_truncates_nothing() -> None:
     assert table_of(3, 5).truncate(2**70).lengths.tolist() == [3, 5]
 
 
-def test_a_view_of_a_view_keeps_what_was_ingested() -> None:
+def test_a_view_of_a_view_keeps_the_original_data() -> None:
     table = table_of(3, 5, 9).truncate(6).select([2, 0]).truncate(2)
     assert table.lengths.tolist() == [2, 2]
     assert table.original_lengths.tolist() == [9, 3]

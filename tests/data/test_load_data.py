@@ -1,5 +1,5 @@
-"""Data sets in TRL's formats: every file type, every kind, both forms; and a fault is named by
-file and row."""
+"""Data sets in TRL's formats: every file type, every kind, both forms. Errors name the file and
+row."""
 
 import csv
 import json
@@ -46,12 +46,12 @@ def write_parquet(path, *rows):
     return str(path)
 
 
-def test_every_kind_is_shown_here():
+def test_this_table_has_every_kind():
     assert {kind for kind, _, _ in FORMS} == set(KINDS)
 
 
 @pytest.mark.parametrize(("kind", "row", "conversational"), FORMS)
-def test_every_kind_is_found_by_its_columns_in_every_file_that_holds_it(tmp_path, kind, row, conversational):
+def test_every_kind_is_recognised_by_its_columns_in_every_file_type(tmp_path, kind, row, conversational):
     rows = [{**row, "level": 1}, {**row, "level": 2}]
     (tmp_path / "a.json").write_text(json.dumps(rows))
     sources = [write_jsonl(tmp_path / "a.jsonl", *rows), str(tmp_path / "a.json"), write_parquet(tmp_path / "a.parquet", *rows)]
@@ -61,13 +61,13 @@ def test_every_kind_is_found_by_its_columns_in_every_file_that_holds_it(tmp_path
         assert loaded.columns == list(rows[0])
 
 
-def test_a_preference_may_carry_its_prompt_within_both_answers(tmp_path):
+def test_a_preference_can_have_its_prompt_inside_both_answers(tmp_path):
     source = write_jsonl(tmp_path / "p.jsonl", {"chosen": [USER, BLUE], "rejected": [USER, GREEN]})
     loaded = load_data(source)
     assert (loaded.kind, loaded.conversational, len(loaded)) == ("preference", True, 1)
 
 
-def test_csv_is_text_to_the_last_cell(tmp_path):
+def test_every_csv_cell_is_text(tmp_path):
     path = tmp_path / "p.csv"
     path.write_text('prompt,answer\n529140>,012459\n"two\nlines, ""quoted""",\u2028x\n', encoding="utf-8")
     loaded = load_data(str(path))
@@ -83,7 +83,7 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\x00
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)
 @given(rows=st.lists(st.tuples(TEXT, st.text(string.printable, max_size=10)), min_size=1, max_size=5))
-def test_any_text_survives_every_kind_of_file(tmp_path, rows):
+def test_any_text_survives_every_file_type(tmp_path, rows):
     expected = [{"prompt": prompt, "answer": answer} for prompt, answer in rows]
     with (tmp_path / "t.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, ["prompt", "answer"])
@@ -94,7 +94,7 @@ def test_any_text_survives_every_kind_of_file(tmp_path, rows):
         assert load_data(str(source)).rows == expected
 
 
-def test_blank_lines_a_byte_order_mark_and_missing_columns_are_no_faults(tmp_path):
+def test_blank_lines_a_byte_order_mark_and_missing_columns_are_accepted(tmp_path):
     path = tmp_path / "p.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n\r\n{"prompt": "b", "answer": 1}\r\n')
     loaded = load_data(str(path))
@@ -102,14 +102,14 @@ def test_blank_lines_a_byte_order_mark_and_missing_columns_are_no_faults(tmp_pat
     assert loaded.where(1) == f"{path}, line 3"
 
 
-def test_messages_of_parquet_are_those_that_were_written(tmp_path):
-    """Arrow gives every message the keys of all."""
+def test_messages_survive_a_parquet_file(tmp_path):
+    """Arrow gives every message the union of all keys."""
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "look"}]}
     row = {"messages": [USER, call, {"role": "tool", "name": "look", "content": "blue"}]}
     assert load_data(write_parquet(tmp_path / "m.parquet", row)).rows == [row]
 
 
-def test_a_column_may_be_named_by_another_and_keeps_its_own_name_too(tmp_path):
+def test_a_column_can_have_an_alias_and_keeps_its_own_name(tmp_path):
     source = write_jsonl(tmp_path / "g.jsonl", {"question": "2+2?", "answer": "#### 4"})
     for columns in ({"prompt": "question"}, {"prompt": ["problem", "question"]}):
         loaded = load_data(source, columns=columns)
@@ -120,7 +120,7 @@ def test_a_column_may_be_named_by_another_and_keeps_its_own_name_too(tmp_path):
         load_data(source, columns={"prompt": ("problem", "task")})
 
 
-def test_a_kind_may_be_asked_for_where_several_fit(tmp_path):
+def test_the_kind_can_be_chosen_when_several_match(tmp_path):
     source = write_jsonl(tmp_path / "p.jsonl", STANDARD["prompt_completion"])
     assert load_data(source, kind="prompt").kind == "prompt"
     with pytest.raises(DataError, match=r"kind messages needs messages"):
@@ -129,14 +129,14 @@ def test_a_kind_may_be_asked_for_where_several_fit(tmp_path):
         load_data(source, kind="chat")
 
 
-def test_the_digest_sees_content_and_order(tmp_path):
+def test_the_digest_depends_on_content_and_order(tmp_path):
     one = load_data(write_jsonl(tmp_path / "1.jsonl", {"prompt": "a"}, {"prompt": "b"}))
     same = load_data(write_parquet(tmp_path / "1.parquet", {"prompt": "a"}, {"prompt": "b"}))
     other = load_data(write_jsonl(tmp_path / "2.jsonl", {"prompt": "b"}, {"prompt": "a"}))
     assert one.digest() == same.digest() != other.digest()
 
 
-# ---- faults
+# ---- invalid data
 # ------------------------------------------------------------------------------------------
 
 FAULTS = [
@@ -157,17 +157,17 @@ MESSAGE_FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(("row", "said"), FAULTS)
-def test_a_faulty_row_is_named_with_what_is_wrong(tmp_path, row, said):
+@pytest.mark.parametrize(("row", "message"), FAULTS)
+def test_the_error_of_an_invalid_row_names_it_and_the_reason(tmp_path, row, message):
     source = write_jsonl(tmp_path / "p.jsonl", {"prompt": "a"}, row)
-    with pytest.raises(DataError, match=rf"p\.jsonl, {said}"):
+    with pytest.raises(DataError, match=rf"p\.jsonl, {message}"):
         load_data(source)
 
 
-@pytest.mark.parametrize(("messages", "said"), MESSAGE_FAULTS)
-def test_a_faulty_message_is_named_with_what_is_wrong(tmp_path, messages, said):
+@pytest.mark.parametrize(("messages", "message"), MESSAGE_FAULTS)
+def test_the_error_of_an_invalid_message_names_it_and_the_reason(tmp_path, messages, message):
     source = write_jsonl(tmp_path / "m.jsonl", {"messages": [USER, BLUE]}, {"messages": messages})
-    with pytest.raises(DataError, match=rf"m\.jsonl, line 2: {said}"):
+    with pytest.raises(DataError, match=rf"m\.jsonl, line 2: {message}"):
         load_data(source)
 
 
@@ -177,14 +177,14 @@ def test_a_label_is_true_or_false(tmp_path):
         load_data(write_jsonl(tmp_path / "l.jsonl", row, {**row, "label": 1}))
 
 
-def test_many_faults_are_counted_and_three_are_shown(tmp_path):
+def test_many_invalid_rows_are_counted_and_three_are_shown(tmp_path):
     source = write_jsonl(tmp_path / "p.jsonl", {"prompt": "a"}, *[{"prompt": n} for n in range(5)])
     with pytest.raises(DataError, match=r"line 2: .*line 3: .*line 4: [^;]*; 2 more rows have faults$"):
         load_data(source)
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "message"),
     [
         ("a.jsonl", b'{"prompt": "a"}\n{"prompt": \n', r"a\.jsonl, line 2 is not JSON: Expecting value at column 12"),
         ("a.jsonl", b'{"prompt": "a"}\n\xff\xfe\n', r"a\.jsonl, line 2 is not UTF-8"),
@@ -202,14 +202,14 @@ def test_many_faults_are_counted_and_three_are_shown(tmp_path):
         ("a.xlsx", b"", r"a\.xlsx ends in \.xlsx; files that are read end in \.csv, \.json, \.jsonl, \.ndjson, \.parquet"),
     ],
 )  # fmt: skip
-def test_a_file_that_is_not_what_it_says_is_refused_by_name(tmp_path, name, content, said):
+def test_a_file_whose_content_does_not_match_its_type_is_refused_by_name(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match=message):
         load_data(str(tmp_path / name))
 
 
 @pytest.mark.parametrize("source", ["missing.jsonl", "./missing", "/no/such/folder", "a/b/c"])
-def test_a_path_that_is_not_there_is_not_looked_up_elsewhere(source):
+def test_a_missing_path_is_not_looked_up_on_the_hub(source):
     with pytest.raises(DataError, match=rf"{source} does not exist"):
         load_data(source)
 
@@ -239,7 +239,7 @@ def test_a_folder_of_files_is_read_by_the_datasets_library(tmp_path, offline):
     assert load_data(str(folder), split="test").rows == [{"prompt": [BLUE]}]
 
 
-def test_a_data_set_that_was_saved_is_read(tmp_path, offline):
+def test_a_data_set_saved_to_disk_is_read(tmp_path, offline):
     rows = [{"prompt": "a", "answer": "b"}]
     offline.Dataset.from_list(rows).save_to_disk(tmp_path / "plain")
     offline.DatasetDict({"train": offline.Dataset.from_list(rows)}).save_to_disk(tmp_path / "splits")
@@ -248,7 +248,7 @@ def test_a_data_set_that_was_saved_is_read(tmp_path, offline):
         load_data(str(tmp_path / "splits"), split="test")
 
 
-def test_an_id_is_asked_of_the_datasets_library_with_config_and_split(offline, monkeypatch):
+def test_an_id_is_loaded_by_the_datasets_library_with_config_and_split(offline, monkeypatch):
     asked = []
 
     def load_dataset(name, config, *, split):
@@ -261,7 +261,7 @@ def test_an_id_is_asked_of_the_datasets_library_with_config_and_split(offline, m
     assert loaded.where(0) == "openai/gsm8k, row 1"
 
 
-def test_an_id_that_cannot_be_had_is_an_error_that_says_so(offline, monkeypatch):
+def test_an_id_that_cannot_be_loaded_is_a_clear_error(offline, monkeypatch):
     def load_dataset(*_, **__):
         raise ConnectionError("no network")
 
@@ -273,7 +273,7 @@ def test_an_id_that_cannot_be_had_is_an_error_that_says_so(offline, monkeypatch)
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.csv", "rows.parquet", "folder"])
-def test_a_limit_draws_the_same_rows_of_every_kind_of_source(tmp_path, offline, name):
+def test_a_limit_draws_the_same_rows_from_every_kind_of_source(tmp_path, offline, name):
     rows = [{"prompt": f"p{number}"} for number in range(50)]
     path = tmp_path / name
     if name == "folder":
@@ -290,24 +290,24 @@ def test_a_limit_draws_the_same_rows_of_every_kind_of_source(tmp_path, offline, 
     data = load_data(str(path), kind="prompt", limit=7, seed=4)
     drawn = Draw(7, seed=4).of(50)
     assert [row["prompt"] for row in data.rows] == [f"p{index}" for index in drawn]
-    first = 2 if name.endswith("csv") else 1  # the header is a line
+    first = 2 if name.endswith("csv") else 1  # the header is a line too
     assert [data.table.numbers[i] for i in range(7)] == [index + first for index in drawn]
 
 
 @given(st.integers(0, 200), st.none() | st.integers(1, 250), st.integers(0, 2**32))
-def test_a_draw_is_ascending_without_repeats_and_no_longer_than_its_limit(count, limit, seed):
+def test_a_draw_is_ascending_without_repeats_and_within_its_limit(count, limit, seed):
     drawn = list(Draw(limit, seed).of(count))
     assert drawn == sorted(set(drawn))
     assert set(drawn) <= set(range(count))
     assert len(drawn) == min(count, count if limit is None else limit)
 
 
-def test_a_limit_of_nothing_is_refused(tmp_path):
+def test_a_limit_of_zero_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"limit \(0\) must be at least 1"):
         load_data(write_jsonl(tmp_path / "rows.jsonl", {"prompt": "a"}), limit=0)
 
 
-def test_a_data_set_is_a_sequence_of_its_rows_and_says_in_a_line_what_it_is(tmp_path):
+def test_a_data_set_is_a_sequence_of_rows_with_a_one_line_repr(tmp_path):
     path = tmp_path / "many.jsonl"
     path.write_text("".join(f'{{"prompt": "{n}", "answer": "{n}"}}\n' for n in range(2000)))
     data = load_data(str(path))

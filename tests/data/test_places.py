@@ -1,4 +1,4 @@
-"""What is said of a place that is not there: at once, and without asking a network."""
+"""Errors for missing paths come immediately and without network access."""
 
 import socket
 
@@ -27,7 +27,7 @@ LOCAL = [
 
 @pytest.fixture(autouse=True)
 def offline(tmp_path, monkeypatch):
-    """A folder with a file and a folder, and no network at all."""
+    """A folder with a file and a subfolder, and no network."""
     (tmp_path / "here").mkdir()
     (tmp_path / "afile").write_text("")
     monkeypatch.chdir(tmp_path)
@@ -40,28 +40,28 @@ def offline(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("source", LOCAL)
-def test_a_place_that_is_not_there_is_local(source):
+def test_a_missing_path_counts_as_local(source):
     assert is_local(source)
 
 
 @pytest.mark.parametrize("source", ["gpt2", "Qwen/Qwen2.5-0.5B", "openai/gsm8k", "stanfordnlp/SHP", "meta-llama/Llama-3.1-8B"])
-def test_an_id_of_the_hub_is_not(source):
+def test_a_hub_id_does_not_count_as_local(source):
     assert not is_local(source)
 
 
 @pytest.mark.parametrize("source", ["runs/nosuch", "here/nosuch", "nosuch.gguf"])
-def test_models_that_are_not_there_are_missed_at_once(source):
+def test_missing_models_are_reported_immediately(source):
     for load in (lambda: load_model(source, "float32"), lambda: load_reward_model(source)):
         with pytest.raises(ConfigError, match=rf"{source} does not exist; give a folder with config\.json"):
             load()
 
 
-def test_a_file_in_the_place_of_a_model_is_called_one():
+def test_the_error_says_when_a_model_path_is_a_file():
     with pytest.raises(ConfigError, match="afile is a file"):
         load_model("afile", "float32")
 
 
 @pytest.mark.parametrize("source", ["problems.txt", "runs/nosuch", "here/nosuch"])
-def test_data_that_is_not_there_is_missed_at_once(source):
+def test_missing_data_is_reported_immediately(source):
     with pytest.raises(DataError, match=rf"{source} does not exist, seen from .*\.jsonl"):
         load_data(source)

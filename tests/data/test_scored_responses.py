@@ -1,4 +1,4 @@
-"""Rows of two responses with scores as preferences."""
+"""Rows with two scored responses as preferences."""
 
 import logging
 
@@ -20,14 +20,14 @@ def row(**changes):
 
 
 def test_the_response_with_the_higher_score_is_chosen_and_all_columns_are_kept():
-    [found] = preferences(row(domain="x")).rows
-    assert (found["prompt"], found["chosen"], found["rejected"]) == ("why?", "thus", "so")
-    assert found["domain"] == "x"
-    [found] = preferences(row(score_a=13)).rows
-    assert (found["chosen"], found["rejected"]) == ("so", "thus")
+    [preference] = preferences(row(domain="x")).rows
+    assert (preference["prompt"], preference["chosen"], preference["rejected"]) == ("why?", "thus", "so")
+    assert preference["domain"] == "x"
+    [preference] = preferences(row(score_a=13)).rows
+    assert (preference["chosen"], preference["rejected"]) == ("so", "thus")
 
 
-def test_rows_whose_scores_are_equal_are_left_out_and_the_rest_keep_their_places(caplog):
+def test_rows_with_equal_scores_are_left_out_and_the_others_keep_their_order(caplog):
     with caplog.at_level(logging.WARNING):
         table = preferences(row(score_a=12.5), row())
     assert len(table.rows) == 1
@@ -39,25 +39,28 @@ def test_rows_whose_scores_are_equal_are_left_out_and_the_rest_keep_their_places
 
 def test_without_scores_the_label_says_which_is_better():
     plain = {"history": "why?", "human_ref_A": "so", "human_ref_B": "thus"}
-    assert [found["chosen"] for found in preferences({**plain, "labels": 1}, {**plain, "labels": 0}).rows] == ["so", "thus"]
+    assert [preference["chosen"] for preference in preferences({**plain, "labels": 1}, {**plain, "labels": 0}).rows] == [
+        "so",
+        "thus",
+    ]
     with pytest.raises(DataError, match=r"shp.jsonl, line 1: its label \(None\) must be 1"):
         preferences(plain)
 
 
 @pytest.mark.parametrize("score", ["high", None, float("nan"), True])
-def test_scores_that_are_no_numbers_are_named(score):
+def test_the_error_of_scores_that_are_not_numbers_names_them(score):
     with pytest.raises(DataError, match=r"shp.jsonl, line 1: the scores of its responses .* must be two numbers"):
         preferences(row(score_a=score))
 
 
-def test_only_rows_of_two_responses_that_are_not_told_apart_yet_are_such():
+def test_only_rows_with_two_unranked_responses_are_recognised():
     assert has_scored_responses(row())
     assert has_scored_responses({"human_ref_A": 1, "human_ref_B": 1})
     assert not has_scored_responses({"prompt": 1, "response_a": 1})
     assert not has_scored_responses({**row(), "chosen": "x", "rejected": "y"})
 
 
-def test_a_file_of_them_is_of_the_kind_preference(tmp_path):
+def test_a_file_of_scored_responses_has_the_kind_preference(tmp_path):
     path = tmp_path / "shp.jsonl"
     path.write_text('{"post": "why?", "a": "so", "b": "thus", "up_a": 1, "up_b": 2}\n')
     names = {"prompt": "post", "response_a": "a", "response_b": "b", "score_a": "up_a", "score_b": "up_b"}

@@ -1,4 +1,4 @@
-"""Servers that take weights."""
+"""Stub servers that accept pushed weights."""
 
 import contextlib
 
@@ -8,13 +8,13 @@ from stub_weight_server import StubWeightServer
 
 @pytest.fixture
 def start(tmp_path):
-    """`start(**options)` gives a server that runs until the test ends."""
+    """`start(**options)` starts a stub server that runs until the test ends."""
     with contextlib.ExitStack() as stack:
-        started = []
+        servers = []
 
         def start_one(**options):
-            server = stack.enter_context(StubWeightServer(tmp_path / f"server{len(started)}", **options))
-            started.append(server)
+            server = stack.enter_context(StubWeightServer(tmp_path / f"server{len(servers)}", **options))
+            servers.append(server)
             return server
 
         yield start_one

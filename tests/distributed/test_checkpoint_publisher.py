@@ -1,4 +1,4 @@
-"""Publishing through folders: SGLang servers, and engines that read a checkpoint."""
+"""Publishing through checkpoint folders: SGLang servers, and engines that read a checkpoint."""
 
 import contextlib
 import json
@@ -54,7 +54,7 @@ async def test_sglang_servers_read_each_version_from_its_folder(servers, model, 
 
 
 @pytest.mark.parametrize("earlier", [0, 1])
-def test_if_one_server_cannot_read_a_version_all_go_back_to_the_one_before(servers, model, tmp_path, earlier):
+def test_if_one_server_cannot_load_a_version_all_return_to_the_previous_one(servers, model, tmp_path, earlier):
     publisher = create_checkpoint_publisher(SGLangClient([s.url for s in servers]), tmp_path / "shared", model=model)
     if earlier:
         publisher.publish(weights(1), version=1)
@@ -66,14 +66,14 @@ def test_if_one_server_cannot_read_a_version_all_go_back_to_the_one_before(serve
     serve(servers, str(earlier) if earlier else "default", earlier)
 
 
-def test_what_does_not_fit_is_refused_before_a_server_is_told(servers, model, tmp_path):
+def test_weights_that_do_not_match_are_refused_before_a_server_is_contacted(servers, model, tmp_path):
     publisher = create_checkpoint_publisher(SGLangClient(servers[0].url), tmp_path / "shared", model=model)
     with pytest.raises(PublishError, match="has shape"):
         publisher.publish({**weights(1), "model.norm.weight": torch.ones(3)}, version=1)
     assert servers[0].calls == []
 
 
-async def test_weights_that_did_not_change_are_served_on_and_read_again_where_they_are_lost(servers, model, tmp_path):
+async def test_unchanged_weights_are_loaded_only_by_servers_that_lost_them(servers, model, tmp_path):
     client = SGLangClient([server.url for server in servers])
     publisher = create_checkpoint_publisher(client, tmp_path / "shared", model=model)
 
@@ -98,14 +98,14 @@ def test_sglang_needs_the_folder_of_the_model(servers, tmp_path):
         VersionFolders(tmp_path, model=tmp_path)
 
 
-def test_for_vllm_it_is_the_publisher_that_checks_and_stages(start, tmp_path):
+def test_for_vllm_the_publisher_validates_and_stages(start, tmp_path):
     server = start()
     create_checkpoint_publisher(server.url, tmp_path / "shared").publish(weights(1), version=1)
     assert same(server.served, weights(1))
     assert server.paused is None
 
 
-async def test_engines_read_a_checkpoint_and_answer_in_their_order(start, servers, model, tmp_path):
+async def test_engines_load_a_checkpoint_and_report_in_order(start, servers, model, tmp_path):
     vllm = start()
     checkpoint = VersionFolders(tmp_path / "checkpoints", model=model).write(weights(5), 5)
     engines = [SGLangEngine(f"{servers[0].url}/"), VLLMEngine(vllm.url)]
@@ -117,14 +117,14 @@ async def test_engines_read_a_checkpoint_and_answer_in_their_order(start, server
     assert same(vllm.served, weights(5))
 
 
-def cut(folder):
-    """The file is cut off, as that of a trainer that was killed."""
+def cut_file(folder):
+    """The file is truncated, as after a kill of the trainer."""
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-8])
 
 
-def without_one(folder):
-    """One of two files is still missing."""
+def drop_file(folder):
+    """One of two files is missing."""
     names = list(weights(5))
     save_file({name: weights(5)[name] for name in names[1:]}, folder / "model.safetensors")
     places = {**dict.fromkeys(names, "model.safetensors"), names[0]: "first.safetensors"}
@@ -137,9 +137,13 @@ def shorter(folder):
 
 @pytest.mark.parametrize(
     ("spoil", "message"),
-    [(cut, "not a complete checkpoint"), (without_one, "not a complete checkpoint"), (shorter, r"model\.norm\.weight.* missing")],
+    [
+        (cut_file, "not a complete checkpoint"),
+        (drop_file, "not a complete checkpoint"),
+        (shorter, r"model\.norm\.weight.* missing"),
+    ],
 )
-async def test_a_checkpoint_that_is_not_whole_is_refused_before_the_server_is_told(start, tmp_path, spoil, message):
+async def test_an_incomplete_checkpoint_is_refused_before_the_server_is_contacted(start, tmp_path, spoil, message):
     server = start()
     folder = VersionFolders(tmp_path / "checkpoints").write(weights(5), 5)
     spoil(folder)
@@ -149,7 +153,7 @@ async def test_a_checkpoint_that_is_not_whole_is_refused_before_the_server_is_to
     assert same(server.served, weights(0))
 
 
-async def test_frozen_weights_may_be_missing_where_that_is_said(start, tmp_path):
+async def test_frozen_weights_may_be_missing_if_allowed(start, tmp_path):
     server = start()
     name = "model.layers.1.mlp.up_proj.weight"
     folder = VersionFolders(tmp_path / "checkpoints").write({name: weights(5)[name]}, 5)
@@ -157,7 +161,7 @@ async def test_frozen_weights_may_be_missing_where_that_is_said(start, tmp_path)
     assert same(server.served, {**weights(0), name: weights(5)[name]})
 
 
-async def test_what_the_server_then_holds_is_compared_with_the_checkpoint(start, tmp_path):
+async def test_the_servers_weights_are_compared_with_the_checkpoint(start, tmp_path):
     server = start()
     server.loads_nothing = True
     folder = str(VersionFolders(tmp_path / "checkpoints").write(weights(5), 5))
@@ -166,7 +170,7 @@ async def test_what_the_server_then_holds_is_compared_with_the_checkpoint(start,
     assert server.paused == "abort"
 
 
-async def test_a_checkpoint_of_another_dtype_is_compared_in_the_servers(start, tmp_path):
+async def test_a_checkpoint_of_another_dtype_is_compared_in_the_servers_dtype(start, tmp_path):
     server = start(dtype="bfloat16", first=weights(0, torch.bfloat16))
     folder = str(VersionFolders(tmp_path / "checkpoints").write(weights(5), 5))
     await sync_weights_to_engines([VLLMEngine(server.url)], folder)
@@ -181,7 +185,7 @@ async def test_a_tied_head_in_a_checkpoint_must_be_the_embedding(start, tmp_path
     assert same(server.served, weights(0))
 
 
-async def test_an_engine_that_fails_is_reported_in_its_place(start, servers, tmp_path, model):
+async def test_a_failing_engine_is_reported_at_its_position(start, servers, tmp_path, model):
     vllm = start()
     vllm.faults["/update_weights"] = refuse("disk is full")
     checkpoint = str(VersionFolders(tmp_path / "checkpoints", model=model).write(weights(5), 5))
@@ -198,7 +202,7 @@ async def test_an_engine_that_fails_is_reported_in_its_place(start, servers, tmp
         await sync_weights_to_engines(engines, "")
 
 
-def test_a_folder_appears_whole_or_not_at_all(tmp_path):
+def test_a_folder_is_published_completely_or_not_at_all(tmp_path):
     folders = VersionFolders(tmp_path, keep=1)
     folders.write(weights(1), 1)
 

@@ -1,4 +1,4 @@
-"""Publishing adapters: each version under its own name, on all servers or on none."""
+"""Publishing adapters: each version has its own name and is on all servers or on none."""
 
 import copy
 import json
@@ -29,7 +29,7 @@ def step(model, by=0.1):
                 parameter.add_(by)
 
 
-def test_each_version_has_a_name_of_its_own_and_old_ones_are_unloaded(start, model, tmp_path):
+def test_each_version_has_its_own_name_and_old_ones_are_unloaded(start, model, tmp_path):
     servers = [start(), start()]
     versions = []
     client = SimpleNamespace(
@@ -54,7 +54,7 @@ def test_each_version_has_a_name_of_its_own_and_old_ones_are_unloaded(start, mod
     assert all(torch.equal(stored[name], tensor) for name, tensor in collect_adapter_weights(model).items())
 
 
-def test_if_one_server_cannot_load_a_version_none_has_it(start, model, tmp_path):
+def test_if_one_server_cannot_load_a_version_none_keeps_it(start, model, tmp_path):
     servers = [start(), start()]
     publisher = create_lora_publisher([server.url for server in servers], model, directory=tmp_path)
     publisher.publish({}, version=1)
@@ -69,7 +69,7 @@ def test_if_one_server_cannot_load_a_version_none_has_it(start, model, tmp_path)
     assert [list(server.adapters) for server in servers] == [["policy@1", "policy@2"]] * 2
 
 
-def test_adapters_that_did_not_change_are_served_on_and_a_version_may_come_again(start, model, tmp_path, caplog):
+def test_unchanged_adapters_stay_loaded_and_a_version_can_be_repeated(start, model, tmp_path, caplog):
     server = start()
     publisher = create_lora_publisher(server.url, model, directory=tmp_path)
     publisher.publish({}, version=1)
@@ -99,8 +99,8 @@ def test_a_server_that_was_restarted_gets_the_next_version(start, model, tmp_pat
     assert "policy@1 was not unloaded on all servers" in caplog.text
 
 
-def test_a_resumed_run_replaces_the_version_that_the_run_before_left(start, model, tmp_path):
-    """The servers were not restarted, and refuse to load a name that they have."""
+def test_a_resumed_run_replaces_the_version_of_the_previous_run(start, model, tmp_path):
+    """The servers were not restarted and refuse to load a name that is already loaded."""
     server = start()
     create_lora_publisher(server.url, model, directory=tmp_path / "before").publish({}, version=4)
     resumed = create_lora_publisher(server.url, model, directory=tmp_path / "after")
@@ -108,7 +108,7 @@ def test_a_resumed_run_replaces_the_version_that_the_run_before_left(start, mode
     assert server.adapters == {"policy@4": str(tmp_path / "after" / "version_4")}
 
 
-def test_servers_are_asked_what_they_have_at_the_first_push_and_after_a_fault(start, model, tmp_path):
+def test_loaded_adapters_are_queried_at_the_first_push_and_after_a_fault(start, model, tmp_path):
     server = start()
     publisher = create_lora_publisher(server.url, model, directory=tmp_path)
     listings = []
@@ -133,7 +133,7 @@ def test_servers_are_asked_what_they_have_at_the_first_push_and_after_a_fault(st
     assert "policy@4" in server.adapters
     push(4)
     push(5)
-    server.adapters.clear()  # it was restarted, which is noticed when an old version is unloaded
+    server.adapters.clear()  # it was restarted, which the publisher notices when it unloads an old version
     push(6)
     push(7)
     push(8)

@@ -1,4 +1,4 @@
-"""Publishing: the order of what is announced, sent and finished; rank 0 alone."""
+"""Publishing: tensors are announced, sent and finalised in order, on rank 0 only."""
 
 import torch
 import torch.distributed
@@ -38,7 +38,7 @@ class Recorder:
         self.calls.append(("publish", sorted(state_dict), version))
 
 
-def test_tensors_are_announced_broadcast_by_name_and_finished_with_their_version():
+def test_tensors_are_announced_broadcast_by_name_and_finalised_with_their_version():
     both = Recorder()
     assert isinstance(both, ControlPlane)
     assert isinstance(both, TensorCommunicator)
@@ -53,7 +53,7 @@ def test_tensors_are_announced_broadcast_by_name_and_finished_with_their_version
     ]
 
 
-def test_rank_zero_alone_makes_and_uses_the_publisher(monkeypatch):
+def test_only_rank_zero_creates_and_uses_the_publisher(monkeypatch):
     made = []
 
     def make():
@@ -81,7 +81,7 @@ def test_without_a_process_group_this_process_is_rank_zero():
     assert recorder.calls == [("publish", ["w"], 1)]
 
 
-def test_rank_zero_passes_on_what_the_inner_publisher_is_told():
+def test_rank_zero_forwards_every_call_to_the_inner_publisher():
     calls = []
 
     class Inner(Publisher):
@@ -106,7 +106,7 @@ def test_rank_zero_passes_on_what_the_inner_publisher_is_told():
     assert publisher.timings == {"transfer_s": 0.5}
 
 
-def test_the_local_publisher_hands_weights_to_its_client():
+def test_the_local_publisher_passes_weights_to_its_client():
     class Taking(ScriptedClient):
         def sync_weights(self, params, *, timeout_s, version):
             self.got = (sorted(params), timeout_s, version)

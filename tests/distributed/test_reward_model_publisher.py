@@ -1,5 +1,4 @@
-"""Publishing a reward model: the weights that its training changed, and none that were not
-announced."""
+"""Publishing a reward model: the weights that training changed, and no unannounced ones."""
 
 import asyncio
 
@@ -15,7 +14,7 @@ WEIGHTS = {"model.norm.weight": torch.ones(2), "score.weight": torch.zeros(1, 2)
 
 
 class Receiver:
-    """Fails as a receiver does that skips tensors itself: it waits for one that never comes."""
+    """Fails like a receiver that filters tensors itself: it waits for one that never comes."""
 
     def __init__(self):
         self.got = []
@@ -28,7 +27,7 @@ class Receiver:
 
 
 @pytest.mark.parametrize("mode", ["head_only", "full"])
-def test_the_sender_sends_what_the_receiver_of_that_mode_waits_for(mode):
+def test_sender_and_receiver_select_the_same_weights(mode):
     receiver = Receiver()
     create_rm_publisher(receiver, training_mode=mode).publish(WEIGHTS, version=3)
     names = ["score.weight"] if mode == "head_only" else ["model.norm.weight", "score.weight"]
@@ -44,7 +43,7 @@ def test_the_default_sends_everything():
     assert isinstance(publisher, RMPublisherAdapter)
 
 
-def test_with_rank0_only_making_the_publisher_touches_no_client(monkeypatch):
+def test_with_rank0_only_creating_the_publisher_does_not_call_the_client(monkeypatch):
     publisher = create_rm_publisher(object(), rank0_only=True)
     assert isinstance(publisher, Rank0OnlyPublisher)
     monkeypatch.setattr("torch.distributed.is_available", lambda: True)
@@ -53,14 +52,14 @@ def test_with_rank0_only_making_the_publisher_touches_no_client(monkeypatch):
     publisher.publish(WEIGHTS)
 
 
-def test_a_mode_that_changes_none_of_the_weights_is_an_error():
+def test_a_training_mode_that_selects_no_weights_is_an_error():
     with pytest.raises(ConfigError, match="head_only"):
         create_rm_publisher(Receiver(), training_mode="head_only").publish({"model.norm.weight": torch.ones(2)})
     with pytest.raises(ValueError, match="half"):
         create_rm_publisher(Receiver(), training_mode="half")
 
 
-def test_debug_names_what_is_sent(caplog):
+def test_debug_logging_names_the_weights_that_are_sent(caplog):
     with caplog.at_level("INFO"):
         create_rm_publisher(Receiver(), training_mode="head_only", debug=True).publish(WEIGHTS)
     assert "leaving out 1: score.weight" in caplog.text

@@ -1,4 +1,4 @@
-"""Pushes of unchanged weights: servers change the version alone, and a publisher that never changes
+"""Pushes of unchanged weights: servers only change the version, and a publisher that never changes
 anything is an error."""
 
 import copy
@@ -23,8 +23,8 @@ def publisher(*servers, **options):
     return create_vllm_publisher([server.url for server in servers], **{"timeout_s": 5.0, **options})
 
 
-def made(unchanged, fingerprints, version, still_served=True):
-    """`push` or `rename`: what the weights of this version need."""
+def required_action(unchanged, fingerprints, version, still_served=True):
+    """Whether the weights of this version need a `push` or a `rename`."""
     calls = []
     unchanged.publish(
         fingerprints,
@@ -40,42 +40,42 @@ def pushes(server):
     return server.paths().count(SENT)
 
 
-def test_the_first_push_the_same_version_again_and_new_marks_are_pushed():
+def test_the_first_version_repeated_versions_and_new_fingerprints_are_pushed():
     unchanged = UnchangedWeights("weights")
-    assert made(unchanged, MARKS, 1) == "push"
-    assert made(unchanged, MARKS, 1) == "push"
-    assert made(unchanged, MARKS, 2) == "rename"
-    assert made(unchanged, {**MARKS, "b": "3"}, 3) == "push"
-    assert made(unchanged, {**MARKS, "b": "3"}, 4, still_served=False) == "push"
+    assert required_action(unchanged, MARKS, 1) == "push"
+    assert required_action(unchanged, MARKS, 1) == "push"
+    assert required_action(unchanged, MARKS, 2) == "rename"
+    assert required_action(unchanged, {**MARKS, "b": "3"}, 3) == "push"
+    assert required_action(unchanged, {**MARKS, "b": "3"}, 4, still_served=False) == "push"
 
 
-def test_after_a_push_that_failed_the_same_weights_are_pushed():
+def test_after_a_failed_push_the_same_weights_are_pushed_again():
     def fail():
         raise PublishError("lost")
 
     unchanged = UnchangedWeights("weights")
-    assert made(unchanged, MARKS, 1) == "push"
+    assert required_action(unchanged, MARKS, 1) == "push"
     with pytest.raises(PublishError, match="lost"):
         unchanged.publish({"a": "9"}, 2, push=fail, rename=fail, still_served=lambda: True)
-    assert made(unchanged, MARKS, 3) == "push"
+    assert required_action(unchanged, MARKS, 3) == "push"
 
 
 @given(st.lists(st.sampled_from(["changed", "unchanged", "nothing to learn"]), max_size=80))
-def test_it_is_an_error_exactly_when_so_many_in_a_row_brought_nothing_although_there_was_a_gradient(pushed):
+def test_unchanged_pushes_despite_gradients_are_an_error_after_the_limit(pushed):
     unchanged, mark, in_a_row = UnchangedWeights("weights"), 0, 0
-    made(unchanged, {"a": "0"}, "first")
+    required_action(unchanged, {"a": "0"}, "first")
     for version, kind in enumerate(pushed):
         mark += kind == "changed"
         in_a_row = 0 if kind == "changed" else in_a_row + (kind == "unchanged")
         unchanged.change_expected = kind != "nothing to learn"
         if in_a_row == MOST_IN_A_ROW:
             with pytest.raises(PublishError, match=f"20 pushes in a row, up to version {version}, did not change the weights"):
-                made(unchanged, {"a": str(mark)}, version)
+                required_action(unchanged, {"a": str(mark)}, version)
             return
-        assert made(unchanged, {"a": str(mark)}, version) == ("push" if kind == "changed" else "rename")
+        assert required_action(unchanged, {"a": str(mark)}, version) == ("push" if kind == "changed" else "rename")
 
 
-def test_unchanged_weights_are_served_on_under_the_new_version_and_said(start, caplog):
+def test_unchanged_weights_get_the_new_version_and_are_logged(start, caplog):
     servers = [start(), start()]
     push = publisher(*servers)
     push.publish(weights(1), version=1)
@@ -89,7 +89,7 @@ def test_unchanged_weights_are_served_on_under_the_new_version_and_said(start, c
 
 
 @pytest.mark.parametrize("what", ["restarted", "given others"])
-def test_unchanged_weights_are_pushed_to_a_server_that_has_them_no_more(start, what):
+def test_unchanged_weights_are_pushed_to_a_server_that_lost_them(start, what):
     servers = [start(), start()]
     push = publisher(*servers)
     push.publish(weights(1), version=1)
@@ -103,7 +103,7 @@ def test_unchanged_weights_are_pushed_to_a_server_that_has_them_no_more(start, w
         assert same(server.served, weights(1))
 
 
-def test_weights_of_a_push_that_failed_are_pushed_again(start):
+def test_weights_of_a_failed_push_are_pushed_again(start):
     server = start()
     push = publisher(server)
     push.publish(weights(1), version=1)
@@ -116,7 +116,7 @@ def test_weights_of_a_push_that_failed_are_pushed_again(start):
 
 
 class Batches:
-    """Batches with these weights, then batches of weight 0, from which nothing is learnt."""
+    """Batches with these weights, then batches of weight 0, which teach nothing."""
 
     def __init__(self, *weights):
         self.weights = itertools.chain(weights, itertools.repeat(0.0))
@@ -126,7 +126,7 @@ class Batches:
 
 
 def trainer_with(server, model, source, push=None):
-    cfg = cpu_config(weight_decay=0.0)  # which changes weights without a gradient
+    cfg = cpu_config(weight_decay=0.0)  # weight decay would change weights without a gradient
     return Trainer(model=model, algo=make_grpo(group_size=4), batch_source=source, publisher=push or publisher(server), cfg=cfg)
 
 
@@ -134,7 +134,7 @@ def state_of(model):
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
-def test_a_trainer_of_ones_own_goes_on_while_there_is_nothing_to_learn(start, caplog):
+def test_a_trainer_continues_while_there_is_nothing_to_learn(start, caplog):
     model = tiny_model()
     server = start(first=state_of(model), tied=True)
     trainer_with(server, model, Batches()).train_sync(MOST_IN_A_ROW + 5)
@@ -142,8 +142,8 @@ def test_a_trainer_of_ones_own_goes_on_while_there_is_nothing_to_learn(start, ca
     assert "there was no gradient since" in caplog.text
 
 
-def test_a_publisher_that_pushes_stale_weights_for_ever_is_found_out(start):
-    """The trained model is not the one that is published."""
+def test_a_publisher_that_keeps_pushing_stale_weights_is_detected(start):
+    """The published model is not the one that is trained."""
     model = tiny_model()
     server = start(first=state_of(model), tied=True)
     stale, inner = copy.deepcopy(state_of(model)), publisher(server)
@@ -160,7 +160,7 @@ def test_a_publisher_that_pushes_stale_weights_for_ever_is_found_out(start):
     assert trainer.current_step == MOST_IN_A_ROW + 1
 
 
-def test_a_batch_without_a_gradient_after_one_with_it_ends_nothing(start):
+def test_a_batch_without_a_gradient_after_one_with_a_gradient_is_no_error(start):
     model = tiny_model()
     server = start(first=state_of(model), tied=True)
     trainer_with(server, model, Batches(0.0, 1.0, 0.0, 0.0)).train_sync(4)

@@ -1,4 +1,4 @@
-"""A push to vLLM servers: what is served before, during and after it, when it succeeds and when
+"""A push to vLLM servers: what they serve before, during and after it, when it succeeds and when
 any step fails."""
 
 import logging
@@ -37,17 +37,18 @@ def publisher(*servers, **options):
 
 
 def serves(server, version, seed):
-    """Assert that these weights are served under this version, with no stale cache, unpaused."""
+    """Assert that the server serves these weights under this version, without stale cache and
+    unpaused."""
     assert same(server.served, weights(seed))
     assert (server.version, server.paused, server.cache_is_stale, server.active) == (version, None, False, False)
 
 
 def out_of_service(server):
-    """Assert that the server answers nothing, because what it holds is not known."""
+    """Assert that the server does not answer, because its weights are unknown."""
     assert server.paused == "abort"
 
 
-def test_a_push_is_taken_aside_then_loaded_while_paused_then_checked(start):
+def test_a_push_is_staged_then_loaded_during_a_pause_then_verified(start):
     server = start()
     push = publisher(server)
     push.publish(weights(1), version=1)
@@ -59,7 +60,7 @@ def test_a_push_is_taken_aside_then_loaded_while_paused_then_checked(start):
     assert set(push.timings) == {"transfer_s", "paused_s"}
 
 
-def test_a_push_brings_the_secret_that_a_server_of_ours_asks_for(start):
+def test_a_push_sends_the_secret_that_the_server_requires(start):
     server = start()
     server.secret = "only-the-starter-knows-it"
     with pytest.raises(PublishError, match=r"401.*needs the server's secret"):
@@ -81,7 +82,7 @@ def test_a_push_to_several_servers_reaches_each(start):
         serves(server, "7", 1)
 
 
-def test_the_disk_backend_reads_a_folder_that_stays_for_the_served_version(start, tmp_path):
+def test_the_disk_backend_keeps_the_folder_of_the_served_version(start, tmp_path):
     server = start(backend="disk")
     push = publisher(server, directory=tmp_path / "shared")
     for version in (1, 2, 3):
@@ -116,7 +117,7 @@ def test_the_parts_of_the_specification_work_together(start):
     assert {headers.get("x-key") for headers in server.headers} == {"7"}
 
 
-def test_weights_are_sent_in_the_dtype_that_the_server_computes_in(start):
+def test_weights_are_sent_in_the_servers_dtype(start):
     server = start(dtype="bfloat16", first=weights(0, torch.bfloat16))
     publisher(server).publish(weights(1), version=1)
     assert same(server.served, weights(1, torch.bfloat16))
@@ -146,7 +147,7 @@ UNFIT = {
 
 
 @pytest.mark.parametrize("case", UNFIT)
-def test_what_does_not_fit_is_refused_before_the_server_is_told(start, case):
+def test_weights_that_do_not_match_are_refused_before_the_server_is_contacted(start, case):
     changed, message = UNFIT[case]
     server = start()
     push = publisher(server)
@@ -163,8 +164,8 @@ def test_nothing_to_publish_is_an_error(start):
 
 
 def test_frozen_weights_keep_the_servers_values(start):
-    """A fused layer is loaded completely: the server adds its own weights of a layer that is pushed
-    in part."""
+    """Fused layers are loaded as a whole: if only a part is pushed, the server adds its own weights
+    for the rest."""
     server = start()
     push = publisher(server, partial=True)
     for version in (1, 2):
@@ -176,7 +177,7 @@ def test_frozen_weights_keep_the_servers_values(start):
     assert same(server.served, {**weights(0), QUERY: weights(3)[QUERY], KEY: weights(3)[KEY]})
 
 
-def test_weights_that_did_not_change_are_pushed_where_that_is_asked_for(start):
+def test_unchanged_weights_are_pushed_on_request(start):
     server = start()
     push = publisher(server, allow_unchanged=True)
     push.publish(weights(2), version=3)
@@ -185,7 +186,7 @@ def test_weights_that_did_not_change_are_pushed_where_that_is_asked_for(start):
     serves(server, "4", 2)
 
 
-def test_steps_that_the_servers_dtype_loses_are_an_error_when_it_loses_all_of_them(start):
+def test_updates_that_are_all_lost_in_the_servers_dtype_are_an_error(start):
     push = publisher(start(dtype="bfloat16", first=weights(0, torch.bfloat16)))
     push.publish(weights(1), version=0)
     almost = {name: tensor * (1 + 1e-6) for name, tensor in weights(1).items()}
@@ -195,7 +196,7 @@ def test_steps_that_the_servers_dtype_loses_are_an_error_when_it_loses_all_of_th
         push.publish(almost, version=MOST_IN_A_ROW)
 
 
-def test_a_server_that_holds_other_values_than_were_sent_is_taken_out_of_service(start):
+def test_a_server_whose_values_differ_from_the_sent_ones_is_taken_out_of_service(start):
     server = start()
     push = publisher(server)
     server.loads_nothing = True
@@ -204,7 +205,7 @@ def test_a_server_that_holds_other_values_than_were_sent_is_taken_out_of_service
     out_of_service(server)
 
 
-def test_a_trainer_that_dies_mid_push_leaves_the_old_weights_served(start):
+def test_a_trainer_that_dies_during_a_push_leaves_the_old_weights_served(start):
     server = start()
     dying = VllmControlPlane(server.url, timeout_s=5.0)
     dying.prepare()
@@ -213,7 +214,7 @@ def test_a_trainer_that_dies_mid_push_leaves_the_old_weights_served(start):
     link.begin({"names": [n for n, _ in entries], "dtype_names": ["float32"] * 5, "shapes": [list(t.shape) for _, t in entries]})
     link.send(entries[0][1])
     update = link._update
-    link.close()  # as the end of its process does
+    link.close()  # as the end of its process would
     with pytest.raises(LudicError, match="500"):
         update.result(30)
     serves(server, "default", 0)
@@ -221,7 +222,7 @@ def test_a_trainer_that_dies_mid_push_leaves_the_old_weights_served(start):
     serves(server, "2", 2)
 
 
-def test_what_a_dead_trainer_left_staged_is_dropped_by_the_next(start):
+def test_the_next_trainer_discards_what_a_dead_one_staged(start):
     server = start(backend="disk")
     dying = VllmControlPlane(server.url, by_folder=True)
     dying.prepare()
@@ -234,7 +235,7 @@ def test_what_a_dead_trainer_left_staged_is_dropped_by_the_next(start):
     serves(server, "1", 1)
 
 
-def test_a_server_that_is_too_slow_is_named_and_the_old_version_stays(start, monkeypatch):
+def test_a_slow_server_is_named_and_the_old_version_stays(start, monkeypatch):
     monkeypatch.setattr(server_link, "ANSWER_MARGIN_S", 0.2)
     servers = [start(), start()]
     push = publisher(*servers, timeout_s=1.0)
@@ -246,7 +247,7 @@ def test_a_server_that_is_too_slow_is_named_and_the_old_version_stays(start, mon
         assert (server.version, server.paused) == ("default", None)
 
 
-def test_a_restarted_server_is_connected_again_and_gets_the_next_version(start, caplog):
+def test_a_restarted_server_is_reconnected_and_gets_the_next_version(start, caplog):
     server = start()
     push = publisher(server)
     push.publish(weights(1), version=1)
@@ -257,7 +258,7 @@ def test_a_restarted_server_is_connected_again_and_gets_the_next_version(start, 
     assert "was restarted" in caplog.text
 
 
-def test_a_server_that_is_gone_is_named_and_the_others_keep_the_old_version(start, tmp_path):
+def test_a_stopped_server_is_named_and_the_others_keep_the_old_version(start, tmp_path):
     server = start()
     with StubWeightServer(tmp_path / "gone") as gone:
         push = publisher(server, gone)
@@ -280,7 +281,7 @@ def test_if_one_server_cannot_take_the_push_none_loads_it(start):
         serves(server, "1", 1)
 
 
-def test_a_server_that_fails_while_loading_is_taken_out_of_service_until_it_is_restarted(start):
+def test_a_server_that_fails_while_loading_is_out_of_service_until_restarted(start):
     servers = [start(), start()]
     push = publisher(*servers)
     servers[1].faults["/finish_weight_update"] = refuse("")
@@ -298,7 +299,7 @@ def test_a_server_that_fails_while_loading_is_taken_out_of_service_until_it_is_r
         serves(server, "2", 2)
 
 
-def test_going_on_without_a_lost_server_is_a_choice(start, caplog):
+def test_continuing_without_a_lost_server_is_a_setting(start, caplog):
     servers = [start(), start()]
     push = publisher(*servers, tolerate_lost_servers=True)
     servers[1].faults["/finish_weight_update"] = refuse("")
@@ -326,9 +327,9 @@ def test_a_cache_that_cannot_be_reset_takes_the_server_out_of_service(start):
     ("step", "served"),
     [("start_update", 1), ("pause", 2), ("finish_update", 2), ("reset_prefix_cache", 2), ("resume", 2)],
 )
-def test_ctrl_c_leaves_the_old_version_everywhere_or_the_new(start, step, served, count):
-    """Between pause and resume it is delayed: a server resumed in the middle would answer with
-    keys and values of the old weights."""
+def test_ctrl_c_leaves_the_old_or_the_new_version_on_all_servers(start, step, served, count):
+    """Between pause and resume the interrupt is delayed, because a server resumed too early would
+    use keys and values of the old weights."""
     servers = [start() for _ in range(count)]
     push = publisher(*servers)
     push.publish(weights(1), version=1)
@@ -351,7 +352,7 @@ def test_ctrl_c_leaves_the_old_version_everywhere_or_the_new(start, step, served
         serves(server, "3", 3)
 
 
-def test_a_second_ctrl_c_is_raised_at_once(start):
+def test_a_second_ctrl_c_is_raised_immediately(start):
     server = start()
     push = publisher(server)
     link = push.control.links[0]
@@ -363,7 +364,7 @@ def test_a_second_ctrl_c_is_raised_at_once(start):
         commit(*args)
 
     class Again(logging.Handler):
-        """Presses Ctrl-C again when the first one is logged."""
+        """Sends a second SIGINT when the first one is logged."""
 
         def emit(self, record):
             os.kill(os.getpid(), signal.SIGINT)
@@ -380,13 +381,13 @@ def test_a_second_ctrl_c_is_raised_at_once(start):
     held.set()
     for thread in threading.enumerate():
         if thread.name.startswith("ludic-servers"):
-            thread.join(60)  # what was begun goes on
+            thread.join(60)  # the started steps are completed
     serves(server, "1", 1)
 
 
-def test_what_a_server_cached_before_is_forgotten_before_it_goes_on(start):
-    """A push that another trainer left unfinished: the server is paused, and its cache is of
-    weights that it had before."""
+def test_the_cache_of_an_abandoned_push_is_reset_before_the_server_resumes(start):
+    """Another trainer abandoned a push: the server is paused, and its cache belongs to earlier
+    weights."""
     servers = [start(), start()]
     push = publisher(*servers)
     servers[0].paused, servers[0].cache_is_stale = "abort", True
@@ -397,7 +398,7 @@ def test_what_a_server_cached_before_is_forgotten_before_it_goes_on(start):
         serves(server, "default", 0)
 
 
-def test_where_the_cache_cannot_be_forgotten_the_server_stays_paused_and_the_error_says_so(start):
+def test_if_the_cache_cannot_be_reset_the_server_stays_paused_and_the_error_says_so(start):
     servers = [start(), start()]
     push = publisher(*servers)
     servers[0].on_reset_prefix_cache = lambda *_: {"success": False}
@@ -423,8 +424,8 @@ def two_servers(tmp_path_factory):
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(failing=st.sampled_from(PUSH), after=st.booleans(), who=st.integers(0, 1))
-def test_whatever_fails_a_server_serves_the_old_version_or_the_new_or_nothing(two_servers, failing, after, who):
-    """`after`: the server does the step, and its answer is lost."""
+def test_after_any_fault_a_server_serves_the_old_version_the_new_one_or_nothing(two_servers, failing, after, who):
+    """`after`: the server executes the step, and its response is lost."""
     for server in two_servers:
         server.faults.clear()
         server.restart()
@@ -458,14 +459,14 @@ def test_whatever_fails_a_server_serves_the_old_version_or_the_new_or_nothing(tw
         serves(server, "3", 3)
 
 
-def test_a_server_without_the_worker_extension_is_told_how_to_start(start):
+def test_the_error_without_the_worker_extension_says_how_to_start_the_server(start):
     server = start()
     server.without_extension = True
     with pytest.raises(PublishError, match=r"no attribute 'ludic_state'.*worker-extension-cls"):
         publisher(server)
 
 
-def test_a_server_without_its_endpoints_is_told_how_to_start(start):
+def test_the_error_without_control_endpoints_says_how_to_start_the_server(start):
     server = start()
     server.faults["/collective_rpc:ludic_state"] = refuse("Not Found", status=404)
     with pytest.raises(PublishError, match="VLLM_SERVER_DEV_MODE=1"):
@@ -478,7 +479,7 @@ def test_servers_of_different_models_are_refused(start):
         publisher(*servers)
 
 
-def test_with_rank0_only_nothing_is_touched_before_the_first_push(start, monkeypatch):
+def test_with_rank0_only_no_server_is_contacted_before_the_first_push(start, monkeypatch):
     push = create_vllm_publisher(object(), rank0_only=True)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
@@ -489,7 +490,7 @@ def test_with_rank0_only_nothing_is_touched_before_the_first_push(start, monkeyp
     serves(server, "1", 1)
 
 
-def test_a_clients_servers():
+def test_the_publisher_uses_the_servers_of_a_client():
     assert as_push_target("http://a").all_urls() == ["http://a"]
     assert as_push_target(SimpleNamespace(server_url="http://a")).all_urls() == ["http://a"]
     both = SimpleNamespace(server_url="http://a", server_urls=["http://a", "http://b"])
@@ -500,8 +501,8 @@ def test_a_clients_servers():
     assert as_push_target(without_constructor).all_urls() == ["http://a"]
 
 
-def test_two_trainers_may_take_turns(start):
-    """A server has one connection: a trainer that finds the other's opens its own again."""
+def test_two_trainers_can_take_turns(start):
+    """A server has one connection. A trainer that finds the other's reopens its own."""
     server = start()
     one, two = publisher(server), publisher(server)
     for version, push in enumerate((one, two, one, two), start=1):
@@ -509,7 +510,7 @@ def test_two_trainers_may_take_turns(start):
         serves(server, str(version), version)
 
 
-def test_a_client_is_told_what_is_served_and_whom_not_to_ask(start):
+def test_a_client_learns_the_served_version_and_which_servers_to_avoid(start):
     calls = []
     servers = [start(), start()]
     client = SimpleNamespace(server_urls=[server.url for server in servers])
@@ -521,8 +522,8 @@ def test_a_client_is_told_what_is_served_and_whom_not_to_ask(start):
     assert calls == [("1", []), ("2", [servers[1].url])]
 
 
-def test_a_server_that_hears_neither_pause_nor_resume_is_named_and_gets_no_requests(start):
-    """Whether it is paused is unknown: both requests may arrive later, in any order."""
+def test_a_server_that_answers_neither_pause_nor_resume_is_named_and_gets_no_requests(start):
+    """Whether it is paused is unknown: both requests may still arrive, in any order."""
     calls = []
     servers = [start(), start()]
     client = SimpleNamespace(server_urls=[server.url for server in servers])
@@ -542,7 +543,7 @@ def test_a_server_that_hears_neither_pause_nor_resume_is_named_and_gets_no_reque
         serves(server, "2", 2)
 
 
-def test_a_publisher_that_is_closed_has_no_connection_and_opens_one_for_the_next_push(start):
+def test_a_closed_publisher_reconnects_for_the_next_push(start):
     server = start()
     push = publisher(server)
     push.publish(weights(1), version=1)
@@ -560,7 +561,7 @@ def test_a_push_without_a_version_gets_one(start):
     assert server.version.startswith("vllm-")
 
 
-def test_pushes_from_a_thread_beside_the_event_loop_are_whole(start):
+def test_pushes_from_a_thread_beside_the_event_loop_are_complete(start):
     server = start()
     push = publisher(server)
     thread = threading.Thread(target=push.publish, args=(weights(1), 1))

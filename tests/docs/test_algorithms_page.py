@@ -1,4 +1,4 @@
-"""docs/algorithms.md names what there is, with its paper."""
+"""docs/algorithms.md lists every algorithm with its paper."""
 
 import re
 from pathlib import Path

@@ -53,7 +53,7 @@ def tiny_model(dtype=torch.float32):
 
 
 class PassingEnv(DatasetQAEnv):
-    """Says what the example's reducers read."""
+    """Its info has the keys that the example's reducers read."""
 
     def env_step(self, action):
         outcome = super().env_step(action)
@@ -63,7 +63,7 @@ class PassingEnv(DatasetQAEnv):
 
 
 class World:
-    """What the examples take for granted: a model, a tokenizer, a client, a source of batches."""
+    """What the examples presuppose: a model, a tokenizer, a client, a batch source."""
 
     def __init__(self, path):
         self.path = path
@@ -132,7 +132,7 @@ def world(tmp_path, monkeypatch):
 
 @pytest.fixture
 def wandb(monkeypatch):
-    """A module that records what it is told, in place of the real one."""
+    """A fake module that records its calls."""
     module = types.ModuleType("wandb")
     module.inits, module.logged = [], []
     module.run = None
@@ -161,7 +161,7 @@ def test_every_cluster_example_is_tested_here():
     assert all(block(marker) for marker in markers)
 
 
-def test_the_whole_script_trains_publishes_and_leaves_a_checkpoint(world):
+def test_the_whole_script_trains_publishes_and_saves_a_checkpoint(world):
     names = world.run(block("Complete example"), batch_source=world.source())
     assert names["trainer"].current_step == 3
     assert asyncio.run(world.client.get_policy_version()) == 3
@@ -177,7 +177,7 @@ def test_the_run_is_resumed_from_its_latest_checkpoint(world):
     assert source.engine.totals.num_episodes == 2 * 2 * 8  # steps 3 and 4, of 2 prompts x 8 answers
 
 
-def test_the_loop_from_a_coroutine_trains(world):
+def test_the_loop_inside_a_coroutine_trains(world):
     before = {name: p.clone() for name, p in world.model.named_parameters()}
     names = world.run(
         block("await trainer.train"),
@@ -191,12 +191,12 @@ def test_the_loop_from_a_coroutine_trains(world):
     assert any(not torch.equal(p, before[name]) for name, p in world.model.named_parameters())
 
 
-def test_the_dashboard_can_be_driven_by_hand(world, capsys):
+def test_the_dashboard_can_be_used_directly(world, capsys):
     names = world.run(block("with logger:\n    for step"), trainer=world.trainer(), num_steps=2)
     assert names["stats"]["train/step"] == 2
 
 
-def test_wandb_gets_what_the_logger_is_told(world, wandb):
+def test_wandb_receives_what_is_logged(world, wandb):
     names = world.run(block('name="experiment-1"'))
     names["logger"].log(4, {"train/loss": 0.5})
     assert wandb.inits[0]["project"] == "ludic-training"
@@ -211,7 +211,7 @@ def test_tee_writes_to_both(world, wandb, capsys):
     assert wandb.logged == [(1, {"train/loss": 0.25})]
 
 
-def test_the_old_configuration_is_an_error_that_says_what_to_write():
+def test_the_error_of_the_old_configuration_says_what_to_write():
     with pytest.raises((TypeError, ValueError), match=r"grad_accum_steps.*micro_token_budget"):
         TrainerConfig(
             model_device="cpu",

@@ -1,5 +1,5 @@
-"""Every command of docs/evaluation.md runs as it stands, on fewer problems and against a server
-on loopback."""
+"""Every command of docs/evaluation.md runs as printed, on fewer problems and against a loopback
+server."""
 
 import json
 import re
@@ -37,7 +37,7 @@ def world(tmp_path_factory):
         yield folder, server.base_url
 
 
-def test_the_page_shows_a_run_a_model_and_a_server():
+def test_the_page_evaluates_a_run_a_model_and_a_server():
     assert len(COMMANDS) == 7
     assert all(command.startswith("ludic eval ") for command in COMMANDS)
 

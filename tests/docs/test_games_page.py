@@ -1,4 +1,4 @@
-"""The code of docs/games.md runs as it stands, and its commands name recipes that there are."""
+"""The code of docs/games.md runs as printed, and its commands name existing recipes."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
 
 
-def test_the_environments_are_usable_alone_as_shown() -> None:
+def test_the_environments_can_be_used_on_their_own_as_shown() -> None:
     for code in blocks("python"):
         names: dict[str, object] = {}
         exec(code, names)

@@ -1,4 +1,4 @@
-"""The commands of docs/lora.md are ones that there are; its Python runs in `test_readme.py`."""
+"""The commands of docs/lora.md are valid. Its Python runs in `test_readme.py`."""
 
 import re
 import shlex
@@ -11,7 +11,7 @@ from ludic.recipes.sft.schema import compose_sft
 PAGE = (Path(__file__).parents[2] / "docs" / "lora.md").read_text(encoding="utf-8")
 
 
-def test_the_commands_of_the_page_are_read() -> None:
+def test_the_commands_of_the_page_are_parsed() -> None:
     [block] = re.findall(r"^```bash\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
     found = [shlex.split(line)[1:] for line in block.splitlines()]
     assert [arguments[0] for arguments in found] == ["train", "train", "sft", "sft", "eval"]

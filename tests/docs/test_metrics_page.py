@@ -1,4 +1,4 @@
-"""docs/metrics.md names every key that a step logs."""
+"""docs/metrics.md lists every key that a step logs."""
 
 import re
 from pathlib import Path

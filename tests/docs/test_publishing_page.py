@@ -1,4 +1,4 @@
-"""What docs/publishing.md shows runs against a stub, and the options that it names are there."""
+"""The code of docs/publishing.md runs against a stub, and the options that it names exist."""
 
 import copy
 import inspect
@@ -37,7 +37,7 @@ def test_the_code_of_the_page_runs(tmp_path):
         assert same(server.served, weights(3))
 
 
-def test_the_options_that_it_names_are_there():
+def test_the_options_of_the_page_exist():
     known = inspect.signature(create_vllm_publisher).parameters
     named = set(re.findall(r"`(\w+)=", PAGE)) - {"publisher"}
     assert named == {"directory", "partial", "allow_unchanged", "tolerate_lost_servers", "master_address"}

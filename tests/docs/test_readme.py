@@ -1,5 +1,5 @@
-"""Every `python` block of the README and of the pages in docs/ runs as it stands, block after
-block in one namespace a page. What needs a server that is not there is a block of `py`."""
+"""Every `python` block of the README and of the pages in docs/ runs as printed, in order, in one
+namespace per page. Code that needs a server that the tests lack is in `py` blocks."""
 
 import re
 from pathlib import Path
@@ -17,11 +17,11 @@ def blocks(page: Path) -> list[tuple[int, str]]:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name)
-def test_the_examples_of_a_page_run(page, tmp_path, monkeypatch):
+def test_every_python_example_of_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, object] = {"__name__": "example"}
     for line, source in blocks(page):
-        padded = "\n" * (line - 1) + source  # so that a traceback names the line of the page
+        padded = "\n" * (line - 1) + source  # shows the line of the page in a traceback
         exec(compile(padded, str(page), "exec"), namespace)
     assert len(namespace) > 2, f"the examples of {page.name} define nothing"
 
@@ -35,7 +35,7 @@ def test_the_readme_shows_how_to_write_each_part_in_under_30_lines():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_nothing_is_left_to_fill_in_and_every_link_leads_somewhere(page):
+def test_pages_have_no_placeholders_and_no_broken_links(page):
     text = page.read_text(encoding="utf-8")
     assert not re.findall(r"@[A-Z_]+@|\bTODO\b|\bTBD\b", text)
     targets = [target.split("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", text) if not target.startswith("http")]

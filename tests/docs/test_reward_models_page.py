@@ -1,5 +1,5 @@
-"""docs/reward-models.md: its commands and settings exist, its rows are rows, its Python runs on
-what a run leaves."""
+"""docs/reward-models.md: its commands and settings exist, its rows are valid, and its Python runs
+on the output of a run."""
 
 import json
 import re

@@ -1,5 +1,5 @@
-"""The settings and commands of docs/servers.md exist, and its table of a fault is what the
-library says."""
+"""The settings and commands of docs/servers.md exist, and its example of a fault report is what the
+library prints."""
 
 import re
 import shlex
@@ -7,7 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from seeded_faults import byte_policy, client_of, sampled_items, sampling
+from seeded_faults import byte_policy, client_of, sample_items, sampling
 from training_samples import cpu_config
 from typer.testing import CliRunner
 
@@ -40,28 +40,28 @@ def test_the_training_commands_of_the_page_are_recipes():
         build_algorithm(recipe)
 
 
-def test_the_other_commands_of_the_page_take_what_they_are_given():
+def test_the_other_commands_of_the_page_accept_their_options():
     for command in commands():
         if "ludic" not in command:
             continue
         verb = command[command.index("ludic") + 1]
         shown = CliRunner().invoke(app, [verb, "--help"], env={"COLUMNS": "200"}).output
-        own = command[: command.index("--")] if "--" in command else command  # what follows is vLLM's
+        own = command[: command.index("--")] if "--" in command else command  # what follows belongs to vLLM
         for option in (argument for argument in own if argument.startswith("--")):
             assert option in shown, (verb, option)
 
 
-def test_the_settings_of_the_page_are_those_of_the_section():
+def test_the_page_has_exactly_the_settings_of_the_section():
     named = set(re.findall(r"`inference\.(\w+)", PAGE))
     assert named == {item.name for item in fields(InferenceSection)} - {"kind", "python", "url"}
     assert ", ".join(map(str, HEAD_DIMS[:-1])) in PAGE
     assert set(re.findall(r"^\| `(\w+)` \| (?:min|w )", PAGE, re.MULTILINE)) == set(CORRECTIONS)
 
 
-async def test_the_fault_of_the_page_is_reported_as_it_stands_there():
+async def test_the_fault_report_of_the_page_is_reproduced():
     params = sampling(temperature=0.6)
     policy = byte_policy()
-    items = await sampled_items(client_of(*policy, logprobs_mode="raw"), params)
+    items = await sample_items(client_of(*policy, logprobs_mode="raw"), params)
     cfg = cpu_config(max_seq_len=128, micro_token_budget=4096, temperature=0.6)
     with pytest.raises(MismatchError) as caught:
         await Preflight(sampling=params, tokenizer=policy[1])(

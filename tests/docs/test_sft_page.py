@@ -1,4 +1,4 @@
-"""The commands of docs/sft.md run one after the other as they stand, and its rows are rows."""
+"""The commands of docs/sft.md run in order as printed, and its rows are valid."""
 
 import json
 import re
@@ -42,7 +42,7 @@ def test_the_settings_of_the_page_exist() -> None:
         compose_sft(sft_keys)
 
 
-def test_the_rows_of_the_page_are_read() -> None:
+def test_the_rows_of_the_page_are_accepted() -> None:
     rows = [
         json.loads(row)
         for row in re.findall(r"^\| `(\{.*?\})` \|", PAGE, re.MULTILINE)

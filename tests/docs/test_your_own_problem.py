@@ -1,5 +1,5 @@
-"""The page docs/your-own-problem.md, followed step by step: its files, its commands, its YAML.
-Its Python runs in `test_readme.py`."""
+"""docs/your-own-problem.md, step by step: its files, commands and YAML. Its Python runs in
+`test_readme.py`."""
 
 import json
 import re
@@ -28,7 +28,7 @@ def blocks(language: str) -> list[str]:
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A directory in which the page's files were made."""
+    """A directory with the files of the page."""
     monkeypatch.chdir(tmp_path)
     exec(blocks("python")[0], {"__name__": "page"})
     Path("rewards.py").write_text(blocks("python")[1])
@@ -37,7 +37,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def run(line: str, *more: str) -> dict:
-    """The summary of a command of the page."""
+    """Run a command of the page and return its summary."""
     name, command, *arguments = shlex.split(line.replace("\\\n", " "))
     assert (name, command) == ("ludic", "train")
     result = CliRunner().invoke(app, ["train", *arguments, *more, "--json"])
@@ -45,7 +45,7 @@ def run(line: str, *more: str) -> dict:
     return json.loads(result.stdout)
 
 
-def test_the_page_can_be_followed(here: Path) -> None:
+def test_every_step_of_the_page_works(here: Path) -> None:
     template, start, own, both = (block.strip() for block in blocks("sh"))
     run(start, *[setting for setting in TINY if not setting.startswith("steps=")], "warmup.steps=1")
     small = [setting for setting in TINY if not setting.startswith("network.")]
@@ -58,7 +58,7 @@ def test_the_page_can_be_followed(here: Path) -> None:
         assert build_task(recipe.task, data=recipe.data, reward=recipe.reward).heldout()
 
 
-def test_the_conversation_of_the_page_is_a_row(tmp_path: Path) -> None:
+def test_the_conversation_of_the_page_is_a_valid_row(tmp_path: Path) -> None:
     (tmp_path / "chat.jsonl").write_text(blocks("json")[0])
     loaded = load_data(str(tmp_path / "chat.jsonl"))
     assert (loaded.kind, loaded.conversational) == ("prompt", True)
@@ -66,7 +66,7 @@ def test_the_conversation_of_the_page_is_a_row(tmp_path: Path) -> None:
 
 @pytest.mark.integration
 def test_the_run_of_the_page_learns(here: Path) -> None:
-    """From the demonstrations' quarter to nearly all, by the reward alone."""
+    """From the demonstrations' accuracy of a quarter to nearly 1, by the reward alone."""
     _, start, own, _ = (block.strip() for block in blocks("sh"))
     run(start)
     summary = run(own)

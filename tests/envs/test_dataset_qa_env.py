@@ -1,4 +1,4 @@
-"""One question, one verdict; and the dictionaries of many agents around one."""
+"""One question per episode, and the dictionaries that a single-agent environment returns."""
 
 import pytest
 
@@ -18,7 +18,7 @@ def test_the_prompt_is_the_question_at_every_reset():
 
 
 @pytest.mark.parametrize(("action", "correct"), [("four", True), (" FOUR\n", True), ("4", False), ("", False)])
-def test_an_answer_ends_the_episode_with_a_verdict(action, correct):
+def test_an_answer_is_graded_and_ends_the_episode(action, correct):
     env = DatasetQAEnv(SAMPLE, correct_reward=2.0, incorrect_reward=-1.0)
     env.env_reset()
     outcome = env.env_step(action)
@@ -41,10 +41,10 @@ def test_a_second_answer_is_an_error_until_the_next_reset():
     with pytest.raises(RuntimeError, match="already answered"):
         env.env_step("four")
     env.env_reset()
-    assert env.step({})["agent_0"].reward == 0.0  # no action is an empty answer
+    assert env.step({})["agent_0"].reward == 0.0  # no action counts as an empty answer
 
 
-def test_keys_builders_parsers_and_verifiers_are_the_users():
+def test_keys_builders_parsers_and_verifiers_can_be_set():
     env = DatasetQAEnv(
         {"q": 3, "a": "x=9"},
         prompt_key="q",
@@ -57,7 +57,7 @@ def test_keys_builders_parsers_and_verifiers_are_the_users():
     assert env.env_step("09").reward == 1.0
 
 
-def test_a_missing_key_is_named():
+def test_the_error_of_a_missing_key_names_it():
     with pytest.raises(KeyError, match="'question'"):
         DatasetQAEnv({"answer": "a"}).env_reset()
 
@@ -75,7 +75,7 @@ class Echo(SingleAgentEnv):
         return self.seen
 
 
-def test_an_environment_for_one_agent_speaks_of_it_by_its_id():
+def test_a_single_agent_environment_uses_its_agent_id_as_key():
     assert Echo().agent_ids == Echo().active_agents == ["agent_0"]
     env = Echo("me")
     assert env.suggested_sysprompt is None
@@ -85,7 +85,7 @@ def test_an_environment_for_one_agent_speaks_of_it_by_its_id():
     assert env.step({})["me"].obs == ""
 
 
-def test_the_current_observation_is_optional_and_its_absence_is_named():
+def test_the_current_observation_is_optional_and_its_error_names_the_method():
     class Blind(LudicEnv[str, str, str]):
         agent_ids = active_agents = ("a",)
 

@@ -1,4 +1,4 @@
-"""A prompt without a verdict, and a dialogue that begins with its messages."""
+"""An environment that only shows a prompt, and a dialogue that starts with its messages."""
 
 import pytest
 
@@ -13,7 +13,7 @@ MESSAGES = [
 ]
 
 
-def test_a_prompt_of_text_is_the_observation_and_its_row_comes_back_with_the_answer():
+def test_a_text_prompt_is_the_observation_and_its_row_is_in_the_info():
     row = {"prompt": "2+2=", "answer": 4}
     env = PromptEnv(row, system_prompt="S")
     assert env.env_reset(seed=1) == env.env_reset(seed=2) == ("2+2=", {})
@@ -24,7 +24,7 @@ def test_a_prompt_of_text_is_the_observation_and_its_row_comes_back_with_the_ans
         env.env_step("5")
 
 
-def test_a_prompt_of_messages_is_shown_whole():
+def test_a_prompt_of_messages_is_shown_completely():
     obs, info = PromptEnv({"prompt": MESSAGES}).env_reset()
     assert (obs, info) == ("Another.", {"messages": MESSAGES})
     context = GivenDialog("Be brief.")
@@ -34,10 +34,10 @@ def test_a_prompt_of_messages_is_shown_whole():
     context.on_after_act(ChatResponse("Red."))
     context.on_after_step("And?", {})
     assert context.messages[-2:] == [{"role": "assistant", "content": "Red."}, {"role": "user", "content": "And?"}]
-    assert len(MESSAGES) == 3  # the row is as it was
+    assert len(MESSAGES) == 3  # the row is unchanged
 
 
-def test_a_system_message_of_the_prompt_replaces_the_contexts_own():
+def test_a_system_message_in_the_prompt_replaces_that_of_the_context():
     context = GivenDialog("Be brief.")
     context.reset(system_prompt="Be long.")
     own = {"role": "system", "content": "Rhyme."}
@@ -45,7 +45,7 @@ def test_a_system_message_of_the_prompt_replaces_the_contexts_own():
     assert context.messages == [own, MESSAGES[0]]
 
 
-def test_without_messages_it_is_a_full_dialogue():
+def test_without_prompt_messages_the_context_is_a_full_dialogue():
     context = GivenDialog("Be brief.")
     context.on_env_reset("2+2=", {"messages": []})
     assert context.messages == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2="}]

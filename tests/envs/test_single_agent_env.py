@@ -1,4 +1,4 @@
-"""An environment for one agent, as a user writes it."""
+"""A single-agent environment as a user writes it."""
 
 from playing import FOR_RL, ScriptedClient, play, protocol
 
@@ -7,7 +7,7 @@ from ludic.types import StepOutcome
 
 
 class WithoutInit(SingleAgentEnv):
-    """Has a constructor of its own, which does not call that of its base."""
+    """Has its own constructor, which does not call that of its base class."""
 
     def __init__(self, word):
         self.word = word
@@ -22,7 +22,7 @@ class WithoutInit(SingleAgentEnv):
         return self.word
 
 
-def test_a_subclass_that_does_not_call_the_constructor_of_its_base_can_be_played():
+def test_a_subclass_that_does_not_call_super_init_can_be_played():
     env = WithoutInit("a")
     assert (env.agent_ids, env.active_agents) == (["agent_0"], ["agent_0"])
     (rollout,) = play(protocol(ScriptedClient("a")).run(env=env, max_steps=1, inference=FOR_RL))

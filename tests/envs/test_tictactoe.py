@@ -1,5 +1,5 @@
-"""Tic-tac-toe: every rule by hand, perfect play and the opponents by property, the environment
-by whole games."""
+"""Tic-tac-toe: rules by hand, perfect play and opponents by property, the environment by whole
+games."""
 
 import random
 from random import Random
@@ -43,7 +43,7 @@ def reachable() -> set[str]:
 
 @st.composite
 def positions(draw) -> str:
-    """A position of the game in which somebody is to move, reached by random moves."""
+    """A position that is not over, reached by random moves."""
     board = EMPTY
     for _ in range(draw(st.integers(0, 8))):
         after = play(board, draw(st.sampled_from(legal_moves(board))))
@@ -53,8 +53,8 @@ def positions(draw) -> str:
     return board
 
 
-class Scripted:
-    """Plays the given cells in turn."""
+class ScriptedOpponent:
+    """Plays the given cells in order."""
 
     def __init__(self, *cells: str) -> None:
         self.cells = list(cells)
@@ -123,16 +123,16 @@ def test_the_sides_take_turns_and_a_won_game_takes_no_move() -> None:
         ("", None),
     ],
 )
-def test_a_cell_is_named_by_row_and_column_or_by_number(text: str, cell: int | None) -> None:
+def test_a_cell_can_be_named_by_coordinates_or_by_number(text: str, cell: int | None) -> None:
     assert read_cell(text) == cell
 
 
-def test_names_of_cells_are_read_back() -> None:
+def test_names_of_cells_survive_a_round_trip() -> None:
     assert [read_cell(cell_name(cell)) for cell in range(9)] == list(range(9))
 
 
 @given(text=st.text(max_size=6))
-def test_any_text_names_a_cell_or_none(text: str) -> None:
+def test_any_text_parses_to_a_cell_or_to_none(text: str) -> None:
     assert read_cell(text) in (None, *range(9))
 
 
@@ -140,29 +140,29 @@ def test_any_text_names_a_cell_or_none(text: str) -> None:
 # ------------------------------------------------------------------------------------------
 
 
-def test_the_game_is_a_draw_and_every_first_move_keeps_it() -> None:
+def test_the_game_is_a_draw_after_every_first_move() -> None:
     assert value(EMPTY) == 0
     assert optimal_moves(EMPTY) == tuple(range(9))
-    assert optimal_moves("X........") == (4,)  # a corner is answered in the middle alone
-    assert optimal_moves("....X....") == (0, 2, 6, 8)  # the middle in a corner alone
+    assert optimal_moves("X........") == (4,)  # the only good answer to a corner is the centre
+    assert optimal_moves("....X....") == (0, 2, 6, 8)  # the only good answers to the centre are the corners
 
 
-def test_a_win_is_taken_a_threat_is_stopped_and_the_early_win_comes_first() -> None:
-    assert optimal_moves("XX.OO....") == (2,)  # X wins at once, and need not stop O
-    assert optimal_moves("XX..O....") == (2,)  # O stops the row
-    # X could also make two threats and win a move later; it wins now.
+def test_perfect_play_wins_then_blocks_and_prefers_the_earlier_win() -> None:
+    assert optimal_moves("XX.OO....") == (2,)  # X wins now and need not block O
+    assert optimal_moves("XX..O....") == (2,)  # O blocks the row
+    # X could also make two threats and win a move later, but it wins now.
     assert optimal_moves("XX.O....O") == (2,)
 
 
-def test_a_lost_game_is_held_out_as_long_as_possible() -> None:
-    assert value("XO.......") == 1  # the edge beside a corner is a wrong answer to it
-    # A1 and B2 against A2: O loses whatever it plays, and stops the line at C3 first.
+def test_perfect_play_delays_a_loss() -> None:
+    assert value("XO.......") == 1  # an adjacent edge is a losing answer to a corner
+    # A1 and B2 against A2: O loses in any case and blocks C3 first.
     assert (value("XO..X...."), optimal_moves("XO..X....")) == (-1, (8,))
 
 
 @given(board=positions())
-def test_the_value_is_that_of_the_best_answer(board: str) -> None:
-    """The definition, by a search without memory and without a care for how soon."""
+def test_the_value_of_a_position_is_that_of_its_best_move(board: str) -> None:
+    """The definition as a plain search without memoisation or preference for early wins."""
 
     def plain(board: str) -> int:
         if winner(board):
@@ -176,7 +176,7 @@ def test_the_value_is_that_of_the_best_answer(board: str) -> None:
 
 
 @given(board=positions())
-def test_where_a_win_is_at_hand_perfect_play_takes_it(board: str) -> None:
+def test_perfect_play_takes_an_immediate_win(board: str) -> None:
     winning = tuple(cell for cell in legal_moves(board) if winner(play(board, cell)))
     if winning:
         assert optimal_moves(board) == winning
@@ -193,17 +193,17 @@ def test_every_opponent_plays_a_legal_move(board: str, seed: int) -> None:
 
 
 @given(board=positions(), seed=seeds)
-def test_a_mixed_opponent_at_either_end_is_its_part(board: str, seed: int) -> None:
+def test_a_mixed_opponent_with_share_zero_or_one_equals_its_component(board: str, seed: int) -> None:
     assert MixedOpponent(0.0).choose(board, Random(seed)) == RandomOpponent().choose(board, Random(seed))
     assert MixedOpponent(1.0).choose(board, Random(seed)) == PerfectOpponent().choose(board, Random(seed))
 
 
-def test_a_mixed_opponent_is_perfect_as_often_as_it_says() -> None:
-    # Of the 8 answers to a corner one is perfect: it is played with probability .4 + .6 / 8 = .475.
-    # Standard error .0035.
+def test_a_mixed_opponent_plays_perfectly_with_its_probability() -> None:
+    # Only one of the 8 answers to a corner is perfect, so it is played with probability .4 + .6 / 8
+    # = .475. Standard error .0035.
     rng = Random(0)
-    played = [MixedOpponent(0.4).choose("X........", rng) for _ in range(20_000)]
-    assert played.count(4) / len(played) == pytest.approx(0.475, abs=0.015)
+    play_game = [MixedOpponent(0.4).choose("X........", rng) for _ in range(20_000)]
+    assert play_game.count(4) / len(play_game) == pytest.approx(0.475, abs=0.015)
 
 
 @given(seed=seeds, perfect_starts=st.booleans())
@@ -217,20 +217,20 @@ def test_perfect_play_never_loses(seed: int, perfect_starts: bool) -> None:
 
 
 def test_perfect_play_never_loses_to_any_line_of_play() -> None:
-    """All answers of the other side, not a sample of them."""
+    """Against every answer of the other side, not a sample of them."""
 
-    def worst(board: str, mark: str) -> bool:
+    def worst_value(board: str, mark: str) -> bool:
         if not legal_moves(board):
             return winner(board) in (None, mark)
         moves = optimal_moves(board) if to_move(board) == mark else legal_moves(board)
-        return all(worst(play(board, cell), mark) for cell in moves)
+        return all(worst_value(play(board, cell), mark) for cell in moves)
 
-    assert worst(EMPTY, "X")
-    assert worst(EMPTY, "O")
+    assert worst_value(EMPTY, "X")
+    assert worst_value(EMPTY, "O")
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.1])
-def test_a_share_beyond_its_ends_is_refused(share: float) -> None:
+def test_a_share_outside_zero_and_one_is_refused(share: float) -> None:
     with pytest.raises(ConfigError, match=r"perfect \(.*\) must be between 0 and 1"):
         MixedOpponent(share)
 
@@ -239,13 +239,13 @@ def test_a_share_beyond_its_ends_is_refused(share: float) -> None:
 # ------------------------------------------------------------------------------------------
 
 
-def played(env: TicTacToeEnv, *moves: str, seed: int | None = 0) -> list:
+def play_game(env: TicTacToeEnv, *moves: str, seed: int | None = 0) -> list:
     env.env_reset(seed=seed)
     return [env.env_step(move) for move in moves]
 
 
-def test_a_win_ends_the_game_with_one() -> None:
-    outcomes = played(TicTacToeEnv(opponent=Scripted("B1", "B2")), "A1", "a2", "3")
+def test_a_win_ends_the_game_with_reward_one() -> None:
+    outcomes = play_game(TicTacToeEnv(opponent=ScriptedOpponent("B1", "B2")), "A1", "a2", "3")
     assert [outcome.reward for outcome in outcomes] == [0.0, 0.0, 1.0]
     assert [outcome.terminated for outcome in outcomes] == [False, False, True]
     last = outcomes[-1].info
@@ -254,42 +254,42 @@ def test_a_win_ends_the_game_with_one() -> None:
     assert last["board"] == "XXXOO...."
 
 
-def test_a_loss_earns_nothing() -> None:
-    outcomes = played(TicTacToeEnv(opponent=Scripted("B1", "B2", "B3")), "A1", "A2", "C3")
+def test_a_loss_has_reward_zero() -> None:
+    outcomes = play_game(TicTacToeEnv(opponent=ScriptedOpponent("B1", "B2", "B3")), "A1", "A2", "C3")
     assert (outcomes[-1].reward, outcomes[-1].terminated, outcomes[-1].info["result"]) == (0.0, True, "loss")
     assert outcomes[-1].info["opponent_move"] == "B3"
-    assert outcomes[-1].info["gto_action"] == "A3"  # the win that was missed
+    assert outcomes[-1].info["gto_action"] == "A3"  # the missed win
 
 
-def test_a_draw_without_a_mistake_is_forced_and_earns_more() -> None:
-    # X: middle, O: corner, and both stop what has to be stopped.
-    outcomes = played(TicTacToeEnv(opponent=Scripted("A1", "C2", "A3", "B1")), "B2", "A2", "C1", "B3", "C3")
+def test_a_draw_without_a_missed_win_counts_as_forced_and_earns_more() -> None:
+    # X takes the centre, O a corner, and both block every threat.
+    outcomes = play_game(TicTacToeEnv(opponent=ScriptedOpponent("A1", "C2", "A3", "B1")), "B2", "A2", "C1", "B3", "C3")
     last = outcomes[-1]
     assert last.info["board"].count(".") == 0
     assert (last.info["result"], last.info["forced_draw"], last.info["drawn"], last.reward) == ("draw", True, True, 1.0)
 
 
-def test_a_draw_after_a_win_was_let_slip_earns_half() -> None:
-    # O answers A1 wrongly at A2, X makes two threats with C1, O overlooks B1, and X does not see it
-    # either.
-    outcomes = played(TicTacToeEnv(opponent=Scripted("A2", "A3", "C3", "B1")), "A1", "C1", "B3", "B2", "C2")
+def test_a_draw_after_a_missed_win_has_half_the_reward() -> None:
+    # O answers A1 with the mistake A2, X makes two threats with C1, O overlooks B1, and X misses it
+    # too.
+    outcomes = play_game(TicTacToeEnv(opponent=ScriptedOpponent("A2", "A3", "C3", "B1")), "A1", "C1", "B3", "B2", "C2")
     last = outcomes[-1]
     assert (last.info["board"], last.info["result"]) == ("XOOOXXXXO", "draw")
     assert (last.info["forced_draw"], last.info["drawn"], last.reward) == (False, True, 0.5)
 
 
-def test_an_illegal_move_ends_the_game_with_minus_one() -> None:
+def test_an_illegal_move_ends_the_game_with_reward_minus_one() -> None:
     for move, said in (("B2", "B2 is taken"), ("D4", "'D4' names no cell"), ("", "'' names no cell")):
-        outcomes = played(TicTacToeEnv(opponent=Scripted("B2")), "A1", move)
+        outcomes = play_game(TicTacToeEnv(opponent=ScriptedOpponent("B2")), "A1", move)
         last = outcomes[-1]
         assert (last.reward, last.terminated, last.truncated) == (-1.0, True, False)
         assert (last.info["illegal_move"], last.info["result"], last.info["error"]) == (True, "illegal", said)
         assert said in last.obs
-        assert last.info["board"] == "X...O...."  # nothing was played
+        assert last.info["board"] == "X...O...."  # no move was played
 
 
-def test_the_opponent_may_begin() -> None:
-    env = TicTacToeEnv(agent_starts=False, opponent=Scripted("B2", "A3", "C1"))
+def test_the_opponent_can_move_first() -> None:
+    env = TicTacToeEnv(agent_starts=False, opponent=ScriptedOpponent("B2", "A3", "C1"))
     obs, info = env.env_reset(seed=0)
     assert (info["mark"], info["opponent_move"], info["board"]) == ("O", "B2", "....X....")
     assert obs == "You are O.\nYour opponent played B2.\n  1 2 3\nA . . .\nB . X .\nC . . ."
@@ -298,23 +298,23 @@ def test_the_opponent_may_begin() -> None:
     assert (lost.info["result"], lost.info["board"]) == ("loss", "OOX.X.X..")
 
 
-def test_the_opponents_move_can_be_left_out() -> None:
-    env = TicTacToeEnv(opponent=Scripted("B2"), show_opponent_move=False)
+def test_the_observation_can_omit_the_opponents_move() -> None:
+    env = TicTacToeEnv(opponent=ScriptedOpponent("B2"), show_opponent_move=False)
     env.env_reset(seed=0)
     assert env.env_step("A1").obs == "  1 2 3\nA X . .\nB . O .\nC . . ." == env.env_current_obs()
     assert "tic-tac-toe" in (env.suggested_sysprompt or "")
 
 
-def test_moves_alone_are_a_digit_a_turn() -> None:
-    env = TicTacToeEnv(opponent=Scripted("B2", "C3"), text=MoveText(), system_prompt=None)
+def test_in_moves_mode_each_turn_is_one_digit() -> None:
+    env = TicTacToeEnv(opponent=ScriptedOpponent("B2", "C3"), text=MoveText(), system_prompt=None)
     assert env.env_reset(seed=0)[0] == "X:.>"
     assert [env.env_step(move).obs for move in ("1", "2")] == [":5>", ":9>"]
-    env = TicTacToeEnv(agent_starts=False, opponent=Scripted("C3"), text=MoveText(), system_prompt=None)
+    env = TicTacToeEnv(agent_starts=False, opponent=ScriptedOpponent("C3"), text=MoveText(), system_prompt=None)
     assert env.env_reset(seed=0)[0] == "O:9>"
     assert env.suggested_sysprompt is None
 
 
-def test_there_is_no_move_before_the_game_and_none_after_it() -> None:
+def test_moves_before_reset_and_after_the_end_are_errors() -> None:
     env = TicTacToeEnv()
     with pytest.raises(RolloutError, match="call reset"):
         env.env_step("A1")
@@ -326,7 +326,7 @@ def test_there_is_no_move_before_the_game_and_none_after_it() -> None:
 
 
 @given(seed=seeds, starts=st.booleans())
-def test_a_game_repeats_with_its_seed_and_touches_no_global_random_state(seed: int, starts: bool) -> None:
+def test_a_game_follows_from_its_seed_and_uses_no_global_random_state(seed: int, starts: bool) -> None:
     def game() -> list[str]:
         env, mover = TicTacToeEnv(agent_starts=starts), Random(seed)
         boards = [env.env_reset(seed=seed)[1]["board"]]
@@ -342,9 +342,9 @@ def test_a_game_repeats_with_its_seed_and_touches_no_global_random_state(seed: i
     assert random.getstate() == state
 
 
-def test_the_opponents_luck_at_a_move_does_not_depend_on_what_was_played() -> None:
-    """Members of a group meet the same luck: after two different first moves that leave the same
-    cells to choose from by number."""
+def test_the_opponents_randomness_does_not_depend_on_earlier_moves() -> None:
+    """Members of a group face the same randomness: after two different first moves that leave the
+    same number of cells, the opponent draws the same numbers."""
 
     class Recorder:
         def __init__(self) -> None:
@@ -355,16 +355,16 @@ def test_the_opponents_luck_at_a_move_does_not_depend_on_what_was_played() -> No
             return legal_moves(board)[0]
 
     one, two = Recorder(), Recorder()
-    played(TicTacToeEnv(opponent=one), "C3", "C2", seed=5)
-    played(TicTacToeEnv(opponent=two), "B2", "B3", seed=5)
+    play_game(TicTacToeEnv(opponent=one), "C3", "C2", seed=5)
+    play_game(TicTacToeEnv(opponent=two), "B2", "B3", seed=5)
     assert one.drawn == two.drawn
     assert len(set(one.drawn)) == 2
 
 
 @given(seed=seeds, starts=st.booleans(), opponent=st.sampled_from([RandomOpponent(), PerfectOpponent(), MixedOpponent(0.5)]))
-def test_whole_games_keep_the_rules(seed: int, starts: bool, opponent) -> None:
-    """Random agents: the game ends, exactly one result is true, and its reward is the one that
-    was promised."""
+def test_whole_games_follow_the_rules(seed: int, starts: bool, opponent) -> None:
+    """Random agents: the game ends, exactly one result is true, and its reward is the documented
+    one."""
     env, rng = TicTacToeEnv(agent_starts=starts, opponent=opponent, text=BoardText()), Random(seed)
     env.env_reset(seed=seed)
     steps = []
@@ -380,7 +380,7 @@ def test_whole_games_keep_the_rules(seed: int, starts: bool, opponent) -> None:
         assert last["result"] != "win"
 
 
-def test_an_agent_that_plays_perfectly_draws_by_force_against_perfect_play() -> None:
+def test_a_perfect_agent_forces_a_draw_against_perfect_play() -> None:
     for seed in range(30):
         env = TicTacToeEnv(agent_starts=bool(seed % 2), opponent=PerfectOpponent())
         env.env_reset(seed=seed)

@@ -1,4 +1,4 @@
-"""run_eval: what it asks of an engine, its records, its metrics, and failures that are counted."""
+"""run_eval: its calls of the engine, its records, its metrics, and failures that are counted."""
 
 import asyncio
 import json
@@ -13,7 +13,7 @@ from ludic.types import Rollout, Step, TokenTrace
 
 
 class FakeEngine:
-    """Takes keywords only, as the interface says, and knows nothing of failures."""
+    """Accepts only the documented keyword arguments and does not report failures."""
 
     def __init__(self, rollouts):
         self.rollouts, self.asked = rollouts, []
@@ -39,7 +39,7 @@ REDUCERS = {
 }
 
 
-def test_every_step_is_a_record_whose_info_wins_over_meta_and_that_over_facts():
+def test_a_step_record_prefers_info_over_meta_over_basic_fields():
     engine = FakeEngine([TWO_STEPS])
     records, metrics = run_eval_sync(
         engine=engine, requests=[REQUEST], reducers=REDUCERS, max_steps=3, timeout_s=4.0, concurrency=5
@@ -62,13 +62,13 @@ def test_every_step_is_a_record_whose_info_wins_over_meta_and_that_over_facts():
     assert metrics == {"ok_by_steps": 0.5, "ok_by_rollouts": 1.0, "length": 1.5}
 
 
-def test_no_requests_are_no_evaluation():
+def test_without_requests_the_evaluation_is_empty():
     engine = FakeEngine([])
     assert run_eval_sync(engine=engine, requests=[], reducers=REDUCERS, max_steps=1) == ([], {})
     assert engine.asked == []
 
 
-def test_the_defaults_are_those_of_the_interface():
+def test_the_defaults_are_the_documented_ones():
     engine = FakeEngine([])
     run_eval_sync(engine=engine, requests=[REQUEST], reducers={}, max_steps=1)
     assert engine.asked[0][2:] == (None, 8)
@@ -90,7 +90,7 @@ def real(breaks):
     return engine, [RolloutRequest(EnvSpec("env", {"breaks": b}), ProtocolSpec("single"), inference=FOR_RL) for b in breaks]
 
 
-def test_failed_episodes_are_counted_and_are_no_zeros():
+def test_failed_episodes_are_counted_and_are_not_zeros():
     engine, requests = real([False, True, False, True, True])
     reducers = {"reward": Reducer("mean", "reward"), "by_rollouts": Reducer("sum", "reward", normalize_by="rollouts")}
     records, metrics = run_eval_sync(engine=engine, requests=requests, reducers=reducers, max_steps=1)
@@ -98,13 +98,13 @@ def test_failed_episodes_are_counted_and_are_no_zeros():
     assert metrics == {"num_episodes": 5.0, "num_failed_episodes": 3.0, "reward": 1.0, "by_rollouts": 1.0}
 
 
-def test_if_every_episode_fails_there_is_an_error_and_no_number():
+def test_if_every_episode_fails_an_error_is_raised():
     engine, requests = real([True, True])
     with pytest.raises(RolloutError, match=r"2 of 2 episodes failed.*OSError: gone"):
         run_eval_sync(engine=engine, requests=requests, reducers={}, max_steps=1)
 
 
-def test_within_an_event_loop_the_error_says_what_to_await():
+def test_in_a_running_event_loop_the_error_says_what_to_await():
     async def inside():
         with pytest.raises(RuntimeError, match=r"await run_eval\(\.\.\.\)"):
             run_eval_sync(engine=FakeEngine([]), requests=[REQUEST], reducers={}, max_steps=1)

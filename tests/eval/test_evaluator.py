@@ -1,4 +1,4 @@
-"""EngineEvaluator on its own and within a trainer."""
+"""EngineEvaluator on its own and inside a trainer."""
 
 import asyncio
 import random
@@ -33,7 +33,7 @@ class FakeEngine:
         return [Rollout(steps=[Step(0, "o", "a", None, 1.0, False, True, info={"correct": True})])]
 
 
-def test_its_own_settings_hold_unless_others_are_given():
+def test_the_evaluators_settings_hold_unless_overridden():
     engine, requests, others = FakeEngine(), [RolloutRequest(EnvSpec("e"), ProtocolSpec("p"))], ["others"]
     evaluator = EngineEvaluator(engine, lambda: requests, REDUCERS, 3, 4.0, 5)
     records, metrics = play(evaluator.eval())
@@ -47,7 +47,7 @@ def test_its_own_settings_hold_unless_others_are_given():
         evaluator.max_steps = 2
 
 
-def test_the_defaults_are_those_of_the_interface():
+def test_the_defaults_are_the_documented_ones():
     evaluator = EngineEvaluator(FakeEngine(), list, REDUCERS)
     assert (evaluator.max_steps, evaluator.timeout_s, evaluator.concurrency) == (1, None, 32)
 
@@ -60,7 +60,7 @@ def test_requests_may_come_from_a_coroutine_function():
 
 
 class Questions:
-    """A model that is trained, behind a client, and problems it is asked; one of them cannot be
+    """A model in training behind a client, and evaluation problems of which one cannot be
     played."""
 
     def __init__(self):
@@ -101,7 +101,7 @@ class Questions:
         )
 
 
-def test_a_trainer_evaluates_at_the_start_and_every_few_steps_and_logs_what_failed():
+def test_a_trainer_evaluates_at_the_start_and_every_n_steps_and_logs_failures():
     world = Questions()
     evaluator = EngineEvaluator(world.engine, world.requests, REDUCERS)
     seen = []
@@ -111,7 +111,7 @@ def test_a_trainer_evaluates_at_the_start_and_every_few_steps_and_logs_what_fail
     assert all(0.0 <= stats["eval/right"] <= 1.0 for stats in seen)
 
 
-def test_what_the_config_does_not_set_is_the_evaluators_to_decide():
+def test_settings_missing_in_the_config_come_from_the_evaluator():
     engine = FakeEngine()
     world = Questions()
     evaluator = EngineEvaluator(engine, lambda: ["a request"], {}, max_steps=3, timeout_s=4.0, concurrency=5)
@@ -125,8 +125,9 @@ def test_what_the_config_does_not_set_is_the_evaluators_to_decide():
     ]
 
 
-def test_an_evaluation_leaves_the_training_as_it_was():
-    """Sampling at temperature 1 draws random numbers; the weights after it are those without it."""
+def test_an_evaluation_does_not_change_training():
+    """Sampling at temperature 1 draws random numbers. The weights afterwards must equal those
+    without an evaluation."""
     sampled = InferenceSpec(sampling=SamplingParams(temperature=1.0, max_tokens=2), return_=ReturnSpec.for_eval())
 
     def weights(evaluated):
@@ -148,7 +149,7 @@ def test_a_trainer_logs_accuracy_and_pass_at_k():
     assert {"accuracy", "accuracy_low", "accuracy_high", "pass@1", "pass@2"} <= set(metrics)
 
 
-def test_the_policy_that_is_measured_is_the_one_that_was_published():
+def test_the_published_policy_is_evaluated():
     world = Questions()
     seen = []
 
@@ -163,7 +164,7 @@ def test_the_policy_that_is_measured_is_the_one_that_was_published():
     assert seen == [1, 2]
 
 
-def test_a_scripted_client_needs_no_model():
+def test_an_evaluation_with_a_scripted_client_needs_no_model():
     engine = RolloutEngine(env_registry={"count": Counting}, protocol_registry={"single": lambda: protocol(ScriptedClient("a"))})
     requests = [RolloutRequest(EnvSpec("count"), ProtocolSpec("single"))]
     assert play(EngineEvaluator(engine, lambda: requests, {}).eval())[1] == {"num_episodes": 1.0, "num_failed_episodes": 0.0}

@@ -1,4 +1,4 @@
-"""Intervals: numbers worked by hand, laws, and how often they hold what they are meant to hold."""
+"""Confidence intervals: values by hand, properties, and measured coverage."""
 
 import math
 
@@ -13,7 +13,7 @@ shares = st.lists(st.floats(0, 1), min_size=1, max_size=30)
 
 
 def test_wilson_by_hand():
-    """8 of 10, z = 1.96: centre (8 + 1.9207) / 13.8415 = 0.71675; reach 1.96 sqrt(8 * 2 / 10 +
+    """8 of 10, z = 1.96: centre (8 + 1.9207) / 13.8415 = 0.71675; half-width 1.96 sqrt(8 * 2 / 10 +
     0.9604) / 13.8415 = 0.22659."""
     assert wilson_interval(8, 10) == pytest.approx((0.49016, 0.94334), abs=1e-4)
     assert wilson_interval(0, 10) == pytest.approx((0.0, 3.8415 / 13.8415), abs=1e-4)
@@ -22,27 +22,27 @@ def test_wilson_by_hand():
     assert wilson_interval(10, 10)[1] == 1.0
 
 
-def test_one_answer_a_problem_is_the_plain_wilson_interval():
+def test_with_one_answer_per_problem_it_is_the_plain_wilson_interval():
     measured = share_interval([1.0] * 8 + [0.0] * 2)
     assert (measured.value, measured.num_problems) == (0.8, 10)
     assert (measured.low, measured.high) == pytest.approx(wilson_interval(8, 10))
 
 
-def test_answers_to_one_problem_count_as_far_as_problems_scatter():
+def test_answers_count_as_far_as_the_problems_vary():
     """p = 1/2; squared error (1/4 + 0 + 1/4 + 0) / 16 = 1/32; effective number 1/4 / (1/32) = 8
     of the 16 answers."""
     measured = share_interval([0.0, 0.5, 1.0, 0.5], answers=16)
     assert (measured.low, measured.high) == pytest.approx(wilson_interval(4, 8))
 
 
-def test_problems_that_do_not_scatter_count_all_their_answers_and_those_at_the_edge_one_each():
+def test_problems_without_variance_count_every_answer_or_at_the_edge_one_each():
     assert share_interval([0.5] * 4, answers=16).low == pytest.approx(wilson_interval(8, 16)[0])
     assert share_interval([1.0] * 4, answers=400).low == pytest.approx(wilson_interval(4, 4)[0])
     assert share_interval([0.0] * 4, answers=400).high == pytest.approx(wilson_interval(0, 4)[1])
 
 
 @given(shares, st.integers(1, 64))
-def test_a_share_lies_in_its_interval_and_that_between_0_and_1(values, k):
+def test_an_interval_contains_its_share_and_lies_in_0_to_1(values, k):
     found = share_interval(values, answers=k * len(values))
     assert 0.0 <= found.low <= found.value + 1e-12
     assert found.value - 1e-12 <= found.high <= 1.0
@@ -50,21 +50,21 @@ def test_a_share_lies_in_its_interval_and_that_between_0_and_1(values, k):
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=30), st.integers(2, 50))
-def test_the_same_answer_again_and_again_is_no_new_evidence(right, k):
-    """A policy that gives one answer to each problem, asked k times, is known no better."""
+def test_repeating_the_same_answer_adds_no_evidence(right, k):
+    """Asking a deterministic policy k times per problem does not narrow the interval."""
     once = share_interval([float(r) for r in right])
     again = share_interval([float(r) for r in right], answers=k * len(right))
     assert (again.low, again.high) == pytest.approx((once.low, once.high))
 
 
 @given(shares, st.floats(0.5, 0.9), st.floats(0.01, 0.09))
-def test_more_confidence_is_a_wider_interval(values, confidence, more):
+def test_more_confidence_gives_a_wider_interval(values, confidence, more):
     narrow, wide = (share_interval(values, confidence=c) for c in (confidence, confidence + more))
     assert wide.low <= narrow.low
     assert narrow.high <= wide.high
 
 
-def test_student_by_the_tables():
+def test_student_quantiles_match_the_tables():
     table = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 9: 2.262, 30: 2.042, 10**9: 1.960}
     for freedom, expected in table.items():
         assert student_quantile(0.95, freedom) == pytest.approx(expected, rel=2e-3)
@@ -72,17 +72,17 @@ def test_student_by_the_tables():
 
 
 def test_a_mean_by_hand():
-    """1, 2, 3: mean 2, s = 1, reach 4.303 / sqrt(3) = 2.484."""
+    """1, 2, 3: mean 2, s = 1, half-width 4.303 / sqrt(3) = 2.484."""
     found = mean_interval([1.0, 2.0, 3.0])
     assert (found.low, found.value, found.high) == pytest.approx((2 - 2.484, 2.0, 2 + 2.484), abs=1e-3)
 
 
-def test_one_problem_says_nothing_of_the_spread():
+def test_one_problem_gives_no_interval():
     found = mean_interval([3.0])
     assert (found.value, found.low, found.high) == (3.0, None, None)
 
 
-def covered(draw, interval, truth, runs=800):
+def coverage(draw, interval, truth, runs=800):
     rng = np.random.default_rng(5)
     hits = 0
     for _ in range(runs):
@@ -93,19 +93,19 @@ def covered(draw, interval, truth, runs=800):
 
 @pytest.mark.parametrize(("alpha", "beta"), [(2.0, 2.0), (0.3, 0.3), (1.0, 9.0)])
 @pytest.mark.parametrize("k", [1, 8])
-def test_nineteen_of_twenty_intervals_hold_the_accuracy_over_all_problems(alpha, beta, k):
-    """60 problems, each with a difficulty of its own, k answers each."""
+def test_nineteen_of_twenty_intervals_contain_the_accuracy_over_all_problems(alpha, beta, k):
+    """60 problems of random difficulty with k answers each."""
 
     def draw(rng):
         return list(rng.binomial(k, rng.beta(alpha, beta, 60)) / k)
 
-    found = covered(draw, lambda values: share_interval(values, answers=60 * k), alpha / (alpha + beta))
+    found = coverage(draw, lambda values: share_interval(values, answers=60 * k), alpha / (alpha + beta))
     assert 0.925 <= found <= 0.975
 
 
-def test_answers_taken_for_independent_would_promise_too_much():
-    """The mistake that clustering mends: with 16 answers a problem and problems that differ, 95
-    % would be under 70 %."""
+def test_treating_answers_as_independent_gives_too_narrow_intervals():
+    """Why intervals are clustered: with 16 answers per problem and problems that differ, an
+    interval for independent answers covers less than 70 % instead of 95 %."""
     rng = np.random.default_rng(6)
     hits = naive = 0
     for _ in range(300):
@@ -118,12 +118,12 @@ def test_answers_taken_for_independent_would_promise_too_much():
     assert hits / 300 > 0.92
 
 
-def test_nineteen_of_twenty_intervals_hold_a_mean_of_few_problems():
-    found = covered(lambda rng: list(rng.normal(3.0, 2.0, 5)), mean_interval, 3.0)
+def test_nineteen_of_twenty_intervals_contain_a_mean_of_few_problems():
+    found = coverage(lambda rng: list(rng.normal(3.0, 2.0, 5)), mean_interval, 3.0)
     assert 0.93 <= found <= 0.97
 
 
-def test_numbers_without_meaning_are_refused():
+def test_invalid_numbers_are_refused():
     for successes, trials in ((-1, 10), (11, 10), (0, 0)):
         with pytest.raises(ConfigError, match="successes"):
             wilson_interval(successes, trials)
@@ -133,7 +133,7 @@ def test_numbers_without_meaning_are_refused():
     for interval in (share_interval, mean_interval):
         with pytest.raises(ConfigError, match="at least one problem"):
             interval([])
-    assert not math.isnan(share_interval([0.1 + 0.2 - 0.3] * 3).low)  # a rounding error away from 0
+    assert not math.isnan(share_interval([0.1 + 0.2 - 0.3] * 3).low)  # within rounding error of 0
 
 
 def test_a_difference_of_shares_by_hand():
@@ -153,14 +153,14 @@ def test_a_difference_of_shares_by_hand():
     assert same.high == pytest.approx(0.3 + math.hypot(late_high - 0.8, 0.5 - early_low))
 
 
-def test_a_difference_of_other_numbers_is_students_of_the_differences():
-    """Differences 1, 2, 3: mean 2, s = 1, t = 4.303, reach 4.303 / sqrt(3) = 2.484."""
+def test_a_difference_of_other_numbers_has_students_interval():
+    """Differences 1, 2, 3: mean 2, s = 1, t = 4.303, half-width 4.303 / sqrt(3) = 2.484."""
     found = difference_interval([-1.0, 10.0, 5.0], [0.0, 12.0, 8.0])
     assert (found.value, found.low, found.high) == pytest.approx((2.0, 2 - 2.4841, 2 + 2.4841), abs=1e-3)
 
 
 @given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=1, max_size=30))
-def test_a_difference_of_shares_turns_round_with_its_sides(pairs):
+def test_a_difference_of_shares_is_antisymmetric(pairs):
     early, late = [a for a, _ in pairs], [b for _, b in pairs]
     there, back = difference_interval(early, late), difference_interval(late, early)
     assert there.low is not None
@@ -169,7 +169,7 @@ def test_a_difference_of_shares_turns_round_with_its_sides(pairs):
     assert -1 <= there.low <= there.value <= there.high <= 1
 
 
-def test_two_problems_that_rose_alike_are_still_noise():
-    """Student's interval of two equal differences would have no width at all."""
+def test_two_equal_differences_still_give_a_wide_interval():
+    """Student's interval of two equal differences would have width zero."""
     found = difference_interval([0.25, 0.25], [0.5, 0.5])
     assert found.low < 0 < found.high

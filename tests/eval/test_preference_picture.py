@@ -1,4 +1,4 @@
-"""Pictures of preference scores."""
+"""Plots of preference scores."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ def metrics_of(count=500, **settings):
 
 
 @pytest.mark.parametrize("draw", [draw_reliability, draw_margins])
-def test_a_picture_is_written_and_differs_with_the_scores(tmp_path, draw):
+def test_a_plot_is_written_and_depends_on_the_scores(tmp_path, draw):
     pictures = []
     for name, metrics in {"all": metrics_of(), "few": metrics_of(7)}.items():
         draw(tmp_path / f"{name}.png", metrics, title="reward model, seed 0")
@@ -28,13 +28,13 @@ def test_a_picture_is_written_and_differs_with_the_scores(tmp_path, draw):
 
 
 @pytest.mark.parametrize("draw", [draw_reliability, draw_margins])
-def test_there_must_be_something_to_draw(tmp_path, draw):
+def test_an_empty_plot_is_refused(tmp_path, draw):
     with pytest.raises(DataError, match="no scores"):
         draw(tmp_path / "none.png", PreferenceMetrics(), title="")
 
 
 @pytest.mark.parametrize("margins", [[0.0], [0.0, 3.0], [-2.0, 1.0], [1e-3, 5e3]])
-def test_no_bin_of_the_histogram_has_right_and_wrong_pairs(margins):
+def test_no_histogram_bin_mixes_right_and_wrong_pairs(margins):
     edges = _make_bin_edges(np.array(margins))
     assert 0.0 in edges
     assert edges[0] <= min(margins)

@@ -1,5 +1,4 @@
-"""Several answers to each problem: seeds that repeat, groups that do not bind, numbers that can
-be worked out."""
+"""Several answers per problem: reproducible seeds, independent answers, and numbers by hand."""
 
 import pytest
 from playing import FOR_RL, ScriptedClient, play, protocol
@@ -26,7 +25,7 @@ class Fails(DatasetQAEnv):
 
 
 class BySeed(ScriptedClient):
-    """What it says depends on the seed alone. Notes the seeds by question."""
+    """A client whose answer depends only on the seed. Records the seeds by question."""
 
     def __init__(self):
         super().__init__("")
@@ -45,7 +44,7 @@ def engine(client, **settings):
     )
 
 
-def test_every_answer_has_a_seed_of_its_own_that_does_not_depend_on_k():
+def test_every_answer_has_its_own_seed_that_does_not_depend_on_k():
     few, many = (repeat_requests([problem("a"), problem("b")], k=k, seed=3) for k in (2, 64))
     seeds = {(r.meta["problem_id"], r.meta["sample_index"]): r.sampling_seed for r in many}
     assert len(set(seeds.values())) == 128
@@ -62,12 +61,12 @@ def test_the_answers_to_a_problem_share_its_environment():
     assert by_problem["c"] == {77}
 
 
-def test_a_problem_without_a_name_is_named_by_its_place():
+def test_a_problem_without_an_id_is_named_by_its_position():
     bare = RolloutRequest(EnvSpec("qa"), ProtocolSpec("single"))
     assert [r.meta["problem_id"] for r in repeat_requests([bare, bare], k=1, seed=0)] == ["0", "1"]
 
 
-def test_numbers_are_those_of_the_answers_and_repeat():
+def test_numbers_follow_from_the_answers_and_are_reproducible():
     client = BySeed()
     evaluator = ProblemEvaluator(engine(client), lambda: [problem("a"), problem("b")], k=8)
     found = play(evaluator.measure())
@@ -78,7 +77,7 @@ def test_numbers_are_those_of_the_answers_and_repeat():
     assert client.seeds["a"][:8] == client.seeds["a"][8:]
 
 
-def test_where_one_answer_fails_the_others_count_though_they_were_a_group():
+def test_when_one_answer_fails_the_others_of_the_problem_still_count():
     client = BySeed()
     requests = [problem("broken", meta={"group_id": "g"}), problem("fine", meta={"group_id": "g"})]
     found = play(ProblemEvaluator(engine(client), lambda: requests, k=8).measure())
@@ -89,7 +88,7 @@ def test_where_one_answer_fails_the_others_count_though_they_were_a_group():
     assert found.errors == {"OSError: the grader is gone": failed}
 
 
-def test_as_an_evaluator_it_gives_records_and_reduces_them():
+def test_as_an_evaluator_it_returns_records_and_reduced_metrics():
     evaluator = ProblemEvaluator(
         engine(BySeed()),
         lambda: [problem("a")],
@@ -104,6 +103,6 @@ def test_as_an_evaluator_it_gives_records_and_reduces_them():
     assert "right" not in metrics
 
 
-def test_no_answers_are_no_evaluation():
+def test_an_evaluation_with_k_of_zero_is_refused():
     with pytest.raises(ConfigError, match=r"k \(0\)"):
         ProblemEvaluator(engine(BySeed()), list, k=0)

@@ -1,4 +1,4 @@
-"""From rollouts and failures to numbers, worked by hand."""
+"""Numbers from rollouts and failures, by hand."""
 
 import json
 
@@ -22,13 +22,13 @@ def failure(problem, error="OSError: gone", index=99):
 
 ROLLOUTS = [
     *(episode("a", reward) for reward in (1.0, 1.0, 0.0, 1.0)),  # 3 of 4 right
-    *(episode("b", reward) for reward in (0.0, 0.0, 0.5, 0.0)),  # none
-    *(episode("c", reward) for reward in (1.0, 0.0)),  # 1 of 2, and two episodes failed
+    *(episode("b", reward) for reward in (0.0, 0.0, 0.5, 0.0)),  # none right
+    *(episode("c", reward) for reward in (1.0, 0.0)),  # 1 of 2 right, and two episodes failed
 ]
 FAILURES = [failure("c"), failure("c", "TimeoutError: "), *(failure("d") for _ in range(4))]
 
 
-def test_failures_are_no_wrong_answers():
+def test_failures_do_not_count_as_wrong_answers():
     found = measure(ROLLOUTS, FAILURES)
     assert found.accuracy.value == pytest.approx((3 / 4 + 0 + 1 / 2) / 3)
     assert found.accuracy.num_problems == 3
@@ -45,15 +45,15 @@ def test_failures_are_no_wrong_answers():
     assert found.samples_per_problem == 4
 
 
-def test_the_bounds_are_what_failures_could_have_been():
-    """Wrong: (3/4 + 0 + 1/4 + 0) / 4. Right: (3/4 + 0 + 3/4 + 1) / 4."""
+def test_the_bounds_count_failures_as_all_wrong_or_all_right():
+    """All wrong: (3/4 + 0 + 1/4 + 0) / 4. All right: (3/4 + 0 + 3/4 + 1) / 4."""
     assert measure(ROLLOUTS, FAILURES).accuracy_bounds == pytest.approx((0.25, 0.625))
     whole = measure(ROLLOUTS)
     assert whole.accuracy_bounds == pytest.approx((whole.accuracy.value, whole.accuracy.value))
 
 
-def test_pass_at_k_is_over_the_problems_that_have_k_answers():
-    """k = 2: a 1 - 0/6 = 1, b 0, c 1. k = 4: a 1, b 0; c has two answers only."""
+def test_pass_at_k_covers_the_problems_with_at_least_k_answers():
+    """k = 2: a 1 - 0/6 = 1, b 0, c 1. k = 4: a 1, b 0; c has only two answers."""
     found = measure(ROLLOUTS, FAILURES).pass_at_k
     assert list(found) == [1, 2, 4]
     assert [(found[k].value, found[k].num_problems) for k in found] == [
@@ -64,17 +64,17 @@ def test_pass_at_k_is_over_the_problems_that_have_k_answers():
     assert found[4].low == pytest.approx(share_interval([1.0, 0.0]).low)
 
 
-def test_an_answer_is_right_from_a_reward_that_can_be_set():
+def test_the_reward_from_which_an_answer_is_right_can_be_set():
     assert measure(ROLLOUTS).accuracy.value == pytest.approx((3 / 4 + 0 + 1 / 2) / 3)
     assert measure(ROLLOUTS, solved_at=0.5).accuracy.value == pytest.approx((3 / 4 + 1 / 4 + 1 / 2) / 3)
 
 
-def test_rollouts_that_name_no_problem_are_problems_of_their_own():
+def test_rollouts_without_a_problem_id_are_separate_problems():
     found = measure([episode(None, 1.0), episode(None, 0.0)])
     assert (found.accuracy.value, found.accuracy.num_problems, found.samples_per_problem) == (0.5, 2, 1)
 
 
-def test_what_else_is_measured_is_averaged_by_problem():
+def test_other_metrics_are_averaged_by_problem():
     rollouts = [episode("a", 1.0, tidy=True, length=2), episode("a", 1.0, tidy=False, length=4), episode("b", 0.0, length=9)]
     found = measure(
         rollouts,
@@ -105,7 +105,7 @@ def test_the_numbers_for_programs_are_json():
     assert "problems" not in content
 
 
-def test_of_several_players_one_is_measured():
+def test_only_one_of_several_players_is_measured():
     def player(name, reward):
         rollout = episode("a", reward, index=3)
         rollout.meta["agent_id"] = name
@@ -117,6 +117,6 @@ def test_of_several_players_one_is_measured():
     assert measure(both, select=lambda rollout: rollout.meta["agent_id"] == "x").accuracy.value == 1.0
 
 
-def test_nothing_to_measure_is_an_error():
+def test_an_empty_tally_is_an_error():
     with pytest.raises(RolloutError, match="nothing to measure"):
         measure([], FAILURES)

@@ -1,5 +1,5 @@
-"""examples/rl_with_reward_model.py: every stage runs, and in full the policy gets better by the
-true reward."""
+"""examples/rl_with_reward_model.py: every stage runs, and the full run improves the policy's true
+reward."""
 
 import importlib.util
 from pathlib import Path
@@ -21,14 +21,14 @@ def example() -> ModuleType:
     return module
 
 
-def test_the_stages_run(example: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_stage_runs(example: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(example, "TASK", example.DigitSort(digits=3, right=0.5, backwards=0.25, num_heldout=2))
     rounds = example.main(sft_steps=20, problems=20, rm_steps=3, rl_steps=1, rounds=2)
     assert [(before.stage, after.stage) for before, after in rounds] == [
         ("round 1, before", "round 1, after"),
         ("round 2, before", "round 2, after"),
     ]
-    assert rounds[0][1].right == rounds[1][0].right  # the policy is the same, the reward model another
+    assert rounds[0][1].right == rounds[1][0].right  # the policy did not change, the reward model did
     assert rounds[0][1].score != rounds[1][0].score
     assert "Right answers:" in capsys.readouterr().out
 
@@ -37,11 +37,11 @@ def test_the_stages_run(example: ModuleType, monkeypatch: pytest.MonkeyPatch, ca
     ("answer", "expected"),
     [("12459", 0), ("1245", 1), ("95421", 4), ("", 5), ("12345", 2), ("124599", 1)],
 )
-def test_mistakes_are_counted(example: ModuleType, answer: str, expected: int) -> None:
+def test_mistakes_are_counted_as_edit_distance(example: ModuleType, answer: str, expected: int) -> None:
     assert example.mistakes(answer, "12459") == expected
 
 
-def test_a_round_that_raised_the_score_alone_is_called_over_optimised(example: ModuleType) -> None:
+def test_a_round_that_raised_only_the_score_counts_as_over_optimised(example: ModuleType) -> None:
     def measured(stage: str, score: float, right: float) -> object:
         return example.Measured(stage, score, right)
 
@@ -52,7 +52,7 @@ def test_a_round_that_raised_the_score_alone_is_called_over_optimised(example: M
 
 
 @pytest.mark.integration
-def test_the_policy_gets_better_by_the_true_reward(example: ModuleType) -> None:
+def test_the_policy_improves_the_true_reward(example: ModuleType) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

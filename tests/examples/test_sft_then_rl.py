@@ -1,5 +1,5 @@
-"""examples/sft_then_rl.py: every stage runs, and in full each one adds to what the one before
-has reached."""
+"""examples/sft_then_rl.py: every stage runs, and in the full run each one improves on the previous
+one."""
 
 import importlib.util
 from pathlib import Path
@@ -23,7 +23,7 @@ def example() -> ModuleType:
     return module
 
 
-def test_the_stages_run(example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_stage_runs(example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(example, "TASK", example.DigitSort(digits=3, right=0.9, backwards=0.0))
     example.main(tmp_path, sft_steps=60, answers=200, rejection_steps=2, rl_steps=1)
     kept = read_rollouts(tmp_path / "good.jsonl")
@@ -32,7 +32,7 @@ def test_the_stages_run(example: ModuleType, tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.integration
-def test_every_stage_adds(example: ModuleType, tmp_path: Path) -> None:
+def test_every_stage_improves_the_accuracy(example: ModuleType, tmp_path: Path) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

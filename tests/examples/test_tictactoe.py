@@ -1,4 +1,4 @@
-"""The example of tic-tac-toe runs against an opponent and against itself, and learns."""
+"""The tic-tac-toe example runs against an opponent and in self-play, and it learns."""
 
 import asyncio
 import importlib.util
@@ -13,7 +13,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "tictactoe.py"
 
 
 class Uniform:
-    """Names a cell that follows from the request's seed."""
+    """Chooses a cell from the seed of the request."""
 
     async def complete(self, request):
         return ChatResponse(str(random.Random(request.seed).randint(1, 9)), [1], [0.0], "stop", [1]), {}
@@ -33,8 +33,9 @@ def test_the_example_runs(self_play, capsys):
     assert "reinforced in" in capsys.readouterr().out
 
 
-def test_a_game_against_itself_gives_a_rollout_of_each_player_with_its_own_credit():
-    """Both are in one group, and are compared with the same player of the other games alone."""
+def test_self_play_gives_one_rollout_per_player_with_its_own_credit():
+    """Both rollouts are in one group, and each is compared only with the same player of the other
+    games."""
     example = load()
     games = example.GRPORequestStrategy(4).expand(example.training_games(random.Random(0), self_play=True, random_moves=1)[:1])
     teacher = example.make_engine(Uniform())
@@ -49,7 +50,7 @@ def test_a_game_against_itself_gives_a_rollout_of_each_player_with_its_own_credi
 
 
 @pytest.mark.integration
-def test_the_model_learns_to_hold_its_own():
+def test_the_model_learns_to_play():
     before, after = asyncio.run(load().run(seed=0))
     assert before["not lost as O (random)"] < 0.6
     assert after["not lost as X (random)"] > 0.9

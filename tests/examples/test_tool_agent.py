@@ -1,4 +1,4 @@
-"""The example of a tool-using agent runs, and learns."""
+"""The tool-agent example runs and learns."""
 
 import asyncio
 import importlib.util
@@ -25,9 +25,9 @@ def test_the_example_runs_from_the_command_line():
     assert "reinforced in" in output
 
 
-def test_what_the_teacher_shows_is_what_the_model_would_be_asked():
-    """The teacher's tokens are made by the template that the local client uses, and its calls
-    run the tool."""
+def test_the_teachers_tokens_match_the_prompts_of_the_model():
+    """The teacher's tokens come from the template that the local client uses, and its calls run the
+    tool."""
     example = load()
     _, tokenizer = example.make_model()
     teacher = example.Teacher(tokenizer, example.random.Random(0))
@@ -41,7 +41,7 @@ def test_what_the_teacher_shows_is_what_the_model_would_be_asked():
 
 
 @pytest.mark.integration
-def test_the_agent_learns_to_look_things_up():
+def test_the_agent_learns_to_call_the_tool():
     before, after = asyncio.run(load().run(seed=0))
     assert before["looked"] < 0.6
     assert after["looked"] > 0.9

@@ -1,5 +1,5 @@
-"""examples/reward_model: the script is `ludic train-rm`, and the job script runs it with flags
-that there are."""
+"""examples/reward_model: the script is `ludic train-rm`, and the job script runs it with existing
+flags."""
 
 import ast
 import json
@@ -32,7 +32,7 @@ def test_the_documented_command_of_the_script_resolves() -> None:
     assert (recipe.trainer.eval_every_n_steps, recipe.trainer.early_stopping_patience) == (100, 5)
 
 
-def test_the_job_passes_its_flags_on_and_those_of_its_own_command_last(tmp_path: Path) -> None:
+def test_the_job_passes_on_its_flags_with_those_of_the_user_last(tmp_path: Path) -> None:
     environment = {"SRUN": "", "PYTHON": "echo", "OUTPUT_DIR": "out", "STEPS": "7"}
     shown = run(["bash", str(JOB), "--limit", "40", "seed=3"], tmp_path, **environment).stdout
     recipe = compose_rm(shlex.split(shown)[1:])
@@ -40,10 +40,10 @@ def test_the_job_passes_its_flags_on_and_those_of_its_own_command_last(tmp_path:
     assert shlex.split(run(["bash", str(JOB)], tmp_path, RESUME="1", **environment).stdout)[1:] == ["--resume", "out"]
 
 
-def test_the_job_asks_slurm_for_what_it_needs() -> None:
+def test_the_job_requests_its_resources_from_slurm() -> None:
     asked = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", JOB.read_text(), re.MULTILINE))
     assert asked.keys() >= {"nodes", "gpus", "time", "signal", "output"}
-    assert asked["signal"].startswith("TERM@")  # on which a run keeps what it did
+    assert asked["signal"].startswith("TERM@")  # on this signal a run saves its state
 
 
 @pytest.mark.integration

@@ -1,4 +1,4 @@
-"""Files that are replaced as a whole."""
+"""Files that are replaced atomically."""
 
 import os
 
@@ -8,7 +8,7 @@ from ludic.errors import CheckpointError
 from ludic.files.atomic import read_json, write_json, write_text
 
 
-def test_a_write_that_is_cut_off_leaves_the_file_as_it_was(tmp_path, monkeypatch):
+def test_an_interrupted_write_leaves_the_file_unchanged(tmp_path, monkeypatch):
     path = tmp_path / "progress.json"
     write_text(path, "first\n")
 
@@ -21,7 +21,7 @@ def test_a_write_that_is_cut_off_leaves_the_file_as_it_was(tmp_path, monkeypatch
     assert path.read_text() == "first\n"
 
 
-def test_a_file_is_on_disk_before_it_takes_its_name(tmp_path, monkeypatch):
+def test_a_file_is_synced_before_it_is_renamed(tmp_path, monkeypatch):
     order = []
     monkeypatch.setattr(os, "fsync", lambda descriptor: order.append("flush"))
     rename = os.replace
@@ -32,7 +32,7 @@ def test_a_file_is_on_disk_before_it_takes_its_name(tmp_path, monkeypatch):
     assert read_json(tmp_path / "latest.json") == {"step": 3}
 
 
-def test_what_is_no_json_object_is_refused_on_both_ways(tmp_path):
+def test_values_that_are_not_json_are_refused_on_write_and_read(tmp_path):
     path = tmp_path / "state.json"
     with pytest.raises(CheckpointError, match="plain JSON values"):
         write_json(path, {"state": object()})

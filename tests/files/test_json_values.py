@@ -1,4 +1,4 @@
-"""Lines of JSON from anything: nothing that a record holds can stop it from being written."""
+"""JSON lines from any values: nothing in a record can prevent it from being written."""
 
 import json
 from datetime import date
@@ -11,14 +11,14 @@ from ludic.files.json_values import DEEPEST, encode_lines
 from ludic.types import Step
 
 
-def written(record):
+def write_and_read(record):
     (line,) = encode_lines([record])
     assert line.endswith(b"\n")
     assert line.count(b"\n") == 1
     return json.loads(line, parse_constant=lambda name: f"not JSON: {name}")
 
 
-class Unshowable:
+class RaisesInRepr:
     def __str__(self):
         raise OSError("no")
 
@@ -26,7 +26,7 @@ class Unshowable:
 
 
 class Endless:
-    """Its plain form is itself."""
+    """`tolist` returns the object itself."""
 
     def tolist(self):
         return self
@@ -52,7 +52,7 @@ def nested(levels):
 HOSTILE = {
     "contains itself": self_containing(),
     "nested": nested(100_000),
-    "cannot be shown": Unshowable(),
+    "cannot be shown": RaisesInRepr(),
     "endless": Endless(),
     "long": 10**5000,
     "more than 64 bits": -(2**70),
@@ -61,29 +61,29 @@ HOSTILE = {
     "keys of its own": {(): 1, None: 2},
 }
 ordinary = st.none() | st.booleans() | st.integers(-9, 9) | st.text(max_size=3) | st.just(np.arange(2)) | st.just(Colour.RED)
-names = st.sampled_from(sorted(HOSTILE))  # by name: hypothesis shows what it draws
+names = st.sampled_from(sorted(HOSTILE))  # by name, because hypothesis prints what it draws
 shapes = st.recursive(
     ordinary | names, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner, max_size=3)
 )
 
 
-def filled(shape):
+def build(shape):
     if isinstance(shape, list):
-        return [filled(part) for part in shape]
+        return [build(part) for part in shape]
     if isinstance(shape, dict):
-        return {key: filled(part) for key, part in shape.items()}
+        return {key: build(part) for key, part in shape.items()}
     return HOSTILE.get(shape, shape) if isinstance(shape, str) else shape
 
 
 @given(st.dictionaries(st.text(max_size=3), shapes, max_size=3))
-def test_every_record_becomes_one_line_with_its_own_keys(shape):
-    assert set(written(filled(shape))) == set(shape)
+def test_every_record_becomes_one_line_with_its_keys(shape):
+    assert set(write_and_read(build(shape))) == set(shape)
 
 
-def test_what_cannot_be_written_is_replaced_where_it_stands_and_the_rest_is_kept(caplog):
-    record = {"info": self_containing(), "error": Unshowable(), "long": 10**5000, "endless": Endless(), "day": date(2026, 1, 2)}
+def test_values_that_cannot_be_written_are_replaced_in_place(caplog):
+    record = {"info": self_containing(), "error": RaisesInRepr(), "long": 10**5000, "endless": Endless(), "day": date(2026, 1, 2)}
     step = Step(0, "see", "do", None, 0.5, False, True, info=record, ts_ns=7)
-    encoded = written({"steps": [step], "loss": float("nan"), "ids": np.arange(3), "half": "\ud83d"})
+    encoded = write_and_read({"steps": [step], "loss": float("nan"), "ids": np.arange(3), "half": "\ud83d"})
     assert encoded == {
         "steps": [
             {
@@ -96,7 +96,7 @@ def test_what_cannot_be_written_is_replaced_where_it_stands_and_the_rest_is_kept
                 "terminated": True,
                 "info": {
                     "info": {"kept": 1, "itself": "<this dict contains itself>"},
-                    "error": "<this Unshowable cannot be written: OSError>",
+                    "error": "<this RaisesInRepr cannot be written: OSError>",
                     "long": "<an integer of 16610 bits>",
                     "endless": "<this Endless cannot be written: RecursionError>",
                     "day": "2026-01-02",
@@ -112,8 +112,8 @@ def test_what_cannot_be_written_is_replaced_where_it_stands_and_the_rest_is_kept
     assert "1 records hold what cannot be written" in caplog.text
 
 
-def test_what_is_nested_without_end_is_cut_at_a_depth_that_can_be_read():
-    encoded = written({"deep": nested(100_000)})["deep"]
+def test_deep_nesting_is_cut_at_a_readable_depth():
+    encoded = write_and_read({"deep": nested(100_000)})["deep"]
     depth = 0
     while isinstance(encoded, list):
         (encoded,) = encoded
@@ -121,6 +121,6 @@ def test_what_is_nested_without_end_is_cut_at_a_depth_that_can_be_read():
     assert (depth, encoded) == (DEEPEST - 1, f"<nested deeper than {DEEPEST} levels>")
 
 
-def test_a_flood_of_such_records_is_one_warning(caplog):
+def test_many_such_records_give_one_warning(caplog):
     assert len(list(encode_lines([{"info": self_containing()}] * 40))) == 40
     assert [record.getMessage()[:10] for record in caplog.records] == ["40 records"]

@@ -1,5 +1,4 @@
-"""Files of JSON lines: what is appended begins on a line of its own, whatever a killed process
-left."""
+"""JSON lines files. An appended record starts on its own line, whatever a killed process left."""
 
 import json
 import os
@@ -15,11 +14,11 @@ objects = st.lists(st.dictionaries(st.text(max_size=3), st.text(max_size=200_000
 
 
 @given(objects, st.integers(0, 60))
-def test_wherever_a_file_was_torn_its_whole_lines_stay_and_the_next_is_readable(tmp_path_factory, records, torn):
+def test_complete_lines_survive_a_torn_end_and_the_next_record_is_readable(tmp_path_factory, records, torn):
     path = tmp_path_factory.mktemp("log") / "records.jsonl"
     lines = [json.dumps(record).encode() + b"\n" for record in records]
     last = json.dumps({"the": "line that was being written"}).encode() + b"\n"
-    path.write_bytes(b"".join(lines) + last[: min(torn, len(last) - 2)])  # never the closing brace
+    path.write_bytes(b"".join(lines) + last[: min(torn, len(last) - 2)])  # the closing brace is always missing
     repair_last_line(path)
     assert path.read_bytes() == b"".join(lines)
     with path.open("ab") as file:
@@ -27,35 +26,35 @@ def test_wherever_a_file_was_torn_its_whole_lines_stay_and_the_next_is_readable(
     assert [row for _, row in read_jsonl(path)] == [*records, json.loads(last)]
 
 
-def test_a_last_line_that_lacks_its_line_break_alone_is_kept(tmp_path):
+def test_a_last_line_that_lacks_only_its_newline_is_kept(tmp_path):
     path = tmp_path / "records.jsonl"
     path.write_bytes(b'{"a": 1}\n{"b": 2}')
     repair_last_line(path)
     assert path.read_bytes() == b'{"a": 1}\n{"b": 2}\n'
 
 
-def test_what_is_cut_off_is_told(tmp_path, caplog):
+def test_a_removed_torn_line_is_reported(tmp_path, caplog):
     path = tmp_path / "records.jsonl"
     path.write_bytes(b'{"a": 1}\n{"b":')
     repair_last_line(path)
     assert f"{path} ends with 5 bytes of a line that was not written whole; they are cut off" in caplog.text
 
 
-def test_files_that_are_not_there_or_are_no_files_are_left_alone(tmp_path):
+def test_missing_files_and_special_files_are_left_alone(tmp_path):
     repair_last_line(tmp_path / "nothing.jsonl")
     assert not (tmp_path / "nothing.jsonl").exists()
     os.mkfifo(tmp_path / "pipe")
-    repair_last_line(tmp_path / "pipe")  # opening it would wait for a reader
+    repair_last_line(tmp_path / "pipe")  # opening a FIFO would wait for a reader
 
 
-def test_a_torn_line_is_an_error_where_it_is_read(tmp_path):
+def test_reading_a_torn_line_is_an_error(tmp_path):
     path = tmp_path / "records.jsonl"
     path.write_bytes(b'{"a": 1}\n{"b":')
     with pytest.raises(DataError, match=r"records\.jsonl:2 is not JSON"):
         list(read_jsonl(path))
 
 
-def test_records_are_written_and_appended_one_a_line(tmp_path):
+def test_records_are_written_and_appended_one_per_line(tmp_path):
     path = tmp_path / "made" / "records.jsonl"
     write_jsonl(path, [{"a": 1}, {"a": float("inf")}])
     append_jsonl(path, [{"a": "ä\n"}])
@@ -64,7 +63,7 @@ def test_records_are_written_and_appended_one_a_line(tmp_path):
     assert [row for _, row in read_jsonl(path)] == [{"b": 2}]
 
 
-def test_what_is_appended_after_half_a_line_is_readable(tmp_path):
+def test_a_record_appended_after_half_a_line_is_readable(tmp_path):
     path = tmp_path / "records.jsonl"
     path.write_bytes(b'{"a": 1}\n{"b')
     append_jsonl(path, [{"c": 3}])
@@ -81,6 +80,6 @@ def test_what_is_appended_after_half_a_line_is_readable(tmp_path):
         ("[1]", "line 7 holds a list; every line must be one JSON object"),
     ],
 )
-def test_what_is_no_object_is_refused_with_its_place(text, message):
+def test_a_line_that_is_not_an_object_is_refused_with_its_position(text, message):
     with pytest.raises(DataError, match=re.escape(message)):
         parse_object(text, "line 7")

@@ -1,5 +1,5 @@
-"""What publishers and clients know of each other: every member has a default, and a user's
-publisher only needs `publish`."""
+"""The interface between publishers and chat clients. A user's publisher needs only `publish`; every
+other member has a default."""
 
 import asyncio
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ class OnlyPublishes:
         self.pushed.append((sorted(state_dict), version))
 
 
-def test_a_publisher_with_publish_alone_gets_the_other_members():
+def test_a_publisher_with_only_publish_gets_the_other_members():
     own = OnlyPublishes()
     publisher = as_publisher(own)
     publisher.expect_change(False)
@@ -28,14 +28,14 @@ def test_a_publisher_with_publish_alone_gets_the_other_members():
     assert isinstance(own, PolicyPublisher)
 
 
-def test_a_publisher_that_wants_to_know_what_was_learnt_is_told():
+def test_a_publisher_with_expect_change_is_told_whether_weights_changed():
     told = []
     own = SimpleNamespace(publish=lambda state_dict, version=None: None, expect_change=told.append)
     as_publisher(own).expect_change(False)
     assert told == [False]
 
 
-def test_a_publish_that_is_a_coroutine_function_is_awaited_by_the_caller():
+def test_publish_can_be_a_coroutine_function_that_the_caller_awaits():
     class Asynchronous:
         pushed = 0
 
@@ -47,14 +47,14 @@ def test_a_publish_that_is_a_coroutine_function_is_awaited_by_the_caller():
     assert own.pushed == 1
 
 
-def test_a_publisher_of_ours_is_not_wrapped():
+def test_a_publisher_of_the_library_is_not_wrapped():
     publisher = Publisher()
     assert as_publisher(publisher) is publisher
     with pytest.raises(NotImplementedError, match="Publisher does not publish"):
         publisher.publish({})
 
 
-def test_a_target_remembers_the_connections_to_its_servers():
+def test_a_target_caches_the_connections_to_its_servers():
     target, connections = PushTarget(), SimpleNamespace(close=lambda: None)
     assert (target.connections, target.all_urls(), dict(target.request_headers)) == (None, [], {})
     target.hold_connections(connections)

@@ -1,4 +1,4 @@
-"""What is asked of a server."""
+"""Requests to chat servers."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ from ludic.inference.client import ChatResponse
 from ludic.types import TokenTrace
 
 
-def test_sampling_speaks_openai_in_plain_numbers():
+def test_sampling_parameters_become_openai_arguments_with_plain_numbers():
     kwargs = SamplingParams(temperature=1, max_tokens=8.0, top_p=1, frequency_penalty=0, presence_penalty=0).to_openai_kwargs()
     assert kwargs == {"temperature": 1.0, "max_tokens": 8, "top_p": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
     assert [type(value) for value in kwargs.values()] == [float, int, float, float, float]
@@ -32,7 +32,7 @@ def test_sampling_speaks_openai_in_plain_numbers():
     assert SamplingConfig is SamplingParams
 
 
-def test_what_comes_back_has_a_preset_for_each_use():
+def test_return_specs_have_a_preset_for_each_use():
     assert ReturnSpec() == ReturnSpec(return_token_ids=False, return_chosen_logprobs=False, top_logprobs_k=1)
     assert ReturnSpec.for_eval() == ReturnSpec(return_token_ids=True)
     assert ReturnSpec.for_eval(return_token_ids=False) == ReturnSpec()
@@ -49,7 +49,7 @@ def test_a_response_has_the_parts_of_the_trace_that_were_requested():
     assert ReturnSpec().make_response("a", trace) == ChatResponse("a", None, None, "stop", None)
 
 
-def test_a_request_is_json_through_and_through():
+def test_a_request_is_json_serialisable():
     request = ChatCompletionRequest(
         model="m",
         messages=[{"role": "user", "content": "2+2="}],
@@ -64,14 +64,14 @@ def test_a_request_is_json_through_and_through():
     assert BackendExtensions("other").to_dict() == {"kind": "other"}
 
 
-def test_specs_cannot_be_changed_and_share_nothing():
+def test_specs_are_immutable_and_share_no_state():
     with pytest.raises(AttributeError):
         SamplingParams().temperature = 1.0
     assert InferenceSpec() == InferenceSpec(SamplingParams(), ReturnSpec(), None)
     assert VLLMExtensions().extra_body_overrides is not VLLMExtensions().extra_body_overrides
 
 
-def test_a_client_may_derive_from_the_protocol_and_leave_parts_out():
+def test_a_client_can_subclass_the_protocol_and_omit_optional_members():
     class Mine(ChatClient):
         async def complete(self, request):
             return ChatResponse("a"), {}
@@ -82,7 +82,7 @@ def test_a_client_may_derive_from_the_protocol_and_leave_parts_out():
         Mine().sync_weights({})
 
 
-def test_names_that_are_not_there_are_named():
+def test_the_error_of_an_unknown_name_names_it():
     assert "LocalChatClient" in ludic.inference.__all__
     with pytest.raises(AttributeError, match="no attribute 'absent'"):
         _ = ludic.inference.absent

@@ -17,18 +17,18 @@ MERGED = {
 PLAIN = {"model.layers.0.self_attn.q_proj.weight": "q", "model.layers.0.mlp.up_proj.weight": "up", "score.weight": "head"}
 
 
-def test_the_names_and_values_are_those_that_servers_know():
+def test_the_enum_values_are_those_of_the_servers():
     assert [each.value for each in PoolingType] == ["last", "mean", "cls", "step"]
     assert [each.value for each in RewardModelTrainingMode] == ["head_only", "lora", "full"]
 
 
-def test_a_request_holds_texts_and_ids_as_they_are_and_may_be_a_key():
+def test_a_request_keeps_texts_and_ids_unchanged_and_is_hashable():
     request = ScoringRequest.from_list("rm", ["2+2=", [53, 46]], normalize=False)
     assert request == ScoringRequest("rm", ("2+2=", (53, 46)), PoolingType.LAST, False, 1)
     assert hash(request) == hash(ScoringRequest("rm", ("2+2=", (53, 46)), normalize=False))
 
 
-def test_what_is_neither_text_nor_ids_is_refused():
+def test_inputs_other_than_text_or_ids_are_refused():
     with pytest.raises(DataTypeError, match="text or a list of token ids"):
         ScoringRequest.from_list("rm", [[1, 2.5]])
     with pytest.raises(DataTypeError, match="text or a list of token ids"):
@@ -43,14 +43,14 @@ def test_a_response_has_its_own_usage():
     assert ScoringResponse([1.0], "rm").usage is not ScoringResponse([1.0], "rm").usage
 
 
-def test_the_head_alone():
+def test_the_head_mode_selects_only_the_head():
     assert select_trained_weights(MERGED, "head_only") == {"score.weight": "head"}
     assert select_trained_weights(PLAIN, RewardModelTrainingMode.HEAD_ONLY) == {"score.weight": "head"}
     assert select_trained_weights({"classifier.dense.weight": 1, "bert.x": 2}, "head_only") == {"classifier.dense.weight": 1}
 
 
-@pytest.mark.parametrize("part", ["head.dense.weight", "pooler.dense.weight"])  # of ModernBERT, of DeBERTa
-def test_what_stands_between_backbone_and_classifier_is_of_the_head(part):
+@pytest.mark.parametrize("part", ["head.dense.weight", "pooler.dense.weight"])  # of ModernBERT and of DeBERTa
+def test_layers_between_backbone_and_classifier_belong_to_the_head(part):
     params = {
         f"base_model.model.{part.replace('.', '.modules_to_save.default.', 1)}": 1,
         "classifier.weight": 2,
@@ -61,27 +61,27 @@ def test_what_stands_between_backbone_and_classifier_is_of_the_head(part):
     assert select_trained_weights(params, "lora") == {part: 1, "classifier.weight": 2, "bert.layer.query.weight": 4}
 
 
-def test_everything_is_everything_without_adapters_by_the_names_of_the_plain_model():
+def test_the_full_mode_selects_all_weights_by_their_plain_names_without_adapters():
     assert select_trained_weights(MERGED, "full") == PLAIN
     assert select_trained_weights(PLAIN, "full") == PLAIN
 
 
-def test_lora_sends_what_adapters_are_merged_into_and_the_head():
+def test_the_lora_mode_selects_merged_weights_and_the_head():
     assert select_trained_weights(MERGED, "lora") == {"model.layers.0.self_attn.q_proj.weight": "q", "score.weight": "head"}
 
 
-def test_lora_sends_adapters_where_nothing_is_merged_and_everything_where_no_name_tells():
+def test_the_lora_mode_selects_unmerged_adapters_or_everything_if_names_do_not_tell():
     adapters = {"q_proj.lora_A.weight": "a", "score.weight": "head", "up_proj.weight": "up"}
     assert select_trained_weights(adapters, "lora") == {"q_proj.lora_A.weight": "a", "score.weight": "head"}
     assert select_trained_weights(PLAIN, "lora") == PLAIN
 
 
 @given(st.sampled_from([MERGED, PLAIN]), st.sampled_from(list(RewardModelTrainingMode)))
-def test_weights_chosen_once_are_chosen_again(params, mode):
+def test_selecting_selected_weights_changes_nothing(params, mode):
     chosen = select_trained_weights(params, mode)
     assert select_trained_weights(chosen, mode) == chosen
 
 
-def test_no_weight_to_send_is_an_error_and_not_an_update_of_nothing():
+def test_an_empty_selection_is_an_error_and_not_an_empty_update():
     with pytest.raises(ConfigError, match="training_mode=head_only"):
         select_trained_weights({"model.norm.weight": 1}, "head_only")

@@ -1,5 +1,4 @@
-"""The SGLang client against a stub: exact ids and log-probabilities, and the version of the
-weights that sampled them."""
+"""The SGLang client against a stub: exact ids, log-probabilities and weight versions."""
 
 import json
 
@@ -31,7 +30,7 @@ def ask(**more):
     return ChatCompletionRequest("policy", MESSAGES, SamplingParams(0.7, 8, stop=["#"]), ReturnSpec.for_rl(), seed=4, **more)
 
 
-async def test_ids_are_sent_and_come_back_with_log_probabilities_and_the_version(server):
+async def test_ids_are_sent_and_returned_with_log_probabilities_and_the_version(server):
     tokenizer = chat_tokenizer(CHATML)
     client = SGLangClient(server.url, tokenizer=tokenizer)
     server.version = "17"
@@ -48,14 +47,14 @@ async def test_ids_are_sent_and_come_back_with_log_probabilities_and_the_version
     await client.aclose()
 
 
-async def test_token_ids_are_continued_as_they_are(server):
+async def test_token_ids_are_continued_unchanged(server):
     client = SGLangClient(server.url)
     trace = await client.complete_tokens([9, 9, 9], sampling=SamplingParams(max_tokens=2))
     assert (trace.prompt_token_ids, trace.completion_token_ids) == ([9, 9, 9], server.sampled[:2])
     await client.aclose()
 
 
-async def test_an_aborted_request_is_no_answer(server):
+async def test_an_aborted_request_is_not_an_answer(server):
     client = SGLangClient(server.url, max_retries=1, backoff_s=0.0)
     server.finish = {"type": "abort"}
     with pytest.raises(InferenceError, match="aborted"):
@@ -64,7 +63,7 @@ async def test_an_aborted_request_is_no_answer(server):
     await client.aclose()
 
 
-async def test_answers_that_lack_log_probabilities_are_errors(server):
+async def test_responses_without_log_probabilities_are_errors(server):
     client = SGLangClient(server.url, max_retries=0)
     generated = server._generated
     server._generated = lambda body: generated({**body, "return_logprob": False})
@@ -76,7 +75,7 @@ async def test_answers_that_lack_log_probabilities_are_errors(server):
     await client.aclose()
 
 
-async def test_what_it_cannot_do_is_said(server):
+async def test_unsupported_settings_are_refused(server):
     with pytest.raises(ConfigError, match="tokenizer"):
         await SGLangClient(server.url).complete(ask())
     client = SGLangClient(server.url, tokenizer=chat_tokenizer(CHATML))

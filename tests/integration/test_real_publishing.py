@@ -1,5 +1,5 @@
-"""Weights pushed to a real vLLM server while it serves: what it then samples is what the model
-here says, to 1e-4."""
+"""Weights pushed to a real vLLM server while it serves: it then samples from the local model's
+distribution, to 1e-4."""
 
 import asyncio
 import copy
@@ -10,7 +10,17 @@ import time
 import pytest
 import torch
 from real_vllm import READY_S, vllm_or_skip
-from served_weights import CHANGED, CLOSE, changed, differences, generate, running, version, weights, worst
+from served_weights import (
+    CHANGED,
+    CLOSE,
+    generate,
+    logprob_differences,
+    max_difference,
+    perturb,
+    running_requests,
+    served_version,
+    weights,
+)
 from transformers import AutoModelForCausalLM
 
 from ludic.distributed import VllmControlPlane, create_lora_publisher, create_vllm_publisher
@@ -31,38 +41,38 @@ def server(vllm_server_to_change):
 def test_after_a_push_the_server_samples_from_the_models_weights(server, tmp_path, through):
     publisher = create_vllm_publisher(server.url, directory=tmp_path if through == "disk" else None)
     for step in (1, 2):
-        model = changed(server.model, seed=step)
+        model = perturb(server.model, seed=step)
         publisher.publish(weights(model), version=step)
-        assert worst(model, server) < CLOSE
-        assert worst(server.model, server) > CHANGED
+        assert max_difference(model, server) < CLOSE
+        assert max_difference(server.model, server) > CHANGED
         assert generate(server)[2] == [{"version": str(step), "start": 0, "end": 32}]
 
 
-def test_what_was_cached_with_old_weights_is_forgotten(server):
+def test_the_cache_of_old_weights_is_reset(server):
     """vLLM keeps its prefix cache over an update of weights, and would answer with keys and
     values of the old ones."""
     prompt = [10 + token % 200 for token in range(300)]
     generate(server, max_tokens=4, prompt=prompt)
-    model = changed(server.model, seed=3)
+    model = perturb(server.model, seed=3)
     create_vllm_publisher(server.url).publish(weights(model), version=3)
-    assert worst(model, server, max_tokens=4, prompt=prompt) < CLOSE
+    assert max_difference(model, server, max_tokens=4, prompt=prompt) < CLOSE
 
 
-def test_a_request_that_spans_a_push_says_which_tokens_are_whose(server):
+def test_a_request_that_spans_a_push_reports_the_version_of_each_token(server):
     publisher = create_vllm_publisher(server.url)
-    before, after = changed(server.model, seed=4), changed(server.model, seed=5)
+    before, after = perturb(server.model, seed=4), perturb(server.model, seed=5)
     publisher.publish(weights(before), version=4)
     answers = []
     thread = threading.Thread(target=lambda: answers.append(generate(server, max_tokens=450)))
     thread.start()
-    while running(server) < 1:
+    while running_requests(server) < 1:
         assert thread.is_alive()
     publisher.publish(weights(after), version=5)
     thread.join(120)
     ((ids, logprobs, spans),) = answers
     assert [span["version"] for span in spans] == ["4", "5"]
     for span, model in zip(spans, (before, after), strict=True):
-        tokens = differences(model, ids, logprobs)[span["start"] : span["end"]]
+        tokens = logprob_differences(model, ids, logprobs)[span["start"] : span["end"]]
         assert len(tokens)
         assert tokens.max().item() < CLOSE  # what came before is read again with the new weights
 
@@ -80,16 +90,16 @@ def begin(server, count=None, shapes=None):
 
 def serves_on(server, before):
     """The weights and the version are as they were, and a new trainer can push."""
-    assert version(server) == before
+    assert served_version(server) == before
     VllmEndpoints(server.url).probe()
-    model = changed(server.model, seed=6)
+    model = perturb(server.model, seed=6)
     create_vllm_publisher(server.url).publish(weights(model), version=6)
-    assert worst(model, server) < CLOSE
+    assert max_difference(model, server) < CLOSE
 
 
 @pytest.mark.parametrize("death", ["its process ends", "it hangs"])
-def test_a_trainer_that_dies_mid_push_leaves_the_old_weights_served(server, death):
-    before = version(server)
+def test_a_trainer_that_dies_during_a_push_leaves_the_old_weights_served(server, death):
+    before = served_version(server)
     link, first = begin(server)
     link.send(first)
     update = link._update
@@ -97,20 +107,20 @@ def test_a_trainer_that_dies_mid_push_leaves_the_old_weights_served(server, deat
         link.close()
     with pytest.raises(InferenceError, match="500"):
         update.result(60)
-    assert worst(server.model, server) < CLOSE
+    assert max_difference(server.model, server) < CLOSE
     serves_on(server, before)
 
 
-def test_a_shape_that_slips_through_is_refused_by_the_workers_and_the_engine_lives(server):
-    before = version(server)
+def test_a_wrong_shape_is_refused_by_the_workers_and_the_engine_survives(server):
+    before = served_version(server)
     link, _ = begin(server, count=1, shapes=[[3, 3]])
     with pytest.raises(InferenceError, match="has shape"):
         link._update.result(60)
-    assert worst(server.model, server) < CLOSE
+    assert max_difference(server.model, server) < CLOSE
     serves_on(server, before)
 
 
-def test_what_does_not_fit_is_refused_before_the_server_is_told(server):
+def test_weights_that_do_not_match_are_refused_before_the_server_is_contacted(server):
     publisher = create_vllm_publisher(server.url)
     short = weights(server.model)
     del short["model.norm.weight"]
@@ -118,10 +128,10 @@ def test_what_does_not_fit_is_refused_before_the_server_is_told(server):
         publisher.publish(short, version=7)
     with pytest.raises(PublishError, match="has shape"):
         publisher.publish({**short, "model.norm.weight": torch.ones(3)}, version=7)
-    assert worst(server.model, server) < CLOSE
+    assert max_difference(server.model, server) < CLOSE
 
 
-def test_adapters_are_served_under_the_name_of_their_version(server, tmp_path):
+def test_adapters_are_served_under_a_name_with_their_version(server, tmp_path):
     from ludic.models.lora import LoraSettings, apply_lora
 
     model = apply_lora(copy.deepcopy(server.model), LoraSettings(rank=4))
@@ -134,8 +144,8 @@ def test_adapters_are_served_under_the_name_of_their_version(server, tmp_path):
                     parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(step)) * 0.2)
         publisher.publish({}, version=step)
         assert client.served_names["policy"] == f"policy@{step}"
-        assert worst(model.eval(), server, model=f"policy@{step}") < 1e-3
-        assert worst(server.model, server) < CLOSE  # the base is as it was
+        assert max_difference(model.eval(), server, model=f"policy@{step}") < 1e-3
+        assert max_difference(server.model, server) < CLOSE  # the base is as it was
         assert asyncio.run(client.get_policy_version()) == step
     assert [name for name in VllmEndpoints(server.url).models() if "@" in name] == ["policy@2", "policy@3"]
     publisher.publish({}, version=4)  # what is loaded already
@@ -145,9 +155,9 @@ def test_adapters_are_served_under_the_name_of_their_version(server, tmp_path):
         VllmEndpoints(server.url).unload_adapter(name)
 
 
-def test_the_client_pushes_and_every_sample_says_of_which_weights_it_is(server):
+def test_the_client_pushes_and_every_sample_has_its_weight_version(server):
     client = VLLMChatClient(host=server.host, port=server.port, tokenizer=server.tokenizer, enable_weight_updates=True)
-    model = changed(server.model, seed=7)
+    model = perturb(server.model, seed=7)
     assert client.sync_weights(weights(model), version=12) == "12"
     request = ChatCompletionRequest(
         "tiny", [{"role": "user", "content": "go"}], SamplingParams(1.0, 16), ReturnSpec.for_rl(), seed=3
@@ -159,14 +169,14 @@ def test_the_client_pushes_and_every_sample_says_of_which_weights_it_is(server):
 
     response, info = asyncio.run(ask())
     assert info["policy_version"] == 12
-    far = differences(model, response.completion_token_ids, response.completion_logprobs, response.prompt_token_ids)
+    far = logprob_differences(model, response.completion_token_ids, response.completion_logprobs, response.prompt_token_ids)
     assert far.max().item() < CLOSE
     client.close_communicator()
 
 
-def test_the_time_of_a_push(server, record_property):
+def test_the_duration_of_a_push_is_recorded(server, record_property):
     publisher = create_vllm_publisher(server.url)
-    models = [changed(server.model, seed=11), changed(server.model, seed=12)]
+    models = [perturb(server.model, seed=11), perturb(server.model, seed=12)]
     seconds, paused = [], []
     for push in range(10):
         began = time.perf_counter()
@@ -176,7 +186,7 @@ def test_the_time_of_a_push(server, record_property):
     print(
         f"\npush p50 {statistics.median(seconds):.3f} s, max {max(seconds):.3f} s, paused p50 {statistics.median(paused):.3f} s"
     )
-    assert worst(models[1], server) < CLOSE
+    assert max_difference(models[1], server) < CLOSE
 
 
 def test_frozen_weights_keep_their_values_and_a_tied_head_follows_its_embedding(tmp_path):
@@ -211,14 +221,14 @@ def test_frozen_weights_keep_their_values_and_a_tied_head_follows_its_embedding(
             new.get_parameter(trained).add_(1.0)
         partial = create_vllm_publisher(server.url, partial=True)
         partial.publish({trained: new.get_parameter(trained)}, version=1)
-        assert worst(new, server) < CLOSE
-        assert worst(model, server) > CHANGED
-        new = changed(model, seed=1)
+        assert max_difference(new, server) < CLOSE
+        assert max_difference(model, server) > CHANGED
+        new = perturb(model, seed=1)
         create_vllm_publisher(server.url).publish(weights(new), version=2)
         with pytest.raises(PublishError, match="restart the server"):
             partial.publish({trained: model.get_parameter(trained)}, version=3)
-        assert worst(new, server) < CLOSE
-        assert worst(model, server) > CHANGED
+        assert max_difference(new, server) < CLOSE
+        assert max_difference(model, server) > CHANGED
         (link,) = partial.control.links
         send = link.send
 

@@ -1,5 +1,5 @@
-"""A real vLLM pooling server: its scores are those of transformers in float32, and it refuses
-and updates as the client expects."""
+"""A real vLLM pooling server: its scores equal transformers in float32, and it refuses and updates
+as the client expects."""
 
 import asyncio
 import json
@@ -25,7 +25,7 @@ WEIGHT_FLAGS = ["--worker-extension-cls", WORKER, "--weight-transfer-config", '{
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    """(url, the same model here)."""
+    """(URL, the same model in this process)."""
     if not os.environ.get("LUDIC_VLLM_PYTHON"):
         pytest.skip("LUDIC_VLLM_PYTHON names no interpreter with vLLM; `make vllm` builds one")
     from ludic.inference.vllm.launch import free_port, start_vllm_server, stop_vllm_server, wait_for_vllm_health
@@ -55,13 +55,13 @@ def client(served, **settings):
 
 
 def sequences(count, longest):
-    """Ids of the whole vocabulary, padding and end token among them, at the end of some."""
+    """Ids of the whole vocabulary, including padding and end tokens, some of them at the end."""
     rng = random.Random(0)
     made = [[rng.randrange(272) for _ in range(rng.randrange(1, longest))] for _ in range(count)]
     return [*made, [53, 46, EOS], [53, 46, 0], [53, 46]]
 
 
-async def test_scores_are_those_of_transformers_and_of_the_model_in_this_process(served):
+async def test_scores_equal_those_of_transformers_and_of_the_local_engine(served):
     asked = sequences(120, 128)
     async with client(served) as using:
         got = await using.score_batch(asked, normalize=False)
@@ -75,7 +75,7 @@ async def test_scores_are_those_of_transformers_and_of_the_model_in_this_process
     assert alone == pytest.approx(got[:10], abs=1e-4)
 
 
-async def test_text_is_scored_as_its_ids_and_normalised_as_here(served):
+async def test_text_is_scored_by_its_ids_and_normalised_as_locally(served):
     ids = list(make_byte_tokenizer()("2+2=4")["input_ids"])
     async with client(served) as using:
         text, tokens = await using.score_batch(["2+2=4", ids], normalize=False)
@@ -85,14 +85,14 @@ async def test_text_is_scored_as_its_ids_and_normalised_as_here(served):
 
 
 @pytest.mark.parametrize("ids", [[], [272], [5] * 129])
-async def test_it_refuses_what_the_model_cannot_read(served, ids):
+async def test_invalid_inputs_are_refused(served, ids):
     async with client(served) as using:
         with pytest.raises(DataError):
             await using.score_batch([[5], ids])
         assert len(await using.score_batch([[5] * 128])) == 1
 
 
-async def test_it_says_what_it_serves_and_knows_no_other_model(served):
+async def test_the_server_reports_its_model_and_refuses_others(served):
     async with client(served) as using:
         info = await using.get_server_info()
         assert (info["models"], info["max_model_len"], info["url"]) == (["rm"], 128, served[0])
@@ -102,12 +102,12 @@ async def test_it_says_what_it_serves_and_knows_no_other_model(served):
             await using.score_batch([[5]])
 
 
-def test_one_label_is_what_it_has(served):
+def test_the_model_has_one_label(served):
     with pytest.raises(ConfigError, match="1 labels"):
         client(served).score_sync(ScoringRequest.from_list("rm", [[5]], n_labels=2))
 
 
-async def test_a_batch_of_many_calls_at_once_is_the_same(served):
+async def test_many_concurrent_calls_give_the_same_scores(served):
     asked = sequences(64, 40)
     async with client(served) as using:
         together = await using.score_batch(asked, normalize=False)
@@ -127,8 +127,8 @@ async def version_at(served):
 
 
 @pytest.mark.parametrize("mode", ["head_only", "full"])
-def test_trained_weights_are_scored_with_once_they_are_published(served, mode):
-    """Long sequences that begin alike, so that a prefix cache of the old weights would show."""
+def test_published_weights_are_used_for_scoring(served, mode):
+    """Long sequences with a common prefix, so that a prefix cache of the old weights would show."""
     asked = [[*range(3, 100), token] for token in (5, 6, 7)]
     trained = deepcopy(served[1])
     torch.manual_seed(3)

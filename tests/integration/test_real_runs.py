@@ -1,19 +1,19 @@
-"""`ludic train` and `ludic rollout` against a real vLLM server: what is pushed to it, and what
-it samples, are the run's own."""
+"""`ludic train` and `ludic rollout` with a real vLLM server: pushed weights and sampled tokens are
+those of the run."""
 
 import json
 
 import pytest
 from byte_rewards import mean_id
 from real_vllm import vllm_or_skip
-from served_weights import CHANGED, CLOSE, differences, version, worst
+from served_weights import CHANGED, CLOSE, logprob_differences, max_difference, served_version
 from typer.testing import CliRunner
 
 from ludic.cli.app import app
 from ludic.models.loading import load_model
 
 pytestmark = pytest.mark.integration
-assert mean_id  # what the runs name as their reward
+assert mean_id  # the runs name these functions as their reward
 RUN = ["threads=1", "warmup.steps=20", "steps=3", "evaluation.prompts=8", "rollout.prompts=4", "rollout.group_size=8"]
 REWARD = ["reward=byte_rewards:mean_id", "task.args.max_new_tokens=16", "task.args.num_heldout=8"]
 
@@ -35,9 +35,9 @@ LORA = ["lora.rank=8", "trainer.lr=0.02"]
 
 
 @pytest.mark.parametrize("settings", [[], ["inference.weights=disk"], LORA, [*LORA, "warmup.steps=0"]])
-def test_every_step_of_a_run_reaches_a_server_that_runs(vllm_server_to_change, tmp_path, settings):
-    """At the end the server samples from the run's last weights, adapters merged; and it goes
-    on."""
+def test_every_step_of_a_run_is_pushed_to_a_running_server(vllm_server_to_change, tmp_path, settings):
+    """At the end the server samples from the run's last weights with merged adapters, and it keeps
+    running."""
     server = vllm_server_to_change
     where = [f"inference.url={server.url}", f"output={tmp_path}", "name=run", "trainer.lr=1.0e-3"]
     ludic("train", f"model={server.folder}", f"data={rows(tmp_path)}", *RUN, *REWARD, *where, *settings)
@@ -46,9 +46,9 @@ def test_every_step_of_a_run_reaches_a_server_that_runs(vllm_server_to_change, t
     assert found["mismatch"]["preflight"]["mean"] < CLOSE
     assert found["mismatch"]["mean"] < CLOSE
     assert "server_start" not in found["phases_s"]
-    assert version(server) == "3"
-    assert worst(load_model(str(tmp_path / "run" / "model"), "float32"), server) < CLOSE
-    assert worst(server.model, server) > CHANGED
+    assert served_version(server) == "3"
+    assert max_difference(load_model(str(tmp_path / "run" / "model"), "float32"), server) < CLOSE
+    assert max_difference(server.model, server) > CHANGED
     assert (tmp_path / "run" / "adapter").exists() == ("lora.rank=8" in settings)
     assert (tmp_path / "run" / "pushed" / "version_3").exists() == ("inference.weights=disk" in settings)
 
@@ -58,13 +58,13 @@ def rollouts(path):
 
 
 def check_rollouts(path, model):
-    """Sixteen answers, whose log-probabilities are the model's."""
+    """Sixteen answers whose log-probabilities are the model's."""
     written = rollouts(path)
     assert len(written) == 16
     for rollout in written:
         (step,) = rollout["steps"]
         trace = step["trace"]
-        far = differences(model, trace["completion_token_ids"], trace["completion_logprobs"], trace["prompt_token_ids"])
+        far = logprob_differences(model, trace["completion_token_ids"], trace["completion_logprobs"], trace["prompt_token_ids"])
         assert far.max().item() < CLOSE
     return written
 
@@ -72,15 +72,15 @@ def check_rollouts(path, model):
 PLAY = ["rollout.prompts=4", "rollout.group_size=4", "--episodes", "16"]
 
 
-def test_rollouts_are_of_the_weights_that_a_server_which_runs_has(vllm_server, tmp_path):
-    out, given = tmp_path / "out.jsonl", version(vllm_server)
+def test_rollouts_use_the_weights_of_a_running_server(vllm_server, tmp_path):
+    out, given = tmp_path / "out.jsonl", served_version(vllm_server)
     where = [f"inference.url={vllm_server.url}", f"model={vllm_server.folder}", f"data={rows(tmp_path)}"]
     ludic("rollout", *REWARD, *where, *PLAY, "--out", out)
     check_rollouts(out, vllm_server.model)
-    assert version(vllm_server) == given
+    assert served_version(vllm_server) == given
 
 
-def test_rollouts_start_a_server_of_the_model_that_is_named(vllm_server, tmp_path):
+def test_rollouts_start_a_server_for_the_named_model(vllm_server, tmp_path):
     vllm_or_skip()
     out = tmp_path / "out.jsonl"
     where = ["inference=vllm", f"model={vllm_server.folder}", f"data={rows(tmp_path)}"]

@@ -1,5 +1,4 @@
-"""What a real vLLM server lets through that was started by us: each of the paths that it has,
-with the secret and without."""
+"""Which paths of a real vLLM server started by ludic are accessible with and without the secret."""
 
 import httpx2
 import pytest
@@ -33,7 +32,7 @@ def ask(server, path, *, method="post", **headers):
     return httpx2.request(method, server.url + path, headers=headers, timeout=60, **sent).status_code
 
 
-def test_every_path_is_refused_without_the_secret_unless_it_samples_or_only_tells(vllm_server):
+def test_without_the_secret_only_sampling_and_read_only_paths_are_allowed(vllm_server):
     described = httpx2.get(f"{vllm_server.url}/openapi.json", headers=secret_headers(vllm_server.url), timeout=60).json()
     paths = {path: sorted(methods) for path, methods in described["paths"].items()}
     assert set(paths) >= (SAMPLING - {"/metrics"}) | CHANGING
@@ -44,7 +43,7 @@ def test_every_path_is_refused_without_the_secret_unless_it_samples_or_only_tell
     assert {path for path in open_paths if not path.startswith(("/v1/", "/v2/", "/inference/v1/", "/cohere/"))} <= OPEN_PATHS
 
 
-def test_who_guesses_the_secret_changes_nothing_and_who_knows_it_does(vllm_server):
+def test_only_the_right_secret_can_change_the_server(vllm_server):
     server = VllmEndpoints(vllm_server.url)
     before = server.weight_version()
     for guess in ("", "guess", "Bearer local"):
@@ -62,7 +61,7 @@ def test_who_guesses_the_secret_changes_nothing_and_who_knows_it_does(vllm_serve
     server.set_weight_version(before)
 
 
-def test_a_web_page_reaches_nothing(vllm_server):
+def test_a_web_page_has_no_access(vllm_server):
     page = {"Origin": "https://example.com"}
     body = {"model": vllm_server.name, "prompt": [5], "max_tokens": 1}
     completions = f"{vllm_server.url}/v1/completions"

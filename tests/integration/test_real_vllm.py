@@ -1,5 +1,5 @@
-"""The client against a real vLLM server: ids and log-probabilities are the model's own, and
-faults are what they are said to be."""
+"""The client with a real vLLM server: ids and log-probabilities are the model's, and faults are
+reported correctly."""
 
 import asyncio
 from dataclasses import replace
@@ -49,7 +49,7 @@ def ask(temperature=1.0, max_tokens=48, seed=0, messages=MESSAGES, **more):
 
 
 def scores(model, trace, temperature):
-    """[C] log-probability of each sampled token under the model here."""
+    """[C] log-probabilities of the sampled tokens under the local model."""
     ids = torch.tensor([trace.prompt_token_ids + trace.completion_token_ids])
     with torch.no_grad():
         logps = torch.log_softmax(model(input_ids=ids).logits[0, :-1].float() / temperature, dim=-1)
@@ -58,7 +58,7 @@ def scores(model, trace, temperature):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("rendered_here", [True, False])
-def test_log_probabilities_are_those_of_the_distribution_drawn_from(vllm_server, temperature, rendered_here):
+def test_log_probabilities_are_those_of_the_sampling_distribution(vllm_server, temperature, rendered_here):
     async def scenario(client):
         return await asyncio.gather(*(client.complete(ask(temperature, seed=seed)) for seed in range(8)))
 
@@ -71,10 +71,10 @@ def test_log_probabilities_are_those_of_the_distribution_drawn_from(vllm_server,
         )
         beyond += sum(token >= len(vllm_server.tokenizer) for token in trace.completion_token_ids)
     assert worst < 1e-4
-    assert beyond > 0  # ids that decode to nothing: text made of these answers could not be made into these ids again
+    assert beyond > 0  # some ids decode to nothing, so re-tokenising these answers could not restore them
 
 
-def test_both_endpoints_and_both_ways_of_rendering_give_the_same_tokens(vllm_server):
+def test_both_endpoints_with_local_or_remote_rendering_give_the_same_tokens(vllm_server):
     async def scenario(client):
         rendered, _ = await client.complete(ask(seed=5))
         client._token_completions.endpoints.without_generate.add(vllm_server.url)
@@ -90,7 +90,7 @@ def test_both_endpoints_and_both_ways_of_rendering_give_the_same_tokens(vllm_ser
     assert info["policy_version"] == 0
 
 
-def test_a_second_turn_begins_with_the_tokens_of_the_first(vllm_server):
+def test_a_second_turn_starts_with_the_tokens_of_the_first(vllm_server):
     async def scenario(client):
         first, _ = await client.complete(ask(seed=1, max_tokens=200))
         more = [*MESSAGES, {"role": "assistant", "content": first.text}, {"role": "user", "content": "go on"}]
@@ -102,7 +102,7 @@ def test_a_second_turn_begins_with_the_tokens_of_the_first(vllm_server):
     assert second.prompt_token_ids[: len(whole)] == whole
 
 
-def test_a_stop_string_ends_the_text_and_its_tokens_stay(vllm_server):
+def test_a_stop_string_ends_the_text_and_its_tokens_are_kept(vllm_server):
     free, _ = run(vllm_server, lambda client: client.complete(ask(temperature=0.0, max_tokens=64)))
     stop = next(char for char in free.text if char.isprintable() and char != "�")
     cut, _ = run(vllm_server, lambda client: client.complete(ask(temperature=0.0, max_tokens=64, stop=[stop])))
@@ -112,7 +112,7 @@ def test_a_stop_string_ends_the_text_and_its_tokens_stay(vllm_server):
     assert cut.finish_reason == "stop"
 
 
-def test_what_the_server_would_clip_is_refused_here(vllm_server):
+def test_a_request_that_the_server_would_clip_is_refused_locally(vllm_server):
     with pytest.raises(ConfigError, match=r"must fit into the server's context \(512\)"):
         run(vllm_server, lambda client: client.complete(ask(max_tokens=600)))
     with pytest.raises(InferenceError, match="404"):
@@ -121,7 +121,7 @@ def test_what_the_server_would_clip_is_refused_here(vllm_server):
         run(vllm_server, lambda client: client.complete_tokens([9999], sampling=SamplingParams(max_tokens=2)))
 
 
-def test_fields_that_the_server_ignores_are_refused_and_those_it_knows_are_heeded(vllm_server):
+def test_fields_that_the_server_ignores_are_refused_and_known_ones_take_effect(vllm_server):
     def with_field(**fields):
         return ChatCompletionRequest(
             "tiny", MESSAGES, SamplingParams(temperature=1.0, max_tokens=8), ReturnSpec.for_rl(), 3,
@@ -132,11 +132,11 @@ def test_fields_that_the_server_ignores_are_refused_and_those_it_knows_are_heede
         run(vllm_server, lambda client: client.complete(with_field(top_kk=1)))
     for tokenizer in (vllm_server.tokenizer, None):
         one, _ = run(vllm_server, lambda client: client.complete(with_field(top_k=1)), tokenizer=tokenizer)
-        assert one.completion_logprobs == pytest.approx([0.0] * len(one.completion_logprobs))  # one token is left to draw
+        assert one.completion_logprobs == pytest.approx([0.0] * len(one.completion_logprobs))  # room for only one more token
 
 
-def test_a_request_stopped_on_order_is_made_again(vllm_server):
-    """`/pause?mode=abort` ends what is running with a 200 and some of its tokens."""
+def test_an_aborted_request_is_retried(vllm_server):
+    """`/pause?mode=abort` ends running requests with status 200 and a part of their tokens."""
 
     async def scenario(client):
         asked = asyncio.create_task(client.complete(ask(max_tokens=400, seed=3)))
@@ -172,7 +172,7 @@ def test_tags_are_echoed_by_the_middleware_on_every_endpoint(vllm_server):
     assert stream.text.rstrip().endswith("data: [DONE]")
 
 
-def test_the_version_of_the_weights_is_read_and_comes_with_every_sample(vllm_server):
+def test_every_sample_has_the_version_of_the_weights(vllm_server):
     set_version = VllmEndpoints(vllm_server.url).set_weight_version
     try:
         set_version("7")
@@ -187,8 +187,8 @@ def test_the_version_of_the_weights_is_read_and_comes_with_every_sample(vllm_ser
         set_version("default")
 
 
-def test_weights_pushed_by_the_client_are_those_that_are_sampled_from(vllm_server):
-    """The whole way: this client's own `sync_weights` over gloo, and back again."""
+def test_the_server_samples_from_the_weights_that_the_client_pushes(vllm_server):
+    """End to end: this client's `sync_weights` over gloo, and then the original weights again."""
     other = make_tiny_policy(seed=1)
 
     async def scenario(client):
@@ -212,7 +212,7 @@ def test_weights_pushed_by_the_client_are_those_that_are_sampled_from(vllm_serve
 
 
 @pytest.mark.parametrize("rendered_here", [True, False])
-def test_a_thought_is_closed_after_as_many_tokens_as_it_may_have(vllm_server, rendered_here):
+def test_thinking_is_closed_at_its_token_limit(vllm_server, rendered_here):
     closing = vllm_server.tokenizer("</think>", add_special_tokens=False)["input_ids"]
     limits = [5, 17, None, 30]
 
@@ -232,10 +232,10 @@ def test_a_thought_is_closed_after_as_many_tokens_as_it_may_have(vllm_server, re
     assert sum(len(response.completion_token_ids) == 60 for response, _ in answers) >= 2
 
 
-def test_episodes_are_those_of_the_engine_in_this_process(vllm_server):
-    """Four greedy episodes of two turns: the same engine, agent and environment over either
-    client sample the same first answers. The second prompts begin with the tokens of the first
-    turn here, where the engine in this process reads the answer's text again."""
+def test_episodes_equal_those_of_the_in_process_engine(vllm_server):
+    """Four greedy episodes of two turns: engine, agent and environment sample the same first
+    answers with either client. Here the second prompts start with the tokens of the first turn,
+    whereas the in-process engine re-tokenises the answer."""
 
     def play(client):
         engine = RolloutEngine(

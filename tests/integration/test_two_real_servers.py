@@ -1,5 +1,5 @@
-"""Two real vLLM servers behind one client: both are asked and both are pushed to; one that hangs
-or dies costs no answer and mixes no weights."""
+"""Two real vLLM servers behind one client: both receive requests and pushes; one that hangs or dies
+loses no answer and mixes no weights."""
 
 import asyncio
 import os
@@ -8,7 +8,7 @@ import threading
 
 import pytest
 from real_vllm import running_vllm
-from served_weights import CLOSE, changed, running, version, weights, worst
+from served_weights import CLOSE, max_difference, perturb, running_requests, served_version, weights
 
 from ludic.distributed import create_vllm_publisher
 from ludic.distributed.push import server_link
@@ -29,7 +29,7 @@ def second(vllm_server, tmp_path_factory):
 
 @pytest.fixture
 def servers(vllm_server_to_change, second):
-    """Both, with the weights that they were started with."""
+    """Both servers with their original weights."""
     both = [vllm_server_to_change, second]
     create_vllm_publisher([server.url for server in both], allow_unchanged=True).publish(weights(second.model), version=0)
     return both
@@ -42,7 +42,7 @@ def client(servers):
 
 @pytest.fixture
 def impatient(monkeypatch):
-    """Calls give up after seconds instead of half minutes."""
+    """Calls time out after seconds instead of half minutes."""
     monkeypatch.setattr(server_link, "ANSWER_MARGIN_S", 3.0)
 
     def make(client):
@@ -54,13 +54,13 @@ def impatient(monkeypatch):
     return make
 
 
-def tell(server, number):
-    """A signal to all processes of a server."""
+def send_signal(server, number):
+    """Send a signal to all processes of a server."""
     os.killpg(server.proc.pid, number)
 
 
 def before(link, step, action):
-    """Do something before the first call of a step of a push."""
+    """Run an action before the first call of a step of a push."""
     owner = link.endpoints if hasattr(link.endpoints, step) else link
     call, calls = getattr(owner, step), []
 
@@ -74,7 +74,7 @@ def before(link, step, action):
 
 
 async def sample(client, seeds, max_tokens=64):
-    """The tokens of each seed."""
+    """The tokens for each seed."""
     asked = (client.complete_tokens(PROMPT, sampling=SamplingParams(1.0, max_tokens), seed=seed) for seed in seeds)
     async with client:
         return [trace.completion_token_ids for trace in await asyncio.gather(*asked)]
@@ -82,110 +82,112 @@ async def sample(client, seeds, max_tokens=64):
 
 @pytest.fixture
 def expected(servers):
-    """What 32 seeds give, by one server alone."""
+    """The tokens of 32 seeds from one server alone."""
     alone = VLLMChatClient(urls=[servers[0].url], tokenizer=servers[0].tokenizer)
     return asyncio.run(sample(alone, range(32), max_tokens=400))
 
 
-def test_requests_spread_over_both_and_a_push_reaches_both(servers, client):
-    model = changed(servers[0].model, seed=21)
+def test_both_servers_get_requests_and_pushes(servers, client):
+    model = perturb(servers[0].model, seed=21)
     create_vllm_publisher(client).publish(weights(model), version=1)
     asyncio.run(sample(client, range(16)))
     counts = client.metrics()
     assert [counts[f"requests/{server.url}"] for server in servers] == [8, 8]
     for server in servers:
-        assert version(server) == "1"
-        assert worst(model, server) < CLOSE
+        assert served_version(server) == "1"
+        assert max_difference(model, server) < CLOSE
 
 
 @pytest.mark.parametrize("step", ["send", "pause", "finish_update", "reset_prefix_cache", "resume"])
-def test_a_server_that_is_slow_for_a_moment_gets_the_push_all_the_same(servers, step):
+def test_a_temporarily_slow_server_still_gets_the_push(servers, step):
     slow = servers[1]
     publisher = create_vllm_publisher([server.url for server in servers])
-    model = changed(slow.model, seed=22)
-    awake = threading.Timer(2.0, tell, [slow, signal.SIGCONT])
+    model = perturb(slow.model, seed=22)
+    awake = threading.Timer(2.0, send_signal, [slow, signal.SIGCONT])
 
     def sleep():
-        tell(slow, signal.SIGSTOP)
+        send_signal(slow, signal.SIGSTOP)
         awake.start()
 
     before(publisher.control.links[1], step, sleep)
     publisher.publish(weights(model), version=2)
     awake.join()
     for server in servers:
-        assert version(server) == "2"
-        assert worst(model, server) < CLOSE
+        assert served_version(server) == "2"
+        assert max_difference(model, server) < CLOSE
 
 
 @pytest.fixture
-def hung(servers, client, impatient):
-    """Publishes while the second server hangs from a step on, and wakes it when that has failed;
+def publish_to_hanging_server(servers, client, impatient):
+    """Publish while the second server hangs from a step on, and wake it after the failure. Returns
     (publisher, error, new model)."""
 
     def push(step):
         publisher = impatient(client)
-        model = changed(servers[1].model, seed=23)
-        before(publisher.control.links[1], step, lambda: tell(servers[1], signal.SIGSTOP))
+        model = perturb(servers[1].model, seed=23)
+        before(publisher.control.links[1], step, lambda: send_signal(servers[1], signal.SIGSTOP))
         try:
             with pytest.raises(PublishError, match=servers[1].url) as raised:
                 publisher.publish(weights(model), version=3)
         finally:
-            tell(servers[1], signal.SIGCONT)
+            send_signal(servers[1], signal.SIGCONT)
         return publisher, str(raised.value), model
 
     return push
 
 
 def recovers(publisher, servers):
-    model = changed(servers[0].model, seed=24)
+    model = perturb(servers[0].model, seed=24)
     publisher.publish(weights(model), version=4)
     for server in servers:
-        assert version(server) == "4"
-        assert worst(model, server) < CLOSE
+        assert served_version(server) == "4"
+        assert max_difference(model, server) < CLOSE
 
 
-def test_a_server_that_hangs_while_tensors_arrive_leaves_the_old_weights_on_both(servers, hung):
-    publisher, error, _ = hung("send")
+def test_a_server_that_hangs_during_the_transfer_leaves_the_old_weights_on_both(servers, publish_to_hanging_server):
+    publisher, error, _ = publish_to_hanging_server("send")
     assert "no server loaded any of it" in error
     for server in servers:
-        assert version(server) == "0"
-        assert worst(server.model, server) < CLOSE
+        assert served_version(server) == "0"
+        assert max_difference(server.model, server) < CLOSE
     recovers(publisher, servers)
 
 
-def test_one_that_hangs_when_it_is_paused_may_stay_so_and_gets_no_requests(servers, client, hung):
-    publisher, error, _ = hung("pause")
+def test_a_server_that_hangs_during_the_pause_gets_no_requests(servers, client, publish_to_hanging_server):
+    publisher, error, _ = publish_to_hanging_server("pause")
     assert "no server loaded any of it" in error
     assert "may stay paused" in error
     assert [server.url for server in client._servers.pool.live] == [servers[0].url]
-    assert worst(servers[0].model, servers[0]) < CLOSE
+    assert max_difference(servers[0].model, servers[0]) < CLOSE
     recovers(publisher, servers)
 
 
-def test_one_that_hangs_while_it_loads_serves_nothing_and_the_other_the_new_weights(servers, client, hung):
-    _, error, model = hung("finish_update")
+def test_a_server_that_hangs_while_loading_serves_nothing_and_the_other_the_new_weights(
+    servers, client, publish_to_hanging_server
+):
+    _, error, model = publish_to_hanging_server("finish_update")
     assert f"version 3 is served by {servers[0].url}; taken out of service: {servers[1].url}" in error
-    assert version(servers[0]) == "3"
-    assert worst(model, servers[0]) < CLOSE
+    assert served_version(servers[0]) == "3"
+    assert max_difference(model, servers[0]) < CLOSE
     assert VllmEndpoints(servers[1].url).is_paused()
     assert [server.url for server in client._servers.pool.live] == [servers[0].url]
-    recovers(create_vllm_publisher([server.url for server in servers]), servers)  # a trainer that knows of nothing
+    recovers(create_vllm_publisher([server.url for server in servers]), servers)  # a trainer without knowledge of the fault
 
 
-def test_one_that_hangs_with_requests_in_the_middle_costs_no_answer_and_is_taken_back(servers, expected, monkeypatch):
+def test_a_server_that_hangs_during_requests_loses_no_answer_and_is_used_again(servers, expected, monkeypatch):
     monkeypatch.setattr(server_module, "PROBE_TIMEOUT_S", 3.0)
     urls = [server.url for server in servers]
     client = VLLMChatClient(urls=urls, tokenizer=servers[0].tokenizer, backoff_s=0.0, silence_s=3.0)
 
     async def scenario():
         asked = asyncio.create_task(sample(client, range(32), max_tokens=400))
-        while await asyncio.to_thread(running, servers[1]) < 8:
+        while await asyncio.to_thread(running_requests, servers[1]) < 8:
             assert not asked.done()
-        tell(servers[1], signal.SIGSTOP)
+        send_signal(servers[1], signal.SIGSTOP)
         try:
             answers = await asked
         finally:
-            tell(servers[1], signal.SIGCONT)
+            send_signal(servers[1], signal.SIGCONT)
         async with client:
             return answers, client.metrics(), await client.probe()
 
@@ -196,14 +198,14 @@ def test_one_that_hangs_with_requests_in_the_middle_costs_no_answer_and_is_taken
     assert alive == dict.fromkeys(urls, True)
 
 
-def test_one_that_is_killed_with_requests_in_the_middle_costs_no_answer(servers, client, expected):
-    """The last test: the second server does not come back."""
+def test_a_server_killed_during_requests_loses_no_answer(servers, client, expected):
+    """This must be the last test, because the second server does not come back."""
 
     async def scenario():
         asked = asyncio.create_task(sample(client, range(32), max_tokens=400))
-        while await asyncio.to_thread(running, servers[1]) < 8:
+        while await asyncio.to_thread(running_requests, servers[1]) < 8:
             assert not asked.done()
-        tell(servers[1], signal.SIGKILL)
+        send_signal(servers[1], signal.SIGKILL)
         return await asked
 
     assert asyncio.run(scenario()) == expected

@@ -1,5 +1,4 @@
-"""Code that is not ours, contained: what it raises is an error of its own, and its end can be
-forced."""
+"""Running foreign code safely: its exceptions become ordinary errors, and it can be stopped."""
 
 import asyncio
 import gc
@@ -18,7 +17,7 @@ async def raising(error):
 
 
 def outcome(work, **settings):
-    """What it gives, the time that took, and the tasks left over."""
+    """(result or error, elapsed time, number of tasks left running)."""
 
     async def scenario():
         try:
@@ -32,32 +31,32 @@ def outcome(work, **settings):
     return play_jumping(scenario())
 
 
-class Own(BaseException):
+class CustomBaseException(BaseException):
     pass
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "message"),
     [
         (SystemExit(3), "the work raised SystemExit: 3"),
         (GeneratorExit(), "the work raised GeneratorExit: "),
-        (Own("odd"), "the work raised Own: odd"),
+        (CustomBaseException("odd"), "the work raised CustomBaseException: odd"),
         (asyncio.CancelledError(), "something that the work waited for was cancelled"),
     ],
 )
-def test_what_would_end_the_program_or_vanish_is_an_error_that_names_it(error, said):
-    found, _, left = outcome(raising(error))
-    assert isinstance(found, RolloutError)
-    assert (str(found), found.__cause__, left) == (said, error, 0)
+def test_exits_and_cancellations_become_rollout_errors(error, message):
+    error_found, _, left = outcome(raising(error))
+    assert isinstance(error_found, RolloutError)
+    assert (str(error_found), error_found.__cause__, left) == (message, error, 0)
 
 
-def test_ordinary_errors_pass_as_they_are_and_so_do_results():
+def test_ordinary_errors_and_results_pass_unchanged():
     error = OSError("gone")
     assert outcome(raising(error))[0] is error
     assert outcome(asyncio.sleep(0, "result"))[0] == "result"
 
 
-def test_an_interrupt_is_the_users():
+def test_a_keyboard_interrupt_is_raised():
     with pytest.raises(KeyboardInterrupt):
         outcome(raising(KeyboardInterrupt()))
 
@@ -67,30 +66,32 @@ async def cancelling_itself():
     await asyncio.sleep(0)
 
 
-def test_work_that_cancels_its_own_task_has_failed():
+def test_work_that_cancels_its_own_task_counts_as_failed():
     found, _, _ = outcome(cancelling_itself())
     assert str(found) == "the work cancelled itself"
 
 
 async def swallowing(*kinds):
-    for _ in range(5):  # more often than it is told to stop, and not without end: Python itself asks once more when it is freed
+    for _ in range(
+        5
+    ):  # swallows more cancellations than are sent, but not forever: Python sends one more when the coroutine is freed
         with suppress(*kinds):
             await asyncio.Event().wait()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Python's, for the third kind
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # the third one comes from Python
 @pytest.mark.parametrize("kinds", [(), (asyncio.CancelledError,), (BaseException,)])
-def test_work_that_swallows_its_cancellation_is_not_waited_for_without_end(kinds, caplog):
+def test_work_that_swallows_its_cancellation_is_abandoned(kinds, caplog):
     found, at, left = outcome(swallowing(*kinds), timeout_s=2.0)
     assert (type(found), str(found), left) == (TimeoutError, "the work took longer than 2.0 s", 0)
     assert at == (2.0 + STOP_TIMEOUT_S if kinds else 2.0)
-    said = ["the work ignored its cancellation and is closed by force"] if kinds else []
-    assert [record.getMessage() for record in caplog.records] == said
-    del found  # its traceback holds the coroutine
-    gc.collect()  # here, where the warning is expected
+    message = ["the work ignored its cancellation and is closed by force"] if kinds else []
+    assert [record.getMessage() for record in caplog.records] == message
+    del found  # its traceback refers to the coroutine
+    gc.collect()  # free it here, where the warning is expected
 
 
-def test_who_is_cancelled_twice_does_not_wait_for_what_swallows_it():
+def test_a_second_cancellation_does_not_wait_for_work_that_swallows_it():
     async def scenario():
         task = asyncio.create_task(run_contained(swallowing(asyncio.CancelledError), what="the work"))
         for _ in range(2):
@@ -103,7 +104,7 @@ def test_who_is_cancelled_twice_does_not_wait_for_what_swallows_it():
     assert play_jumping(scenario()) == 2.0
 
 
-def test_work_may_take_its_time_to_stop():
+def test_work_may_clean_up_after_a_cancellation():
     stopped = []
 
     async def careful():

@@ -1,5 +1,5 @@
-"""Several agents in one environment: in turn, together, against opponents of the environment's
-own."""
+"""Several agents in one environment: taking turns, acting together, and against opponents that the
+environment plays."""
 
 import asyncio
 from itertools import pairwise
@@ -27,9 +27,9 @@ def outcome(obs="", reward=0.0, *, ends=False, cut=False, **info):
     return StepOutcome(obs, reward, cut, ends, info)
 
 
-class Scripted(LudicEnv[str, str, str]):
-    """Plays a script: for every turn who is active, and what each agent is answered. Notes the
-    actions it is given."""
+class ScriptedEnv(LudicEnv[str, str, str]):
+    """Plays a script: for every turn, the active agents and the outcome of each. Records the
+    actions it receives."""
 
     def __init__(self, first, *turns, ids=("x", "o")):
         self.first, self.turns, self.ids = first, turns, list(ids)
@@ -67,17 +67,17 @@ def run(env, clients, max_steps=10, **settings):
     return {r.meta["agent_id"]: r for r in rollouts}, agents
 
 
-def said(acting):
+def messages_of(acting):
     return [(m["role"], m["content"]) for m in acting._ctx.messages]
 
 
-def told(rollout):
+def transitions_of(rollout):
     return [(s.index, s.prev_obs, s.action, s.next_obs, s.reward, s.terminated, s.truncated) for s in rollout.steps]
 
 
 def a_game():
-    """X moves, O moves, X wins: a zero-sum game whose loser does not act last."""
-    return Scripted(
+    """X moves, O moves, X wins: a zero-sum game in which the loser does not act last."""
+    return ScriptedEnv(
         {"x": "you begin", "o": "wait"},
         ("x", {"x": outcome("wait"), "o": outcome("x played 1")}),
         ("o", {"o": outcome("wait"), "x": outcome("o played 2")}),
@@ -85,28 +85,33 @@ def a_game():
     )
 
 
-def test_the_player_who_did_not_act_last_sees_the_moves_and_gets_the_final_reward():
+def test_the_player_who_did_not_act_last_gets_the_moves_and_the_final_reward():
     env, x, o = a_game(), ScriptedClient("1", "3"), ScriptedClient("2")
     rollouts, agents = run(env, {"x": x, "o": o})
     assert env.seed == 3
     assert env.actions == [{"x": "1"}, {"o": "2"}, {"x": "3"}]
-    assert told(rollouts["x"]) == [
+    assert transitions_of(rollouts["x"]) == [
         (0, "you begin", "1", "wait\n\no played 2", 0.0, False, False),
         (2, "wait\n\no played 2", "3", None, 1.0, True, False),
     ]
-    assert told(rollouts["o"]) == [(1, "wait\n\nx played 1", "2", None, -1.0, True, False)]
+    assert transitions_of(rollouts["o"]) == [(1, "wait\n\nx played 1", "2", None, -1.0, True, False)]
     assert (rollouts["o"].total_reward, rollouts["o"].steps[-1].info["result"]) == (-1.0, "loss")
     assert sum(r.total_reward for r in rollouts.values()) == 0.0
     assert [m["content"] for m in o.requests[0].messages] == ["wait\n\nx played 1"]
-    assert said(agents["x"]) == [("user", "you begin"), ("assistant", "1"), ("user", "wait\n\no played 2"), ("assistant", "3")]
-    assert said(agents["o"]) == [("user", "wait\n\nx played 1"), ("assistant", "2"), ("user", "wait")]
+    assert messages_of(agents["x"]) == [
+        ("user", "you begin"),
+        ("assistant", "1"),
+        ("user", "wait\n\no played 2"),
+        ("assistant", "3"),
+    ]
+    assert messages_of(agents["o"]) == [("user", "wait\n\nx played 1"), ("assistant", "2"), ("user", "wait")]
 
 
-def test_each_rollout_says_whose_it_is_and_how_it_ended():
+def test_each_rollout_records_its_agent_and_its_end():
     rollouts, _ = run(a_game(), {"x": ScriptedClient("1"), "o": ScriptedClient("2")})
     assert rollouts["o"].meta == {
         "protocol": "MultiAgentProtocol",
-        "env_name": "Scripted",
+        "env_name": "ScriptedEnv",
         "agents": ["x", "o"],
         "agent_id": "o",
         "episode_truncated": False,
@@ -117,29 +122,29 @@ def test_each_rollout_says_whose_it_is_and_how_it_ended():
     assert rollouts["x"].steps[0].trace.completion_token_ids == [49]
 
 
-def test_an_end_on_the_turn_of_a_bot_is_the_agents_end():
-    env = Scripted({"x": "go"}, ("x", {"x": outcome("", 0.5)}), ("o", {"x": outcome("lost", -1.0, ends=True)}))
+def test_termination_on_a_bots_turn_terminates_the_agents_rollout():
+    env = ScriptedEnv({"x": "go"}, ("x", {"x": outcome("", 0.5)}), ("o", {"x": outcome("lost", -1.0, ends=True)}))
     rollouts, agents = run(env, {"x": ScriptedClient("1")})
     assert env.actions == [{"x": "1"}, {}]
-    assert told(rollouts["x"]) == [(0, "go", "1", None, -0.5, True, False)]
-    assert said(agents["x"]) == [("user", "go"), ("assistant", "1")]
+    assert transitions_of(rollouts["x"]) == [(0, "go", "1", None, -0.5, True, False)]
+    assert messages_of(agents["x"]) == [("user", "go"), ("assistant", "1")]
 
 
-def test_a_truncation_on_the_turn_of_a_bot_is_the_environments():
-    env = Scripted({"x": "go"}, ("x", {"x": outcome()}), ("o", {"x": outcome("late", cut=True)}))
+def test_truncation_on_a_bots_turn_is_the_environments():
+    env = ScriptedEnv({"x": "go"}, ("x", {"x": outcome()}), ("o", {"x": outcome("late", cut=True)}))
     rollouts, _ = run(env, {"x": ScriptedClient("1")})
     assert (rollouts["x"].meta["episode_truncated"], rollouts["x"].meta["truncation_reason"]) == (True, "env")
     assert "truncation_reason" not in rollouts["x"].steps[-1].info
 
 
-def test_a_bot_may_begin():
-    env = Scripted({"x": "new game"}, ("o", {"x": outcome("o played 5")}), ("x", {"x": outcome("won", 1.0, ends=True)}))
+def test_a_bot_can_move_first():
+    env = ScriptedEnv({"x": "new game"}, ("o", {"x": outcome("o played 5")}), ("x", {"x": outcome("won", 1.0, ends=True)}))
     rollouts, agents = run(env, {"x": ScriptedClient("1")})
-    assert told(rollouts["x"]) == [(1, "new game\n\no played 5", "1", None, 1.0, True, False)]
-    assert said(agents["x"])[0] == ("user", "new game\n\no played 5")
+    assert transitions_of(rollouts["x"]) == [(1, "new game\n\no played 5", "1", None, 1.0, True, False)]
+    assert messages_of(agents["x"])[0] == ("user", "new game\n\no played 5")
 
 
-def test_players_who_act_together_are_asked_together():
+def test_players_who_act_together_are_called_concurrently():
     both = asyncio.Event()
     waiting = []
 
@@ -149,15 +154,15 @@ def test_players_who_act_together_are_asked_together():
             both.set()
         await both.wait()
 
-    env = Scripted({"x": "?", "o": "?"}, ("xo", {"x": outcome(reward=1.0, ends=True), "o": outcome(reward=-1.0, ends=True)}))
+    env = ScriptedEnv({"x": "?", "o": "?"}, ("xo", {"x": outcome(reward=1.0, ends=True), "o": outcome(reward=-1.0, ends=True)}))
     clients = {k: ScriptedClient(k, delay=until_both_are_asked) for k in "xo"}
     rollouts, _ = run(env, clients)
     assert env.actions == [{"x": "x", "o": "o"}]
     assert [rollouts[k].total_reward for k in "xo"] == [1.0, -1.0]
 
 
-def test_an_answer_that_cannot_be_parsed_is_left_out_of_the_turn():
-    env = Scripted(
+def test_an_unparsable_answer_is_left_out_of_the_turn():
+    env = ScriptedEnv(
         {"x": "?", "o": "?"},
         ("xo", {"x": outcome("round 1", 2.0), "o": outcome("round 1")}),
         ("xo", {"x": outcome(ends=True), "o": outcome(ends=True)}),
@@ -166,50 +171,58 @@ def test_an_answer_that_cannot_be_parsed_is_left_out_of_the_turn():
     rollouts, agents = run(env, {"x": x, "o": ScriptedClient("2")}, parser=strict)
     assert env.actions == [{"o": "2"}, {"x": "1", "o": "2"}]
     failed, last = rollouts["x"].steps
-    assert (failed.action, failed.reward, failed.info["parse_error"]) == ("z", 1.0, True)  # -1 of the parser, 2 of the turn
+    assert (failed.action, failed.reward, failed.info["parse_error"]) == ("z", 1.0, True)  # -1 from the parser, 2 from the turn
     assert failed.next_obs == last.prev_obs == "Say a move.\n\nround 1"
-    assert said(agents["x"])[2] == ("user", "Say a move.\n\nround 1")
+    assert messages_of(agents["x"])[2] == ("user", "Say a move.\n\nround 1")
 
 
-def test_an_environment_is_not_stepped_where_nobody_gave_a_valid_action():
-    env = Scripted({"x": "?", "o": "?"}, ("x", {"x": outcome("won", 1.0, ends=True), "o": outcome(ends=True)}))
+def test_without_a_valid_action_the_environment_is_not_stepped():
+    env = ScriptedEnv({"x": "?", "o": "?"}, ("x", {"x": outcome("won", 1.0, ends=True), "o": outcome(ends=True)}))
     rollouts, _ = run(env, {"x": ScriptedClient("z", "1"), "o": ScriptedClient("2")}, parser=strict)
     assert env.actions == [{"x": "1"}]
-    assert told(rollouts["x"])[0] == (0, "?", "z", "Say a move.", -1.0, False, False)
+    assert transitions_of(rollouts["x"])[0] == (0, "?", "z", "Say a move.", -1.0, False, False)
     assert set(rollouts) == {"x"}  # o never acted
 
 
-def test_an_end_reaches_a_player_whose_answer_could_not_be_parsed():
-    env = Scripted({"x": "?", "o": "?"}, ("xo", {"x": outcome("lost", -1.0, ends=True), "o": outcome("won", 1.0, ends=True)}))
+def test_termination_reaches_a_player_whose_answer_could_not_be_parsed():
+    env = ScriptedEnv({"x": "?", "o": "?"}, ("xo", {"x": outcome("lost", -1.0, ends=True), "o": outcome("won", 1.0, ends=True)}))
     rollouts, _ = run(env, {"x": ScriptedClient("z"), "o": ScriptedClient("2")}, parser=strict)
-    assert told(rollouts["x"]) == [(0, "?", "z", "Say a move.", -2.0, True, False)]
+    assert transitions_of(rollouts["x"]) == [(0, "?", "z", "Say a move.", -2.0, True, False)]
 
 
-def test_a_step_whose_outcome_comes_later_is_not_lost():
-    env = Scripted(
+def test_a_step_with_a_later_outcome_is_not_lost():
+    env = ScriptedEnv(
         {"x": "go"},
         ("x", {"o": outcome("x played")}),
         ("o", {"x": outcome("o played", 0.5)}),
         ("x", {"x": outcome("", 1.0, ends=True)}),
     )
     rollouts, _ = run(env, {"x": ScriptedClient("1", "2"), "o": ScriptedClient("3")}, parser=strict)
-    assert told(rollouts["x"]) == [
-        (0, "go", "1", "o played", 0.75, False, False),  # the parser's 0.25 at once, the environment's 0.5 a turn later
+    assert transitions_of(rollouts["x"]) == [
+        (
+            0,
+            "go",
+            "1",
+            "o played",
+            0.75,
+            False,
+            False,
+        ),  # 0.25 from the parser immediately, 0.5 from the environment one turn later
         (2, "o played", "2", None, 1.25, True, False),
     ]
-    assert told(rollouts["o"]) == [(1, "x played", "3", None, 0.25, False, False)]
+    assert transitions_of(rollouts["o"]) == [(1, "x played", "3", None, 0.25, False, False)]
 
 
 def test_a_reward_before_the_first_step_is_not_lost():
-    env = Scripted(
+    env = ScriptedEnv(
         {"x": "?", "o": "?"}, ("x", {"x": outcome(), "o": outcome("", 0.5)}), ("o", {"o": outcome("", 1.0, ends=True)})
     )
     rollouts, _ = run(env, {"x": ScriptedClient("1"), "o": ScriptedClient("2")})
     assert rollouts["o"].total_reward == 1.5
 
 
-def test_players_whose_steps_run_out_are_truncated_and_no_others():
-    env = Scripted(
+def test_only_players_whose_steps_run_out_are_truncated():
+    env = ScriptedEnv(
         {"x": "?", "o": "?"},
         ("xo", {"x": outcome("out", ends=True), "o": outcome("on")}),
         *[("o", {"o": outcome("on")})] * 5,
@@ -219,27 +232,27 @@ def test_players_whose_steps_run_out_are_truncated_and_no_others():
     last = rollouts["o"].steps[-1]
     assert (last.truncated, last.next_obs, last.info["truncation_reason"]) == (True, None, "max_steps")
     assert not rollouts["o"].steps[0].truncated
-    assert said(agents["o"])[-1] == ("user", "on")
+    assert messages_of(agents["o"])[-1] == ("user", "on")
 
 
-def test_a_game_that_stops_asking_has_not_run_out_of_steps():
-    env = Scripted({"x": "?"}, ("x", {"x": outcome("fine", 1.0)}))
+def test_a_game_without_active_agents_is_not_truncated_by_max_steps():
+    env = ScriptedEnv({"x": "?"}, ("x", {"x": outcome("fine", 1.0)}))
     rollouts, _ = run(env, {"x": ScriptedClient("1")})
-    assert told(rollouts["x"]) == [(0, "?", "1", "fine", 1.0, False, False)]
+    assert transitions_of(rollouts["x"]) == [(0, "?", "1", "fine", 1.0, False, False)]
     assert rollouts["x"].meta["episode_truncated"] is False
 
 
-def test_a_last_parse_error_keeps_its_feedback_when_the_steps_run_out():
-    env = Scripted({"x": "?"}, ("x", {}))
+def test_a_parse_error_on_the_last_step_keeps_its_feedback():
+    env = ScriptedEnv({"x": "?"}, ("x", {}))
     rollouts, _ = run(env, {"x": ScriptedClient("z")}, max_steps=1, parser=strict)
     assert (rollouts["x"].steps[-1].next_obs, rollouts["x"].steps[-1].truncated) == ("Say a move.", True)
 
 
-class Suggesting(Scripted):
+class Suggesting(ScriptedEnv):
     suggested_sysprompt = "Play well."
 
 
-def test_the_agents_own_system_prompt_comes_before_the_environments():
+def test_the_agents_system_prompt_overrides_the_environments():
     x, o = ScriptedClient("1"), ScriptedClient("2")
     agents = {"x": agent(x, ctx=FullDialog("Mine.")), "o": agent(o)}
     env = Suggesting({"x": "?", "o": "?"}, ("xo", {"x": outcome(ends=True), "o": outcome(ends=True)}))
@@ -247,36 +260,36 @@ def test_the_agents_own_system_prompt_comes_before_the_environments():
     assert [c.requests[0].messages[0]["content"] for c in (x, o)] == ["Mine.", "Play well."]
 
 
-def test_agents_that_are_used_again_remember_nothing():
+def test_reused_agents_start_with_an_empty_context():
     x = ScriptedClient("1")
     agents = {"x": agent(x), "o": agent(ScriptedClient("2"))}
     for _ in range(2):
-        # o gets no first observation, and still begins anew
-        env = Scripted({"x": "?"}, ("x", {"x": outcome(), "o": outcome("x played")}), ("o", {"o": outcome(ends=True)}))
+        # o gets no first observation but is reset as well
+        env = ScriptedEnv({"x": "?"}, ("x", {"x": outcome(), "o": outcome("x played")}), ("o", {"o": outcome(ends=True)}))
         play(MultiAgentProtocol(agents).run(env=env, max_steps=5))
-    assert said(agents["o"]) == [("user", "x played"), ("assistant", "2")]
+    assert messages_of(agents["o"]) == [("user", "x played"), ("assistant", "2")]
 
 
-class Waiting(Scripted):
-    """All of it asynchronous."""
+class Waiting(ScriptedEnv):
+    """All of its methods are coroutine functions."""
 
     async def reset(self, *, seed=None):
         await asyncio.sleep(0)
-        return Scripted.reset(self, seed=seed)
+        return ScriptedEnv.reset(self, seed=seed)
 
     async def step(self, actions):
         await asyncio.sleep(0)
-        return Scripted.step(self, actions)
+        return ScriptedEnv.step(self, actions)
 
 
-class WaitingParts(Scripted):
-    """Each agent's part is a coroutine."""
+class WaitingParts(ScriptedEnv):
+    """Each agent's part of the result is a coroutine."""
 
     def step(self, actions):
         async def later(part):
             return part
 
-        return {agent_id: later(part) for agent_id, part in Scripted.step(self, actions).items()}
+        return {agent_id: later(part) for agent_id, part in ScriptedEnv.step(self, actions).items()}
 
 
 @pytest.mark.parametrize("kind", [Waiting, WaitingParts])
@@ -286,20 +299,20 @@ def test_environments_may_be_asynchronous(kind):
     assert [rollouts[k].total_reward for k in "xo"] == [1.0, -1.0]
 
 
-def test_an_environment_for_one_agent_will_do():
+def test_a_single_agent_environment_can_be_played():
     rollouts, _ = run(Counting(goal=2), {"agent_0": ScriptedClient("a", "b")})
     assert [s.next_obs for s in rollouts["agent_0"].steps] == ["step 1", None]
     assert rollouts["agent_0"].total_reward == 1.0
 
 
-def test_agents_that_the_environment_does_not_know_are_named():
-    with pytest.raises(ConfigError, match=r"agents \['y'\], Scripted has \['o', 'x'\]"):
+def test_the_error_of_unknown_agents_names_them():
+    with pytest.raises(ConfigError, match=r"agents \['y'\], ScriptedEnv has \['o', 'x'\]"):
         run(a_game(), {"y": ScriptedClient("1")})
     with pytest.raises(ConfigError, match="agents is empty"):
         MultiAgentProtocol({})
 
 
-def test_one_failure_cancels_the_other_calls_and_is_raised_as_it_is():
+def test_one_failure_cancels_the_other_calls_and_is_raised_unchanged():
     cancelled = []
 
     async def forever():
@@ -312,26 +325,26 @@ def test_one_failure_cancels_the_other_calls_and_is_raised_as_it_is():
     async def fails():
         raise ValueError("the model broke")
 
-    env = Scripted({"x": "?", "o": "?"}, ("xo", {}))
+    env = ScriptedEnv({"x": "?", "o": "?"}, ("xo", {}))
     with pytest.raises(ValueError, match="the model broke"):
         run(env, {"x": ScriptedClient("1", delay=forever), "o": ScriptedClient("2", delay=fails)})
     assert cancelled == [True]
 
 
-def test_a_model_call_that_takes_too_long_is_a_timeout():
+def test_a_slow_model_call_times_out():
     async def forever():
         await asyncio.Event().wait()
 
     protocol = MultiAgentProtocol({"x": agent(ScriptedClient("1", delay=forever))})
     with pytest.raises(TimeoutError):
-        play(protocol.run(env=Scripted({"x": "?"}, ("x", {})), max_steps=1, timeout_s=0.02))
+        play(protocol.run(env=ScriptedEnv({"x": "?"}, ("x", {})), max_steps=1, timeout_s=0.02))
 
 
 def endless(ids="xo"):
-    return Scripted(dict.fromkeys(ids, "?"), *[(ids, {k: outcome() for k in ids})] * 4, ids=ids)
+    return ScriptedEnv(dict.fromkeys(ids, "?"), *[(ids, {k: outcome() for k in ids})] * 4, ids=ids)
 
 
-def test_every_agent_has_its_own_sampling_seed_on_every_turn():
+def test_every_agent_has_its_own_sampling_seed_on_every_turn_in_any_order():
     def seeds(order):
         clients = {k: ScriptedClient("1") for k in order}
         run(endless(), clients, max_steps=4)
@@ -339,7 +352,7 @@ def test_every_agent_has_its_own_sampling_seed_on_every_turn():
 
     first = seeds("xo")
     assert len({*first["x"], *first["o"]}) == 8
-    assert first == seeds("ox")  # reproducible, whatever the order
+    assert first == seeds("ox")  # reproducible in any order
     assert first["x"] == [agent_seed(11, "x", turn) for turn in range(4)]
     assert agent_seed(None, "x", 1) is None
     members = {agent_seed(base, name, turn) for base in range(64) for name in "xo" for turn in range(10)}
@@ -347,13 +360,13 @@ def test_every_agent_has_its_own_sampling_seed_on_every_turn():
     assert all(0 <= seed < 2**31 for seed in members)
 
 
-def test_tools_that_a_player_uses_are_steps_of_its_rollout():
+def test_tool_calls_of_a_player_are_steps_of_its_rollout():
     def look() -> str:
         return "1 is free"
 
     client = CallingClient(("look first", [call("look")]), "1", "2")
     reasoning = ReActAgent([look], client=client, model="m", ctx=FullDialog(), parser=verbatim)
-    env = Scripted({"x": "go", "o": "?"}, *[("x", {"x": outcome("on")}), ("x", {"x": outcome("", 1.0, ends=True)})])
+    env = ScriptedEnv({"x": "go", "o": "?"}, *[("x", {"x": outcome("on")}), ("x", {"x": outcome("", 1.0, ends=True)})])
     (rollout,) = play(MultiAgentProtocol({"x": reasoning}).run(env=env, max_steps=5))
     assert [(s.index, s.prev_obs, s.action, s.next_obs, s.reward) for s in rollout.steps] == [
         (0, "go", "look first", "1 is free", 0.0),
@@ -363,7 +376,7 @@ def test_tools_that_a_player_uses_are_steps_of_its_rollout():
 
 
 class Nim(LudicEnv[str, str, str]):
-    """Two players take one or two of the sticks in turn; who takes the last wins. Tells both
+    """Two players take turns to remove one or two sticks; whoever takes the last one wins. Both see
     everything."""
 
     agent_ids = ("x", "o")
@@ -392,7 +405,7 @@ class Nim(LudicEnv[str, str, str]):
     moves=st.lists(st.sampled_from("12z"), min_size=2, max_size=12).filter(lambda m: set(m) != {"z"}),
     max_steps=st.integers(1, 14),
 )
-def test_every_game_is_told_whole_to_both_players(sticks, moves, max_steps):
+def test_both_players_receive_the_whole_game(sticks, moves, max_steps):
     env = Nim(sticks)
     parser = lambda text: ParseResult(None, 0.0, "1 or 2!") if text == "z" else ParseResult(text, 0.0, None)  # noqa: E731
     clients = {"x": ScriptedClient(*moves), "o": ScriptedClient(*moves[::-1])}
@@ -406,16 +419,16 @@ def test_every_game_is_told_whole_to_both_players(sticks, moves, max_steps):
     for agent_id, rollout in rollouts.items():
         assert all(before.next_obs == after.prev_obs for before, after in pairwise(rollout.steps))
         assert all(before.index < after.index for before, after in pairwise(rollout.steps))
-        roles = [role for role, _ in said(agents[agent_id])]
+        roles = [role for role, _ in messages_of(agents[agent_id])]
         assert roles == ["user" if i % 2 == 0 else "assistant" for i in range(len(roles))]
-        seen = "\n\n".join(content for role, content in said(agents[agent_id]) if role == "user")
+        seen = "\n\n".join(content for role, content in messages_of(agents[agent_id]) if role == "user")
         heard = env.log if env.sticks > 0 else env.log[:-1]
         assert [line for line in seen.split("\n\n") if "took" in line] == heard
 
 
-def test_a_group_of_games_compares_each_player_with_itself():
-    """Known defect: two rollouts an episode made a group of twice its size, and credit stopped
-    with an error."""
+def test_a_group_of_games_has_a_baseline_for_each_player():
+    """Regression test: two rollouts per episode made a group of twice its size, and credit
+    assignment raised an error."""
     client = LocalChatClient(tiny_model(max_position_embeddings=256), make_line_tokenizer())
 
     def make():

@@ -24,7 +24,7 @@ def one(client, env, **run):
     return rollout
 
 
-def test_an_episode_that_ends_is_told_step_by_step():
+def test_a_terminated_episode_has_one_record_per_step():
     client, env = ScriptedClient("a", "b"), Counting(goal=2)
     rollout = one(client, env)
     assert env.seed == 3
@@ -39,7 +39,7 @@ def test_an_episode_that_ends_is_told_step_by_step():
     assert [m["content"] for m in client.requests[1].messages] == ["start 3", "a", "step 1"]
 
 
-def test_each_step_has_a_sampling_seed_of_its_own_that_follows_from_the_episodes():
+def test_each_step_derives_its_own_sampling_seed_from_the_episodes():
     client = ScriptedClient("a")
     one(client, Counting(goal=3))
     seeds = [r.seed for r in client.requests]
@@ -57,21 +57,21 @@ def test_running_out_of_steps_is_a_truncation():
     assert not rollout.steps[0].truncated
 
 
-def test_a_truncation_by_the_environment_is_its_own():
+def test_truncation_by_the_environment_is_marked_as_its_own():
     rollout = one(ScriptedClient("a"), Counting(goal=1, truncate=True))
     assert (rollout.meta["episode_truncated"], rollout.meta["truncation_reason"]) == (True, "env")
     assert "truncation_reason" not in rollout.steps[-1].info
 
 
 class Leaving(Counting):
-    """Its agent has nothing more to do after one step, though the episode has not ended."""
+    """Its agent is no longer active after one step, though the episode has not ended."""
 
     @property
     def active_agents(self):
         return [] if self.actions else ["agent_0"]
 
 
-def test_an_agent_that_is_no_longer_asked_ran_out_of_nothing():
+def test_an_agent_that_is_no_longer_active_is_not_truncated():
     rollout = one(ScriptedClient("a"), Leaving(goal=9))
     assert rollout.length == 1
     assert (rollout.meta["episode_truncated"], rollout.meta["truncation_reason"]) == (False, None)
@@ -82,7 +82,7 @@ def strict(text):
     return ParseResult(None, -1.0, "Say a.") if text != "a" else ParseResult("a", 0.25, None)
 
 
-def test_an_answer_that_cannot_be_parsed_never_reaches_the_environment():
+def test_an_unparsable_answer_never_reaches_the_environment():
     client, env = ScriptedClient("z", "a"), Counting(goal=1)
     agent_protocol = protocol(client, parser=strict)
     (rollout,) = play(agent_protocol.run(env=env, max_steps=5))
@@ -91,12 +91,12 @@ def test_an_answer_that_cannot_be_parsed_never_reaches_the_environment():
     assert failed.info["parse_error"] is True
     assert failed.trace is not None
     assert played.prev_obs == "Say a."
-    assert played.reward == 1.25  # the environment's and the parser's
+    assert played.reward == 1.25  # rewards of the environment and of the parser
     assert env.actions == ["a"]
     assert client.requests[1].messages[-1] == {"role": "user", "content": "Say a."}
 
 
-def test_a_parse_error_ends_the_episode_where_that_is_asked_for():
+def test_a_parse_error_can_end_the_episode():
     agent = Agent(client=ScriptedClient("z"), model="m", ctx=FullDialog(), parser=strict)
     (rollout,) = play(SingleAgentProtocol(agent, stop_on_parse_error=True).run(env=Counting(), max_steps=5))
     assert rollout.length == 1
@@ -105,7 +105,7 @@ def test_a_parse_error_ends_the_episode_where_that_is_asked_for():
     assert agent._ctx.messages[-1]["content"] == "Say a."
 
 
-def test_a_last_parse_error_keeps_its_feedback_when_the_steps_run_out():
+def test_a_parse_error_on_the_last_step_keeps_its_feedback():
     (rollout,) = play(protocol(ScriptedClient("z"), parser=strict).run(env=Counting(), max_steps=1))
     assert (rollout.steps[-1].next_obs, rollout.steps[-1].truncated) == ("Say a.", True)
 
@@ -135,7 +135,7 @@ def test_environments_may_be_asynchronous():
     assert client.requests[0].messages == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "seed 3"}]
 
 
-def test_the_agents_own_system_prompt_comes_before_the_environments():
+def test_the_agents_system_prompt_overrides_the_environments():
     client = ScriptedClient("a")
     agent = Agent(client=client, model="m", ctx=FullDialog("Mine."), parser=verbatim)
     play(SingleAgentProtocol(agent).run(env=Asynchronous(), max_steps=1))
@@ -152,12 +152,12 @@ class Two(LudicEnv[str, str, str]):
         return {}
 
 
-def test_two_agents_are_one_too_many():
+def test_an_environment_with_two_agents_is_refused():
     with pytest.raises(ConfigError, match="one agent, Two has 2"):
         one(ScriptedClient("a"), Two())
 
 
-def test_info_is_merged_from_client_to_extra_and_reserved_keys_stay(caplog):
+def test_info_is_merged_in_order_and_reserved_keys_are_kept(caplog):
     merged = merge_step_info(client_info={"a": 1, "b": 1}, env_info={"b": 2, "c": 2}, extra={"c": 3})
     assert merged == {"a": 1, "b": 2, "c": 3}
     kept = merge_step_info(client_info={"a": 1}, env_info={"a": 2}, reserved_keys={"a"})
@@ -178,7 +178,7 @@ def test_collected_steps_become_a_rollout_for_each_agent():
     assert by_agent["x"]["env_name"] == "e"
 
 
-def test_an_agent_that_is_never_asked_plays_no_step():
+def test_an_agent_that_is_never_active_has_no_step():
     client, env = ScriptedClient("a"), Leaving(goal=9)
     env.actions.append("another's")
     rollout = one(client, env)
@@ -186,12 +186,12 @@ def test_an_agent_that_is_never_asked_plays_no_step():
     assert (rollout.meta["episode_truncated"], rollout.meta["truncation_reason"]) == (False, None)
 
 
-def test_no_steps_allowed_is_a_truncation_without_a_step():
+def test_max_steps_of_zero_truncates_without_a_step():
     rollout = one(ScriptedClient("a"), Counting(), max_steps=0)
     assert (rollout.steps, rollout.meta["truncation_reason"]) == ([], "max_steps")
 
 
-def test_an_end_that_is_also_a_truncation_is_an_end():
+def test_terminated_takes_precedence_over_truncated():
     class Both(Counting):
         def env_step(self, action):
             return StepOutcome("o", 1.0, truncated=True, terminated=True)
@@ -201,13 +201,13 @@ def test_an_end_that_is_also_a_truncation_is_an_end():
     assert (rollout.meta["episode_truncated"], rollout.meta["truncation_reason"]) == (False, None)
 
 
-def test_what_the_environment_says_at_the_end_is_not_told_to_the_agent():
+def test_the_final_observation_is_not_added_to_the_context():
     chat = protocol(ScriptedClient("a", "b"))
     play(chat.run(env=Counting(goal=2), max_steps=5))
     assert [m["content"] for m in chat.agent._ctx.messages] == ["start None", "a", "step 1", "b"]
 
 
-def test_feedback_of_a_parser_without_words_is_still_feedback():
+def test_empty_parser_feedback_is_still_feedback():
     (rollout,) = play(
         protocol(ScriptedClient("z"), parser=lambda text: ParseResult(None, -1.0, None)).run(env=Counting(), max_steps=1)
     )
@@ -215,7 +215,7 @@ def test_feedback_of_a_parser_without_words_is_still_feedback():
 
 
 class Wrapping(LudicEnv[str, str, str]):
-    """Hands on to an asynchronous environment by its plain methods, whose values are then
+    """Delegates to an asynchronous environment with plain methods, which therefore return
     coroutines."""
 
     agent_ids = active_agents = ("agent_0",)
@@ -239,12 +239,12 @@ class AllAsynchronous(Wrapping):
 
 
 @pytest.mark.parametrize("make", [Wrapping, AllAsynchronous])
-def test_any_awaitable_that_an_environment_returns_is_awaited(make):
+def test_any_awaitable_from_an_environment_is_awaited(make):
     rollout = one(ScriptedClient("a"), make())
     assert (rollout.steps[0].prev_obs, rollout.total_reward) == ("seed 3", 1.0)
 
 
-def test_an_environment_that_answers_someone_else_is_named():
+def test_the_error_of_an_outcome_for_another_agent_names_the_agent():
     class Elsewhere(Counting):
         def step(self, actions):
             return {"b": self.env_step("")}
@@ -253,7 +253,7 @@ def test_an_environment_that_answers_someone_else_is_named():
         one(ScriptedClient("a"), Elsewhere())
 
 
-def test_a_model_call_that_takes_too_long_ends_the_episode_with_an_error():
+def test_a_slow_model_call_ends_the_episode_with_an_error():
     async def forever():
         await asyncio.Event().wait()
 
@@ -268,7 +268,7 @@ def test_a_model_call_that_takes_too_long_ends_the_episode_with_an_error():
     truncate=st.booleans(),
     stop=st.booleans(),
 )
-def test_every_episode_is_told_without_a_gap(answers, goal, max_steps, truncate, stop):
+def test_consecutive_steps_of_an_episode_connect(answers, goal, max_steps, truncate, stop):
     client, env = ScriptedClient(*answers), Counting(goal=goal, truncate=truncate)
     agent = Agent(client=client, model="m", ctx=FullDialog(), parser=strict)
     (rollout,) = play(SingleAgentProtocol(agent, stop_on_parse_error=stop).run(env=env, max_steps=max_steps))
@@ -288,22 +288,22 @@ def test_every_episode_is_told_without_a_gap(answers, goal, max_steps, truncate,
 
 
 @given(st.integers(-(2**63), 2**63), st.integers(1, 1000))
-def test_a_derived_seed_fits_every_server_and_never_changes(seed, step):
+def test_a_derived_seed_fits_every_server_and_is_stable(seed, step):
     assert derive_seed(seed, 0) == seed
     assert 0 <= derive_seed(seed, step) < 2**31
     assert derive_seed(seed, step) == derive_seed(seed, step)
-    # seed 0, step 1 is the first output of SplitMix64(0), 0xE220A8397B1DCDAF, cut to 31 bits:
+    # seed 0, step 1 is the first output of SplitMix64(0), 0xE220A8397B1DCDAF, truncated to 31 bits:
     # 0x7B1DCDAF
     assert derive_seed(0, 1) == 0x7B1DCDAF
 
 
-def test_members_of_a_group_draw_different_tokens_at_every_step():
-    """Their seeds are base, base + 1, ...: no two of them meet at any step."""
+def test_members_of_a_group_have_different_seeds_at_every_step():
+    """Group members have the seeds base, base + 1, ...; no two of them coincide at any step."""
     seeds = [[derive_seed(1000 + member, step) for step in range(50)] for member in range(64)]
     assert all(len(set(at_step)) == 64 for at_step in zip(*seeds, strict=True))
 
 
-def test_a_reserved_key_may_be_said_again_with_the_same_value(caplog):
+def test_a_reserved_key_can_be_repeated_with_the_same_value(caplog):
     assert merge_step_info(client_info={"a": 1}, env_info={"a": 1}, extra={"a": 2}, reserved_keys={"a", "new"}) == {"a": 1}
     assert caplog.text.count("is reserved") == 1
     assert merge_step_info(client_info={}, extra={"new": 1}, reserved_keys={"new"}) == {"new": 1}
@@ -312,7 +312,7 @@ def test_a_reserved_key_may_be_said_again_with_the_same_value(caplog):
     assert client_info == {"a": 1}
 
 
-def test_a_collector_forgets_agents_that_did_nothing():
+def test_a_collector_drops_agents_without_steps():
     collector = TraceCollector()
     assert collector.extract_rollouts() == collector.extract_rollouts_with_per_agent_status() == []
     _ = collector._traces["silent"]
@@ -324,7 +324,7 @@ def test_a_collector_forgets_agents_that_did_nothing():
     assert rollout.id != collector.extract_rollouts()[0].id
 
 
-def test_an_environment_and_an_agent_that_subclass_nothing_are_played():
+def test_environments_and_agents_without_base_classes_can_be_played():
     class Room:
         agent_ids = active_agents = ("agent_0",)
 
@@ -337,7 +337,7 @@ def test_an_environment_and_an_agent_that_subclass_nothing_are_played():
     own = Agent(client=ScriptedClient("a"), model="m", ctx=FullDialog(), parser=verbatim)
 
     class Plain:
-        """The members that the protocol reads, on a class of the user's own."""
+        """A user's own class with only the members that the protocol reads."""
 
         _ctx = own._ctx
         name = "plain"

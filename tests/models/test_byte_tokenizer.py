@@ -1,5 +1,5 @@
-"""The byte tokenizer: every text round-trips, in memory and through a folder, and no text can
-make a special token."""
+"""The byte tokenizer: every text round-trips, in memory and through a folder, and no text becomes a
+special token."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ def reloaded(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFas
 
 
 def test_ids_are_bytes_plus_three(tokenizer: PreTrainedTokenizerFast) -> None:
-    # '4' is byte 52 and '>' byte 62; e with an acute accent is the two bytes 195 and 169.
+    # '4' is byte 52 and '>' is byte 62; e with an acute accent is the two bytes 195 and 169.
     assert tokenizer.encode("4>é") == [55, 65, 198, 172]
 
 
@@ -33,7 +33,7 @@ def test_special_ids_and_size_are_as_documented(tokenizer: PreTrainedTokenizerFa
     assert len(tokenizer) == VOCAB_SIZE == 259
 
 
-def test_the_alphabet_is_that_of_byte_level_tokenizers(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_the_alphabet_equals_that_of_byte_level_tokenizers(tokenizer: PreTrainedTokenizerFast) -> None:
     assert set(pre_tokenizers.ByteLevel.alphabet()) <= set(tokenizer.get_vocab())
 
 
@@ -60,5 +60,5 @@ def test_text_that_spells_a_special_token_stays_text(which: str, request: pytest
     assert tokenizer.decode(ids) == "9<eos>9"
 
 
-def test_decoding_can_leave_the_end_out(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_decoding_can_omit_special_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
     assert tokenizer.decode([52, EOS_ID, PAD_ID], skip_special_tokens=True) == "1"

@@ -15,13 +15,13 @@ def model_with_a_frozen_part():
     return model
 
 
-def test_everything_is_in_evaluation_mode_inside():
+def test_inside_every_module_is_in_evaluation_mode():
     model = model_with_a_frozen_part()
     with evaluation_mode(model):
         assert not any(modes(model))
 
 
-def test_each_module_has_its_own_mode_afterwards():
+def test_afterwards_each_module_has_its_previous_mode():
     model = model_with_a_frozen_part()
     before = modes(model)
     assert before == [True, True, False, False, False, True]
@@ -30,7 +30,7 @@ def test_each_module_has_its_own_mode_afterwards():
     assert modes(model) == before
 
 
-def test_the_modes_come_back_after_an_error():
+def test_the_modes_are_restored_after_an_error():
     model = model_with_a_frozen_part()
     before = modes(model)
     with pytest.raises(ZeroDivisionError), evaluation_mode(model):

@@ -1,4 +1,4 @@
-"""The head of a classifier under LoRA: all of it is trained and saved, by architecture."""
+"""The head of a classifier under LoRA: all of it is trained and saved, for every architecture."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ HEADS = {
     "Qwen3": ["score"],
     "GPT2": ["score"],
     "Gemma": ["score"],
-    "Bert": ["classifier"],  # its pooler is of the model that is loaded
+    "Bert": ["classifier"],  # its pooler belongs to the loaded base model
     "Roberta": ["classifier"],
     "ModernBert": ["classifier", "head"],
     "DebertaV2": ["classifier", "pooler"],
@@ -33,7 +33,7 @@ def logits(model):
 
 
 def one_step(model):
-    """What a step moves: the names of the weights that are not as they were."""
+    """The names of the weights that one step changes."""
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     model(input_ids=IDS, attention_mask=torch.ones_like(IDS)).logits.square().sum().backward()
@@ -51,7 +51,7 @@ def test_every_part_of_the_head_is_trained_and_saved(architecture, heads, tmp_pa
     assert (find_head(model), find_head_parts(model)) == (heads[0], heads)
     weights = {name for name, _ in model.named_parameters() if name.split(".")[0] in heads}
     backbone = {name for name, _ in model.named_parameters() if name.startswith(f"{model.base_model_prefix}.")}
-    assert weights | backbone == {name for name, _ in model.named_parameters()}  # nothing else could stay as it was made
+    assert weights | backbone == {name for name, _ in model.named_parameters()}  # no other weight may keep its initial value
     adapted = apply_lora(model, LoraSettings(rank=2))
     assert find_head_parts(adapted) == [f"base_model.model.{part}" for part in heads]
     assert {plain(name) for name in one_step(adapted) if "lora_" not in name} == weights
@@ -62,7 +62,7 @@ def test_every_part_of_the_head_is_trained_and_saved(architecture, heads, tmp_pa
     with torch.no_grad():
         for name, parameter in other.named_parameters():
             if name in weights:
-                parameter.add_(1.0)  # a head drawn anew, as of a model that is loaded without one
+                parameter.add_(1.0)  # a newly initialised head, as of a model loaded without one
     torch.testing.assert_close(logits(load_adapter(other, tmp_path)), logits(adapted), atol=1e-5, rtol=1e-5)
     published = published_weights(adapted)
     merged = scoring_model(architecture, seed=1)
@@ -72,7 +72,7 @@ def test_every_part_of_the_head_is_trained_and_saved(architecture, heads, tmp_pa
 
 @pytest.mark.parametrize("architecture", ["ModernBert", "DebertaV2"])
 @pytest.mark.parametrize("with_adapters", [False, True])
-def test_every_part_of_the_head_learns_at_its_rate(architecture, with_adapters):
+def test_every_part_of_the_head_has_the_heads_learning_rate(architecture, with_adapters):
     from training_samples import cpu_config
 
     model = scoring_model(architecture)
@@ -85,7 +85,7 @@ def test_every_part_of_the_head_learns_at_its_rate(architecture, with_adapters):
 
 
 class ScorerForSequenceClassification(nn.Module):
-    """A classifier whose head has a name that nobody knows."""
+    """A classifier whose head has an unknown name."""
 
     base_model_prefix = "encoder"
 
@@ -95,7 +95,7 @@ class ScorerForSequenceClassification(nn.Module):
         self.scorer = nn.Linear(16, 1)
 
 
-def test_a_classifier_whose_head_is_not_found_is_an_error_and_no_frozen_head():
+def test_a_classifier_with_an_unknown_head_is_an_error_and_not_left_frozen():
     with pytest.raises(ConfigError, match=r"set modules_to_save to .*outside of encoder it has scorer"):
         apply_lora(ScorerForSequenceClassification(), LoraSettings(rank=2))
     adapted = apply_lora(ScorerForSequenceClassification(), LoraSettings(rank=2, modules_to_save=["scorer"]))
@@ -103,12 +103,12 @@ def test_a_classifier_whose_head_is_not_found_is_an_error_and_no_frozen_head():
     assert trained == {"scorer.weight", "scorer.bias"}
 
 
-def test_a_model_that_is_no_classifier_needs_no_head():
+def test_a_model_that_is_not_a_classifier_needs_no_head():
     adapted = apply_lora(causal_model("Qwen2"), LoraSettings(rank=2))
     assert find_head_parts(adapted) == []
     assert not adapted.peft_config["default"].modules_to_save
 
 
-def test_attention_of_deberta_is_adapted():
+def test_adapters_are_added_to_debertas_attention():
     targets = find_target_modules(scoring_model("DebertaV2"))
     assert targets == ["dense", "key_proj", "query_proj", "value_proj"]

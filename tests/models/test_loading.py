@@ -10,7 +10,7 @@ from ludic.models.byte_tokenizer import make_byte_tokenizer
 from ludic.models.loading import load_classifier, load_model, load_tokenizer
 
 
-def test_a_tokenizer_may_lie_in_a_folder_without_a_model(tmp_path: Path) -> None:
+def test_a_tokenizer_can_be_in_a_folder_without_a_model(tmp_path: Path) -> None:
     tokenizer = make_byte_tokenizer()
     tokenizer.chat_template = "{{ messages[0].content }}"
     tokenizer.save_pretrained(tmp_path)
@@ -19,14 +19,14 @@ def test_a_tokenizer_may_lie_in_a_folder_without_a_model(tmp_path: Path) -> None
     assert loaded.chat_template == tokenizer.chat_template
 
 
-def test_a_folder_with_neither_says_what_is_missing(tmp_path: Path) -> None:
+def test_the_error_of_an_empty_folder_says_what_is_missing(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no tokenizer_config\.json and no config\.json and no adapter_config\.json"):
         load_tokenizer(str(tmp_path))
     with pytest.raises(ConfigError, match=r"has no config\.json and no adapter_config\.json; give a folder"):
         load_model(str(tmp_path), "float32")
 
 
-def test_a_classifier_without_a_head_says_which_weights_are_missing(tmp_path: Path) -> None:
+def test_the_error_of_a_classifier_without_a_head_names_the_missing_weights(tmp_path: Path) -> None:
     tiny_model().save_pretrained(tmp_path)
     model, missing = load_classifier(str(tmp_path), "float32", description="model", num_labels=1)
     assert missing == {"score.weight"}

@@ -1,5 +1,5 @@
-"""Adapters: where they are put, what is trained and saved, and that everything which reads PEFT
-models reads them."""
+"""Adapters: where they are added, what is trained and saved, and that every reader of PEFT models
+can read them."""
 
 import json
 
@@ -32,8 +32,8 @@ TARGETS = {
 IDS = torch.tensor([[5, 6, 7, 8, 9], [9, 3, 3, 4, 1]])
 
 
-def trained(model, seed=1):
-    """The model with every trainable weight moved, as by a step."""
+def perturb_trainable(model, seed=1):
+    """The model after random changes of every trainable weight, as by a step."""
     torch.manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -51,7 +51,7 @@ def trainable(model):
     return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-# --- where adapters are put
+# --- where adapters are added
 
 
 @pytest.mark.parametrize("architecture", CAUSAL)
@@ -67,12 +67,12 @@ def test_every_projection_of_attention_and_feed_forward_gets_an_adapter(architec
     assert sum(hasattr(module, "lora_A") for module in adapted.modules()) == blocks
     assert all("lora_" in name for name in trainable(adapted))
     assert torch.equal(logits(adapted.eval()), before)  # B is zero
-    assert (logits(trained(adapted)) - before).abs().max() > 1e-2
+    assert (logits(perturb_trainable(adapted)) - before).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("architecture", ["Qwen2", "GPT2", "GPTNeoX", "Phi3", "OPT"])
-def test_published_weights_are_those_of_the_base_model_with_adapters_merged(architecture):
-    model = trained(apply_lora(causal_model(architecture), LoraSettings(rank=2)))
+def test_published_weights_are_the_base_weights_with_merged_adapters(architecture):
+    model = perturb_trainable(apply_lora(causal_model(architecture), LoraSettings(rank=2)))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     published = published_weights(model)
     plain = causal_model(architecture, seed=1)
@@ -83,7 +83,7 @@ def test_published_weights_are_those_of_the_base_model_with_adapters_merged(arch
     assert_same_tensors(model.state_dict(), before)
 
 
-def test_a_model_of_unknown_names_gets_an_error_that_lists_its_linear_layers():
+def test_the_error_of_a_model_with_unknown_names_lists_its_linear_layers():
     class Strange(nn.Module):
         def __init__(self):
             super().__init__()
@@ -96,7 +96,7 @@ def test_a_model_of_unknown_names_gets_an_error_that_lists_its_linear_layers():
     assert {name.split(".lora_")[0].rpartition(".")[2] for name in trainable(model) if "lora_" in name} == {"mixer"}
 
 
-def test_settings_that_mean_nothing_are_refused():
+def test_invalid_settings_are_refused():
     for wrong in ({"rank": 0}, {"rank": 2.5}, {"alpha": 0.0}, {"dropout": 1.0}, {"target_modules": "q_proj"}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             LoraSettings(**wrong)
@@ -104,7 +104,7 @@ def test_settings_that_mean_nothing_are_refused():
         apply_lora(apply_lora(tiny_model()))
 
 
-def test_the_scale_is_alpha_by_rank_and_by_default_two():
+def test_the_scale_is_alpha_over_rank_and_two_by_default():
     def scale(**settings):
         model = apply_lora(tiny_model(), LoraSettings(target_modules=["q_proj"], **settings))
         return model.base_model.model.model.layers[0].self_attn.q_proj.scaling["default"]
@@ -114,7 +114,7 @@ def test_the_scale_is_alpha_by_rank_and_by_default_two():
     assert scale(rank=4, alpha=2, rank_stabilized=True) == 1.0  # 2 / sqrt(4)
 
 
-def test_the_config_of_peft_is_completed_and_left_as_it_was():
+def test_a_peft_config_is_completed_on_a_copy():
     from peft import LoraConfig
 
     config = LoraConfig(r=2)
@@ -134,14 +134,14 @@ def test_the_config_of_peft_is_completed_and_left_as_it_was():
 @pytest.mark.parametrize(
     ("architecture", "head"), [("Qwen2", "score"), ("GPT2", "score"), ("Bert", "classifier"), ("Roberta", "classifier")]
 )
-def test_the_head_of_a_model_that_scores_is_trained_and_saved_whole(architecture, head, tmp_path):
+def test_the_head_of_a_scoring_model_is_trained_and_saved_completely(architecture, head, tmp_path):
     model = scoring_model(architecture)
     assert find_head(model) == head
     names = {name for name, _ in model.named_parameters() if name.startswith(head)}
     adapted = apply_lora(model, LoraSettings(rank=2))
     whole = {name for name in trainable(adapted) if "lora_" not in name}
     assert {name.replace(".modules_to_save.default.", ".").removeprefix("base_model.model.") for name in whole} == names
-    save_adapter(trained(adapted), tmp_path)
+    save_adapter(perturb_trainable(adapted), tmp_path)
     assert {f"base_model.model.{name}" for name in names} <= set(load_file(tmp_path / "adapter_model.safetensors"))
     published = published_weights(adapted)
     assert set(published) == {name for name, _ in scoring_model(architecture).named_parameters()}
@@ -150,14 +150,14 @@ def test_the_head_of_a_model_that_scores_is_trained_and_saved_whole(architecture
     torch.testing.assert_close(logits(plain), logits(adapted), atol=1e-5, rtol=1e-5)
 
 
-def test_layers_of_the_head_and_the_pooler_that_share_a_name_with_targets_get_no_adapter():
+def test_head_and_pooler_layers_named_like_targets_get_no_adapter():
     model = apply_lora(scoring_model("Roberta"), LoraSettings(rank=2))
     assert not any(
         "classifier" in name or "pooler" in name for name, module in model.named_modules() if hasattr(module, "lora_A")
     )
 
 
-def test_the_logits_of_the_vocabulary_are_no_head_and_other_heads_are_found_in_order():
+def test_the_language_model_head_does_not_count_and_other_heads_are_found_in_order():
     assert find_head(causal_model("Llama")) is find_head(causal_model("OPT")) is None  # OPT has more positions than tokens here
 
     class Scorer(nn.Module):
@@ -168,35 +168,35 @@ def test_the_logits_of_the_vocabulary_are_no_head_and_other_heads_are_found_in_o
                 setattr(self, head, nn.Linear(4, rows))
 
     assert find_head(Scorer("v_head", "reward_head")) == "reward_head"
-    assert find_head(Scorer("v_head", "lm_head")) == "lm_head"  # one row: it does not give the vocabulary
+    assert find_head(Scorer("v_head", "lm_head")) == "lm_head"  # one row, so it is not the vocabulary projection
     assert find_head(Scorer("lm_head", rows=50)) is None
     assert find_head(Scorer("classifier", "score")) == "score"
     wrapped = nn.ModuleDict({"inner": Scorer("v_head")})
     assert find_head(wrapped) == "inner.v_head"
 
 
-def test_the_head_is_found_behind_adapters_too():
+def test_the_head_is_found_behind_adapters():
     assert find_head(apply_lora(scoring_model("Qwen2"))) == "base_model.model.score"
 
 
 # --- merging
 
 
-def test_a_thousand_publications_leave_every_weight_as_it_was_to_the_bit():
-    model = trained(apply_lora(causal_model("Qwen2"), LoraSettings(rank=2)).bfloat16())
+def test_a_thousand_publications_leave_every_weight_bitwise_unchanged():
+    model = perturb_trainable(apply_lora(causal_model("Qwen2"), LoraSettings(rank=2)).bfloat16())
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     first = {name: tensor.clone() for name, tensor in published_weights(model).items()}
     for _ in range(1000):
         last = published_weights(model)
     assert_same_tensors(model.state_dict(), before)
     assert_same_tensors(last, first)
-    model.merge_adapter()  # what a cycle in place would have done
+    model.merge_adapter()  # what merging and unmerging in place would have done
     model.unmerge_adapter()
     assert any(not torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
 def test_merging_rounds_once():
-    model = trained(apply_lora(causal_model("Qwen2").bfloat16(), LoraSettings(rank=2)))
+    model = perturb_trainable(apply_lora(causal_model("Qwen2").bfloat16(), LoraSettings(rank=2)))
     layer = model.base_model.model.model.layers[0].self_attn.q_proj
     assert layer.lora_A["default"].weight.dtype == torch.float32
     exact = (
@@ -204,11 +204,11 @@ def test_merging_rounds_once():
     )
     merged = published_weights(model)["model.layers.0.self_attn.q_proj.weight"]
     assert merged.dtype == torch.bfloat16
-    assert ((merged.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-9).all()  # half a unit in the last of 8 bits, at most
+    assert ((merged.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-9).all()  # at most half a unit in the last of 8 bits
 
 
-def test_a_model_that_peft_merged_already_is_published_as_it_is():
-    model = trained(apply_lora(causal_model("Qwen2"), LoraSettings(rank=2)))
+def test_a_model_already_merged_by_peft_is_published_unchanged():
+    model = perturb_trainable(apply_lora(causal_model("Qwen2"), LoraSettings(rank=2)))
     expected = published_weights(model)
     model.merge_adapter()
     assert_same_tensors(published_weights(model), expected, atol=1e-6)
@@ -218,13 +218,13 @@ def test_weight_decomposed_adapters_and_biases_are_merged_as_peft_does():
     from peft import LoraConfig
 
     for config in (LoraConfig(r=2, use_dora=True), LoraConfig(r=2, lora_bias=True), LoraConfig(r=2, use_rslora=True)):
-        model = trained(apply_lora(causal_model("GPTNeoX"), config))
+        model = perturb_trainable(apply_lora(causal_model("GPTNeoX"), config))
         plain = causal_model("GPTNeoX", seed=1)
         plain.load_state_dict(published_weights(model), strict=False)
         torch.testing.assert_close(logits(plain), logits(model), atol=1e-4, rtol=1e-4)
 
 
-def test_an_adapter_that_cannot_be_merged_beside_the_model_is_an_error_that_names_it():
+def test_the_error_of_an_adapter_that_cannot_be_merged_on_a_copy_names_it():
     from peft import IA3Config, get_peft_model
 
     model = get_peft_model(causal_model("Qwen2"), IA3Config(target_modules=["k_proj"], feedforward_modules=[]))
@@ -242,7 +242,7 @@ def test_peft_and_transformers_read_the_adapters_of_a_causal_model(architecture,
 
     causal_model(architecture).save_pretrained(tmp_path / "base")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    model = trained(apply_lora(base, LoraSettings(rank=2)))
+    model = perturb_trainable(apply_lora(base, LoraSettings(rank=2)))
     save_adapter(model, tmp_path / "adapter")
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert (config["task_type"], config["base_model_name_or_path"]) == ("CAUSAL_LM", str(tmp_path / "base"))
@@ -261,7 +261,7 @@ def test_peft_and_transformers_read_the_adapters_and_the_head_of_a_reward_model(
 
     scoring_model(architecture).save_pretrained(tmp_path / "base")
     base = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base")
-    model = trained(apply_lora(base, LoraSettings(rank=2)))
+    model = perturb_trainable(apply_lora(base, LoraSettings(rank=2)))
     save_adapter(model, tmp_path / "adapter")
     assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["task_type"] == "SEQ_CLS"
     read = PeftModel.from_pretrained(scoring_model(architecture), tmp_path / "adapter").eval()
@@ -272,10 +272,10 @@ def test_peft_and_transformers_read_the_adapters_and_the_head_of_a_reward_model(
     assert torch.equal(logits(read), logits(model))
 
 
-def test_the_merged_model_on_disk_needs_no_peft_and_saving_it_changes_nothing(tmp_path):
+def test_the_merged_model_on_disk_needs_no_peft_and_saving_changes_nothing_in_memory(tmp_path):
     from transformers import AutoModelForCausalLM
 
-    model = trained(apply_lora(tiny_model(), LoraSettings(rank=2)))
+    model = perturb_trainable(apply_lora(tiny_model(), LoraSettings(rank=2)))
     before = weights_of(model)
     save_merged(model, tmp_path)
     assert not (tmp_path / "adapter_config.json").exists()
@@ -284,8 +284,8 @@ def test_the_merged_model_on_disk_needs_no_peft_and_saving_it_changes_nothing(tm
     assert_same_tensors(weights_of(model), before)
 
 
-def test_adapter_weights_are_what_the_file_holds(tmp_path):
-    model = trained(apply_lora(scoring_model("Qwen2"), LoraSettings(rank=2)))
+def test_adapter_weights_equal_the_file(tmp_path):
+    model = perturb_trainable(apply_lora(scoring_model("Qwen2"), LoraSettings(rank=2)))
     save_adapter(model, tmp_path)
     assert_same_tensors(collect_adapter_weights(model), load_file(tmp_path / "adapter_model.safetensors"))
     with pytest.raises(ConfigError, match="no adapters"):
@@ -294,7 +294,7 @@ def test_adapter_weights_are_what_the_file_holds(tmp_path):
         save_adapter(tiny_model(), tmp_path)
 
 
-def test_saving_asks_no_hub(tmp_path, monkeypatch):
+def test_saving_does_not_contact_the_hub(tmp_path, monkeypatch):
     import peft.utils.save_and_load
 
     def asked(*_):
@@ -307,7 +307,7 @@ def test_saving_asks_no_hub(tmp_path, monkeypatch):
     assert (tmp_path / "adapter_model.safetensors").exists()
 
 
-def test_pickled_adapters_are_not_read(tmp_path):
+def test_pickled_adapters_are_refused(tmp_path):
     save_adapter(apply_lora(tiny_model(), LoraSettings(rank=2)), tmp_path)
     weights = load_file(tmp_path / "adapter_model.safetensors")
     (tmp_path / "adapter_model.safetensors").unlink()
@@ -316,7 +316,7 @@ def test_pickled_adapters_are_not_read(tmp_path):
         load_adapter(tiny_model(), tmp_path)
 
 
-def test_adapters_of_another_config_are_refused_with_the_reason(tmp_path):
+def test_adapters_of_another_config_are_refused_with_a_reason(tmp_path):
     from ludic.models.state_files import read_model
 
     save_adapter(apply_lora(tiny_model(), LoraSettings(rank=2)), tmp_path)

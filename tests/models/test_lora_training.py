@@ -1,5 +1,5 @@
-"""Training with adapters: only they move, the gradient is that of the unsplit batch, and a
-resumed run is the run."""
+"""Training with adapters: only they change, the gradient is that of the unsplit batch, and a
+resumed run equals the uninterrupted one."""
 
 import asyncio
 import random
@@ -47,7 +47,7 @@ LOSSES = {
 
 
 def adapted(seed=0, model_seed=0, **changes):
-    """A model with adapters that are not zero."""
+    """A model with non-zero adapters."""
     model = tiny_model(model_seed, **changes)
     torch.manual_seed(seed)
     model = apply_lora(model, LoraSettings(rank=2))
@@ -97,7 +97,7 @@ def largest(gradients):
     budget=st.integers(20, 260),
     packing=st.sampled_from(["greedy", "optimal", "padding_free"]),
 )
-def test_the_gradient_of_the_adapters_is_that_of_the_unsplit_batch(name, order, budget, packing):
+def test_the_adapters_gradient_equals_that_of_the_unsplit_batch(name, order, budget, packing):
     expected = unsplit_gradient(name)
     assert largest(expected) > 1e-3
     assert all("lora_" in parameter for parameter in expected)
@@ -109,15 +109,15 @@ def test_the_gradient_of_the_adapters_is_that_of_the_unsplit_batch(name, order, 
     assert_same_tensors(gradients_of(model()), expected, atol=1e-6 * max(1.0, largest(expected)))
 
 
-def test_a_step_moves_the_adapters_and_nothing_else():
+def test_a_step_changes_only_the_adapters():
     trainer = trainer_of(tiny_model(), lora_config=LoraSettings(rank=2))
     before = weights_of(trainer.model)
-    trainer.train_sync(2)  # the first moves B alone: the gradient of A is zero while B is
+    trainer.train_sync(2)  # the first step changes only B, since the gradient of A is zero while B is zero
     moved = {name for name, weight in weights_of(trainer.model).items() if not torch.equal(weight, before[name])}
     assert moved == {name for name in before if "lora_" in name}
 
 
-def test_the_optimizer_and_the_norm_know_the_adapters_alone():
+def test_the_optimizer_and_the_gradient_norm_cover_only_the_adapters():
     trainer = trainer_of(adapted(), config={"max_grad_norm": None})
     trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
     assert [p for group in trainer.optimizer.param_groups for p in group["params"]] == trained
@@ -137,7 +137,7 @@ async def accumulate(trainer):
     await trainer.backend.forward_backward(mini_batch, totals=mini_batch.totals).result()
 
 
-def test_recomputed_activations_give_the_gradient_of_kept_ones():
+def test_gradient_checkpointing_does_not_change_the_gradient():
     kept, recomputed = trainer_of(adapted()), trainer_of(adapted(), enable_gradient_checkpointing=True)
     for trainer in (kept, recomputed):
         asyncio.run(accumulate(trainer))
@@ -147,7 +147,7 @@ def test_recomputed_activations_give_the_gradient_of_kept_ones():
     assert_same_tensors(gradients_of(recomputed.model), gradients_of(kept.model), atol=1e-6)
 
 
-def test_a_wrong_setting_leaves_the_model_without_adapters():
+def test_an_invalid_setting_leaves_the_model_without_adapters():
     plain = tiny_model()
     with pytest.raises(ConfigError, match="PolicyPublisher"):
         trainer_of(plain, lora_config=LoraSettings(), config={"sync_every_steps": 2})
@@ -179,7 +179,7 @@ def resumable(folder, *, adapter_seed=0, **options):
     )
 
 
-def test_a_resumed_run_is_the_run_bit_for_bit_and_its_checkpoints_hold_the_adapters_alone(tmp_path):
+def test_a_resumed_run_is_bitwise_equal_and_its_checkpoints_have_only_adapters(tmp_path):
     trainer = resumable(tmp_path)
     seed_everything(7)
     losses = [trainer.train_step_sync()["train/loss"] for _ in range(STEPS)]

@@ -1,4 +1,4 @@
-"""Names that PEFT makes of a model's, and back."""
+"""Conversion between parameter names of PEFT and of the plain model."""
 
 import pytest
 
@@ -15,7 +15,7 @@ from ludic.models.names import is_adapter, strip_peft_parts
         ("base_model.model.score.modules_to_save.default.weight", "score.weight"),
     ],
 )
-def test_a_name_without_what_peft_puts_around_it(name, plain):
+def test_plain_names_are_peft_names_without_wrappers(name, plain):
     assert strip_peft_parts(name) == plain
     assert strip_peft_parts(plain) == plain
 
@@ -30,11 +30,11 @@ def test_a_name_without_what_peft_puts_around_it(name, plain):
         ("model.layers.0.q_proj.base_layer.weight", False),
     ],
 )
-def test_what_is_a_weight_of_an_adapter(name, adapter):
+def test_adapter_weights_are_recognised_by_name(name, adapter):
     assert is_adapter(name) is adapter
 
 
-def test_names_are_those_that_peft_gives():
+def test_converted_names_match_peft():
     from peft import LoraConfig, get_peft_model
     from torch import nn
 

@@ -1,5 +1,5 @@
-"""Sequences one behind another: the same gradient as padded, with no mask of the whole row, and
-only where the model keeps them apart."""
+"""Packed sequences: the same gradient as with padding, no attention mask of the whole row, and only
+for models that keep sequences apart."""
 
 import logging
 import re
@@ -39,7 +39,7 @@ SMALL = {
 }
 
 
-def made(kind):
+def make_model_of_kind(kind):
     import transformers
 
     torch.manual_seed(0)
@@ -73,8 +73,8 @@ def gradient(model, batch):
 @pytest.mark.parametrize("kind", ["qwen2", "qwen2 with windows", "mistral with windows", "llama", "gpt2"])
 @settings(max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 1000), count=st.integers(1, 9), checkpointing=st.booleans())
-def test_the_gradient_is_that_of_the_padded_batch(kind, seed, count, checkpointing):
-    items, model = sorting_items(count, seed=seed, weight=1.0), made(kind)
+def test_the_gradient_equals_that_of_the_padded_batch(kind, seed, count, checkpointing):
+    items, model = sorting_items(count, seed=seed, weight=1.0), make_model_of_kind(kind)
     expected = gradient(model, collate_saw_items(items, pad_token_id=0, device="cpu"))
     assert with_supported_packing(cpu_config(packing="padding_free"), model).packing == "padding_free"
     if checkpointing:
@@ -105,17 +105,17 @@ def test_no_mask_of_the_whole_row_is_built(monkeypatch):
 
 
 @given(st.lists(st.integers(1, 90), min_size=1, max_size=30))
-def test_what_is_put_into_groups_comes_back_in_its_place(lengths):
+def test_grouped_sequences_are_returned_to_their_positions(lengths):
     row = torch.arange(float(sum(lengths)))[None, None, :, None].expand(1, 2, -1, 3)
     groups = SequenceGroups.from_lengths(lengths, torch.device("cpu"))
     parts = groups.pad(row)
     assert [(part.shape[0], part.shape[2]) for part in parts] == list(groups.shapes)
     assert torch.equal(groups.join([part.transpose(1, 2) for part in parts]), row.transpose(1, 2))
-    for part in parts:  # each padded row is one sequence, in order, then its last token again
+    for part in parts:  # each padded row is one sequence, in order, plus its last token again
         assert ((part[:, 0, 1:, 0] - part[:, 0, :-1, 0]) <= 1).all()
 
 
-def test_a_model_with_this_attention_computes_padded_batches_and_saves_itself_as_before(tmp_path):
+def test_a_model_with_packed_attention_still_runs_padded_batches_and_saves_unchanged(tmp_path):
     model, other = tiny_model(), tiny_model()
     set_attention(other, PACKED)
     batch = collate_saw_items(sorting_items(5), pad_token_id=0, device="cpu")
@@ -124,10 +124,9 @@ def test_a_model_with_this_attention_computes_padded_batches_and_saves_itself_as
     assert PACKED not in (tmp_path / "config.json").read_text()
 
 
-def test_a_model_in_a_wrapper_keeps_its_rows_apart_too():
+def test_a_wrapped_model_keeps_its_sequences_apart():
     class Wrapper(nn.Module):
-        """As DistributedDataParallel: it shows neither config nor attributes of the model
-        inside."""
+        """Like DistributedDataParallel, it hides the config and attributes of the inner model."""
 
         def __init__(self, module):
             super().__init__()
@@ -142,7 +141,7 @@ def test_a_model_in_a_wrapper_keeps_its_rows_apart_too():
         torch.testing.assert_close(forward_logits(Wrapper(model), batch), forward_logits(model, batch))
 
 
-def test_flash_attention_is_told_where_sequences_begin():
+def test_flash_attention_receives_the_sequence_boundaries():
     model = tiny_model()
     model.config._attn_implementation_internal = "flash_attention_2"  # not installed here, and not called
     lengths = [len(item.input_ids) for item in sorting_items(3)]
@@ -157,8 +156,8 @@ def test_flash_attention_is_told_where_sequences_begin():
 
 
 @pytest.mark.parametrize("window", [None, 4])
-def test_the_kernel_for_cuda_takes_what_it_is_given(window):
-    """Shapes and dtypes alone: there is no such device here."""
+def test_the_cuda_kernel_receives_valid_arguments(window):
+    """Only shapes and dtypes are checked, since there is no CUDA device."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -175,7 +174,7 @@ def test_the_kernel_for_cuda_takes_what_it_is_given(window):
 
 
 class Bigram(nn.Module):
-    """No model of transformers."""
+    """Not a transformers model."""
 
     def __init__(self):
         super().__init__()
@@ -208,7 +207,7 @@ def eager():
         (eager, 'attn_implementation="eager" would build a mask'),
     ],
 )
-def test_where_it_would_not_do_batches_are_padded_and_one_line_says_why(make, reason, caplog):
+def test_unsupported_models_get_padded_batches_and_one_line_explains_why(make, reason, caplog):
     model, items = make(), sorting_items(6, weight=1.0)
     cfg = cpu_config(packing="padding_free")
     before = get_attention(model)
@@ -224,12 +223,12 @@ def test_where_it_would_not_do_batches_are_padded_and_one_line_says_why(make, re
     trainer.train_step_sync()
 
 
-def test_a_model_that_forgets_where_positions_begin_is_padded():
+def test_a_model_that_ignores_position_ids_gets_padded_batches():
     model = tiny_model()
     inner = model.model.rotary_emb.forward
     model.model.rotary_emb.forward = lambda x, position_ids: inner(x, torch.arange(x.shape[1])[None])
     assert with_supported_packing(cpu_config(packing="padding_free"), model).packing == "padding_free"  # RoPE is relative
-    absolute = made("gpt2")
+    absolute = make_model_of_kind("gpt2")
     positions = absolute.transformer.wpe.forward
     absolute.transformer.wpe.forward = lambda ids: positions(torch.arange(ids.shape[1])[None])
     assert with_supported_packing(cpu_config(packing="padding_free"), absolute).packing == "optimal"

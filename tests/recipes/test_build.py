@@ -1,4 +1,4 @@
-"""Names to objects, and what is said of a name that stands for none."""
+"""Objects built from names, and the errors of unknown names."""
 
 import re
 from pathlib import Path
@@ -22,7 +22,7 @@ from ludic.training.presets.registry import REGISTRY
 
 
 class AlwaysSeven(DigitSort):
-    """A task of the user's own."""
+    """A user-defined task."""
 
 
 def test_the_small_model_has_the_documented_size() -> None:
@@ -36,31 +36,31 @@ def test_every_algorithm_is_built_with_the_settings_of_every_recipe(recipe: str,
     assert build_algorithm(compose([recipe, f"algorithm={name}"])).name == name
 
 
-def test_the_group_size_is_that_of_the_rollouts() -> None:
+def test_the_algorithms_group_size_is_that_of_the_rollouts() -> None:
     credit = build_algorithm(compose(["rollout.group_size=4"])).credit_assigner
     assert isinstance(credit, GroupNormalizedReturn)
     assert credit.group_size == 4
     assert isinstance(build_algorithm(compose(["algorithm=reinforce"])).credit_assigner, MonteCarloReturn)
 
 
-def test_the_help_names_every_algorithm_there_is() -> None:
+def test_the_help_lists_every_algorithm() -> None:
     assert sorted(REGISTRY) == re.split(", | or ", cli.ALGORITHMS)
 
 
-def test_the_limit_of_an_answer_is_the_one_that_dapo_penalises() -> None:
+def test_dapo_penalises_at_the_token_limit_of_an_answer() -> None:
     credit = build_algorithm(compose(["algorithm=dapo"]), max_completion_tokens=50).credit_assigner
     assert isinstance(credit, OverlongPenalty)
     assert (credit.max_tokens, credit.buffer_tokens) == (50, 10)
     assert RLParts.build(compose(["algorithm=dapo", "rollout.max_new_tokens=40"])).algorithm.credit_assigner.max_tokens == 40
 
 
-def test_a_task_of_ones_own_is_named_by_module_and_class() -> None:
+def test_a_users_task_is_named_by_module_and_class() -> None:
     task = build_task(TaskSection(kind=f"{__name__}:AlwaysSeven", args={"digits": 3}))
     assert isinstance(task, AlwaysSeven)
     assert len(task.draw(Random(0))["answer"]) == 3
 
 
-def test_the_trainer_can_tell_what_the_recipe_asked_for() -> None:
+def test_the_trainer_config_knows_what_the_recipe_set_explicitly() -> None:
     cfg = build_trainer_config(compose(["trainer.eval_max_steps=3"]).trainer, pad_token_id=7, seed=5)
     assert (cfg.pad_token_id, cfg.seed, cfg.eval_max_steps) == (7, 5, 3)
     assert cfg.was_set("eval_max_steps")
@@ -79,20 +79,20 @@ def test_a_setting_that_is_set_to_its_default_counts_as_set(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["algorithm=crispo"], r"algorithm \(crispo\) is not known; did you mean cispo"),
         (["algorithm=x"], r"there are cispo, dapo, dr_grpo"),
         (["algorithm_args.clip_eps_hi=0.3"], r"algorithm_args\.clip_eps_hi: .* did you mean clip_eps_high\?"),
     ],
 )
-def test_a_wrong_algorithm_is_an_error_with_a_way_out(arguments: list[str], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_the_error_of_an_invalid_algorithm_has_a_remedy(arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         build_algorithm(compose(arguments))
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["task.kind=srot"], r"task\.kind \(srot\) is not known; did you mean sort\?"),
         (["task.args.digit=5"], r"task\.args\.digit: DigitSort has no such argument; did you mean digits\?"),
@@ -100,26 +100,26 @@ def test_a_wrong_algorithm_is_an_error_with_a_way_out(arguments: list[str], said
         (["addition", "task.args.right=2"], r"right \(2\) must be between 0 and 1"),
     ],
 )
-def test_a_wrong_task_is_an_error_with_a_way_out(arguments: list[str], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_the_error_of_an_invalid_task_has_a_remedy(arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         build_task(compose(arguments).task)
 
 
 @pytest.mark.parametrize(
     "override", ["steps=-1", "threads=0", "rollout.prompts=0", "evaluation.prompts=0", "warmup.batch_size=0"]
 )
-def test_a_count_that_is_too_small_is_named(override: str) -> None:
+def test_the_error_of_a_count_that_is_too_small_names_it(override: str) -> None:
     key = override.split("=")[0]
     with pytest.raises(ConfigError, match=rf"{key} \(.*\) must be at least"):
         check_numbers(compose([override]))
 
 
-def test_a_network_whose_heads_do_not_divide_it_is_refused() -> None:
+def test_a_network_whose_size_is_not_divisible_by_its_heads_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"network\.hidden_size \(100\)"):
         make_small_model(compose(["network.hidden_size=100", "network.num_heads=8"]).network)
 
 
-def test_the_small_model_reads_the_tokens_of_the_tokenizer_that_is_named(tmp_path: Path) -> None:
+def test_the_small_model_has_the_vocabulary_of_the_named_tokenizer(tmp_path: Path) -> None:
     merging_tokenizer().save_pretrained(tmp_path)
     recipe = compose([f"tokenizer={tmp_path}"])
     model, tokenizer = build_policy(recipe)
@@ -129,20 +129,20 @@ def test_the_small_model_reads_the_tokens_of_the_tokenizer_that_is_named(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "message"),
     [
         (["rollout.group_size=1"], r"group_size \(1\) must be at least 2"),
         (["rollout.temperature=0"], r"rollout\.temperature \(0\) gives all members of a group the same answer, and grpo learns"),
         (["rollout.temperature=0", "algorithm=cispo"], "and cispo learns from the differences"),
     ],
 )
-def test_a_run_that_cannot_learn_is_refused_before_it_begins(overrides, said):
-    with pytest.raises(ConfigError, match=said):
+def test_a_run_that_cannot_learn_is_refused_before_it_starts(overrides, message):
+    with pytest.raises(ConfigError, match=message):
         build_algorithm(compose(["sort", "algorithm=grpo", *overrides]))
 
 
 @pytest.mark.parametrize(
     "overrides", [["algorithm=reinforce", "rollout.group_size=1"], ["algorithm=grpo", "rollout.temperature=0", "steps=0"]]
 )
-def test_a_run_that_can_learn_or_is_not_to_is_not_refused(overrides):
+def test_a_run_that_can_learn_or_should_not_learn_is_accepted(overrides):
     build_algorithm(compose(["sort", *overrides]))

@@ -1,4 +1,4 @@
-"""Resolving a recipe: layers in order, Hydra's grammar, and errors that say what was meant."""
+"""Resolving a recipe: layers in order, Hydra's grammar, and errors with suggestions."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -11,19 +11,19 @@ from ludic.recipes.compose import compose, config_hash, list_builtin_recipes, to
 from ludic.training.config import TrainerConfig
 
 
-def test_the_built_in_recipes_are_complete_and_say_their_name() -> None:
+def test_the_built_in_recipes_are_complete_and_have_their_name() -> None:
     assert list_builtin_recipes() == ["addition", "data", "sort", "tictactoe", "tools"]
     for name in list_builtin_recipes():
         recipe = compose([name])
         assert recipe.recipe == name
-        assert "???" not in to_yaml(recipe)  # OmegaConf writes a missing value so
+        assert "???" not in to_yaml(recipe)  # how OmegaConf writes a missing value
 
 
-def test_sorting_is_what_runs_without_arguments() -> None:
+def test_without_arguments_the_sorting_recipe_runs() -> None:
     assert compose() == compose(["sort"]) == compose(["recipe=sort"])
 
 
-def test_the_other_recipe_is_named_in_either_way() -> None:
+def test_a_recipe_can_be_named_in_either_syntax() -> None:
     assert compose(["addition"]) == compose(["recipe=addition"])
     assert compose(["addition"]).task.kind == "addition"
 
@@ -38,23 +38,21 @@ def test_overrides_follow_the_grammar_of_hydra() -> None:
     assert recipe.name == "a=b"
 
 
-def test_what_the_recipe_does_not_set_is_the_trainers_own_default() -> None:
+def test_unset_values_are_the_trainers_defaults() -> None:
     assert compose().trainer.packing == TrainerConfig().packing
     assert compose().trainer.max_empty_batches == TrainerConfig().max_empty_batches
 
 
-@settings(max_examples=20)  # each reads and writes files
+@settings(max_examples=20)  # each example reads and writes files
 @given(lr=st.floats(1e-8, 1.0), seed=st.integers(0, 2**31))
-def test_a_resolved_recipe_written_and_read_again_is_the_same(
-    tmp_path_factory: pytest.TempPathFactory, lr: float, seed: int
-) -> None:
+def test_a_resolved_recipe_survives_writing_and_reading(tmp_path_factory: pytest.TempPathFactory, lr: float, seed: int) -> None:
     recipe = compose(["addition", f"trainer.lr={lr!r}", f"seed={seed}"])
     path = tmp_path_factory.mktemp("recipe") / "config.yaml"
     path.write_text(to_yaml(recipe))
     assert compose([str(path)]) == recipe
 
 
-def test_a_file_starts_from_the_recipe_it_names_and_the_command_line_wins(tmp_path: Path) -> None:
+def test_a_file_extends_the_recipe_it_names_and_the_command_line_overrides_both(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("recipe: addition\nsteps: 7\ntrainer: {lr: 5.0e-4}\n")
     recipe = compose([str(path), "trainer.lr=1e-3"])
@@ -62,13 +60,13 @@ def test_a_file_starts_from_the_recipe_it_names_and_the_command_line_wins(tmp_pa
     assert recipe.warmup.steps == compose(["addition"]).warmup.steps
 
 
-def test_an_algorithm_brings_its_settings_and_the_command_line_wins() -> None:
+def test_an_algorithm_sets_its_defaults_and_the_command_line_overrides_them() -> None:
     assert compose().algorithm_args == {"clip_eps_low": 0.2, "clip_eps_high": 0.28, "normalizer": "tokens"}
     assert "clip_eps_high" not in compose(["algorithm=reinforce"]).algorithm_args
     assert compose(["algorithm_args.clip_eps_high=0.5"]).algorithm_args["clip_eps_high"] == 0.5
 
 
-def test_a_loaded_model_is_trained_at_gentler_rates_unless_others_are_asked_for(tmp_path: Path) -> None:
+def test_a_loaded_model_has_lower_default_learning_rates(tmp_path: Path) -> None:
     small, loaded = compose(), compose(["model=somewhere"])
     assert loaded.trainer.lr < small.trainer.lr / 10
     assert loaded.warmup.trainer.lr < small.warmup.trainer.lr / 10
@@ -79,7 +77,7 @@ def test_a_loaded_model_is_trained_at_gentler_rates_unless_others_are_asked_for(
     assert compose([str(path), "model=null"]).steps == small.steps
 
 
-def test_another_task_does_not_inherit_the_arguments_of_the_first(tmp_path: Path) -> None:
+def test_a_new_task_does_not_inherit_the_arguments_of_the_old_one(tmp_path: Path) -> None:
     assert compose(["task.kind=addition"]).task.args == {}
     assert compose(["task.args.right=0.5", "task.kind=addition"]).task.args == {"right": 0.5}
     path = tmp_path / "mine.yaml"
@@ -87,7 +85,7 @@ def test_another_task_does_not_inherit_the_arguments_of_the_first(tmp_path: Path
     assert compose([str(path)]).task.args == {"right": 0.4}
 
 
-def test_a_file_may_have_settings_for_each_algorithm(tmp_path: Path) -> None:
+def test_a_file_can_have_settings_for_each_algorithm(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("steps: 5\nper_algorithm: {cispo: {steps: 6}}\n")
     assert compose([str(path)]).steps == 5
@@ -95,7 +93,7 @@ def test_a_file_may_have_settings_for_each_algorithm(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("argument", "said"),
+    ("argument", "message"),
     [
         ("trainer.lrr=1e-4", r"no setting 'trainer\.lrr'; did you mean trainer\.lr\b"),
         ("lr=1e-4", r"did you mean .*trainer\.lr"),
@@ -111,13 +109,13 @@ def test_a_file_may_have_settings_for_each_algorithm(tmp_path: Path) -> None:
         ("inference.max_lag=1", r"no setting 'inference\.max_lag'; it is now called inference\.batches_ahead"),
     ],
 )
-def test_a_wrong_argument_is_an_error_with_a_way_out(argument: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_the_error_of_an_invalid_argument_has_a_remedy(argument: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         compose([argument])
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         ("trainer: {lerning_rate: 1}", r"no setting 'trainer\.lerning_rate'"),
         ("stepps: 3", r"did you mean steps"),
@@ -127,14 +125,14 @@ def test_a_wrong_argument_is_an_error_with_a_way_out(argument: str, said: str) -
         ("recipe: nonsense", r"no recipe 'nonsense'"),
     ],
 )
-def test_a_wrong_file_is_an_error_that_names_it(tmp_path: Path, content: str, said: str) -> None:
+def test_the_error_of_an_invalid_file_names_the_file(tmp_path: Path, content: str, message: str) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(content)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         compose([str(path)])
 
 
-def test_a_former_name_is_read_in_the_config_of_a_run_and_refused_in_a_file_of_the_users(tmp_path: Path) -> None:
+def test_a_former_name_is_read_from_a_runs_config_and_refused_in_a_users_file(tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(to_yaml(compose(["inference.batches_ahead=2"])).replace("batches_ahead", "max_lag"))
     with pytest.raises(ConfigError, match=r"config\.yaml: there is no setting 'inference\.max_lag'; it is now called"):
@@ -148,13 +146,18 @@ def test_two_recipes_at_once_are_refused() -> None:
         compose(["sort", "addition"])
 
 
-def test_the_hash_sees_everything_but_where_the_run_is_written() -> None:
+def test_the_hash_covers_every_setting_except_the_output_folder() -> None:
     base = config_hash(compose())
     assert config_hash(compose(["name=other", "output=elsewhere"])) == base
     assert config_hash(compose(["seed=1"])) != base
     assert config_hash(compose(["task.args.right=0.3"])) != base
 
 
-def test_the_sections_of_the_trainer_hold_every_field_of_its_configuration() -> None:
-    derived = {"learning_rate", "pad_token_id", "seed", "temperature"}  # an alias; what tokenizer, seed and sampling say
+def test_the_trainer_sections_have_every_field_of_the_trainer_config() -> None:
+    derived = {
+        "learning_rate",
+        "pad_token_id",
+        "seed",
+        "temperature",
+    }  # an alias, and fields that come from tokenizer, seed and sampling
     assert set(asdict(compose().trainer)) == set(TrainerConfig.__dataclass_fields__) - derived

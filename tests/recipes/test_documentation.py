@@ -1,4 +1,4 @@
-"""The task of docs/recipes.md runs as it stands."""
+"""The task of docs/recipes.md runs as printed."""
 
 import json
 import re
@@ -18,7 +18,7 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
 
 
-def test_the_task_of_the_page_is_trained(tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_task_of_the_page_can_be_trained(tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "page_task.py").write_text(blocks("python")[0])
     monkeypatch.syspath_prepend(tmp_path)
     try:

@@ -1,4 +1,4 @@
-"""A run's folder says which command made it, and only that one goes on with it."""
+"""A run's folder records its command, and only that command can continue it."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ SHORTEST = {
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run of each command, by its name."""
+    """A finished run of each command, by name."""
     parent = tmp_path_factory.mktemp("runs")
     for command, settings in SHORTEST.items():
         ludic(command, *settings, *NETWORK, "threads=1", f"output={parent}", f"name={command}")
@@ -25,7 +25,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("command", SHORTEST)
 @pytest.mark.parametrize("made_by", SHORTEST)
-def test_a_folder_of_another_command_is_refused_with_the_command_that_made_it(folders: Path, made_by: str, command: str) -> None:
+def test_a_folder_of_another_command_is_refused_and_the_error_names_that_command(
+    folders: Path, made_by: str, command: str
+) -> None:
     given = ["--resume", str(folders / made_by)]
     if command == made_by:
         assert f"Written to {folders / made_by}" in ludic(command, *given)
@@ -38,7 +40,7 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path, command: str) -> None
     assert "is not the folder of a run" in refused(command, "--resume", str(tmp_path))
 
 
-def test_lines_that_were_torn_off_are_no_steps(tmp_path):
+def test_torn_lines_do_not_count_as_steps(tmp_path):
     directory = RunDirectory(tmp_path)
     directory.metrics.write_text('{"step": 1, "phase": "sft", "a": 1}\n{"step": 2, "ph\n{"step": 2, "phase": "sft", "a": 2}\n7\n')
     assert [line["a"] for line in directory.read_metrics("sft")] == [1, 2]

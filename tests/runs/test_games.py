@@ -1,5 +1,5 @@
-"""Tasks of several turns: teachers by their measured mixes, demonstrations and rollouts token by
-token, rates by hand, whole runs."""
+"""Tasks of several turns: measured frequencies of teachers, demonstrations and rollouts token by
+token, rates by hand, and whole runs."""
 
 import asyncio
 import json
@@ -44,8 +44,8 @@ def train(*arguments: str) -> dict[str, Any]:
 
 
 def test_the_teacher_of_tic_tac_toe_plays_as_documented() -> None:
-    """`X` or `O`, then what the opponent played; the board is put together again from the
-    dialogue."""
+    """The dialogue has `X` or `O`, then the opponent's moves; the board is reconstructed from
+    them."""
     results, kinds, moves = Counter[str](), Counter[str](), 0
     for game in TicTacToe().demonstrations(3_000, Random(0)):
         board, mark = EMPTY, game[0].observation[0]
@@ -62,16 +62,16 @@ def test_the_teacher_of_tic_tac_toe_plays_as_documented() -> None:
             board = play(board, cell)
         assert len(game) <= 5
         results[f"as {mark}"] += 1
-    # 3 % of the moves name a taken cell, less on an empty board: X's first, one of about seven
-    # moves of both sides' games.
+    # 3 % of the moves name a taken cell, fewer on an empty board: X's first move, about one in
+    # seven of both sides' moves.
     assert kinds["taken"] / moves == pytest.approx(0.026, abs=0.006)
-    # Half of the moves are perfect by choice, and many of the random ones by luck.
+    # Half of the moves are perfect by choice, and many random ones by chance.
     assert 0.6 < kinds["perfect"] / moves < 0.8
     assert results["as X"] / 3_000 == pytest.approx(0.5, abs=0.04)
 
 
-def test_the_teacher_of_tic_tac_toe_is_mediocre() -> None:
-    """Won or drawn in .735 of its games, as measured where the design was found."""
+def test_the_teacher_of_tic_tac_toe_has_its_documented_strength() -> None:
+    """It wins or draws .735 of its games, as measured when it was designed."""
     task, rng, good = TicTacToe(), Random(1), 0
     for _ in range(2_000):
         env = task.make_env({"mark": rng.choice("XO"), "opponent": "random"})
@@ -84,14 +84,14 @@ def test_the_teacher_of_tic_tac_toe_is_mediocre() -> None:
     assert good / 2_000 == pytest.approx(0.735, abs=0.04)
 
 
-def test_two_training_games_of_three_are_played_as_o_against_the_mixed_opponent() -> None:
+def test_two_of_three_training_games_are_played_as_o_against_the_mixed_opponent() -> None:
     task, rng = TicTacToe(), Random(2)
     drawn = [task.draw(rng) for _ in range(6_000)]
     assert sum(game["mark"] == "O" for game in drawn) / 6_000 == pytest.approx(2 / 3, abs=0.03)
     assert {game["opponent"] for game in drawn} == {"mixed"}
 
 
-def test_tic_tac_toe_is_measured_against_two_opponents_on_both_sides_alike() -> None:
+def test_tic_tac_toe_is_evaluated_against_two_opponents_equally_on_both_sides() -> None:
     suites = TicTacToe().suites()
     assert list(suites) == ["random", "perfect"]
     for name, games in suites.items():
@@ -99,7 +99,7 @@ def test_tic_tac_toe_is_measured_against_two_opponents_on_both_sides_alike() -> 
         assert [game["mark"] for game in games[:4]] == ["X", "O", "X", "O"]
 
 
-def test_the_teacher_of_the_tool_errs_as_documented() -> None:
+def test_the_teacher_of_the_tool_makes_the_documented_errors() -> None:
     kinds = Counter[str]()
     for episode in Tools().demonstrations(10_000, Random(0)):
         calls = [turn for turn in episode if turn.action[0] == "?"]
@@ -116,8 +116,8 @@ def test_the_teacher_of_the_tool_errs_as_documented() -> None:
         else:
             kinds["both keys"] += 1
             kinds["copied"] += answer[1] == episode[-1].observation
-    # 16 % right and 4.5 % with a random answer, which is right one time in ten. Standard errors at
-    # most .005.
+    # 16 % right, and 4.5 % with a random answer, which is right one time in ten. Standard errors
+    # are at most .005.
     for kind, expected in {"guess": 0.62, "one call": 0.085, "wrong key": 0.09, "both keys": 0.205, "copied": 0.1645}.items():
         assert kinds[kind] / 10_000 == pytest.approx(expected, abs=0.015), kind
 
@@ -134,21 +134,21 @@ def test_no_held_out_pair_is_trained_on() -> None:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_what_a_task_promises(task: EpisodicTask) -> None:
+def test_a_task_satisfies_its_interface(task: EpisodicTask) -> None:
     rng = Random(0)
     assert isinstance(task, EpisodicTask)
     assert as_episodic(task) is task
     for episode in task.demonstrations(50, rng):
         assert 1 <= len(episode) <= task.max_turns
         for turn in episode:
-            assert len(turn.action) + 1 < task.max_new_tokens  # bytes and the end, with a little to spare
+            assert len(turn.action) + 1 < task.max_new_tokens  # bytes and the end token, with some margin
             assert task.parser(turn.action).action
-    json.dumps([task.draw(rng) for _ in range(3)])  # requests are written down
+    json.dumps([task.draw(rng) for _ in range(3)])  # requests are written as JSON
     assert task.demonstrations(5, Random(7)) == task.demonstrations(5, Random(7))
 
 
 @pytest.mark.parametrize("task", [DigitSort(), Addition()])
-def test_a_task_of_one_turn_is_seen_as_one_of_many(task: Any) -> None:
+def test_a_single_turn_task_is_adapted_to_an_episodic_task(task: Any) -> None:
     episodic = as_episodic(task)
     problems = [task.draw(rng) for rng in [Random(4)] for _ in range(3)]
     assert [turn.observation for [turn] in episodic.demonstrations(3, Random(4))] == [problem["question"] for problem in problems]
@@ -168,7 +168,7 @@ def test_a_task_of_one_turn_is_seen_as_one_of_many(task: Any) -> None:
         (lambda: Tools(num_heldout=60), r"num_heldout \(60\)"),
     ],
 )
-def test_a_wrong_argument_is_refused(make: Any, said: str) -> None:
+def test_an_invalid_argument_is_refused(make: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         make()
 
@@ -190,7 +190,7 @@ def as_text(ids: list[int]) -> str:
     return bytes(i - 3 for i in ids).decode()
 
 
-def test_a_game_is_one_sample_with_the_loss_on_the_moves() -> None:
+def test_a_game_is_one_sample_with_the_loss_on_its_moves() -> None:
     games = TicTacToe().demonstrations(8, Random("demonstrations 0 0"))
     items = demonstrations(TicTacToe(), make_line_tokenizer())
     assert len(items) == 8
@@ -201,7 +201,7 @@ def test_a_game_is_one_sample_with_the_loss_on_the_moves() -> None:
         assert item.meta["completion_length"] == 2 * len(game)
 
 
-def test_a_template_that_rewrites_the_past_forks_the_sample() -> None:
+def test_a_template_that_rewrites_the_history_splits_the_sample() -> None:
     tokenizer = make_line_tokenizer()
     tokenizer.chat_template = "{{ messages | length }}{{ messages[-1].content }}"
     games = TicTacToe().demonstrations(8, Random("demonstrations 0 0"))
@@ -212,9 +212,9 @@ def test_a_template_that_rewrites_the_past_forks_the_sample() -> None:
 
 
 @pytest.mark.parametrize("task", [TicTacToe(), Tools()])
-def test_the_policy_is_asked_with_the_tokens_of_the_demonstrations(task: Any) -> None:
-    """Each prompt begins with the tokens of the prompt before and its answer, so that an episode
-    is one row of tokens."""
+def test_the_policys_prompts_have_the_tokens_of_the_demonstrations(task: Any) -> None:
+    """Each prompt starts with the previous prompt and its answer, so an episode is one row of
+    tokens."""
     tokenizer = make_line_tokenizer()
     model = make_small_model(compose([recipe_of(task), "network.hidden_size=16", "network.intermediate_size=16"]).network)
     client = LocalChatClient(model, tokenizer)
@@ -240,11 +240,11 @@ def test_the_policy_is_asked_with_the_tokens_of_the_demonstrations(task: Any) ->
     for prompts, item in zip(asyncio.run(all_asked()), demonstrations(task, tokenizer), strict=True):
         for prompt in prompts:
             assert item.input_ids[: len(prompt)] == prompt
-            assert item.action_mask[len(prompt) - 1 : len(prompt) + 1] == [0, 1]  # an action begins here
+            assert item.action_mask[len(prompt) - 1 : len(prompt) + 1] == [0, 1]  # an action starts here
         assert item.action_mask[-1] == 1
 
 
-def test_members_of_a_group_meet_the_same_episode_and_the_same_luck() -> None:
+def test_members_of_a_group_have_the_same_episode_and_the_same_randomness() -> None:
     requests = TrainingRequests(Tools(), compose(["tools"]).rollout, seed=0)()
     assert len(requests) == 32 * 8
     groups = [requests[start : start + 8] for start in range(0, len(requests), 8)]
@@ -253,7 +253,7 @@ def test_members_of_a_group_meet_the_same_episode_and_the_same_luck() -> None:
     assert len({group[0].env_seed for group in groups}) == 32
 
 
-def test_the_line_tokenizer_survives_its_folder(tmp_path: Path) -> None:
+def test_the_line_tokenizer_survives_saving_and_loading(tmp_path: Path) -> None:
     make_line_tokenizer().save_pretrained(tmp_path)
     read = AutoTokenizer.from_pretrained(tmp_path)
     dialog = [{"role": "user", "content": "c"}, {"role": "assistant", "content": "?c"}, {"role": "user", "content": "h"}]
@@ -263,12 +263,12 @@ def test_the_line_tokenizer_survives_its_folder(tmp_path: Path) -> None:
     assert make_byte_tokenizer().eos_token_id == 2
 
 
-# ---- measuring
+# ---- evaluation
 # ------------------------------------------------------------------------------------------
 
 
 class Player:
-    """A policy that is a function of the dialogue: messages to (text, finish reason)."""
+    """A policy defined by a function of the dialogue: messages to (text, finish reason)."""
 
     def __init__(self, move: Any) -> None:
         self.move = move
@@ -294,7 +294,7 @@ def measured(task: EpisodicTask, move: Any, recipe: str) -> Evaluation:
     return asyncio.run(HeldOut(engine, task, settings.evaluation, settings.rollout).measure())
 
 
-def test_a_perfect_player_never_loses_and_is_measured_so() -> None:
+def test_the_evaluation_of_a_perfect_player_has_no_losses() -> None:
     rates = measured(TicTacToe(), perfect_move, "tictactoe").rates()
     assert (rates["not_lost"], rates["lost"], rates["legal_moves"], rates["greedy_accuracy"]) == (1.0, 0.0, 1.0, 1.0)
     assert (rates["not_lost_as_x"], rates["not_lost_as_o"]) == (1.0, 1.0)
@@ -304,9 +304,9 @@ def test_a_perfect_player_never_loses_and_is_measured_so() -> None:
     assert list(rates) == ["sampled_reward", "greedy_accuracy", *TicTacToe().rates]
 
 
-def test_an_illegal_move_is_neither_a_loss_nor_a_draw() -> None:
-    """X plays perfectly; O always names the cell that X took. Half of the games, and of the
-    moves one for each of those."""
+def test_an_illegal_move_counts_neither_as_loss_nor_as_draw() -> None:
+    """X plays perfectly; O always names the cell that X took. That is half of the games, with one
+    illegal move in each."""
 
     def move(messages: list[dict[str, str]]) -> tuple[str, str]:
         first = messages[0]["content"]
@@ -318,14 +318,14 @@ def test_an_illegal_move_is_neither_a_loss_nor_a_draw() -> None:
     assert 0.5 < rates["legal_moves"] < 0.9
 
 
-def test_an_answer_that_is_cut_off_loses_the_game_at_once() -> None:
+def test_a_truncated_answer_loses_the_game_immediately() -> None:
     measurement = measured(TicTacToe(), lambda messages: ("5", "length"), "tictactoe")
     rates = measurement.rates()
     assert (rates["sampled_reward"], rates["legal_moves"], rates["not_lost"]) == (-1.0, 0.0, 0.0)
     assert all(answer.text == "illegal: 5" and not answer.success for answer in measurement.answers)
 
 
-def test_a_policy_that_looks_up_is_told_from_one_that_guesses() -> None:
+def test_a_policy_that_uses_the_tool_is_distinguished_from_one_that_guesses() -> None:
     def look_up(messages: list[dict[str, str]]) -> tuple[str, str]:
         key = messages[-1]["content"]
         return (f"?{key}" if len(messages) < 5 else f"={key}"), "stop"
@@ -334,7 +334,7 @@ def test_a_policy_that_looks_up_is_told_from_one_that_guesses() -> None:
     assert rates == {"sampled_reward": 1.0, "greedy_accuracy": 1.0, "looked_up": 1.0, "answered": 1.0}
     rates = measured(Tools(), lambda messages: ("=a", "stop"), "tools").rates()
     assert (rates["looked_up"], rates["answered"]) == (0.0, 1.0)
-    assert rates["sampled_reward"] < 0.4  # one in ten, of 40
+    assert rates["sampled_reward"] < 0.4  # one in ten of 40
     rates = measured(Tools(), lambda messages: ("?a", "stop"), "tools").rates()
     assert (rates["sampled_reward"], rates["answered"]) == (0.0, 0.0)
 
@@ -343,7 +343,7 @@ def test_a_policy_that_looks_up_is_told_from_one_that_guesses() -> None:
 # ------------------------------------------------------------------------------------------
 
 
-def test_tic_tac_toe_leaves_its_rates_in_the_summary(tiny: list[str], tmp_path: Path) -> None:
+def test_the_summary_of_tic_tac_toe_has_its_rates(tiny: list[str], tmp_path: Path) -> None:
     summary = train("tictactoe", *tiny)
     assert list(summary["before"]) == list(summary["after"]) == ["sampled_reward", "greedy_accuracy", *TicTacToe().rates]
     assert set(summary) >= {"wall_s", "phases_s", "padding", "steps", "clip_fraction", "seed", "config_hash"}
@@ -363,9 +363,9 @@ def test_the_report_names_the_rates_and_shows_games(tiny: list[str]) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["tictactoe", "tools"])
-def test_a_chat_model_plays_in_words(tiny: list[str], tmp_path: Path, recipe: str) -> None:
-    """A model on disk with a chat template and an end token of its own is given rules, tags and
-    turns by role."""
+def test_a_chat_model_plays_in_natural_language(tiny: list[str], tmp_path: Path, recipe: str) -> None:
+    """A model on disk with a chat template and its own end token gets rules, tags and turns by
+    role."""
     train(recipe, *tiny, "name=first", "network.max_positions=2048", "warmup.steps=0", "steps=0")
     path = tmp_path / "first" / "model"
     tokenizer = make_byte_tokenizer()
@@ -386,14 +386,14 @@ def test_a_chat_model_plays_in_words(tiny: list[str], tmp_path: Path, recipe: st
     assert prompt.endswith("<eos><|assistant|>")
     assert ("<move>B2</move>" if recipe == "tictactoe" else "<get>KEY</get>") in prompt
 
-    # One row a game here too: the template ends an answer with the very token that the model ends
-    # it with.
+    # A game is one row here too, because the template ends an answer with the same token as the
+    # model.
     task = TicTacToe(format="chat") if recipe == "tictactoe" else Tools(format="chat")
     assert len(demonstrations(task, tokenizer, system_prompt=task.system_prompt)) == 8
 
 
 @pytest.mark.parametrize("recipe", ["tictactoe", "tools"])
-def test_a_run_of_many_turns_repeats(tiny: list[str], tmp_path: Path, recipe: str) -> None:
+def test_a_run_with_several_turns_is_reproducible(tiny: list[str], tmp_path: Path, recipe: str) -> None:
     one = train(recipe, *tiny, "name=one")
     two = train(recipe, *tiny, "name=two")
     assert (one["before"], one["after"]) == (two["before"], two["after"])
@@ -401,7 +401,7 @@ def test_a_run_of_many_turns_repeats(tiny: list[str], tmp_path: Path, recipe: st
     assert files[0] == files[1]
 
 
-def test_an_end_of_turn_that_is_none_is_refused(tiny: list[str]) -> None:
+def test_an_invalid_end_of_turn_token_is_refused(tiny: list[str]) -> None:
     result = CliRunner().invoke(app, ["train", "tools", *tiny, "network.end_of_turn=bell"])
     assert result.exit_code == 2
     assert "network.end_of_turn (bell) must be eos or newline" in result.stderr

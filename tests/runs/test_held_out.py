@@ -1,5 +1,5 @@
-"""The measurement of `ludic train` where episodes fail: they are counted, and answers stay
-beside their questions."""
+"""Held-out evaluation of `ludic train` with failing episodes: they are counted, and answers stay
+with their questions."""
 
 from playing import ScriptedClient, play
 
@@ -18,7 +18,7 @@ class Breaks(DigitSort):
         return super().make_env(problem)
 
 
-def test_a_problem_that_fails_is_no_wrong_answer_and_the_others_keep_their_questions():
+def test_a_failing_problem_is_not_a_wrong_answer_and_does_not_shift_the_others():
     task = Breaks()
     first, second, third = task.heldout()[:3]
     client = ScriptedClient(second["answer"])

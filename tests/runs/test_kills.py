@@ -1,5 +1,5 @@
-"""A run that is killed anywhere and resumed is the run: the same weights, each step once in
-metrics.jsonl, each episode once in rollouts.jsonl. `pytest -m slow` kills at every change on
+"""A run killed anywhere and resumed equals the uninterrupted run: the same weights, each step once
+in metrics.jsonl, each episode once in rollouts.jsonl. `pytest -m slow` kills at every change on
 disk."""
 
 import json
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from commands import NETWORK, exit_status, metrics_of, refused, same_weights, summary_of
-from killed_commands import changes, finished, killed_at
+from killed_commands import killed_at, list_changes, run_to_end
 from safetensors.torch import load_file
 
 from ludic.runs.directory import RunDirectory
@@ -20,7 +20,7 @@ TINY = [
 REWARD = ["reward=byte_rewards:mean_id", "task.args.max_new_tokens=4", "task.args.num_heldout=3"]
 EVALUATED = [*TINY, "checkpoint.every_n_steps=2", "checkpoint.max_to_keep=1", "trainer.eval_every_n_steps=2"]
 CHANGES = 43
-"""That a run of EVALUATED makes on disk."""
+"""Number of changes on disk that a run of EVALUATED makes."""
 
 
 def problems(folder: Path) -> str:
@@ -31,7 +31,7 @@ def problems(folder: Path) -> str:
 
 
 def lines_of(run: Path) -> list[tuple[Any, ...]]:
-    """What each line of metrics.jsonl is about, and the loss that it says."""
+    """The step or phase of each line of metrics.jsonl, and its loss."""
     return [(line["phase"], line["step"], line.get("train/loss"), line.get("eval/greedy_accuracy")) for line in metrics_of(run)]
 
 
@@ -51,28 +51,28 @@ def assert_is_the_run(run: Path, whole: Path) -> None:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     parent = tmp_path_factory.mktemp("whole")
-    made = changes("train", *EVALUATED, f"output={parent}", "name=run")
-    assert len(made) == CHANGES
+    changes = list_changes("train", *EVALUATED, f"output={parent}", "name=run")
+    assert len(changes) == CHANGES
     return parent / "run"
 
 
 @pytest.mark.parametrize(
     "moment", [pytest.param(n, marks=[] if n in (10, 24) else pytest.mark.slow) for n in range(3, CHANGES + 1)]
 )
-def test_a_run_killed_at_any_change_on_disk_and_resumed_is_the_run(whole: Path, tmp_path: Path, moment: int) -> None:
+def test_a_run_killed_at_any_change_on_disk_resumes_to_the_uninterrupted_run(whole: Path, tmp_path: Path, moment: int) -> None:
     assert killed_at(moment, "train", *EVALUATED, f"output={tmp_path}", "name=run")
-    finished("train", "--resume", str(tmp_path / "run"))
+    run_to_end("train", "--resume", str(tmp_path / "run"))
     assert_is_the_run(tmp_path / "run", whole)
 
 
-def moment_of(made: list[str], name: str, *, after: str) -> int:
-    """The first change of that name after the last one called `after`; 1-based."""
-    start = len(made) - made[::-1].index(after)
-    return made.index(name, start) + 1
+def moment_of(changes: list[str], name: str, *, after: str) -> int:
+    """1-based index of the first change with that name after the last one named `after`."""
+    start = len(changes) - changes[::-1].index(after)
+    return changes.index(name, start) + 1
 
 
 @pytest.mark.parametrize("adapted", ["a small model", pytest.param("a model that is loaded", marks=pytest.mark.integration)])
-def test_dropout_of_adapters_is_drawn_as_it_would_have_been_before_the_first_checkpoint(tmp_path: Path, adapted: str) -> None:
+def test_a_kill_before_the_first_checkpoint_does_not_change_adapter_dropout(tmp_path: Path, adapted: str) -> None:
     settings = [
         *TINY,
         *REWARD,
@@ -83,19 +83,19 @@ def test_dropout_of_adapters_is_drawn_as_it_would_have_been_before_the_first_che
         "checkpoint.every_n_steps=0",
     ]
     if adapted == "a model that is loaded":
-        finished("train", *TINY, "steps=0", f"output={tmp_path}", "name=start")
+        run_to_end("train", *TINY, "steps=0", f"output={tmp_path}", "name=start")
         settings += [f"model={tmp_path / 'start'}"]
-    made = changes("train", *settings, f"output={tmp_path}", "name=whole")
-    moment = moment_of(made, "line reinforce 2", after="line reinforce 1")
+    changes = list_changes("train", *settings, f"output={tmp_path}", "name=whole")
+    moment = moment_of(changes, "line reinforce 2", after="line reinforce 1")
     assert killed_at(moment, "train", *settings, f"output={tmp_path}", "name=run")
-    finished("train", "--resume", str(tmp_path / "run"))
+    run_to_end("train", "--resume", str(tmp_path / "run"))
     adapters = [load_file(tmp_path / name / "adapter" / "adapter_model.safetensors") for name in ("run", "whole")]
     assert any(value.any() for name, value in adapters[0].items() if "lora_B" in name)
     assert_is_the_run(tmp_path / "run", tmp_path / "whole")
 
 
 @pytest.mark.integration
-def test_dropout_of_the_model_is_drawn_as_it_would_have_been_before_the_first_checkpoint(tmp_path: Path) -> None:
+def test_a_kill_before_the_first_checkpoint_does_not_change_model_dropout(tmp_path: Path) -> None:
     from training_samples import TOKENIZER
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -104,39 +104,39 @@ def test_dropout_of_the_model_is_drawn_as_it_would_have_been_before_the_first_ch
     )
     TOKENIZER.save_pretrained(tmp_path / "gpt2")
     settings = [*TINY, *REWARD, problems(tmp_path), f"model={tmp_path / 'gpt2'}", "trainer.lr=0.01", "checkpoint.every_n_steps=0"]
-    made = changes("train", *settings, f"output={tmp_path}", "name=whole")
-    moment = moment_of(made, "line reinforce 2", after="line reinforce 1")
+    changes = list_changes("train", *settings, f"output={tmp_path}", "name=whole")
+    moment = moment_of(changes, "line reinforce 2", after="line reinforce 1")
     assert killed_at(moment, "train", *settings, f"output={tmp_path}", "name=run")
-    finished("train", "--resume", str(tmp_path / "run"))
+    run_to_end("train", "--resume", str(tmp_path / "run"))
     assert_is_the_run(tmp_path / "run", tmp_path / "whole")
 
 
-def test_a_run_killed_between_its_last_model_and_its_progress_is_not_reinforced_twice(tmp_path: Path) -> None:
+def test_a_run_killed_between_saving_model_and_progress_is_not_trained_twice(tmp_path: Path) -> None:
     settings = [*TINY, "checkpoint.every_n_steps=0"]
-    made = changes("train", *settings, f"output={tmp_path}", "name=whole")
+    changes = list_changes("train", *settings, f"output={tmp_path}", "name=whole")
     assert killed_at(
-        moment_of(made, "rename progress.json", after="rename model"), "train", *settings, f"output={tmp_path}", "name=run"
+        moment_of(changes, "rename progress.json", after="rename model"), "train", *settings, f"output={tmp_path}", "name=run"
     )
-    finished("train", "--resume", str(tmp_path / "run"))
+    run_to_end("train", "--resume", str(tmp_path / "run"))
     assert_is_the_run(tmp_path / "run", tmp_path / "whole")
 
 
 @pytest.mark.integration
-def test_a_model_torn_while_it_was_kept_is_not_needed_to_go_on(tmp_path: Path) -> None:
-    """The reinforcement has a checkpoint; the folder `model`, as an older version could leave
-    it, is replaced."""
+def test_a_half_saved_model_is_not_needed_to_resume(tmp_path: Path) -> None:
+    """The reinforcement phase has a checkpoint. The folder `model`, which earlier versions could
+    leave incomplete, is replaced."""
     settings = [*TINY, "checkpoint.every_n_steps=1"]
-    made = changes("train", *settings, f"output={tmp_path}", "name=whole")
+    changes = list_changes("train", *settings, f"output={tmp_path}", "name=whole")
     assert killed_at(
-        moment_of(made, "line reinforce 3", after="line reinforce 2"), "train", *settings, f"output={tmp_path}", "name=run"
+        moment_of(changes, "line reinforce 3", after="line reinforce 2"), "train", *settings, f"output={tmp_path}", "name=run"
     )
     torn = tmp_path / "run" / "model" / "model.safetensors"
     torn.write_bytes(torn.read_bytes()[:100])
-    finished("train", "--resume", str(tmp_path / "run"))
+    run_to_end("train", "--resume", str(tmp_path / "run"))
     assert_is_the_run(tmp_path / "run", tmp_path / "whole")
 
 
-def test_without_checkpoints_a_policy_that_was_reinforced_is_not_reinforced_again(whole: Path, tmp_path: Path) -> None:
+def test_without_checkpoints_a_finished_policy_is_not_trained_again(whole: Path, tmp_path: Path) -> None:
     import shutil
 
     run = tmp_path / "run"
@@ -148,7 +148,7 @@ def test_without_checkpoints_a_policy_that_was_reinforced_is_not_reinforced_agai
     assert "after 3 steps of reinforcement" in refused("train", "--resume", str(run))
 
 
-def test_without_checkpoints_a_phase_begins_anew_and_says_so(tmp_path: Path) -> None:
+def test_without_checkpoints_a_phase_restarts_and_says_so(tmp_path: Path) -> None:
     import shutil
 
     from typer.testing import CliRunner
@@ -156,8 +156,8 @@ def test_without_checkpoints_a_phase_begins_anew_and_says_so(tmp_path: Path) -> 
     from ludic.cli.app import app
 
     settings = ["threads=1", "rows=40", "batch_size=8", "epochs=1", "heldout=0.1", *NETWORK, "checkpoint.every_n_steps=1"]
-    made = changes("sft", *settings, f"output={tmp_path}", "name=whole")
-    moment = made.index("line sft 4") + 1
+    changes = list_changes("sft", *settings, f"output={tmp_path}", "name=whole")
+    moment = changes.index("line sft 4") + 1
     assert killed_at(moment, "sft", *settings, f"output={tmp_path}", "name=run")
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     said = CliRunner().invoke(app, ["sft", "--resume", str(tmp_path / "run")]).output
@@ -167,30 +167,30 @@ def test_without_checkpoints_a_phase_begins_anew_and_says_so(tmp_path: Path) -> 
 
 
 @pytest.mark.integration
-def test_a_base_torn_by_an_older_version_is_written_anew(tmp_path: Path) -> None:
-    finished("train", *TINY, *REWARD, problems(tmp_path), "lora.rank=2", f"output={tmp_path}", "name=first")
+def test_an_incomplete_base_of_an_earlier_version_is_rewritten(tmp_path: Path) -> None:
+    run_to_end("train", *TINY, *REWARD, problems(tmp_path), "lora.rank=2", f"output={tmp_path}", "name=first")
     settings = [*TINY, *REWARD, problems(tmp_path), "lora.rank=2", f"model={tmp_path / 'first' / 'adapter'}", "warmup.steps=0"]
-    made = changes("train", *settings, f"output={tmp_path}", "name=whole")
-    assert killed_at(made.index("line reinforce 2") + 1, "train", *settings, f"output={tmp_path}", "name=run")
+    changes = list_changes("train", *settings, f"output={tmp_path}", "name=whole")
+    assert killed_at(changes.index("line reinforce 2") + 1, "train", *settings, f"output={tmp_path}", "name=run")
     torn = tmp_path / "run" / "base" / "model.safetensors"
     whole = torn.read_bytes()
     torn.write_bytes(whole[: len(whole) // 2])
-    finished("train", "--resume", str(tmp_path / "run"))
+    run_to_end("train", "--resume", str(tmp_path / "run"))
     assert torn.read_bytes() == whole
 
 
 @pytest.mark.integration
-def test_a_base_is_never_half_written(tmp_path: Path) -> None:
-    finished("train", *TINY, *REWARD, problems(tmp_path), "lora.rank=2", f"output={tmp_path}", "name=first")
+def test_a_base_is_written_completely_or_not_at_all(tmp_path: Path) -> None:
+    run_to_end("train", *TINY, *REWARD, problems(tmp_path), "lora.rank=2", f"output={tmp_path}", "name=first")
     settings = [*TINY, *REWARD, problems(tmp_path), "lora.rank=2", f"model={tmp_path / 'first' / 'adapter'}", "warmup.steps=0"]
-    made = changes("train", *settings, f"output={tmp_path}", "name=whole")
-    assert killed_at(made.index("rename base") + 1, "train", *settings, f"output={tmp_path}", "name=run")
+    changes = list_changes("train", *settings, f"output={tmp_path}", "name=whole")
+    assert killed_at(changes.index("rename base") + 1, "train", *settings, f"output={tmp_path}", "name=run")
     assert not (tmp_path / "run" / "base").exists()
-    finished("train", "--resume", str(tmp_path / "run"))
+    run_to_end("train", "--resume", str(tmp_path / "run"))
     assert_is_the_run(tmp_path / "run", tmp_path / "whole")
 
 
-def test_lines_of_an_evaluation_that_is_done_again_are_taken_out(tmp_path: Path) -> None:
+def test_lines_of_a_repeated_evaluation_are_removed(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
     lines = [
         {"step": 4, "phase": "warm_up", "train/loss": 1},
@@ -207,8 +207,8 @@ def test_lines_of_an_evaluation_that_is_done_again_are_taken_out(tmp_path: Path)
         assert metrics_of(tmp_path) == lines[:kept]
 
 
-def test_a_report_of_a_run_that_lost_the_line_of_a_step_is_still_made(whole: Path, tmp_path: Path) -> None:
-    """As an older version left it: an evaluation of step 2 without the step itself."""
+def test_a_run_that_lost_the_line_of_a_step_still_gets_a_report(whole: Path, tmp_path: Path) -> None:
+    """As an earlier version left it: an evaluation of step 2 without the step itself."""
     import shutil
 
     run = tmp_path / "run"

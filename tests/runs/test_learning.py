@@ -1,5 +1,5 @@
-"""The built-in recipes learn what their documentation says. Half a minute to two minutes each on
-an idle machine of two cores."""
+"""The built-in recipes learn as documented. Each takes half a minute to two minutes on an idle
+machine with two cores."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from ludic.cli.app import app
 
 pytestmark = pytest.mark.integration
 
-SEED = 70  # used for no choice
+SEED = 70  # this seed was not used to choose any setting
 
 
 def trained(tmp_path: Path, *arguments: str) -> dict[str, Any]:
@@ -28,14 +28,14 @@ def test_every_algorithm_learns_to_sort(tmp_path: Path, algorithm: str) -> None:
     assert 0.1 < summary["before"]["sampled_reward"] < 0.35
     assert summary["after"]["sampled_reward"] >= 0.93
     assert summary["after"]["greedy_accuracy"] >= 0.97
-    # Two optimizer steps a batch: the second sees ratios that are not 1, so a clip acts.
+    # Two optimizer steps per batch: the second has ratios other than 1, so clipping is active.
     assert algorithm == "reinforce" or summary["clip_fraction"] > 0
 
 
-def test_addition_is_learnt_and_the_scratchpad_is_counted_apart(tmp_path: Path) -> None:
+def test_addition_is_learnt_and_the_scratchpad_is_measured_separately(tmp_path: Path) -> None:
     summary = trained(tmp_path, "addition")
     assert summary["before"]["sampled_reward"] < 0.4
-    assert summary["before"]["greedy_accuracy"] < 0.1  # the mode of the teacher forgets the carry
+    assert summary["before"]["greedy_accuracy"] < 0.1  # most of the teacher's demonstrations forget the carry
     assert summary["after"]["sampled_reward"] >= 0.90
     assert summary["after"]["greedy_accuracy"] >= 0.95
     assert 0 <= summary["after"]["scratchpad_right"] <= 1
@@ -51,11 +51,11 @@ def test_tic_tac_toe_is_learnt_against_a_mixed_opponent(tmp_path: Path) -> None:
     assert after["not_lost_as_x"] > after["not_lost_as_o"]  # moving second is harder
 
 
-def test_the_tool_is_used_before_the_answer(tmp_path: Path) -> None:
+def test_the_policy_learns_to_use_the_tool_before_answering(tmp_path: Path) -> None:
     summary = trained(tmp_path, "tools")
     before, after = summary["before"], summary["after"]
     assert before["sampled_reward"] <= 0.35
-    assert before["greedy_accuracy"] <= 0.2  # the mode of the teacher guesses
+    assert before["greedy_accuracy"] <= 0.2  # most of the teacher's demonstrations guess
     assert after["sampled_reward"] >= 0.90
     assert after["greedy_accuracy"] >= 0.94
     assert after["looked_up"] >= 0.90

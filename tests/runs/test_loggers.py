@@ -1,4 +1,4 @@
-"""Loggers around others."""
+"""Loggers that wrap other loggers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +17,7 @@ class Remembering:
 
 
 @given(every=st.integers(1, 20), last=st.integers(1, 60))
-def test_every_few_steps_are_shown_and_always_the_last(every: int, last: int) -> None:
+def test_every_nth_step_and_the_last_are_displayed(every: int, last: int) -> None:
     inner = Remembering()
     logger = ThinnedLogger(inner, every, last)
     for step in range(1, last + 1):

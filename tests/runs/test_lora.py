@@ -1,5 +1,5 @@
-"""`lora.rank=8` in `ludic train` and `ludic sft`: what is left on disk, what reads it, and that
-a stopped run goes on as it would have."""
+"""`lora.rank=8` in `ludic train` and `ludic sft`: what is saved, what can read it, and that a
+stopped run continues unchanged."""
 
 import json
 import shutil
@@ -67,7 +67,7 @@ def rows(folder: Path) -> Path:
 
 
 def arguments(folder: Path) -> list[str]:
-    """Of a run that has something to learn in both phases."""
+    """Arguments of a run that learns something in both phases."""
     return [*TINY, *REWARD, f"data={rows(folder)}", "warmup.trainer.lr=0.01", f"output={folder}", "name=run"]
 
 
@@ -78,7 +78,7 @@ def tiny(tmp_path: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run with adapters on a small model, which no test may change."""
+    """The folder of a run with adapters on a small model. No test may change it."""
     folder = tmp_path_factory.mktemp("module")
     shown = ludic("train", *arguments(folder), *LORA)
     assert "LoRA: 832 weights are trained, 7,360 are frozen" in shown  # 2 x 2 x (q 32, k 24, v 24, o 32, mlp 3 x 32)
@@ -95,13 +95,13 @@ def model_on_disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def loaded_run(tmp_path_factory: pytest.TempPathFactory, model_on_disk: Path) -> Path:
-    """The folder of a run with adapters on a model from disk, which no test may change."""
+    """The folder of a run with adapters on a model from disk. No test may change it."""
     folder = tmp_path_factory.mktemp("module")
     ludic("train", *arguments(folder), *LORA, f"model={model_on_disk}")
     return folder / "run"
 
 
-def test_a_run_leaves_the_merged_model_the_adapters_and_what_they_adapt(run: Path) -> None:
+def test_a_run_saves_the_merged_model_the_adapters_and_their_base(run: Path) -> None:
     base, merged = model_weights(run / "base"), model_weights(run / "model")
     assert base.keys() == merged.keys()
     changed = {name for name in base if not torch.equal(base[name], merged[name])}
@@ -113,15 +113,15 @@ def test_a_run_leaves_the_merged_model_the_adapters_and_what_they_adapt(run: Pat
     assert not list((run / "checkpoints" / "reinforce").rglob("model.safetensors"))
 
 
-def test_the_warm_up_of_a_small_model_trains_it_whole(run: Path, tiny: list[str], tmp_path: Path) -> None:
+def test_the_warm_up_of_a_small_model_trains_all_weights(run: Path, tiny: list[str], tmp_path: Path) -> None:
     ludic("train", *tiny, "name=plain", "steps=0")
     base = model_weights(run / "base")
     assert all(torch.equal(base[name], weight) for name, weight in model_weights(tmp_path / "plain" / "model").items())
 
 
-def test_the_rollouts_are_sampled_from_the_model_that_is_trained(run: Path) -> None:
-    """From the merged copy: its log-probabilities are the trainer's but for rounding, so that on
-    the first pass no ratio is clipped."""
+def test_rollouts_are_sampled_from_the_trained_model(run: Path) -> None:
+    """From the merged copy, whose log-probabilities equal the trainer's up to rounding, so no ratio
+    is clipped on the first pass."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     kept = [line for line in lines if line["phase"] == "reinforce"]
     assert len(kept) == 3
@@ -131,7 +131,7 @@ def test_the_rollouts_are_sampled_from_the_model_that_is_trained(run: Path) -> N
     assert last["info"]["policy_version"] == 2
 
 
-def test_evaluation_reads_the_run_its_model_and_its_adapters_alike(run: Path, tmp_path: Path) -> None:
+def test_an_evaluation_of_the_run_its_model_or_its_adapters_is_equal(run: Path, tmp_path: Path) -> None:
     settings = [f"output={tmp_path}", "problems=3", "k=2", "--json"]
     found = [
         json.loads(ludic("eval", str(run), *source, *settings, f"name=eval{index}"))
@@ -142,7 +142,7 @@ def test_evaluation_reads_the_run_its_model_and_its_adapters_alike(run: Path, tm
     assert found[0]["model"] != found[2]["model"]
 
 
-def test_a_run_that_was_moved_keeps_what_its_adapters_adapt(run: Path, tmp_path: Path) -> None:
+def test_a_moved_run_still_finds_the_base_of_its_adapters(run: Path, tmp_path: Path) -> None:
     moved = Path(shutil.copytree(run, tmp_path / "moved"))
     settings = moved / "adapter" / "adapter_config.json"
     settings.write_text(settings.read_text().replace(str(run), "/gone"))
@@ -160,7 +160,7 @@ def test_adapters_can_be_trained_further(run: Path, tiny: list[str], tmp_path: P
     assert (logits(further / "model") - logits(run / "model")).abs().max() > 1e-4
 
 
-def test_a_loaded_model_has_adapters_from_the_warm_up_on_and_they_name_it(
+def test_a_loaded_model_has_adapters_during_warm_up_and_they_name_their_base(
     loaded_run: Path, model_on_disk: Path, tmp_path: Path
 ) -> None:
     config = json.loads((loaded_run / "adapter" / "adapter_config.json").read_text())
@@ -169,7 +169,7 @@ def test_a_loaded_model_has_adapters_from_the_warm_up_on_and_they_name_it(
     assert not list((loaded_run / "checkpoints").rglob("model.safetensors"))
     torch.testing.assert_close(logits(loaded_run / "adapter"), logits(loaded_run / "model"), atol=1e-5, rtol=1e-5)
     bare = Path(shutil.copytree(loaded_run / "adapter", tmp_path / "bare"))
-    (bare / "tokenizer_config.json").unlink()  # as the adapters of others come
+    (bare / "tokenizer_config.json").unlink()  # as adapters of other tools do
     assert load_tokenizer(str(bare))("529140>")["input_ids"] == [byte + 3 for byte in b"529140>"]
 
 
@@ -177,7 +177,7 @@ def test_a_loaded_model_has_adapters_from_the_warm_up_on_and_they_name_it(
     ("loaded", "phase", "step"),
     [(False, "warm_up", 3), (False, "reinforce", 2), (True, "warm_up", 2), (True, "warm_up", 3), (True, "reinforce", 2)],
 )
-def test_a_stopped_run_goes_on_as_it_would_have(
+def test_a_stopped_run_continues_as_if_uninterrupted(
     request: pytest.FixtureRequest, tiny: list[str], tmp_path: Path, loaded: bool, phase: str, step: int
 ) -> None:
     whole = request.getfixturevalue("loaded_run" if loaded else "run")
@@ -189,7 +189,7 @@ def test_a_stopped_run_goes_on_as_it_would_have(
         assert all(torch.equal(expected[name], resumed[name]) for name in expected)
 
 
-def test_supervised_runs_take_adapters_too(tmp_path: Path, model_on_disk: Path) -> None:
+def test_supervised_runs_support_adapters(tmp_path: Path, model_on_disk: Path) -> None:
     where = [f"output={tmp_path}", f"model={model_on_disk}"]
     shown = ludic("sft", *SFT, *where, *LORA, "name=run")
     assert "9,920 parameters, 1,024 of them trained" in shown
@@ -215,7 +215,7 @@ def test_supervised_runs_take_adapters_too(tmp_path: Path, model_on_disk: Path) 
     torch.testing.assert_close(logits(tmp_path / "made" / "adapter"), logits(tmp_path / "made" / "model"), atol=1e-5, rtol=1e-5)
 
 
-def test_wrong_settings_are_refused_before_anything_is_written(tiny: list[str], tmp_path: Path) -> None:
+def test_invalid_settings_are_refused_before_anything_is_written(tiny: list[str], tmp_path: Path) -> None:
     assert "lora.rank" in refused("train", *tiny, "lora.alpha=4")
     assert "must be a whole number >= 1" in refused("train", *tiny, "lora.rank=-1")
     assert "must be a list of names" in refused("train", *tiny, "lora.rank=2", "lora.target_modules=q_proj")

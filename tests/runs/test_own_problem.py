@@ -1,4 +1,4 @@
-"""`ludic train model=... data=... reward=...`: whole runs on models on disk, tiny ones."""
+"""`ludic train model=... data=... reward=...`: whole runs on tiny models from disk."""
 
 import json
 import sys
@@ -59,7 +59,7 @@ TINY = [
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model on disk that has learnt nothing."""
+    """An untrained model on disk."""
     path = tmp_path_factory.mktemp("model")
     sizes = ["hidden_size=16", "num_heads=2", "num_kv_heads=1", "intermediate_size=16"]
     torch.manual_seed(0)
@@ -70,7 +70,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def chat_model(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same with a chat template."""
+    """The same model with a chat template."""
     path = tmp_path_factory.mktemp("chat")
     make_small_model(
         compose(["network.hidden_size=16", "network.num_heads=2", "network.num_kv_heads=1"]).network
@@ -83,7 +83,7 @@ def chat_model(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A current directory with `problems.jsonl` and `own_problem_rewards.py`."""
+    """The current directory, with `problems.jsonl` and `own_problem_rewards.py`."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own_problem_rewards.py").write_text(REWARDS)
     write(tmp_path / "problems.jsonl", ROWS)
@@ -113,7 +113,7 @@ def rollouts(run: str = "run") -> list[dict]:
     return [json.loads(line) for line in Path(run, "rollouts.jsonl").read_text().splitlines()]
 
 
-def test_a_file_and_a_function_are_all_it_takes(here: Path, model: Path) -> None:
+def test_a_data_file_and_a_reward_function_are_enough(here: Path, model: Path) -> None:
     given = [f"model={model}", "data=problems.jsonl", "reward=own_problem_rewards:vowels", "evaluation.solved_at=0.5"]
     shown = trained(*given)
     assert "the reward sees what vowels returned for the whole answer" in shown
@@ -129,11 +129,18 @@ def test_a_file_and_a_function_are_all_it_takes(here: Path, model: Path) -> None
     for name in ("config.yaml", "metrics.jsonl", "rollouts.jsonl", "summary.json", "reward.png", "model/model.safetensors"):
         assert Path("run", name).stat().st_size > 0, name
     calls = sys.modules["own_problem_rewards"].calls
-    assert calls == [6, 3, 8, 8, 6, 3]  # 3 held-out problems twice and greedily; 2 batches of 2 x 4; the same again
+    assert calls == [
+        6,
+        3,
+        8,
+        8,
+        6,
+        3,
+    ]  # 3 held-out problems, sampled twice and greedily; 2 batches of 2 x 4; the held-out problems again
 
 
-def test_rewards_with_another_maximum_have_no_accuracy_until_a_setting_says_what_is_right(here: Path, model: Path) -> None:
-    """The right answer of a reward of at most 0.5 was once shown as wrong, and its accuracy as
+def test_rewards_with_another_maximum_have_no_accuracy_without_a_threshold(here: Path, model: Path) -> None:
+    """Regression test: right answers of a reward of at most 0.5 were shown as wrong, with accuracy
     0."""
     given = [f"model={model}", "data=problems.jsonl", "reward=own_problem_rewards:half", "steps=0"]
     shown = trained(*given)
@@ -150,7 +157,7 @@ def test_rewards_with_another_maximum_have_no_accuracy_until_a_setting_says_what
     assert (found["solved_at"], found["accuracy"], found["reward"]["value"]) == (None, None, 0.5)
 
 
-def test_rewards_of_0_and_1_are_wrong_and_right_without_being_told(here: Path, model: Path) -> None:
+def test_rewards_of_0_and_1_count_as_wrong_and_right_by_default(here: Path, model: Path) -> None:
     trained(f"model={model}", "data=problems.jsonl", "reward=own_problem_rewards:early", "steps=0")
     assert summary()["solved_at"] == 1.0
     assert summary()["after"]["greedy_accuracy"] == summary()["after"]["sampled_reward"]
@@ -163,7 +170,7 @@ def evaluated(*arguments: str) -> dict:
     return json.loads(result.stdout)
 
 
-def test_the_reward_of_a_rollout_is_what_the_function_says_of_its_text(here: Path, model: Path) -> None:
+def test_the_reward_of_a_rollout_is_the_functions_value_for_its_text(here: Path, model: Path) -> None:
     trained(f"model={model}", "data=problems.jsonl", "reward=own_problem_rewards:vowels", "task.args.max_new_tokens=60")
     lines = rollouts()
     assert len(lines) == 16
@@ -184,7 +191,7 @@ def test_several_functions_with_weights_are_reported_by_name(here: Path, model: 
     assert all({"train/rewards/vowels", "train/rewards/short"} <= set(line) for line in lines)
 
 
-def test_a_chat_model_is_asked_the_messages_of_the_data_in_its_own_template(here: Path, chat_model: Path) -> None:
+def test_a_chat_model_gets_the_messages_of_the_data_in_its_template(here: Path, chat_model: Path) -> None:
     messages = [[{"role": "system", "content": "S"}, {"role": "user", "content": row["prompt"]}] for row in ROWS]
     write(here / "chat.jsonl", [{"prompt": prompt} for prompt in messages])
     trained(f"model={chat_model}", "data=chat.jsonl", "reward=own_problem_rewards:chatty", "rollout.system_prompt=unused")
@@ -194,14 +201,14 @@ def test_a_chat_model_is_asked_the_messages_of_the_data_in_its_own_template(here
     assert asked == f"[system]S[user]{step['prev_obs']}[assistant]"
 
 
-def test_a_prompt_of_text_is_one_user_message_of_a_chat_model(here: Path, chat_model: Path) -> None:
+def test_a_text_prompt_becomes_one_user_message_for_a_chat_model(here: Path, chat_model: Path) -> None:
     trained(f"model={chat_model}", "data=problems.jsonl", "reward=own_problem_rewards:vowels", "rollout.system_prompt=Vowels.")
     step = rollouts()[0]["steps"][0]
     asked = bytes(token - 3 for token in step["trace"]["prompt_token_ids"]).decode()
     assert asked == f"[system]Vowels.[user]{step['prev_obs']}[assistant]"
 
 
-def test_completions_of_the_data_warm_a_model_up(here: Path) -> None:
+def test_completions_in_the_data_are_used_for_the_warm_up(here: Path) -> None:
     write(here / "pairs.jsonl", [{"prompt": row["prompt"], "completion": row["answer"]} for row in ROWS])
     sizes = ["network.hidden_size=16", "network.num_heads=2", "network.num_kv_heads=1"]
     arguments = ["data=pairs.jsonl", "reward=own_problem_rewards:vowels", *sizes]
@@ -210,8 +217,8 @@ def test_completions_of_the_data_warm_a_model_up(here: Path) -> None:
     assert "demonstrations" in shown
 
 
-def test_gsm8k_from_a_file_needs_no_python_at_all(here: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The grader is replaced by one that answers at once; the real one is tested beside the
+def test_gsm8k_from_a_file_needs_no_python_code(here: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The grader is replaced by an immediate one; the real grader is tested with the
     environments."""
 
     class Grader:
@@ -227,7 +234,7 @@ def test_gsm8k_from_a_file_needs_no_python_at_all(here: Path, model: Path, monke
     ]
 
 
-def test_a_run_stopped_and_resumed_is_the_run(here: Path, model: Path) -> None:
+def test_a_stopped_and_resumed_run_equals_the_uninterrupted_run(here: Path, model: Path) -> None:
     given = [f"model={model}", "data=problems.jsonl", "reward=own_problem_rewards:vowels", "steps=4", "trainer.lr=1e-2"]
     trained(*given, "name=whole")
     assert train_until("train", 2, [*TINY, "output=.", *given, "name=parts"]) == 130
@@ -244,7 +251,7 @@ def test_a_run_stopped_and_resumed_is_the_run(here: Path, model: Path) -> None:
 # ------------------------------------------------------------------------------------------
 
 
-def test_a_reward_that_fails_everywhere_ends_the_run_and_says_why(here: Path, model: Path) -> None:
+def test_a_reward_that_always_fails_ends_the_run_with_its_error(here: Path, model: Path) -> None:
     result = train(f"model={model}", "data=problems.jsonl", "reward=own_problem_rewards:broken")
     assert result.exit_code == 1
     assert "reward function broken failed: ZeroDivisionError: the reward divides by nothing" in result.stderr
@@ -252,7 +259,7 @@ def test_a_reward_that_fails_everywhere_ends_the_run_and_says_why(here: Path, mo
 
 
 @pytest.mark.parametrize(
-    ("rows", "settings", "said"),
+    ("rows", "settings", "message"),
     [
         (
             [{"prompt": letter * 30} for letter in "abcdefghij"],
@@ -269,18 +276,19 @@ def test_a_reward_that_fails_everywhere_ends_the_run_and_says_why(here: Path, mo
         ),
     ],
 )
-def test_prompts_that_cannot_be_trained_on_are_told_before_anything_is_written(
-    here: Path, model: Path, rows, settings, said
+def test_prompts_that_are_too_long_are_refused_before_anything_is_written(
+    here: Path, model: Path, rows, settings, message
 ) -> None:
     write(here / "long.jsonl", rows)
     result = train(f"model={model}", "data=long.jsonl", "reward=own_problem_rewards:early", *settings)
     assert result.exit_code != 0
-    assert said in " ".join(result.stderr.split())
+    assert message in " ".join(result.stderr.split())
     assert not Path("run").exists()
 
 
-def test_answers_that_could_not_be_graded_are_counted_and_are_no_zeros(here: Path, model: Path) -> None:
-    """All prompts but `a?` earn 1: a mean below 1 would be a failure taken for a 0."""
+def test_ungraded_answers_are_counted_and_are_not_zeros(here: Path, model: Path) -> None:
+    """Every prompt except `a?` has reward 1, so a mean below 1 would mean that a failure counts as
+    0."""
     write(here / "held.jsonl", [{"prompt": "a?"}, {"prompt": "z?"}])
     given = ["data=problems.jsonl", "reward=own_problem_rewards:fails_on_a", "task.args.heldout_data=held.jsonl"]
     shown = trained(f"model={model}", *given, "task.args.num_heldout=null")
@@ -290,7 +298,7 @@ def test_answers_that_could_not_be_graded_are_counted_and_are_no_zeros(here: Pat
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["data=missing.jsonl", "reward=own_problem_rewards:vowels"], "missing.jsonl does not exist"),
         (["data=problems.jsonl"], "needs data=FILE and reward=MODULE:FUNCTION"),
@@ -302,10 +310,12 @@ def test_answers_that_could_not_be_graded_are_counted_and_are_no_zeros(here: Pat
         (["data=problems.jsonl", "reward=own_problem_rewards:vowels", "dta=x"], "did you mean data"),
     ],
 )
-def test_a_wrong_setting_is_one_line_and_leaves_no_folder(here: Path, model: Path, arguments: list[str], said: str) -> None:
+def test_an_invalid_setting_is_a_one_line_error_and_leaves_no_folder(
+    here: Path, model: Path, arguments: list[str], message: str
+) -> None:
     write(here / "bad.jsonl", [{"prompt": "a"}, {"prompt": 3}])
     result = train(f"model={model}", *arguments)
     assert result.exit_code == 2, result.output
-    assert said in result.stderr
+    assert message in result.stderr
     assert "Traceback" not in result.output
     assert not Path("run").exists()

@@ -1,4 +1,4 @@
-"""How a run's process keeps its memory."""
+"""How the process of a run manages its memory."""
 
 import os
 import subprocess
@@ -30,8 +30,8 @@ assert gc.get_threshold() == thresholds
 
 
 def faults(**variables):
-    """Page faults of a step that makes tensors of several sizes and frees them, once earlier
-    steps have done the same."""
+    """Page faults of a step that creates and frees tensors of several sizes, after identical
+    warm-up steps."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
     done = subprocess.run([sys.executable, "-c", FAULTS], env={**clean, **variables}, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -39,13 +39,13 @@ def faults(**variables):
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's allocator")
-def test_freed_tensors_do_not_go_back_to_the_system_unless_variables_say_so():
-    returned = faults(MALLOC_TRIM_THRESHOLD_="131072")  # what is set decides
+def test_freed_tensors_are_not_returned_to_the_system_unless_variables_say_so():
+    returned = faults(MALLOC_TRIM_THRESHOLD_="131072")  # explicit variables take precedence
     assert returned > 10_000
     assert faults() < 0.1 * returned
 
 
-def test_a_program_that_froze_its_own_objects_keeps_them_frozen():
+def test_objects_that_the_program_froze_stay_frozen():
     code = (
         "import gc\nfrom ludic.runs.process_memory import settle_memory\n"
         "gc.freeze()\nfrozen = gc.get_freeze_count()\n"

@@ -1,4 +1,4 @@
-"""Whole runs, tiny ones: what they write, that they repeat, resume and stop, and that any model
+"""Whole tiny runs: what they write, that they are reproducible, resume and stop, and that any model
 on disk can be trained."""
 
 import json
@@ -45,7 +45,7 @@ def metrics(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_run_leaves_everything_it_promises(tiny: list[str], tmp_path: Path) -> None:
+def test_a_run_writes_every_documented_file(tiny: list[str], tmp_path: Path) -> None:
     shown = train(*tiny)
     run = tmp_path / "run"
     for name in ("config.yaml", "metrics.jsonl", "rollouts.jsonl", "summary.json", "reward.png"):
@@ -59,7 +59,7 @@ def test_a_run_leaves_everything_it_promises(tiny: list[str], tmp_path: Path) ->
     ]
 
 
-def test_the_model_on_disk_is_the_one_that_was_trained_and_reads_its_own_tokens(tiny: list[str], tmp_path: Path) -> None:
+def test_the_saved_model_is_the_trained_one_with_its_tokenizer(tiny: list[str], tmp_path: Path) -> None:
     train(*tiny)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
@@ -69,7 +69,7 @@ def test_the_model_on_disk_is_the_one_that_was_trained_and_reads_its_own_tokens(
     assert sum(parameter.numel() for parameter in model.parameters()) < 20_000
 
 
-def test_json_prints_the_summary_alone_with_exactly_its_keys(tiny: list[str], tmp_path: Path) -> None:
+def test_json_prints_only_the_summary_with_exactly_its_keys(tiny: list[str], tmp_path: Path) -> None:
     summary = json.loads(train(*tiny, "--json"))
     assert list(summary) == SUMMARY_KEYS
     assert summary == json.loads((tmp_path / "run" / "summary.json").read_text())
@@ -95,7 +95,7 @@ def test_rollouts_are_written_for_every_second_batch_with_their_tokens(tiny: lis
     assert all(line["steps"][0]["trace"]["completion_token_ids"] for line in lines)
 
 
-def test_a_demonstration_has_the_prompt_tokens_that_the_policy_is_asked_with(tiny: list[str], tmp_path: Path) -> None:
+def test_a_demonstration_has_the_prompt_tokens_of_the_policy(tiny: list[str], tmp_path: Path) -> None:
     import asyncio
     from random import Random
 
@@ -113,10 +113,10 @@ def test_a_demonstration_has_the_prompt_tokens_that_the_policy_is_asked_with(tin
     prompt = [token for token, is_action in zip(item.input_ids, item.action_mask, strict=True) if not is_action]
     question = DigitSort().draw(Random("demonstrations 0 0"))["question"]
     assert bytes(i - 3 for i in prompt) == b"Sort.\n\n" + question.encode()
-    assert item.input_ids[-1] == 2  # the end is part of what is learnt
+    assert item.input_ids[-1] == 2  # the end token is part of what is learnt
 
 
-def test_two_runs_of_one_recipe_are_the_same(tiny: list[str], tmp_path: Path) -> None:
+def test_two_runs_of_a_recipe_are_equal(tiny: list[str], tmp_path: Path) -> None:
     train(*tiny, "name=one")
     train(*tiny, "name=two")
     one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
@@ -126,7 +126,7 @@ def test_two_runs_of_one_recipe_are_the_same(tiny: list[str], tmp_path: Path) ->
     assert summaries[0]["config_hash"] == summaries[1]["config_hash"]
 
 
-def test_a_step_that_was_evaluated_keeps_what_it_measured_of_itself(tiny: list[str], tmp_path: Path) -> None:
+def test_an_evaluated_step_keeps_its_training_statistics(tiny: list[str], tmp_path: Path) -> None:
     summary = json.loads(train(*tiny, "trainer.eval_every_n_steps=1", "--json"))
     assert summary["steps"] == 3
     assert summary["padding"]["real_tokens"] > 0
@@ -134,7 +134,7 @@ def test_a_step_that_was_evaluated_keeps_what_it_measured_of_itself(tiny: list[s
     assert len(measured) == 3
 
 
-def test_evaluations_during_the_training_are_in_the_report(tiny: list[str]) -> None:
+def test_evaluations_during_training_are_in_the_report(tiny: list[str]) -> None:
     shown = train(*tiny, "steps=4", "trainer.eval_every_n_steps=2", "network.initializer_range=0.02")
     table = shown.split("Measured during training: 2 times")[1].splitlines()
     steps = [cells[1].strip() for cells in (line.split("│") for line in table) if len(cells) > 2]
@@ -148,7 +148,7 @@ def test_without_steps_of_reinforcement_nothing_changes_after_the_warm_up(tiny: 
     assert (summary["steps"], summary["clip_fraction"]) == (0, None)
 
 
-def test_another_seed_is_another_run(tiny: list[str], tmp_path: Path) -> None:
+def test_another_seed_gives_another_run(tiny: list[str], tmp_path: Path) -> None:
     train(*tiny, "name=one")
     train(*tiny, "name=two", "seed=1")
     one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
@@ -167,25 +167,25 @@ def warm_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("algorithm", sorted(REGISTRY))
-def test_every_algorithm_runs_through(tiny: list[str], tmp_path: Path, warm_model: Path, algorithm: str) -> None:
+def test_every_algorithm_completes_a_run(tiny: list[str], tmp_path: Path, warm_model: Path, algorithm: str) -> None:
     train(*tiny, "--algorithm", algorithm, *EASY, f"model={warm_model}", "warmup.steps=0")
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["steps"] == 3
     assert (summary["clip_fraction"] is None) == (algorithm in ("reinforce", "reinforce_baseline", "sapo"))
 
 
-def test_a_model_on_disk_is_trained_on(tiny: list[str], tmp_path: Path) -> None:
+def test_a_model_on_disk_can_be_trained_further(tiny: list[str], tmp_path: Path) -> None:
     train(*tiny, "name=first")
     path = tmp_path / "first" / "model"
     shown = train(*tiny, "name=second", f"model={path}", "warmup.steps=0", "steps=1", "evaluation.prompts=3")
     assert "writing to" in shown
-    # Nothing was warmed up and the same held-out problems were asked with the same seeds: the
-    # second begins where the first ended.
+    # Without a warm-up and with the same held-out problems and seeds, the second run starts where
+    # the first ended.
     first, second = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("first", "second"))
     assert second["before"] == first["after"]
 
 
-def test_a_tokenizer_with_a_chat_template_is_warmed_up_and_asked_with_the_same_prompt(tiny: list[str], tmp_path: Path) -> None:
+def test_warm_up_and_rollouts_use_the_same_chat_template(tiny: list[str], tmp_path: Path) -> None:
     train(*tiny, "name=first")
     path = tmp_path / "first" / "model"
     tokenizer = AutoTokenizer.from_pretrained(path)
@@ -198,14 +198,14 @@ def test_a_tokenizer_with_a_chat_template_is_warmed_up_and_asked_with_the_same_p
     assert len(line["trace"]["completion_token_ids"]) <= 4
 
 
-def test_the_folder_of_a_run_names_its_model(tiny: list[str], tmp_path: Path) -> None:
+def test_a_run_folder_can_be_used_as_a_model(tiny: list[str], tmp_path: Path) -> None:
     train(*tiny, "name=first")
     train(*tiny, "name=second", f"model={tmp_path / 'first'}", "warmup.steps=0", "steps=0")
     one, two = weights(tmp_path / "first"), weights(tmp_path / "second")
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-def test_the_report_claims_no_more_than_happened(tiny: list[str], tmp_path: Path) -> None:
+def test_the_report_claims_only_what_happened(tiny: list[str], tmp_path: Path) -> None:
     assert "There was no reinforcement" in train(*tiny, "name=none", "steps=0")
     said = " ".join(train(*tiny, "name=few").split())
     assert "Nothing was trained on: no step of 3 had a signal." in said
@@ -214,7 +214,7 @@ def test_the_report_claims_no_more_than_happened(tiny: list[str], tmp_path: Path
     assert json.loads((tmp_path / "few" / "summary.json").read_text())["idle_steps"] == 3
 
 
-def test_fewer_held_out_problems_than_asked_for_are_counted(tiny: list[str]) -> None:
+def test_fewer_held_out_problems_than_requested_are_reported(tiny: list[str]) -> None:
     shown = " ".join(train(*tiny, "task.args.digits=4", "evaluation.prompts=2000").split())
     assert "held-out problems; the task has no more, 2000 were asked for" in shown
 
@@ -234,7 +234,7 @@ def test_a_run_can_be_repeated_from_its_own_config(tiny: list[str], tmp_path: Pa
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-def test_a_model_that_cannot_be_loaded_is_said_to_be_one_not_its_tokenizer(tiny: list[str], tmp_path: Path) -> None:
+def test_the_error_of_an_unloadable_model_does_not_blame_the_tokenizer(tiny: list[str], tmp_path: Path) -> None:
     (tmp_path / "half").mkdir()
     (tmp_path / "half" / "config.json").write_text("{}")
     result = CliRunner().invoke(app, ["train", *tiny, f"model={tmp_path / 'half'}"])
@@ -258,7 +258,7 @@ def test_a_model_that_cannot_be_loaded_is_said_to_be_one_not_its_tokenizer(tiny:
         (["trainer.grad_accum_steps=2"], "micro-batches follow from tokens"),
     ],
 )
-def test_a_wrong_setting_is_one_line_and_leaves_no_folder(
+def test_an_invalid_setting_is_a_one_line_error_and_leaves_no_folder(
     tiny: list[str], tmp_path: Path, arguments: list[str], said: str
 ) -> None:
     result = CliRunner().invoke(app, ["train", *tiny, *arguments])
@@ -268,27 +268,27 @@ def test_a_wrong_setting_is_one_line_and_leaves_no_folder(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_name_that_is_taken_is_refused_before_anything_is_trained(tiny: list[str], tmp_path: Path) -> None:
+def test_an_existing_name_is_refused_before_training(tiny: list[str], tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     result = CliRunner().invoke(app, ["train", *tiny])
     assert result.exit_code == 1
     assert "--resume" in result.stderr
 
 
-def test_runs_without_a_name_get_folders_of_their_own_even_within_a_second(tmp_path: Path) -> None:
+def test_unnamed_runs_get_separate_folders_even_within_a_second(tmp_path: Path) -> None:
     folders = [make_run_folder(str(tmp_path), None, "sort-grpo-seed0") for _ in range(5)]
     assert len(set(folders)) == 5
     assert all(folder.is_dir() for folder in folders)
 
 
-# ---- stopping and going on
+# ---- stopping and resuming
 # -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("phase", "step"), [("warm_up", 2), ("warm_up", 3), ("reinforce", 1), ("reinforce", 2), ("reinforce", 3)]
 )
-def test_a_run_stopped_anywhere_and_resumed_is_the_run(tiny: list[str], tmp_path: Path, phase: str, step: int) -> None:
+def test_a_run_stopped_anywhere_resumes_to_the_uninterrupted_run(tiny: list[str], tmp_path: Path, phase: str, step: int) -> None:
     train(*tiny, "name=whole")
     code = train_until("train", step, [*tiny, "name=parts"], phase=phase)
     assert code == 130
@@ -307,21 +307,21 @@ def test_a_run_stopped_anywhere_and_resumed_is_the_run(tiny: list[str], tmp_path
     assert [(line["phase"], line["step"]) for line in metrics(tmp_path / "parts")] == once
 
 
-def test_a_finished_run_resumed_only_reports(tiny: list[str], tmp_path: Path) -> None:
+def test_resuming_a_finished_run_only_reports(tiny: list[str], tmp_path: Path) -> None:
     train(*tiny)
     before = len(metrics(tmp_path / "run"))
     assert "Held-out problems" in train("--resume", str(tmp_path / "run"))
     assert len(metrics(tmp_path / "run")) == before
 
 
-def test_resume_takes_no_other_setting(tiny: list[str], tmp_path: Path) -> None:
+def test_resume_accepts_no_other_setting(tiny: list[str], tmp_path: Path) -> None:
     train(*tiny)
     result = CliRunner().invoke(app, ["train", "--resume", str(tmp_path / "run"), "seed=1"])
     assert result.exit_code == 2
     assert "accepts only steps=N, for more steps" in result.stderr
 
 
-def test_ctrl_c_in_a_process_of_its_own_ends_it_cleanly(tiny: list[str], tmp_path: Path) -> None:
+def test_ctrl_c_ends_the_process_cleanly(tiny: list[str], tmp_path: Path) -> None:
     command = [sys.executable, "-m", "ludic.cli.app", "train", *tiny, "steps=100000", "log_every=1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -344,7 +344,7 @@ def test_ctrl_c_in_a_process_of_its_own_ends_it_cleanly(tiny: list[str], tmp_pat
 # ------------------------------------------------------------------------------------------
 
 
-def test_help_is_quick_and_has_examples() -> None:
+def test_help_is_fast_and_has_examples() -> None:
     code = "import sys, ludic.cli.app; print([m for m in ('torch', 'transformers', 'matplotlib', 'hydra') if m in sys.modules])"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert loaded.stdout.strip() == "[]"
@@ -360,7 +360,7 @@ def test_print_config_shows_every_field_and_runs_nothing(tmp_path: Path) -> None
     assert not list(tmp_path.iterdir())
 
 
-def test_the_doctor_names_versions_devices_and_extras() -> None:
+def test_the_doctor_lists_versions_devices_and_extras() -> None:
     shown = CliRunner().invoke(app, ["doctor"]).output
     for said in ("torch", "CPU", "CUDA", "wandb"):
         assert said in shown

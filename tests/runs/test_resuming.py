@@ -1,5 +1,4 @@
-"""Going on with a run: by one process at a time, with the settings that it was begun with, and
-for more steps."""
+"""Continuing a run: by one process at a time, with its original settings, or for more steps."""
 
 import json
 import os
@@ -41,7 +40,7 @@ SFT = [
 
 @pytest.fixture(scope="module")
 def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a constant learning rate. No test may change it."""
+    """A run with a constant learning rate. No test may change it."""
     parent = tmp_path_factory.mktemp("runs")
     ludic("train", *CONSTANT, f"output={parent}", "name=run")
     return parent / "run"
@@ -53,26 +52,26 @@ def run(finished_run: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("moment", [1, 2])
-def test_a_run_killed_before_it_is_begun_leaves_its_name_free(tmp_path: Path, moment: int) -> None:
+def test_a_run_killed_before_it_starts_leaves_its_name_free(tmp_path: Path, moment: int) -> None:
     arguments = ["sft", *SFT, "steps=1", f"output={tmp_path}", "name=run"]
     assert killed_at(moment, *arguments)
     assert not (tmp_path / "run").exists()
     ludic(*arguments)
 
 
-def test_a_folder_without_a_run_is_not_said_to_be_one_to_go_on_with(tmp_path: Path) -> None:
+def test_the_error_of_a_folder_without_a_run_does_not_suggest_resuming(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     said = refused("sft", *SFT, "steps=1", f"output={tmp_path}", "name=run")
     assert "holds no run that --resume could continue" in said
 
 
 @pytest.mark.parametrize("name", ["../other", "/tmp/other", "a/../../b", "..", ".", "''"])
-def test_a_name_does_not_lead_out_of_the_output_folder(tmp_path: Path, name: str) -> None:
+def test_a_name_cannot_leave_the_output_folder(tmp_path: Path, name: str) -> None:
     assert "must name a folder in output" in refused("sft", *SFT, "steps=1", f"output={tmp_path}/runs", f"name={name}")
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_is_gone_on_with_by_one_process_which_the_refusal_names(run: Path) -> None:
+def test_only_one_process_can_resume_a_folder_and_the_error_names_it(run: Path) -> None:
     holder = subprocess.Popen(
         [sys.executable, "-c", f"from ludic.runs.lock import RunLock; from pathlib import Path; a = RunLock(Path({str(run)!r}));"
          "print(flush=True); input()"],
@@ -85,10 +84,10 @@ def test_a_folder_is_gone_on_with_by_one_process_which_the_refusal_names(run: Pa
     assert (run / "metrics.jsonl").read_bytes() == before
     holder.send_signal(signal.SIGKILL)
     holder.communicate()
-    assert "is finished" in ludic("train", "--resume", str(run))  # its death has let go
+    assert "is finished" in ludic("train", "--resume", str(run))  # its death released the lock
 
 
-def test_a_lock_is_let_go_when_the_command_ends(tmp_path: Path) -> None:
+def test_the_lock_is_released_when_the_command_ends(tmp_path: Path) -> None:
     first = RunLock(tmp_path)
     with pytest.raises(CheckpointError, match=f"process {os.getpid()} on"):
         RunLock(tmp_path)
@@ -100,7 +99,7 @@ def test_a_lock_is_let_go_when_the_command_ends(tmp_path: Path) -> None:
     ("before", "after", "key"),
     [("lr: 0.0003", "lr: 0.1", "trainer.lr"), ("\nseed: 0", "\nseed: 1", "seed"), ("\nsteps: 3", "\nsteps: 4", "steps")],
 )
-def test_a_setting_that_was_changed_since_is_refused_by_name(run: Path, before: str, after: str, key: str) -> None:
+def test_a_changed_setting_is_refused_by_name(run: Path, before: str, after: str, key: str) -> None:
     config = run / "config.yaml"
     text = config.read_text()
     assert before in text
@@ -109,13 +108,13 @@ def test_a_setting_that_was_changed_since_is_refused_by_name(run: Path, before: 
     assert f"config.yaml: {key} is {after.split()[-1]}, but the run began with {before.split()[-1]}" in said
 
 
-def test_settings_of_what_is_printed_and_kept_may_be_changed(run: Path) -> None:
+def test_settings_of_output_and_checkpoints_can_be_changed(run: Path) -> None:
     config = run / "config.yaml"
     config.write_text(config.read_text().replace("\nlog_every: ", "\nlog_every: 1"))
     assert "is finished" in ludic("train", "--resume", str(run))
 
 
-def test_a_run_begun_with_the_former_name_of_a_setting_is_resumed_with_its_value(run: Path) -> None:
+def test_a_run_with_a_former_setting_name_resumes_with_its_value(run: Path) -> None:
     for file in ("config.yaml", "progress.json"):
         text = (run / file).read_text()
         assert "batches_ahead" in text
@@ -127,7 +126,7 @@ def test_a_run_begun_with_the_former_name_of_a_setting_is_resumed_with_its_value
     assert "inference.batches_ahead is 1, but the run began with 0" in said
 
 
-def test_a_folder_of_an_older_version_is_gone_on_with(run: Path) -> None:
+def test_a_folder_of_an_earlier_version_can_be_resumed(run: Path) -> None:
     progress = json.loads((run / "progress.json").read_text())
     for key in ("recipe", "versions", "failed"):
         del progress[key]
@@ -136,12 +135,12 @@ def test_a_folder_of_an_older_version_is_gone_on_with(run: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"phase": 3, "stage": 4}', "null"])
-def test_a_damaged_progress_is_one_line(run: Path, content: str) -> None:
+def test_a_damaged_progress_file_is_a_one_line_error(run: Path, content: str) -> None:
     (run / "progress.json").write_text(content)
     assert "progress.json is damaged" in refused("train", "--resume", str(run))
 
 
-def test_a_finished_run_goes_on_for_more_steps_as_if_they_had_been_asked_for(run: Path, tmp_path: Path) -> None:
+def test_a_finished_run_continued_for_more_steps_equals_a_longer_run(run: Path, tmp_path: Path) -> None:
     ludic("train", *CONSTANT, "steps=5", f"output={tmp_path}", "name=whole")
     ludic("train", "--resume", str(run), "steps=5")
     assert same_weights(run, tmp_path / "whole")
@@ -153,14 +152,14 @@ def test_a_finished_run_goes_on_for_more_steps_as_if_they_had_been_asked_for(run
     assert "steps (5) must be more than the 5" in refused("train", "--resume", str(run), "steps=5")
 
 
-def test_supervised_runs_go_on_for_more_steps_too(tmp_path: Path) -> None:
+def test_supervised_runs_can_be_continued_for_more_steps(tmp_path: Path) -> None:
     ludic("sft", *SFT, "steps=5", f"output={tmp_path}", "name=whole")
     ludic("sft", *SFT, "steps=2", f"output={tmp_path}", "name=run")
     ludic("sft", "--resume", str(tmp_path / "run"), "steps=5")
     assert same_weights(tmp_path / "run", tmp_path / "whole")
 
 
-def test_more_steps_are_refused_where_the_schedule_depends_on_them(tmp_path: Path) -> None:
+def test_more_steps_are_refused_if_the_schedule_depends_on_them(tmp_path: Path) -> None:
     ludic("sft", *SFT, "trainer.lr_scheduler_type=cosine", "steps=2", f"output={tmp_path}", "name=run")
     said = refused("sft", "--resume", str(tmp_path / "run"), "steps=5")
     assert "trainer.lr_scheduler_type (cosine) depends on the number of steps" in said
@@ -169,11 +168,11 @@ def test_more_steps_are_refused_where_the_schedule_depends_on_them(tmp_path: Pat
 
 
 @pytest.mark.parametrize("more", [["seed=1"], ["steps=9", "seed=1"], ["steps=null"], ["steps=1.5"], ["other.yaml"]])
-def test_nothing_but_steps_is_taken_with_resume(run: Path, more: list[str]) -> None:
+def test_resume_accepts_only_steps(run: Path, more: list[str]) -> None:
     assert "accepts only steps=N, for more steps" in refused("train", "--resume", str(run), *more)
 
 
-def test_other_versions_than_at_the_beginning_are_said(run: Path) -> None:
+def test_changed_library_versions_are_reported(run: Path) -> None:
     progress = RunDirectory(run).read_progress()
     assert progress.versions is not None
     assert set(progress.versions) == {"ludic", "python", "torch", "transformers"}
@@ -191,11 +190,11 @@ def test_a_run_that_fails_before_its_first_step_leaves_no_folder(tmp_path: Path)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ludic.runs.held_out.HeldOut.measure", _fails)
         result = CliRunner().invoke(app, ["train", *settings])
-    assert isinstance(result.exception, ZeroDivisionError)  # a bug is no line: it keeps its traceback
+    assert isinstance(result.exception, ZeroDivisionError)  # a bug keeps its traceback
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_that_fails_later_says_so_in_its_folder(run: Path, tmp_path: Path) -> None:
+def test_a_run_that_fails_later_records_it_in_its_folder(run: Path, tmp_path: Path) -> None:
     from typer.testing import CliRunner
 
     from ludic.cli.app import app
@@ -212,14 +211,14 @@ async def _fails(*_: object, **__: object) -> None:
     raise ZeroDivisionError("by design")
 
 
-def test_a_stopped_run_goes_on_for_more_steps(run: Path, tmp_path: Path) -> None:
+def test_a_stopped_run_can_be_continued_for_more_steps(run: Path, tmp_path: Path) -> None:
     assert train_until("train", 2, [*CONSTANT, f"output={tmp_path}", "name=parts"], phase="reinforce") == 130
     ludic("train", "--resume", str(tmp_path / "parts"), "steps=4")
     ludic("train", "--resume", str(run), "steps=4")
     assert same_weights(run, tmp_path / "parts")
 
 
-def test_a_summary_says_how_the_run_ended_what_it_trained_and_with_what(finished_run: Path, tmp_path: Path) -> None:
+def test_a_summary_records_the_end_the_model_and_the_versions(finished_run: Path, tmp_path: Path) -> None:
     found = summary_of(finished_run)
     assert (found["status"], found["model"], found["algorithm"]) == ("finished", None, "grpo")
     assert found["versions"] == RunDirectory(finished_run).read_progress().versions
@@ -230,12 +229,19 @@ def test_a_summary_says_how_the_run_ended_what_it_trained_and_with_what(finished
     assert (summary_of(tmp_path / "sft")["status"], summary_of(tmp_path / "sft")["algorithm"]) == ("finished", "sft")
 
 
-def test_episodes_that_failed_in_training_are_counted_at_the_end(tmp_path: Path) -> None:
-    """Every fourth answer cannot be graded: its group is left out, and the summary says how
-    many."""
+def test_the_summary_counts_episodes_that_failed_in_training(tmp_path: Path) -> None:
+    """Every fourth answer cannot be graded. Its group is left out, and the summary has the
+    number."""
     problems = tmp_path / "rows.jsonl"
     problems.write_text("".join(json.dumps({"prompt": f"{n * 7919 % 100000}>"}) + "\n" for n in range(30)))
-    settings = [*TINY, "warmup.steps=0", "steps=2", "rollout.prompts=6", f"data={problems}", "reward=byte_rewards:fails_at_times"]
+    settings = [
+        *TINY,
+        "warmup.steps=0",
+        "steps=2",
+        "rollout.prompts=6",
+        f"data={problems}",
+        "reward=byte_rewards:fails_for_some_prompts",
+    ]
     model = [f"model={tiny_folder(tmp_path)}", "task.args.max_new_tokens=4", "task.args.num_heldout=3"]
     shown = ludic("train", *settings, *model, f"output={tmp_path}", "name=run")
     lines = [line for line in metrics_of(tmp_path / "run") if "train/loss" in line]

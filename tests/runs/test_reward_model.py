@@ -1,5 +1,5 @@
-"""`ludic train-rm`: what a run leaves, that it repeats, resumes and stops, in flags and in
-settings, with adapters and without."""
+"""`ludic train-rm`: what a run writes, that it is reproducible, resumes and stops, with flags and
+settings, with and without adapters."""
 
 import json
 from functools import partial
@@ -41,14 +41,14 @@ def rows(count: int) -> list[dict[str, Any]]:
 
 
 def score(run: Path, text: str) -> float:
-    """Of one text by the saved model, read as a stranger would."""
+    """The score of one text by the saved model, loaded with transformers."""
     model = AutoModelForSequenceClassification.from_pretrained(run / "model").eval()
     tokenizer = AutoTokenizer.from_pretrained(run / "model")
     with torch.no_grad():
         return float(model(torch.tensor([[*tokenizer(text)["input_ids"], tokenizer.eos_token_id]])).logits)
 
 
-def test_a_run_leaves_everything_it_promises(tiny: list[str], tmp_path: Path) -> None:
+def test_a_run_writes_every_documented_file(tiny: list[str], tmp_path: Path) -> None:
     shown = train_rm(*tiny)
     run = tmp_path / "run"
     for name in (
@@ -72,7 +72,7 @@ def test_a_run_leaves_everything_it_promises(tiny: list[str], tmp_path: Path) ->
     assert (summary["data"]["pairs"], summary["data"]["heldout_pairs"], summary["eval_num_pairs"]) == (40, 20, 20)
 
 
-def test_what_is_measured_is_what_the_saved_model_says(tiny: list[str], tmp_path: Path) -> None:
+def test_the_reported_metrics_are_those_of_the_saved_model(tiny: list[str], tmp_path: Path) -> None:
     train_rm(*tiny, "trainer.lr=3e-2")
     held = [json.loads(line) for line in (tmp_path / "run" / "heldout.jsonl").read_text().splitlines()]
     margins = [
@@ -97,14 +97,14 @@ def test_the_pairs_on_disk_are_the_data_of_the_run(tiny: list[str], tmp_path: Pa
     assert same_weights(tmp_path / "run", tmp_path / "again")
     one, two = (summary_of(tmp_path / name) for name in ("run", "again"))
     assert {key: one[key] for key in EVALUATED} == {key: two[key] for key in EVALUATED}
-    assert two["bayes_accuracy"] is None  # nobody knows it of a file
+    assert two["bayes_accuracy"] is None  # it is unknown for data from a file
 
 
-def test_json_prints_the_summary_alone(tiny: list[str], tmp_path: Path) -> None:
+def test_json_prints_only_the_summary(tiny: list[str], tmp_path: Path) -> None:
     assert json.loads(train_rm(*tiny, "--json")) == summary_of(tmp_path / "run")
 
 
-def test_two_runs_of_one_config_are_the_same_and_another_seed_is_not(tiny: list[str], tmp_path: Path) -> None:
+def test_two_runs_of_a_config_are_equal_and_another_seed_differs(tiny: list[str], tmp_path: Path) -> None:
     train_rm(*tiny, "name=one")
     train_rm(str(tmp_path / "one" / "config.yaml"), "name=two")
     train_rm(*tiny, "name=three", "seed=1")
@@ -112,12 +112,12 @@ def test_two_runs_of_one_config_are_the_same_and_another_seed_is_not(tiny: list[
     assert not same_weights(tmp_path / "one", tmp_path / "three")
     one, two, three = (summary_of(tmp_path / name) for name in ("one", "two", "three"))
     assert (one["eval_loss"], one["config_hash"]) == (two["eval_loss"], two["config_hash"])
-    assert one["bayes_accuracy"] == three["bayes_accuracy"]  # the held-out pairs are those of every seed
+    assert one["bayes_accuracy"] == three["bayes_accuracy"]  # all seeds have the same held-out pairs
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A causal model on disk with no reward head yet, whose tokenizer has a chat template."""
+    """A causal model on disk without a reward head, with a chat template."""
     from training_samples import tiny_model
 
     path = tmp_path / "model-on-disk"
@@ -154,8 +154,8 @@ def test_the_documented_command_runs_on_a_local_file(tmp_path: Path, model: Path
 
 
 def test_weights_that_are_neither_loaded_nor_trained_are_an_error(tiny: list[str], tmp_path: Path) -> None:
-    """A BERT that was saved as a masked language model has no pooler, and LoRA would leave the
-    one that is drawn as it is."""
+    """A BERT saved as a masked language model has no pooler, and LoRA would leave the newly
+    initialised one untrained."""
     from small_models import scoring_model
     from transformers import BertForMaskedLM
 
@@ -177,9 +177,9 @@ def test_adapters_are_saved_beside_the_merged_model(tiny: list[str], tmp_path: P
     train_rm(*tiny, "lora.rank=4", "trainer.lr=3e-2")
     run, text = tmp_path / "run", "high>98765"
     adapter = load_file(run / "adapter" / "adapter_model.safetensors")
-    assert any("score" in name for name in adapter)  # the head was trained, too
-    assert all(weight.any() for name, weight in adapter.items() if "lora_B" in name)  # none is as it was made
-    assert sum("lora_B" in name for name in adapter) == 2 * 7  # layers, and the projections of each
+    assert any("score" in name for name in adapter)  # the head was trained too
+    assert all(weight.any() for name, weight in adapter.items() if "lora_B" in name)  # no weight has its initial value
+    assert sum("lora_B" in name for name in adapter) == 2 * 7  # layers, and the projections in each
     adapted = PeftModel.from_pretrained(
         AutoModelForSequenceClassification.from_pretrained(run / "base"), str(run / "adapter")
     ).eval()
@@ -189,7 +189,7 @@ def test_adapters_are_saved_beside_the_merged_model(tiny: list[str], tmp_path: P
     assert given == pytest.approx(score(run, text), abs=1e-5)
 
 
-def test_conversations_and_text_go_through_the_template_of_the_model(tiny: list[str], tmp_path: Path, model: Path) -> None:
+def test_conversations_and_text_are_rendered_by_the_models_template(tiny: list[str], tmp_path: Path, model: Path) -> None:
     said = [{"role": "user", "content": "hi"}]
     talk = [
         {
@@ -209,7 +209,7 @@ def test_conversations_and_text_go_through_the_template_of_the_model(tiny: list[
     assert ids[0] != ids[1]
 
 
-def test_columns_may_have_other_names_and_labels_be_soft(tiny: list[str], tmp_path: Path) -> None:
+def test_columns_can_have_other_names_and_labels_can_be_soft(tiny: list[str], tmp_path: Path) -> None:
     content = [{"q": f"{n}?", "better": "a", "worse": "b", "sure": 0.75} for n in range(3)]
     named = ["columns.prompt=q", "columns.chosen=better", "columns.rejected=worse", "columns.label=sure", "heldout=0"]
     recipe = compose_rm([*tiny, f"data={write_rows(tmp_path / 'data.jsonl', *content)}", *named])
@@ -228,9 +228,9 @@ def test_pairs_with_one_prompt_are_held_out_together(tiny: list[str], tmp_path: 
     assert all(a.meta["pair_id"] == b.meta["pair_id"] for a, b in zip(data.train[::2], data.train[1::2], strict=True))
 
 
-def test_pairs_with_one_prompt_stay_together_however_they_were_cut(tiny: list[str], tmp_path: Path) -> None:
-    """A long prompt loses more of its beginning beside a long answer, so that what is left of it
-    differs from pair to pair."""
+def test_pairs_with_one_prompt_stay_together_after_truncation(tiny: list[str], tmp_path: Path) -> None:
+    """A long prompt loses more of its start beside a long answer, so what remains of it differs
+    between pairs."""
     content = [
         {"prompt": f"{n // 4:03}" + "q" * 90, "chosen": "a" * (1 + n % 4), "rejected": "b" * (1 + n % 4)} for n in range(40)
     ]
@@ -242,7 +242,7 @@ def test_pairs_with_one_prompt_stay_together_however_they_were_cut(tiny: list[st
     assert not prompts[0] & prompts[1]
 
 
-def test_rows_that_make_no_pair_are_counted_by_reason(tiny: list[str], tmp_path: Path, model: Path) -> None:
+def test_rows_that_are_not_pairs_are_counted_by_reason(tiny: list[str], tmp_path: Path, model: Path) -> None:
     def talk(prompt: str, chosen: str, rejected: str) -> dict[str, Any]:
         said = [[{"role": "assistant", "content": text}] for text in (chosen, rejected)]
         return {"prompt": [{"role": "user", "content": prompt}], "chosen": said[0], "rejected": said[1]}
@@ -269,13 +269,13 @@ def test_rows_that_make_no_pair_are_counted_by_reason(tiny: list[str], tmp_path:
     }
 
 
-def test_a_run_that_leaves_nothing_out_says_nothing_of_it(tiny: list[str], tmp_path: Path) -> None:
+def test_a_run_that_skips_no_row_prints_no_count(tiny: list[str], tmp_path: Path) -> None:
     shown = train_rm(*tiny)
     assert "no pair" not in shown
     assert summary_of(tmp_path / "run")["data"]["left_out"] == {}
 
 
-def test_responses_of_equal_worth_are_counted_among_the_rows_that_are_drawn(tiny: list[str], tmp_path: Path) -> None:
+def test_responses_with_equal_scores_are_counted_among_the_drawn_rows(tiny: list[str], tmp_path: Path) -> None:
     shp = [
         {"history": f"{n}", "human_ref_A": "a", "human_ref_B": f"b{n}", "score_A": n, "score_B": 3 * (n // 3)} for n in range(12)
     ]
@@ -288,7 +288,7 @@ def test_responses_of_equal_worth_are_counted_among_the_rows_that_are_drawn(tiny
         assert len(read.train) // 2 == len(drawn) - read.left_out["equal_scores"]
 
 
-def test_a_limit_draws_from_all_of_a_sorted_data_set_by_the_seed(tiny: list[str], tmp_path: Path) -> None:
+def test_a_limit_draws_randomly_from_the_whole_data_set(tiny: list[str], tmp_path: Path) -> None:
     content = [{"prompt": f"{part}{n}?", "chosen": "a", "rejected": "b"} for part in "xyz" for n in range(100)]
     data = write_rows(tmp_path / "sorted.jsonl", *content)
 
@@ -297,33 +297,36 @@ def test_a_limit_draws_from_all_of_a_sorted_data_set_by_the_seed(tiny: list[str]
         return [bytes(token - 3 for token in item.input_ids[:2] if token > 2).decode() for item in read.train[::2]]
 
     first = prompts("heldout=0", "seed=1")
-    assert {prompt[0] for prompt in first} == set("xyz")  # the first 30 rows are all of x
+    assert {prompt[0] for prompt in first} == set("xyz")  # the first 30 rows are all x
     assert first == prompts("heldout=0", "seed=1") != prompts("heldout=0", "seed=2")
 
 
-def test_a_model_that_is_loaded_gets_the_customary_settings_of_reward_models() -> None:
+def test_a_loaded_model_gets_the_usual_settings_of_reward_models() -> None:
     made, loaded = compose_rm([]), compose_rm(["model=some/model"])
     assert (loaded.trainer.warmup_steps, loaded.trainer.lr_scheduler_type, loaded.trainer.lr_min_ratio) == (50, "cosine", 0.0)
     assert (loaded.loss.label_smoothing, loaded.loss.regularization_lambda) == (0.05, 0.001)
-    assert (made.loss.label_smoothing, made.loss.regularization_lambda) == (0.0, 0.0)  # the truth of generated pairs is known
+    assert (made.loss.label_smoothing, made.loss.regularization_lambda) == (
+        0.0,
+        0.0,
+    )  # the true probability is known for generated pairs
 
 
-def test_a_label_that_is_no_probability_is_an_error_and_no_row_left_out(tiny: list[str], tmp_path: Path) -> None:
+def test_an_invalid_label_is_an_error_and_not_a_skipped_row(tiny: list[str], tmp_path: Path) -> None:
     content = [{"prompt": "1?", "chosen": "a", "rejected": "b", "sure": sure} for sure in (1, 80)]
     recipe = compose_rm([*tiny, f"data={write_rows(tmp_path / 'data.jsonl', *content)}", "columns.label=sure", "heldout=0"])
     with pytest.raises(DataError, match=r"line 2 \(80\) must be in \[0, 1\]"):
         RMData.read(recipe, make_byte_tokenizer(), note=print)
 
 
-def test_a_reward_model_does_not_pad_with_the_token_that_ends_a_response() -> None:
-    """A classifier reads its score from the last token that is not padding."""
+def test_a_reward_model_does_not_pad_with_the_end_token() -> None:
+    """A classifier reads its score at the last token that is not padding."""
     tokenizer = make_byte_tokenizer()
     tokenizer.pad_token = tokenizer.eos_token
     assert choose_padding_token(tokenizer).pad_token == "<bos>"
     assert choose_padding_token(make_byte_tokenizer()).pad_token == "<pad>"
 
 
-def test_without_held_out_pairs_only_the_training_pairs_are_measured(tiny: list[str], tmp_path: Path) -> None:
+def test_without_held_out_pairs_only_the_training_pairs_are_evaluated(tiny: list[str], tmp_path: Path) -> None:
     data = write_rows(tmp_path / "data.jsonl", *rows(20))
     shown = train_rm(*tiny, f"data={data}", "heldout=0")
     assert "No pairs are held out" in shown
@@ -332,7 +335,7 @@ def test_without_held_out_pairs_only_the_training_pairs_are_measured(tiny: list[
     assert 0 <= summary["train_pairwise_accuracy"] <= 1
 
 
-def test_the_picture_has_the_held_out_accuracy_where_it_was_measured_and_nowhere_else(
+def test_the_plot_has_the_held_out_accuracy_only_where_it_was_measured(
     tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn: list[dict[str, Any]] = []
@@ -347,13 +350,13 @@ def test_the_picture_has_the_held_out_accuracy_where_it_was_measured_and_nowhere
     assert drawn[0]["marks"] == drawn[1]["marks"] == {}
 
 
-def test_the_evaluation_can_end_the_training(tiny: list[str], tmp_path: Path) -> None:
+def test_an_evaluation_can_end_training_early(tiny: list[str], tmp_path: Path) -> None:
     train_rm(*tiny, "epochs=9", "trainer.lr=0", "trainer.eval_every_n_steps=2", "trainer.early_stopping_patience=1")
     assert summary_of(tmp_path / "run")["steps"] == 4
 
 
-def test_a_run_that_ends_early_leaves_the_model_of_its_best_evaluation(tiny: list[str], tmp_path: Path) -> None:
-    worse = ["trainer.lr=1", "trainer.warmup_steps=0", "trainer.lr_scheduler_type=null"]  # every step makes it worse
+def test_a_run_that_stops_early_saves_the_model_of_its_best_evaluation(tiny: list[str], tmp_path: Path) -> None:
+    worse = ["trainer.lr=1", "trainer.warmup_steps=0", "trainer.lr_scheduler_type=null"]  # every step makes the model worse
     stop = ["trainer.eval_every_n_steps=1", "trainer.early_stopping_patience=2"]
     shown = train_rm(*tiny, "epochs=9", *worse, *stop)
     summary = summary_of(tmp_path / "run")
@@ -362,12 +365,12 @@ def test_a_run_that_ends_early_leaves_the_model_of_its_best_evaluation(tiny: lis
     best = min(losses, key=losses.__getitem__)
     assert best < summary["steps"]
     assert summary["early_stopping"] == {"stopped": True, "kept_step": best, "metric": "eval_loss", "best": losses[best]}
-    assert summary["eval_loss"] == pytest.approx(losses[best])  # of the model that was saved
+    assert summary["eval_loss"] == pytest.approx(losses[best])  # metrics of the saved model
     assert f"the model is that of step {best}" in " ".join(shown.split())
     assert "These pairs also chose the step" in " ".join(shown.split())
 
 
-# ---- wrong settings, stopping, going on
+# ---- invalid settings, stopping, resuming
 # ------------------------------------------------------------------------------
 
 
@@ -392,21 +395,23 @@ def test_a_run_that_ends_early_leaves_the_model_of_its_best_evaluation(tiny: lis
         (["--resume", "/nowhere"], "accepts only steps=N"),
     ],
 )
-def test_a_wrong_setting_is_one_line_and_leaves_no_folder(
+def test_an_invalid_setting_is_a_one_line_error_and_leaves_no_folder(
     tiny: list[str], tmp_path: Path, arguments: list[str], said: str
 ) -> None:
     assert said in refused(*tiny, *arguments)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_wrong_row_is_named_before_anything_is_written(tiny: list[str], tmp_path: Path) -> None:
+def test_an_invalid_row_is_named_before_anything_is_written(tiny: list[str], tmp_path: Path) -> None:
     data = write_rows(tmp_path / "data.jsonl", *rows(2), {"prompt": "2+2=", "chosen": "4"})
     assert "data.jsonl, line 3" in refused(*tiny, f"data={data}")
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(("step", "settings"), [(1, ["lora.rank=2"]), (3, [])])
-def test_a_run_stopped_anywhere_and_resumed_is_the_run(tiny: list[str], tmp_path: Path, step: int, settings: list[str]) -> None:
+def test_a_run_stopped_anywhere_resumes_to_the_uninterrupted_run(
+    tiny: list[str], tmp_path: Path, step: int, settings: list[str]
+) -> None:
     train_rm(*tiny, "name=whole", *settings)
     assert train_until(step, [*tiny, "name=parts", *settings]) == 130
     interrupted = summary_of(tmp_path / "parts")
@@ -419,7 +424,7 @@ def test_a_run_stopped_anywhere_and_resumed_is_the_run(tiny: list[str], tmp_path
     same = {*EVALUATED, "train_pairwise_accuracy", "steps", "data", "config_hash"}
     assert {key: parts[key] for key in same} == {key: whole[key] for key in same}
     lines = len((tmp_path / "parts" / "metrics.jsonl").read_text().splitlines())
-    train_rm("--resume", str(tmp_path / "parts"))  # a finished run only reports
+    train_rm("--resume", str(tmp_path / "parts"))  # resuming a finished run only reports
     assert len((tmp_path / "parts" / "metrics.jsonl").read_text().splitlines()) == lines
 
 
@@ -430,7 +435,7 @@ def test_other_data_under_the_same_name_is_refused_on_resume(tiny: list[str], tm
     assert "would not be those of the run that is resumed" in refused("--resume", str(tmp_path / "run"))
 
 
-def test_a_loaded_model_gets_the_rates_of_loaded_models_and_the_command_line_outranks_them() -> None:
+def test_a_loaded_model_has_its_own_default_rates_that_the_command_line_overrides() -> None:
     small, loaded, chosen = compose_rm(), compose_rm(["model=x"]), compose_rm(["--model", "x", "--lr", "1"])
     assert (small.trainer.lr, loaded.trainer.lr, chosen.trainer.lr) == (3e-3, 5e-6, 1.0)
 

@@ -1,5 +1,5 @@
-"""Where a recipe's answers come from: what the settings mean, runs that overlap, and one against
-a real vLLM server."""
+"""The sampler of a run: what the settings mean, overlapped runs, and one run with a real vLLM
+server."""
 
 import json
 import os
@@ -45,14 +45,14 @@ def summary(folder):
         (["inference.url=[http://127.0.0.1:8000,http://127.0.0.1:8001]"], "vllm"),
     ],
 )
-def test_a_word_an_interpreter_or_an_address_says_which_engine(given, expected, tmp_path):
+def test_a_keyword_an_interpreter_or_an_address_selects_the_engine(given, expected, tmp_path):
     recipe = compose(given)
     assert choose_kind(recipe.inference) == expected
     (tmp_path / "again.yaml").write_text(to_yaml(recipe))
     assert compose([str(tmp_path / "again.yaml")]).inference == recipe.inference
 
 
-def test_a_recipe_file_may_say_it_in_one_word(tmp_path):
+def test_a_recipe_file_can_set_the_sampler_in_one_word(tmp_path):
     (tmp_path / "mine.yaml").write_text("recipe: sort\ninference: vllm\n")
     assert compose([str(tmp_path / "mine.yaml")]).inference.kind == "vllm"
 
@@ -67,12 +67,12 @@ def test_a_recipe_file_may_say_it_in_one_word(tmp_path):
         (["inference.timeout_s=0"], "deadline"),
     ],
 )
-def test_settings_that_contradict_each_other_are_refused(given, said):
+def test_contradictory_settings_are_refused(given, said):
     with pytest.raises(ConfigError, match=said):
         choose_kind(compose(given).inference)
 
 
-def test_an_interpreter_without_vllm_is_refused_before_anything_is_done():
+def test_an_interpreter_without_vllm_is_refused_immediately():
     import sys
 
     recipe = compose([f"inference.python={sys.executable}"])
@@ -81,8 +81,8 @@ def test_an_interpreter_without_vllm_is_refused_before_anything_is_done():
 
 
 @pytest.mark.parametrize("state", ["dead", "silent", "sick"])
-def test_a_server_that_does_not_answer_is_refused_before_anything_is_done(state, monkeypatch):
-    """Not after the warm-up, and not after the time that an answer may take."""
+def test_an_unreachable_server_is_refused_immediately(state, monkeypatch):
+    """Not after the warm-up, and not after the deadline of an answer."""
     monkeypatch.setattr("ludic.inference.vllm.server_queries.HEALTH_TIMEOUT_S", 0.5)
     with StubVLLM() as alive, StubVLLM() as server:
         check_inference(compose([f"inference.url={alive.url}"]), None)
@@ -97,16 +97,16 @@ def test_a_server_that_does_not_answer_is_refused_before_anything_is_done(state,
             check_inference(recipe, None)
 
 
-def test_a_model_that_a_server_on_a_cpu_cannot_run_is_refused_with_what_to_set(monkeypatch):
+def test_the_error_of_a_model_that_a_cpu_server_cannot_run_says_what_to_set(monkeypatch):
     monkeypatch.setattr("ludic.inference.vllm.environment.check_has_vllm", lambda python: None)
     recipe = compose(["inference=vllm", "inference.device=cpu", "network.num_heads=8"])
     with pytest.raises(ConfigError, match=r"have 16 dimensions.*set network.hidden_size"):
         check_inference(recipe, make_small_model(recipe.network))
     fitting = compose(["inference=vllm", "inference.device=cpu"])
-    check_inference(fitting, make_small_model(fitting.network))  # 128 over 4 heads: the built-in recipes as they are
+    check_inference(fitting, make_small_model(fitting.network))  # 128 over 4 heads: the built-in recipes without changes
 
 
-def test_an_evaluation_says_how_it_asks_a_server():
+def test_an_evaluation_reports_how_it_samples_from_a_server():
     from ludic.cli.evaluate_settings import resolve
 
     with pytest.raises(ConfigError, match="base_url=URL"):
@@ -123,34 +123,34 @@ def test_an_evaluation_says_how_it_asks_a_server():
         (0.0, 1.0, LogprobConvention(processed=False, temperature=1.0)),
     ],
 )
-def test_sampler_and_trainer_speak_of_one_distribution(temperature, top_p, expected):
+def test_sampler_and_trainer_use_the_same_distribution(temperature, top_p, expected):
     assert choose_logprob_convention(temperature, top_p) == expected
-    algorithm = "grpo" if temperature else "reinforce"  # answers that are all the same cannot be compared with each other
+    algorithm = "grpo" if temperature else "reinforce"  # equal answers give no advantage
     recipe = compose([f"rollout.temperature={temperature}", f"rollout.top_p={top_p}", "threads=1", f"algorithm={algorithm}"])
     assert RLParts.build(recipe).trainer_cfg.temperature == expected.temperature
 
 
 @pytest.mark.parametrize("sampling", [[], ["rollout.temperature=0.6"], ["rollout.temperature=0.7", "rollout.top_p=0.9"]])
-def test_a_run_in_this_process_measures_its_sampler_and_finds_it_the_same(tiny, tmp_path, sampling):
+def test_an_in_process_run_measures_no_sampler_mismatch(tiny, tmp_path, sampling):
     train(*tiny, *sampling)
     found = summary(tmp_path / "run")
     assert found["mismatch"]["preflight"]["mean"] < 1e-5
-    assert (found["mismatch"]["mean"] or 0.0) < 1e-4  # null where no sample of so few had a weight
+    assert (found["mismatch"]["mean"] or 0.0) < 1e-4  # null if none of the few samples had a weight
     assert found["mismatch"]["lag"] == 0
     assert found["weight_sync"]["pushes"] == 3
     assert found["overlap"]["hidden"] < 0.5
 
 
-def test_a_run_that_overlaps_trains_on_samples_one_version_old(tiny, tmp_path):
+def test_an_overlapped_run_trains_on_samples_one_version_old(tiny, tmp_path):
     train(*tiny, "inference.batches_ahead=1", "steps=4")
     found = summary(tmp_path / "run")
     assert found["steps"] == 4
-    assert 0 < found["mismatch"]["lag"] <= 0.75  # the first batch is fresh, and how the others fare is a matter of time
+    assert 0 < found["mismatch"]["lag"] <= 0.75  # the first batch is fresh; the staleness of the others depends on timing
     assert found["mismatch"]["preflight"]["mean"] < 1e-5
 
 
-def test_an_overlapped_run_that_is_stopped_goes_on_with_the_prompts_that_follow(tiny, tmp_path, monkeypatch):
-    """Stopped after two of four steps, with a batch on its way that is never trained, then
+def test_a_stopped_overlapped_run_continues_with_the_following_prompts(tiny, tmp_path, monkeypatch):
+    """Stopped after two of four steps, with a generated batch that is never trained, then
     resumed."""
     from ludic.runs.stop_request import StoppableSource
 
@@ -183,7 +183,7 @@ def test_an_overlapped_run_that_is_stopped_goes_on_with_the_prompts_that_follow(
     assert whole == expected
 
 
-async def test_the_start_of_a_server_is_measured(tmp_path, monkeypatch):
+async def test_the_startup_time_of_a_server_is_measured(tmp_path, monkeypatch):
     monkeypatch.setenv("FAKE_VLLM_FACTS", str(tmp_path / "facts.json"))
     recipe = compose([f"inference.python={fake_vllm.install(tmp_path / 'venv')}"])
     timer, notes = PhaseTimer(), []
@@ -193,7 +193,7 @@ async def test_the_start_of_a_server_is_measured(tmp_path, monkeypatch):
     assert len(notes) == 1
 
 
-def test_the_start_of_a_server_has_a_name_of_its_own_among_the_seconds():
+def test_the_startup_time_of_a_server_is_listed_separately():
     seconds = {"wall": 100.0, "set_up": 1.0, "warm_up": 2.0, "evaluate": 3.0}
     lines = [{"perf/rollout_s": 10.0}, {"perf/rollout_s": 20.0}]
     own, timed = ("set_up", "warm_up", "evaluate"), ("rollout",)
@@ -220,7 +220,7 @@ LINES = [
 ]  # fmt: skip
 
 
-def test_the_summary_of_a_sampler_is_that_of_its_steps():
+def test_the_summary_of_a_sampler_aggregates_its_steps():
     assert summarize_mismatch(LINES, {"mean": 1e-6}) == {
         "preflight": {"mean": 1e-6},
         "mean": pytest.approx(0.175),  # (0.1 * 100 + 0.2 * 300) / 400
@@ -235,8 +235,8 @@ def test_the_summary_of_a_sampler_is_that_of_its_steps():
 
 
 @pytest.mark.integration
-def test_a_run_on_a_real_server_samples_what_the_trainer_has(tmp_path: Path):
-    """A server is started from the run's own policy, takes the weights of every step, and is
+def test_a_run_on_a_real_server_samples_from_the_trainers_weights(tmp_path: Path):
+    """A server is started with the run's policy, receives the weights of every step, and is
     stopped."""
     python = os.environ.get("LUDIC_VLLM_PYTHON")
     if not python:
@@ -254,4 +254,4 @@ def test_a_run_on_a_real_server_samples_what_the_trainer_has(tmp_path: Path):
     assert found["phases_s"]["server_start"] > found["phases_s"]["other"]
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     fresh = next(line for line in lines if line["phase"] == "reinforce" and line["step"] == 1)
-    assert fresh.get("mismatch/mean", 0.0) < 1e-4  # absent where no sample of the first batch had a weight
+    assert fresh.get("mismatch/mean", 0.0) < 1e-4  # absent if no sample of the first batch had a weight

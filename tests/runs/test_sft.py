@@ -1,5 +1,5 @@
-"""`ludic sft`: what a run leaves, that it repeats, resumes and stops, and that every kind of row
-is trained."""
+"""`ludic sft`: what a run writes, that it is reproducible, resumes and stops, and that rows of
+every format can be trained on."""
 
 import json
 from functools import partial
@@ -60,15 +60,15 @@ def chat_model(tmp_path: Path) -> Path:
     return path
 
 
-def test_rows_of_a_table_are_read_too(tiny: list[str], tmp_path: Path) -> None:
-    """A data set that `ludic train` reads is one that `ludic sft` reads."""
+def test_rows_of_a_table_can_be_trained_on(tiny: list[str], tmp_path: Path) -> None:
+    """A data set that `ludic train` accepts is accepted by `ludic sft`."""
     (tmp_path / "rows.csv").write_text("prompt,completion\n" + "".join(f"{n}{n}>,{n}\n" for n in range(12)))
     (tmp_path / "rows.json").write_text(json.dumps([{"prompt": "a>", "completion": "b"}] * 2))
     sft(*tiny, f"data=[{tmp_path / 'rows.csv'},{tmp_path / 'rows.json'}]", "heldout=0")
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["data"]["samples"] == 14
 
 
-def test_a_run_leaves_everything_it_promises(tiny: list[str], tmp_path: Path) -> None:
+def test_a_run_writes_every_documented_file(tiny: list[str], tmp_path: Path) -> None:
     shown = sft(*tiny)
     run = tmp_path / "run"
     for name in ("config.yaml", "metrics.jsonl", "summary.json", "loss.png", "data.jsonl"):
@@ -82,11 +82,11 @@ def test_a_run_leaves_everything_it_promises(tiny: list[str], tmp_path: Path) ->
     assert (summary["steps"], summary["epochs"]) == (5, round(40 / 36, 3))
     assert (summary["data"]["samples"], summary["data"]["heldout_samples"]) == (36, 4)
     assert summary["data"]["samples_without_end"] == 0
-    assert 50 < summary["memory"]["process_peak_mb"] < 100_000  # torch alone takes more than the first
+    assert 50 < summary["memory"]["process_peak_mb"] < 100_000  # importing torch alone exceeds the first limit
     assert summary["after"]["loss"] < summary["before"]["loss"]
 
 
-def test_the_model_is_in_hugging_face_layout_and_is_the_one_that_was_measured(tiny: list[str], tmp_path: Path) -> None:
+def test_the_saved_model_is_in_hugging_face_format_and_is_the_evaluated_one(tiny: list[str], tmp_path: Path) -> None:
     data = write_rows(tmp_path / "data.jsonl", *pairs(20))
     sft(*tiny, f"data={data}", f"heldout_data={data}")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").eval()
@@ -112,11 +112,11 @@ def test_the_demonstrations_on_disk_are_the_data_of_the_run(tiny: list[str], tmp
     assert same_weights(tmp_path / "run", tmp_path / "again")
 
 
-def test_json_prints_the_summary_alone(tiny: list[str], tmp_path: Path) -> None:
+def test_json_prints_only_the_summary(tiny: list[str], tmp_path: Path) -> None:
     assert json.loads(sft(*tiny, "--json")) == summary_of(tmp_path / "run")
 
 
-def test_two_runs_of_one_config_are_the_same_and_another_seed_is_not(tiny: list[str], tmp_path: Path) -> None:
+def test_two_runs_of_a_config_are_equal_and_another_seed_differs(tiny: list[str], tmp_path: Path) -> None:
     sft(*tiny, "name=one")
     sft(str(tmp_path / "one" / "config.yaml"), "name=two")
     sft(*tiny, "name=three", "seed=1")
@@ -127,7 +127,7 @@ def test_two_runs_of_one_config_are_the_same_and_another_seed_is_not(tiny: list[
 
 
 @pytest.mark.parametrize("packing", ["optimal", "greedy", "padding_free"])
-def test_packing_changes_the_passes_and_not_the_loss(tiny: list[str], tmp_path: Path, packing: str) -> None:
+def test_packing_changes_the_number_of_passes_but_not_the_loss(tiny: list[str], tmp_path: Path, packing: str) -> None:
     data = write_rows(tmp_path / "data.jsonl", *({"prompt": "q" * (n % 9), "completion": "a" * (1 + n % 5)} for n in range(40)))
     settings = [f"data={data}", "heldout=0", f"heldout_data={data}", "trainer.micro_token_budget=40", "trainer.max_seq_len=32"]
     sft(*tiny, *settings, "name=reference", "trainer.packing=greedy", "trainer.micro_token_budget=4096")
@@ -139,7 +139,7 @@ def test_packing_changes_the_passes_and_not_the_loss(tiny: list[str], tmp_path: 
         assert measured["padding"]["computed_tokens"] == measured["padding"]["real_tokens"]
 
 
-def test_conversations_are_trained_with_the_template_of_the_model(tiny: list[str], tmp_path: Path, chat_model: Path) -> None:
+def test_conversations_are_rendered_by_the_models_template(tiny: list[str], tmp_path: Path, chat_model: Path) -> None:
     talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
     data = write_rows(tmp_path / "chats.jsonl", *({"messages": talk * (1 + n % 2)} for n in range(8)))
     sft(*tiny, f"model={chat_model}", f"data={data}", "heldout=0", "batch_size=4")
@@ -164,7 +164,7 @@ def test_a_template_from_a_file_is_used_and_saved(tiny: list[str], tmp_path: Pat
     assert "does not exist" in refused(*tiny, f"data={data}", "chat_template=/nowhere.jinja")
 
 
-def test_rows_of_all_kinds_may_be_mixed_and_come_from_several_files(tiny: list[str], tmp_path: Path) -> None:
+def test_rows_of_all_formats_can_be_mixed_and_come_from_several_files(tiny: list[str], tmp_path: Path) -> None:
     step = {"prev_obs": "q", "action": "a", "reward": 1.0, "trace": {"prompt_token_ids": [5, 6], "completion_token_ids": [7, 2]}}
     one = write_rows(tmp_path / "one.jsonl", *pairs(3), {"id": "r", "steps": [step, {**step, "index": 1}]})
     two = write_rows(tmp_path / "two.jsonl", {"input_ids": [5, 6, 2], "action_mask": [0, 1, 1]})
@@ -175,7 +175,7 @@ def test_rows_of_all_kinds_may_be_mixed_and_come_from_several_files(tiny: list[s
     assert summary["after"] is None
 
 
-def test_what_is_longer_than_the_limit_is_cut_and_counted(tiny: list[str], tmp_path: Path) -> None:
+def test_samples_longer_than_the_limit_are_truncated_and_counted(tiny: list[str], tmp_path: Path) -> None:
     rows = [{"prompt": "q" * length, "completion": "answer"} for length in (2, 20, 60)]
     data = write_rows(tmp_path / "data.jsonl", *rows)
     shown = sft(*tiny, f"data={data}", "heldout=0", "trainer.max_seq_len=24")
@@ -184,14 +184,14 @@ def test_what_is_longer_than_the_limit_is_cut_and_counted(tiny: list[str], tmp_p
     assert "2 longer than max_seq_len were cut, 1 of them to nothing" in " ".join(shown.split())
 
 
-def test_the_held_out_loss_is_measured_while_training_and_can_end_it(tiny: list[str], tmp_path: Path) -> None:
+def test_the_held_out_loss_is_measured_during_training_and_can_end_it(tiny: list[str], tmp_path: Path) -> None:
     sft(*tiny, "epochs=9", "trainer.lr=0", "trainer.eval_every_n_steps=2", "trainer.early_stopping_patience=1")
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     measured = [line["eval/loss"] for line in lines if "eval/loss" in line and "train/loss" not in line]
     summary = summary_of(tmp_path / "run")
     assert measured == [summary["before"]["loss"]] * 2
     assert summary["steps"] == 4
-    assert summary["padding"]["real_tokens"] > 0  # a step that was evaluated keeps what it measured of itself
+    assert summary["padding"]["real_tokens"] > 0  # an evaluated step keeps its training statistics
 
 
 def test_rows_with_one_prompt_are_held_out_together() -> None:
@@ -207,7 +207,7 @@ def test_rows_with_one_prompt_are_held_out_together() -> None:
     assert split_by_prompt(rows, 0.0) == ([row[0] for row in rows], [])
 
 
-# ---- wrong settings, stopping, going on
+# ---- invalid settings, stopping, resuming
 # ------------------------------------------------------------------------------
 
 
@@ -229,21 +229,21 @@ def test_rows_with_one_prompt_are_held_out_together() -> None:
         (["--resume", "/nowhere"], "accepts only steps=N"),
     ],
 )
-def test_a_wrong_setting_is_one_line_and_leaves_no_folder(
+def test_an_invalid_setting_is_a_one_line_error_and_leaves_no_folder(
     tiny: list[str], tmp_path: Path, arguments: list[str], said: str
 ) -> None:
     assert said in refused(*tiny, *arguments)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_wrong_row_is_named_before_anything_is_written(tiny: list[str], tmp_path: Path) -> None:
+def test_an_invalid_row_is_named_before_anything_is_written(tiny: list[str], tmp_path: Path) -> None:
     data = write_rows(tmp_path / "data.jsonl", *pairs(2), {"text": "free"})
     assert "data.jsonl, line 3 has the keys text" in refused(*tiny, f"data={data}")
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("step", [1, 3])
-def test_a_run_stopped_anywhere_and_resumed_is_the_run(tiny: list[str], tmp_path: Path, step: int) -> None:
+def test_a_run_stopped_anywhere_resumes_to_the_uninterrupted_run(tiny: list[str], tmp_path: Path, step: int) -> None:
     sft(*tiny, "name=whole", "epochs=2")
     assert train_until(step, [*tiny, "name=parts", "epochs=2"]) == 130
     interrupted = summary_of(tmp_path / "parts")
@@ -254,18 +254,18 @@ def test_a_run_stopped_anywhere_and_resumed_is_the_run(tiny: list[str], tmp_path
     whole, parts = (summary_of(tmp_path / name) for name in ("whole", "parts"))
     assert all(parts[key] == whole[key] for key in ("before", "after", "steps", "data", "config_hash"))
     lines = len((tmp_path / "parts" / "metrics.jsonl").read_text().splitlines())
-    sft("--resume", str(tmp_path / "parts"))  # a finished run only reports
+    sft("--resume", str(tmp_path / "parts"))  # resuming a finished run only reports
     assert len((tmp_path / "parts" / "metrics.jsonl").read_text().splitlines()) == lines
 
 
 ENDED_BY_ITS_EVALUATION = [
     *("epochs=9", "trainer.eval_every_n_steps=2", "trainer.early_stopping_patience=1"),
-    "trainer.early_stopping_min_delta=100",  # nothing counts as improvement: step 4 is the last
+    "trainer.early_stopping_min_delta=100",  # nothing counts as an improvement, so step 4 is the last
 ]
 
 
-def test_ctrl_c_while_the_last_evaluation_runs_ends_nothing_early(tiny: list[str], tmp_path: Path) -> None:
-    """There is nothing to go on with: the run says that it is at its end, and is."""
+def test_ctrl_c_during_the_last_evaluation_does_not_interrupt_the_run(tiny: list[str], tmp_path: Path) -> None:
+    """There is nothing left to resume: the run says that it is complete, and it is."""
     sft(*tiny, "name=whole", *ENDED_BY_ITS_EVALUATION)
     assert train_until(4, [*tiny, "name=parts", *ENDED_BY_ITS_EVALUATION]) == 0
     whole, parts = (summary_of(tmp_path / name) for name in ("whole", "parts"))
@@ -274,15 +274,14 @@ def test_ctrl_c_while_the_last_evaluation_runs_ends_nothing_early(tiny: list[str
 
 
 @pytest.mark.parametrize("every", [0, 1, 3])
-def test_a_run_that_its_evaluation_ended_stays_ended_when_resumed(
+def test_a_run_ended_by_its_evaluation_stays_ended_when_resumed(
     tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int
 ) -> None:
-    """It is stopped at once where it measures for the last time, wherever its last checkpoint
-    is."""
+    """It is stopped during its last evaluation, wherever its last checkpoint is."""
     given = [*tiny, *ENDED_BY_ITS_EVALUATION, f"checkpoint.every_n_steps={every}"]
     sft(*given, "name=whole")
     with monkeypatch.context() as patch:
-        patch.setattr(SFTRun, "train", _train_and_be_interrupted)
+        patch.setattr(SFTRun, "train", train_and_interrupt)
         assert commands.exit_status("sft", *given, "name=parts") == 130
     sft("--resume", str(tmp_path / "parts"))
     whole, parts = (summary_of(tmp_path / name) for name in ("whole", "parts"))
@@ -290,7 +289,7 @@ def test_a_run_that_its_evaluation_ended_stays_ended_when_resumed(
     assert same_weights(tmp_path / "whole", tmp_path / "parts")
 
 
-async def _train_and_be_interrupted(run: SFTRun, *args: Any, **options: Any) -> None:
+async def train_and_interrupt(run: SFTRun, *args: Any, **options: Any) -> None:
     await EpochsRun.train(run, *args, **options)
     raise KeyboardInterrupt
 
@@ -302,7 +301,7 @@ def test_other_data_under_the_same_name_is_refused_on_resume(tiny: list[str], tm
     assert "would not be those of the run that is resumed" in refused("--resume", str(tmp_path / "run"))
 
 
-def test_a_loaded_model_gets_the_rates_of_loaded_models_and_the_command_line_outranks_them() -> None:
+def test_a_loaded_model_has_its_own_default_rates_that_the_command_line_overrides() -> None:
     small, loaded, chosen = compose_sft(), compose_sft(["model=x"]), compose_sft(["model=x", "trainer.lr=1"])
     assert (small.trainer.lr, loaded.trainer.lr, chosen.trainer.lr) == (3e-3, 2e-5, 1.0)
 

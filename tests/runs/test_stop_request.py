@@ -1,4 +1,4 @@
-"""A run that is asked to stop."""
+"""Requests to stop a run."""
 
 import os
 import signal
@@ -24,7 +24,7 @@ class Endless:
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_asks_and_the_second_ends_at_once(signum: int) -> None:
+def test_the_first_signal_requests_a_stop_and_the_second_interrupts(signum: int) -> None:
     said: list[str] = []
     before = signal.getsignal(signum)
     with StopRequest(said.append) as stop:
@@ -38,7 +38,7 @@ def test_the_first_signal_asks_and_the_second_ends_at_once(signum: int) -> None:
     assert signal.getsignal(signum) is before
 
 
-async def test_a_source_runs_dry_once_a_stop_was_asked_for() -> None:
+async def test_a_source_ends_after_a_stop_request() -> None:
     with StopRequest(lambda text: None) as stop:
         inner = Endless()
         source = StoppableSource(inner, stop)

@@ -1,4 +1,4 @@
-"""What a run tells of itself while it runs: its file, the screen, and trackers."""
+"""What a run reports while it runs: its metrics file, the terminal, and trackers."""
 
 import io
 import json
@@ -37,10 +37,10 @@ def scalars_of(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[
     return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
-# --- the file and the screen
+# --- metrics file and terminal
 
 
-def test_evaluations_have_lines_of_their_own_in_the_file_and_on_the_screen(tiny: list[str], tmp_path: Path) -> None:
+def test_evaluations_have_separate_lines_in_the_file_and_on_the_terminal(tiny: list[str], tmp_path: Path) -> None:
     shown = ludic("train", *tiny, "log_every=3", "trainer.eval_every_n_steps=2")
     lines = [line for line in lines_of(tmp_path / "run") if line["phase"] == "reinforce"]
     assert [(line["step"], "train/loss" in line, "eval/sampled_reward" in line) for line in lines] == [
@@ -54,7 +54,7 @@ def test_evaluations_have_lines_of_their_own_in_the_file_and_on_the_screen(tiny:
     assert "[reinforce] step=2\n" not in shown
 
 
-def test_the_dashboard_shows_training_beside_what_was_measured_before_and_last() -> None:
+def test_the_dashboard_shows_training_beside_the_first_and_the_latest_evaluation() -> None:
     console = Console(force_terminal=True, width=140, color_system=None, record=True)
     screen = Screen(console, every=10)
     with screen.logger("reinforce", keys=["train/loss"], spark_key="loss", last_step=5) as logger:
@@ -67,13 +67,13 @@ def test_the_dashboard_shows_training_beside_what_was_measured_before_and_last()
     assert "0.5000" in last[2]
     assert "0.7500" in last[2]
     assert "nothing yet" not in last[2]
-    screen.show_rates({"eval/sampled_reward": 1.0})  # no dashboard is open: nothing to show it on
+    screen.show_rates({"eval/sampled_reward": 1.0})  # no dashboard is open
 
 
 # --- trackers
 
 
-def test_tensorboard_is_told_what_is_in_the_file_phase_by_phase(
+def test_tensorboard_has_the_metrics_of_the_file_by_phase(
     tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown = ludic("train", *tiny, "report_to=tensorboard", "trainer.eval_every_n_steps=3")
@@ -87,7 +87,7 @@ def test_tensorboard_is_told_what_is_in_the_file_phase_by_phase(
 
 
 class OwnWandb(types.ModuleType):
-    """The part of wandb that is used."""
+    """A fake of the used part of wandb."""
 
     run = None
 
@@ -115,7 +115,7 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> OwnWandb:
     return module
 
 
-def test_a_tracker_has_a_run_for_each_phase_named_after_the_folder(tiny: list[str], tmp_path: Path, wandb: OwnWandb) -> None:
+def test_a_tracker_has_one_run_per_phase_named_after_the_folder(tiny: list[str], tmp_path: Path, wandb: OwnWandb) -> None:
     ludic("train", *tiny, "report_to=[wandb,tensorboard]", "warmup.steps=1", "steps=2")
     assert [run["name"] for run in wandb.begun] == ["run-warm-up", "run"]
     assert {run["group"] for run in wandb.begun} == {"run"}
@@ -126,9 +126,7 @@ def test_a_tracker_has_a_run_for_each_phase_named_after_the_folder(tiny: list[st
     assert (tmp_path / "run" / "tensorboard" / "reinforce").is_dir()
 
 
-def test_a_resumed_run_goes_on_with_the_run_of_its_tracker_and_another_of_that_name_does_not(
-    tiny: list[str], tmp_path: Path, wandb: OwnWandb
-) -> None:
+def test_only_a_resumed_run_continues_its_tracker_run(tiny: list[str], tmp_path: Path, wandb: OwnWandb) -> None:
     from ludic.runs.directory import RunDirectory
     from ludic.runs.tracking import run_logger
 
@@ -144,7 +142,7 @@ def test_a_resumed_run_goes_on_with_the_run_of_its_tracker_and_another_of_that_n
     assert wandb.begun[1]["resume"] == "allow"
 
 
-def test_sft_and_reward_models_report_too(tmp_path: Path, wandb: OwnWandb) -> None:
+def test_sft_and_reward_models_report_to_trackers(tmp_path: Path, wandb: OwnWandb) -> None:
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps({"prompt": f"{n}+1=", "completion": str(n + 1)}) + "\n" for n in range(8)))
     small = [
@@ -161,14 +159,14 @@ def test_sft_and_reward_models_report_too(tmp_path: Path, wandb: OwnWandb) -> No
     assert [step for step, stats in wandb.logged if "train/loss" in stats] == [1, 2, 1, 2]
 
 
-def test_a_wrong_name_is_an_error_with_the_nearest_and_leaves_no_folder(tiny: list[str], tmp_path: Path) -> None:
+def test_an_unknown_tracker_is_an_error_with_a_suggestion_and_leaves_no_folder(tiny: list[str], tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["train", *tiny, "report_to=tensorbord"])
     assert result.exit_code == 2
     assert "did you mean tensorboard?" in result.output
     assert not (tmp_path / "run").exists()
 
 
-def test_a_package_that_is_missing_is_met_before_the_folder_is_made(
+def test_a_missing_package_is_an_error_before_the_folder_is_created(
     tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "trackio", None)
@@ -178,7 +176,7 @@ def test_a_package_that_is_missing_is_met_before_the_folder_is_made(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_tracker_that_cannot_begin_ends_the_run_in_one_line(tiny: list[str], wandb: OwnWandb) -> None:
+def test_a_tracker_that_cannot_start_ends_the_run_with_one_line(tiny: list[str], wandb: OwnWandb) -> None:
     def refuse(**_: Any) -> None:
         raise PermissionError("no API key")
 
@@ -191,11 +189,11 @@ def test_a_tracker_that_cannot_begin_ends_the_run_in_one_line(tiny: list[str], w
 @pytest.mark.parametrize(
     ("given", "names"), [(None, []), ("none", []), ("wandb", ["wandb"]), (["trackio", "wandb", "trackio"], ["trackio", "wandb"])]
 )
-def test_trackers_are_named_alone_in_a_list_or_not_at_all(given: Any, names: list[str]) -> None:
+def test_trackers_can_be_a_name_a_list_or_none(given: Any, names: list[str]) -> None:
     assert parse_trackers(given) == names
 
 
-def test_who_is_told_is_no_part_of_what_a_run_is() -> None:
+def test_trackers_are_not_part_of_the_hash_of_a_run() -> None:
     assert config_hash(compose(["report_to=wandb"])) == config_hash(compose([]))
     with pytest.raises(ConfigError, match="one or a list of tensorboard, trackio, wandb, or none"):
         parse_trackers(["mlflow"])

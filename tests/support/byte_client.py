@@ -1,5 +1,5 @@
-"""A client whose tokens are bytes: a message is its text and a newline, so that the prompt of a
-turn extends that of the turn before."""
+"""A chat client with one token per byte. Each message is encoded as its text and a newline, so the
+prompt of a turn is a prefix of the prompt of the next turn."""
 
 from ludic.types import ChatResponse
 
@@ -9,8 +9,8 @@ def ids(text):
 
 
 class ByteClient:
-    """Answers with the given texts in turn, the newline being the end token. `sent`: the tokens
-    of every call."""
+    """Returns the given texts in turn. A newline is the end token. `sent` has the prompt ids,
+    completion ids and log-probabilities of every call."""
 
     def __init__(self, *texts, error=None):
         self.texts, self.error, self.requests, self.sent = texts, error, [], []

@@ -1,5 +1,5 @@
-"""Byte tokenizers with chat templates, and one of trained byte pairs that merges across the
-borders of messages."""
+"""Byte tokenizers with chat templates, and a BPE tokenizer that merges tokens across message
+boundaries."""
 
 from functools import cache
 
@@ -19,12 +19,13 @@ FORGETS_THOUGHTS = (
     "{% if m.role == 'assistant' and not loop.last %}{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""As templates of reasoning models do: the thoughts of earlier turns are left out."""
+"""Removes the reasoning of earlier turns, as the templates of reasoning models do."""
 
 
 @cache
 def chat_tokenizer(template):
-    """Bytes, and `<|im_start|>`, `<|im_end|>` as one token each; the second ends an answer."""
+    """A byte tokenizer in which `<|im_start|>` and `<|im_end|>` are one token each. `<|im_end|>` is
+    the end token."""
     tokenizer = make_byte_tokenizer()
     tokenizer.split_special_tokens = False
     tokenizer.add_special_tokens({"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]})
@@ -34,7 +35,8 @@ def chat_tokenizer(template):
 
 @cache
 def merging_tokenizer():
-    """Byte pairs trained on one sentence: `: ` followed by a word is often one token with it."""
+    """A BPE tokenizer trained on a few sentences. It often merges the colon with the word after
+    it."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -52,8 +54,8 @@ def merging_tokenizer():
 
 @cache
 def pairs_tokenizer():
-    """Digits, and some pairs of them that are one token: most sampled texts have another,
-    shorter tokenisation."""
+    """A BPE tokenizer of digits in which some digit pairs are one token, so re-tokenising a sampled
+    text usually gives fewer tokens."""
     from tokenizers import Tokenizer, decoders, models, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -69,7 +71,7 @@ def pairs_tokenizer():
 
 
 def trained_text(tokenizer, tokens):
-    """What the mask covers, a `|` between the pieces."""
+    """The text under the action mask, with `|` between separate spans."""
     pieces, piece = [], []
     for token, is_action in [*zip(tokens.input_ids, tokens.action_mask, strict=True), (0, 0)]:
         if is_action:

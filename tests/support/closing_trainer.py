@@ -1,6 +1,7 @@
-"""A trainer whose last line leaves the group that it shares with a server: `python
-closing_trainer.py`. The server is another process of this file, `python closing_trainer.py
-PORT`."""
+"""A trainer process whose last statement leaves the process group that it shares with a server.
+
+Run as `python closing_trainer.py`. It starts the server as `python closing_trainer.py PORT`.
+"""
 
 import subprocess
 import sys

@@ -1,5 +1,5 @@
-"""Collation one value at a time, and samples of every kind that the core takes, for tests that
-compare the two."""
+"""A collation oracle in plain Python, and strategies for samples of every kind that the core
+accepts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PAD = 299
 
 
 def int_forms() -> list[Callable[[list[int]], Any]]:
-    """The same integers as a list, a tuple, and arrays of several layouts."""
+    """Constructors that store the same integers as a list, a tuple, or an array of some layout."""
     return [
         list,
         tuple,
@@ -52,7 +52,7 @@ def float_forms() -> list[Callable[[list[float]], Any]]:
 
 @st.composite
 def item(draw: st.DrawFn, with_logps: bool, plain: bool = False) -> SAWItem:
-    """A sample; every form of sequence unless `plain`, which means lists."""
+    """A sample with a random sequence type for each field; lists only if `plain`."""
     action = draw(
         st.lists(st.integers(0, 1), min_size=1, max_size=40)
         | st.integers(1, 40).map(lambda n: [0] * (n // 4) + [1] * (n - n // 4))
@@ -74,25 +74,25 @@ def items(min_size: int = 0, plain: bool = False) -> st.SearchStrategy[list[SAWI
     return st.booleans().flatmap(lambda logps: st.lists(item(logps, plain), min_size=min_size, max_size=8))
 
 
-def cut(sample: SAWItem, max_seq_len: int) -> SAWItem:
-    """The sample as plain lists, cut on the right."""
+def truncate_right(sample: SAWItem, max_seq_len: int) -> SAWItem:
+    """The sample as plain lists, truncated on the right."""
     action = [int(bit) for bit in sample.action_mask][:max_seq_len]
     logps = sample.actor_logps
-    kept = None if logps is None else ActorTokenLogps([float(logp) for logp in logps.token_logps][: sum(action)])
+    token_logps = None if logps is None else ActorTokenLogps([float(logp) for logp in logps.token_logps][: sum(action)])
     return SAWItem(
         input_ids=[int(token) for token in sample.input_ids][:max_seq_len],
         attention_mask=[int(bit) for bit in sample.attention_mask][:max_seq_len],
         action_mask=action,
         weight=sample.weight,
-        attachments=SampleAttachments(kept),
+        attachments=SampleAttachments(token_logps),
     )
 
 
 def aligned_logps(sample: SAWItem) -> list[float]:
-    """One value a token: the log-prob of an action, else 0."""
+    """One value per token: the log-probability of an action token, 0 elsewhere."""
     assert sample.actor_logps is not None
-    following = iter(sample.actor_logps.token_logps)
-    return [next(following) if bit else 0.0 for bit in sample.action_mask]
+    remaining = iter(sample.actor_logps.token_logps)
+    return [next(remaining) if bit else 0.0 for bit in sample.action_mask]
 
 
 def collate(samples: Sequence[SAWItem], pad: int = PAD) -> dict[str, Any]:

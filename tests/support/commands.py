@@ -1,5 +1,4 @@
-"""The commands `ludic train`, `ludic sft` and `ludic train-rm` as a user calls them, and what
-they leave."""
+"""Run `ludic train`, `ludic sft` and `ludic train-rm` as a user would, and read what they wrote."""
 
 import json
 import os
@@ -15,11 +14,11 @@ from typer.testing import CliRunner
 from ludic.cli.app import app
 
 NETWORK = ["network.hidden_size=16", "network.num_heads=2", "network.num_kv_heads=1", "network.intermediate_size=16"]
-"""Settings of a model that trains in no time."""
+"""Settings of a model that trains in milliseconds."""
 
 
 def ludic(command: str, *arguments: str) -> str:
-    """Standard output of the command, which must succeed."""
+    """Run a command that must succeed. Returns its standard output."""
     result = CliRunner().invoke(app, [command, *arguments])
     assert result.exit_code == 0, result.output
     return result.stdout
@@ -30,7 +29,7 @@ def exit_status(command: str, *arguments: str) -> int:
 
 
 def refused(command: str, *arguments: str) -> str:
-    """What is said of a wrong setting, row or folder."""
+    """Run a command that must be refused. Returns its error message."""
     result = CliRunner().invoke(app, [command, *arguments])
     assert result.exit_code in (1, 2), result.output
     assert "Traceback" not in result.output
@@ -38,8 +37,8 @@ def refused(command: str, *arguments: str) -> str:
 
 
 def train_until(command: str, step: int, arguments: list[str], *, phase: str | None = None) -> int:
-    """Interrupt this process once, as Ctrl-C would, when the metrics of that step (of that
-    phase) are written; the exit status."""
+    """Run a command and send it one SIGINT, as Ctrl-C would, after the metrics of `step` (of
+    `phase`) are written. Returns the exit status."""
     from ludic.training.loggers import JSONLLogger
 
     interrupted: list[int] = []
@@ -62,12 +61,12 @@ def summary_of(run: Path) -> dict[str, Any]:
 
 
 def metrics_of(run: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl."""
+    """The records of metrics.jsonl."""
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def same_weights(one: Path, two: Path) -> bool:
-    """Whether two runs left the same model, bit for bit."""
+    """Whether two runs saved bitwise equal models."""
     first, second = (load_file(run / "model" / "model.safetensors") for run in (one, two))
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 

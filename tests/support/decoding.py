@@ -1,4 +1,5 @@
-"""Small models of many kinds, and what their samples must satisfy."""
+"""Small models of several architectures, and the property that their generated samples must
+have."""
 
 import pytest
 import torch
@@ -27,14 +28,15 @@ KINDS = {
 }
 
 
-def model_of(kind):
+def make_model(kind):
     config, model, sizes = KINDS[kind]
     torch.manual_seed(0)
     return getattr(transformers, model)(getattr(transformers, config)(**sizes)).eval()
 
 
 def assert_trainable(model, jobs, completions):
-    """The log-probabilities are those of one forward pass over prompt and completion."""
+    """Check that the recorded log-probabilities equal those of one forward pass over prompt and
+    completion."""
     for job, completion in zip(jobs, completions, strict=True):
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([job.prompt_ids + completion.token_ids]), use_cache=False).logits[0].float()

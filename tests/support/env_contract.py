@@ -1,5 +1,5 @@
-"""What every environment keeps to, whoever wrote it: a case to test, and how it is played
-without a protocol."""
+"""The contract that every environment must satisfy: test cases, and functions that play an
+environment without a protocol."""
 
 import inspect
 import json
@@ -16,58 +16,60 @@ SEED = 5
 
 @dataclass(frozen=True)
 class Case:
-    """An environment and one episode of it."""
+    """An environment and the actions of one episode."""
 
     name: str
     make: Callable[[], LudicEnv]
     moves: Sequence[str]
-    """From `reset(seed=SEED)` on, these end the episode, the last one and no earlier."""
+    """After `reset(seed=SEED)`, the last of these actions ends the episode, and no earlier one
+    does."""
     ends: Literal["terminated", "truncated"] = "terminated"
     garbage: Sequence[str] = ("", "?", "\x00", "no such thing", "[99]", "１", "9" * 5000, "\ud800", "<think>")
     seeds_matter: bool = True
-    """Whether another seed can give another episode."""
+    """Whether different seeds can give different episodes."""
 
 
-async def settled(value: Any) -> Any:
-    """`reset` and `step` of environments with coroutines hand over awaitables by agent."""
+async def await_values(value: Any) -> Any:
+    """Await what `reset` or `step` returned. Asynchronous environments return one awaitable per
+    agent."""
     value = await value if inspect.isawaitable(value) else value
     if not isinstance(value, dict):
         return value
-    return {agent: await own if inspect.isawaitable(own) else own for agent, own in value.items()}
+    return {agent: await agent_value if inspect.isawaitable(agent_value) else agent_value for agent, agent_value in value.items()}
 
 
 async def reset(env: LudicEnv, seed: int | None = SEED) -> dict[str, tuple[str, dict]]:
-    return await settled(env.reset(seed=seed))
+    return await await_values(env.reset(seed=seed))
 
 
 async def step(env: LudicEnv, action: str) -> dict[str, StepOutcome]:
-    """The active agent acts."""
+    """Step the active agent."""
     (agent,) = env.active_agents
-    return await settled(env.step({agent: action}))
+    return await await_values(env.step({agent: action}))
 
 
 async def close(env: LudicEnv) -> None:
     if hasattr(env, "close"):
-        await settled(env.close())
+        await await_values(env.close())
 
 
 async def transcript(env: LudicEnv, moves: Sequence[str], seed: int | None = SEED) -> list[Any]:
-    """What is seen and earned in one episode, until it ends or the moves do."""
-    seen: list[Any] = [await reset(env, seed)]
+    """Observations and outcomes of one episode, until it ends or the actions run out."""
+    steps: list[Any] = [await reset(env, seed)]
     for move in moves:
         outcomes = await step(env, move)
-        seen.append(outcomes)
-        if over(outcomes):
+        steps.append(outcomes)
+        if is_over(outcomes):
             break
-    return seen
+    return steps
 
 
-def over(outcomes: dict[str, StepOutcome]) -> bool:
+def is_over(outcomes: dict[str, StepOutcome]) -> bool:
     return any(outcome.terminated or outcome.truncated for outcome in outcomes.values())
 
 
 def check_outcome(outcome: StepOutcome) -> None:
-    """The types and rules that StepOutcome documents."""
+    """Check the types and rules that StepOutcome documents."""
     assert isinstance(outcome, StepOutcome)
     assert isinstance(outcome.obs, str)
     assert type(outcome.reward) is float

@@ -1,9 +1,9 @@
-"""Stands for `python -m vllm.entrypoints.openai.api_server`: the stub behind the command line, in a
-process with a child of its own.
+"""A fake `python -m vllm.entrypoints.openai.api_server`: a process that runs the stub server and
+has one child process.
 
-`install(folder)` makes an interpreter of it. What it does is in the environment's FAKE_VLLM: `ok`,
-`exit` (says why and ends), `deaf` (never listens), `sick` (healthy, and cannot sample), `stubborn`
-(does not end when asked to).
+`install(folder)` creates a fake interpreter that runs it. The environment variable FAKE_VLLM sets
+its behaviour: `ok`, `exit` (prints an error and exits), `deaf` (never listens), `sick` (healthy,
+but cannot sample), `stubborn` (ignores SIGTERM).
 """
 
 import json
@@ -16,7 +16,8 @@ from pathlib import Path
 
 
 def install(folder, *, cpu=True):
-    """An interpreter in a virtual environment that seems to have vLLM; its path."""
+    """Create a fake interpreter in a virtual environment that appears to contain vLLM. Returns its
+    path."""
     python = Path(folder, "bin", "python")
     python.parent.mkdir(parents=True)
     packages = Path(folder, "lib", "python3.11", "site-packages")
@@ -33,7 +34,7 @@ def main():
     if mode == "exit":
         print("ValueError: no such model", file=sys.stderr, flush=True)
         return 3
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have had its children ignore it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the parent shell may have made it ignore SIGINT
     if mode == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
@@ -43,7 +44,7 @@ def main():
         "environment": {k: v for k, v in os.environ.items() if "VLLM" in k or "PYTHON" in k or "LUDIC" in k},
     }
     Path(os.environ["FAKE_VLLM_FACTS"]).write_text(json.dumps(facts), encoding="utf-8")
-    print("x" * 200_000, flush=True)  # more than a pipe holds
+    print("x" * 200_000, flush=True)  # more than a pipe buffer holds
     if mode == "deaf":
         threading.Event().wait()
     stub = StubVLLM(port=int(arguments[arguments.index("--port") + 1]), secret=os.environ.get("LUDIC_SERVER_SECRET"))

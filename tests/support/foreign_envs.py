@@ -1,4 +1,4 @@
-"""Environments in the terms of other libraries, small enough to know every outcome by heart."""
+"""Environments with the APIs of other libraries, small enough that every outcome is obvious."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,7 +8,7 @@ import numpy as np
 
 
 class Password(gymnasium.Env):
-    """Text in, text out: the password is shown backwards, and ends the episode."""
+    """A text environment that shows the password backwards. One answer ends the episode."""
 
     observation_space = gymnasium.spaces.Text(20)
     action_space = gymnasium.spaces.Text(8, min_length=1, charset="abcdefgh")
@@ -30,7 +30,7 @@ class Password(gymnasium.Env):
 
 
 class BothAtOnce(Password):
-    """Ends and runs out of time in one step."""
+    """Terminates and truncates in the same step."""
 
     def step(self, action):
         return "x", 1.0, True, True, {}
@@ -38,7 +38,7 @@ class BothAtOnce(Password):
 
 @dataclass
 class Result:
-    """The shape of OpenEnv's StepResult."""
+    """Same fields as OpenEnv's StepResult."""
 
     observation: Any
     reward: float | None = None
@@ -48,10 +48,10 @@ class Result:
 
 @dataclass
 class CountdownClient:
-    """The shape of OpenEnv's asynchronous client: counts down from a number that follows the seed;
-    a wrong number ends nothing.
+    """Same methods as OpenEnv's asynchronous client. Counts down from a number derived from the
+    seed; a wrong number does not end the episode.
 
-    `limit`: steps until the episode is cut short.
+    `limit`: number of steps after which the episode is truncated.
     """
 
     limit: int = 10

@@ -1,5 +1,5 @@
-"""A server on loopback that answers as no server should. What it does is given by path, as one
-function that writes to the socket."""
+"""A loopback server that misbehaves. Each path has a function that writes the raw response to the
+socket."""
 
 import gzip
 import socket
@@ -8,33 +8,33 @@ import time
 from urllib.parse import urlsplit
 
 DRIP_S = 0.02
-"""Between two bytes of what drips: so little that no limit on one read ever sees silence."""
+"""Interval between two dripped bytes, short enough that no read timeout ever fires."""
 
 
-def answer(body=b"{}", status="200 OK", **headers):
-    """Bytes of an answer as it should be."""
+def response_bytes(body=b"{}", status="200 OK", **headers):
+    """The bytes of a well-formed response."""
     body = body if isinstance(body, bytes) else body.encode()
-    named = {"content-length": len(body), **{name.replace("_", "-"): value for name, value in headers.items()}}
-    head = "".join(f"{name}: {value}\r\n" for name, value in named.items())
+    fields = {"content-length": len(body), **{name.replace("_", "-"): value for name, value in headers.items()}}
+    head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
     return f"HTTP/1.1 {status}\r\n{head}\r\n".encode() + body
 
 
 def plain(*args, **headers):
-    return lambda server, connection: connection.sendall(answer(*args, **headers))
+    return lambda server, connection: connection.sendall(response_bytes(*args, **headers))
 
 
 def silent(server, connection):
-    """Takes the request and says nothing."""
+    """Read the request and never respond."""
     server.closing.wait()
 
 
 def drip_head(server, connection):
-    """One byte of the head at a time, forever."""
+    """Send one byte of the head at a time, forever."""
     _drip(server, connection, b"HTTP/1.1 200 OK\r\nx: ")
 
 
 def drip_body(server, connection):
-    """A whole head, then one byte of the body at a time."""
+    """Send a whole head, then one byte of the body at a time."""
     connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 1000000\r\n\r\n")
     _drip(server, connection, b"")
 
@@ -46,7 +46,7 @@ def _drip(server, connection, begin):
 
 
 def endless(server, connection):
-    """As many bytes as are taken."""
+    """Send an endless body, as fast as the client reads."""
     connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n\r\n[")
     while not server.closing.is_set():
         connection.sendall(b"1," * 2**15)
@@ -54,8 +54,8 @@ def endless(server, connection):
 
 
 def bomb(server, connection):
-    """100 KB that decode to 100 MB."""
-    connection.sendall(answer(gzip.compress(b" " * 10**8), content_encoding="gzip"))
+    """Send 100 KB that decompress to 100 MB."""
+    connection.sendall(response_bytes(gzip.compress(b" " * 10**8), content_encoding="gzip"))
 
 
 def redirect(to, status="307 Temporary Redirect"):
@@ -63,18 +63,19 @@ def redirect(to, status="307 Temporary Redirect"):
 
 
 class HostileServer:
-    """`HostileServer(silent)` does that on every path; `HostileServer(plain(), **{"/weight_info":
-    drip_body})` on one.
+    """`HostileServer(silent)` behaves so on every path, `HostileServer(plain(), {"/weight_info":
+    drip_body})` on one path.
 
-    with HostileServer(endless) as server:
-        Http().request("GET", server.url, ...)
+        with HostileServer(endless) as server:
+            Http().request("GET", server.url, ...)
     """
 
     def __init__(self, usually, by_path=None):
         self.usually, self.by_path = usually, by_path or {}
         self.closing = threading.Event()
         self.requests, self.sent = [], 0
-        """(path, everything that came) of each request; bytes of bodies without end."""
+        """`requests`: (path, raw bytes) of each request. `sent`: number of body bytes sent by
+        `endless`."""
         self._threads = []
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=64)
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
@@ -89,7 +90,7 @@ class HostileServer:
 
     def __exit__(self, *_):
         self.closing.set()
-        with socket.create_connection(self._listener.getsockname()):  # wakes who accepts
+        with socket.create_connection(self._listener.getsockname()):  # unblocks accept()
             pass
         self._accepting.join()
         self._listener.close()
@@ -109,34 +110,34 @@ class HostileServer:
         with connection:
             connection.settimeout(5)
             try:
-                given = self._request(connection)
-                path = urlsplit(given.split(b" ", 2)[1].decode()).path
-                self.requests.append((path, given))
+                request = self._request(connection)
+                path = urlsplit(request.split(b" ", 2)[1].decode()).path
+                self.requests.append((path, request))
                 self.by_path.get(path, self.usually)(self, connection)
-            except (OSError, IndexError):  # the client went away, or asked nothing
+            except (OSError, IndexError):  # the client went away or sent no request
                 pass
 
     @staticmethod
     def _request(connection):
-        given = b""
-        while b"\r\n\r\n" not in given:
-            given += connection.recv(2**16) or _gone()
-        head, _, body = given.partition(b"\r\n\r\n")
+        received = b""
+        while b"\r\n\r\n" not in received:
+            received += connection.recv(2**16) or raise_disconnected()
+        head, _, body = received.partition(b"\r\n\r\n")
         length = next((int(line.split(b":")[1]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length")), 0)
         while len(body) < length:
-            body += connection.recv(2**16) or _gone()
+            body += connection.recv(2**16) or raise_disconnected()
         return head + b"\r\n\r\n" + body
 
 
-def _gone():
+def raise_disconnected():
     raise ConnectionResetError
 
 
-def seconds(call, *args, **settings):
-    """(what the call raised or returned, how long it took)."""
-    began = time.monotonic()
+def timed_call(call, *args, **settings):
+    """Returns (what the call returned or raised, how long it took)."""
+    start = time.monotonic()
     try:
         outcome = call(*args, **settings)
     except Exception as error:
         outcome = error
-    return outcome, time.monotonic() - began
+    return outcome, time.monotonic() - start

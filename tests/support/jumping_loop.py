@@ -1,12 +1,12 @@
-"""An event loop whose clock stands still while anything can run, and jumps to the next deadline
-when nothing can."""
+"""An event loop with a virtual clock. Time stands still while a callback is ready and jumps to the
+next timer when none is."""
 
 import asyncio
 
 
 class JumpingLoop(asyncio.SelectorEventLoop):
-    """Deadlines pass at once and only where something hangs, however busy the machine is. Not
-    for work in threads or sockets."""
+    """Timeouts fire immediately, and only where something really hangs, however busy the machine
+    is. Not suitable for work in threads or on sockets."""
 
     def __init__(self):
         super().__init__()
@@ -23,6 +23,6 @@ class JumpingLoop(asyncio.SelectorEventLoop):
 
 
 def play_jumping(awaitable):
-    """`asyncio.run` on such a loop."""
+    """`asyncio.run` on a `JumpingLoop`."""
     with asyncio.Runner(loop_factory=JumpingLoop) as runner:
         return runner.run(awaitable)

@@ -1,7 +1,7 @@
-"""Commands that are killed, by a real SIGKILL, at the n-th of the moments at which a run changes
-what is on disk.
+"""Run commands that are killed with SIGKILL just before the n-th change to the files of a run.
 
-Each runs in a process of its own, forked from one that has loaded everything that a run imports.
+Each command runs in its own process, forked from a server that has already imported everything a
+run needs.
 """
 
 import multiprocessing
@@ -20,70 +20,70 @@ _CONTEXT.set_forkserver_preload(
 
 
 def killed_at(moment, command, *arguments):
-    """Run the command until just before its `moment`-th change; whether it came so far. It must
-    not fail."""
+    """Run the command and kill it just before change number `moment`. Returns whether it got that
+    far. The command must not fail."""
     return _run(moment, [command, *arguments]) == -signal.SIGKILL
 
 
-def finished(command, *arguments):
-    """Run the command to its end, which must be a good one."""
+def run_to_end(command, *arguments):
+    """Run the command to its end. It must succeed."""
     assert _run(None, [command, *arguments]) == 0
 
 
-def changes(command, *arguments):
-    """The changes that the command makes, in their order."""
-    ours, theirs = _CONTEXT.Pipe(duplex=False)
-    assert _run(None, [command, *arguments], theirs) == 0
-    return ours.recv()
+def list_changes(command, *arguments):
+    """The changes that the command makes, in order."""
+    receiver, sender = _CONTEXT.Pipe(duplex=False)
+    assert _run(None, [command, *arguments], sender) == 0
+    return receiver.recv()
 
 
-def _run(moment, arguments, seen_by=None):
-    process = _CONTEXT.Process(target=_command, args=(moment, arguments, seen_by))
+def _run(moment, arguments, sender=None):
+    process = _CONTEXT.Process(target=_command, args=(moment, arguments, sender))
     process.start()
     process.join(timeout=300)
     assert process.exitcode in (0, -signal.SIGKILL), process.exitcode
     return process.exitcode
 
 
-def _command(moment, arguments, seen_by):
+def _command(moment, arguments, sender):
     from ludic.cli.app import main
 
-    seen = []
+    changes = []
 
-    def happens(name):
-        seen.append(name)
-        if len(seen) == moment:
+    def before_change(name):
+        changes.append(name)
+        if len(changes) == moment:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    _watch(happens)
+    intercept_changes(before_change)
     sys.argv = ["ludic", *arguments]
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115  open until the process ends
     try:
         main()
-    except SystemExit as ended:
-        if seen_by is not None:
-            seen_by.send(seen)
-        os._exit(int(ended.code or 0))
+    except SystemExit as exit_request:
+        if sender is not None:
+            sender.send(changes)
+        os._exit(int(exit_request.code or 0))
 
 
-def _watch(happens):
-    """Call `happens` before each change: of a name, of a log, of a model's weights."""
+def intercept_changes(before_change):
+    """Call `before_change` before each rename, log line, rollout append and model save."""
     from ludic.training.loggers import JSONLLogger
     from ludic.training.rollouts import engine as rollout_engine
 
-    def told(owner, name, label):
+    def intercept(owner, name, label):
         original = getattr(owner, name)
 
-        def then(*args, **kwargs):
-            happens(label(*args))
+        def wrapper(*args, **kwargs):
+            before_change(label(*args))
             return original(*args, **kwargs)
 
-        setattr(owner, name, then)
+        setattr(owner, name, wrapper)
 
-    told(os, "replace", lambda _, to: f"rename {Path(to).name}")
-    told(JSONLLogger, "log", lambda _, step, stats: f"line {stats['phase']} {step}")
-    told(JSONLLogger, "sync", lambda _: "sync")
-    told(rollout_engine, "append_rollouts", lambda path, _: f"rollouts {Path(path).name}")
+    intercept(os, "replace", lambda _, to: f"rename {Path(to).name}")
+    intercept(JSONLLogger, "log", lambda _, step, stats: f"line {stats['phase']} {step}")
+    intercept(JSONLLogger, "sync", lambda _: "sync")
+    intercept(rollout_engine, "append_rollouts", lambda path, _: f"rollouts {Path(path).name}")
     from transformers import PreTrainedModel
 
-    told(PreTrainedModel, "save_pretrained", lambda _, to, **__: f"weights {Path(to).name}")
+    intercept(PreTrainedModel, "save_pretrained", lambda _, to, **__: f"weights {Path(to).name}")

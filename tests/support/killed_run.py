@@ -1,5 +1,6 @@
-"""A run of 8 steps that can be killed: `python killed_run.py FOLDER`. It resumes from the latest
-checkpoint there, and at the end writes the losses of its own steps and a digest of the weights."""
+"""A run of 8 steps that a test can kill: `python killed_run.py FOLDER`. It resumes from the latest
+checkpoint in FOLDER. When it ends, it writes the losses of its own steps and a digest of the
+weights."""
 
 import hashlib
 import json

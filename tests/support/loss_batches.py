@@ -7,8 +7,8 @@ V = 11
 
 
 class Bigram(nn.Module):
-    """Logits of the next token from the present one alone: the smallest causal model. float32
-    unless told otherwise."""
+    """Next-token logits that depend on the current token only: the smallest causal model. float32
+    by default."""
 
     def __init__(self, seed: int = 0, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -20,20 +20,20 @@ class Bigram(nn.Module):
 
 
 def rows(count: int, seed: int = 0) -> list[dict[str, Tensor]]:
-    """`count` samples of 2 to 9 tokens with 1 or more actions, some of weight zero, and
-    log-probabilities of some older policy."""
+    """`count` samples of 2 to 9 tokens with at least one action token, some of weight zero, with
+    random behaviour log-probabilities."""
     generator = torch.Generator().manual_seed(seed)
 
     def integer(low: int, high: int) -> int:
         return int(torch.randint(low, high, (1,), generator=generator))
 
-    made = []
+    samples = []
     for _ in range(count):
         length = integer(2, 10)
         prompt = integer(0, length)
         mask = torch.zeros(length)
         mask[prompt:] = 1.0
-        made.append(
+        samples.append(
             {
                 "input_ids": torch.randint(0, V, (length,), generator=generator),
                 "action_mask": mask,
@@ -41,11 +41,11 @@ def rows(count: int, seed: int = 0) -> list[dict[str, Tensor]]:
                 "weight": torch.randn((), generator=generator) * (integer(0, 4) > 0),
             }
         )
-    return made
+    return samples
 
 
 def padded(samples: list[dict[str, Tensor]], extra: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Right-padded batch [B, T], `extra` columns wider than need be."""
+    """Right-padded batch [B, T] with `extra` superfluous padding columns."""
     width = max(len(s["input_ids"]) for s in samples) + extra
 
     def stacked(key: str) -> Tensor:
@@ -64,7 +64,7 @@ def padded(samples: list[dict[str, Tensor]], extra: int = 0, dtype: torch.dtype 
 
 
 def packed(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The same samples one behind another: [1, S] with `cu_seqlens`."""
+    """The same samples concatenated: [1, S] with `cu_seqlens`."""
     lengths = torch.tensor([len(s["input_ids"]) for s in samples])
     return {
         "input_ids": torch.cat([s["input_ids"] for s in samples])[None],
@@ -78,8 +78,8 @@ def packed(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def two_token_batch(ratios: list[float], weights: list[float], vocabulary: int = 2) -> tuple[Tensor, dict[str, Tensor]]:
-    """One action token a row, probability 1/2 under the policy, and the actor's log-probability
-    such that the ratio is as given."""
+    """One action token per row with uniform policy probability, and actor log-probabilities that
+    give the requested ratios."""
     batch = len(ratios)
     logits = torch.zeros(batch, 2, vocabulary, requires_grad=True)
     logp = torch.full((batch,), -torch.log(torch.tensor(float(vocabulary))).item())

@@ -1,4 +1,4 @@
-"""A real server of OpenEnv on the loopback, for the tests. Imported where openenv is installed."""
+"""A real OpenEnv server on loopback. Import it only where openenv is installed."""
 
 import socket
 import threading
@@ -18,7 +18,7 @@ class Left(Observation):
 
 
 class Countdown(Environment):
-    """As `foreign_envs.CountdownClient`, on the other side of the wire."""
+    """The server side of `foreign_envs.CountdownClient`."""
 
     SUPPORTS_CONCURRENT_SESSIONS = True
 
@@ -47,15 +47,15 @@ class Countdown(Environment):
 
 @cache
 def countdown_url(limit=10) -> str:
-    """The address of a server that lives as long as the process."""
+    """The URL of a server that runs as long as the process."""
     app = create_fastapi_app(lambda: Countdown(limit), Say, Left, max_concurrent_envs=64)
-    bound = socket.socket()
-    bound.bind(("127.0.0.1", 0))
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(app, log_level="error", ws="websockets-sansio"))
-    threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True).start()
+    threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True).start()
     deadline = time.monotonic() + 30
     while not server.started:
         if time.monotonic() > deadline:
             raise TimeoutError("the server did not start within 30 s")
         threading.Event().wait(0.01)
-    return f"http://127.0.0.1:{bound.getsockname()[1]}"
+    return f"http://127.0.0.1:{listener.getsockname()[1]}"

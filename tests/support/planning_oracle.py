@@ -1,4 +1,4 @@
-"""The planners again in plain Python, slow and obvious, and the inputs on which they must agree."""
+"""Slow and obvious Python versions of the planners, and the inputs on which both must agree."""
 
 import itertools
 import time
@@ -20,8 +20,8 @@ def int32(lengths: Sequence[int]) -> NDArray[np.int32]:
 
 @st.composite
 def workloads(draw: st.DrawFn, most: int = 60) -> tuple[list[int], int]:
-    """Lengths with few or many ties, and a budget that holds each: just so, a few times over, or
-    all of them."""
+    """Lengths with few or many ties, and a budget that fits the longest sample exactly, a few
+    times, or fits all samples."""
     longest = draw(st.sampled_from([1, 3, 12, 100, 5000, LONGEST]))
     lengths = draw(st.lists(st.integers(0, longest), max_size=most))
     least = max([1, *lengths])
@@ -51,7 +51,7 @@ def cost(lengths: Sequence[int], lists: Lists, overhead: int) -> int:
 
 
 def greedy(lengths: Sequence[int], budget: int) -> Lists:
-    """The documented algorithm, sample by sample."""
+    """The documented greedy algorithm, sample by sample."""
     lists: Lists = []
     for index in ascending(lengths):
         if lists and lengths[index] * (len(lists[-1]) + 1) <= budget:
@@ -62,8 +62,8 @@ def greedy(lengths: Sequence[int], budget: int) -> Lists:
 
 
 def optimal(lengths: Sequence[int], budget: int, overhead: int) -> Lists:
-    """The quadratic programme over the sorted samples; on ties the last micro-batch begins
-    first."""
+    """Quadratic dynamic programming over the sorted samples. On ties, the last micro-batch starts
+    as early as possible."""
     order = ascending(lengths)
     best = [(0, 0)]
     for end in range(1, len(order) + 1):
@@ -78,8 +78,8 @@ def optimal(lengths: Sequence[int], budget: int, overhead: int) -> Lists:
 
 
 def best_fit_decreasing(lengths: Sequence[int], budget: int) -> Lists:
-    """The longest first, each into the fullest that holds it, among equals the one so full the
-    longest."""
+    """Longest sample first, each into the fullest bin that has room. Among equally full bins, the
+    one that reached that level first."""
     bins: list[tuple[int, int, list[int]]] = []
     for turn, index in enumerate(sorted(range(len(lengths)), key=lambda index: -lengths[index])):
         length = lengths[index]
@@ -93,7 +93,7 @@ def best_fit_decreasing(lengths: Sequence[int], budget: int) -> Lists:
 
 
 def contiguous_partitions(lengths: Sequence[int]) -> Iterator[Lists]:
-    """Every partition of the sorted samples into consecutive parts."""
+    """Every partition of the sorted samples into contiguous parts."""
     order = ascending(lengths)
     for cuts in itertools.product([False, True], repeat=max(0, len(order) - 1)):
         ends = [end for end, cut in enumerate(cuts, start=1) if cut] + [len(order)] * bool(order)
@@ -112,13 +112,13 @@ def set_partitions(samples: int) -> Iterator[Lists]:
 
 
 def cheapest(lengths: Sequence[int], budget: int, overhead: int, partitions: Iterable[Lists]) -> int:
-    """The least cost among the partitions that keep the budget."""
+    """The lowest cost among the partitions within the budget."""
     feasible = (lists for lists in partitions if all(padded(lengths, rows) <= budget for rows in lists))
     return min(cost(lengths, lists, overhead) for lists in feasible)
 
 
 def least_seconds(run: Callable[[], Result], tries: int = 5) -> tuple[float, Result]:
-    """The shortest of a few runs, for a machine that does other work as well."""
+    """Best time of a few runs, since other work runs on the machine."""
     times = []
     for _ in range(tries):
         begin = time.perf_counter()

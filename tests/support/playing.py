@@ -1,4 +1,4 @@
-"""Agents, environments and a tiny model for the tests of rollouts."""
+"""Agents, environments and a tiny model for rollout tests."""
 
 import asyncio
 from functools import cache
@@ -22,7 +22,7 @@ def verbatim(text):
 
 
 class ScriptedClient:
-    """Answers with the given texts in turn, tokens and log-probabilities included. Remembers the
+    """Returns the given texts in turn, with token ids and log-probabilities. Records the
     requests."""
 
     def __init__(self, *texts, finish_reason="stop", delay=None):
@@ -48,7 +48,7 @@ def protocol(client, **agent_settings):
 
 
 class Counting(SingleAgentEnv):
-    """Ends with reward 1 after `goal` steps. Notes its seed, its actions, and whether it was
+    """Ends with reward 1 after `goal` steps. Records its seed, its actions and whether it was
     closed."""
 
     made: ClassVar[list] = []
@@ -92,7 +92,7 @@ def tiny_model(seed=0, **settings):
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
         "intermediate_size": 64,
-        "initializer_range": 0.3,  # far from uniform, so that mistakes show
+        "initializer_range": 0.3,  # far from uniform, so that errors become visible
         "eos_token_id": 2,
         "max_position_embeddings": 64,
         **settings,

@@ -1,4 +1,4 @@
-"""Preference pairs of real ids of the byte tokenizer, and a reward model of 10,000 parameters."""
+"""Preference pairs in byte-tokenizer ids, and a reward model of 10,000 parameters."""
 
 import random
 
@@ -30,7 +30,7 @@ def reward_model(seed=0, **changes):
 
 
 def response(pair_id, role, prompt, answer, label=1.0, **meta):
-    """`prompt` and `answer` are text; the answer ends with the end token."""
+    """Encodes `prompt` and `answer` as text and appends the end token to the answer."""
     prompt_ids, answer_ids = TOKENIZER.encode(prompt), [*TOKENIZER.encode(answer), TOKENIZER.eos_token_id]
     return SAWItem(
         input_ids=prompt_ids + answer_ids,
@@ -46,8 +46,8 @@ def pair(pair_id, prompt, chosen, rejected, label=1.0):
 
 
 def sorted_pairs(count, seed=0):
-    """Pairs whose chosen answer is the digits sorted, the rejected one those digits otherwise;
-    some with soft labels."""
+    """Pairs in which the chosen answer has the digits sorted and the rejected one has them
+    reversed. Some labels are soft."""
     draw = random.Random(seed)
     items = []
     for index in range(count):

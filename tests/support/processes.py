@@ -1,4 +1,4 @@
-"""Whether processes of other processes are still there."""
+"""Check whether other processes still run."""
 
 import os
 import time
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def is_running(pid):
-    """A process that has ended and was not asked for its status is not."""
+    """A zombie process counts as ended."""
     try:
         os.kill(pid, 0)
         return Path(f"/proc/{pid}/stat").read_text().split(")")[-1].split()[0] != "Z"
@@ -14,8 +14,8 @@ def is_running(pid):
         return False
 
 
-def until_gone(pid, timeout_s=60.0):
-    """Whether it ended in time."""
+def wait_for_end(pid, timeout_s=60.0):
+    """Wait for the process to end. Returns whether it did in time."""
     deadline = time.monotonic() + timeout_s
     while is_running(pid):
         if time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""Processes that are the ranks of one world."""
+"""Start the ranks of one process group as processes."""
 
 import json
 import os
@@ -11,8 +11,8 @@ SUPPORT = Path(__file__).parent
 
 
 def on_two_ranks(script: str, folder: Path, *arguments: str) -> dict[str, Any]:
-    """What rank 0 of `tests/support/SCRIPT` wrote as JSON into `folder`. Both ranks are called
-    with RANK STORE OUT and the arguments, and must end well within three minutes."""
+    """Run `tests/support/SCRIPT` on two ranks with the arguments RANK STORE OUT and `arguments`.
+    Both must succeed within three minutes. Returns the JSON that rank 0 wrote."""
     out = folder / "result.json"
     paths = [str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
@@ -26,7 +26,7 @@ def on_two_ranks(script: str, folder: Path, *arguments: str) -> dict[str, Any]:
         )
         for rank in range(2)
     ]
-    said = [process.communicate(timeout=180)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(said)
+    outputs = [process.communicate(timeout=180)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
     result: dict[str, Any] = json.loads(out.read_text())
     return result

@@ -1,9 +1,10 @@
-"""The one real vLLM server of a test run: a tiny model on the CPU, started when the first test asks
-for it; and others for those who need their own.
+"""The real vLLM server of a test run: a tiny model on the CPU, started when the first test needs
+it. `running_vllm` starts further servers.
 
 `LUDIC_VLLM_PYTHON` names the interpreter that has vLLM (`make vllm` builds
-./.venv-vllm/bin/python). Without it the tests that need the server are skipped; with it, a server
-that does not come up is a failure. A test that changes the weights takes `vllm_server_to_change`.
+./.venv-vllm/bin/python). Tests that need the server are skipped if it is unset; if it is set, a
+server that does not start is a failure. A test that changes the weights uses
+`vllm_server_to_change`.
 """
 
 import os
@@ -15,24 +16,24 @@ from typing import Any
 import pytest
 
 READY_S = 540.0
-"""25 s on a quiet machine; minutes on a busy one."""
+"""It starts in 25 s on an idle machine and in minutes on a busy one."""
 FLAGS = ["--max-model-len", "512", "--enable-lora", "--max-lora-rank", "16", "--max-loras", "2"]
 
 
 @dataclass(frozen=True)
 class RealServer:
-    """Where the server is and what it serves."""
+    """The address of a server and the model that it serves."""
 
     host: str
     port: int
     folder: Path
-    """The model and its tokenizer in Hugging Face layout."""
+    """Folder of the model and tokenizer in Hugging Face format."""
     model: Any
-    """The same model here, in float32."""
+    """The same model in this process, in float32."""
     tokenizer: Any
     log: Path
     proc: Any
-    """The process that leads the server's group."""
+    """The leader of the server's process group."""
     name: str = "tiny"
 
     @property
@@ -41,7 +42,7 @@ class RealServer:
 
 
 def vllm_or_skip():
-    """Skip the test where there is no interpreter with vLLM; its path."""
+    """Path of the interpreter that has vLLM. Skips the test if there is none."""
     python = os.environ.get("LUDIC_VLLM_PYTHON")
     if not python:
         pytest.skip("LUDIC_VLLM_PYTHON names no interpreter with vLLM; `make vllm` builds one")
@@ -50,7 +51,7 @@ def vllm_or_skip():
 
 @contextmanager
 def running_vllm(folder, model, log):
-    """A server of the model in a folder, as a `RealServer`. It is stopped, if it was not."""
+    """Start a server of the model in `folder` and yield it as a `RealServer`. Stops it on exit."""
     from tiny_policy import tiny_tokenizer
 
     from ludic.inference.vllm.launch import free_port, start_vllm_server, stop_vllm_server, wait_for_vllm_health
@@ -78,7 +79,7 @@ def running_vllm(folder, model, log):
 
 @pytest.fixture(scope="session")
 def vllm_server(tmp_path_factory):
-    """A `RealServer` for the whole run."""
+    """A `RealServer` that all tests share."""
     vllm_or_skip()
     from tiny_policy import save_tiny_policy
 
@@ -90,7 +91,7 @@ def vllm_server(tmp_path_factory):
 
 @pytest.fixture
 def vllm_server_to_change(vllm_server):
-    """The same, with its own weights again when the test is over."""
+    """The shared server. Its original weights are restored after the test."""
     from ludic.distributed import create_vllm_publisher
 
     yield vllm_server

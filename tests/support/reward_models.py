@@ -1,4 +1,4 @@
-"""Tiny reward models over the byte tokenizer, and what judges rollouts in tests."""
+"""Tiny reward models over the byte tokenizer, and a fake one for rollout tests."""
 
 from functools import cache
 
@@ -11,8 +11,7 @@ PAD, EOS = 0, 2
 
 @cache
 def reward_model(seed=0, labels=1, pad=PAD, **settings):
-    """A Qwen2 with a head of `labels` numbers, far enough from its initial weights that scores
-    differ."""
+    """A Qwen2 with `labels` output scores and weights large enough that scores differ."""
     from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
     torch.manual_seed(seed)
@@ -35,14 +34,14 @@ def reward_model(seed=0, labels=1, pad=PAD, **settings):
 
 @torch.no_grad()
 def score_alone(model, ids):
-    """What transformers gives the sequence by itself, read at its last token whatever that is."""
+    """The score of the sequence in a batch of one, read at its last token."""
     hidden = model.model(torch.tensor([list(ids)])).last_hidden_state
     return model.score(hidden)[0, -1, 0].item()
 
 
 class FakeRewardModel:
-    """Scores by `judge(input)` and remembers what it was asked. An exception that `judge`
-    returns is raised."""
+    """Scores with `judge(input)` and records its inputs. If `judge` returns an exception, it is
+    raised."""
 
     def __init__(self, judge=len, tokenizer=None):
         self.judge, self.tokenizer, self.calls = judge, tokenizer, []
@@ -60,8 +59,8 @@ class FakeRewardModel:
 
 
 def rollout(name, *turns, reward=0.0, ids=None, group="g", **info):
-    """An episode of `(observation, action)` turns; the last step has the reward and, with `ids`,
-    a trace."""
+    """An episode of `(observation, action)` turns. The last step has the reward and, if `ids` is
+    passed, a token trace."""
     steps = [
         Step(i, obs, action, None, reward if i == len(turns) - 1 else 0.0, False, i == len(turns) - 1, dict(info))
         for i, (obs, action) in enumerate(turns)

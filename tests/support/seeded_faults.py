@@ -1,5 +1,4 @@
-"""Clients that do to a healthy one what goes wrong between engines, and rollouts played through
-them."""
+"""Chat clients with injected trainer-sampler mismatches, and rollouts sampled through them."""
 
 from dataclasses import replace
 
@@ -15,8 +14,8 @@ PROBLEMS = 12
 
 
 class Faulty:
-    """A client whose answers pass through `change(request, response)`, and whose requests pass
-    through `ask`."""
+    """A client that passes its requests through `ask` and its responses through `change(request,
+    response)`."""
 
     def __init__(self, inner, *, change=None, ask=None, from_ids=True):
         self.inner, self.change, self.ask = inner, change, ask
@@ -24,8 +23,8 @@ class Faulty:
             self.complete_tokens = inner.complete_tokens
 
     async def complete(self, request):
-        asked = request if self.ask is None else self.ask(request)
-        response, info = await self.inner.complete(asked)
+        sent_request = request if self.ask is None else self.ask(request)
+        response, info = await self.inner.complete(sent_request)
         return (response if self.change is None else self.change(request, response)), info
 
 
@@ -33,7 +32,7 @@ def sampling(**changes):
     return SamplingParams(**{"temperature": 1.0, "max_tokens": 12, **changes})
 
 
-async def sampled_items(client, params, *, task=None, concurrency=64):
+async def sample_items(client, params, *, task=None, concurrency=64):
     """The samples of a batch of real episodes."""
     task = task or DigitSort(digits=4)
     engine = make_engine(task, client, model_name="tiny", system_prompt=None, max_retries=0)
@@ -46,18 +45,18 @@ async def sampled_items(client, params, *, task=None, concurrency=64):
     return batch.items
 
 
-def shifted_logprobs(request, response):
-    """Each value is that of the token after; the last is repeated."""
+def shift_logprobs(request, response):
+    """Each log-probability is that of the next token; the last one is repeated."""
     logps = response.completion_logprobs
     return replace(response, completion_logprobs=[*logps[1:], logps[-1]])
 
 
-def shifted_ids(request, response):
+def shift_ids(request, response):
     return replace(response, completion_token_ids=[i + 1 for i in response.completion_token_ids])
 
 
-def rendered_here(tokenizer):
-    """The ids that a client makes of the prompt itself, whatever the server reads."""
+def render_prompt_locally(tokenizer):
+    """Reports prompt ids that the client renders itself, whatever the server used."""
     from ludic.inference.prompts.template import ChatTemplate
 
     def change(request, response):
@@ -67,13 +66,13 @@ def rendered_here(tokenizer):
     return change
 
 
-def tokenised_again(tokenizer):
-    """Ids made of the text, where they are as many as the log-probabilities."""
+def retokenise_text(tokenizer):
+    """Re-tokenises the text and drops the log-probabilities that are left over."""
 
     def change(request, response):
         ids = tokenizer(response.text, add_special_tokens=False)["input_ids"]
-        ended = response.completion_token_ids[-1:] == [tokenizer.eos_token_id]
-        ids = [*ids, tokenizer.eos_token_id] if ended else ids
+        stopped = response.completion_token_ids[-1:] == [tokenizer.eos_token_id]
+        ids = [*ids, tokenizer.eos_token_id] if stopped else ids
         logps = response.completion_logprobs
         if len(ids) > len(logps):
             ids = ids[: len(logps)]

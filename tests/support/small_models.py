@@ -1,4 +1,4 @@
-"""Models of several architectures, of a few thousand parameters each, with random weights."""
+"""Models of several architectures with a few thousand random parameters each."""
 
 import torch
 
@@ -26,20 +26,20 @@ SCORING = {
     "ModernBert": {**BERT, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2},
     "DebertaV2": BERT,
 }
-"""Those that have a head for sequences, and are not among the above."""
+"""Architectures with a sequence classification head that `CAUSAL` does not list."""
 
 
 def causal_model(architecture, *, seed=0, **changes):
-    return _make(architecture, "ForCausalLM", {**CAUSAL[architecture], **changes}, seed)
+    return make_from_config(architecture, "ForCausalLM", {**CAUSAL[architecture], **changes}, seed)
 
 
 def scoring_model(architecture, *, seed=0, num_labels=1):
-    """A model with a head for sequences: a reward model where there is one label."""
+    """A sequence classification model; a reward model if it has one label."""
     settings = {**CAUSAL, **SCORING}[architecture]
-    return _make(architecture, "ForSequenceClassification", {**settings, "num_labels": num_labels}, seed)
+    return make_from_config(architecture, "ForSequenceClassification", {**settings, "num_labels": num_labels}, seed)
 
 
-def _make(architecture, form, settings, seed):
+def make_from_config(architecture, form, settings, seed):
     import transformers
 
     torch.manual_seed(seed)

@@ -1,19 +1,18 @@
-"""A server with OpenAI's interface on loopback. What it answers is decided by a function of the
-request's body."""
+"""A loopback server with the OpenAI API. A function of the request body decides the response."""
 
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 HANG = object()
-"""Given as answer: the connection stays open and silent until the server closes."""
+"""As a response: keep the connection open and silent until the server closes."""
 CUT = object()
-"""Given as answer: the connection is closed in the middle."""
+"""As a response: close the connection without a response."""
 
 
 def completion(text, finish_reason="stop", **extras):
-    """The body of a chat completion. `extras` go into the choice, and `prompt_token_ids` to the
-    top, where vLLM has it."""
+    """The body of a chat completion. `extras` are added to the choice, except `prompt_token_ids`,
+    which is added at the top level as in vLLM."""
     top = {key: extras.pop(key) for key in ("prompt_token_ids",) if key in extras}
     choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": finish_reason, **extras}
     usage = {"prompt_tokens": 5, "completion_tokens": len(text or ""), "total_tokens": 5 + len(text or "")}
@@ -22,12 +21,12 @@ def completion(text, finish_reason="stop", **extras):
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = False
-    request_queue_size = 128  # connections that may wait; the default of 5 makes others try again after a second
+    request_queue_size = 128  # length of the accept queue; with the default of 5, clients retry after a second
 
 
 class StubOpenAIServer:
-    """`answer(body)` gives a body of JSON (status 200), `(status, body)` or `(status, body,
-    headers)`, text as it is, HANG or CUT."""
+    """`answer(body)` returns a JSON body (status 200), `(status, body)`, `(status, body, headers)`,
+    raw text, HANG or CUT."""
 
     def __init__(self, answer, models=("stub",)):
         self.answer, self.models = answer, models
@@ -53,7 +52,7 @@ class StubOpenAIServer:
     def _handler(server):
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
-            timeout = 0.2  # for the next request on a connection that is kept: closing the server waits for it
+            timeout = 0.2  # idle limit of a keep-alive connection; closing the server waits for it
 
             def do_GET(self):
                 self.respond({"object": "list", "data": [{"id": name, "object": "model"} for name in server.models]})
@@ -64,13 +63,15 @@ class StubOpenAIServer:
                 server.headers.append(dict(self.headers))
                 self.respond(server.answer(body))
 
-            def respond(self, given):
-                if given is HANG:
+            def respond(self, reply):
+                if reply is HANG:
                     server._closing.wait()
-                if given in (HANG, CUT):
+                if reply in (HANG, CUT):
                     self.close_connection = True
                     return
-                status, content, headers = given if isinstance(given, tuple) and len(given) == 3 else (*_pair(given), {})
+                status, content, headers = (
+                    reply if isinstance(reply, tuple) and len(reply) == 3 else (*as_status_and_body(reply), {})
+                )
                 data = (content if isinstance(content, str) else json.dumps(content)).encode()
                 self.send_response(status)
                 for name, value in {"content-type": "application/json", "content-length": str(len(data)), **headers}.items():
@@ -84,5 +85,5 @@ class StubOpenAIServer:
         return Handler
 
 
-def _pair(given):
-    return given if isinstance(given, tuple) else (200, given)
+def as_status_and_body(answer):
+    return answer if isinstance(answer, tuple) else (200, answer)

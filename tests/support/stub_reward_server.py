@@ -1,8 +1,8 @@
-"""A vLLM pooling server of a reward model, on loopback in this process: answers, refusals and
-silences as vLLM 0.32 was seen to have them.
+"""A vLLM pooling server of a reward model, on loopback in this process. It copies the responses and
+errors observed in vLLM 0.32.
 
-`judge(ids)` gives the number that the model would. Text is tokenised by its bytes, with a first
-token more where special tokens are added.
+`judge(ids)` returns the score. Text is tokenised by bytes, with one leading token if special tokens
+are added.
 """
 
 import math
@@ -32,32 +32,32 @@ class StubRewardServer(StubVLLM):
             raise Refused(404, f"The model `{body['model']}` does not exist.", "NotFoundError")
         if "normalize" in body:
             raise Refused(400, "Parameter `normalize` was removed; use `use_activation` instead. (parameter=normalize)")
-        rows = [self.tokens(each, body) for each in self.prompts(body["input"])]
+        rows = [self.tokens(prompt, body) for prompt in self.prompts(body["input"])]
         data = [self.entry(index, ids, body) for index, ids in enumerate(rows)]
-        used = sum(map(len, rows))
-        usage = {"prompt_tokens": used, "total_tokens": used, "completion_tokens": 0, "prompt_tokens_details": None}
+        token_count = sum(map(len, rows))
+        usage = {"prompt_tokens": token_count, "total_tokens": token_count, "completion_tokens": 0, "prompt_tokens_details": None}
         return 200, {"id": "classify-1", "object": "list", "created": 1, "model": self.model, "data": data, "usage": usage}
 
-    def prompts(self, given):
-        if given == []:
+    def prompts(self, inputs):
+        if inputs == []:
             raise Refused(400, "You must pass at least one prompt")
-        return [given] if isinstance(given, str) or isinstance(given[0], int) else given
+        return [inputs] if isinstance(inputs, str) or isinstance(inputs[0], int) else inputs
 
-    def tokens(self, each, body):
-        if isinstance(each, str):
-            ids = [byte + BYTE_OFFSET for byte in each.encode()]
-            each = [FIRST, *ids] if body.get("add_special_tokens", True) else ids
-        if not each:
+    def tokens(self, prompt, body):
+        if isinstance(prompt, str):
+            ids = [byte + BYTE_OFFSET for byte in prompt.encode()]
+            prompt = [FIRST, *ids] if body.get("add_special_tokens", True) else ids
+        if not prompt:
             raise Refused(400, "The decoder prompt cannot be empty")
-        if max(each) >= self.vocabulary:
-            raise Refused(400, f"Token id {max(each)} is out of vocabulary")
-        if len(each) > self.max_model_len:
+        if max(prompt) >= self.vocabulary:
+            raise Refused(400, f"Token id {max(prompt)} is out of vocabulary")
+        if len(prompt) > self.max_model_len:
             raise Refused(400, f"This model's maximum context length is {self.max_model_len} tokens.", param="input_tokens")
-        return each
+        return prompt
 
     def entry(self, index, ids, body):
-        given = self.judge(ids)
-        numbers = given if isinstance(given, list) else [given]
-        if body.get("use_activation", True):  # unknown fields are ignored, so a misspelt one comes here
+        score = self.judge(ids)
+        numbers = score if isinstance(score, list) else [score]
+        if body.get("use_activation", True):  # vLLM ignores unknown fields, so a misspelt one leads here
             numbers = [1 / (1 + math.exp(-number)) for number in numbers]
         return {"index": index, "label": "LABEL_0", "probs": numbers, "num_classes": len(numbers)}

@@ -1,9 +1,9 @@
-"""An SGLang server on loopback, with the endpoints and bodies of 0.5.23 as its sources have them.
-No real one was run.
+"""An SGLang server on loopback, with the endpoints and bodies that the sources of 0.5.23 define. It
+was not compared with a real server.
 
-From its sources: paths, fields of requests, `success` and `message`, `weight_version` in
-`meta_info`. From memory: that an entry of `output_token_logprobs` is [log-probability, token id,
-text], and that `finish_reason` is an object.
+From the sources: paths, request fields, `success` and `message`, `weight_version` in `meta_info`.
+From memory: an entry of `output_token_logprobs` is [log-probability, token id, text], and
+`finish_reason` is an object.
 """
 
 import contextlib
@@ -20,14 +20,15 @@ class _Http(ThreadingHTTPServer):
 
 
 class StubSGLang:
-    """`sampled` are the ids that it answers with. `fails_on` is a version that it cannot read."""
+    """`sampled` are the token ids of every response. `fails_on` is a weight version that it cannot
+    load."""
 
     def __init__(self, model, sampled=(5, 6, 2)):
         self.sampled, self.fails_on, self.finish = list(sampled), None, {"type": "stop", "matched": 2}
         self.served, self.version, self.paused = load_file(model / "model.safetensors"), "default", False
         self.calls = []
         self.was_paused = []
-        """Whether requests were frozen, at each load."""
+        """For each load, whether generation was paused."""
         self._http = _Http(("127.0.0.1", 0), _handler(self))
         self._thread = threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.01})
 

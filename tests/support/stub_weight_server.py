@@ -1,9 +1,9 @@
-"""A stub of a server that takes weights: the endpoints of vLLM 0.32 on loopback, with the receiver
-that vLLM's workers run.
+"""A stub server that accepts pushed weights: the endpoints of vLLM 0.32 on loopback, with the same
+weight receiver that runs in vLLM's workers.
 
-As in vLLM, a failed update ends the update and a failed finish does not, a second start is refused,
-workers take one call at a time, nothing is answered during a pause, and a restarted server has its
-first weights under the version `default`.
+As in vLLM: a failed update aborts the update and a failed finish does not, a second start is
+refused, workers handle one call at a time, nothing is answered during a pause, and a restarted
+server has its initial weights and version `default`.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ SHAPES = {
 
 
 def weights(seed, dtype=torch.float32):
-    """Weights of a model so small that a push takes milliseconds."""
+    """Random weights, so small that a push takes milliseconds."""
     generator = torch.Generator().manual_seed(seed)
     return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in SHAPES.items()}
 
@@ -40,8 +40,8 @@ def same(left, right):
 
 
 class StubWeightServer:
-    """`faults[path]` is called with the body of each request to that path before it is answered.
-    It may raise, wait, or change the server."""
+    """`faults[path]` is called with the body of each request to that path before the response. It
+    may raise, block or change the server."""
 
     def __init__(self, folder, *, backend="gloo", tied=False, dtype="float32", first=None):
         folder.mkdir(parents=True, exist_ok=True)
@@ -49,7 +49,8 @@ class StubWeightServer:
         self.folder, self.backend, self.tied, self.dtype = folder, backend, tied, dtype
         self.faults, self.calls, self.adapters = {}, [], {}
         self.secret = None
-        """The secret that requests need, as at a server that we start. None: they need none."""
+        """The secret that requests must carry, as for a server that ludic started. None: no secret
+        is required."""
         self.headers = []
         """The headers of all requests, in order. Names are lower case."""
         self.without_extension = self.loads_nothing = False
@@ -68,7 +69,7 @@ class StubWeightServer:
         self._worker = threading.Lock()
 
     def restart(self):
-        """Restart as after a crash: everything that was pushed is lost."""
+        """Restart as after a crash: pushed weights are lost."""
         self.receiver.close()
         self._boot()
 
@@ -202,7 +203,7 @@ class StubWeightServer:
 
 
 class Refused(Exception):
-    """A request that is refused with this status."""
+    """A request that is rejected with this status."""
 
     def __init__(self, status, message):
         super().__init__(message)
@@ -210,7 +211,7 @@ class Refused(Exception):
 
 
 def refuse(message="Internal Server Error", status=500):
-    """A fault that refuses the request."""
+    """A fault that rejects the request."""
 
     def fault(_):
         raise Refused(status, message)
@@ -227,7 +228,7 @@ def _handler(server):
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
         timeout = 5
-        disable_nagle_algorithm = True  # or every answer waits 40 ms for the client to confirm its head
+        disable_nagle_algorithm = True  # otherwise every response waits 40 ms for the client's acknowledgement
 
         def do_GET(self):
             self._respond({})
@@ -236,7 +237,7 @@ def _handler(server):
             self._respond(json.loads(self.rfile.read(int(self.headers["content-length"])) or b"{}"))
 
         def _respond(self, body):
-            if server.closing.is_set():  # a connection that was kept open
+            if server.closing.is_set():  # a keep-alive connection
                 self.close_connection = True
                 return
             server.headers.append({name.lower(): value for name, value in self.headers.items()})

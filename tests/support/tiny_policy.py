@@ -1,17 +1,17 @@
-"""A model small enough for a server on two cores: head_dim 32, and more ids than the tokenizer
-knows."""
+"""A model small enough for a server on two cores, with head_dim 32 and a vocabulary larger than the
+tokenizer's."""
 
 from pathlib import Path
 
 VOCABULARY = 384
-"""The tokenizer knows 261 ids. A model that draws freely samples the others too, and they decode
-to nothing: whoever makes tokens of text again gets other tokens."""
+"""The tokenizer has 261 ids. The model also samples ids beyond them, which decode to nothing, so
+re-tokenising its text gives other ids."""
 MAX_POSITIONS = 512
 
 
 def make_tiny_policy(seed=0):
-    """A Qwen2 of 123 thousand parameters in float32, with weights so wide that its choices are
-    sharp."""
+    """A float32 Qwen2 of 123 thousand parameters, with weights large enough that its distributions
+    are peaked."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -35,14 +35,14 @@ def make_tiny_policy(seed=0):
 
 
 def tiny_tokenizer():
-    """Bytes and the two marks of ChatML; `<|im_end|>` ends an answer."""
+    """A byte tokenizer with the two ChatML markers. `<|im_end|>` is the end token."""
     from chat_tokenizers import CHATML, chat_tokenizer
 
     return chat_tokenizer(CHATML)
 
 
 def save_tiny_policy(folder: Path, seed=0):
-    """Model and tokenizer in Hugging Face layout; the model."""
+    """Save model and tokenizer in Hugging Face format. Returns the model."""
     model, tokenizer = make_tiny_policy(seed), tiny_tokenizer()
     model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""A recipe that runs through all its phases in a few seconds."""
+"""A recipe that completes all its phases in a few seconds."""
 
 from pathlib import Path
 
@@ -23,5 +23,5 @@ TINY = [
 
 @pytest.fixture
 def tiny(tmp_path: Path) -> list[str]:
-    """Arguments of `ludic train`; everything is written below the test's own folder."""
+    """Arguments of `ludic train` that write below the folder of the test."""
     return [*TINY, f"output={tmp_path}", "name=run"]

@@ -1,4 +1,4 @@
-"""Clients that call tools, and a chat template that shows them."""
+"""Clients that call tools, and a chat template that renders the calls."""
 
 from playing import ScriptedClient
 
@@ -24,13 +24,13 @@ TEMPLATE = """\
 
 
 def call(name, arguments="{}", number=0):
-    """A tool call as OpenAI gives it."""
+    """A tool call in OpenAI's format."""
     return {"id": f"id{number}", "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 class CallingClient(ScriptedClient):
-    """Answers in turn with texts, or with (text, tool calls); an answer that is "cut" reached
-    the token limit."""
+    """Returns texts or (text, tool calls) in turn. A text that contains "cut" has finish reason
+    "length"."""
 
     async def complete(self, request):
         answer = self.texts[len(self.requests) % len(self.texts)]

@@ -1,5 +1,5 @@
-"""Samples, sources and a model for the tests of training: real ids of the byte tokenizer, and a
-Qwen2 of 10,000 parameters."""
+"""Samples, batch sources and a model for training tests: byte-tokenizer ids and a Qwen2 of 10,000
+parameters."""
 
 import random
 from dataclasses import replace
@@ -25,14 +25,13 @@ def tiny_model(seed=0, **changes):
         "intermediate_size": 32,
         "max_position_embeddings": 128,
         "tie_word_embeddings": True,
-        "initializer_range": 0.2,  # logits that differ, so that a wrong shift or mask shows
+        "initializer_range": 0.2,  # large enough that a wrong shift or mask shows
     }
     return Qwen2ForCausalLM(Qwen2Config(**{**settings, **changes}))
 
 
 def sorting_item(index, draw, *, group_size=4, weight=None):
-    """The prompt `529140>`, an answer that may be wrong, and log-probabilities of some older
-    policy."""
+    """The prompt `529140>`, an answer that may be wrong, and behaviour log-probabilities."""
     digits = "".join(draw.choice("0123456789") for _ in range(draw.randint(1, 9)))
     answer = "".join(sorted(digits, reverse=draw.random() < 0.5))[: draw.randint(1, 9)]
     prompt_ids = TOKENIZER.encode(f"{digits}>")
@@ -60,7 +59,7 @@ def sorting_items(count, seed=0, **options):
 
 
 def dialogue(index, draw, turns):
-    """The samples of an episode, one a turn: each prompt is the whole history, then a new
+    """The samples of an episode, one per turn. Each prompt is the whole history plus a new
     question."""
     history, items = [], []
     for step in range(turns):
@@ -78,13 +77,13 @@ def dialogue(index, draw, turns):
 
 
 def dialogues(turns, seed=0):
-    """Episodes of so many turns each, turn after turn."""
+    """One episode per entry of `turns`, with that many turns."""
     draw = random.Random(seed)
     return [item for index, count in enumerate(turns) for item in dialogue(index, draw, count)]
 
 
 class ListSource:
-    """Gives the batches in turn, again and again, a fresh copy of each."""
+    """Returns deep copies of the batches in turn, over and over."""
 
     def __init__(self, *batches, meta=None):
         self.batches, self.meta, self.position = batches, meta or {}, 0
@@ -96,8 +95,7 @@ class ListSource:
 
 
 class DrawingSource:
-    """Draws new samples from the generators of Python and torch, and from a counter that it
-    keeps in its state."""
+    """Draws new samples from the random generators of Python and torch. Its state is a counter."""
 
     def __init__(self, count=8):
         self.count, self.drawn = count, 0

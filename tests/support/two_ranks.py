@@ -1,5 +1,5 @@
-"""One rank of a training step on two: `python two_ranks.py RANK STORE OUT WRAPPING`. Rank 0
-writes what it found as JSON."""
+"""One rank of a training step on two ranks: `python two_ranks.py RANK STORE OUT WRAPPING`. Rank 0
+writes its results as JSON."""
 
 import gc
 import json
@@ -30,8 +30,8 @@ class DescentTrainer(Trainer):
         return torch.optim.SGD([p for p in self.model.parameters() if p.requires_grad], lr=1.0)
 
 
-def made(wrapping, seed=0):
-    """The model, with adapters that are not zero for `lora` and all that ends in it."""
+def make_wrapped_model(wrapping, seed=0):
+    """The wrapped model. Any wrapping that ends in `lora` adds adapters that are not zero."""
     model = tiny_model(seed)
     if wrapping.endswith("lora"):
         model = apply_lora(tiny_model(), LoraSettings(rank=2))
@@ -40,10 +40,10 @@ def made(wrapping, seed=0):
             for parameter in model.parameters():
                 if parameter.requires_grad:
                     parameter.add_(0.1 * torch.randn_like(parameter))
-    return wrapped(model, wrapping)
+    return wrap(model, wrapping)
 
 
-def wrapped(model, wrapping):
+def wrap(model, wrapping):
     if wrapping.startswith("ddp"):
         return torch.nn.parallel.DistributedDataParallel(model)
     if wrapping.startswith("fsdp"):
@@ -67,34 +67,36 @@ def main(rank, store, out, wrapping):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     items = sorting_items(12, seed=3)
-    own = items[:3] if rank == 0 else items[3:]  # 3 and 9: another number of micro-batches each
+    rank_items = items[:3] if rank == 0 else items[3:]  # 3 and 9 samples: the ranks have different numbers of micro-batches
     publisher = Publisher()
     trainer = DescentTrainer(
-        model=made(wrapping),
+        model=make_wrapped_model(wrapping),
         algo=ALGO,
-        batch_source=ListSource(own),
+        batch_source=ListSource(rank_items),
         publisher=publisher,
         cfg=cpu_config(micro_token_budget=40, max_seq_len=32, max_grad_norm=None, reduce_stats_across_ranks=True),
         checkpoint_config=CheckpointConfig(Path(out).parent / "checkpoints", every_n_steps=1),
     )
     stats = trainer.train_step_sync()
-    resumed = resumes_exactly(own, wrapping, Path(out).parent / "adam")
-    assert stop_of(own, wrapping) == (3, True)  # on both
+    resumed = resumes_exactly(rank_items, wrapping, Path(out).parent / "adam")
+    assert train_until_early_stop(rank_items, wrapping) == (3, True)  # on both ranks
     if rank == 0:
-        Path(out).write_text(json.dumps({**compared(items, publisher.weights, wrapping), "stats": stats, "resumed": resumed}))
+        comparison = compare_with_one_process(items, publisher.weights, wrapping)
+        Path(out).write_text(json.dumps({**comparison, "stats": stats, "resumed": resumed}))
     dist.barrier()
-    del trainer  # DDP holds the group, and goes before it
+    del trainer  # DDP refers to the process group, so it must go first
     gc.collect()
     dist.destroy_process_group()
 
 
 def resumes_exactly(items, wrapping, folder):
-    """Whether two AdamW steps end where one, a checkpoint, and another in a new trainer end."""
+    """Whether one AdamW step, a checkpoint and one more step in a new trainer end at the weights of
+    two steps."""
 
     def trainer_of(**options):
         publisher = Publisher()
         return publisher, Trainer(
-            model=made(wrapping, options.pop("seed", 0)),
+            model=make_wrapped_model(wrapping, options.pop("seed", 0)),
             algo=ALGO,
             batch_source=ListSource(items),
             publisher=publisher,
@@ -105,38 +107,39 @@ def resumes_exactly(items, wrapping, folder):
 
     publisher, trainer = trainer_of()
     trainer.train_sync(2)
-    again, resumed = trainer_of(seed=1, resume_from=1)
+    second_publisher, resumed = trainer_of(seed=1, resume_from=1)
     resumed.train_step_sync()
     if dist.get_rank() != 0:
         return True
-    return all(torch.equal(weight, again.weights[name]) for name, weight in publisher.weights.items())
+    return all(torch.equal(weight, second_publisher.weights[name]) for name, weight in publisher.weights.items())
 
 
-class Flat:
-    """The same on every evaluation, which rank 0 alone sees."""
+class ConstantEvaluator:
+    """Returns the same loss on every evaluation. Runs on rank 0 only."""
 
     async def eval(self, **_):
         assert dist.get_rank() == 0
         return [], {"loss": 1.0}
 
 
-def stop_of(items, wrapping):
-    """Where early stopping ends a run, and that it stays ended."""
+def train_until_early_stop(items, wrapping):
+    """The step at which early stopping ends a run, and whether a further call trains nothing."""
     trainer = Trainer(
-        model=made(wrapping),
+        model=make_wrapped_model(wrapping),
         algo=ALGO,
         batch_source=ListSource(items),
         cfg=cpu_config(eval_every_n_steps=1, early_stopping_patience=2),
-        evaluator=Flat(),
+        evaluator=ConstantEvaluator(),
     )
     trainer.train_sync(9)
     trainer.train_sync(1)
     return trainer.current_step, trainer.early_stopping.stopped
 
 
-def compared(items, weights, wrapping):
-    """How far what was published is from one step on all samples at once, and the loss of these."""
-    model = made("lora" if wrapping.endswith("lora") else "none")
+def compare_with_one_process(items, weights, wrapping):
+    """The largest difference between the published weights and one step on all samples in one
+    process, and the loss of that step."""
+    model = make_wrapped_model("lora" if wrapping.endswith("lora") else "none")
     loss, _ = ALGO.compute_loss(model, collate_saw_items(items, pad_token_id=0, device="cpu"))
     loss.backward()
     with torch.no_grad():

@@ -1,5 +1,5 @@
-"""One rank of two with a source that plays: `python two_ranks_playing.py RANK STORE OUT`. Rank 0
-writes what the trainer said."""
+"""One rank of two with a batch source that plays rollouts: `python two_ranks_playing.py RANK STORE
+OUT`. Rank 0 writes the trainer's error."""
 
 import json
 import sys
@@ -21,11 +21,11 @@ def main(rank, store, out):
     source = RolloutBatchSource(engine=engine, request_fn=requests, algorithm=make_grpo(group_size=4))
     try:
         Trainer(model=tiny_model(), algo=make_grpo(group_size=4), batch_source=source, cfg=cpu_config())
-        said = None
+        message = None
     except ConfigError as error:
-        said = str(error)
+        message = str(error)
     if rank == 0:
-        Path(out).write_text(json.dumps({"said": said}))
+        Path(out).write_text(json.dumps({"message": message}))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -1,5 +1,5 @@
-"""One rank that reduces statistics with another: `python two_ranks_stats.py RANK STORE OUT`.
-Rank 0 writes what it found as JSON."""
+"""One rank that reduces statistics with another: `python two_ranks_stats.py RANK STORE OUT`. Rank 0
+writes the result as JSON."""
 
 import json
 import sys
@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ludic.training.loop.micro_stats import Stat, final_values, reduce_over_ranks
 
-OWN = [
+STATS_BY_RANK = [
     {
         "x": Stat(1.0, 3.0),
         "x_std": Stat(1.0, 2.0, "std", 1.0),
@@ -38,13 +38,13 @@ OWN = [
 
 def main(rank, store, out):
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    found = final_values(reduce_over_ranks(OWN[rank], "cpu"))
+    reduced = final_values(reduce_over_ranks(STATS_BY_RANK[rank], "cpu"))
     path = Path(out).with_suffix(f".{rank}")
-    path.write_text(json.dumps(found))
+    path.write_text(json.dumps(reduced))
     dist.barrier()
     if rank == 0:
-        assert json.loads(path.with_suffix(".1").read_text()) == found
-        Path(out).write_text(json.dumps(found))
+        assert json.loads(path.with_suffix(".1").read_text()) == reduced
+        Path(out).write_text(json.dumps(reduced))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -1,5 +1,5 @@
-"""Tasks and harnesses of verifiers for the tests: sums, asked once or until the answer is right.
-Imported where verifiers is installed."""
+"""Tasks and harnesses of verifiers: sums, asked once or until the answer is right. Import it only
+where verifiers is installed."""
 
 import ssl
 
@@ -37,7 +37,7 @@ def sums(kind=Sum, count=3, system_prompt="Add."):
 
 
 class AsksUntilRight(vf.Harness[vf.HarnessConfig]):
-    """Says "wrong" and asks again, three times at most. Runs in this process."""
+    """Replies "wrong" and asks again, up to three times. Runs in this process."""
 
     APPENDS_SYSTEM_PROMPT = True
     EXECUTES_CODE = False

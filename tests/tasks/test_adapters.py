@@ -1,4 +1,4 @@
-"""What a user may give as a task, as the runs see it."""
+"""Objects that users can pass as a task, and how runs see them."""
 
 from random import Random
 from types import MappingProxyType, SimpleNamespace
@@ -14,7 +14,7 @@ from ludic.tasks.success import Success, success_of
 
 
 class OwnEpisodes:
-    """Has the members that `EpisodicTask` requires or lists, and subclasses nothing."""
+    """Has the required and the optional members of `EpisodicTask` and does not subclass it."""
 
     max_turns = 2
     max_new_tokens = 8
@@ -47,7 +47,7 @@ class OwnEpisodes:
 
 
 class OwnProblems:
-    """Has the members that `Task` requires, and nothing else."""
+    """Has only the members that `Task` requires."""
 
     max_new_tokens = 4
     reward_sees = "the number"
@@ -66,7 +66,7 @@ class OwnProblems:
         return DatasetQAEnv(problem)
 
 
-def test_a_class_with_the_listed_members_is_a_task_of_episodes_without_subclassing():
+def test_a_class_with_the_documented_members_is_an_episodic_task_without_subclassing():
     own = OwnEpisodes()
     task = as_episodic(own)
     assert isinstance(task, EpisodicTask)
@@ -78,20 +78,20 @@ def test_a_class_with_the_listed_members_is_a_task_of_episodes_without_subclassi
 
 
 @pytest.mark.parametrize("own", [OwnEpisodes(), OwnProblems()])
-def test_members_that_may_be_left_out_have_their_defaults(own):
+def test_optional_members_have_defaults(own):
     task = as_episodic(own)
     assert (task.measures, task.scorer, task.training_scorer, task.problem_list) == ({}, None, None, None)
     assert (task.sees_cut_off_answers, task.reward_is_score) == (False, False)
     assert logged_names(task) == list(own.facts) == list(task_reducers(task))
 
 
-def test_a_problem_of_ones_own_is_solved_by_a_reward_of_one():
+def test_a_users_problem_counts_as_solved_at_reward_one():
     task = as_episodic(OwnProblems())
     assert (task.system_prompt, task.parser("x").action, task.cut_off_reward) == (None, "x", 0.0)
     assert success_of(task, None) == Success(1.0)
 
 
-def test_optional_members_are_read_where_they_are_there():
+def test_optional_members_are_used_if_present():
     own, scorer = OwnEpisodes(), object()
     own.measures, own.scorer = {"length": "its length"}, scorer
     task = as_episodic(own)
@@ -135,7 +135,7 @@ def judged_like():
 
 
 @pytest.mark.parametrize("task", [Tools(), as_episodic(DigitSort()), as_episodic(OwnEpisodes()), judged_like()])
-def test_a_wrapped_task_passes_every_member_on(task):
+def test_a_wrapped_task_forwards_every_member(task):
     wrapped = WrappedTask(task)
     methods = {"draw", "demonstrations", "make_env", "suites", "measure", "show"}
     for name in {name for name in dir(EpisodicTask) if not name.startswith("_")} - methods:

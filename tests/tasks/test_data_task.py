@@ -1,5 +1,5 @@
-"""A data set and rewards as a task: what is held out, what is asked when, and what is refused
-before anything runs."""
+"""A task made of a data set and rewards: the held-out split, the order of problems, and settings
+that are refused before anything runs."""
 
 import json
 from collections import Counter
@@ -19,7 +19,7 @@ from ludic.tasks.rewards import build_rewards
 
 
 def one(completions, **columns):
-    """Named by the tests as `<this module>:one`."""
+    """The tests name it as `<this module>:one`."""
     return [1.0] * len(completions)
 
 
@@ -28,7 +28,7 @@ def half(completions, answer, **columns):
 
 
 class Judge:
-    """No function."""
+    """Not a function."""
 
 
 NUMBER = 3
@@ -40,7 +40,7 @@ def write(path, rows):
     return str(path)
 
 
-def numbered(path, count=40):
+def write_numbered(path, count=40):
     return write(path, [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(count)])
 
 
@@ -48,8 +48,8 @@ def prompts(problems):
     return [problem["question"] for problem in problems]
 
 
-def test_a_tenth_is_held_out_and_the_rest_is_trained_on(tmp_path):
-    task = DataTask(numbered(tmp_path / "p.jsonl"), ONE)
+def test_a_tenth_is_held_out_and_the_rest_is_for_training(tmp_path):
+    task = DataTask(write_numbered(tmp_path / "p.jsonl"), ONE)
     assert len(task.heldout()) == 4
     assert sorted(prompts([*task.heldout(), *task.training])) == sorted(f"{n}+1=" for n in range(40))
     assert task.heldout()[0]["answer"] == str(int(task.heldout()[0]["question"][:-3]) + 1)
@@ -58,7 +58,7 @@ def test_a_tenth_is_held_out_and_the_rest_is_trained_on(tmp_path):
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=20)
 @given(order=st.permutations(range(12)), repeats=st.lists(st.integers(0, 11), max_size=8), wanted=st.integers(1, 5))
-def test_what_is_held_out_does_not_depend_on_the_order_and_is_never_trained_on(tmp_path, order, repeats, wanted):
+def test_the_held_out_split_does_not_depend_on_row_order_and_is_never_trained_on(tmp_path, order, repeats, wanted):
     rows = [{"prompt": f"{n}?", "answer": n} for n in [*order, *repeats]]
     task = DataTask(write(tmp_path / "p.jsonl", rows), ONE, num_heldout=wanted)
     plain = DataTask(write(tmp_path / "q.jsonl", [{"prompt": f"{n}?", "answer": n} for n in range(12)]), ONE, num_heldout=wanted)
@@ -69,14 +69,14 @@ def test_what_is_held_out_does_not_depend_on_the_order_and_is_never_trained_on(t
     assert Counter(prompts(task.training)) == Counter(left)
 
 
-def test_another_file_may_be_held_out_and_its_prompts_are_not_trained_on(tmp_path):
+def test_a_separate_held_out_file_removes_its_prompts_from_training(tmp_path):
     held = write(tmp_path / "t.jsonl", [{"prompt": "0+1=", "answer": "1"}, {"prompt": "new", "answer": "x"}])
-    task = DataTask(numbered(tmp_path / "p.jsonl", 3), ONE, heldout_data=held)
+    task = DataTask(write_numbered(tmp_path / "p.jsonl", 3), ONE, heldout_data=held)
     assert (prompts(task.heldout()), prompts(task.training)) == (["0+1=", "new"], ["1+1=", "2+1="])
     assert not {problem["id"] for problem in task.heldout()} & {problem["id"] for problem in task.training}
 
 
-def test_the_prompt_is_found_under_its_usual_names(tmp_path):
+def test_the_prompt_column_can_have_any_of_its_usual_names(tmp_path):
     for name in ("question", "problem", "instruction"):
         task = DataTask(write(tmp_path / "p.jsonl", [{name: "a", "x": 1}, {name: "b", "x": 2}]), ONE)
         assert {*prompts(task.heldout()), *prompts(task.training)} == {"a", "b"}
@@ -84,7 +84,7 @@ def test_the_prompt_is_found_under_its_usual_names(tmp_path):
     assert {*prompts(task.heldout()), *prompts(task.training)} == {"a", "b"}
 
 
-def test_conversations_are_asked_whole(tmp_path):
+def test_conversations_are_prompted_as_a_whole(tmp_path):
     chat = [[{"role": "system", "content": "S"}, {"role": "user", "content": text}] for text in "ab"]
     task = DataTask(write(tmp_path / "p.jsonl", [{"prompt": messages} for messages in chat]), ONE)
     problem = task.training[0]
@@ -97,44 +97,48 @@ def requests_of(task, batches, seed=0, prompts_a_batch=3):
     return PassRequests(as_episodic(task), task, section, seed=seed)
 
 
-def asked(requests, batches):
+def draw_prompts(requests, batches):
     return [[request.meta["problem_id"] for request in requests()] for _ in range(batches)]
 
 
-def test_every_problem_is_asked_once_before_any_is_asked_again(tmp_path):
-    task = DataTask(numbered(tmp_path / "p.jsonl", 11), ONE)  # 10 to train on: 3 + 1/3 batches
-    flat = [group for batch in asked(requests_of(task, 0), 10) for group in batch[::2]]
+def test_every_problem_is_sampled_once_before_any_repeats(tmp_path):
+    task = DataTask(write_numbered(tmp_path / "p.jsonl", 11), ONE)  # 10 training problems: 3 + 1/3 batches
+    flat = [group for batch in draw_prompts(requests_of(task, 0), 10) for group in batch[::2]]
     passes = [flat[i : i + 10] for i in (0, 10, 20)]
     assert all(set(one_pass) == {problem["id"] for problem in task.training} for one_pass in passes)
     assert passes[0] != passes[1]
-    assert asked(requests_of(task, 0), 4) == asked(requests_of(task, 0), 4) != asked(requests_of(task, 0, seed=1), 4)
+    assert (
+        draw_prompts(requests_of(task, 0), 4)
+        == draw_prompts(requests_of(task, 0), 4)
+        != draw_prompts(requests_of(task, 0, seed=1), 4)
+    )
 
 
-def test_a_resumed_run_goes_on_where_it_stopped_and_other_data_are_refused(tmp_path):
-    task = DataTask(numbered(tmp_path / "p.jsonl", 11), ONE)
+def test_a_resumed_run_continues_at_its_position_and_refuses_other_data(tmp_path):
+    task = DataTask(write_numbered(tmp_path / "p.jsonl", 11), ONE)
     whole, first, second = (requests_of(task, 0) for _ in range(3))
-    expected = asked(whole, 6)
-    assert asked(first, 4) == expected[:4]
+    expected = draw_prompts(whole, 6)
+    assert draw_prompts(first, 4) == expected[:4]
     second.load_state_dict(first.state_dict())
-    assert asked(second, 2) == expected[4:]
+    assert draw_prompts(second, 2) == expected[4:]
     assert task.scorer.trainer_state.global_step == 5
-    other = DataTask(numbered(tmp_path / "p.jsonl", 12), ONE)
+    other = DataTask(write_numbered(tmp_path / "p.jsonl", 12), ONE)
     with pytest.raises(ConfigError, match="the data has changed since the run was stopped"):
         requests_of(other, 0).load_state_dict(first.state_dict())
 
 
-def test_completions_of_the_data_are_its_demonstrations(tmp_path):
+def test_completions_in_the_data_become_demonstrations(tmp_path):
     rows = [{"prompt": "a", "completion": "A"}, {"prompt": "b", "completion": "B"}]
     task = DataTask(write(tmp_path / "p.jsonl", rows), ONE)
     problem = task.training[0]
     assert task.demonstrate(problem, Random(0)) == problem["question"].upper()
-    bare = DataTask(numbered(tmp_path / "q.jsonl"), ONE)
+    bare = DataTask(write_numbered(tmp_path / "q.jsonl"), ONE)
     with pytest.raises(ConfigError, match="a warm-up needs a column `completion`"):
         bare.demonstrate(bare.training[0], Random(0))
 
 
-def test_what_several_functions_return_is_reported_by_name(tmp_path):
-    source = numbered(tmp_path / "p.jsonl")
+def test_the_results_of_several_functions_are_reported_by_name(tmp_path):
+    source = write_numbered(tmp_path / "p.jsonl")
     assert DataTask(source, ONE).measures == {}
     task = DataTask(source, [ONE, HALF], [1, 0.2])
     assert list(task.measures) == ["rewards/one", "rewards/half"]
@@ -150,13 +154,13 @@ def test_what_several_functions_return_is_reported_by_name(tmp_path):
         ({ONE: 1.0, "math": 0.25}, None, ["one", "math"], [1.0, 0.25]),
     ],
 )
-def test_rewards_are_named_alone_in_a_list_or_with_their_weights(reward, weights, names, numbers):
+def test_rewards_can_be_a_name_a_list_or_names_with_weights(reward, weights, names, numbers):
     built = build_rewards(reward, weights, timeout_s=1)
     assert (built.names, built.weights) == (names, numbers)
 
 
 @pytest.mark.parametrize(
-    ("reward", "weights", "said"),
+    ("reward", "weights", "message"),
     [
         ("gms8k", None, r"reward \(gms8k\) is not known; did you mean gsm8k\?"),
         ("exact", None, r"write module:function, or one of gsm8k, math"),
@@ -169,13 +173,13 @@ def test_rewards_are_named_alone_in_a_list_or_with_their_weights(reward, weights
         ({ONE: 1.0}, [1.0], r"has weights of its own"),
     ],
 )
-def test_a_wrong_reward_is_an_error_with_a_way_out(reward, weights, said):
-    with pytest.raises(ConfigError, match=said):
+def test_the_error_of_an_invalid_reward_has_a_remedy(reward, weights, message):
+    with pytest.raises(ConfigError, match=message):
         build_rewards(reward, weights, timeout_s=1)
 
 
-def test_what_does_not_fit_together_is_refused_when_the_task_is_built(tmp_path):
-    source = numbered(tmp_path / "p.jsonl")
+def test_incompatible_settings_are_refused_when_the_task_is_built(tmp_path):
+    source = write_numbered(tmp_path / "p.jsonl")
     with pytest.raises(ConfigError, match="needs data=FILE and reward=MODULE:FUNCTION"):
         DataTask(source)
     with pytest.raises(ConfigError, match="half asks for answer, which the data does not have"):
@@ -196,10 +200,10 @@ def test_a_verifier_suggests_its_system_prompt(tmp_path):
     rows = [{"question": f"{n}+1?", "answer": f"#### {n + 1}"} for n in range(3)]
     task = DataTask(write(tmp_path / "p.jsonl", rows), [ONE, "gsm8k"])
     assert "\\boxed" in task.make_env(task.training[0]).suggested_sysprompt
-    assert DataTask(numbered(tmp_path / "q.jsonl"), ONE).system_prompt is None
+    assert DataTask(write_numbered(tmp_path / "q.jsonl"), ONE).system_prompt is None
 
 
-def test_the_recipe_of_ones_own_problem_is_chosen_by_its_settings(tmp_path):
+def test_settings_of_the_users_own_problem_select_its_recipe(tmp_path):
     assert compose(["data=p.jsonl", f"reward={ONE}"]).recipe == "data"
     recipe = compose(["data=p.jsonl", f"reward=[{ONE},math]", "reward_weights=[1,0.5]", "model=m"])
     assert (recipe.task.kind, recipe.reward, recipe.reward_weights) == ("data", [ONE, "math"], [1, 0.5])
@@ -211,11 +215,11 @@ def test_the_recipe_of_ones_own_problem_is_chosen_by_its_settings(tmp_path):
     assert compose([]).data is None
 
 
-async def test_rewards_of_a_task_are_those_of_its_scorer(tmp_path):
-    """What `ludic train` plays: the environment of the task, then its scorer."""
+async def test_the_rewards_of_a_task_come_from_its_scorer(tmp_path):
+    """As `ludic train` plays: the environment of the task, then its scorer."""
     from ludic.types import Rollout, Step
 
-    task = DataTask(numbered(tmp_path / "p.jsonl"), [ONE, HALF], [1, 0.2])
+    task = DataTask(write_numbered(tmp_path / "p.jsonl"), [ONE, HALF], [1, 0.2])
     env = task.make_env(task.training[0])
     env.env_reset()
     outcome = env.env_step("x")

@@ -1,5 +1,5 @@
-"""What is named on the command line is imported plainly, from packages and from files of the
-current directory."""
+"""Names from the command line are imported from packages and from files of the current
+directory."""
 
 import sys
 
@@ -11,7 +11,7 @@ from ludic.tasks.importing import import_named
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """An empty current directory that is not on the path, as for an installed command."""
+    """An empty current directory that is not on `sys.path`, as for an installed command."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", str(tmp_path))])
     before = set(sys.modules)
@@ -20,39 +20,39 @@ def here(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-def test_a_file_of_the_current_directory_is_a_module(here):
+def test_a_file_of_the_current_directory_can_be_imported(here):
     (here / "own_rewards.py").write_text("def exact(): return 'own'\n")
     assert import_named("own_rewards:exact", "reward")() == "own"
     assert import_named("json:dumps", "reward")(1) == "1"
 
 
-def test_it_may_import_its_neighbours_even_when_it_runs(here):
+def test_a_file_can_import_its_neighbours_even_later(here):
     (here / "own_words.py").write_text("WORD = 'late'\n")
     (here / "own_late.py").write_text("def exact():\n    import own_words\n    return own_words.WORD\n")
     assert import_named("own_late:exact", "reward")() == "late"
 
 
-def test_afterwards_no_package_is_hidden_by_a_file(here):
+def test_files_of_the_current_directory_do_not_shadow_packages_afterwards(here):
     (here / "own_alone.py").write_text("x = 1\n")
     import_named("own_alone:x", "reward")
     assert sys.path.index(str(here)) == len(sys.path) - 1
 
 
-def test_a_fault_inside_the_file_is_told_with_its_line_and_not_taken_for_a_wrong_name(here):
-    for name, text, said in (
+def test_an_error_inside_the_file_is_shown_with_its_line_and_not_as_a_wrong_name(here):
+    for name, text, message in (
         ("own_syntax", "x = 1\ndef exact(:\n", r"SyntaxError: invalid syntax \(own_syntax\.py, line 2\)$"),
         ("own_zero", "x = 1\n1 / 0\n", rf"ZeroDivisionError: division by zero \({here}/own_zero\.py:2, in <module>\)$"),
         ("own_import", "import own_missing\n", rf"No module named 'own_missing' \({here}/own_import\.py:1, in <module>\)$"),
     ):
         (here / f"{name}.py").write_text(text)
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             import_named(f"{name}:exact", "reward")
     with pytest.raises(ConfigError, match=r"own_nowhere'; write package\.module:name"):
         import_named("own_nowhere:exact", "reward")
 
 
 @pytest.mark.parametrize(
-    ("path", "said"),
+    ("path", "message"),
     [
         ("rewards", r"reward \(rewards\) must be package\.module:name, such as rewards:exact"),
         (":exact", r"must be package\.module:name"),
@@ -65,9 +65,9 @@ def test_a_fault_inside_the_file_is_told_with_its_line_and_not_taken_for_a_wrong
         ("own_empty:exact", r"own_empty\.py has no 'exact'"),
     ],
 )
-def test_what_cannot_be_imported_is_an_error_with_its_cause(here, path, said):
+def test_an_import_error_shows_its_cause(here, path, message):
     (here / "own_broken.py").write_text("def exact(:\n")
     (here / "own_raising.py").write_text("1 / 0\n")
     (here / "own_empty.py").write_text("")
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         import_named(path, "reward")

@@ -1,5 +1,5 @@
-"""Reinforcement against a reward model from a folder: it rewards training, and held-out
-measurement keeps the task's own reward."""
+"""Reinforcement learning with a reward model from a folder. It rewards training; held-out
+evaluation keeps the task's own reward."""
 
 import asyncio
 import json
@@ -28,7 +28,7 @@ UNPUNISHED = "+reward_model_args.unfinished_penalty=0"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A reward model as `ludic train-rm` leaves it: in the folder `model` of a run."""
+    """A reward model as `ludic train-rm` saves it, in the folder `model` of a run."""
     place = tmp_path / "rm" / "model"
     reward_model(seed=8).save_pretrained(place)
     make_byte_tokenizer().save_pretrained(place)
@@ -44,9 +44,7 @@ def lines(run: Path, phase: str = "reinforce") -> list[dict[str, float]]:
     return [line for line in read if line["phase"] == phase]
 
 
-def test_training_is_rewarded_by_the_score_and_the_held_out_reward_is_the_tasks_own(
-    tiny: list[str], tmp_path: Path, folder: Path
-) -> None:
+def test_training_uses_the_score_and_held_out_evaluation_the_tasks_reward(tiny: list[str], tmp_path: Path, folder: Path) -> None:
     result = train("sort", *tiny, f"reward_model={folder}", "steps=2", "rollout.log_every=1")
     assert result.exit_code == 0, result.output
     rollouts = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]
@@ -69,7 +67,7 @@ def test_training_is_rewarded_by_the_score_and_the_held_out_reward_is_the_tasks_
     assert "The held-out score of the reward model" in said
 
 
-def test_the_task_may_count_as_well(tiny: list[str], tmp_path: Path, folder: Path) -> None:
+def test_the_tasks_reward_can_be_added_to_the_score(tiny: list[str], tmp_path: Path, folder: Path) -> None:
     half = ["+reward_model_args.mode=bonus", "+reward_model_args.rm_coeff=0.5", UNPUNISHED]
     result = train("sort", *tiny, f"reward_model={folder}", "steps=1", *half)
     assert result.exit_code == 0, result.output
@@ -78,7 +76,7 @@ def test_the_task_may_count_as_well(tiny: list[str], tmp_path: Path, folder: Pat
     assert line["train/avg_total_reward"] == pytest.approx(expected, abs=1e-6)
 
 
-def test_a_run_against_a_reward_model_repeats_itself(tiny: list[str], tmp_path: Path, folder: Path) -> None:
+def test_a_run_with_a_reward_model_is_reproducible(tiny: list[str], tmp_path: Path, folder: Path) -> None:
     seen = []
     for name in ("one", "two"):
         assert train("sort", *tiny, f"reward_model={folder}", "steps=2", f"name={name}").exit_code == 0
@@ -87,7 +85,7 @@ def test_a_run_against_a_reward_model_repeats_itself(tiny: list[str], tmp_path: 
     assert [[line[key] for key in keys] for line in seen[0]] == [[line[key] for key in keys] for line in seen[1]]
 
 
-def test_prompts_alone_are_enough_where_a_reward_model_judges(tiny: list[str], tmp_path: Path, folder: Path) -> None:
+def test_a_reward_model_needs_only_prompts(tiny: list[str], tmp_path: Path, folder: Path) -> None:
     data = tmp_path / "prompts.jsonl"
     data.write_text("".join(json.dumps({"prompt": f"{n}+1=", "completion": f"{n + 1}"}) + "\n" for n in range(30)))
     short = ["warmup.steps=2", "steps=1", "rollout.max_new_tokens=4"]
@@ -97,11 +95,9 @@ def test_prompts_alone_are_enough_where_a_reward_model_judges(tiny: list[str], t
     assert summary["after"]["sampled_reward"] == pytest.approx(summary["after"]["rewards/reward_model"], abs=1e-6)
 
 
-def test_a_score_alone_is_no_accuracy_and_an_evaluation_of_the_run_finds_what_the_run_found(
-    tiny: list[str], tmp_path: Path, folder: Path
-) -> None:
-    """Scores above 1 were once "right answers" of the run, and the evaluation of the same model
-    found an accuracy of 0."""
+def test_a_score_alone_gives_no_accuracy_in_the_run_and_in_its_evaluation(tiny: list[str], tmp_path: Path, folder: Path) -> None:
+    """Regression test: the run used to count scores above 1 as right answers, and an evaluation of
+    the same model had accuracy 0."""
     data = tmp_path / "prompts.jsonl"
     rows = [{"prompt": f"{n}+1=", "completion": f"{n + 1}", "answer": f"{n + 1}"} for n in range(30)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -126,9 +122,7 @@ def test_a_score_alone_is_no_accuracy_and_an_evaluation_of_the_run_finds_what_th
     assert "No accuracy: a score does not say what is right" in " ".join(evaluated.stderr.split())
 
 
-def test_a_score_beside_a_reward_of_the_tasks_own_is_measured_by_an_evaluation_too(
-    tiny: list[str], tmp_path: Path, folder: Path
-) -> None:
+def test_an_evaluation_also_measures_a_score_beside_the_tasks_reward(tiny: list[str], tmp_path: Path, folder: Path) -> None:
     assert train("sort", *tiny, f"reward_model={folder}", "steps=0").exit_code == 0
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     evaluated = CliRunner().invoke(app, ["eval", str(tmp_path / "run"), "temperature=0", "--json"])
@@ -137,7 +131,7 @@ def test_a_score_beside_a_reward_of_the_tasks_own_is_measured_by_an_evaluation_t
     assert "rewards/reward_model" in found["also"]
 
 
-def test_a_reward_model_cannot_score_what_a_server_says_and_the_evaluation_says_so(folder: Path) -> None:
+def test_an_evaluation_of_a_server_refuses_to_score_with_a_reward_model(folder: Path) -> None:
     given = ["eval", "sort", f"reward_model={folder}", "base_url=http://127.0.0.1:9/v1"]
     result = CliRunner().invoke(app, given)
     assert result.exit_code == 2
@@ -154,7 +148,7 @@ def test_a_reward_model_cannot_score_what_a_server_says_and_the_evaluation_says_
         (["sort", "reward_model=./nothing-here"], "give a folder with config.json"),
     ],
 )
-def test_what_cannot_be_is_said_before_anything_is_written(
+def test_incompatible_settings_are_refused_before_anything_is_written(
     tiny: list[str], tmp_path: Path, folder: Path, arguments: list[str], message: str
 ) -> None:
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
@@ -165,7 +159,7 @@ def test_what_cannot_be_is_said_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_policy_is_no_reward_model(tmp_path: Path) -> None:
+def test_a_policy_is_refused_as_a_reward_model(tmp_path: Path) -> None:
     from playing import tiny_model
 
     tiny_model().save_pretrained(tmp_path)
@@ -174,7 +168,7 @@ def test_a_policy_is_no_reward_model(tmp_path: Path) -> None:
         load_reward_model(str(tmp_path))
 
 
-def test_a_classifier_of_several_labels_is_no_reward_model(tmp_path: Path) -> None:
+def test_a_classifier_with_several_labels_is_refused_as_a_reward_model(tmp_path: Path) -> None:
     reward_model(labels=3).save_pretrained(tmp_path)
     make_byte_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="3 labels"):
@@ -185,9 +179,9 @@ def test_a_classifier_of_several_labels_is_no_reward_model(tmp_path: Path) -> No
 # ------------------------------------------------------------------------------------------
 
 
-def adapters(folder: Path, base: Any, task: str | None, *, named: Path | None = None, **settings: Any) -> Any:
-    """`base` saved into `folder/base`, and adapters of it that change something into
-    `folder/adapters`; the adapted model."""
+def save_adapters(folder: Path, base: Any, task: str | None, *, named: Path | None = None, **settings: Any) -> Any:
+    """Save `base` to `folder/base` and non-zero adapters of it to `folder/adapters`. Returns the
+    adapted model."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(1)
@@ -209,28 +203,28 @@ def assert_scores_as(client: Any, adapted: Any, base: Any) -> None:
     assert abs(expected - score_alone(base, [53, 46, 53])) > 1e-3
 
 
-def test_adapters_are_merged_into_the_model_they_were_trained_on(tmp_path: Path) -> None:
+def test_adapters_are_merged_into_their_base_model(tmp_path: Path) -> None:
     base = reward_model(seed=9)
-    adapted = adapters(tmp_path, base, "SEQ_CLS", modules_to_save=["score"])
+    adapted = save_adapters(tmp_path, base, "SEQ_CLS", modules_to_save=["score"])
     assert_scores_as(load_reward_model(str(tmp_path / "adapters")), adapted, base)
 
 
-def test_adapters_without_a_head_of_their_own_take_that_of_their_model(tmp_path: Path) -> None:
+def test_adapters_without_a_head_use_that_of_their_base_model(tmp_path: Path) -> None:
     base = reward_model(seed=9)
-    adapted = adapters(tmp_path, base, None)
+    adapted = save_adapters(tmp_path, base, None)
     assert_scores_as(load_reward_model(str(tmp_path / "adapters")), adapted, base)
 
 
-def test_adapters_with_a_head_may_be_of_a_model_without_one(tmp_path: Path) -> None:
+def test_adapters_with_a_head_can_have_a_base_model_without_one(tmp_path: Path) -> None:
     base = reward_model(seed=9)
-    policy(base).save_pretrained(tmp_path / "policy")
+    make_policy(base).save_pretrained(tmp_path / "policy")
     make_byte_tokenizer().save_pretrained(tmp_path / "policy")
-    adapted = adapters(tmp_path, base, "SEQ_CLS", modules_to_save=["score"], named=tmp_path / "policy")
+    adapted = save_adapters(tmp_path, base, "SEQ_CLS", modules_to_save=["score"], named=tmp_path / "policy")
     assert_scores_as(load_reward_model(str(tmp_path / "adapters")), adapted, base)
 
 
-def policy(base: Any) -> Any:
-    """A language model with the layers of `base`."""
+def make_policy(base: Any) -> Any:
+    """A language model with the hidden layers of `base`."""
     from transformers import Qwen2ForCausalLM
 
     made = Qwen2ForCausalLM(base.config)
@@ -238,38 +232,38 @@ def policy(base: Any) -> Any:
     return made
 
 
-def test_adapters_of_a_language_model_are_no_reward_model(tmp_path: Path) -> None:
-    adapters(tmp_path, policy(reward_model(seed=9)), "CAUSAL_LM")
+def test_adapters_of_a_language_model_are_refused_as_a_reward_model(tmp_path: Path) -> None:
+    save_adapters(tmp_path, make_policy(reward_model(seed=9)), "CAUSAL_LM")
     said = r"holds adapters of a language model \(CAUSAL_LM\).*name a reward model, such as the folder of a `ludic train-rm` run"
     with pytest.raises(ConfigError, match=said):
         load_reward_model(str(tmp_path / "adapters"))
 
 
-def test_adapters_of_a_language_model_do_not_fit_a_reward_model_either(tmp_path: Path) -> None:
+def test_adapters_of_a_language_model_are_refused_on_a_reward_model(tmp_path: Path) -> None:
     reward_model(seed=9).save_pretrained(tmp_path / "rm")
     make_byte_tokenizer().save_pretrained(tmp_path / "rm")
-    adapters(tmp_path, policy(reward_model(seed=9)), "CAUSAL_LM", named=tmp_path / "rm")
+    save_adapters(tmp_path, make_policy(reward_model(seed=9)), "CAUSAL_LM", named=tmp_path / "rm")
     with pytest.raises(ConfigError, match=r"holds adapters of a language model \(CAUSAL_LM\)"):
         load_reward_model(str(tmp_path / "adapters"))
 
 
-def test_adapters_without_a_head_of_a_model_without_one_are_no_reward_model(tmp_path: Path) -> None:
-    """Nothing says that these are a language model's, but that neither folder has a head."""
-    adapters(tmp_path, policy(reward_model(seed=9)), None)
+def test_adapters_and_base_model_without_a_head_are_refused_as_a_reward_model(tmp_path: Path) -> None:
+    """Only the missing heads show that these adapters are not a reward model's."""
+    save_adapters(tmp_path, make_policy(reward_model(seed=9)), None)
     with pytest.raises(ConfigError, match=r"adapters without weights for score\.weight.*and their base .*base.* has none"):
         load_reward_model(str(tmp_path / "adapters"))
 
 
-def test_adapters_that_do_not_fit_their_model_are_an_error_of_the_users(tmp_path: Path) -> None:
+def test_adapters_that_do_not_match_their_model_are_a_user_error(tmp_path: Path) -> None:
     reward_model(seed=9, hidden_size=32).save_pretrained(tmp_path / "other")
     make_byte_tokenizer().save_pretrained(tmp_path / "other")
-    adapters(tmp_path, reward_model(seed=9), "SEQ_CLS", modules_to_save=["score"], named=tmp_path / "other")
+    save_adapters(tmp_path, reward_model(seed=9), "SEQ_CLS", modules_to_save=["score"], named=tmp_path / "other")
     with pytest.raises(ConfigError, match=r"do not fit .*other.*size mismatch"):
         load_reward_model(str(tmp_path / "adapters"))
 
 
-def test_a_run_against_adapters_of_a_language_model_is_refused_in_a_line(tiny: list[str], tmp_path: Path) -> None:
-    adapters(tmp_path, policy(reward_model(seed=9)), "CAUSAL_LM")
+def test_a_run_with_adapters_of_a_language_model_is_refused_in_one_line(tiny: list[str], tmp_path: Path) -> None:
+    save_adapters(tmp_path, make_policy(reward_model(seed=9)), "CAUSAL_LM")
     result = train("sort", *tiny, f"reward_model={tmp_path / 'adapters'}")
     assert result.exit_code == 2
     assert "adapters of a language model" in result.stderr
@@ -280,7 +274,7 @@ def test_a_run_against_adapters_of_a_language_model_is_refused_in_a_line(tiny: l
 # ------------------------------------------------------------------------------------------
 
 
-def test_a_judged_task_is_a_task_of_episodes_and_keeps_what_the_task_is(folder: Path) -> None:
+def test_a_judged_task_is_episodic_and_keeps_the_members_of_the_task(folder: Path) -> None:
     task = as_episodic(DigitSort())
     judged = judged_by(task, make_byte_tokenizer(), str(folder), "cpu")
     assert isinstance(judged, EpisodicTask)
@@ -289,7 +283,7 @@ def test_a_judged_task_is_a_task_of_episodes_and_keeps_what_the_task_is(folder: 
     assert [getattr(judged, name) for name in names] == [getattr(task, name) for name in names]
 
 
-def test_a_judged_data_set_is_still_passed_through_row_by_row(tmp_path: Path, folder: Path) -> None:
+def test_a_judged_data_set_is_still_passed_row_by_row(tmp_path: Path, folder: Path) -> None:
     data = tmp_path / "prompts.jsonl"
     data.write_text("".join(json.dumps({"prompt": f"{n}+1="}) + "\n" for n in range(20)))
     task = as_episodic(build_task(TaskSection(kind="data"), data=str(data), judged=True))

@@ -1,5 +1,5 @@
-"""The built-in preferences: qualities and probabilities by hand, labels by their measured
-shares, a split that never meets."""
+"""The built-in preferences: qualities and probabilities by hand, measured label frequencies, and
+disjoint splits."""
 
 from collections import Counter
 from random import Random
@@ -20,7 +20,7 @@ def test_quality_is_the_mean_digit_and_its_negative_for_low() -> None:
     assert task.quality("low>", "1236") == -3.0
 
 
-def test_the_probability_is_bradley_terrys() -> None:
+def test_the_probability_is_bradley_terry() -> None:
     # Means 3 and 2, temperature 0.5: sigmoid(2) = 0.880797.
     assert DigitPreferences().probability("high>", "33", "2") == pytest.approx(0.880797, abs=1e-6)
     assert DigitPreferences(temperature=1.0).probability("low>", "33", "2") == pytest.approx(0.268941, abs=1e-6)
@@ -33,7 +33,7 @@ def test_the_probabilities_of_the_two_orders_sum_to_one(first: str, second: str,
 
 
 @given(seed=st.integers(0, 2**32))
-def test_a_pair_says_how_probable_it_was(seed: int) -> None:
+def test_a_pair_records_its_probability(seed: int) -> None:
     task = DigitPreferences(num_heldout=10)
     pair = task.draw(Random(seed))
     assert pair["probability"] == pytest.approx(task.probability(pair["prompt"], pair["chosen"], pair["rejected"]), abs=1e-12)
@@ -41,28 +41,28 @@ def test_a_pair_says_how_probable_it_was(seed: int) -> None:
     assert {len(pair["chosen"]), len(pair["rejected"])} <= set(range(4, 13))
 
 
-def test_labels_are_drawn_with_their_probability() -> None:
-    task, rng, drawn, won = DigitPreferences(), Random(1), Counter[int](), Counter[int]()
+def test_labels_are_drawn_with_their_probabilities() -> None:
+    task, rng, frequencies, won = DigitPreferences(), Random(1), Counter[int](), Counter[int]()
     for _ in range(20_000):
         pair = task.draw(rng)
         better = max(pair["probability"], 1 - pair["probability"])
         bucket = int(better * 10)
-        drawn[bucket] += 1
+        frequencies[bucket] += 1
         won[bucket] += pair["probability"] > 0.5
     for bucket, middle in ((6, 0.65), (7, 0.75), (8, 0.85)):
-        # At least 1,500 draws each: a standard error of at most .013, and the middle of a bucket is
-        # not quite its mean.
-        assert drawn[bucket] > 1_500
-        assert won[bucket] / drawn[bucket] == pytest.approx(middle, abs=0.04)
+        # At least 1,500 draws each: a standard error of at most .013. The middle of a bucket is not
+        # exactly its mean.
+        assert frequencies[bucket] > 1_500
+        assert won[bucket] / frequencies[bucket] == pytest.approx(middle, abs=0.04)
 
 
-def test_the_bayes_accuracy_is_the_mean_of_the_surer_side() -> None:
+def test_the_bayes_accuracy_is_the_mean_of_the_larger_probability() -> None:
     pairs = [
         Preference(prompt="high>", chosen="9", rejected="1", probability=0.9),
         Preference(prompt="high>", chosen="4", rejected="5", probability=0.3),
     ]
     assert bayes_accuracy(pairs) == pytest.approx((0.9 + 0.7) / 2)
-    assert drawn_accuracy(pairs) == 0.5  # the second was drawn against the better response
+    assert drawn_accuracy(pairs) == 0.5  # the second label was drawn against the better response
 
 
 def test_the_labels_of_the_held_out_pairs_agree_with_their_bayes_accuracy() -> None:
@@ -79,7 +79,7 @@ def test_no_held_out_response_is_trained_on() -> None:
     assert not any(pair["prompt"] + pair["chosen"] in held or pair["prompt"] + pair["rejected"] in held for pair in trained)
 
 
-def test_pairs_follow_from_the_generator_alone() -> None:
+def test_pairs_depend_only_on_the_generator() -> None:
     one, two = (DigitPreferences() for _ in range(2))
     assert one.heldout() == two.heldout()
     assert [one.draw(Random(3)) for _ in range(3)] == [two.draw(Random(3)) for _ in range(3)]
@@ -87,7 +87,7 @@ def test_pairs_follow_from_the_generator_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"min_digits": 0}, r"min_digits \(0\)"),
         ({"min_digits": 9, "max_digits": 8}, r"min_digits \(9\) .* max_digits \(8\)"),
@@ -96,6 +96,6 @@ def test_pairs_follow_from_the_generator_alone() -> None:
         ({"max_digits": 4, "num_heldout": 501}, r"num_heldout \(501\) must be between 1 and 500"),
     ],
 )
-def test_wrong_settings_are_named(settings: dict[str, float], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_invalid_settings_are_named(settings: dict[str, float], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         DigitPreferences(**settings)  # type: ignore[arg-type]

@@ -1,5 +1,4 @@
-"""Which rewards count as right: what was asked for, what the task says, and what follows from
-rewards of 0 and 1."""
+"""Which rewards count as right: by setting, by the task, or from rewards of 0 and 1."""
 
 import math
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from ludic.tasks.success import Success, success_of
 
 @dataclass(frozen=True)
 class Unsure(DigitSort):
-    """Its rewards may be anything."""
+    """A task without a statement about its rewards."""
 
     success_reward: float | None = None
 
@@ -32,7 +31,7 @@ def test_a_built_in_task_knows_what_is_right():
     assert success_of(TicTacToe(), None) == Success(0.5)
 
 
-def test_a_verifier_alone_knows_and_any_other_reward_may_have_another_maximum(tmp_path, monkeypatch):
+def test_a_single_verifier_has_maximum_one_and_other_rewards_are_unknown(tmp_path, monkeypatch):
     (tmp_path / "success_rewards.py").write_text("def length(completions, **columns):\n    return list(map(len, completions))\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert success_of(own(tmp_path, "gsm8k"), None) == Success(1.0)
@@ -40,7 +39,7 @@ def test_a_verifier_alone_knows_and_any_other_reward_may_have_another_maximum(tm
         assert success_of(own(tmp_path, reward), None) == Success(1.0, is_assumed=True), reward
 
 
-def test_what_is_asked_for_goes_before_everything():
+def test_an_explicit_threshold_takes_precedence():
     assert success_of(TicTacToe(), 1.0) == Success(1.0)
     assert success_of(as_episodic(Unsure()), 0.3) == Success(0.3)
     with pytest.raises(ConfigError, match=r"solved_at \(inf\)"):
@@ -50,7 +49,7 @@ def test_what_is_asked_for_goes_before_everything():
 @pytest.mark.parametrize(
     ("rewards", "found"), [([0, 1, 1.0], 1.0), ([0.0], 1.0), ([], 1.0), ([0, 0.5], None), ([1, 2], None), ([-1], None)]
 )
-def test_an_assumption_holds_for_rewards_of_0_and_1_alone(rewards, found):
+def test_the_default_threshold_holds_only_for_rewards_of_0_and_1(rewards, found):
     assert success_of(as_episodic(Unsure()), None).holds_for(rewards) == found
     assert Success(0.5).holds_for(rewards) == 0.5
     assert Success(None).holds_for(rewards) is None

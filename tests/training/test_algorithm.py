@@ -1,4 +1,4 @@
-"""Preprocessing of batches, and what a preset builds."""
+"""Preprocessing of batches, and what presets build."""
 
 import math
 
@@ -39,7 +39,7 @@ def test_missing_log_probabilities_are_listed():
         validate_actor_logps(SAWBatch([item(logps=None)] * 255))
 
 
-def test_a_wrong_number_of_log_probabilities_names_the_sample():
+def test_the_error_of_a_wrong_number_of_log_probabilities_names_the_sample():
     with pytest.raises(ValueError, match="length mismatch in sample 1: 1 values for 2"):
         validate_actor_logps(SAWBatch([item(), item(logps=(-0.5,))]))
 
@@ -54,7 +54,7 @@ def test_the_length_is_checked_before_the_type():
         validate_actor_logps(SAWBatch([wrong]))
 
 
-def test_float_arrays_are_log_probabilities_too():
+def test_float_arrays_are_accepted_as_log_probabilities():
     array = item()
     array.attachments = SampleAttachments(ActorTokenLogps(np.array([-0.5, -0.25], dtype=np.float32)))
     batch = SAWBatch([array])
@@ -70,12 +70,12 @@ def test_weights_within_eps_of_zero_are_dropped():
 
 def test_groups_without_variance_are_dropped_and_the_order_stays():
     batch = SAWBatch([item(1.0, "a"), item(3.0, "b"), item(1.0, "a"), item(2.0), item(-3.0, "b"), item(0.0, "single")])
-    kept = filter_zero_variance_groups(batch)
-    assert [i.weight for i in kept.items] == [3.0, 2.0, -3.0, 0.0]
-    assert kept.meta["zvp_filter_frac"] == pytest.approx(1 / 3)  # a of a, b, single
+    filtered = filter_zero_variance_groups(batch)
+    assert [i.weight for i in filtered.items] == [3.0, 2.0, -3.0, 0.0]
+    assert filtered.meta["zvp_filter_frac"] == pytest.approx(1 / 3)  # a of a, b, single
 
 
-def test_the_spread_is_that_of_a_sample():
+def test_group_variance_uses_the_sample_standard_deviation():
     # Weights 0 and d: the sample standard deviation is d / sqrt(2).
     eps = 1e-3
     just_over = SAWBatch([item(0.0, "g"), item(eps * math.sqrt(2) * 1.01, "g")])
@@ -85,22 +85,22 @@ def test_the_spread_is_that_of_a_sample():
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(-1, 1)), max_size=20))
-def test_what_is_left_after_the_filter_has_variance(drawn):
-    batch = filter_zero_variance_groups(SAWBatch([item(float(w), g) for g, w in drawn]))
+def test_groups_that_pass_the_filter_have_variance(weights_and_groups):
+    batch = filter_zero_variance_groups(SAWBatch([item(float(w), g) for g, w in weights_and_groups]))
     groups = {}
-    for kept in batch.items:
-        groups.setdefault(kept.meta["request_meta"]["group_id"], []).append(kept.weight)
+    for sample in batch.items:
+        groups.setdefault(sample.meta["request_meta"]["group_id"], []).append(sample.weight)
     assert all(len(weights) == 1 or len(set(weights)) > 1 for weights in groups.values())
 
 
 def test_preprocessing_runs_from_left_to_right():
-    seen = []
-    fns = [lambda batch, n=n: seen.append(n) or batch for n in range(3)]
+    calls = []
+    fns = [lambda batch, n=n: calls.append(n) or batch for n in range(3)]
     compose_preprocess(*fns)(SAWBatch([]))
-    assert seen == [0, 1, 2]
+    assert calls == [0, 1, 2]
 
 
-def test_the_logits_are_reduced_in_float32_unless_told_otherwise():
+def test_logits_are_reduced_in_float32_by_default():
     model, batch = Bigram().bfloat16(), padded(rows(3, seed=1))
     algorithm = RLAlgorithm("sft", ConstantCredit(), MaskedCausalLMCrossEntropyLoss())
     wide, _ = algorithm.compute_loss(model, batch)
@@ -111,7 +111,7 @@ def test_the_logits_are_reduced_in_float32_unless_told_otherwise():
 
 
 @pytest.mark.parametrize(("given", "kind"), [(torch.tensor(1.0), "Tensor"), (None, "NoneType"), ((torch.tensor(1.0),), "tuple")])
-def test_a_loss_that_returns_no_statistics_is_told_what_to_return(given, kind):
+def test_the_error_of_a_loss_without_statistics_says_what_to_return(given, kind):
     class Bare:
         def compute(self, logits, batch):
             return given

@@ -1,4 +1,4 @@
-"""Checkpoints appear whole or not at all, hold no pickle, and come back exactly."""
+"""Checkpoints are written completely or not at all, have no pickled data, and restore exactly."""
 
 import io
 import json
@@ -16,7 +16,7 @@ from ludic.errors import CheckpointError, ConfigError, LudicError
 from ludic.training import CheckpointConfig, CheckpointManager, Trainer, make_grpo
 
 
-def stepped(model, seed=0, steps=2):
+def train_randomly(model, seed=0, steps=2):
     """The model after a few AdamW steps on random gradients, and the optimizer."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.8, 0.95))
     generator = torch.Generator().manual_seed(seed)
@@ -28,17 +28,17 @@ def stepped(model, seed=0, steps=2):
     return optimizer
 
 
-def manager(folder, **options):
+def make_manager(folder, **options):
     return CheckpointManager(CheckpointConfig(folder, **options))
 
 
-def test_weights_and_optimizer_come_back_exactly(tmp_path):
+def test_weights_and_optimizer_are_restored_exactly(tmp_path):
     model = tiny_model()
-    optimizer = stepped(model)
-    manager(tmp_path).save(model, optimizer=optimizer, step=3, metadata={"note": "kept"})
+    optimizer = train_randomly(model)
+    make_manager(tmp_path).save(model, optimizer=optimizer, step=3, metadata={"note": "kept"})
     other = tiny_model(seed=1)
-    restored = stepped(other, seed=5, steps=1)
-    metadata = manager(tmp_path).load(other, optimizer=restored)
+    restored = train_randomly(other, seed=5, steps=1)
+    metadata = make_manager(tmp_path).load(other, optimizer=restored)
     assert metadata == {"step": 3, "note": "kept"}
     assert_same_tensors(weights_of(other), weights_of(model))
     saved, loaded = optimizer.state_dict(), restored.state_dict()
@@ -49,11 +49,11 @@ def test_weights_and_optimizer_come_back_exactly(tmp_path):
 
 def test_a_restored_optimizer_takes_the_same_next_step(tmp_path):
     model = tiny_model()
-    optimizer = stepped(model)
-    manager(tmp_path).save(model, optimizer=optimizer, step=1)
+    optimizer = train_randomly(model)
+    make_manager(tmp_path).save(model, optimizer=optimizer, step=1)
     other = tiny_model(seed=1)
     restored = torch.optim.AdamW(other.parameters(), lr=1.0)
-    manager(tmp_path).load(other, optimizer=restored)
+    make_manager(tmp_path).load(other, optimizer=restored)
     for each, its_model in ((optimizer, model), (restored, other)):
         for parameter in its_model.parameters():
             parameter.grad = torch.ones_like(parameter)
@@ -61,11 +61,11 @@ def test_a_restored_optimizer_takes_the_same_next_step(tmp_path):
     assert_same_tensors(weights_of(other), weights_of(model))
 
 
-def test_the_folder_is_a_hugging_face_model(tmp_path):
+def test_a_checkpoint_folder_is_a_hugging_face_model(tmp_path):
     from transformers import AutoModelForCausalLM
 
     model = tiny_model()
-    folder = manager(tmp_path).save(model, optimizer=None, step=12)
+    folder = make_manager(tmp_path).save(model, optimizer=None, step=12)
     assert folder.name == "step_000012"
     loaded = AutoModelForCausalLM.from_pretrained(folder)
     assert_same_tensors(weights_of(loaded), weights_of(model))
@@ -73,7 +73,7 @@ def test_the_folder_is_a_hugging_face_model(tmp_path):
 
 
 def test_no_file_of_a_checkpoint_is_pickled(tmp_path):
-    """Neither a zip archive, as torch.save writes, nor a stream that pickletools can read."""
+    """Neither a zip archive, as written by torch.save, nor a stream that pickletools can parse."""
     model = tiny_model()
     trainer = Trainer(
         model=model,
@@ -93,23 +93,23 @@ def test_no_file_of_a_checkpoint_is_pickled(tmp_path):
             list(pickletools.genops(io.BytesIO(path.read_bytes())))
 
 
-def test_pickled_weights_are_refused_with_the_reason(tmp_path):
+def test_pickled_weights_are_refused_with_a_reason(tmp_path):
     folder = tmp_path / "step_000001"
     folder.mkdir()
     (folder / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
     with pytest.raises(CheckpointError, match=r"pytorch_model\.bin, which is pickled"):
-        manager(tmp_path).load(tiny_model())
+        make_manager(tmp_path).load(tiny_model())
 
 
 @pytest.mark.parametrize("point", ["model", "optimizer", "state", "rename"])
-def test_a_crash_while_saving_leaves_the_older_checkpoint_as_the_latest(tmp_path, monkeypatch, point):
+def test_a_crash_while_saving_leaves_the_previous_checkpoint_as_the_latest(tmp_path, monkeypatch, point):
     from ludic.training import checkpoint
 
     model = tiny_model()
-    optimizer = stepped(model)
-    manager(tmp_path).save(model, optimizer=optimizer, step=1)
+    optimizer = train_randomly(model)
+    make_manager(tmp_path).save(model, optimizer=optimizer, step=1)
     before = weights_of(model)
-    stepped(model, seed=9)
+    train_randomly(model, seed=9)
 
     def crash(*_, **__):
         raise OSError("disk full")
@@ -121,49 +121,49 @@ def test_a_crash_while_saving_leaves_the_older_checkpoint_as_the_latest(tmp_path
         else:
             patch.setattr(checkpoint, targets[point], crash)
         with pytest.raises(OSError, match="disk full"):
-            manager(tmp_path).save(model, optimizer=optimizer, step=2)
+            make_manager(tmp_path).save(model, optimizer=optimizer, step=2)
     other = tiny_model(seed=1)
-    assert manager(tmp_path).load(other)["step"] == 1
+    assert make_manager(tmp_path).load(other)["step"] == 1
     assert_same_tensors(weights_of(other), before)
-    manager(tmp_path).save(model, optimizer=optimizer, step=2)
+    make_manager(tmp_path).save(model, optimizer=optimizer, step=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest.json", "step_000001", "step_000002"]
 
 
-def test_a_crash_before_latest_json_still_finds_a_whole_checkpoint(tmp_path):
+def test_after_a_crash_before_latest_json_a_whole_checkpoint_is_found(tmp_path):
     model = tiny_model()
-    manager(tmp_path).save(model, optimizer=None, step=1)
+    make_manager(tmp_path).save(model, optimizer=None, step=1)
     (tmp_path / "latest.json").write_text(json.dumps({"last_checkpoint": "step_000009", "step": 9}))
-    assert manager(tmp_path).load(tiny_model())["step"] == 1
+    assert make_manager(tmp_path).load(tiny_model())["step"] == 1
 
 
 def test_saving_a_step_again_replaces_it(tmp_path):
     model = tiny_model()
-    manager(tmp_path).save(model, optimizer=None, step=1)
-    stepped(model)
-    manager(tmp_path).save(model, optimizer=None, step=1)
+    make_manager(tmp_path).save(model, optimizer=None, step=1)
+    train_randomly(model)
+    make_manager(tmp_path).save(model, optimizer=None, step=1)
     other = tiny_model(seed=1)
-    manager(tmp_path).load(other)
+    make_manager(tmp_path).load(other)
     assert_same_tensors(weights_of(other), weights_of(model))
 
 
 def test_the_oldest_checkpoints_are_deleted(tmp_path):
-    keeper = manager(tmp_path, max_to_keep=2)
+    keeper = make_manager(tmp_path, max_to_keep=2)
     for step in (1, 2, 10):
         keeper.save(nn.Linear(2, 2), optimizer=None, step=step)
     assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_000002", "step_000010"]
 
 
-def test_a_run_that_went_back_keeps_the_checkpoint_it_just_wrote(tmp_path):
-    """Resumed from step 1, it writes step 2 while step 10 of the abandoned run is still there."""
-    keeper = manager(tmp_path, max_to_keep=1)
+def test_a_run_that_resumed_from_an_earlier_step_keeps_the_checkpoint_it_just_wrote(tmp_path):
+    """Resumed from step 1, it writes step 2 while step 10 of the abandoned run is still on disk."""
+    keeper = make_manager(tmp_path, max_to_keep=1)
     keeper.save(nn.Linear(2, 2), optimizer=None, step=10)
     keeper.save(nn.Linear(2, 2), optimizer=None, step=2)
     assert [path.name for path in tmp_path.glob("step_*")] == ["step_000002"]
     assert keeper.load(nn.Linear(2, 2))["step"] == 2
 
 
-def test_path_outranks_step_outranks_latest_outranks_newest(tmp_path):
-    keeper = manager(tmp_path, max_to_keep=5)
+def test_path_step_latest_and_newest_take_precedence_in_this_order(tmp_path):
+    keeper = make_manager(tmp_path, max_to_keep=5)
     for step in (1, 2, 3):
         keeper.save(nn.Linear(2, 2), optimizer=None, step=step)
     (tmp_path / "latest.json").write_text(json.dumps({"last_checkpoint": "step_000002", "step": 2}))
@@ -175,23 +175,23 @@ def test_path_outranks_step_outranks_latest_outranks_newest(tmp_path):
     assert keeper.load(model)["step"] == 3
 
 
-def test_nothing_to_load_is_a_file_not_found_error(tmp_path):
+def test_a_missing_checkpoint_is_a_file_not_found_error(tmp_path):
     with pytest.raises(FileNotFoundError, match="has no checkpoint"):
-        manager(tmp_path).load(nn.Linear(2, 2))
+        make_manager(tmp_path).load(nn.Linear(2, 2))
     with pytest.raises(FileNotFoundError, match="no checkpoint at"):
-        manager(tmp_path).load(nn.Linear(2, 2), step=4)
+        make_manager(tmp_path).load(nn.Linear(2, 2), step=4)
     (tmp_path / "step_000001").mkdir()
     with pytest.raises(FileNotFoundError, match="holds no weights"):
-        manager(tmp_path).load(nn.Linear(2, 2))
+        make_manager(tmp_path).load(nn.Linear(2, 2))
 
 
 def test_missing_metadata_counts_as_step_zero(tmp_path):
-    folder = manager(tmp_path).save(nn.Linear(2, 2), optimizer=None, step=7)
+    folder = make_manager(tmp_path).save(nn.Linear(2, 2), optimizer=None, step=7)
     (folder / "trainer_state.json").unlink()
-    assert manager(tmp_path).load(nn.Linear(2, 2)) == {"step": 0}
+    assert make_manager(tmp_path).load(nn.Linear(2, 2)) == {"step": 0}
 
 
-def test_a_plain_module_is_stored_with_its_class_and_tied_weights_once(tmp_path):
+def test_a_plain_module_is_saved_with_its_class_and_tied_weights_once(tmp_path):
     class Tied(nn.Module):
         def __init__(self):
             super().__init__()
@@ -199,21 +199,21 @@ def test_a_plain_module_is_stored_with_its_class_and_tied_weights_once(tmp_path)
             self.outer.weight = self.inner.weight
 
     model = Tied()
-    folder = manager(tmp_path).save(model, optimizer=None, step=1)
+    folder = make_manager(tmp_path).save(model, optimizer=None, step=1)
     assert json.loads((folder / "config.json").read_text()) == {"model_class": "Tied"}
     assert list(load_file(folder / "model.safetensors")) == ["inner.weight"]
     other = Tied()
-    manager(tmp_path).load(other)
+    make_manager(tmp_path).load(other)
     assert torch.equal(other.outer.weight, model.inner.weight)
 
 
-def test_shards_are_read_by_their_index(tmp_path):
+def test_sharded_weights_are_read_through_their_index(tmp_path):
     model = tiny_model()
     folder = tmp_path / "step_000001"
     model.save_pretrained(folder, max_shard_size="8KB")
     assert (folder / "model.safetensors.index.json").exists()
     other = tiny_model(seed=1)
-    manager(tmp_path).load(other)
+    make_manager(tmp_path).load(other)
     assert_same_tensors(weights_of(other), weights_of(model))
 
 
@@ -226,42 +226,42 @@ def index_of(folder, content):
 def test_an_index_without_weight_map_is_a_value_error(tmp_path):
     index_of(tmp_path / "step_000001", {})
     with pytest.raises(ValueError, match="weight_map"):
-        manager(tmp_path).load(nn.Linear(2, 2))
+        make_manager(tmp_path).load(nn.Linear(2, 2))
 
 
-def test_a_name_that_its_shard_lacks_is_a_key_error(tmp_path):
+def test_a_weight_missing_from_its_shard_is_a_key_error(tmp_path):
     index_of(tmp_path / "step_000001", {"weight_map": {"weight": "a.safetensors", "bias": "a.safetensors"}})
     with pytest.raises(KeyError, match="bias"):
-        manager(tmp_path).load(nn.Linear(2, 2))
+        make_manager(tmp_path).load(nn.Linear(2, 2))
 
 
-def test_an_index_cannot_name_a_file_elsewhere(tmp_path):
+def test_an_index_cannot_name_a_file_outside_its_folder(tmp_path):
     index_of(tmp_path / "step_000001", {"weight_map": {"weight": "../step_000001/a.safetensors"}})
     with pytest.raises(CheckpointError, match="not in the folder"):
-        manager(tmp_path).load(nn.Linear(2, 2))
+        make_manager(tmp_path).load(nn.Linear(2, 2))
 
 
-def test_weights_of_another_model_are_refused_by_name(tmp_path):
-    manager(tmp_path).save(nn.Linear(2, 2), optimizer=None, step=1)
+def test_weights_of_another_model_are_refused_with_their_names(tmp_path):
+    make_manager(tmp_path).save(nn.Linear(2, 2), optimizer=None, step=1)
     with pytest.raises(CheckpointError, match=r"missing .*'2\.bias'"):
-        manager(tmp_path).load(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))
+        make_manager(tmp_path).load(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))
 
 
-def test_another_optimizer_is_refused(tmp_path):
+def test_the_state_of_another_optimizer_is_refused(tmp_path):
     model = nn.Linear(2, 2)
-    manager(tmp_path).save(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), step=1)
+    make_manager(tmp_path).save(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), step=1)
     with pytest.raises(CheckpointError, match="state of SGD"):
-        manager(tmp_path).load(model, optimizer=torch.optim.AdamW(model.parameters()))
+        make_manager(tmp_path).load(model, optimizer=torch.optim.AdamW(model.parameters()))
     with pytest.raises(CheckpointError, match=r"groups of \[2\]"):
-        manager(tmp_path).load(model, optimizer=torch.optim.SGD([model.weight], lr=0.1))
+        make_manager(tmp_path).load(model, optimizer=torch.optim.SGD([model.weight], lr=0.1))
 
 
-def test_state_that_is_not_plain_is_refused(tmp_path):
+def test_state_that_is_not_plain_data_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"trainer_state\.json must hold plain JSON"):
-        manager(tmp_path).save(nn.Linear(2, 2), optimizer=None, step=1, metadata={"queue": object()})
+        make_manager(tmp_path).save(nn.Linear(2, 2), optimizer=None, step=1, metadata={"queue": object()})
 
 
-def test_wrong_settings_are_refused(tmp_path):
+def test_invalid_settings_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="every_n_steps"):
         CheckpointConfig(tmp_path, every_n_steps=-1)
     with pytest.raises(ValueError, match="max_to_keep"):
@@ -269,13 +269,13 @@ def test_wrong_settings_are_refused(tmp_path):
 
 
 def test_should_save_is_every_n_steps(tmp_path):
-    assert [step for step in range(1, 7) if manager(tmp_path, every_n_steps=3).should_save(step)] == [3, 6]
-    assert not manager(tmp_path).should_save(3)
+    assert [step for step in range(1, 7) if make_manager(tmp_path, every_n_steps=3).should_save(step)] == [3, 6]
+    assert not make_manager(tmp_path).should_save(3)
 
 
-def test_the_optimizer_is_left_out_when_asked(tmp_path):
+def test_the_optimizer_can_be_left_out(tmp_path):
     model = tiny_model()
-    folder = manager(tmp_path, save_optimizer=False).save(model, optimizer=stepped(model), step=1)
+    folder = make_manager(tmp_path, save_optimizer=False).save(model, optimizer=train_randomly(model), step=1)
     assert not list(folder.glob("optimizer*"))
 
 
@@ -288,7 +288,7 @@ def test_save_checkpoint_without_a_checkpointer_is_an_error():
     assert isinstance(caught.value, LudicError)
 
 
-def test_adapters_are_stored_alone_and_come_back(tmp_path):
+def test_only_adapters_are_saved_and_they_are_restored(tmp_path):
     from peft import LoraConfig, get_peft_model
 
     def adapted(seed):
@@ -296,42 +296,42 @@ def test_adapters_are_stored_alone_and_come_back(tmp_path):
         return get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
 
     model, other = adapted(1), adapted(2)
-    folder = manager(tmp_path).save(model, optimizer=None, step=1)
+    folder = make_manager(tmp_path).save(model, optimizer=None, step=1)
     assert all("lora_" in name for name in load_file(folder / "adapter_model.safetensors"))
-    manager(tmp_path).load(other)
+    make_manager(tmp_path).load(other)
     assert_same_tensors(weights_of(other), weights_of(model))
     with pytest.raises(CheckpointError, match="holds an adapter"):
-        manager(tmp_path).load(tiny_model())
+        make_manager(tmp_path).load(tiny_model())
 
 
-def test_bfloat16_weights_come_back_exactly(tmp_path):
+def test_bfloat16_weights_are_restored_exactly(tmp_path):
     model = tiny_model().bfloat16()
-    optimizer = stepped(model)
-    manager(tmp_path).save(model, optimizer=optimizer, step=1)
+    optimizer = train_randomly(model)
+    make_manager(tmp_path).save(model, optimizer=optimizer, step=1)
     other = tiny_model(seed=1).bfloat16()
     restored = torch.optim.AdamW(other.parameters())
-    manager(tmp_path).load(other, optimizer=restored)
+    make_manager(tmp_path).load(other, optimizer=restored)
     assert_same_tensors(weights_of(other), weights_of(model))
     for index, entries in optimizer.state_dict()["state"].items():
         assert_same_tensors(restored.state_dict()["state"][index], entries)
 
 
-def test_only_the_checkpoint_saved_last_is_amended(tmp_path):
+def test_only_the_last_checkpoint_can_be_amended(tmp_path):
     model = tiny_model()
     CheckpointManager(CheckpointConfig(tmp_path)).save(model, optimizer=None, step=4, metadata={"kept": 1})
-    manager = CheckpointManager(CheckpointConfig(tmp_path, max_to_keep=5))
-    manager.amend(4, {"of": "another run"})
-    manager.save(model, optimizer=None, step=5, metadata={"kept": 1, "found": None})
-    manager.amend(4, {"found": 2})
-    manager.amend(5, {"found": 2})
+    make_manager = CheckpointManager(CheckpointConfig(tmp_path, max_to_keep=5))
+    make_manager.amend(4, {"of": "another run"})
+    make_manager.save(model, optimizer=None, step=5, metadata={"kept": 1, "found": None})
+    make_manager.amend(4, {"found": 2})
+    make_manager.amend(5, {"found": 2})
     states = [json.loads((tmp_path / f"step_00000{step}" / "trainer_state.json").read_text()) for step in (4, 5)]
     assert states == [{"step": 4, "kept": 1}, {"step": 5, "kept": 1, "found": 2}]
 
 
-def test_a_trainer_saves_and_loads_through_the_methods_that_a_subclass_overrides(tmp_path):
+def test_a_trainer_saves_and_loads_through_overridden_methods(tmp_path):
     calls = []
 
-    class Telling(CheckpointManager):
+    class RecordingManager(CheckpointManager):
         def save(self, model, *, step, **options):
             calls.append(("save", step))
             return super().save(model, step=step, **options)
@@ -342,7 +342,7 @@ def test_a_trainer_saves_and_loads_through_the_methods_that_a_subclass_overrides
 
     def trainer(**options):
         model, source = tiny_model(), ListSource(sorting_items(4))
-        checkpointer = Telling(CheckpointConfig(tmp_path, every_n_steps=1))
+        checkpointer = RecordingManager(CheckpointConfig(tmp_path, every_n_steps=1))
         return Trainer(
             model=model, algo=make_grpo(group_size=4), batch_source=source, cfg=cpu_config(), checkpointer=checkpointer, **options
         )
@@ -369,7 +369,7 @@ def test_a_backend_that_cannot_save_is_refused_before_the_first_step(tmp_path):
         )
 
 
-def test_a_subclass_of_the_trainer_may_set_its_model():
+def test_a_subclass_of_the_trainer_can_set_its_model():
     model = tiny_model()
     trainer = Trainer(model=model, algo=make_grpo(group_size=4), batch_source=ListSource(sorting_items(4)), cfg=cpu_config())
     trainer.model = other = tiny_model(seed=1)

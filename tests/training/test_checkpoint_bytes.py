@@ -1,5 +1,5 @@
-"""The files of a checkpoint, byte for byte: digests and layouts that older versions wrote, and
-that a newer one must go on to write and read."""
+"""The files of a checkpoint, byte for byte: digests and layouts that earlier versions wrote and
+that newer ones must keep writing and reading."""
 
 import hashlib
 import json
@@ -26,7 +26,8 @@ DIGESTS = {
 
 
 class TinyModel(nn.Module):
-    """Two matrices of exact numbers: no initialisation, and no arithmetic, is in the files."""
+    """Two matrices with exact numbers, so that the files depend on neither initialisation nor
+    arithmetic."""
 
     def __init__(self):
         super().__init__()
@@ -54,8 +55,8 @@ def trainer_in(folder, *, source=None, resume_from=None, **config):
     )
 
 
-def with_moments(trainer):
-    """The optimizer as if it had taken 3 steps, with exact numbers."""
+def set_optimizer_state(trainer):
+    """The optimizer with the state of 3 steps, in exact numbers."""
     for number, parameter in enumerate(trainer.model.parameters()):
         moments = {name: torch.empty_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
         fill(moments.values(), scale=0.25 * (number + 1))
@@ -67,8 +68,8 @@ def digest(path):
     return hashlib.blake2b(path.read_bytes(), digest_size=8).hexdigest()
 
 
-def test_the_files_of_a_checkpoint_are_those_of_older_versions(tmp_path):
-    trainer = with_moments(trainer_in(tmp_path))
+def test_the_files_of_a_checkpoint_equal_those_of_earlier_versions(tmp_path):
+    trainer = set_optimizer_state(trainer_in(tmp_path))
     random.seed(1), np.random.seed(2), torch.manual_seed(3)
     folder = trainer.save_checkpoint(metadata={"note": "kept"})
     assert sorted(path.name for path in folder.iterdir()) == sorted([*DIGESTS, "optimizer.json", "trainer_state.json"])
@@ -81,7 +82,7 @@ def test_the_files_of_a_checkpoint_are_those_of_older_versions(tmp_path):
     assert (folder / "optimizer.json").read_text() == json.dumps(stored, indent=2) + "\n"
 
 
-def test_only_a_source_that_keeps_a_state_has_one_in_the_checkpoint(tmp_path):
+def test_only_a_source_with_a_state_has_one_in_the_checkpoint(tmp_path):
     folder = trainer_in(tmp_path, source=DrawingSource()).save_checkpoint(metadata={"note": "kept"})
     state = json.loads((folder / "trainer_state.json").read_text())
     assert list(state) == [*STATE_KEYS, "batch_source"]
@@ -89,8 +90,8 @@ def test_only_a_source_that_keeps_a_state_has_one_in_the_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize("optimizer", [True, False])
-def test_a_checkpoint_is_what_the_plain_writers_write(tmp_path, optimizer):
-    trainer = with_moments(trainer_in(tmp_path))
+def test_a_checkpoint_equals_what_the_plain_writers_write(tmp_path, optimizer):
+    trainer = set_optimizer_state(trainer_in(tmp_path))
     trainer.checkpointer.cfg = CheckpointConfig(tmp_path, save_optimizer=optimizer)
     folder, plain = trainer.save_checkpoint(), tmp_path / "plain"
     plain.mkdir()
@@ -102,7 +103,7 @@ def test_a_checkpoint_is_what_the_plain_writers_write(tmp_path, optimizer):
     }
 
 
-def test_the_best_weights_are_the_model_alone(tmp_path):
+def test_the_best_weights_file_has_only_the_model(tmp_path):
     trainer = trainer_in(tmp_path / "run")
     trainer.evaluations.best_weights.keep(4)
     write_model(trainer.model, tmp_path)
@@ -113,9 +114,9 @@ def test_the_best_weights_are_the_model_alone(tmp_path):
         assert (folder / name).read_bytes() == (tmp_path / name).read_bytes()
 
 
-def test_a_checkpoint_with_no_more_than_a_step_is_gone_on_from(tmp_path):
-    """As the first versions wrote them."""
-    before, folder = with_moments(trainer_in(tmp_path / "before")), tmp_path / "old"
+def test_a_checkpoint_with_only_a_step_can_be_resumed(tmp_path):
+    """As written by the first versions."""
+    before, folder = set_optimizer_state(trainer_in(tmp_path / "before")), tmp_path / "old"
     folder.mkdir()
     write_model(before.model, folder)
     write_optimizer(before.optimizer, before.model, folder)

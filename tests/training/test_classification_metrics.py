@@ -1,4 +1,4 @@
-"""Metrics of preference scores: by hand, and against oracles that count one by one."""
+"""Metrics of preference scores: by hand, and compared with oracles that count one by one."""
 
 import math
 from fractions import Fraction
@@ -23,7 +23,7 @@ from ludic.training.classification_metrics import (
 SIX = ["pairwise_accuracy", "mean_margin", "margin_std", "negative_margin_rate", "roc_auc", "ece"]
 
 
-def computed(chosen, rejected, labels=None, **settings):
+def metrics_of(chosen, rejected, labels=None, **settings):
     metrics = PreferenceMetrics(**settings)
     metrics.update(chosen, rejected, labels)
     return metrics.compute()
@@ -36,15 +36,15 @@ def sigma(z):
 # --- by hand
 
 
-def test_accuracy_counts_ties_as_wrong_and_turns_with_the_label():
+def test_accuracy_counts_ties_as_wrong_and_reverses_with_the_label():
     # margins 1, -1, 0, -1, 1 with labels 1, 1, 1, 0, 0: right, wrong, tie, right, wrong
-    found = computed([1, 0, 0, 0, 1], [0, 1, 0, 1, 0], [1, 1, 1, 0, 0])
+    found = metrics_of([1, 0, 0, 0, 1], [0, 1, 0, 1, 0], [1, 1, 1, 0, 0])
     assert found["pairwise_accuracy"] == pytest.approx(2 / 5)
     assert found["negative_margin_rate"] == pytest.approx(2 / 5)  # of 1, -1, 0, 1, -1: the last two reversed
 
 
 def test_margins_by_hand():
-    found = computed([3.0, 1.0, 2.0], [1.0, 2.0, 2.0])  # 2, -1, 0
+    found = metrics_of([3.0, 1.0, 2.0], [1.0, 2.0, 2.0])  # 2, -1, 0
     assert found["mean_margin"] == pytest.approx(1 / 3)
     assert found["margin_std"] == pytest.approx(math.sqrt((25 / 9 + 16 / 9 + 1 / 9) / 3))
     assert found["margin_p50"] == 0.0
@@ -54,12 +54,12 @@ def test_margins_by_hand():
 
 def test_the_area_under_the_curve_by_hand():
     # chosen 3, 2 against rejected 1, 2: 3 > 1, 3 > 2, 2 > 1, 2 = 2: (3 + 1/2) / 4
-    assert computed([3.0, 2.0], [1.0, 2.0])["roc_auc"] == pytest.approx(0.875)
+    assert metrics_of([3.0, 2.0], [1.0, 2.0])["roc_auc"] == pytest.approx(0.875)
 
 
-def test_labels_that_are_probabilities_by_hand():
+def test_soft_labels_by_hand():
     # y = 1, 0, 3/4: margins 2 (weight 1), 3 reversed to -3 (1), 4 (3/4) and -4 (1/4)
-    found = computed([2.0, 3.0, 4.0], [0.0, 0.0, 0.0], [1.0, 0.0, 0.75], thresholds=(2.5,), thresholds_on="responses")
+    found = metrics_of([2.0, 3.0, 4.0], [0.0, 0.0, 0.0], [1.0, 0.0, 0.75], thresholds=(2.5,), thresholds_on="responses")
     assert found["mean_margin"] == pytest.approx((2 - 3 + 3 - 1) / 3)
     assert found["margin_std"] == pytest.approx(math.sqrt((4 + 9 + 16) / 3 - (1 / 3) ** 2))
     assert found["negative_margin_rate"] == pytest.approx((1 + 0.25) / 3)
@@ -76,49 +76,49 @@ def test_labels_that_are_probabilities_by_hand():
 
 def test_a_model_that_states_the_probability_of_its_labels_is_calibrated():
     margins, labels = [math.log(3), 0.0, -math.log(9)], [0.75, 0.5, 0.1]
-    assert computed(margins, [0.0] * 3, labels)["ece"] == pytest.approx(0.0, abs=1e-12)
-    assert computed(margins, [0.0] * 3, labels, both_orders=True)["ece"] == pytest.approx(0.0, abs=1e-12)
+    assert metrics_of(margins, [0.0] * 3, labels)["ece"] == pytest.approx(0.0, abs=1e-12)
+    assert metrics_of(margins, [0.0] * 3, labels, both_orders=True)["ece"] == pytest.approx(0.0, abs=1e-12)
 
 
 def test_calibration_by_hand():
     # p = sigma(0.5 * 2 ln 3) = 0.75 twice, sigma(0) = 0.5 once; bins of width 1/4: [0.5, 0.75) and
     # [0.75, 1]
     margin = 2 * math.log(3)
-    found = computed([margin, margin, 0.0], [0.0, 0.0, 0.0], [1, 0, 1], calibration_bins=4, beta=0.5)
+    found = metrics_of([margin, margin, 0.0], [0.0, 0.0, 0.0], [1, 0, 1], calibration_bins=4, beta=0.5)
     # |0.75 - 1/2| * 2/3 + |0.5 - 1| * 1/3
     assert found["ece"] == pytest.approx(0.25 * 2 / 3 + 0.5 / 3)
 
 
-def test_without_both_orders_chosen_responses_that_are_always_preferred_cannot_be_calibrated():
-    """True probabilities of 0.8, and 80 of 100 preferences that agree: perfect calibration,
-    which the labels alone do not show."""
+def test_with_one_order_and_hard_labels_a_model_cannot_appear_calibrated():
+    """True probabilities of 0.8 and 80 of 100 preferences that agree: perfect calibration, which
+    the labels alone do not show."""
     margin = math.log(4)
     chosen, rejected = [margin] * 80 + [0.0] * 20, [0.0] * 80 + [margin] * 20
-    assert computed(chosen, rejected)["ece"] == pytest.approx(0.8 * 0.2 + 0.2 * 0.8)
-    assert computed(chosen, rejected, both_orders=True)["ece"] == pytest.approx(0.0, abs=1e-12)
-    # the same pairs, presented with the higher score first and labels that say which was preferred
+    assert metrics_of(chosen, rejected)["ece"] == pytest.approx(0.8 * 0.2 + 0.2 * 0.8)
+    assert metrics_of(chosen, rejected, both_orders=True)["ece"] == pytest.approx(0.0, abs=1e-12)
+    # the same pairs, the higher score first, with labels that say which response was preferred
     labels = [1.0] * 80 + [0.0] * 20
-    assert computed([margin] * 100, [0.0] * 100, labels)["ece"] == pytest.approx(0.0, abs=1e-12)
+    assert metrics_of([margin] * 100, [0.0] * 100, labels)["ece"] == pytest.approx(0.0, abs=1e-12)
 
 
-def test_thresholds_divide_the_probability_of_pairs():
+def test_thresholds_on_the_probability_of_pairs_by_hand():
     # p = 0.75, 0.25, 0.5 with labels 1, 0, 0 and thresholds 0.5 (p > t), 0.2
-    found = computed([math.log(3), 0.0, 0.0], [0.0, math.log(3), 0.0], [1, 0, 0], thresholds=[0.5, 0.2])
+    found = metrics_of([math.log(3), 0.0, 0.0], [0.0, math.log(3), 0.0], [1, 0, 0], thresholds=[0.5, 0.2])
     assert {key: value for key, value in found.items() if "@" in key} == pytest.approx(
         {"fpr@0.5": 0.0, "fnr@0.5": 0.0, "fpr@0.2": 1.0, "fnr@0.2": 0.0}
     )
-    one_class = computed([1.0], [0.0], [1.0])
+    one_class = metrics_of([1.0], [0.0], [1.0])
     assert (one_class["fpr@0.5"], one_class["fnr@0.5"]) == (0.0, 0.0)
 
 
-def test_thresholds_divide_the_scores_of_responses():
-    found = computed([2.0, 0.5, 1.0, 0.0], [0.6, 0.5, -1.0, 3.0], thresholds=(0.5,), thresholds_on="responses")
+def test_thresholds_on_the_scores_of_responses_by_hand():
+    found = metrics_of([2.0, 0.5, 1.0, 0.0], [0.6, 0.5, -1.0, 3.0], thresholds=(0.5,), thresholds_on="responses")
     # chosen > 0.5: 2 of 4; rejected > 0.5: 2 of 4 (0.6 and 3.0)
     assert {key: value for key, value in found.items() if "@" in key} == {"fpr@0.5": 0.5, "fnr@0.5": 0.5, "tpr@0.5": 0.5}
 
 
-def test_without_thresholds_there_are_no_rates():
-    assert not [key for key in computed([1.0], [0.0], thresholds=None) if "@" in key]
+def test_without_thresholds_no_rates_are_reported():
+    assert not [key for key in metrics_of([1.0], [0.0], thresholds=None) if "@" in key]
 
 
 def test_without_a_pair_the_six_metrics_are_zero():
@@ -131,12 +131,12 @@ def test_without_a_pair_the_six_metrics_are_zero():
     assert metrics.num_pairs == 0
 
 
-def test_one_pair_has_no_spread():
-    assert computed([3.0], [1.0])["margin_std"] == 0.0
+def test_the_standard_deviation_of_one_pair_is_zero():
+    assert metrics_of([3.0], [1.0])["margin_std"] == 0.0
 
 
-def test_scores_come_as_tensors_of_any_type_in_any_number_of_parts():
-    whole = computed([1.0, 0.5, 2.0], [0.0, 1.0, 0.5], [1, 1, 0])
+def test_scores_can_be_tensors_of_any_dtype_in_any_number_of_parts():
+    whole = metrics_of([1.0, 0.5, 2.0], [0.0, 1.0, 0.5], [1, 1, 0])
     metrics = PreferenceMetrics()
     metrics.update(torch.tensor([[1.0], [0.5]], dtype=torch.bfloat16, requires_grad=True), np.array([0.0, 1.0]), torch.ones(2))
     metrics.update([2.0], torch.tensor([0.5]), [0])
@@ -144,7 +144,7 @@ def test_scores_come_as_tensors_of_any_type_in_any_number_of_parts():
     assert metrics.num_pairs == 3
 
 
-def test_wrong_scores_are_refused():
+def test_invalid_scores_are_refused():
     metrics = PreferenceMetrics()
     with pytest.raises(DataError, match=r"chosen_scores \(2\), rejected_scores \(1\) and labels \(2\)"):
         metrics.update([1.0, 2.0], [1.0], [1, 1])
@@ -157,7 +157,7 @@ def test_wrong_scores_are_refused():
             PreferenceMetrics(**settings)
 
 
-def test_the_plain_functions():
+def test_the_standalone_functions_by_hand():
     assert compute_pairwise_accuracy(torch.tensor([1.0, 0.0, 2.0]), [0.0, 1.0, 2.0]) == pytest.approx(1 / 3)
     assert compute_pairwise_accuracy([], []) == 0.0
     stats = compute_margin_stats([3.0, 1.0, 2.0], [1.0, 2.0, 2.0])
@@ -167,7 +167,7 @@ def test_the_plain_functions():
     assert compute_margin_stats([], [])["margin_std"] == 0.0
 
 
-def test_the_loss_of_scores_is_that_of_the_preferences():
+def test_the_loss_of_scores_equals_the_preference_loss():
     # z = 2 and -2 with labels 1 and 0.75
     scores = [np.array(values) for values in ([1.0, 0.0], [0.0, 1.0], [1.0, 0.75])]
     expected = (-math.log(sigma(2)) + (-0.75 * math.log(sigma(-2)) - 0.25 * math.log(sigma(2)))) / 2
@@ -187,22 +187,22 @@ pairs = st.lists(st.tuples(scores, scores, st.sampled_from([0.0, 0.25, 0.5, 0.75
 
 
 @given(pairs)
-def test_the_area_is_the_share_of_comparisons_won(drawn):
+def test_the_area_under_the_curve_is_the_fraction_of_comparisons_won(drawn):
     chosen, rejected, labels = zip(*drawn, strict=True)
     positives = [(score, Fraction(y)) for c, r, y in drawn for score, y in ((c, y), (r, 1 - y))]
     negatives = [(score, 1 - y) for score, y in positives]
     won = sum(y * z * (1 if s > t else Fraction(s == t, 2)) for s, y in positives for t, z in negatives)
-    assert computed(chosen, rejected, labels)["roc_auc"] == pytest.approx(float(won / len(drawn) ** 2), abs=1e-12)
+    assert metrics_of(chosen, rejected, labels)["roc_auc"] == pytest.approx(float(won / len(drawn) ** 2), abs=1e-12)
 
 
 @given(pairs, st.booleans(), st.sampled_from(["pairs", "responses"]))
-def test_a_pair_reversed_with_its_label_is_the_pair(drawn, both_orders, thresholds_on):
-    """But not for the calibration of one order alone, the decision on a label of 1/2, and rates
-    of pairs, whose classes change places."""
+def test_reversing_a_pair_and_its_label_changes_nothing(drawn, both_orders, thresholds_on):
+    """Except for the calibration of one order, the decision on a label of 1/2, and the rates of
+    pairs, where positives and negatives swap."""
     chosen, rejected, labels = zip(*drawn, strict=True)
     settings = {"both_orders": both_orders, "thresholds_on": thresholds_on}
-    found = computed(chosen, rejected, labels, **settings)
-    reversed_ = computed(rejected, chosen, [1 - y for y in labels], **settings)
+    found = metrics_of(chosen, rejected, labels, **settings)
+    reversed_ = metrics_of(rejected, chosen, [1 - y for y in labels], **settings)
     ordered = set() if both_orders else {"ece"}
     ordered |= {"pairwise_accuracy"} if 0.5 in labels else set()
     ordered |= {name for name in found if "@" in name} if thresholds_on == "pairs" else set()
@@ -211,34 +211,34 @@ def test_a_pair_reversed_with_its_label_is_the_pair(drawn, both_orders, threshol
 
 
 @given(pairs)
-def test_a_pair_of_label_three_quarters_is_four_pairs_of_which_three_are_as_it_is(drawn):
+def test_a_pair_with_label_three_quarters_equals_three_pairs_and_one_reversed(drawn):
     chosen, rejected, labels = zip(*drawn, strict=True)
     settings = {"both_orders": True, "thresholds_on": "responses"}
-    found = computed(chosen, rejected, labels, **settings)
+    found = metrics_of(chosen, rejected, labels, **settings)
     hard = [float(quarter < 4 * y) for y in labels for quarter in range(4)]
-    repeated = computed(np.repeat(chosen, 4), np.repeat(rejected, 4), hard, **settings)
+    repeated = metrics_of(np.repeat(chosen, 4), np.repeat(rejected, 4), hard, **settings)
     same = {name for name in found if name != "pairwise_accuracy" and "margin_p" not in name}
     assert {name: found[name] for name in same} == pytest.approx({name: repeated[name] for name in same}, abs=1e-9)
 
 
 @given(st.lists(st.tuples(scores, scores, st.sampled_from([0.0, 1.0])), min_size=1, max_size=30))
-def test_percentiles_of_plain_labels_are_those_of_the_margins(drawn):
+def test_with_hard_labels_percentiles_are_those_of_the_margins(drawn):
     margins = [c - r if y else r - c for c, r, y in drawn]
-    found = computed(*zip(*drawn, strict=True))
+    found = metrics_of(*zip(*drawn, strict=True))
     assert [found[f"margin_p{q}"] for q in (5, 25, 50, 75, 95)] == pytest.approx(np.percentile(margins, (5, 25, 50, 75, 95)))
 
 
 @given(pairs)
-def test_percentiles_move_with_the_labels_without_a_jump(drawn):
+def test_percentiles_are_continuous_in_the_labels(drawn):
     chosen, rejected, labels = zip(*drawn, strict=True)
     near = [min(max(y + 1e-9, 1e-9), 1 - 1e-9) for y in labels]
-    one, other = computed(chosen, rejected, labels), computed(chosen, rejected, near)
+    one, other = metrics_of(chosen, rejected, labels), metrics_of(chosen, rejected, near)
     names = [name for name in one if "margin_p" in name]
     assert {name: other[name] for name in names} == pytest.approx({name: one[name] for name in names}, abs=1e-5)
 
 
 @given(pairs, st.integers(1, 12), st.booleans())
-def test_calibration_is_that_of_predictions_put_into_bins_one_by_one(drawn, bins, both_orders):
+def test_calibration_equals_binning_predictions_one_by_one(drawn, bins, both_orders):
     predictions = [(sigma(c - r), label) for c, r, label in drawn]
     if both_orders:
         predictions += [(sigma(r - c), 1 - label) for c, r, label in drawn]
@@ -247,26 +247,26 @@ def test_calibration_is_that_of_predictions_put_into_bins_one_by_one(drawn, bins
         inside = [(p, y) for p, y in predictions if k / bins <= p < (k + 1) / bins]
         error += abs(sum(p for p, _ in inside) - sum(y for _, y in inside)) / len(predictions)
     chosen, rejected, labels = zip(*drawn, strict=True)
-    found = computed(chosen, rejected, labels, calibration_bins=bins, both_orders=both_orders)
+    found = metrics_of(chosen, rejected, labels, calibration_bins=bins, both_orders=both_orders)
     edges = [abs(p * bins - round(p * bins)) for p, _ in predictions if p != 0.5]
-    if min(edges, default=1.0) > 1e-9:  # else it is rounding that puts a prediction on one side of an edge
+    if min(edges, default=1.0) > 1e-9:  # otherwise rounding decides on which side of an edge a prediction falls
         assert found["ece"] == pytest.approx(error, abs=1e-12)
 
 
 @given(pairs, st.sampled_from([0.2, 0.5, 0.9]))
-def test_rates_are_shares_of_the_confusion_counted_one_by_one(drawn, threshold):
+def test_rates_equal_a_confusion_matrix_counted_one_by_one(drawn, threshold):
     counts = dict.fromkeys([(a, b) for a in (False, True) for b in (False, True)], 0)
     for c, r, label in drawn:
         counts[sigma(c - r) > threshold, label > 0.5] += 1
     positives, negatives = counts[True, True] + counts[False, True], counts[True, False] + counts[False, False]
     chosen, rejected, labels = zip(*drawn, strict=True)
-    found = computed(chosen, rejected, labels, thresholds=[threshold])
+    found = metrics_of(chosen, rejected, labels, thresholds=[threshold])
     assert found[f"fpr@{threshold}"] == pytest.approx(counts[True, False] / negatives if negatives else 0.0)
     assert found[f"fnr@{threshold}"] == pytest.approx(counts[False, True] / positives if positives else 0.0)
 
 
 @given(st.lists(st.tuples(st.floats(0, 1), st.booleans()), max_size=30), st.integers(1, 9))
-def test_every_prediction_is_in_one_bin(predictions, bins):
+def test_every_prediction_is_in_exactly_one_bin(predictions, bins):
     probability = np.array([p for p, _ in predictions])
     found = calibration_bins(probability, np.array([y for _, y in predictions], dtype=bool), bins)
     assert found.counts.sum() == len(predictions)
@@ -280,10 +280,10 @@ def test_every_prediction_is_in_one_bin(predictions, bins):
 
 
 @given(pairs, st.sampled_from([-0.5, 0.25, 1.0]))
-def test_labels_are_the_sample_weights_of_scikit_learn(drawn, threshold):
+def test_labels_act_as_sample_weights_of_scikit_learn(drawn, threshold):
     chosen, rejected, labels = (np.array(column) for column in zip(*drawn, strict=True))
-    found = computed(chosen, rejected, labels, thresholds=[threshold], thresholds_on="responses")
-    # each response twice: as a positive and as a negative
+    found = metrics_of(chosen, rejected, labels, thresholds=[threshold], thresholds_on="responses")
+    # each response twice: once as a positive, once as a negative
     scores = np.concatenate([chosen, rejected, chosen, rejected])
     target = np.repeat([1, 0], 2 * len(drawn))
     weight = np.concatenate([labels, 1 - labels, 1 - labels, labels])
@@ -302,7 +302,7 @@ def test_labels_are_the_sample_weights_of_scikit_learn(drawn, threshold):
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_the_metrics_are_those_of_scikit_learn_and_torchmetrics(seed):
+def test_the_metrics_equal_those_of_scikit_learn_and_torchmetrics(seed):
     draw = np.random.default_rng(seed)
     count = int(draw.integers(2, 3000))
     chosen, rejected = draw.normal(0.3, 2.0, count), draw.normal(0.0, 2.0, count)
@@ -311,7 +311,7 @@ def test_the_metrics_are_those_of_scikit_learn_and_torchmetrics(seed):
     labels = (draw.random(count) < 0.7).astype(float)
     beta, bins = float(draw.uniform(0.2, 3.0)), int(draw.integers(2, 20))
     thresholds = sorted(draw.uniform(0.05, 0.95, 3).tolist())
-    found = computed(chosen, rejected, labels, calibration_bins=bins, beta=beta, thresholds=thresholds)
+    found = metrics_of(chosen, rejected, labels, calibration_bins=bins, beta=beta, thresholds=thresholds)
     pooled, roles = np.concatenate([chosen, rejected]), np.concatenate([labels, 1 - labels]).astype(int)
     assert found["roc_auc"] == pytest.approx(sklearn_metrics.roc_auc_score(roles, pooled), abs=1e-9)
     probability = 1 / (1 + np.exp(-beta * (chosen - rejected)))

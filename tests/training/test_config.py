@@ -1,4 +1,4 @@
-"""Settings are checked when they are given, and the error says what to do."""
+"""Settings are validated when they are set, and the error says what to do."""
 
 from dataclasses import fields, replace
 
@@ -10,7 +10,7 @@ from ludic.training import TrainerConfig
 from ludic.training.config import config_dataclass
 
 
-def test_the_defaults_are_those_of_the_specification():
+def test_the_defaults_match_the_specification():
     cfg = TrainerConfig()
     assert cfg.model_device == ("cuda" if torch.cuda.is_available() else "cpu")
     assert (cfg.lr, cfg.weight_decay, cfg.betas, cfg.eps, cfg.max_grad_norm) == (1e-5, 0.01, (0.9, 0.999), 1e-8, 1.0)
@@ -19,28 +19,28 @@ def test_the_defaults_are_those_of_the_specification():
     assert (cfg.packing, cfg.overhead_tokens, cfg.minibatches_per_batch, cfg.epochs_per_batch) == ("optimal", 256, 1, 1)
 
 
-def test_learning_rate_is_another_name_of_lr():
+def test_learning_rate_is_an_alias_of_lr():
     assert TrainerConfig(learning_rate=2e-5).lr == 2e-5
     assert TrainerConfig(lr=2e-5, learning_rate=2e-5).lr == 2e-5
     with pytest.raises(ConfigError, match=r"lr \(0\.001\) and learning_rate \(2e-05\) are two names"):
         TrainerConfig(lr=1e-3, learning_rate=2e-5)
     with pytest.raises(ConfigError, match="two names"):
-        TrainerConfig(lr=1e-5, learning_rate=2e-5)  # the default, but given
+        TrainerConfig(lr=1e-5, learning_rate=2e-5)  # 1e-5 is the default, but it was set explicitly
 
 
-def test_a_removed_name_says_what_replaces_it():
+def test_the_error_of_a_removed_name_says_what_replaces_it():
     with pytest.raises(ConfigError, match=r"no grad_accum_steps.*max_seq_len and micro_token_budget"):
         TrainerConfig(grad_accum_steps=4)
 
 
-def test_an_unknown_name_gets_a_suggestion():
+def test_the_error_of_an_unknown_name_has_a_suggestion():
     with pytest.raises(ConfigError, match="did you mean micro_token_budget"):
         TrainerConfig(micro_tokens_budget=4)
     with pytest.raises(ConfigError, match="it has model_device"):
         TrainerConfig(zzz=4)
 
 
-def test_a_tokenizer_stands_for_its_pad_token():
+def test_a_tokenizer_sets_the_pad_token():
     class Tokenizer:
         pad_token_id = 7
 
@@ -84,32 +84,32 @@ def test_a_tokenizer_stands_for_its_pad_token():
         ({"max_lag": -1}, "max_lag"),
     ],
 )
-def test_wrong_values_are_refused_with_value_and_rule(values, message):
+def test_invalid_values_are_refused_with_value_and_rule(values, message):
     with pytest.raises(ConfigError, match=message) as caught:
         TrainerConfig(**values)
     assert isinstance(caught.value, ValueError)
 
 
-def test_a_budget_below_the_limit_is_a_budget_error():
+def test_a_token_budget_below_max_seq_len_is_a_budget_error():
     with pytest.raises(BudgetError):
         TrainerConfig(max_seq_len=10, micro_token_budget=9)
     assert TrainerConfig(max_seq_len=10, micro_token_budget=10).micro_token_budget == 10
 
 
-def test_the_config_knows_which_names_were_given():
+def test_the_config_knows_which_names_were_set_explicitly():
     cfg = TrainerConfig(lr=1e-5)
     assert cfg.was_set("lr")
     assert not cfg.was_set("sync_every_steps")
 
 
-def test_a_changed_copy_gives_no_name_that_was_not_given():
+def test_a_changed_copy_sets_no_further_names_explicitly():
     copy = replace(TrainerConfig(eval_max_steps=7), lr=2e-5)
     assert copy.was_set("lr")
     assert copy.was_set("eval_max_steps")
     assert not copy.was_set("sync_every_steps")
 
 
-def test_it_is_an_ordinary_dataclass():
+def test_the_config_is_an_ordinary_dataclass():
     cfg = TrainerConfig(lr=1e-3)
     assert replace(cfg, max_seq_len=64).lr == 1e-3
     assert cfg == TrainerConfig(lr=1e-3)

@@ -1,4 +1,4 @@
-"""Credit by hand, and what holds for all rewards."""
+"""Credit by hand, and properties that hold for all rewards."""
 
 import numpy as np
 import pytest
@@ -25,19 +25,19 @@ def rollout(*rewards, group=None, name=None):
 
 
 def weights(assigner, *rollouts):
-    """Weights by rollout, in order."""
+    """The weights of each rollout, in order."""
     computed = assigner.compute(list(rollouts))
     assert set(computed) == {(r.id, s.index) for r in rollouts for s in r.steps}
     return [[computed[r.id, s.index] for s in r.steps] for r in rollouts]
 
 
-def test_monte_carlo_discounts_what_follows():
+def test_monte_carlo_returns_are_discounted():
     # G_2 = 4; G_1 = 2 + 0.5 * 4 = 4; G_0 = 1 + 0.5 * 4 = 3
     assert weights(MonteCarloReturn(0.5), rollout(1.0, 2.0, 4.0)) == [[3.0, 4.0, 4.0]]
     assert weights(MonteCarloReturn(), rollout(1.0, 2.0, 4.0)) == [[7.0, 6.0, 4.0]]
 
 
-def test_the_simple_assigners():
+def test_the_simple_assigners_by_hand():
     assert weights(PerStepReward(), rollout(1.0, 2.0)) == [[1.0, 2.0]]
     assert weights(EpisodicReturn(), rollout(1.0, 2.0)) == [[3.0, 3.0]]
     assert weights(ConstantCredit(0.3), rollout(1.0, 2.0)) == [[0.3, 0.3]]
@@ -58,14 +58,14 @@ def test_a_group_is_centred_and_normalised():
     assert flat(GroupNormalizedReturn(2, normalize_adv=True), 1.0, -0.1) == pytest.approx([1.0, -1.0])
 
 
-def test_positive_only_clamps_before_it_divides():
+def test_positive_only_clamps_before_it_normalises():
     # max(A, 0) = (.75, 0, 0, 0); mean .1875; std = sqrt((.5625^2 + 3 * .1875^2) / 4) = .324760; .75
     # / .324760 = 2.309401
     both = GroupNormalizedReturn(4, normalize_adv=True, positive_only=True)
     assert flat(both, 1, 0, 0, 0) == pytest.approx([2.3094011, 0, 0, 0])
 
 
-def test_the_spread_may_have_a_floor():
+def test_the_standard_deviation_can_have_an_epsilon():
     # the measured recipe: (r - mean) / (std + 1e-4): .5 / .5001
     assert flat(GroupNormalizedReturn(2, normalize_adv=True, eps=1e-4), 1, 0) == pytest.approx([0.5 / 0.5001, -0.5 / 0.5001])
 
@@ -93,7 +93,7 @@ def test_every_step_of_a_rollout_gets_its_advantage():
 
 
 @pytest.mark.parametrize("make", [GroupNormalizedReturn, HybridNormalizedReturn])
-def test_groups_that_do_not_fit_are_errors(make):
+def test_groups_of_another_size_are_errors(make):
     with pytest.raises(ValueError, match="missing group_id"):
         make(1).compute([rollout(1.0)])
     with pytest.raises(ValueError, match="Group size mismatch"):
@@ -107,7 +107,7 @@ def test_groups_that_do_not_fit_are_errors(make):
 
 
 @given(st.lists(st.lists(st.floats(-1e3, 1e3), min_size=4, max_size=4), min_size=1, max_size=5), st.randoms())
-def test_advantages_of_a_group_add_up_to_nothing_in_any_order(rewards, random):
+def test_advantages_of_a_group_sum_to_zero_in_any_order(rewards, random):
     rollouts = [rollout(r, group=g, name=f"{g}-{i}") for g, rs in enumerate(rewards) for i, r in enumerate(rs)]
     shuffled = random.sample(rollouts, len(rollouts))
     for assigner in (GroupNormalizedReturn(4), GroupNormalizedReturn(4, normalize_adv=True), HybridNormalizedReturn(4)):
@@ -118,8 +118,8 @@ def test_advantages_of_a_group_add_up_to_nothing_in_any_order(rewards, random):
         assert np.allclose([got[key] for key in got], [again[key] for key in got], atol=1e-9)
 
 
-def test_equal_rewards_in_another_order_are_an_equal_return():
-    # added from left to right, .1 + .1 + 1.0 is 1.2 and 1.0 + .1 + .1 is 1.2000000000000002
+def test_equal_rewards_in_another_order_give_an_equal_return():
+    # summed from left to right, .1 + .1 + 1.0 is 1.2 and 1.0 + .1 + .1 is 1.2000000000000002
     rollouts = [rollout(0.1, 0.1, 1.0, group="g"), rollout(1.0, 0.1, 0.1, group="g")]
     for assigner in (GroupNormalizedReturn(2, normalize_adv=True), HybridNormalizedReturn(2)):
         assert weights(assigner, *rollouts) == [[0.0] * 3] * 2
@@ -132,19 +132,19 @@ def test_a_reward_that_is_not_finite_is_named(assigner, reward):
         assigner.compute([rollout(0.0, group="g"), rollout(1.0, reward, group="g", name="bad")])
 
 
-def test_groups_do_not_know_of_each_other():
+def test_groups_do_not_affect_each_other():
     a, b = [rollout(r, group=1) for r in (1.0, 0.0)], [rollout(r, group="1") for r in (5.0, 1.0)]
     assert weights(GroupNormalizedReturn(2), a[0], b[0], a[1], b[1]) == [[0.5], [2.0], [-0.5], [-2.0]]
 
 
-def test_a_group_that_lost_rollouts_is_centred_on_those_left():
+def test_a_group_that_lost_rollouts_is_centred_on_the_remaining_ones():
     # (3 + 0) / 2 = 1.5
     assert flat(GroupNormalizedReturn(4, allow_partial=True), 3.0, 0.0) == [1.5, -1.5]
     assert flat(GroupNormalizedReturn(4, allow_partial=True, normalize_adv=True), 3.0) == [0.0]
 
 
 @given(st.lists(st.integers(-8, 8), min_size=2, max_size=6), st.integers(-4, 4), st.sampled_from([0.5, 1.0, 2.0, 4.0]))
-def test_normalised_credit_does_not_change_with_the_scale_of_the_rewards(rewards, shift, scale):
+def test_normalised_credit_does_not_depend_on_the_scale_of_the_rewards(rewards, shift, scale):
     assigner = GroupNormalizedReturn(len(rewards), normalize_adv=True, eps=0.0)
     if len(set(rewards)) == 1:
         return
@@ -153,14 +153,14 @@ def test_normalised_credit_does_not_change_with_the_scale_of_the_rewards(rewards
 
 
 @given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=8), st.floats(0, 1))
-def test_monte_carlo_is_the_sum_it_says(rewards, gamma):
+def test_monte_carlo_equals_its_sum(rewards, gamma):
     got = weights(MonteCarloReturn(gamma), rollout(*rewards))[0]
     slow = [sum(gamma**k * r for k, r in enumerate(rewards[t:])) for t in range(len(rewards))]
     assert got == pytest.approx(slow, abs=1e-6)
 
 
 @given(st.lists(st.floats(-1e3, 1e3), min_size=3, max_size=3), st.booleans())
-def test_positive_only_never_pushes_down(rewards, normalize):
+def test_positive_only_credit_is_never_negative(rewards, normalize):
     for assigner in (
         GroupNormalizedReturn(3, normalize_adv=normalize, positive_only=True),
         HybridNormalizedReturn(3, positive_only=True),
@@ -168,10 +168,10 @@ def test_positive_only_never_pushes_down(rewards, normalize):
         assert min(flat(assigner, *rewards)) >= 0.0
 
 
-def test_players_of_one_group_are_compared_with_themselves():
-    """Known defect: two rollouts an episode made a group of twice its size. Here x wins twice
-    and o loses twice: no credit at all; against one baseline for both every move of x would
-    weigh +1 and every move of o -1."""
+def test_each_player_of_a_group_has_its_own_baseline():
+    """Regression test: two rollouts per episode made a group of twice its size. Here x wins twice
+    and o loses twice, so there is no credit. With one baseline for both, every move of x would have
+    weight +1 and every move of o -1."""
     players = [rollout(r, group="g") for r in (1.0, -1.0, 1.0, -1.0)]
     for player, name in zip(players, "xoxo", strict=True):
         player.meta["agent_id"] = name
@@ -179,12 +179,12 @@ def test_players_of_one_group_are_compared_with_themselves():
     players[0].steps[0].reward = 0.0  # x's returns: 0 and 1, mean 0.5
     assert weights(GroupNormalizedReturn(2), *players) == [[-0.5], [0.0], [0.5], [0.0]]
     hybrid = [w for (w,) in weights(HybridNormalizedReturn(2, eps=0.0), *players)]
-    assert hybrid == pytest.approx([-(2**0.5), 0.0, 2**0.5, 0.0])  # the spread of (-.5, 0, .5, 0) is .353553
+    assert hybrid == pytest.approx([-(2**0.5), 0.0, 2**0.5, 0.0])  # the standard deviation of (-.5, 0, .5, 0) is .353553
     with pytest.raises(ValueError, match=r"group g of agent x has 2 rollouts, group_size is 3"):
         weights(GroupNormalizedReturn(3), *players)
 
 
-def test_a_return_can_be_compared_with_the_others_alone():
+def test_leave_one_out_compares_a_return_with_the_others():
     # 1 - mean(0, 0, 1) = 2/3; 0 - mean(1, 0, 1) = -2/3
     rloo = GroupNormalizedReturn(4, leave_one_out=True)
     assert flat(rloo, 1, 0, 0, 1) == pytest.approx([2 / 3, -2 / 3, -2 / 3, 2 / 3])
@@ -207,23 +207,24 @@ def answer(reward, tokens, **named):
 
 
 def test_an_answer_close_to_its_limit_loses_reward():
-    # the last 20 of 100 tokens: 80 cost 0, 85 a quarter, 90 a half, 100 all, and more than 100 no
-    # more than all
+    # the last 20 of 100 tokens: 80 tokens cost 0, 85 a quarter, 90 a half, 100 the whole penalty,
+    # and more than 100 no more
     by_length = [answer(1.0, n) for n in (1, 80, 85, 90, 100, 110)]
     credit = OverlongPenalty(EpisodicReturn(), max_tokens=100, buffer_tokens=20)
     assert weights(credit, *by_length) == [[1.0], [1.0], [0.75], [0.5], [0.0], [0.0]]
     assert weights(OverlongPenalty(EpisodicReturn(), 100, 20, factor=0.5), *by_length)[3:5] == [[0.75], [0.5]]
     assert weights(OverlongPenalty(EpisodicReturn(), 100, 0), *by_length) == [[1.0]] * 6
-    assert [played.total_reward for played in by_length] == [1.0] * 6  # what is logged stays the environment's
+    assert [played.total_reward for played in by_length] == [1.0] * 6  # the logged reward stays that of the environment
 
 
-def test_the_penalty_comes_before_the_group_is_compared():
-    # rewards 1, 1 less 0, 1: returns 1, 0, centred .5, -.5; without the penalty both would be 0
+def test_the_length_penalty_applies_before_the_group_is_centred():
+    # rewards 1, 1 minus penalties 0, 1: returns 1, 0, centred .5, -.5; without the penalty both
+    # would be 0
     pair = [answer(1.0, 10, group="g"), answer(1.0, 100, group="g")]
     assert weights(OverlongPenalty(GroupNormalizedReturn(2), 100, 20), *pair) == [[0.5], [-0.5]]
 
 
-def test_a_penalty_by_length_needs_a_length():
+def test_a_length_penalty_needs_token_counts():
     with pytest.raises(DataError, match="has no token trace"):
         OverlongPenalty(EpisodicReturn(), 100, 20).compute([rollout(1.0)])
     with pytest.raises(ConfigError, match=r"buffer_tokens \(101\) must be between 0 and max_tokens \(100\)"):

@@ -1,4 +1,4 @@
-"""The public names of the packages that import nothing until a name is read."""
+"""The public names of the packages that import nothing until a name is used."""
 
 import ast
 import importlib
@@ -21,7 +21,7 @@ def test_every_lazy_package_has_a_stub():
 
 
 @pytest.mark.parametrize("name", FACADES)
-def test_a_type_checker_sees_the_names_that_can_be_imported_and_no_others(name):
+def test_stubs_list_exactly_the_names_that_can_be_imported(name):
     package = importlib.import_module(name)
     stub = ast.parse(Path(package.__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
     homes = {alias.name: node.module for node in stub.body for alias in node.names}
@@ -33,7 +33,7 @@ def test_a_type_checker_sees_the_names_that_can_be_imported_and_no_others(name):
         _ = package.absent
 
 
-def test_the_package_imports_torch_only_when_asked_and_the_trainer_needs_no_transformers():
+def test_the_package_imports_torch_lazily_and_the_trainer_needs_no_transformers():
     code = (
         "import sys, ludic.training; assert 'torch' not in sys.modules;"
         "from ludic.training import Trainer, RichLiveLogger, make_grpo; assert 'torch' in sys.modules;"

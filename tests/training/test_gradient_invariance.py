@@ -1,5 +1,5 @@
-"""The gradient of a mini-batch does not depend on how it is packed, in which order, or which
-samples of weight zero are run."""
+"""The gradient of a mini-batch does not depend on packing, on order, or on which samples of weight
+zero are run."""
 
 import asyncio
 from functools import cache
@@ -79,7 +79,7 @@ def algorithm(name):
 
 @cache
 def unsplit_gradient(name):
-    """One padded batch of all samples, straight through the loss: no plan, no totals, no
+    """One padded batch of all samples, directly through the loss, without a plan, totals or
     skipping."""
     batch = collate_saw_items(samples(), pad_token_id=0, device="cpu")
     model().zero_grad(set_to_none=True)
@@ -97,7 +97,7 @@ def unsplit_gradient(name):
     overhead_tokens=st.sampled_from([0, 64, 256]),
     skip=st.booleans(),
 )
-def test_the_gradient_is_that_of_the_unsplit_batch(name, order, budget, packing, overhead_tokens, skip):
+def test_the_gradient_equals_that_of_the_unsplit_batch(name, order, budget, packing, overhead_tokens, skip):
     expected, expected_loss = unsplit_gradient(name)
     cfg = cpu_config(max_seq_len=20, micro_token_budget=budget, packing=packing, overhead_tokens=overhead_tokens)
     macro = MacroBatch.ingest([samples()[index] for index in order], cfg.max_seq_len)
@@ -136,11 +136,11 @@ def gradient_of_one_row_a_turn(name):
     packing=st.sampled_from(["greedy", "optimal", "padding_free"]),
     skip=st.booleans(),
 )
-def test_the_gradient_of_merged_turns_is_that_of_one_row_a_turn(name, episodes, swapped, budget, packing, skip):
+def test_the_gradient_of_merged_turns_equals_that_of_one_row_per_turn(name, episodes, swapped, budget, packing, skip):
     expected, expected_loss = gradient_of_one_row_a_turn(name)
     begins = np.cumsum((0, *TURNS))
     items = [item for episode in episodes for item in turns()[begins[episode] : begins[episode + 1]]]
-    if swapped:  # the last turns first: most of them have a row to themselves again
+    if swapped:  # the last turns first: most of them have their own row again
         items = items[::-1]
     cfg = cpu_config(max_seq_len=70, micro_token_budget=budget, packing=packing)
     macro = MacroBatch.ingest(items, cfg.max_seq_len, merge_turns=True)
@@ -159,7 +159,7 @@ def test_the_gradient_of_merged_turns_is_that_of_one_row_a_turn(name, episodes, 
 
 @pytest.mark.parametrize("packing", ["optimal", "padding_free"])
 @pytest.mark.parametrize("name", ["grpo", "gspo", "composite_entropy"])
-def test_each_sample_of_a_shared_row_can_be_looked_at_alone(name, packing):
+def test_the_samples_of_a_shared_row_can_be_separated(name, packing):
     cfg = cpu_config(max_seq_len=70, micro_token_budget=1000, packing=packing)
     macro = MacroBatch.ingest(list(turns()), cfg.max_seq_len, merge_turns=True)
     [micro_batch] = MiniBatch(macro, np.arange(len(turns())), cfg)
@@ -173,7 +173,7 @@ def test_each_sample_of_a_shared_row_can_be_looked_at_alone(name, packing):
         assert got.item() == pytest.approx(want.item(), rel=1e-5, abs=1e-6)
 
 
-def test_episodes_cost_one_row_and_only_with_a_loss_that_leaves_the_logits_alone():
+def test_episodes_share_a_row_unless_the_loss_reads_the_logits():
     class ReadsLogits(TokenClippedSurrogateLoss):
         reads_shared_only = False
 
@@ -200,7 +200,7 @@ def test_the_expected_gradients_are_not_zero():
 
 
 class DescentTrainer(Trainer):
-    """Plain gradient descent at rate 1: the step is the gradient."""
+    """Gradient descent with learning rate 1, so the step is the gradient."""
 
     def initialize_optimizer(self):
         return torch.optim.SGD([p for p in self.model.parameters() if p.requires_grad], lr=1.0)
@@ -208,7 +208,7 @@ class DescentTrainer(Trainer):
 
 @pytest.mark.parametrize("packing", ["greedy", "optimal", "padding_free"])
 @pytest.mark.parametrize("budget", [20, 57, 1000])
-def test_the_step_of_the_trainer_is_the_gradient_of_the_unsplit_batch(packing, budget):
+def test_a_step_of_the_trainer_equals_the_gradient_of_the_unsplit_batch(packing, budget):
     expected, _ = unsplit_gradient("grpo")
     trained = tiny_model()
     before = weights_of(trained)
@@ -292,8 +292,8 @@ def unsplit_preference_gradient(name):
     packing=st.sampled_from(["greedy", "optimal"]),
     overhead_tokens=st.sampled_from([0, 64, 256]),
 )
-def test_the_gradient_of_pairs_is_that_of_the_unsplit_batch(name, order, budget, packing, overhead_tokens):
-    """The samples come in any order: halves of pairs far from each other."""
+def test_the_gradient_of_pairs_equals_that_of_the_unsplit_batch(name, order, budget, packing, overhead_tokens):
+    """Samples come in any order, so the two samples of a pair can be far apart."""
     expected, expected_loss = unsplit_preference_gradient(name)
     cfg = rm_config(max_seq_len=23, micro_token_budget=budget, packing=packing, overhead_tokens=overhead_tokens)
     macro = PreferenceMacroBatch.ingest_pairs([pairs()[index] for index in order], cfg.max_seq_len)
@@ -310,9 +310,9 @@ def test_the_gradient_of_pairs_is_that_of_the_unsplit_batch(name, order, budget,
     assert result.loss.item() == pytest.approx(expected_loss, rel=1e-5, abs=1e-6)
 
 
-def test_the_first_pass_leaves_the_generators_and_drops_what_the_second_will():
-    """With dropout the norm is of the scores that the gradient is taken of: both passes draw the
-    same masks."""
+def test_both_passes_use_the_same_dropout_masks():
+    """With dropout, the norm must be of the scores that the gradient is taken of, so both passes
+    must draw the same masks."""
 
     class Recording(BradleyTerryLoss):
         squares = 0.0
@@ -335,7 +335,7 @@ def test_the_first_pass_leaves_the_generators_and_drops_what_the_second_will():
         result = asyncio.run(backend.forward_backward(mini_batch, totals=mini_batch.totals).result())
         return result.loss.item(), Recording.squares, torch.rand(1).item()
 
-    plain, squares, drawn = losses(0.0)
-    with_norm, squares_again, drawn_again = losses(1.0)
-    assert (squares_again, drawn_again) == (squares, drawn)
+    plain, squares, random_value = losses(0.0)
+    with_norm, squares_again, random_value_again = losses(1.0)
+    assert (squares_again, random_value_again) == (squares, random_value)
     assert with_norm - plain == pytest.approx(squares**0.5, rel=1e-5)

@@ -1,4 +1,4 @@
-"""Architectures and attention implementations, with a pretended GPU."""
+"""Architectures and attention implementations, with a fake GPU."""
 
 import importlib.util
 
@@ -10,7 +10,7 @@ from ludic.training import hardware
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A GPU of the given capability, CUDA version, and installed flash packages."""
+    """A fake GPU with this compute capability, CUDA version and these flash-attention packages."""
 
     def pretend(capability, cuda="12.8", packages=("flash_attn", "flash_attn_3")):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -37,7 +37,7 @@ def gpu(monkeypatch):
         ((6, 1), "older"),
     ],
 )
-def test_architectures(gpu, capability, name):
+def test_the_architecture_follows_from_the_compute_capability(gpu, capability, name):
     gpu(capability)
     assert hardware.detect_gpu_architecture() == name
 
@@ -55,19 +55,19 @@ def test_architectures(gpu, capability, name):
         ((9, 0), "12.8", (), "sdpa"),
     ],
 )
-def test_attention_implementations(gpu, capability, cuda, packages, implementation):
+def test_the_attention_implementation_follows_from_gpu_and_packages(gpu, capability, cuda, packages, implementation):
     gpu(capability, cuda, packages)
     assert hardware.get_optimal_attention_impl() == implementation
     assert hardware.get_optimal_attention_impl(disable_flash_attn=True) == "sdpa"
 
 
-def test_a_device_with_an_index_is_a_gpu_too(gpu):
+def test_a_device_with_an_index_is_recognised_as_a_gpu(gpu):
     gpu((8, 0))
     assert hardware.configure_flash_attention("cuda:0") == hardware.configure_flash_attention("cuda") == "flash_attention_2"
     assert hardware.configure_flash_attention("cuda:0", disable_flash_attn=True) == "sdpa"
 
 
-def test_without_a_gpu_there_is_nothing_to_find(monkeypatch, caplog):
+def test_without_a_gpu_nothing_is_detected(monkeypatch, caplog):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert hardware.detect_gpu_architecture() is None

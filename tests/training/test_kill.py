@@ -1,5 +1,5 @@
-"""A process that is killed while it trains, started again, ends with the weights of one that was
-not."""
+"""A process that is killed during training and started again ends with the weights of an
+uninterrupted one."""
 
 import json
 import os
@@ -19,21 +19,21 @@ def start(folder):
 
 
 @pytest.mark.integration
-def test_killed_twice_it_ends_where_the_whole_run_ends(tmp_path):
+def test_a_run_killed_twice_ends_where_the_uninterrupted_run_ends(tmp_path):
     whole, _ = start(tmp_path / "whole").communicate(timeout=180)
     *losses, digest = map(json.loads, whole.splitlines())
-    seen = {}
+    loss_by_step = {}
     for lines_before_the_kill in (3, 2):
         process = start(tmp_path / "killed")
         for _ in range(lines_before_the_kill):
             step, loss = json.loads(process.stdout.readline())
-            assert seen.setdefault(step, loss) == loss
+            assert loss_by_step.setdefault(step, loss) == loss
         process.send_signal(signal.SIGKILL)
         process.communicate(timeout=60)
     rest, _ = start(tmp_path / "killed").communicate(timeout=180)
     *tail, resumed_digest = map(json.loads, rest.splitlines())
     for step, loss in tail:
-        assert seen.setdefault(step, loss) == loss
+        assert loss_by_step.setdefault(step, loss) == loss
     assert 0 < len(tail) < len(losses)
-    assert all(seen.get(step, loss) == loss for step, loss in losses)
+    assert all(loss_by_step.get(step, loss) == loss for step, loss in losses)
     assert resumed_digest == digest

@@ -1,4 +1,4 @@
-"""Presets: what each one is made of, by the table of the API."""
+"""Presets: the parts of each, as listed in the API documentation."""
 
 import ast
 import inspect
@@ -81,26 +81,26 @@ PARTS = {
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_a_preset_is_made_of_the_documented_parts(name):
+def test_a_preset_has_the_documented_parts(name):
     algorithm, credit, loss = PARTS[name]
     assert algorithm.name == name
     assert algorithm.credit_assigner == credit
     assert algorithm.loss == loss
 
 
-def test_every_preset_of_the_registry_is_held_by_this_table():
+def test_this_table_has_every_preset_of_the_registry():
     assert set(presets.REGISTRY) == set(PARTS) - {"sft"}
     assert all(PARTS[name][0].name == name for name in presets.REGISTRY)
 
 
 @pytest.mark.parametrize("name", presets.PRESETS)
-def test_a_preset_is_registered_by_the_name_of_its_algorithm_and_with_the_paper_it_cites(name):
+def test_a_preset_is_registered_with_its_algorithms_name_and_paper(name):
     preset = presets.PRESETS[name]
     assert inspect.signature(preset.make).parameters["name"].default == name
     assert preset.paper in preset.make.__doc__
 
 
-def test_the_stubs_name_every_preset_and_no_other_from_where_the_registry_has_it():
+def test_the_stubs_import_exactly_the_presets_from_their_modules():
     homes = {preset.function: preset.module for preset in presets.PRESETS.values()}
     assert {name: home for name, home in stub_imports(presets).items() if name.startswith("make_")} == homes
     facade = {name for name in stub_imports(training) if name.startswith("make_") and hasattr(presets, name)}
@@ -112,7 +112,7 @@ def stub_imports(package):
     return {alias.name: node.module for node in tree.body for alias in node.names}
 
 
-def test_the_registry_is_read_without_torch():
+def test_reading_the_registry_does_not_import_torch():
     code = "import sys; from ludic.training.presets.registry import REGISTRY; print(len(REGISTRY), 'torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.split() == [str(len(presets.REGISTRY)), "False"]
@@ -124,7 +124,7 @@ def test_every_preset_can_be_imported_from_the_package_and_the_algorithm_module(
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         *[
             (partial(make, group_size=1), r"group_size \(1\) must be at least 2: an answer is compared with the other answers")
@@ -136,16 +136,16 @@ def test_every_preset_can_be_imported_from_the_package_and_the_algorithm_module(
         (lambda: make_dapo(group_size=G, max_completion_tokens=4, overlong_buffer_tokens=5), r"buffer_tokens \(5\) must be"),
     ],
 )
-def test_settings_that_mean_nothing_are_refused(make, said):
-    with pytest.raises(ConfigError, match=said):
+def test_invalid_settings_are_refused(make, message):
+    with pytest.raises(ConfigError, match=message):
         make()
 
 
-def test_reinforce_plus_plus_with_a_group_baseline_subtracts_the_groups_mean():
+def test_reinforce_plus_plus_with_a_group_baseline_subtracts_the_group_mean():
     assert make_reinforce_plus_plus(group_size=G, group_baseline=True).credit_assigner == HybridNormalizedReturn(G)
 
 
-def test_dapo_without_a_limit_penalises_no_length():
+def test_dapo_without_a_length_limit_has_no_length_penalty():
     assert make_dapo(group_size=G).credit_assigner == GroupNormalizedReturn(G, normalize_adv=True)
 
 
@@ -160,7 +160,7 @@ def sample(weight, group="g", logps=True):
     return SAWItem([1, 2], [1, 1], [0, 1], weight, {"request_meta": {"group_id": group}}, attached)
 
 
-def test_samples_that_are_dropped_need_no_log_probabilities():
+def test_dropped_samples_need_no_log_probabilities():
     batch = SAWBatch([sample(0.0, logps=False), sample(1.0)])
     assert len(make_grpo(group_size=G, drop_zero_weight=True).preprocess(batch).items) == 1
 
@@ -168,9 +168,9 @@ def test_samples_that_are_dropped_need_no_log_probabilities():
 @pytest.mark.parametrize("make", [make_scalerl, make_dapo])
 def test_groups_without_variance_are_dropped_first(make):
     batch = SAWBatch([sample(2.0, "flat", logps=False), sample(2.0, "flat", logps=False), sample(1.0), sample(-1.0)])
-    kept = make(group_size=2).preprocess(batch)
-    assert [s.weight for s in kept.items] == [1.0, -1.0]
-    assert kept.meta["zvp_filter_frac"] == 0.5
+    filtered = make(group_size=2).preprocess(batch)
+    assert [s.weight for s in filtered.items] == [1.0, -1.0]
+    assert filtered.meta["zvp_filter_frac"] == 0.5
 
 
 @pytest.mark.parametrize("make", [make_cispo, make_scalerl])

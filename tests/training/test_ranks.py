@@ -1,4 +1,4 @@
-"""A step on two ranks, with unlike numbers of samples, is the step on one."""
+"""A step on two ranks with different numbers of samples equals the step on one."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from ludic.training import CheckpointConfig, CheckpointManager, Trainer, make_sf
 
 @pytest.mark.integration
 @pytest.mark.parametrize("wrapping", ["none", "ddp", "fsdp", "lora", "ddp_lora", "fsdp_lora"])
-def test_two_ranks_take_the_step_of_one(tmp_path, wrapping):
+def test_a_step_on_two_ranks_equals_the_step_on_one(tmp_path, wrapping):
     result = on_two_ranks("two_ranks.py", tmp_path, wrapping)
     assert result["difference"] < 1e-6
     assert result["stats"]["train/loss"] == pytest.approx(result["loss"], rel=1e-5)
@@ -23,29 +23,31 @@ def test_two_ranks_take_the_step_of_one(tmp_path, wrapping):
     assert result["stats"]["train/avg_total_reward"] == pytest.approx(sum(rewards) / 12)
     if wrapping.endswith("lora"):
         stored = load_file(tmp_path / "checkpoints" / "step_000001" / "adapter_model.safetensors")
-        assert {tensor.shape[0] for name, tensor in stored.items() if "lora_A" in name} == {2}  # whole, whatever the sharding
+        assert {tensor.shape[0] for name, tensor in stored.items() if "lora_A" in name} == {
+            2
+        }  # whole tensors, however they are sharded
         return
     restored = tiny_model(seed=1)
-    CheckpointManager(CheckpointConfig(tmp_path / "checkpoints")).load(restored)  # whole weights, whatever the sharding
+    CheckpointManager(CheckpointConfig(tmp_path / "checkpoints")).load(restored)  # whole weights, however they are sharded
     before = weights_of(tiny_model())
     assert any((before[name] != weight).any() for name, weight in weights_of(restored).items())
 
 
-def test_statistics_of_two_ranks_are_those_of_their_samples_together_whatever_keys_each_has(tmp_path):
-    found = on_two_ranks("two_ranks_stats.py", tmp_path)
-    assert found["x"] == 2.0  # (3 * 1 + 1 * 5) / 4
-    assert found["x_std"] == pytest.approx(5**0.5)  # 0, 2 and 4, 6 about 3
-    assert (found["count"], found["shortest"], found["longest"]) == (5.0, -1.0, 9.0)
-    assert found["only on rank 1"] == 0.5
-    assert "unmeasured" not in found
-    # rank 1 sampled nothing that was compared: the sums are rank 0's, and so are the numbers
-    mismatch = {name: found[f"mismatch/{name}"] for name in ("tokens", "mean", "max", "kl", "ess")}
+def test_statistics_of_two_ranks_equal_those_of_all_samples_with_any_keys(tmp_path):
+    stats = on_two_ranks("two_ranks_stats.py", tmp_path)
+    assert stats["x"] == 2.0  # (3 * 1 + 1 * 5) / 4
+    assert stats["x_std"] == pytest.approx(5**0.5)  # 0, 2 and 4, 6 around a mean of 3
+    assert (stats["count"], stats["shortest"], stats["longest"]) == (5.0, -1.0, 9.0)
+    assert stats["only on rank 1"] == 0.5
+    assert "unmeasured" not in stats
+    # rank 1 had nothing to compare, so sums and results are those of rank 0
+    mismatch = {name: stats[f"mismatch/{name}"] for name in ("tokens", "mean", "max", "kl", "ess")}
     assert mismatch == {"tokens": 2.0, "mean": 0.5, "max": 0.75, "kl": 0.25, "ess": 0.5}
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize("wrapping", ["none", "ddp", "fsdp"])
-def test_bfloat16_weights_have_masters_on_two_ranks_and_resume_with_them(tmp_path, wrapping):
+def test_bfloat16_weights_have_masters_that_resume_on_two_ranks(tmp_path, wrapping):
     result = on_two_ranks("two_ranks_half.py", tmp_path, wrapping)
     assert result["dtypes"] == ["torch.float32"]
     assert result["moved"] > 0.99
@@ -53,16 +55,16 @@ def test_bfloat16_weights_have_masters_on_two_ranks_and_resume_with_them(tmp_pat
     stored = load_file(tmp_path / "checkpoints" / "step_000001" / "optimizer.safetensors")
     weights = {name: tensor.shape for name, tensor in weights_of(tiny_model()).items()}
     masters = [tensor.shape for name, tensor in stored.items() if name.endswith("/master")]
-    assert sorted(masters) == sorted(weights.values())  # whole, whatever the sharding
+    assert sorted(masters) == sorted(weights.values())  # whole tensors, however they are sharded
 
 
 @pytest.mark.integration
 def test_two_ranks_that_would_play_the_same_episodes_are_refused(tmp_path):
-    assert "gives each of 2 ranks the same prompts" in on_two_ranks("two_ranks_playing.py", tmp_path)["said"]
+    assert "gives each of 2 ranks the same prompts" in on_two_ranks("two_ranks_playing.py", tmp_path)["message"]
 
 
-def test_a_checkpoint_that_names_its_parameters_is_read_by_their_place(tmp_path):
-    """As sharded runs wrote them: names in the groups and in the keys."""
+def test_a_sharded_checkpoint_with_parameter_names_is_read_by_position(tmp_path):
+    """As sharded runs wrote them: with names in the groups and as keys."""
     trainer = Trainer(
         model=tiny_model(),
         algo=make_sft(),
@@ -87,7 +89,7 @@ def test_a_checkpoint_that_names_its_parameters_is_read_by_their_place(tmp_path)
     assert all(torch.equal(before[index][name], after[index][name]) for index in before for name in before[index])
 
 
-def test_one_rank_is_a_world_of_its_own():
+def test_a_single_rank_needs_no_process_group():
     assert (ranks.rank(), ranks.world_size(), ranks.is_distributed()) == (0, 1, False)
     assert ranks.sum_over_ranks([1.5, 2.0], "cpu") == ranks.max_over_ranks([1.5, 2.0], "cpu") == [1.5, 2.0]
     assert ranks.union_over_ranks(["b", "a", "b"], "cpu") == ["b", "a"]

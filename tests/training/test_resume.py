@@ -1,4 +1,4 @@
-"""A run that is killed and resumed is the run: same losses, same weights, bit for bit."""
+"""A killed and resumed run equals the uninterrupted run: same losses and weights, bit for bit."""
 
 import json
 import random
@@ -36,39 +36,38 @@ def trainer_of(folder, **options):
     )
 
 
-def measured(stats):
-    """Statistics without wall times."""
+def without_timings(stats):
+    """The statistics without durations."""
     return {name: value for name, value in stats.items() if not name.endswith(TIMES)}
 
 
 @pytest.fixture(scope="module")
 def whole_run(tmp_path_factory):
-    """The uninterrupted run: its checkpoints, the statistics of each step, and the weights at
-    the end."""
+    """The uninterrupted run: its checkpoints, the statistics of each step and the final weights."""
     folder = tmp_path_factory.mktemp("whole")
     trainer = trainer_of(folder)
     seed_everything(7)
-    stats = [measured(trainer.train_step_sync()) for _ in range(STEPS)]
+    stats = [without_timings(trainer.train_step_sync()) for _ in range(STEPS)]
     return folder, stats, weights_of(trainer.model)
 
 
 @pytest.mark.parametrize("killed_after", range(1, STEPS))
 def test_resuming_after_any_step_gives_the_same_losses_and_weights(whole_run, killed_after):
     folder, stats, weights = whole_run
-    seed_everything(99)  # another process: other generators, other initial weights
+    seed_everything(99)  # another process has other generator states and other initial weights
     trainer = trainer_of(folder, resume_from=killed_after, model_seed=1)
     assert trainer.current_step == killed_after
-    rest = [measured(trainer.train_step_sync()) for _ in range(STEPS - killed_after)]
+    rest = [without_timings(trainer.train_step_sync()) for _ in range(STEPS - killed_after)]
     assert rest == stats[killed_after:]
     assert_same_tensors(weights_of(trainer.model), weights)
 
 
-def test_the_run_itself_depends_on_the_generators(whole_run, tmp_path):
-    """Otherwise the test above could not fail for a state that was not kept."""
+def test_the_run_depends_on_the_random_generators(whole_run, tmp_path):
+    """Otherwise the test above could not fail when their state is lost."""
     _, stats, _ = whole_run
     trainer = trainer_of(tmp_path)
     seed_everything(8)
-    assert measured(trainer.train_step_sync())["train/loss"] != stats[0]["train/loss"]
+    assert without_timings(trainer.train_step_sync())["train/loss"] != stats[0]["train/loss"]
 
 
 def test_resume_accepts_a_step_a_string_of_digits_and_a_path(whole_run):
@@ -77,9 +76,9 @@ def test_resume_accepts_a_step_a_string_of_digits_and_a_path(whole_run):
         assert trainer_of(folder, resume_from=where).current_step == 2
 
 
-def test_the_schedule_goes_on_where_the_whole_run_would(tmp_path):
-    """Without a total the first `train` fixes it; the one after the resumption must not stretch
-    it."""
+def test_the_schedule_continues_as_in_the_uninterrupted_run(tmp_path):
+    """Without a total, the first `train` call sets the length; the call after resuming must not
+    stretch it."""
 
     def run(folder, steps, **options):
         trainer = Trainer(
@@ -99,8 +98,9 @@ def test_the_schedule_goes_on_where_the_whole_run_would(tmp_path):
     assert run(tmp_path, 2, resume_from=2) == rates[2:]
 
 
-def test_an_evaluation_between_two_steps_leaves_no_trace(tmp_path):
-    """An evaluator that draws from the generators must not change what training draws next."""
+def test_an_evaluation_between_two_steps_does_not_change_training(tmp_path):
+    """The evaluator draws from the random generators, which must not change what training draws
+    next."""
 
     class DrawingEvaluator:
         async def eval(self, **_):
@@ -118,16 +118,16 @@ def test_an_evaluation_between_two_steps_leaves_no_trace(tmp_path):
     assert_same_tensors(*weights)
 
 
-def test_generator_states_survive_json_and_go_back():
+def test_generator_states_survive_json_and_are_restored():
     seed_everything(1)
-    random.gauss(0, 1), np.random.randn()  # both keep a second value for the next call
+    random.gauss(0, 1), np.random.randn()  # both generators cache a second value for the next call
     state = json.loads(json.dumps(rng_state()))
-    drawn = [random.gauss(0, 1), random.random(), np.random.randn(), torch.rand(3).tolist()]
+    values = [random.gauss(0, 1), random.random(), np.random.randn(), torch.rand(3).tolist()]
     set_rng_state(state)
-    assert [random.gauss(0, 1), random.random(), np.random.randn(), torch.rand(3).tolist()] == drawn
+    assert [random.gauss(0, 1), random.random(), np.random.randn(), torch.rand(3).tolist()] == values
 
 
-def test_preserved_rng_goes_back_even_after_an_error():
+def test_preserved_generator_states_are_restored_after_an_error():
     seed_everything(1)
     expected = torch.rand(1).item()
     seed_everything(1)

@@ -1,5 +1,5 @@
-"""Reward functions as TRL takes them: what they are given, what becomes of what they return, and
-what an error costs."""
+"""Reward functions in TRL's form: their arguments, how their results are used, and the effect of
+errors."""
 
 import asyncio
 import functools
@@ -15,7 +15,7 @@ from ludic.types import Rollout, Step, TokenTrace
 
 
 def rollout(text, group="g", reward=0.0, **row):
-    """One answer to `row`, whose prompt is text unless it is given."""
+    """One answer to `row`. The prompt is text unless set otherwise."""
     row = {"prompt": "2+2=", **row}
     trace = TokenTrace([1], list(text.encode()))
     step = Step(0, "2+2=", text, None, reward, False, True, {"row": row}, trace)
@@ -23,14 +23,14 @@ def rollout(text, group="g", reward=0.0, **row):
 
 
 def score(functions, *rollouts, weights=None, **settings):
-    """(rewards, errors in the order of the rollouts)."""
+    """(rewards, errors), each in the order of the rollouts."""
     scorer = RewardFunctions(functions, weights, **settings)
     errors = asyncio.run(scorer.score(rollouts))
     assert set(errors) <= {r.id for r in rollouts}
     return [r.total_reward for r in rollouts], [errors.get(r.id) for r in rollouts]
 
 
-# ---- functions as they stand in TRL's documentation: run unchanged
+# ---- functions from TRL's documentation, run unchanged
 # ------------------------------------------------
 
 
@@ -47,34 +47,34 @@ def for_maths_only(completions, task, **kwargs):
     return [float(c == "4") if kind == "math" else None for c, kind in zip(completions, task, strict=True)]
 
 
-async def judged(prompts, completions, completion_ids, trainer_state, **kwargs):
+async def judge_score(prompts, completions, completion_ids, trainer_state, **kwargs):
     await asyncio.sleep(0)
     return [len(ids) / 10 + trainer_state.global_step for ids in completion_ids]
 
 
-def test_a_function_of_the_completions_alone():
+def test_a_function_can_take_only_completions():
     assert score(reward_len, rollout("four"), rollout("x" * 20)) == ([-16.0, 0.0], [None, None])
 
 
-def test_a_conversation_is_given_as_messages_and_columns_as_lists():
+def test_a_conversation_is_passed_as_messages_and_columns_as_lists():
     chat = [{"role": "user", "content": "2+2="}]
     assert score(accuracy_of_chat, rollout("4", prompt=chat, answer="4"), rollout("5", prompt=chat, answer="4"))[0] == [1.0, 0.0]
 
 
 def test_a_coroutine_function_gets_token_ids_and_the_state_of_the_run():
-    rewards, _ = score(judged, rollout("abc"), trainer_state=TrainerState(global_step=7))
+    rewards, _ = score(judge_score, rollout("abc"), trainer_state=TrainerState(global_step=7))
     assert rewards == [pytest.approx(7.3)]
 
 
-def test_several_are_summed_with_weights_and_one_that_says_nothing_is_left_out():
-    """0.5 * (-16) + 2 * 1 = -6 for the sum of `math`; 0.5 * (-19) = -9.5 where `for_maths_only`
-    says nothing."""
+def test_several_functions_are_summed_with_weights_and_none_is_skipped():
+    """0.5 * (-16) + 2 * 1 = -6 is the sum for `math`; 0.5 * (-19) = -9.5 where `for_maths_only`
+    returns None."""
     functions = [lambda completions, **_: [-16.0, -19.0], for_maths_only]
     sums = score(functions, rollout("4", task="math"), rollout("y", task="code"), weights=[0.5, 2.0])
     assert sums == ([-6.0, -9.5], [None, None])
 
 
-def test_a_batch_is_one_call_with_everything_in_it():
+def test_a_batch_is_one_call_with_all_completions():
     calls = []
 
     def spy(prompts, completions, completion_ids, **columns):
@@ -89,12 +89,12 @@ def test_a_batch_is_one_call_with_everything_in_it():
     assert set(columns) == {"trainer_state", "log_extra", "log_metric"}
 
 
-def test_a_function_without_keywords_gets_what_it_names():
+def test_a_function_without_var_keywords_gets_only_its_arguments():
     assert score(lambda completions, answer: [float(c == a) for c, a in zip(completions, answer, strict=True)],
                  rollout("4", answer="4", level=3))[0] == [1.0]  # fmt: skip
 
 
-def test_rewards_add_to_those_of_the_environment_and_stand_in_the_info_by_name():
+def test_rewards_add_to_those_of_the_environment_and_are_in_the_info_by_name():
     one = rollout("4", reward=0.25, task="code")
     asyncio.run(RewardFunctions([reward_len, for_maths_only, reward_len]).score([one]))
     assert one.total_reward == 0.25 - 19 - 19
@@ -104,7 +104,7 @@ def test_rewards_add_to_those_of_the_environment_and_stand_in_the_info_by_name()
     }
 
 
-def test_what_is_logged_stands_beside_the_answer_it_belongs_to():
+def test_extra_log_columns_are_stored_with_their_answers():
     def logs(completions, log_extra, log_metric):
         log_extra("upper", [text.upper() for text in completions])
         log_metric("count", len(completions))
@@ -134,7 +134,7 @@ def test_an_episode_of_several_steps_is_a_list_of_messages_and_its_last_step_is_
     assert [step.reward for step in steps] == [0.0, 1.0]
 
 
-def test_arrays_tensors_and_truths_are_numbers():
+def test_arrays_tensors_and_booleans_are_valid_rewards():
     import numpy as np
     import torch
 
@@ -142,7 +142,7 @@ def test_arrays_tensors_and_truths_are_numbers():
         assert score(lambda completions, returned=returned: returned, rollout("a"), rollout("b"))[0] == [1.0, 2.0]
 
 
-def test_names_come_from_the_function_whatever_kind_of_callable_it_is():
+def test_the_name_of_a_reward_comes_from_any_kind_of_callable():
     class Judge:
         def __call__(self, completions):
             return [1.0] * len(completions)
@@ -151,14 +151,14 @@ def test_names_come_from_the_function_whatever_kind_of_callable_it_is():
     assert scorer.names == ["reward_len", "reward_len_2", "Judge", "<lambda>"]
 
 
-def test_plain_functions_run_where_signals_do():
-    """math-verify's own deadline is a signal, which only the main thread may set."""
+def test_plain_functions_run_in_the_main_thread():
+    """math-verify sets its deadline with a signal, which works only in the main thread."""
     threads = []
     score(lambda completions: [threads.append(threading.current_thread()) or 0.0], rollout("a"))
     assert threads == [threading.main_thread()]
 
 
-async def test_coroutine_functions_run_at_the_same_time():
+async def test_coroutine_functions_run_concurrently():
     met = asyncio.Barrier(2)
 
     async def one(completions):
@@ -187,7 +187,7 @@ def fails_on(word):
     return exact
 
 
-def test_a_function_that_raises_costs_the_groups_it_raises_on():
+def test_a_function_that_raises_fails_only_the_groups_it_raises_on():
     rewards, errors = score(fails_on("bad"), rollout("a", 1), rollout("bad", 2), rollout("b", 2), rollout("c", 3))
     assert rewards == [1.0, 0.0, 0.0, 1.0]
     assert [error is None for error in errors] == [True, False, False, True]
@@ -197,7 +197,7 @@ def test_a_function_that_raises_costs_the_groups_it_raises_on():
     assert isinstance(errors[1].__cause__, KeyError)
 
 
-def test_what_another_function_said_is_not_half_a_reward():
+def test_a_failed_function_leaves_no_partial_reward_of_the_others():
     rewards, errors = score([reward_len, fails_on("bad")], rollout("bad"), weights=[1.0, 1.0])
     assert (rewards, errors[0] is None) == ([0.0], False)
 
@@ -231,7 +231,7 @@ def test_exactly_the_groups_with_a_failure_have_no_reward(bad, coroutine):
         ([GradingError("too long")], "too long"),
     ],
 )
-def test_what_is_no_reward_is_an_error_and_not_a_reward_of_0(returned, said):
+def test_an_invalid_reward_is_an_error_and_not_a_reward_of_zero(returned, said):
     def own(completions):
         return returned
 
@@ -243,13 +243,13 @@ def test_what_is_no_reward_is_an_error_and_not_a_reward_of_0(returned, said):
     assert not [key for key in played.steps[0].info if key.startswith("rewards/")]
 
 
-def test_an_error_in_the_place_of_one_reward_costs_that_one_alone():
+def test_an_invalid_reward_fails_only_its_own_rollout():
     rewards, errors = score(lambda completions: [1.0, GradingError("hung"), 0.5], rollout("a"), rollout("b"), rollout("c"))
     assert rewards == [1.0, 0.0, 0.5]
     assert [str(error) if error else None for error in errors] == [None, "hung", None]
 
 
-def test_a_coroutine_that_hangs_is_given_up_at_the_deadline_and_not_called_again():
+def test_a_hanging_coroutine_is_cancelled_at_the_deadline_and_not_called_again():
     calls, cancelled = [], []
 
     async def hangs(completions):
@@ -265,7 +265,7 @@ def test_a_coroutine_that_hangs_is_given_up_at_the_deadline_and_not_called_again
     assert all("reward function hangs failed: it took longer than 0.01 s" in str(error) for error in errors)
 
 
-def test_a_timeout_of_the_functions_own_is_an_error_like_others():
+def test_a_timeout_error_raised_by_the_function_is_an_ordinary_error():
     async def gives_up(completions):
         raise TimeoutError("the judge is away")
 
@@ -273,7 +273,7 @@ def test_a_timeout_of_the_functions_own_is_an_error_like_others():
     assert str(error).startswith(f"reward function gives_up failed: TimeoutError: the judge is away ({__file__}:")
 
 
-def test_a_wrong_number_of_rewards_is_told_as_the_whole_batch_saw_it():
+def test_a_wrong_number_of_rewards_is_reported_for_the_whole_batch():
     def forgets(completions):
         return [1.0 for text in completions if text != "bad"]
 
@@ -286,7 +286,7 @@ def test_a_wrong_number_of_rewards_is_told_as_the_whole_batch_saw_it():
 
 
 @pytest.mark.parametrize("coroutine", [False, True])
-def test_an_exit_in_a_reward_function_is_an_error_like_others(coroutine):
+def test_an_exit_in_a_reward_function_is_an_ordinary_error(coroutine):
     def leaves(completions):
         if "bad" in completions:
             sys.exit(3)
@@ -300,7 +300,7 @@ def test_an_exit_in_a_reward_function_is_an_error_like_others(coroutine):
     assert str(errors[1]).endswith("failed: it called sys.exit(3)")
 
 
-def test_a_long_prompt_is_shown_in_part():
+def test_an_error_shows_only_part_of_a_long_prompt():
     played = Rollout(steps=[Step(0, "q", "a", None, 0.0, False, True, info={"row": {"prompt": "why? " * 100}})])
     errors = asyncio.run(RewardFunctions(lambda completions: [None]).score([played]))
     assert (
@@ -309,7 +309,7 @@ def test_a_long_prompt_is_shown_in_part():
     )
 
 
-def test_a_rollout_without_its_row_is_an_error_of_its_own():
+def test_a_rollout_without_its_row_is_a_distinct_error():
     lost = Rollout(steps=[Step(0, "q", "a", None, 0.0, False, True)])
     rewards, errors = score(reward_len, lost, rollout("x" * 20))
     assert rewards == [0.0, 0.0]
@@ -317,7 +317,7 @@ def test_a_rollout_without_its_row_is_an_error_of_its_own():
     assert errors[1] is None
 
 
-def test_a_row_may_come_with_the_request():
+def test_the_row_can_come_from_the_request():
     played = Rollout(steps=[Step(0, "q", "a", None, 0.0, False, True)], meta={"request_meta": {"row": {"prompt": "q", "n": 3}}})
     assert score(lambda completions, n: n, played)[0] == [3.0]
 
@@ -331,13 +331,13 @@ def test_a_row_may_come_with_the_request():
         (["reward_len"], None, "must be callable, got str"),
     ],
 )
-def test_settings_without_meaning_are_refused(functions, weights, said):
+def test_invalid_settings_are_refused(functions, weights, said):
     with pytest.raises(ConfigError, match=said):
         RewardFunctions(functions, weights)
 
 
-def test_a_function_that_asks_for_what_the_data_does_not_have_is_refused_before_anything_is_played():
-    scorer = RewardFunctions([reward_len, judged, accuracy_of_chat])
+def test_an_argument_that_the_data_lacks_is_refused_before_anything_is_played():
+    scorer = RewardFunctions([reward_len, judge_score, accuracy_of_chat])
     scorer.check_columns(["answer"])
     with pytest.raises(
         ConfigError, match=r"accuracy_of_chat asks for answer, which the data does not have; its columns are level"

@@ -1,4 +1,5 @@
-"""Scores of rollouts: what is scored, in which form, and what becomes of failures."""
+"""Scoring rollouts with a reward model: what is scored, in which form, and how failures are
+handled."""
 
 import asyncio
 import math
@@ -28,7 +29,7 @@ def score(scorer, *rollouts):
     return asyncio.run(scorer.score(list(rollouts)))
 
 
-def test_the_score_is_written_beside_the_reward():
+def test_the_score_is_stored_beside_the_reward():
     client, one = FakeRewardModel(), rollout("r", ("2+2=", "4"), reward=0.5)
     assert score(RewardModelScorer(client), one) == {}
     assert (one.meta["rm_score"], one.total_reward) == (len("2+2=\n4"), 0.5)
@@ -36,14 +37,14 @@ def test_the_score_is_written_beside_the_reward():
     assert client.calls == [(["2+2=\n4"], True)]
 
 
-def test_tokens_are_scored_as_they_were_sampled_where_the_tokenizers_agree():
+def test_sampled_tokens_are_scored_when_the_tokenizers_agree():
     client, one = FakeRewardModel(tokenizer=tokenizer()), rollout("r", ("2+2=", "4"), ids=TRACE)
     score(RewardModelScorer(client, policy_tokenizer=tokenizer(), normalize=False), one)
     assert client.calls == [([[53, 46, 53, 64, 55, 2]], False)]
     assert one.meta["rm_score_from"] == "tokens"
 
 
-def test_in_process_the_score_of_a_trace_is_that_of_its_tokens():
+def test_a_local_model_scores_a_trace_by_its_tokens():
     model = reward_model()
     scorer = RewardModelScorer(LocalRewardModel(model, tokenizer()), policy_tokenizer=tokenizer(), normalize=False)
     one, cut_off = rollout("a", ("2+2=", "4"), ids=TRACE), rollout("b", ("2+2=", "4"), ids=([53, 46, 53, 64], [55]))
@@ -52,7 +53,7 @@ def test_in_process_the_score_of_a_trace_is_that_of_its_tokens():
     assert cut_off.meta["rm_score"] == pytest.approx(score_alone(model, [53, 46, 53, 64, 55]), abs=1e-5)
 
 
-def test_text_is_used_and_said_where_tokenizers_differ_or_there_is_no_trace(caplog):
+def test_text_is_scored_with_a_warning_when_tokenizers_differ_or_there_is_no_trace(caplog):
     client = FakeRewardModel(tokenizer=object())
     traced, bare = rollout("a", ("2+2=", "4"), ids=TRACE), rollout("b", ("1+1=", "2"))
     score(RewardModelScorer(client, policy_tokenizer=tokenizer()), traced, bare)
@@ -60,7 +61,7 @@ def test_text_is_used_and_said_where_tokenizers_differ_or_there_is_no_trace(capl
     assert "tokenised again" in caplog.text
 
 
-def test_a_render_function_goes_before_everything():
+def test_a_render_function_takes_precedence():
     client = FakeRewardModel(tokenizer=tokenizer())
     scorer = RewardModelScorer(client, render_fn=lambda r: r.steps[-1].action, policy_tokenizer=tokenizer())
     score(scorer, rollout("r", ("2+2=", "4"), ids=TRACE))
@@ -79,8 +80,8 @@ class Template:
 def test_a_conversation_is_rendered_by_the_template():
     client = FakeRewardModel()
     scorer = RewardModelScorer(client, use_chat_template=True, tokenizer=Template(), system_prompt="be good")
-    seen = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
-    by_turns, recorded = rollout("a", ("o1", "a1"), ("o2", "a2")), rollout("b", ("o", "ans"), chat_prompt_messages=seen)
+    chat_messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
+    by_turns, recorded = rollout("a", ("o1", "a1"), ("o2", "a2")), rollout("b", ("o", "ans"), chat_prompt_messages=chat_messages)
     score(scorer, by_turns, recorded)
     assert client.calls[0][0] == [
         "system:be good|user:o1|assistant:a1|user:o2|assistant:a2",
@@ -89,12 +90,12 @@ def test_a_conversation_is_rendered_by_the_template():
 
 
 @pytest.mark.parametrize("tokenizer_given", [None, object(), tokenizer()])
-def test_a_template_that_is_not_there_is_found_at_once(tokenizer_given):
+def test_a_missing_template_is_refused_immediately(tokenizer_given):
     with pytest.raises(ConfigError, match="chat template"):
         RewardModelScorer(FakeRewardModel(), use_chat_template=True, tokenizer=tokenizer_given)
 
 
-def test_batches_are_of_the_size_asked_for_and_equal_inputs_are_scored_once():
+def test_batches_have_the_requested_size_and_equal_inputs_are_scored_once():
     client = FakeRewardModel()
     rollouts = [rollout(str(i), ("q", "a" * (i % 5))) for i in range(20)]
     score(RewardModelScorer(client, batch_size=2), *rollouts)
@@ -102,7 +103,7 @@ def test_batches_are_of_the_size_asked_for_and_equal_inputs_are_scored_once():
     assert [r.meta["rm_score"] for r in rollouts] == [2.0 + i % 5 for i in range(20)]
 
 
-def test_a_plain_function_may_score():
+def test_any_object_with_score_batch_can_score():
     class Plain:
         def score_batch(self, inputs, *, normalize=True):
             return [0.25] * len(inputs)
@@ -112,7 +113,7 @@ def test_a_plain_function_may_score():
     assert one.meta["rm_score"] == 0.25
 
 
-def test_a_refused_input_costs_its_own_rollout_alone():
+def test_a_refused_input_fails_only_its_own_rollout():
     client = FakeRewardModel(lambda text: DataError("too long") if "bad" in text else len(text))
     rollouts = [rollout(str(i), ("q", "bad" if i == 5 else str(i))) for i in range(8)]
     errors = score(RewardModelScorer(client), *rollouts)
@@ -121,7 +122,7 @@ def test_a_refused_input_costs_its_own_rollout_alone():
     assert [("rm_score" in r.meta) for r in rollouts] == [i != 5 for i in range(8)]
 
 
-def test_a_failed_call_is_not_tried_input_by_input():
+def test_a_failed_call_is_not_repeated_for_each_input():
     client = FakeRewardModel(lambda text: InferenceError("the server is gone"))
     rollouts = [rollout(str(i), ("q", str(i)), reward=1.0) for i in range(4)]
     errors = score(RewardModelScorer(client, batch_size=2), *rollouts)
@@ -135,14 +136,14 @@ def test_a_failed_call_is_not_tried_input_by_input():
 def test_a_score_that_is_not_finite_is_an_error_of_its_rollout(bad):
     client = FakeRewardModel(lambda text: bad if "1" in text else 1.0)
     one, two = rollout("a", ("q", "1")), rollout("b", ("q", "2"))
-    one.meta["rm_score"] = 0.9  # of an earlier call
+    one.meta["rm_score"] = 0.9  # of a previous call
     errors = score(RewardModelScorer(client), one, two)
     assert list(errors) == ["a"]
     assert "rm_score" not in one.meta
     assert two.meta["rm_score"] == 1.0
 
 
-def test_too_few_scores_are_no_scores():
+def test_a_wrong_number_of_scores_is_an_error():
     class Short:
         async def score_batch(self, inputs, *, normalize=True):
             return [1.0]
@@ -151,7 +152,7 @@ def test_too_few_scores_are_no_scores():
     assert "1 scores for 2 inputs" in str(errors["a"])
 
 
-def test_a_client_that_never_answers_is_given_up_on():
+def test_a_client_that_never_answers_times_out():
     class Silent:
         async def score_batch(self, inputs, *, normalize=True):
             await asyncio.Event().wait()
@@ -160,7 +161,7 @@ def test_a_client_that_never_answers_is_given_up_on():
     assert "too long" in str(errors["a"])
 
 
-def test_a_rollout_that_cannot_be_rendered_and_one_without_steps_are_errors_of_their_own():
+def test_a_rollout_that_cannot_be_rendered_or_has_no_steps_is_its_own_error():
     def render(r):
         return {"a": "fine"}[r.id]
 
@@ -182,7 +183,7 @@ def test_a_rollout_that_cannot_be_rendered_and_one_without_steps_are_errors_of_t
         ("bonus", [1.0, 2.0 + 5.0]),
     ],
 )
-def test_as_the_reward_the_return_is_what_the_mode_says(mode, rewards):
+def test_as_the_reward_the_score_replaces_or_joins_the_return_by_mode(mode, rewards):
     one = rollout("r", ("o", "a"), ("p", "b"), reward=2.0)
     one.steps[0].reward = 1.0
     reward = RewardModelReward(RewardModelScorer(FakeRewardModel(lambda _: 10.0)), mode, rm_coeff=0.5, alpha=0.25)
@@ -193,7 +194,7 @@ def test_as_the_reward_the_return_is_what_the_mode_says(mode, rewards):
 
 
 @pytest.mark.parametrize(("finish", "expected"), [("stop", 4.0), ("length", 1.0)])
-def test_an_answer_that_ran_into_the_limit_is_scored_lower_and_its_score_stays(finish, expected):
+def test_a_truncated_answer_gets_a_penalty_and_keeps_its_raw_score(finish, expected):
     one = rollout("r", ("o", "a"), reward=9.0, ids=([5], [6], [-0.1], finish))
     two = rollout("s", ("o", "a"), reward=9.0, finish_reason=finish)
     score(RewardModelReward(RewardModelScorer(FakeRewardModel(lambda _: 4.0)), unfinished_penalty=3.0), one, two)
@@ -203,7 +204,7 @@ def test_an_answer_that_ran_into_the_limit_is_scored_lower_and_its_score_stays(f
         RewardModelReward(RewardModelScorer(FakeRewardModel()), unfinished_penalty=-1.0)
 
 
-def test_reward_functions_are_asked_before_and_their_failures_stay():
+def test_reward_functions_run_first_and_their_failures_are_kept():
     class Before:
         async def score(self, rollouts):
             rollouts[0].steps[-1].reward += 1.0
@@ -221,7 +222,7 @@ def test_an_unknown_mode_is_refused():
         RewardModelReward(RewardModelScorer(FakeRewardModel()), "mean")
 
 
-# In the engine
+# In the rollout engine
 
 
 def engine(scorer, *texts):
@@ -233,7 +234,7 @@ def requests(*groups):
     return [RolloutRequest(EnvSpec("e"), ProtocolSpec("p"), inference=FOR_RL, env_seed=1, meta={"group_id": g}) for g in groups]
 
 
-def test_scores_reach_the_credit_of_the_preset():
+def test_scores_reach_the_credit_assigner_of_the_preset():
     algorithm = make_grpo_with_rm(group_size=2, rm_mode="replace")
     playing = engine(RewardModelScorer(FakeRewardModel(lambda text: len(text.split("\n")[1]))), "aa", "b")
     batch = asyncio.run(playing.generate_batch(requests("g", "g"), algorithm, concurrency=1))

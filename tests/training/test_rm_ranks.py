@@ -1,5 +1,5 @@
-"""A step of reward-model training on two ranks, with unlike numbers of pairs, is the step on
-one; so is an evaluation."""
+"""A reward-model step on two ranks with different numbers of pairs equals the step on one, and so
+does an evaluation."""
 
 import pytest
 from preference_samples import reward_model, rm_config, sorted_pairs
@@ -11,7 +11,7 @@ from ludic.training import RMTrainer, make_bradley_terry
 
 @pytest.mark.integration
 @pytest.mark.parametrize("wrapping", ["none", "ddp", "fsdp"])
-def test_two_ranks_take_the_step_of_one(tmp_path, wrapping):
+def test_a_reward_model_step_on_two_ranks_equals_the_step_on_one(tmp_path, wrapping):
     result = on_two_ranks("two_ranks_rm.py", tmp_path, wrapping)
     assert result["difference"] < 2e-6
     assert result["stats"]["train/loss"] == pytest.approx(result["loss"], rel=1e-5)

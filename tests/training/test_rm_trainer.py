@@ -1,5 +1,5 @@
-"""The reward-model trainer: whole pairs, scores evaluated one by one, and everything else as its
-base does it."""
+"""The reward-model trainer: whole pairs, metrics of single scores, and everything that its base
+class does."""
 
 import logging
 import random
@@ -38,14 +38,14 @@ def trainer_of(items=None, *, model=None, algo=None, config=None, source=None, *
 
 
 def read_score(model, item):
-    """Of one sample alone, without a column of padding."""
+    """The score of one sample alone, without padding."""
     model.eval()
     with torch.no_grad():
         return model(input_ids=torch.tensor([item.input_ids])).logits.item()
 
 
-class Descent(RMTrainer):
-    """Plain gradient descent at rate 1: the step is the gradient."""
+class DescentTrainer(RMTrainer):
+    """Gradient descent with learning rate 1, so the step is the gradient."""
 
     def initialize_optimizer(self):
         return torch.optim.SGD(self.model.parameters(), lr=1.0)
@@ -65,7 +65,7 @@ def test_the_step_is_the_gradient_of_all_pairs_at_once(budget, packing):
     model.zero_grad()
     shuffled = random.Random(1).sample(items, len(items))
     cfg = rm_config(micro_token_budget=budget, packing=packing, max_grad_norm=None)
-    trainer = Descent(model=model, algo=algo, batch_source=ListSource(shuffled), cfg=cfg)
+    trainer = DescentTrainer(model=model, algo=algo, batch_source=ListSource(shuffled), cfg=cfg)
     stats = trainer.train_step_sync()
     moved = {name: before[name] - weight for name, weight in weights_of(model).items()}
     assert_same_tensors({name: moved[name] for name in expected}, expected, atol=1e-5)
@@ -88,8 +88,8 @@ def test_a_reward_model_learns_which_answer_is_sorted():
     assert after["eval_margin_p50"] > 0
 
 
-def test_a_label_of_zero_turns_the_pair():
-    """Two pairs said the other way round are the same step."""
+def test_a_label_of_zero_swaps_the_pair():
+    """A pair with swapped roles and label 1 - y gives the same step."""
     turned = []
     for chosen, rejected in zip(*[iter(sorted_pairs(4))] * 2, strict=True):
         meta, label = chosen.meta, 1.0 - chosen.meta["label"]
@@ -108,30 +108,30 @@ def test_a_label_of_zero_turns_the_pair():
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
-def test_every_micro_batch_holds_whole_pairs_within_the_budget():
-    seen = []
+def test_every_micro_batch_has_whole_pairs_within_the_budget():
+    batches_seen = []
 
-    class Watching(BradleyTerryLoss):
+    class RecordingLoss(BradleyTerryLoss):
         def compute(self, logits, batch, *, shared=None):
-            seen.append((batch["input_ids"].numel(), batch["meta"]["pair_id"], batch["meta"]["role"]))
+            batches_seen.append((batch["input_ids"].numel(), batch["meta"]["pair_id"], batch["meta"]["role"]))
             return super().compute(logits, batch, shared=shared)
 
     items = random.Random(2).sample(sorted_pairs(12), 24)
-    algo = RLAlgorithm("watched", ConstantCredit(1.0), Watching())
+    algo = RLAlgorithm("watched", ConstantCredit(1.0), RecordingLoss())
     stats = trainer_of(items, algo=algo, config={"micro_token_budget": 90, "minibatches_per_batch": 3}).train_step_sync()
-    assert len(seen) == stats["perf/micro_batches"] > 3
+    assert len(batches_seen) == stats["perf/micro_batches"] > 3
     assert stats["train/optimizer_steps"] == 3
-    for tokens, ids, roles in seen:
+    for tokens, ids, roles in batches_seen:
         assert tokens <= 90
         assert ids[::2] == ids[1::2]
         assert roles == ["chosen", "rejected"] * (len(roles) // 2)
-    assert sorted(name for _, ids, _ in seen for name in ids[::2]) == sorted({item.meta["pair_id"] for item in items})
-    assert stats["perf/padded_tokens"] == sum(tokens for tokens, _, _ in seen)
+    assert sorted(name for _, ids, _ in batches_seen for name in ids[::2]) == sorted({item.meta["pair_id"] for item in items})
+    assert stats["perf/padded_tokens"] == sum(tokens for tokens, _, _ in batches_seen)
     assert stats["perf/padded_tokens_greedy"] >= stats["perf/real_tokens"] == sum(len(item.input_ids) for item in items)
 
 
-def test_recomputed_activations_change_nothing_in_either_pass():
-    algo = make_bradley_terry(lambda_regularization=0.1)  # whose norm takes a pass of its own
+def test_gradient_checkpointing_changes_neither_pass():
+    algo = make_bradley_terry(lambda_regularization=0.1)  # the norm needs a first pass
     config = {"micro_token_budget": 64}
     plain, checkpointed = (
         trainer_of(algo=algo, config=config, model=reward_model(attention_dropout=0.2), enable_gradient_checkpointing=on)
@@ -146,21 +146,23 @@ def test_recomputed_activations_change_nothing_in_either_pass():
 
 
 def test_bf16_autocast_trains_and_evaluates_in_bf16():
-    seen = []
+    batches_seen = []
 
-    class Watching(BradleyTerryLoss):
+    class RecordingLoss(BradleyTerryLoss):
         def compute(self, logits, batch, *, shared=None):
-            seen.append(logits.dtype)
+            batches_seen.append(logits.dtype)
             return super().compute(logits, batch, shared=shared)
 
     config = {"mixed_precision_dtype": "bf16"}
-    trainer = trainer_of(algo=RLAlgorithm("bf16", ConstantCredit(1.0), Watching()), config=config, eval_items=sorted_pairs(6))
+    trainer = trainer_of(
+        algo=RLAlgorithm("bf16", ConstantCredit(1.0), RecordingLoss()), config=config, eval_items=sorted_pairs(6)
+    )
     exact = trainer_of(eval_items=sorted_pairs(6)).evaluate()
-    found = trainer.evaluate()
-    assert found["eval_loss"] == pytest.approx(exact["eval_loss"], rel=0.05)
-    assert found["eval_loss"] != exact["eval_loss"]
+    eval_metrics = trainer.evaluate()
+    assert eval_metrics["eval_loss"] == pytest.approx(exact["eval_loss"], rel=0.05)
+    assert eval_metrics["eval_loss"] != exact["eval_loss"]
     trainer.train_step_sync()
-    assert set(seen) == {torch.bfloat16}
+    assert set(batches_seen) == {torch.bfloat16}
     assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}
 
 
@@ -191,11 +193,11 @@ def resumable(folder, **options):
 def run_to_the_end(trainer):
     stats = []
     trainer.train_sync(STEPS - trainer.current_step, log_fn=stats.append, eval_log_fn=stats.append)
-    return [{name: value for name, value in found.items() if not name.endswith("_s")} for found in stats]
+    return [{name: value for name, value in step_stats.items() if not name.endswith("_s")} for step_stats in stats]
 
 
 @pytest.mark.parametrize("killed_after", [1, 3])
-def test_a_resumed_run_is_the_run_bit_for_bit(tmp_path, killed_after):
+def test_a_resumed_run_equals_the_uninterrupted_run_bitwise(tmp_path, killed_after):
     torch.manual_seed(5)
     whole = resumable(tmp_path)
     torch.manual_seed(5)
@@ -206,7 +208,7 @@ def test_a_resumed_run_is_the_run_bit_for_bit(tmp_path, killed_after):
     assert_same_tensors(weights_of(resumed.model), weights_of(whole.model))
 
 
-def test_a_checkpoint_is_loaded_by_transformers(tmp_path):
+def test_transformers_can_load_a_checkpoint(tmp_path):
     from transformers import AutoModelForSequenceClassification
 
     trainer = trainer_of(checkpoint_config=CheckpointConfig(tmp_path, every_n_steps=1))
@@ -216,7 +218,7 @@ def test_a_checkpoint_is_loaded_by_transformers(tmp_path):
     assert read_score(loaded, item) == read_score(trainer.model, item)
 
 
-# --- what a batch may lack
+# --- incomplete batches
 
 
 def test_incomplete_pairs_are_dropped_and_counted(caplog):
@@ -226,7 +228,7 @@ def test_incomplete_pairs_are_dropped_and_counted(caplog):
     assert "dropped 1 incomplete preference pairs: p3" in caplog.text
 
 
-def test_incomplete_pairs_are_an_error_where_they_may_not_be_dropped():
+def test_incomplete_pairs_are_an_error_when_they_may_not_be_dropped():
     trainer = trainer_of(sorted_pairs(4)[:7], config={"rm_drop_incomplete_pairs": False})
     with pytest.raises(DataError, match='Incomplete preference pair "p3"'):
         trainer.train_step_sync()
@@ -235,8 +237,8 @@ def test_incomplete_pairs_are_an_error_where_they_may_not_be_dropped():
 @pytest.mark.parametrize(
     ("setting", "argument"), [("rm_drop_incomplete_pairs", "drop_incomplete"), ("rm_require_complete_pairs", "require_complete")]
 )
-def test_what_the_batch_source_drops_is_no_less_dropped(setting, argument):
-    """The trainer would neither refuse nor keep what never reaches it."""
+def test_pairs_that_the_source_drops_follow_the_same_setting(setting, argument):
+    """The trainer can neither refuse nor keep what never reaches it."""
     source = preference_batches(sorted_pairs(4)[:7], batch_size=4)
     with pytest.raises(
         ConfigError, match=f"has dropped 1 incomplete pairs, and {setting} is off; pass {argument}=False to preference"
@@ -245,18 +247,18 @@ def test_what_the_batch_source_drops_is_no_less_dropped(setting, argument):
     assert trainer_of(source=source).train_step_sync()["train/total_pairs"] == 3
 
 
-def test_samples_that_are_alone_come_from_the_source_to_the_loss():
-    seen = []
+def test_single_samples_reach_the_loss_from_the_source():
+    batches_seen = []
 
-    class Watching(BradleyTerryLoss):
+    class RecordingLoss(BradleyTerryLoss):
         def compute(self, logits, batch, *, shared=None):
-            seen.extend(batch["meta"]["pair_id"])
+            batches_seen.extend(batch["meta"]["pair_id"])
             return super().compute(logits, batch, shared=shared)
 
     source = preference_batches(sorted_pairs(4)[:7], batch_size=4, require_complete=False)
-    algo = RLAlgorithm("watched", ConstantCredit(1.0), Watching())
+    algo = RLAlgorithm("watched", ConstantCredit(1.0), RecordingLoss())
     trainer_of(source=source, algo=algo, config={"rm_require_complete_pairs": False}).train_step_sync()
-    assert sorted(seen) == ["p0", "p0", "p1", "p1", "p2", "p2", "p3"]
+    assert sorted(batches_seen) == ["p0", "p0", "p1", "p1", "p2", "p2", "p3"]
 
 
 def test_an_evaluation_treats_incomplete_pairs_as_training_does(caplog):
@@ -269,8 +271,8 @@ def test_an_evaluation_treats_incomplete_pairs_as_training_does(caplog):
         {"rm_require_complete_pairs": False, "rm_drop_incomplete_pairs": False},
     ):
         caplog.clear()
-        found = trainer_of(sorted_pairs(4), eval_items=items, config=changes).evaluate()
-        assert found == {**whole, "eval_pairs_incomplete": 1.0}
+        eval_metrics = trainer_of(sorted_pairs(4), eval_items=items, config=changes).evaluate()
+        assert eval_metrics == {**whole, "eval_pairs_incomplete": 1.0}
         assert "dropped 1 incomplete preference pairs: p3" in caplog.text
     with pytest.raises(DataError, match='Incomplete preference pair "p3"'):
         trainer_of(sorted_pairs(4), eval_items=items, config={"rm_drop_incomplete_pairs": False})
@@ -279,43 +281,43 @@ def test_an_evaluation_treats_incomplete_pairs_as_training_does(caplog):
         trainer.evaluate(items)
 
 
-def test_incomplete_pairs_reach_the_loss_where_completeness_is_not_required():
-    """The reference dropped them all the same. Bradley-Terry has no use for them: its loss is
+def test_incomplete_pairs_reach_the_loss_when_completeness_is_not_required():
+    """The reference implementation dropped them anyway. Bradley-Terry ignores them: its loss is
     that of the complete pairs."""
-    seen = []
+    batches_seen = []
 
-    class Watching(BradleyTerryLoss):
+    class RecordingLoss(BradleyTerryLoss):
         def compute(self, logits, batch, *, shared=None):
-            seen.extend(zip(batch["meta"]["pair_id"], batch["meta"]["role"], strict=True))
+            batches_seen.extend(zip(batch["meta"]["pair_id"], batch["meta"]["role"], strict=True))
             return super().compute(logits, batch, shared=shared)
 
     items = sorted_pairs(4)[:7]
-    algo = RLAlgorithm("watched", ConstantCredit(1.0), Watching())
+    algo = RLAlgorithm("watched", ConstantCredit(1.0), RecordingLoss())
     stats = trainer_of(items, algo=algo, config={"rm_require_complete_pairs": False}).train_step_sync()
-    assert sorted(seen) == sorted((item.meta["pair_id"], item.meta["role"]) for item in items)
+    assert sorted(batches_seen) == sorted((item.meta["pair_id"], item.meta["role"]) for item in items)
     assert (stats["train/total_pairs"], stats["train/pairs_incomplete"]) == (3.0, 0.0)
     without = trainer_of(items[:6]).train_step_sync()
     assert stats["train/loss"] == pytest.approx(without["train/loss"], rel=1e-6)
     assert stats["train/grad_norm"] == pytest.approx(without["train/grad_norm"], rel=1e-5)
 
 
-def test_a_batch_without_a_pair_is_skipped_for_the_next():
+def test_a_batch_without_a_pair_is_skipped():
     items = sorted_pairs(4)
     trainer = trainer_of(source=ListSource(items[:1], items))
     assert trainer.train_step_sync()["train/total_pairs"] == 4
 
 
-def test_a_cut_that_makes_a_pair_equal_is_counted():
+def test_pairs_that_truncation_makes_equal_are_counted():
     items = [*pair("same", "123>", "4567", "4568"), *pair("kept", "1>", "2", "3")]
     stats = trainer_of(items, config={"max_seq_len": 7}).train_step_sync()
     assert (stats["train/total_pairs"], stats["train/pairs_truncated_equal"]) == (1.0, 1.0)
 
 
-# --- without pairs
+# --- losses of single samples
 
 
 class ScoreIsLabel:
-    """A loss of single samples: squared distance of the score to the label."""
+    """A loss of single samples: squared error between score and label."""
 
     normalizer = "samples"
 
@@ -325,9 +327,9 @@ class ScoreIsLabel:
         return loss, {"loss": loss.detach()}
 
 
-def test_samples_that_stand_alone_are_scaled_by_their_number():
-    """An odd number of samples, in micro-batches of one or two: the reference gave each half a
-    pair's weight."""
+def test_single_samples_are_weighted_by_their_number():
+    """An odd number of samples in micro-batches of one or two. The reference implementation gave
+    each half a pair's weight."""
     items = sorted_pairs(4)[:7]
     algo = RLAlgorithm("pointwise", ConstantCredit(1.0), ScoreIsLabel())
     model = reward_model()
@@ -336,14 +338,14 @@ def test_samples_that_stand_alone_are_scaled_by_their_number():
     expected, before = gradients_of(model), weights_of(model)
     model.zero_grad()
     cfg = rm_config(rm_pair_aware=False, micro_token_budget=33, max_seq_len=32, max_grad_norm=None)
-    stats = Descent(model=model, algo=algo, batch_source=ListSource(items), cfg=cfg).train_step_sync()
+    stats = DescentTrainer(model=model, algo=algo, batch_source=ListSource(items), cfg=cfg).train_step_sync()
     assert stats["perf/micro_batches"] > 3
     moved = {name: before[name] - weight for name, weight in weights_of(model).items()}
     assert_same_tensors({name: moved[name] for name in expected}, expected, atol=1e-5)
     assert stats["train/loss"] == pytest.approx(loss.item(), rel=1e-5)
 
 
-def test_a_loss_of_pairs_needs_them_whole():
+def test_a_pair_loss_refuses_incomplete_pairs():
     with pytest.raises(ConfigError, match="BradleyTerryLoss compares the two samples of a pair"):
         trainer_of(config={"rm_pair_aware": False})
 
@@ -364,10 +366,10 @@ KEYS = {
 
 
 @pytest.mark.parametrize("budget", [64, 4096])
-def test_the_metrics_are_those_of_scores_taken_one_by_one(budget):
+def test_the_metrics_equal_those_of_scores_computed_one_by_one(budget):
     items = sorted_pairs(20, seed=4)
     trainer = trainer_of(algo=make_bradley_terry(beta=1.5), config={"micro_token_budget": budget}, eval_items=items)
-    found = trainer.evaluate()
+    eval_metrics = trainer.evaluate()
     scores = np.array([read_score(trainer.model, item) for item in items])
     chosen, rejected, labels = scores[::2], scores[1::2], [item.meta["label"] for item in items[::2]]
     metrics = PreferenceMetrics(10, (0.5,), 1.5, thresholds_on="responses", both_orders=True)
@@ -375,26 +377,26 @@ def test_the_metrics_are_those_of_scores_taken_one_by_one(budget):
     expected = {f"eval_{name}": value for name, value in metrics.compute().items()}
     probability = 1 / (1 + np.exp(-1.5 * (chosen - rejected)))
     expected["eval_loss"] = -np.mean(labels * np.log(probability) + (1 - np.array(labels)) * np.log(1 - probability))
-    assert found.pop("eval_num_pairs") == 20
+    assert eval_metrics.pop("eval_num_pairs") == 20
     left_out = ("incomplete", "truncated_empty", "truncated_equal")
-    assert [found.pop(f"eval_pairs_{why}") for why in left_out] == [0, 0, 0]
-    assert found.keys() >= KEYS
-    assert {f"eval_margin_p{percent}" for percent in (5, 25, 50, 75, 95)} <= found.keys()
-    assert found == pytest.approx(expected, abs=1e-5)
+    assert [eval_metrics.pop(f"eval_pairs_{why}") for why in left_out] == [0, 0, 0]
+    assert eval_metrics.keys() >= KEYS
+    assert {f"eval_margin_p{percent}" for percent in (5, 25, 50, 75, 95)} <= eval_metrics.keys()
+    assert eval_metrics == pytest.approx(expected, abs=1e-5)
 
 
-def test_an_evaluation_leaves_the_model_as_it_was():
+def test_an_evaluation_does_not_change_the_model_or_generators():
     trainer = trainer_of(model=reward_model(attention_dropout=0.3), eval_items=sorted_pairs(4))
     trainer.model.train()
     torch.manual_seed(3)
-    drawn = torch.rand(1).item()
+    random_value = torch.rand(1).item()
     torch.manual_seed(3)
     assert trainer.evaluate() == trainer.evaluate()
-    assert torch.rand(1).item() == drawn
+    assert torch.rand(1).item() == random_value
     assert trainer.model.training
 
 
-def test_other_pairs_can_be_evaluated_and_none_is_an_error():
+def test_other_pairs_can_be_evaluated_and_an_empty_list_is_an_error():
     trainer = trainer_of()
     assert trainer.evaluate(sorted_pairs(3))["eval_num_pairs"] == 3
     with pytest.raises(ConfigError, match="no pairs to evaluate"):
@@ -417,7 +419,7 @@ def test_training_evaluates_logs_and_stops_early():
         eval_items=sorted_pairs(4, seed=2),
     )
     trainer.train_sync(10, eval_log_fn=logged.append)
-    # lr is 0: the first evaluation while training sets the best, the next two are no better
+    # lr is 0: the first evaluation in training is the best, the next two are no better
     assert trainer.current_step == 3
     assert len(logged) == 4
     assert {name.replace("eval_", "eval/") for name in KEYS} <= logged[0].keys()
@@ -425,17 +427,17 @@ def test_training_evaluates_logs_and_stops_early():
     assert metrics == {name.removeprefix("eval_"): value for name, value in trainer.evaluate().items()}
 
 
-def test_scores_computed_elsewhere_can_be_collected():
+def test_externally_computed_scores_can_be_collected():
     trainer = trainer_of(algo=make_bradley_terry(beta=2.0), config={"rm_log_per_response_metrics": False})
     trainer.update_eval_metrics([1.0], [0.0], [1.0])
     trainer.update_eval_metrics(torch.tensor([0.0]), torch.tensor([1.0]), [1.0])
-    found = trainer.compute_eval_metrics()
-    assert found["pairwise_accuracy"] == 0.5
-    assert found["fnr@0.5"] == 0.5
+    eval_metrics = trainer.compute_eval_metrics()
+    assert eval_metrics["pairwise_accuracy"] == 0.5
+    assert eval_metrics["fnr@0.5"] == 0.5
     assert trainer.compute_eval_metrics()["pairwise_accuracy"] == 0.0
 
 
-def test_log_probabilities_are_evaluated_too():
+def test_a_model_scored_by_log_probabilities_can_be_evaluated():
     items = sorted_pairs(4)
     trainer = trainer_of(items, model=tiny_model(), algo=make_bradley_terry(score_type="logprob", beta=0.1), eval_items=items)
     before = trainer.evaluate()["eval_loss"]
@@ -443,17 +445,17 @@ def test_log_probabilities_are_evaluated_too():
     assert trainer.evaluate()["eval_loss"] < before
 
 
-def test_long_pairs_are_cut_in_evaluation_as_in_training():
+def test_long_pairs_are_truncated_in_evaluation_as_in_training():
     items = [*pair("same", "123>", "4567", "4568"), *pair("kept", "1>", "2", "3")]
     evaluator = PreferenceEvaluator(reward_model(), items, rm_config(max_seq_len=7))
     assert evaluator.num_pairs == 1
     assert evaluator.measure()["num_pairs"] == 1
 
 
-# --- what is refused
+# --- errors
 
 
-def test_a_pair_that_is_not_finite_is_named_and_the_weights_stay():
+def test_a_pair_with_a_score_that_is_not_finite_is_named_and_the_weights_do_not_change():
     items = sorted_pairs(3)
     model = reward_model()
     with torch.no_grad():
@@ -479,7 +481,7 @@ def test_the_pair_whose_loss_is_not_finite_is_named():
         trainer.train_step_sync()
 
 
-def test_the_config_is_checked_when_it_is_made():
+def test_the_config_is_validated_when_it_is_created():
     with pytest.raises(BudgetError, match=r"micro_token_budget \(60\) must be >= 2 \* max_seq_len \(32\)"):
         rm_config(micro_token_budget=60)
     assert rm_config(micro_token_budget=60, rm_pair_aware=False).micro_token_budget == 60
@@ -494,14 +496,14 @@ def test_the_config_is_checked_when_it_is_made():
     assert RMTrainerConfig(learning_rate=2e-5, rm_eval_thresholds=[0.1, 0.9]).lr == 2e-5
 
 
-def test_the_trainer_wants_its_own_config():
+def test_the_trainer_requires_its_own_config_class():
     with pytest.raises(ConfigTypeError, match="RMTrainerConfig"):
         RMTrainer(model=reward_model(), algo=make_bradley_terry(), batch_source=ListSource([]), cfg=TrainerConfig())
     with pytest.raises(ConfigError, match="evaluator and eval_items"):
         trainer_of(evaluator=object(), eval_items=sorted_pairs(1))
 
 
-def test_a_model_that_gives_no_single_score_or_pads_otherwise_is_refused():
+def test_a_model_without_a_single_score_or_with_another_pad_token_is_refused():
     with pytest.raises(ConfigError, match=r"num_labels \(2\)"):
         trainer_of(model=reward_model(num_labels=2))
     for pad in (5, None):
@@ -509,7 +511,7 @@ def test_a_model_that_gives_no_single_score_or_pads_otherwise_is_refused():
             trainer_of(model=reward_model(pad_token_id=pad))
 
 
-def test_samples_that_end_with_padding_are_warned_of_once(caplog):
+def test_samples_that_end_with_padding_cause_one_warning(caplog):
     items = sorted_pairs(2)
     trainer = trainer_of(items, model=reward_model(pad_token_id=2), config={"pad_token_id": 2})  # the end token
     with caplog.at_level(logging.WARNING):
@@ -517,7 +519,7 @@ def test_samples_that_end_with_padding_are_warned_of_once(caplog):
     assert caplog.text.count("reads their score one token earlier") == 1
 
 
-def test_adapters_are_trained_and_the_reward_head_with_them():
+def test_adapters_and_the_reward_head_are_trained_together():
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["q_proj", "v_proj"])
     trainer = trainer_of(lora_config=config, config={"lr": 0.05}, eval_items=sorted_pairs(4))
@@ -529,7 +531,7 @@ def test_adapters_are_trained_and_the_reward_head_with_them():
     assert trainer.evaluate()["eval_num_pairs"] == 4
 
 
-def test_the_head_can_learn_at_a_rate_of_its_own():
+def test_the_head_can_have_its_own_learning_rate():
     config = {
         "lr": 0.1,
         "weight_decay": 0.5,
@@ -546,7 +548,7 @@ def test_the_head_can_learn_at_a_rate_of_its_own():
     assert len(everything["params"]) == len(list(trainer.model.parameters()))
 
 
-def test_the_methods_of_the_plan_are_the_functions():
+def test_the_documented_methods_call_the_public_functions():
     trainer = trainer_of(config={"micro_token_budget": 64})
     items = sorted_pairs(3)
     pairs = trainer._group_pairs(items)

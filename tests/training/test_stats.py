@@ -29,7 +29,7 @@ def batch(*items, **meta):
     return SAWBatch(list(items), meta)
 
 
-def test_no_micro_batch_gives_nothing():
+def test_no_micro_batches_give_no_statistics():
     assert aggregate_stats([], [batch(item())]) == {}
 
 
@@ -39,12 +39,12 @@ def test_means_are_weighted_by_samples():
     assert stats["loss"] == 2.0
 
 
-def test_without_sizes_micro_batches_weigh_the_same():
+def test_without_sizes_micro_batches_have_equal_weight():
     assert aggregate_stats([{"loss": 1.0}, {"loss": 5.0}], [])["loss"] == 3.0
 
 
-def test_a_key_that_a_micro_batch_lacks_is_not_a_zero():
-    # only the second has it: 4, not (0 * 3 + 4 * 1) / 4 = 1
+def test_a_missing_key_of_a_micro_batch_does_not_count_as_zero():
+    # only the second has the key: 4, not (0 * 3 + 4 * 1) / 4 = 1
     stats = aggregate_stats([{"loss": 1.0}, {"loss": 1.0, "margin": 4.0}], [], micro_batch_sizes=[3, 1])
     assert stats["margin"] == 4.0
 
@@ -62,7 +62,7 @@ def test_python_floats_of_a_composite_loss_pass_through():
     assert stats["kl/loss"] == 2.0
 
 
-def test_sizes_of_another_number_are_refused():
+def test_a_wrong_number_of_sizes_is_refused():
     with pytest.raises(DataError, match=r"micro_batch_sizes \(1\)"):
         aggregate_stats([{}, {}], [], micro_batch_sizes=[1])
 
@@ -73,17 +73,17 @@ def test_batch_statistics_are_means_over_samples():
     stats = aggregate_stats([{"loss": 0.0}], [first, second])
     assert stats["num_samples"] == 3
     assert stats["target_rollouts"] == 4
-    assert stats["effective_rollouts"] == 4  # 3, the target, for the first: it does not say
+    assert stats["effective_rollouts"] == 4  # 3, the target, for the first sample, which has no value of its own
     assert stats["avg_total_reward"] == 0.5
     assert stats["avg_completion_length"] == 3.0
 
 
-def test_older_names_of_target_rollouts_and_samples_that_do_not_say_their_length():
+def test_older_names_of_target_rollouts_and_samples_without_lengths_are_supported():
     assert aggregate_stats([{}], [batch(item(), batch_size=5)])["target_rollouts"] == 5
     assert aggregate_stats([{}], [batch(item(), num_rollouts=6)])["target_rollouts"] == 6
     stats = aggregate_stats([{}], [batch(item(rollout_id="a"), item(rollout_id="a"), item(rollout_id="b"))])
-    assert stats["target_rollouts"] == 2  # an offline batch: those that came
-    assert stats["avg_completion_length"] == 2.0  # action tokens
+    assert stats["target_rollouts"] == 2  # an offline batch: the rollouts that are in it
+    assert stats["avg_completion_length"] == 2.0  # number of action tokens
 
 
 def test_an_empty_batch_has_means_of_zero():
@@ -112,14 +112,14 @@ def test_reducers_by_hand():
     assert reduce(Reducer("mean", "absent")) == 0.0
 
 
-def test_transforms_and_functions():
+def test_transforms_and_functions_by_hand():
     assert reduce(Reducer("count_true", "result", transform=lambda v: v == "win")) == 2
     assert reduce(Reducer("mean", lambda record: record["score"])) == 2.5
     assert reduce(Reducer("sum", "score", transform=lambda v: 10 * v)) == 50.0
     assert reduce(Reducer("mean", "passed", transform=lambda v: None if v else 3.0)) == 3.0
 
 
-def test_a_rate_by_rollouts_counts_rollouts_not_steps():
+def test_a_rate_by_rollouts_counts_rollouts_and_not_steps():
     # both steps of rollout a and the one of b are true for "result is there": 2 rollouts of 2, not
     # 3 of 2
     reducer = Reducer("count_true", "result", transform=bool, normalize_by="rollouts")
@@ -128,7 +128,7 @@ def test_a_rate_by_rollouts_counts_rollouts_not_steps():
 
 
 def test_a_mean_with_a_denominator_is_divided_once():
-    # sum 5 over 3 samples; upstream divided the mean 2.5 by 3 again
+    # sum 5 over 3 samples; an earlier version divided the mean 2.5 by 3 again
     for source in ("score", lambda record: record["score"]):
         assert reduce(Reducer("mean", source, normalize_by="samples")) == pytest.approx(5 / 3)
 
@@ -159,7 +159,7 @@ def test_default_reducers():
     assert all(reducer.as_percent for reducer in default_reducers().values())
 
 
-def test_a_reducer_as_percent_gives_a_fraction_that_displays_show_in_percent():
+def test_a_percent_reducer_gives_a_fraction_that_is_displayed_in_percent():
     shares = reduce(Reducer("count_true", "passed", normalize_by="samples", as_percent=True))
     assert shares == pytest.approx(2 / 3)
     assert isinstance(shares, Percent)
@@ -167,7 +167,7 @@ def test_a_reducer_as_percent_gives_a_fraction_that_displays_show_in_percent():
     assert json.dumps(Percent(0.25)) == "0.25"
 
 
-def test_rates_by_rollouts_are_counted_in_the_core(monkeypatch):
+def test_rates_by_rollouts_are_computed_in_the_core(monkeypatch):
     asked = []
     original = stats_module._core.reduce_records
     monkeypatch.setattr(
@@ -180,13 +180,13 @@ def test_rates_by_rollouts_are_counted_in_the_core(monkeypatch):
     assert [(kind, by) for kind, _, by in asked] == [("count_true", "rollouts")] * 2
 
 
-def test_a_sample_without_a_reward_has_no_part_in_the_mean_reward():
+def test_a_sample_without_a_reward_does_not_count_in_the_mean_reward():
     rewarded = batch(item(total_reward=1.0), item(total_reward=0.5), item())
     assert aggregate_stats([{}], [rewarded])["avg_total_reward"] == 0.75
 
 
 @pytest.mark.parametrize("name", ["loss", "train/loss", "step", "avg_total_reward", "perf/step_s", "mismatch/max"])
-def test_a_reducer_cannot_take_the_name_of_the_trainers_own_statistic(name):
+def test_a_reducer_cannot_have_the_name_of_a_trainer_statistic(name):
     with pytest.raises(ConfigError, match=f"cannot be named '{name}'"):
         check_reducers({name: Reducer("mean", "score")})
 
@@ -206,7 +206,7 @@ def test_callable_sources_receive_the_sample_in_training():
     st.sampled_from(["mean", "sum", "count_true"]),
     st.sampled_from([None, "samples", "rollouts"]),
 )
-def test_a_path_and_a_function_that_follows_it_reduce_alike(records, kind, normalize_by):
+def test_a_path_and_an_equivalent_function_reduce_equally(records, kind, normalize_by):
     counts = {"sample_count": 7, "rollout_count": 3}
     by_path = apply_reducers_to_records(records, {"x": Reducer(kind, "a", normalize_by=normalize_by)}, **counts)
     by_function = apply_reducers_to_records(
@@ -216,7 +216,7 @@ def test_a_path_and_a_function_that_follows_it_reduce_alike(records, kind, norma
 
 
 class Transfers(TorchDispatchMode):
-    """Counts what brings values to Python."""
+    """Counts transfers of values to Python."""
 
     def __init__(self):
         super().__init__()
@@ -227,11 +227,11 @@ class Transfers(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_no_statistic_is_transferred_alone():
+def test_all_statistics_are_transferred_at_once():
     micro = [{name: torch.tensor(float(k)) for name in "abcdef"} for k in range(5)]
     with Transfers() as transfers:
         aggregate_stats(micro, [batch(item())])
-    assert transfers.count == 0  # .tolist() of the one stacked tensor copies memory; .item() would be seen
+    assert transfers.count == 0  # .tolist() of the one stacked tensor copies memory; .item() would be counted
 
 
 def test_keys_are_grouped_by_prefix():
@@ -260,9 +260,13 @@ def test_keys_are_grouped_by_prefix():
 
 def test_means_over_pairs_are_weighted_by_pairs():
     micro = [
-        {"accuracy": torch.tensor(1.0), "margin": torch.tensor(0.5), "num_pairs": torch.tensor(1.0)},  # a pair and a sample alone
+        {
+            "accuracy": torch.tensor(1.0),
+            "margin": torch.tensor(0.5),
+            "num_pairs": torch.tensor(1.0),
+        },  # a pair and a single sample
         {"accuracy": torch.tensor(0.0), "margin": torch.tensor(-1.0), "num_pairs": torch.tensor(2.0)},
-        {"accuracy": torch.tensor(0.0), "margin": torch.tensor(0.0), "num_pairs": torch.tensor(0.0)},  # samples alone
+        {"accuracy": torch.tensor(0.0), "margin": torch.tensor(0.0), "num_pairs": torch.tensor(0.0)},  # single samples
     ]
     found = aggregate_stats(micro, [], micro_batch_sizes=[3, 4, 5])
     # (1 * 1 + 2 * 0 + 0) / 3, (1 * 0.5 + 2 * -1) / 3

@@ -1,4 +1,4 @@
-"""The loop: what it fetches, when it steps, publishes, evaluates, logs and stops."""
+"""The training loop: what it fetches, and when it steps, publishes, evaluates, logs and stops."""
 
 import asyncio
 import gc
@@ -98,7 +98,7 @@ def on_policy(items, model):
 # --- one step
 
 
-def test_a_step_moves_the_weights_and_counts():
+def test_a_step_changes_the_weights_and_is_counted():
     trainer = trainer_of()
     before = weights_of(trainer.model)
     stats = trainer.train_step_sync()
@@ -119,13 +119,13 @@ def test_only_trained_parameters_are_in_the_optimizer():
     assert sum(len(group["params"]) for group in trainer.optimizer.param_groups) == len(list(model.parameters())) - 1
 
 
-def test_a_model_without_anything_to_train_is_refused():
+def test_a_model_without_trainable_parameters_is_refused():
     model = tiny_model().requires_grad_(False)
     with pytest.raises(ConfigError, match="nothing to train"):
         trainer_of(model=model)
 
 
-def test_the_gradient_is_clipped_and_its_norm_before_that_is_logged():
+def test_the_gradient_is_clipped_and_its_norm_before_clipping_is_logged():
     norms = {}
     for limit in (None, 1e-3):
         trainer = trainer_of(config={"max_grad_norm": limit})
@@ -142,7 +142,7 @@ def gradient_norm(optimizer):
     return torch.stack(squares).sum().sqrt().item()
 
 
-def test_gradient_checkpointing_changes_nothing_but_memory():
+def test_gradient_checkpointing_does_not_change_the_result():
     weights = []
     for enabled in (False, True):
         trainer = trainer_of(enable_gradient_checkpointing=enabled)
@@ -160,14 +160,14 @@ def test_two_trainers_without_a_config_do_not_share_one():
     assert second.cfg.lr == TrainerConfig().lr
 
 
-def test_the_config_is_checked_again_by_the_trainer():
+def test_the_trainer_validates_a_modified_config_again():
     cfg = cpu_config()
     cfg.micro_token_budget = 8
     with pytest.raises(ValueError, match="micro_token_budget"):
         Trainer(model=tiny_model(), algo=make_sft(), batch_source=ListSource([]), cfg=cfg)
 
 
-def test_long_samples_are_cut_and_the_reducers_see_it():
+def test_long_samples_are_truncated_and_reducers_see_it():
     items = sorting_items(8)
     limit = sorted(len(item.input_ids) for item in items)[4]
     stats = trainer_of(items, config={"max_seq_len": limit}).train_step_sync()
@@ -176,7 +176,7 @@ def test_long_samples_are_cut_and_the_reducers_see_it():
     assert stats["train/seq_len_truncated_rate"] == len(cut) / 8
 
 
-def test_samples_of_which_nothing_is_left_count_as_cut():
+def test_samples_of_which_nothing_is_left_count_as_truncated():
     items = sorting_items(4, weight=1.0)
     for long in items[:2]:
         long.input_ids, long.attention_mask = [12] * 40 + [5], [1] * 41
@@ -186,7 +186,7 @@ def test_samples_of_which_nothing_is_left_count_as_cut():
     assert stats["train/num_samples"] == 2
 
 
-def test_every_sample_says_whether_it_was_cut_and_the_source_s_own_is_left_alone():
+def test_every_sample_says_whether_it_was_truncated_and_the_sources_sample_is_unchanged():
     items = sorting_items(6)
     limit = sorted(len(item.input_ids) for item in items)[2]
     seen = []
@@ -196,7 +196,7 @@ def test_every_sample_says_whether_it_was_cut_and_the_source_s_own_is_left_alone
     assert not any("seq_len_truncated" in item.meta for item in items)
 
 
-def test_a_sample_that_keeps_no_action_is_dropped_and_counted_not_a_zero_in_the_mean():
+def test_a_sample_without_remaining_actions_is_dropped_and_not_a_zero_in_the_mean():
     items = sorting_items(4, weight=1.0)
     prompt = [12] * 40
     lost = SAWItem(
@@ -211,17 +211,17 @@ def test_a_sample_that_keeps_no_action_is_dropped_and_counted_not_a_zero_in_the_
     assert stats["train/num_samples"] == 4
 
 
-def test_a_sample_that_never_had_an_action_is_counted_apart():
+def test_a_sample_that_never_had_an_action_is_counted_separately():
     silent = SAWItem([5, 6], [1, 1], [0, 0], 1.0, {}, SampleAttachments(ActorTokenLogps([])))
     stats = trainer_of([*sorting_items(4), silent]).train_step_sync()
     assert stats["train/samples_without_actions"] == 1
     assert stats["train/seq_len_truncated_empty"] == 0
 
 
-# --- several optimizer steps a batch
+# --- several optimizer steps per batch
 
 
-def test_one_step_a_batch_never_clips_and_grpo_is_cispo():
+def test_with_one_step_per_batch_nothing_is_clipped_and_grpo_equals_cispo():
     weights = []
     for make in (make_grpo, make_cispo):
         model = tiny_model()
@@ -237,7 +237,7 @@ def test_one_step_a_batch_never_clips_and_grpo_is_cispo():
 
 
 @pytest.mark.parametrize("steps", [{"minibatches_per_batch": 2}, {"epochs_per_batch": 2}])
-def test_several_steps_a_batch_clip(steps):
+def test_several_steps_per_batch_clip(steps):
     model = tiny_model()
     items = on_policy(sorting_items(16), model)
     stats = trainer_of(items, model=model, config={"lr": 0.1, **steps}).train_step_sync()
@@ -245,7 +245,7 @@ def test_several_steps_a_batch_clip(steps):
     assert 0 < stats["train/clip_frac"] < 1
 
 
-def test_groups_are_never_divided_and_the_order_depends_on_seed_step_and_epoch_only():
+def test_groups_are_never_split_and_the_order_depends_only_on_seed_step_and_epoch():
     items = sorting_items(40, group_size=4)
     macro = MacroBatch.ingest(items, 32)
     parts = macro.divide(3, seed=1, step=2, epoch=0)
@@ -278,13 +278,13 @@ def test_pairs_and_the_steps_of_a_rollout_stay_together():
                 assert atom <= rows or not atom & rows
 
 
-def test_a_mini_batch_without_a_row_takes_no_optimizer_step():
-    items = sorting_items(4)  # one group: the second mini-batch is empty
+def test_an_empty_mini_batch_takes_no_optimizer_step():
+    items = sorting_items(4)  # one group, so the second mini-batch is empty
     stats = trainer_of(items, config={"minibatches_per_batch": 2}).train_step_sync()
     assert stats["train/optimizer_steps"] == 1
 
 
-def test_the_reward_of_all_rollouts_is_logged_beside_that_of_the_samples_left_to_train_on():
+def test_the_rewards_of_all_rollouts_and_of_the_trained_samples_are_logged():
     items = sorting_items(8)
     for item in items:
         item.meta["total_reward"] = 1.0 if item.weight else 0.0
@@ -294,8 +294,8 @@ def test_the_reward_of_all_rollouts_is_logged_beside_that_of_the_samples_left_to
     assert (stats["train/avg_sampled_reward"], stats["train/avg_total_reward"]) == (0.375, 1.0)
 
 
-def test_batches_of_weight_zero_move_the_weights_as_if_their_samples_had_been_run():
-    # Momentum and weight decay act on a gradient of zero, too.
+def test_skipping_samples_of_weight_zero_gives_the_same_weights():
+    # Momentum and weight decay act even on a gradient of zero.
     batches = [sorting_items(8), sorting_items(8, weight=0.0), sorting_items(8, weight=0.0)]
     ends = []
     for skips in (True, False):
@@ -309,13 +309,13 @@ def test_batches_of_weight_zero_move_the_weights_as_if_their_samples_had_been_ru
     assert_same_tensors(*ends, atol=1e-7)
 
 
-# --- statistics that are true
+# --- correct statistics
 
 
 @pytest.mark.parametrize("budget", [40, 64, 1000])
 @pytest.mark.parametrize("skips", [True, False])
 @pytest.mark.parametrize("make", [make_grpo, make_cispo, make_gspo])
-def test_no_split_and_no_sample_left_out_shows_in_the_statistics_that_are_known_without_a_pass(make, skips, budget):
+def test_batch_statistics_depend_neither_on_the_split_nor_on_skipped_samples(make, skips, budget):
     items = sorting_items(12)
     config = {"micro_token_budget": budget, "skip_zero_weight": skips, "lr": 0.0}
     stats = trainer_of(items, algo=make(group_size=4), config=config).train_step_sync()
@@ -328,7 +328,7 @@ def test_no_split_and_no_sample_left_out_shows_in_the_statistics_that_are_known_
 
 
 @pytest.mark.parametrize("make", [make_grpo, make_cispo, make_gspo, make_reinforce])
-def test_what_a_pass_measures_is_of_the_samples_that_went_through_the_model_however_they_are_split(make):
+def test_model_statistics_cover_the_samples_that_were_run_for_every_split(make):
     items = sorting_items(12)
     passed = [item for item in items if item.weight]
     keys = ("ratio_mean", "ratio_std", "clip_frac", "kl_actor_policy", "logp_mean")
@@ -359,7 +359,7 @@ def test_supervised_training_logs_no_reward():
     assert stats["train/avg_completion_length"] > 0
 
 
-def test_a_reducer_that_raises_costs_its_own_number_alone(caplog):
+def test_a_reducer_that_raises_loses_only_its_own_statistic(caplog):
     reducers = {
         "broken": Reducer("mean", lambda item: item.meta["absent"]),
         "ids": Reducer("sum", lambda item: len(item.input_ids)),
@@ -374,19 +374,19 @@ def test_a_reducer_that_raises_costs_its_own_number_alone(caplog):
     assert "KeyError: 'absent'" in caplog.text
 
 
-def test_a_reducer_named_as_a_statistic_of_the_trainer_is_refused_before_a_step_is_taken():
+def test_a_reducer_with_the_name_of_a_trainer_statistic_is_refused_before_the_step():
     with pytest.raises(ConfigError, match="the trainer itself logs train/loss"):
         trainer_of(reducers={"loss": Reducer("mean", "total_reward")})
 
 
-def test_a_reducer_named_as_a_statistic_of_the_loss_does_not_replace_it(caplog):
+def test_a_reducer_with_the_name_of_a_loss_statistic_does_not_replace_it(caplog):
     plain = trainer_of(sorting_items(4)).train_step_sync()
     named = trainer_of(sorting_items(4), reducers={"clip_frac": Reducer("sum", "completion_length")}).train_step_sync()
     assert named["train/clip_frac"] == plain["train/clip_frac"]
     assert "reducer clip_frac has the name of a statistic of the loss" in caplog.text
 
 
-def test_a_loss_that_reports_another_loss_is_logged_beside_what_was_differentiated():
+def test_a_loss_that_a_loss_reports_is_logged_beside_the_differentiated_one():
     class Penalised:
         def compute(self, logits, batch, *, shared):
             loss = -shared.logp_action().mean()
@@ -417,7 +417,7 @@ def test_completion_lengths_are_logged_with_their_range():
 # --- what stops a run
 
 
-def test_a_source_that_keeps_giving_nothing_ends_in_an_error():
+def test_a_source_that_keeps_returning_empty_batches_is_an_error():
     source = ListSource([])
     with pytest.raises(EmptyBatchError, match="3 batches in a row"):
         trainer_of(source=source, config={"max_empty_batches": 3}).train_step_sync()
@@ -432,7 +432,7 @@ def test_the_error_says_that_every_sample_was_too_old():
         trainer_of(items, config={"max_lag": 1, "max_empty_batches": 2}).train_step_sync()
 
 
-def test_preprocessing_that_empties_a_batch_fetches_another():
+def test_a_batch_that_preprocessing_empties_is_replaced_by_the_next():
     source = ListSource(sorting_items(4, weight=0.0), sorting_items(4, weight=1.0))
     algo = make_grpo(group_size=4, drop_zero_weight=True)
     stats = trainer_of(source=source, algo=algo).train_step_sync()
@@ -440,7 +440,7 @@ def test_preprocessing_that_empties_a_batch_fetches_another():
     assert stats["train/num_samples"] == 4
 
 
-def test_max_lag_drops_what_is_older_and_keeps_what_has_no_version():
+def test_max_lag_drops_older_samples_and_keeps_those_without_a_version():
     items = sorting_items(4, weight=1.0)
     items[0].meta["policy_version"] = 0
     items[1].meta["policy_version"] = -1
@@ -450,7 +450,7 @@ def test_max_lag_drops_what_is_older_and_keeps_what_has_no_version():
 
 
 @pytest.mark.parametrize("broken", [float("inf"), float("nan")])
-def test_a_loss_that_is_not_finite_names_its_samples_and_leaves_the_weights(broken):
+def test_a_loss_that_is_not_finite_names_its_samples_and_the_weights_do_not_change(broken):
     class Breaking(RLAlgorithm):
         def compute_loss(self, model, batch, **options):
             loss, stats = super().compute_loss(model, batch, **options)
@@ -477,7 +477,7 @@ def test_a_gradient_that_is_not_finite_stops_the_step_even_if_the_loss_is():
     class Vertical(RLAlgorithm):
         def compute_loss(self, model, batch, **options):
             loss, stats = super().compute_loss(model, batch, **options)
-            return loss + (loss - loss.detach()).abs().sqrt(), stats  # slope of the root at 0
+            return loss + (loss - loss.detach()).abs().sqrt(), stats  # the slope of the root at 0 is infinite
 
     trainer = trainer_of(algo=Vertical("vertical", ConstantCredit(1.0), TokenClippedSurrogateLoss()))
     before = weights_of(trainer.model)
@@ -486,7 +486,7 @@ def test_a_gradient_that_is_not_finite_stops_the_step_even_if_the_loss_is():
     assert_same_tensors(weights_of(trainer.model), before)
 
 
-def test_weights_that_were_broken_before_are_said_to_be():
+def test_the_error_says_when_the_weights_were_not_finite_before():
     model = tiny_model()
     with torch.no_grad():
         next(model.parameters())[0, 0] = float("nan")
@@ -497,7 +497,7 @@ def test_weights_that_were_broken_before_are_said_to_be():
 # --- publishing
 
 
-def test_weights_are_published_every_so_many_steps_under_the_step_as_version():
+def test_weights_are_published_every_n_steps_with_the_step_as_version():
     publisher = Publisher()
     trainer = trainer_of(publisher=publisher, config={"sync_every_steps": 2})
     trainer.train_sync(5)
@@ -522,7 +522,7 @@ def test_frozen_and_filtered_parameters_are_not_published():
     assert all("norm" not in name and "embed" not in name and "bias" not in name for name in names)
 
 
-def test_a_publisher_may_be_a_coroutine():
+def test_publish_may_be_a_coroutine_function():
     class Slow(Publisher):
         async def publish(self, state_dict, version=None):
             await asyncio.sleep(0)
@@ -533,12 +533,12 @@ def test_a_publisher_may_be_a_coroutine():
     assert len(publisher.published) == 1
 
 
-def test_asking_to_publish_without_a_publisher_is_an_error(caplog):
+def test_publishing_without_a_publisher_is_an_error(caplog):
     with pytest.raises(ValueError, match="PolicyPublisher"):
         trainer_of(config={"sync_every_steps": 2})
-    trainer = trainer_of()  # not asked for: the seeds' shortest example has no publisher
+    trainer = trainer_of()  # not requested: the shortest documented example has no publisher
     assert not caplog.records
-    trainer = trainer_of(config={"sync_every_steps": 1})  # as a documented script writes the default out
+    trainer = trainer_of(config={"sync_every_steps": 1})  # a documented script sets the default explicitly
     [record] = caplog.records
     assert "without a PolicyPublisher: nothing is published" in record.getMessage()
     trainer.train_sync(1)
@@ -546,7 +546,7 @@ def test_asking_to_publish_without_a_publisher_is_an_error(caplog):
     assert trainer_of(publisher=Publisher(), config={"sync_every_steps": 0}).sync_every_steps is None
 
 
-def test_merged_adapters_are_published_and_the_trained_weights_stay_bit_for_bit():
+def test_merged_adapters_are_published_and_the_trained_weights_stay_bitwise_equal():
     from peft import LoraConfig, get_peft_model
 
     model = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
@@ -568,7 +568,7 @@ def test_merged_adapters_are_published_and_the_trained_weights_stay_bit_for_bit(
             assert (plain - frozen[name]).abs().max() > 1e-3
 
 
-def test_adapters_are_taken_out_again_when_the_publisher_fails():
+def test_adapters_are_unmerged_when_the_publisher_fails():
     from peft import LoraConfig, get_peft_model
 
     class Failing:
@@ -582,7 +582,7 @@ def test_adapters_are_taken_out_again_when_the_publisher_fails():
     assert not any(module.merged for module in model.modules() if hasattr(module, "merged") and hasattr(module, "lora_A"))
 
 
-def test_a_resumed_trainer_publishes_before_it_asks_for_samples(tmp_path):
+def test_a_resumed_trainer_publishes_before_it_requests_samples(tmp_path):
     from ludic.training import CheckpointConfig
 
     checkpoints = CheckpointConfig(tmp_path, every_n_steps=1)
@@ -615,7 +615,7 @@ def test_train_without_a_number_ends_when_the_requests_do():
             trainer_of(source=source).train_sync(5)
 
 
-def test_log_fn_gets_every_nth_step_and_may_be_a_coroutine():
+def test_log_fn_is_called_every_nth_step_and_may_be_a_coroutine_function():
     seen = []
 
     async def note(stats):
@@ -626,7 +626,7 @@ def test_log_fn_gets_every_nth_step_and_may_be_a_coroutine():
     assert seen == [2, 4]
 
 
-def test_steps_that_are_not_logged_return_their_number_only():
+def test_steps_that_are_not_logged_return_only_their_number():
     recorder = Recorder()
     trainer = trainer_of(train_logger=recorder, config={"log_every": 2})
     assert trainer.train_step_sync() == {"train/step": 1.0}
@@ -646,10 +646,10 @@ def test_a_failing_logger_does_not_end_the_run(caplog):
 
 
 def test_evaluation_runs_at_the_start_and_every_n_steps_and_is_logged_once():
-    recorder, evaluator, noted = Recorder(), Evaluator(0.9, 0.8, 0.7), []
+    recorder, evaluator, logged_stats = Recorder(), Evaluator(0.9, 0.8, 0.7), []
     trainer = trainer_of(train_logger=recorder, evaluator=evaluator, config={"eval_at_start": True, "eval_every_n_steps": 2})
-    trainer.train_sync(4, eval_log_fn=noted.append)
-    assert noted == [
+    trainer.train_sync(4, eval_log_fn=logged_stats.append)
+    assert logged_stats == [
         {"eval/loss": 0.9, "eval/step": 0.0},
         {"eval/loss": 0.8, "eval/step": 2.0},
         {"eval/loss": 0.7, "eval/step": 4.0},
@@ -657,10 +657,10 @@ def test_evaluation_runs_at_the_start_and_every_n_steps_and_is_logged_once():
     kinds = [(step, "train" if "train/loss" in stats else "eval") for step, stats in recorder.logged]
     assert kinds == [(0, "eval"), (1, "train"), (2, "train"), (2, "eval"), (3, "train"), (4, "train"), (4, "eval")]
     assert not any(key.startswith("eval/") for _, stats in recorder.logged if "train/loss" in stats for key in stats)
-    assert trainer.last_eval == noted[-1]
+    assert trainer.last_eval == logged_stats[-1]
 
 
-def test_the_evaluator_s_own_settings_hold_unless_others_are_given():
+def test_the_evaluators_settings_hold_unless_overridden():
     evaluator = Evaluator()
     trainer_of(evaluator=evaluator).eval_sync()
     trainer_of(evaluator=evaluator, config={"eval_concurrency": 7}).eval_sync(max_steps=3)
@@ -675,7 +675,7 @@ def test_evaluation_gives_records_and_metrics_and_needs_an_evaluator():
         trainer_of().eval_sync()
 
 
-def test_evaluations_without_an_evaluator_are_warned_of_and_left_out(caplog):
+def test_evaluations_without_an_evaluator_warn_and_are_skipped(caplog):
     trainer = trainer_of(config={"eval_every_n_steps": 1, "eval_at_start": True})
     trainer.train_sync(2)
     [record] = caplog.records
@@ -683,36 +683,36 @@ def test_evaluations_without_an_evaluator_are_warned_of_and_left_out(caplog):
     assert (trainer.current_step, trainer.last_eval) == (2, {})
 
 
-def test_training_stops_early_when_the_evaluation_no_longer_improves():
+def test_training_stops_early_when_evaluations_no_longer_improve():
     evaluator = Evaluator(0.9, 0.5, 0.6, 0.5, 0.1)
     trainer = trainer_of(evaluator=evaluator, config={"eval_every_n_steps": 1, "early_stopping_patience": 2})
     trainer.train_sync(10)
     assert trainer.current_step == 4
 
 
-def test_early_stopping_counts_evaluations_that_are_no_better():
+def test_early_stopping_counts_evaluations_without_improvement():
     config = {"eval_every_n_steps": 1, "early_stopping_patience": 2, "early_stopping_min_delta": 0.1}
     trainer = trainer_of(evaluator=Evaluator(), config=config)
-    # the first is the best; 0.95 is better by less than 0.1; 0.5 is an improvement; two in a row
-    # are none
+    # the first is the best; 0.95 is better by less than 0.1; 0.5 is an improvement; then two in a
+    # row are not
     found = [trainer._check_early_stopping(value) for value in (1.0, 0.95, 0.5, 0.5, 0.45)]
     assert found == [(False, True), (False, False), (False, True), (False, False), (True, False)]
 
 
-def test_an_unknown_early_stopping_metric_names_those_there_are():
+def test_the_error_of_an_unknown_early_stopping_metric_lists_the_available_ones():
     config = {"eval_every_n_steps": 1, "early_stopping_patience": 1, "early_stopping_metric": "eval_accuracy"}
     with pytest.raises(ConfigError, match=r"eval_accuracy.*loss"):
         trainer_of(evaluator=Evaluator(), config=config).train_sync(1)
 
 
-def test_reducers_of_the_user_are_logged():
+def test_the_users_reducers_are_logged():
     reducers = {"right": Reducer("count_true", "total_reward", normalize_by="rollouts")}
     items = sorting_items(8)
     stats = trainer_of(items, reducers=reducers).train_step_sync()
     assert stats["train/right"] == sum(item.meta["total_reward"] for item in items) / 8
 
 
-def test_phases_add_up_to_the_step_and_padding_is_counted():
+def test_phase_durations_sum_to_the_step_and_padding_is_counted():
     stats = trainer_of(config={"packing": "greedy", "micro_token_budget": 64}, publisher=Publisher()).train_step_sync()
     phases = ("rollout", "batching", "forward_backward", "optimizer", "publish")
     assert all(stats[f"perf/{phase}_s"] > 0 for phase in phases)
@@ -724,7 +724,7 @@ def test_phases_add_up_to_the_step_and_padding_is_counted():
 # --- synchronous use
 
 
-def test_the_synchronous_form_says_what_to_await_inside_a_running_loop():
+def test_synchronous_methods_in_a_running_loop_say_what_to_await():
     trainer = trainer_of()
 
     async def inside():
@@ -734,7 +734,7 @@ def test_the_synchronous_form_says_what_to_await_inside_a_running_loop():
         asyncio.run(inside())
 
 
-def test_synchronous_steps_share_one_event_loop_and_it_is_closed_with_the_trainer():
+def test_synchronous_steps_share_one_event_loop_that_closes_with_the_trainer():
     loops = []
 
     class LoopBound(ListSource):
@@ -758,7 +758,7 @@ async def test_steps_can_be_awaited():
     assert trainer.current_step == 3
 
 
-def test_resuming_needs_a_checkpointer():
+def test_resuming_requires_a_checkpointer():
     with pytest.raises(ValueError, match="checkpointer"):
         trainer_of(resume_from=3)
 

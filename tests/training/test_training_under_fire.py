@@ -1,5 +1,5 @@
-"""Training goes on while three in ten episodes fail: the rest is trained on, and every failure
-is in the logs."""
+"""Training continues when three in ten episodes fail: the others are trained on, and every failure
+is in the statistics."""
 
 import pytest
 import torch
@@ -22,9 +22,9 @@ from ludic.training import (
 GROUPS, MEMBERS, STEPS = 6, 4, 3
 
 
-class Failing(Counting):
-    """Raises, or rewards with NaN, where told to; else rewards by the answer, so that there is
-    something to learn."""
+class SometimesFailing(Counting):
+    """Raises, or returns a reward of NaN, if told to; otherwise rewards the answer, so that there
+    is something to learn."""
 
     def __init__(self, fault):
         super().__init__()
@@ -39,8 +39,8 @@ class Failing(Counting):
 
 
 class Requests:
-    """Groups 0 and 3 of each batch have two members each that fail: 4 of 24 episodes, and 8 that
-    are no use."""
+    """Groups 0 and 3 of each batch have two failing members each: 4 of 24 episodes fail, and 8 are
+    unusable."""
 
     def __call__(self):
         requests = []
@@ -55,12 +55,12 @@ class Requests:
 
 
 @pytest.mark.parametrize("cancel_siblings", [True, False])
-def test_training_goes_on_and_failures_are_in_the_statistics(cancel_siblings):
+def test_training_continues_and_the_statistics_have_every_failure(cancel_siblings):
     torch.manual_seed(0)
     model = tiny_model()
     client = LocalChatClient(model, tokenizer())
     engine = RolloutEngine(
-        env_registry={"failing": Failing},
+        env_registry={"failing": SometimesFailing},
         protocol_registry={"single": lambda: protocol(client, reject_incomplete_completions=False)},
         max_retries=0,
         cancel_siblings=cancel_siblings,
@@ -73,10 +73,10 @@ def test_training_goes_on_and_failures_are_in_the_statistics(cancel_siblings):
         publisher=LocalPublisher(client),
         cfg=cpu_config(),
     )
-    seen = []
-    trainer.train_sync(STEPS, log_fn=seen.append)
-    assert len(seen) == STEPS
-    for stats in seen:
+    logged = []
+    trainer.train_sync(STEPS, log_fn=logged.append)
+    assert len(logged) == STEPS
+    for stats in logged:
         assert stats["train/target_rollouts"] == GROUPS * MEMBERS
         assert stats["train/played_rollouts"] == (GROUPS - 2) * MEMBERS
         assert stats["train/num_dropped_groups"] == 2

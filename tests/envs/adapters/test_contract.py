@@ -1,11 +1,12 @@
-"""What every environment keeps to: ours, and those of other libraries behind their adapters."""
+"""The contract that every environment satisfies: ours, and those of other libraries through
+adapters."""
 
 import asyncio
 from importlib.util import find_spec
 from random import Random
 
 import pytest
-from env_contract import SEED, Case, check_info, check_outcome, close, over, reset, settled, step, transcript
+from env_contract import SEED, Case, await_values, check_info, check_outcome, close, is_over, reset, step, transcript
 from foreign_envs import CountdownClient, Password
 from hypothesis import given, settings, strategies as st
 from playing import FOR_RL, ScriptedClient, protocol, verbatim
@@ -29,7 +30,7 @@ def of_task(task):
 
 
 def first_free(shown):
-    """A player of tic-tac-toe: takes the first square that the last list of moves names."""
+    """Plays tic-tac-toe by taking the first cell in the latest list of moves."""
     return shown.rpartition("Available Moves:")[2].split("'")[1]
 
 
@@ -83,30 +84,30 @@ each_adapter = pytest.mark.parametrize("case", ADAPTERS, ids=lambda case: case.n
 
 
 @each
-async def test_reset_gives_every_agent_an_observation_and_json(case):
+async def test_reset_returns_an_observation_and_a_json_info_for_every_agent(case):
     env = case.make()
-    seen = await reset(env)
-    assert list(seen) == env.agent_ids
-    for obs, info in seen.values():
+    observations = await reset(env)
+    assert list(observations) == env.agent_ids
+    for obs, info in observations.values():
         assert isinstance(obs, str)
         assert obs
         check_info(info)
     assert len(env.active_agents) == 1
     assert set(env.active_agents) <= set(env.agent_ids)
-    assert await settled(env.current_obs()) == {agent: obs for agent, (obs, _) in seen.items()}
+    assert await await_values(env.current_obs()) == {agent: obs for agent, (obs, _) in observations.items()}
     await close(env)
 
 
 @each
-async def test_the_moves_end_the_episode_as_they_should_and_no_earlier(case):
+async def test_the_moves_end_the_episode_as_expected_and_no_earlier(case):
     env = case.make()
     _, *steps = await transcript(env, case.moves)
     assert len(steps) == len(case.moves)
-    assert not any(over(outcomes) for outcomes in steps[:-1])
+    assert not any(is_over(outcomes) for outcomes in steps[:-1])
     for outcomes in steps:
         for outcome in outcomes.values():
             check_outcome(outcome)
-    assert list(steps[-1]) == env.agent_ids  # the end is everyone's
+    assert list(steps[-1]) == env.agent_ids  # the end reaches every agent
     for outcome in steps[-1].values():
         assert (outcome.terminated, outcome.truncated) == (case.ends == "terminated", case.ends == "truncated")
     await close(env)
@@ -117,7 +118,7 @@ async def test_the_same_seed_gives_the_same_episode(case):
     env, other = case.make(), case.make()
     first = await transcript(env, case.moves)
     assert await transcript(other, case.moves) == first
-    assert await transcript(env, case.moves) == first  # nothing is left over from the episode before
+    assert await transcript(env, case.moves) == first  # nothing is left over from the previous episode
     await close(env)
     await close(other)
 
@@ -131,7 +132,7 @@ async def test_another_seed_can_give_another_episode(case):
 
 
 @each
-async def test_an_episode_that_is_given_up_leaves_no_trace_in_the_next(case):
+async def test_an_abandoned_episode_does_not_affect_the_next(case):
     env = case.make()
     whole = await transcript(env, case.moves)
     await transcript(env, case.moves[: len(case.moves) // 2], seed=SEED + 1)
@@ -146,7 +147,7 @@ async def test_a_step_after_the_end_is_refused_until_the_next_reset(case):
     agent = env.agent_ids[0]
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"reset\(\)"):
-            await settled(env.step({agent: case.moves[-1]}))
+            await await_values(env.step({agent: case.moves[-1]}))
     assert await transcript(env, case.moves) == episode
     await close(env)
 
@@ -155,14 +156,14 @@ async def test_a_step_after_the_end_is_refused_until_the_next_reset(case):
 async def test_a_step_before_the_first_reset_is_refused(case):
     env = case.make()
     with pytest.raises(RuntimeError, match=r"reset\(\)"):
-        await settled(env.step({env.agent_ids[0]: case.moves[0]}))
+        await await_values(env.step({env.agent_ids[0]: case.moves[0]}))
     with pytest.raises(RuntimeError, match=r"reset\(\)"):
-        await settled(env.current_obs())
+        await await_values(env.current_obs())
     await close(env)
 
 
 @each_adapter
-async def test_close_may_be_called_at_any_time_and_again(case):
+async def test_close_can_be_called_at_any_time_and_repeatedly(case):
     for moves in ([], case.moves[:1], case.moves):
         env = case.make()
         await transcript(env, moves)
@@ -171,12 +172,12 @@ async def test_close_may_be_called_at_any_time_and_again(case):
         with pytest.raises(RuntimeError, match="is closed; make a new one"):
             await reset(env)
         with pytest.raises(RuntimeError, match="is closed; make a new one"):
-            await settled(env.step({env.agent_ids[0]: case.moves[0]}))
+            await await_values(env.step({env.agent_ids[0]: case.moves[0]}))
     await close(case.make())  # before the first reset
 
 
 @each
-async def test_garbage_is_a_legal_outcome(case):
+async def test_garbage_actions_have_a_valid_outcome(case):
     env = case.make()
     for text in case.garbage:
         await reset(env)
@@ -184,9 +185,9 @@ async def test_garbage_is_a_legal_outcome(case):
             outcomes = await step(env, text)
             for outcome in outcomes.values():
                 check_outcome(outcome)
-            if over(outcomes):
+            if is_over(outcomes):
                 break
-    assert len(await transcript(env, case.moves)) == len(case.moves) + 1  # and the next episode is as any
+    assert len(await transcript(env, case.moves)) == len(case.moves) + 1  # and the next episode is normal
     await close(env)
 
 
@@ -205,7 +206,7 @@ def test_no_text_can_break_an_episode(case, moves):
 
 
 @each
-async def test_an_episode_is_played_by_agents_and_makes_training_samples(case):
+async def test_an_episode_played_by_agents_gives_training_samples(case):
     env = case.make()
     if len(env.agent_ids) == 1:
         rollouts = await protocol(ScriptedClient(*case.moves)).run(
@@ -215,7 +216,7 @@ async def test_an_episode_is_played_by_agents_and_makes_training_samples(case):
         assert rollout.meta["truncation_reason"] == (None if case.ends == "terminated" else "env")
         assert rollout.meta["episode_truncated"] == (case.ends == "truncated")
     else:
-        rollouts = await played_in_turn(env, case.moves)
+        rollouts = await play_by_turns(env, case.moves)
         assert len(rollouts) == len(env.agent_ids)
     batch = batch_from_rollouts(rollouts, MonteCarloReturn())
     assert len(batch.items) == len(case.moves)
@@ -228,26 +229,28 @@ async def test_an_episode_is_played_by_agents_and_makes_training_samples(case):
     await close(env)
 
 
-async def played_in_turn(env, moves) -> list[Rollout]:
-    """The multi-agent interface with one agent a player: whoever is active acts, whoever has an
-    outcome learns of it."""
+async def play_by_turns(env, moves) -> list[Rollout]:
+    """Play through the multi-agent interface with one agent per player: the active one acts, and
+    everyone who has an outcome receives it."""
     client = ScriptedClient(*moves)
     agents = {name: Agent(client=client, model="m", ctx=FullDialog(), parser=verbatim) for name in env.agent_ids}
-    seen = {}
+    observations = {}
     for name, (obs, info) in (await reset(env)).items():
         agents[name].reset()
         agents[name].on_env_reset(obs, info)
-        seen[name] = obs
+        observations[name] = obs
     collector = TraceCollector()
     for index in range(len(moves)):
         (name,) = env.active_agents
         parsed, raw, info, trace = await agents[name].act(inference=FOR_RL)
-        outcomes = await settled(env.step({name: parsed.action}))
+        outcomes = await await_values(env.step({name: parsed.action}))
         outcome = outcomes[name]
-        step = Step(index, seen[name], raw, outcome.obs, outcome.reward, outcome.truncated, outcome.terminated, info, trace)
+        step = Step(
+            index, observations[name], raw, outcome.obs, outcome.reward, outcome.truncated, outcome.terminated, info, trace
+        )
         collector.add(name, step)
         for other, outcome in outcomes.items():
             agents[other].on_after_step(outcome.obs, outcome.info)
-            seen[other] = outcome.obs
+            observations[other] = outcome.obs
     assert env.active_agents == []
     return collector.extract_rollouts_with_per_agent_status()

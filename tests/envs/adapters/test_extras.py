@@ -1,5 +1,5 @@
-"""Other libraries are loaded when an environment of theirs is made, and missed by the name of
-the extra that brings them."""
+"""Other libraries are imported when one of their environments is created. If missing, the error
+names the extra to install."""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ def run(code):
     return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=120).stdout.strip()
 
 
-def test_importing_the_environments_loads_no_adapter_and_importing_the_adapters_no_library():
+def test_importing_environments_loads_no_adapter_and_importing_adapters_no_library():
     assert run("import sys, ludic.envs; print('ludic.envs.adapters' in sys.modules)") == "False"
     code = f"""
 import sys, ludic.envs.adapters as adapters
@@ -36,7 +36,7 @@ print(*[name for name in {[*LIBRARIES, "torch", "numpy"]!r} if name in sys.modul
         ("verifiers", "VerifiersEnv(['task'])"),
     ],
 )
-def test_a_missing_library_is_named_with_the_extra_that_brings_it(library, make):
+def test_the_error_of_a_missing_library_names_the_extra(library, make):
     code = f"""
 import sys
 sys.modules[{library!r}] = None
@@ -49,7 +49,7 @@ except ImportError as error:
     assert run(code) == f"MissingExtraError {library} is not installed; `pip install 'ludic[{library}]'` installs it"
 
 
-def test_an_import_that_fails_within_the_library_is_shown_as_it_is(tmp_path, monkeypatch):
+def test_an_import_error_inside_the_library_is_raised_unchanged(tmp_path, monkeypatch):
     (tmp_path / "half_there.py").write_text("import surely_absent\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="surely_absent") as failed:

@@ -1,4 +1,4 @@
-"""Gymnasium's spaces in words, and what its environments become."""
+"""Gymnasium's spaces as text, and its environments through the adapter."""
 
 import gymnasium
 import numpy as np
@@ -12,7 +12,7 @@ from ludic.envs.adapters.gymnasium_spaces import action_reader, observation_text
 from ludic.errors import ConfigError
 
 
-def test_a_rendering_keeps_what_was_highlighted():
+def test_an_ansi_rendering_keeps_what_was_highlighted():
     env = GymnasiumEnv("FrozenLake-v1", render_mode="ansi", is_slippery=False)
     assert env.env_reset(seed=0)[0] == "[S]FFF\nFHFH\nFFFH\nHFFG"
     assert env.env_step("1").obs == "  (Down)\nSFFF\n[F]HFH\nFFFH\nHFFG"
@@ -37,7 +37,7 @@ def test_a_rendering_keeps_what_was_highlighted():
         (spaces.Sequence(spaces.Discrete(3)), (1, 2), "[1, 2]"),
     ],
 )
-def test_observations_are_written_by_their_space(space, value, text):
+def test_observations_are_formatted_by_their_space(space, value, text):
     assert space.contains(value)
     assert observation_text(space, value) == text
 
@@ -53,7 +53,7 @@ def test_observations_are_written_by_their_space(space, value, text):
         (spaces.Text(2, charset="ab"), None, {"ab": "ab", "b": "b"}, ["abb", "", "c", " a"]),
     ],
 )
-def test_actions_are_read_by_their_space_and_nothing_else_is(space, names, good, bad):
+def test_actions_are_parsed_by_their_space_and_other_text_is_refused(space, names, good, bad):
     read, legal = action_reader(space, names)
     for text, action in good.items():
         assert space.contains(read(text))
@@ -65,7 +65,7 @@ def test_actions_are_read_by_their_space_and_nothing_else_is(space, names, good,
 
 
 @given(st.text())
-def test_whatever_is_read_is_in_the_space(text):
+def test_every_parsed_action_is_in_the_space(text):
     for space in (spaces.Discrete(4), spaces.MultiDiscrete([2, 3]), spaces.MultiBinary(2), spaces.Text(5)):
         try:
             action = action_reader(space, None)[0](text)
@@ -74,7 +74,7 @@ def test_whatever_is_read_is_in_the_space(text):
         assert space.contains(action)
 
 
-def test_text_that_is_no_action_moves_nothing_and_says_what_is_legal():
+def test_invalid_text_does_not_step_and_the_observation_lists_legal_actions():
     class Counts(Password):
         steps = 0
 
@@ -94,7 +94,7 @@ def test_text_that_is_no_action_moves_nothing_and_says_what_is_legal():
     assert inner.steps == 1
 
 
-def test_numbers_of_numpy_become_json():
+def test_numpy_numbers_become_json():
     env = GymnasiumEnv(Password())
     assert env.env_reset(seed=5) == ("gagf", {"length": 4})
     outcome = env.env_step("fgag")
@@ -102,7 +102,7 @@ def test_numbers_of_numpy_become_json():
     assert outcome.info == {"tried": ["a", "fgag"]}
 
 
-def test_an_end_counts_more_than_a_limit_in_the_same_step():
+def test_termination_takes_precedence_over_truncation():
     env = GymnasiumEnv(BothAtOnce())
     env.env_reset(seed=0)
     outcome = env.env_step("a")
@@ -117,7 +117,7 @@ def test_the_environment_is_closed_once():
     assert inner.closed == 1
 
 
-def test_what_is_seen_and_read_can_be_the_users():
+def test_formatting_and_parsing_can_be_the_users():
     env = GymnasiumEnv(
         gymnasium.make("CartPole-v1"),
         observe=lambda obs: f"angle {obs[2]:.2f}",
@@ -145,6 +145,6 @@ def test_the_system_prompt_names_the_legal_actions():
         (spaces.Discrete(2), ["a", "A"], "must differ"),
     ],
 )
-def test_a_space_without_an_obvious_text_is_refused_when_the_environment_is_made(space, names, problem):
+def test_an_unsupported_space_is_refused_when_the_environment_is_created(space, names, problem):
     with pytest.raises(ConfigError, match=problem):
         action_reader(space, names)

@@ -1,4 +1,4 @@
-"""A client of OpenEnv: what is sent, what becomes of the answers, and what is an error."""
+"""The adapter of OpenEnv clients: what is sent, how responses are used, and what is an error."""
 
 import asyncio
 
@@ -10,7 +10,7 @@ from ludic.envs.adapters.openenv import says_truncated, shown_observation
 from ludic.errors import ConfigError, RolloutError
 
 
-async def test_the_seed_and_the_settings_go_with_every_reset_and_actions_as_they_are_made():
+async def test_every_reset_sends_the_seed_and_settings_and_actions_are_built_by_the_parser():
     client = CountdownClient()
     env = OpenEnvEnv(client, reset_settings={"level": 3})
     await env.env_reset()
@@ -20,7 +20,7 @@ async def test_the_seed_and_the_settings_go_with_every_reset_and_actions_as_they
     assert (outcome.obs, outcome.reward, outcome.terminated) == ("say 2", 1.0, False)
 
 
-async def test_a_text_that_is_no_action_is_never_sent():
+async def test_text_that_is_not_an_action_is_never_sent():
     client = CountdownClient()
     env = OpenEnvEnv(client, make_action=lambda text: {"message": str(int(text))}, invalid_action_reward=-0.5)
     await env.env_reset(seed=0)
@@ -30,7 +30,7 @@ async def test_a_text_that_is_no_action_is_never_sent():
     assert [name for name, _ in client.calls] == ["reset"]
 
 
-async def test_an_action_that_the_server_refuses_is_no_action_and_other_errors_are_errors():
+async def test_an_action_that_the_server_rejects_is_invalid_and_other_errors_are_raised():
     env = OpenEnvEnv(CountdownClient())
     await env.env_reset(seed=0)
     assert (await env.env_step("２")).info["invalid_action"] is True
@@ -45,7 +45,7 @@ async def test_an_action_that_the_server_refuses_is_no_action_and_other_errors_a
         await env.env_step("2")
 
 
-async def test_a_server_that_says_nothing_is_a_timeout():
+async def test_a_silent_server_is_a_timeout():
     class Silent(CountdownClient):
         async def reset(self, **settings):
             await asyncio.Event().wait()
@@ -56,7 +56,7 @@ async def test_a_server_that_says_nothing_is_a_timeout():
         OpenEnvEnv(Silent(), timeout_s=0)
 
 
-async def test_the_session_is_ended_once():
+async def test_the_session_is_closed_once():
     client = CountdownClient()
     env = OpenEnvEnv(client)
     await env.close()
@@ -65,7 +65,7 @@ async def test_the_session_is_ended_once():
 
 
 class Fields:
-    """The shape of an observation that is a model of pydantic."""
+    """An observation in the form of a pydantic model."""
 
     def __init__(self, **fields):
         self.fields = fields
@@ -85,11 +85,11 @@ class Fields:
         ([1], "[1]"),
     ],
 )
-def test_an_observation_is_its_only_text_or_its_fields(observation, text):
+def test_an_observation_is_shown_as_its_only_text_or_as_its_fields(observation, text):
     assert shown_observation(observation) == text
 
 
-def test_cut_short_is_what_the_observation_or_the_metadata_say():
+def test_truncation_is_read_from_the_observation_or_its_metadata():
     assert says_truncated(Result({"truncated": True}))
     assert says_truncated(Result({"metadata": {"truncated": True}}))
     assert says_truncated(Result(Fields(metadata={"truncated": True})))

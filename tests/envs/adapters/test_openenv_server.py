@@ -1,9 +1,9 @@
-"""OpenEnv's own client and server, over the wire. Where openenv is installed: it stands beside
-neither our pinned pillow nor the tests'."""
+"""OpenEnv's own client and server over the network. Runs only where openenv is installed, which
+conflicts with our pinned pillow and that of the other tests."""
 
 import pytest
 
-pytest.importorskip("openenv", reason="pip install 'ludic[openenv]' in an environment of its own")
+pytest.importorskip("openenv", reason="pip install 'ludic[openenv]' in a separate environment")
 
 from openenv.core import EnvClient
 from openenv.core.client_types import StepResult
@@ -13,7 +13,7 @@ from ludic.envs.adapters import OpenEnvEnv
 from ludic.errors import RolloutError
 
 
-async def test_an_error_of_the_server_is_an_error_and_an_action_of_another_type_is_none():
+async def test_a_server_error_is_raised_and_an_action_of_another_type_is_invalid():
     env = OpenEnvEnv(countdown_url(), make_action=lambda text: {"message": text} if text != "odd" else {"number": 1})
     assert await env.env_reset(seed=0) == ("say 2", {})
     outcome = await env.env_step("odd")
@@ -24,7 +24,7 @@ async def test_an_error_of_the_server_is_an_error_and_an_action_of_another_type_
     await env.close()
 
 
-async def test_sessions_play_at_the_same_time_and_do_not_meet():
+async def test_concurrent_sessions_are_independent():
     envs = [OpenEnvEnv(countdown_url()) for _ in range(3)]
     assert [(await env.env_reset(seed=seed))[0] for seed, env in enumerate(envs)] == ["say 2", "say 3", "say 4"]
     assert [(await env.env_step("3")).reward for env in envs] == [0.0, 1.0, 0.0]
@@ -32,7 +32,7 @@ async def test_sessions_play_at_the_same_time_and_do_not_meet():
         await env.close()
 
 
-async def test_a_typed_client_is_spoken_to_in_its_types():
+async def test_a_typed_client_receives_its_own_types():
     class Client(EnvClient[Say, Left, dict]):
         def _step_payload(self, action):
             return action.model_dump()

@@ -1,4 +1,4 @@
-"""TextArena's games: who is shown what, who gets which reward, and whose randomness it is."""
+"""TextArena's games: who sees what, who gets which reward, and where randomness comes from."""
 
 import random
 
@@ -15,7 +15,7 @@ def play(env, *moves, seed=0):
     return [env.step({env.active_agents[0]: move}) for move in moves]
 
 
-def test_the_loser_gets_the_last_move_and_the_loss():
+def test_the_loser_sees_the_last_move_and_gets_the_loss():
     last = play(TextArenaEnv("TicTacToe-v0", num_players=2), "[0]", "[3]", "[1]", "[4]", "[2]")[-1]
     assert {name: (outcome.reward, outcome.terminated) for name, outcome in last.items()} == {
         "player_0": (1.0, True),
@@ -25,7 +25,7 @@ def test_the_loser_gets_the_last_move_and_the_loss():
     assert last["player_1"].info["reason"] == "Player 0 has won!"
 
 
-def test_a_player_is_shown_everything_once_and_never_its_own_move():
+def test_a_player_sees_everything_once_and_never_its_own_move():
     env = TextArenaEnv("TicTacToe-v0", num_players=2)
     steps = play(env, "[0]", "[3]", "[1]")
     told = [outcomes["player_0"].obs for outcomes in steps]
@@ -35,7 +35,7 @@ def test_a_player_is_shown_everything_once_and_never_its_own_move():
     assert env.current_obs()["player_0"] == told[-1]
 
 
-def test_whose_turn_it_is_follows_the_game():
+def test_the_active_agent_follows_the_game():
     env = TextArenaEnv("TicTacToe-v0", num_players=2)
     assert env.active_agents == []
     env.reset(seed=0)
@@ -44,7 +44,7 @@ def test_whose_turn_it_is_follows_the_game():
     assert env.active_agents == ["player_1"]
     with pytest.raises(RolloutError, match=r"turn of player_1; step\(\) was given moves of \['player_0'\]"):
         env.step({"player_0": "[1]"})
-    env.step({"player_1": "junk", "player_0": "[1]"})  # a move out of turn is not the game's business
+    env.step({"player_1": "junk", "player_0": "[1]"})  # a move out of turn never reaches the game
     assert env.active_agents == ["player_1"]
 
 
@@ -58,7 +58,7 @@ def test_the_game_judges_moves_against_its_rules():
     assert lost["player_0"].info["invalid_move"] is True
 
 
-def test_the_rules_limit_of_turns_is_an_end():
+def test_the_games_own_turn_limit_is_a_termination():
     env = TextArenaEnv("GuessTheNumber-v0", max_turns=2)
     outcome = play(env, "[1]", "[2]", "[3]", seed=5)[-1]["player_0"]  # the number is 20
     assert (outcome.terminated, outcome.truncated) == (True, False)
@@ -67,7 +67,7 @@ def test_the_rules_limit_of_turns_is_an_end():
     assert outcome.obs == "The target number is higher."
 
 
-def test_a_function_plays_the_other_side():
+def test_a_function_can_play_the_other_side():
     shown = []
 
     def second(text):
@@ -87,7 +87,7 @@ def test_a_function_plays_the_other_side():
     assert len(shown) == 2
 
 
-def test_an_opponents_draws_follow_the_seed():
+def test_an_opponents_random_draws_follow_the_seed():
     def anywhere(text):
         return f"[{random.randrange(9)}{np.random.randint(1, 2) * 0 or ''}]"
 
@@ -97,7 +97,7 @@ def test_an_opponents_draws_follow_the_seed():
     assert len({str(seen) for seen in first.values()}) > 3
 
 
-def test_games_draw_nothing_from_the_process_and_nothing_from_each_other():
+def test_games_use_no_global_and_no_shared_random_state():
     random.seed(1)
     np.random.seed(1)
     expected = random.random(), np.random.random()
@@ -122,8 +122,8 @@ def test_episodes_without_a_seed_differ():
 
 
 class Fragile(textarena.Env):
-    """Draws a card a turn; falls over `crash` when it has already drawn, and over anything when
-    `broken`."""
+    """Draws a card per turn. Crashes on the move `crash` after it has drawn; if `broken`, crashes
+    on every move."""
 
     broken = False
 
@@ -140,7 +140,7 @@ class Fragile(textarena.Env):
         return self.state.step()
 
 
-def test_a_text_that_makes_the_game_raise_is_an_empty_move_in_an_unharmed_game():
+def test_a_move_that_crashes_the_game_becomes_an_empty_move_in_a_restored_game():
     def moves(*texts):
         env = TextArenaEnv(Fragile, num_players=2)
         return play(env, *texts, seed=9)
@@ -149,12 +149,12 @@ def test_a_text_that_makes_the_game_raise_is_an_empty_move_in_an_unharmed_game()
     assert fell["player_0"].info == {"player": 0, "game_error": "ZeroDivisionError: deep inside", "invalid_move": True}
     assert "attempted an invalid move. Reason: empty" in fell["player_0"].obs
     expected_fell, expected_after = moves("a", "b", "", "c")[2:]
-    assert fell["player_0"].obs == expected_fell["player_0"].obs  # the cards of the game that fell are drawn again
+    assert fell["player_0"].obs == expected_fell["player_0"].obs  # the restored game draws the same cards again
     assert fell["player_1"] == expected_fell["player_1"]
     assert after == expected_after
 
 
-def test_a_game_that_fails_whatever_the_move_is_an_error_and_over():
+def test_a_game_that_crashes_on_every_move_raises_and_is_over():
     env = TextArenaEnv(Fragile, num_players=2)
     env.reset(seed=0)
     env._game.broken = True
@@ -170,7 +170,7 @@ def test_a_game_that_fails_whatever_the_move_is_an_error_and_over():
 
 
 @pytest.mark.parametrize("opponents", [{2: str}, {0: str, 1: str}, {-1: str}])
-def test_opponents_are_players_and_leave_one_to_be_an_agent(opponents):
+def test_opponents_must_be_players_and_leave_one_for_the_agent(opponents):
     with pytest.raises(ConfigError, match=r"must be players among 0 to 1 and leave one to be an agent"):
         TextArenaEnv("TicTacToe-v0", num_players=2, opponents=opponents)
 
@@ -181,7 +181,7 @@ def test_opponents_that_end_the_game_at_once_are_an_error():
         env.reset(seed=0)
 
 
-def test_a_game_that_textarena_does_not_have_is_named_at_once():
+def test_the_error_of_an_unknown_game_names_it_immediately():
     with pytest.raises(ConfigError, match="TextArena has no game 'TicTacTow-v0'"):
         TextArenaEnv("TicTacTow-v0")
     with pytest.raises(ConfigError, match=r"settings of the game \(\['size'\]\) need the id of a game"):

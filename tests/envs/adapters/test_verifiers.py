@@ -1,5 +1,5 @@
-"""verifiers itself, with one of our clients as the model. It needs an environment with verifiers,
-which conflicts with our pinned openai."""
+"""The real verifiers library with one of our clients as the model. Needs an environment with
+verifiers, which conflicts with our pinned openai."""
 
 import asyncio
 import json
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("verifiers.v1", reason="pip install 'ludic[verifiers]' in an environment of its own")
+pytest.importorskip("verifiers.v1", reason="pip install 'ludic[verifiers]' in a separate environment")
 
 from byte_client import ByteClient
 from playing import ScriptedClient
@@ -30,7 +30,7 @@ from ludic.types import ChatResponse
 SPEC = InferenceSpec(sampling=SamplingParams(temperature=0.9, max_tokens=3), return_=ReturnSpec.for_rl())
 
 
-async def played(client, *, agent=None, tasks=None, max_steps=9, **settings):
+async def play_rollout(client, *, agent=None, tasks=None, max_steps=9, **settings):
     env = VerifiersEnv(tasks or sums(), agent=agent)
     (rollout,) = await VerifiersProtocol(client).run(
         env=env, max_steps=max_steps, **{"env_seed": 2, "inference": SPEC, **settings}
@@ -39,11 +39,11 @@ async def played(client, *, agent=None, tasks=None, max_steps=9, **settings):
 
 
 @pytest.mark.parametrize("make", [lambda: ByteClient("7", "no", "5"), lambda: ScriptedClient("7", "no", "5")])
-async def test_the_tokens_of_a_rollout_are_those_that_the_client_sampled(make):
-    """Whether the prompt of a turn extends that of the turn before (bytes) or not (the scripted
-    client always says [1, 2])."""
+async def test_a_rollout_has_the_tokens_that_the_client_sampled(make):
+    """With prompts that extend the previous turn's prompt (bytes), and with prompts that do not
+    (the scripted client always reports [1, 2])."""
     client = make()
-    rollout = await played(client, agent=until_right())
+    rollout = await play_rollout(client, agent=until_right())
     if isinstance(client, ScriptedClient):
         sent = [([1, 2], list(text.encode()), [-0.5] * len(text)) for text in client.texts]
     else:
@@ -55,9 +55,9 @@ async def test_the_tokens_of_a_rollout_are_those_that_the_client_sampled(make):
     assert rollout.total_reward == 2.5
 
 
-async def test_the_model_is_asked_as_the_trainer_says():
+async def test_the_model_is_called_with_the_trainers_settings():
     client = ByteClient("7", "5")
-    await played(client, agent=until_right(), sampling_seed=11)
+    await play_rollout(client, agent=until_right(), sampling_seed=11)
     assert [request.seed for request in client.requests] == [11, derive_seed(11, 1)]
     assert all(
         (request.sampling, request.return_, request.tools) == (SPEC.sampling, SPEC.return_, None) for request in client.requests
@@ -70,31 +70,31 @@ async def test_the_model_is_asked_as_the_trainer_says():
     ]
 
 
-async def test_log_probabilities_are_asked_for_unless_the_caller_says_otherwise():
+async def test_log_probabilities_are_requested_by_default():
     client = ByteClient("4")
-    await played(client, inference=None, env_seed=1)
+    await play_rollout(client, inference=None, env_seed=1)
     assert client.requests[0].return_ == ReturnSpec.for_rl()
 
 
-async def test_the_number_of_calls_is_bounded():
-    rollout = await played(ByteClient("7", "no", "5"), agent=until_right(), max_steps=2)
+async def test_the_number_of_model_calls_is_limited():
+    rollout = await play_rollout(ByteClient("7", "no", "5"), agent=until_right(), max_steps=2)
     assert [step.action for step in rollout.steps] == ["7", "no"]
     assert rollout.meta["truncation_reason"] == "env"
     assert rollout.meta["stop_condition"] == "max_turns"
 
 
-async def test_what_goes_wrong_in_the_client_is_raised_as_it_is_and_a_failed_grader_is_an_error():
+async def test_client_errors_are_raised_unchanged_and_a_failed_grader_is_an_error():
     with pytest.raises(InferenceError, match="the engine is gone"):
-        await played(ByteClient(error=InferenceError("the engine is gone")))
+        await play_rollout(ByteClient(error=InferenceError("the engine is gone")))
 
     class Silent(ByteClient):
         async def complete(self, request):
             await asyncio.Event().wait()
 
     with pytest.raises(TimeoutError):
-        await played(Silent(), timeout_s=0.05)
+        await play_rollout(Silent(), timeout_s=0.05)
     with pytest.raises(RolloutError, match="the grader fell over"):
-        await played(ByteClient("5"), tasks=sums(FailingSum))
+        await play_rollout(ByteClient("5"), tasks=sums(FailingSum))
     env = VerifiersEnv(sums(FailingSum))
     await env.env_reset(seed=0)
     with pytest.raises(RolloutError, match="the grader fell over"):
@@ -103,7 +103,7 @@ async def test_what_goes_wrong_in_the_client_is_raised_as_it_is_and_a_failed_gra
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-async def test_an_episode_that_is_given_up_leaves_nothing_behind():
+async def test_a_cancelled_episode_leaks_nothing():
     env = VerifiersEnv(sums(), agent=until_right())
     await env.env_reset(seed=0)
     await env.env_step("no")
@@ -120,18 +120,18 @@ async def test_a_harness_that_hangs_is_a_timeout():
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-async def test_a_record_makes_the_rollout_that_the_trace_makes():
+async def test_a_recorded_trace_gives_the_same_rollout_as_the_trace():
     policy_client = VerifiersClient(ByteClient("7", "5"), SPEC, lambda call: None, None)
     trace = await play_task(sums()[2], policy_client, until_right(), model="m", max_turns=None)
     live, recorded = rollout_from_trace(trace), rollout_from_trace(json.loads(json.dumps(trace.to_record(float_decimals=None))))
     assert [replace(step, ts_ns=0) for step in live.steps] == [replace(step, ts_ns=0) for step in recorded.steps]
     assert (live.id, live.meta) == (recorded.id, recorded.meta)
     kept = json.loads((Path(__file__).parent / "verifiers_trace.json").read_text())
-    assert kept.keys() == trace.to_record().keys()  # what is kept for the tests without verifiers is what verifiers writes
+    assert kept.keys() == trace.to_record().keys()  # the recording for tests without verifiers equals what verifiers writes
     assert [node.keys() for node in kept["nodes"]] == [node.keys() for node in trace.to_record()["nodes"]]
 
 
-async def test_calls_of_tools_pass_both_ways():
+async def test_tool_calls_pass_in_both_directions():
     call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
 
     class Calls(ByteClient):
@@ -156,7 +156,7 @@ async def test_calls_of_tools_pass_both_ways():
     assert response.finish_reason == "tool_calls"
 
 
-async def test_only_chat_completions_keep_their_tokens():
+async def test_only_chat_completions_have_tokens():
     other = next(dialect for dialect in DIALECTS if not isinstance(dialect, ChatDialect))
     policy_client = VerifiersClient(ByteClient("x"), SPEC, lambda call: None, None)
     with pytest.raises(InferenceError, match="only chat completions keep their tokens"):
@@ -183,7 +183,7 @@ async def test_the_engine_plays_groups_of_a_task_and_counts_what_fails():
     assert all(item.actor_logps is not None for item in batch.items)
 
 
-async def test_settings_are_checked_when_they_are_given():
+async def test_settings_are_validated_by_the_constructor():
     with pytest.raises(ConfigError, match="tasks is empty"):
         VerifiersEnv([])
     with pytest.raises(ConfigError, match=r"timeout_s \(0\)"):

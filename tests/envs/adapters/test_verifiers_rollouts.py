@@ -1,6 +1,6 @@
-"""Traces of verifiers as rollouts. `verifiers_trace.json` is what verifiers 0.4.0 recorded of an
-episode of two turns, with tokens that are bytes: the prompt `2+3=`, the answer `7`, the verdict
-`wrong`, the answer `5`."""
+"""Traces of verifiers as rollouts. `verifiers_trace.json` is a recording of verifiers 0.4.0: an
+episode of two turns with byte tokens, the prompt `2+3=`, the answer `7`, the reply `wrong` and the
+answer `5`."""
 
 import copy
 import json
@@ -17,12 +17,12 @@ from ludic.training.rollouts.to_samples import batch_from_rollouts
 RECORDED = json.loads((Path(__file__).parent / "verifiers_trace.json").read_text())
 
 
-def changed(**fields):
+def modified_recording(**fields):
     return {**copy.deepcopy(RECORDED), **fields}
 
 
 def node(parent, text, *, role="assistant", sampled=True, prompt=(), links=()):
-    """A message that adds the tokens `prompt`, and its text if it was sampled."""
+    """A message node that adds the tokens `prompt`, and its text as tokens if it was sampled."""
     own = ids(text) if sampled else []
     return {
         "parent": parent,
@@ -35,7 +35,7 @@ def node(parent, text, *, role="assistant", sampled=True, prompt=(), links=()):
     }
 
 
-def test_a_sampled_message_is_a_step_with_the_tokens_as_they_were():
+def test_a_sampled_message_is_a_step_with_its_original_tokens():
     rollout = rollout_from_trace(RECORDED)
     first, second = rollout.steps
     assert first.trace.prompt_token_ids == ids("Add.\n2+3=\n")
@@ -48,7 +48,7 @@ def test_a_sampled_message_is_a_step_with_the_tokens_as_they_were():
     assert [step.info["finish_reason"] for step in rollout.steps] == ["stop", "stop"]
 
 
-def test_the_reward_is_the_weighted_sum_and_comes_last():
+def test_the_reward_is_the_weighted_sum_and_belongs_to_the_last_step():
     rollout = rollout_from_trace(RECORDED)
     assert [step.reward for step in rollout.steps] == [0.0, 2.5]  # right: 1 * 2, short: 0.5 * 1
     assert [(step.terminated, step.truncated) for step in rollout.steps] == [(False, False), (True, False)]
@@ -66,7 +66,7 @@ def test_the_reward_is_the_weighted_sum_and_comes_last():
     }
 
 
-def test_its_steps_make_training_samples():
+def test_the_steps_give_training_samples():
     batch = batch_from_rollouts([rollout_from_trace(RECORDED)], MonteCarloReturn(gamma=0.5))
     assert [item.input_ids for item in batch.items] == [ids("Add.\n2+3=\n7\n"), ids("Add.\n2+3=\n7\nwrong\n5\n")]
     assert [item.action_mask for item in batch.items] == [[0] * 10 + [1] * 2, [0] * 18 + [1] * 2]
@@ -75,52 +75,52 @@ def test_its_steps_make_training_samples():
 
 
 @pytest.mark.parametrize("condition", ["max_turns", "max_total_tokens", "compaction_failed"])
-def test_a_limit_cuts_the_episode_short(condition):
-    rollout = rollout_from_trace(changed(stop_condition=condition))
+def test_a_turn_limit_truncates_the_episode(condition):
+    rollout = rollout_from_trace(modified_recording(stop_condition=condition))
     assert (rollout.steps[-1].terminated, rollout.steps[-1].truncated) == (False, True)
     assert (rollout.meta["episode_truncated"], rollout.meta["truncation_reason"]) == (True, "env")
 
 
-def test_an_answer_at_the_token_limit_cuts_the_episode_short():
-    record = changed()
+def test_an_answer_at_the_token_limit_truncates_the_episode():
+    record = modified_recording()
     record["calls"][-1]["finish_reason"] = "length"
     assert rollout_from_trace(record).steps[-1].truncated
     record["calls"].append({**record["calls"][-1], "node": None, "error": {"type": "e", "message": ""}, "finish_reason": None})
-    assert rollout_from_trace(record).steps[-1].truncated  # a call that failed says nothing about the end
+    assert rollout_from_trace(record).steps[-1].truncated  # a failed call does not affect how the episode ended
 
 
-def test_a_rewritten_history_is_a_branch_and_what_was_sampled_before_it_counts_once():
+def test_a_rewritten_history_is_a_branch_and_its_shared_messages_count_once():
     nodes = [
         node(None, "q", role="user", sampled=False),
         node(0, "one", prompt=[1]),
         node(1, "again", role="user", sampled=False),
         node(2, "two", prompt=[2]),
-        node(1, "other", role="user", sampled=False),  # a second way on from "one"
+        node(1, "other", role="user", sampled=False),  # a second branch after "one"
         node(4, "three", prompt=[3]),
     ]
-    rollout = rollout_from_trace(changed(nodes=nodes, calls=[]))
+    rollout = rollout_from_trace(modified_recording(nodes=nodes, calls=[]))
     assert [step.action for step in rollout.steps] == ["one", "two", "three"]
     assert [step.trace.prompt_token_ids for step in rollout.steps] == [[1], [1, *ids("one"), 2], [1, *ids("one"), 3]]
     assert [step.prev_obs for step in rollout.steps] == ["q", "again", "other"]
     assert [step.reward for step in rollout.steps] == [0.0, 0.0, 2.5]
 
 
-def test_an_attempt_to_compact_counts_only_if_it_was_taken_up():
+def test_a_compaction_counts_only_if_the_episode_continues_from_it():
     nodes = [
         node(None, "q", role="user", sampled=False),
         node(0, "summary", prompt=[1], links=[{"node": 0, "type": "compaction_attempt"}]),
         node(None, "short", role="user", sampled=False),
         node(2, "answer", prompt=[2]),
     ]
-    dropped = rollout_from_trace(changed(nodes=nodes, calls=[]))
-    assert [step.action for step in dropped.steps] == ["answer"]
+    rollout_without_compaction = rollout_from_trace(modified_recording(nodes=nodes, calls=[]))
+    assert [step.action for step in rollout_without_compaction.steps] == ["answer"]
     nodes[3]["semantic_parents"] = [{"node": 1, "type": "compaction"}]
-    kept = rollout_from_trace(changed(nodes=nodes, calls=[]))
-    assert [step.action for step in kept.steps] == ["summary", "answer"]
+    rollout_with_compaction = rollout_from_trace(modified_recording(nodes=nodes, calls=[]))
+    assert [step.action for step in rollout_with_compaction.steps] == ["summary", "answer"]
 
 
-def test_calls_of_tools_and_parts_of_text_are_kept():
-    record = changed()
+def test_tool_calls_and_text_parts_are_kept():
+    record = modified_recording()
     record["nodes"][1]["message"]["content"] = [
         {"type": "text", "text": "see"},
         {"type": "image_url", "image_url": {"url": "x"}},
@@ -137,7 +137,7 @@ def test_calls_of_tools_and_parts_of_text_are_kept():
 
 
 def test_a_trace_without_tokens_has_steps_but_no_samples():
-    record = changed()
+    record = modified_recording()
     for each in record["nodes"]:
         each.update(token_ids=[], mask=[], logprobs=[])
     rollout = rollout_from_trace(record)
@@ -146,8 +146,8 @@ def test_a_trace_without_tokens_has_steps_but_no_samples():
         batch_from_rollouts([rollout], MonteCarloReturn())
 
 
-def broken(number, **fields):
-    record = changed()
+def broken_recording(number, **fields):
+    record = modified_recording()
     record["nodes"][number].update(fields)
     return record
 
@@ -155,17 +155,21 @@ def broken(number, **fields):
 @pytest.mark.parametrize(
     ("record", "error", "problem"),
     [
-        (changed(version=2), DataError, "is of version 2; version 1, of verifiers 0.4, can be read"),
-        (changed(ok=False, errors=[{"type": "TaskError", "message": "no"}]), RolloutError, r"failed \(TaskError: no\)"),
-        (changed(ok=False, stop_condition="agent_timeout"), RolloutError, r"failed \(stopped by agent_timeout\)"),
-        (changed(is_completed=False), RolloutError, "is unfinished"),
-        (changed(nodes=RECORDED["nodes"][:2]), RolloutError, "the model sampled nothing in it"),
-        (broken(2, mask=[True] * 12), DataError, r"node 2 has 2 log-probabilities for 12 sampled tokens"),
-        (broken(2, mask=[True, *[False] * 11]), DataError, "not a run of sampled tokens at the end of its 12 tokens"),
-        (broken(2, mask=[True]), DataError, "not a run of sampled tokens"),
-        (broken(2, logprobs=[-1.0]), DataError, r"has 1 log-probabilities for 2 sampled tokens"),
-        (broken(2, parent=3), DataError, "node 2 of a trace names node 3 as its parent"),
-        (broken(2, parent=2), DataError, "node 2 of a trace names node 2 as its parent"),
+        (modified_recording(version=2), DataError, "is of version 2; version 1, of verifiers 0.4, can be read"),
+        (
+            modified_recording(ok=False, errors=[{"type": "TaskError", "message": "no"}]),
+            RolloutError,
+            r"failed \(TaskError: no\)",
+        ),
+        (modified_recording(ok=False, stop_condition="agent_timeout"), RolloutError, r"failed \(stopped by agent_timeout\)"),
+        (modified_recording(is_completed=False), RolloutError, "is unfinished"),
+        (modified_recording(nodes=RECORDED["nodes"][:2]), RolloutError, "the model sampled nothing in it"),
+        (broken_recording(2, mask=[True] * 12), DataError, r"node 2 has 2 log-probabilities for 12 sampled tokens"),
+        (broken_recording(2, mask=[True, *[False] * 11]), DataError, "not a run of sampled tokens at the end of its 12 tokens"),
+        (broken_recording(2, mask=[True]), DataError, "not a run of sampled tokens"),
+        (broken_recording(2, logprobs=[-1.0]), DataError, r"has 1 log-probabilities for 2 sampled tokens"),
+        (broken_recording(2, parent=3), DataError, "node 2 of a trace names node 3 as its parent"),
+        (broken_recording(2, parent=2), DataError, "node 2 of a trace names node 2 as its parent"),
     ],
 )
 def test_a_trace_that_cannot_be_trained_on_is_refused(record, error, problem):

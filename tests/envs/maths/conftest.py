@@ -1,4 +1,4 @@
-"""One grader with one process for all tests of this folder: a process takes a second to start."""
+"""One grader process for all tests of this folder, because starting one takes a second."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Where the answer stands in rows of GSM8K and MATH and in a model's text."""
+"""Extracting answers from GSM8K and MATH rows and from a model's text."""
 
 import pytest
 
@@ -12,7 +12,7 @@ from ludic.errors import DataError
         ("She sells 16 - 3 - 4 = <<16-3-4=9>>9 eggs.\nShe makes 9 * 2 = $<<9*2=18>>18.\n#### 18", "18"),
         ("#### 1,042", "1042"),
         ("It sinks.\n#### -3", "-3"),
-        ("5 #### first 7\n#### 12 eggs, that is 1 dozen", "1"),  # the last number, as the name says
+        ("5 #### first 7\n#### 12 eggs, that is 1 dozen", "1"),  # the last number, as documented
         ("#### $2.50", "2.50"),
     ],
 )
@@ -21,7 +21,7 @@ def test_the_target_of_gsm8k_is_the_last_number_after_the_mark(solution, target)
 
 
 @pytest.mark.parametrize("solution", ["18", "#### none", "", "####"])
-def test_a_solution_without_a_number_after_the_mark_is_a_fault(solution):
+def test_a_solution_without_a_number_after_the_mark_is_an_error(solution):
     with pytest.raises(DataError, match="has no number after ####"):
         gsm8k_target(solution)
 
@@ -39,7 +39,7 @@ def test_the_target_of_math_is_the_last_box_or_the_bare_answer(solution, target)
 
 
 @pytest.mark.parametrize("solution", ["", "  ", r"\boxed{ }"])
-def test_a_solution_without_an_answer_is_a_fault(solution):
+def test_a_solution_without_an_answer_is_an_error(solution):
     with pytest.raises(DataError, match="has no answer"):
         math_target(solution)
 
@@ -54,9 +54,9 @@ def test_a_solution_without_an_answer_is_a_fault(solution):
         ("", ""),
     ],
 )
-def test_the_final_answer_is_what_is_compared(text, answer):
+def test_the_final_answer_is_extracted(text, answer):
     assert final_answer(text) == answer
 
 
-def test_of_a_long_text_without_a_box_the_end_is_read():
+def test_only_the_end_of_a_long_text_without_a_box_is_read():
     assert final_answer("x" * 10_000 + "12") == "x" * 1_998 + "12"

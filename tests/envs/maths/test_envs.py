@@ -25,8 +25,8 @@ MATH_ROW = {
 }
 
 
-class Verdicts:
-    """A grader that answers what it is told to; an exception is raised."""
+class FixedGrader:
+    """A grader with fixed verdicts; an exception is raised."""
 
     def __init__(self, *verdicts):
         self.verdicts, self.asked = list(verdicts), []
@@ -39,8 +39,8 @@ class Verdicts:
         return verdict
 
 
-def test_an_environment_shows_the_question_and_ends_with_the_verdict():
-    grader = Verdicts(True)
+def test_an_environment_shows_the_question_and_ends_with_the_grade():
+    grader = FixedGrader(True)
     env = GSM8KEnv(GSM8K_ROW, grader=grader)
     assert env.env_reset()[0] == GSM8K_ROW["question"]
     assert "\\boxed" in env.suggested_sysprompt
@@ -51,16 +51,16 @@ def test_an_environment_shows_the_question_and_ends_with_the_verdict():
         asyncio.run(env.env_step("43"))
 
 
-def test_rewards_and_system_prompt_are_the_users():
-    env = MATHEnv(MATH_ROW, grader=Verdicts(False), system_prompt=None, incorrect_reward=-0.5)
+def test_rewards_and_system_prompt_can_be_set():
+    env = MATHEnv(MATH_ROW, grader=FixedGrader(False), system_prompt=None, incorrect_reward=-0.5)
     env.env_reset()
     assert env.suggested_sysprompt is None
     assert asyncio.run(env.env_step("2")).reward == -0.5
 
 
-def test_math_has_its_columns_under_either_name():
+def test_math_accepts_both_names_of_its_columns():
     for row in (MATH_ROW, {"question": "q", "answer": r"\boxed{\frac{3}{2}}"}):
-        grader = Verdicts(True)
+        grader = FixedGrader(True)
         env = MATHEnv(row, grader=grader)
         env.env_reset()
         asyncio.run(env.env_step(r"\boxed{1.5}"))
@@ -76,7 +76,7 @@ def requests(kind, row, members, group):
     ]
 
 
-def test_rows_of_files_are_played_and_compared_by_math_verify(tmp_path, grader):
+def test_rows_of_files_are_played_and_graded_by_math_verify(tmp_path, grader):
     (tmp_path / "gsm8k.jsonl").write_text(json.dumps(GSM8K_ROW) + "\n")
     row = load_data(str(tmp_path / "gsm8k.jsonl"), columns={"prompt": "question"}).rows[0]
     client = ScriptedClient("36 + 7 = 43\n#### 43", "It sells $43$ rolls.", "It sells 36 rolls.")
@@ -88,10 +88,10 @@ def test_rows_of_files_are_played_and_compared_by_math_verify(tmp_path, grader):
     assert client.requests[0].messages[0]["role"] == "system"
 
 
-def test_a_grader_that_fails_is_counted_and_costs_its_group_and_no_other():
-    """Known hazard: a hang or a crash of the grader becomes a reward of 0, which is trained on."""
+def test_a_failing_grader_is_counted_and_costs_only_its_group():
+    """Otherwise a hang or crash of the grader would become a reward of 0 that is trained on."""
     hang = GradingError("grading took longer than 5 s")
-    grader = Verdicts(True, hang, hang, True, False)  # the second episode hangs, and again when it is played again
+    grader = FixedGrader(True, hang, hang, True, False)  # the second episode hangs, and so does its retry
     engine = RolloutEngine(
         env_registry={"math": lambda sample: MATHEnv(sample, grader=grader)},
         protocol_registry={"p": lambda: protocol(ScriptedClient("1.5"))},
@@ -107,20 +107,20 @@ def test_a_grader_that_fails_is_counted_and_costs_its_group_and_no_other():
     }
 
 
-async def test_as_reward_functions_they_judge_text_and_messages_and_keep_errors_in_their_place():
+async def test_as_reward_functions_they_grade_text_and_messages_and_return_errors_in_place():
     error = GradingError("too long")
-    reward = gsm8k_reward(Verdicts(True, error, False))
+    reward = gsm8k_reward(FixedGrader(True, error, False))
     chat = [[{"role": "assistant", "content": text}] for text in ("43", "x", "36")]
     assert await reward(completions=chat, answer=[GSM8K_ROW["answer"]] * 3, other=[1, 2, 3]) == [1.0, error, 0.0]
-    grader = Verdicts(True)
+    grader = FixedGrader(True)
     assert await math_reward(grader)(completions=["1.5"], solution=[None], answer=["3/2"]) == [1.0]
     assert grader.asked == [("1.5", "3/2")]
 
 
-async def test_a_row_without_a_target_is_a_fault_of_the_data():
+async def test_a_row_without_a_target_is_a_data_error():
     with pytest.raises(DataError, match="no number after ####"):
         gsm8k_reward().check_row({"answer": "43"})
     with pytest.raises(DataError, match="needs solution or answer"):
         math_reward().check_row({"question": "q"})
     with pytest.raises(DataError, match="no number after ####"):
-        await gsm8k_reward(Verdicts(True))(completions=["43"], answer=["43"])
+        await gsm8k_reward(FixedGrader(True))(completions=["43"], answer=["43"])

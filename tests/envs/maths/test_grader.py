@@ -1,5 +1,5 @@
-"""The grader: what it calls equal; and that a failure or a hang is an error, which is counted,
-and never a verdict."""
+"""The grader: which answers are equal, and that a failure or a hang is a counted error and never a
+grade."""
 
 import asyncio
 import os
@@ -15,11 +15,11 @@ from ludic.envs.maths.grader import GraderCounts, shared_grader
 from ludic.errors import ConfigError, GradingError, MissingExtraError
 
 HANGS = r"\boxed{9^{9^{9^{9}}}}"
-"""Read at once; compared never."""
+"""Parsed immediately; the comparison never ends."""
 
 
 def script(tmp_path: Path, body: str) -> list[str]:
-    """A process that speaks the grader's lines; `body` handles one `request`."""
+    """A process that speaks the grader's protocol; `body` handles one `request`."""
     path = tmp_path / "process.py"
     lines = ["import json, os, sys, time", "print('{}', flush=True)", "for line in sys.stdin:", "    request = json.loads(line)"]
     path.write_text("\n".join([*lines, *(f"    {line}" for line in body.splitlines())]))
@@ -34,7 +34,8 @@ def open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-# Problems of the two data sets' kinds, written for this test: (answer of a model, target, equal).
+# Problems in the style of the two data sets, written for this test: (model's answer, target,
+# equal).
 COMPARED = [
     ("The total is 18.", "18", True),
     ("so she has 1,042 beads", "1042", True),
@@ -76,14 +77,14 @@ def test_equal_answers_are_equal_however_they_are_written(grader):
     assert grader.counts == replace(before, graded=before.graded + len(COMPARED))
 
 
-def test_a_target_in_which_there_is_nothing_is_an_error(grader):
+def test_a_target_without_an_answer_is_an_error(grader):
     failed = grader.counts.failed
     with pytest.raises(GradingError, match="nothing to compare with in the target ''"):
         asyncio.run(grader.grade("3", ""))
     assert grader.counts.failed == failed + 1
 
 
-def test_a_comparison_that_hangs_is_ended_and_the_next_is_graded(grader, monkeypatch):
+def test_a_hanging_comparison_is_stopped_and_the_next_one_is_graded(grader, monkeypatch):
     assert grader.grade_now("3", "3")
     before, counts = children(), replace(grader.counts)
     with monkeypatch.context() as patch:
@@ -95,8 +96,8 @@ def test_a_comparison_that_hangs_is_ended_and_the_next_is_graded(grader, monkeyp
     assert grader.counts == replace(counts, graded=counts.graded + 1, timed_out=counts.timed_out + 1)
 
 
-def test_a_comparison_without_a_parent_ends_itself(tmp_path):
-    """The limit that travels with the request ends the process, though nobody waits for it."""
+def test_a_comparison_whose_parent_is_gone_ends_itself(tmp_path):
+    """The process enforces the deadline of the request itself, even if nobody waits for it."""
     from ludic.envs.line_process import LineProcess
     from ludic.envs.maths.grader import WORKER
 
@@ -105,7 +106,7 @@ def test_a_comparison_without_a_parent_ends_itself(tmp_path):
         process.ask({"target": "3", "answer": HANGS, "limit_s": 0.2}, timeout_s=60)
 
 
-def test_a_process_that_is_killed_is_an_error_and_another_takes_its_place(tmp_path):
+def test_a_killed_process_is_an_error_and_is_replaced(tmp_path):
     before = children()
     grader = MathGrader(command=script(tmp_path, "print(json.dumps({'correct': True}), flush=True)"), workers=1)
     assert grader.grade_now("3", "3")
@@ -120,7 +121,7 @@ def test_a_process_that_is_killed_is_an_error_and_another_takes_its_place(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "message"),
     [
         ("print(json.dumps({'error': 'ZeroDivisionError: x'}), flush=True)", "ZeroDivisionError: x: grading '3' against '4'"),
         ("print('{\"correct\": 1}', flush=True)", "{'correct': 1}: grading"),
@@ -130,9 +131,9 @@ def test_a_process_that_is_killed_is_an_error_and_another_takes_its_place(tmp_pa
         ("os.close(1)", "EOFError: it ended"),
     ],
 )  # fmt: skip
-def test_every_other_reply_is_an_error(tmp_path, body, said):
+def test_every_malformed_reply_is_an_error(tmp_path, body, message):
     grader = MathGrader(command=script(tmp_path, body), workers=1, timeout_s=20)
-    with pytest.raises(GradingError, match=said):
+    with pytest.raises(GradingError, match=message):
         grader.grade_now("3", "4")
     assert grader.counts == GraderCounts(failed=1)
     grader.close()
@@ -147,8 +148,9 @@ def test_a_process_that_is_never_ready_is_an_error(tmp_path):
     grader.close()
 
 
-def test_many_answers_wait_for_few_processes_and_those_that_hang_cost_only_themselves(tmp_path):
-    """40 answers, each fifth hangs: exact counts, and every other answer gets its own verdict."""
+def test_many_answers_share_few_processes_and_hanging_ones_fail_alone(tmp_path):
+    """40 answers of which every fifth hangs: exact counts, and every other answer gets its own
+    grade."""
     body = "time.sleep(60 if request['answer'] == 'hang' else 0)\nprint(json.dumps({'correct': request['answer'] == request['target']}), flush=True)"  # noqa: E501
     processes, files = children(), open_files()
     grader = MathGrader(command=script(tmp_path, body), workers=4, timeout_s=1.0)
@@ -167,8 +169,8 @@ def test_many_answers_wait_for_few_processes_and_those_that_hang_cost_only_thems
     assert (children(), open_files()) == (processes, files)
 
 
-def test_what_a_process_prints_besides_is_no_reply(tmp_path):
-    """Libraries of the comparison print; the worker's replies have a channel of their own."""
+def test_other_output_of_a_process_is_not_a_reply(tmp_path):
+    """Libraries used in the comparison print; the worker's replies use their own channel."""
     from ludic.envs.maths.grader import WORKER
 
     (tmp_path / "math_verify.py").write_text(
@@ -182,7 +184,7 @@ def test_what_a_process_prints_besides_is_no_reply(tmp_path):
     grader.close()
 
 
-def test_settings_without_meaning_and_a_missing_package_are_refused(monkeypatch):
+def test_invalid_settings_and_a_missing_package_are_refused(monkeypatch):
     with pytest.raises(ConfigError, match=r"timeout_s \(0\) must be > 0"):
         MathGrader(timeout_s=0)
     monkeypatch.setattr("ludic.envs.maths.grader.find_spec", lambda name: None)
@@ -190,5 +192,5 @@ def test_settings_without_meaning_and_a_missing_package_are_refused(monkeypatch)
         MathGrader()
 
 
-def test_there_is_one_grader_for_all_who_bring_none():
+def test_without_an_explicit_grader_all_share_one():
     assert shared_grader() is shared_grader()

@@ -1,5 +1,5 @@
-"""The engine in this process: the tokens of a seed, their log-probabilities, weights that change
-between batches and never within."""
+"""The in-process engine: tokens follow from the seed, log-probabilities are exact, and weights
+change only between batches."""
 
 import asyncio
 import os
@@ -39,7 +39,7 @@ MIXED = [
 ]
 
 
-def test_each_request_gets_the_tokens_that_its_seed_gives_alone():
+def test_each_request_gets_the_tokens_of_its_seed_in_any_batch():
     client = LocalChatClient(tiny_model(), tokenizer())
     together = play(answers(client, MIXED))
     alone = [play(answers(client, [r]))[0] for r in MIXED]
@@ -49,7 +49,7 @@ def test_each_request_gets_the_tokens_that_its_seed_gives_alone():
         assert a.completion_logprobs == pytest.approx(b.completion_logprobs, abs=1e-4)
 
 
-def test_log_probabilities_are_those_of_the_models_forward_pass():
+def test_log_probabilities_equal_those_of_the_models_forward_pass():
     model = tiny_model()
     for answer in play(answers(LocalChatClient(model, tokenizer()), MIXED)):
         prompt, completion = answer.prompt_token_ids, answer.completion_token_ids
@@ -59,7 +59,7 @@ def test_log_probabilities_are_those_of_the_models_forward_pass():
         assert answer.completion_logprobs == pytest.approx(expected, abs=1e-4)
 
 
-def test_processed_log_probabilities_are_those_of_the_distribution_drawn_from():
+def test_processed_log_probabilities_are_those_of_the_sampling_distribution():
     model = tiny_model()
     raw, processed = (LocalChatClient(model, tokenizer(), logprobs_mode=mode) for mode in ("raw", "processed"))
     hot = [request(seed=s, temperature=0.5, max_tokens=1) for s in range(4)]
@@ -72,7 +72,7 @@ def test_processed_log_probabilities_are_those_of_the_distribution_drawn_from():
     assert play(answers(processed, [request(temperature=0.0)]))[0].completion_logprobs == [0.0] * 8
 
 
-def test_temperature_zero_takes_the_most_likely_token():
+def test_temperature_zero_selects_the_most_likely_token():
     model, ids = tiny_model(), None
     answer = play(answers(LocalChatClient(model, tokenizer()), [request(temperature=0.0)]))[0]
     ids = list(answer.prompt_token_ids)
@@ -82,7 +82,7 @@ def test_temperature_zero_takes_the_most_likely_token():
         ids.append(token)
 
 
-def test_tokens_are_drawn_with_the_models_probabilities():
+def test_tokens_are_sampled_with_the_models_probabilities():
     model = tiny_model(initializer_range=0.1)
     client = LocalChatClient(model, tokenizer(), max_batch_size=4096)
     draws = 4000
@@ -90,8 +90,8 @@ def test_tokens_are_drawn_with_the_models_probabilities():
     with torch.no_grad():
         p = model(input_ids=torch.tensor([got[0].prompt_token_ids])).logits[0, -1].softmax(-1).double()
     counts = torch.bincount(torch.tensor([r.completion_token_ids[0] for r in got]), minlength=259).double()
-    # Sum of (observed - expected)^2 / expected has mean 258 and standard deviation about sqrt(2 *
-    # 258) = 22.7: six of them above.
+    # The chi-squared statistic has mean 258 and standard deviation about sqrt(2 * 258) = 22.7; the
+    # bound is six of them above the mean.
     assert ((counts - draws * p) ** 2 / (draws * p)).sum() < 258 + 6 * 23
 
 
@@ -108,11 +108,11 @@ def test_a_completion_ends_with_its_end_token_or_at_its_limit():
         assert r.finish_reason == "stop" or len(r.completion_token_ids) == 24
 
 
-def test_a_stop_string_ends_the_text_before_it_and_keeps_the_tokens_sampled():
+def test_a_stop_string_is_cut_from_the_text_and_the_sampled_tokens_are_kept():
     client = LocalChatClient(tiny_model(), tokenizer())
     free = play(answers(client, [request(seed=s) for s in range(32)]))
-    # A seed whose completion has an ASCII character that is not its first: that character is the
-    # stop string.
+    # A seed whose completion has an ASCII character after its first character; that one is the stop
+    # string.
     seed, at = next(
         (seed, i)
         for seed, r in enumerate(free)
@@ -129,12 +129,12 @@ def test_a_stop_string_ends_the_text_before_it_and_keeps_the_tokens_sampled():
     assert whole.completion_token_ids == ids
 
 
-def test_only_what_was_asked_for_comes_back():
+def test_only_requested_fields_are_returned():
     got = play(answers(LocalChatClient(tiny_model(), tokenizer()), [request(returned=ReturnSpec())]))[0]
     assert (got.prompt_token_ids, got.completion_token_ids, got.completion_logprobs) == (None, None, None)
 
 
-def test_the_models_context_bounds_a_completion():
+def test_a_completion_ends_at_the_models_context_length():
     client = LocalChatClient(tiny_model(max_position_embeddings=10), tokenizer())
     got = play(answers(client, [request("1234567", max_tokens=50, seed=s) for s in range(8)]))
     assert max(len(r.completion_token_ids) for r in got) == 3
@@ -145,7 +145,7 @@ def test_the_models_context_bounds_a_completion():
 @pytest.mark.parametrize(
     ("settings", "rule"), [({"temperature": -1.0}, "temperature"), ({"top_p": 0.0}, "top_p"), ({"max_tokens": 0}, "max_tokens")]
 )
-def test_settings_without_meaning_are_refused_before_anything_runs(settings, rule):
+def test_invalid_settings_are_refused_before_anything_runs(settings, rule):
     with pytest.raises(ConfigError, match=rule):
         play(answers(LocalChatClient(tiny_model(), tokenizer()), [request(**settings)]))
 
@@ -159,7 +159,7 @@ class Failing(torch.nn.Module):
         raise ValueError("no such luck")
 
 
-def test_a_failure_of_the_model_reaches_everybody_in_the_batch():
+def test_a_failure_of_the_model_is_raised_for_every_request_of_the_batch():
     async def both():
         client = LocalChatClient(Failing(), tokenizer())
         return await asyncio.gather(*[client.complete(request(seed=s)) for s in range(3)], return_exceptions=True)
@@ -169,7 +169,7 @@ def test_a_failure_of_the_model_reaches_everybody_in_the_batch():
     assert "no such luck" in str(errors[0])
 
 
-def test_a_request_that_is_cancelled_does_not_disturb_the_others():
+def test_a_cancelled_request_does_not_affect_the_others():
     async def scenario():
         client = LocalChatClient(tiny_model(), tokenizer())
         tasks = [asyncio.create_task(client.complete(request(seed=s))) for s in range(3)]
@@ -190,8 +190,8 @@ def test_a_client_works_in_one_event_loop_after_another():
     assert first.completion_token_ids == second.completion_token_ids
 
 
-class Slow(torch.nn.Module):
-    """Waits in its first forward pass until it is let go."""
+class BlocksFirstPass(torch.nn.Module):
+    """Blocks in its first forward pass until released."""
 
     def __init__(self, model):
         super().__init__()
@@ -237,8 +237,8 @@ asyncio.run(scenario())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts the threads that /proc lists")
-def test_a_batch_leaves_no_thread_behind_nor_the_workers_that_torch_gave_it():
-    """In a process of its own: threads of other tests may be about to end."""
+def test_a_batch_leaks_neither_its_thread_nor_torchs_worker_threads():
+    """In its own process, because threads of other tests may be ending."""
     path = os.pathsep.join(entry for entry in sys.path if entry)
     done = subprocess.run(
         [sys.executable, "-c", THREADS_LEFT], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=120
@@ -249,8 +249,8 @@ def test_a_batch_leaves_no_thread_behind_nor_the_workers_that_torch_gave_it():
     assert after == before
 
 
-def test_a_publish_waits_for_the_batch_that_is_being_decoded():
-    slow = Slow(tiny_model())
+def test_publishing_waits_for_the_batch_that_is_being_decoded():
+    slow = BlocksFirstPass(tiny_model())
     client = LocalChatClient(slow, tokenizer())
     thread = threading.Thread(target=lambda: play(client.complete(request())))
     thread.start()
@@ -262,14 +262,14 @@ def test_a_publish_waits_for_the_batch_that_is_being_decoded():
     assert client.sync_weights({}, timeout_s=5, version=1) == "1"
 
 
-def test_the_model_is_left_in_the_mode_it_was_in():
+def test_the_training_mode_of_the_model_is_restored():
     model = tiny_model().train()
     play(answers(LocalChatClient(model, tokenizer()), [request()]))
     assert model.training
     assert all(p.requires_grad for p in model.parameters())
 
 
-def test_a_chat_template_is_used_where_there_is_one():
+def test_the_chat_template_of_the_tokenizer_is_used():
     from ludic.models.byte_tokenizer import make_byte_tokenizer
 
     templated = make_byte_tokenizer()
@@ -282,19 +282,19 @@ def test_a_chat_template_is_used_where_there_is_one():
     assert tokenizer().decode(plain.prompt_token_ids) == "hi"
 
 
-def test_token_ids_are_continued_as_they_are():
+def test_token_ids_are_continued_unchanged():
     client = LocalChatClient(tiny_model(), tokenizer())
     answer = play(answers(client, [request(seed=4)]))[0]
     trace = play(client.complete_tokens(answer.prompt_token_ids, sampling=request().sampling, seed=4))
     assert trace == answer.to_trace()
-    odd = [tokenizer().eos_token_id, 258, 100, 100]  # no text is tokenised to these
+    odd = [tokenizer().eos_token_id, 258, 100, 100]  # no text tokenises to these ids
     assert play(client.complete_tokens(odd, sampling=SamplingParams(max_tokens=2), seed=1)).prompt_token_ids == odd
 
 
 def test_equal_seeds_on_different_prompts_are_independent():
-    """Groups number their seeds alike; with one stream a seed, episodes on different problems
-    would be drawn with the same luck."""
-    model = tiny_model(initializer_range=1e-4)  # nearly uniform, so that equal luck is an equal token
+    """Groups use the same seeds. If the random stream depended on the seed alone, episodes on
+    different problems would be sampled with correlated randomness."""
+    model = tiny_model(initializer_range=1e-4)  # nearly uniform, so that equal randomness would give equal tokens
     got = play(answers(LocalChatClient(model, tokenizer()), [request(text, seed=1) for text in ("a", "b", "c", "d")]))
     assert len({tuple(r.completion_token_ids) for r in got}) == 4
 
@@ -315,18 +315,18 @@ def test_a_prompt_is_rendered_once(monkeypatch):
     again = play(answers(client, [request("same", seed=0), request("other", seed=0)]))
     assert [m[0]["content"] for m in rendered] == ["same", "other"]
     assert again[0].completion_token_ids == first[0].completion_token_ids
-    first[0].prompt_token_ids.clear()  # what was handed out is the caller's own
+    first[0].prompt_token_ids.clear()  # the caller owns the returned list
     assert play(answers(client, [request("same", seed=0)]))[0].prompt_token_ids == again[0].prompt_token_ids
 
 
-def test_text_ends_before_an_end_token_that_the_tokenizer_does_not_know_as_one():
+def test_the_text_excludes_an_end_token_that_the_tokenizer_does_not_treat_as_special():
     model = tiny_model()
-    model.generation_config.eos_token_id = [3 + byte for byte in range(256)]  # every byte ends the answer
+    model.generation_config.eos_token_id = [3 + byte for byte in range(256)]  # every byte is an end token
     got = play(answers(LocalChatClient(model, tokenizer()), [request(seed=s) for s in range(4)]))
     assert [(r.text, len(r.completion_token_ids), r.finish_reason) for r in got] == [("", 1, "stop")] * 4
 
 
-def test_a_stop_string_is_found_across_tokens_and_far_from_the_beginning():
+def test_a_stop_string_is_found_across_tokens_and_late_in_the_text():
     model = tiny_model(max_position_embeddings=512)
     model.generation_config.eos_token_id = None
     free = play(answers(LocalChatClient(model, tokenizer()), [request(seed=s, max_tokens=300) for s in range(4)]))

@@ -1,5 +1,5 @@
-"""Requests that cannot be served, that nobody waits for any more, and a model that fails: an
-error for whom it concerns, and no hang."""
+"""Requests that cannot be served, requests that were cancelled, and a failing model: the callers
+concerned get an error, and nothing hangs."""
 
 import asyncio
 import threading
@@ -33,7 +33,7 @@ async def outcomes(client, requests, patience_s=30):
         (ChatCompletionRequest("m", [{"role": "user", "content": object()}]), "could not be served: TypeError"),
     ],
 )
-def test_a_request_that_cannot_be_served_fails_alone(bad, rule):
+def test_an_invalid_request_fails_alone(bad, rule):
     good = request(seed=3)
     first, error, last = play(outcomes(LocalChatClient(tiny_model(), tokenizer()), [good, bad, good]))
     assert isinstance(error, InferenceError)
@@ -49,7 +49,7 @@ def test_token_ids_outside_the_vocabulary_never_reach_the_model():
             play(client.complete_tokens(ids))
 
 
-def test_a_template_that_fails_fails_the_request_alone():
+def test_a_failing_template_fails_only_its_request():
     from ludic.models.byte_tokenizer import make_byte_tokenizer
 
     templated = make_byte_tokenizer()
@@ -63,7 +63,7 @@ def test_a_template_that_fails_fails_the_request_alone():
 
 
 class Failing(torch.nn.Module):
-    """Fails in its `at`-th forward pass."""
+    """Raises in forward pass number `at`."""
 
     def __init__(self, model, at):
         super().__init__()
@@ -77,17 +77,17 @@ class Failing(torch.nn.Module):
 
 
 @pytest.mark.parametrize("at", [1, 3])
-def test_a_failure_of_the_model_reaches_everybody_in_the_batch_and_nobody_after(at):
+def test_a_failure_of_the_model_is_raised_for_its_batch_and_not_later(at):
     client = LocalChatClient(Failing(tiny_model(eos_token_id=None), at), tokenizer())
     requests = [request(seed=s) for s in range(5)]
     errors = play(outcomes(client, requests))
     assert [type(e) for e in errors] == [InferenceError] * 5
     assert all("ValueError: no such luck" in str(e) for e in errors)
-    assert len(set(map(id, errors))) == 5  # raising adds to an error's traceback, so that each needs one of its own
+    assert len(set(map(id, errors))) == 5  # each request needs its own exception, because raising extends the traceback
     assert not any(isinstance(o, Exception) for o in play(outcomes(client, requests)))
 
 
-def test_a_model_that_gives_nan_is_an_error():
+def test_a_model_that_returns_nan_is_an_error():
     model = tiny_model()
     with torch.no_grad():
         model.get_input_embeddings().weight[3 + ord("z")] = torch.nan
@@ -98,7 +98,7 @@ def test_a_model_that_gives_nan_is_an_error():
 
 
 class Gated(torch.nn.Module):
-    """Waits in every forward pass until it is let go."""
+    """Blocks in every forward pass until released."""
 
     def __init__(self, model):
         super().__init__()
@@ -115,7 +115,7 @@ async def until_entered(gated):
     assert await asyncio.to_thread(gated.entered.wait, 30)
 
 
-def test_a_deadline_passes_while_the_model_works_and_the_others_get_their_answers():
+def test_a_deadline_can_pass_during_decoding_without_affecting_other_requests():
     async def scenario():
         gated = Gated(tiny_model())
         client = LocalChatClient(gated, tokenizer())
@@ -132,7 +132,7 @@ def test_a_deadline_passes_while_the_model_works_and_the_others_get_their_answer
     assert play(scenario()) == expected
 
 
-def test_a_batch_that_nobody_waits_for_is_decoded_no_further():
+def test_a_batch_whose_callers_are_gone_is_abandoned():
     async def scenario():
         gated = Gated(tiny_model(eos_token_id=None))
         gated.model.generation_config.eos_token_id = None
@@ -146,10 +146,10 @@ def test_a_batch_that_nobody_waits_for_is_decoded_no_further():
         await outcomes(client, [request(max_tokens=1)])
         return gated.passes
 
-    assert play(scenario()) == 2  # one of the batch, one of the last request
+    assert play(scenario()) == 2  # one pass of the batch, one of the last request
 
 
-def test_if_the_clients_own_task_is_cancelled_everybody_gets_an_error():
+def test_cancelling_the_clients_worker_task_raises_for_every_request():
     async def scenario():
         gated = Gated(tiny_model())
         client = LocalChatClient(gated, tokenizer(), max_batch_size=2)
@@ -183,18 +183,18 @@ def test_a_client_serves_event_loops_in_several_threads_at_once():
     assert got == dict.fromkeys(range(4), expected)
 
 
-def test_a_limit_far_beyond_the_models_context_costs_nothing():
+def test_a_limit_beyond_the_models_context_allocates_nothing():
     client = LocalChatClient(tiny_model(max_position_embeddings=8), tokenizer())
     answer, _ = play(outcomes(client, [request(max_tokens=10**12)]))[0]
     assert 1 <= len(answer.completion_token_ids) <= 5
 
 
 @pytest.mark.parametrize("settings", [{"temperature": float("nan")}, {"temperature": float("inf")}, {"top_p": 1.5}])
-def test_settings_without_meaning_are_refused(settings):
+def test_invalid_settings_are_refused(settings):
     with pytest.raises(ConfigError):
         play(LocalChatClient(tiny_model(), tokenizer()).complete(request(**settings)))
 
 
-def test_a_device_is_the_copys():
+def test_the_device_setting_is_only_for_a_copy():
     with pytest.raises(ConfigError, match="copy_model=True"):
         LocalChatClient(tiny_model(), tokenizer(), device="cpu")

@@ -1,5 +1,5 @@
-"""What was read in earlier turns of an episode is not read again, and changes nothing but the
-work."""
+"""The prefix cache: later turns of an episode do not recompute earlier ones, and the results do not
+change."""
 
 import asyncio
 import threading
@@ -9,7 +9,7 @@ from random import Random
 import accelerate
 import pytest
 import torch
-from decoding import KINDS, LLAMA, assert_trainable, model_of
+from decoding import KINDS, LLAMA, assert_trainable, make_model
 from hypothesis import given, settings, strategies as st
 from peft import LoraConfig, get_peft_model
 from playing import FOR_RL, Counting, play, protocol, tiny_model, tokenizer
@@ -32,7 +32,7 @@ def fresh(rng, least=1, most=6):
 
 
 class Dialogues:
-    """Episodes whose turns are decoded together, some of them less often than others."""
+    """Episodes whose turns are decoded in common batches, some episodes less often than others."""
 
     def __init__(self, model, seed, *, episodes=5, room=ROOM):
         self.model, self.rng = model, Random(seed)
@@ -41,8 +41,8 @@ class Dialogues:
         self.texts = [fresh(self.rng, 2, 9) for _ in self.episodes]
 
     def turn(self, playing=None, eos_ids=frozenset({5, 17, 40})):
-        """(requests, completions) of one batch; each dialogue goes on with its answer and what
-        it is told."""
+        """(requests, completions) of one batch. Each dialogue then continues with its answer and a
+        new message."""
         playing = range(len(self.episodes)) if playing is None else playing
         requests = [
             DecodeRequest(
@@ -57,7 +57,7 @@ class Dialogues:
 
 
 class TokensRead:
-    """Columns that the model is given, summed over its forward passes."""
+    """Counts the columns that the model processes, over all forward passes."""
 
     def __init__(self, model):
         self.columns = []
@@ -66,8 +66,8 @@ class TokensRead:
 
 @settings(max_examples=40)
 @given(seed=st.integers(0, 10**6), turns=st.integers(2, 5))
-def test_answers_are_those_of_a_model_that_reads_everything(seed, turns):
-    model = model_of("Llama")
+def test_answers_equal_those_without_a_cache(seed, turns):
+    model = make_model("Llama")
     known, plain, rng = Dialogues(model, seed), Dialogues(model, seed, room=0), Random(seed)
     for _ in range(turns):
         playing = sorted(rng.sample(range(5), rng.randint(1, 5)))
@@ -80,16 +80,16 @@ def test_answers_are_those_of_a_model_that_reads_everything(seed, turns):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_model_answers_as_without(kind):
-    model = model_of(kind)
+def test_every_architecture_answers_as_without_a_cache(kind):
+    model = make_model(kind)
     known, plain = Dialogues(model, 3), Dialogues(model, 3, room=0)
     for _ in range(4):
         assert [c.token_ids for c in known.turn()[1]] == [c.token_ids for c in plain.turn()[1]]
     assert (known.prefixes.nbytes > 0) == (kind == "Llama")
 
 
-def test_a_second_turn_reads_what_is_new():
-    model = model_of("Llama")
+def test_a_second_turn_processes_only_new_tokens():
+    model = make_model("Llama")
     episode, prefixes, read = Episode(), PrefixCache(ROOM), TokensRead(model)
 
     def ask(ids):
@@ -100,13 +100,13 @@ def test_a_second_turn_reads_what_is_new():
     first = ask([7, 8, 9, 10])
     assert read.columns == [4]
     ask([7, 8, 9, 10, *first, 20, 21])
-    assert read.columns == [3]  # the answer was drawn and never read
+    assert read.columns == [3]  # the last sampled token was never an input
     ask([7, 8, 9, 10, *first, 20, 22])
-    assert read.columns == [1]  # all but the last token is known
+    assert read.columns == [1]  # all but the last token are cached
     ask([7, 8, 9, 10, *first, 20, 22])
-    assert read.columns == [1]  # the last token is read again, for its logits
+    assert read.columns == [1]  # the last token is processed again for its logits
     ask([7, 30, 31, 32, 33])
-    assert read.columns == [5]  # a fifth of it is known: not worth it
+    assert read.columns == [5]  # only a fifth is cached, too little to reuse
 
 
 def change_in_place(model):
@@ -132,16 +132,16 @@ def load_others(model):
 
 
 def adapted(names=("one",)):
-    """Two layers with adapters of weight, the first of them at work."""
+    """Two layers with adapters, of which the first is active."""
     settings = LoraConfig(r=4, target_modules=["k_proj", "v_proj"], init_lora_weights=False, lora_alpha=32)
-    model = get_peft_model(model_of("Llama"), settings, adapter_name=names[0])
+    model = get_peft_model(make_model("Llama"), settings, adapter_name=names[0])
     for name in names[1:]:
         model.add_adapter(name, settings)
     return model.eval()
 
 
 @pytest.mark.parametrize("switch", ["disable_adapter_layers", "set_adapter", "merge_adapter", "scaling"])
-def test_other_adapters_read_everything_anew(switch):
+def test_switching_adapters_invalidates_the_cache(switch):
     model = adapted(("one", "two"))
     dialogues = Dialogues(model, 1)
     dialogues.turn()
@@ -157,9 +157,9 @@ def test_other_adapters_read_everything_anew(switch):
     assert_trainable(model, *dialogues.turn())
 
 
-def test_weights_made_in_inference_mode_are_known_by_their_elements():
+def test_weights_created_in_inference_mode_are_identified_by_their_values():
     with torch.inference_mode():
-        model = model_of("Llama")
+        model = make_model("Llama")
     dialogues = Dialogues(model, 1)
     dialogues.turn()
     assert dialogues.prefixes.nbytes > 0
@@ -169,8 +169,8 @@ def test_weights_made_in_inference_mode_are_known_by_their_elements():
     assert_trainable(model, *dialogues.turn())
 
 
-def test_weights_that_are_loaded_as_they_are_needed_are_read_anew(tmp_path):
-    whole, offloaded = model_of("Llama"), model_of("Llama")
+def test_answers_with_offloaded_weights_equal_those_without_a_cache(tmp_path):
+    whole, offloaded = make_model("Llama"), make_model("Llama")
     accelerate.dispatch_model(
         offloaded, {"model": "cpu", "lm_head": "disk"}, offload_dir=str(tmp_path), main_device="cpu", force_hooks=True
     )
@@ -180,8 +180,8 @@ def test_weights_that_are_loaded_as_they_are_needed_are_read_anew(tmp_path):
 
 
 @pytest.mark.parametrize("length", [12, 40])
-def test_positions_that_depend_on_the_length_of_the_dialogue_are_read_anew(length):
-    """Longrope turns keys by one set of factors in short dialogues and by another in long ones."""
+def test_nothing_is_cached_with_length_dependent_position_embeddings(length):
+    """Longrope rotates keys by different factors in short and in long dialogues."""
     factors = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
     torch.manual_seed(0)
     model = Phi3ForCausalLM(
@@ -203,8 +203,8 @@ def test_positions_that_depend_on_the_length_of_the_dialogue_are_read_anew(lengt
 
 
 @pytest.mark.parametrize("change", [change_in_place, change_behind_the_counters, take_an_optimizer_step, load_others])
-def test_other_weights_read_everything_anew(change):
-    model = model_of("Llama")
+def test_changed_weights_invalidate_the_cache(change):
+    model = make_model("Llama")
     dialogues = Dialogues(model, 1)
     dialogues.turn()
     change(model)
@@ -212,8 +212,8 @@ def test_other_weights_read_everything_anew(change):
     assert_trainable(model, requests, completions)
 
 
-def test_weights_that_stay_are_not_taken_for_others():
-    model = model_of("Llama")
+def test_unchanged_weights_keep_the_cache():
+    model = make_model("Llama")
     prefixes = PrefixCache(ROOM)
     prefixes.clear_if_changed(model)
     episode = Episode()
@@ -228,8 +228,8 @@ def test_weights_that_stay_are_not_taken_for_others():
     assert prefixes.longest_match(episode, [7, 8, 9, 10]).length == 3
 
 
-def test_what_was_read_goes_with_its_episode():
-    dialogues = Dialogues(model_of("Llama"), 1)
+def test_the_cache_of_an_episode_is_freed_at_its_end():
+    dialogues = Dialogues(make_model("Llama"), 1)
     dialogues.turn()
     assert dialogues.prefixes.nbytes > 0
     dialogues.episodes[0].end()
@@ -239,8 +239,8 @@ def test_what_was_read_goes_with_its_episode():
     assert dialogues.prefixes.nbytes == 0
 
 
-def test_episodes_end_while_another_thread_keeps_and_drops_what_was_read():
-    dialogues = Dialogues(model_of("Llama"), 2, episodes=1)
+def test_episodes_can_end_while_another_thread_uses_the_cache():
+    dialogues = Dialogues(make_model("Llama"), 2, episodes=1)
     dialogues.turn()
     prefixes = dialogues.prefixes
     (kept,) = prefixes._prefixes[dialogues.episodes[0]]
@@ -267,9 +267,9 @@ def test_episodes_end_while_another_thread_keeps_and_drops_what_was_read():
     assert list(prefixes._prefixes) == []
 
 
-def test_no_more_is_kept_than_allowed_and_the_oldest_goes_first():
-    model = model_of("Llama")
-    one = 2 * 2 * 2 * 8 * 4  # layers, keys and values, heads, size of a head, bytes: of one token
+def test_the_cache_stays_within_its_size_and_evicts_the_oldest_entry():
+    model = make_model("Llama")
+    one = 2 * 2 * 2 * 8 * 4  # bytes of one token: layers, keys and values, heads, head size, bytes per number
     prefixes = PrefixCache(10 * one)
     episodes = [Episode() for _ in range(3)]
 
@@ -283,12 +283,12 @@ def test_no_more_is_kept_than_allowed_and_the_oldest_goes_first():
     read(episodes[2], [7, 8, 9, 10])
     assert prefixes.nbytes == 8 * one
     assert [prefixes.longest_match(e, [7, 8, 9, 10, 11]) is not None for e in episodes] == [False, True, True]
-    read(episodes[0], [7] * 11)  # more than may be kept at all
+    read(episodes[0], [7] * 11)  # more than the cache may hold
     assert prefixes.longest_match(episodes[0], [7] * 12) is None
 
 
-def test_two_dialogues_of_one_episode_are_both_known():
-    model, prefixes, episode = model_of("Llama"), PrefixCache(ROOM), Episode()
+def test_two_dialogues_of_one_episode_are_both_cached():
+    model, prefixes, episode = make_model("Llama"), PrefixCache(ROOM), Episode()
     for ids in ([7, 8, 9], [20, 21, 22]):
         asked = [DecodeRequest(ids, SamplingParams(temperature=0), 1, 0, episode=episode)]
         decode(model, asked, eos_ids=frozenset(), pad_id=0, prefixes=prefixes)
@@ -297,13 +297,13 @@ def test_two_dialogues_of_one_episode_are_both_known():
 
 
 @given(a=st.lists(st.integers(0, 2), max_size=6), b=st.lists(st.integers(0, 2), max_size=6))
-def test_the_common_beginning(a, b):
+def test_the_length_of_the_common_prefix(a, b):
     length = _common_length(a, b)
     assert a[:length] == b[:length]
     assert length == min(len(a), len(b)) or a[length] != b[length]
 
 
-def test_an_episode_is_that_of_the_running_task():
+def test_the_episode_is_that_of_the_running_task():
     async def play():
         with new_episode() as mine:
             inner = asyncio.create_task(ask())
@@ -322,8 +322,8 @@ def test_an_episode_is_that_of_the_running_task():
     assert current_episode() is None
 
 
-def played(client, *, seed=0, episodes=12):
-    """Tokens and log-probabilities of every turn of some episodes that an engine plays."""
+def play_episodes(client, *, seed=0, episodes=12):
+    """Tokens and log-probabilities of every turn of the episodes that an engine plays."""
     engine = RolloutEngine(
         env_registry={"count": lambda: Counting(goal=4)},
         protocol_registry={"one": lambda: protocol(client, reject_incomplete_completions=False)},
@@ -340,27 +340,27 @@ def played(client, *, seed=0, episodes=12):
     ]
 
 
-def test_episodes_of_an_engine_are_the_same_and_read_less():
+def test_episodes_of_an_engine_are_equal_and_process_fewer_tokens():
     model = tiny_model()
     with_cache, without = (
         LocalChatClient(model, make_line_tokenizer()),
         LocalChatClient(model, make_line_tokenizer(), prefix_cache_bytes=0),
     )
     read = TokensRead(model)
-    expected = played(without)
+    expected = play_episodes(without)
     whole = sum(read.columns)
     read.columns.clear()
-    got = played(with_cache)
+    got = play_episodes(with_cache)
     assert sum(read.columns) < 0.7 * whole
     for mine, other in zip(got, expected, strict=True):
         assert [turn[:2] for turn in mine] == [turn[:2] for turn in other]
         for (*_, a), (*_, b) in zip(mine, other, strict=True):
             assert a == pytest.approx(b, abs=1e-4)
-    assert with_cache._prefixes.nbytes == 0  # the episodes are over
+    assert with_cache._prefixes.nbytes == 0  # the episodes have ended
 
 
-def test_what_was_read_goes_at_the_end_of_the_episode_whoever_holds_on_to_it():
-    model, prefixes = model_of("Llama"), PrefixCache(ROOM)
+def test_the_cache_is_freed_at_the_end_of_the_episode_despite_other_references():
+    model, prefixes = make_model("Llama"), PrefixCache(ROOM)
     with new_episode() as episode:
         decode(
             model,
@@ -371,12 +371,12 @@ def test_what_was_read_goes_at_the_end_of_the_episode_whoever_holds_on_to_it():
         )
         assert prefixes.nbytes > 0
     assert prefixes.nbytes == 0
-    late = [DecodeRequest([7, 8, 9], SamplingParams(), 2, 0, episode=episode)]  # its batch ended after it was given up
+    late = [DecodeRequest([7, 8, 9], SamplingParams(), 2, 0, episode=episode)]  # its batch ended after it was cancelled
     decode(model, late, eos_ids=frozenset(), pad_id=0, prefixes=prefixes)
     assert prefixes.nbytes == 0
 
 
-def test_a_push_forgets_what_was_read():
+def test_publishing_weights_clears_the_cache():
     model = tiny_model()
     client = LocalChatClient(model, tokenizer(), copy_model=True)
     with new_episode() as episode:
@@ -390,12 +390,12 @@ def test_a_push_forgets_what_was_read():
         assert client._prefixes.nbytes == 0
 
 
-def test_a_negative_size_is_refused():
+def test_a_negative_cache_size_is_refused():
     with pytest.raises(ConfigError, match="prefix_cache_bytes"):
         LocalChatClient(tiny_model(), None, prefix_cache_bytes=-1)
 
 
-def test_an_episode_ends_with_a_coroutine_that_is_closed_in_another_context():
+def test_closing_the_coroutine_in_another_context_ends_the_episode():
     ended = []
 
     async def episode():

@@ -1,4 +1,4 @@
-"""Scores in this process equal those of transformers, sequence by sequence."""
+"""Scores of the in-process engine equal those of transformers for single sequences."""
 
 import asyncio
 import logging
@@ -24,14 +24,14 @@ def scores(client, inputs, **options):
 
 @settings(deadline=None, max_examples=25)
 @given(st.lists(IDS, min_size=1, max_size=12), st.integers(1, 400))
-def test_every_sequence_has_the_score_it_has_alone_whatever_its_neighbours(sequences, budget):
-    """Padding ids within and at the end of a sequence are tokens like others."""
+def test_the_score_of_a_sequence_does_not_depend_on_its_batch(sequences, budget):
+    """Padding ids inside or at the end of a sequence are ordinary tokens."""
     model = reward_model()
     got = scores(LocalRewardModel(model, micro_token_budget=budget), sequences)
     assert got == pytest.approx([score_alone(model, ids) for ids in sequences], abs=1e-5)
 
 
-def test_it_equals_the_forward_pass_of_transformers_where_no_sequence_ends_with_padding():
+def test_scores_equal_transformers_when_no_sequence_ends_with_padding():
     model = reward_model()
     sequences = [[53, 46, 53, 64, 55, EOS], [100, 101], [5]]
     with torch.no_grad():
@@ -40,7 +40,7 @@ def test_it_equals_the_forward_pass_of_transformers_where_no_sequence_ends_with_
     assert len({round(score, 3) for score in expected}) == 3
 
 
-def test_a_sequence_that_ends_with_the_padding_id_is_scored_there_and_not_before():
+def test_a_sequence_that_ends_with_the_padding_id_is_scored_at_its_end():
     model = reward_model(pad=EOS)
     with torch.no_grad():
         transformers_takes = model(torch.tensor([[53, 46, EOS]])).logits.item()
@@ -49,7 +49,7 @@ def test_a_sequence_that_ends_with_the_padding_id_is_scored_there_and_not_before
     assert abs(got[0] - got[1]) > 1e-2
 
 
-def test_an_end_token_that_is_the_padding_token_is_warned_of(caplog):
+def test_an_end_token_equal_to_the_padding_token_causes_a_warning(caplog):
     with caplog.at_level(logging.WARNING):
         LocalRewardModel(reward_model(pad=PAD), tokenizer())
         assert not caplog.records
@@ -57,32 +57,32 @@ def test_an_end_token_that_is_the_padding_token_is_warned_of(caplog):
     assert "end token" in caplog.text
 
 
-def test_text_is_its_token_ids():
+def test_text_has_the_score_of_its_token_ids():
     client = LocalRewardModel(reward_model(), tokenizer())
     text, ids, other = scores(client, ["2+2=4", list(tokenizer()("2+2=4")["input_ids"]), "2+2=5"])
-    assert text == pytest.approx(ids, abs=1e-5)  # rows of one batch may differ in the last bits
+    assert text == pytest.approx(ids, abs=1e-5)  # rows of a batch may differ in the last bits
     assert abs(text - other) > 1e-3
 
 
-def test_normalised_is_the_logistic_function():
+def test_a_normalised_score_is_the_logistic_function_of_the_score():
     client = LocalRewardModel(reward_model())
     raw = scores(client, [[5, 6], [7, 8, 9]])
     assert asyncio.run(client.score_batch([[5, 6], [7, 8, 9]])) == pytest.approx([1 / (1 + math.exp(-x)) for x in raw])
 
 
-def test_the_mean_and_the_first_token_may_be_asked_for():
+def test_mean_and_first_token_pooling_can_be_requested():
     model, ids = reward_model(), [53, 46, 53]
     client = LocalRewardModel(model)
     with torch.no_grad():
         by_token = model.score(model.model(torch.tensor([ids])).last_hidden_state)[0, :, 0]
-    other = [7] * 9  # longer, so that the first is padded
+    other = [7] * 9  # longer, so that the first sequence is padded
     assert scores(client, [ids, other], pooling_type=PoolingType.MEAN)[0] == pytest.approx(by_token.mean().item(), abs=1e-5)
     assert scores(client, [ids, other], pooling_type=PoolingType.CLS)[0] == pytest.approx(by_token[0].item(), abs=1e-5)
     with pytest.raises(ConfigError, match="reserved"):
         scores(client, [ids], pooling_type=PoolingType.STEP)
 
 
-def test_an_encoder_is_read_as_it_reads_itself():
+def test_an_encoder_uses_its_own_pooling():
     from transformers import BertConfig, BertForSequenceClassification
 
     torch.manual_seed(0)
@@ -96,7 +96,7 @@ def test_an_encoder_is_read_as_it_reads_itself():
         scores(client, [[1]], pooling_type=PoolingType.LAST)
 
 
-def test_several_labels_are_scored_but_are_no_reward():
+def test_a_model_with_several_labels_is_scored_but_gives_no_reward():
     client = LocalRewardModel(reward_model(labels=3))
     response, info = client.score_sync(ScoringRequest.from_list("rm", [[5, 6]], n_labels=3))
     assert math.fsum(response.scores[0]) == pytest.approx(1.0)
@@ -111,7 +111,7 @@ def test_several_labels_are_scored_but_are_no_reward():
     ("ids", "message"),
     [([], "no token"), ([272], "outside 0..271"), ([-1], "outside 0..271"), ([5] * 129, "context of rm is 128")],
 )
-def test_what_the_model_cannot_read_is_refused_by_name(ids, message):
+def test_invalid_inputs_are_refused_and_named(ids, message):
     with pytest.raises(DataError, match=f"sequence 1 .*{message}|sequence 1 has {message}"):
         scores(LocalRewardModel(reward_model(), name="rm"), [[5], ids])
 
@@ -121,11 +121,11 @@ def test_text_without_a_tokenizer_is_refused():
         scores(LocalRewardModel(reward_model()), ["a"])
 
 
-def test_no_input_is_no_score():
+def test_no_inputs_give_no_scores():
     assert scores(LocalRewardModel(reward_model()), []) == []
 
 
-def test_scoring_leaves_the_model_as_it_was():
+def test_scoring_does_not_change_the_model():
     model = reward_model(seed=3)
     model.train()
     model.model.layers[0].eval()
@@ -135,7 +135,7 @@ def test_scoring_leaves_the_model_as_it_was():
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_ids_pass_between_tokenizers_whose_ids_mean_the_same():
+def test_ids_are_exchanged_between_tokenizers_with_equal_vocabularies():
     client = LocalRewardModel(reward_model(), tokenizer())
     assert client.reads_ids_of(tokenizer())
     assert client.reads_ids_of(make_line_tokenizer())
@@ -146,7 +146,7 @@ def test_ids_pass_between_tokenizers_whose_ids_mean_the_same():
     assert not LocalRewardModel(reward_model()).reads_ids_of(tokenizer())
 
 
-def test_new_weights_are_scored_with_and_a_head_alone_is_enough():
+def test_published_weights_are_used_even_if_only_the_head_is_published():
     client = LocalRewardModel(reward_model(seed=4))
     before = scores(client, [[5, 6]])[0]
     negated = {name: -p.detach() for name, p in client.model.named_parameters()}
@@ -155,13 +155,13 @@ def test_new_weights_are_scored_with_and_a_head_alone_is_enough():
     assert asyncio.run(client.get_reward_model_version()) == 7
 
 
-def test_weights_wait_for_the_batch_that_is_being_scored():
+def test_publishing_waits_for_the_batch_that_is_being_scored():
     client = LocalRewardModel(reward_model(seed=5))
     with client._busy, pytest.raises(TimeoutError, match="not changed"):
         client.sync_reward_weights(dict(client.model.named_parameters()), timeout_s=0.01)
 
 
-def test_scores_that_nobody_waits_for_any_more_are_not_computed():
+def test_cancelled_scores_are_not_computed():
     client, gate, computed = LocalRewardModel(reward_model()), threading.Event(), []
     compute = client._logits
 

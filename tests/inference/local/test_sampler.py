@@ -1,4 +1,5 @@
-"""Sampling: the stream of a request, and the distribution that it inverts."""
+"""Sampling: the random stream of a request, and inverse transform sampling from its
+distribution."""
 
 import numpy as np
 import pytest
@@ -20,20 +21,20 @@ def sampler(params, count, prompt=(1,)):
 
 
 @given(st.integers(-(2**70), 2**70), st.lists(st.integers(0, 2**40), max_size=5))
-def test_seed_and_prompt_decide_the_stream(seed, prompt):
+def test_the_stream_is_a_function_of_seed_and_prompt(seed, prompt):
     first, second = stream(seed, prompt).random(3), stream(seed, list(prompt)).random(3)
     assert (first == second).all()
     assert (first != stream(seed + 1, prompt).random(3)).all()
     assert (first != stream(seed, [*prompt, 0]).random(3)).all()
 
 
-def test_without_a_seed_a_stream_is_fresh():
+def test_without_a_seed_every_stream_is_new():
     assert (stream(None, [1]).random(3) != stream(None, [1]).random(3)).all()
 
 
 def test_neighbouring_seeds_and_prompts_are_uncorrelated():
-    # 64 x 64 streams of 64 uniforms. The mean of 64 products of centred, scaled uniforms has
-    # standard deviation 1/8; over the 4032 pairs of neighbours, 1/8/sqrt(4032) = 0.002 if they are
+    # 64 x 64 streams of 64 uniforms. The mean of 64 products of standardised uniforms has standard
+    # deviation 1/8; over the 4032 pairs of neighbours it is 1/8/sqrt(4032) = 0.002 if they are
     # independent. Equal streams would give 1.
     drawn = np.array([[stream(seed, [prompt]).random(64) for seed in range(64)] for prompt in range(64)])
     centred = (drawn - 0.5) * np.sqrt(12)
@@ -41,10 +42,10 @@ def test_neighbouring_seeds_and_prompts_are_uncorrelated():
     assert abs((centred[:, 1:] * centred[:, :-1]).mean()) < 0.012
     assert (
         abs((centred[1:, :-1] * centred[:-1, 1:]).mean()) < 0.012
-    )  # seed + 1 on one prompt, seed on the next: groups overlap so
+    )  # seed + 1 on one prompt, seed on the next prompt: the overlap of groups
 
 
-def test_the_uniforms_of_a_row_go_on_from_block_to_block_and_stay_with_it():
+def test_the_uniforms_of_a_row_continue_across_blocks_and_follow_the_row():
     whole = stream(5, [1]).random(3 * BLOCK)
     rows = sampler(SamplingParams(temperature=1.0), 8)
     got = []
@@ -60,24 +61,24 @@ def test_the_uniforms_of_a_row_go_on_from_block_to_block_and_stay_with_it():
 
 
 @given(st.lists(st.floats(-30, 30, width=32), min_size=2, max_size=6), st.floats(0.05, 1.0))
-def test_top_p_keeps_the_smallest_set_that_reaches_it(logits, top_p):
+def test_top_p_keeps_the_smallest_set_that_reaches_the_threshold(logits, top_p):
     logits = torch.tensor(logits)
     p = torch.softmax(logits, -1).double()
     ordered = p.sort(descending=True).values
     before = ordered.cumsum(0) - ordered
     if ((before - top_p).abs() < 1e-6).any():
-        return  # within rounding of the rule's edge
+        return  # within rounding error of the threshold
     size = int((before < top_p).sum())
     tokens, _, drawn = sampler(SamplingParams(temperature=1.0, top_p=top_p), 64).draw(logits.repeat(64, 1), 0)
     smallest = ordered[size - 1]
     assert all(p[token] >= smallest - 1e-9 for token in tokens)
     expected = (p / ordered[:size].sum()).log()[tokens]
-    if len(set(ordered.tolist())) == len(ordered):  # equal probabilities may be cut in any order
+    if len(set(ordered.tolist())) == len(ordered):  # equal probabilities can be cut in any order
         torch.testing.assert_close(drawn.double(), expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("uniform", [0.0, 0.25, 0.5, 0.75, np.nextafter(1.0, 0.0)])
-def test_a_token_of_probability_zero_is_never_drawn(uniform):
+def test_a_token_of_probability_zero_is_never_sampled(uniform):
     rows = sampler(SamplingParams(temperature=1.0), 1)
     logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf]])
     rows.draw(logits, 0)
@@ -86,7 +87,7 @@ def test_a_token_of_probability_zero_is_never_drawn(uniform):
     assert rows.draw(logits, 1)[0].item() == (1 if uniform < 0.5 else 3)
 
 
-def test_the_inverse_of_the_distribution_is_exact():
+def test_the_inverse_distribution_function_is_exact():
     # Probabilities 0.1, 0.2, 0.3, 0.4 have boundaries 0.1, 0.3, 0.6.
     logits = torch.log(torch.tensor([[0.1, 0.2, 0.3, 0.4]]))
     rows = sampler(SamplingParams(temperature=1.0), 1)
@@ -105,20 +106,20 @@ def test_temperature_divides_the_logits():
         torch.testing.assert_close(raw.exp(), torch.where(tokens == 0, 0.2, 0.8))
 
 
-def test_penalties_are_subtracted_once_and_for_each_time():
+def test_presence_and_frequency_penalties_are_subtracted():
     # Greedy over logits 1.0 and 0.0, frequency penalty 0.4: after n draws token 0 has 1 - 0.4 n, so
     # 0, 0, 0, then 1 (-0.2 < 0).
     rows = sampler(SamplingParams(temperature=0.0, frequency_penalty=0.4), 1)
     assert [rows.draw(torch.tensor([[1.0, 0.0]]), i)[0].item() for i in range(4)] == [0, 0, 0, 1]
-    # Presence penalty 0.6, and 1.2: after one draw token 0 has 0.4, and -0.2; more draws change
-    # nothing.
+    # Presence penalties 0.6 and 1.2: after one draw token 0 has logit 0.4 and -0.2, and further
+    # draws change nothing.
     rows = sampler(SamplingParams(temperature=0.0, presence_penalty=0.6), 1)
     assert [rows.draw(torch.tensor([[1.0, 0.0]]), i)[0].item() for i in range(4)] == [0, 0, 0, 0]
     rows = sampler(SamplingParams(temperature=0.0, presence_penalty=1.2), 1)
     assert [rows.draw(torch.tensor([[1.0, 0.0]]), i)[0].item() for i in range(3)] == [0, 1, 0]
 
 
-def test_large_vocabularies_are_worked_on_in_parts(monkeypatch):
+def test_large_vocabularies_are_processed_in_chunks(monkeypatch):
     logits = torch.randn(7, 50, generator=torch.Generator().manual_seed(0))
     params = SamplingParams(temperature=0.8, top_p=0.9, presence_penalty=0.3)
     results = []

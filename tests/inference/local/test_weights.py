@@ -1,4 +1,4 @@
-"""Weights of the engine in this process: what is shared, what is copied, and what is refused."""
+"""Weights of the in-process engine: what is shared, what is copied, and what is refused."""
 
 import asyncio
 
@@ -28,7 +28,7 @@ def logits(model):
         return model(input_ids=torch.tensor([[5, 6, 7]])).logits
 
 
-def test_a_shared_model_is_seen_at_once_and_a_copy_only_when_published():
+def test_changes_of_a_shared_model_are_immediate_and_a_copy_needs_a_publish():
     model = tiny_model(0)
     shared, own = LocalChatClient(model, tokenizer()), LocalChatClient(model, tokenizer(), copy_model=True)
     asked = [request(seed=s, temperature=0.0) for s in range(1)]
@@ -44,7 +44,7 @@ def test_a_shared_model_is_seen_at_once_and_a_copy_only_when_published():
     assert play(own.get_policy_version()) == 7
 
 
-def test_the_version_that_was_sampled_from_comes_with_the_answer():
+def test_an_answer_has_the_version_that_it_was_sampled_from():
     async def scenario():
         client = LocalChatClient(tiny_model(), tokenizer())
         _, first = await client.complete(request())
@@ -55,7 +55,7 @@ def test_the_version_that_was_sampled_from_comes_with_the_answer():
     assert play(scenario()) == (0, 3)
 
 
-def test_weights_that_do_not_fit_change_nothing():
+def test_weights_of_a_wrong_shape_or_name_change_nothing():
     model = tiny_model()
     client = LocalChatClient(model, tokenizer())
     before = {name: p.clone() for name, p in model.named_parameters()}
@@ -68,7 +68,7 @@ def test_weights_that_do_not_fit_change_nothing():
     assert play(client.get_policy_version()) == 0
 
 
-def test_a_version_is_a_number_and_checked_before_anything_changes():
+def test_an_invalid_version_is_refused_before_anything_changes():
     model = tiny_model()
     client = LocalChatClient(model, tokenizer(), copy_model=True)
     before = logits(client.model)
@@ -79,7 +79,7 @@ def test_a_version_is_a_number_and_checked_before_anything_changes():
     assert client.sync_weights({}) == "13"
 
 
-def test_a_copy_may_have_a_format_of_its_own_and_no_gradients():
+def test_a_copy_can_have_its_own_dtype_and_has_no_gradients():
     model = tiny_model()
     model(input_ids=torch.tensor([[5, 6]]), labels=torch.tensor([[5, 6]])).loss.backward()
     client = LocalChatClient(model, tokenizer(), copy_model=True, device="cpu", dtype=torch.bfloat16)
@@ -89,7 +89,7 @@ def test_a_copy_may_have_a_format_of_its_own_and_no_gradients():
     torch.testing.assert_close(logits(client.model), logits(tiny_model(1).to(torch.bfloat16)))
 
 
-def test_a_tied_weight_goes_by_either_name():
+def test_a_tied_weight_can_be_published_under_either_name():
     client = LocalChatClient(tiny_model(tie_word_embeddings=True), tokenizer(), copy_model=True)
     new = torch.ones_like(client.model.lm_head.weight)
     client.sync_weights({"lm_head.weight": new})
@@ -119,7 +119,7 @@ def test_publishing_to_the_trainers_own_model_with_adapters_changes_nothing():
 
 
 @pytest.mark.parametrize("plain", [False, True])
-def test_a_copy_with_adapters_and_one_without_take_what_a_model_with_adapters_publishes(plain):
+def test_copies_with_and_without_adapters_accept_what_a_lora_model_publishes(plain):
     model = adapted_model()
     client = LocalChatClient(tiny_model() if plain else model, tokenizer(), copy_model=True)
     trained(model)
@@ -128,20 +128,20 @@ def test_a_copy_with_adapters_and_one_without_take_what_a_model_with_adapters_pu
     torch.testing.assert_close(logits(client.model), logits(model), atol=1e-4, rtol=1e-4)
 
 
-def test_adapters_alone_are_no_weights_of_a_model_without():
+def test_a_model_without_adapters_refuses_adapter_weights():
     weights = {name: p for name, p in adapted_model().named_parameters() if "lora_" in name}
     with pytest.raises(ConfigError, match="no weight"):
         LocalChatClient(tiny_model(), tokenizer()).sync_weights(weights)
 
 
-def test_a_model_with_adapters_that_is_not_the_trainers_cannot_take_merged_weights():
+def test_a_separate_lora_model_refuses_merged_weights():
     client = LocalChatClient(adapted_model(), tokenizer())
     with pytest.raises(ConfigError, match="copy_model=True"):
         client.sync_weights(published_weights(trained(adapted_model())))
     assert play(client.get_policy_version()) == 0
 
 
-def test_a_copy_of_a_model_with_adapters_is_a_plain_model_and_the_original_keeps_its_own():
+def test_a_copy_of_a_lora_model_is_plain_and_the_original_keeps_its_adapters():
     model = trained(adapted_model())
     before = {name: p.clone() for name, p in model.named_parameters()}
     client = LocalChatClient(model, tokenizer(), copy_model=True)
@@ -150,7 +150,7 @@ def test_a_copy_of_a_model_with_adapters_is_a_plain_model_and_the_original_keeps
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
-def test_the_log_probabilities_of_a_model_with_adapters_are_the_trainers():
+def test_the_log_probabilities_of_a_lora_model_equal_the_trainers():
     model = trained(adapted_model())
     for answer in play(answers(LocalChatClient(model, tokenizer()), [request("ab", 1), request("c", 2)])):
         ids = answer.prompt_token_ids + answer.completion_token_ids

@@ -1,5 +1,4 @@
-"""Prompts by a chat template, with the tools that the model may call; and the client that reads
-its calls."""
+"""Prompts rendered by a chat template with tools, and a client that parses tool calls."""
 
 import pytest
 from playing import play, tiny_model, tokenizer
@@ -15,7 +14,7 @@ TOOL = {"type": "function", "function": {"name": "add", "description": "Add.", "
 DEAF = "{% for message in messages %}{{ message.content }};{% endfor %}"
 
 
-def templated(template=TEMPLATE):
+def make_template(template=TEMPLATE):
     made = make_byte_tokenizer()
     made.chat_template = template
     return made
@@ -25,7 +24,7 @@ def user(text="hi"):
     return {"role": "user", "content": text}
 
 
-def test_a_prompt_without_a_template_is_its_text_and_a_system_message_stands_before_it():
+def test_without_a_template_a_prompt_is_its_text_after_the_system_message():
     template, system = ChatTemplate(tokenizer()), {"role": "system", "content": "Add."}
     assert template.render([user("1+1=")]) == "1+1="
     assert template.render([system, user("1+1=")]) == "Add.\n\n1+1="
@@ -33,7 +32,7 @@ def test_a_prompt_without_a_template_is_its_text_and_a_system_message_stands_bef
 
 
 @pytest.mark.parametrize("roles", [("user", "assistant"), ("system", "user", "assistant", "user"), ("user", "user")])
-def test_a_conversation_without_a_template_is_refused_and_not_glued_together(roles):
+def test_a_conversation_without_a_template_is_refused(roles):
     messages = [{"role": role, "content": "1+1="} for role in roles]
     for render in (ChatTemplate(tokenizer()).render, lambda one: ChatTemplate(tokenizer()).render_all([one])):
         with pytest.raises(
@@ -42,8 +41,8 @@ def test_a_conversation_without_a_template_is_refused_and_not_glued_together(rol
             render(messages)
 
 
-@pytest.mark.parametrize("made", [tokenizer(), templated()], ids=["no template", "template"])
-def test_many_prompts_are_rendered_as_each_is(made):
+@pytest.mark.parametrize("made", [tokenizer(), make_template()], ids=["no template", "template"])
+def test_prompts_are_rendered_the_same_alone_and_together(made):
     template = ChatTemplate(made)
     dialogues = [[user("a")], [{"role": "system", "content": "b"}, user("c")], [user("a")]]
     assert template.render_all(dialogues) == [template.render(messages) for messages in dialogues]
@@ -51,16 +50,16 @@ def test_many_prompts_are_rendered_as_each_is(made):
 
 
 def test_tools_are_rendered_by_the_template():
-    template = ChatTemplate(templated())
+    template = ChatTemplate(make_template())
     assert template.render([user()]) == "<|user|>\nhi<eos>\n<|assistant|>\n"
     shown = template.render([user()], [TOOL])
     assert shown.startswith('<|system|>\n{"type": "function", "function": {"name": "add", "description": "Add."')
     assert shown.endswith("<|user|>\nhi<eos>\n<|assistant|>\n")
 
 
-def test_calls_are_rendered_as_the_model_wrote_them():
-    """Templates write the arguments as JSON: text that is JSON already would be quoted once
-    more."""
+def test_tool_calls_are_rendered_as_the_model_wrote_them():
+    """Templates convert arguments to JSON, so arguments that are JSON text already would be quoted
+    twice."""
     messages = [
         user(),
         {"role": "assistant", "content": "So.", "tool_calls": [call("add", '{"a": 1, "b": "x"}')]},
@@ -68,23 +67,23 @@ def test_calls_are_rendered_as_the_model_wrote_them():
     ]
     before = [message.copy() for message in messages]
     wrote = 'So.\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "x"}}\n</tool_call>'
-    assert f"<|assistant|>\n{wrote}<eos>\n<|tool|>\n3<eos>" in ChatTemplate(templated()).render(messages, [TOOL])
+    assert f"<|assistant|>\n{wrote}<eos>\n<|tool|>\n3<eos>" in ChatTemplate(make_template()).render(messages, [TOOL])
     assert messages == before
     odd = [{"role": "assistant", "tool_calls": [call("add", "not json"), {"id": "x"}][:1]}]
-    assert '"arguments": "not json"' in ChatTemplate(templated()).render(odd)
+    assert '"arguments": "not json"' in ChatTemplate(make_template()).render(odd)
 
 
 def test_messages_without_content_are_rendered_as_empty():
-    """A context leaves an empty answer's content out; adding to what is not there fails in a
-    template."""
-    adding = templated("{% for message in messages %}{{ message.role + ':' + message.content + ';' }}{% endfor %}")
+    """A context omits the content of an empty answer; templates fail when they concatenate a
+    missing value."""
+    adding = make_template("{% for message in messages %}{{ message.role + ':' + message.content + ';' }}{% endfor %}")
     assert ChatTemplate(adding).render([user(), {"role": "assistant"}, {"role": "assistant", "content": None}]) == (
         "user:hi;assistant:;assistant:;"
     )
 
 
-def test_a_template_that_leaves_tools_out_is_refused_once_it_is_asked_for_them():
-    deaf = ChatTemplate(templated(DEAF))
+def test_a_template_that_ignores_tools_is_refused_when_tools_are_used():
+    deaf = ChatTemplate(make_template(DEAF))
     assert deaf.render([user("add")]) == "add;"
     for _ in range(2):
         with pytest.raises(ConfigError, match="chat template ignores tools"):
@@ -93,7 +92,7 @@ def test_a_template_that_leaves_tools_out_is_refused_once_it_is_asked_for_them()
         ChatTemplate(tokenizer()).render([user()], [TOOL])
 
 
-def test_a_choice_that_cannot_be_forced_is_refused():
+def test_a_tool_choice_that_cannot_be_enforced_is_refused():
     assert select_tools(None) == []
     assert select_tools(ToolRequest([TOOL])) == select_tools(ToolRequest([TOOL], None)) == [TOOL]
     assert select_tools(ToolRequest([TOOL], "none")) == []
@@ -103,9 +102,9 @@ def test_a_choice_that_cannot_be_forced_is_refused():
 
 
 def client_that_says(text, monkeypatch, template=TEMPLATE, finish="stop"):
-    """The client whole but for the sampling: the model's tokens are those of `text`, then the
-    end."""
-    made = LocalChatClient(tiny_model(max_position_embeddings=1024), templated(template))
+    """A real client whose sampling is replaced: it returns the tokens of `text`, then the end
+    token."""
+    made = LocalChatClient(tiny_model(max_position_embeddings=1024), make_template(template))
 
     def decode(model, requests, *, eos_ids, pad_id, prefixes):
         ids = [*made.tokenizer(text, add_special_tokens=False)["input_ids"], *([EOS_ID] if finish == "stop" else [])]
@@ -130,7 +129,7 @@ def ask(client, messages=None, tools=None):
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
 
-def test_calls_come_back_in_openais_shape_with_the_tokens_that_were_sampled(monkeypatch):
+def test_tool_calls_are_returned_in_openais_format_with_the_sampled_tokens(monkeypatch):
     client = client_that_says(f"So.\n{CALL}", monkeypatch)
     response, info = ask(client)
     (choice,) = info["raw_response"]["choices"]
@@ -147,7 +146,7 @@ def test_calls_come_back_in_openais_shape_with_the_tokens_that_were_sampled(monk
     assert client.tokenizer.decode(response.completion_token_ids[:-1]) == response.text
     assert client.tokenizer.decode(response.prompt_token_ids) == client._prompts._template.render([user()], [TOOL])
     assert info["policy_version"] == 0
-    # The next prompt goes on from these tokens: nothing is written again in another way.
+    # The next prompt continues from these tokens; nothing is re-tokenised.
     told = [user(), choice["message"], {"role": "tool", "tool_call_id": "call00000", "name": "add", "content": "2"}]
     second, second_info = ask(client, told)
     sampled = response.prompt_token_ids + response.completion_token_ids[:-1]
@@ -155,34 +154,34 @@ def test_calls_come_back_in_openais_shape_with_the_tokens_that_were_sampled(monk
     assert second_info["raw_response"]["choices"][0]["message"]["tool_calls"][0]["id"] == "call00001"
 
 
-def test_a_malformed_call_is_an_answer_without_calls(monkeypatch):
+def test_a_malformed_call_is_returned_as_text(monkeypatch):
     response, info = ask(client_that_says("<tool_call>oops</tool_call>", monkeypatch))
     (choice,) = info["raw_response"]["choices"]
     assert choice["message"] == {"role": "assistant", "content": "<tool_call>oops</tool_call>"}
     assert (choice["finish_reason"], response.finish_reason) == ("stop", "stop")
 
 
-def test_a_call_that_reached_the_token_limit_still_says_so(monkeypatch):
+def test_a_call_at_the_token_limit_keeps_its_finish_reason(monkeypatch):
     response, info = ask(client_that_says(CALL, monkeypatch, finish="length"))
     assert response.finish_reason == info["raw_response"]["choices"][0]["finish_reason"] == "length"
 
 
-def test_text_that_looks_like_a_call_is_text_where_no_tools_are_offered(monkeypatch):
+def test_without_tools_text_that_looks_like_a_call_stays_text(monkeypatch):
     for tools in (ToolRequest([]), ToolRequest([TOOL], "none")):
         response, info = ask(client_that_says(CALL, monkeypatch), tools=tools)
         assert (response.text, response.finish_reason) == (CALL, "stop")
         assert "raw_response" not in info
 
 
-def test_the_same_messages_with_other_tools_are_another_prompt():
-    client = LocalChatClient(tiny_model(max_position_embeddings=1024), templated())
+def test_the_same_messages_with_other_tools_give_another_prompt():
+    client = LocalChatClient(tiny_model(max_position_embeddings=1024), make_template())
     other = {"type": "function", "function": {**TOOL["function"], "name": "subtract"}}
     prompts = [ask(client, tools=ToolRequest(tools))[0].prompt_token_ids for tools in ([TOOL], [other], [], [TOOL])]
     assert prompts[0] == prompts[3]
     assert len({tuple(p) for p in prompts}) == 3
 
 
-def test_tools_that_the_model_would_not_see_fail_the_request_and_no_other():
+def test_tools_that_the_template_ignores_fail_only_their_request():
     client = LocalChatClient(tiny_model(), tokenizer())
     with pytest.raises(ConfigError, match="no chat template"):
         ask(client)

@@ -1,4 +1,4 @@
-"""The cache of prompt ids, and the tokens of sampled answers within later prompts."""
+"""The cache of prompt ids, and reuse of sampled tokens in later prompts."""
 
 import pytest
 
@@ -11,7 +11,7 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
 
 
 class Counting:
-    """A tokenizer that counts the texts that it encodes."""
+    """A tokenizer that records the texts that it encodes."""
 
     chat_template = None
 
@@ -23,7 +23,7 @@ class Counting:
         return {"input_ids": [[ord(c) for c in text] for text in texts] if isinstance(texts, list) else list(map(ord, texts))}
 
 
-def test_a_batch_is_encoded_in_one_call_and_each_prompt_once():
+def test_a_batch_is_encoded_in_one_call_without_duplicates():
     tokenizer = Counting()
     encoder = PromptEncoder(tokenizer)
     dialogues = [Dialogue([{"role": "user", "content": text}]) for text in ("ab", "c", "ab")]
@@ -39,7 +39,7 @@ def test_a_prompt_that_cannot_be_rendered_fails_alone():
     assert isinstance(error, ConfigError)
 
 
-def test_the_ids_that_a_caller_changes_are_its_own():
+def test_returned_ids_are_a_copy():
     encoder = PromptEncoder(Counting())
     dialogue = Dialogue([{"role": "user", "content": "a"}])
     encoder.encode_batch([dialogue])[0].append(0)
@@ -47,7 +47,7 @@ def test_the_ids_that_a_caller_changes_are_its_own():
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_cache_drops_its_oldest_dialogue(monkeypatch, size):
+def test_the_cache_evicts_its_oldest_dialogue(monkeypatch, size):
     monkeypatch.setattr(tokens_module, "CACHE_SIZE", size)
     cache = DialogueCache()
     dialogues = [Dialogue([{"role": "user", "content": str(i)}]) for i in range(3)]
@@ -57,7 +57,7 @@ def test_a_cache_drops_its_oldest_dialogue(monkeypatch, size):
 
 
 class Merging:
-    """A tokenizer that writes `ab` as one token, 300, with a template that ends each message with
+    """A tokenizer that merges `ab` into one token, 300, and a template that ends each message with
     `|`."""
 
     chat_template = "joined"
@@ -72,7 +72,7 @@ class Merging:
         return "".join(f"{message['content']}|" for message in messages)
 
 
-def test_the_next_prompt_begins_with_the_sampled_tokens_and_not_with_those_of_their_text():
+def test_the_next_prompt_starts_with_the_sampled_tokens_and_is_not_retokenised():
     tokens = PromptTokens(Merging())
     prompt, sampled = tokens.encode([USER]), [ord("a"), ord("b")]
     answer = {"role": "assistant", "content": tokens.decode(sampled)}

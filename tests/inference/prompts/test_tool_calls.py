@@ -1,4 +1,5 @@
-"""Calls of tools in text: what is read, what is refused, and that reading never fails."""
+"""Parsing tool calls from text: what is accepted, what is rejected, and that parsing never
+fails."""
 
 import json
 
@@ -10,11 +11,11 @@ from ludic.inference.prompts.tool_calls import assistant_message, count_tool_cal
 ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2]}}\n</tool_call>'
 
 
-def test_an_answer_without_calls_is_its_text():
+def test_an_answer_without_calls_is_only_text():
     assert assistant_message("  just text ") == {"role": "assistant", "content": "  just text "}
 
 
-def test_calls_are_given_as_openai_gives_them():
+def test_calls_have_openais_format():
     message = assistant_message(
         f'First this.\n{ADD}\n<tool_call>{{"name": "now", "arguments": {{}}}}</tool_call> and more', first_id=7
     )
@@ -49,10 +50,10 @@ def test_calls_are_given_as_openai_gives_them():
         '<tool_call>{"name": "add", "arguments": {"a": "\\ud800"}}</tool_call>',
         "<tool_call>" + "[" * 100_000,
         "<tool_call>" + '{"name": "add", "arguments": {"a": ' + "9" * 10_000 + "}}</tool_call>",
-        ADD + "<tool_call>{",  # one of two
+        ADD + "<tool_call>{",  # one of two is malformed
     ],
 )
-def test_a_malformed_call_makes_an_answer_without_calls(text):
+def test_a_malformed_call_gives_an_answer_without_calls(text):
     assert parse_tool_calls(text) == []
     assert assistant_message(text) == {"role": "assistant", "content": text}
 
@@ -67,8 +68,8 @@ calls = st.lists(st.tuples(letters.filter(bool), st.dictionaries(letters, values
 
 
 @given(calls, st.booleans(), st.sampled_from(["", " ", "\n"]), st.text("ab {}\n", max_size=5))
-def test_what_is_written_is_read(made, escaped, space, prose):
-    """Also where an argument spells the tags themselves."""
+def test_written_calls_survive_a_round_trip(made, escaped, space, prose):
+    """Even if an argument contains the tags themselves."""
     made = [*made, ("quote", {"text": "</tool_call><tool_call>"})]
     texts = [json.dumps({"name": name, "arguments": arguments}, ensure_ascii=escaped) for name, arguments in made]
     text = prose + "".join(f"<tool_call>{space}{t}{space}</tool_call>{space}" for t in texts)
@@ -84,6 +85,6 @@ pieces = st.sampled_from(
 
 
 @given(st.lists(pieces, max_size=12).map("".join) | st.text())
-def test_no_text_is_too_much(text):
+def test_any_text_can_be_parsed(text):
     message = assistant_message(text)
     assert message.get("tool_calls") or message["content"] == text

@@ -1,5 +1,5 @@
-"""Tags of clients that share a server: how one is chosen, what is filtered by it, and the
-middleware that echoes it."""
+"""Tags of clients that share a server: how a tag is chosen, what it filters, and the middleware
+that echoes it."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ from ludic.inference.vllm.in_server.client_tag_middleware import ClientTagMiddle
         (None, {}, None),
     ],
 )
-def test_the_tag_is_what_is_given_else_what_the_launcher_says(explicit, environment, tag):
+def test_the_tag_is_explicit_or_comes_from_the_launchers_variables(explicit, environment, tag):
     assert resolve_client_tag(explicit, environment) == tag
 
 
@@ -47,7 +47,7 @@ def test_the_tag_is_what_is_given_else_what_the_launcher_says(explicit, environm
         ({"meta": {"meta": {"meta": {"meta": {"meta": {"meta": {"client_tag": "a"}}}}}}}, None),  # six down
     ],
 )
-def test_a_tag_is_found_where_servers_put_it(answer, tag):
+def test_a_tag_is_read_from_every_place_where_servers_put_it(answer, tag):
     assert find_tag(answer) == tag
 
 
@@ -56,7 +56,7 @@ def group(tag=None, *outputs):
     return {**found, **({"outputs": list(outputs)} if outputs else {})}
 
 
-def test_groups_and_outputs_of_others_are_left_out_and_counted():
+def test_groups_and_outputs_of_other_clients_are_dropped_and_counted():
     mine = ClientTag("a")
     answer = {
         "results": [group("a"), group("b"), group(None, group("a"), group("b")), group(None, group("b")), group("a", group())]
@@ -64,10 +64,10 @@ def test_groups_and_outputs_of_others_are_left_out_and_counted():
     kept = mine.filter(answer)
     assert kept["results"] == [group("a"), group(None, group("a")), group("a", group())]
     assert (mine.counts.filtered, mine.counts.errors, mine.counts.untagged) == (3, 0, 0)
-    assert len(answer["results"]) == 5  # nothing is changed in place
+    assert len(answer["results"]) == 5  # the input is not modified
 
 
-def test_when_nothing_is_left_it_is_an_error():
+def test_a_response_without_own_outputs_is_an_error():
     mine = ClientTag("a")
     with pytest.raises(ClientTagError, match="another client_tag than 'a'"):
         mine.filter({"choices": [group("b"), group("c")]})
@@ -78,7 +78,7 @@ def test_when_nothing_is_left_it_is_an_error():
     assert mine.counts.errors == 3
 
 
-def test_an_answer_without_a_tag_is_an_error_that_says_what_the_server_needs_or_is_counted():
+def test_an_untagged_response_is_an_error_with_a_remedy_or_is_counted():
     with pytest.raises(
         ClientTagError, match=r"--middleware ludic\.inference\.vllm\.in_server\.client_tag_middleware\.ClientTagMiddleware"
     ):
@@ -94,8 +94,9 @@ groups = st.lists(st.builds(lambda tag, outputs: group(tag, *map(group, outputs)
 
 
 @given(groups)
-def test_nothing_of_another_is_ever_kept_and_nothing_of_mine_is_lost(results):
-    """An output is mine unless it or, where it says nothing, its group says otherwise."""
+def test_exactly_the_clients_own_outputs_are_kept(results):
+    """An output is the client's own unless its tag or, without one, its group's tag says
+    otherwise."""
 
     def outputs(group):
         return group.get("outputs") or []
@@ -118,7 +119,7 @@ def test_nothing_of_another_is_ever_kept_and_nothing_of_mine_is_lost(results):
         assert mine.filter({"results": results})["results"] == expected
 
 
-def test_a_tag_that_no_header_can_carry_is_refused():
+def test_a_tag_that_is_not_a_valid_header_value_is_refused():
     for tag in ("", " ", "a\nb", "é"):
         with pytest.raises(ConfigError, match="printable ASCII"):
             ClientTag(tag)
@@ -142,7 +143,7 @@ def ask(server, *, tokenizer, **settings):
 
 
 @pytest.mark.parametrize("path", [GENERATE, CHAT])
-def test_the_tag_is_sent_both_ways_and_the_echo_is_accepted(path):
+def test_the_tag_is_sent_in_header_and_body_and_its_echo_is_accepted(path):
     tokenizer = tiny_tokenizer() if path == GENERATE else None
     with StubVLLM(echo_tags=True) as server:
         response, metrics = ask(server, tokenizer=tokenizer, client_tag_policy="require_echo")
@@ -153,20 +154,20 @@ def test_the_tag_is_sent_both_ways_and_the_echo_is_accepted(path):
 
 
 @pytest.mark.parametrize("path", [GENERATE, CHAT])
-def test_a_missing_echo_is_an_error_at_once_or_counted(path):
+def test_a_missing_echo_is_an_immediate_error_or_is_counted(path):
     tokenizer = tiny_tokenizer() if path == GENERATE else None
     with StubVLLM() as server:
         error, metrics = ask(server, tokenizer=tokenizer, client_tag_policy="require_echo")
         assert isinstance(error, ClientTagError)
         assert metrics["client_tag_errors"] == 1
-        assert len(server.bodies(path)) == 1  # asking again would bring the same
+        assert len(server.bodies(path)) == 1  # a retry would give the same
         response, metrics = ask(server, tokenizer=tokenizer)
         assert response.completion_token_ids
         assert metrics["client_tag_untagged"] == 1
 
 
 @pytest.mark.parametrize("path", [GENERATE, CHAT])
-def test_the_choice_of_another_client_is_not_read(path):
+def test_a_choice_of_another_client_is_ignored(path):
     def with_another(given):
         another = {**given["choices"][0], "metadata": {"client_tag": "rank-1-of-2"}, "token_ids": [1], "logprobs": None}
         own = {**given["choices"][0], "metadata": {"client_tag": "rank-0-of-2"}}
@@ -183,7 +184,7 @@ def test_the_choice_of_another_client_is_not_read(path):
 # -- the settings of a shared server
 
 
-def test_a_launchers_variables_are_the_settings_of_a_client():
+def test_the_launchers_variables_configure_a_client():
     assert shared_server_settings({}) == {
         "client_tag": None,
         "client_tag_policy": "lenient",
@@ -213,11 +214,11 @@ def test_a_launchers_variables_are_the_settings_of_a_client():
 
 
 @pytest.mark.parametrize(
-    ("environment", "said"),
+    ("environment", "message"),
     [({"VLLM_TIMEOUT": "soon"}, "VLLM_TIMEOUT"), ({"VLLM_EXTRA_HEADERS": "[secret]"}, "VLLM_EXTRA_HEADERS")],
 )
-def test_variables_without_meaning_are_refused_and_secrets_not_shown(environment, said):
-    with pytest.raises(ConfigError, match=said) as refused:
+def test_invalid_variables_are_refused_and_secrets_are_not_shown(environment, message):
+    with pytest.raises(ConfigError, match=message) as refused:
         shared_server_settings(environment)
     assert "secret" not in str(refused.value)
 
@@ -225,9 +226,11 @@ def test_variables_without_meaning_are_refused_and_secrets_not_shown(environment
 # -- the middleware
 
 
-def served(body=b"{}", answer=b"{}", *, headers=(), kind=b"application/json", chunks=1, status=200, method="POST"):
-    """(status, headers, body) that the middleware lets out, and the body that the application
-    behind it read."""
+def respond_through_middleware(
+    body=b"{}", answer=b"{}", *, headers=(), kind=b"application/json", chunks=1, status=200, method="POST"
+):
+    """(status, headers, body) that the middleware returns, and the body that the application behind
+    it received."""
     seen, sent = [], []
 
     async def application(scope, receive, send):
@@ -262,11 +265,11 @@ def served(body=b"{}", answer=b"{}", *, headers=(), kind=b"application/json", ch
 
 @pytest.mark.parametrize("chunks", [1, 3])
 @pytest.mark.parametrize("by", ["header", "body"])
-def test_the_tag_comes_back_in_the_header_and_in_every_part(by, chunks):
+def test_the_tag_is_echoed_in_the_header_and_in_every_chunk(by, chunks):
     answer = {"choices": [{"index": 0}, {"index": 1, "metadata": {"x": 1}}], "results": [{"outputs": [{"text": "é"}]}]}
     body = json.dumps({"client_tag": "a", "prompt": "é"} if by == "body" else {"prompt": "é"}).encode()
     headers = [(b"x-vllm-client-tag", b"a")] if by == "header" else []
-    status, out, data, seen = served(body, json.dumps(answer).encode(), headers=headers, chunks=chunks)
+    status, out, data, seen = respond_through_middleware(body, json.dumps(answer).encode(), headers=headers, chunks=chunks)
     found = json.loads(data)
     assert (status, out[b"x-vllm-client-tag"], int(out[b"content-length"])) == (200, b"a", len(data))
     assert seen == body
@@ -275,8 +278,8 @@ def test_the_tag_comes_back_in_the_header_and_in_every_part(by, chunks):
     assert ClientTag("a", "require_echo").filter(found) == found
 
 
-def test_errors_carry_the_tag_too():
-    status, _, data, _ = served(answer=b'{"error": {}}', headers=[(b"x-vllm-client-tag", b"a")], status=404)
+def test_errors_are_tagged_too():
+    status, _, data, _ = respond_through_middleware(answer=b'{"error": {}}', headers=[(b"x-vllm-client-tag", b"a")], status=404)
     assert (status, json.loads(data)) == (404, {"error": {}, "metadata": {"client_tag": "a"}})
 
 
@@ -284,22 +287,23 @@ def test_errors_carry_the_tag_too():
     ("answer", "kind"),
     [(b"data: {}\n\n", b"text/event-stream"), (b"not json", b"application/json"), (b"[1]", b"application/json")],
 )
-def test_what_is_no_object_passes_with_the_header_alone(answer, kind):
-    _, out, data, _ = served(answer=answer, kind=kind, headers=[(b"x-vllm-client-tag", b"a")], chunks=2)
+def test_bodies_that_are_not_objects_only_get_the_header(answer, kind):
+    _, out, data, _ = respond_through_middleware(answer=answer, kind=kind, headers=[(b"x-vllm-client-tag", b"a")], chunks=2)
     assert (data, out[b"x-vllm-client-tag"]) == (answer, b"a")
 
 
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"[]", b'{"client_tag": 5}', b'{"client_tag": "a\\r\\nb: c"}', b'{"client_tag": " "}']
 )
-def test_without_a_tag_nothing_is_touched(body):
-    _, out, data, seen = served(body, b'{"a": 1}')
+def test_without_a_tag_the_response_is_unchanged(body):
+    _, out, data, seen = respond_through_middleware(body, b'{"a": 1}')
     assert (data, seen) == (b'{"a": 1}', body)
     assert b"x-vllm-client-tag" not in out
 
 
-def test_the_news_that_a_client_went_away_arrives():
-    """A server stops sampling for a client that is gone: what says so must not be swallowed."""
+def test_a_client_disconnect_reaches_the_application():
+    """A server stops sampling for a disconnected client, so the disconnect message must not be
+    swallowed."""
     heard = []
 
     async def application(scope, receive, send):

@@ -1,4 +1,4 @@
-"""A server that hangs while others answer is left, and one that only takes long is not."""
+"""A hanging server loses its requests while others answer; a slow one keeps them."""
 
 import asyncio
 from contextlib import ExitStack
@@ -18,8 +18,7 @@ from ludic.inference.vllm import server_queries
 
 
 class Hanging:
-    """Servers of which the first holds its calls until it is released, and what is asked of
-    them."""
+    """Servers of which the first holds its calls until released. Records calls and probes."""
 
     def __init__(self, *, lives, progress=None, count=2, silence_s=0.02):
         self.released, self.probed, self.given = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -48,7 +47,7 @@ class Hanging:
         return server.url
 
     async def send(self, count):
-        """Half of the calls are held by the first server, and the other has answered its half."""
+        """The first server holds half of the calls; the other one has answered its half."""
         tasks = [asyncio.create_task(self.pool.send(self.call)) for _ in range(count)]
         while len(self.taken) < count:
             await asyncio.sleep(0)
@@ -58,7 +57,7 @@ class Hanging:
 
 
 @pytest.mark.parametrize("progress", [None, [7.0, 7.0], [None, None]])
-async def test_the_calls_of_a_server_that_hangs_move_to_the_others(progress):
+async def test_calls_of_a_hanging_server_move_to_the_others(progress):
     hanging = Hanging(lives=False, progress=progress)
     tasks = await hanging.send(6)
     assert await asyncio.wait_for(asyncio.gather(*tasks), 60) == ["http://s1"] * 6
@@ -78,26 +77,26 @@ async def released_after_two_probes(hanging, count=4):
     return await asyncio.wait_for(asyncio.gather(*tasks), 60)
 
 
-async def test_one_that_answers_the_probe_only_takes_long():
+async def test_a_server_that_answers_the_probe_counts_as_slow():
     hanging = Hanging(lives=True)
     assert sorted(await released_after_two_probes(hanging)) == ["http://s0"] * 2 + ["http://s1"] * 2
     assert (hanging.pool.moved, hanging.broken_off, len(hanging.pool.live)) == (0, [], 2)
 
 
-async def test_one_that_works_on_what_it_has_is_not_left_though_a_probe_waits_behind():
+async def test_a_server_that_makes_progress_keeps_its_calls_though_the_probe_waits():
     hanging = Hanging(lives=False, progress=map(float, range(1000)))
     assert sorted(await released_after_two_probes(hanging)) == ["http://s0"] * 2 + ["http://s1"] * 2
     assert (hanging.pool.moved, hanging.broken_off, len(hanging.pool.live)) == (0, [], 2)
 
 
-async def looked_at(hanging):
-    """Whether a server was suspected within five times the time that it may be silent."""
+async def was_suspected(hanging):
+    """Whether a server was suspected within five times the allowed silence."""
     silence, looks = hanging.pool._hang_detector, []
     is_silent, seen = silence._is_silent, asyncio.Event()
 
     def counting(*given):
         looks.append(is_silent(*given))
-        if len(looks) == 40:  # of two servers, four within that time
+        if len(looks) == 40:  # of two servers: four within that time
             seen.set()
         return looks[-1]
 
@@ -106,27 +105,27 @@ async def looked_at(hanging):
     return any(looks)
 
 
-async def test_where_no_other_answers_either_nobody_is_suspected():
-    """As while weights are pushed: all are paused."""
+async def test_if_no_server_answers_none_is_suspected():
+    """As during a weight push, when all servers are paused."""
     hanging = Hanging(lives=False)
     held = [asyncio.create_task(hanging.pool.send(hanging.call)) for _ in range(2)]
-    assert not await looked_at(hanging)
+    assert not await was_suspected(hanging)
     hanging.released.set()
     hanging.given.set()
     assert await asyncio.gather(*held) == ["http://s0", "http://s1"]
 
 
-async def test_the_last_one_that_lives_is_waited_for():
+async def test_the_last_live_server_is_waited_for():
     hanging = Hanging(lives=False)
     hanging.pool.drain(hanging.pool.servers[1], "gone")
     held = asyncio.create_task(hanging.pool.send(hanging.call))
-    assert not await looked_at(hanging)
+    assert not await was_suspected(hanging)
     hanging.released.set()
     assert await held == "http://s0"
 
 
 @pytest.mark.parametrize("settings", [{"count": 1}, {"silence_s": None}])
-async def test_an_only_server_is_not_watched_nor_is_any_where_that_is_set(settings):
+async def test_a_single_server_is_not_watched_and_watching_can_be_disabled(settings):
     hanging = Hanging(lives=False, **settings)
     hanging.released.set()
     held = asyncio.create_task(hanging.pool.send(hanging.call))
@@ -134,15 +133,15 @@ async def test_an_only_server_is_not_watched_nor_is_any_where_that_is_set(settin
     assert hanging.pool._hang_detector is None or not hanging.pool._hang_detector._tasks
 
 
-async def test_where_the_others_have_nothing_to_do_one_that_hangs_is_left_too():
-    """At the end of a batch, say: nobody else has anything left to answer."""
+async def test_a_hanging_server_loses_its_calls_even_if_the_others_are_idle():
+    """For example at the end of a batch, when no other server has anything left to answer."""
     hanging = Hanging(lives=False)
     hanging.given.set()
     assert await asyncio.wait_for(hanging.pool.send(hanging.call), 60) == "http://s1"
     assert hanging.taken == ["http://s0", "http://s1"]
 
 
-async def test_an_error_is_an_answer_too():
+async def test_an_error_counts_as_an_answer():
     hanging = Hanging(lives=False)
     held = [asyncio.create_task(hanging.pool.send(hanging.call)) for _ in range(2)]
     while len(hanging.taken) < 2:
@@ -155,8 +154,8 @@ async def test_an_error_is_an_answer_too():
     assert await asyncio.wait_for(asyncio.gather(*held), 60) == ["http://s1"] * 2
 
 
-async def test_calls_in_flight_at_a_server_that_is_drained_for_another_reason_move():
-    """It lost a push of weights, say, and stays paused."""
+async def test_calls_in_flight_move_when_their_server_is_drained():
+    """For example a server that missed a weight push and stays paused."""
     hanging = Hanging(lives=True, silence_s=0.2)
     tasks = [asyncio.create_task(hanging.pool.send(hanging.call)) for _ in range(4)]
     while len(hanging.taken) < 4:
@@ -167,7 +166,7 @@ async def test_calls_in_flight_at_a_server_that_is_drained_for_another_reason_mo
     assert not hanging.probed.is_set()
 
 
-async def test_a_call_that_is_given_up_is_broken_off_at_once():
+async def test_a_moved_call_is_cancelled_immediately():
     hanging = Hanging(lives=True)
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(hanging.pool.send(hanging.call), 0.01)
@@ -175,7 +174,7 @@ async def test_a_call_that_is_given_up_is_broken_off_at_once():
     assert [server.in_flight for server in hanging.pool.servers] == [0, 0]
 
 
-def test_silence_must_last_some_time():
+def test_the_allowed_silence_must_be_positive():
     with pytest.raises(ConfigError, match="silence_s"):
         ServerPool([Server("http://a")], silence_s=0.0)
 
@@ -183,7 +182,7 @@ def test_silence_must_last_some_time():
 # -- over HTTP
 
 
-def test_requests_of_a_server_that_hangs_are_answered_by_the_other_as_it_would_have(monkeypatch):
+def test_requests_of_a_hanging_server_get_the_same_answer_from_the_other(monkeypatch):
     monkeypatch.setattr(server_module, "PROBE_TIMEOUT_S", 0.3)
 
     async def scenario(servers):
@@ -216,7 +215,7 @@ vllm:generation_tokens_created{engine="0",model_name="tiny"} 1.7e+09
 @pytest.mark.parametrize(
     ("answer", "expected"), [((200, METRICS), 127.0), ((200, ""), None), ((404, METRICS), None), (CUT, None), (HANG, None)]
 )
-def test_progress_is_what_a_server_counts_of_its_tokens_and_is_asked_once(monkeypatch, answer, expected):
+def test_progress_is_the_servers_token_counter_and_is_read_once(monkeypatch, answer, expected):
     monkeypatch.setattr(server_queries, "VERSION_TIMEOUT_S", 30.0 if expected else 0.2)
     with StubVLLM() as server:
         server.fail("/metrics", answer)
@@ -224,7 +223,7 @@ def test_progress_is_what_a_server_counts_of_its_tokens_and_is_asked_once(monkey
         assert len(server.bodies("/metrics")) <= 1
 
 
-def test_progress_is_not_known_of_a_server_that_is_gone():
+def test_a_stopped_server_has_no_progress():
     with StubVLLM() as server:
         url = server.url
     assert asyncio.run(server_queries.read_progress({}, url)) is None

@@ -1,5 +1,5 @@
-"""How servers are asked: that a deadline holds whatever they do, that no body fills the memory,
-and that nobody is followed elsewhere."""
+"""HTTP requests to servers: deadlines always hold, bodies are bounded, and redirects to other
+origins are not followed."""
 
 import asyncio
 import os
@@ -9,7 +9,7 @@ import threading
 import tracemalloc
 
 import pytest
-from hostile_server import HostileServer, bomb, drip_body, drip_head, endless, plain, redirect, seconds, silent
+from hostile_server import HostileServer, bomb, drip_body, drip_head, endless, plain, redirect, silent, timed_call
 
 from ludic.errors import (
     ConfigError,
@@ -27,8 +27,8 @@ from ludic.inference.servers.http import BlockingHttp, Http
 
 DEADLINE_S = 0.4
 SLACK_S = 1.5
-"""What a machine that is busy may take beyond a deadline; a server that is not left takes 5 s at
-least, or never ends."""
+"""What a busy machine may take beyond a deadline. Without the deadline, a request would take at
+least 5 s or forever."""
 
 
 def blocking(url, **settings):
@@ -50,38 +50,38 @@ both = pytest.mark.parametrize("ask", [blocking, awaiting])
 
 @both
 @pytest.mark.parametrize("hostile", [silent, drip_head, drip_body])
-def test_a_server_is_left_at_the_deadline_whether_it_is_silent_or_drips(ask, hostile):
+def test_silent_and_dripping_servers_are_abandoned_at_the_deadline(ask, hostile):
     with HostileServer(hostile) as server:
-        outcome, took_s = seconds(ask, f"{server.url}/x", timeout_s=DEADLINE_S)
+        outcome, took_s = timed_call(ask, f"{server.url}/x", timeout_s=DEADLINE_S)
     assert isinstance(outcome, ServerTimeoutError)
     assert f"/x gave no answer within {DEADLINE_S:g} s" in str(outcome)
     assert DEADLINE_S <= took_s < DEADLINE_S + SLACK_S
 
 
 @both
-def test_a_server_that_reads_nothing_of_a_long_request_is_left_too(ask):
+def test_a_server_that_does_not_read_a_long_request_is_abandoned_at_the_deadline(ask):
     with HostileServer(plain()) as server:
         server._request = lambda connection: server.closing.wait() and b""
-        outcome, took_s = seconds(ask, server.url, method="POST", json={"prompt": "a" * 2**25}, timeout_s=DEADLINE_S)
+        outcome, took_s = timed_call(ask, server.url, method="POST", json={"prompt": "a" * 2**25}, timeout_s=DEADLINE_S)
     assert isinstance(outcome, ServerTimeoutError)
     assert took_s < DEADLINE_S + SLACK_S
 
 
 @both
-def test_a_body_without_end_is_broken_off_at_the_limit(ask):
+def test_an_endless_body_is_cut_off_at_the_limit(ask):
     with HostileServer(endless) as server:
         tracemalloc.start()
-        outcome, _ = seconds(ask, server.url, max_bytes=2**20)
+        outcome, _ = timed_call(ask, server.url, max_bytes=2**20)
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
     assert isinstance(outcome, InferenceError)
     assert "more than 1048576 bytes" in str(outcome)
-    assert server.sent < 2**25  # what lies in the sockets' buffers, and no more
+    assert server.sent < 2**25  # the contents of the socket buffers and no more
     assert peak < 2**24
 
 
 @both
-def test_a_body_of_the_limit_is_taken_and_one_byte_more_is_not(ask):
+def test_a_body_at_the_limit_is_accepted_and_one_byte_more_is_not(ask):
     with HostileServer(plain(b"[" + b" " * 998 + b"]")) as server:
         assert ask(server.url, max_bytes=1000).json() == []
         with pytest.raises(InferenceError, match="more than 999 bytes"):
@@ -89,7 +89,7 @@ def test_a_body_of_the_limit_is_taken_and_one_byte_more_is_not(ask):
 
 
 @both
-def test_what_is_compressed_is_not_asked_for_and_not_taken(ask):
+def test_compressed_bodies_are_neither_requested_nor_accepted(ask):
     with HostileServer(bomb) as server:
         with pytest.raises(InferenceError, match="encoding 'gzip'"):
             ask(server.url, headers={"Accept-Encoding": "gzip"})
@@ -99,7 +99,7 @@ def test_what_is_compressed_is_not_asked_for_and_not_taken(ask):
 
 @both
 @pytest.mark.parametrize("status", ["301 Moved Permanently", "307 Temporary Redirect", "308 Permanent Redirect"])
-def test_nobody_is_followed_to_another_origin_with_prompts_and_keys(ask, status):
+def test_redirects_to_another_origin_are_not_followed(ask, status):
     with HostileServer(plain()) as other, HostileServer(redirect(f"{other.url}/steal", status)) as server:
         with pytest.raises(ServerError, match=r"redirects to .*/steal; redirects are not followed"):
             ask(
@@ -109,7 +109,7 @@ def test_nobody_is_followed_to_another_origin_with_prompts_and_keys(ask, status)
         assert other.requests == []
 
 
-def test_headers_go_with_everything_that_is_asked_and_are_named_once():
+def test_headers_are_sent_once_with_every_request():
     async def twice(url):
         async with Http({"X-Secret": "s", "x-team": "rl"}) as http:
             await http.request("GET", url, timeout_s=5.0)
@@ -127,7 +127,7 @@ def test_headers_go_with_everything_that_is_asked_and_are_named_once():
 
 @both
 @pytest.mark.parametrize("scheme", ["http", "all"])
-def test_no_proxy_is_asked_for_this_machine(ask, scheme, monkeypatch):
+def test_requests_to_this_machine_use_no_proxy(ask, scheme, monkeypatch):
     with HostileServer(plain()) as proxy, HostileServer(plain(b"[7]")) as server:
         monkeypatch.setenv(f"{scheme}_proxy", proxy.url)
         assert ask(server.url).json() == [7]
@@ -136,20 +136,20 @@ def test_no_proxy_is_asked_for_this_machine(ask, scheme, monkeypatch):
 
 @both
 @pytest.mark.parametrize("url", ["http://[::1", "http://127.0.0.1:70000/", "http://127.0.0.1:-5/", "http://127.0.0.1:abc/"])
-def test_an_address_that_is_none_is_said_to_be_none(ask, url):
+def test_an_invalid_address_is_refused(ask, url):
     with pytest.raises(ConfigError, match="is not a URL"):
         ask(url)
 
 
 @pytest.mark.parametrize("header", [{"X-Name": "Zo\u00eb's secret"}, {"X-N\u00e4me": "1"}])
-def test_a_header_that_is_not_ascii_is_named_and_its_value_is_not(header):
+def test_the_error_of_a_non_ascii_header_names_it_but_not_its_value(header):
     with pytest.raises(ConfigError, match="must be ASCII") as caught:
         BlockingHttp(header).request("GET", "http://127.0.0.1:1/", timeout_s=1.0)
     assert "secret" not in str(caught.value)
 
 
 @both
-def test_nobody_there_is_retryable_and_is_said_to_be_out_of_reach(ask):
+def test_an_unreachable_server_is_a_retryable_error(ask):
     with HostileServer(plain()) as server:
         url = server.url
     with pytest.raises(ServerUnreachableError, match="cannot be reached") as caught:
@@ -172,7 +172,7 @@ def test_nobody_there_is_retryable_and_is_said_to_be_out_of_reach(ask):
         (b"[" * 10**6, "which is not JSON|which does not have the expected form"),
     ],
 )
-def test_an_answer_of_another_type_is_one_error_that_shows_it_and_converts_nothing(body, said):
+def test_a_response_of_a_wrong_type_is_an_error_that_shows_it(body, said):
     with HostileServer(plain(body)) as server:
         answer = blocking(server.url)
     with pytest.raises(InferenceError, match=said) as caught:
@@ -189,7 +189,7 @@ def test_an_answer_of_another_type_is_one_error_that_shows_it_and_converts_nothi
         ("500 Internal Server Error", "EngineCore encountered an issue", EngineDeadError),
     ],
 )
-def test_a_status_is_the_error_that_it_means(status, body, kind):
+def test_every_error_status_has_its_exception(status, body, kind):
     with HostileServer(plain(body, status, retry_after=7)) as server, pytest.raises(kind) as caught:
         blocking(server.url).raise_for_status()
     assert type(caught.value) is kind
@@ -197,13 +197,13 @@ def test_a_status_is_the_error_that_it_means(status, body, kind):
     assert getattr(caught.value, "retry_after_s", 7.0) == 7.0
 
 
-def test_what_is_no_json_is_not_sent():
+def test_a_body_that_is_not_json_is_not_sent():
     with HostileServer(plain()) as server, pytest.raises(ConfigTypeError, match="cannot be written as JSON"):
         blocking(server.url, method="POST", json={"x": object()})
     assert server.requests == []
 
 
-def test_blocking_calls_work_inside_a_running_loop_and_from_many_threads():
+def test_blocking_calls_work_in_a_running_loop_and_from_many_threads():
     async def inside(url):
         return blocking(url).status
 
@@ -231,7 +231,7 @@ assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-def test_a_fork_asks_with_a_thread_of_its_own_and_the_process_ends_in_silence():
+def test_a_forked_process_uses_its_own_thread_and_exits_cleanly():
     with HostileServer(plain()) as server:
         ended = subprocess.run(
             [sys.executable, "-W", "error", "-W", "ignore::DeprecationWarning", "-c", CHILD, server.url],

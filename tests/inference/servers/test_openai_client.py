@@ -1,5 +1,5 @@
-"""The client of OpenAI-compatible servers against a real one on loopback: what is sent, what is
-read, what is tried again."""
+"""The client of OpenAI-compatible servers against a real loopback server: what it sends, reads and
+retries."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "
 
 
 def ask(answer, request=None, **settings):
-    """(result or error, the bodies that the server got)."""
+    """(result or error, request bodies that the server received)."""
     with StubOpenAIServer(answer) as server:
         outcome = asyncio.run(complete(server, request or ChatCompletionRequest("m", MESSAGES), **settings))
     return outcome, server
@@ -37,12 +37,12 @@ async def complete(server, request, **settings):
 
 
 def in_turn(*answers):
-    """The first, the second, and the last from then on."""
+    """Returns the first answer, then the second, then the last one forever."""
     left = list(answers)
     return lambda body: left.pop(0) if len(left) > 1 else left[0]
 
 
-def test_a_request_is_sent_as_openai_has_it_and_nothing_else():
+def test_a_request_has_only_openais_fields():
     request = ChatCompletionRequest("m", MESSAGES, SamplingParams(temperature=0.0, max_tokens=9, stop=["\n"]), seed=7)
     (response, info), server = ask(lambda body: completion("4"), request)
     assert response.text == "4"
@@ -63,10 +63,10 @@ def test_a_request_is_sent_as_openai_has_it_and_nothing_else():
     ]
     assert info["raw_response"]["usage"]["completion_tokens"] == 1
     assert info["used_args"]["seed"] == 7
-    json.dumps(info)  # it goes into rollouts, which are written as JSON
+    json.dumps(info)  # rollouts have it, and they are written as JSON
 
 
-def test_tokens_and_log_probabilities_are_asked_for_and_read_where_the_server_has_them():
+def test_token_ids_and_log_probabilities_are_requested_from_servers_that_have_them():
     logprobs = {"content": [{"token": "a", "logprob": -0.25, "bytes": None, "top_logprobs": []}]}
     answer = completion("a", token_ids=[64], logprobs=logprobs, prompt_token_ids=[1, 2])
     request = ChatCompletionRequest("m", MESSAGES, return_=ReturnSpec.for_rl(top_logprobs_k=2))
@@ -76,10 +76,10 @@ def test_tokens_and_log_probabilities_are_asked_for_and_read_where_the_server_ha
     sent = server.bodies[0]
     assert (sent["return_token_ids"], sent["logprobs"], sent["top_logprobs"]) == (True, True, 2)
     _, server = ask(lambda body: answer, request)
-    assert "return_token_ids" not in server.bodies[0]  # servers other than vLLM refuse what they do not know
+    assert "return_token_ids" not in server.bodies[0]  # servers other than vLLM reject unknown fields
 
 
-def test_tools_are_sent_and_calls_come_back_in_the_raw_response():
+def test_tools_are_sent_and_calls_are_in_the_raw_response():
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
     answer = completion(None, "tool_calls")
     answer["choices"][0]["message"]["tool_calls"] = [call]
@@ -90,7 +90,7 @@ def test_tools_are_sent_and_calls_come_back_in_the_raw_response():
     assert info["raw_response"]["choices"][0]["message"]["tool_calls"] == [call]
 
 
-def test_keys_of_the_environment_are_not_sent_to_a_server(monkeypatch):
+def test_api_keys_of_the_environment_are_not_sent(monkeypatch):
     for name in ("OPENAI_API_KEY", "OPENAI_ORG_ID", "OPENAI_PROJECT_ID"):
         monkeypatch.setenv(name, "secret")
     _, server = ask(lambda body: completion("4"))
@@ -100,13 +100,13 @@ def test_keys_of_the_environment_are_not_sent_to_a_server(monkeypatch):
 
 
 @pytest.mark.parametrize("trouble", [(500, {}), (503, {}), (429, {}), (408, {}), CUT, (429, {}, {"retry-after": "0"})])
-def test_what_may_pass_is_tried_again(trouble):
+def test_transient_errors_are_retried(trouble):
     (response, _), server = ask(in_turn(trouble, trouble, completion("4")))
     assert response.text == "4"
     assert len(server.bodies) == 3
 
 
-def test_no_more_often_than_allowed():
+def test_retries_are_limited():
     error, server = ask(lambda body: (503, {"error": {"message": "overloaded"}}), max_retries=2)
     assert isinstance(error, InferenceError)
     assert "overloaded" in str(error)
@@ -114,7 +114,7 @@ def test_no_more_often_than_allowed():
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 422])
-def test_what_will_not_pass_is_an_error_at_once(status):
+def test_permanent_errors_are_not_retried(status):
     error, server = ask(lambda body: (status, {"error": {"message": "no such model"}}))
     assert isinstance(error, InferenceError)
     assert "no such model" in str(error)
@@ -134,7 +134,7 @@ def test_what_will_not_pass_is_an_error_at_once(status):
         (completion("12", "abort"), "aborted"),
     ],
 )
-def test_what_is_no_completion_is_an_error_that_says_so(garbage, said):
+def test_a_malformed_completion_is_a_clear_error(garbage, said):
     error, server = ask(lambda body: garbage)
     assert isinstance(error, InferenceError)
     assert error.__class__ is InferenceError
@@ -142,20 +142,20 @@ def test_what_is_no_completion_is_an_error_that_says_so(garbage, said):
     assert len(server.bodies) == 1
 
 
-def test_a_server_that_hangs_is_left_at_the_deadline():
+def test_a_hanging_server_is_abandoned_at_the_deadline():
     error, _ = ask(lambda body: HANG, timeout_s=1.0)
     assert isinstance(error, TimeoutError)
     assert "no answer within 1.0 s" in str(error)
 
 
-def test_the_deadline_holds_over_retries_too():
-    """A server that asks for an hour gets a minute at most, and the deadline is sooner."""
+def test_the_deadline_includes_retries():
+    """A server that asks for an hour gets at most a minute, and the deadline is sooner."""
     error, server = ask(lambda body: (429, {}, {"retry-after": "3600"}), timeout_s=1.0)
     assert isinstance(error, TimeoutError)
     assert len(server.bodies) == 1
 
 
-def test_nobody_listening_is_an_error():
+def test_an_unreachable_server_is_an_error():
     async def scenario():
         async with OpenAIChatClient("http://127.0.0.1:9/v1", max_retries=1, backoff_s=0.0) as client:
             return await client.complete(ChatCompletionRequest("m", MESSAGES))
@@ -173,7 +173,7 @@ def test_the_models_of_a_server_are_listed():
         assert asyncio.run(scenario(server)) == ["a", "b"]
 
 
-def test_settings_without_meaning_are_refused():
+def test_invalid_settings_are_refused():
     with pytest.raises(ConfigError, match="must begin with http"):
         OpenAIChatClient("127.0.0.1:8000")
     with pytest.raises(ConfigError, match="timeout_s"):

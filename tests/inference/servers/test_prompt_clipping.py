@@ -1,4 +1,4 @@
-"""Prompts that are too long lose characters of what the user says, and nothing else."""
+"""Prompts that are too long lose characters of user messages and nothing else."""
 
 import asyncio
 import logging
@@ -22,20 +22,20 @@ from ludic.inference.servers.prompt_clipping import PromptClipper, prompt_limit
         (50, None, {"MAX_PROMPT_CHARS": "100"}, 50),
         (None, None, {"MAX_PROMPT_CHARS": "0"}, None),
         (-1, 1000, {}, None),
-        (None, 1000, {}, 4000),  # four characters of each token are let through
+        (None, 1000, {}, 4000),  # four characters per token are allowed
         (None, 100, {}, 2048),
     ],
 )
-def test_the_limit_is_the_given_one_else_that_of_the_environment(given, tokens, environment, limit):
+def test_the_limit_is_explicit_or_comes_from_the_environment(given, tokens, environment, limit):
     assert prompt_limit(given, max_prompt_tokens=tokens, environment=environment) == limit
 
 
-def test_a_limit_that_is_no_number_is_refused():
+def test_a_limit_that_is_not_a_number_is_refused():
     with pytest.raises(ConfigError, match="MAX_PROMPT_CHARS"):
         prompt_limit(environment={"MAX_PROMPT_CHARS": "many"})
 
 
-def test_the_longest_of_what_the_user_says_is_cut_at_its_end():
+def test_the_longest_user_message_is_clipped_at_its_end():
     messages = [
         {"role": "system", "content": "s" * 4},
         {"role": "user", "content": "u" * 3},
@@ -56,7 +56,7 @@ messages = st.lists(
 
 
 @given(messages, st.integers(1, 60))
-def test_only_the_user_loses_and_no_more_than_is_too_much(messages, limit):
+def test_only_user_messages_are_clipped_and_only_as_far_as_needed(messages, limit):
     clip = PromptClipper(limit)
     cut = clip(messages)
 
@@ -73,7 +73,7 @@ def test_only_the_user_loses_and_no_more_than_is_too_much(messages, limit):
     assert clip.clipped == (size(messages) > limit)
 
 
-def test_it_is_said_once_and_counted_each_time(caplog):
+def test_clipping_is_logged_once_and_counted_every_time(caplog):
     clip = PromptClipper(1)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
@@ -82,7 +82,7 @@ def test_it_is_said_once_and_counted_each_time(caplog):
     assert len(caplog.records) == 1
 
 
-def test_the_template_stays_whole_around_a_prompt_that_was_cut():
+def test_the_template_around_a_clipped_prompt_stays_complete():
     async def whole(server):
         async with VLLMChatClient(port=server.port, tokenizer=tiny_tokenizer(), max_prompt_chars=20) as client:
             messages = [{"role": "user", "content": "x" * 100}]

@@ -1,4 +1,4 @@
-"""The request that every server with OpenAI's interface gets."""
+"""The request body for servers with OpenAI's API."""
 
 from ludic.inference import ChatCompletionRequest, ReturnSpec, SamplingParams, ToolRequest
 from ludic.inference.servers.openai_client import OpenAIChatClient

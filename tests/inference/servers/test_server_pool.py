@@ -1,5 +1,4 @@
-"""Several servers behind one client: where requests go, and what happens when a server dies or
-comes back."""
+"""Several servers behind one client: routing, and what happens when a server dies or returns."""
 
 import asyncio
 from contextlib import ExitStack
@@ -29,7 +28,7 @@ def pool_of(count, probe=None):
     return pool, clock
 
 
-async def test_each_request_goes_to_the_server_with_the_least_to_do():
+async def test_each_request_goes_to_the_least_loaded_server():
     pool, _ = pool_of(3)
     release = {server.url: asyncio.Event() for server in pool.servers}
     taken = []
@@ -48,7 +47,7 @@ async def test_each_request_goes_to_the_server_with_the_least_to_do():
     tasks += [asyncio.create_task(pool.send(call)) for _ in range(2)]
     while len(taken) < 8:
         await asyncio.sleep(0)
-    assert taken[6:] == ["http://s1", "http://s1"]  # it has nothing to do, whatever it did before
+    assert taken[6:] == ["http://s1", "http://s1"]  # it is idle, whatever it did before
     for event in release.values():
         event.set()
     await asyncio.gather(*tasks)
@@ -68,7 +67,7 @@ async def test_a_dead_server_is_drained_and_its_requests_move():
     assert [server.drained for server in pool.servers] == ["gone", None]
     asked = pool.servers[0].requests
     assert await pool.send(call) == "http://s1"
-    assert pool.servers[0].requests == asked  # it gets nothing more
+    assert pool.servers[0].requests == asked  # it gets no further requests
     assert pool.counts()["moved"] == pool.servers[0].failures == asked
 
 
@@ -84,7 +83,7 @@ async def test_when_all_are_dead_the_error_names_them():
         await pool.send(call)
 
 
-async def test_an_error_of_the_request_is_no_fault_of_the_server():
+async def test_an_invalid_request_does_not_drain_the_server():
     pool, _ = pool_of(2)
 
     async def call(server):
@@ -96,7 +95,7 @@ async def test_an_error_of_the_request_is_no_fault_of_the_server():
     assert pool.moved == 0
 
 
-async def test_a_connection_that_was_cut_does_not_drain_a_server_that_passes_the_probe():
+async def test_a_cut_connection_does_not_drain_a_server_that_passes_the_probe():
     probed = []
 
     async def probe(server):
@@ -116,7 +115,7 @@ async def test_a_connection_that_was_cut_does_not_drain_a_server_that_passes_the
     assert len(pool.live) == 2
 
 
-async def test_two_servers_that_cut_a_request_and_pass_the_probe_are_asked_once_more_each_and_no_more():
+async def test_a_request_that_both_healthy_servers_cut_is_retried_once_on_each():
     async def probe(server):
         return None
 
@@ -132,7 +131,7 @@ async def test_two_servers_that_cut_a_request_and_pass_the_probe_are_asked_once_
     assert len(tries) == 3
 
 
-async def test_without_a_probe_a_drained_server_is_not_taken_back():
+async def test_without_a_probe_a_drained_server_stays_drained():
     pool, clock = pool_of(2)
     pool.drain(pool.servers[0], "its last push failed")
     clock.now = 100.0
@@ -147,7 +146,7 @@ async def test_the_servers_that_a_push_lost_are_drained_and_no_others():
     assert "push of weights" in pool.servers[2].drained
 
 
-async def test_a_drained_server_is_probed_after_a_rest_and_taken_back():
+async def test_a_drained_server_is_probed_after_a_while_and_used_again():
     alive = False
 
     async def probe(server):
@@ -165,7 +164,7 @@ async def test_a_drained_server_is_probed_after_a_rest_and_taken_back():
     alive = True
     clock.now = 29.0
     await pool.send(call)
-    assert pool.servers[0].drained == "gone"  # it still rests
+    assert pool.servers[0].drained == "gone"  # too early for a probe
     clock.now = 31.0
     await pool.send(call)
     await asyncio.gather(*pool._probes.values())
@@ -188,7 +187,7 @@ async def test_the_only_server_is_never_drained():
     assert await pool.send(call) == "http://s0"
 
 
-def test_a_pool_has_servers_and_names_each_once():
+def test_a_pool_needs_distinct_servers():
     with pytest.raises(ConfigError, match="at least one server"):
         ServerPool([])
     with pytest.raises(ConfigError, match="named twice"):
@@ -228,7 +227,7 @@ def test_requests_in_flight_move_when_their_server_dies():
     assert metrics[f"failures/{urls[1]}"] == 0
 
 
-def test_a_server_that_stops_listening_is_drained_and_probed_back():
+def test_a_server_that_stops_listening_is_drained_and_used_again_after_a_probe():
     async def scenario(client, servers):
         servers[1].close()
         for seed in range(4):
@@ -240,7 +239,7 @@ def test_a_server_that_stops_listening_is_drained_and_probed_back():
     assert sorted(alive.values()) == [False, True]
 
 
-def test_a_cut_connection_alone_drains_nobody():
+def test_a_single_cut_connection_drains_no_server():
     async def scenario(client, servers):
         for server in servers:
             server.fail(GENERATE, CUT)
@@ -249,19 +248,19 @@ def test_a_cut_connection_alone_drains_nobody():
 
     live, probes = run(2, scenario)
     assert live == 2
-    assert sum(probes) >= 1  # one token each, to see whether they live
+    assert sum(probes) >= 1  # one token each, to see whether they are alive
 
 
-def test_a_server_that_came_back_with_old_weights_gets_nothing():
+def test_a_server_that_returns_with_old_weights_gets_no_requests():
     async def scenario(client, servers):
         for server in servers:
             server.weight_version = "3"
         await client.get_policy_version()
         servers[1].dead = True
         await asyncio.gather(*(sample(client, seed) for seed in range(4)))
-        servers[1].dead, servers[1].weight_version = False, "default"  # started again
+        servers[1].dead, servers[1].weight_version = False, "default"  # restarted
         old = await client.probe()
-        servers[1].weight_version = "4"  # pushed to again, and the next push is on its way to the other
+        servers[1].weight_version = "4"  # it got a push again, and the next push is on its way to the other server
         return old, await client.probe(), [server.url for server in servers]
 
     old, new, urls = run(2, scenario)
@@ -269,7 +268,7 @@ def test_a_server_that_came_back_with_old_weights_gets_nothing():
     assert new == {urls[0]: True, urls[1]: True}
 
 
-def test_the_version_is_read_from_a_server_that_lives():
+def test_the_version_is_read_from_a_live_server():
     async def scenario(client, servers):
         servers[1].weight_version = "3"
         client._servers.pool.drain(client._servers.pool.servers[0], "gone")

@@ -1,4 +1,4 @@
-"""Who may change what a server serves: those who know its secret, and no web page."""
+"""Who may change what a server serves: clients that know its secret, and no web page."""
 
 import asyncio
 import json
@@ -33,13 +33,13 @@ CHANGING = [
     "/start_profile",
     "/server_info",
 ]
-"""Of vLLM 0.32, in development mode and out of it."""
+"""The paths of vLLM 0.32, with and without development mode."""
 
 
 @pytest.fixture
 def server(monkeypatch):
-    """Asks a server behind the middleware; its status, what it said, and whether the server
-    itself was reached."""
+    """Sends a request through the middleware. Returns the status, the response body and whether the
+    server itself was reached."""
     monkeypatch.setenv("LUDIC_SERVER_SECRET", SECRET)
     reached, sent = [], []
 
@@ -73,27 +73,27 @@ def server(monkeypatch):
 
 
 @pytest.mark.parametrize("path", CHANGING)
-def test_what_changes_what_is_served_needs_the_secret(server, path):
+def test_paths_that_change_the_server_need_the_secret(server, path):
     for headers in ({}, {HEADER: "guessed"}, {HEADER: SECRET[:-1]}, {HEADER: ""}, {"authorization": f"Bearer {SECRET}"}):
         status, said, reached = server(path, {**JSON, **headers})
         assert (status, reached) == (401, False)
         assert f"{path} needs the server's secret in the header X-Ludic-Secret" in said["error"]["message"]
     assert server(path, {**JSON, HEADER: SECRET})[2]
-    assert server(path, {HEADER.lower(): SECRET})[2]  # without a body
+    assert server(path, {HEADER.lower(): SECRET})[2]  # a request without a body
 
 
 @pytest.mark.parametrize("path", CHANGING)
 @pytest.mark.parametrize("end", ["\n", "\r", "\x00", "\x85", "/", "//"])
-def test_no_other_spelling_of_a_path_is_let_through(server, path, end):
-    """`/pause%0A` comes as "/pause" and a line feed, and the regular expression of the route
-    `/pause` matches it."""
+def test_other_spellings_of_a_path_are_refused(server, path, end):
+    """`/pause%0A` arrives as "/pause" plus a newline, which the regular expression of the route
+    `/pause` matches."""
     for method in ("POST", "GET", "OPTIONS"):
         assert server(path + end, JSON, method=method)[0] == 401
     assert server(path + end, kind="websocket")[0] == 1008
 
 
 @given(st.text(max_size=30))
-def test_a_path_that_is_not_known_to_be_harmless_needs_the_secret(name):
+def test_an_unknown_path_needs_the_secret(name):
     from ludic.inference.vllm.in_server.secret_middleware import find_refusal
 
     path = f"/{name}"
@@ -103,12 +103,12 @@ def test_a_path_that_is_not_known_to_be_harmless_needs_the_secret(name):
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/inference/v1/generate", "/tokenize", "/classify"])
-def test_sampling_and_scoring_need_none(server, path):
+def test_sampling_and_scoring_need_no_secret(server, path):
     assert server(path, JSON)[2]
 
 
-def test_a_body_is_json_or_refused(server):
-    """What a web page may send anywhere without asking is text, or a form."""
+def test_a_body_that_is_not_json_is_refused(server):
+    """Web pages can send text or forms to any server without a preflight request."""
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", ""):
         for path, more in (("/v1/completions", {}), ("/pause", {HEADER: SECRET})):
             status, said, reached = server(path, {"content-type": kind, "content-length": "2", **more})
@@ -122,26 +122,28 @@ def test_a_body_is_json_or_refused(server):
 @pytest.mark.parametrize(
     "origin", ["https://example.com", "http://10.0.0.1:8000", "null", "http://localhost.example.com", "http://[::1", ""]
 )
-def test_no_page_of_another_machine_is_answered_whatever_it_asks(server, origin):
+def test_requests_from_remote_web_pages_are_refused(server, origin):
     for path, more in (("/v1/completions", JSON), ("/health", {}), ("/pause", {HEADER: SECRET})):
         assert server(path, {"origin": origin, **more})[0] == 403
-    assert server("/v1/completions", {"origin": origin}, method="OPTIONS")[0] == 403  # what a browser asks before it sends JSON
+    assert (
+        server("/v1/completions", {"origin": origin}, method="OPTIONS")[0] == 403
+    )  # the preflight request of a browser before JSON
     assert server("/v1/realtime", {"origin": origin}, kind="websocket")[0] == 1008
 
 
 @pytest.mark.parametrize("origin", ["http://localhost:3000", "http://127.0.0.1:8000", "http://[::1]:80"])
-def test_a_page_of_this_machine_may_sample_and_needs_the_secret_for_more(server, origin):
+def test_a_local_web_page_can_sample_and_needs_the_secret_for_more(server, origin):
     assert server("/v1/completions", {"origin": origin, **JSON})[2]
     assert server("/pause", {"origin": origin})[0] == 401
 
 
-def test_paths_are_read_as_the_servers_routes_read_them(server):
+def test_paths_are_parsed_as_by_the_servers_router(server):
     assert server("/v1/pause", root_path="/v1")[0] == 401
     assert server("/api/health", root_path="/api")[2]
     assert server("/api/pause", root_path="/api")[0] == 401
 
 
-def test_a_server_without_a_secret_does_not_come_up(monkeypatch):
+def test_a_server_without_a_secret_does_not_start(monkeypatch):
     monkeypatch.delenv("LUDIC_SERVER_SECRET", raising=False)
     with pytest.raises(RuntimeError, match="LUDIC_SERVER_SECRET is not set"):
         SecretMiddleware(None)
@@ -154,7 +156,7 @@ def folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("umask", [0, 0o077])
-def test_the_file_is_for_its_user_alone(folder, umask):
+def test_the_secret_file_is_readable_only_by_its_user(folder, umask):
     before = os.umask(umask)
     try:
         path = store_secret(8000, SECRET)
@@ -166,7 +168,7 @@ def test_the_file_is_for_its_user_alone(folder, umask):
     assert [found.name for found in folder.iterdir()] == [path.name]
 
 
-def test_clients_of_this_user_find_it_by_the_port_of_this_machine(folder):
+def test_clients_of_this_user_find_the_secret_by_host_and_port(folder):
     store_secret(8000, SECRET)
     for url in ("http://127.0.0.1:8000", "http://localhost:8000/v1", "http://[::1]:8000/pause"):
         assert secret_headers(url, {}) == {HEADER: SECRET}
@@ -179,31 +181,31 @@ def test_clients_of_this_user_find_it_by_the_port_of_this_machine(folder):
     assert secret_headers("http://127.0.0.1:8000", {}) == {}
 
 
-def test_what_the_environment_says_is_sent_to_any_server(folder):
+def test_a_secret_from_the_environment_is_sent_to_any_server(folder):
     store_secret(8000, SECRET)
     given = {"LUDIC_SERVER_SECRET": "one-of-my-own-for-all"}
     for url in ("http://127.0.0.1:8000", "http://10.0.0.1:8000"):
         assert secret_headers(url, given) == {HEADER: "one-of-my-own-for-all"}
 
 
-def test_a_file_that_others_may_have_read_or_written_is_none(folder):
+def test_a_secret_file_accessible_to_others_is_ignored(folder):
     store_secret(8000, SECRET).chmod(0o640)
     assert secret_headers("http://127.0.0.1:8000", {}) == {}
 
 
-def test_a_folder_that_cannot_be_written_to_is_an_error_that_names_another(folder):
+def test_the_error_of_a_read_only_folder_names_the_variable_to_set(folder):
     folder.write_text("a file")
     with pytest.raises(ConfigError, match="LUDIC_SERVER_SECRETS"):
         store_secret(8000, SECRET)
 
 
-def test_homes_that_machines_share_hold_a_file_for_each(folder, monkeypatch):
+def test_machines_that_share_a_home_have_separate_secret_files(folder, monkeypatch):
     first = secret_file(8000)
     monkeypatch.setattr(secret.socket, "gethostname", lambda: "another")
     assert secret_file(8000) != first
 
 
-def test_a_secret_is_random_or_long_enough():
+def test_a_secret_is_random_or_has_a_minimum_length():
     assert resolve_secret({}) != resolve_secret({})
     assert len(resolve_secret({})) == 43
     assert resolve_secret({"LUDIC_SERVER_SECRET": SECRET}) == SECRET

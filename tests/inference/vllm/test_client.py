@@ -1,5 +1,5 @@
-"""The client of vLLM servers against a stub that answers as the real one was seen to: what is
-sent, what is read, what is refused."""
+"""The vLLM client against a stub that behaves like the real server: what is sent, what is read,
+what is refused."""
 
 import asyncio
 from itertools import pairwise
@@ -51,11 +51,11 @@ def answer(server, request=None, **settings):
     return run(server, lambda client: client.complete(request or rl()), **settings)
 
 
-# -- what the specification says of `complete`, on an instance without a server
+# -- the specified behaviour of `complete`, without a server
 
 
 class Recorder:
-    """Stands for openai's client: `.chat.completions.create(**kwargs)`."""
+    """Replaces the openai client: `.chat.completions.create(**kwargs)`."""
 
     def __init__(self, choice, **top):
         self.kwargs = None
@@ -71,16 +71,16 @@ def choice(content="4", **parts):
     return SimpleNamespace(message=SimpleNamespace(content=content), finish_reason="stop", **parts)
 
 
-def bare(recorder=None):
+def client_without_server(recorder=None):
     client = object.__new__(VLLMChatClient)
     if recorder is not None:
         client._async_client = recorder
     return client
 
 
-def complete_bare(request, picked=None, **top):
-    recorder = Recorder(picked or choice(), **top)
-    response, info = asyncio.run(bare(recorder).complete(request))
+def complete_bare(request, choice_=None, **top):
+    recorder = Recorder(choice_ or choice(), **top)
+    response, info = asyncio.run(client_without_server(recorder).complete(request))
     return response, info, recorder.kwargs
 
 
@@ -104,21 +104,25 @@ def test_a_request_is_sent_as_specified():
     assert (response.text, response.finish_reason, response.to_trace()) == ("4", "stop", None)
 
 
-def test_what_is_not_given_is_not_sent():
+def test_unset_parameters_are_not_sent():
     _, _, sent = complete_bare(ChatCompletionRequest("m", MESSAGES, tools=ToolRequest([TOOL], tool_choice=None)))
     assert not {"seed", "tool_choice", "extra_body", "logprobs", "stop"} & set(sent)
 
 
-def test_ids_and_log_probabilities_are_asked_for():
+def test_ids_and_log_probabilities_are_requested():
     request = ChatCompletionRequest("m", MESSAGES, return_=ReturnSpec.for_rl())
     _, _, sent = complete_bare(request)
     assert (sent["logprobs"], sent["extra_body"]) == (1, {"return_token_ids": True})
     _, _, sent = complete_bare(ChatCompletionRequest("m", MESSAGES, return_=ReturnSpec.for_rl(top_logprobs_k=5)))
     assert sent["logprobs"] == 5
-    assert sent["extra_body"] == {"return_token_ids": True, "logprobs": True, "top_logprobs": 5}  # a server takes no number there
+    assert sent["extra_body"] == {
+        "return_token_ids": True,
+        "logprobs": True,
+        "top_logprobs": 5,
+    }  # servers do not accept a number here
 
 
-def test_extensions_go_into_the_body_the_callers_own_last():
+def test_extensions_are_in_the_body_and_the_callers_override_them():
     _, _, sent = complete_bare(ChatCompletionRequest("m", MESSAGES, extensions=VLLMExtensions()))
     assert sent["extra_body"] == {"repetition_penalty": 1.0}
     extensions = VLLMExtensions(
@@ -139,9 +143,9 @@ def test_extensions_go_into_the_body_the_callers_own_last():
         (VLLMExtensions(repetition_penalty=float("nan")), ValueError, "repetition_penalty must be > 0"),
     ],
 )
-def test_settings_are_checked_before_the_client_is_touched(extensions, error, said):
+def test_settings_are_validated_before_the_client_is_called(extensions, error, said):
     with pytest.raises(error, match=said):
-        asyncio.run(bare().complete(ChatCompletionRequest("m", MESSAGES, extensions=extensions)))
+        asyncio.run(client_without_server().complete(ChatCompletionRequest("m", MESSAGES, extensions=extensions)))
 
 
 @pytest.mark.parametrize(
@@ -154,13 +158,13 @@ def test_settings_are_checked_before_the_client_is_touched(extensions, error, sa
         {"content": [{"logprob": -0.5}, {"logprob": -1.0}]},
     ],
 )
-def test_log_probabilities_are_read_in_each_of_their_forms(logprobs):
+def test_log_probabilities_are_read_in_every_format(logprobs):
     response, _, _ = complete_bare(rl(), choice(token_ids=[7, 8], logprobs=logprobs), prompt_token_ids=[1, 2])
     trace = response.to_trace()
     assert (trace.prompt_token_ids, trace.completion_token_ids, trace.completion_logprobs) == ([1, 2], [7, 8], [-0.5, -1.0])
 
 
-def test_no_content_is_no_text():
+def test_missing_content_is_empty_text():
     response, _, _ = complete_bare(rl(), choice(None))
     assert response.text == ""
 
@@ -168,7 +172,7 @@ def test_no_content_is_no_text():
 # -- token ids in, token ids out
 
 
-def test_messages_are_rendered_here_and_ids_come_back_as_they_were_sampled(server):
+def test_messages_are_rendered_locally_and_sampled_ids_are_returned(server):
     response, info = answer(server)
     body = server.bodies(GENERATE)[0]
     prompt = tiny_tokenizer().apply_chat_template(MESSAGES, add_generation_prompt=True, tokenize=False)
@@ -180,7 +184,7 @@ def test_messages_are_rendered_here_and_ids_come_back_as_they_were_sampled(serve
     assert info["policy_version"] == 0
 
 
-def test_text_is_made_of_the_ids_without_the_end_token(server):
+def test_text_is_decoded_from_the_ids_without_the_end_token(server):
     tokenizer = tiny_tokenizer()
     server.eos_id = tokenizer.eos_token_id
     for seed in range(200):
@@ -191,7 +195,7 @@ def test_text_is_made_of_the_ids_without_the_end_token(server):
     assert response.text == tokenizer.decode(response.completion_token_ids[:-1], skip_special_tokens=True)
 
 
-def test_a_server_without_the_token_endpoint_is_asked_for_completions():
+def test_a_server_without_the_token_endpoint_gets_completion_requests():
     with StubVLLM(scale_out=False) as server:
 
         async def scenario(client):
@@ -202,26 +206,25 @@ def test_a_server_without_the_token_endpoint_is_asked_for_completions():
             server.sample(response.prompt_token_ids, max_tokens=8, seed=seed)[0] for seed, (response, _) in enumerate(answers, 1)
         ]
         assert [response.completion_token_ids for response, _ in answers] == ids
-        assert len(server.bodies(GENERATE)) == 1  # found out once
+        assert len(server.bodies(GENERATE)) == 1  # detected once
         body = server.bodies(COMPLETIONS)[0]
         assert (body["prompt"], body["logprobs"], body["return_token_ids"]) == ([answers[0][0].prompt_token_ids], 0, True)
 
 
-def test_a_model_that_is_not_there_is_not_taken_for_a_missing_endpoint(server):
+def test_an_unknown_model_is_not_mistaken_for_a_missing_endpoint(server):
     with pytest.raises(InferenceError, match=r"404.*does not exist"):
         run(server, lambda client: client.complete_tokens([5], model="other"))
     assert server.bodies(COMPLETIONS) == []
 
 
-def test_ids_are_continued_as_they_are(server):
+def test_ids_are_continued_unchanged(server):
     trace = run(server, lambda client: client.complete_tokens([300, 5, 383], sampling=SamplingParams(max_tokens=4), seed=9))
     assert trace.prompt_token_ids == [300, 5, 383]
     assert trace.completion_token_ids == server.sample([300, 5, 383], max_tokens=4, seed=9)[0]
 
 
-def test_a_turn_begins_with_the_very_tokens_of_the_turns_before_it(server):
-    """Ids that the tokenizer does not know, and bytes that are no text, would not come back from
-    the text."""
+def test_a_turn_starts_with_the_exact_tokens_of_earlier_turns(server):
+    """Re-tokenising the text would lose unknown ids and invalid bytes."""
     server.eos_id = tiny_tokenizer().eos_token_id
 
     async def scenario(client):
@@ -241,8 +244,8 @@ def test_a_turn_begins_with_the_very_tokens_of_the_turns_before_it(server):
     assert any(token >= len(tiny_tokenizer()) for _, completion in turns for token in completion)
 
 
-def swapped(**parts):
-    """The usual answer with parts of its choice, or of its top, replaced."""
+def replace_fields(**parts):
+    """The usual response with some fields of its choice or of its top level replaced."""
 
     def change(given):
         for name, value in parts.items():
@@ -255,18 +258,18 @@ def swapped(**parts):
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        (swapped(prompt_token_ids=[1, 2]), r"read a prompt of 2 tokens, not the \d+ tokens that were sent"),
-        (swapped(prompt_token_ids=None), "did not return the prompt"),
-        (swapped(token_ids=None), "no token ids"),
-        (swapped(logprobs=None), "0 log-probabilities for"),
-        (swapped(token_ids=[1], logprobs={"content": [{"token_id": 2, "logprob": -1.0}]}), "other tokens"),
-        (swapped(token_ids=[1], logprobs={"content": [{"token_id": 1, "logprob": float("nan")}]}), "not finite"),
+        (replace_fields(prompt_token_ids=[1, 2]), r"read a prompt of 2 tokens, not the \d+ tokens that were sent"),
+        (replace_fields(prompt_token_ids=None), "did not return the prompt"),
+        (replace_fields(token_ids=None), "no token ids"),
+        (replace_fields(logprobs=None), "0 log-probabilities for"),
+        (replace_fields(token_ids=[1], logprobs={"content": [{"token_id": 2, "logprob": -1.0}]}), "other tokens"),
+        (replace_fields(token_ids=[1], logprobs={"content": [{"token_id": 1, "logprob": float("nan")}]}), "not finite"),
         ((200, {"choices": []}), "returned no choice"),
         ((200, [1]), "Expected `object`, got `array`"),
         ((200, "<html>It works!</html>"), "is not JSON"),
     ],
 )
-def test_an_answer_that_is_not_exact_is_an_error(server, fault, said):
+def test_an_inexact_token_response_is_an_error(server, fault, said):
     server.fail(GENERATE, fault)
     with pytest.raises(InferenceError, match=said):
         answer(server)
@@ -276,29 +279,29 @@ def test_an_answer_that_is_not_exact_is_an_error(server, fault, said):
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        (swapped(prompt_token_ids=None), "did not return the requested token ids"),
-        (swapped(token_ids=None), "did not return the requested token ids"),
-        (swapped(logprobs=None), "did not return the requested log-probabilities"),
-        (swapped(token_ids=[1] * 9), "log-probabilities for 9 tokens"),
+        (replace_fields(prompt_token_ids=None), "did not return the requested token ids"),
+        (replace_fields(token_ids=None), "did not return the requested token ids"),
+        (replace_fields(logprobs=None), "did not return the requested log-probabilities"),
+        (replace_fields(token_ids=[1] * 9), "log-probabilities for 9 tokens"),
     ],
 )
-def test_neither_is_a_chat_completion(server, fault, said):
+def test_an_inexact_chat_completion_is_an_error(server, fault, said):
     server.fail(CHAT, fault)
     with pytest.raises(InferenceError, match=said):
         answer(server, tokenizer=None)
 
 
-def test_the_weights_that_sampled_are_named(server):
+def test_a_response_has_the_version_of_the_weights(server):
     spans = [{"version": "3", "start": 0, "end": 2}, {"version": "4", "start": 2, "end": 5}]
-    server.fail(GENERATE, swapped(weight_versions=spans))
+    server.fail(GENERATE, replace_fields(weight_versions=spans))
     _, info = answer(server)
-    assert (info["policy_version"], info["weight_versions"]) == (3, spans)  # as old as its oldest token
+    assert (info["policy_version"], info["weight_versions"]) == (3, spans)  # the version of its oldest token
 
 
-def test_a_server_that_was_restarted_says_that_its_weights_are_the_first(server):
-    """Its samples were called those of the newest version, so that nothing told how old they
-    were."""
-    server.fail(GENERATE, swapped(weight_versions=[{"version": "default", "start": 0, "end": 5}]))
+def test_a_restarted_server_reports_its_initial_weights(server):
+    """Otherwise its samples would appear to come from the newest version, and nothing would show
+    their age."""
+    server.fail(GENERATE, replace_fields(weight_versions=[{"version": "default", "start": 0, "end": 5}]))
 
     async def scenario(client):
         client.weights_changed(7)
@@ -307,14 +310,14 @@ def test_a_server_that_was_restarted_says_that_its_weights_are_the_first(server)
     assert run(server, scenario)["policy_version"] == 0
 
 
-def test_tools_that_the_model_would_not_see_are_refused(server):
+def test_tools_that_the_template_ignores_are_refused(server):
     request = ChatCompletionRequest("tiny", MESSAGES, SamplingParams(max_tokens=4), tools=ToolRequest([TOOL]))
     with pytest.raises(ConfigError, match="ignores tools"):
         answer(server, request)
     assert server.bodies(GENERATE) == []
 
 
-# -- what is refused before it is sent
+# -- requests that are refused before they are sent
 
 
 @pytest.mark.parametrize(
@@ -327,13 +330,13 @@ def test_tools_that_the_model_would_not_see_are_refused(server):
         ({"max_tokens": 600}, r"must fit into the server's context \(512\)"),
     ],
 )
-def test_sampling_without_meaning_is_refused(server, sampling, said):
+def test_invalid_sampling_parameters_are_refused(server, sampling, said):
     with pytest.raises(ConfigError, match=said):
         answer(server, rl(**sampling))
     assert server.bodies(GENERATE) == []
 
 
-def test_clipping_can_be_chosen_and_is_counted(server):
+def test_clipping_can_be_enabled_and_is_counted(server):
     async def scenario(client):
         trace = await client.complete_tokens([5] * 500, sampling=SamplingParams(max_tokens=100), seed=1)
         return trace, client.metrics()["clipped_max_tokens"]
@@ -346,9 +349,9 @@ def test_clipping_can_be_chosen_and_is_counted(server):
         run(server, lambda client: client.complete_tokens([5] * 512), on_overflow="clip")
 
 
-def test_a_chat_that_the_server_clipped_is_found_out():
+def test_clipping_by_the_server_is_detected():
     with StubVLLM(max_model_len=40) as server:
-        server.eos_id = None  # the stub never ends by itself
+        server.eos_id = None  # the stub never ends a completion by itself
         server.fail(CHAT, lambda given: given)
         request = rl(max_tokens=39, messages=[{"role": "user", "content": "x"}])
         with pytest.raises(ConfigError, match="must fit"):
@@ -364,7 +367,7 @@ def test_a_field_that_the_server_would_ignore_is_refused(server):
     assert server.bodies(GENERATE)[0]["sampling_params"]["top_kk"] == 3
 
 
-# -- what is tried again
+# -- retries
 
 
 def in_use(server, path):
@@ -373,7 +376,7 @@ def in_use(server, path):
 
 @pytest.mark.parametrize("path", [GENERATE, CHAT])
 @pytest.mark.parametrize("trouble", [(503, {}), (429, {}), (500, {"error": {"message": "RuntimeError"}}), CUT])
-def test_what_may_pass_is_tried_again(server, path, trouble):
+def test_transient_errors_are_retried(server, path, trouble):
     server.fail(path, trouble, trouble)
     response, _ = answer(server, **in_use(server, path))
     assert response.completion_token_ids
@@ -381,7 +384,7 @@ def test_what_may_pass_is_tried_again(server, path, trouble):
 
 
 @pytest.mark.parametrize("path", [GENERATE, CHAT])
-def test_no_more_often_than_allowed(server, path):
+def test_retries_are_limited(server, path):
     server.fail(path, *[(503, {"error": {"message": "overloaded"}})] * 3)
     with pytest.raises(InferenceError, match="overloaded"):
         answer(server, max_retries=2, **in_use(server, path))
@@ -389,7 +392,7 @@ def test_no_more_often_than_allowed(server, path):
 
 
 @pytest.mark.parametrize("path", [GENERATE, CHAT])
-def test_what_will_not_pass_is_an_error_at_once(server, path):
+def test_permanent_errors_are_not_retried(server, path):
     server.fail(path, (400, {"error": {"message": "bad"}}))
     with pytest.raises(InferenceError, match=r"400.*bad"):
         answer(server, **in_use(server, path))
@@ -397,7 +400,7 @@ def test_what_will_not_pass_is_an_error_at_once(server, path):
 
 
 @pytest.mark.parametrize("path", [GENERATE, CHAT])
-def test_an_engine_that_is_dead_is_said_to_be_and_not_asked_again(server, path):
+def test_a_dead_engine_is_reported_and_not_retried(server, path):
     server.dead = True
     with pytest.raises(EngineDeadError, match="restart the server") as dead:
         answer(server, **in_use(server, path))
@@ -406,9 +409,9 @@ def test_an_engine_that_is_dead_is_said_to_be_and_not_asked_again(server, path):
 
 
 @pytest.mark.parametrize("path", [GENERATE, CHAT])
-def test_an_aborted_request_is_made_again_and_never_taken_for_an_answer(server, path):
+def test_an_aborted_request_is_retried_and_never_an_answer(server, path):
     def aborted(given):
-        return swapped(finish_reason="abort")(given)
+        return replace_fields(finish_reason="abort")(given)
 
     async def scenario(client):
         response, _ = await client.complete(rl())
@@ -423,7 +426,7 @@ def test_an_aborted_request_is_made_again_and_never_taken_for_an_answer(server, 
         answer(server, max_retries=1, **in_use(server, path))
 
 
-def test_a_pause_holds_requests_and_a_resume_lets_them_go_on(server):
+def test_requests_wait_during_a_pause_and_continue_after_a_resume(server):
     async def scenario(client):
         httpx2.post(f"{server.url}/pause?mode=keep", timeout=5)
         asked = asyncio.create_task(client.complete(rl()))
@@ -438,13 +441,13 @@ def test_a_pause_holds_requests_and_a_resume_lets_them_go_on(server):
 
 
 @pytest.mark.parametrize("path", [GENERATE, CHAT])
-def test_a_server_that_hangs_is_left_at_the_deadline(server, path):
+def test_a_hanging_server_is_abandoned_at_the_deadline(server, path):
     server.fail(path, HANG, HANG)
     with pytest.raises(TimeoutError, match=r"no answer within 0.5 s"):
         answer(server, timeout_s=0.5, **in_use(server, path))
 
 
-def test_a_server_that_is_gone_is_said_to_be_out_of_reach(server):
+def test_a_stopped_server_is_reported_as_unreachable(server):
     async def scenario(client):
         server.close()
         return await client.complete(rl())
@@ -453,7 +456,7 @@ def test_a_server_that_is_gone_is_said_to_be_out_of_reach(server):
         run(server, scenario, max_retries=1)
 
 
-def test_a_client_outlives_the_event_loop_that_first_used_it(server):
+def test_a_client_works_in_a_second_event_loop(server):
     client = VLLMChatClient(port=server.port, tokenizer=tiny_tokenizer())
 
     async def once():
@@ -467,20 +470,20 @@ def test_a_client_outlives_the_event_loop_that_first_used_it(server):
 
 
 @pytest.mark.parametrize("caught", [ServerUnreachableError, ConnectionError, "requests.ConnectionError"])
-def test_nobody_listening_is_an_error_of_every_kind_that_code_may_catch(caught):
+def test_an_unreachable_server_raises_every_documented_exception_type(caught):
     if caught == "requests.ConnectionError":
         caught = pytest.importorskip("requests").ConnectionError
     with pytest.raises(caught, match="did not answer within 0 s"):
         VLLMChatClient(port=9, connection_timeout_s=0)
 
 
-def test_all_addresses_of_a_machine_are_called_by_its_own():
+def test_wildcard_addresses_become_the_loopback_address():
     with StubVLLM() as server:
         client = VLLMChatClient(host="0.0.0.0", port=server.port)
         assert client.server_url == f"http://127.0.0.1:{server.port}"
 
 
-def test_the_version_is_what_the_server_says(server):
+def test_the_version_is_read_from_the_server(server):
     async def scenario(client):
         first = await client.get_policy_version()
         server.weight_version = "12"
@@ -489,7 +492,7 @@ def test_the_version_is_what_the_server_says(server):
     assert run(server, scenario) == (0, 12)
 
 
-def test_a_version_that_cannot_be_read_is_the_last_one_known():
+def test_an_unreadable_version_is_the_last_known_one():
     async def scenario(client):
         server.close()
         return await client.get_policy_version()
@@ -498,10 +501,10 @@ def test_a_version_that_cannot_be_read_is_the_last_one_known():
         assert run(server, scenario) == 0
     with StubVLLM() as server:
         server.weight_version = "5"
-        assert run(server, scenario) == 5  # a failure to read it does not make the samples old
+        assert run(server, scenario) == 5  # failing to read the version does not make the samples stale
 
 
-def test_a_client_for_inference_only_takes_no_weights(server):
+def test_an_inference_only_client_refuses_weights(server):
     async def scenario(client):
         with pytest.raises(RuntimeError, match=r"inference only.*enable_weight_updates=True"):
             client.sync_weights({})
@@ -509,7 +512,7 @@ def test_a_client_for_inference_only_takes_no_weights(server):
     run(server, scenario)
 
 
-def test_weights_are_pushed_by_a_publisher_and_the_version_is_known_at_once(server, monkeypatch):
+def test_a_publisher_pushes_weights_and_the_client_knows_the_version(server, monkeypatch):
     from ludic.distributed.adapters import vllm as adapter
 
     class Control:
@@ -540,7 +543,7 @@ def test_weights_are_pushed_by_a_publisher_and_the_version_is_known_at_once(serv
     assert control.closed
 
 
-def test_a_server_that_a_push_lost_gets_no_more_requests():
+def test_a_server_that_missed_a_push_gets_no_requests():
     with StubVLLM() as first, StubVLLM() as second:
 
         async def whole():
@@ -553,7 +556,7 @@ def test_a_server_that_a_push_lost_gets_no_more_requests():
         assert (len(first.bodies(GENERATE)), len(second.bodies(GENERATE))) == (4, 0)
 
 
-def test_the_prefix_cache_is_reset_or_it_is_an_error(server):
+def test_a_failed_prefix_cache_reset_is_an_error(server):
     async def scenario(client):
         client.reset_prefix_cache()
         assert server.cache_resets == 1
@@ -565,7 +568,7 @@ def test_the_prefix_cache_is_reset_or_it_is_an_error(server):
     assert run(server, scenario) == 0
 
 
-def test_a_name_may_stand_for_the_adapter_that_is_served_now(server):
+def test_a_model_name_can_refer_to_the_current_adapter(server):
     server.adapters["tiny@3"] = "/adapters/3"
 
     async def scenario(client):
@@ -589,6 +592,6 @@ def test_a_name_may_stand_for_the_adapter_that_is_served_now(server):
         ({"client_tag": "a", "client_tag_policy": "strict"}, "client_tag_policy"),
     ],
 )
-def test_settings_without_meaning_are_refused(settings, said):
+def test_invalid_settings_are_refused(settings, said):
     with pytest.raises(ConfigError, match=said):
         VLLMChatClient(connection_timeout_s=0, **settings)

@@ -1,11 +1,11 @@
-"""vLLM and SGLang servers that are slow, endless or wrong: deadlines hold for all that a client
-asks, and nothing impossible is trained."""
+"""Slow, endless and wrong vLLM and SGLang servers: deadlines hold for every call, and impossible
+samples are never trained on."""
 
 import asyncio
 import json
 
 import pytest
-from hostile_server import HostileServer, drip_body, drip_head, endless, plain, seconds, silent
+from hostile_server import HostileServer, drip_body, drip_head, endless, plain, silent, timed_call
 from stub_vllm import StubVLLM
 from stub_vllm_sampling import CHAT, COMPLETIONS, GENERATE
 from tiny_policy import tiny_tokenizer
@@ -24,12 +24,12 @@ HEALTHY = {"/health": plain(b""), "/v1/models": plain(json.dumps(MODELS)), "/wei
 
 @pytest.mark.parametrize("hostile", [silent, drip_head, drip_body, endless])
 @pytest.mark.parametrize("path", ["/health", "/v1/models"])
-def test_the_constructor_takes_no_longer_than_it_may(hostile, path, monkeypatch):
+def test_the_constructor_respects_its_deadline(hostile, path, monkeypatch):
     monkeypatch.setattr(server_queries, "HEALTH_INTERVAL_S", 0.1)
     with HostileServer(plain(), {**HEALTHY, path: hostile}) as server:
-        outcome, took_s = seconds(VLLMChatClient, urls=[server.url], connection_timeout_s=DEADLINE_S)
+        outcome, took_s = timed_call(VLLMChatClient, urls=[server.url], connection_timeout_s=DEADLINE_S)
     if hostile is endless and path == "/v1/models":
-        assert outcome.models() == []  # a server of another kind says nothing
+        assert outcome.models() == []  # a server of another kind does not answer these
     else:
         assert isinstance(outcome, ServerUnreachableError)
         assert f"{path} did not answer within {DEADLINE_S} s" in str(outcome)
@@ -38,7 +38,7 @@ def test_the_constructor_takes_no_longer_than_it_may(hostile, path, monkeypatch)
 
 @pytest.mark.parametrize("hostile", [silent, drip_head, drip_body])
 @pytest.mark.parametrize("path", ["/weight_info", CHAT])
-def test_a_completion_takes_no_longer_than_it_may_whatever_is_asked_beside_it(hostile, path, monkeypatch):
+def test_a_completion_respects_its_deadline_including_side_requests(hostile, path, monkeypatch):
     monkeypatch.setattr(servers_module, "VERSION_AGE_S", -1.0)  # the version is read before every request
 
     async def complete(server):
@@ -47,13 +47,13 @@ def test_a_completion_takes_no_longer_than_it_may_whatever_is_asked_beside_it(ho
             return await client.complete(ChatCompletionRequest("tiny", [{"role": "user", "content": "a"}]))
 
     with HostileServer(plain(), dict(HEALTHY)) as server:
-        outcome, took_s = seconds(lambda: asyncio.run(complete(server)))
+        outcome, took_s = timed_call(lambda: asyncio.run(complete(server)))
     assert isinstance(outcome, TimeoutError)
     assert took_s < DEADLINE_S + SLACK_S
 
 
 def ask(stub, path, change, **settings):
-    """What a client makes of the usual answer with its choice changed by `change`."""
+    """The client's result when `change` modifies the choice of the usual response."""
     stub.fail(
         path, lambda given: {**given, "choices": [{**given["choices"][0], **change}]} if isinstance(change, dict) else change
     )
@@ -103,7 +103,7 @@ IMPOSSIBLE = {
 
 @pytest.mark.parametrize("path", [GENERATE, COMPLETIONS, CHAT])
 @pytest.mark.parametrize("case", IMPOSSIBLE)
-def test_what_cannot_be_sampled_is_one_clear_error_and_never_an_answer(path, case):
+def test_an_impossible_sample_is_one_clear_error(path, case):
     change, said = IMPOSSIBLE[case]
     with StubVLLM(scale_out=path != COMPLETIONS) as stub:
         change = change(path)
@@ -115,7 +115,7 @@ def test_what_cannot_be_sampled_is_one_clear_error_and_never_an_answer(path, cas
     assert not is_retryable(caught.value)
 
 
-def test_rounding_above_0_is_taken_and_so_are_the_largest_id_and_the_most_tokens():
+def test_log_probabilities_rounded_above_0_and_maximal_ids_and_lengths_are_accepted():
     with StubVLLM() as stub:
         response, _ = ask(stub, GENERATE, answered(GENERATE, [383, 0, 5], [-0.5, 1e-6, 0]))
     assert (response.completion_token_ids, response.completion_logprobs) == ([383, 0, 5], [-0.5, 1e-6, 0.0])
@@ -132,7 +132,7 @@ def test_rounding_above_0_is_taken_and_so_are_the_largest_id_and_the_most_tokens
         ({"version": "3"}, "missing required field"),
     ],
 )
-def test_versions_that_no_weights_have_are_errors(span, said):
+def test_invalid_weight_versions_are_errors(span, said):
     with StubVLLM() as stub, pytest.raises(InferenceError, match=said):
         ask(stub, GENERATE, answered(GENERATE, [5, 6], weight_versions=[span]))
 
@@ -152,7 +152,7 @@ def test_versions_that_no_weights_have_are_errors(span, said):
         ({"meta_info": 7}, "Expected `object`, got `int`"),
     ],
 )
-def test_an_sglang_server_is_held_to_the_same(change, said):
+def test_sglang_responses_are_validated_equally(change, said):
     given = {"output_ids": [5, 6], "meta_info": {"output_token_logprobs": [[-1.0, 5, None], [-0.5, 6, "b"]]}, **change}
     if isinstance(change.get("meta_info"), dict) and change["meta_info"] and "output_ids" not in change:
         given["meta_info"] = {"output_token_logprobs": [[-1.0, 5, None], [-0.5, 6, "b"]], **change["meta_info"]}

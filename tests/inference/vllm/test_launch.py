@@ -1,5 +1,5 @@
-"""Servers as processes: how they are started, when they are ready, what is said when they are
-not, and that nothing is left of them."""
+"""Server processes: how they start, when they are ready, what errors show, and that nothing is left
+behind."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from pathlib import Path
 import fake_vllm
 import httpx2
 import pytest
-from processes import is_running, until_gone
+from processes import is_running, wait_for_end
 from stub_vllm import StubVLLM
 
 import ludic
@@ -32,7 +32,8 @@ from ludic.inference.vllm.launch import (
 
 @pytest.fixture
 def start(tmp_path):
-    """Starts the fake server; (process, port, a function that gives what it was started with)."""
+    """Starts the fake server. Returns (process, port, function that reads its command line and
+    environment)."""
     running = []
     python = fake_vllm.install(tmp_path / "venv")
 
@@ -55,30 +56,30 @@ def start(tmp_path):
         stop_vllm_server(proc, timeout_s=0.1)
 
 
-def test_a_server_is_ready_when_it_has_sampled_and_nothing_is_left_when_it_stops(start):
+def test_a_server_is_ready_after_its_first_sample_and_stops_completely(start):
     proc, port, facts = start()
     wait_for_vllm_health("127.0.0.1", port, proc, timeout_s=60)
     child = facts()["child"]
     assert is_running(child)
     stop_vllm_server(proc)
     assert proc.returncode is not None
-    assert until_gone(child)
+    assert wait_for_end(child)
 
 
-def test_a_server_that_does_not_end_when_asked_is_ended(start):
+def test_a_server_that_ignores_sigterm_is_killed(start):
     proc, _, facts = start("stubborn")
     child = facts()["child"]
     assert stop_vllm_server(proc, timeout_s=0.2) == -signal.SIGKILL
-    assert until_gone(child)
+    assert wait_for_end(child)
 
 
-def test_one_that_ends_by_itself_is_an_error_with_what_it_said(start):
+def test_a_server_that_exits_is_an_error_with_its_output(start):
     proc, port, _ = start("exit")
     with pytest.raises(RuntimeError, match=r"(?s)ended with status 3.*no such model"):
         wait_for_vllm_health("127.0.0.1", port, proc, timeout_s=60)
 
 
-def test_so_is_one_whose_output_went_to_a_file(start, tmp_path):
+def test_a_server_that_exits_is_an_error_with_the_output_in_its_log_file(start, tmp_path):
     log = tmp_path / "server.log"
     proc, port, _ = start("exit", log_path=log)
     with pytest.raises(RuntimeError, match=r"(?s)server\.log\):.*no such model"):
@@ -86,18 +87,17 @@ def test_so_is_one_whose_output_went_to_a_file(start, tmp_path):
     assert "no such model" in log.read_text()
 
 
-def test_one_that_is_not_ready_in_time_is_stopped(start):
+def test_a_server_that_is_not_ready_in_time_is_stopped(start):
     proc, port, facts = start("deaf")
     child = facts()["child"]
     with pytest.raises(RuntimeError, match=r"not ready within 0\.2 s and was stopped"):
         wait_for_vllm_health("127.0.0.1", port, proc, timeout_s=0.2)
     assert proc.poll() is not None
-    assert until_gone(child)
+    assert wait_for_end(child)
 
 
-def test_healthy_is_not_ready_while_the_engine_cannot_sample(start):
-    """An engine with a head size that it does not know is healthy until the first request kills
-    it."""
+def test_a_healthy_server_that_cannot_sample_is_not_ready(start):
+    """With an unsupported head size, an engine is healthy until the first request kills it."""
     proc, port, _ = start("sick")
     with pytest.raises(EngineDeadError, match="healthy and cannot sample"):
         wait_for_vllm_health("127.0.0.1", port, proc, timeout_s=60)
@@ -112,8 +112,8 @@ def test_a_server_without_models_is_ready_when_it_is_healthy(start):
     assert proc.poll() is None
 
 
-def test_output_is_read_as_it_comes_so_that_no_pipe_fills(start):
-    """A server writes more than a pipe holds before it listens."""
+def test_output_is_read_continuously_so_that_no_pipe_fills(start):
+    """A server prints more than a pipe buffer holds before it listens."""
     proc, port, _ = start()
     wait_for_vllm_health("127.0.0.1", port, proc, timeout_s=60)
     out, err = collect_proc_output(proc, timeout=0)
@@ -133,7 +133,7 @@ def after(arguments, flag):
     return arguments[arguments.index(flag) + 1]
 
 
-def test_on_a_cpu_the_flags_are_those_that_work_there(start):
+def test_on_a_cpu_the_flags_are_those_that_a_cpu_supports(start):
     _, port, facts = start(max_model_len=128, client_tags=True, weights="disk", served_model_name="policy")
     arguments, env = facts()["arguments"], facts()["environment"]
     assert arguments[:4] == ["-m", "vllm.entrypoints.openai.api_server", "--model", "tiny"]
@@ -167,9 +167,7 @@ def test_on_a_cpu_the_flags_are_those_that_work_there(start):
         ({"extra_args": ["--enable-lora"]}, "1", "1"),
     ],
 )
-def test_the_endpoints_that_change_a_server_exist_where_something_is_to_change(
-    start, monkeypatch, settings, development, adapters
-):
+def test_control_endpoints_are_enabled_only_if_needed(start, monkeypatch, settings, development, adapters):
     monkeypatch.delenv("VLLM_SERVER_DEV_MODE", raising=False)
     monkeypatch.delenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", raising=False)
     env = start(**settings)[2]()["environment"]
@@ -177,7 +175,7 @@ def test_the_endpoints_that_change_a_server_exist_where_something_is_to_change(
     assert env.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING") == adapters
 
 
-def test_a_server_asks_for_a_secret_that_is_on_no_command_line_and_is_gone_with_it(start):
+def test_the_secret_of_a_server_is_not_on_the_command_line_and_is_removed_with_it(start):
     proc, port, facts = start(weights="gloo")
     arguments, secret = facts()["arguments"], facts()["environment"]["LUDIC_SERVER_SECRET"]
     assert after(arguments, "--middleware") == "ludic.inference.vllm.in_server.secret_middleware.SecretMiddleware"
@@ -192,7 +190,7 @@ def test_a_server_asks_for_a_secret_that_is_on_no_command_line_and_is_gone_with_
     assert not secret_file(port).exists()
 
 
-def test_a_secret_of_ones_own_is_written_nowhere(start):
+def test_a_users_secret_is_not_written_to_disk(start):
     _, port, facts = start(env={"LUDIC_SERVER_SECRET": "one-of-my-own-for-all"})
     assert facts()["environment"]["LUDIC_SERVER_SECRET"] == "one-of-my-own-for-all"
     assert not secret_file(port).exists()
@@ -205,7 +203,7 @@ def test_a_server_that_cannot_be_started_leaves_no_secret(tmp_path):
     assert not secret_file(port).exists()
 
 
-def test_on_a_gpu_the_model_chooses_its_type(tmp_path, start):
+def test_on_a_gpu_the_dtype_is_the_models(tmp_path, start):
     python = fake_vllm.install(tmp_path / "gpu", cpu=False)
     _, _, facts = start(python=python, gpu_memory_utilization=0.5, enforce_eager=False)
     arguments = facts()["arguments"]
@@ -213,7 +211,7 @@ def test_on_a_gpu_the_model_chooses_its_type(tmp_path, start):
     assert not {"--dtype", "--enforce-eager", "--kv-cache-memory-bytes", "--worker-extension-cls"} & set(arguments)
 
 
-def test_what_the_caller_says_wins(start):
+def test_the_callers_flags_take_precedence(start):
     given = ["--generation-config", "auto", "--dtype=bfloat16", "--max-num-seqs", "8"]
     _, _, facts = start(extra_args=given, env={"VLLM_SERVER_DEV_MODE": "0"})
     arguments = facts()["arguments"]
@@ -223,13 +221,13 @@ def test_what_the_caller_says_wins(start):
     assert facts()["environment"]["VLLM_SERVER_DEV_MODE"] == "0"
 
 
-def test_a_port_that_is_taken_is_refused():
-    """Whoever listens there would be taken for the server."""
+def test_a_port_in_use_is_refused():
+    """Otherwise the process that listens there would be mistaken for the server."""
     with StubVLLM() as stub, pytest.raises(ConfigError, match=f"port {stub.port}"):
         start_vllm_server("tiny", "127.0.0.1", stub.port)
 
 
-def test_the_interpreter_is_the_given_one_else_the_environments_else_the_one_built_here(tmp_path, monkeypatch):
+def test_the_interpreter_is_explicit_or_from_the_environment_or_the_local_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert server_python(None, {}) == sys.executable
     built = fake_vllm.install(tmp_path / ".venv-vllm")
@@ -241,8 +239,8 @@ def test_the_interpreter_is_the_given_one_else_the_environments_else_the_one_bui
         server_python(tmp_path / "nothing", {})
 
 
-def test_a_server_finds_this_package_and_nothing_that_lies_beside_it(monkeypatch):
-    """What is installed beside it fits this interpreter, not the server's."""
+def test_a_server_can_import_this_package_but_not_its_neighbours(monkeypatch):
+    """Packages installed beside it are for this interpreter, not the server's."""
     root = Path(package_root())
     assert [path.name for path in root.iterdir()] == ["ludic"]
     assert (root / "ludic").resolve() == Path(ludic.__file__).resolve().parent
@@ -254,8 +252,8 @@ def test_a_server_finds_this_package_and_nothing_that_lies_beside_it(monkeypatch
     assert server_variables(sys.executable, cpu=False)["PYTHONPATH"] == os.pathsep.join([str(root), "/ours"])
 
 
-def test_what_the_server_loads_needs_the_standard_library_alone():
-    """Its environment has none of this package's dependencies but those that vLLM brings."""
+def test_modules_loaded_by_the_server_need_only_the_standard_library():
+    """Its environment has only those dependencies of this package that vLLM also has."""
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]); before = set(sys.modules)\n"
         "import ludic.inference.vllm.in_server.client_tag_middleware, ludic.inference.vllm.in_server.secret_middleware\n"
@@ -268,7 +266,7 @@ def test_what_the_server_loads_needs_the_standard_library_alone():
     assert found.stdout.split() == ["ludic"]
 
 
-def test_servers_that_are_left_running_end_with_the_process_that_started_them(tmp_path):
+def test_servers_left_running_end_with_the_process_that_started_them(tmp_path):
     facts = tmp_path / "facts.json"
     code = (
         "import sys, time; from pathlib import Path\n"
@@ -280,14 +278,14 @@ def test_servers_that_are_left_running_end_with_the_process_that_started_them(tm
     env = {**os.environ, "FAKE_VLLM": "deaf", "FAKE_VLLM_FACTS": str(facts), "PYTHONPATH": str(Path(ludic.__file__).parents[1])}
     python = fake_vllm.install(tmp_path / "venv")
     subprocess.run([sys.executable, "-c", code, python, str(facts)], env=env, timeout=60, check=True)
-    assert until_gone(json.loads(facts.read_text())["child"])
+    assert wait_for_end(json.loads(facts.read_text())["child"])
 
 
 # -- `ludic serve`
 
 
 def serving(tmp_path, mode, *options):
-    """`ludic serve` as a process, and what its server was started with."""
+    """`ludic serve` as a process, and the arguments of its server."""
     facts = tmp_path / "facts.json"
     env = {**os.environ, "FAKE_VLLM": mode, "FAKE_VLLM_FACTS": str(facts), "PYTHONPATH": str(Path(ludic.__file__).parents[1])}
     port = free_port()
@@ -296,7 +294,7 @@ def serving(tmp_path, mode, *options):
     return subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True), facts, port
 
 
-def test_serve_says_when_it_is_ready_and_ctrl_c_stops_everything(tmp_path):
+def test_serve_reports_readiness_and_ctrl_c_stops_everything(tmp_path):
     options = ["--lora-rank", "8", "--weights", "disk", "--client-tags", "--", "--seed", "7"]
     proc, facts, port = serving(tmp_path, "ok", *options)
     said = []
@@ -321,17 +319,17 @@ def test_serve_says_when_it_is_ready_and_ctrl_c_stops_everything(tmp_path):
     assert "Traceback" not in rest
     assert found["arguments"][-2:] == ["--seed", "7"]
     assert after(found["arguments"], "--max-lora-rank") == "8"
-    assert until_gone(found["child"])
+    assert wait_for_end(found["child"])
 
 
-def test_serve_says_how_to_get_vllm_where_there_is_none(tmp_path):
+def test_without_vllm_serve_says_how_to_install_it(tmp_path):
     from typer.testing import CliRunner
 
     from ludic.cli.app import app
 
     python = tmp_path / "bin" / "python"
     python.parent.mkdir()
-    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n', encoding="utf-8")  # without what is installed
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n', encoding="utf-8")  # hides what is installed
     python.chmod(0o755)
     result = CliRunner().invoke(app, ["serve", "tiny", "--port", str(free_port()), "--python", str(python)])
     assert result.exit_code == 2
@@ -341,7 +339,7 @@ def test_serve_says_how_to_get_vllm_where_there_is_none(tmp_path):
     assert "pip install 'vllm>=0.32'" in said
 
 
-def test_serve_is_an_error_when_the_server_does_not_come_up(tmp_path):
+def test_serve_fails_when_the_server_does_not_start(tmp_path):
     proc, _, _ = serving(tmp_path, "exit")
     _, err = proc.communicate(timeout=90)
     assert proc.returncode == 1
@@ -359,7 +357,7 @@ def test_serve_is_an_error_when_the_server_does_not_come_up(tmp_path):
         (True, {"weights": "none"}, None),
     ],
 )
-def test_weights_come_as_the_device_has_it_unless_it_is_said(tmp_path, cpu, settings, backend):
+def test_the_weight_transport_depends_on_the_device_by_default(tmp_path, cpu, settings, backend):
     from ludic.cli.serve import ServeSettings, _choose_weights
 
     python = fake_vllm.install(tmp_path / "venv", cpu=cpu)
@@ -367,7 +365,7 @@ def test_weights_come_as_the_device_has_it_unless_it_is_said(tmp_path, cpu, sett
 
 
 @pytest.mark.parametrize("option", [["--device", "tpu"], ["--weights", "carrier"], ["--logprobs-mode", "some"]])
-def test_serve_refuses_what_it_does_not_know(option):
+def test_serve_refuses_unknown_options(option):
     from typer.testing import CliRunner
 
     from ludic.cli.app import app

@@ -1,4 +1,4 @@
-"""What sees to it that no server outlives the process that started it."""
+"""The reaper process, which ensures that no server outlives the process that started it."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import fake_vllm
 import pytest
-from processes import is_running, until_gone
+from processes import is_running, wait_for_end
 
 import ludic
 from ludic.inference.vllm import orphan_reaper as reaper_module
@@ -37,8 +37,8 @@ STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(
 
 
 @pytest.fixture
-def sleeper():
-    """Starts a process that leads a group, and is ended if the test did not."""
+def start_sleeper():
+    """Starts a process that leads a group. It is killed after the test if it still runs."""
     running = []
 
     def begin(code=SLEEPER):
@@ -54,8 +54,8 @@ def sleeper():
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP])
 @pytest.mark.parametrize("forks", ["forks", "alone"])
-def test_a_server_ends_with_the_process_that_started_it_however_that_ends(tmp_path, number, forks):
-    """Not even a fork of it that lives on keeps the server."""
+def test_a_server_ends_with_its_parent_however_that_ends(tmp_path, number, forks):
+    """Even a surviving fork of the parent does not keep the server alive."""
     facts = tmp_path / "facts.json"
     env = {**os.environ, "FAKE_VLLM": "deaf", "FAKE_VLLM_FACTS": str(facts), "PYTHONPATH": str(Path(ludic.__file__).parents[1])}
     python = fake_vllm.install(tmp_path / "venv")
@@ -67,7 +67,7 @@ def test_a_server_ends_with_the_process_that_started_it_however_that_ends(tmp_pa
         assert all(map(is_running, started))
         starter.send_signal(number)
         assert starter.wait() == -number
-        assert all(map(until_gone, started))
+        assert all(map(wait_for_end, started))
         assert fork == 0 or is_running(fork)
     finally:
         for pid in [fork, *started]:
@@ -77,7 +77,7 @@ def test_a_server_ends_with_the_process_that_started_it_however_that_ends(tmp_pa
         starter.communicate()
 
 
-def test_no_reaper_is_left_of_a_server_that_was_stopped(tmp_path):
+def test_a_stopped_server_leaves_no_reaper(tmp_path):
     from ludic.inference.vllm import launch
 
     python = fake_vllm.install(tmp_path / "venv")
@@ -99,8 +99,8 @@ def test_a_server_that_cannot_be_started_leaves_no_reaper(tmp_path):
     assert before == reaper_module._ACTIVE
 
 
-def test_a_group_that_does_not_end_when_asked_is_ended_after_the_grace(sleeper):
-    stubborn = sleeper(STUBBORN)
+def test_a_group_that_ignores_sigterm_is_killed_after_the_grace_period(start_sleeper):
+    stubborn = start_sleeper(STUBBORN)
     watcher = OrphanReaper(grace_s=0.2)
     watcher.watch(stubborn.pid)
     watcher.close()
@@ -108,8 +108,8 @@ def test_a_group_that_does_not_end_when_asked_is_ended_after_the_grace(sleeper):
     assert stubborn.wait(60) == -signal.SIGKILL
 
 
-def test_a_reaper_that_was_dismissed_touches_nothing(sleeper):
-    proc = sleeper()
+def test_a_dismissed_reaper_kills_nothing(start_sleeper):
+    proc = start_sleeper()
     watcher = OrphanReaper(grace_s=0.2)
     watcher.watch(proc.pid)
     watcher.dismiss()
@@ -118,22 +118,22 @@ def test_a_reaper_that_was_dismissed_touches_nothing(sleeper):
     assert proc.poll() is None
 
 
-def test_a_reaper_leaves_with_the_last_of_its_group(sleeper, monkeypatch):
-    """The number may come to mean another group."""
+def test_a_reaper_exits_with_the_last_process_of_its_group(start_sleeper, monkeypatch):
+    """The process group id may later be reused."""
     monkeypatch.setattr(reaper_module, "CHECK_S", 0.01)
-    proc = sleeper()
+    proc = start_sleeper()
     read, write = os.pipe()
     os.write(write, b"%d\n" % proc.pid)
     try:
         proc.kill()
         proc.wait()
-        reaper_module.reap_at_end(read, 60.0)  # returns, though the pipe is open
+        reaper_module.reap_at_end(read, 60.0)  # returns although the pipe is open
     finally:
         os.close(read)
         os.close(write)
 
 
-def test_a_reaper_that_was_never_told_a_group_ends_none(monkeypatch):
+def test_a_reaper_without_a_group_kills_nothing(monkeypatch):
     signals = []
     monkeypatch.setattr(os, "killpg", lambda *sent: signals.append(sent))
     for said in (b"", b"12", b"-1\n"):

@@ -1,4 +1,4 @@
-"""Scores from a server: their values, refusals, retries and deadlines."""
+"""Scores from a server: values, refusals, retries and deadlines."""
 
 import asyncio
 import math
@@ -28,43 +28,43 @@ def client(server, **settings):
     return VLLMScoringClient(server.url, **{"timeout_s": 5.0, "backoff_s": 0.001, **settings})
 
 
-async def scored(using, inputs, **options):
+async def score_with(using, inputs, **options):
     async with using:
         return await using.score_batch(inputs, **{"normalize": False, **options})
 
 
-async def test_a_score_is_the_models_own_number_in_the_order_of_the_inputs(server):
-    assert await scored(client(server), [[10, 20], [5]]) == [0.3, 0.05]
+async def test_scores_are_the_models_raw_scores_in_input_order(server):
+    assert await score_with(client(server), [[10, 20], [5]]) == [0.3, 0.05]
     assert server.bodies("/classify") == [{"input": [[10, 20], [5]], "use_activation": False, "add_special_tokens": False}]
 
 
-async def test_texts_and_ids_go_in_requests_of_their_own(server):
+async def test_texts_and_ids_are_sent_in_separate_requests(server):
     ids = tokenizer()("ab")["input_ids"]
-    mixed = await scored(client(server), ["ab", ids, "a", [7]])
+    mixed = await score_with(client(server), ["ab", ids, "a", [7]])
     assert mixed == [sum(ids) / 100, sum(ids) / 100, ids[0] / 100, 0.07]
     assert [len(body["input"]) for body in server.bodies("/classify")] == [2, 2]
 
 
-async def test_special_tokens_are_added_to_text_where_that_is_asked_for(server):
-    assert await scored(client(server, add_special_tokens=True), ["a"]) == [(1 + 100) / 100]
+async def test_special_tokens_are_added_to_text_on_request(server):
+    assert await score_with(client(server, add_special_tokens=True), ["a"]) == [(1 + 100) / 100]
 
 
-async def test_normalised_is_the_logistic_function_computed_here(server):
+async def test_scores_are_normalised_locally_by_the_logistic_function(server):
     server.judge = lambda ids: {1: -800.0, 2: 0.5, 3: 800.0}[len(ids)]
-    scores = await scored(client(server), [[5], [5, 5], [5, 5, 5]], normalize=True)
+    scores = await score_with(client(server), [[5], [5, 5], [5, 5, 5]], normalize=True)
     assert scores == [0.0, pytest.approx(1 / (1 + math.exp(-0.5))), 1.0]
     assert server.bodies("/classify")[0]["use_activation"] is False
 
 
-async def test_the_model_is_named_where_it_has_a_name(server):
-    await scored(client(server, model="rm"), [[5]])
+async def test_a_request_names_the_model_if_it_has_a_name(server):
+    await score_with(client(server, model="rm"), [[5]])
     assert server.bodies("/classify")[0]["model"] == "rm"
     with pytest.raises(InferenceError, match="`other` does not exist") as caught:
-        await scored(client(server, model="other"), [[5]])
+        await score_with(client(server, model="other"), [[5]])
     assert "pooling" not in str(caught.value)
 
 
-async def test_a_request_says_what_was_sent_and_used(server):
+async def test_a_response_reports_the_inputs_and_the_usage(server):
     async with client(server) as using:
         response, info = await using.score(ScoringRequest.from_list("default", ["ab", [7]], normalize=False))
     assert (response.model, response.usage) == ("rm", {"prompt_tokens": 3, "total_tokens": 3})
@@ -72,7 +72,7 @@ async def test_a_request_says_what_was_sent_and_used(server):
     assert len(info["raw_response"]) == len(info["used_args"]) == 2
 
 
-async def test_several_labels_are_a_softmax_and_no_reward(server):
+async def test_several_labels_give_a_softmax_and_no_reward(server):
     server.judge = lambda ids: [0.0, math.log(3)]
     async with client(server) as using:
         response, _ = await using.score(ScoringRequest.from_list("rm", [[5]], n_labels=2))
@@ -83,12 +83,12 @@ async def test_several_labels_are_a_softmax_and_no_reward(server):
             await using.score_batch([[5]], n_labels=2)
 
 
-async def test_nothing_to_score_asks_nothing(server):
-    assert await scored(client(server), []) == []
+async def test_without_inputs_no_request_is_sent(server):
+    assert await score_with(client(server), []) == []
     assert server.requests == []
 
 
-def test_scoring_works_without_and_within_a_running_loop(server):
+def test_scoring_works_outside_and_inside_a_running_loop(server):
     using, request = client(server), ScoringRequest.from_list("rm", [[10]], normalize=False)
     assert using.score_sync(request)[0].scores == [0.1]
 
@@ -101,13 +101,13 @@ def test_scoring_works_without_and_within_a_running_loop(server):
 @pytest.mark.parametrize(
     ("ids", "message"), [([], "cannot be empty"), ([272], "out of vocabulary"), ([5] * 513, "context length is 512")]
 )
-async def test_what_the_server_refuses_is_a_fault_of_the_data_and_not_asked_again(server, ids, message):
+async def test_a_refused_input_is_a_data_error_and_not_retried(server, ids, message):
     with pytest.raises(DataError, match=message):
-        await scored(client(server), [[5], ids])
+        await score_with(client(server), [[5], ids])
     assert len(server.bodies("/classify")) == 1
 
 
-async def test_one_sequence_too_long_costs_one_rollout_of_a_batch(server):
+async def test_a_sequence_that_is_too_long_fails_only_its_rollout(server):
     using = client(server, tokenizer=tokenizer())
     scorer = RewardModelScorer(using, policy_tokenizer=tokenizer(), normalize=False)
     rollouts = [rollout(str(i), ("q", "a"), ids=([5] * (513 if i == 3 else i + 1), [6])) for i in range(6)]
@@ -121,48 +121,48 @@ async def test_one_sequence_too_long_costs_one_rollout_of_a_batch(server):
 
 
 @pytest.mark.parametrize("fault", [(503, {"detail": "later"}), (429, {"detail": "later"}), CUT])
-async def test_what_may_pass_is_asked_again(server, fault):
+async def test_transient_errors_are_retried(server, fault):
     server.fail("/classify", fault, fault)
-    assert await scored(client(server), [[10]]) == [0.1]
+    assert await score_with(client(server), [[10]]) == [0.1]
     assert len(server.bodies("/classify")) == 3
 
 
-async def test_retries_end(server):
+async def test_retries_are_limited(server):
     server.fail("/classify", *[(503, {"detail": "later"})] * 4)
     with pytest.raises(InferenceError, match="503"):
-        await scored(client(server, max_retries=1), [[10]])
+        await score_with(client(server, max_retries=1), [[10]])
     assert len(server.bodies("/classify")) == 2
 
 
-async def test_a_server_that_says_nothing_is_given_up_on_at_the_deadline(server):
+async def test_a_silent_server_is_abandoned_at_the_deadline(server):
     server.fail("/classify", HANG, HANG)
     with pytest.raises(TimeoutError, match="no answer within"):
-        await scored(client(server, timeout_s=0.2), [[10]])
+        await score_with(client(server, timeout_s=0.2), [[10]])
 
 
-async def test_a_dead_engine_is_said_at_once(server):
+async def test_a_dead_engine_is_reported_immediately(server):
     server.fail("/classify", (500, {"error": {"message": DEAD, "type": "InternalServerError", "code": 500}}))
     with pytest.raises(EngineDeadError):
-        await scored(client(server), [[10]])
+        await score_with(client(server), [[10]])
     assert len(server.bodies("/classify")) == 1
 
 
-async def test_nobody_there_is_said(server):
+async def test_an_unreachable_server_is_reported(server):
     server.close()
     with pytest.raises(ServerUnreachableError):
-        await scored(client(server, max_retries=0), [[10]])
+        await score_with(client(server, max_retries=0), [[10]])
 
 
-async def test_calls_move_from_a_server_that_is_dead_to_one_that_lives(server):
+async def test_calls_move_from_a_dead_server_to_a_live_one(server):
     with StubRewardServer(lambda ids: -1.0) as dead:
         dead.fail("/classify", (500, {"error": {"message": DEAD}}))
         using = VLLMScoringClient([dead.url, server.url], timeout_s=5.0)
-        assert await scored(using, [[10]]) == [0.1]
+        assert await score_with(using, [[10]]) == [0.1]
 
 
-async def test_a_server_of_a_policy_is_told_from_one_of_a_reward_model():
+async def test_a_policy_server_is_not_mistaken_for_a_reward_server():
     with StubVLLM() as policy, pytest.raises(InferenceError, match="--runner pooling"):
-        await scored(client(policy), [[10]])
+        await score_with(client(policy), [[10]])
 
 
 @pytest.mark.parametrize(
@@ -175,29 +175,29 @@ async def test_a_server_of_a_policy_is_told_from_one_of_a_reward_model():
         (None, r"got `null` - at `\$.data`"),
     ],
 )
-async def test_an_answer_that_is_no_score_is_an_error_and_never_a_zero(server, data, message):
+async def test_a_response_without_scores_is_an_error_and_not_a_zero(server, data, message):
     server.fail("/classify", (200, {"data": data}))
     with pytest.raises(InferenceError, match=message):
-        await scored(client(server), [[10]])
+        await score_with(client(server), [[10]])
 
 
-async def test_answers_out_of_order_are_put_in_order(server):
+async def test_scores_are_returned_in_input_order(server):
     def turned(answer):
         return {**answer, "data": answer["data"][::-1]}
 
     server.fail("/classify", turned)
-    assert await scored(client(server), [[10], [20]]) == [0.1, 0.2]
+    assert await score_with(client(server), [[10], [20]]) == [0.1, 0.2]
 
 
-async def test_pooling_that_the_server_does_not_do_is_refused_here(server):
+async def test_unsupported_pooling_is_refused_before_sending(server):
     with pytest.raises(ConfigError, match="pooler-config"):
-        await scored(client(server), [[5]], pooling_type=PoolingType.MEAN)
-    assert await scored(client(server, pooling_type=PoolingType.MEAN), [[5]]) == [0.05]
+        await score_with(client(server), [[5]], pooling_type=PoolingType.MEAN)
+    assert await score_with(client(server, pooling_type=PoolingType.MEAN), [[5]]) == [0.05]
     with pytest.raises(ConfigError, match="reserved"):
-        await scored(client(server, pooling_type=PoolingType.STEP), [[5]])
+        await score_with(client(server, pooling_type=PoolingType.STEP), [[5]])
 
 
-async def test_the_server_is_described(server):
+async def test_the_client_describes_its_server(server):
     async with client(server) as using:
         info = await using.get_server_info()
         assert info == {"url": server.url, "models": ["rm"], "max_model_len": 512, "version": "0.32.0"}
@@ -209,7 +209,7 @@ async def test_the_server_is_described(server):
 
 
 @pytest.fixture
-def pushed(monkeypatch):
+def publisher_calls(monkeypatch):
     """The calls of the publisher: (URLs, settings, names, version)."""
     calls = []
 
@@ -221,13 +221,13 @@ def pushed(monkeypatch):
     return calls
 
 
-def test_weights_of_the_mode_are_sent_and_no_others(server, pushed):
+def test_only_the_weights_of_the_training_mode_are_sent(server, publisher_calls):
     using, params = client(server, publisher_settings={"directory": "/d"}), {"model.norm.weight": 1, "score.weight": 2}
     assert using.sync_reward_weights(params, training_mode="head_only", version=3, timeout_s=9.0) == "3"
     assert using.sync_reward_weights(params) == "4"
     using.close_communicator()
     common = {"allow_unchanged": True, "directory": "/d"}
-    assert pushed == [
+    assert publisher_calls == [
         ([server.url], {"partial": True, "timeout_s": 9.0, **common}, ["score.weight"], "3"),
         ([server.url], {"partial": False, "timeout_s": 600.0, **common}, ["model.norm.weight", "score.weight"], "4"),
         "closed",
@@ -248,7 +248,7 @@ class Policy(StubVLLM):
         return (200, {"version": "0.32.0"}) if path == "/version" else super().answer(method, path, query, body)
 
 
-async def test_one_client_completes_at_one_server_and_scores_at_the_other(server):
+async def test_one_client_samples_from_one_server_and_scores_at_another(server):
     with Policy() as policy:
         using = VLLMClient(host="127.0.0.1", policy_port=policy.port, scoring_port=server.port, timeout_s=5.0)
         assert await using.score_batch([[10]], normalize=False) == [0.1]
@@ -266,7 +266,7 @@ async def test_one_client_completes_at_one_server_and_scores_at_the_other(server
         await using.close_async_session()
 
 
-async def test_one_port_is_a_server_that_scores(server):
+async def test_a_single_port_is_a_reward_server(server):
     using = VLLMClient(host="127.0.0.1", port=server.port, scoring_tokenizer=tokenizer())
     assert await using.score_batch([[10]], normalize=False) == [0.1]
     assert using.reads_ids_of(tokenizer())

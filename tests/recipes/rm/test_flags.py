@@ -1,5 +1,5 @@
-"""The flags of `ludic train-rm`: every one of the documented command, its key and its type, and
-what is said of wrong ones."""
+"""The flags of `ludic train-rm`: each documented flag, its key and type, and the errors of wrong
+ones."""
 
 import shlex
 
@@ -54,7 +54,7 @@ def test_the_other_lora_flags_and_a_list() -> None:
     assert given == {"lora.rank": 8, "lora.alpha": 32.0, "lora.dropout": 0.1, "lora.target_modules": ["q_proj", "v_proj"]}
 
 
-def test_settings_and_files_pass_in_their_order() -> None:
+def test_settings_and_files_are_passed_on_in_order() -> None:
     found = list(parse_flags(["mine.yaml", "seed=3", "--lr", "1", "trainer.lr=2"]))
     assert [item.key if isinstance(item, Override) else item for item in found] == [
         "mine.yaml",
@@ -64,7 +64,7 @@ def test_settings_and_files_pass_in_their_order() -> None:
     ]
 
 
-def test_a_path_is_a_value_as_it_is() -> None:
+def test_a_path_is_passed_on_unchanged() -> None:
     odd = "/data/my pairs {1}, [2].jsonl"
     assert settings("--data", odd) == {"data": odd}
     assert settings(f"--data={odd}=x") == {"data": f"{odd}=x"}
@@ -72,7 +72,7 @@ def test_a_path_is_a_value_as_it_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--lr", "fast"], r"--lr \(fast\) must be a number"),
         (["--steps", "1.5"], r"--steps \(1.5\) must be a whole number"),
@@ -84,8 +84,8 @@ def test_a_path_is_a_value_as_it_is() -> None:
         (["--xyz"], "there is no flag --xyz"),
     ],
 )
-def test_a_wrong_flag_is_named(arguments: list[str], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_the_error_of_an_invalid_flag_names_it(arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         list(parse_flags(arguments))
 
 

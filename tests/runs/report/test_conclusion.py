@@ -1,5 +1,4 @@
-"""The closing sentences of a run, over all cases: what the numbers bear is said, and nothing
-else."""
+"""The concluding sentences of a run in every case: only what the numbers support is claimed."""
 
 from dataclasses import replace
 
@@ -69,12 +68,12 @@ SAID = {
         (replace(RUN, reward=NOISE, reward_is_score=True), {"noise", "score alone"}),
     ],
 )
-def test_a_sentence_is_said_where_the_numbers_bear_it_and_nowhere_else(facts: Facts, said: set[str]) -> None:
+def test_a_sentence_is_printed_only_if_the_numbers_support_it(facts: Facts, said: set[str]) -> None:
     text = conclude(facts)
     assert {name for name, part in SAID.items() if part in text} == said
 
 
-def test_a_change_is_said_with_its_interval_and_the_number_of_problems() -> None:
+def test_a_change_is_printed_with_its_interval_and_the_number_of_problems() -> None:
     assert "rose from 0.250 to 0.950 (95 % interval +0.600 to +0.800, 50 problems)" in conclude(replace(RUN, reward=ROSE))
 
 
@@ -89,36 +88,36 @@ def between(before: Evaluation, after: Evaluation) -> Facts:
     return collect_facts(before, after, requested_steps=1, steps=1, idle_steps=0, reward_is_score=False, clip_fraction=None)
 
 
-def test_five_problems_of_four_answers_do_not_tell_small_changes_from_noise() -> None:
-    """0.145 -> 0.120 was once called over-optimised, on 5 problems x 4 samples."""
+def test_five_problems_with_four_answers_do_not_show_small_changes() -> None:
+    """Regression test: 0.145 -> 0.120 on 5 problems x 4 samples was called over-optimised."""
     found = between(measured([0.25, 0.25, 0.0, 0.0, 0.25]), measured([0.25, 0.0, 0.0, 0.25, 0.0])).reward
     assert found is not None
     assert not found.rose
     assert not found.fell
 
 
-def test_many_problems_do() -> None:
+def test_many_problems_show_small_changes() -> None:
     found = between(measured([0.25, 0.5] * 100), measured([1.0, 0.75] * 100)).reward
     assert found is not None
     assert found.rose
 
 
-def test_only_problems_that_both_measurements_could_grade_are_compared() -> None:
+def test_only_problems_graded_in_both_evaluations_are_compared() -> None:
     found = between(measured([0.0, None, 1.0]), measured([0.0, 1.0, None])).reward
     assert found is not None
     assert found.difference is not None
     assert (found.difference.value, found.difference.num_problems) == (0.0, 1)
 
 
-def test_a_measurement_of_an_older_run_has_no_interval_and_nothing_is_claimed_of_it() -> None:
-    """Its progress.json has means alone."""
+def test_an_evaluation_without_intervals_supports_no_claim() -> None:
+    """The progress.json of an earlier version has only means."""
     old = Evaluation.from_dict({"sampled_reward": 0.2, "greedy_accuracy": 0.1, "facts": {}, "answers": []})
     facts = between(old, replace(old, sampled_reward=0.9))
     assert facts.reward == Change(0.2, 0.9)
     assert "how much of it is noise is not known" in conclude(facts)
 
 
-def test_an_accuracy_that_only_one_end_of_the_run_has_is_shown_at_neither() -> None:
+def test_an_accuracy_known_only_before_or_after_is_not_shown() -> None:
     marked = Evaluation(0.0, 0.0, {}, [Answer("q", "a", "b", 0.0, success=False)], greedy_reward=0.0, solved_at=1.0)
     graded = Evaluation(0.5, None, {}, [Answer("q", "a", "b", 0.5)], greedy_reward=0.5)
     before, after = make_comparable(marked, graded)
@@ -130,5 +129,5 @@ def test_an_accuracy_that_only_one_end_of_the_run_has_is_shown_at_neither() -> N
     assert make_comparable(marked, None) == (marked, None)
 
 
-def test_steps_without_a_token_to_train_on_are_idle_and_lines_of_evaluations_are_not() -> None:
+def test_only_steps_without_trained_tokens_count_as_idle() -> None:
     assert count_idle([{"perf/padded_tokens": 0.0}, {"perf/padded_tokens": 12.0}, {"eval/sampled_reward": 0.5}]) == 1

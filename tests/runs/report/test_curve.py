@@ -1,4 +1,4 @@
-"""The reward curve as text and as a picture."""
+"""The reward curve as text and as a plot."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ rates = st.lists(st.floats(0, 1), min_size=1, max_size=200)
 
 
 def test_a_rising_curve_is_drawn_from_its_values() -> None:
-    # Four rows, each a quarter: 0 fills none, .25 one, .5 two and 1.0 all; .125 is half a cell of
+    # Four rows of a quarter each: 0 fills none, .25 one, .5 two and 1.0 all; .125 is half a cell of
     # the lowest row.
     lines = draw_text_curve([0.0, 0.125, 0.25, 0.5, 1.0], width=5, height=4)
     assert [line[7:] for line in lines[:4]] == ["    █", "    █", "   ██", " ▄███"]
@@ -27,18 +27,18 @@ def test_every_line_has_the_width_of_the_chart(values: list[float], width: int, 
 
 
 @given(values=rates)
-def test_more_reward_never_draws_less(values: list[float]) -> None:
+def test_a_higher_reward_never_draws_a_lower_column(values: list[float]) -> None:
     def cells(curve: list[float]) -> int:
         return sum(" ▁▂▃▄▅▆▇█".index(cell) for line in draw_text_curve(curve, width=20)[:8] for cell in line[7:])
 
     assert cells([min(1.0, value + 0.2) for value in values]) >= cells(values)
 
 
-def test_nothing_is_drawn_of_nothing() -> None:
+def test_an_empty_curve_draws_nothing() -> None:
     assert draw_text_curve([]) == []
 
 
-def test_a_running_mean_is_over_what_there_is() -> None:
+def test_a_running_mean_covers_the_available_values() -> None:
     assert running_mean([1.0, 3.0, 5.0, 7.0], window=2) == [1.0, 2.0, 4.0, 6.0]
 
 
@@ -48,14 +48,14 @@ def test_a_running_mean_stays_within_the_values(values: list[float]) -> None:
 
 
 @pytest.mark.parametrize("values", [[0.2, 0.5, 0.9], [0.4]])
-def test_the_picture_is_a_png(tmp_path: Path, values: list[float]) -> None:
+def test_the_plot_is_a_png(tmp_path: Path, values: list[float]) -> None:
     path = tmp_path / "reward.png"
     write_picture(path, {"reward": values}, marks={"held-out": (0.2, 0.9)}, title="sort")
     assert path.read_bytes().startswith(b"\x89PNG\r\n")
     assert path.stat().st_size > 10_000
 
 
-def test_the_axis_of_the_picture_is_that_of_rates_or_of_the_values() -> None:
+def test_the_axis_of_the_plot_fits_rates_or_values() -> None:
     from ludic.runs.report.curve import _find_range
 
     assert _find_range([]) == _find_range([0.2, 0.9]) == (0.0, 1.0)
@@ -64,8 +64,8 @@ def test_the_axis_of_the_picture_is_that_of_rates_or_of_the_values() -> None:
     assert _find_range([-3.0, -3.0]) == (-3.5, -2.5)
 
 
-def test_negative_rewards_are_drawn_from_the_lowest_up() -> None:
-    # Two rows from -4 to 0: -4 is the foot, -3 half a cell, -2 one, -1 one and a half, 0 both.
+def test_negative_rewards_are_drawn_upwards_from_the_lowest() -> None:
+    # Two rows from -4 to 0: -4 is the baseline, -3 half a cell, -2 one, -1 one and a half, 0 both.
     lines = draw_text_curve([-4.0, -3.0, -2.0, -1.0, 0.0], width=5, height=2)
     assert lines[:3] == [" 0.00 ┤   ▄█", "-2.00 ┤▁▄███", "-4.00 ┼─────"]
     assert draw_text_curve([-2.0] * 3, height=1)[0].endswith("┤▁▁▁")
@@ -79,7 +79,7 @@ def test_no_column_with_a_reward_below_zero_is_blank(values: list[float], height
         assert " " not in lines[height - 1].partition("┤")[2]
 
 
-def test_evaluations_between_are_joined_with_both_ends() -> None:
+def test_intermediate_evaluations_are_connected_with_first_and_last() -> None:
     from ludic.runs.report.curve import join_points
 
     points = join_points(
@@ -88,7 +88,7 @@ def test_evaluations_between_are_joined_with_both_ends() -> None:
     assert points == {"accuracy": [(0, 0.25), (2, 0.5), (4, 0.75)], "reward": [(0, 0.0), (4, 1.0)]}
 
 
-def test_what_was_measured_without_both_ends_is_drawn_where_it_was_measured() -> None:
+def test_evaluations_without_first_and_last_are_drawn_at_their_steps() -> None:
     from ludic.runs.report.curve import join_points
 
     assert join_points({}, {"accuracy": [(3, 0.5), (7, 0.75)], "nothing": []}, steps=9) == {"accuracy": [(3, 0.5), (7, 0.75)]}

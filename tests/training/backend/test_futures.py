@@ -1,4 +1,4 @@
-"""Answers of a backend: now or later, a value or an error."""
+"""Futures of a backend: a value or an error, now or later."""
 
 import asyncio
 import threading
@@ -14,14 +14,14 @@ def test_a_result_of_none_is_a_result():
     assert asyncio.run(future.result()) is None
 
 
-def test_an_error_is_raised_by_result_each_time_and_not_before():
+def test_an_error_is_raised_by_every_call_of_result_and_only_there():
     future = TrainFuture.of("optim_step", lambda: 1 / 0)
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
             asyncio.run(future.result())
 
 
-async def test_a_result_set_from_a_thread_wakes_all_who_wait():
+async def test_a_result_set_from_a_thread_wakes_every_waiter():
     future = TrainFuture("forward_backward")
     waiting = [asyncio.create_task(future.result()) for _ in range(3)]
     await asyncio.sleep(0)
@@ -38,7 +38,7 @@ async def test_an_error_can_be_set():
         await future.result()
 
 
-async def test_one_who_gives_up_does_not_take_the_answer_from_the_others():
+async def test_cancelling_one_waiter_does_not_cancel_the_others():
     future = TrainFuture("export_weights")
     impatient = asyncio.create_task(future.result())
     await asyncio.sleep(0)

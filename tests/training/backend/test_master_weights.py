@@ -1,4 +1,4 @@
-"""Half-precision parameters and the float32 masters that the optimizer steps for them."""
+"""Float32 master weights of half-precision parameters, which the optimizer steps."""
 
 import pytest
 import torch
@@ -18,49 +18,50 @@ def half_model(seed=0):
     return tiny_model(seed).bfloat16()
 
 
-def trainer_of(model, *, lr=1e-5, master_weights=True, **options):
+def make_trainer(model, *, lr=1e-5, master_weights=True, **options):
     cfg = cpu_config(lr=lr, weight_decay=0.01, master_weights=master_weights)
     return Trainer(model=model, algo=ALGO, batch_source=ListSource(sorting_items(8, weight=1.0)), cfg=cfg, **options)
 
 
 def stepped_weights(trainer):
-    """What the optimizer steps, in its order."""
+    """The tensors that the optimizer steps, in its order."""
     return [parameter.detach().clone() for group in trainer.optimizer.param_groups for parameter in group["params"]]
 
 
-def share_moved(before, after):
+def fraction_moved(before, after):
     moved = sum((left != right).sum().item() for left, right in zip(before, after, strict=True))
     return moved / sum(tensor.numel() for tensor in before)
 
 
-def test_nearly_every_master_moves_where_most_bfloat16_weights_would_not():
-    shares = {}
+def test_masters_move_where_most_bfloat16_weights_would_round_back():
+    fractions = {}
     for master_weights in (True, False):
-        trainer = trainer_of(half_model(), master_weights=master_weights)
+        trainer = make_trainer(half_model(), master_weights=master_weights)
         before = stepped_weights(trainer)
         trainer.train_sync(20)
-        shares[master_weights] = share_moved(before, stepped_weights(trainer))
-    assert shares[True] > 0.99
-    assert shares[False] < 0.5
+        fractions[master_weights] = fraction_moved(before, stepped_weights(trainer))
+    assert fractions[True] > 0.99
+    assert fractions[False] < 0.5
 
 
 def test_bfloat16_weights_follow_those_of_a_float32_run():
-    """200 steps at 1e-5 move a weight by 2e-3 at most, less than half the spacing of most; all
-    the same the two runs stay together."""
-    begun = weights_of(half_model())
+    """200 steps at 1e-5 move a weight by at most 2e-3, less than half the bfloat16 spacing of most
+    weights. The two runs still stay together."""
+    initial = weights_of(half_model())
     ends = {}
     for name, model, master_weights in (
         ("float32", half_model().float(), True),
         ("masters", half_model(), True),
         ("bfloat16", half_model(), False),
     ):
-        trainer_of(model, master_weights=master_weights).train_sync(200)
+        make_trainer(model, master_weights=master_weights).train_sync(200)
         ends[name] = weights_of(model)
 
     def along(name):
-        """How far a run went in the direction of the float32 run, as a share of it."""
-        travelled = torch.cat([(ends["float32"][key] - begun[key]).flatten() for key in begun])
-        own = torch.cat([(ends[name][key].float() - begun[key].float()).flatten() for key in begun])
+        """The distance covered in the direction of the float32 run, as a fraction of that run's
+        distance."""
+        travelled = torch.cat([(ends["float32"][key] - initial[key]).flatten() for key in initial])
+        own = torch.cat([(ends[name][key].float() - initial[key].float()).flatten() for key in initial])
         return float(own @ travelled / (travelled @ travelled))
 
     assert along("masters") == pytest.approx(1.0, abs=0.1)
@@ -68,8 +69,8 @@ def test_bfloat16_weights_follow_those_of_a_float32_run():
 
 
 class Priced(torch.nn.Module):
-    """Its loss is the inner product with given prices, which are its gradient whatever the
-    weights are."""
+    """The loss is the inner product with fixed prices, so the gradient does not depend on the
+    weights."""
 
     def __init__(self, weight, price):
         super().__init__()
@@ -80,7 +81,7 @@ class Priced(torch.nn.Module):
 
 
 @given(seed=st.integers(0, 2**16), steps=st.integers(1, 40), lr=st.sampled_from([1e-6, 1e-5, 1e-3, 0.1]))
-def test_masters_are_the_float32_run_bit_for_bit_where_the_gradients_are_the_same(seed, steps, lr):
+def test_masters_equal_a_float32_run_bitwise_when_the_gradients_are_equal(seed, steps, lr):
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(64, generator=generator).bfloat16()
     prices = [torch.randn(64, generator=generator).bfloat16() for _ in range(steps)]
@@ -100,8 +101,8 @@ def test_masters_are_the_float32_run_bit_for_bit_where_the_gradients_are_the_sam
     assert torch.equal(half.weight, wide.weight.bfloat16())
 
 
-def test_gradients_of_micro_batches_add_up_in_float32():
-    # 1 + 2^-9 is no bfloat16: in that dtype the second gradient would be lost.
+def test_gradients_of_micro_batches_are_summed_in_float32():
+    # 1 + 2^-9 is not representable in bfloat16, so the second gradient would be lost there.
     model = Priced(torch.zeros(1, dtype=torch.bfloat16), None)
     masters = MasterWeights(torch.optim.SGD(model.parameters(), lr=1.0))
     for price in (1.0, 2.0**-9):
@@ -112,8 +113,8 @@ def test_gradients_of_micro_batches_add_up_in_float32():
     assert model.weight.grad is None
 
 
-def test_float32_parameters_are_stepped_themselves():
-    trainer = trainer_of(tiny_model())
+def test_float32_parameters_are_stepped_directly():
+    trainer = make_trainer(tiny_model())
     stepped = [parameter for group in trainer.optimizer.param_groups for parameter in group["params"]]
     assert {id(parameter) for parameter in stepped} == {id(parameter) for parameter in trainer.model.parameters()}
 
@@ -122,17 +123,17 @@ def checkpoints(tmp_path, **options):
     return {"checkpoint_config": CheckpointConfig(tmp_path, every_n_steps=1, max_to_keep=9), **options}
 
 
-def test_a_resumed_run_has_the_masters_of_the_run_bit_for_bit(tmp_path):
-    trainer = trainer_of(half_model(), **checkpoints(tmp_path))
+def test_a_resumed_run_restores_the_masters_bitwise(tmp_path):
+    trainer = make_trainer(half_model(), **checkpoints(tmp_path))
     trainer.train_sync(5)
-    resumed = trainer_of(half_model(seed=1), **checkpoints(tmp_path, resume_from=3))
+    resumed = make_trainer(half_model(seed=1), **checkpoints(tmp_path, resume_from=3))
     resumed.train_sync(2)
     assert_same_tensors(weights_of(resumed.model), weights_of(trainer.model))
     assert all(map(torch.equal, stepped_weights(resumed), stepped_weights(trainer)))
 
 
-def test_a_checkpoint_has_the_dtype_of_the_model_and_float32_masters_beside_it(tmp_path):
-    trainer = trainer_of(half_model(), **checkpoints(tmp_path))
+def test_a_checkpoint_has_the_weights_in_the_models_dtype_and_the_masters_in_float32(tmp_path):
+    trainer = make_trainer(half_model(), **checkpoints(tmp_path))
     trainer.train_sync(1)
     assert {tensor.dtype for tensor in load_file(tmp_path / "step_000001/model.safetensors").values()} == {torch.bfloat16}
     stored = load_file(tmp_path / "step_000001/optimizer.safetensors")
@@ -140,54 +141,54 @@ def test_a_checkpoint_has_the_dtype_of_the_model_and_float32_masters_beside_it(t
     assert all(map(torch.equal, stepped_weights(trainer), [stored[f"{n}/master"] for n in range(len(stepped_weights(trainer)))]))
 
 
-def without_masters(folder):
-    """The checkpoint as it was written before there were masters: state in bfloat16, and no
-    master."""
+def remove_masters(folder):
+    """Rewrite the checkpoint as versions without masters wrote it: optimizer state in bfloat16 and
+    no masters."""
     path = folder / "optimizer.safetensors"
     stored = {name: tensor for name, tensor in load_file(path).items() if not name.endswith("/master")}
     save_file({name: tensor.bfloat16() if tensor.ndim else tensor for name, tensor in stored.items()}, path)
 
 
-def test_a_checkpoint_without_masters_makes_them_of_its_weights(tmp_path):
-    trainer_of(half_model(), lr=1e-3, **checkpoints(tmp_path)).train_sync(2)
-    without_masters(tmp_path / "step_000002")
-    resumed = trainer_of(half_model(seed=1), lr=1e-3, **checkpoints(tmp_path, resume_from=2))
+def test_a_checkpoint_without_masters_initialises_them_from_its_weights(tmp_path):
+    make_trainer(half_model(), lr=1e-3, **checkpoints(tmp_path)).train_sync(2)
+    remove_masters(tmp_path / "step_000002")
+    resumed = make_trainer(half_model(seed=1), lr=1e-3, **checkpoints(tmp_path, resume_from=2))
     weights = [parameter.detach() for parameter in resumed.model.parameters()]
     assert all(torch.equal(master, weight.float()) for master, weight in zip(stepped_weights(resumed), weights, strict=True))
     assert all(value.dtype == torch.float32 for state in resumed.optimizer.state.values() for value in state.values())
     resumed.train_sync(1)
-    assert share_moved(weights, stepped_weights(resumed)) > 0.99
+    assert fraction_moved(weights, stepped_weights(resumed)) > 0.99
 
 
-def test_a_checkpoint_without_the_optimizer_makes_them_of_its_weights_too(tmp_path):
+def test_a_checkpoint_without_an_optimizer_initialises_masters_from_its_weights(tmp_path):
     config = CheckpointConfig(tmp_path, every_n_steps=1, save_optimizer=False)
-    trainer = trainer_of(half_model(), lr=1e-2, checkpoint_config=config)
+    trainer = make_trainer(half_model(), lr=1e-2, checkpoint_config=config)
     trainer.train_sync(1)
-    resumed = trainer_of(half_model(seed=1), lr=0.0, checkpoint_config=config, resume_from=1)
-    resumed.train_step_sync()  # at a rate of 0: what is written back is what was loaded
+    resumed = make_trainer(half_model(seed=1), lr=0.0, checkpoint_config=config, resume_from=1)
+    resumed.train_step_sync()  # with a learning rate of 0, the saved weights are the loaded ones
     assert_same_tensors(weights_of(resumed.model), weights_of(trainer.model))
 
 
-def test_masters_in_a_checkpoint_are_left_out_where_they_are_off(tmp_path):
-    trainer_of(half_model(), **checkpoints(tmp_path)).train_sync(1)
-    resumed = trainer_of(half_model(), master_weights=False, **checkpoints(tmp_path, resume_from=1))
+def test_masters_in_a_checkpoint_are_ignored_when_master_weights_are_off(tmp_path):
+    make_trainer(half_model(), **checkpoints(tmp_path)).train_sync(1)
+    resumed = make_trainer(half_model(), master_weights=False, **checkpoints(tmp_path, resume_from=1))
     assert all("master" not in state for state in resumed.optimizer.state.values())
     resumed.train_sync(1)
 
 
-def test_weights_that_somebody_sets_are_the_ones_that_are_stepped():
-    trainer = trainer_of(half_model(), lr=0.0)
+def test_weights_set_from_outside_are_the_ones_that_the_next_step_updates():
+    trainer = make_trainer(half_model(), lr=0.0)
     with torch.no_grad():
         trainer.model.model.norm.weight.fill_(3.0)
     trainer.train_step_sync()
     assert trainer.model.model.norm.weight.tolist() == [3.0] * 16
 
 
-def test_frozen_parameters_have_no_masters_and_stay():
+def test_frozen_parameters_have_no_masters_and_do_not_change():
     model = half_model()
     model.model.embed_tokens.weight.requires_grad_(False)
     before = weights_of(model)
-    trainer = trainer_of(model, lr=1e-1)
+    trainer = make_trainer(model, lr=1e-1)
     trainer.train_sync(2)
     assert torch.equal(before["model.embed_tokens.weight"], model.model.embed_tokens.weight)
     assert len(stepped_weights(trainer)) == len(before) - 1
@@ -200,11 +201,11 @@ def test_adapters_in_bfloat16_have_masters():
     config.target_modules = ["q_proj"]
     model = get_peft_model(half_model(), config, autocast_adapter_dtype=False)
     assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.bfloat16}
-    trainer = trainer_of(model)
+    trainer = make_trainer(model)
     before = stepped_weights(trainer)
     trainer.train_sync(2)
     assert {tensor.dtype for tensor in before} == {torch.float32}
-    assert share_moved(before, stepped_weights(trainer)) > 0.99
+    assert fraction_moved(before, stepped_weights(trainer)) > 0.99
 
 
 def test_published_weights_have_the_dtype_of_the_model():
@@ -213,10 +214,10 @@ def test_published_weights_have_the_dtype_of_the_model():
             self.dtypes = {tensor.dtype for tensor in state_dict.values()}
 
     publisher = Publisher()
-    trainer_of(half_model(), publisher=publisher).train_sync(1)
+    make_trainer(half_model(), publisher=publisher).train_sync(1)
     assert publisher.dtypes == {torch.bfloat16}
 
 
-def test_float16_is_refused_with_its_remedy():
+def test_float16_is_refused_and_the_error_names_the_remedy():
     with pytest.raises(ConfigError, match=r"is float16, .* load the model in bfloat16"):
-        trainer_of(tiny_model().half())
+        make_trainer(tiny_model().half())

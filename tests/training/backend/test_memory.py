@@ -1,4 +1,4 @@
-"""Peaks of memory."""
+"""Peak memory."""
 
 import numpy as np
 import psutil
@@ -6,10 +6,10 @@ import psutil
 from ludic.training.backend.memory import memory_peaks
 
 
-def test_the_peak_of_the_process_holds_what_was_allocated_and_freed():
+def test_the_peak_of_the_process_includes_memory_that_was_freed():
     before = memory_peaks()["process_peak_mb"]
     resident = psutil.Process().memory_info().rss / 2**20
-    held = np.ones(int(before - resident + 128) * 2**20 // 8)  # at least 64 MiB more than there ever was
+    held = np.ones(int(before - resident + 128) * 2**20 // 8)  # at least 64 MiB above the previous peak
     del held
     after = memory_peaks()["process_peak_mb"]
     assert after >= before + 64

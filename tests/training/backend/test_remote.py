@@ -1,4 +1,5 @@
-"""A backend whose model is nowhere near the trainer: everything goes through `TrainingBackend`."""
+"""A backend whose model is not in the trainer's process, so that everything goes through
+`TrainingBackend`."""
 
 import random
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,7 @@ ALGO = make_grpo(group_size=4)
 
 
 class RemoteBackend:
-    """Exactly the members of `TrainingBackend`, answered from a thread that alone has the model."""
+    """Has exactly the members of `TrainingBackend`. Only its thread has access to the model."""
 
     def __init__(self, make_model, cfg, algo=ALGO):
         self._thread = ThreadPoolExecutor(1)
@@ -62,7 +63,7 @@ class RemoteBackend:
         return self._ask("restore_weights", snapshot)
 
     def weights(self):
-        """For the tests; no trainer asks this."""
+        """For the tests; no trainer calls it."""
         return weights_of(self._there.model)
 
 
@@ -74,7 +75,7 @@ class Publisher:
         self.versions[version] = {name: weight.clone() for name, weight in weights.items()}
 
 
-def trainer_of(model, backend, folder=None, *, source=None, resume_from=None, evaluator=None, **config):
+def make_trainer(model, backend, folder=None, *, source=None, resume_from=None, evaluator=None, **config):
     return Trainer(
         model=model,
         algo=ALGO,
@@ -88,11 +89,11 @@ def trainer_of(model, backend, folder=None, *, source=None, resume_from=None, ev
     )
 
 
-def test_a_model_elsewhere_learns_what_one_in_this_process_does(tmp_path):
+def test_a_remote_model_learns_the_same_as_a_local_one(tmp_path):
     model = tiny_model()
-    here = trainer_of(model, None, tmp_path / "here", evaluator=HeldOutLoss(model, sorting_items(4), cpu_config()))
+    here = make_trainer(model, None, tmp_path / "here", evaluator=HeldOutLoss(model, sorting_items(4), cpu_config()))
     backend = RemoteBackend(tiny_model, cpu_config())
-    there = trainer_of(None, backend, tmp_path / "there", evaluator=HeldOutLoss(backend, sorting_items(4), cpu_config()))
+    there = make_trainer(None, backend, tmp_path / "there", evaluator=HeldOutLoss(backend, sorting_items(4), cpu_config()))
     for trainer in (here, there):
         trainer.train_sync(2)
     assert_same_tensors(backend.weights(), weights_of(model))
@@ -104,20 +105,20 @@ def test_a_model_elsewhere_learns_what_one_in_this_process_does(tmp_path):
         assert folders[0].joinpath(name).read_bytes() == folders[1].joinpath(name).read_bytes()
 
 
-def test_a_run_with_a_model_elsewhere_is_resumed_as_if_it_had_not_ended(tmp_path):
-    def begin(seed, **options):
+def test_a_run_with_a_remote_model_resumes_as_if_it_had_not_stopped(tmp_path):
+    def start(seed, **options):
         random.seed(seed), torch.manual_seed(seed)
         backend = RemoteBackend(lambda: tiny_model(seed), cpu_config())
         evaluator = HeldOutLoss(backend, sorting_items(4, seed=9), cpu_config())
-        trainer = trainer_of(
+        trainer = make_trainer(
             None, backend, tmp_path, source=DrawingSource(), evaluator=evaluator, eval_every_n_steps=1, **options
         )
         return trainer, backend
 
-    whole, backend = begin(0)
+    whole, backend = start(0)
     whole.train_sync(3)
     expected, evaluation = backend.weights(), whole.last_eval
-    resumed, backend = begin(1, resume_from=2)
+    resumed, backend = start(1, resume_from=2)
     assert resumed.current_step == 2
     resumed.train_sync(1)
     assert_same_tensors(backend.weights(), expected)
@@ -125,25 +126,25 @@ def test_a_run_with_a_model_elsewhere_is_resumed_as_if_it_had_not_ended(tmp_path
 
 
 @pytest.mark.parametrize("on_disk", [False, True])
-def test_early_stopping_puts_the_best_weights_back_where_the_model_is(tmp_path, on_disk):
+def test_early_stopping_restores_the_best_weights_of_a_remote_model(tmp_path, on_disk):
     backend = RemoteBackend(tiny_model, cpu_config())
 
     class Worsening:
         async def eval(self, **_):
             step = trainer.current_step
-            seen[step] = {name: weight.clone() for name, weight in backend.weights().items()}
+            weights_by_step[step] = {name: weight.clone() for name, weight in backend.weights().items()}
             return [], {"loss": float(step)}
 
-    seen = {}
+    weights_by_step = {}
     folder = tmp_path if on_disk else None
-    trainer = trainer_of(None, backend, folder, evaluator=Worsening(), eval_every_n_steps=1, early_stopping_patience=2)
+    trainer = make_trainer(None, backend, folder, evaluator=Worsening(), eval_every_n_steps=1, early_stopping_patience=2)
     trainer.train_sync(9)
     assert trainer.current_step == 3
-    assert_same_tensors(backend.weights(), seen[1])
-    assert any((seen[1][name] != weight).any() for name, weight in seen[3].items())
+    assert_same_tensors(backend.weights(), weights_by_step[1])
+    assert any((weights_by_step[1][name] != weight).any() for name, weight in weights_by_step[3].items())
 
 
-def test_a_reward_model_elsewhere_is_trained_and_evaluated():
+def test_a_remote_reward_model_is_trained_and_evaluated():
     metrics = []
     for remote in (False, True):
         algo, cfg = make_bradley_terry(), rm_config()
@@ -160,10 +161,10 @@ def test_a_reward_model_elsewhere_is_trained_and_evaluated():
     assert metrics[0] == metrics[1]
 
 
-def test_what_needs_the_model_here_says_so():
+def test_features_that_need_a_local_model_are_refused_with_a_reason():
     with pytest.raises(ConfigError, match="no model in this process; pass model="):
-        trainer_of(None, None)
-    trainer = trainer_of(None, RemoteBackend(tiny_model, cpu_config()))
+        make_trainer(None, None)
+    trainer = make_trainer(None, RemoteBackend(tiny_model, cpu_config()))
     assert trainer.optimizer is None
     with pytest.raises(ConfigError, match="no model in this process"):
         _ = trainer.model

@@ -1,4 +1,4 @@
-"""The backend on its own, and a trainer that works through another one."""
+"""The torch backend on its own, and a trainer that uses a different backend."""
 
 import asyncio
 import threading
@@ -25,7 +25,7 @@ def backend_of(model=None, **changes):
     return TorchBackend(model or tiny_model(), cpu_config(**changes), algo=ALGO)
 
 
-async def test_the_gradients_of_several_calls_add_up():
+async def test_gradients_of_several_calls_add_up():
     mini_batch = mini_batch_of(sorting_items(12), micro_token_budget=40)
     whole, split = backend_of(), backend_of()
     await whole.forward_backward(mini_batch, totals=mini_batch.totals).result()
@@ -35,7 +35,7 @@ async def test_the_gradients_of_several_calls_add_up():
     assert_same_tensors(gradients_of(split.model), gradients_of(whole.model), atol=1e-7)
 
 
-async def test_a_step_clears_the_gradient_and_reports_the_rate():
+async def test_a_step_clears_the_gradients_and_returns_the_learning_rate():
     mini_batch = mini_batch_of(sorting_items(4))
     backend = backend_of(lr=0.5)
     await backend.forward_backward(mini_batch, totals=mini_batch.totals).result()
@@ -46,7 +46,7 @@ async def test_a_step_clears_the_gradient_and_reports_the_rate():
     assert backend.optimizer.param_groups[0]["initial_lr"] == 0.5
 
 
-async def test_log_probs_are_those_of_a_plain_log_softmax_whatever_the_packing():
+async def test_log_probs_equal_a_plain_log_softmax_for_every_packing():
     items = sorting_items(6)
     model = tiny_model()
     expected = {}
@@ -66,7 +66,7 @@ async def test_log_probs_are_those_of_a_plain_log_softmax_whatever_the_packing()
                 assert (logps[place, :length] - expected[int(row)]).abs().max() < 1e-4
 
 
-async def test_forward_logprobs_leaves_the_mode_of_the_model():
+async def test_forward_logprobs_restores_the_training_mode_of_the_model():
     model = tiny_model(attention_dropout=0.5)
     [micro_batch] = mini_batch_of(sorting_items(2))
     backend = backend_of(model)
@@ -93,18 +93,18 @@ async def test_save_and_load_restore_weights_and_moments(tmp_path):
     assert_same_tensors(weights_of(other.model), weights_of(backend.model))
 
 
-async def test_errors_come_with_the_result():
+async def test_errors_are_raised_by_the_result():
     future = backend_of().load("/nowhere")
     assert future.done()
     with pytest.raises(FileNotFoundError):
         await future.result()
 
 
-async def test_a_padding_free_loss_that_is_not_finite_names_its_samples_too():
+async def test_a_padding_free_loss_that_is_not_finite_names_its_samples():
     from ludic.errors import NonFiniteError
 
     items = sorting_items(6, weight=1.0)
-    items[4].attachments.actor_logps.token_logps[0] = -3e38  # a ratio that overflows
+    items[4].attachments.actor_logps.token_logps[0] = -3e38  # the ratio overflows
     mini_batch = mini_batch_of(items, packing="padding_free")
     backend = backend_of(packing="padding_free")
     await backend.forward_backward(mini_batch, totals=mini_batch.totals).result()
@@ -113,7 +113,7 @@ async def test_a_padding_free_loss_that_is_not_finite_names_its_samples_too():
 
 
 class ThreadedBackend:
-    """Another backend: its answers come later, from a thread of its own."""
+    """A backend that answers later, from its own thread."""
 
     def __init__(self, inner):
         self.inner, self.asked = inner, []
@@ -146,8 +146,8 @@ def test_the_trainer_works_through_any_backend():
     assert backend.asked == ["forward_backward", "optim_step"] * 2
 
 
-async def test_a_frozen_part_in_evaluation_mode_stays_in_it():
-    """Its dropout would otherwise act from the first evaluation, or the first step, on."""
+async def test_a_frozen_part_in_evaluation_mode_stays_in_evaluation_mode():
+    """Otherwise its dropout would be active after the first evaluation or step."""
     mini_batch = mini_batch_of(sorting_items(4))
     model = tiny_model(attention_dropout=0.5)
     model.train()

@@ -1,4 +1,5 @@
-"""Passes over samples: every one once a pass, a position that resumes, shares of ranks."""
+"""Passes over a data set: each sample once per pass, a position that can be resumed, and a shard
+for each rank."""
 
 import asyncio
 import json
@@ -27,7 +28,7 @@ def next_names(source, count):
 
 
 @given(st.integers(1, 30), st.integers(1, 9), st.booleans(), st.integers(0, 5))
-def test_every_pass_has_every_sample_once(count, batch_size, shuffle, seed):
+def test_every_pass_returns_every_sample_once(count, batch_size, shuffle, seed):
     source = ItemBatchSource(items_of(count), batch_size=batch_size, shuffle=shuffle, seed=seed)
     for epoch in range(3):
         assert source.epoch == epoch
@@ -38,7 +39,7 @@ def test_every_pass_has_every_sample_once(count, batch_size, shuffle, seed):
 
 
 @given(st.integers(1, 20), st.integers(1, 7), st.integers(0, 25))
-def test_a_resumed_source_goes_on_where_it_stood(count, batch_size, done):
+def test_a_resumed_source_continues_at_its_position(count, batch_size, done):
     whole, first, second = (ItemBatchSource(items_of(count), batch_size=batch_size, seed=3) for _ in range(3))
     expected = next_names(whole, done + 5)
     assert next_names(first, done) == expected[:done]
@@ -46,7 +47,7 @@ def test_a_resumed_source_goes_on_where_it_stood(count, batch_size, done):
     assert next_names(second, 5) == expected[done:]
 
 
-def test_passes_differ_in_order_and_seeds_too():
+def test_the_order_differs_between_passes_and_between_seeds():
     source = ItemBatchSource(items_of(50), batch_size=50)
     [first], [second] = ([names(batch) for batch in source.iter_epoch()] for _ in range(2))
     other = names(next(ItemBatchSource(items_of(50), batch_size=50, seed=1).iter_epoch()))
@@ -56,7 +57,7 @@ def test_passes_differ_in_order_and_seeds_too():
 
 
 @given(st.integers(1, 40), st.integers(1, 5), st.integers(1, 4), st.booleans())
-def test_ranks_share_a_pass(count, world, batch_size, drop_last):
+def test_the_ranks_divide_each_pass_between_them(count, world, batch_size, drop_last):
     seen, lengths = [], set()
     for rank in range(world):
         with pytest.MonkeyPatch.context() as patch:
@@ -71,7 +72,7 @@ def test_ranks_share_a_pass(count, world, batch_size, drop_last):
             assert all(batches)
             lengths.add(tuple(len(batch) for batch in batches))
             seen.extend(name for batch in batches for name in batch)
-    assert len(lengths) == 1  # no rank waits for another
+    assert len(lengths) == 1  # every rank has the same number of batches
     if drop_last:
         assert len(set(seen)) == len(seen)
     else:
@@ -79,12 +80,12 @@ def test_ranks_share_a_pass(count, world, batch_size, drop_last):
         assert len(seen) - count < world
 
 
-def test_the_last_batch_may_be_left_out():
+def test_drop_last_leaves_out_a_partial_batch():
     source = ItemBatchSource(items_of(7), batch_size=3, shuffle=False, drop_last=True)
     assert next_names(source, 3) == [["r0", "r1", "r2"], ["r3", "r4", "r5"], ["r0", "r1", "r2"]]
 
 
-def test_a_batch_says_what_it_is():
+def test_the_meta_of_a_batch_describes_it():
     source = ItemBatchSource(items_of(3, total_reward=0.5), batch_size=2, shuffle=False)
     assert asyncio.run(source.next_batch()).meta == {
         "num_samples": 2,
@@ -99,7 +100,7 @@ def test_a_batch_says_what_it_is():
 
 
 @pytest.mark.parametrize("change", [{"count": 8}, {"batch_size": 3}, {"seed": 1}, {"shuffle": False}])
-def test_a_position_belongs_to_its_data_and_settings(change):
+def test_a_position_is_refused_for_other_data_or_settings(change):
     settings = {"count": 9, "batch_size": 2, "seed": 0, "shuffle": True}
     changed = {**settings, **change}
     state = ItemBatchSource(items_of(settings.pop("count")), **settings).state_dict()
@@ -107,7 +108,7 @@ def test_a_position_belongs_to_its_data_and_settings(change):
         ItemBatchSource(items_of(changed.pop("count")), **changed).load_state_dict(state)
 
 
-def test_other_tokens_are_other_data():
+def test_a_position_is_refused_when_tokens_changed():
     items = items_of(3)
     state = ItemBatchSource(items, batch_size=2).state_dict()
     items[1] = SAWItem([9, 9], [1, 1], [0, 1], 1.0, items[1].meta)
@@ -124,14 +125,14 @@ def test_wrong_settings_are_refused():
         ItemBatchSource(items_of(2), batch_size=3, drop_last=True)
 
 
-def test_other_labels_of_the_same_tokens_are_other_data():
-    """A preference's target is in its meta alone."""
+def test_a_position_is_refused_when_labels_changed():
+    """The label of a preference is only in its meta."""
     before = ItemBatchSource(items_of(4, pair_id="p", role="chosen", label=1.0), batch_size=2).state_dict()
     with pytest.raises(ConfigError, match="digest"):
         ItemBatchSource(items_of(4, pair_id="p", role="chosen", label=0.5), batch_size=2).load_state_dict(before)
 
 
-def test_the_example_of_two_ranks(monkeypatch):
+def test_two_ranks_get_the_samples_of_the_documented_example(monkeypatch):
     items = [SAWItem([index + 1], [1], [1], 1.0, {"number": index}) for index in range(5)]
     monkeypatch.setattr("ludic.training.ranks.world_size", lambda: 2)
     shares = {}

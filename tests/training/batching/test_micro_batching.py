@@ -1,4 +1,4 @@
-"""The documented functions, against the documented algorithm in plain Python."""
+"""The documented functions, compared with the documented algorithm in plain Python."""
 
 import copy
 
@@ -30,7 +30,8 @@ def item_of(length, *, actions=1, meta=None, logps=None):
 
 
 def documented_split(lengths, budget):
-    """Ascending stable sort; a new micro-batch when longest * rows would exceed the budget."""
+    """Stable sort by length, ascending. A new micro-batch starts when longest * rows would exceed
+    the budget."""
     batches, current = [], []
     for index in sorted(range(len(lengths)), key=lambda i: lengths[i]):
         if current and lengths[index] * (len(current) + 1) > budget:
@@ -40,7 +41,7 @@ def documented_split(lengths, budget):
     return [*batches, current] if current else batches
 
 
-def test_the_example_of_the_guide():
+def test_the_split_of_the_guides_example():
     items = [item_of(length) for length in (100, 150, 200, 300, 400)]
     split = split_items_by_token_budget(items, micro_token_budget=1024, max_seq_len=1024)
     assert [[len(item.input_ids) for item in batch] for batch in split] == [[100, 150, 200], [300, 400]]
@@ -55,7 +56,7 @@ def test_the_split_is_the_documented_algorithm(lengths, budget, limit):
     assert all(len(item.input_ids) == min(lengths[item.meta["index"]], limit) for batch in split for item in batch)
 
 
-def test_nothing_splits_into_nothing():
+def test_an_empty_batch_splits_into_no_micro_batches():
     assert split_items_by_token_budget([], micro_token_budget=8, max_seq_len=8) == []
     assert collate_micro_batches([], pad_token_id=0, device="cpu", micro_token_budget=8, max_seq_len=8) == []
 
@@ -66,7 +67,7 @@ def test_impossible_limits_are_refused(budget, limit):
         split_items_by_token_budget([], micro_token_budget=budget, max_seq_len=limit)
 
 
-def test_a_truncated_item_says_so():
+def test_a_truncated_item_is_marked_in_its_meta():
     meta = {"completion_length": 4, "prompt_length": 6, "truncation_reason": None, "kept": "yes"}
     item = item_of(10, actions=4, meta=meta, logps=[-0.1, -0.2, -0.3, -0.4])
     before = copy.deepcopy(item)
@@ -89,14 +90,14 @@ def test_a_truncated_item_says_so():
     assert item == before
 
 
-def test_an_earlier_reason_of_truncation_stays_and_absent_lengths_stay_absent():
+def test_an_earlier_truncation_reason_is_kept_and_no_length_is_added():
     cut = _truncate_item(item_of(10, meta={"truncation_reason": "max_steps"}), 4)
     assert cut.meta["truncation_reason"] == "max_steps"
     assert "completion_length" not in cut.meta
     assert "prompt_length" not in cut.meta
 
 
-def test_a_short_item_is_returned_as_it_is():
+def test_a_short_item_is_returned_unchanged():
     item = item_of(4)
     assert _truncate_item(item, 4) is item
     assert "seq_len_truncated" not in item.meta
@@ -111,7 +112,7 @@ def test_masks_of_another_length_are_refused():
         collate_saw_items([item], pad_token_id=0, device="cpu")
 
 
-def test_arrays_are_cut_like_lists():
+def test_arrays_are_truncated_like_lists():
     item = item_of(6, actions=3, logps=[-0.1, -0.2, -0.3])
     arrays = SAWItem(
         np.array(item.input_ids), np.array(item.attention_mask), np.array(item.action_mask), 0.5, {}, item.attachments
@@ -140,12 +141,12 @@ def test_collation_by_hand():
         assert torch.equal(batch[name], tensor), name
 
 
-def test_without_log_probs_their_keys_are_absent():
+def test_without_log_probs_the_batch_has_no_keys_for_them():
     batch = collate_saw_items([item_of(3)], pad_token_id=0, device="cpu")
     assert set(batch) == {"input_ids", "attention_mask", "action_mask", "weight"}
 
 
-def test_collation_refuses_what_it_cannot_mean():
+def test_collation_refuses_invalid_samples():
     with pytest.raises(ValueError, match="empty"):
         collate_saw_items([], pad_token_id=0, device="cpu")
     with pytest.raises(ValueError, match="Mixed presence"):
@@ -154,7 +155,7 @@ def test_collation_refuses_what_it_cannot_mean():
         collate_saw_items([item_of(3, actions=2, logps=[-1.0])], pad_token_id=0, device="cpu")
 
 
-def test_collated_micro_batches_are_the_split_items_collated():
+def test_collated_micro_batches_equal_the_collated_split_items():
     items = sorting_items(20, seed=2)
     limits = {"micro_token_budget": 64, "max_seq_len": 10}
     collated = collate_micro_batches(items, pad_token_id=0, device="cpu", **limits)
@@ -166,7 +167,7 @@ def test_collated_micro_batches_are_the_split_items_collated():
             assert torch.equal(micro_batch.tensors[name], tensor), name
 
 
-def test_buffers_are_fresh():
+def test_each_micro_batch_has_its_own_buffers():
     items = sorting_items(3)
     first = collate_saw_items(items, pad_token_id=0, device="cpu")
     copy_of_ids = first["input_ids"].clone()
@@ -174,7 +175,7 @@ def test_buffers_are_fresh():
     assert torch.equal(first["input_ids"], copy_of_ids)
 
 
-def test_a_row_of_a_packed_micro_batch_is_its_sample():
+def test_a_row_of_a_packed_micro_batch_equals_its_sample():
     from ludic import _core
     from ludic.training.batching.micro_batching import to_tensors
 
@@ -202,7 +203,7 @@ def test_the_costliest_micro_batch_of_a_mini_batch_comes_first():
 
 
 @given(st.lists(st.integers(2, 30), min_size=1, max_size=25), st.sampled_from(["greedy", "optimal", "padding_free"]))
-def test_costs_fall_whatever_the_packing_and_every_sample_is_there_once(lengths, packing):
+def test_micro_batches_are_in_order_of_cost_and_have_every_sample_once(lengths, packing):
     items = [SAWItem([1] * n, [1] * n, [0] + [1] * (n - 1), 1.0) for n in lengths]
     cfg = TrainerConfig(model_device="cpu", max_seq_len=30, micro_token_budget=45, packing=packing)
     mini_batch = MiniBatch(MacroBatch.ingest(items, 30), np.arange(len(items)), cfg)

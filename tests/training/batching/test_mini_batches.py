@@ -1,4 +1,4 @@
-"""Which samples a mini-batch and its micro-batches hold: the examples of the docstrings."""
+"""Which samples go into a mini-batch and its micro-batches: the examples of the docstrings."""
 
 import numpy as np
 
@@ -22,13 +22,14 @@ def test_a_sample_belongs_to_its_group_then_its_pair_then_its_rollout():
     assert unit_key(item([1, 2], 1), 7) == ("row", 7)
 
 
-def test_a_line_is_a_chain_or_a_sample_outside_any():
+def test_a_line_is_a_chain_of_turns_or_a_single_sample():
     assert find_line_bounds(np.array([4, 4, -1, -1], dtype=np.int32)).tolist() == [0, 2, 3, 4]
     assert find_line_bounds(np.array([], dtype=np.int32)).tolist() == [0]
 
 
-def test_the_samples_of_a_micro_batch_are_those_of_its_lines():
-    # The budget of 5 holds one line: the chain of 5 tokens, which costs more, then the sample of 2.
+def test_a_micro_batch_has_the_samples_of_its_lines():
+    # The budget of 5 holds one line: first the chain of 5 tokens, which costs more, then the sample
+    # of 2.
     episode = [item([1, 2, 3], 1, rollout_id="r"), item([1, 2, 3, 4, 5], 1, rollout_id="r")]
     batch = MacroBatch.ingest([item([9, 8], 1), *episode], 5, merge_turns=True)
     cfg = TrainerConfig(model_device="cpu", max_seq_len=5, micro_token_budget=5, packing="padding_free")
@@ -39,7 +40,7 @@ def test_the_samples_of_a_micro_batch_are_those_of_its_lines():
     assert mini_batch.micro_batch_rows(2).tolist() == []
 
 
-def test_a_micro_batch_of_several_lines_has_their_samples_in_its_order():
+def test_a_micro_batch_of_several_lines_has_their_samples_in_line_order():
     episode = [item([1, 2, 3], 1, rollout_id="r"), item([1, 2, 3, 4], 1, rollout_id="r")]
     batch = MacroBatch.ingest([*episode, item([9, 8], 1)], 8, merge_turns=True)
     cfg = TrainerConfig(model_device="cpu", max_seq_len=8, micro_token_budget=8, packing="greedy")
@@ -48,7 +49,7 @@ def test_a_micro_batch_of_several_lines_has_their_samples_in_its_order():
     assert mini_batch.micro_batch_rows(0).tolist() == [2, 0, 1]
 
 
-def test_groups_are_divided_whole_into_mini_batches():
+def test_groups_are_never_split_between_mini_batches():
     items = [item([1, 2], 1, rollout_id=name) for name in "aabc"]
     batch = MacroBatch.ingest(items, 4)
     for step in range(20):

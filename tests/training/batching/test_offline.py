@@ -1,5 +1,5 @@
-"""Recorded rollouts as batches: traces as they were sampled, chat templates, credit, and what
-must not happen to them."""
+"""Batches from recorded rollouts: traces as sampled, chat templates, credit, and invalid
+records."""
 
 import asyncio
 import inspect
@@ -37,7 +37,7 @@ def parse_rollout(name, reward=1.0, steps=1, **meta):
 
 @pytest.fixture
 def recorded(tmp_path):
-    """A function that writes rollouts to a file and gives its path."""
+    """A function that writes rollouts to a file and returns its path."""
 
     def record(*rollouts, name="rollouts.jsonl"):
         append_rollouts(tmp_path / name, rollouts)
@@ -50,12 +50,12 @@ def batches(source, count):
     return [asyncio.run(source.next_batch()) for _ in range(count)]
 
 
-def test_rollouts_come_back_as_they_were_written(recorded):
+def test_rollouts_are_read_back_as_they_were_written(recorded):
     written = [parse_rollout("r0", 0.5, 2, group_id="g"), parse_rollout("r1", -1.0)]
     assert read_rollouts(recorded(*written)) == written
 
 
-def test_what_an_engine_played_is_read_back(tmp_path):
+def test_rollouts_of_an_engine_are_read_back(tmp_path):
     path = tmp_path / "log.jsonl"
     engine = RolloutEngine(
         env_registry={"counting": Counting},
@@ -71,7 +71,7 @@ def test_what_an_engine_played_is_read_back(tmp_path):
     assert [item.input_ids for item in batch.items] == [[1, 2, *text] for text in (b"ab", b"cde") * 2]
 
 
-def test_the_fields_are_those_of_the_contract():
+def test_a_record_has_the_documented_fields():
     parameters = [item for item in fields(OfflineBatchSource) if item.init]
     assert [item.name for item in parameters[:3]] == ["jsonl_paths", "step_to_item", "credit_assigner"]
     assert {item.name: item.default for item in parameters[3:]} == {
@@ -84,7 +84,7 @@ def test_the_fields_are_those_of_the_contract():
     }
 
 
-def test_a_trace_is_trained_as_it_was_sampled(recorded):
+def test_a_trace_is_trained_on_exactly_its_sampled_tokens(recorded):
     source = OfflineBatchSource([recorded(parse_rollout("r0"))], sample_from_step, ConstantCredit(0.5))
     [batch] = batches(source, 1)
     [item] = batch.items
@@ -103,14 +103,14 @@ def test_a_trace_is_trained_as_it_was_sampled(recorded):
     assert (len(source), source.num_batches_per_epoch, source.target_rollouts, source.epoch) == (1, 1, 32, 1)
 
 
-def test_credit_is_over_all_files_at_once(recorded):
+def test_credit_is_computed_over_all_files_together(recorded):
     group = {"request_meta": {"group_id": "g"}}
     paths = [recorded(parse_rollout(name, reward, **group), name=f"{name}.jsonl") for name, reward in (("a", 1.0), ("b", 0.0))]
     source = OfflineBatchSource(paths, sample_from_step, GroupNormalizedReturn(group_size=2), shuffle=False)
     assert [item.weight for item in batches(source, 1)[0].items] == [0.5, -0.5]
 
 
-def test_a_step_without_credit_weighs_one(recorded):
+def test_a_step_without_credit_has_weight_one(recorded):
     class Silent:
         def compute(self, rollouts):
             return {}
@@ -119,7 +119,7 @@ def test_a_step_without_credit_weighs_one(recorded):
     assert [item.weight for item in batches(source, 1)[0].items] == [1.0, 1.0]
 
 
-def test_rollouts_without_an_id_or_with_the_same_one_keep_their_own_credit(tmp_path):
+def test_rollouts_without_an_id_or_with_equal_ids_keep_their_own_credit(tmp_path):
     lines = []
     for name, reward in ((None, 1.0), (None, 2.0), ("x", 3.0), ("x", 4.0)):
         step = {
@@ -143,7 +143,7 @@ def test_rollouts_without_an_id_or_with_the_same_one_keep_their_own_credit(tmp_p
     assert batch.items[3].meta["rollout_id"] == "x#2"
 
 
-def test_a_filter_drops_and_counts(recorded):
+def test_a_filter_drops_samples_and_counts_them(recorded):
     path = recorded(*(parse_rollout(f"r{i}", float(i % 2)) for i in range(6)))
     source = OfflineBatchSource(path, sample_from_step, ConstantCredit(1.0), sample_filter=lambda item: item.meta["reward"] > 0)
     assert (len(source), source.num_rollouts, source.num_samples_filtered) == (3, 6, 3)
@@ -151,7 +151,7 @@ def test_a_filter_drops_and_counts(recorded):
         OfflineBatchSource(path, sample_from_step, ConstantCredit(1.0), sample_filter=lambda item: False)
 
 
-def test_what_is_not_there_is_named(tmp_path):
+def test_errors_name_the_missing_file_or_field(tmp_path):
     def source_of(text):
         path = tmp_path / "file.jsonl"
         path.write_text(text)
@@ -176,12 +176,12 @@ def test_what_is_not_there_is_named(tmp_path):
         OfflineBatchSource([], sample_from_step, ConstantCredit(1.0), num_workers=-1)
 
 
-def test_fewer_rollouts_than_a_batch_with_drop_last_is_an_error_at_once(recorded):
+def test_fewer_rollouts_than_one_batch_with_drop_last_are_refused_immediately(recorded):
     with pytest.raises(ConfigError, match="leaves no batch"):
         OfflineBatchSource(recorded(parse_rollout("a")), sample_from_step, ConstantCredit(1.0), batch_size=2, drop_last=True)
 
 
-def test_training_goes_over_the_data_again_and_again_and_logs_its_rollouts(recorded):
+def test_training_repeats_the_data_and_logs_its_rollouts(recorded):
     path = recorded(*(parse_rollout(f"r{i}") for i in range(3)))
     source = OfflineBatchSource(path, sample_from_step, ConstantCredit(1.0), batch_size=2)
     trainer = Trainer(model=tiny_model(), algo=make_sft(), batch_source=source, cfg=cpu_config())
@@ -190,7 +190,7 @@ def test_training_goes_over_the_data_again_and_again_and_logs_its_rollouts(recor
     assert source.epoch == 2
 
 
-def test_the_state_of_the_source_is_in_the_checkpoint(recorded, tmp_path):
+def test_a_checkpoint_has_the_state_of_the_source(recorded, tmp_path):
     from ludic.training import CheckpointConfig
 
     path = recorded(*(parse_rollout(f"r{i}", i / 10) for i in range(5)))
@@ -216,7 +216,7 @@ def chat_step(**info):
     return Step(0, "hi", "yo", None, 1.0, False, True, {"chat_prompt_messages": prompt, **info})
 
 
-def test_the_prompt_is_rendered_and_the_loss_is_on_the_answer():
+def test_the_template_renders_the_prompt_and_the_loss_covers_the_answer():
     tokenizer = chat_tokenizer(CHATML)
     rollout = Rollout("r", [chat_step(action="other", extra=1)], {"group_id": "g"})
     item = make_chat_template_step_to_item(tokenizer)(rollout, rollout.steps[0], 0.5)
@@ -225,11 +225,11 @@ def test_the_prompt_is_rendered_and_the_loss_is_on_the_answer():
     assert tokenizer.decode(item.input_ids) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nyo<|im_end|>\n"
     assert item.weight == 0.5
     assert (item.meta["prompt_length"], item.meta["completion_length"]) == (1 + 5 + 2 + 1 + 1 + 1 + 10, 3)
-    assert item.meta["action"] == "yo"  # info never overrides
+    assert item.meta["action"] == "yo"  # info never replaces them
     assert (item.meta["extra"], item.meta["group_id"], item.meta["rollout_id"]) == (1, "g", "r")
 
 
-def test_a_recorded_completion_outranks_the_action():
+def test_a_recorded_completion_takes_precedence_over_the_action():
     tokenizer = chat_tokenizer(CHATML)
     rollout = Rollout("r", [chat_step(chat_completion={"role": "assistant", "content": "recorded"})])
     item = make_chat_template_step_to_item(tokenizer)(rollout, rollout.steps[0], 1.0)
@@ -237,7 +237,7 @@ def test_a_recorded_completion_outranks_the_action():
 
 
 class ListTokenizer:
-    """A tokenizer that gives plain lists and has nothing else: what the contract asks of one."""
+    """A tokenizer with nothing but `apply_chat_template`, which returns plain lists."""
 
     def __init__(self, prompt, full):
         self.prompt, self.full = prompt, full
@@ -247,7 +247,7 @@ class ListTokenizer:
         return self.prompt if add_generation_prompt else self.full
 
 
-def test_any_object_with_a_chat_template_will_do():
+def test_any_object_with_apply_chat_template_can_be_the_tokenizer():
     rollout = Rollout("r", [chat_step()])
     item = make_chat_template_step_to_item(ListTokenizer([1, 2], [1, 2, 3, 4]))(rollout, rollout.steps[0], 1.0)
     assert (item.input_ids, item.attention_mask, item.action_mask) == ([1, 2, 3, 4], [1] * 4, [0, 0, 1, 1])
@@ -261,7 +261,7 @@ def test_any_object_with_a_chat_template_will_do():
         (ListTokenizer([1, 2], [1, 2, 3]), Step(0, "o", "a", None, 1.0, False, True), "no chat_prompt_messages"),
     ],
 )
-def test_no_mask_is_made_where_none_is_right(tokenizer, step, message):
+def test_a_step_whose_mask_cannot_be_computed_is_refused(tokenizer, step, message):
     with pytest.raises(ValueError, match=message):
         make_chat_template_step_to_item(tokenizer)(Rollout("r", [step]), step, 1.0)
 
@@ -276,5 +276,5 @@ def test_a_template_that_rewrites_the_prompt_is_refused():
         make_chat_template_step_to_item(chat_tokenizer(FORGETS_THOUGHTS))(Rollout("r", [step]), step, 1.0)
 
 
-def test_the_maker_takes_a_tokenizer():
+def test_the_factory_accepts_a_tokenizer():
     assert list(inspect.signature(make_chat_template_step_to_item).parameters) == ["tokenizer"]

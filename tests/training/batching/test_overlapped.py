@@ -1,5 +1,5 @@
-"""Batches generated while the one before trains: how old they are, what an error or a kill
-leaves, that no prompt is lost or doubled."""
+"""Batches generated while the previous one trains: how stale they are, what an error or a kill
+leaves, and that no prompt is lost or repeated."""
 
 import asyncio
 import random
@@ -22,8 +22,8 @@ from ludic.training.rollouts.requests import SequenceRequests
 
 
 class Prompts:
-    """Batch k holds the prompts 2k and 2k + 1. Generation takes some turns of the loop; those in
-    `failing` fail, the first time."""
+    """Batch k has the prompts 2k and 2k + 1. Generation takes a few iterations of the event loop.
+    Positions in `failing` fail the first time."""
 
     def __init__(self, total=None, failing=(), turns=3):
         self.position, self.total, self.failing, self.turns = 0, total, set(failing), turns
@@ -36,7 +36,7 @@ class Prompts:
         self.position += 2
         self.begun.append(prompts[0])
         self.running += 1
-        assert self.running == 1  # one at a time
+        assert self.running == 1  # one call at a time
         try:
             for _ in range(self.turns):
                 await asyncio.sleep(0)
@@ -63,7 +63,7 @@ async def settle():
 
 
 @pytest.mark.parametrize("max_lag", [0, 1, 2, 3])
-async def test_so_many_batches_are_begun_before_they_are_asked_for(max_lag):
+async def test_max_lag_batches_are_generated_in_advance(max_lag):
     inner = Prompts()
     source = OverlappedSource(inner, max_lag=max_lag)
     for number in range(4):
@@ -79,19 +79,19 @@ async def test_so_many_batches_are_begun_before_they_are_asked_for(max_lag):
     await source.aclose()
 
 
-async def test_no_more_are_begun_than_the_run_needs():
+async def test_no_more_batches_are_generated_than_the_run_needs():
     inner = Prompts()
     source = OverlappedSource(inner, max_lag=2, num_batches=3)
     for _ in range(3):
         await source.next_batch()
     await settle()
     assert inner.begun == [0, 2, 4]
-    assert (await source.next_batch()).meta["prompts"] == [6, 7]  # a batch without anything to train was one too few
+    assert (await source.next_batch()).meta["prompts"] == [6, 7]  # a batch without trainable samples does not count
     await settle()
     assert inner.begun == [0, 2, 4, 6]
 
 
-async def test_an_error_comes_where_its_batch_would_have_and_the_batch_is_the_next_again():
+async def test_an_error_is_raised_in_place_of_its_batch_which_is_then_generated_again():
     inner = Prompts(failing=[2])
     source = OverlappedSource(inner, max_lag=2)
     assert (await source.next_batch()).meta["prompts"] == [0, 1]
@@ -103,14 +103,14 @@ async def test_an_error_comes_where_its_batch_would_have_and_the_batch_is_the_ne
     await source.aclose()
 
 
-async def test_the_end_of_the_requests_comes_after_the_last_batch():
+async def test_the_end_of_the_requests_is_raised_after_the_last_batch():
     source = OverlappedSource(Prompts(total=4), max_lag=3)
     assert [(await source.next_batch()).meta["prompts"][0] for _ in range(2)] == [0, 2]
     with pytest.raises(RequestsExhausted):
         await source.next_batch()
 
 
-async def test_whoever_stops_waiting_stops_the_generation():
+async def test_cancelling_next_batch_cancels_the_generation():
     inner = Prompts(turns=10_000)
     source = OverlappedSource(inner, max_lag=1)
     waiting = asyncio.create_task(source.next_batch())
@@ -122,7 +122,7 @@ async def test_whoever_stops_waiting_stops_the_generation():
     assert source.state_dict() == {"position": 0}
 
 
-async def test_a_state_is_not_set_under_batches_on_their_way():
+async def test_a_state_cannot_be_loaded_while_batches_are_being_generated():
     source = OverlappedSource(Prompts(), max_lag=1)
     await source.next_batch()
     with pytest.raises(ConfigError, match="aclose"):
@@ -146,12 +146,12 @@ def test_a_negative_lag_is_refused():
     ),
     failing=st.sets(st.integers(0, 9).map(lambda k: 2 * k), max_size=3),
 )
-def test_killed_anywhere_and_resumed_every_prompt_is_trained_exactly_once(max_lag, every, kills, failing):
-    """A run of 10 batches with checkpoints. A kill forgets all that came after the last
-    checkpoint, training included."""
-    total, saved, left = 20, (0, [], {"position": 0}), list(kills)
+def test_a_run_killed_anywhere_and_resumed_trains_every_prompt_exactly_once(max_lag, every, kills, failing):
+    """A run of 10 batches with checkpoints. A kill discards everything after the last checkpoint,
+    including training."""
+    total, saved, remaining_kills = 20, (0, [], {"position": 0}), list(kills)
 
-    async def life(inner, kill):
+    async def run_until_killed(inner, kill):
         nonlocal saved
         step, trained, state = saved[0], list(saved[1]), saved[2]
         source = OverlappedSource(inner, max_lag=max_lag, num_batches=total // 2 - step)
@@ -182,11 +182,11 @@ def test_killed_anywhere_and_resumed_every_prompt_is_trained_exactly_once(max_la
             saved = (step, trained, source.state_dict())
             return True
         finally:
-            for entry in source._pending:  # the process is gone: nothing is put back
+            for entry in source._pending:  # the process is gone, so nothing is returned to the source
                 entry.task.cancel()
             await settle()
 
-    while not asyncio.run(life(Prompts(total, failing), left.pop(0) if left else None)):
+    while not asyncio.run(run_until_killed(Prompts(total, failing), remaining_kills.pop(0) if remaining_kills else None)):
         failing = set()
     assert saved[1] == list(range(total))
 
@@ -209,25 +209,25 @@ def rollouts(client):
     return RolloutBatchSource(engine=engine, requests_fn=requests, credit_assigner=make_grpo(group_size=2).credit_assigner)
 
 
-class Seen:
-    """Notes the prompts of every batch that is trained."""
+class PromptRecorder:
+    """Records the prompts of every batch that is trained."""
 
     def __init__(self):
         self.problems = []
 
 
-def trainer_of(folder, seen, *, max_lag, seed=0, **options):
+def make_trainer(folder, seen, *, max_lag, seed=0, **options):
     model = tiny_model(seed)
     client = LocalChatClient(model, make_byte_tokenizer(), copy_model=True)
     source = OverlappedSource(rollouts(client), max_lag=max_lag)
     algo = make_grpo(group_size=2)
     inner = algo.preprocess
 
-    def noting(batch):
+    def record_prompts(batch):
         seen.problems.append(sorted({item.meta["problem_id"] for item in batch.items}))
         return inner(batch)
 
-    algo.preprocess = noting
+    algo.preprocess = record_prompts
     return Trainer(
         model=model,
         algo=algo,
@@ -240,25 +240,25 @@ def trainer_of(folder, seen, *, max_lag, seed=0, **options):
 
 
 @pytest.mark.parametrize("max_lag", [1, 2])
-async def test_samples_are_at_most_so_many_versions_old(tmp_path, max_lag):
-    trainer = trainer_of(tmp_path, Seen(), max_lag=max_lag)
+async def test_samples_are_at_most_max_lag_versions_old(tmp_path, max_lag):
+    trainer = make_trainer(tmp_path, PromptRecorder(), max_lag=max_lag)
     lags = []
     await trainer.train(6, log_fn=lambda stats: lags.append(stats["train/policy_lag"]))
     await trainer.batch_source.aclose()
     assert lags[0] == 0
     assert max(lags) <= max_lag
-    assert max(lags) > 0  # and they do overlap; how far depends on which of the two is slower
+    assert max(lags) > 0  # batches do overlap; by how much depends on which side is slower
 
 
 @pytest.mark.parametrize("killed_after", [1, 2, 3, 4, 5])
 async def test_a_trainer_that_is_killed_and_resumed_trains_every_prompt_once(tmp_path, killed_after):
-    seen = Seen()
-    trainer = trainer_of(tmp_path, seen, max_lag=1)
+    seen = PromptRecorder()
+    trainer = make_trainer(tmp_path, seen, max_lag=1)
     await trainer.train(killed_after)
-    await trainer.batch_source.next_batch()  # fetched, and lost with the process
+    await trainer.batch_source.next_batch()  # fetched, then lost with the process
     saved = killed_after - killed_after % 2
-    rest = Seen()
-    resumed = trainer_of(tmp_path, rest, max_lag=1, seed=9, **({"resume_from": saved} if saved else {}))
+    rest = PromptRecorder()
+    resumed = make_trainer(tmp_path, rest, max_lag=1, seed=9, **({"resume_from": saved} if saved else {}))
     await resumed.train(12 - saved)
     trained = [problem for batch in seen.problems[:saved] + rest.problems for problem in batch]
     assert sorted(trained) == sorted(problem["id"] for problem in PROBLEMS)
@@ -266,11 +266,11 @@ async def test_a_trainer_that_is_killed_and_resumed_trains_every_prompt_once(tmp
         await source.aclose()
 
 
-async def test_the_trainer_computes_in_a_thread_only_while_batches_overlap(tmp_path):
+async def test_the_trainer_computes_in_a_thread_only_when_batches_overlap(tmp_path):
     import threading
 
     for max_lag in (0, 1):
-        trainer = trainer_of(tmp_path / str(max_lag), Seen(), max_lag=max_lag)
+        trainer = make_trainer(tmp_path / str(max_lag), PromptRecorder(), max_lag=max_lag)
         threads = set()
         step = trainer.backend.optim_step
         trainer.backend.optim_step = lambda step=step, threads=threads, **kw: (
@@ -282,7 +282,7 @@ async def test_the_trainer_computes_in_a_thread_only_while_batches_overlap(tmp_p
         await trainer.batch_source.aclose()
 
 
-def test_a_lag_that_would_be_dropped_is_refused(tmp_path):
+def test_a_source_lag_above_the_trainers_max_lag_is_refused(tmp_path):
     source = OverlappedSource(Prompts(), max_lag=2)
     options = {"model": tiny_model(), "algo": make_grpo(group_size=4), "batch_source": source}
     with pytest.raises(ConfigError, match="up to 2 versions old; raise it to 2"):
@@ -290,12 +290,12 @@ def test_a_lag_that_would_be_dropped_is_refused(tmp_path):
     Trainer(cfg=cpu_config(max_lag=2), **options)
 
 
-async def test_overlapping_changes_when_batches_are_made_and_not_what_they_are(tmp_path):
-    """With a learning rate of 0 every version is the same: the batches are those of a run
-    without overlap."""
+async def test_overlapping_changes_when_batches_are_made_but_not_their_content(tmp_path):
+    """With a learning rate of 0 all versions are equal, so the batches equal those of a run without
+    overlap."""
     rewards_of_runs = []
     for max_lag in (0, 2):
-        trainer = trainer_of(tmp_path / str(max_lag), Seen(), max_lag=max_lag)
+        trainer = make_trainer(tmp_path / str(max_lag), PromptRecorder(), max_lag=max_lag)
         trainer.backend.optimizer.param_groups[0]["initial_lr"] = 0.0
         random.seed(3)
         losses = []

@@ -1,4 +1,4 @@
-"""Preference pairs: grouped, split by the token budget, collated. A pair is never divided."""
+"""Preference pairs are grouped, split by the token budget and collated. A pair is never split."""
 
 import logging
 import random
@@ -58,8 +58,8 @@ def test_incomplete_pairs_are_dropped_with_a_warning_or_refused(caplog):
 
 
 @pytest.mark.parametrize("drop_incomplete", [True, False])
-def test_incomplete_pairs_are_kept_where_completeness_is_not_required(drop_incomplete):
-    """The reference dropped them all the same."""
+def test_incomplete_pairs_are_kept_when_completeness_is_not_required(drop_incomplete):
+    """The reference implementation dropped them anyway."""
     whole = pair("x", "12>", "12", "21")
     lone = [response("y", "rejected", "3>", "3"), response("z", "chosen", "4>", "4")]
     grouped = group_preference_pairs([*lone, *whole], require_complete=False, drop_incomplete=drop_incomplete)
@@ -79,14 +79,14 @@ def test_a_sample_without_id_or_role_is_named(key):
             function(items)
 
 
-def test_roles_are_two_and_each_comes_once():
+def test_a_pair_has_one_chosen_and_one_rejected_sample():
     with pytest.raises(ValueError, match='sample 1 \\("better"\\)'):
         group_preference_pairs([sample(0, "chosen", 2), sample(0, "better", 2)])
     with pytest.raises(ValueError, match="two chosen samples"):
         group_preference_pairs([sample(0, "chosen", 2), sample(0, "chosen", 2)])
 
 
-def test_a_batch_is_validated_by_its_keys_labels_and_roles():
+def test_batches_are_validated_by_keys_labels_and_roles():
     items = sorted_pairs(3)
     assert validate_preference_batch(items) is None
     assert validate_preference_batch(items[:1], required_keys=("pair_id",)) is None
@@ -101,14 +101,14 @@ def test_a_batch_is_validated_by_its_keys_labels_and_roles():
             validate_preference_batch(items)
 
 
-def test_pairs_are_counted_once_each():
+def test_each_pair_is_counted_once():
     items = sorted_pairs(3)
     assert count_pairs_in_items(items) == 3
     assert count_pairs_in_items(items[:5]) == 2
     assert count_pairs_in_items([]) == 0
 
 
-def test_the_share_of_a_micro_batch_is_its_part_of_the_pairs():
+def test_the_loss_scale_of_a_micro_batch_is_its_fraction_of_the_pairs():
     assert compute_pair_loss_scale(3, 12) == 0.25
     assert compute_pair_loss_scale(0, 0) == 0.0
     assert compute_pair_loss_scale(3, -1) == 0.0
@@ -117,7 +117,7 @@ def test_the_share_of_a_micro_batch_is_its_part_of_the_pairs():
 # --- splitting
 
 
-def test_the_documented_example():
+def test_the_split_of_the_documented_example():
     # Pair lengths 5, 3, 6. Ascending 3, 5, 6: 2 * 5 * 2 = 20 <= 20, 2 * 6 * 3 = 36 > 20.
     micros = split_preference_pairs_by_token_budget(
         pairs_of_lengths((5, 4), (3, 2), (6, 6)), micro_token_budget=20, max_seq_len=10
@@ -126,13 +126,13 @@ def test_the_documented_example():
 
 
 @given(st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), max_size=12), st.integers(60, 200))
-def test_no_pair_is_divided_and_the_budget_holds_for_its_two_rows(lengths, budget):
+def test_no_pair_is_split_and_micro_batches_stay_within_the_budget(lengths, budget):
     pairs = pairs_of_lengths(*lengths)
     micros = split_preference_pairs_by_token_budget(pairs, micro_token_budget=budget, max_seq_len=30)
-    seen = [(items[k], items[k + 1]) for items in micros for k in range(0, len(items), 2)]
-    assert sorted(chosen.meta["pair_id"] for chosen, _ in seen) == list(range(len(pairs)))
-    assert all((chosen.meta["role"], rejected.meta["role"]) == ("chosen", "rejected") for chosen, rejected in seen)
-    assert all(chosen.meta["pair_id"] == rejected.meta["pair_id"] for chosen, rejected in seen)
+    pairs_in_batches = [(items[k], items[k + 1]) for items in micros for k in range(0, len(items), 2)]
+    assert sorted(chosen.meta["pair_id"] for chosen, _ in pairs_in_batches) == list(range(len(pairs)))
+    assert all((chosen.meta["role"], rejected.meta["role"]) == ("chosen", "rejected") for chosen, rejected in pairs_in_batches)
+    assert all(chosen.meta["pair_id"] == rejected.meta["pair_id"] for chosen, rejected in pairs_in_batches)
     assert all(max(len(item.input_ids) for item in items) * len(items) <= budget for items in micros)
 
 
@@ -145,7 +145,7 @@ def test_a_pair_that_exceeds_the_budget_and_wrong_limits_are_refused():
             split_preference_pairs_by_token_budget(pairs, micro_token_budget=budget, max_seq_len=length)
 
 
-def test_long_samples_are_cut_and_pairs_that_the_cut_makes_equal_are_dropped(caplog):
+def test_long_samples_are_truncated_and_pairs_that_become_equal_are_dropped(caplog):
     pairs = pairs_of_lengths((9, 8), (9, 3))
     with caplog.at_level(logging.WARNING):
         micros = split_preference_pairs_by_token_budget(pairs, micro_token_budget=20, max_seq_len=8)
@@ -155,7 +155,7 @@ def test_long_samples_are_cut_and_pairs_that_the_cut_makes_equal_are_dropped(cap
     assert "dropped 1 preference pairs whose samples are equal within max_seq_len (8)" in caplog.text
 
 
-def test_nothing_splits_into_nothing():
+def test_no_pairs_split_into_no_micro_batches():
     assert split_preference_pairs_by_token_budget([], micro_token_budget=8, max_seq_len=8) == []
 
 
@@ -187,7 +187,7 @@ def test_both_modules_have_the_same_functions():
 # --- what the trainer runs
 
 
-def test_what_says_nothing_is_dropped_by_reason(caplog):
+def test_pairs_without_information_are_dropped_and_counted_by_reason(caplog):
     items = [
         *pair("kept", "12>", "12", "21"),
         *pair("identical", "12>", "12", "12"),
@@ -210,7 +210,7 @@ def test_what_says_nothing_is_dropped_by_reason(caplog):
     assert "incomplete preference pairs: lone" in caplog.text
 
 
-def test_where_completeness_is_not_required_the_half_that_the_cut_left_stays():
+def test_without_required_completeness_the_half_that_truncation_leaves_is_kept():
     items = [
         *pair("kept", "12>", "12", "21"),
         response("cut empty", "chosen", "123456789>", "1"),
@@ -237,8 +237,8 @@ def test_where_completeness_is_not_required_the_half_that_the_cut_left_stays():
     ]
 
 
-def test_samples_without_an_action_are_scored_as_they_are():
-    """A reward model reads no action mask: only a cut can leave nothing of an answer."""
+def test_samples_without_an_action_are_scored_unchanged():
+    """A reward model does not read the action mask, so only truncation can remove a response."""
     items = pair("x", "12>", "12", "21")
     for item in items:
         item.action_mask = [0] * len(item.input_ids)
@@ -246,7 +246,7 @@ def test_samples_without_an_action_are_scored_as_they_are():
 
 
 @given(st.integers(1, 9), st.integers(1, 5), st.randoms(use_true_random=False))
-def test_mini_batches_never_divide_a_pair(count, parts, draw):
+def test_mini_batches_never_split_a_pair(count, parts, draw):
     items = sorted_pairs(count, seed=1)
     draw.shuffle(items)
     macro = PreferenceMacroBatch.ingest_pairs(items, max_seq_len=32)
@@ -270,15 +270,15 @@ def test_pairs_of_one_group_stay_in_one_mini_batch():
         assert len({macro.items[row].meta["request_meta"]["group_id"] for row in rows}) == 1
 
 
-def test_a_pair_whose_samples_name_different_groups_stays_whole():
-    """Each group has one half of every pair; the pair belongs where its chosen sample does."""
+def test_a_pair_whose_samples_have_different_groups_is_not_split():
+    """Each group has one sample of every pair. A pair belongs to the group of its chosen sample."""
     both = [(k, role) for k in range(6) for role in ("chosen", "rejected")]
     items = [response(f"p{k}", role, "12>", f"{k}{role}", request_meta={"group_id": role}) for k, role in both]
     macro = PreferenceMacroBatch.ingest_pairs(items, max_seq_len=32)
     assert [len(rows) for rows in macro.divide(2, seed=0, step=0, epoch=0)] == [12, 0]
 
 
-def test_the_parts_of_a_micro_batch_are_its_pairs():
+def test_the_segments_of_a_micro_batch_are_its_pairs():
     macro = PreferenceMacroBatch.ingest_pairs(sorted_pairs(3), max_seq_len=32)
     [micro_batch] = PreferenceMiniBatch(macro, np.arange(6), rm_config(micro_token_budget=1000))
     parts = list(micro_batch.parts())
@@ -297,7 +297,7 @@ def test_the_parts_of_a_micro_batch_are_its_pairs():
 
 
 @given(st.integers(1, 9), st.integers(1, 4), st.booleans())
-def test_a_source_gives_whole_pairs_and_every_pair_once_a_pass(count, batch_size, shuffle):
+def test_a_source_returns_whole_pairs_and_every_pair_once_per_pass(count, batch_size, shuffle):
     items = sorted_pairs(count)
     random.Random(0).shuffle(items)
     source = preference_batches(items, batch_size=batch_size, shuffle=shuffle, seed=5)
@@ -314,7 +314,7 @@ def test_a_source_gives_whole_pairs_and_every_pair_once_a_pass(count, batch_size
 INCOMPLETE = [*sorted_pairs(3), response("lone", "rejected", "12>", "1")]
 
 
-def test_a_source_drops_incomplete_pairs_with_a_count_or_refuses_them(caplog):
+def test_a_source_counts_and_drops_incomplete_pairs_or_refuses_them(caplog):
     source = preference_batches(INCOMPLETE, batch_size=2)
     assert (len(source), source.pairs_incomplete) == (3, 1)
     assert "dropped 1 incomplete preference pairs: lone" in caplog.text
@@ -324,7 +324,7 @@ def test_a_source_drops_incomplete_pairs_with_a_count_or_refuses_them(caplog):
 
 
 @pytest.mark.parametrize("drop_incomplete", [True, False])
-def test_a_source_keeps_samples_that_are_alone_where_completeness_is_not_required(drop_incomplete):
+def test_a_source_keeps_single_samples_when_completeness_is_not_required(drop_incomplete):
     settings = {"require_complete": False, "drop_incomplete": drop_incomplete}
     source = preference_batches(INCOMPLETE, batch_size=1, shuffle=True, **settings)
     assert (len(source), source.pairs_incomplete) == (4, 0)
@@ -332,7 +332,7 @@ def test_a_source_keeps_samples_that_are_alone_where_completeness_is_not_require
     assert sorted(batches) == [["lone"], ["p0", "p0"], ["p1", "p1"], ["p2", "p2"]]
 
 
-async def test_a_source_goes_on_where_it_was():
+async def test_a_source_resumes_at_its_position():
     source = preference_batches(sorted_pairs(7), batch_size=2)
     for _ in range(5):
         await source.next_batch()
@@ -345,6 +345,6 @@ async def test_a_source_goes_on_where_it_was():
         preference_batches(sorted_pairs(6), batch_size=2).load_state_dict(source.state_dict())
 
 
-def test_the_real_tokenizer_made_these_samples():
+def test_the_preference_samples_of_these_tests_match_the_real_tokenizer():
     [chosen, _] = pair("x", "21>", "12", "21")
     assert TOKENIZER.decode(chosen.input_ids) == "21>12<eos>"

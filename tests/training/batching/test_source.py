@@ -1,4 +1,5 @@
-"""A source needs `next_batch` alone; the rest has defaults, and what it has is taken over."""
+"""A source needs only `next_batch`. Its other members have defaults, which its own members
+replace."""
 
 from training_samples import DrawingSource, ListSource, cpu_config, sorting_items, tiny_model
 
@@ -7,7 +8,7 @@ from ludic.training.batching.source import BatchSourceBase, as_batch_source
 from ludic.training.evaluators.protocol import runs_on_all_ranks
 
 
-async def test_a_source_with_next_batch_alone_has_every_default():
+async def test_a_source_with_only_next_batch_gets_every_default():
     source = as_batch_source(ListSource(sorting_items(2)))
     assert (source.max_lag, source.overlaps, source.shards_across_ranks, source.pairs_incomplete) == (0, False, None, 0)
     assert source.state_dict() is None
@@ -16,14 +17,14 @@ async def test_a_source_with_next_batch_alone_has_every_default():
     assert len((await source.next_batch()).items) == 2
 
 
-async def test_what_a_source_of_ones_own_has_is_read():
-    class Own(DrawingSource):
+async def test_the_members_of_a_users_source_replace_the_defaults():
+    class UserSource(DrawingSource):
         max_lag, overlaps, shards_across_ranks, pairs_incomplete, closed = 2, True, False, 3, False
 
         async def aclose(self):
             self.closed = True
 
-    own = Own()
+    own = UserSource()
     source = as_batch_source(own)
     assert (source.max_lag, source.overlaps, source.shards_across_ranks, source.pairs_incomplete) == (2, True, False, 3)
     source.load_state_dict({"drawn": 7})
@@ -32,13 +33,13 @@ async def test_what_a_source_of_ones_own_has_is_read():
     assert own.closed
 
 
-def test_a_source_that_has_everything_is_not_wrapped():
+def test_a_source_with_every_member_is_not_wrapped():
     source = OverlappedSource(ListSource(sorting_items(2)))
     assert isinstance(source, BatchSourceBase)
     assert as_batch_source(source) is source
 
 
-def test_the_trainer_shows_the_source_that_it_was_given():
+def test_trainer_batch_source_is_the_users_object():
     class Minimal:
         async def next_batch(self):
             return SAWBatch(sorting_items(4))
@@ -63,8 +64,8 @@ def test_an_evaluator_runs_on_rank_0_unless_it_says_otherwise():
     assert [runs_on_all_ranks(kind()) for kind in (Plain, Everywhere, Nowhere)] == [False, True, False]
 
 
-def test_members_and_state_of_a_users_source_are_read_as_they_are_at_that_moment():
-    class Own:
+def test_members_and_state_of_a_users_source_are_read_at_the_time_of_use():
+    class UserSource:
         overlaps = False
 
         async def next_batch(self):
@@ -73,14 +74,14 @@ def test_members_and_state_of_a_users_source_are_read_as_they_are_at_that_moment
         def state_dict(self):
             return 7
 
-    own = Own()
+    own = UserSource()
     source = as_batch_source(own)
     own.overlaps = True
     assert source.overlaps
     assert source.state_dict() == 7
 
 
-def test_a_trainer_takes_batches_from_the_source_that_it_has_now():
+def test_replacing_the_trainers_source_takes_effect_at_the_next_batch():
     class Counting:
         def __init__(self):
             self.batches = 0

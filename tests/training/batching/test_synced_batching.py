@@ -1,4 +1,5 @@
-"""Batches on demand: what a source passes on, and what a run that resumes from it plays."""
+"""Batches generated on demand: what the source passes to the engine, and what a resumed run
+plays."""
 
 import pytest
 from playing import FOR_RL, Counting, ScriptedClient, play, protocol, tiny_model
@@ -34,7 +35,7 @@ from ludic.types import Rollout, Step, TokenTrace
 
 
 class Recording:
-    """An engine that notes what it is asked for."""
+    """An engine that records its arguments."""
 
     def __init__(self):
         self.arguments = None
@@ -50,7 +51,7 @@ def test_every_setting_reaches_the_engine():
     assert engine.arguments == {"requests": wanted, "credit_assigner": assigner, **settings}
 
 
-def test_a_source_says_whether_ranks_would_play_the_same_prompts(tmp_path):
+def test_a_source_knows_whether_ranks_would_play_the_same_prompts(tmp_path):
     def source(**settings):
         return RolloutBatchSource(engine=Recording(), requests_fn=list, credit_assigner=ConstantCredit(), **settings)
 
@@ -63,7 +64,7 @@ def test_a_source_says_whether_ranks_would_play_the_same_prompts(tmp_path):
     assert OfflineBatchSource(tmp_path / "r.jsonl", sample_from_step, ConstantCredit()).shards_across_ranks is True
 
 
-def test_a_source_of_the_users_own_that_says_nothing_is_not_spoken_for():
+def test_a_users_source_without_that_member_is_left_undecided():
     class Own:
         async def next_batch(self):
             return SAWBatch([])
@@ -76,7 +77,7 @@ def test_a_source_of_the_users_own_that_says_nothing_is_not_spoken_for():
     assert as_batch_source(Inherited()).shards_across_ranks is None
 
 
-def test_a_trainer_on_several_ranks_refuses_a_source_that_would_play_the_same_prompts_on_each(monkeypatch):
+def test_several_ranks_refuse_a_source_that_would_play_the_same_prompts_on_each(monkeypatch):
     def trainer(**settings):
         source = RolloutBatchSource(engine=Recording(), requests_fn=list, credit_assigner=ConstantCredit(), **settings)
         return Trainer(model=tiny_model(), algo=make_reinforce(), batch_source=source, cfg=TrainerConfig(model_device="cpu"))
@@ -90,13 +91,13 @@ def test_a_trainer_on_several_ranks_refuses_a_source_that_would_play_the_same_pr
     trainer(shards_across_ranks=True)
 
 
-def test_credit_given_comes_before_the_algorithms():
+def test_an_explicit_credit_assigner_takes_precedence_over_the_algorithms():
     mine = EpisodicReturn()
     made = RolloutBatchSource(engine=Recording(), requests_fn=list, credit_assigner=mine, algorithm=make_grpo(group_size=2))
     assert made.credit_assigner is mine
 
 
-def test_requests_may_be_awaited():
+def test_requests_may_come_from_a_coroutine_function():
     engine, wanted = Recording(), [RolloutRequest(EnvSpec("e"), ProtocolSpec("p"))]
 
     async def requests():
@@ -106,7 +107,7 @@ def test_requests_may_be_awaited():
     assert engine.arguments["requests"] is wanted
 
 
-def test_an_end_of_requests_passes_through():
+def test_the_end_of_requests_reaches_the_caller():
     def none_left():
         raise RequestsExhausted("that was all")
 
@@ -150,7 +151,7 @@ def rows(batch_source):
     return [(item.meta["row"], item.meta["episode_idx"]) for item in batch.items]
 
 
-def test_a_run_that_resumes_plays_what_the_other_would_have_played():
+def test_a_resumed_run_plays_what_the_uninterrupted_run_plays():
     whole = source()
     expected = [rows(whole) for _ in range(7)]  # into the second pass
     first = source()
@@ -160,7 +161,7 @@ def test_a_run_that_resumes_plays_what_the_other_would_have_played():
     assert played + [rows(second) for _ in range(3)] == expected
 
 
-def test_a_batch_that_failed_is_played_again_by_the_run_that_resumes():
+def test_a_resumed_run_plays_a_failed_batch_again():
     expected = [rows(whole) for whole in [source()] for _ in range(3)]
     first = source()
     rows(first)
@@ -175,14 +176,14 @@ def test_a_batch_that_failed_is_played_again_by_the_run_that_resumes():
     assert [rows(second), rows(second)] == expected[1:]
 
 
-def test_a_state_of_other_samples_or_another_order_is_refused():
+def test_a_state_for_other_samples_or_another_order_is_refused():
     state = source().state_dict()
     for name in ("num_samples", "rng_seed"):
         with pytest.raises(ValueError, match=name):
             source().load_state_dict({**state, "requests": {**state["requests"], name: 99}})
 
 
-def test_a_source_of_plain_functions_keeps_the_engines_state_alone():
+def test_a_source_of_plain_functions_saves_only_the_engines_state():
     engine = RolloutEngine(env_registry={}, protocol_registry={})
     made = RolloutBatchSource(engine=engine, requests_fn=list, credit_assigner=ConstantCredit())
     assert made.state_dict() == {"engine": {"episodes": 0}}

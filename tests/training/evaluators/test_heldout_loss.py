@@ -1,4 +1,4 @@
-"""The held-out loss is the mean over the trained tokens, whatever the packing."""
+"""The held-out loss is the mean over the trained tokens, however they are packed."""
 
 import math
 import random
@@ -20,7 +20,7 @@ def items_of(count):
 
 @torch.no_grad()
 def mean_nll(model, items):
-    """One sample at a time, with torch's own cross entropy."""
+    """One sample at a time, with torch's cross entropy."""
     total, tokens = 0.0, 0
     for item in items:
         ids = torch.tensor([item.input_ids])
@@ -31,7 +31,7 @@ def mean_nll(model, items):
 
 
 @pytest.mark.parametrize("packing", ["optimal", "greedy", "padding_free"])
-def test_it_is_the_mean_over_all_trained_tokens(packing):
+def test_the_heldout_loss_is_the_mean_over_all_trained_tokens(packing):
     model, items = tiny_model().eval(), items_of(9)
     expected, tokens = mean_nll(model, items)
     measured = HeldOutLoss(model, items, cpu_config(packing=packing)).measure()
@@ -40,14 +40,14 @@ def test_it_is_the_mean_over_all_trained_tokens(packing):
     assert measured["tokens"] == tokens
 
 
-def test_dropout_is_off_while_it_is_measured_and_on_again_afterwards():
+def test_dropout_is_off_during_the_measurement_and_on_again_afterwards():
     model = tiny_model(attention_dropout=0.5).train()
     heldout = HeldOutLoss(model, items_of(4), cpu_config())
     assert heldout.measure() == heldout.measure()
     assert model.training
 
 
-def test_the_trainer_logs_it_and_stops_when_it_no_longer_falls():
+def test_the_trainer_logs_the_heldout_loss_and_stops_when_it_no_longer_falls():
     lines = []
     cfg = cpu_config(eval_every_n_steps=1, early_stopping_patience=2, lr=0.0)
     model = tiny_model()
@@ -62,11 +62,11 @@ def test_the_trainer_logs_it_and_stops_when_it_no_longer_falls():
         model=model, algo=make_sft(), batch_source=source, cfg=cfg, evaluator=HeldOutLoss(model, items, cfg), train_logger=Lines()
     )
     trainer.train_sync(num_steps=10)
-    assert trainer.current_step == 3  # the first measurement, and two that are no better
+    assert trainer.current_step == 3  # the first measurement and two that are no better
     assert all(line["eval/loss"] == lines[0].get("eval/loss", line["eval/loss"]) for line in lines if "eval/loss" in line)
 
 
-def test_samples_are_cut_as_in_training_and_nothing_left_is_an_error():
+def test_samples_are_truncated_as_in_training_and_an_empty_rest_is_an_error():
     model, cfg = tiny_model().eval(), cpu_config(max_seq_len=4)
     long = SAWItem([5, 6, 7, 8, 9, 10], [1] * 6, [0, 1, 1, 1, 1, 1], 1.0)
     assert HeldOutLoss(model, [long], cfg).measure()["tokens"] == 3.0

@@ -1,5 +1,5 @@
-"""Loggers of services, over the services' own libraries: what is written is read back with their
-readers."""
+"""Loggers of tracking services, with the services' own libraries: what is written is read back with
+their readers."""
 
 import json
 import os
@@ -21,8 +21,9 @@ STATS = [
 EVALUATION = {"eval/accuracy": 0.75}
 
 
-def in_a_process_of_its_own(folder, script):
-    """What the script prints last, as JSON. It stays on this machine."""
+def run_in_subprocess(folder, script):
+    """Run the script in a process of its own, without network. Returns the last line that it
+    prints, as JSON."""
     root = Path(__file__).parents[3]
     environment = {
         **os.environ,
@@ -30,11 +31,11 @@ def in_a_process_of_its_own(folder, script):
         "WANDB_MODE": "offline",
         "PYTHONPATH": os.pathsep.join([str(root / "python"), str(root)]),
     }
-    said = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", script], env=environment, cwd=folder, capture_output=True, text=True, timeout=120, check=False
     )
-    assert said.returncode == 0, said.stderr
-    return json.loads(next(line for line in said.stdout.splitlines() if line.startswith("[")))
+    assert process.returncode == 0, process.stderr
+    return json.loads(next(line for line in process.stdout.splitlines() if line.startswith("[")))
 
 
 def log_all(logger):
@@ -49,7 +50,7 @@ def log_all(logger):
 
 @pytest.fixture
 def accumulator(monkeypatch):
-    """TensorBoard's reader. It asks for nothing that is not installed."""
+    """TensorBoard's event reader, without its optional dependencies."""
     pytest.importorskip("tensorboard")
     monkeypatch.setitem(sys.modules, "tensorflow", None)
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -57,7 +58,7 @@ def accumulator(monkeypatch):
     return EventAccumulator
 
 
-def test_tensorboard_reads_back_every_scalar_with_its_step(tmp_path, accumulator):
+def test_tensorboard_has_every_scalar_with_its_step(tmp_path, accumulator):
     log_all(TensorboardLogger(tmp_path / "run"))
     events = accumulator(str(tmp_path / "run"))
     events.Reload()
@@ -75,7 +76,7 @@ def test_tensorboard_makes_no_file_before_the_first_statistics(tmp_path, accumul
     assert not (tmp_path / "run").exists()
 
 
-def test_a_logger_that_was_closed_goes_on_in_another_file(tmp_path, accumulator):
+def test_a_closed_logger_continues_in_another_file(tmp_path, accumulator):
     logger = TensorboardLogger(tmp_path)
     for step in (1, 2):
         logger.log(step, {"x": float(step)})
@@ -97,7 +98,7 @@ def test_without_the_package_the_error_names_the_extra(monkeypatch, module, make
 # --- wandb
 
 
-def test_wandb_itself_keeps_the_users_run_open_and_ends_the_loggers_own(tmp_path):
+def test_real_wandb_keeps_the_users_run_open_and_finishes_the_loggers_own(tmp_path):
     pytest.importorskip("wandb", reason="pip install 'ludic[wandb]'")
     script = """
 import json, wandb
@@ -114,13 +115,13 @@ with wandb.init(project="mine") as run:
     found += [wandb.run is run, run.project, run.summary["train/loss"]]
 print(json.dumps(found))
 """
-    assert in_a_process_of_its_own(tmp_path, script) == ["Ludic", 0.5, True, True, "mine", 0.25]
+    assert run_in_subprocess(tmp_path, script) == ["Ludic", 0.5, True, True, "mine", 0.25]
 
 
-# --- trackio, whose database is where it was when the package was imported
+# trackio fixes the folder of its database when it is imported
 
 
-def test_trackio_reads_back_what_was_logged_and_goes_on_with_a_run(tmp_path):
+def test_trackio_has_what_was_logged_and_continues_a_run(tmp_path):
     pytest.importorskip("trackio", reason="constraints-trackio.txt has an environment for it")
     begun = """
 import json
@@ -132,11 +133,11 @@ from trackio.sqlite_storage import SQLiteStorage
 print(json.dumps([{key: line[key] for key in line if key != "timestamp"} for line in SQLiteStorage.get_logs("sorting", "a")]))
 """
     line = {"train/loss": 0.5, "train/clip_rate": 0.25, "phase": "reinforce"}
-    assert in_a_process_of_its_own(tmp_path, begun.replace("STEP", "1")) == [{**line, "step": 1}]
-    assert in_a_process_of_its_own(tmp_path, begun.replace("STEP", "2")) == [{**line, "step": 1}, {**line, "step": 2}]
+    assert run_in_subprocess(tmp_path, begun.replace("STEP", "1")) == [{**line, "step": 1}]
+    assert run_in_subprocess(tmp_path, begun.replace("STEP", "2")) == [{**line, "step": 1}, {**line, "step": 2}]
 
 
-def test_trackio_arguments_outrank_init_kwargs_and_the_environment_the_default_project(monkeypatch):
+def test_trackio_arguments_override_init_kwargs_and_the_environment_overrides_the_default_project(monkeypatch):
     monkeypatch.setitem(sys.modules, "trackio", types.ModuleType("trackio"))
     monkeypatch.delenv("TRACKIO_PROJECT", raising=False)
     assert TrackioLogger(init_kwargs={"name": "a", "group": "g"}, name="b").init_kwargs == {

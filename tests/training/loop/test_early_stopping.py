@@ -1,4 +1,5 @@
-"""When a run ends early, which way its metric is better, and that its weights are the best ones."""
+"""When a run stops early, in which direction its metric improves, and that it ends with its best
+weights."""
 
 import math
 import random
@@ -14,8 +15,8 @@ from ludic.training.loop.best_weights import BestWeights
 from ludic.training.loop.early_stopping import EarlyStopping, metric_direction
 
 
-class Scripted:
-    """One evaluation a step with these losses; it remembers the weights of each."""
+class ScriptedEvaluator:
+    """One evaluation per step with these losses. Records the weights at each."""
 
     def __init__(self, *losses):
         self.losses, self.trainer, self.weights = losses, None, {}
@@ -27,11 +28,11 @@ class Scripted:
 
 
 LOSSES = (0.9, 0.5, 0.6, 0.7, 0.1, 0.2)
-"""The second is the best when patience of 2 ends the run after step 4."""
+"""The second loss is the best. With a patience of 2, the run ends after step 4."""
 
 
 def run(*losses, folder=None, steps=6, patience=2, resume=None, **options):
-    evaluator = Scripted(*(losses or LOSSES))
+    evaluator = ScriptedEvaluator(*(losses or LOSSES))
     torch.manual_seed(3), random.seed(3)
     trainer = Trainer(
         model=tiny_model(attention_dropout=0.1),
@@ -51,24 +52,24 @@ def run(*losses, folder=None, steps=6, patience=2, resume=None, **options):
 
 @pytest.mark.parametrize("lora", [None, LoraSettings(rank=2)])
 @pytest.mark.parametrize("on_disk", [False, True])
-def test_a_run_that_ends_early_has_the_weights_of_its_best_evaluation(tmp_path, on_disk, lora):
+def test_a_run_that_stops_early_ends_with_its_best_weights(tmp_path, on_disk, lora):
     trainer, evaluator = run(folder=tmp_path if on_disk else None, lora_config=lora)
     assert (trainer.current_step, trainer.early_stopping.best_step) == (4, 2)
     assert_same_tensors(weights_of(trainer.model), evaluator.weights[2])
     different = [name for name, tensor in evaluator.weights[4].items() if not torch.equal(tensor, evaluator.weights[2][name])]
-    assert different  # there was something to put back
+    assert different  # the best weights differ from the last ones
 
 
-def test_a_run_that_comes_to_its_end_can_be_given_its_best_weights():
+def test_a_run_that_reaches_its_end_can_restore_its_best_weights():
     trainer, evaluator = run(patience=9, steps=4)
     assert_same_tensors(weights_of(trainer.model), evaluator.weights[4])
     assert trainer.restore_best() == 2
     assert_same_tensors(weights_of(trainer.model), evaluator.weights[2])
 
 
-def test_a_run_that_ended_early_resumes_to_the_same_weights(tmp_path):
+def test_a_run_that_stopped_early_resumes_to_the_same_weights(tmp_path):
     ended, evaluator = run(folder=tmp_path)
-    ended.save_checkpoint()  # stays that of the last step
+    ended.save_checkpoint()  # still the state of the last step
     resumed, _ = run(folder=tmp_path, resume=4)
     assert resumed.current_step == 4
     assert_same_tensors(weights_of(resumed.model), evaluator.weights[2])
@@ -76,7 +77,7 @@ def test_a_run_that_ended_early_resumes_to_the_same_weights(tmp_path):
     assert_same_tensors(weights_of(last.model), evaluator.weights[4])
 
 
-def test_with_more_patience_a_run_goes_on_as_if_it_had_not_ended(tmp_path):
+def test_with_more_patience_a_stopped_run_continues_as_if_it_had_not_stopped(tmp_path):
     whole, _ = run(folder=tmp_path / "whole", patience=3)
     ended, _ = run(folder=tmp_path / "ended")
     ended.cfg.early_stopping_patience = 3
@@ -85,7 +86,7 @@ def test_with_more_patience_a_run_goes_on_as_if_it_had_not_ended(tmp_path):
     assert_same_tensors(weights_of(ended.model), weights_of(whole.model))
 
 
-def test_best_weights_that_are_not_there_are_told_of(tmp_path, caplog):
+def test_missing_best_weights_are_reported(tmp_path, caplog):
     trainer, evaluator = run(folder=tmp_path, patience=9, steps=4)
     trainer.early_stopping.best_step = 1
     assert trainer.restore_best() is None
@@ -94,7 +95,7 @@ def test_best_weights_that_are_not_there_are_told_of(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("on_disk", [False, True])
-def test_kept_weights_come_back_by_their_step_alone(tmp_path, on_disk):
+def test_saved_best_weights_are_restored_only_for_their_step(tmp_path, on_disk):
     model = tiny_model()
     backend = TorchBackend(model, cpu_config(), algo=make_grpo(group_size=4))
     best = BestWeights(backend, tmp_path if on_disk else None)
@@ -125,7 +126,7 @@ def test_kept_weights_come_back_by_their_step_alone(tmp_path, on_disk):
         ("pass@4", "max"),
     ],
 )
-def test_the_direction_follows_the_metric_unless_it_is_said_and_is_never_the_wrong_one(metric, better):
+def test_the_direction_follows_from_the_metric_unless_the_mode_is_explicit(metric, better):
     wrong = {"min": "max", "max": "min"}[better]
     assert metric_direction(cpu_config(early_stopping_metric=metric)) == better
     assert metric_direction(cpu_config(early_stopping_metric=metric, early_stopping_mode=better)) == better
@@ -139,7 +140,7 @@ def test_a_metric_of_unknown_direction_needs_a_mode():
     assert metric_direction(cpu_config(early_stopping_metric="frobs", early_stopping_mode="max")) == "max"
 
 
-def test_a_patience_that_counts_nothing_is_refused():
+def test_a_patience_without_evaluations_is_refused():
     with pytest.raises(ConfigError, match=r"early_stopping_patience \(2\) counts evaluations, and there are none"):
         Trainer(
             model=tiny_model(),
@@ -149,7 +150,7 @@ def test_a_patience_that_counts_nothing_is_refused():
         )
 
 
-def test_a_first_value_that_is_not_a_number_is_not_the_best_for_ever():
+def test_a_first_value_of_nan_does_not_stay_the_best():
     stopping = EarlyStopping(cpu_config(early_stopping_patience=2, eval_every_n_steps=1))
     found = [stopping.update(value) for value in (math.nan, 0.5, math.nan, 0.4)]
     assert found == [(False, True), (False, True), (False, False), (False, True)]

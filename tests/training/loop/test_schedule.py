@@ -15,7 +15,7 @@ def factors(steps, **options):
     return [schedule.factor(step) for step in range(steps)]
 
 
-def test_without_a_kind_the_rate_is_constant():
+def test_without_a_scheduler_type_the_learning_rate_is_constant():
     assert factors(3) == [1.0, 1.0, 1.0]
 
 
@@ -29,14 +29,14 @@ def test_linear_falls_to_the_floor_and_stays():
     assert factors(8, kind="linear", warmup_steps=2, total_steps=6, min_ratio=0.2) == pytest.approx(expected)
 
 
-def test_cosine_is_half_way_at_half_time():
+def test_cosine_is_halfway_down_at_half_time():
     # p = 0, 1/4, 1/2, 3/4, 1: (1 + cos(pi p)) / 2
     root = math.sqrt(0.5)
     expected = [1.0, (1 + root) / 2, 0.5, (1 - root) / 2, 0.0]
     assert factors(5, kind="cosine", total_steps=4) == pytest.approx(expected)
 
 
-def test_warmup_steps_outrank_warmup_ratio():
+def test_warmup_steps_override_warmup_ratio():
     cfg = TrainerConfig(lr_scheduler_type="linear", warmup_ratio=0.5)
     assert LearningRateSchedule.from_config(cfg, 10).warmup_steps == 5
     cfg = TrainerConfig(lr_scheduler_type="linear", warmup_ratio=0.5, warmup_steps=2)
@@ -51,14 +51,14 @@ def test_wrong_settings_are_refused():
         LearningRateSchedule("linear", total_steps=0)
 
 
-def test_the_first_beginning_sets_the_length_of_a_run_that_has_none():
+def test_the_first_train_call_sets_the_length_of_a_run_without_one():
     schedule = RunSchedule(cpu_config(lr_scheduler_type="linear"), None)
     schedule.begin(4)
     schedule.begin(100)
     assert [schedule.factor(step) for step in range(5)] == [1.0, 0.75, 0.5, 0.25, 0.0]
 
 
-def test_a_length_that_is_given_or_resumed_is_not_stretched():
+def test_an_explicit_or_resumed_length_does_not_change():
     explicit = RunSchedule(cpu_config(lr_scheduler_type="linear"), 4)
     explicit.begin(100)
     resumed = RunSchedule(cpu_config(lr_scheduler_type="linear"), None)

@@ -1,5 +1,4 @@
-"""What of a trainer's parts does not go together: several ranks, and schedules of unknown
-length."""
+"""Invalid combinations of a trainer's parts: several ranks, and schedules of unknown length."""
 
 import pytest
 from training_samples import ListSource, cpu_config, sorting_items, tiny_model
@@ -36,7 +35,7 @@ COSINE = {"lr_scheduler_type": "cosine", "warmup_steps": 0}
         ({}, None, False),
     ],
 )
-def test_steps_of_a_loop_of_ones_own_under_a_schedule_of_unknown_length_are_warned_of_once(config, total, warned, caplog):
+def test_a_custom_loop_with_a_schedule_of_unknown_length_warns_once(config, total, warned, caplog):
     trainer = trainer_of(total=total, **config)
     trainer.train_step_sync()
     trainer.train_step_sync()
@@ -45,7 +44,7 @@ def test_steps_of_a_loop_of_ones_own_under_a_schedule_of_unknown_length_are_warn
     assert all("1,000,000 steps" in line and "total_training_steps" in line for line in said)
 
 
-def test_a_run_without_a_number_of_steps_is_warned_of_too_and_one_with_it_is_not(caplog):
+def test_a_run_warns_about_an_unknown_schedule_length_only_without_a_number_of_steps(caplog):
     trainer_of(**COSINE).train_sync(2)
     assert not caplog.records
 
@@ -73,13 +72,13 @@ def two_ranks(monkeypatch):
 
 @pytest.mark.usefixtures("two_ranks")
 @pytest.mark.parametrize("wrap", [lambda source: source, OverlappedSource])
-def test_a_source_that_plays_the_same_on_every_rank_is_refused(wrap):
+def test_a_source_that_plays_the_same_prompts_on_every_rank_is_refused(wrap):
     with pytest.raises(ConfigError, match=r"gives each of 2 ranks the same prompts; .*shards_across_ranks=True"):
         setup_checks.check_ranks(wrap(playing_source()))
 
 
 @pytest.mark.usefixtures("two_ranks")
-def test_sources_whose_ranks_share_the_samples_are_taken(caplog):
+def test_sources_that_divide_samples_between_ranks_are_accepted(caplog):
     source = playing_source(shards_across_ranks=True)
     setup_checks.check_ranks(source)
     setup_checks.check_ranks(OverlappedSource(source))
@@ -88,13 +87,13 @@ def test_sources_whose_ranks_share_the_samples_are_taken(caplog):
 
 
 @pytest.mark.usefixtures("two_ranks")
-def test_a_source_that_does_not_say_is_warned_of(caplog):
+def test_a_source_that_does_not_declare_it_causes_a_warning(caplog):
     setup_checks.check_ranks(ListSource(sorting_items(4)))
     [record] = caplog.records
     assert "ListSource does not say whether each of the 2 ranks" in record.getMessage()
 
 
-def test_one_rank_asks_no_source(caplog):
+def test_a_single_rank_accepts_any_source(caplog):
     setup_checks.check_ranks(playing_source())
     setup_checks.check_ranks(ListSource(sorting_items(4)))
     assert not caplog.records

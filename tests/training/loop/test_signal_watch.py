@@ -1,4 +1,5 @@
-"""Steps that teach nothing, and batches with nothing to train on: told, and told once."""
+"""Warnings about steps without a learning signal and batches without trainable samples. Each is
+logged once."""
 
 import pytest
 from training_samples import ListSource, cpu_config, sorting_items, tiny_model
@@ -13,40 +14,40 @@ def items(*weights):
     return [SAWItem([1, 2], [1, 1], [0, 1], weight) for weight in weights]
 
 
-def told(caplog):
+def warnings_of(caplog):
     return [record.getMessage() for record in caplog.records if "weight 0" in record.getMessage()]
 
 
-def test_batches_without_a_signal_are_told_once_when_they_do_not_end(caplog):
+def test_a_series_of_batches_without_a_signal_warns_once(caplog):
     watch = SignalWatch()
     for _ in range(PATIENCE - 1):
         watch.count_batch(items(0.0, 0.0))
-    assert told(caplog) == []
+    assert warnings_of(caplog) == []
     for _ in range(3 * PATIENCE):
         watch.count_batch(items(0.0))
-    assert len(told(caplog)) == 1
-    assert f"all samples of {PATIENCE} batches in a row have weight 0" in told(caplog)[0]
+    assert len(warnings_of(caplog)) == 1
+    assert f"all samples of {PATIENCE} batches in a row have weight 0" in warnings_of(caplog)[0]
 
 
-def test_one_sample_that_teaches_is_a_signal(caplog):
+def test_one_sample_with_a_gradient_is_a_signal(caplog):
     watch = SignalWatch()
     for _ in range(3):
         for _ in range(PATIENCE - 1):
             watch.count_batch(items(0.0))
         watch.count_batch(items(0.0, -0.5))
-    assert told(caplog) == []
+    assert warnings_of(caplog) == []
 
 
-def test_the_trainer_looks_at_what_it_trains(caplog):
+def test_the_trainer_watches_the_batches_that_it_trains_on(caplog):
     flat = sorting_items(4)
     for item in flat:
         item.weight = 0.0
     trainer = Trainer(model=tiny_model(), algo=make_reinforce(), batch_source=ListSource(flat), cfg=cpu_config())
     trainer.train_sync(num_steps=PATIENCE)
-    assert len(told(caplog)) == 1
+    assert len(warnings_of(caplog)) == 1
 
 
-def test_prompts_that_leave_no_room_are_told_once_with_their_length_and_the_limit(caplog):
+def test_prompts_that_leave_no_room_warn_once_with_their_length_and_the_limit(caplog):
     source = ListSource([SAWItem(list(range(3, 13)), [1] * 10, [0] * 8 + [1] * 2, 1.0)])
     cfg = cpu_config(max_seq_len=5, max_empty_batches=7)
     trainer = Trainer(model=tiny_model(), algo=make_reinforce(), batch_source=source, cfg=cfg)
@@ -57,7 +58,7 @@ def test_prompts_that_leave_no_room_are_told_once_with_their_length_and_the_limi
     assert record.getMessage() == f"a batch of 1 samples has none to train on ({said}); fetching the next"
 
 
-def test_a_cut_that_leaves_a_prompt_some_room_is_not_blamed(caplog):
+def test_truncation_that_leaves_room_for_an_answer_is_not_blamed(caplog):
     short = SAWItem([3, 4], [1, 1], [1, 1], 1.0)
 
     def drop_all(batch):

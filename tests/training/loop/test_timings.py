@@ -5,7 +5,7 @@ import pytest
 from ludic.training.loop.timings import PhaseTimer
 
 
-def test_a_timer_adds_to_the_totals_that_it_is_given_and_counts_a_phase_that_fails() -> None:
+def test_a_timer_adds_to_the_given_totals_and_counts_a_failing_phase() -> None:
     seconds = {"rollout": 1.0}
     timer = PhaseTimer(seconds)
     timer.add("rollout", 0.5)

@@ -1,4 +1,4 @@
-"""`Loss`, and what a user's loss becomes where it enters."""
+"""`Loss`, and how a user's loss is adapted."""
 
 import inspect
 
@@ -12,8 +12,8 @@ from ludic.training.loss import as_loss
 from ludic.training.loss.base import AdaptedLoss, adapted_loss, loss_name
 
 
-class Documented:
-    """Only the documented members."""
+class DocumentedLoss:
+    """Has only the documented members."""
 
     normalizer = "tokens"
     zero_weight_is_zero_gradient = True
@@ -28,15 +28,15 @@ def square(logits, batch):
     return loss, {"loss": loss.detach()}
 
 
-def test_a_loss_is_passed_on_as_it_is():
+def test_a_loss_is_not_wrapped():
     loss = CISPOLoss()
     assert as_loss(loss) is loss
     assert RLAlgorithm("x", ConstantCredit(), loss).loss is loss
     assert LossTerm("x", loss).loss is loss
 
 
-def test_an_object_with_the_documented_members_alone_becomes_a_loss_with_its_flags():
-    loss = adapted_loss(RLAlgorithm("x", ConstantCredit(), Documented()))
+def test_an_object_with_only_the_documented_members_becomes_a_loss_with_its_flags():
+    loss = adapted_loss(RLAlgorithm("x", ConstantCredit(), DocumentedLoss()))
     assert isinstance(loss, Loss)
     assert (loss.normalizer, loss.zero_weight_is_zero_gradient) == ("tokens", True)
     assert (loss.reads_shared_only, loss.reads_entropy, loss.needs_first_pass, loss.scales_itself) == (False,) * 4
@@ -44,8 +44,8 @@ def test_an_object_with_the_documented_members_alone_becomes_a_loss_with_its_fla
     assert as_loss(loss) is loss
 
 
-class Scaled(Documented):
-    """A loss with a coefficient that a user changes between steps."""
+class ScaledLoss(DocumentedLoss):
+    """A loss with a coefficient that the user changes between steps."""
 
     scale = 1.0
 
@@ -54,8 +54,8 @@ class Scaled(Documented):
         return loss, {"loss": loss.detach()}
 
 
-def test_a_users_loss_can_be_read_changed_and_replaced_where_it_was_given():
-    own, batch = Scaled(), padded(rows(3, seed=1))
+def test_a_users_loss_can_be_read_changed_and_replaced_on_the_algorithm():
+    own, batch = ScaledLoss(), padded(rows(3, seed=1))
     algorithm = RLAlgorithm("x", ConstantCredit(), own)
     assert algorithm.loss is own
     assert LossTerm("x", own).loss is own
@@ -79,12 +79,12 @@ def test_an_algorithm_that_computes_its_own_loss_needs_none():
 def test_a_plain_function_is_a_loss():
     batch = padded(rows(3, seed=1))
     value, stats = RLAlgorithm("x", ConstantCredit(), square).compute_loss(Bigram(), batch)
-    wanted, _ = RLAlgorithm("x", ConstantCredit(), Documented()).compute_loss(Bigram(), batch)
-    assert value.item() == wanted.item() == stats["loss"].item() > 0
+    expected, _ = RLAlgorithm("x", ConstantCredit(), DocumentedLoss()).compute_loss(Bigram(), batch)
+    assert value.item() == expected.item() == stats["loss"].item() > 0
     assert loss_name(as_loss(square)) == "square"
 
 
-def test_a_subclass_without_a_shared_argument_is_called_without_one():
+def test_a_compute_without_a_shared_argument_is_called_without_it():
     class Own(Loss):
         reads_entropy = True
 
@@ -98,7 +98,7 @@ def test_a_subclass_without_a_shared_argument_is_called_without_one():
     assert RLAlgorithm("x", ConstantCredit(), loss).compute_loss(Bigram(), padded(rows(2, seed=1)))[0] > 0
 
 
-def test_a_subclass_needs_compute_from_alone_and_works_without_a_context():
+def test_a_subclass_needs_only_compute_from_and_works_without_a_context():
     class MeanLogp(Loss):
         reads_shared_only = True
 
@@ -112,13 +112,13 @@ def test_a_subclass_needs_compute_from_alone_and_works_without_a_context():
     assert alone.item() == within.item() > 0
 
 
-def test_a_subclass_that_defines_neither_is_told_what_to_define():
+def test_a_subclass_without_compute_and_compute_from_gets_an_error_that_names_both():
     with pytest.raises(NotImplementedError, match=r"Loss must define compute_from\(shared\) or compute\(logits, batch\)"):
         Loss().compute(torch.zeros(1, 2, 3), {})
 
 
-def test_the_first_pass_of_an_adapted_loss_is_that_of_the_object():
-    class Measuring(Documented):
+def test_an_adapted_loss_uses_the_first_pass_of_the_object():
+    class Measuring(DocumentedLoss):
         needs_first_pass = True
 
         def first_pass(self, logits, batch):
@@ -130,7 +130,7 @@ def test_the_first_pass_of_an_adapted_loss_is_that_of_the_object():
 
 
 @pytest.mark.parametrize("wrong", [None, 3, "grpo"])
-def test_what_is_no_loss_is_refused_where_it_enters(wrong):
+def test_an_object_that_is_not_a_loss_is_refused_by_the_constructor(wrong):
     with pytest.raises(ConfigTypeError, match=r"loss \(\w+\) must have compute\(logits, batch\), or be a function"):
         RLAlgorithm("x", ConstantCredit(), wrong)
     with pytest.raises(ConfigTypeError, match=r"loss \(\w+\) must have compute\(logits, batch\), or be a function"):
@@ -146,7 +146,7 @@ def test_the_signature_of_a_loss_is_read_once_where_it_enters(monkeypatch):
     assert reads == [square, square]
 
 
-def test_signatures_are_read_where_a_loss_enters_and_not_for_each_micro_batch(monkeypatch):
-    algorithm = RLAlgorithm("x", ConstantCredit(), CompositeLoss([LossTerm("a", Documented()), LossTerm("b", CISPOLoss())]))
+def test_signatures_are_inspected_once_and_not_for_each_micro_batch(monkeypatch):
+    algorithm = RLAlgorithm("x", ConstantCredit(), CompositeLoss([LossTerm("a", DocumentedLoss()), LossTerm("b", CISPOLoss())]))
     monkeypatch.setattr(inspect, "signature", lambda *_: pytest.fail("a signature was read again"))
     algorithm.compute_loss(Bigram(), padded(rows(2, seed=1)))

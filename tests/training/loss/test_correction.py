@@ -1,5 +1,5 @@
-"""Weights for samples of another engine: numbers worked by hand, what they do to a gradient, and
-that a split changes nothing."""
+"""Importance weights for samples of another engine: values by hand, their effect on the gradient,
+and independence of the split."""
 
 import math
 
@@ -40,11 +40,11 @@ MASK = torch.ones(1, 6)
         (MaskedImportanceSampling(cap=1.1, level="sequence"), [0.0] * 6),
     ],
 )
-def test_weights_are_those_of_the_formula(correction, expected):
+def test_weights_follow_the_formula(correction, expected):
     torch.testing.assert_close(correction.weights(LOG_RATIOS, MASK), torch.tensor([expected]), rtol=1e-5, atol=1e-6)
 
 
-def test_an_enormous_ratio_is_no_infinite_weight():
+def test_an_enormous_ratio_gives_a_finite_weight():
     far = torch.tensor([[800.0, -800.0]])
     assert TruncatedImportanceSampling().weights(far, MASK[:, :2]).tolist() == [[2.0, 0.0]]
     assert MaskedImportanceSampling().weights(far, MASK[:, :2]).tolist() == [[0.0, 0.0]]
@@ -64,8 +64,8 @@ def gradient(loss, correction, parts, collate, totals=None):
 
 
 @pytest.mark.parametrize("ratio", [0.3, 1.5, 4.0])
-def test_the_gradient_is_the_on_policy_one_times_the_weight(ratio):
-    """Policy gradient with ratio 1 against the trainer's own policy, times min(w, 2): w =
+def test_the_gradient_is_the_on_policy_gradient_times_the_weight(ratio):
+    """Policy gradient with ratio 1 against the trainer's policy, times min(w, 2), where w =
     pi_trainer / pi_sampler = `ratio`."""
     logits, batch = two_token_batch([ratio], [1.5])
     shared = SharedContext(logits, batch, correction=TruncatedImportanceSampling(cap=2.0))
@@ -74,12 +74,12 @@ def test_the_gradient_is_the_on_policy_one_times_the_weight(ratio):
     weight = min(ratio, 2.0)
     expected = torch.tensor([-1.5 * weight * 0.5, 1.5 * weight * 0.5])
     torch.testing.assert_close(logits.grad[0, 0], expected)
-    assert shared.ratio[0, 0].item() == pytest.approx(1.0)  # nothing is clipped, however far the engines are apart
+    assert shared.ratio[0, 0].item() == pytest.approx(1.0)  # nothing is clipped, however far apart the engines are
 
 
-def test_ratios_are_taken_against_the_beginning_of_the_step():
-    """The sampler gave 1/8, the trainer had 1/4 when the step began, and has 1/2 now: ratio 2,
-    clipped at 1.2; weight 2."""
+def test_ratios_are_relative_to_the_policy_at_the_start_of_the_step():
+    """The sampler had 1/8, the trainer 1/4 at the start of the step and 1/2 now: ratio 2, clipped
+    at 1.2; weight 2."""
     logits, batch = two_token_batch([4.0], [1.0])
     batch["proximal_logps"] = torch.tensor([[0.0, math.log(0.25)]])
     shared = SharedContext(logits, batch, correction=TruncatedImportanceSampling(cap=3.0))
@@ -88,7 +88,7 @@ def test_ratios_are_taken_against_the_beginning_of_the_step():
     assert shared.correction_weight.item() == pytest.approx(2.0)
     assert loss.item() == pytest.approx(-1.2)
     assert stats["clip_frac"].item() == 1.0
-    # by sequence the same
+    # the same by sequence
     whole = SharedContext(logits, batch, correction=TruncatedImportanceSampling(cap=3.0))
     assert ReinforceLoss().compute(logits, batch, shared=whole)[1]["ratio_mean"].item() == pytest.approx(2.0)
 
@@ -108,12 +108,12 @@ CORRECTIONS = {
 }
 
 
-def with_proximal(collate, known):
-    """Batches that also say what the trainer's log-probabilities were when the step began."""
+def with_proximal(collate, has_proximal):
+    """Batches that also have the trainer's log-probabilities at the start of the step."""
 
     def collated(part):
         batch = collate(part)
-        if known:
+        if has_proximal:
             batch["proximal_logps"] = (batch["actor_logps"] * 0.7 - 0.3) * batch["action_mask"]
         return batch
 
@@ -122,17 +122,17 @@ def with_proximal(collate, known):
 
 @pytest.mark.parametrize("correction", CORRECTIONS)
 @pytest.mark.parametrize("name", LOSSES)
-@given(drawn=partitions(), layout=st.sampled_from(["padded", "padding-free"]), known=st.booleans())
-def test_the_gradient_does_not_depend_on_the_split(name, correction, drawn, layout, known):
-    samples, parts = drawn
+@given(partition=partitions(), layout=st.sampled_from(["padded", "padding-free"]), has_proximal=st.booleans())
+def test_the_gradient_does_not_depend_on_the_split(name, correction, partition, layout, has_proximal):
+    samples, parts = partition
     arguments = LOSSES[name], CORRECTIONS[correction]
-    whole = gradient(*arguments, [samples], with_proximal(padded, known))
-    collate = with_proximal(packed if layout == "padding-free" else padded, known)
+    whole = gradient(*arguments, [samples], with_proximal(padded, has_proximal))
+    collate = with_proximal(packed if layout == "padding-free" else padded, has_proximal)
     split = gradient(*arguments, parts, collate, totals_of(samples))
     torch.testing.assert_close(split, whole, rtol=0, atol=1e-6 * max(1.0, whole.abs().max().item()))
 
 
-def test_a_correction_changes_the_gradient_and_not_the_statistics_of_the_policy():
+def test_a_correction_changes_the_gradient_but_not_the_policy_statistics():
     batch = padded(rows(8, seed=4))
     plain, corrected = (gradient(CISPOLoss(), c, [rows(8, seed=4)], padded) for c in (None, IcePop()))
     assert (plain - corrected).abs().max() > 1e-3
@@ -141,7 +141,7 @@ def test_a_correction_changes_the_gradient_and_not_the_statistics_of_the_policy(
     assert stats[0]["mismatch/abs_sum"] == stats[1]["mismatch/abs_sum"]
 
 
-def test_a_loss_that_reads_the_logits_itself_takes_no_correction():
+def test_a_loss_that_reads_the_logits_itself_cannot_be_corrected():
     class Own:
         def compute(self, logits, batch):
             return logits.sum(), {}
@@ -151,19 +151,19 @@ def test_a_loss_that_reads_the_logits_itself_takes_no_correction():
 
 
 @pytest.mark.parametrize("wrong", [{"cap": 0.0}, {"cap": math.inf}, {"level": "turn"}])
-def test_settings_without_meaning_are_refused(wrong):
+def test_invalid_settings_are_refused(wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         TruncatedImportanceSampling(**wrong)
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         MaskedImportanceSampling(**wrong)
 
 
-def test_the_bounds_of_icepop_are_in_order():
+def test_the_bounds_of_icepop_must_be_in_order():
     with pytest.raises(ConfigError, match=r"low \(5.0\) must be below high \(0.5\)"):
         IcePop(low=5.0, high=0.5)
 
 
-def test_corrections_have_names():
+def test_corrections_are_selected_by_name():
     assert resolve_correction("icepop") == IcePop()
     assert resolve_correction(None) is None
     own = TruncatedImportanceSampling(3.0)

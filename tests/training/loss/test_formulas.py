@@ -1,5 +1,5 @@
-"""Each loss by hand. Batches have one action token a row with probability 1/2 unless said
-otherwise: log pi = ln(1/2) = -0.693147."""
+"""Each loss by hand. Unless a test says otherwise, a batch has one action token per row with
+probability 1/2: log pi = ln(1/2) = -0.693147."""
 
 import math
 
@@ -37,14 +37,14 @@ def value(loss, ratios, weights):
 
 
 def gradient(loss, ratios, weights):
-    """d loss / d logit of the sampled token, for each row. With p = 1/2, d log pi / d logit = 1
-    - p = 1/2."""
+    """d loss / d logit of the sampled token, for each row. With p = 1/2, d log pi / d logit = 1 - p
+    = 1/2."""
     logits, batch = two_token_batch(ratios, weights)
     loss.compute(logits, batch)[0].backward()
     return logits.grad[:, 0, 0].tolist()
 
 
-def test_reinforce_weighs_log_probability_by_ratio_and_credit():
+def test_reinforce_weights_log_probabilities_by_ratio_and_credit():
     # -(1/2)[2 * 1 * (-0.693147) + 0.5 * (-3) * (-0.693147)] = -(1/2)[-1.386294 + 1.039721] =
     # 0.173287
     loss, stats = value(ReinforceLoss(), [2.0, 0.5], [1.0, -3.0])
@@ -60,15 +60,15 @@ def test_reinforce_weighs_log_probability_by_ratio_and_credit():
 @pytest.mark.parametrize(
     "loss", [ReinforceLoss(), ClippedSurrogateLoss(), TokenClippedSurrogateLoss(), CISPOLoss(), SAPOLoss(), GMPOLoss()], ids=str
 )
-def test_the_distance_from_the_actor_is_k3(loss):
+def test_the_logged_kl_to_the_actor_is_k3(loss):
     # r = 2 and 4, whose logarithms do not cancel: (2 - 1 - 0.693147 + 4 - 1 - 1.386294) / 2 =
     # 0.960279
     assert value(loss, [2.0, 4.0], [1.0, 1.0])[1]["kl_actor_policy"] == pytest.approx(0.9602792, abs=1e-6)
 
 
-def test_the_ratio_of_reinforce_is_a_constant():
-    # d/dlogit of -(1/2) * r A log pi = -(1/2) r A (1/2): rows -0.5 and 0.375. Were r not detached,
-    # each would have a term more.
+def test_the_ratio_of_reinforce_is_detached():
+    # d/dlogit of -(1/2) * r A log pi = -(1/2) r A (1/2): rows -0.5 and 0.375. If r were not
+    # detached, each would have another term.
     assert gradient(ReinforceLoss(), [2.0, 0.5], [1.0, -3.0]) == pytest.approx([-0.5, 0.375])
 
 
@@ -93,25 +93,25 @@ def test_the_baseline_example_is_a_quarter_and_a_half_when_normalised():
     assert ReinforceBaselineLoss(normalize=True).compute(logits, batch)[0].item() == pytest.approx(0.5, abs=1e-6)
 
 
-def test_reinforce_can_cap_its_weights():
+def test_reinforce_can_cap_its_ratios():
     # r = 8 capped at 2: -(1/2)[2 * 1 * (-0.693147) + 1 * 1 * (-0.693147)] = 1.5 * 0.693147
     loss, stats = value(ReinforceLoss(ratio_clip=2.0), [8.0, 1.0], [1.0, 1.0])
     assert loss == pytest.approx(1.5 * LN2)
     assert stats["ratio_mean"] == pytest.approx(1.5)
 
 
-def test_a_normalised_baseline_divides_by_the_population_spread():
+def test_a_normalised_baseline_divides_by_the_population_standard_deviation():
     # std(1, 0) = 0.5, so A = (1, -1) and the gradients are -0.25 and 0.25.
     assert gradient(ReinforceBaselineLoss(normalize=True), [1.0, 1.0], [1.0, 0.0]) == pytest.approx([-0.25, 0.25])
 
 
 @pytest.mark.parametrize("make", [ClippedSurrogateLoss, TokenClippedSurrogateLoss])
-def test_ppo_takes_the_lesser_of_ratio_and_clipped_ratio(make):
+def test_ppo_takes_the_minimum_of_ratio_and_clipped_ratio(make):
     # r = 2, A = 1, range 0.1: -min(2, 1.1) = -1.1
     assert value(make(clip_eps_low=0.1, clip_eps_high=0.1), [2.0], [1.0])[0] == pytest.approx(-1.1)
     # r = 0.5, A = -1, range 0.2: -min(-0.5, -0.8) = 0.8
     assert value(make(clip_eps_low=0.2, clip_eps_high=0.2), [0.5], [-1.0])[0] == pytest.approx(0.8)
-    # r = 2, A = -1: -min(-2, -1.1) = 2: a bad action that became likelier is not clipped
+    # r = 2, A = -1: -min(-2, -1.1) = 2: a bad action that became more likely is not clipped
     assert value(make(clip_eps_low=0.1, clip_eps_high=0.1), [2.0], [-1.0])[0] == pytest.approx(2.0)
 
 
@@ -124,16 +124,16 @@ def test_ratio_clip_caps_the_ratio_first(make):
 
 
 @pytest.mark.parametrize("make", [ClippedSurrogateLoss, TokenClippedSurrogateLoss])
-def test_ppo_passes_no_gradient_outside_the_clip_on_the_side_that_the_advantage_pushes(make):
-    # Rows: out above with A > 0 (clipped), in range (-(1/2) r A (1/2) = -0.25 at r = 1), out below
-    # with A > 0 (not clipped: -0.125).
+def test_ppo_has_no_gradient_where_the_advantage_pushes_beyond_the_clip_range(make):
+    # Rows: above the range with A > 0 (clipped), in range (-(1/2) r A (1/2) = -0.25 at r = 1),
+    # below the range with A > 0 (not clipped: -0.125).
     grads = gradient(make(clip_eps_low=0.1, clip_eps_high=0.1), [2.0, 1.0, 0.5, 0.5], [1.0, 1.0, 1.0, -1.0])
     assert grads == pytest.approx([0.0, -0.125, -0.0625, 0.0])
     _, stats = value(make(clip_eps_low=0.1, clip_eps_high=0.1), [2.0, 1.0, 0.5, 0.5], [1.0, 1.0, 1.0, -1.0])
     assert stats["clip_frac"] == pytest.approx(0.75)
 
 
-def test_cispo_bounds_the_weight_and_passes_gradient_outside_the_clip():
+def test_cispo_clips_the_weight_and_keeps_the_gradient_outside_the_clip_range():
     # r = 2, high 0.1: -1.1 * log pi = 1.1 * 0.693147 = 0.762462; the gradient is -1.1 * (1/2) =
     # -0.55
     loss, stats = value(CISPOLoss(clip_eps_high=0.1), [2.0], [1.0])
@@ -143,19 +143,19 @@ def test_cispo_bounds_the_weight_and_passes_gradient_outside_the_clip():
     assert gradient(CISPOLoss(clip_eps_high=0.1), [2.0], [1.0]) == pytest.approx([-0.55])
 
 
-def test_cispo_is_open_below_by_default():
+def test_cispo_has_no_lower_bound_by_default():
     assert gradient(CISPOLoss(), [0.25], [1.0]) == pytest.approx([-0.125])
     assert gradient(CISPOLoss(clip_eps_low=0.2), [0.25], [1.0]) == pytest.approx([-0.4])
 
 
-def test_every_policy_gradient_agrees_where_the_policy_has_not_moved():
+def test_all_policy_gradients_agree_on_policy():
     losses = [ReinforceLoss(), ClippedSurrogateLoss(), TokenClippedSurrogateLoss(), CISPOLoss()]
     grads = [gradient(loss, [1.0, 1.0], [0.7, -1.3]) for loss in losses]
     for other in grads[1:]:
         assert other == pytest.approx(grads[0], abs=1e-6)
 
 
-def test_sapo_gates_smoothly_by_the_sign_of_the_advantage():
+def test_sapo_has_a_smooth_gate_for_each_sign_of_the_advantage():
     # Row 0: A = 1, tau 1, r = 2: 4 * sigmoid(1) = 4 * 0.7310586 = 2.9242343.
     # Row 1: A = -1, tau 2, r = 0.5: -(4 / 2) * sigmoid(-1) = -2 * 0.2689414 = -0.5378828.
     # Loss: -(1/2)(2.9242343 - 0.5378828) = -1.1931758.
@@ -169,7 +169,7 @@ def test_sapo_gates_smoothly_by_the_sign_of_the_advantage():
     assert gradient(SAPOLoss(tau_neg=2.0), [2.0, 0.5], [1.0, -1.0]) == pytest.approx([-0.3932239, 0.0983060], abs=1e-6)
 
 
-def test_gmpo_clips_logarithms_on_the_pessimistic_side():
+def test_gmpo_clips_log_ratios_on_the_pessimistic_side():
     # log r = ln 2 = 0.693 > 0.4. A = 1: min(0.693, 0.4) = 0.4, -e^0.4 = -1.4918247, and no
     # gradient.
     assert value(GMPOLoss(), [2.0], [1.0])[0] == pytest.approx(-1.4918247, abs=1e-6)
@@ -222,7 +222,7 @@ CAPPED = [
 
 
 @pytest.mark.parametrize("loss", CAPPED, ids=str)
-def test_a_capped_ratio_beyond_float32_keeps_loss_and_gradient_finite(loss):
+def test_a_cap_keeps_loss_and_gradient_finite_when_the_ratio_overflows_float32(loss):
     # e^200 is infinite in float32, and its product with the 0 of a clip or a weight would be NaN.
     # Weights 1, 0, -1 have mean 0.
     logits, batch = two_token_batch([1.0, 1.0, 1.0], [1.0, 0.0, -1.0])
@@ -238,7 +238,7 @@ def test_a_capped_ratio_beyond_float32_keeps_loss_and_gradient_finite(loss):
 
 
 @pytest.mark.parametrize("loss", [ReinforceLoss(), TokenClippedSurrogateLoss(), ClippedSurrogateLoss()], ids=str)
-def test_an_infinite_ratio_without_a_cap_is_left_to_be_seen(loss):
+def test_an_infinite_ratio_without_a_cap_gives_a_loss_that_is_not_finite(loss):
     logits, batch = two_token_batch([1.0], [1.0])
     batch["old_logp_action"] = batch["old_logp_action"] - 200.0
     batch["actor_logps"] = batch["actor_logps"] - 200.0 * batch["action_mask"]
@@ -246,9 +246,9 @@ def test_an_infinite_ratio_without_a_cap_is_left_to_be_seen(loss):
     assert not torch.isfinite(logits.grad).all()
 
 
-def test_logits_of_minus_infinity_off_the_actions_do_no_harm():
-    # Row: prompt token 1 is impossible under the policy; the action has probability 1/3 against 1/3
-    # of the actor.
+def test_logits_of_minus_infinity_outside_the_actions_are_harmless():
+    # Row: prompt token 1 is impossible under the policy. The action has probability 1/3, for the
+    # actor too.
     logits = torch.zeros(1, 3, 3)
     logits[0, 0, 1] = -math.inf
     logits.requires_grad_()
@@ -271,9 +271,9 @@ def test_logits_of_minus_infinity_off_the_actions_do_no_harm():
         assert all(math.isfinite(float(stat)) for stat in stats.values()), kind
 
 
-def test_groups_whose_rewards_are_equal_give_a_gradient_of_exactly_zero():
-    # Rewards 0.3 in group a and 1, 0 in group b: population std of b is 0.5, so its weights are 1
-    # and -1, those of a exactly 0.
+def test_groups_with_equal_rewards_have_a_gradient_of_exactly_zero():
+    # Rewards 0.3 in group a and 1, 0 in group b: the population std of b is 0.5, so its weights are
+    # 1 and -1; those of a are exactly 0.
     rewards = {"a": [0.3, 0.3, 0.3], "b": [1.0, 0.0]}
     weights = []
     for group, values in rewards.items():
@@ -287,7 +287,7 @@ def test_groups_whose_rewards_are_equal_give_a_gradient_of_exactly_zero():
         assert grads[3] < 0 < grads[4], loss
 
 
-def test_kl_by_token_has_three_estimators():
+def test_token_kl_has_three_estimators():
     # log ratio ln 2 in row 0 and -ln 2 in row 1. k1: mean = 0. k2: (ln 2)^2 / 2 = 0.240227. k3:
     # exp(-x) - 1 + x: 0.5 - 1 + 0.693147 and 2 - 1 - 0.693147: mean 0.25.
     expected = {"k1": 0.0, "k2": 0.2402265, "k3": 0.25}
@@ -297,13 +297,13 @@ def test_kl_by_token_has_three_estimators():
         assert stats["kl_mean"] == pytest.approx(kl, abs=1e-6)
 
 
-def test_kl_by_sequence_is_the_difference_of_log_probabilities():
+def test_sequence_kl_k1_is_the_difference_of_log_probabilities():
     loss, stats = value(KLLoss(coeff=0.5), [4.0, 1.0], [0.0, 0.0])
     assert loss == pytest.approx(0.5 * (2 * LN2 + 0) / 2)
     assert stats["kl_std"] == pytest.approx(LN2)
 
 
-def test_kl_by_sequence_has_the_same_estimators():
+def test_sequence_kl_has_the_same_estimators():
     # log ratio ln 4 = 1.386294. k2: 0.960906; k3: 1/4 - 1 + 1.386294 = 0.636294.
     assert value(KLLoss(estimator="k2"), [4.0], [0.0])[0] == pytest.approx(0.9609060, abs=1e-6)
     assert value(KLLoss(estimator="k3"), [4.0], [0.0])[0] == pytest.approx(0.6362944, abs=1e-6)
@@ -311,9 +311,9 @@ def test_kl_by_sequence_has_the_same_estimators():
         KLLoss(estimator="k4")
 
 
-def test_entropy_counts_the_positions_that_predict_an_action():
-    # Row 0 predicts its action from uniform logits (entropy ln 2), row 1 has no action: its entropy
-    # must not count.
+def test_entropy_covers_the_positions_that_predict_an_action():
+    # Row 0 predicts its action from uniform logits (entropy ln 2). Row 1 has no action, so its
+    # entropy must not count.
     logits, batch = two_token_batch([1.0, 1.0], [0.0, 0.0])
     batch["action_mask"] = torch.tensor([[0.0, 1.0], [0.0, 0.0]])
     loss, stats = EntropyBonus(coeff=0.1).compute(logits, batch)
@@ -327,7 +327,7 @@ def test_entropy_without_actions_is_zero():
     assert EntropyBonus().compute(logits, batch)[0].item() == 0.0
 
 
-def test_cross_entropy_is_weighted_and_needs_no_weight():
+def test_cross_entropy_is_weighted_and_weights_are_optional():
     # (1 * ln 2 + 3 * ln 2) / 2 = 2 ln 2; without weights ln 2
     assert value(MaskedCausalLMCrossEntropyLoss(), [1.0, 1.0], [1.0, 3.0])[0] == pytest.approx(2 * LN2)
     logits, batch = two_token_batch([1.0, 1.0], [1.0, 3.0])
@@ -336,7 +336,7 @@ def test_cross_entropy_is_weighted_and_needs_no_weight():
 
 
 def three_token_batch():
-    """Row 0 has two action tokens, row 1 has one; vocabulary 2, uniform."""
+    """Row 0 has two action tokens, row 1 has one; vocabulary 2, uniform logits."""
     logits = torch.zeros(2, 3, 2, requires_grad=True)
     mask = torch.tensor([[0.0, 1.0, 1.0], [0.0, 1.0, 0.0]])
     return logits, {
@@ -348,20 +348,22 @@ def three_token_batch():
     }
 
 
-def test_three_means_over_tokens():
+def test_the_three_token_reductions_by_hand():
     logits, batch = three_token_batch()
 
     def nll(**kwargs):
         return MaskedCausalLMCrossEntropyLoss(**kwargs).compute(logits, batch)[0].item()
 
-    assert nll(length_normalize=False) == pytest.approx((2 + 1) * LN2 / 2)  # sums by row, mean over rows
-    assert nll(length_normalize=True) == pytest.approx((1 + 1) * LN2 / 2)  # means by row
-    assert nll(length_normalize=False, normalizer="tokens") == pytest.approx(3 * LN2 / 3)  # one mean over tokens
+    assert nll(length_normalize=False) == pytest.approx((2 + 1) * LN2 / 2)  # sum per row, mean over rows
+    assert nll(length_normalize=True) == pytest.approx((1 + 1) * LN2 / 2)  # mean per row
+    assert nll(length_normalize=False, normalizer="tokens") == pytest.approx(3 * LN2 / 3)  # one mean over all tokens
 
 
 def test_length_normalised_sequence_ratio_is_the_geometric_mean():
     logits, batch = three_token_batch()
-    batch["old_logp_action"] = batch["old_logp_action"] - torch.tensor([2 * math.log(1.5), 0.0])  # r = 2.25 by product
+    batch["old_logp_action"] = batch["old_logp_action"] - torch.tensor(
+        [2 * math.log(1.5), 0.0]
+    )  # the product of the ratios is 2.25
     _, stats = ClippedSurrogateLoss(clip_eps_low=9.0, clip_eps_high=9.0, length_normalize=True).compute(logits, batch)
     assert stats["ratio_mean"].item() == pytest.approx((1.5 + 1.0) / 2)
     _, stats = ClippedSurrogateLoss(clip_eps_low=9.0, clip_eps_high=9.0).compute(logits, batch)
@@ -396,7 +398,7 @@ def test_a_loss_reports_its_documented_statistics_as_detached_scalars(kind):
         assert stats["avg_action_tokens"].item() == 1.5  # 2 and 1
 
 
-def test_composite_adds_weighted_terms_and_names_their_statistics():
+def test_a_composite_adds_weighted_terms_and_prefixes_their_statistics():
     logits, batch = two_token_batch([2.0], [1.0])
     terms = [LossTerm("pg", CISPOLoss(clip_eps_high=0.1)), LossTerm("kl", KLLoss(coeff=1.0), weight=0.5)]
     loss, stats = CompositeLoss(terms).compute(logits, batch)
@@ -413,7 +415,7 @@ def test_composite_adds_weighted_terms_and_names_their_statistics():
     }  # fmt: skip
 
 
-def test_a_composite_calls_a_loss_that_takes_no_shared_context():
+def test_a_composite_calls_a_loss_without_a_shared_argument():
     class Square:
         def compute(self, logits, batch):
             loss = (logits**2).mean() + 1.0
@@ -423,13 +425,13 @@ def test_a_composite_calls_a_loss_that_takes_no_shared_context():
     assert CompositeLoss([LossTerm("square", Square())]).compute(logits, batch)[0].item() == pytest.approx(1.0)
 
 
-def test_weights_of_zero_give_a_gradient_of_exactly_zero():
+def test_weights_of_zero_have_a_gradient_of_exactly_zero():
     for loss in (ReinforceLoss(), ClippedSurrogateLoss(), TokenClippedSurrogateLoss(), CISPOLoss()):
         assert loss.zero_weight_is_zero_gradient
         assert gradient(loss, [2.0, 0.5, 1.0], [0.0, 0.0, 0.0]) == [0.0, 0.0, 0.0]
 
 
-def test_settings_without_meaning_are_refused():
+def test_invalid_settings_are_refused():
     with pytest.raises(ValueError, match="clip_eps_low must be non-negative"):
         ClippedSurrogateLoss(clip_eps_low=-0.1)
     with pytest.raises(ValueError, match="clip_eps_high must be non-negative"):
@@ -455,7 +457,7 @@ def test_the_older_single_range_sets_both_sides_and_warns():
 
 
 @pytest.mark.parametrize("loss", [TokenClippedSurrogateLoss(), CISPOLoss(), TokenKLLoss()], ids=lambda loss: type(loss).__name__)
-def test_token_losses_say_what_is_missing_or_misshapen(loss):
+def test_token_losses_name_a_missing_key_or_a_wrong_shape(loss):
     logits, batch = two_token_batch([1.0], [1.0])
     with pytest.raises(KeyError, match="actor_logps"):
         loss.compute(logits, {key: v for key, v in batch.items() if key != "actor_logps"})

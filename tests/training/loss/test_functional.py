@@ -1,4 +1,4 @@
-"""Log-probabilities and entropy against torch's own, their gradients, and the memory they take."""
+"""Log-probabilities and entropy compared with torch's, their gradients and their memory."""
 
 import math
 
@@ -28,7 +28,7 @@ from ludic.training.loss import (
 from ludic.training.loss.functional import LogitsUse, capped_exp
 
 
-def test_selective_log_softmax_is_log_softmax_at_the_index_whatever_the_chunk(monkeypatch):
+def test_selective_log_softmax_equals_log_softmax_at_the_index_for_every_chunk_size(monkeypatch):
     logits = torch.randn(5, 7, 13)
     index = torch.randint(0, 13, (5, 7))
     expected = torch.log_softmax(logits, dim=-1).gather(2, index[..., None]).squeeze(2)
@@ -50,11 +50,11 @@ def test_logits_at_t_score_the_token_at_t_plus_1():
     # 1.
     logits = torch.tensor([[[0.0, 1.0], [0.0, 0.0], [9.0, -9.0]]])
     ids = torch.tensor([[0, 1, 0]])
-    # log(e / (1 + e)) = -0.313262; log(1/2) = -0.693147. The last position scores nothing.
+    # log(e / (1 + e)) = -0.313262; log(1/2) = -0.693147. The last position has no next token.
     torch.testing.assert_close(compute_token_logp(logits, ids), torch.tensor([[-0.313262, -0.693147]]), rtol=0, atol=1e-6)
 
 
-def test_logp_of_an_action_is_the_masked_sum_or_mean():
+def test_the_logp_of_an_action_is_the_masked_sum_or_mean():
     logits = torch.tensor([[[0.0, 1.0], [0.0, 0.0], [9.0, -9.0]]])
     ids = torch.tensor([[0, 1, 0]])
     mask = torch.tensor([[0.0, 1.0, 1.0]])
@@ -88,9 +88,9 @@ def test_half_precision_logits_are_reduced_in_float32(dtype, seed):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("read", [loss_memory.logp_over_logits, loss_memory.entropy_over_logits, loss_memory.both_over_logits])
-def test_the_loss_takes_at_most_a_third_of_the_logits_beside_them(read, dtype):
-    # 2^21 logits in chunks of 2^17: a sixteenth of the logits at once, an eighth of half-precision
-    # logits in float32.
+def test_the_loss_needs_at_most_a_third_of_the_memory_of_the_logits(read, dtype):
+    # 2^21 logits in chunks of 2^17: a sixteenth of the logits at a time, an eighth for
+    # half-precision logits in float32.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(functional, "CHUNK_ELEMENTS", 1 << 17)
         forward, both = loss_memory.peak_ratios(read, dtype, (4, 64, 8192))
@@ -98,15 +98,15 @@ def test_the_loss_takes_at_most_a_third_of_the_logits_beside_them(read, dtype):
     assert both <= 1.3
 
 
-def test_kept_logits_cost_their_gradient_and_log_softmax_two_copies_more(monkeypatch):
+def test_keeping_the_logits_costs_one_copy_and_log_softmax_two_more(monkeypatch):
     monkeypatch.setattr(functional, "CHUNK_ELEMENTS", 1 << 17)
     shape = (4, 64, 8192)
     assert loss_memory.peak_ratios(functional.compute_token_logp, torch.float32, shape)[1] == pytest.approx(2.0, abs=0.15)
-    # Logits, log-softmax, the gradient of the gather, that of the slice: 4.
+    # Logits, log-softmax, gradient of the gather, gradient of the slice: 4.
     assert loss_memory.peak_ratios(loss_memory.log_softmax_and_gather, torch.float32, shape)[1] == pytest.approx(4.0, abs=0.15)
 
 
-def test_an_algorithm_writes_the_gradient_over_the_logits_unless_its_loss_reads_them_itself(monkeypatch):
+def test_an_algorithm_overwrites_the_logits_with_the_gradient_unless_its_loss_reads_them(monkeypatch):
     monkeypatch.setattr(functional, "CHUNK_ELEMENTS", 1 << 12)
     made = []
 
@@ -130,7 +130,7 @@ def test_an_algorithm_writes_the_gradient_over_the_logits_unless_its_loss_reads_
     assert logits_survive(CompositeLoss([LossTerm("pg", CISPOLoss()), LossTerm("own", ReadsLogits())]))
 
 
-def test_consuming_the_logits_gives_the_same_gradient_to_the_bit():
+def test_consuming_the_logits_gives_a_bitwise_equal_gradient():
     torch.manual_seed(0)
     hidden, ids = torch.randn(3, 5, 17), torch.randint(0, 17, (3, 5))
     gradients = []
@@ -151,9 +151,9 @@ def gradients_of_input(make_logits, consume):
 @pytest.mark.parametrize(
     "make_logits", [torch.tanh, lambda h: torch.tanh(h.view(6, 5)).view(2, 3, 5), lambda h: h, lambda h: h.view(2, 3, 5)]
 )
-def test_logits_that_their_maker_or_a_parameter_still_needs_are_not_written_over(make_logits):
-    # The backward pass of tanh needs its output; a model may give out its parameter itself, or a
-    # view of it.
+def test_logits_that_a_backward_pass_or_a_parameter_needs_are_not_overwritten(make_logits):
+    # The backward pass of tanh needs its output. A model may also return a parameter or a view of
+    # one.
     assert torch.equal(gradients_of_input(make_logits, True), gradients_of_input(make_logits, False))
     parameter = torch.randn(2, 3, 5, requires_grad=True)
     before = parameter.detach().clone()
@@ -161,10 +161,10 @@ def test_logits_that_their_maker_or_a_parameter_still_needs_are_not_written_over
     assert torch.equal(parameter.detach(), before)
 
 
-def test_consumed_logits_that_another_operation_still_needs_are_an_error_not_a_wrong_gradient():
+def test_consuming_logits_that_another_operation_needs_is_an_error_and_no_wrong_gradient():
     hidden = torch.randn(2, 3, 5, requires_grad=True)
     logits = hidden * 1.0
-    squared = (logits**2).sum()  # its backward pass needs the logits, and runs after
+    squared = (logits**2).sum()  # its backward pass needs the logits and runs later
     later = squared * hidden.sum()
     logp = compute_token_logp(logits, torch.zeros(2, 3, dtype=torch.long), use=LogitsUse(consume=True))
     logp.sum().backward(retain_graph=True)
@@ -172,7 +172,7 @@ def test_consumed_logits_that_another_operation_still_needs_are_an_error_not_a_w
         later.backward()
 
 
-def test_second_derivatives_are_refused_not_wrong():
+def test_second_derivatives_are_refused():
     logits = torch.randn(1, 3, 4, requires_grad=True)
     (first,) = torch.autograd.grad(
         compute_token_logp(logits, torch.zeros(1, 3, dtype=torch.long)).pow(2).sum(), logits, create_graph=True
@@ -182,7 +182,7 @@ def test_second_derivatives_are_refused_not_wrong():
 
 
 @given(st.integers(0, 1000), st.booleans(), st.sampled_from([torch.float32, torch.bfloat16]))
-def test_both_at_once_are_the_two_alone(seed, consume, dtype):
+def test_the_joint_function_equals_the_two_separate_ones(seed, consume, dtype):
     generator = torch.Generator().manual_seed(seed)
     leaf = (torch.randn(2, 4, 9, generator=generator) * 3).to(dtype).requires_grad_()
     ids = torch.randint(0, 9, (2, 4), generator=generator)
@@ -198,7 +198,7 @@ def test_both_at_once_are_the_two_alone(seed, consume, dtype):
 
 
 @pytest.mark.parametrize("wanted", [0, 1])
-def test_of_both_one_alone_may_be_used(wanted):
+def test_one_result_of_the_joint_function_can_be_used_alone(wanted):
     leaf = torch.randn(1, 3, 5, requires_grad=True)
     ids = torch.tensor([[0, 1, 2]])
     compute_token_logp_and_entropy(leaf * 1, ids, use=LogitsUse(consume=True))[wanted].sum().backward()
@@ -220,7 +220,7 @@ def test_a_composite_with_an_entropy_bonus_reads_the_logits_once(monkeypatch):
     assert loss_memory.peak_ratios(composite, torch.float32, (4, 64, 8192))[1] <= 1.3
 
 
-def test_two_readers_of_the_logits_keep_them():
+def test_two_terms_that_read_the_logits_do_not_overwrite_them():
     hidden = torch.randn(2, 3, 5, requires_grad=True)
     ids, use = torch.zeros(2, 3, dtype=torch.long), LogitsUse(consume=True)
     logits = hidden * 1.0
@@ -232,16 +232,16 @@ def test_two_readers_of_the_logits_keep_them():
     torch.testing.assert_close(got, hidden.grad)
 
 
-def test_the_gradient_of_a_likely_token_survives_half_precision():
-    # Odds e^7 : 1, so 1 - p = 1 / (1 + e^7) = 0.000911051: it would vanish if 1 and p were
-    # subtracted in bfloat16.
+def test_the_gradient_of_a_likely_token_does_not_vanish_in_half_precision():
+    # Odds e^7 : 1, so 1 - p = 1 / (1 + e^7) = 0.000911051: subtracting p from 1 in bfloat16 would
+    # give 0.
     logits = torch.tensor([[[0.0, 7.0], [0.0, 0.0]]], dtype=torch.bfloat16, requires_grad=True)
     compute_token_logp(logits, torch.tensor([[0, 1]])).sum().backward()
     assert logits.grad[0, 0].tolist() == pytest.approx([-0.000911051, 0.000911051], rel=1e-2)
 
 
 @given(st.integers(0, 1000))
-def test_half_precision_gradients_are_those_of_float32_rounded_once(seed):
+def test_half_precision_gradients_are_float32_gradients_rounded_once(seed):
     generator = torch.Generator().manual_seed(seed)
     logits = (torch.randn(2, 3, 20, generator=generator) * 5).bfloat16()
     ids = torch.randint(0, 20, (2, 3), generator=generator)
@@ -253,27 +253,27 @@ def test_half_precision_gradients_are_those_of_float32_rounded_once(seed):
     torch.testing.assert_close(gradients[0], gradients[1].bfloat16(), rtol=0, atol=0)
 
 
-def test_entropy_of_impossible_tokens_is_finite_and_so_is_its_gradient():
+def test_entropy_with_impossible_tokens_and_its_gradient_are_finite():
     logits = torch.tensor([[[0.0, 0.0, -math.inf], [0.0, 0.0, 0.0]]], requires_grad=True)
     entropy = compute_token_entropy(logits)
     entropy.sum().backward()
     assert entropy.tolist() == [[pytest.approx(math.log(2.0))]]
-    assert logits.grad.abs().max() < 1e-7  # the maximum over two tokens, and the third cannot be reached
+    assert logits.grad.abs().max() < 1e-7  # the maximum over two tokens; the third is impossible
 
 
 def test_a_capped_ratio_never_overflows_and_has_no_gradient_at_the_cap():
     log_ratio = torch.tensor([-3.0, 0.0, 0.5, 1.0, 500.0], requires_grad=True)
     ratio = capped_exp(log_ratio, 2.0)
     ratio.sum().backward()
-    # e^-3 = 0.0497871, e^0.5 = 1.6487213; e^1 and e^500 are cut to exactly 2.
+    # e^-3 = 0.0497871, e^0.5 = 1.6487213; e^1 and e^500 are capped at exactly 2.
     assert ratio.tolist() == pytest.approx([0.0497871, 1.0, 1.6487213, 2.0, 2.0], abs=1e-6)
     assert log_ratio.grad.tolist() == pytest.approx([0.0497871, 1.0, 1.6487213, 0.0, 0.0], abs=1e-6)
     assert ratio[3:].tolist() == [2.0, 2.0]
     assert capped_exp(torch.tensor(500.0), None).item() == math.inf
 
 
-def test_shares_of_tokens_count_the_tokens_that_are_predicted():
-    # Row lengths and actions: the first token of a row predicts nothing, so a mask that begins
+def test_token_counts_include_only_predicted_tokens():
+    # Row lengths and actions: the first token of a row is not predicted, so a mask that starts
     # there counts one less.
     logits = torch.zeros(1, 3, 4)
     batch = {"input_ids": torch.zeros(1, 3, dtype=torch.long), "action_mask": torch.ones(1, 3), "weight": torch.ones(1)}

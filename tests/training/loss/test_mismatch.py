@@ -37,24 +37,24 @@ def mismatch(stats):
     return {key.removeprefix("mismatch/"): value for key, value in stats.items() if key.startswith("mismatch/")}
 
 
-def test_the_numbers_are_those_worked_by_hand():
-    """Two tokens, ratios 2 and 1/2 of trainer to sampler: d = ln 2 and -ln 2, w = 2 and 0.5."""
+def test_mismatch_statistics_by_hand():
+    """Two tokens with trainer/sampler ratios 2 and 1/2: d = ln 2 and -ln 2, w = 2 and 0.5."""
     logits, batch = two_token_batch([2.0, 0.5], [1.0, 1.0])
     shared = SharedContext(logits, batch)
     _ = shared.token_logp
-    found = {key: float(value) for key, value in compute_mismatch(sum_mismatch(shared)).items()}
+    stats = {key: float(value) for key, value in compute_mismatch(sum_mismatch(shared)).items()}
     ln2 = math.log(2)
-    assert found["mismatch/mean"] == pytest.approx(ln2)
-    assert found["mismatch/max"] == pytest.approx(ln2)
+    assert stats["mismatch/mean"] == pytest.approx(ln2)
+    assert stats["mismatch/max"] == pytest.approx(ln2)
     # ((2 - 1 - ln 2) + (0.5 - 1 + ln 2)) / 2 = 0.25
-    assert found["mismatch/kl"] == pytest.approx(0.25)
+    assert stats["mismatch/kl"] == pytest.approx(0.25)
     # (2.5)^2 / (2 * 4.25)
-    assert found["mismatch/ess"] == pytest.approx(6.25 / 8.5)
-    assert found["mismatch/tokens"] == 2
+    assert stats["mismatch/ess"] == pytest.approx(6.25 / 8.5)
+    assert stats["mismatch/tokens"] == 2
 
 
-def test_nothing_is_computed_for_it():
-    """A loss that never asks for the log-probabilities is not made to."""
+def test_mismatch_statistics_cost_no_computation():
+    """A loss that does not use the log-probabilities is not made to compute them."""
     shared = SharedContext(*two_token_batch([2.0], [1.0]))
     assert sum_mismatch(shared) == {}
     _, stats = RLAlgorithm("h", ConstantCredit(), EntropyBonus()).compute_loss(Bigram(), padded(rows(3)))
@@ -62,7 +62,7 @@ def test_nothing_is_computed_for_it():
 
 
 @pytest.mark.parametrize("budget", [40, 128, 1000])
-def test_means_are_over_tokens_however_the_batch_is_split(budget):
+def test_the_means_do_not_depend_on_the_split(budget):
     items = [item for item in sorting_items(12) if item.weight]
     stats = mismatch(trainer_of(items, config={"micro_token_budget": budget, "lr": 0.0}).train_step_sync())
     model = tiny_model()
@@ -81,7 +81,7 @@ def test_means_are_over_tokens_however_the_batch_is_split(budget):
     assert stats["tokens"] == len(d)
 
 
-def test_aggregate_stats_finishes_the_sums():
+def test_aggregate_stats_divides_the_sums():
     parts = [rows(3, seed=1), rows(5, seed=2)]
     algo = RLAlgorithm("c", ConstantCredit(), CISPOLoss())
     split = aggregate_stats([algo.compute_loss(Bigram(), padded(part))[1] for part in parts], [], micro_batch_sizes=[3, 5])
@@ -90,17 +90,17 @@ def test_aggregate_stats_finishes_the_sums():
 
 
 @pytest.mark.parametrize("steps", [{"minibatches_per_batch": 3}, {"epochs_per_batch": 3}])
-def test_what_is_learnt_within_a_step_is_no_mismatch(steps):
-    """Samples of the policy itself. From the second optimizer step on the policy is another;
-    only the first one counts."""
+def test_learning_within_a_step_does_not_count_as_mismatch(steps):
+    """On-policy samples. From the second optimizer step on the policy has changed, so only the
+    first one is measured."""
     model = tiny_model()
     items = on_policy(sorting_items(12, weight=1.0), model)
     stats = trainer_of(items, model=model, config={**steps, "lr": 0.05}).train_step_sync()
-    assert stats["train/kl_actor_policy"] > 1e-2  # the loss does see that the policy moved
+    assert stats["train/kl_actor_policy"] > 1e-2  # the loss does show that the policy moved
     assert stats["mismatch/mean"] < 1e-5
 
 
-def test_with_a_correction_every_minibatch_is_measured_at_the_beginning_of_the_step():
+def test_with_a_correction_every_minibatch_is_measured_at_the_start_of_the_step():
     model = tiny_model()
     items = on_policy(sorting_items(12, weight=1.0), model)
     algo = make_grpo(group_size=4, correction=TruncatedImportanceSampling())
@@ -125,8 +125,8 @@ def test_on_policy_a_correction_changes_nothing():
 
 @pytest.mark.parametrize("packing", ["optimal", "padding_free"])
 @pytest.mark.parametrize("merge_turns", [False, True])
-def test_log_probabilities_of_the_beginning_come_back_to_their_tokens(packing, merge_turns):
-    """Computed in one plan, laid out in another: each token has its own, wherever it lies."""
+def test_initial_log_probabilities_return_to_their_tokens_in_any_layout(packing, merge_turns):
+    """They are computed in one layout and used in another; each token keeps its own."""
     cfg = cpu_config(max_seq_len=70, micro_token_budget=150, packing=packing)
     backend = TorchBackend(tiny_model(), cfg, algo=make_grpo(group_size=4))
     macro = MacroBatch.ingest(dialogues((3, 1, 4, 2)), cfg.max_seq_len, merge_turns=merge_turns)
@@ -145,7 +145,7 @@ def test_log_probabilities_of_the_beginning_come_back_to_their_tokens(packing, m
             torch.testing.assert_close(shared.proximal_logp[mask], shared.token_logp[mask], rtol=0, atol=1e-5)
 
 
-def test_values_of_actions_go_back_to_their_places():
+def test_action_values_return_to_their_positions():
     batch = padded(rows(4, seed=9))
     values = SharedContext(torch.zeros(*batch["input_ids"].shape, 3), batch).actor_logps_shifted
     laid_out = collate_actions(split_actions(values, batch), batch)
@@ -155,11 +155,11 @@ def test_values_of_actions_go_back_to_their_places():
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
-def test_the_policy_is_that_of_logits_over_temperature(temperature):
-    """Value and gradient, of log-probabilities and of entropy, against logits that were divided
-    by hand."""
+def test_the_policy_divides_the_logits_by_the_temperature(temperature):
+    """Values and gradients of log-probabilities and entropy, compared with logits divided by
+    hand."""
     batch = padded(rows(6, seed=2))
-    found = []
+    results = []
     for divided in (False, True):
         model = Bigram(dtype=torch.float64)
         logits = model(batch["input_ids"])
@@ -170,40 +170,42 @@ def test_the_policy_is_that_of_logits_over_temperature(temperature):
             shared = SharedContext(logits, batch, temperature=temperature, with_entropy=True)
             logp, entropy = shared.token_logp, shared.entropy
         (logp * 0.3 + entropy * logp.detach()).sum().backward()
-        found.append((logp.detach(), entropy.detach(), model.table.grad))
-    for mine, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(mine, theirs)
+        results.append((logp.detach(), entropy.detach(), model.table.grad))
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected)
 
 
 def test_the_trainers_temperature_reaches_the_loss():
-    """Samples drawn at 0.5, with the log-probabilities of that distribution: on policy for a
-    trainer that was told."""
+    """Samples drawn at 0.5 with the log-probabilities of that distribution: on-policy for a trainer
+    that knows the temperature."""
     model = tiny_model()
     cfg = cpu_config(temperature=0.5, micro_token_budget=10_000)
     macro = MacroBatch.ingest(sorting_items(8, weight=1.0), cfg.max_seq_len)
     backend = TorchBackend(model, cfg, algo=make_grpo(group_size=4))
     [micro] = MiniBatch(macro, np.arange(8), cfg)
-    told = asyncio.run(backend.forward_logprobs(micro).result())
+    logps = asyncio.run(backend.forward_logprobs(micro).result())
     plain = asyncio.run(backend.forward_logprobs(micro, temperature=1.0).result())
-    assert (told - plain).abs().max() > 0.1
+    assert (logps - plain).abs().max() > 0.1
     logits = forward_logits(model, micro.tensors).detach()
-    torch.testing.assert_close(told, compute_token_logp(logits / 0.5, micro.tensors["input_ids"]), rtol=0, atol=1e-5)
+    torch.testing.assert_close(logps, compute_token_logp(logits / 0.5, micro.tensors["input_ids"]), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("top_p", [0.3, 0.9])
-def test_log_probabilities_within_a_nucleus_are_renormalised(top_p):
+def test_log_probabilities_are_renormalised_over_the_nucleus(top_p):
     model = tiny_model()
     cfg = cpu_config(micro_token_budget=10_000)
     macro = MacroBatch.ingest(sorting_items(4), cfg.max_seq_len)
     backend = TorchBackend(model, cfg, algo=make_grpo(group_size=4))
     [micro] = MiniBatch(macro, np.arange(4), cfg)
-    found = asyncio.run(backend.forward_logprobs(micro, temperature=0.7, top_p=top_p).result())
+    logps = asyncio.run(backend.forward_logprobs(micro, temperature=0.7, top_p=top_p).result())
     probabilities = torch.softmax(forward_logits(model, micro.tensors).detach().double() / 0.7, dim=-1)
     ids = micro.tensors["input_ids"]
     for row, column in ((0, 0), (1, 3), (3, 2)):
         ordered = probabilities[row, column].sort(descending=True)
-        kept = int((ordered.values.cumsum(0) < top_p).sum()) + 1
-        inside = ordered.indices[:kept].tolist()
+        nucleus_size = int((ordered.values.cumsum(0) < top_p).sum()) + 1
+        inside = ordered.indices[:nucleus_size].tolist()
         token = int(ids[row, column + 1])
-        expected = probabilities[row, column, token] / ordered.values[:kept].sum() if token in inside else torch.tensor(0.0)
-        assert math.exp(found[row, column]) == pytest.approx(expected.item(), abs=1e-5)
+        expected = (
+            probabilities[row, column, token] / ordered.values[:nucleus_size].sum() if token in inside else torch.tensor(0.0)
+        )
+        assert math.exp(logps[row, column]) == pytest.approx(expected.item(), abs=1e-5)

@@ -1,5 +1,5 @@
-"""The law of the project: however a batch is split, laid out and ordered, the gradient is that
-of the unsplit batch."""
+"""The main invariant: however a batch is split, laid out and ordered, its gradient is that of the
+unsplit batch."""
 
 from dataclasses import replace
 
@@ -74,7 +74,7 @@ def gradient(loss, parts, collate, totals=None):
 
 @st.composite
 def partitions(draw):
-    """Samples in some order, cut into micro-batches at random places."""
+    """Samples in random order, cut into micro-batches at random places."""
     samples = rows(draw(st.integers(1, 12)), seed=draw(st.integers(0, 10_000)))
     order = draw(st.permutations(range(len(samples))))
     cuts = sorted(draw(st.sets(st.integers(1, max(1, len(samples) - 1)))) & set(range(1, len(samples))))
@@ -83,9 +83,9 @@ def partitions(draw):
 
 
 @pytest.mark.parametrize("name", LOSSES)
-@given(drawn=partitions(), extra=st.integers(0, 3), layout=st.sampled_from(["padded", "padding-free"]))
-def test_the_gradient_does_not_depend_on_the_split(name, drawn, extra, layout):
-    samples, parts = drawn
+@given(partition=partitions(), extra=st.integers(0, 3), layout=st.sampled_from(["padded", "padding-free"]))
+def test_the_gradient_does_not_depend_on_the_split(name, partition, extra, layout):
+    samples, parts = partition
     loss = LOSSES[name]
     whole, value = gradient(loss, [samples], padded)
     collate = packed if layout == "padding-free" else lambda part: padded(part, extra)
@@ -95,20 +95,20 @@ def test_the_gradient_does_not_depend_on_the_split(name, drawn, extra, layout):
 
 
 @pytest.mark.parametrize("name", LOSSES)
-@given(drawn=partitions())
-def test_samples_of_weight_zero_can_stay_out_where_the_loss_says_so(name, drawn):
-    samples, parts = drawn
+@given(partition=partitions())
+def test_samples_of_weight_zero_can_be_left_out_when_the_loss_allows_it(name, partition):
+    samples, parts = partition
     loss = LOSSES[name]
-    kept = [[s for s in part if s["weight"] != 0] for part in parts]
-    kept = [part for part in kept if part]
-    if not kept or not loss.zero_weight_is_zero_gradient:
+    nonzero_parts = [[s for s in part if s["weight"] != 0] for part in parts]
+    nonzero_parts = [part for part in nonzero_parts if part]
+    if not nonzero_parts or not loss.zero_weight_is_zero_gradient:
         return
     whole, _ = gradient(loss, [samples], padded)
-    without, _ = gradient(loss, kept, padded, totals_of(samples))
+    without, _ = gradient(loss, nonzero_parts, padded, totals_of(samples))
     torch.testing.assert_close(without, whole, rtol=0, atol=1e-6 * max(1.0, whole.abs().max().item()))
 
 
-def test_the_losses_that_need_samples_of_weight_zero_say_so():
+def test_losses_that_need_samples_of_weight_zero_declare_it():
     needing = {name for name, loss in LOSSES.items() if not loss.zero_weight_is_zero_gradient}
     assert needing == {"baseline", "normalised baseline", "kl by token", "kl by sequence", "entropy", "composite"}
 
@@ -154,7 +154,7 @@ PREFERENCE_LOSSES = {
 
 @st.composite
 def partitions_of_pairs(draw):
-    """Pairs in some order, the rejected sample first in some, cut into micro-batches between
+    """Pairs in random order, some with the rejected sample first, cut into micro-batches between
     pairs."""
     count = draw(st.integers(1, 6))
     samples = rows(2 * count, seed=draw(st.integers(0, 10_000)))
@@ -177,17 +177,17 @@ def with_meta(collate):
 
 
 @pytest.mark.parametrize("name", PREFERENCE_LOSSES)
-@given(drawn=partitions_of_pairs(), layout=st.sampled_from(["padded", "padding-free"]))
-def test_the_gradient_does_not_depend_on_how_pairs_are_split(name, drawn, layout):
-    samples, parts = drawn
+@given(partition=partitions_of_pairs(), layout=st.sampled_from(["padded", "padding-free"]))
+def test_the_gradient_does_not_depend_on_the_split_of_pairs(name, partition, layout):
+    samples, parts = partition
     loss = PREFERENCE_LOSSES[name]
     whole, value = gradient(loss, [samples], with_meta(padded))
     collate = with_meta(packed if layout == "padding-free" else padded)
     totals = replace(totals_of(samples), num_pairs=len(samples) / 2)
     if loss.needs_first_pass:
         model = Bigram()
-        found = [loss.first_pass(model(batch["input_ids"]), batch) for batch in map(collate, parts)]
-        totals = replace(totals, measured={"squared_margins": sum(sums["squared_margins"] for sums in found).detach()})
+        sums_of_parts = [loss.first_pass(model(batch["input_ids"]), batch) for batch in map(collate, parts)]
+        totals = replace(totals, measured={"squared_margins": sum(sums["squared_margins"] for sums in sums_of_parts).detach()})
     split, total = gradient(loss, parts, collate, totals)
     torch.testing.assert_close(split, whole, rtol=0, atol=1e-6 * max(1.0, whole.abs().max().item()))
     assert total == pytest.approx(value, abs=1e-5, rel=1e-5)

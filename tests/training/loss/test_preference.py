@@ -1,4 +1,4 @@
-"""Bradley-Terry by hand, and how a batch says what its pairs are."""
+"""The Bradley-Terry loss by hand, and how a batch identifies its pairs."""
 
 import logging
 import math
@@ -15,8 +15,8 @@ from ludic.training.loss import SharedContext, scaled_loss
 
 
 def batch_of(scores, roles=None, ids=None, labels=None):
-    """Logits [B] that require a gradient, and a batch of B samples; chosen and rejected in turn
-    unless said otherwise."""
+    """Logits [B] that require a gradient, and a batch of B samples, alternately chosen and rejected
+    by default."""
     count = len(scores)
     meta = {
         "pair_id": ids or [index // 2 for index in range(count)],
@@ -56,13 +56,13 @@ def test_labels_are_smoothed_towards_one_half(label, eps, smoothed):
 
 
 @pytest.mark.parametrize("label", [0.0, 0.5, 1.0])
-def test_a_tie_is_wrong_whatever_the_label(label):
+def test_a_tie_counts_as_wrong_for_every_label(label):
     logits, batch = batch_of([0.5, 0.5], labels=[label, label])
     assert BradleyTerryLoss().compute(logits, batch)[1]["accuracy"].item() == 0.0
 
 
 @pytest.mark.parametrize(("kind", "norm"), [("l2", 5.0), ("l1", 7.0)])
-def test_the_norm_of_the_differences_is_over_the_batch_and_no_mean(kind, norm):
+def test_the_norm_of_the_differences_is_over_the_batch_and_not_a_mean(kind, norm):
     logits, batch = batch_of([3.0, 0.0, 1.0, 5.0])  # differences 3 and -4
     plain, _ = BradleyTerryLoss().compute(logits, batch)
     loss, _ = BradleyTerryLoss(regularization_lambda=0.1, regularization_type=kind).compute(logits, batch)
@@ -73,7 +73,7 @@ def test_the_norm_of_the_differences_is_over_the_batch_and_no_mean(kind, norm):
     torch.testing.assert_close(logits.grad, 0.1 * torch.tensor([unit[0], -unit[0], unit[1], -unit[1]]), atol=1e-6, rtol=0)
 
 
-def test_no_difference_at_all_has_no_norm_and_a_finite_gradient():
+def test_equal_scores_have_norm_zero_and_a_finite_gradient():
     logits, batch = batch_of([2.0, 2.0])
     loss, _ = BradleyTerryLoss(regularization_lambda=1.0).compute(logits, batch)
     loss.backward()
@@ -81,7 +81,7 @@ def test_no_difference_at_all_has_no_norm_and_a_finite_gradient():
     torch.testing.assert_close(logits.grad, torch.tensor([-0.5, 0.5]))
 
 
-def test_scores_can_be_kept_small():
+def test_scores_can_be_regularised():
     logits, batch = batch_of([3.0, 1.0, 1.0, 2.0])
     plain, _ = BradleyTerryLoss().compute(logits, batch)
     loss, stats = BradleyTerryLoss(score_regularization_lambda=0.1).compute(logits, batch)
@@ -90,7 +90,7 @@ def test_scores_can_be_kept_small():
     assert stats["score_reg"].item() == pytest.approx(0.75)
 
 
-def test_pairs_are_found_by_their_ids_in_any_order():
+def test_pairs_are_matched_by_id_in_any_order():
     logits, batch = batch_of([0.0, 2.5, 1.0, 0.5], roles=["rejected", "rejected", "chosen", "chosen"], ids=["a", "b", "a", "b"])
     loss, stats = BradleyTerryLoss(beta=2.0).compute(logits, batch)
     in_order, _ = BradleyTerryLoss(beta=2.0).compute(*batch_of([1.0, 0.0, 0.5, 2.5]))
@@ -98,7 +98,7 @@ def test_pairs_are_found_by_their_ids_in_any_order():
     assert stats["chosen_score"].item() == 0.75
 
 
-def test_samples_without_their_other_half_say_nothing():
+def test_samples_without_their_counterpart_are_ignored():
     logits, batch = batch_of([1.0, 9.0, 0.0], roles=["chosen", "rejected", "rejected"], ids=["a", "b", "a"])
     loss, stats = BradleyTerryLoss().compute(logits, batch)
     assert loss.item() == pytest.approx(-math.log(sigma(1.0)))
@@ -106,7 +106,7 @@ def test_samples_without_their_other_half_say_nothing():
 
 
 @pytest.mark.parametrize("settings", [{}, {"regularization_lambda": 1.0}, {"score_regularization_lambda": 1.0}])
-def test_without_a_pair_the_loss_is_zero_with_a_gradient_and_all_statistics(settings):
+def test_without_a_pair_the_loss_is_zero_with_zero_gradient_and_all_statistics(settings):
     logits, batch = batch_of([1.0, 2.0], ids=["a", "b"])
     loss, stats = BradleyTerryLoss(**settings).compute(logits, batch)
     loss.backward()
@@ -117,7 +117,7 @@ def test_without_a_pair_the_loss_is_zero_with_a_gradient_and_all_statistics(sett
     assert set(stats.values()) == {0.0} or all(value.item() == 0 for value in stats.values())
 
 
-def test_of_two_samples_of_one_role_the_last_counts(caplog):
+def test_the_last_of_two_samples_with_the_same_role_counts(caplog):
     logits, batch = batch_of([9.0, 1.0, 0.0], roles=["chosen", "chosen", "rejected"], ids=["a", "a", "a"])
     with caplog.at_level(logging.WARNING):
         loss, _ = BradleyTerryLoss().compute(logits, batch)
@@ -125,7 +125,7 @@ def test_of_two_samples_of_one_role_the_last_counts(caplog):
     assert "two chosen samples" in caplog.text
 
 
-def test_log_probabilities_of_actions_are_scores():
+def test_scores_can_be_action_log_probabilities():
     model, samples = Bigram(), rows(4, seed=2)
     batch = {**padded(samples), "meta": batch_of([0.0] * 4)[1]["meta"]}
     loss, stats = BradleyTerryLoss(score_type="logprob").compute(model(batch["input_ids"]), batch)
@@ -153,7 +153,7 @@ def test_wrong_metadata_is_refused(change, message):
         BradleyTerryLoss().compute(logits, {**batch, "meta": {**batch["meta"], **change}})
 
 
-def test_a_batch_without_metadata_and_logits_that_are_no_scores_are_refused():
+def test_missing_metadata_and_logits_that_are_not_scores_are_refused():
     logits, batch = batch_of([1.0, 0.0])
     with pytest.raises(DataError, match="RMTrainer"):
         BradleyTerryLoss().compute(logits, {name: value for name, value in batch.items() if name != "meta"})
@@ -172,7 +172,7 @@ def test_a_batch_without_metadata_and_logits_that_are_no_scores_are_refused():
         {"label_smoothing": 1.5},
     ],
 )
-def test_wrong_settings_are_refused(settings):
+def test_invalid_settings_are_refused(settings):
     with pytest.raises(ConfigError, match=next(iter(settings))):
         BradleyTerryLoss(**settings)
 
@@ -184,7 +184,7 @@ def test_half_precision_scores_are_compared_in_float32():
     assert loss.item() == pytest.approx(0.313262, abs=1e-6)
 
 
-def test_a_micro_batch_alone_cannot_know_the_norm_of_all_pairs():
+def test_a_micro_batch_needs_totals_for_the_norm_of_all_pairs():
     logits, batch = batch_of([1.0, 0.0])
     totals = BatchTotals(num_samples=4, num_tokens=4, weight_mean=0, weight_std=0, num_pairs=2)
     loss = BradleyTerryLoss(regularization_lambda=0.1)
@@ -192,7 +192,7 @@ def test_a_micro_batch_alone_cannot_know_the_norm_of_all_pairs():
         scaled_loss(loss, logits, batch, SharedContext(logits, batch, totals=totals))
 
 
-def test_terms_of_a_composite_measure_what_they_need():
+def test_the_first_pass_of_a_composite_measures_every_term():
     logits, batch = batch_of([3.0, 0.0, 1.0, 5.0])
     composite = CompositeLoss(
         [LossTerm("bt", BradleyTerryLoss(regularization_lambda=0.1)), LossTerm("again", BradleyTerryLoss())]
@@ -202,7 +202,7 @@ def test_terms_of_a_composite_measure_what_they_need():
     assert not CompositeLoss([LossTerm("bt", BradleyTerryLoss())]).needs_first_pass
 
 
-def test_the_preset_takes_both_names_of_the_weight_of_the_norm():
+def test_the_preset_accepts_both_names_of_the_norm_coefficient():
     for name in ("lambda_regularization", "regularization_lambda"):
         algo = make_bradley_terry(beta=2.0, label_smoothing=0.05, regularization_type="l1", **{name: 0.01})
         assert algo.loss == BradleyTerryLoss(2.0, "reward", 0.01, "l1", 0.05)
@@ -213,7 +213,7 @@ def test_the_preset_takes_both_names_of_the_weight_of_the_norm():
         make_bradley_terry(lambda_regularization=0.1, regularization_lambda=0.2)
 
 
-def test_a_model_that_gives_a_tensor_is_a_reward_model_too():
+def test_a_model_that_returns_a_tensor_can_be_a_reward_model():
     class LastToken(nn.Module):
         def forward(self, input_ids, attention_mask=None):
             return input_ids[:, -1:].float()

@@ -18,18 +18,18 @@ CAUSES = {name: cause for name, cause in vars(known_causes).items() if isinstanc
 
 
 @pytest.mark.parametrize("name", CAUSES)
-def test_every_cause_has_a_name_a_reason_and_a_remedy_without_open_places(name):
+def test_every_cause_has_a_name_a_reason_and_a_remedy_without_placeholders(name):
     cause = CAUSES[name](**FACTS)
     for text in (cause.name, cause.description, cause.remedy):
         assert text
         assert "{" not in text.replace("{user}", "")
 
 
-def test_what_was_measured_stands_in_the_texts():
+def test_the_texts_contain_the_measured_values():
     assert known_causes.SHIFTED_IDS(by=1).name == "completion ids +1"
     assert known_causes.OTHER_TEMPERATURE(drawn=0.5, configured=1.0).remedy == "set TrainerConfig.temperature to 0.5"
     assert "at character 3 they have '{user}'" in known_causes.OTHER_TEMPLATE(at=3, prompt="{user}", expected="x").description
 
 
-def test_the_name_of_a_long_way_fits_into_the_table():
+def test_long_names_fit_into_the_table():
     assert len(known_causes.OTHER_PROMPT_FITS(way="the chat template without its generation prompt and more").name) == 57

@@ -1,4 +1,4 @@
-"""Playing many episodes: what comes back, what is retried, what is dropped, and that nothing
+"""Playing many episodes: what is returned, what is retried, what is dropped, and that nothing
 leaks."""
 
 import asyncio
@@ -47,7 +47,7 @@ def test_rollouts_come_in_the_order_of_the_requests():
     assert rollouts(engine(), []) == []
 
 
-def test_a_rollout_says_where_it_comes_from():
+def test_a_rollout_records_its_origin():
     (got,) = rollouts(engine(), [request(env_seed=5, sampling_seed=9, meta={"topic": "x"})], timeout_s=20.0)
     assert got.meta["topic"] == "x"
     assert got.meta["request_meta"] == {"topic": "x"}
@@ -64,7 +64,7 @@ def test_a_rollout_says_where_it_comes_from():
     }
 
 
-def test_seeds_left_open_differ_from_batch_to_batch_and_resume():
+def test_unset_seeds_differ_between_batches_and_resume():
     eng = engine()
     first = [r.meta["engine"]["env_seed"] for r in rollouts(eng, [request(episodes=3)])]
     state = eng.state_dict()
@@ -75,7 +75,7 @@ def test_seeds_left_open_differ_from_batch_to_batch_and_resume():
     assert [r.meta["engine"]["env_seed"] for r in rollouts(resumed, [request(episodes=3)])] == second
 
 
-def test_names_that_are_not_registered_are_said_before_anything_is_played():
+def test_unregistered_names_are_refused_before_anything_is_played():
     Counting.made.clear()
     with pytest.raises(KeyError, match="Unknown env kind"):
         rollouts(engine(), [request(), request("nonsense")])
@@ -84,22 +84,22 @@ def test_names_that_are_not_registered_are_said_before_anything_is_played():
     assert Counting.made == []
 
 
-def test_the_model_is_asked_as_the_request_says():
+def test_the_model_is_called_with_the_settings_of_the_request():
     client = ScriptedClient("a")
     rollouts(engine(client), [request(sampling_seed=7), request(), request(inference=None, sampling_seed=9)], concurrency=1)
-    assert [call.seed for call in client.requests] == [7, 1, 9]  # an open seed is the episode's number
+    assert [call.seed for call in client.requests] == [7, 1, 9]  # an unset seed becomes the number of the episode
     assert [call.sampling.max_tokens for call in client.requests] == [4, 4, 256]
     assert [call.return_.return_token_ids for call in client.requests] == [True, True, False]
 
 
-def test_a_group_whose_name_is_a_number_is_no_episode(flaky):
-    """Episode 1 fails alone; group 1 is another."""
+def test_a_group_named_by_a_number_is_not_confused_with_an_episode(flaky):
+    """Episode 1 fails alone; group 1 is something else."""
     requests = [request(meta={"group_id": 1}), request("flaky", name="f", failures=9), request(meta={"group_id": 1})]
     batch = play(engine(envs=flaky).generate_batch(requests, credit_assigner=ConstantCredit()))
     assert [item.meta["episode_idx"] for item in batch.items] == [0, 2]
 
 
-def test_an_engine_knows_the_kinds_it_was_made_with():
+def test_an_engine_lists_its_environment_and_protocol_kinds():
     kinds = {"count": Counting}
     eng = engine(envs=kinds)
     kinds.clear()
@@ -110,7 +110,7 @@ def cut(played):
     return [record.getMessage() for record in played if "max_steps" in record.getMessage()]
 
 
-def test_a_limit_that_no_episode_fits_into_is_told_once(caplog):
+def test_a_limit_that_truncates_every_episode_is_reported_once(caplog):
     eng = engine()
     rollouts(eng, [request(goal=2, episodes=3)], max_steps=1)
     rollouts(eng, [request(goal=2, episodes=3)], max_steps=1)
@@ -123,21 +123,21 @@ def test_a_limit_that_no_episode_fits_into_is_told_once(caplog):
 @pytest.mark.parametrize(
     ("requests", "settings"),
     [
-        ([request(goal=2), request(goal=1)], {"max_steps": 1}),  # one ended by itself
-        ([request(goal=2, truncate=True)], {"max_steps": 2}),  # its environment cut it
+        ([request(goal=2), request(goal=1)], {"max_steps": 1}),  # one episode ended by itself
+        ([request(goal=2, truncate=True)], {"max_steps": 2}),  # its environment truncated it
     ],
 )
-def test_a_limit_that_an_episode_fits_into_is_nobodys_mistake(requests, settings, caplog):
+def test_a_limit_that_some_episode_fits_into_is_not_reported(requests, settings, caplog):
     rollouts(engine(), requests, **settings)
     assert cut(caplog.records) == []
 
 
-def test_an_answer_that_never_reached_the_environment_says_nothing_of_the_limit(caplog):
+def test_an_answer_that_did_not_reach_the_environment_does_not_count_for_the_limit(caplog):
     rollouts(engine(ScriptedClient("ab", finish_reason="length")), [request(goal=1)], max_steps=1)
     assert cut(caplog.records) == []
 
 
-def test_an_engine_knows_what_happened_to_all_its_episodes(flaky):
+def test_an_engine_counts_the_outcomes_of_all_its_episodes(flaky):
     eng = engine(envs=flaky)
     rollouts(eng, [request(episodes=2), request("flaky", name="a", failures=1)])
     rollouts(eng, [request(), request("flaky", name="b", failures=9, meta={"group_id": "g"}), request(meta={"group_id": "g"})])
@@ -146,9 +146,9 @@ def test_an_engine_knows_what_happened_to_all_its_episodes(flaky):
     assert totals == {"num_episodes": 6, "num_retried_episodes": 2, "num_failed_episodes": 1, "num_dropped_groups": 1}
 
 
-class TwoVoices:
-    """A protocol with two rollouts, sampled from several versions of the policy; the second has
-    said who asked."""
+class TwoRolloutProtocol:
+    """A protocol with two rollouts that were sampled from several policy versions. The second one
+    names its agent."""
 
     async def run(self, **_):
         def step(index, version):
@@ -160,8 +160,8 @@ class TwoVoices:
         return [Rollout(steps=[step(0, 6), step(1, 5), step(2, 7)]), second]
 
 
-def test_a_rollout_is_as_old_as_its_oldest_step_and_what_a_protocol_says_of_it_stays():
-    eng = RolloutEngine(env_registry={"count": Counting}, protocol_registry={"single": TwoVoices})
+def test_a_rollout_is_as_old_as_its_oldest_step_and_keeps_the_protocols_meta():
+    eng = RolloutEngine(env_registry={"count": Counting}, protocol_registry={"single": TwoRolloutProtocol})
     first, second = rollouts(eng, [request(meta={"k": 1})])
     assert [first.meta["policy_version"], second.meta["policy_version"]] == [5, 2]
     assert [first.meta["episode_idx"], second.meta["episode_idx"]] == [0, "own"]
@@ -171,7 +171,7 @@ def test_a_rollout_is_as_old_as_its_oldest_step_and_what_a_protocol_says_of_it_s
 
 
 @pytest.mark.parametrize(("concurrency", "expected"), [(0, 1), (1, 1), (3, 3), (99, 20)])
-def test_no_more_episodes_than_asked_for_are_played_at_once(concurrency, expected):
+def test_at_most_concurrency_episodes_are_played_at_once(concurrency, expected):
     running, most = Counter(), [0]
 
     async def delay():
@@ -185,7 +185,7 @@ def test_no_more_episodes_than_asked_for_are_played_at_once(concurrency, expecte
 
 
 class Flaky(Counting):
-    """Raises in the first step of the first `failures` environments made with its name."""
+    """Raises in the first step of the first `failures` environments with its name."""
 
     tries: ClassVar[Counter] = Counter()
 
@@ -215,7 +215,7 @@ def test_a_failed_episode_is_played_again_with_a_fresh_environment(flaky):
     assert all(env.closed for env in Counting.made)
 
 
-def test_the_group_of_an_episode_that_fails_for_good_is_left_out_and_counted(flaky, caplog):
+def test_the_group_of_an_episode_that_fails_every_retry_is_left_out_and_counted(flaky, caplog):
     groups = [
         *GRPORequestStrategy(3).expand([request()]),
         *GRPORequestStrategy(2).expand([request("flaky", name="b", failures=99)]),
@@ -227,21 +227,21 @@ def test_the_group_of_an_episode_that_fails_for_good_is_left_out_and_counted(fla
         "num_episodes": 6,
         "num_failed_episodes": 2,
         "num_dropped_groups": 1,
-        "target_rollouts": 6,  # asked for, also those of the group that is left out
+        "target_rollouts": 6,  # requested episodes, including those of the group that was left out
         "played_rollouts": 4,
     }
     assert {k: batch.meta[k] for k in counts} == counts
     assert "b broke" in caplog.text
 
 
-def test_groups_stay_whole_for_the_credit_assigner_when_one_member_fails(flaky):
+def test_the_credit_assigner_gets_whole_groups_when_one_member_fails(flaky):
     group = GRPORequestStrategy(4).expand([request()])
     broken = GRPORequestStrategy(4).expand([request("flaky", name="c", failures=2)])  # one member fails twice, the others never
     batch = play(engine(envs=flaky).generate_batch([*group, *broken], credit_assigner=GroupNormalizedReturn(4), concurrency=1))
     assert len(batch.items) == 4
 
 
-def test_if_nothing_is_left_the_error_names_the_first_cause(flaky):
+def test_if_no_episode_is_left_the_error_names_the_first_cause(flaky):
     with pytest.raises(RolloutError, match=r"2 of 2 episodes failed.*OSError: d broke"):
         rollouts(engine(envs=flaky), [request("flaky", episodes=2, name="d", failures=99)])
 
@@ -252,7 +252,7 @@ def test_without_retries_every_failure_is_final(flaky):
     assert (batch.meta["num_retried_episodes"], batch.meta["num_failed_episodes"]) == (0, 1)
 
 
-def test_a_model_that_hangs_is_a_failed_episode():
+def test_a_model_that_hangs_makes_the_episode_fail():
     async def forever():
         await asyncio.Event().wait()
 
@@ -281,7 +281,7 @@ def test_cancelling_the_engine_cancels_its_episodes_and_closes_their_environment
     assert all(env.closed for env in Counting.made)
 
 
-def test_a_batch_holds_the_tokens_that_were_sampled():
+def test_a_batch_has_the_tokens_that_were_sampled():
     batch = play(
         engine(ScriptedClient("ab")).generate_batch([request(goal=2, episodes=2)], credit_assigner=EpisodicReturn(), max_steps=5)
     )
@@ -317,7 +317,7 @@ def test_a_filter_acts_after_credit_and_is_counted():
     requests = [request(), request(goal=9)]
     batch = play(engine().generate_batch(requests, credit_assigner=EpisodicReturn(), max_steps=1, sample_filter=drop_truncated))
     assert [batch.meta[k] for k in ("num_samples_before_filter", "num_samples", "num_samples_filtered")] == [2, 1, 1]
-    assert batch.meta["avg_total_reward"] == 0.5  # over all rollouts, the filtered one too
+    assert batch.meta["avg_total_reward"] == 0.5  # over all rollouts, including the filtered one
 
 
 class Credit:
@@ -335,7 +335,7 @@ def test_weights_that_are_missing_or_not_finite_are_errors():
         play(engine().generate_batch([request()], credit_assigner=Credit(float("nan"))))
 
 
-def test_a_step_without_tokens_is_an_error():
+def test_a_step_without_token_ids_is_an_error():
     class Textual(ScriptedClient):
         async def complete(self, request):
             response, info = await super().complete(request)
@@ -346,7 +346,7 @@ def test_a_step_without_tokens_is_an_error():
         play(engine(Textual("a")).generate_batch([request()], credit_assigner=ConstantCredit()))
 
 
-def test_log_probabilities_that_were_asked_for_must_come():
+def test_requested_log_probabilities_must_be_returned():
     class Silent(ScriptedClient):
         async def complete(self, request):
             response, info = await super().complete(request)

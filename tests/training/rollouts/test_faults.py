@@ -1,4 +1,4 @@
-"""Episodes that go wrong in every way: they are counted, their groups left out, the others
+"""Episodes that fail in every way: they are counted, their groups are left out, the others are
 played, and nothing leaks."""
 
 import asyncio
@@ -22,14 +22,14 @@ from ludic.types import Rollout, Step
 
 
 class Forever(Counting):
-    """An asynchronous environment whose step never comes back."""
+    """An asynchronous environment whose step never returns."""
 
     async def env_step(self, action):
         await asyncio.Event().wait()
 
 
 class Cancelled(Counting):
-    """Waits for something that somebody else cancels, such as a pool that is shut down."""
+    """Awaits something that somebody else cancels, such as a closed pool."""
 
     async def env_step(self, action):
         lost = asyncio.get_running_loop().create_future()
@@ -37,24 +37,24 @@ class Cancelled(Counting):
         await lost
 
 
-class Exits(Counting):
-    """Calls sys.exit, as scripts do that were not written to be a library."""
+class ExitsInStep(Counting):
+    """Calls sys.exit, like scripts that were not written as libraries."""
 
     async def env_step(self, action):
         raise SystemExit("usage: env [-h]")
 
 
-class ExitsAtOnce(Counting):
+class ExitsInReset(Counting):
     def env_reset(self, *, seed=None):
         raise SystemExit(2)
 
 
-class ExitsAtItsEnd(Counting):
+class ExitsInClose(Counting):
     async def close(self):
         raise SystemExit(3)
 
 
-class Unshowable(Counting):
+class ErrorWithoutMessage(Counting):
     def env_step(self, action):
         class NoMessageError(Exception):
             def __str__(self):
@@ -71,7 +71,7 @@ class NoInfo:
 
 
 class NoTrace:
-    """A protocol that plays and does not say which tokens were sampled."""
+    """A protocol that plays but does not report the sampled tokens."""
 
     async def run(self, **_):
         return [Rollout(steps=[Step(0, "o", "a", None, 1.0, False, True)])]
@@ -103,16 +103,16 @@ class CannotClose(Counting):
         raise OSError("still busy")
 
 
-def cannot_be_made():
+def raising_factory():
     raise OSError("no room for an environment")
 
 
-def exits_instead():
+def exiting_factory():
     raise SystemExit("no licence")
 
 
-class Nothing:
-    """A protocol that returns no list of rollouts."""
+class ReturnsNothing:
+    """A protocol that does not return a list of rollouts."""
 
     async def run(self, **_):
         return None
@@ -124,12 +124,12 @@ ENVS = {
     "cancelled": Cancelled,
     "garbage": Garbage,
     "no_observation": NoObservation,
-    "unmade": cannot_be_made,
-    "exits": Exits,
-    "exits_at_once": ExitsAtOnce,
-    "exits_at_its_end": ExitsAtItsEnd,
-    "exits_instead": exits_instead,
-    "unshowable": Unshowable,
+    "unmade": raising_factory,
+    "exits": ExitsInStep,
+    "exits_at_once": ExitsInReset,
+    "exits_at_its_end": ExitsInClose,
+    "exits_instead": exiting_factory,
+    "unshowable": ErrorWithoutMessage,
     "async_close": ClosesAsynchronously,
     "cannot_close": CannotClose,
 }
@@ -138,7 +138,7 @@ ENVS = {
 def engine(**settings):
     protocols = {
         "single": lambda: protocol(ScriptedClient("ab")),
-        "nothing": Nothing,
+        "nothing": ReturnsNothing,
         "no_info": NoInfo,
         "no_trace": NoTrace,
         "same_numbers": SameNumbers,
@@ -173,7 +173,7 @@ def counts(batch):
         (request(played_by="same_numbers"), r"GarbageError: the steps of a rollout have the indices \[0, 0\]"),
     ],
 )
-def test_a_broken_episode_is_counted_and_the_others_are_played(broken, cause):
+def test_a_failing_episode_is_counted_and_the_others_are_played(broken, cause):
     Counting.made.clear()
     eng = engine(episode_timeout_s=0.05)
     batch = play(eng.generate_batch([request(), broken, request()], credit_assigner=ConstantCredit()))
@@ -184,19 +184,19 @@ def test_a_broken_episode_is_counted_and_the_others_are_played(broken, cause):
         play(eng.generate_rollouts([broken], 1))
 
 
-def test_an_episode_without_its_tokens_is_left_out_of_a_batch_and_not_played_again():
+def test_an_episode_without_tokens_is_left_out_of_the_batch_and_not_retried():
     batch = play(engine().generate_batch([request(), request(played_by="no_trace")], credit_assigner=ConstantCredit()))
     assert counts(batch) == (2, 0, 1, 1)
     assert [item.meta["episode_idx"] for item in batch.items] == [0]
     with pytest.raises(ValueError, match="Missing rollout-time token trace"):
         play(engine().generate_batch([request(played_by="no_trace")], credit_assigner=ConstantCredit()))
-    assert len(play(engine().generate_rollouts([request(played_by="no_trace")], 1))) == 1  # which nobody trains on
+    assert len(play(engine().generate_rollouts([request(played_by="no_trace")], 1))) == 1  # rollouts that are not for training
 
 
-def test_an_exit_while_an_environment_closes_does_not_undo_the_episode(caplog):
+def test_an_exit_in_close_does_not_discard_the_episode(caplog):
     batch = play(engine().generate_batch([request("exits_at_its_end")], credit_assigner=ConstantCredit()))
     assert counts(batch) == (1, 0, 0, 0)
-    assert "ExitsAtItsEnd.close() raised SystemExit: 3" in caplog.text
+    assert "ExitsInClose.close() raised SystemExit: 3" in caplog.text
 
 
 def test_an_interrupt_in_an_environment_ends_the_run():
@@ -211,21 +211,21 @@ def test_an_interrupt_in_an_environment_ends_the_run():
         play(eng.generate_rollouts([request("interrupted")], 1))
 
 
-def test_an_episode_without_a_limit_may_take_its_time():
+def test_an_episode_without_a_time_limit_is_not_cut_off():
     with pytest.raises(TimeoutError):
         play(asyncio.wait_for(engine().generate_rollouts([request("forever")], 1), 0.1))
     with pytest.raises(ConfigError, match="episode_timeout_s"):
         engine(episode_timeout_s=0)
 
 
-def test_an_episode_that_waits_for_its_turn_is_not_yet_timed():
-    """The second begins when the first has used up its time, which is as long as its own."""
+def test_the_time_limit_of_an_episode_starts_when_it_is_played():
+    """The second episode starts after the first has used up a whole time limit."""
     eng = engine(episode_timeout_s=0.05, max_retries=0)
     batch = play(eng.generate_batch([request("forever"), request()], credit_assigner=ConstantCredit(), concurrency=1))
     assert counts(batch) == (2, 0, 1, 1)
 
 
-def test_an_environment_may_close_asynchronously_and_a_failure_to_close_does_not_undo_the_episode(caplog):
+def test_close_may_be_a_coroutine_and_its_failure_does_not_discard_the_episode(caplog):
     Counting.made.clear()
     batch = play(engine().generate_batch([request("async_close"), request("cannot_close")], credit_assigner=ConstantCredit()))
     assert counts(batch) == (2, 0, 0, 0)
@@ -234,8 +234,8 @@ def test_an_environment_may_close_asynchronously_and_a_failure_to_close_does_not
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.booleans()), min_size=1, max_size=12))
-def test_a_batch_holds_exactly_the_groups_in_which_nothing_failed(members):
-    """`members`: (group, does it fail)."""
+def test_a_batch_has_exactly_the_groups_in_which_nothing_failed(members):
+    """`members`: (group, whether it fails)."""
     requests = [request("garbage" if fails else "count", group=group) for group, fails in members]
     lost = {group for group, fails in members if fails}
     left = [position for position, (group, _) in enumerate(members) if group not in lost]
@@ -249,9 +249,9 @@ def test_a_batch_holds_exactly_the_groups_in_which_nothing_failed(members):
     assert [item.meta["episode_idx"] for item in batch.items] == left
 
 
-def test_credit_is_computed_on_whole_groups_when_an_episode_was_lost_without_an_error():
-    """An episode that vanished instead of failing would leave three of four members, and this
-    assigner refuses three."""
+def test_credit_is_computed_on_whole_groups_when_an_episode_is_lost_without_an_error():
+    """If a lost episode were not treated as failed, three of four members would be left, which this
+    assigner refuses."""
     groups = [*GRPORequestStrategy(4).expand([request()]), *GRPORequestStrategy(4).expand([request()])]
     groups[6] = RolloutRequest(EnvSpec("cancelled"), groups[6].protocol, inference=FOR_RL, meta=groups[6].meta)
     batch = play(engine().generate_batch(groups, credit_assigner=GroupNormalizedReturn(4)))
@@ -268,7 +268,7 @@ def test_only_rollouts_that_are_used_are_written(tmp_path):
     assert len(path.read_text().splitlines()) == 1
 
 
-def test_retries_are_as_many_as_were_asked_for(caplog):
+def test_failed_episodes_are_retried_max_retries_times(caplog):
     Counting.made.clear()
     with pytest.raises(RolloutError):
         play(engine(max_retries=3).generate_rollouts([request("garbage")], 1))
@@ -278,7 +278,7 @@ def test_retries_are_as_many_as_were_asked_for(caplog):
         engine(max_retries=-1)
 
 
-def test_a_flood_of_failures_is_logged_in_a_few_lines(caplog):
+def test_many_failures_are_logged_in_a_few_lines(caplog):
     play(engine(max_retries=0).generate_rollouts([request(), *[request("garbage") for _ in range(10)]], 1))
     assert len(caplog.records) == 4
     assert "7 more episodes failed" in caplog.text

@@ -1,4 +1,4 @@
-"""Rollouts as lines of JSON: whole, readable again, appended."""
+"""Rollouts as JSON lines: complete, readable and appended."""
 
 import json
 
@@ -26,7 +26,7 @@ steps = st.builds(
 
 
 @given(st.lists(st.builds(Rollout, id=text, steps=st.lists(steps, max_size=3), meta=st.dictionaries(text, text)), max_size=3))
-def test_a_line_holds_the_whole_rollout(tmp_path_factory, rollouts):
+def test_a_line_has_the_whole_rollout(tmp_path_factory, rollouts):
     path = tmp_path_factory.mktemp("log") / "rollouts.jsonl"
     for rollout in rollouts:
         append_rollouts(path, [rollout])
@@ -46,7 +46,7 @@ def test_a_line_holds_the_whole_rollout(tmp_path_factory, rollouts):
         )
 
 
-def test_a_sum_that_is_not_finite_is_written_as_null_beside_the_rewards_it_came_of(tmp_path):
+def test_a_sum_that_is_not_finite_is_written_as_null_beside_its_rewards(tmp_path):
     largest = 1.7976931348623157e308
     path = tmp_path / "rollouts.jsonl"
     append_rollouts(
@@ -57,7 +57,7 @@ def test_a_sum_that_is_not_finite_is_written_as_null_beside_the_rewards_it_came_
     assert [step["reward"] for step in read["steps"]] == [largest, largest]
 
 
-def test_what_json_has_no_form_for_is_written_as_the_next_best(tmp_path):
+def test_values_that_json_cannot_represent_are_converted(tmp_path):
     path = tmp_path / "rollouts.jsonl"
     meta = {"score": np.float32(0.5), "ids": np.arange(3), "place": path, "half": "\ud83d", 7: "seven"}
     append_rollouts(path, [Rollout(meta=meta)])
@@ -70,16 +70,16 @@ def test_what_json_has_no_form_for_is_written_as_the_next_best(tmp_path):
     }
 
 
-def test_a_line_that_was_torn_is_cut_off_before_the_next_is_written(tmp_path):
+def test_a_torn_line_is_removed_before_the_next_is_written(tmp_path):
     path = tmp_path / "rollouts.jsonl"
     append_rollouts(path, [Rollout(id="first", steps=[Step(0, "", "", None, 0.0, False, True)])])
     whole = path.read_bytes()
-    path.write_bytes(whole + whole[:-9])  # killed while the second was written
+    path.write_bytes(whole + whole[:-9])  # killed while the second line was written
     append_rollouts(path, [Rollout(id="third", steps=[Step(0, "", "", None, 0.0, False, True)])])
     assert [rollout.id for rollout in read_rollouts(path)] == ["first", "third"]
 
 
-def test_an_info_that_contains_itself_costs_itself_and_neither_the_rollout_nor_its_batch(tmp_path):
+def test_an_info_that_contains_itself_is_dropped_without_its_rollout(tmp_path):
     info = {"kept": 1}
     info["itself"] = info
     path = tmp_path / "rollouts.jsonl"

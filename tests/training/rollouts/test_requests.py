@@ -27,7 +27,7 @@ from ludic.training.batching import make_requests_fn_from_queue
 BASE = RolloutRequest(EnvSpec("e"), ProtocolSpec("p"), env_seed=7, sampling_seed=100, num_episodes=5, meta={"a": 1})
 
 
-def test_a_group_shares_its_problem_and_differs_in_its_samples():
+def test_the_members_of_a_group_share_a_problem_and_differ_in_their_seeds():
     group = GRPORequestStrategy(3).expand([BASE])
     assert [r.env_seed for r in group] == [7, 7, 7]
     assert [r.sampling_seed for r in group] == [100, 101, 102]
@@ -37,7 +37,7 @@ def test_a_group_shares_its_problem_and_differs_in_its_samples():
     assert BASE.meta == {"a": 1}
 
 
-def test_groups_have_ids_and_seeds_of_their_own_and_repeat_with_the_random_state():
+def test_groups_have_unique_ids_and_seeds_that_the_random_state_reproduces():
     open_seeds = RolloutRequest(EnvSpec("e"), ProtocolSpec("p"))
     random.seed(3)
     first = GRPORequestStrategy(2).expand([open_seeds, open_seeds])
@@ -47,21 +47,21 @@ def test_groups_have_ids_and_seeds_of_their_own_and_repeat_with_the_random_state
     assert first[0].env_seed == first[1].env_seed != first[2].env_seed
 
 
-def test_a_group_needs_a_member():
+def test_an_empty_group_is_refused():
     with pytest.raises(ValueError, match="group_size must be positive"):
         GRPORequestStrategy(0)
     assert IdentityStrategy().expand([BASE]) == [BASE]
 
 
-def filled(count):
+def make_queue(count):
     q = queue.Queue()
     for row in range(count):
         q.put((row, f"s{row}"))
     return q
 
 
-def test_a_queue_gives_what_it_has_and_then_says_that_it_is_empty():
-    fn = make_dataset_queue_requests_fn(filled(5), batch_size=2, env_kind="e", protocol_kind="p")
+def test_a_queue_returns_its_requests_and_then_raises():
+    fn = make_dataset_queue_requests_fn(make_queue(5), batch_size=2, env_kind="e", protocol_kind="p")
     assert [[r.env.kwargs["sample"] for r in fn()] for _ in range(3)] == [["s0", "s1"], ["s2", "s3"], ["s4"]]
     with pytest.raises(RequestsExhausted):
         fn()
@@ -73,7 +73,7 @@ def test_a_queue_gives_what_it_has_and_then_says_that_it_is_empty():
 
 def test_a_row_sets_every_part_of_its_request():
     fn = make_dataset_queue_requests_fn(
-        filled(3),
+        make_queue(3),
         batch_size=3,
         env_kind="e",
         protocol_kind="p",
@@ -94,28 +94,28 @@ def sequence(count, **settings):
     return make_dataset_sequence_requests_fn(list(range(count)), env_kind="e", protocol_kind="p", **settings)
 
 
-def drawn(fn, batches):
+def draw_batches(fn, batches):
     return [r.env.kwargs["sample"] for _ in range(batches) for r in fn()]
 
 
-def test_a_sequence_goes_round_in_order():
-    assert drawn(sequence(3, batch_size=2), 3) == [0, 1, 2, 0, 1, 2]
+def test_a_sequence_repeats_in_order():
+    assert draw_batches(sequence(3, batch_size=2), 3) == [0, 1, 2, 0, 1, 2]
     with pytest.raises(ValueError, match="empty"):
         sequence(0, batch_size=1)
 
 
 @given(st.integers(1, 9), st.integers(1, 5), st.integers(0, 12), st.integers(0, 99))
-def test_a_shuffled_sequence_shows_every_sample_once_a_pass_and_resumes_anywhere(count, batch_size, before, seed):
+def test_a_shuffled_sequence_returns_every_sample_once_per_pass_and_resumes_anywhere(count, batch_size, before, seed):
     batches = before + 2 * count
     fn = sequence(count, batch_size=batch_size, shuffle=True, rng_seed=seed)
-    whole = drawn(fn, batches)
+    whole = draw_batches(fn, batches)
     for start in range(0, len(whole) - count, count):
         assert sorted(whole[start : start + count]) == list(range(count))
     first = sequence(count, batch_size=batch_size, shuffle=True, rng_seed=seed)
-    head = drawn(first, before)
+    head = draw_batches(first, before)
     second = sequence(count, batch_size=batch_size, shuffle=True, rng_seed=seed)
     second.load_state_dict(first.state_dict())
-    assert head + drawn(second, batches - before) == whole
+    assert head + draw_batches(second, batches - before) == whole
 
 
 def source(**settings):
@@ -136,18 +136,18 @@ def test_a_source_takes_credit_from_an_assigner_or_an_algorithm():
         source(algorithm=algorithm, engine=RolloutEngine(env_registry={}, protocol_registry={}))
 
 
-def test_groups_of_one_answer_are_refused_and_single_greedy_answers_are_not():
+def test_greedy_groups_are_refused_and_single_greedy_answers_are_not():
     greedy = InferenceSpec(sampling=SamplingParams(temperature=0.0))
     kinds = {"batch_size": 1, "env_kind": "e", "protocol_kind": "p"}
     for make in (make_dataset_sequence_requests_fn, make_dataset_queue_requests_fn):
         samples = ["a"] if make is make_dataset_sequence_requests_fn else queue.Queue()
         make(samples, **kinds, group_size=1, inference=greedy)
-        make(samples, **kinds, group_size=4)  # the default of sampling is above 0
+        make(samples, **kinds, group_size=4)  # the default temperature is above 0
         with pytest.raises(ConfigError, match=r"group_size \(4\) at temperature 0 gives 4 equal answers"):
             make(samples, **kinds, group_size=4, inference=greedy)
 
 
-def test_a_source_awaits_requests_that_must_be_awaited():
+def test_a_source_awaits_requests_of_a_coroutine_function():
     async def requests():
         return [RolloutRequest(EnvSpec("e", {"sample": 1}), ProtocolSpec("p"))]
 

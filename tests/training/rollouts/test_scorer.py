@@ -1,4 +1,5 @@
-"""A scorer in the engine: once a batch, before credit, and what it could not reward is counted."""
+"""A scorer in the engine runs once per batch, before credit. Rollouts that it could not reward are
+counted."""
 
 import asyncio
 
@@ -14,7 +15,7 @@ from ludic.training.types import EnvSpec, ProtocolSpec, RolloutRequest
 
 
 class Flaky(PromptEnv):
-    """Cannot be played where its row says so."""
+    """Fails if its row says so."""
 
     def env_step(self, action):
         if self.sample.get("broken"):
@@ -53,7 +54,7 @@ def no_calls():
     calls.clear()
 
 
-def test_one_call_a_batch_and_the_credit_is_that_of_its_rewards():
+def test_a_scorer_is_called_once_per_batch_and_credit_uses_its_rewards():
     playing = engine(is_four, "4", "5", "4", "4")
     batch = asyncio.run(
         playing.generate_batch([request(g) for g in "aabb"], credit_assigner=GroupNormalizedReturn(2), concurrency=1)
@@ -64,14 +65,14 @@ def test_one_call_a_batch_and_the_credit_is_that_of_its_rewards():
     assert batch.meta["avg_total_reward"] == 0.75
 
 
-def test_rollouts_alone_are_rewarded_and_logged_with_their_rewards(tmp_path):
+def test_rollouts_without_a_batch_are_rewarded_and_logged_with_their_rewards(tmp_path):
     playing = engine(is_four, "4", jsonl_path=tmp_path / "r.jsonl")
     (rollout,) = asyncio.run(playing.generate_rollouts([request("a")], 1))
     assert rollout.total_reward == 1.0
     assert '"total_reward":1.0' in (tmp_path / "r.jsonl").read_text()
 
 
-def test_the_traceback_of_a_reward_function_is_logged_once_a_batch(caplog):
+def test_the_traceback_of_a_reward_function_is_logged_once_per_batch(caplog):
     playing = engine(is_four, "boom")
     with pytest.raises(
         RolloutError, match=r"reward function is_four failed: ValueError: boom \(.*test_scorer\.py:\d+, in is_four\)"
@@ -88,7 +89,7 @@ def test_a_group_that_could_not_be_rewarded_is_left_out_and_counted(caplog):
     assert "reward function is_four failed: ValueError: boom" in caplog.text
 
 
-def test_groups_that_were_lost_while_playing_are_not_shown_to_it():
+def test_groups_lost_while_playing_are_not_scored():
     playing = engine(is_four, "4", max_retries=0)
     wanted = [request("a", broken=True), request("a"), request("b")]
     batch = asyncio.run(playing.generate_batch(wanted, credit_assigner=EpisodicReturn(), concurrency=1))
@@ -96,19 +97,19 @@ def test_groups_that_were_lost_while_playing_are_not_shown_to_it():
     assert (len(batch.items), batch.meta["num_failed_episodes"], batch.meta["num_dropped_groups"]) == (1, 1, 1)
 
 
-def test_where_nothing_could_be_rewarded_the_cause_is_named():
+def test_if_nothing_could_be_rewarded_the_error_names_the_cause():
     playing = engine(is_four, "boom")
     with pytest.raises(RolloutError, match=r"2 of 2 episodes failed .*reward function is_four failed: ValueError: boom"):
         asyncio.run(playing.generate_batch([request(g) for g in "ab"], credit_assigner=EpisodicReturn()))
 
 
-def test_where_nothing_could_be_played_it_is_not_called():
+def test_if_nothing_could_be_played_the_scorer_is_not_called():
     playing = engine(is_four, "4", max_retries=0)
     with pytest.raises(RolloutError, match="the environment broke"):
         asyncio.run(playing.generate_rollouts([request("a", broken=True)], 1))
     assert calls == []
 
 
-def test_without_requests_it_is_not_called():
+def test_without_requests_the_scorer_is_not_called():
     assert asyncio.run(engine(is_four, "4").generate_rollouts([], 1)) == []
     assert calls == []

@@ -1,4 +1,4 @@
-"""Samples: the tokens that were sampled, the credit they earned, and where they come from."""
+"""Samples have the sampled tokens, their credit and their origin."""
 
 import math
 
@@ -16,7 +16,7 @@ rewards = st.floats(-9, 9)
 
 @st.composite
 def rollouts(draw):
-    made = []
+    result = []
     for number in range(draw(st.integers(0, 4))):
         steps = []
         for index in range(draw(st.integers(0, 3))):
@@ -24,8 +24,8 @@ def rollouts(draw):
             logps = draw(st.none() | st.lists(st.floats(-20, 0), min_size=len(completion), max_size=len(completion)))
             trace = TokenTrace(prompt, completion, logps)
             steps.append(Step(index, "o", "a", None, draw(rewards), False, True, trace=trace))
-        made.append(Rollout(id=f"r{number}", steps=steps))
-    return made
+        result.append(Rollout(id=f"r{number}", steps=steps))
+    return result
 
 
 @given(rollouts())
@@ -35,8 +35,8 @@ def test_every_step_becomes_one_sample_of_its_own_tokens(played):
     assert len(batch.items) == len(steps)
     for item, (rollout, step) in zip(batch.items, steps, strict=True):
         prompt, completion = step.trace.prompt_token_ids, step.trace.completion_token_ids
-        states = [token for token, acted in zip(item.input_ids, item.action_mask, strict=True) if not acted]
-        actions = [token for token, acted in zip(item.input_ids, item.action_mask, strict=True) if acted]
+        states = [token for token, is_action in zip(item.input_ids, item.action_mask, strict=True) if not is_action]
+        actions = [token for token, is_action in zip(item.input_ids, item.action_mask, strict=True) if is_action]
         assert (item.input_ids, states, actions) == (prompt + completion, prompt, completion)
         assert item.attention_mask == [1] * len(item.input_ids)
         logps = None if item.actor_logps is None else item.actor_logps.token_logps
@@ -45,7 +45,7 @@ def test_every_step_becomes_one_sample_of_its_own_tokens(played):
 
 
 @given(rollouts(), st.integers(1, 6))
-def test_what_is_said_of_a_batch_adds_up(played, longest):
+def test_the_meta_of_a_batch_is_consistent(played, longest):
     def short(item):
         return len(item.input_ids) <= longest
 
@@ -56,29 +56,29 @@ def test_what_is_said_of_a_batch_adds_up(played, longest):
     assert meta["num_samples"] == len(batch.items)
     assert all(short(item) for item in batch.items)
     assert meta["target_rollouts"] == len(played)
-    # Reward over all rollouts, those without a sample left too; lengths over the samples that are
-    # left.
+    # Reward over all rollouts, including those without remaining samples; lengths over the
+    # remaining samples.
     assert meta["avg_total_reward"] * len(played) == pytest.approx(sum(rollout.total_reward for rollout in played))
     tokens = (meta["avg_prompt_length"] + meta["avg_completion_length"]) * len(batch.items)
     assert tokens == pytest.approx(sum(len(item.input_ids) for item in batch.items))
 
 
-def rewarded(reward, group=None):
+def rollout_of(reward, group=None):
     trace = TokenTrace([1], [2], None)
     meta = {} if group is None else {"request_meta": {"group_id": group}}
     return Rollout(id=f"{group}/{reward}", steps=[Step(0, "o", "a", None, reward, False, True, trace=trace)], meta=meta)
 
 
-def test_the_spread_of_rewards_and_the_groups_without_one_are_said_of_all_rollouts():
-    played = [rewarded(1.0, "a"), rewarded(0.0, "a"), rewarded(1.0, "b"), rewarded(1.0, "b"), rewarded(0.5, "alone")]
+def test_reward_deviation_and_groups_without_variance_cover_all_rollouts():
+    played = [rollout_of(1.0, "a"), rollout_of(0.0, "a"), rollout_of(1.0, "b"), rollout_of(1.0, "b"), rollout_of(0.5, "alone")]
     meta = batch_from_rollouts(played, ConstantCredit(), lambda item: False).meta
     # mean 0.7; squares .09 * 3 + .49 + .04 = .8, by 5
     assert (meta["avg_total_reward"], meta["reward_std"]) == pytest.approx((0.7, 0.4))
-    assert meta["frac_reward_zero_std"] == 0.5  # b, of a and b: one alone has no spread to lack
-    assert "frac_reward_zero_std" not in batch_from_rollouts([rewarded(1.0)], ConstantCredit()).meta
+    assert meta["frac_reward_zero_std"] == 0.5  # group b, of a and b; a group of one has no variance to lack
+    assert "frac_reward_zero_std" not in batch_from_rollouts([rollout_of(1.0)], ConstantCredit()).meta
 
 
-def test_a_batch_of_nothing_has_means_of_zero():
+def test_an_empty_batch_has_means_of_zero():
     meta = batch_from_rollouts([], ConstantCredit()).meta
     assert [meta[f"avg_{name}"] for name in ("total_reward", "completion_length", "prompt_length")] == [0.0, 0.0, 0.0]
 
@@ -90,7 +90,7 @@ def two_steps(**info):
     return Rollout(id="r", steps=[first, last])
 
 
-def test_a_sample_says_where_it_comes_from():
+def test_a_sample_records_its_origin():
     rollout = two_steps()
     assert sample_from_step(rollout, rollout.steps[1], 0.5).meta == {
         "rollout_id": "r",
@@ -106,7 +106,7 @@ def test_a_sample_says_where_it_comes_from():
     }
 
 
-def test_the_rollout_and_then_the_step_have_the_last_word_and_tokens_stay_out_of_it():
+def test_step_info_overrides_rollout_meta_and_tokens_are_left_out():
     rollout = two_steps(colour="red", prompt_token_ids=[9], completion_token_ids=[9], completion_logprobs=[0.0])
     rollout.meta = {"colour": "blue", "topic": "x", "action": "renamed"}
     meta = sample_from_step(rollout, rollout.steps[1], 0.5).meta
@@ -114,14 +114,14 @@ def test_the_rollout_and_then_the_step_have_the_last_word_and_tokens_stay_out_of
     assert not {"prompt_token_ids", "completion_token_ids", "completion_logprobs"} & set(meta)
 
 
-def test_the_credit_of_a_step_is_its_own():
+def test_each_step_has_its_own_credit():
     # gamma 0.5: the last step earns 1, the first 0.25 + 0.5 * 1 = 0.75.
     batch = batch_from_rollouts([two_steps()], MonteCarloReturn(gamma=0.5))
     assert [item.weight for item in batch.items] == [0.75, 1.0]
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
-def test_numbers_that_are_not_finite_are_named(number):
+def test_values_that_are_not_finite_are_named(number):
     rollout = two_steps()
     with pytest.raises(DataError, match=r"the weight of rollout r, step 0 is"):
         batch_from_rollouts([rollout], ConstantCredit(number))

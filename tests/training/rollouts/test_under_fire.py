@@ -1,5 +1,5 @@
-"""A thousand episodes of which three in ten go wrong: the run completes, every failure is
-counted once, and nothing is left behind."""
+"""A thousand episodes of which three in ten fail: the run completes, every failure is counted once,
+and nothing leaks."""
 
 import asyncio
 import logging
@@ -26,7 +26,7 @@ from ludic.training import ConstantCredit, EnvSpec, ProtocolSpec, RolloutEngine,
 from ludic.types import ChatResponse, StepOutcome
 
 EPISODES = 1000
-BY_ENVIRONMENT = {  # what goes wrong in it, and the error that is counted
+BY_ENVIRONMENT = {  # environment fault -> the error that is counted
     "raises": "OSError",
     "hangs": "TimeoutError",
     "text": "AttributeError",
@@ -48,9 +48,9 @@ BY_CLIENT = {
 FAULTS = {**BY_ENVIRONMENT, **BY_CLIENT}
 
 
-class Burning(SingleAgentEnv):
-    """Holds an open file and, if asked, a process; goes wrong as `fault` says. The observation
-    tells the client what it has to do."""
+class FaultyEnv(SingleAgentEnv):
+    """Holds an open file and, if requested, a child process. Fails as `fault` says. Its observation
+    tells the client what to do."""
 
     alive: ClassVar = weakref.WeakSet()
     processes: ClassVar[list] = []
@@ -60,8 +60,8 @@ class Burning(SingleAgentEnv):
         self.fault = fault
         self.file = open(os.devnull)  # noqa: SIM115
         self.process = subprocess.Popen(["sleep", "600"]) if with_process else None
-        Burning.alive.add(self)
-        Burning.processes += [self.process] if self.process else []
+        FaultyEnv.alive.add(self)
+        FaultyEnv.processes += [self.process] if self.process else []
 
     def env_reset(self, *, seed=None):
         return (None if self.fault == "no_text" else self.fault), {}
@@ -93,7 +93,7 @@ class Burning(SingleAgentEnv):
             self.process.wait()
 
 
-class BurningClient(ScriptedClient):
+class FaultyClient(ScriptedClient):
     async def complete(self, request):
         fault = request.messages[-1]["content"]
         if fault == "client_raises":
@@ -113,8 +113,8 @@ class BurningClient(ScriptedClient):
 
 def engine(**settings):
     return RolloutEngine(
-        env_registry={"burning": Burning},
-        protocol_registry={"single": lambda: protocol(BurningClient("ab"))},
+        env_registry={"burning": FaultyEnv},
+        protocol_registry={"single": lambda: protocol(FaultyClient("ab"))},
         **{"episode_timeout_s": 60.0, "max_retries": 0, **settings},
     )
 
@@ -129,8 +129,8 @@ def faults_of(count, share, seed):
     return [rng.choice(list(FAULTS)) if rng.random() < share else "none" for _ in range(count)]
 
 
-async def with_tasks_left(work):
-    """What it gives, and the tasks that it leaves running."""
+async def run_and_list_tasks(work):
+    """The result, and the tasks that are still running."""
     result = await work
     return result, asyncio.all_tasks() - {asyncio.current_task()}
 
@@ -140,22 +140,22 @@ def open_files():
 
 
 @pytest.fixture
-def fire(caplog):
-    """Nothing is logged: a log record keeps its error, and an error what it passed through."""
+def without_logging(caplog):
+    """Logging is off, because a log record keeps its exception and that keeps its frames alive."""
     caplog.set_level(logging.CRITICAL)
-    Burning.processes.clear()
-    Burning.alive.clear()
-    return Burning
+    FaultyEnv.processes.clear()
+    FaultyEnv.alive.clear()
+    return FaultyEnv
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts open files where the system lists them")
 @pytest.mark.parametrize("max_retries", [0, 1])
-def test_a_thousand_episodes_under_fire_complete_are_counted_and_leave_nothing(fire, max_retries):
+def test_a_thousand_faulty_episodes_are_counted_and_leak_nothing(without_logging, max_retries):
     faults = faults_of(EPISODES, 0.3, seed=7)
     requests = [request(fault, with_process=i % 50 == 0) for i, fault in enumerate(faults)]
     before = open_files()
     eng = engine(max_retries=max_retries)
-    played, tasks = play_jumping(with_tasks_left(eng.generate_rollouts(requests, 1, concurrency=64)))
+    played, tasks = play_jumping(run_and_list_tasks(eng.generate_rollouts(requests, 1, concurrency=64)))
 
     broken = [i for i, fault in enumerate(faults) if fault != "none"]
     assert 250 < len(broken) < 350
@@ -172,21 +172,21 @@ def test_a_thousand_episodes_under_fire_complete_are_counted_and_leave_nothing(f
 
     assert tasks == set()
     assert open_files() == before
-    assert len(fire.processes) >= EPISODES // 50
-    assert all(process.returncode is not None for process in fire.processes)
-    assert len(fire.alive) == 0  # freed without the garbage collector: no circle through an error's frames
+    assert len(without_logging.processes) >= EPISODES // 50
+    assert all(process.returncode is not None for process in without_logging.processes)
+    assert len(without_logging.alive) == 0  # freed without the garbage collector: no cycle through an exception's frames
 
 
-def test_a_batch_is_made_of_what_is_left():
+def test_a_batch_has_the_remaining_episodes():
     faults = faults_of(100, 0.3, seed=8)
     batch = play_jumping(engine().generate_batch([request(fault) for fault in faults], credit_assigner=ConstantCredit()))
     assert len(batch.items) == faults.count("none")
     assert batch.meta["num_failed_episodes"] == 100 - faults.count("none")
-    assert batch.meta["avg_total_reward"] == 1.0  # failures are no zeros
+    assert batch.meta["avg_total_reward"] == 1.0  # failures are not rewards of zero
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from(["none", "none", *FAULTS])), min_size=1, max_size=24))
-def test_siblings_of_a_lost_episode_are_cancelled_and_every_episode_is_accounted_for(members):
+def test_siblings_of_a_failed_episode_are_cancelled_and_every_episode_is_counted(members):
     """`members`: (group, fault)."""
     lost = {group for group, fault in members if fault != "none"}
     left = [i for i, (group, _) in enumerate(members) if group not in lost]
@@ -195,7 +195,7 @@ def test_siblings_of_a_lost_episode_are_cancelled_and_every_episode_is_accounted
         with pytest.raises(RolloutError, match="no complete group is left"):
             play_jumping(engine().generate_rollouts(requests, 1))
         return
-    played, tasks = play_jumping(with_tasks_left(engine().generate_rollouts(requests, 1, concurrency=3)))
+    played, tasks = play_jumping(run_and_list_tasks(engine().generate_rollouts(requests, 1, concurrency=3)))
     counts = played.counts
     assert [rollout.meta["episode_idx"] for rollout in played] == left
     assert counts.num_dropped_groups == len(lost) <= counts.num_failed_episodes
@@ -205,18 +205,18 @@ def test_siblings_of_a_lost_episode_are_cancelled_and_every_episode_is_accounted
     assert tasks == set()
 
 
-def test_a_sibling_that_hangs_is_cancelled_and_closed_though_nothing_limits_it(fire):
-    """Without a limit of its own it would be waited for in vain."""
+def test_a_hanging_sibling_without_a_time_limit_is_cancelled_and_closed(without_logging):
+    """Without a time limit the engine would otherwise wait forever."""
     requests = [request("hangs", group="g"), request("hangs", group="g"), request("raises", group="g"), request("none")]
     eng = engine(episode_timeout_s=None)
-    played, tasks = play_jumping(with_tasks_left(eng.generate_rollouts(requests, 1, concurrency=4)))
+    played, tasks = play_jumping(run_and_list_tasks(eng.generate_rollouts(requests, 1, concurrency=4)))
     assert (len(played), played.counts.num_failed_episodes, played.counts.num_cancelled_episodes) == (1, 1, 2)
     assert tasks == set()
-    assert len(fire.alive) == 0
+    assert len(without_logging.alive) == 0
 
 
-class Slow(Counting):
-    """Takes its time to close."""
+class SlowToClose(Counting):
+    """Is slow to close."""
 
     def __init__(self, step_s=0.0, close_s=5.0):
         super().__init__()
@@ -231,8 +231,8 @@ class Slow(Counting):
         self.closed = True
 
 
-class Stubborn(Counting):
-    """Makes an ordinary error of a cancellation, as code with a broad `except` does."""
+class SwallowsCancellation(Counting):
+    """Converts a cancellation to an ordinary error, like code with a broad `except`."""
 
     async def env_step(self, action):
         try:
@@ -241,7 +241,7 @@ class Stubborn(Counting):
             raise OSError("interrupted") from None
 
 
-def other(envs, **settings):
+def engine_of(envs, **settings):
     return RolloutEngine(env_registry=envs, protocol_registry={"single": lambda: protocol(ScriptedClient("ab"))}, **settings)
 
 
@@ -250,34 +250,34 @@ def request_for(env, group=None, **kwargs):
     return RolloutRequest(EnvSpec(env, kwargs), ProtocolSpec("single"), inference=FOR_RL, meta=meta)
 
 
-def test_the_time_to_close_is_not_taken_from_the_episode_and_closing_is_not_cut_short():
+def test_closing_does_not_count_towards_the_time_limit_and_is_not_interrupted():
     Counting.made.clear()
-    eng = other({"slow": Slow}, episode_timeout_s=1.0, max_retries=0)
+    eng = engine_of({"slow": SlowToClose}, episode_timeout_s=1.0, max_retries=0)
     played = play_jumping(eng.generate_rollouts([request_for("slow", close_s=9.0), request_for("slow", step_s=2.0)], 1))
     assert (len(played), played.counts.num_failed_episodes) == (1, 1)
     assert [env.closed for env in Counting.made] == [True, True]
 
 
-def test_a_cancelled_sibling_that_is_closing_closes_to_the_end():
+def test_a_cancelled_sibling_finishes_closing():
     Counting.made.clear()
-    eng = other({"slow": Slow, "never": Stubborn}, episode_timeout_s=1.0, max_retries=0)
+    eng = engine_of({"slow": SlowToClose, "never": SwallowsCancellation}, episode_timeout_s=1.0, max_retries=0)
     requests = [request_for("slow", group="g", close_s=9.0), request_for("never", group="g"), request_for("slow")]
-    played, tasks = play_jumping(with_tasks_left(eng.generate_rollouts(requests, 1)))
+    played, tasks = play_jumping(run_and_list_tasks(eng.generate_rollouts(requests, 1)))
     assert (len(played), played.counts.num_failed_episodes, played.counts.num_cancelled_episodes) == (1, 1, 1)
     assert all(env.closed for env in Counting.made)
     assert tasks == set()
 
 
-def test_closing_has_a_deadline_of_its_own():
-    eng = other({"slow": Slow}, max_retries=0)
+def test_closing_has_its_own_deadline():
+    eng = engine_of({"slow": SlowToClose}, max_retries=0)
     assert len(play_jumping(eng.generate_rollouts([request_for("slow", close_s=1e9)], 1))) == 1
 
 
-def test_cancelling_the_engine_ends_episodes_that_make_another_error_of_it():
+def test_cancelling_the_engine_ends_episodes_that_swallow_the_cancellation():
     Counting.made.clear()
 
     async def scenario():
-        eng = other({"stubborn": Stubborn}, max_retries=5)
+        eng = engine_of({"stubborn": SwallowsCancellation}, max_retries=5)
         requests = [request_for("stubborn") for _ in range(5)]
         task = asyncio.create_task(eng.generate_rollouts(requests, 1))
         for _ in range(5):
@@ -288,12 +288,12 @@ def test_cancelling_the_engine_ends_episodes_that_make_another_error_of_it():
         return asyncio.all_tasks() - {asyncio.current_task()}
 
     assert play_jumping(scenario()) == set()
-    assert len(Counting.made) == 5  # none was played again
+    assert len(Counting.made) == 5  # none was retried
     assert all(env.closed for env in Counting.made)
 
 
 @pytest.mark.parametrize("returned", ["text", None, [None], ["a rollout"], 3])
-def test_a_protocol_that_returns_no_rollouts_failed(returned):
+def test_a_protocol_that_returns_no_rollouts_counts_as_failed(returned):
     class Garbage:
         async def run(self, **_):
             return returned
@@ -303,12 +303,12 @@ def test_a_protocol_that_returns_no_rollouts_failed(returned):
         play_jumping(eng.generate_rollouts([request_for("count")], 1))
 
 
-def test_a_reward_that_is_not_finite_is_a_value_error_where_nothing_else_is_left():
+def test_if_every_reward_is_not_finite_the_engine_raises_a_value_error():
     with pytest.raises(ValueError, match="reward of step 0 is nan; it must be a finite number"):
         play_jumping(engine().generate_batch([request("nan")], credit_assigner=ConstantCredit()))
 
 
-def test_an_answer_that_is_no_text_failed():
+def test_a_response_without_text_counts_as_failed():
     class Numbers:
         async def complete(self, request):
             return ChatResponse(text=5), {}
@@ -321,7 +321,7 @@ def test_an_answer_that_is_no_text_failed():
         play_jumping(eng.generate_rollouts([request_for("count")], 1))
 
 
-def test_the_end_of_every_episode_is_told_however_it_ended():
+def test_the_end_of_every_episode_is_reported_however_it_ended():
     ended = []
     requests = [request("none"), request("raises", group="g"), request("hangs", group="g"), request("nan"), request("none")]
     played = play_jumping(engine(on_episode=lambda: ended.append(1)).generate_rollouts(requests, 1))

@@ -1,5 +1,5 @@
-"""The loss is on what the assistant says: with templates that mark it and with those that do
-not; and where neither can tell, an error."""
+"""The loss covers what the assistant says, for templates with and without generation marks. If
+neither way can tell, it is an error."""
 
 import pytest
 from chat_tokenizers import CHATML, FORGETS_THOUGHTS, MARKED, chat_tokenizer, merging_tokenizer, trained_text
@@ -22,7 +22,7 @@ def tokenized(template, messages, turns="all", **options):
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED], ids=["unmarked", "marked"])
-def test_every_answer_and_its_end_token_are_trained_and_nothing_else(template):
+def test_only_answers_and_their_end_tokens_are_trained(template):
     tokenizer = chat_tokenizer(template)
     [tokens] = ChatTokenizer(tokenizer).tokenize(TALK)
     assert trained_text(tokenizer, tokens) == "4<|im_end|>|six<|im_end|>"
@@ -33,7 +33,7 @@ def test_every_answer_and_its_end_token_are_trained_and_nothing_else(template):
 
 
 def test_the_ids_by_hand():
-    """`<|im_start|>` is 260 and `<|im_end|>` 259: the byte tokenizer has the 259 ids 0 to 258."""
+    """The byte tokenizer has the ids 0 to 258; `<|im_end|>` is 259 and `<|im_start|>` is 260."""
     [tokens] = tokenized(CHATML, [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
     user, assistant = ([byte + 3 for byte in word] for word in (b"user\na", b"assistant\n"))
     tokenizer = chat_tokenizer(CHATML)
@@ -41,7 +41,7 @@ def test_the_ids_by_hand():
     assert {end, start} == {259, 260}
     line_break = ord("\n") + 3
     assert tokens.input_ids == [start, *user, end, line_break, start, *assistant, ord("b") + 3, end, line_break]
-    assert tokens.action_mask == [0] * (1 + 6 + 2 + 1 + 10) + [1, 1, 0]  # the line break after the end token is never sampled
+    assert tokens.action_mask == [0] * (1 + 6 + 2 + 1 + 10) + [1, 1, 0]  # the newline after the end token is never sampled
 
 
 MESSAGES = st.lists(st.text(st.characters(codec="utf-8", exclude_characters="<|>"), max_size=8), min_size=1, max_size=6)
@@ -49,13 +49,13 @@ MESSAGES = st.lists(st.text(st.characters(codec="utf-8", exclude_characters="<|>
 
 @settings(max_examples=40, deadline=None)
 @given(MESSAGES)
-def test_both_ways_agree(contents):
+def test_marked_and_unmarked_templates_agree(contents):
     talk = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(["hi", *contents])]
     assert tokenized(CHATML, talk) == tokenized(MARKED, talk)
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED], ids=["unmarked", "marked"])
-def test_the_last_answer_alone_or_a_sample_for_each(template):
+def test_turns_selects_the_last_answer_or_one_sample_per_answer(template):
     tokenizer = chat_tokenizer(template)
     [last] = tokenized(template, TALK, "last")
     assert trained_text(tokenizer, last) == "six<|im_end|>"
@@ -66,19 +66,19 @@ def test_the_last_answer_alone_or_a_sample_for_each(template):
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED], ids=["unmarked", "marked"])
-def test_answers_within_the_prompt_are_not_trained(template):
+def test_answers_in_the_prompt_are_not_trained(template):
     tokenizer = chat_tokenizer(template)
     [tokens] = tokenized(template, TALK, first=4)
     assert trained_text(tokenizer, tokens) == "six<|im_end|>"
 
 
-def test_what_follows_the_last_answer_is_context_without_loss():
+def test_text_after_the_last_answer_is_not_trained():
     tokenizer = chat_tokenizer(CHATML)
     [tokens] = tokenized(CHATML, [*TALK, {"role": "user", "content": "thanks"}])
     assert trained_text(tokenizer, tokens) == "4<|im_end|>|six<|im_end|>"
 
 
-def test_a_rewritten_history_is_an_error_and_a_sample_for_each_answer_is_the_way_out():
+def test_a_rewritten_history_is_an_error_unless_each_answer_is_its_own_sample():
     talk = [
         {"role": "user", "content": "2+2?"},
         {"role": "assistant", "content": "<think>easy</think>4"},
@@ -96,7 +96,7 @@ def test_a_rewritten_history_is_an_error_and_a_sample_for_each_answer_is_the_way
     assert "easy" not in tokenizer.decode(each[1].input_ids)
 
 
-def test_a_prompt_that_the_tokenizer_merges_with_the_answer_is_an_error():
+def test_a_token_that_merges_prompt_and_answer_is_an_error():
     tokenizer = merging_tokenizer()
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m.role }}:{{ m.content }} {% endfor %}{% if add_generation_prompt %}bot:{% endif %}"
@@ -105,12 +105,12 @@ def test_a_prompt_that_the_tokenizer_merges_with_the_answer_is_an_error():
     talk = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "yes"}]
     joined = tokenizer("user:go bot:yes ", add_special_tokens=False)["input_ids"]
     alone = tokenizer("user:go bot:", add_special_tokens=False)["input_ids"]
-    assert joined[: len(alone)] != alone  # the merge that this test is about
+    assert joined[: len(alone)] != alone  # the merge that this test needs
     with pytest.raises(DataError, match="prompt of assistant message 1 must be a prefix of the whole on token ids"):
         ChatTokenizer(tokenizer).tokenize(talk)
 
 
-def test_a_token_across_the_border_of_a_marked_span_is_an_error():
+def test_a_token_across_the_boundary_of_a_marked_span_is_an_error():
     tokenizer = merging_tokenizer()
     tokenizer.chat_template = (
         "{% for m in messages %}{% if m.role == 'assistant' %}bot:{% generation %}{{ m.content }}{% endgeneration %}"
@@ -121,16 +121,16 @@ def test_a_token_across_the_border_of_a_marked_span_is_an_error():
         ChatTokenizer(tokenizer).tokenize(talk)
 
 
-def test_letters_of_several_bytes_are_wholly_in_or_out():
+def test_multibyte_characters_are_masked_as_a_whole():
     tokenizer = chat_tokenizer(MARKED)
     [tokens] = ChatTokenizer(tokenizer).tokenize([{"role": "user", "content": "é?"}, {"role": "assistant", "content": "日本"}])
     assert trained_text(tokenizer, tokens) == "日本<|im_end|>"
     assert sum(tokens.action_mask) == 2 * 3 + 1
 
 
-def test_a_span_that_ends_where_no_token_lies_marks_nothing_behind_it():
-    """A tokenizer that drops white space: transformers' own mask runs on to the end of the text
-    here."""
+def test_a_span_that_ends_in_dropped_white_space_marks_nothing_after_it():
+    """The tokenizer drops white space. transformers' own mask would continue to the end of the
+    text."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -146,8 +146,8 @@ def test_a_span_that_ends_where_no_token_lies_marks_nothing_behind_it():
     assert (tokens.input_ids, tokens.action_mask) == ([1, 2, 3], [0, 1, 0])
 
 
-def test_a_letter_of_several_bytes_at_the_end_of_a_span_is_marked_to_its_last_byte():
-    """transformers' own mask ends with the first byte here."""
+def test_a_multibyte_character_at_the_end_of_a_span_is_marked_to_its_last_byte():
+    """transformers' own mask ends at its first byte."""
     tokenizer = chat_tokenizer(
         MARKED.replace("{{ m.content }}<|im_end|>{% endgeneration %}", "{{ m.content }}{% endgeneration %}<|im_end|>")
     )
@@ -155,12 +155,12 @@ def test_a_letter_of_several_bytes_at_the_end_of_a_span_is_marked_to_its_last_by
     assert trained_text(tokenizer, tokens) == "é"
 
 
-def test_a_line_break_within_the_block_behind_the_end_token_is_not_trained():
+def test_a_newline_after_the_end_token_is_not_trained_even_if_marked():
     [tokens] = tokenized(MARKED.replace("<|im_end|>{% endgeneration %}", "<|im_end|>\n{% endgeneration %}", 1), TALK)
     assert trained_text(chat_tokenizer(MARKED), tokens) == "4<|im_end|>|six<|im_end|>"
 
 
-def test_a_marked_history_may_be_rewritten_and_its_prompt_need_be_no_prefix():
+def test_with_marks_the_history_may_be_rewritten_and_the_prompt_need_not_be_a_prefix():
     marked = MARKED.replace("{{ m.content }}<|im_end|>{% endgen", "{{ m.content if loop.last else '-' }}<|im_end|>{% endgen")
     marked = marked.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>{% endif %}")
     tokenizer = chat_tokenizer(marked)
@@ -169,7 +169,7 @@ def test_a_marked_history_may_be_rewritten_and_its_prompt_need_be_no_prefix():
     assert "\n-<|im_end|>" in tokenizer.decode(each[1].input_ids)
 
 
-def test_blocks_that_touch_are_one_and_others_must_be_one_a_message():
+def test_adjacent_marked_blocks_merge_and_others_must_be_one_per_message():
     twice = MARKED.replace(
         "{{ m.content }}<|im_end|>{% endgen", "{{ m.content }}{% endgeneration %}{% generation %}<|im_end|>{% endgen"
     )
@@ -182,7 +182,7 @@ def test_blocks_that_touch_are_one_and_others_must_be_one_a_message():
         tokenized(apart, TALK, "last")
 
 
-def test_what_cannot_be_rendered_names_the_row():
+def test_an_error_of_the_template_names_the_row():
     with pytest.raises(DataError, match="row 3 has no assistant message"):
         tokenized(CHATML, TALK[:2], where="row 3")
     refusing = "{{ raise_exception('roles must alternate') }}"
@@ -194,7 +194,7 @@ def test_what_cannot_be_rendered_names_the_row():
         ChatTokenizer(None, "some")
 
 
-def test_tools_and_settings_reach_the_template():
+def test_tools_and_template_settings_reach_the_template():
     template = CHATML.replace("{% for m", "{% if tools %}T{{ tools[0].function.name }}{% endif %}{{ mood }}{% for m", 1)
     tokenizer = chat_tokenizer(template)
     tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]

@@ -1,5 +1,5 @@
-"""Rows of preference data as pairs of samples: TRL's forms, what is trained, what is cut, what
-is refused."""
+"""Rows of preference data as pairs of samples: TRL's formats, what is trained, what is truncated,
+what is refused."""
 
 import logging
 
@@ -29,32 +29,34 @@ def chat_message(role, content):
     return {"role": role, "content": content}
 
 
-def shown(tokenizer, item):
-    """(the prompt, what the mask covers)."""
+def prompt_and_response(tokenizer, item):
+    """(prompt, text under the action mask)."""
     prompt = tokenizer.decode(item.input_ids[: item.meta["prompt_length"]])
     return prompt, trained_text(tokenizer, ChatTokens(item.input_ids, item.action_mask))
 
 
-def both(tokenizer, row, **settings):
-    return [shown(tokenizer, item) for item in PreferenceItems(tokenizer, **settings).of_row(row, "row 1", pair_id="p")]
+def chosen_and_rejected(tokenizer, row, **settings):
+    return [
+        prompt_and_response(tokenizer, item) for item in PreferenceItems(tokenizer, **settings).of_row(row, "row 1", pair_id="p")
+    ]
 
 
-# --- the forms
+# --- row formats
 
 
-def test_text_with_its_prompt_is_prompt_response_and_end_token():
+def test_an_explicit_text_prompt_gives_prompt_response_and_end_token():
     row = {"prompt": "2+2=", "chosen": "4", "rejected": "five"}
-    assert both(BYTES, row) == [("2+2=", "4<eos>"), ("2+2=", "five<eos>")]
+    assert chosen_and_rejected(BYTES, row) == [("2+2=", "4<eos>"), ("2+2=", "five<eos>")]
 
 
-def test_text_with_the_prompt_in_it_parts_where_the_two_do():
+def test_an_implicit_text_prompt_ends_where_the_two_texts_differ():
     row = {"chosen": "2+2=4", "rejected": "2+2=five"}
-    assert both(BYTES, row) == [("2+2=", "4<eos>"), ("2+2=", "five<eos>")]
-    # one begins with the other: its end token is what tells it apart
-    assert both(BYTES, {"chosen": "ab", "rejected": "abc"}) == [("ab", "<eos>"), ("ab", "c<eos>")]
+    assert chosen_and_rejected(BYTES, row) == [("2+2=", "4<eos>"), ("2+2=", "five<eos>")]
+    # one text is a prefix of the other: only the end token separates them
+    assert chosen_and_rejected(BYTES, {"chosen": "ab", "rejected": "abc"}) == [("ab", "<eos>"), ("ab", "c<eos>")]
 
 
-def test_the_implicit_prompt_is_found_on_tokens_and_never_tokenised_again():
+def test_the_implicit_prompt_is_found_on_tokens_and_not_retokenised():
     tokenizer = merging_tokenizer()
     row = {"chosen": "user:go bot:yes", "rejected": "user:go bot:no"}
     for item, text in zip(PreferenceItems(tokenizer).of_row(row, "row 1", pair_id="p"), row.values(), strict=True):
@@ -76,48 +78,48 @@ WRITTEN = "<|im_start|>user\n2+2=<|im_end|>\n<|im_start|>assistant\n"
     ids=["explicit", "implicit", "implicit beside its text", "text, then messages"],
 )
 def test_conversations_end_with_the_end_token_of_the_response(row):
-    """The template writes a line break behind it, which no policy ever samples."""
-    assert both(CHAT, row) == [(WRITTEN, "4<|im_end|>"), (WRITTEN, "5<|im_end|>")]
+    """The template writes a newline after it, which a policy never samples."""
+    assert chosen_and_rejected(CHAT, row) == [(WRITTEN, "4<|im_end|>"), (WRITTEN, "5<|im_end|>")]
 
 
-def test_conversations_part_at_a_message_and_all_that_the_assistant_then_says_is_the_response():
+def test_conversations_split_at_a_message_and_all_later_assistant_text_is_the_response():
     start = [chat_message("user", "a"), chat_message("assistant", "b")]
     rest = [chat_message("user", "c"), chat_message("assistant", "d")]
     chosen, rejected = PreferenceItems(CHAT).of_row(
         {"chosen": [*start, *rest], "rejected": [start[0], chat_message("assistant", "x"), *rest]}, "row 1", pair_id="p"
     )
-    assert shown(CHAT, chosen)[1] == "b<|im_end|>|d<|im_end|>"
-    assert shown(CHAT, rejected)[1] == "x<|im_end|>|d<|im_end|>"
+    assert prompt_and_response(CHAT, chosen)[1] == "b<|im_end|>|d<|im_end|>"
+    assert prompt_and_response(CHAT, rejected)[1] == "x<|im_end|>|d<|im_end|>"
 
 
-def test_text_goes_through_the_template_where_that_is_asked():
+def test_text_rows_can_be_rendered_by_the_chat_template():
     row = {"prompt": "2+2=", "chosen": "4", "rejected": "5"}
-    assert both(CHAT, row, use_chat_template=True) == [(WRITTEN, "4<|im_end|>"), (WRITTEN, "5<|im_end|>")]
-    add_system_prompt = both(CHAT, row, use_chat_template=True, system_prompt="be brief")
+    assert chosen_and_rejected(CHAT, row, use_chat_template=True) == [(WRITTEN, "4<|im_end|>"), (WRITTEN, "5<|im_end|>")]
+    add_system_prompt = chosen_and_rejected(CHAT, row, use_chat_template=True, system_prompt="be brief")
     assert add_system_prompt[0] == ("<|im_start|>system\nbe brief<|im_end|>\n" + WRITTEN, "4<|im_end|>")
 
 
 def test_a_conversation_keeps_its_own_system_message():
     row = {"prompt": [chat_message("system", "be long"), PROMPT], "chosen": [GOOD], "rejected": [BAD]}
-    assert both(CHAT, row, system_prompt="be brief")[0][0].startswith("<|im_start|>system\nbe long")
+    assert chosen_and_rejected(CHAT, row, system_prompt="be brief")[0][0].startswith("<|im_start|>system\nbe long")
 
 
 def test_tools_and_arguments_of_a_row_reach_the_template():
     shows = CHATML.replace("{% for", "{% if tools %}{{ tools[0].name }} {{ mood }}{% endif %}{% for", 1)
     row = {"prompt": [PROMPT], "chosen": [GOOD], "rejected": [BAD], "tools": [{"name": "calc"}]}
-    [(prompt, _), _] = both(chat_tokenizer(shows), {**row, "chat_template_kwargs": {"mood": "calm"}})
+    [(prompt, _), _] = chosen_and_rejected(chat_tokenizer(shows), {**row, "chat_template_kwargs": {"mood": "calm"}})
     assert prompt == "calc calm" + WRITTEN
 
 
-def test_an_end_token_is_not_written_twice():
+def test_an_end_token_is_not_added_twice():
     row = {"prompt": "a", "chosen": "b<|im_end|>", "rejected": "c"}
-    assert both(CHAT, row) == [("a", "b<|im_end|>"), ("a", "c<|im_end|>")]
+    assert chosen_and_rejected(CHAT, row) == [("a", "b<|im_end|>"), ("a", "c<|im_end|>")]
 
 
-# --- what the samples say
+# --- meta of the samples
 
 
-def test_samples_say_which_pair_they_are_of():
+def test_samples_record_their_pair():
     chosen, rejected = create_preference_saw_items("2+2=", "4", "5", BYTES, label=0.75, pair_id="sum")
     assert chosen.meta.pop("prompt_digest") == rejected.meta["prompt_digest"]
     assert chosen.meta == {"pair_id": "sum", "role": "chosen", "label": 0.75, "completion_length": 2, "prompt_length": 4}
@@ -128,17 +130,17 @@ def test_samples_say_which_pair_they_are_of():
     assert group_preference_pairs([rejected, chosen]) == [(chosen, rejected)]
 
 
-def test_a_pair_without_a_name_gets_one_that_no_other_has():
+def test_a_pair_without_an_id_gets_a_unique_one():
     names = {create_preference_saw_items("a", "b", "c", BYTES)[0].meta["pair_id"] for _ in range(3)}
     assert len(names) == 3
 
 
-# --- cuts
+# --- truncation
 
 
-def test_text_loses_the_beginning_of_its_prompt():
+def test_long_text_loses_the_start_of_its_prompt():
     chosen, rejected = create_preference_saw_items("12345", "67", "8", BYTES, max_length=6)
-    assert [shown(BYTES, item) for item in (chosen, rejected)] == [("345", "67<eos>"), ("2345", "8<eos>")]
+    assert [prompt_and_response(BYTES, item) for item in (chosen, rejected)] == [("345", "67<eos>"), ("2345", "8<eos>")]
     assert chosen.meta["truncation"] == {
         "original_len": 8,
         "truncated_len": 6,
@@ -154,29 +156,29 @@ def test_text_loses_the_beginning_of_its_prompt():
     )
 
 
-def test_a_response_that_is_too_long_by_itself_keeps_its_end():
+def test_a_response_longer_than_the_limit_keeps_its_end():
     chosen, _ = create_preference_saw_items("12", "34567", "8", BYTES, max_length=4)
-    assert shown(BYTES, chosen) == ("", "567<eos>")
+    assert prompt_and_response(BYTES, chosen) == ("", "567<eos>")
     assert chosen.meta["truncation"]["completion_truncated"]
 
 
-def test_a_conversation_loses_the_end_of_its_response():
+def test_a_long_conversation_loses_the_end_of_its_response():
     short = len(CHAT(WRITTEN)["input_ids"])
     chosen, _ = create_preference_saw_items("2+2=", "four", "5", CHAT, use_chat_template=True, max_length=short + 2)
-    assert shown(CHAT, chosen) == (WRITTEN, "fo")
+    assert prompt_and_response(CHAT, chosen) == (WRITTEN, "fo")
     assert chosen.meta["truncation"]["completion_truncated"]
     assert not chosen.meta["truncation"]["prompt_truncated"]
     with pytest.raises(ValueError, match=rf"prompt has {short} tokens and fills max_length \({short}\)"):
         create_preference_saw_items("2+2=", "four", "5", CHAT, use_chat_template=True, max_length=short)
 
 
-def test_what_fits_is_not_marked():
+def test_samples_that_fit_are_not_marked_as_truncated():
     chosen, _ = create_preference_saw_items("12", "3", "4", BYTES, max_length=4)
     assert "truncated" not in chosen.meta
 
 
 @given(st.text("abc", max_size=9), st.text("abc", min_size=1, max_size=9), st.integers(2, 12))
-def test_no_sample_is_longer_than_allowed_and_each_keeps_a_response(prompt, answer, max_length):
+def test_no_sample_exceeds_the_limit_and_each_keeps_part_of_its_response(prompt, answer, max_length):
     for item in create_preference_saw_items(prompt, answer, answer + "d", BYTES, max_length=max_length):
         assert len(item.input_ids) == len(item.attention_mask) == len(item.action_mask) <= max_length
         assert item.input_ids[-1] == BYTES.eos_token_id
@@ -184,7 +186,7 @@ def test_no_sample_is_longer_than_allowed_and_each_keeps_a_response(prompt, answ
         assert item.meta["prompt_length"] + item.meta["completion_length"] == len(item.input_ids)
 
 
-# --- what is refused
+# --- invalid rows
 
 
 @pytest.mark.parametrize(
@@ -200,40 +202,40 @@ def test_no_sample_is_longer_than_allowed_and_each_keeps_a_response(prompt, answ
         ({"chosen": [], "rejected": []}, "not list and list"),
     ],
 )
-def test_rows_that_make_no_pair_are_named(row, message):
+def test_rows_that_are_not_pairs_are_named(row, message):
     with pytest.raises(DataError, match=f"^data.jsonl, line 7.*{message}"):
         PreferenceItems(CHAT).of_row(row, "data.jsonl, line 7", pair_id="p")
 
 
-def test_the_template_needs_to_know_where_the_prompt_ends():
+def test_rendering_text_needs_an_explicit_prompt():
     with pytest.raises(DataError, match="row 1 has no prompt, which use_chat_template needs"):
-        both(CHAT, {"chosen": "ab", "rejected": "ac"}, use_chat_template=True)
+        chosen_and_rejected(CHAT, {"chosen": "ab", "rejected": "ac"}, use_chat_template=True)
     with pytest.raises(DataError, match="empty chosen response"):
-        both(CHAT, {"prompt": "a", "chosen": "", "rejected": "ac"}, use_chat_template=True)
+        chosen_and_rejected(CHAT, {"prompt": "a", "chosen": "", "rejected": "ac"}, use_chat_template=True)
 
 
-def test_wrong_labels_and_lengths_are_refused():
+def test_invalid_labels_and_lengths_are_refused():
     with pytest.raises(DataError, match=r"label of pair sum \(2\) must be in \[0, 1\]"):
         create_preference_saw_items("2+2=", "4", "5", BYTES, label=2, pair_id="sum")
     with pytest.raises(ConfigError, match="max_length"):
         create_preference_saw_items("2+2=", "4", "5", BYTES, max_length=0)
-    with pytest.raises(DataError, match=r"are the same within max_length \(1\)"):  # of both the end token is left
+    with pytest.raises(DataError, match=r"are the same within max_length \(1\)"):  # only the end token is left of both
         create_preference_saw_items("2+2=", "4", "5", BYTES, max_length=1)
 
 
 # --- data sets
 
 
-def test_all_rows_become_pairs_one_after_another():
+def test_all_rows_become_pairs_in_order():
     rows = [{"q": f"{k}+1=", "good": f"{k + 1}", "bad": "0", "sure": 0.5 + k / 4} for k in range(3)]
     items = preference_dataset_to_saw_items(rows, BYTES, prompt_col="q", chosen_col="good", rejected_col="bad", label_col="sure")
     assert [(item.meta["pair_id"], item.meta["role"], item.meta["label"]) for item in items] == [
         (f"pref_{k}", role, 0.5 + k / 4) for k in range(3) for role in ("chosen", "rejected")
     ]
-    assert shown(BYTES, items[2]) == ("1+1=", "2<eos>")
+    assert prompt_and_response(BYTES, items[2]) == ("1+1=", "2<eos>")
 
 
-def test_rows_that_make_no_pair_are_skipped_with_a_warning_or_refused(caplog):
+def test_rows_that_are_not_pairs_are_skipped_with_a_warning_or_refused(caplog):
     rows = [
         {"prompt": "a", "chosen": "", "rejected": "b"},
         {"prompt": "a", "chosen": "b", "rejected": "c"},
@@ -249,13 +251,16 @@ def test_rows_that_make_no_pair_are_skipped_with_a_warning_or_refused(caplog):
         preference_dataset_to_saw_items(rows[:1], BYTES)
 
 
-def test_a_data_set_of_the_datasets_library_is_a_data_set():
+def test_a_data_set_of_the_datasets_library_is_accepted():
     datasets = pytest.importorskip("datasets")
     data = datasets.Dataset.from_list([{"prompt": "a", "chosen": "b", "rejected": "c"}])
-    assert [shown(BYTES, item) for item in preference_dataset_to_saw_items(data, BYTES)] == [("a", "b<eos>"), ("a", "c<eos>")]
+    assert [prompt_and_response(BYTES, item) for item in preference_dataset_to_saw_items(data, BYTES)] == [
+        ("a", "b<eos>"),
+        ("a", "c<eos>"),
+    ]
 
 
-def test_files_are_read_and_rows_named(tmp_path):
+def test_files_are_read_and_errors_name_the_row(tmp_path):
     path = tmp_path / "pairs.jsonl"
     path.write_text(
         '{"chosen": "ab", "rejected": "ac"}\n\n{"chosen": "ab", "rejected": "ab"}\n{"chosen": "xb", "rejected": "xc"}\n'
@@ -269,14 +274,14 @@ def test_files_are_read_and_rows_named(tmp_path):
         load_preference_items(str(path), BYTES)
 
 
-def test_scored_responses_are_read_as_preferences(tmp_path):
+def test_scored_responses_become_preferences(tmp_path):
     path = tmp_path / "shp.jsonl"
     path.write_text(
         '{"history": "why? ", "human_ref_A": "so", "human_ref_B": "thus", "score_A": 3, "score_B": 12, "labels": 0}\n'
         '{"history": "how? ", "human_ref_A": "well", "human_ref_B": "badly", "score_A": 9, "score_B": 1, "labels": 1}\n'
     )
     items = load_preference_items(str(path), BYTES)
-    assert [shown(BYTES, item) for item in items] == [
+    assert [prompt_and_response(BYTES, item) for item in items] == [
         ("why? ", "thus<eos>"),
         ("why? ", "so<eos>"),
         ("how? ", "well<eos>"),
@@ -284,14 +289,14 @@ def test_scored_responses_are_read_as_preferences(tmp_path):
     ]
 
 
-def test_conversations_beside_the_text_of_their_prompt_are_read(tmp_path):
+def test_conversations_with_a_text_prompt_are_read(tmp_path):
     path = tmp_path / "chats.jsonl"
     path.write_text(
         '{"prompt": "2+2=", "chosen": [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"}], '
         '"rejected": [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "5"}]}\n'
     )
     items = load_preference_items(str(path), CHAT)
-    assert [shown(CHAT, item) for item in items] == [(WRITTEN, "4<|im_end|>"), (WRITTEN, "5<|im_end|>")]
+    assert [prompt_and_response(CHAT, item) for item in items] == [(WRITTEN, "4<|im_end|>"), (WRITTEN, "5<|im_end|>")]
 
 
 # --- order
@@ -308,7 +313,7 @@ def test_shuffling_keeps_pairs_together(count, seed):
     assert shuffle_preference_pairs(items, seed) == shuffled
 
 
-def test_the_order_follows_from_the_seed():
+def test_the_order_is_a_function_of_the_seed():
     items = preference_dataset_to_saw_items([{"prompt": f"{k}", "chosen": "b", "rejected": "c"} for k in range(20)], BYTES)
     assert len({tuple(item.meta["pair_id"] for item in shuffle_preference_pairs(items, seed)) for seed in range(5)}) == 5
 
@@ -316,7 +321,7 @@ def test_the_order_follows_from_the_seed():
 # --- one prompt and one completion
 
 
-def test_a_prompt_and_a_completion_through_the_template():
+def test_a_prompt_and_a_completion_are_rendered_by_the_template():
     found = tokenize_with_chat_template(CHAT, "2+2=", "4", system_prompt="be brief")
     before = "<|im_start|>system\nbe brief<|im_end|>\n" + WRITTEN
     assert found.text == before + "4<|im_end|>"
@@ -326,7 +331,7 @@ def test_a_prompt_and_a_completion_through_the_template():
     assert format_chat_template_text(CHAT, "2+2=", "4", system_prompt="be brief") == found.text
 
 
-def test_the_completion_is_cut_and_that_is_said():
+def test_a_truncated_completion_is_marked():
     whole = tokenize_with_chat_template(CHAT, "2+2=", "four")
     cut = tokenize_with_chat_template(CHAT, "2+2=", "four", max_length=whole.prompt_len + 1)
     assert cut.tokens == whole.tokens[: whole.prompt_len + 1]
@@ -338,12 +343,12 @@ def test_the_completion_is_cut_and_that_is_said():
         tokenize_with_chat_template(CHAT, "2+2=", "")
 
 
-def test_text_keeps_what_follows_where_the_template_writes_no_end_token():
+def test_without_an_end_token_in_the_template_the_text_after_the_response_is_kept():
     plain = chat_tokenizer("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
     assert format_chat_template_text(plain, "<|im_end|>", "4") == "user: <|im_end|>\nassistant: 4\n"
 
 
-def test_templates_that_rewrite_earlier_turns_hold_for_one_response():
+def test_templates_that_rewrite_earlier_turns_work_for_a_single_response():
     tokenizer = chat_tokenizer(FORGETS_THOUGHTS)
     row = {"prompt": [PROMPT], "chosen": [chat_message("assistant", "so</think>4")], "rejected": [BAD]}
-    assert both(tokenizer, row)[0][1] == "so</think>4<|im_end|>"
+    assert chosen_and_rejected(tokenizer, row)[0][1] == "so</think>4<|im_end|>"

@@ -1,4 +1,4 @@
-"""Rows of every kind as samples: which tokens, and which of them are trained."""
+"""Rows of every format as samples: which tokens they have and which of them are trained."""
 
 import json
 
@@ -20,7 +20,7 @@ def ids(text):
     return [byte + 3 for byte in text.encode()]
 
 
-def test_text_is_prompt_completion_and_the_end_token():
+def test_text_rows_give_prompt_completion_and_end_token():
     [item] = items_of({"prompt": "2+2=", "completion": "4"})
     assert item.input_ids.tolist() == [*ids("2+2=4"), 2]
     assert item.action_mask.tolist() == [0, 0, 0, 0, 1, 1]
@@ -28,12 +28,12 @@ def test_text_is_prompt_completion_and_the_end_token():
     assert item.meta == {"rollout_id": "data.jsonl:1", "step_index": 0, "completion_length": 2, "prompt_length": 4}
 
 
-def test_an_empty_prompt_is_a_text_of_its_own():
+def test_with_an_empty_prompt_the_whole_text_is_trained():
     [item] = items_of({"prompt": "", "completion": "abc"})
     assert item.action_mask.tolist() == [1, 1, 1, 1]
 
 
-def test_where_the_tokenizer_merges_the_prompt_is_tokenised_as_it_will_be_asked():
+def test_the_prompt_is_tokenised_on_its_own_as_at_inference():
     tokenizer = merging_tokenizer()
     prompt = tokenizer("user:go bot:", add_special_tokens=False)["input_ids"]
     assert tokenizer("user:go bot:yes", add_special_tokens=False)["input_ids"][: len(prompt)] != prompt
@@ -49,7 +49,9 @@ def test_conversations_train_what_the_assistant_says():
     assert tokenizer.decode(whole.input_ids[whole.action_mask == 1]) == "b<|im_end|>b<|im_end|>"
     each = items_of({"messages": talk}, tokenizer, assistant_turns="each")
     assert [item.meta["step_index"] for item in each] == [0, 1]
-    assert [item.meta["rollout_id"] for item in each] == ["data.jsonl:1"] * 2  # they stay together in a mini-batch
+    assert [item.meta["rollout_id"] for item in each] == [
+        "data.jsonl:1"
+    ] * 2  # samples of a conversation stay together in a mini-batch
     [split] = items_of({"prompt": talk[:3], "completion": talk[3:]}, tokenizer)
     assert split.input_ids.tolist() == whole.input_ids.tolist()
     assert tokenizer.decode(split.input_ids[split.action_mask == 1]) == "b<|im_end|>"
@@ -62,17 +64,20 @@ def test_settings_of_the_template_come_from_the_row():
     assert chat_tokenizer(template).decode(item.input_ids).startswith("calm<|im_start|>")
 
 
-def test_a_recorded_rollout_keeps_its_tokens():
-    """Ids that no text has: the two halves of a letter, and an end token in the middle."""
+def test_a_recorded_rollout_keeps_its_token_ids():
+    """Ids that no text tokenises to: the two halves of a character, and an end token in the
+    middle."""
     trace = {"prompt_token_ids": [198, 5], "completion_token_ids": [198, 2, 172], "completion_logprobs": [-1, -2, -3]}
     step = {"prev_obs": "q", "action": "?", "reward": 1.0, "trace": trace}
     items = items_of({"id": "r", "steps": [step, {**step, "index": 1}]})
     assert [item.input_ids.tolist() for item in items] == [[198, 5, 198, 2, 172]] * 2
     assert [item.action_mask.tolist() for item in items] == [[0, 0, 1, 1, 1]] * 2
-    assert all(item.actor_logps is None for item in items)  # rows of other kinds have none, and a batch has all or none
+    assert all(
+        item.actor_logps is None for item in items
+    )  # other formats have none, and a batch has them for all samples or for none
 
 
-def test_tokens_and_mask_are_taken_as_they_are():
+def test_token_ids_and_masks_are_used_as_they_are():
     [item] = items_of({"input_ids": [5, 6, 7], "action_mask": [0, 1, 0]})
     assert (item.input_ids.tolist(), item.action_mask.tolist()) == ([5, 6, 7], [0, 1, 0])
     assert item.input_ids.dtype == np.int32
@@ -96,12 +101,12 @@ def test_tokens_and_mask_are_taken_as_they_are():
         ({"input_ids": [1, 2**31], "action_mask": [0, 1]}, "below 2"),
     ],
 )
-def test_a_wrong_row_is_named(row, expected):
+def test_an_invalid_row_is_named(row, expected):
     with pytest.raises(DataError, match=rf"data\.jsonl:1.*{expected}"):
         items_of(row, chat_tokenizer(CHATML))
 
 
-def test_lines_are_numbered_and_blank_ones_are_none(tmp_path):
+def test_errors_number_the_lines_and_blank_lines_are_skipped(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('\n{"prompt": "é", "completion": "b"}\r\n\n{"prompt": "c", "completion": "d"}', encoding="utf-8")
     rows = list(read_jsonl(path))

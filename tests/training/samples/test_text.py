@@ -7,7 +7,7 @@ from ludic.training.samples.text import append_eos, tokenize_prompt_completion
 
 
 class TableTokenizer:
-    """Tokens are pieces of text, the longest first; the end token is 2."""
+    """Tokens are pieces of text, matched longest first. The end token is 2."""
 
     eos_token_id: int | None = 2
 
@@ -24,12 +24,12 @@ class TableTokenizer:
         return {"input_ids": ids}
 
 
-def test_completion_and_end_token_are_the_action():
+def test_the_action_is_the_completion_and_the_end_token():
     tokens = tokenize_prompt_completion(TableTokenizer(a=5, b=6), "ab", "a", "row 1")
     assert (tokens.input_ids, tokens.action_mask) == ([5, 6, 5, 2], [0, 0, 1, 1])
 
 
-def test_a_token_across_the_border_is_split_as_the_policy_sees_it():
+def test_a_token_across_the_boundary_is_split_as_at_inference():
     tokens = tokenize_prompt_completion(TableTokenizer(a=5, b=6, ab=8), "a", "b", "row 1")  # `ab` by itself is [8]
     assert (tokens.input_ids, tokens.action_mask) == ([5, 6, 2], [0, 1, 1])
 
@@ -39,7 +39,7 @@ def test_an_empty_completion_is_refused():
         tokenize_prompt_completion(TableTokenizer(a=5), "a", "", "row 1")
 
 
-def test_the_end_token_is_appended_once_if_there_is_one():
+def test_an_existing_end_token_is_not_appended_again():
     tokenizer = TableTokenizer(a=5)
     assert append_eos(tokenizer, [5]) == append_eos(tokenizer, [5, 2]) == [5, 2]
     tokenizer.eos_token_id = None

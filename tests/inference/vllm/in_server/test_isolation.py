@@ -1,4 +1,4 @@
-"""What runs in vLLM's process needs nothing of ludic but itself."""
+"""Code that runs inside vLLM's process imports nothing of ludic except its own package."""
 
 import ast
 import subprocess
@@ -32,7 +32,7 @@ module("vllm.v1.sample.logits_processor", LogitsProcessor=Base, MoveDirectionali
 
 
 def imported_names(source):
-    """Every module that the source imports, within functions too."""
+    """Every module that the source imports, including imports inside functions."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -41,7 +41,7 @@ def imported_names(source):
 
 
 def foreign_imports(source):
-    """Of these, those of ludic's that are not the package's own."""
+    """Those imports that are from ludic but not from the package itself."""
     return [
         name
         for name in imported_names(source)
@@ -50,18 +50,18 @@ def foreign_imports(source):
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_a_module_imports_nothing_of_ludic_but_its_own_package(module):
+def test_a_module_imports_only_its_own_package_of_ludic(module):
     assert foreign_imports(FOLDER.joinpath(f"{module}.py").read_text(encoding="utf-8")) == []
 
 
-def test_an_import_of_anything_else_would_be_seen():
+def test_the_check_detects_other_imports():
     source = (
         f"from {PACKAGE}.flags import a\nimport ludic.errors\nfrom . import b\ndef f():\n    from ludic.inference import vllm"
     )
     assert foreign_imports(source) == ["ludic.errors", ".", "ludic.inference"]
 
 
-def test_every_module_can_be_imported_where_the_rest_of_ludic_is_absent(tmp_path):
+def test_every_module_can_be_imported_without_the_rest_of_ludic(tmp_path):
     folder = tmp_path
     for name in ("ludic", "inference", "vllm"):
         folder = folder / name

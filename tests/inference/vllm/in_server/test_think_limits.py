@@ -1,4 +1,4 @@
-"""Thoughts that are closed after a number of tokens: which token each row of a batch must draw."""
+"""Thinking that is closed after a number of tokens: which token each row of a batch must emit."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ from ludic.inference.vllm.in_server.think_limits import ThinkLimits, parse_max_t
 CLOSING = [7, 8, 9]
 
 
-def test_the_closing_tokens_are_forced_one_by_one_from_the_limit_on():
+def test_the_closing_tokens_are_forced_one_by_one_after_the_limit():
     limits, output = ThinkLimits(CLOSING), []
     limits.add(0, 2, output)
     limits.add(1, None, [1, 1, 1])
@@ -29,14 +29,14 @@ def test_the_closing_tokens_are_forced_one_by_one_from_the_limit_on():
     assert output == [1, 1, 7, 8, 9, 1, 1]
 
 
-def test_a_thought_that_closed_itself_is_left_alone():
+def test_thinking_that_closed_by_itself_is_left_alone():
     limits = ThinkLimits(CLOSING)
     limits.add(0, 4, [7, 8, 9, 1])
     limits.add(1, 4, [1, 7, 8, 1])
     assert limits.forced_tokens() == {1: 7}
 
 
-def test_rows_move_with_their_requests():
+def test_limits_move_with_their_requests():
     limits = ThinkLimits(CLOSING)
     limits.add(0, 1, [1])
     limits.add(1, 1, [1, 7])
@@ -44,9 +44,9 @@ def test_rows_move_with_their_requests():
     assert limits.forced_tokens() == {1: 7, 0: 8}
     limits.move(1, 5, swap=False)
     assert limits.forced_tokens() == {5: 7, 0: 8}
-    limits.move(3, 0, swap=False)  # a request without a limit takes the row
+    limits.move(3, 0, swap=False)  # a request without a limit takes over the row
     assert limits.forced_tokens() == {5: 7}
-    limits.add(5, None, [1])  # so does a new one
+    limits.add(5, None, [1])  # and so does a new one
     limits.remove(9)
     assert limits.forced_tokens() == {}
 
@@ -62,7 +62,7 @@ operations = st.lists(
 
 
 @given(operations)
-def test_rows_are_those_of_a_list_that_is_changed_alike(steps):
+def test_rows_follow_a_list_with_the_same_operations(steps):
     limits, rows = ThinkLimits(CLOSING), [None] * 4
     for kind, row, other in steps:
         if kind == "add":
@@ -78,9 +78,9 @@ def test_rows_are_those_of_a_list_that_is_changed_alike(steps):
     assert {row: thought.limit for row, thought in limits.rows.items()} == {i: n for i, n in enumerate(rows) if n is not None}
 
 
-def test_whether_a_server_heeded_the_limit_shows_in_its_answer():
+def test_an_answer_shows_whether_the_server_enforced_the_limit():
     assert respects_limit([1, 1], 2, CLOSING)
-    assert respects_limit([1, 1, 7, 8], 2, CLOSING)  # cut off by max_tokens
+    assert respects_limit([1, 1, 7, 8], 2, CLOSING)  # truncated by max_tokens
     assert respects_limit([1, 1, 7, 8, 9, 1], 2, CLOSING)
     assert respects_limit([7, 8, 9, 1, 1, 1], 3, CLOSING)
     assert not respects_limit([1, 1, 1, 1, 1], 2, CLOSING)
@@ -88,14 +88,14 @@ def test_whether_a_server_heeded_the_limit_shows_in_its_answer():
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, "3", True])
-def test_a_limit_is_a_positive_whole_number(value):
+def test_a_limit_must_be_a_positive_integer(value):
     with pytest.raises(ValueError, match="max_think must be a positive integer"):
         parse_max_think(value)
     assert parse_max_think(None) is None
     assert parse_max_think(3) == 3
 
 
-def test_a_tokenizer_that_cannot_say_it_cannot_close_thoughts():
+def test_a_tokenizer_without_the_closing_tokens_is_refused():
     with pytest.raises(ValueError, match="to no tokens"):
         ThinkLimits([])
 
@@ -103,7 +103,7 @@ def test_a_tokenizer_that_cannot_say_it_cannot_close_thoughts():
 # -- `python -m ludic.inference.vllm.in_server.server`
 
 
-def test_the_servers_own_flags_win_and_the_rest_is_what_training_needs():
+def test_the_users_flags_take_precedence_over_those_that_training_needs():
     arguments = ["--model", "m", "--host", "0.0.0.0", "--logprobs-mode=raw_logprobs", "--batch-invariant"]
     command, variables = server_command(arguments, {"VLLM_SERVER_DEV_MODE": "0"})
     assert command[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
@@ -120,12 +120,12 @@ def test_the_servers_own_flags_win_and_the_rest_is_what_training_needs():
     assert command[command.index("--host") + 1] == "127.0.0.1"
     assert "VLLM_BATCH_INVARIANT" not in variables
     assert variables["VLLM_SERVER_DEV_MODE"] == "1"
-    assert default_variables(["--weight-transfer-config"]).items() <= variables.items()  # as `ludic serve` has them
+    assert default_variables(["--weight-transfer-config"]).items() <= variables.items()  # as `ludic serve` passes them
     assert command[command.index("--middleware") + 1] == "ludic.inference.vllm.in_server.secret_middleware.SecretMiddleware"
     assert variables["LUDIC_SERVER_SECRET"] not in " ".join(command)
 
 
-def test_the_module_becomes_the_server(tmp_path):
+def test_the_module_replaces_itself_with_the_server(tmp_path):
     package = tmp_path / "vllm" / "entrypoints" / "openai"
     package.mkdir(parents=True)
     package.joinpath("api_server.py").write_text(
@@ -145,7 +145,7 @@ def test_the_module_becomes_the_server(tmp_path):
     ("environment", "message"),
     [({}, "has no vLLM; build an environment with `make vllm`"), ({"LUDIC_SERVER_SECRET": "short"}, "at least 16")],
 )
-def test_the_module_says_what_it_lacks(tmp_path, environment, message):
+def test_the_module_reports_missing_requirements(tmp_path, environment, message):
     if "LUDIC_SERVER_SECRET" in environment:
         (tmp_path / "vllm").mkdir()
         (tmp_path / "vllm" / "__init__.py").touch()
@@ -162,5 +162,5 @@ def test_the_module_says_what_it_lacks(tmp_path, environment, message):
     ("arguments", "port"),
     [([], 8000), (["--port", "8001"], 8001), (["--port=8002", "--model", "m"], 8002), (["--port", "1", "--port", "8003"], 8003)],
 )
-def test_the_module_keeps_the_secret_for_the_port_that_it_serves_at(arguments, port):
+def test_the_module_stores_the_secret_for_its_port(arguments, port):
     assert read_port(arguments) == port

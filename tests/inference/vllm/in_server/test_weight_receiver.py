@@ -1,4 +1,4 @@
-"""How a server receives weights: pushes are staged and checked, without the trainer's
+"""How a server receives weights: pushes are staged and validated, without the trainer's
 dependencies."""
 
 import socket
@@ -38,7 +38,7 @@ def receiver(tmp_path):
     return WeightReceiver(Checkpoint(folder_with(tmp_path, "own", weights(0))))
 
 
-def test_it_needs_nothing_of_the_trainers_environment():
+def test_the_receiver_needs_none_of_the_trainers_dependencies():
     """The server's environment has vLLM, torch and safetensors."""
     absent = [
         "openai",
@@ -63,14 +63,14 @@ print(*sorted(name for name in sys.modules if name.startswith('ludic.training'))
     assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
 
 
-def test_a_checkpoint_says_shapes_and_dtypes_without_reading_tensors(tmp_path):
+def test_shapes_and_dtypes_of_a_checkpoint_are_read_without_its_tensors(tmp_path):
     stored = {"a": torch.zeros(2, 3, dtype=torch.bfloat16), "b": torch.zeros(4)}
     checkpoint = Checkpoint(folder_with(tmp_path, "c", stored))
     assert checkpoint.weights == {"a": {"shape": [2, 3], "dtype": "bfloat16"}, "b": {"shape": [4], "dtype": "float32"}}
     assert dict(checkpoint.read(["b"])).keys() == {"b"}
 
 
-def test_an_index_may_not_lead_out_of_its_folder(tmp_path):
+def test_an_index_cannot_name_files_outside_its_folder(tmp_path):
     folder = folder_with(tmp_path, "c", weights(0))
     (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../own/model.safetensors"}}')
     with pytest.raises(WeightTransferError, match="outside its folder"):
@@ -82,7 +82,7 @@ def test_an_index_may_not_lead_out_of_its_folder(tmp_path):
         Checkpoint(tmp_path / "empty")
 
 
-def test_a_push_is_taken_once_and_leaves_its_fingerprint(receiver, tmp_path):
+def test_a_push_is_applied_once_and_leaves_its_fingerprint(receiver, tmp_path):
     receiver.start()
     receiver.read(str(folder_with(tmp_path, "new", weights(1))))
     assert receiver.staged == len(SHAPES)
@@ -106,16 +106,16 @@ def test_a_discarded_push_loads_nothing(receiver, tmp_path):
         ({"other": torch.zeros(1)}, "no weight 'other'"),
     ],
 )
-def test_what_is_not_the_models_is_refused(receiver, tmp_path, changed, message):
+def test_weights_that_do_not_match_the_model_are_refused(receiver, tmp_path, changed, message):
     receiver.start()
     with pytest.raises(WeightTransferError, match=message):
         receiver.read(str(folder_with(tmp_path, "new", {**weights(1), **changed})))
     assert (receiver.staged, receiver.open) == (0, False)
 
 
-def test_the_rest_of_a_layer_comes_from_the_servers_checkpoint(receiver, tmp_path):
-    """A server fuses queries, keys and values. If a part is loaded, the rest would be uninitialised
-    memory."""
+def test_missing_parts_of_a_fused_layer_come_from_the_servers_checkpoint(receiver, tmp_path):
+    """A server fuses queries, keys and values. If only a part were loaded, the rest would be
+    uninitialised memory."""
     receiver.start()
     receiver.read(str(folder_with(tmp_path, "new", {QUERY: weights(1)[QUERY]})))
     assert same(dict(receiver.take()), {QUERY: weights(1)[QUERY], KEY: weights(0)[KEY]})
@@ -124,7 +124,7 @@ def test_the_rest_of_a_layer_comes_from_the_servers_checkpoint(receiver, tmp_pat
     assert same(dict(receiver.take()), {QUERY: weights(2)[QUERY], KEY: weights(0)[KEY]})
 
 
-def test_layers_are_told_apart():
+def test_layers_are_distinguished_by_their_names():
     names = ["model.layers.1.a.weight", "model.layers.10.a.weight", "model.layers.1.mlp.experts.10.up.weight", "model.norm.weight", "lm_head.weight"]  # fmt: skip  # noqa: E501
     assert neighbours(dict.fromkeys(names), {"model.layers.1.a.weight": 0}) == [names[0], names[2]]
     assert neighbours(dict.fromkeys(names), {"lm_head.weight": 0}) == ["lm_head.weight"]
@@ -135,12 +135,12 @@ def test_nothing_is_received_without_a_connection(receiver):
         receiver.receive(["a"], ["float32"], [[1]])
 
 
-def test_dtypes_are_those_of_torch_and_nothing_else(receiver):
+def test_only_torch_dtypes_are_accepted(receiver):
     receiver.checkpoint = None
     receiver._group, receiver.group_id = Group(), "g"
     with pytest.raises(WeightTransferError, match="'save' is not a dtype"):
         receiver.receive(["a"], ["save"], [[1]])
-    assert receiver.group_id is None  # the stream was left in the middle: the trainer must connect again
+    assert receiver.group_id is None  # the stream stopped in the middle, so the trainer must reconnect
 
 
 class Group:
@@ -148,7 +148,7 @@ class Group:
         pass
 
 
-def test_the_store_listens_on_one_address_alone():
+def test_the_store_listens_on_one_address_only():
     _, port = open_store("127.0.0.1", 2, timedelta(seconds=5))
     with socket.socket() as probe, pytest.raises(ConnectionRefusedError):
         probe.connect(("127.0.0.2", port))
@@ -166,7 +166,7 @@ def connection(port, timeout_s):
 
 
 @pytest.mark.parametrize("listener", ["silent", "a store that nobody joins", "nobody"])
-def test_connecting_ends_at_its_deadline_whoever_listens(receiver, listener):
+def test_connecting_ends_at_its_deadline_whatever_listens(receiver, listener):
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         port = silent.getsockname()[1]
@@ -177,7 +177,7 @@ def test_connecting_ends_at_its_deadline_whoever_listens(receiver, listener):
         began = time.monotonic()
         with pytest.raises(RuntimeError) as raised:
             receiver.connect(**connection(port, 1.0))
-        assert time.monotonic() - began < 10  # it had been minutes
+        assert time.monotonic() - began < 10  # without the deadline it takes minutes
     if listener == "silent":
         assert isinstance(raised.value, WeightTransferError)
         assert f"127.0.0.1:{port} did not answer within 1 s" in str(raised.value)
@@ -185,16 +185,16 @@ def test_connecting_ends_at_its_deadline_whoever_listens(receiver, listener):
 
 
 @pytest.mark.parametrize("time_around", range(3))
-def test_a_script_whose_last_line_closes_the_connection_ends_well(time_around):
-    """With the server in another process, freeing the group takes milliseconds, during which
-    Python must not end."""
+def test_a_script_whose_last_line_closes_the_connection_exits_cleanly(time_around):
+    """If the server is another process, freeing the group takes milliseconds, and Python must not
+    exit before that."""
     closing_trainer = Path(__file__).parents[3] / "support" / "closing_trainer.py"
     done = subprocess.run([sys.executable, closing_trainer], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
 
 @given(st.lists(st.integers(0, 6), min_size=0, max_size=3), st.sampled_from([torch.float32, torch.bfloat16, torch.int64]))
-def test_equal_bytes_shape_and_dtype_give_equal_marks(shape, dtype):
+def test_equal_bytes_shape_and_dtype_give_equal_fingerprints(shape, dtype):
     tensor = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape).to(dtype)
     assert tensor_fingerprint(tensor) == tensor_fingerprint(tensor.clone())
     assert tensor_fingerprint(tensor) != tensor_fingerprint(tensor.reshape(1, *shape))
@@ -205,7 +205,7 @@ def test_equal_bytes_shape_and_dtype_give_equal_marks(shape, dtype):
         assert tensor_fingerprint(tensor + 1) != tensor_fingerprint(tensor)
 
 
-def test_a_mark_reads_elements_from_all_of_a_large_tensor():
+def test_a_fingerprint_covers_elements_from_all_of_a_large_tensor():
     large = torch.zeros(4 * SAMPLED_ELEMENTS)
     marks = {tensor_fingerprint(large)}
     for place in (0, 2 * SAMPLED_ELEMENTS, 4 * (SAMPLED_ELEMENTS - 1)):
