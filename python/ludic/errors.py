@@ -115,6 +115,10 @@ class CheckpointError(LudicError, RuntimeError):
     """A checkpoint that is incomplete or does not match the model."""
 
 
+class RankError(LudicError, RuntimeError):
+    """Another rank failed; the message has its number, its host and its error."""
+
+
 class ServerError(InferenceError):
     """A server rejected a call with the HTTP status `status`; `reason` is its text."""
 

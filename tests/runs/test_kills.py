@@ -19,7 +19,7 @@ TINY = [
 ]
 REWARD = ["reward=byte_rewards:mean_id", "task.args.max_new_tokens=4", "task.args.num_heldout=3"]
 EVALUATED = [*TINY, "checkpoint.every_n_steps=2", "checkpoint.max_to_keep=1", "trainer.eval_every_n_steps=2"]
-CHANGES = 43
+CHANGES = 50
 """Number of changes on disk that a run of EVALUATED makes."""
 
 
@@ -56,13 +56,59 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return parent / "run"
 
 
-@pytest.mark.parametrize(
-    "moment", [pytest.param(n, marks=[] if n in (10, 24) else pytest.mark.slow) for n in range(3, CHANGES + 1)]
-)
+def any_moment(*quick: int) -> list[Any]:
+    """All changes of a run; those that are not `quick` are tried by `pytest -m slow`."""
+    return [pytest.param(n, marks=[] if n in quick else pytest.mark.slow) for n in range(3, CHANGES + 1)]
+
+
+@pytest.mark.parametrize("moment", any_moment(9, 31))  # in the manifest of a checkpoint, and where it is amended
 def test_a_run_killed_at_any_change_on_disk_resumes_to_the_uninterrupted_run(whole: Path, tmp_path: Path, moment: int) -> None:
     assert killed_at(moment, "train", *EVALUATED, f"output={tmp_path}", "name=run")
     run_to_end("train", "--resume", str(tmp_path / "run"))
     assert_is_the_run(tmp_path / "run", whole)
+
+
+@pytest.fixture(scope="module")
+def whole_with_a_batch_ahead(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    parent = tmp_path_factory.mktemp("ahead")
+    made = list_changes("train", *EVALUATED, "inference.batches_ahead=1", f"output={parent}", "name=run")
+    assert len(made) == CHANGES
+    return parent / "run"
+
+
+@pytest.mark.parametrize("moment", any_moment(35))  # batch 3 is trained, from the checkpoint that it was in flight in
+def test_a_run_with_a_batch_ahead_killed_at_any_change_resumes_to_the_uninterrupted_run(
+    whole_with_a_batch_ahead: Path, tmp_path: Path, moment: int
+) -> None:
+    settings = [*EVALUATED, "inference.batches_ahead=1"]
+    assert killed_at(moment, "train", *settings, f"output={tmp_path}", "name=run")
+    run_to_end("train", "--resume", str(tmp_path / "run"))
+    assert_is_the_run(tmp_path / "run", whole_with_a_batch_ahead)
+
+
+def test_a_damaged_checkpoint_is_named_and_the_run_resumes_from_the_one_before(
+    whole: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = [*EVALUATED, "checkpoint.every_n_steps=1", "checkpoint.max_to_keep=2"]
+    made = list_changes("train", *settings, f"output={tmp_path}", "name=whole")
+    moment = moment_of(made, "line reinforce 3", after="line reinforce 2")
+    assert killed_at(moment, "train", *settings, f"output={tmp_path}", "name=run")
+    weights = tmp_path / "run" / "checkpoints" / "reinforce" / "step_000002" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    from typer.testing import CliRunner
+
+    from ludic.cli.app import app
+
+    verified = CliRunner().invoke(app, ["checkpoint", "verify", str(tmp_path / "run")])
+    assert verified.exit_code == 1
+    assert "damaged: the content of model.safetensors has changed" in verified.output
+    resumed = CliRunner().invoke(app, ["train", "--resume", str(tmp_path / "run")])
+    assert resumed.exit_code == 0, resumed.output
+    assert "the content of model.safetensors has changed; going back to step_000001" in caplog.text
+    assert_is_the_run(tmp_path / "run", tmp_path / "whole")
+    assert CliRunner().invoke(app, ["checkpoint", "verify", str(tmp_path / "run")]).exit_code == 0
 
 
 def moment_of(changes: list[str], name: str, *, after: str) -> int:
@@ -161,7 +207,7 @@ def test_without_checkpoints_a_phase_restarts_and_says_so(tmp_path: Path) -> Non
     assert killed_at(moment, "sft", *settings, f"output={tmp_path}", "name=run")
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     said = CliRunner().invoke(app, ["sft", "--resume", str(tmp_path / "run")]).output
-    assert "3 steps of sft are repeated, from the beginning of the phase, since there is no checkpoint" in " ".join(said.split())
+    assert "3 steps of sft are repeated, from the start of the phase, because there is no checkpoint" in " ".join(said.split())
     steps = [line["step"] for line in metrics_of(tmp_path / "run") if "train/loss" in line]
     assert steps == list(range(1, len(steps) + 1))
 

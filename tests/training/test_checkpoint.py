@@ -188,6 +188,8 @@ def test_a_missing_checkpoint_is_a_file_not_found_error(tmp_path):
 def test_missing_metadata_counts_as_step_zero(tmp_path):
     folder = make_manager(tmp_path).save(nn.Linear(2, 2), optimizer=None, step=7)
     (folder / "trainer_state.json").unlink()
+    (folder / "manifest.json").unlink()
+    (tmp_path / "latest.json").unlink()
     assert make_manager(tmp_path).load(nn.Linear(2, 2)) == {"step": 0}
 
 

@@ -72,7 +72,9 @@ def test_the_files_of_a_checkpoint_equal_those_of_earlier_versions(tmp_path):
     trainer = set_optimizer_state(trainer_in(tmp_path))
     random.seed(1), np.random.seed(2), torch.manual_seed(3)
     folder = trainer.save_checkpoint(metadata={"note": "kept"})
-    assert sorted(path.name for path in folder.iterdir()) == sorted([*DIGESTS, "optimizer.json", "trainer_state.json"])
+    assert sorted(path.name for path in folder.iterdir()) == sorted(
+        [*DIGESTS, "optimizer.json", "trainer_state.json", "manifest.json"]
+    )
     assert {name: digest(folder / name) for name in DIGESTS} == DIGESTS
     state = json.loads((folder / "trainer_state.json").read_text())
     assert list(state) == STATE_KEYS
@@ -98,7 +100,8 @@ def test_a_checkpoint_equals_what_the_plain_writers_write(tmp_path, optimizer):
     write_model(trainer.model, plain)
     if optimizer:
         write_optimizer(trainer.optimizer, trainer.model, plain)
-    assert {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "trainer_state.json"} == {
+    not_plain = ("trainer_state.json", "manifest.json")
+    assert {path.name: path.read_bytes() for path in folder.iterdir() if path.name not in not_plain} == {
         path.name: path.read_bytes() for path in plain.iterdir()
     }
 
@@ -108,7 +111,7 @@ def test_the_best_weights_file_has_only_the_model(tmp_path):
     trainer.evaluations.best_weights.keep(4)
     write_model(trainer.model, tmp_path)
     folder = tmp_path / "run" / "best"
-    assert sorted(path.name for path in folder.iterdir()) == ["best.json", "config.json", "model.safetensors"]
+    assert sorted(path.name for path in folder.iterdir()) == ["best.json", "config.json", "manifest.json", "model.safetensors"]
     assert (folder / "best.json").read_text() == '{\n  "step": 4\n}\n'
     for name in ("config.json", "model.safetensors"):
         assert (folder / name).read_bytes() == (tmp_path / name).read_bytes()

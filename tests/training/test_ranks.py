@@ -6,9 +6,25 @@ from rank_processes import on_two_ranks
 from safetensors.torch import load_file, save_file
 from training_samples import ListSource, cpu_config, sorting_items, tiny_model, weights_of
 
+from ludic.errors import CheckpointError
 from ludic.files.atomic import read_json, write_json
 from ludic.models.state_files import read_optimizer
 from ludic.training import CheckpointConfig, CheckpointManager, Trainer, make_sft, ranks
+from ludic.training.loop.run_state import restore_run, run_state
+
+
+class Positioned(ListSource):
+    """A source that keeps a position."""
+
+    def __init__(self):
+        super().__init__(sorting_items(4))
+        self.position = 0
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.position = state["position"]
 
 
 @pytest.mark.integration
@@ -94,3 +110,26 @@ def test_a_single_rank_needs_no_process_group():
     assert ranks.sum_over_ranks([1.5, 2.0], "cpu") == ranks.max_over_ranks([1.5, 2.0], "cpu") == [1.5, 2.0]
     assert ranks.union_over_ranks(["b", "a", "b"], "cpu") == ["b", "a"]
     ranks.barrier()
+
+
+def test_each_rank_resumes_with_its_data_and_generators_and_learns_of_a_full_disk_on_another(tmp_path):
+    result = on_two_ranks("two_ranks_resume.py", tmp_path)
+    for whole, resumed in result["drawn"]:
+        assert resumed == whole
+    assert result["drawn"][0] != result["drawn"][1]
+    for fails, each in ((fails, [errors[fails] for errors in result["errors"]]) for fails in ("replace_folder", "write_json")):
+        [first, _], [second, seconds] = each
+        assert first.startswith("OSError: [Errno 28]"), fails
+        assert second.startswith("RankError: saving the checkpoint of step 0 failed on rank 0 of 2, on "), fails
+        assert second.endswith("OSError: [Errno 28] No space left on device")
+        assert seconds < 5
+
+
+def test_positions_of_two_ranks_that_differ_are_refused_on_one_and_equal_ones_are_taken(tmp_path):
+    trainer = Trainer(model=tiny_model(), algo=make_sft(), batch_source=Positioned(), cfg=cpu_config())
+    metadata = run_state(trainer, trainer.source)
+    both = [{"batch_source": {"position": 2}}, {"batch_source": {"position": 7}}]
+    with pytest.raises(CheckpointError, match="has the data positions of 2 ranks, which differ, and there are 1 now"):
+        restore_run(trainer, trainer.source, {**metadata, "ranks": both})
+    restore_run(trainer, trainer.source, {**metadata, "batch_source": {"position": 2}, "ranks": [both[0], both[0]]})
+    assert trainer.batch_source.position == 2

@@ -1,4 +1,4 @@
-"""The command `ludic`: train, eval, sft, train-rm, rollout, serve, doctor, version.
+"""The command `ludic`: train, eval, sft, train-rm, rollout, serve, checkpoint, doctor, version.
 
 Each command imports what it needs when it runs, so that `--help` is fast.
 """
@@ -335,6 +335,33 @@ def serve(
             flags=flags or (),
         )
         code = serve_command(settings)
+    raise typer.Exit(code)
+
+
+checkpoints = typer.Typer(
+    no_args_is_help=True,
+    help="List the checkpoints of a run, or verify them: every file has the size and the hash that it was written with.",
+)
+app.add_typer(checkpoints, name="checkpoint")
+_CheckpointPath = Annotated[Path, typer.Argument(metavar="PATH", help="A run, its folder of checkpoints, or one checkpoint.")]
+_AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@checkpoints.command("list", help="Print path, time and size of each checkpoint. No file is read.")
+def list_checkpoints(path: _CheckpointPath, json_only: _AsJson = False) -> None:
+    from ludic.cli.checkpoint import checkpoint_command
+
+    with _report_user_errors():
+        code = checkpoint_command(path, verify=False, json_only=json_only)
+    raise typer.Exit(code)
+
+
+@checkpoints.command("verify", help="Read every file and compare it with the manifest. The exit status is 1 if one is damaged.")
+def verify_checkpoints(path: _CheckpointPath, json_only: _AsJson = False) -> None:
+    from ludic.cli.checkpoint import checkpoint_command
+
+    with _report_user_errors():
+        code = checkpoint_command(path, verify=True, json_only=json_only)
     raise typer.Exit(code)
 
 

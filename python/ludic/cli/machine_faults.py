@@ -13,6 +13,7 @@ import re
 _REMEDIES = {
     errno.ENOSPC: "the disk is full; free some space or set output=FOLDER on another",
     errno.EDQUOT: "the disk quota is used up; free some space or set output=FOLDER elsewhere",
+    errno.EFBIG: "the file is larger than the limit; raise it (ulimit -f)",
     errno.EROFS: "the file system is read-only; set output=FOLDER elsewhere",
     errno.EACCES: "permission is denied; set output=FOLDER where you may write",
     errno.EPERM: "it is not permitted; set output=FOLDER where you may write",

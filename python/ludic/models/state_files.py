@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,21 @@ ADAPTER_CONFIG = "adapter_config.json"
 EMBEDDINGS = ("embed_tokens", "lm_head")
 """Layers that share a vocabulary, by PEFT's names."""
 PICKLED = ("pytorch_model.bin.index.json", "pytorch_model.bin", "pytorch_model.pt")
+WEIGHT_FILES = (INDEX, MODEL, ADAPTER, ADAPTER_CONFIG, *PICKLED)
+"""Files that decide which weights are read from a folder, where they exist."""
+
+
+def write_in_turn(folder: Path | None, *writers: Callable[[Path | None], None]) -> None:
+    """Call each writer with the folder. After an error the others are called without it, so that
+    they still take part in the collectives in which other ranks wait; then it is raised."""
+    failed: Exception | None = None
+    for write in writers:
+        try:
+            write(folder if failed is None else None)
+        except Exception as error:
+            failed = failed or error
+    if failed is not None:
+        raise failed
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -74,7 +89,20 @@ def read_model(model: nn.Module, folder: Path) -> None:
     state: dict[str, Any] = dict(_read_stored(folder))
     if not is_sharded(model):
         _check_names(model, state, folder)
+    _check_dtypes(model, state, folder)
     scatter_state(model, state)
+
+
+def _check_dtypes(model: nn.Module, state: Mapping[str, Tensor], folder: Path) -> None:
+    """Raise CheckpointError if a stored tensor has another dtype: copying it would round it or be
+    meaningless."""
+    own = model.state_dict()
+    for name, tensor in state.items():
+        if name in own and own[name].dtype != tensor.dtype:
+            raise CheckpointError(
+                f"{name} in {folder} is {tensor.dtype}, the model's is {own[name].dtype}; build the model with the checkpoint's dtype, "
+                "or load the folder with from_pretrained(folder, dtype=...), which converts"
+            )
 
 
 def _read_stored(folder: Path) -> Iterator[tuple[str, Tensor]]:
@@ -147,6 +175,7 @@ def _read_adapter(model: nn.Module, folder: Path) -> None:
     stored = read_tensors(folder / ADAPTER)
     _check_adapter(model, stored, places, folder)
     state: dict[str, Any] = {places[name]: tensor for name, tensor in stored.items()}
+    _check_dtypes(model, state, folder)
     scatter_state(model, state)
 
 

@@ -66,3 +66,6 @@ class StoppableSource(BatchSourceBase):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._inner.load_state_dict(state)
+
+    async def finish_pending(self) -> None:
+        await self._inner.finish_pending()

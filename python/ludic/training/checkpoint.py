@@ -6,11 +6,16 @@
         optimizer.safetensors tensors of the optimizer's state
         optimizer.json        its other values and parameter groups
         trainer_state.json    {"step", and the state of the run}
-      latest.json             {"last_checkpoint", "step"}
+        manifest.json         size and hash of each file above, written last (`files.manifest`)
+      latest.json             {"last_checkpoint", "step", "manifest"}: its hash
 
 No file is a pickle, and no pickle is read. A checkpoint is written to a temporary folder and
 renamed, and renamed again before it is deleted (`files.folders`), so a crash leaves older
 checkpoints intact. `models.state_files` writes and reads models and optimizers.
+
+What is read is verified first. A damaged checkpoint is skipped with a warning that names the
+damaged files, and the newest verified one is taken. Checkpoints of versions that wrote no manifest
+are read with a warning.
 """
 
 from __future__ import annotations
@@ -29,7 +34,15 @@ from torch import nn
 from ludic.errors import CheckpointError, ConfigError
 from ludic.files.atomic import read_json, write_json
 from ludic.files.folders import clear_unfinished, delete_folder, replace_folder
-from ludic.models.state_files import read_model, read_optimizer_if_stored, write_model, write_optimizer
+from ludic.files.manifest import MANIFEST, find_faults, hash_manifest, read_manifest, replace_listed_json, write_manifest
+from ludic.models.state_files import (
+    WEIGHT_FILES,
+    read_model,
+    read_optimizer_if_stored,
+    write_in_turn,
+    write_model,
+    write_optimizer,
+)
 from ludic.training import ranks
 from ludic.training.backend.protocol import TrainingBackend
 from ludic.training.backend.torch import TorchBackend
@@ -37,6 +50,9 @@ from ludic.training.backend.torch import TorchBackend
 logger = logging.getLogger(__name__)
 
 STEP_NAME = re.compile(r"step_(\d{6,})")
+STATE, LATEST = "trainer_state.json", "latest.json"
+FOREIGN = (*WEIGHT_FILES, "optimizer.safetensors", "optimizer.json", STATE)
+"""Files that would be read if somebody put them into a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -100,9 +116,10 @@ class CheckpointManager:
         folder on rank 0, None on other ranks."""
 
         def write(folder: Path | None) -> None:
-            write_model(model, folder)
+            writers: list[Callable[[Path | None], None]] = [lambda place: write_model(model, place)]
             if optimizer is not None and self.cfg.save_optimizer:
-                write_optimizer(optimizer, model, folder)
+                writers.append(lambda place: write_optimizer(optimizer, model, place))
+            write_in_turn(folder, *writers)
 
         return self._save(write, step, metadata)
 
@@ -118,35 +135,48 @@ class CheckpointManager:
         ranks that write nothing."""
         content = {"step": step, **(metadata or {})}
         target = self.root / f"step_{step:06d}"
-        with self._write_aside(target) as folder:
-            write(folder)
+        with ranks.agree(f"saving the checkpoint of step {step}"), self._write_aside(target, write) as folder:
             if folder is not None:
-                write_json(folder / "trainer_state.json", content)
+                write_json(folder / STATE, content)
+                write_manifest(folder, {"step": step})
         self._saved = target
-        ranks.barrier()
         return target if ranks.rank() == 0 else None
 
     def holds(self, step: int) -> bool:
-        """Whether there is a checkpoint of `step`."""
-        return (self.root / f"step_{step:06d}").is_dir()
+        """Whether there is an undamaged checkpoint of `step`."""
+        folder = self.root / f"step_{step:06d}"
+        return folder == self._saved or (folder.is_dir() and not find_checkpoint_faults(folder))
 
     def amend(self, step: int, metadata: Mapping[str, Any]) -> None:
         """Update the metadata of the last saved checkpoint, if it is that of `step`."""
         if ranks.rank() == 0 and self._saved is not None and _parse_step(self._saved) == step:
-            state = self._saved / "trainer_state.json"
-            write_json(state, {**read_json(state), **metadata})
+            replace_listed_json(self._saved, STATE, {**read_json(self._saved / STATE), **metadata})
+            self._point_to(self._saved)
 
     @contextmanager
-    def _write_aside(self, target: Path) -> Iterator[Path | None]:
-        """Yield a temporary folder that is renamed to `target` at the end; None on ranks other than
-        0, which write nothing."""
+    def _write_aside(self, target: Path, write: Callable[[Path | None], None]) -> Iterator[Path | None]:
+        """A folder that `write` wrote into, which becomes `target` at the end. None on ranks other
+        than 0, which write nothing."""
         if ranks.rank() != 0:
+            write(None)
             yield None
             return
-        with replace_folder(target) as aside:
-            yield aside
-        write_json(self.root / "latest.json", {"last_checkpoint": target.name, "step": _parse_step(target)})
+        taken_part = False
+        try:
+            with replace_folder(target) as aside:
+                taken_part = True
+                write(aside)
+                yield aside
+        except OSError:
+            if not taken_part:
+                write(None)
+            raise
+        self._point_to(target)
         self._prune(target)
+
+    def _point_to(self, folder: Path) -> None:
+        pointer = {"last_checkpoint": folder.name, "step": _parse_step(folder), "manifest": hash_manifest(folder)}
+        write_json(self.root / LATEST, pointer)
 
     def _prune(self, written: Path) -> None:
         """Delete the leftovers of interrupted saves, and all checkpoints but `written` and the
@@ -162,25 +192,64 @@ class CheckpointManager:
         return sorted(folders, key=_parse_step)
 
     def find(self, *, step: int | None = None, path: str | Path | None = None) -> Path:
-        """Return a checkpoint folder: `path`, else that of `step`, else the one in latest.json,
-        else the newest. Raises FileNotFoundError if there is none."""
-        if path is not None:
-            return _require_folder(Path(path))
-        if step is not None:
-            return _require_folder(self.root / f"step_{step:06d}")
-        return self._latest()
+        """The checkpoint folder: `path` if given, else `step`, else the one that latest.json names,
+        else the newest.
 
-    def _latest(self) -> Path:
-        pointer = self.root / "latest.json"
-        if pointer.exists():
-            named = self.root / str(read_json(pointer).get("last_checkpoint"))
-            if named.is_dir():
-                return named
-            logger.warning("%s names %s, which does not exist; using the newest checkpoint", pointer, named.name)
-        folders = self._folders()
-        if not folders:
-            raise FileNotFoundError(f"{self.root} has no checkpoint (step_NNNNNN); save one first, or pass path=")
-        return folders[-1]
+        A checkpoint asked for by `path` or `step` raises CheckpointError if it is damaged.
+        Otherwise damaged ones are skipped with a warning. Raises FileNotFoundError without any
+        checkpoint, and CheckpointError if all are damaged.
+        """
+        if path is not None or step is not None:
+            return self._verified(_require_folder(self.root / f"step_{step:06d}" if path is None else Path(path)))
+        damaged: list[str] = []
+        for folder in self._candidates():
+            faults = find_checkpoint_faults(folder)
+            if not faults:
+                if damaged:
+                    logger.warning("%s; going back to %s", "; ".join(damaged), folder.name)
+                return _warn_if_unverifiable(folder)
+            damaged.append(f"{folder} is damaged: {', '.join(faults)}")
+        if damaged:
+            raise CheckpointError(f"no checkpoint can be read. {'; '.join(damaged)}. Delete {self.root} to begin anew")
+        raise FileNotFoundError(f"{self.root} has no checkpoint (step_NNNNNN); save one first, or pass path=")
+
+    def _verified(self, folder: Path) -> Path:
+        """`folder`, or CheckpointError with what is damaged in it and an undamaged one instead."""
+        faults = find_checkpoint_faults(folder)
+        if not faults:
+            return _warn_if_unverifiable(folder)
+        others = (other.name for other in reversed(self._folders()) if other != folder and not find_checkpoint_faults(other))
+        raise CheckpointError(
+            f"{folder} is damaged: {', '.join(faults)}; the newest undamaged checkpoint in {self.root} is {next(others, 'none')}"
+        )
+
+    def _candidates(self) -> list[Path]:
+        """The checkpoints in the order in which they are tried: the one of latest.json, then from
+        the newest to the oldest."""
+        newest_first = self._folders()[::-1]
+        latest = self._read_pointer()
+        return [folder for folder in newest_first if folder == latest] + [folder for folder in newest_first if folder != latest]
+
+    def _read_pointer(self) -> Path | None:
+        """The checkpoint that latest.json names; None with a warning if it is damaged."""
+        pointer = self.root / LATEST
+        if not pointer.exists():
+            return None
+        try:
+            content = read_json(pointer)
+            folder = self.root / str(content["last_checkpoint"])
+            consistent = (
+                folder in self._folders()
+                and content["step"] == _parse_step(folder)
+                and content.keys() <= {"last_checkpoint", "step", "manifest"}
+                and ("manifest" not in content or content["manifest"] == hash_manifest(folder))
+            )
+        except (CheckpointError, KeyError, OSError):
+            consistent = False
+        if consistent:
+            return folder
+        logger.warning("%s is damaged, or what it names is; the newest undamaged checkpoint is taken", pointer)
+        return None
 
     def load(
         self,
@@ -213,8 +282,43 @@ class CheckpointManager:
         return self.find(step=int(str(checkpoint))) if is_step else self.find(path=str(checkpoint))
 
 
+def find_checkpoint_faults(folder: Path) -> list[str]:
+    """What is damaged in a checkpoint: one phrase for each file. [] for an undamaged one. Every
+    byte is read.
+
+    A folder without a manifest was written by an older version and cannot be verified. It is a
+    fault where latest.json or an older checkpoint shows that there was one.
+    """
+    if not (folder / MANIFEST).exists():
+        return [f"{MANIFEST} is missing"] if _had_manifest(folder) else []
+    faults = find_faults(folder, FOREIGN)
+    if not faults and STEP_NAME.fullmatch(folder.name) and (step := read_manifest(folder)["step"]) != _parse_step(folder):
+        faults.append(f"it is the checkpoint of step {step}")
+    return faults
+
+
+def _warn_if_unverifiable(folder: Path) -> Path:
+    if not (folder / MANIFEST).exists():
+        logger.warning("%s has no %s: an older version wrote it, and it cannot be verified", folder, MANIFEST)
+    return folder
+
+
+def _had_manifest(folder: Path) -> bool:
+    """Whether a version that writes manifests wrote this checkpoint."""
+    if not STEP_NAME.fullmatch(folder.name):
+        return False
+    verified = (manifest.parent for manifest in folder.parent.glob(f"step_*/{MANIFEST}"))
+    if any(STEP_NAME.fullmatch(other.name) and _parse_step(other) < _parse_step(folder) for other in verified):
+        return True
+    try:
+        pointer = read_json(folder.parent / LATEST)
+    except (CheckpointError, OSError):
+        return False
+    return pointer.get("last_checkpoint") == folder.name and pointer.get("manifest") is not None
+
+
 def _read_metadata(folder: Path) -> dict[str, Any]:
-    state = folder / "trainer_state.json"
+    state = folder / STATE
     return read_json(state) if state.exists() else {"step": 0}
 
 

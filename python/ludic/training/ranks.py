@@ -1,13 +1,19 @@
-"""Reductions over ranks. Without `torch.distributed` there is one rank and each reduction is the
-identity."""
+"""Reductions over ranks, and errors that all ranks learn of. Without `torch.distributed` there is
+one rank and each reduction is the identity. Nothing is pickled: values travel as numbers and JSON.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from ludic.errors import RankError
 
 
 def is_distributed() -> bool:
@@ -51,12 +57,50 @@ def union_over_ranks(names: Sequence[str], device: torch.device | str) -> list[s
 
     Example: rank 0 has a, b and rank 1 has c, b: both get a, b, c.
     """
+    return list(dict.fromkeys(name for each in gather_json(list(names), device) for name in each))
+
+
+def gather_json(value: Any, device: torch.device | str | None = None) -> list[Any]:
+    """The value of each rank, in the order of ranks, on all ranks. `device`: where the bytes
+    travel; by default where the process group needs them.
+
+    Example: rank 0 has "a" and rank 1 has "bcd". Both are padded to 5 bytes, `"a"  ` and `"bcd"`.
+    """
     if not is_distributed():
-        return list(dict.fromkeys(names))
-    own = torch.tensor(list(json.dumps(list(names)).encode()), dtype=torch.uint8, device=device)
+        return [value]
+    device = _group_device() if device is None else device
+    own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
     size = int(max_over_ranks([float(len(own))], device)[0])
     padded = torch.full((size,), ord(" "), dtype=torch.uint8, device=device)
     padded[: len(own)] = own
     everyone = [torch.empty_like(padded) for _ in range(world_size())]
     dist.all_gather(everyone, padded)
-    return list(dict.fromkeys(name for each in everyone for name in json.loads(bytes(each.tolist()))))
+    return [json.loads(each.cpu().numpy().tobytes()) for each in everyone]
+
+
+@contextmanager
+def agree(doing: str) -> Iterator[None]:
+    """Raise on every rank if the block fails on any: its own error, or RankError with that of the
+    first rank that failed. Without this, the others would wait in the next collective until the
+    group's timeout.
+
+    The block must take part in its collectives also after an error. All ranks call it.
+    """
+    failed: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failed = error
+    if is_distributed() and max_over_ranks([float(failed is not None)], _group_device())[0]:
+        text = None if failed is None else f"{socket.gethostname()}: {type(failed).__name__}: {failed}"
+        texts = gather_json(text)
+        if failed is None:
+            first = next(number for number, other in enumerate(texts) if other is not None)
+            raise RankError(f"{doing} failed on rank {first} of {world_size()}, on {texts[first]}")
+    if failed is not None:
+        raise failed
+
+
+def _group_device() -> torch.device:
+    """Where the process group's collectives need their tensors."""
+    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")

@@ -39,6 +39,15 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
             torch.cuda.set_rng_state(_tensor(device), index)
 
 
+def reseed_for_rank(rank: int) -> None:
+    """Give this rank generators of its own, which follow from the present ones and the rank. All
+    ranks have the same before."""
+    base = int(torch.randint(2**31, (1,)))
+    random.seed(f"{base} {rank}")
+    np.random.seed((base + rank) % 2**32)
+    torch.manual_seed(base + rank)
+
+
 @contextmanager
 def preserved_rng() -> Iterator[None]:
     """Restore the generators afterwards, so that draws inside do not change later draws."""

@@ -203,7 +203,7 @@ class Trainer:
             if self._publish_before_step:
                 await self.publish()  # the evaluator may sample from a server, which needs these weights
             self.evaluations.record((await self.eval(log_fn=log_fn))["metrics"])
-        return self.evaluations.end_if_stopped()
+        return await self.evaluations.end_if_stopped()
 
     def restore_best(self) -> int | None:
         """Set the weights to those of the best evaluation, unpublished; `train` does so if early
@@ -238,7 +238,7 @@ class Trainer:
         if self.sync_every_steps and self._step % self.sync_every_steps == 0:
             await self.publish(timer)
         stats = self._log_step(record)
-        self._checkpoint()
+        await self._checkpoint()
         return stats
 
     def _ingest(self, items: Sequence[SAWItem]) -> MacroBatch:
@@ -304,11 +304,12 @@ class Trainer:
             ranks.barrier()
         self._publish_before_step = False
 
-    def _checkpoint(self) -> None:
+    async def _checkpoint(self) -> None:
         """Save if a checkpoint is due. The step is logged before, so that no step is in a
         checkpoint and not in the log; the log line of the next step has the seconds."""
         if self.checkpointer is not None and self.checkpointer.should_save(self._step):
             started = time.perf_counter()
+            await self.source.finish_pending()
             self.save_checkpoint()
             self._checkpoint_s = time.perf_counter() - started
 
@@ -325,7 +326,8 @@ class Trainer:
 
     def _resume(self, resume_from: int | str | Path) -> None:
         assert self.checkpointer is not None
-        metadata = self.checkpointer.load_backend(self.backend, self.checkpointer.locate(resume_from))
+        with ranks.agree(f"loading the checkpoint {resume_from}"):
+            metadata = self.checkpointer.load_backend(self.backend, self.checkpointer.locate(resume_from))
         self._step = int(metadata["step"])
         restore_run(self, self.source, metadata)
         self._publish_before_step = bool(self.sync_every_steps)

@@ -2,11 +2,12 @@
 leaves, and that no prompt is lost or repeated."""
 
 import asyncio
+import json
 import random
 
 import pytest
 from hypothesis import given, strategies as st
-from training_samples import cpu_config, tiny_model
+from training_samples import assert_same_tensors, cpu_config, tiny_model
 
 from ludic.distributed.adapters.local import LocalPublisher
 from ludic.errors import ConfigError
@@ -72,7 +73,9 @@ async def test_max_lag_batches_are_generated_in_advance(max_lag):
         assert batch.meta[GENERATION_S] > 0
         await settle()
         assert len(inner.begun) == number + 1 + max_lag
-        assert source.state_dict() == {"position": 2 * (number + 1)}
+        state = source.state_dict()
+        assert state["position"] == 2 * (number + 1)
+        assert state.get("states_after_pending", []) == [{"position": 2 * (number + 2 + ahead)} for ahead in range(max_lag)]
     await source.aclose()
     assert source.state_dict() == {"position": 8}
     assert (await source.next_batch()).meta["prompts"] == [8, 9]
@@ -183,7 +186,8 @@ def test_a_run_killed_anywhere_and_resumed_trains_every_prompt_exactly_once(max_
             return True
         finally:
             for entry in source._pending:  # the process is gone, so nothing is returned to the source
-                entry.task.cancel()
+                if entry.task is not None:
+                    entry.task.cancel()
             await settle()
 
     while not asyncio.run(run_until_killed(Prompts(total, failing), remaining_kills.pop(0) if remaining_kills else None)):
@@ -303,3 +307,61 @@ async def test_overlapping_changes_when_batches_are_made_but_not_their_content(t
         await trainer.batch_source.aclose()
         rewards_of_runs.append(losses)
     assert rewards_of_runs[0] == rewards_of_runs[1]
+
+
+async def trained_weights(folder, steps, **options):
+    trainer = make_trainer(folder, PromptRecorder(), max_lag=1, **options)
+    await trainer.train(steps - trainer.current_step)
+    await trainer.batch_source.aclose()
+    return {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+
+
+@pytest.mark.parametrize("killed_after", [2, 3, 4, 5])
+async def test_a_run_with_a_batch_in_flight_that_is_killed_and_resumed_has_the_same_weights(tmp_path, killed_after):
+    whole = await trained_weights(tmp_path / "whole", 7)
+    await trained_weights(tmp_path / "killed", killed_after)
+    saved = killed_after - killed_after % 2
+    resumed = await trained_weights(tmp_path / "killed", 7, seed=9, resume_from=saved)
+    assert_same_tensors(resumed, whole)
+
+
+async def test_a_state_holds_the_generated_batches_and_not_those_that_are_not_finished():
+    source = OverlappedSource(Prompts(total=None, turns=3), max_lag=3)
+    await source.next_batch()
+    while source._pending[0].batch is None:
+        await asyncio.sleep(0)
+    state = source.state_dict()
+    assert {key: state[key] for key in ("position", "states_after_pending")} == {
+        "position": 2,
+        "states_after_pending": [{"position": 4}],
+    }
+    resumed = OverlappedSource(Prompts(), max_lag=3)
+    resumed.load_state_dict(json.loads(json.dumps(state)))
+    assert resumed.state_dict() == state
+    assert [(await resumed.next_batch()).meta["prompts"] for _ in range(3)] == [[2, 3], [4, 5], [6, 7]]
+    for each in (source, resumed):
+        await each.aclose()
+
+
+async def test_whoever_stops_waiting_for_pending_batches_leaves_them_running():
+    source = OverlappedSource(Prompts(turns=10**6), max_lag=1)
+    source._start_next()
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(source.finish_pending(), 0.01)
+    assert not source._pending[0].task.done()
+    await source.aclose()
+
+
+async def test_a_batch_that_json_has_no_form_for_is_generated_again_and_a_warning_says_so(caplog):
+    class Objects(Prompts):
+        async def next_batch(self):
+            batch = await super().next_batch()
+            batch.meta["seen_at"] = object()
+            return batch
+
+    source = OverlappedSource(Objects(), max_lag=1)
+    await source.next_batch()
+    await source.finish_pending()
+    assert source.state_dict() == {"position": 2}
+    assert "meta of the batch: seen_at is a object, which cannot be stored" in caplog.text
+    await source.aclose()

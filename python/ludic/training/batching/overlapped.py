@@ -17,17 +17,25 @@ correction does (`loss.correction`).
 from __future__ import annotations
 
 import asyncio
+import base64
 import copy
+import itertools
+import logging
 import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ludic.errors import ConfigError
+from ludic.errors import ConfigError, DataError
+from ludic.training.batching.batch_codec import decode_batches, encode_batches
 from ludic.training.batching.source import BatchSourceBase, as_batch_source
 from ludic.training.types import BatchSource, SAWBatch
 
+logger = logging.getLogger(__name__)
+
+PENDING, STATES_AFTER = "pending_batches", "states_after_pending"
+"""Keys of the state: the pending batches in base64, and the source's state after each."""
 GENERATION_S = "generation_s"
 """Key in the batch's meta: duration of its generation in seconds."""
 
@@ -36,9 +44,14 @@ GENERATION_S = "generation_s"
 class _PendingBatch:
     """A batch that is being generated, or that is waiting for the trainer."""
 
-    task: asyncio.Task[SAWBatch] | None = None
+    task: asyncio.Task[None] | None = None
+    """Its generation; None for a batch of a checkpoint."""
+    batch: SAWBatch | None = None
+    """The batch, once it is generated."""
     state_before: dict[str, Any] | None = None
     """The source's state before its generation; None until that starts."""
+    state_after: dict[str, Any] | None = None
+    """The source's state after its generation; None until then."""
 
 
 class OverlappedSource(BatchSourceBase):
@@ -49,11 +62,14 @@ class OverlappedSource(BatchSourceBase):
     >>> await Trainer(batch_source=source, ...).train(100)
     >>> await source.aclose()
 
-    **Resuming.** A checkpoint has the state of `inner` before the oldest batch that the trainer has
-    not received, so every prompt is trained on exactly once, even if the run is interrupted.
-    Pending batches are generated again, with the newer weights. For this, the state that `inner`
-    returns from `state_dict` must determine its next prompts. Example: the trainer has batch 3, and
-    4 and 5 are pending; the checkpoint has the state before 4.
+    **Resuming.** The state holds the pending batches that are generated, and the state of `inner`
+    before and after each. The trainer waits for them before it saves a checkpoint
+    (`finish_pending`), so that a resumed run trains the same batches as one that was not
+    interrupted. A batch that is not finished, or whose metadata JSON has no form for, is generated
+    again with the newer weights: every prompt is trained exactly once in any case. For this,
+    `inner` must draw its prompts from its `state_dict`, which is read before and after each batch.
+    Example: the trainer has batch 3, 4 is generated and 5 is not; the state is that before 4,
+    batch 4, and the state after it.
 
     **Errors.** The error of a batch is raised when the trainer requests that batch. The generation
     of later batches is stopped, and the failed batch comes next again. Cancelling `next_batch`
@@ -84,10 +100,9 @@ class OverlappedSource(BatchSourceBase):
         """Return the oldest pending batch, after starting the generation of the next ones."""
         if not self._pending:
             self._start_next()
-        oldest = self._pending[0].task
-        assert oldest is not None
+        oldest = self._pending[0]
         try:
-            batch = await oldest
+            batch = await self._finish(oldest)
         except BaseException:
             await self.aclose()
             raise
@@ -97,17 +112,40 @@ class OverlappedSource(BatchSourceBase):
             self._start_next()
         return batch
 
+    async def finish_pending(self) -> None:
+        """Wait until the pending batches are generated or have failed, so that `state_dict` holds
+        them."""
+        tasks = [entry.task for entry in self._pending if entry.task is not None]
+        if tasks:
+            await asyncio.wait(tasks)
+
     def state_dict(self) -> dict[str, Any]:
-        """The inner source's state before the oldest pending batch."""
+        """The inner source's state before the oldest pending batch, and the batches that are
+        generated, up to the first that is not."""
         before = self._pending[0].state_before if self._pending else None
-        return self._inner_state() if before is None else copy.deepcopy(before)
+        state = self._inner_state() if before is None else copy.deepcopy(before)
+        generated = list(itertools.takewhile(lambda entry: entry.batch is not None, self._pending))
+        if not generated:
+            return state
+        try:
+            encoded = encode_batches(entry.batch for entry in generated if entry.batch is not None)
+        except DataError as error:
+            logger.warning("a checkpoint cannot hold the pending batches (%s); a resumed run generates them again", error)
+            return state
+        states_after = [copy.deepcopy(entry.state_after) for entry in generated]
+        return {**state, PENDING: base64.b64encode(encoded).decode("ascii"), STATES_AFTER: states_after}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`. Raises ConfigError while batches are pending, since they belong to
         the previous state."""
         if self._pending:
             raise ConfigError("batches are pending; close the source (`aclose`) before you set its state")
-        self._inner.load_state_dict(state)
+        before = {key: value for key, value in state.items() if key not in (PENDING, STATES_AFTER)}
+        if PENDING in state:
+            for batch, after in zip(decode_batches(base64.b64decode(state[PENDING])), state[STATES_AFTER], strict=True):
+                self._pending.append(_PendingBatch(batch=batch, state_before=before, state_after=after))
+                before = after
+        self._inner.load_state_dict(before)
 
     def limit(self, num_batches: int) -> None:
         """Set how many more batches the run needs."""
@@ -125,18 +163,26 @@ class OverlappedSource(BatchSourceBase):
         if before is not None:
             self.load_state_dict(before)
 
+    async def _finish(self, entry: _PendingBatch) -> SAWBatch:
+        if entry.batch is None:
+            assert entry.task is not None
+            await entry.task
+        assert entry.batch is not None
+        return entry.batch
+
     def _start_next(self) -> None:
         entry = _PendingBatch()
         self._pending.append(entry)
         entry.task = asyncio.create_task(self._generate(entry))
 
-    async def _generate(self, entry: _PendingBatch) -> SAWBatch:
+    async def _generate(self, entry: _PendingBatch) -> None:
         async with self._turn:
             entry.state_before = copy.deepcopy(self._inner_state())
             started = time.perf_counter()
             batch = await self._inner.next_batch()
             batch.meta[GENERATION_S] = time.perf_counter() - started
-            return batch
+            entry.state_after = copy.deepcopy(self._inner_state())
+            entry.batch = batch
 
     def _inner_state(self) -> dict[str, Any]:
         return self._inner.state_dict() or {}

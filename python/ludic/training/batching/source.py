@@ -38,6 +38,9 @@ class BatchSourceBase:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at the position in `state`."""
 
+    async def finish_pending(self) -> None:
+        """Wait until what runs in the background is in `state_dict`. A checkpoint is saved next."""
+
     async def aclose(self) -> None:
         """Stop all background work."""
 

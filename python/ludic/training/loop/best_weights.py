@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
 from ludic.files.atomic import read_json, write_json
 from ludic.files.folders import replace_folder
+from ludic.files.manifest import MANIFEST, find_faults, write_manifest
+from ludic.models.state_files import WEIGHT_FILES
 from ludic.training import ranks
 from ludic.training.backend.protocol import TrainingBackend
 
+logger = logging.getLogger(__name__)
+
 BEST = "best"
-"""Folder beside the checkpoints: what `TrainingBackend.save` writes without an optimizer, and
-best.json with its `step`."""
+"""Folder beside the checkpoints: what `TrainingBackend.save` writes without an optimizer, best.json
+with its `step`, and a manifest."""
 
 
 class BestWeights:
@@ -31,25 +36,28 @@ class BestWeights:
         """Keep the current weights, those of `step`, and drop the previous ones."""
         if self.folder is None:
             self._in_memory = step, self._backend.snapshot_weights().wait()
-        elif ranks.rank() == 0:
-            with replace_folder(self.folder) as aside:
-                self._backend.save(aside, optimizer=False).wait()
-                write_json(aside / "best.json", {"step": step})
-        else:
-            self._backend.save(None, optimizer=False).wait()
-        ranks.barrier()
+            return
+        with ranks.agree(f"saving the best weights, of step {step}"):
+            if ranks.rank() == 0:
+                with replace_folder(self.folder) as aside:
+                    self._backend.save(aside, optimizer=False).wait()
+                    write_json(aside / "best.json", {"step": step})
+                    write_manifest(aside, {"step": step})
+            else:
+                self._backend.save(None, optimizer=False).wait()
 
     def restore(self, step: int) -> bool:
         """Set the model to the weights of `step`. Returns False, and changes nothing, if those
-        of another step or none were kept."""
+        of another step or none were kept, or if they are damaged."""
         if self._in_memory is not None and self._in_memory[0] == step:
             self._backend.restore_weights(self._in_memory[1]).wait()
             return True
-        if (
-            self.folder is None
-            or not (self.folder / "best.json").is_file()
-            or read_json(self.folder / "best.json")["step"] != step
-        ):
+        if self.folder is None or not (self.folder / "best.json").is_file():
+            return False
+        faults = find_faults(self.folder, WEIGHT_FILES) if (self.folder / MANIFEST).exists() else []
+        if faults:
+            logger.warning("%s is damaged: %s", self.folder, ", ".join(faults))
+        if faults or read_json(self.folder / "best.json")["step"] != step:
             return False
         self._backend.load(self.folder, optimizer=False).wait()
         return True

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from ludic.event_loop import await_if_needed
 from ludic.training import ranks
 from ludic.training.backend.protocol import TrainingBackend
+from ludic.training.batching.source import BatchSourceBase
 from ludic.training.checkpoint import CheckpointManager
 from ludic.training.config import TrainerConfig
 from ludic.training.evaluators.protocol import Evaluator, runs_on_all_ranks
@@ -31,6 +32,9 @@ class EvaluatedRun(Protocol):
     backend: TrainingBackend
     checkpointer: CheckpointManager | None
     train_logger: TrainingLogger | None
+
+    @property
+    def source(self) -> BatchSourceBase: ...
 
     @property
     def current_step(self) -> int: ...
@@ -94,12 +98,13 @@ class Evaluations:
             sync_safely(run.train_logger, step)
             run.checkpointer.amend(step, self.state_dict())
 
-    def end_if_stopped(self) -> bool:
+    async def end_if_stopped(self) -> bool:
         """Return whether early stopping ends the run. If so, save a checkpoint of the last step,
         from which a run with more patience continues, and restore the best weights."""
         run = self._run
         if self.early_stopping.stopped:
             if run.checkpointer is not None and not run.checkpointer.holds(run.current_step):
+                await run.source.finish_pending()
                 run.save_checkpoint()
             self.restore_best()
         return self.early_stopping.stopped

@@ -6,10 +6,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from ludic.errors import CheckpointError
+from ludic.training import ranks
 from ludic.training.batching.source import BatchSourceBase
 from ludic.training.loop.evaluations import Evaluations
 from ludic.training.loop.schedule import RunSchedule
-from ludic.training.rng import rng_state, set_rng_state
+from ludic.training.rng import reseed_for_rank, rng_state, set_rng_state
+
+OF_EACH_RANK, RANKS = ("rng_state", "batch_source"), "ranks"
+"""Entries that differ between ranks, and the key under which a checkpoint has those of each."""
 
 
 class ResumableRun(Protocol):
@@ -23,15 +28,20 @@ class ResumableRun(Protocol):
 
 
 def run_state(run: ResumableRun, source: BatchSourceBase) -> dict[str, Any]:
-    """The state of the schedule, early stopping, the last evaluation, the random generators, and of
-    the batch source if it has one."""
+    """Schedule, early stopping, last evaluation and its step, random generators, and the state of
+    the batch source if it has one. With several ranks, all call this; `ranks` has generators and
+    source of each."""
     state: dict[str, Any] = {
         "scheduler_state_dict": run.schedule.state_dict(run.current_step),
         **run.evaluations.state_dict(),
         "rng_state": rng_state(),
     }
     source_state = source.state_dict()
-    return state if source_state is None else {**state, "batch_source": source_state}
+    if source_state is not None:
+        state["batch_source"] = source_state
+    if ranks.is_distributed():
+        state[RANKS] = ranks.gather_json({name: state[name] for name in OF_EACH_RANK if name in state})
+    return state
 
 
 def restore_run(run: ResumableRun, source: BatchSourceBase, metadata: Mapping[str, Any]) -> None:
@@ -40,7 +50,25 @@ def restore_run(run: ResumableRun, source: BatchSourceBase, metadata: Mapping[st
     if "scheduler_state_dict" in metadata:
         run.schedule.resume(int(metadata["scheduler_state_dict"]["total_steps"]))
     run.evaluations.load_state_dict(metadata)
-    if "batch_source" in metadata:
-        source.load_state_dict(metadata["batch_source"])
-    if "rng_state" in metadata:
-        set_rng_state(metadata["rng_state"])
+    own = _state_of_this_rank(metadata)
+    if "batch_source" in own:
+        source.load_state_dict(own["batch_source"])
+    if "rng_state" in own:
+        set_rng_state(own["rng_state"])
+    if ranks.world_size() != len(metadata.get(RANKS, [metadata])):
+        reseed_for_rank(ranks.rank())
+
+
+def _state_of_this_rank(metadata: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The entries of `OF_EACH_RANK`. Raises CheckpointError if another number of ranks saved them
+    and each read other data: no rank could go on with all of it."""
+    saved, world = metadata.get(RANKS, [metadata]), ranks.world_size()
+    if len(saved) == world:
+        state: Mapping[str, Any] = saved[ranks.rank()]
+        return state
+    if any(state.get("batch_source") != saved[0].get("batch_source") for state in saved):
+        raise CheckpointError(
+            f"the checkpoint has the data positions of {len(saved)} ranks, which differ, and there are {world} now; resume on "
+            f"{len(saved)} ranks, or use a source that shares its data out over the ranks"
+        )
+    return metadata

@@ -1,0 +1,134 @@
+"""The manifest of a folder: the size and the hash of every file in it. It shows later whether the
+folder still is what was written.
+
+    manifest.json   {"schema": 1, "step": 50,
+                     "files": {"model.safetensors": [{"size": 1048, "xxh3_128": "0f.."}], ...},
+                     "xxh3_128": "a1.."}     hash of the rest of the manifest
+
+A file has a second entry while it is replaced: both its versions are valid, so that a process that
+is killed in between leaves a valid folder.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import xxhash
+from safetensors import SafetensorError, safe_open
+
+from ludic.errors import CheckpointError
+from ludic.files.atomic import read_json, write_json, write_text
+
+MANIFEST = "manifest.json"
+SCHEMA = 1
+HASH = "xxh3_128"
+"""Name of the hash. It finds damage; it does not protect against an attacker, who can write a new
+manifest."""
+_BLOCK = 1 << 20
+"""Bytes that are hashed at once."""
+
+
+def write_manifest(folder: Path, facts: Mapping[str, Any]) -> None:
+    """Write the manifest of the files in `folder`. It holds `facts` too. Write it last.
+
+    Raises CheckpointError for a safetensors file that is shorter than its header says: the file
+    system lost what was written.
+    """
+    for path in folder.glob("*.safetensors"):
+        _check_length(path)
+    files = {name: [_describe(folder / name)] for name in _list_files(folder)}
+    _write(folder, {"schema": SCHEMA, **facts, "files": files})
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of `folder`. Raises CheckpointError if it is damaged or of a newer schema."""
+    path = folder / MANIFEST
+    content = read_json(path)
+    if path.read_text(encoding="utf-8") != _encode({name: value for name, value in content.items() if name != HASH}):
+        raise CheckpointError(f"{MANIFEST} is damaged: its content is not what its hash says")
+    if content["schema"] > SCHEMA:
+        raise CheckpointError(
+            f"{MANIFEST} has schema {content['schema']}; this version of ludic reads up to {SCHEMA}: update ludic"
+        )
+    return content
+
+
+def hash_manifest(folder: Path) -> str | None:
+    """The hash that the manifest of `folder` has of itself; None without a manifest."""
+    return str(read_manifest(folder)[HASH]) if (folder / MANIFEST).exists() else None
+
+
+def find_faults(folder: Path, foreign: Iterable[str] = ()) -> list[str]:
+    """What is wrong with the files of `folder`, by its manifest: one phrase for each file. Reads
+    every byte.
+
+    `foreign`: names of files that change what is loaded. One of these that the manifest does not
+    list is a fault; other files may be added to the folder.
+    """
+    try:
+        files: dict[str, list[dict[str, Any]]] = read_manifest(folder)["files"]
+    except (CheckpointError, OSError) as error:
+        return [str(error)]
+    faults = [fault for name, versions in files.items() if (fault := _find_fault(folder / name, versions)) is not None]
+    return faults + [f"{name} was added later" for name in foreign if name not in files and (folder / name).exists()]
+
+
+def replace_listed_json(folder: Path, name: str, content: Mapping[str, Any]) -> None:
+    """Replace the JSON file `name` of a folder with a manifest. Both files are valid at any time.
+
+    Example: `{"trainer_state.json": [old]}` becomes `[old, new]`, then the file is replaced, then
+    the manifest has `[new]`.
+    """
+    manifest = {key: value for key, value in read_manifest(folder).items() if key != HASH}
+    files = manifest["files"]
+    aside = folder / f".{name}.next"
+    write_json(aside, content)
+    new = _describe(aside)
+    _write(folder, {**manifest, "files": {**files, name: [files[name][-1], new]}})
+    aside.replace(folder / name)
+    _write(folder, {**manifest, "files": {**files, name: [new]}})
+
+
+def _write(folder: Path, content: Mapping[str, Any]) -> None:
+    write_text(folder / MANIFEST, _encode(content))
+
+
+def _encode(content: Mapping[str, Any]) -> str:
+    """The text of a manifest: `content`, and at the end the hash of its JSON."""
+    plain = json.dumps(content, indent=2)
+    return json.dumps({**content, HASH: xxhash.xxh3_128_hexdigest(plain.encode())}, indent=2) + "\n"
+
+
+def _list_files(folder: Path) -> list[str]:
+    """Paths of all files in the folder, but for the manifest and hidden ones, relative to it."""
+    paths = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    return sorted(path for path in paths if path != MANIFEST and not path.startswith("."))
+
+
+def _describe(path: Path) -> dict[str, Any]:
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+    return {"size": path.stat().st_size, HASH: digest.hexdigest()}
+
+
+def _find_fault(path: Path, versions: list[dict[str, Any]]) -> str | None:
+    try:
+        size = path.stat().st_size
+        if all(size != version["size"] for version in versions):
+            return f"{path.name} has {size:,} bytes, not {versions[-1]['size']:,}"
+        return None if _describe(path) in versions else f"the content of {path.name} has changed"
+    except OSError as error:
+        return f"{path.name} cannot be read ({error.strerror})"
+
+
+def _check_length(path: Path) -> None:
+    try:
+        with safe_open(path, framework="numpy"):
+            pass
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} was not written whole ({error}); check the disk") from error

@@ -1,0 +1,117 @@
+"""Batches as bytes, for a checkpoint: what is decoded equals what was encoded, types included."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from ludic.errors import CheckpointError, DataError
+from ludic.training.types import ActorTokenLogps, SampleAttachments, SAWBatch, SAWItem
+
+VERSION = 1
+_PLAIN = (type(None), bool, int, float, str)
+
+
+class _Array(msgspec.Struct, forbid_unknown_fields=True):
+    """A one-dimensional numpy array."""
+
+    dtype: str
+    data: bytes
+
+
+_Sequence = list[int] | _Array
+_Floats = list[float | int] | _Array
+
+
+class _Sample(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    input_ids: _Sequence
+    attention_mask: _Sequence
+    action_mask: _Sequence
+    weight: float
+    meta: dict[str, Any]
+    actor_logps: _Floats | None
+
+
+class _Batch(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    samples: list[_Sample]
+    meta: dict[str, Any]
+
+
+class _Batches(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    version: int
+    batches: list[_Batch]
+
+
+_DECODER = msgspec.msgpack.Decoder(_Batches)
+
+
+def encode_batches(batches: Iterable[SAWBatch]) -> bytes:
+    """`batches` as msgpack. Raises DataError, naming the key, for metadata that is not made of
+    numbers, text, lists and dictionaries: it would come back changed."""
+    return msgspec.msgpack.encode(_Batches(VERSION, [_encode_batch(batch) for batch in batches]))
+
+
+def decode_batches(data: bytes) -> list[SAWBatch]:
+    """The batches of `encode_batches`. Raises CheckpointError for anything else."""
+    try:
+        content = _DECODER.decode(data)
+    except msgspec.MsgspecError as error:
+        raise CheckpointError(f"the stored batches are damaged: {error}") from error
+    if content.version != VERSION:
+        raise CheckpointError(f"the stored batches have version {content.version}, this ludic reads {VERSION}")
+    return [SAWBatch([_decode_sample(sample) for sample in batch.samples], batch.meta) for batch in content.batches]
+
+
+def _encode_batch(batch: SAWBatch) -> _Batch:
+    _check_plain(batch.meta, "meta of the batch")
+    return _Batch([_encode_sample(item) for item in batch.items], batch.meta)
+
+
+def _encode_sample(item: SAWItem) -> _Sample:
+    _check_plain(item.meta, "meta of a sample")
+    logps = item.attachments.actor_logps
+    return _Sample(
+        _encode_sequence(item.input_ids),
+        _encode_sequence(item.attention_mask),
+        _encode_sequence(item.action_mask),
+        item.weight,
+        item.meta,
+        None if logps is None else _encode_sequence(logps.token_logps),
+    )
+
+
+def _decode_sample(sample: _Sample) -> SAWItem:
+    logps = None if sample.actor_logps is None else ActorTokenLogps(_decode_sequence(sample.actor_logps))
+    return SAWItem(
+        _decode_sequence(sample.input_ids),
+        _decode_sequence(sample.attention_mask),
+        _decode_sequence(sample.action_mask),
+        sample.weight,
+        sample.meta,
+        SampleAttachments(logps),
+    )
+
+
+def _encode_sequence(values: Any) -> Any:
+    return _Array(values.dtype.str, values.tobytes()) if isinstance(values, np.ndarray) else values
+
+
+def _decode_sequence(values: Any) -> Any:
+    return np.frombuffer(values.data, dtype=np.dtype(values.dtype)).copy() if isinstance(values, _Array) else values
+
+
+def _check_plain(value: Any, where: str) -> None:
+    """Raise DataError unless `value` has only types that msgpack gives back."""
+    if type(value) in _PLAIN:
+        return
+    if type(value) is dict and all(type(key) is str for key in value):
+        for key, part in value.items():
+            _check_plain(part, f"{where}: {key}")
+    elif type(value) is list:
+        for part in value:
+            _check_plain(part, where)
+    else:
+        raise DataError(f"{where} is a {type(value).__name__}, which cannot be stored")
