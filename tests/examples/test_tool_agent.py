@@ -18,6 +18,7 @@ def load():
     return module
 
 
+@pytest.mark.integration
 def test_the_example_runs_from_the_command_line():
     command = [sys.executable, str(EXAMPLE), "--warmup", "2", "--steps", "2"]
     output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout

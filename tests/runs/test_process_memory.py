@@ -38,6 +38,7 @@ def faults(**variables):
     return int(done.stdout)
 
 
+@pytest.mark.integration
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's allocator")
 def test_freed_tensors_are_not_returned_to_the_system_unless_variables_say_so():
     returned = faults(MALLOC_TRIM_THRESHOLD_="131072")  # explicit variables take precedence

@@ -219,6 +219,7 @@ def test_fewer_held_out_problems_than_requested_are_reported(tiny: list[str]) ->
     assert "held-out problems; the task has no more, 2000 were asked for" in shown
 
 
+@pytest.mark.integration
 def test_a_task_in_the_current_directory_is_found_by_the_installed_script(tiny: list[str], tmp_path: Path) -> None:
     (tmp_path / "my_task.py").write_text("from ludic.tasks import DigitSort\n\n\nclass Mine(DigitSort):\n    pass\n")
     script = Path(sys.executable).with_name("ludic")

@@ -118,10 +118,10 @@ def test_without_a_kill_each_step_is_evaluated_once(tmp_path):
     repeats an evaluation."""
     trainer, _ = run(tmp_path, 0)
     trainer.save_checkpoint()
-    trainer.evaluator.seen.clear()
+    trainer.evaluator.evaluations.clear()
     trainer.train_sync(1)
     resumed, after = run(tmp_path, 0, resumed=True)
-    assert (trainer.evaluator.seen, after) == ({}, {})
+    assert (trainer.evaluator.evaluations, after) == ({}, {})
     assert (trainer.current_step, resumed.current_step) == (END, END)
 
 
@@ -153,4 +153,4 @@ def test_the_evaluation_at_the_start_is_not_repeated_on_resumption(tmp_path):
     trainer.save_checkpoint()
     resumed = trainer_of(resume_from=0)
     resumed.train_sync(0)
-    assert (list(trainer.evaluator.seen), list(resumed.evaluator.seen)) == ([0], [])
+    assert (list(trainer.evaluator.evaluations), list(resumed.evaluator.evaluations)) == ([0], [])

@@ -284,4 +284,4 @@ def test_token_counts_include_only_predicted_tokens():
         float(shared.mini_batch_share("tokens")),
         float(shared.mini_batch_share("pairs")),
     ) == (0.25, 0.25, 0.25)
-    assert SharedContext(logits, batch).share("tokens") == 1.0
+    assert SharedContext(logits, batch).mini_batch_share("tokens") == 1.0
