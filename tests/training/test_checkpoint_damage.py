@@ -13,15 +13,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
-from training_samples import tiny_model
+from training_samples import ListSource, cpu_config, sorting_items, tiny_model
 
 from ludic.errors import CheckpointError
-from ludic.files.manifest import MANIFEST
-from ludic.training.checkpoint import CheckpointConfig, CheckpointManager
+from ludic.files.manifest import MANIFEST, write_manifest
+from ludic.training import CheckpointConfig, CheckpointManager, Trainer, make_grpo
 
 
-def manager(folder: Path, **options) -> CheckpointManager:
+def make_manager(folder: Path, **options) -> CheckpointManager:
     return CheckpointManager(CheckpointConfig(folder, **{"max_to_keep": 5, **options}))
 
 
@@ -36,7 +37,7 @@ def trained(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def save(folder: Path, *steps: int, **options) -> CheckpointManager:
-    checkpoints = manager(folder, **options)
+    checkpoints = make_manager(folder, **options)
     for step in steps:
         model, optimizer = trained(step)
         checkpoints.save(model, optimizer=optimizer, step=step, metadata={"seen": step})
@@ -128,7 +129,7 @@ def test_damage_of_the_only_checkpoint_is_one_line_with_a_remedy(tmp_path):
 def test_a_damaged_checkpoint_is_not_held_and_is_written_again(tmp_path):
     checkpoints = save(tmp_path, 1)
     change_byte(tmp_path / "step_000001" / "optimizer.json", 5, 1)
-    again = manager(tmp_path)
+    again = make_manager(tmp_path)
     assert not again.holds(1)
     model, optimizer = trained()
     again.save(model, optimizer=optimizer, step=1)
@@ -136,11 +137,18 @@ def test_a_damaged_checkpoint_is_not_held_and_is_written_again(tmp_path):
     assert checkpoints.find().name == "step_000001"
 
 
-def test_weights_of_another_dtype_are_refused_by_name(tmp_path):
+def test_quantised_weights_are_refused_and_another_precision_is_named(tmp_path, caplog):
     checkpoints = save(tmp_path, 1)
     model, _ = trained()
-    with pytest.raises(CheckpointError, match=r"0\.bias in .* is torch\.float32, the model's is torch\.bfloat16"):
-        checkpoints.load(model.to(torch.bfloat16))
+    checkpoints.load(model.to(torch.bfloat16))
+    assert "4 tensors in" in caplog.text
+    assert "converted from torch.float32 to the model's torch.bfloat16" in caplog.text
+    quantised = {name: tensor.to(torch.int8) for name, tensor in trained()[0].state_dict().items()}
+    folder = tmp_path / "step_000001"
+    save_file(quantised, folder / "model.safetensors")
+    write_manifest(folder, {"step": 1})
+    with pytest.raises(CheckpointError, match=r"0\.bias in .* is torch\.int8, the model's is torch\.float32: it is quantised"):
+        checkpoints.load(trained()[0])
 
 
 def test_checkpoints_of_an_older_version_are_read_with_a_warning(tmp_path, caplog):
@@ -192,7 +200,7 @@ def test_a_process_killed_while_it_amends_a_checkpoint_leaves_it_valid(tmp_path,
         else:
             checkpoints.amend(2, {"evaluated_step": 2})
             assert renames == [".trainer_state.json.next", MANIFEST, "trainer_state.json", MANIFEST, "latest.json"]
-    metadata = manager(tmp_path).load(trained()[0])
+    metadata = make_manager(tmp_path).load(trained()[0])
     assert metadata["seen"] == 2
     assert ("evaluated_step" in metadata) == (not 1 <= failing <= 3)
 
@@ -211,7 +219,7 @@ def test_a_disk_that_takes_no_more_at_300_points_leaves_a_verified_checkpoint(tm
                 checkpoints.save(model, optimizer=optimizer, step=2 + number)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
-        again = manager(tmp_path)
+        again = make_manager(tmp_path)
         assert again.load(trained()[0])["step"] == 1
 
 
@@ -231,20 +239,83 @@ def test_weights_that_the_file_system_lost_are_found_when_they_are_written(tmp_p
     assert checkpoints.find().name == "step_000001"
 
 
-def test_pruning_keeps_the_checkpoint_that_was_just_verified(tmp_path):
-    checkpoints = save(tmp_path, 1, 2, max_to_keep=2)
-    for folder in tmp_path.glob("step_*"):
-        change_byte(folder / "model.safetensors", -1, 1)
+def test_pruning_keeps_verified_checkpoints_and_not_those_of_an_abandoned_or_damaged_future(tmp_path):
+    checkpoints = save(tmp_path, 10, 20, max_to_keep=2)
+    change_byte(tmp_path / "step_000020" / "model.safetensors", -1, 1)
     model, optimizer = trained(1)
-    checkpoints.save(model, optimizer=optimizer, step=1)
-    assert checkpoints.find().name == "step_000001"
+    checkpoints.save(model, optimizer=optimizer, step=15)
+    assert [folder.name for folder in sorted(tmp_path.glob("step_*"))] == ["step_000010", "step_000015"]
+    assert checkpoints.find().name == "step_000015"
+
+
+@pytest.mark.parametrize("renames", range(7))
+def test_a_kill_while_a_checkpoint_replaces_itself_leaves_one(tmp_path, monkeypatch, renames):
+    """The only checkpoint is saved again, and the process is killed after so many renames: of
+    config.json, optimizer.json, trainer_state.json, the manifest, the old folder, the new one."""
+    save(tmp_path, 1, max_to_keep=1)
+    rename, count = os.replace, 0
+
+    def kill(source, target):
+        nonlocal count
+        count += 1
+        if count > renames:
+            raise KeyboardInterrupt  # as SIGKILL: no clean-up runs
+        rename(source, target)
+
+    model, optimizer = trained(5)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", kill)
+        with pytest.raises(KeyboardInterrupt):
+            make_manager(tmp_path, max_to_keep=1).save(model, optimizer=optimizer, step=1, metadata={"seen": 2})
+    again = make_manager(tmp_path, max_to_keep=1)
+    assert again.load(trained()[0])["seen"] == (2 if renames == 6 else 1)
+    again.save(model, optimizer=optimizer, step=1, metadata={"seen": 3})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest.json", "step_000001"]
+    assert again.load(trained()[0])["seen"] == 3
+
+
+def test_a_stale_pointer_does_not_lead_to_an_abandoned_future(tmp_path, caplog):
+    checkpoints = save(tmp_path, 15, 20)
+    save(tmp_path, 15)  # the run went back, and was killed before it wrote latest.json
+    pointer = json.loads((tmp_path / "latest.json").read_text())
+    (tmp_path / "latest.json").write_text(json.dumps({**pointer, "manifest": "0"}))
+    assert checkpoints.find().name == "step_000015"
+    assert "latest.json is not as it was written, or step_000015 was changed later" in caplog.text
+
+
+def test_a_subclass_that_adds_to_what_it_saved_has_verified_checkpoints(tmp_path):
+    class Noting(CheckpointManager):
+        def save(self, *args, **options):
+            folder = super().save(*args, **options)
+            state = json.loads((folder / "trainer_state.json").read_text())
+            (folder / "trainer_state.json").write_text(json.dumps({**state, "note": "mine"}))
+            return folder
+
+    trainer = Trainer(
+        model=tiny_model(),
+        algo=make_grpo(group_size=4),
+        batch_source=ListSource(sorting_items(8)),
+        cfg=cpu_config(),
+        checkpointer=Noting(CheckpointConfig(tmp_path)),
+    )
+    trainer.save_checkpoint()
+    assert make_manager(tmp_path).load(tiny_model(seed=1))["note"] == "mine"
+
+
+def test_a_file_that_cannot_be_read_now_is_not_called_damaged(tmp_path, monkeypatch):
+    checkpoints = save(tmp_path, 1)
+    monkeypatch.setattr(
+        "ludic.files.manifest._describe", lambda path: (_ for _ in ()).throw(PermissionError(13, "no", str(path)))
+    )
+    with pytest.raises(PermissionError):
+        checkpoints.find()
 
 
 def test_a_model_in_a_verified_checkpoint_loads_with_from_pretrained(tmp_path):
     from transformers import AutoModelForCausalLM
 
     model = tiny_model()
-    folder = manager(tmp_path).save(model, optimizer=None, step=1)
+    folder = make_manager(tmp_path).save(model, optimizer=None, step=1)
     again = AutoModelForCausalLM.from_pretrained(folder)
     assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
 

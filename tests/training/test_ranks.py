@@ -133,3 +133,6 @@ def test_positions_of_two_ranks_that_differ_are_refused_on_one_and_equal_ones_ar
         restore_run(trainer, trainer.source, {**metadata, "ranks": both})
     restore_run(trainer, trainer.source, {**metadata, "batch_source": {"position": 2}, "ranks": [both[0], both[0]]})
     assert trainer.batch_source.position == 2
+    pending = [{"batch_source": {"position": 4, "pending_batches": name, "states_after_pending": []}} for name in "ab"]
+    restore_run(trainer, trainer.source, {**metadata, "ranks": pending})  # each generates its own again
+    assert trainer.batch_source.position == 4

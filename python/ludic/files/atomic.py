@@ -27,13 +27,18 @@ def write_json_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Replace the file by `content`, indented. Raises CheckpointError for what JSON has no form
+    """Replace the file by `encode_json(content)`. Raises CheckpointError for what JSON has no form
     for."""
     try:
-        text = json.dumps(content, indent=2, allow_nan=True)
+        text = encode_json(content)
     except TypeError as error:
         raise CheckpointError(f"{path.name} must hold plain JSON values: {error}; a state_dict must be made of those") from error
-    write_text(path, text + "\n")
+    write_text(path, text)
+
+
+def encode_json(content: Mapping[str, Any]) -> str:
+    """The text of a JSON file, indented."""
+    return json.dumps(content, indent=2, allow_nan=True) + "\n"
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 UNFINISHED = ".unfinished_"
+_REPLACED = f"{UNFINISHED}replaced_"
+"""The old folder while the new one takes its place: `restore_replaced` gives it back."""
 
 
 @contextmanager
@@ -21,15 +23,17 @@ def replace_folder(target: Path) -> Iterator[Path]:
     """A new folder beside `target`, which takes its place when the block ends; an existing `target`
     is deleted. An error leaves `target` as it was."""
     target.parent.mkdir(parents=True, exist_ok=True)
+    restore_replaced(target.parent)
     aside = target.with_name(f"{UNFINISHED}{target.name}")
     _erase(aside)
     aside.mkdir()
     try:
         yield aside
         _flush(aside)
-        replaced = _move_aside(target)
+        replaced = _move_aside(target, _REPLACED)
         os.replace(aside, target)
     except Exception:
+        restore_replaced(target.parent)
         _erase(aside)
         raise
     _flush(target.parent)
@@ -38,18 +42,28 @@ def replace_folder(target: Path) -> Iterator[Path]:
 
 def delete_folder(folder: Path) -> None:
     """Delete `folder` if it exists. Of a link, only the link is deleted."""
-    _erase(_move_aside(folder))
+    _erase(_move_aside(folder, f"{UNFINISHED}going_"))
+
+
+def restore_replaced(parent: Path) -> None:
+    """Give folders their names back that a killed process moved aside before their replacements had
+    them."""
+    for replaced in parent.glob(f"{_REPLACED}*"):
+        target = replaced.with_name(replaced.name.removeprefix(_REPLACED))
+        if not target.exists():
+            os.replace(replaced, target)
 
 
 def clear_unfinished(parent: Path) -> None:
     """Delete what killed processes left in `parent`."""
+    restore_replaced(parent)
     for leftover in parent.glob(f"{UNFINISHED}*"):
         _erase(leftover)
 
 
-def _move_aside(folder: Path) -> Path:
+def _move_aside(folder: Path, prefix: str) -> Path:
     """Rename `folder`, if it exists, and return its new path."""
-    aside = folder.with_name(f"{UNFINISHED}going_{folder.name}")
+    aside = folder.with_name(f"{prefix}{folder.name}")
     _erase(aside)
     if folder.is_symlink() or folder.exists():
         os.replace(folder, aside)

@@ -44,16 +44,20 @@ def write_manifest(folder: Path, facts: Mapping[str, Any]) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of `folder`. Raises CheckpointError if it is damaged or of a newer schema."""
+    """The manifest of `folder`. Raises CheckpointError if it is damaged."""
     path = folder / MANIFEST
     content = read_json(path)
     if path.read_text(encoding="utf-8") != _encode({name: value for name, value in content.items() if name != HASH}):
         raise CheckpointError(f"{MANIFEST} is damaged: its content is not what its hash says")
-    if content["schema"] > SCHEMA:
-        raise CheckpointError(
-            f"{MANIFEST} has schema {content['schema']}; this version of ludic reads up to {SCHEMA}: update ludic"
-        )
     return content
+
+
+def _check_schema(manifest: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for the manifest of a newer version."""
+    if manifest["schema"] > SCHEMA:
+        raise CheckpointError(
+            f"{MANIFEST} has schema {manifest['schema']}; this version of ludic reads up to {SCHEMA}: update ludic"
+        )
 
 
 def hash_manifest(folder: Path) -> str | None:
@@ -63,17 +67,23 @@ def hash_manifest(folder: Path) -> str | None:
 
 def find_faults(folder: Path, foreign: Iterable[str] = ()) -> list[str]:
     """What is wrong with the files of `folder`, by its manifest: one phrase for each file. Reads
-    every byte.
+    every byte. Raises OSError for a file that exists and cannot be read, and CheckpointError for a
+    manifest of a newer version.
 
     `foreign`: names of files that change what is loaded. One of these that the manifest does not
     list is a fault; other files may be added to the folder.
     """
     try:
-        files: dict[str, list[dict[str, Any]]] = read_manifest(folder)["files"]
-    except (CheckpointError, OSError) as error:
+        manifest = read_manifest(folder)
+    except CheckpointError as error:
         return [str(error)]
+    _check_schema(manifest)
+    files: dict[str, list[dict[str, Any]]] = manifest["files"]
     faults = [fault for name, versions in files.items() if (fault := _find_fault(folder / name, versions)) is not None]
-    return faults + [f"{name} was added later" for name in foreign if name not in files and (folder / name).exists()]
+    faults += [f"{name} was added later" for name in foreign if name not in files and (folder / name).exists()]
+    if faults and hash_manifest(folder) != manifest[HASH]:
+        return find_faults(folder, foreign)  # another process replaced a file meanwhile
+    return faults
 
 
 def replace_listed_json(folder: Path, name: str, content: Mapping[str, Any]) -> None:
@@ -103,9 +113,10 @@ def _encode(content: Mapping[str, Any]) -> str:
 
 
 def _list_files(folder: Path) -> list[str]:
-    """Paths of all files in the folder, but for the manifest and hidden ones, relative to it."""
+    """Paths of all files in the folder, relative to it. Not the manifest, hidden files, and the
+    model card, which people edit."""
     paths = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    return sorted(path for path in paths if path != MANIFEST and not path.startswith("."))
+    return sorted(path for path in paths if path not in (MANIFEST, "README.md") and not path.startswith("."))
 
 
 def _describe(path: Path) -> dict[str, Any]:
@@ -122,8 +133,8 @@ def _find_fault(path: Path, versions: list[dict[str, Any]]) -> str | None:
         if all(size != version["size"] for version in versions):
             return f"{path.name} has {size:,} bytes, not {versions[-1]['size']:,}"
         return None if _describe(path) in versions else f"the content of {path.name} has changed"
-    except OSError as error:
-        return f"{path.name} cannot be read ({error.strerror})"
+    except FileNotFoundError:
+        return f"{path.name} is missing"
 
 
 def _check_length(path: Path) -> None:

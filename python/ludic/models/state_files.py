@@ -25,7 +25,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 EMBEDDINGS = ("embed_tokens", "lm_head")
 """Layers that share a vocabulary, by PEFT's names."""
 PICKLED = ("pytorch_model.bin.index.json", "pytorch_model.bin", "pytorch_model.pt")
-WEIGHT_FILES = (INDEX, MODEL, ADAPTER, ADAPTER_CONFIG, *PICKLED)
+WEIGHT_FILES = (INDEX, MODEL, ADAPTER)
 """Files that decide which weights are read from a folder, where they exist."""
 
 
@@ -94,15 +94,18 @@ def read_model(model: nn.Module, folder: Path) -> None:
 
 
 def _check_dtypes(model: nn.Module, state: Mapping[str, Tensor], folder: Path) -> None:
-    """Raise CheckpointError if a stored tensor has another dtype: copying it would round it or be
-    meaningless."""
+    """Raise CheckpointError if a stored tensor is of integers and the model's of floats, or the
+    reverse. Warn once if both are of floats and their precision differs: a copy rounds."""
     own = model.state_dict()
-    for name, tensor in state.items():
-        if name in own and own[name].dtype != tensor.dtype:
+    others = [name for name, tensor in state.items() if name in own and own[name].dtype != tensor.dtype]
+    for name in others:
+        if own[name].is_floating_point() != state[name].is_floating_point():
             raise CheckpointError(
-                f"{name} in {folder} is {tensor.dtype}, the model's is {own[name].dtype}; build the model with the checkpoint's dtype, "
-                "or load the folder with from_pretrained(folder, dtype=...), which converts"
+                f"{name} in {folder} is {state[name].dtype}, the model's is {own[name].dtype}: it is quantised, or of another model"
             )
+    if others:
+        stored, wanted = state[others[0]].dtype, own[others[0]].dtype
+        logger.warning("%d tensors in %s are converted from %s to the model's %s", len(others), folder, stored, wanted)
 
 
 def _read_stored(folder: Path) -> Iterator[tuple[str, Tensor]]:

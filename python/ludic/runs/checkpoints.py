@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,20 +18,16 @@ def find_latest_checkpoint(checkpoints: Path) -> Path | None:
         return None
 
 
-PENDING_PATIENCE_S = 20.0
-"""How long the last checkpoint of a stopped run waits for batches that are being generated."""
+STOP_PATIENCE_S = 20.0
+"""How long the last checkpoint of a run waits for batches that are being generated."""
 
 
-async def ensure_checkpoint(trainer: Trainer, *, note: Callable[[str], None]) -> None:
-    """Save a checkpoint of the trainer's step, unless there is one. Batches that are still being
-    generated after `PENDING_PATIENCE_S` are not in it, which is noted."""
+async def ensure_checkpoint(trainer: Trainer) -> None:
+    """Save a checkpoint of the trainer's step, unless there is one."""
     assert trainer.checkpointer is not None
     if trainer.checkpointer.holds(trainer.current_step):
         return
-    try:
-        await asyncio.wait_for(trainer.source.finish_pending(), PENDING_PATIENCE_S)
-    except TimeoutError:
-        note(f"A batch was not generated within {PENDING_PATIENCE_S:.0f} s; a resumed run generates it with newer weights")
+    await trainer.source.finish_pending(STOP_PATIENCE_S)
     trainer.save_checkpoint()
 
 

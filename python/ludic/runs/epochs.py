@@ -50,7 +50,7 @@ class EpochsRun(TrainingRun[RecipeT, PartsT, DirectoryT]):
                 total_training_steps=max(1, parts.steps),
             )
             is_done = await self.take_steps(trainer, parts.steps)
-            await ensure_checkpoint(trainer, note=self.screen.note)
+            await ensure_checkpoint(trainer)
             if is_done:
                 restore_best_weights(trainer, self.progress, note=self.screen.note)
         self.progress.steps = trainer.current_step

@@ -288,7 +288,7 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
         with self.timer.phase(phase):
             await self.take_steps(trainer, steps)
             if self.stop or phase == REINFORCE:
-                await ensure_checkpoint(trainer, note=self.screen.note)
+                await ensure_checkpoint(trainer)
             if not self.stop:
                 restore_best_weights(trainer, self.progress, note=self.screen.note)
         if phase == REINFORCE:

@@ -9,7 +9,7 @@ from types import FrameType
 from typing import Any
 
 from ludic.errors import StopRequested
-from ludic.training.batching.source import BatchSourceBase, as_batch_source
+from ludic.training.batching.source import PENDING_PATIENCE_S, BatchSourceBase, as_batch_source
 from ludic.training.types import BatchSource, SAWBatch
 
 
@@ -67,5 +67,5 @@ class StoppableSource(BatchSourceBase):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._inner.load_state_dict(state)
 
-    async def finish_pending(self) -> None:
-        await self._inner.finish_pending()
+    async def finish_pending(self, timeout_s: float = PENDING_PATIENCE_S) -> None:
+        await self._inner.finish_pending(timeout_s)

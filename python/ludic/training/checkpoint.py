@@ -32,8 +32,8 @@ import torch
 from torch import nn
 
 from ludic.errors import CheckpointError, ConfigError
-from ludic.files.atomic import read_json, write_json
-from ludic.files.folders import clear_unfinished, delete_folder, replace_folder
+from ludic.files.atomic import encode_json, read_json, write_json
+from ludic.files.folders import clear_unfinished, delete_folder, replace_folder, restore_replaced
 from ludic.files.manifest import MANIFEST, find_faults, hash_manifest, read_manifest, replace_listed_json, write_manifest
 from ludic.models.state_files import (
     WEIGHT_FILES,
@@ -127,7 +127,12 @@ class CheckpointManager:
         """Save the backend's weights and optimizer; `Trainer` calls this method. If a subclass
         overrides `save` and the model is in this process, this calls `save`."""
         if isinstance(backend, TorchBackend) and type(self).save is not CheckpointManager.save:
-            return self.save(backend.model, optimizer=backend.optimizer, step=step, metadata=metadata)
+            folder = self.save(backend.model, optimizer=backend.optimizer, step=step, metadata=metadata)
+            with ranks.agree(f"saving the checkpoint of step {step}"):
+                if folder is not None and (folder / MANIFEST).exists():
+                    write_manifest(folder, {"step": step})  # of what the subclass changed after it called `save`
+                    self._point_to(folder)
+            return folder
         return self._save(lambda folder: backend.save(folder, optimizer=self.cfg.save_optimizer).wait(), step, metadata)
 
     def _save(self, write: Callable[[Path | None], None], step: int, metadata: Mapping[str, Any] | None) -> Path | None:
@@ -135,54 +140,41 @@ class CheckpointManager:
         ranks that write nothing."""
         content = {"step": step, **(metadata or {})}
         target = self.root / f"step_{step:06d}"
-        with ranks.agree(f"saving the checkpoint of step {step}"), self._write_aside(target, write) as folder:
-            if folder is not None:
-                write_json(folder / STATE, content)
-                write_manifest(folder, {"step": step})
+        with ranks.agree(f"saving the checkpoint of step {step}"):
+            with replace_folder_on_rank_0(target, write) as folder:
+                if folder is not None:
+                    write_json(folder / STATE, content)
+                    write_manifest(folder, {"step": step})
+            if ranks.rank() == 0:
+                self._point_to(target)
+                self._prune(target)
         self._saved = target
         return target if ranks.rank() == 0 else None
 
     def holds(self, step: int) -> bool:
         """Whether there is an undamaged checkpoint of `step`."""
         folder = self.root / f"step_{step:06d}"
-        return folder == self._saved or (folder.is_dir() and not find_checkpoint_faults(folder))
+        return folder.is_dir() and (folder == self._saved or not find_checkpoint_faults(folder))
 
     def amend(self, step: int, metadata: Mapping[str, Any]) -> None:
         """Update the metadata of the last saved checkpoint, if it is that of `step`."""
-        if ranks.rank() == 0 and self._saved is not None and _parse_step(self._saved) == step:
-            replace_listed_json(self._saved, STATE, {**read_json(self._saved / STATE), **metadata})
-            self._point_to(self._saved)
-
-    @contextmanager
-    def _write_aside(self, target: Path, write: Callable[[Path | None], None]) -> Iterator[Path | None]:
-        """A folder that `write` wrote into, which becomes `target` at the end. None on ranks other
-        than 0, which write nothing."""
-        if ranks.rank() != 0:
-            write(None)
-            yield None
+        if self._saved is None or _parse_step(self._saved) != step:
             return
-        taken_part = False
-        try:
-            with replace_folder(target) as aside:
-                taken_part = True
-                write(aside)
-                yield aside
-        except OSError:
-            if not taken_part:
-                write(None)
-            raise
-        self._point_to(target)
-        self._prune(target)
+        with ranks.agree(f"amending the checkpoint of step {step}"):
+            if ranks.rank() == 0:
+                replace_listed_json(self._saved, STATE, {**read_json(self._saved / STATE), **metadata})
+                self._point_to(self._saved)
 
     def _point_to(self, folder: Path) -> None:
-        pointer = {"last_checkpoint": folder.name, "step": _parse_step(folder), "manifest": hash_manifest(folder)}
-        write_json(self.root / LATEST, pointer)
+        write_json(self.root / LATEST, self._describe_latest(folder))
 
     def _prune(self, written: Path) -> None:
         """Delete the leftovers of interrupted saves, and all checkpoints but `written` and the
         newest others, `max_to_keep` in total."""
         clear_unfinished(self.root)
+        step = _parse_step(written)
         older = [folder for folder in self._folders() if folder != written]
+        older.sort(key=lambda folder: (_parse_step(folder) <= step, _parse_step(folder)))  # steps beyond it were left behind
         for folder in older[: max(0, len(older) - (self.cfg.max_to_keep - 1))]:
             delete_folder(folder)
 
@@ -226,30 +218,38 @@ class CheckpointManager:
     def _candidates(self) -> list[Path]:
         """The checkpoints in the order in which they are tried: the one of latest.json, then from
         the newest to the oldest."""
+        restore_replaced(self.root)
         newest_first = self._folders()[::-1]
         latest = self._read_pointer()
         return [folder for folder in newest_first if folder == latest] + [folder for folder in newest_first if folder != latest]
 
     def _read_pointer(self) -> Path | None:
-        """The checkpoint that latest.json names; None with a warning if it is damaged."""
+        """The checkpoint that latest.json names, which may be damaged. None, with a warning, if it
+        names none."""
         pointer = self.root / LATEST
         if not pointer.exists():
             return None
         try:
             content = read_json(pointer)
-            folder = self.root / str(content["last_checkpoint"])
-            consistent = (
-                folder in self._folders()
-                and content["step"] == _parse_step(folder)
-                and content.keys() <= {"last_checkpoint", "step", "manifest"}
-                and ("manifest" not in content or content["manifest"] == hash_manifest(folder))
-            )
-        except (CheckpointError, KeyError, OSError):
-            consistent = False
-        if consistent:
-            return folder
-        logger.warning("%s is damaged, or what it names is; the newest undamaged checkpoint is taken", pointer)
-        return None
+            folder = self.root / str(content.get("last_checkpoint"))
+            if folder not in self._folders() or content.get("step", _parse_step(folder)) != _parse_step(folder):
+                raise CheckpointError(f"{pointer} names no checkpoint of its folder")
+        except (CheckpointError, OSError) as error:
+            logger.warning("%s is damaged (%s); the newest undamaged checkpoint is used", pointer, error)
+            return None
+        if content != self._describe_latest(folder) or pointer.read_text(encoding="utf-8") != encode_json(content):
+            logger.warning("%s is not as it was written, or %s was changed later", pointer, folder.name)
+        return folder
+
+    @staticmethod
+    def _describe_latest(folder: Path) -> dict[str, Any]:
+        """What latest.json says of a checkpoint. Older versions did not write `manifest`."""
+        latest = {"last_checkpoint": folder.name, "step": _parse_step(folder)}
+        try:
+            manifest = hash_manifest(folder)
+        except CheckpointError:
+            manifest = "damaged"
+        return latest if manifest is None else {**latest, "manifest": manifest}
 
     def load(
         self,
@@ -282,12 +282,32 @@ class CheckpointManager:
         return self.find(step=int(str(checkpoint))) if is_step else self.find(path=str(checkpoint))
 
 
+@contextmanager
+def replace_folder_on_rank_0(target: Path, write: Callable[[Path | None], None]) -> Iterator[Path | None]:
+    """Call `write` on all ranks, which takes part in collectives, and yield the folder it wrote to;
+    the folder becomes `target` at the end. Ranks other than 0 write nothing, and get None."""
+    if ranks.rank() != 0:
+        write(None)
+        yield None
+        return
+    has_written = False
+    try:
+        with replace_folder(target) as aside:
+            has_written = True
+            write(aside)
+            yield aside
+    except OSError:
+        if not has_written:
+            write(None)
+        raise
+
+
 def find_checkpoint_faults(folder: Path) -> list[str]:
     """What is damaged in a checkpoint: one phrase for each file. [] for an undamaged one. Every
     byte is read.
 
     A folder without a manifest was written by an older version and cannot be verified. It is a
-    fault where latest.json or an older checkpoint shows that there was one.
+    fault if latest.json names its manifest, or a checkpoint that was written before it has one.
     """
     if not (folder / MANIFEST).exists():
         return [f"{MANIFEST} is missing"] if _had_manifest(folder) else []
@@ -303,12 +323,17 @@ def _warn_if_unverifiable(folder: Path) -> Path:
     return folder
 
 
+def _is_older_step(other: Path, folder: Path) -> bool:
+    return STEP_NAME.fullmatch(other.name) is not None and _parse_step(other) < _parse_step(folder)
+
+
 def _had_manifest(folder: Path) -> bool:
     """Whether a version that writes manifests wrote this checkpoint."""
     if not STEP_NAME.fullmatch(folder.name):
         return False
     verified = (manifest.parent for manifest in folder.parent.glob(f"step_*/{MANIFEST}"))
-    if any(STEP_NAME.fullmatch(other.name) and _parse_step(other) < _parse_step(folder) for other in verified):
+    written = folder.stat().st_mtime
+    if any(_is_older_step(other, folder) and other.stat().st_mtime < written for other in verified):
         return True
     try:
         pointer = read_json(folder.parent / LATEST)

@@ -91,7 +91,11 @@ def agree(doing: str) -> Iterator[None]:
         yield
     except Exception as error:
         failed = error
-    if is_distributed() and max_over_ranks([float(failed is not None)], _group_device())[0]:
+    try:
+        any_failed = is_distributed() and max_over_ranks([float(failed is not None)], _group_device())[0] > 0
+    except Exception as error:  # the process group broke, perhaps for the same reason
+        raise (failed or error) from error
+    if any_failed:
         text = None if failed is None else f"{socket.gethostname()}: {type(failed).__name__}: {failed}"
         texts = gather_json(text)
         if failed is None:
@@ -99,6 +103,12 @@ def agree(doing: str) -> Iterator[None]:
             raise RankError(f"{doing} failed on rank {first} of {world_size()}, on {texts[first]}")
     if failed is not None:
         raise failed
+
+
+def decide(value: bool) -> bool:
+    """What rank 0 says. Ranks that look at files may see different ones, and must not part ways
+    before a collective."""
+    return bool(gather_json(value)[0])
 
 
 def _group_device() -> torch.device:

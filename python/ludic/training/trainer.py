@@ -318,7 +318,7 @@ class Trainer:
         other ranks."""
         if self.checkpointer is None:
             raise CheckpointError("the trainer has no checkpointer; pass checkpointer= or checkpoint_config=")
-        if self.evaluations.has_best_weights and self.checkpointer.holds(self._step):
+        if self.evaluations.has_best_weights and ranks.decide(self.checkpointer.holds(self._step)):
             return self.checkpointer.find(step=self._step)  # which has the weights of the last step, to continue from
         sync_safely(self.train_logger, self._step)
         content = {**(metadata or {}), "algorithm": self.algo.name, **run_state(self, self.source)}
@@ -326,10 +326,14 @@ class Trainer:
 
     def _resume(self, resume_from: int | str | Path) -> None:
         assert self.checkpointer is not None
-        with ranks.agree(f"loading the checkpoint {resume_from}"):
-            metadata = self.checkpointer.load_backend(self.backend, self.checkpointer.locate(resume_from))
-        self._step = int(metadata["step"])
-        restore_run(self, self.source, metadata)
+        with ranks.agree(f"finding the checkpoint {resume_from}"):
+            folder = self.checkpointer.locate(resume_from)
+        if len(set(ranks.gather_json(folder.name))) > 1:
+            raise CheckpointError(f"the ranks found different checkpoints, this one {folder}; name one with resume_from=STEP")
+        with ranks.agree(f"loading the checkpoint {folder}"):
+            metadata = self.checkpointer.load_backend(self.backend, folder)
+            self._step = int(metadata["step"])
+            restore_run(self, self.source, metadata)
         self._publish_before_step = bool(self.sync_every_steps)
 
     def _log_step(self, record: StepRecord) -> Stats:

@@ -57,6 +57,27 @@ def test_metadata_that_would_come_back_changed_is_refused(value):
         encode_batches([SAWBatch([], {"odd": value})])
 
 
+class OwnItem(SAWItem):
+    pass
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        SAWItem([1, 2], [1, 1], [False, True], 1.0),
+        SAWItem([np.int64(1)], [1], [1], 1.0),
+        SAWItem([1], [1], [1], np.float64(1.0)),
+        SAWItem([1], [1], [1], 1.0, meta={"action": "\ud800"}),
+        SAWItem([1], [1], [1], 1.0, meta={"seed": 2**64}),
+        SAWItem(np.ones((2, 2), int), [1], [1], 1.0),
+        OwnItem([1], [1], [1], 1.0),
+    ],
+)
+def test_samples_that_would_come_back_changed_or_not_at_all_are_refused(item):
+    with pytest.raises(DataError, match="cannot be stored"):
+        encode_batches([SAWBatch([item])])
+
+
 @given(st.binary(max_size=60))
 def test_other_bytes_are_refused(data):
     try:

@@ -343,13 +343,40 @@ async def test_a_state_holds_the_generated_batches_and_not_those_that_are_not_fi
         await each.aclose()
 
 
-async def test_whoever_stops_waiting_for_pending_batches_leaves_them_running():
+async def test_waiting_for_pending_batches_has_a_deadline_and_leaves_them_running(caplog):
     source = OverlappedSource(Prompts(turns=10**6), max_lag=1)
     source._start_next()
-    with pytest.raises(TimeoutError):
-        await asyncio.wait_for(source.finish_pending(), 0.01)
+    await source.finish_pending(0.01)
+    assert "a batch was not generated within 0.01 s; the checkpoint is saved without it" in caplog.text
     assert not source._pending[0].task.done()
     await source.aclose()
+
+
+async def test_generated_batches_stay_when_generation_is_stopped_and_a_state_can_be_loaded_again():
+    source = OverlappedSource(Prompts(), max_lag=2)
+    await source.next_batch()
+    await source.finish_pending()
+    state = source.state_dict()
+    source._start_next()
+    await asyncio.sleep(0)
+    await source.aclose()
+    assert source.state_dict() == state
+    for _ in range(2):
+        source.load_state_dict(state)
+    assert [(await source.next_batch()).meta["prompts"] for _ in range(3)] == [[2, 3], [4, 5], [6, 7]]
+    await source.aclose()
+
+
+async def test_a_smaller_lag_takes_no_more_stored_batches_than_it_may_train():
+    source = OverlappedSource(Prompts(), max_lag=2)
+    await source.next_batch()
+    await source.finish_pending()
+    resumed = OverlappedSource(Prompts(), max_lag=1)
+    resumed.load_state_dict(source.state_dict())
+    assert resumed.state_dict()["states_after_pending"] == [{"position": 4}]
+    assert [(await resumed.next_batch()).meta["prompts"] for _ in range(2)] == [[2, 3], [4, 5]]
+    for each in (source, resumed):
+        await each.aclose()
 
 
 async def test_a_batch_that_json_has_no_form_for_is_generated_again_and_a_warning_says_so(caplog):

@@ -49,9 +49,16 @@ _DECODER = msgspec.msgpack.Decoder(_Batches)
 
 
 def encode_batches(batches: Iterable[SAWBatch]) -> bytes:
-    """`batches` as msgpack. Raises DataError, naming the key, for metadata that is not made of
-    numbers, text, lists and dictionaries: it would come back changed."""
-    return msgspec.msgpack.encode(_Batches(VERSION, [_encode_batch(batch) for batch in batches]))
+    """`batches` as msgpack. Raises DataError for what would come back changed: metadata that is not
+    made of numbers, text, lists and dictionaries (the message names the key), sequences that are
+    not of integers, and subclasses of batch or sample."""
+    content = _Batches(VERSION, [_encode_batch(batch) for batch in batches])
+    try:
+        data = msgspec.msgpack.encode(content)
+        _DECODER.decode(data)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:  # MsgspecError is a ValueError
+        raise DataError(f"a batch holds a value that cannot be stored: {error}") from error
+    return data
 
 
 def decode_batches(data: bytes) -> list[SAWBatch]:
@@ -66,6 +73,9 @@ def decode_batches(data: bytes) -> list[SAWBatch]:
 
 
 def _encode_batch(batch: SAWBatch) -> _Batch:
+    for part in (batch, *batch.items):
+        if type(part) not in (SAWBatch, SAWItem):
+            raise DataError(f"a {type(part).__name__} cannot be stored: its own fields would be lost")
     _check_plain(batch.meta, "meta of the batch")
     return _Batch([_encode_sample(item) for item in batch.items], batch.meta)
 
@@ -96,7 +106,11 @@ def _decode_sample(sample: _Sample) -> SAWItem:
 
 
 def _encode_sequence(values: Any) -> Any:
-    return _Array(values.dtype.str, values.tobytes()) if isinstance(values, np.ndarray) else values
+    if not isinstance(values, np.ndarray):
+        return values
+    if values.ndim != 1 or values.dtype.kind not in "biuf":
+        raise DataError(f"an array of shape {values.shape} and dtype {values.dtype} cannot be stored as a sequence of numbers")
+    return _Array(values.dtype.str, values.tobytes())
 
 
 def _decode_sequence(values: Any) -> Any:

@@ -29,7 +29,7 @@ from typing import Any
 
 from ludic.errors import ConfigError, DataError
 from ludic.training.batching.batch_codec import decode_batches, encode_batches
-from ludic.training.batching.source import BatchSourceBase, as_batch_source
+from ludic.training.batching.source import PENDING_PATIENCE_S, BatchSourceBase, as_batch_source
 from ludic.training.types import BatchSource, SAWBatch
 
 logger = logging.getLogger(__name__)
@@ -112,19 +112,23 @@ class OverlappedSource(BatchSourceBase):
             self._start_next()
         return batch
 
-    async def finish_pending(self) -> None:
+    async def finish_pending(self, timeout_s: float = PENDING_PATIENCE_S) -> None:
         """Wait until the pending batches are generated or have failed, so that `state_dict` holds
-        them."""
+        them. After `timeout_s` a warning says that it does not."""
         tasks = [entry.task for entry in self._pending if entry.task is not None]
-        if tasks:
-            await asyncio.wait(tasks)
+        if tasks and (await asyncio.wait(tasks, timeout=timeout_s))[1]:
+            logger.warning(
+                "a batch was not generated within %g s; the checkpoint is saved without it, and a resumed run generates it with "
+                "newer weights",
+                timeout_s,
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """The inner source's state before the oldest pending batch, and the batches that are
         generated, up to the first that is not."""
         before = self._pending[0].state_before if self._pending else None
         state = self._inner_state() if before is None else copy.deepcopy(before)
-        generated = list(itertools.takewhile(lambda entry: entry.batch is not None, self._pending))
+        generated = self._list_generated()
         if not generated:
             return state
         try:
@@ -136,32 +140,40 @@ class OverlappedSource(BatchSourceBase):
         return {**state, PENDING: base64.b64encode(encoded).decode("ascii"), STATES_AFTER: states_after}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`. Raises ConfigError while batches are pending, since they belong to
-        the previous state."""
-        if self._pending:
+        """Continue from `state`. Raises ConfigError while batches are being generated, since they
+        belong to the previous state. Of the stored batches, no more than `max_lag` are taken."""
+        if any(entry.task is not None and entry.batch is None for entry in self._pending):
             raise ConfigError("batches are pending; close the source (`aclose`) before you set its state")
         before = {key: value for key, value in state.items() if key not in (PENDING, STATES_AFTER)}
+        pending = []
         if PENDING in state:
-            for batch, after in zip(decode_batches(base64.b64decode(state[PENDING])), state[STATES_AFTER], strict=True):
-                self._pending.append(_PendingBatch(batch=batch, state_before=before, state_after=after))
+            stored = zip(decode_batches(base64.b64decode(state[PENDING])), state[STATES_AFTER], strict=True)
+            for batch, after in itertools.islice(stored, self.max_lag):
+                pending.append(_PendingBatch(batch=batch, state_before=before, state_after=after))
                 before = after
-        self._inner.load_state_dict(before)
+        self._pending = deque(pending)
+        self._inner.load_state_dict(copy.deepcopy(before))
 
     def limit(self, num_batches: int) -> None:
         """Set how many more batches the run needs."""
         self._remaining = num_batches
 
     async def aclose(self) -> None:
-        """Stop generation, and reset the inner source to its state before the oldest pending
-        batch."""
-        before = self._pending[0].state_before if self._pending else None
-        tasks = [entry.task for entry in self._pending if entry.task is not None]
+        """Stop generation, and reset the inner source to its state before the oldest batch that is
+        not generated. Generated batches stay pending."""
+        generated = self._list_generated()
+        stopped = list(self._pending)[len(generated) :]
+        tasks = [entry.task for entry in stopped if entry.task is not None]
         for task in tasks:
             task.cancel()
-        self._pending.clear()
+        self._pending = deque(generated)
         await asyncio.gather(*tasks, return_exceptions=True)
-        if before is not None:
-            self.load_state_dict(before)
+        if stopped and stopped[0].state_before is not None:
+            self._inner.load_state_dict(copy.deepcopy(stopped[0].state_before))
+
+    def _list_generated(self) -> list[_PendingBatch]:
+        """The pending batches up to the first that is not generated."""
+        return list(itertools.takewhile(lambda entry: entry.batch is not None, self._pending))
 
     async def _finish(self, entry: _PendingBatch) -> SAWBatch:
         if entry.batch is None:

@@ -12,6 +12,9 @@ from typing import Any
 from ludic.forwarding import forward_members
 from ludic.training.types import BatchSource, SAWBatch
 
+PENDING_PATIENCE_S = 600.0
+"""How long a checkpoint waits for batches that are being generated."""
+
 
 class BatchSourceBase:
     """Returns macro-batches. A subclass overrides `next_batch`, and other members as needed."""
@@ -38,8 +41,9 @@ class BatchSourceBase:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at the position in `state`."""
 
-    async def finish_pending(self) -> None:
-        """Wait until what runs in the background is in `state_dict`. A checkpoint is saved next."""
+    async def finish_pending(self, timeout_s: float = PENDING_PATIENCE_S) -> None:
+        """Wait until what runs in the background is in `state_dict`, for at most `timeout_s`
+        seconds. A checkpoint is saved next."""
 
     async def aclose(self) -> None:
         """Stop all background work."""

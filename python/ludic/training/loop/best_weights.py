@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from ludic.files.atomic import read_json, write_json
-from ludic.files.folders import replace_folder
+from ludic.files.folders import restore_replaced
 from ludic.files.manifest import MANIFEST, find_faults, write_manifest
 from ludic.models.state_files import WEIGHT_FILES
 from ludic.training import ranks
 from ludic.training.backend.protocol import TrainingBackend
+from ludic.training.checkpoint import replace_folder_on_rank_0
 
 logger = logging.getLogger(__name__)
 
@@ -37,14 +38,14 @@ class BestWeights:
         if self.folder is None:
             self._in_memory = step, self._backend.snapshot_weights().wait()
             return
-        with ranks.agree(f"saving the best weights, of step {step}"):
-            if ranks.rank() == 0:
-                with replace_folder(self.folder) as aside:
-                    self._backend.save(aside, optimizer=False).wait()
-                    write_json(aside / "best.json", {"step": step})
-                    write_manifest(aside, {"step": step})
-            else:
-                self._backend.save(None, optimizer=False).wait()
+
+        def write(folder: Path | None) -> None:
+            self._backend.save(folder, optimizer=False).wait()
+
+        with ranks.agree(f"saving the best weights, of step {step}"), replace_folder_on_rank_0(self.folder, write) as folder:
+            if folder is not None:
+                write_json(folder / "best.json", {"step": step})
+                write_manifest(folder, {"step": step})
 
     def restore(self, step: int) -> bool:
         """Set the model to the weights of `step`. Returns False, and changes nothing, if those
@@ -52,12 +53,18 @@ class BestWeights:
         if self._in_memory is not None and self._in_memory[0] == step:
             self._backend.restore_weights(self._in_memory[1]).wait()
             return True
-        if self.folder is None or not (self.folder / "best.json").is_file():
-            return False
-        faults = find_faults(self.folder, WEIGHT_FILES) if (self.folder / MANIFEST).exists() else []
-        if faults:
-            logger.warning("%s is damaged: %s", self.folder, ", ".join(faults))
-        if faults or read_json(self.folder / "best.json")["step"] != step:
+        if self.folder is None or not ranks.decide(self._holds(self.folder, step)):
             return False
         self._backend.load(self.folder, optimizer=False).wait()
         return True
+
+    @staticmethod
+    def _holds(folder: Path, step: int) -> bool:
+        """Whether the folder has the undamaged weights of `step`."""
+        restore_replaced(folder.parent)
+        if not (folder / "best.json").is_file():
+            return False
+        faults = find_faults(folder, WEIGHT_FILES) if (folder / MANIFEST).exists() else []
+        if faults:
+            logger.warning("%s is damaged: %s", folder, ", ".join(faults))
+        return not faults and read_json(folder / "best.json")["step"] == step

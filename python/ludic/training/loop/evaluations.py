@@ -103,7 +103,7 @@ class Evaluations:
         from which a run with more patience continues, and restore the best weights."""
         run = self._run
         if self.early_stopping.stopped:
-            if run.checkpointer is not None and not run.checkpointer.holds(run.current_step):
+            if run.checkpointer is not None and not ranks.decide(run.checkpointer.holds(run.current_step)):
                 await run.source.finish_pending()
                 run.save_checkpoint()
             self.restore_best()
@@ -127,7 +127,7 @@ class Evaluations:
         if not self.has_best_weights:
             return
         run = self._run
-        if run.checkpointer is not None and run.checkpointer.holds(run.current_step):
+        if run.checkpointer is not None and ranks.decide(run.checkpointer.holds(run.current_step)):
             resume(run.current_step)
         else:
             logger.warning("training goes on from the best weights: there is no checkpoint of step %d", run.current_step)

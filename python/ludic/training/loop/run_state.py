@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from ludic.errors import CheckpointError
 from ludic.training import ranks
+from ludic.training.batching.overlapped import PENDING, STATES_AFTER
 from ludic.training.batching.source import BatchSourceBase
 from ludic.training.loop.evaluations import Evaluations
 from ludic.training.loop.schedule import RunSchedule
@@ -66,9 +67,17 @@ def _state_of_this_rank(metadata: Mapping[str, Any]) -> Mapping[str, Any]:
     if len(saved) == world:
         state: Mapping[str, Any] = saved[ranks.rank()]
         return state
-    if any(state.get("batch_source") != saved[0].get("batch_source") for state in saved):
+    positions = [_remove_pending(state.get("batch_source")) for state in saved]
+    if any(position != positions[0] for position in positions):
         raise CheckpointError(
             f"the checkpoint has the data positions of {len(saved)} ranks, which differ, and there are {world} now; resume on "
             f"{len(saved)} ranks, or use a source that shares its data out over the ranks"
         )
-    return metadata
+    return metadata if positions[0] is None else {**metadata, "batch_source": positions[0]}
+
+
+def _remove_pending(source_state: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The state of a source before its pending batches, which belong to the rank that has them."""
+    if source_state is None:
+        return None
+    return {key: value for key, value in source_state.items() if key not in (PENDING, STATES_AFTER)}
