@@ -147,8 +147,8 @@ def remove_masters(folder):
     path = folder / "optimizer.safetensors"
     stored = {name: tensor for name, tensor in load_file(path).items() if not name.endswith("/master")}
     save_file({name: tensor.bfloat16() if tensor.ndim else tensor for name, tensor in stored.items()}, path)
-    (folder / "manifest.json").unlink()
-    (folder.parent / "latest.json").unlink()
+    for file in [*folder.parent.glob("step_*/manifest.json"), folder.parent / "latest.json"]:
+        file.unlink()
 
 
 def test_a_checkpoint_without_masters_initialises_them_from_its_weights(tmp_path):
