@@ -103,6 +103,7 @@ def test_pickled_weights_are_refused_with_a_reason(tmp_path):
 
 @pytest.mark.parametrize("point", ["model", "optimizer", "state", "rename"])
 def test_a_crash_while_saving_leaves_the_previous_checkpoint_as_the_latest(tmp_path, monkeypatch, point):
+    from ludic.models import state_files
     from ludic.training import checkpoint
 
     model = tiny_model()
@@ -114,12 +115,16 @@ def test_a_crash_while_saving_leaves_the_previous_checkpoint_as_the_latest(tmp_p
     def crash(*_, **__):
         raise OSError("disk full")
 
-    targets = {"model": "write_model", "optimizer": "write_optimizer", "state": "write_json"}
+    targets = {
+        "model": (state_files, "write_model"),
+        "optimizer": (state_files, "write_optimizer"),
+        "state": (checkpoint, "write_json"),
+    }
     with monkeypatch.context() as patch:
         if point == "rename":
             patch.setattr(os, "replace", crash)
         else:
-            patch.setattr(checkpoint, targets[point], crash)
+            patch.setattr(*targets[point], crash)
         with pytest.raises(OSError, match="disk full"):
             make_manager(tmp_path).save(model, optimizer=optimizer, step=2)
     other = tiny_model(seed=1)

@@ -224,16 +224,16 @@ def test_a_disk_that_takes_no_more_at_300_points_leaves_a_verified_checkpoint(tm
 
 
 def test_weights_that_the_file_system_lost_are_found_when_they_are_written(tmp_path, monkeypatch):
-    from ludic.training import checkpoint
+    from ludic.models import state_files
 
     checkpoints = save(tmp_path, 1)
-    write = checkpoint.write_model
+    write = state_files.write_model
 
     def lossy(model, folder):
         write(model, folder)
         os.truncate(folder / "model.safetensors", 100)
 
-    monkeypatch.setattr(checkpoint, "write_model", lossy)
+    monkeypatch.setattr(state_files, "write_model", lossy)
     with pytest.raises(CheckpointError, match=r"model\.safetensors was not written whole .*; check the disk"):
         checkpoints.save(trained()[0], optimizer=None, step=2)
     assert checkpoints.find().name == "step_000001"

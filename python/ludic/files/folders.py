@@ -7,6 +7,7 @@ name that begins with `.unfinished_`.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Iterator
@@ -47,11 +48,15 @@ def delete_folder(folder: Path) -> None:
 
 def restore_replaced(parent: Path) -> None:
     """Give folders their names back that a killed process moved aside before their replacements had
-    them."""
+    them. Another process may do the same at the same time."""
     for replaced in parent.glob(f"{_REPLACED}*"):
         target = replaced.with_name(replaced.name.removeprefix(_REPLACED))
-        if not target.exists():
-            os.replace(replaced, target)
+        try:
+            if not target.exists():
+                os.replace(replaced, target)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY):
+                raise
 
 
 def clear_unfinished(parent: Path) -> None:

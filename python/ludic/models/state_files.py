@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +29,17 @@ WEIGHT_FILES = (INDEX, MODEL, ADAPTER)
 """Files that decide which weights are read from a folder, where they exist."""
 
 
-def write_in_turn(folder: Path | None, *writers: Callable[[Path | None], None]) -> None:
-    """Call each writer with the folder. After an error the others are called without it, so that
-    they still take part in the collectives in which other ranks wait; then it is raised."""
-    failed: Exception | None = None
-    for write in writers:
-        try:
-            write(folder if failed is None else None)
-        except Exception as error:
-            failed = failed or error
-    if failed is not None:
-        raise failed
+def write_model_and_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer | None, folder: Path | None) -> None:
+    """`write_model`, and `write_optimizer` if there is one. Where the first fails, the second still
+    takes part in the collectives in which other ranks wait."""
+    try:
+        write_model(model, folder)
+    except Exception:
+        if optimizer is not None:
+            write_optimizer(optimizer, model, None)
+        raise
+    if optimizer is not None:
+        write_optimizer(optimizer, model, folder)
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

@@ -9,6 +9,9 @@ from ludic.runs.directory import Progress, RunDirectory
 from ludic.training.checkpoint import CheckpointConfig, CheckpointManager
 from ludic.training.trainer import Trainer
 
+STOP_PATIENCE_S = 20.0
+"""How long the last checkpoint of a run waits for batches that are being generated."""
+
 
 def find_latest_checkpoint(checkpoints: Path) -> Path | None:
     """The newest checkpoint in the folder, as `CheckpointManager` finds it; None without any."""
@@ -18,17 +21,9 @@ def find_latest_checkpoint(checkpoints: Path) -> Path | None:
         return None
 
 
-STOP_PATIENCE_S = 20.0
-"""How long the last checkpoint of a run waits for batches that are being generated."""
-
-
-async def ensure_checkpoint(trainer: Trainer) -> None:
-    """Save a checkpoint of the trainer's step, unless there is one."""
-    assert trainer.checkpointer is not None
-    if trainer.checkpointer.holds(trainer.current_step):
-        return
-    await trainer.source.finish_pending(STOP_PATIENCE_S)
-    trainer.save_checkpoint()
+def has_checkpoint(checkpoints: Path) -> bool:
+    """Whether the folder has any checkpoint, damaged or not. No file is read."""
+    return CheckpointManager(CheckpointConfig(checkpoints)).has_any()
 
 
 def rewind_logs(directory: RunDirectory, phase: str, trainer: Trainer, *, note: Callable[[str], None]) -> None:

@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeVar
 
 from ludic.recipes.epochs_schema import EpochsRecipe
 from ludic.runs.base import RunParts, TrainerT, TrainingRun
-from ludic.runs.checkpoints import ensure_checkpoint, restore_best_weights
+from ludic.runs.checkpoints import STOP_PATIENCE_S, restore_best_weights
 from ludic.runs.directory import RunDirectory
 from ludic.runs.stop_request import Interrupted
 from ludic.training.batching.epochs import ItemBatchSource
@@ -50,7 +50,7 @@ class EpochsRun(TrainingRun[RecipeT, PartsT, DirectoryT]):
                 total_training_steps=max(1, parts.steps),
             )
             is_done = await self.take_steps(trainer, parts.steps)
-            await ensure_checkpoint(trainer)
+            await trainer.ensure_checkpoint(patience_s=STOP_PATIENCE_S)
             if is_done:
                 restore_best_weights(trainer, self.progress, note=self.screen.note)
         self.progress.steps = trainer.current_step

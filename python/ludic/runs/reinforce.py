@@ -25,7 +25,7 @@ from ludic.recipes.lora import add_adapters, build_lora_settings
 from ludic.recipes.model import build_policy
 from ludic.recipes.schema import Recipe
 from ludic.runs.base import TrainingRun
-from ludic.runs.checkpoints import ensure_checkpoint, find_latest_checkpoint, restore_best_weights
+from ludic.runs.checkpoints import STOP_PATIENCE_S, has_checkpoint, restore_best_weights
 from ludic.runs.directory import DONE, RunDirectory
 from ludic.runs.held_out import Evaluation, HeldOut, check_early_stopping
 from ludic.runs.rollouts import (
@@ -118,7 +118,7 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
         """The policy after the warm-up. If the reinforcement has a checkpoint: any model of the
         same shape, since the trainer loads the checkpoint into it."""
         model, directory = self.parts.model, self.directory
-        if find_latest_checkpoint(directory.checkpoints / REINFORCE) is None:
+        if not has_checkpoint(directory.checkpoints / REINFORCE):
             self._check_not_reinforced()
         elif has_adapters(model) or not self.recipe.lora.rank:
             return model
@@ -288,7 +288,7 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
         with self.timer.phase(phase):
             await self.take_steps(trainer, steps)
             if self.stop or phase == REINFORCE:
-                await ensure_checkpoint(trainer)
+                await trainer.ensure_checkpoint(patience_s=STOP_PATIENCE_S)
             if not self.stop:
                 restore_best_weights(trainer, self.progress, note=self.screen.note)
         if phase == REINFORCE:

@@ -35,14 +35,7 @@ from ludic.errors import CheckpointError, ConfigError
 from ludic.files.atomic import encode_json, read_json, write_json
 from ludic.files.folders import clear_unfinished, delete_folder, replace_folder, restore_replaced
 from ludic.files.manifest import MANIFEST, find_faults, hash_manifest, read_manifest, replace_listed_json, write_manifest
-from ludic.models.state_files import (
-    WEIGHT_FILES,
-    read_model,
-    read_optimizer_if_stored,
-    write_in_turn,
-    write_model,
-    write_optimizer,
-)
+from ludic.models.state_files import WEIGHT_FILES, read_model, read_optimizer_if_stored, write_model_and_optimizer
 from ludic.training import ranks
 from ludic.training.backend.protocol import TrainingBackend
 from ludic.training.backend.torch import TorchBackend
@@ -115,13 +108,8 @@ class CheckpointManager:
         """Write the checkpoint of `step`, replacing an older one of that step. Returns its
         folder on rank 0, None on other ranks."""
 
-        def write(folder: Path | None) -> None:
-            writers: list[Callable[[Path | None], None]] = [lambda place: write_model(model, place)]
-            if optimizer is not None and self.cfg.save_optimizer:
-                writers.append(lambda place: write_optimizer(optimizer, model, place))
-            write_in_turn(folder, *writers)
-
-        return self._save(write, step, metadata)
+        saved = optimizer if self.cfg.save_optimizer else None
+        return self._save(lambda folder: write_model_and_optimizer(model, saved, folder), step, metadata)
 
     def save_backend(self, backend: TrainingBackend, *, step: int, metadata: Mapping[str, Any] | None = None) -> Path | None:
         """Save the backend's weights and optimizer; `Trainer` calls this method. If a subclass
@@ -155,6 +143,11 @@ class CheckpointManager:
         """Whether there is an undamaged checkpoint of `step`."""
         folder = self.root / f"step_{step:06d}"
         return folder.is_dir() and (folder == self._saved or not find_checkpoint_faults(folder))
+
+    def has_any(self) -> bool:
+        """Whether there is a checkpoint, damaged or not."""
+        restore_replaced(self.root)
+        return bool(self._folders())
 
     def amend(self, step: int, metadata: Mapping[str, Any]) -> None:
         """Update the metadata of the last saved checkpoint, if it is that of `step`."""

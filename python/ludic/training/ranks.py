@@ -6,14 +6,16 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ludic.errors import RankError
+
+T = TypeVar("T")
 
 
 def is_distributed() -> bool:
@@ -105,10 +107,16 @@ def agree(doing: str) -> Iterator[None]:
         raise failed
 
 
-def decide(value: bool) -> bool:
-    """What rank 0 says. Ranks that look at files may see different ones, and must not part ways
-    before a collective."""
-    return bool(gather_json(value)[0])
+def ask_rank_0(doing: str, question: Callable[[], T]) -> T:
+    """What `question`, which is called on rank 0 alone, returns there: a JSON value. For what is
+    read from files: ranks that look for themselves may see different ones. Its error is raised on
+    all, as by `agree`."""
+    answer: Any = None
+    with agree(doing):
+        if rank() == 0:
+            answer = question()
+    shared: T = gather_json(answer)[0]
+    return shared
 
 
 def _group_device() -> torch.device:

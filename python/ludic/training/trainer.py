@@ -29,7 +29,7 @@ from ludic.training.backend.torch import TorchBackend, build_optimizer
 from ludic.training.batching.micro_batching import MicroBatch
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
 from ludic.training.batching.packing import Rows
-from ludic.training.batching.source import BatchSourceBase, as_batch_source
+from ludic.training.batching.source import PENDING_PATIENCE_S, BatchSourceBase, as_batch_source
 from ludic.training.checkpoint import CheckpointConfig, CheckpointManager
 from ludic.training.config import TrainerConfig
 from ludic.training.evaluators.protocol import Evaluator
@@ -186,7 +186,7 @@ class Trainer:
         last = None if num_steps is None else self._step + num_steps
         self.schedule.begin(last)
         if not self.early_stopping.stopped:
-            self.evaluations.undo_restore_best(self._resume)
+            self.evaluations.undo_restore_best(self._has_checkpoint, self._resume)
         while not await self._should_stop(eval_log_fn) and (last is None or self._step < last):
             try:
                 stats = await self.train_step()
@@ -309,16 +309,32 @@ class Trainer:
         checkpoint and not in the log; the log line of the next step has the seconds."""
         if self.checkpointer is not None and self.checkpointer.should_save(self._step):
             started = time.perf_counter()
-            await self.source.finish_pending()
-            self.save_checkpoint()
+            await self._save_with_pending(PENDING_PATIENCE_S)
             self._checkpoint_s = time.perf_counter() - started
+
+    async def ensure_checkpoint(self, *, patience_s: float = PENDING_PATIENCE_S) -> None:
+        """Save a checkpoint of the current step, unless there is one or no checkpointer. Waits up
+        to `patience_s` seconds for batches that are being generated."""
+        if self.checkpointer is not None and not self._has_checkpoint():
+            await self._save_with_pending(patience_s)
+
+    async def _save_with_pending(self, patience_s: float) -> None:
+        await self.source.finish_pending(patience_s)
+        self.save_checkpoint()
+
+    def _has_checkpoint(self) -> bool:
+        """Whether there is an undamaged checkpoint of the current step. All ranks call it."""
+        checkpointer, step = self.checkpointer, self._step
+        return checkpointer is not None and ranks.ask_rank_0(
+            f"looking for the checkpoint of step {step}", lambda: checkpointer.holds(step)
+        )
 
     def save_checkpoint(self, *, metadata: Mapping[str, Any] | None = None) -> Path | None:
         """Write weights, optimizer and the state of the run. Returns the folder on rank 0, None on
         other ranks."""
         if self.checkpointer is None:
             raise CheckpointError("the trainer has no checkpointer; pass checkpointer= or checkpoint_config=")
-        if self.evaluations.has_best_weights and ranks.decide(self.checkpointer.holds(self._step)):
+        if self.evaluations.has_best_weights and self._has_checkpoint():
             return self.checkpointer.find(step=self._step)  # which has the weights of the last step, to continue from
         sync_safely(self.train_logger, self._step)
         content = {**(metadata or {}), "algorithm": self.algo.name, **run_state(self, self.source)}
@@ -326,12 +342,10 @@ class Trainer:
 
     def _resume(self, resume_from: int | str | Path) -> None:
         assert self.checkpointer is not None
-        with ranks.agree(f"finding the checkpoint {resume_from}"):
-            folder = self.checkpointer.locate(resume_from)
-        if len(set(ranks.gather_json(folder.name))) > 1:
-            raise CheckpointError(f"the ranks found different checkpoints, this one {folder}; name one with resume_from=STEP")
+        locate = self.checkpointer.locate
+        folder = ranks.ask_rank_0(f"finding the checkpoint {resume_from}", lambda: str(locate(resume_from)))
         with ranks.agree(f"loading the checkpoint {folder}"):
-            metadata = self.checkpointer.load_backend(self.backend, folder)
+            metadata = self.checkpointer.load_backend(self.backend, Path(folder))
             self._step = int(metadata["step"])
             restore_run(self, self.source, metadata)
         self._publish_before_step = bool(self.sync_every_steps)

@@ -1,5 +1,6 @@
 """Batches in a checkpoint come back as they were, types included."""
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
@@ -76,6 +77,13 @@ class OwnItem(SAWItem):
 def test_samples_that_would_come_back_changed_or_not_at_all_are_refused(item):
     with pytest.raises(DataError, match="cannot be stored"):
         encode_batches([SAWBatch([item])])
+
+
+@pytest.mark.parametrize(("dtype", "data"), [("|O", b"12345678"), ("<i4", b"123"), ("nonsense", b"")])
+def test_an_array_of_other_bytes_is_refused(dtype, data):
+    sample = [{"dtype": dtype, "data": data}, [1], [1], 1.0, {}, None]
+    with pytest.raises(CheckpointError, match="the stored batches are damaged"):
+        decode_batches(msgspec.msgpack.encode([1, [[[sample], {}]]]))
 
 
 @given(st.binary(max_size=60))

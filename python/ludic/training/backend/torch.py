@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ludic.errors import ConfigError, NonFiniteError
 from ludic.models.published import ParamFilter, published_weights
 from ludic.models.sharding import gather_tensor, is_sharded, set_gradient_sync
-from ludic.models.state_files import read_model, read_optimizer_if_stored, write_in_turn, write_model, write_optimizer
+from ludic.models.state_files import read_model, read_optimizer_if_stored, write_model_and_optimizer
 from ludic.training import ranks
 from ludic.training.algorithm import RLAlgorithm, forward_logits
 from ludic.training.backend.forward import ModelPasses
@@ -224,10 +224,7 @@ class TorchBackend(ModelPasses):
     def _save(self, folder: Path | None, optimizer: bool) -> None:
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
-        writers = [lambda place: write_model(self.model, place)]
-        if optimizer:
-            writers.append(lambda place: write_optimizer(self.optimizer, self.model, place))
-        write_in_turn(folder, *writers)
+        write_model_and_optimizer(self.model, self.optimizer if optimizer else None, folder)
 
     def load(self, path: str | Path, *, optimizer: bool = True) -> TrainFuture[None]:
         return TrainFuture.of("load", lambda: self._load(Path(path), optimizer))

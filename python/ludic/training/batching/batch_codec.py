@@ -69,7 +69,10 @@ def decode_batches(data: bytes) -> list[SAWBatch]:
         raise CheckpointError(f"the stored batches are damaged: {error}") from error
     if content.version != VERSION:
         raise CheckpointError(f"the stored batches have version {content.version}, this ludic reads {VERSION}")
-    return [SAWBatch([_decode_sample(sample) for sample in batch.samples], batch.meta) for batch in content.batches]
+    try:
+        return [SAWBatch([_decode_sample(sample) for sample in batch.samples], batch.meta) for batch in content.batches]
+    except (TypeError, ValueError) as error:  # an array of another dtype, or of half a number
+        raise CheckpointError(f"the stored batches are damaged: {error}") from error
 
 
 def _encode_batch(batch: SAWBatch) -> _Batch:

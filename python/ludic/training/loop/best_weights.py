@@ -53,9 +53,10 @@ class BestWeights:
         if self._in_memory is not None and self._in_memory[0] == step:
             self._backend.restore_weights(self._in_memory[1]).wait()
             return True
-        if self.folder is None or not ranks.decide(self._holds(self.folder, step)):
+        folder = self.folder
+        if folder is None or not ranks.ask_rank_0(f"looking for the weights of step {step}", lambda: self._holds(folder, step)):
             return False
-        self._backend.load(self.folder, optimizer=False).wait()
+        self._backend.load(folder, optimizer=False).wait()
         return True
 
     @staticmethod

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, Protocol
 
 from ludic.event_loop import await_if_needed
 from ludic.training import ranks
 from ludic.training.backend.protocol import TrainingBackend
-from ludic.training.batching.source import BatchSourceBase
 from ludic.training.checkpoint import CheckpointManager
 from ludic.training.config import TrainerConfig
 from ludic.training.evaluators.protocol import Evaluator, runs_on_all_ranks
@@ -34,12 +32,9 @@ class EvaluatedRun(Protocol):
     train_logger: TrainingLogger | None
 
     @property
-    def source(self) -> BatchSourceBase: ...
-
-    @property
     def current_step(self) -> int: ...
 
-    def save_checkpoint(self) -> Path | None: ...
+    async def ensure_checkpoint(self) -> None: ...
 
 
 class Evaluations:
@@ -103,9 +98,7 @@ class Evaluations:
         from which a run with more patience continues, and restore the best weights."""
         run = self._run
         if self.early_stopping.stopped:
-            if run.checkpointer is not None and not ranks.decide(run.checkpointer.holds(run.current_step)):
-                await run.source.finish_pending()
-                run.save_checkpoint()
+            await run.ensure_checkpoint()
             self.restore_best()
         return self.early_stopping.stopped
 
@@ -121,16 +114,16 @@ class Evaluations:
         self.has_best_weights = True
         return step
 
-    def undo_restore_best(self, resume: Callable[[int], None]) -> None:
+    def undo_restore_best(self, has_checkpoint: Callable[[], bool], resume: Callable[[int], None]) -> None:
         """Set the weights to those of the last step, with `resume` from its checkpoint. Does
         nothing if the model has them already."""
         if not self.has_best_weights:
             return
-        run = self._run
-        if run.checkpointer is not None and ranks.decide(run.checkpointer.holds(run.current_step)):
-            resume(run.current_step)
+        step = self._run.current_step
+        if has_checkpoint():
+            resume(step)
         else:
-            logger.warning("training goes on from the best weights: there is no checkpoint of step %d", run.current_step)
+            logger.warning("training goes on from the best weights: there is no checkpoint of step %d", step)
         self.has_best_weights = False
 
     def state_dict(self) -> dict[str, Any]:
