@@ -37,6 +37,7 @@ LAYERS = [
         "ludic.training.rollouts",
         "ludic.training.samples",
         "ludic.training.batching",
+        "ludic.training.queue",
         "ludic.training.chat_template_utils",
         "ludic.training.preference_utils",
         "ludic.training.reward_functions",
@@ -203,6 +204,7 @@ def run(code: str) -> str:
         ("ludic.distributed", ["torch", "transformers", "vllm"]),
         ("ludic.cli.app", ["torch", "transformers"]),
         ("ludic.training", ["transformers", "peft", "wandb"]),
+        ("ludic.training.queue.base", ["torch", "transformers", "redis"]),
         ("ludic.training.trainer", ["transformers", "peft", "wandb"]),
     ],
 )

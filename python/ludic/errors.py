@@ -119,6 +119,20 @@ class RankError(LudicError, RuntimeError):
     """Another rank failed; the message has its number, its host and its error."""
 
 
+class QueueError(LudicError, RuntimeError):
+    """The queue of groups cannot be reached, is full, or did not answer within its deadline. The
+    call can be repeated."""
+
+
+class QueueDataLost(QueueError):
+    """Nobody owns the queue: its data are gone. The trainer claims it again and offers again what
+    is missing."""
+
+
+class OwnershipLost(LudicError, RuntimeError):
+    """Another trainer owns the queue. This one must stop, and must not be restarted."""
+
+
 class ServerError(InferenceError):
     """A server rejected a call with the HTTP status `status`; `reason` is its text."""
 
