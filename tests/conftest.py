@@ -15,10 +15,11 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # set before torch is imported
 
 import torch
 from hypothesis import settings
+from real_redis import redis_log, redis_server
 from real_vllm import vllm_server, vllm_server_to_change
 from tiny_recipe import tiny
 
-__all__ = ["tiny", "vllm_server", "vllm_server_to_change"]
+__all__ = ["redis_log", "redis_server", "tiny", "vllm_server", "vllm_server_to_change"]
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # ignored, for example, in a job that a shell started in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -17,7 +17,6 @@ ROOT = Path(__file__).parents[1] / "python"
 LAYERS = [
     ["ludic.errors", "ludic.event_loop", "ludic.forwarding", "ludic.seeds", "ludic._lazy", "ludic._core"],
     ["ludic.types", "ludic.files"],
-    ["ludic.launch"],
     ["ludic.models", "ludic.parsers", "ludic.data", "ludic.context"],
     ["ludic.inference"],
     ["ludic.envs", "ludic.agents", "ludic.agent", "ludic.distributed"],
