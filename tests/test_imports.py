@@ -15,7 +15,10 @@ import pytest
 
 ROOT = Path(__file__).parents[1] / "python"
 LAYERS = [
-    ["ludic.errors", "ludic.event_loop", "ludic.forwarding", "ludic.seeds", "ludic._lazy", "ludic._core"],
+    [
+        *("ludic.errors", "ludic.exit_codes", "ludic.event_loop", "ludic.forwarding", "ludic.rank_environment", "ludic.seeds"),
+        *("ludic._lazy", "ludic._core"),
+    ],
     ["ludic.types", "ludic.files"],
     ["ludic.models", "ludic.parsers", "ludic.data", "ludic.context"],
     ["ludic.inference"],
@@ -27,6 +30,7 @@ LAYERS = [
         "ludic.training.config",
         "ludic.training.ranks",
         "ludic.training.rng",
+        "ludic.training.watchdog",
         "ludic.training.credit_assignment",
         "ludic.training.reward_credit",
         "ludic.training.filters",

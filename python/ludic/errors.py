@@ -7,6 +7,8 @@ import traceback
 from collections.abc import Iterable
 from typing import Literal
 
+from ludic.exit_codes import TRY_AGAIN
+
 
 class LudicError(Exception):
     """Base class of all errors that ludic raises on purpose."""
@@ -117,6 +119,11 @@ class CheckpointError(LudicError, RuntimeError):
 
 class RankError(LudicError, RuntimeError):
     """Another rank failed; the message has its number, its host and its error."""
+
+    def __init__(self, message: str, *, exit_code: int = TRY_AGAIN) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+        """The exit status that the failed rank chose for all ranks."""
 
 
 class QueueError(LudicError, RuntimeError):

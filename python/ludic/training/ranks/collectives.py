@@ -1,21 +1,14 @@
-"""Reductions over ranks, and errors that all ranks learn of. Without `torch.distributed` there is
-one rank and each reduction is the identity. Nothing is pickled: values travel as numbers and JSON.
-"""
+"""Reductions over ranks. Without `torch.distributed` there is one rank and each reduction is the
+identity. Nothing is pickled: values travel as numbers and JSON."""
 
 from __future__ import annotations
 
 import json
-import socket
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
-
-from ludic.errors import RankError
-
-T = TypeVar("T")
 
 
 def is_distributed() -> bool:
@@ -41,12 +34,6 @@ def max_over_ranks(values: Sequence[float], device: torch.device | str) -> list[
     return _reduce(values, device, dist.ReduceOp.MAX) if is_distributed() else list(values)
 
 
-def barrier() -> None:
-    """Wait for all ranks."""
-    if is_distributed():
-        dist.barrier()
-
-
 def _reduce(values: Sequence[float], device: torch.device | str, operation: dist.ReduceOp.RedOpType) -> list[float]:
     packed = torch.tensor(list(values), dtype=torch.float64, device=device)
     dist.all_reduce(packed, op=operation)
@@ -70,7 +57,7 @@ def gather_json(value: Any, device: torch.device | str | None = None) -> list[An
     """
     if not is_distributed():
         return [value]
-    device = _group_device() if device is None else device
+    device = group_device() if device is None else device
     own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
     size = int(max_over_ranks([float(len(own))], device)[0])
     padded = torch.full((size,), ord(" "), dtype=torch.uint8, device=device)
@@ -80,45 +67,7 @@ def gather_json(value: Any, device: torch.device | str | None = None) -> list[An
     return [json.loads(each.cpu().numpy().tobytes()) for each in everyone]
 
 
-@contextmanager
-def agree(doing: str) -> Iterator[None]:
-    """Raise on every rank if the block fails on any: its own error, or RankError with that of the
-    first rank that failed. Without this, the others would wait in the next collective until the
-    group's timeout.
-
-    The block must take part in its collectives also after an error. All ranks call it.
-    """
-    failed: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        failed = error
-    try:
-        any_failed = is_distributed() and max_over_ranks([float(failed is not None)], _group_device())[0] > 0
-    except Exception as error:  # the process group broke, perhaps for the same reason
-        raise (failed or error) from error
-    if any_failed:
-        text = None if failed is None else f"{socket.gethostname()}: {type(failed).__name__}: {failed}"
-        texts = gather_json(text)
-        if failed is None:
-            first = next(number for number, other in enumerate(texts) if other is not None)
-            raise RankError(f"{doing} failed on rank {first} of {world_size()}, on {texts[first]}")
-    if failed is not None:
-        raise failed
-
-
-def ask_rank_0(doing: str, question: Callable[[], T]) -> T:
-    """What `question`, which is called on rank 0 alone, returns there: a JSON value. For what is
-    read from files: ranks that look for themselves may see different ones. Its error is raised on
-    all, as by `agree`."""
-    answer: Any = None
-    with agree(doing):
-        if rank() == 0:
-            answer = question()
-    shared: T = gather_json(answer)[0]
-    return shared
-
-
-def _group_device() -> torch.device:
-    """Where the process group's collectives need their tensors."""
+def group_device() -> torch.device:
+    """Where the process group's collectives need their tensors: on the CPU if it has gloo, as the
+    group of `start` always does."""
     return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")

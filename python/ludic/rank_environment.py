@@ -1,0 +1,115 @@
+"""What the launcher of several processes says to each of them: its rank, how many there are, and
+where they meet. Read from the environment of torchrun, or of Slurm's srun. Without torch."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ludic.errors import ConfigError
+
+LOWEST_PORT, NUM_PORTS = 12_000, 16_000
+"""Ports that are derived from the id of a Slurm job. All are below the range that systems give to
+outgoing connections."""
+
+
+@dataclass(frozen=True)
+class RankEnvironment:
+    """One process of several that train one model.
+
+    Example: `torchrun --nproc-per-node 2` starts `RankEnvironment(0, 2, 0, "127.0.0.1", 29500)` and
+    `RankEnvironment(1, 2, 1, "127.0.0.1", 29500)`, both with `has_store`.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    """Its number on this machine, which is also the number of its GPU."""
+    address: str
+    """Host of the store at which the ranks meet."""
+    port: int
+    has_store: bool = False
+    """Whether the launcher serves the store. Otherwise rank 0 does."""
+    attempt: str = "0"
+    """Differs between the starts of a run under one launcher."""
+
+
+def read_rank_environment(environ: Mapping[str, str] = os.environ, *, port: int | None = None) -> RankEnvironment | None:
+    """The environment of torchrun if it is set, else that of srun; None if there is one process.
+    `port`: that of the store under Slurm, instead of one that follows from the job.
+
+    Variables of a Slurm job alone do not count: a batch script, in which `srun` was not called, is
+    one process. Raises ConfigError for variables that are incomplete or contradict each other.
+    """
+    found = None
+    if "RANK" in environ and "WORLD_SIZE" in environ:
+        found = _read_torchrun(environ)
+    elif "SLURM_STEP_NUM_TASKS" in environ and "SLURM_PROCID" in environ:
+        found = _read_slurm(environ, port)
+    if found is None or found.world_size == 1:
+        return None
+    if not 0 <= found.rank < found.world_size:
+        raise ConfigError(f"the environment says that this is rank {found.rank} of {found.world_size}; ranks count from 0")
+    return found
+
+
+def _read_torchrun(environ: Mapping[str, str]) -> RankEnvironment | None:
+    world_size = _read_number(environ, "WORLD_SIZE")
+    if world_size == 1:
+        return None
+    return RankEnvironment(
+        rank=_read_number(environ, "RANK"),
+        world_size=world_size,
+        local_rank=_read_number(environ, "LOCAL_RANK", 0),
+        address=_read(environ, "MASTER_ADDR"),
+        port=_read_number(environ, "MASTER_PORT"),
+        has_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        attempt=environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
+    )
+
+
+def _read_slurm(environ: Mapping[str, str], port: int | None) -> RankEnvironment | None:
+    world_size = _read_number(environ, "SLURM_STEP_NUM_TASKS")
+    if world_size == 1:
+        return None
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
+    if "MASTER_ADDR" not in environ and not nodes:
+        raise ConfigError(
+            "the environment has neither SLURM_STEP_NODELIST nor MASTER_ADDR; set MASTER_ADDR to the host of rank 0"
+        )
+    job, step = (_read_number(environ, name, 0) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    derived = LOWEST_PORT + (16 * job + step) % NUM_PORTS
+    return RankEnvironment(
+        rank=_read_number(environ, "SLURM_PROCID"),
+        world_size=world_size,
+        local_rank=_read_number(environ, "SLURM_LOCALID", 0),
+        address=environ.get("MASTER_ADDR") or first_host(nodes),
+        port=_read_number(environ, "MASTER_PORT", derived) if port is None else port,
+    )
+
+
+def first_host(nodes: str) -> str:
+    """The first host of Slurm's compact list.
+
+    >>> first_host("gpu[07-09,12],cpu1")
+    'gpu07'
+    >>> first_host("login1,login2")
+    'login1'
+    """
+    entry = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
+    return nodes if entry is None else re.sub(r"\[([^],-]+)[^]]*\]", r"\1", entry.group())
+
+
+def _read(environ: Mapping[str, str], name: str) -> str:
+    if not environ.get(name):
+        raise ConfigError(f"the environment has RANK and WORLD_SIZE but no {name}; start the ranks with torchrun, or set it")
+    return environ[name]
+
+
+def _read_number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = str(default) if default is not None and name not in environ else _read(environ, name)
+    if not text.isdecimal():
+        raise ConfigError(f"the environment has {name}={text}, which is not a number")
+    return int(text)

@@ -1,0 +1,38 @@
+"""Several processes that train one model: joining them (`start`), reductions over them, and errors
+and answers that all of them learn of.
+
+`start` reads what torchrun or Slurm's srun says. A process group that was made in another way works
+too; waits then end by the group's timeout. Without `torch.distributed` there is one rank. No
+function pickles anything.
+"""
+
+from ludic.training.ranks.agreement import agree, ask_rank_0, barrier, rank_0_alone
+from ludic.training.ranks.collectives import (
+    gather_json,
+    is_distributed,
+    max_over_ranks,
+    rank,
+    sum_over_ranks,
+    union_over_ranks,
+    world_size,
+)
+from ludic.training.ranks.session import explain, joined, meeting, start, stop
+
+__all__ = [
+    "agree",
+    "ask_rank_0",
+    "barrier",
+    "explain",
+    "gather_json",
+    "is_distributed",
+    "joined",
+    "max_over_ranks",
+    "meeting",
+    "rank",
+    "rank_0_alone",
+    "start",
+    "stop",
+    "sum_over_ranks",
+    "union_over_ranks",
+    "world_size",
+]

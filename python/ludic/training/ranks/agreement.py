@@ -1,0 +1,94 @@
+"""Errors that all ranks learn of, and answers that all ranks share."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from ludic.errors import RankError
+from ludic.training import watchdog
+from ludic.training.ranks.collectives import gather_json, group_device, is_distributed, max_over_ranks, rank, world_size
+from ludic.training.ranks.session import meeting
+
+T = TypeVar("T")
+
+WAIT_S = 7200.0
+"""How long a rank waits for the others outside of the phases of the watchdog."""
+
+
+@contextmanager
+def agree(doing: str) -> Iterator[None]:
+    """Raise on every rank if the block fails on any: its own error, or RankError with that of a
+    rank that failed. Without this, the others would wait in the next collective until the group's
+    timeout.
+
+    The block must take part in its collectives also after an error. All ranks call it. After
+    `start` they meet at the store, until the deadline of the watchdog's phase.
+    """
+    shared = meeting()
+    if shared is not None:
+        with shared.agree(doing, watchdog.remaining_s(WAIT_S)):
+            yield
+        return
+    failed: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failed = error
+    try:
+        any_failed = is_distributed() and max_over_ranks([float(failed is not None)], group_device())[0] > 0
+    except Exception as error:  # the process group broke, perhaps for the same reason
+        raise (failed or error) from error
+    if any_failed:
+        text = None if failed is None else f"{socket.gethostname()}: {type(failed).__name__}: {failed}"
+        texts = gather_json(text)
+        if failed is None:
+            first = next(number for number, other in enumerate(texts) if other is not None)
+            raise RankError(f"{doing} failed on rank {first} of {world_size()}, on {texts[first]}")
+    if failed is not None:
+        raise failed
+
+
+@contextmanager
+def rank_0_alone(doing: str) -> Iterator[list[Any]]:
+    """Work in the block on rank 0 alone; the other ranks, which do nothing in theirs, wait for its
+    end at the store. Its error is raised on all. What rank 0 puts into the list, as JSON values,
+    is in that of all ranks afterwards.
+
+    >>> with rank_0_alone("measuring") as shared:
+    ...     if rank() == 0:
+    ...         shared.append(measure())
+    """
+    together = meeting()
+    if together is not None:
+        with together.rank_0_alone(doing, watchdog.remaining_s(WAIT_S)) as values:
+            yield values
+        return
+    with agree(doing):
+        values = []
+        yield values
+    values[:] = gather_json(values)[0]
+
+
+def ask_rank_0(doing: str, question: Callable[[], T]) -> T:
+    """What `question`, which is called on rank 0 alone, returns there: a JSON value. For what is
+    read from files: ranks that look for themselves may see different ones. Its error is raised on
+    all, as by `agree`."""
+    with rank_0_alone(doing) as shared:
+        if rank() == 0:
+            shared.append(question())
+    answer: T = shared[0]
+    return answer
+
+
+def barrier() -> None:
+    """Wait for all ranks."""
+    if meeting() is not None:
+        with agree("waiting for all ranks"):
+            pass
+    elif is_distributed():
+        dist.barrier()

@@ -1,0 +1,245 @@
+"""What ranks tell each other through a store, besides collectives: that they have come, what they
+ask and answer, that one failed, that a stop was asked for.
+
+A wait at the store has a deadline of its own, says who is missing, and ends early with the error of
+a rank that failed. A collective has the timeout of its group and says neither, so nothing that
+takes long is waited for in one.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from ludic.errors import RankError, shorten_names
+from ludic.exit_codes import TRY_AGAIN
+
+T = TypeVar("T")
+
+FAILURE, STOP, LEFT = "failure", "stop", "left"
+"""Keys of the store."""
+FIRST_DELAY_S, LAST_DELAY_S = 0.001, 0.05
+"""A wait asks the store again after a delay, which grows between these bounds."""
+RANKS_PER_DELAY = 64
+"""The last delay is for so many ranks; more of them ask less often."""
+REPLY_S = 1.0
+"""How long a rank whose collective failed waits for the others to say that theirs did too."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An error that ended a rank, as the others read it."""
+
+    rank: int
+    host: str
+    text: str
+    exit_code: int = TRY_AGAIN
+    """The exit status of all ranks, since they end for the same reason."""
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int, exit_code: int = TRY_AGAIN) -> Failure:
+        return cls(rank, socket.gethostname(), f"{type(error).__name__}: {error}", exit_code)
+
+    def to_error(self, doing: str | None, world_size: int) -> RankError:
+        """The error that the other ranks raise. `doing`: what failed, None if the rank ended."""
+        what = "the run failed" if doing is None else f"{doing} failed"
+        message = f"{what} on rank {self.rank} of {world_size}, on {self.host}: {self.text}"
+        return RankError(message, exit_code=self.exit_code)
+
+
+class Meeting:
+    """The store of a group of ranks, seen from one of them. All ranks must call `agree` and
+    `rank_0_alone` in the same order."""
+
+    def __init__(self, store: Any, rank: int, world_size: int) -> None:
+        self._store, self.rank, self.world_size = store, rank, world_size
+        self._number = 0
+        self._read: list[str] = []
+        """Keys since the last agreement."""
+
+    def gather(self, timeout_s: float) -> None:
+        """Wait until all ranks have come. Raises RankError, which names those that have not."""
+        self._set(f"here/{self.rank}", socket.gethostname())
+        if self._add("here/count") == self.world_size:
+            self._set("here/all", "")
+        try:
+            self._wait("here/all", timeout_s)
+        except TimeoutError:
+            missing = [rank for rank in range(self.world_size) if not self._has(f"here/{rank}")]
+            raise RankError(
+                f"{name_ranks(missing)} of {self.world_size} did not come to the store within {timeout_s:g} s; look at the output of "
+                "these ranks, or raise ranks.rendezvous_timeout_s if their start takes longer"
+            ) from None
+
+    @contextmanager
+    def agree(self, doing: str, timeout_s: float) -> Iterator[None]:
+        """Raise on every rank if the block fails on any: its own error, or RankError with that of
+        the rank that failed first."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as failed:
+            error = failed
+        other = self._exchange(doing, error, timeout_s)
+        if error is not None:
+            raise error
+        if other is not None:
+            raise other.to_error(doing, self.world_size)
+
+    def _exchange(self, doing: str, error: Exception | None, timeout_s: float) -> Failure | None:
+        """Tell the others how it went here, wait for all of them, and return the first failure."""
+        base = self._next_key()
+        try:
+            if error is not None:
+                self._call(self._store.compare_set, f"{base}/failure", "", json.dumps(asdict(Failure.of(error, self.rank))))
+            self._set(f"{base}/{self.rank}", doing)
+            if self._add(f"{base}/count") == self.world_size:
+                self._set(f"{base}/all", "")
+            self._wait(f"{base}/all", timeout_s)
+        except TimeoutError:
+            missing = [rank for rank in range(self.world_size) if not self._has(f"{base}/{rank}")]
+            raise error or RankError(
+                f"{doing}: rank {self.rank} waited {timeout_s:g} s for {name_ranks(missing)} of {self.world_size}"
+            ) from error
+        except RankError:
+            if error is not None:
+                raise error from None
+            raise
+        self._check_same(self._get(f"{base}/0"), doing)
+        failure = self._read_failure(f"{base}/failure")
+        self._forget_read(base)
+        return failure
+
+    def _check_same(self, at_rank_0: str, doing: str) -> None:
+        if at_rank_0 != doing:
+            raise RankError(f"the ranks have diverged: rank 0 is at {at_rank_0!r}, rank {self.rank} at {doing!r}")
+
+    @contextmanager
+    def rank_0_alone(self, doing: str, timeout_s: float) -> Iterator[list[Any]]:
+        """Run the block on rank 0, while the others wait for it after theirs. Yields a list; the
+        JSON values that rank 0 puts into it are in that of all ranks in the end."""
+        key = self._next_key()
+        self._read.append(key)
+        values: list[Any] = []
+        if self.rank > 0:
+            yield values
+            values[:] = self._read_answer(key, doing, timeout_s)
+            return
+        try:
+            yield values
+            self._set(key, json.dumps({"doing": doing, "values": values}))
+        except BaseException as error:
+            self._set(key, json.dumps({"doing": doing, "failure": asdict(Failure.of(error, 0))}))
+            raise
+
+    def _read_answer(self, key: str, doing: str, timeout_s: float) -> list[Any]:
+        try:
+            self._wait(key, timeout_s)
+        except TimeoutError:
+            raise RankError(f"{doing}: rank {self.rank} waited {timeout_s:g} s for rank 0 to finish it") from None
+        answer = json.loads(self._get(key))
+        self._check_same(answer["doing"], doing)
+        if "failure" in answer:
+            raise Failure(**answer["failure"]).to_error(doing, self.world_size)
+        values: list[Any] = answer["values"]
+        return values
+
+    def report_failure(self, failure: Failure) -> None:
+        """Tell all ranks that this one ends. The first failure of a run stays."""
+        self._call(self._store.compare_set, FAILURE, "", json.dumps(asdict(failure)))
+
+    def find_failure(self) -> Failure | None:
+        """The first failure that ended another rank."""
+        failure = self._read_failure(FAILURE)
+        return None if failure is None or failure.rank == self.rank else failure
+
+    def request_stop(self, signum: int) -> None:
+        """Ask for a stop of the run, which every rank reads with `requested_stop`."""
+        self._call(self._store.compare_set, STOP, "", str(signum))
+
+    def requested_stop(self) -> int | None:
+        """The signal that any rank was asked to stop by."""
+        return int(self._get(STOP)) if self._has(STOP) else None
+
+    def find_silent(self) -> list[int]:
+        """The ranks that do not say within `REPLY_S` that a collective failed on them too. Called
+        where one failed here."""
+        self._set(f"lost/{self.rank}", "")
+        ends = time.monotonic() + REPLY_S
+        while True:
+            silent = [rank for rank in range(self.world_size) if not self._has(f"lost/{rank}")]
+            if not silent or time.monotonic() > ends or self.find_failure() is not None:
+                return silent
+            time.sleep(LAST_DELAY_S)
+
+    def leave(self) -> None:
+        """Say that this rank needs the store no more."""
+        if self._add(LEFT) == self.world_size:
+            self._set(f"{LEFT}/all", "")
+
+    def wait_until_left(self, timeout_s: float) -> None:
+        """Wait until all have left, at most `timeout_s`. For the rank that serves the store."""
+        ends = time.monotonic() + timeout_s
+        while not self._has(f"{LEFT}/all") and time.monotonic() < ends:
+            time.sleep(LAST_DELAY_S)
+
+    def _next_key(self) -> str:
+        self._number += 1
+        return f"meeting/{self._number}"
+
+    def _forget_read(self, base: str) -> None:
+        """Delete what was read before the agreement `base`: all ranks are beyond it."""
+        if self.rank == 0:
+            for key in self._read:
+                self._call(self._store.delete_key, key)
+        names = ("count", "all", "failure", *range(self.world_size))
+        self._read = [f"{base}/{name}" for name in names]
+
+    def _wait(self, key: str, timeout_s: float) -> None:
+        """Raises TimeoutError, or RankError if another rank fails meanwhile."""
+        ends, delay = time.monotonic() + timeout_s, FIRST_DELAY_S
+        longest = LAST_DELAY_S * max(1.0, self.world_size / RANKS_PER_DELAY)
+        while not self._has(key):
+            failure = self.find_failure()
+            if failure is not None:
+                raise failure.to_error(None, self.world_size)
+            if time.monotonic() > ends:
+                raise TimeoutError
+            time.sleep(delay)
+            delay = min(delay * 1.5, longest)
+
+    def _read_failure(self, key: str) -> Failure | None:
+        return Failure(**json.loads(self._get(key))) if self._has(key) else None
+
+    def _has(self, key: str) -> bool:
+        return self._call(self._store.check, [key])
+
+    def _get(self, key: str) -> str:
+        return self._call(self._store.get, key).decode()
+
+    def _set(self, key: str, value: str) -> None:
+        self._call(self._store.set, key, value)
+
+    def _add(self, key: str) -> int:
+        return self._call(self._store.add, key, 1)
+
+    @staticmethod
+    def _call(operation: Callable[..., T], *arguments: Any) -> T:
+        try:
+            return operation(*arguments)
+        except dist.DistNetworkError as error:
+            raise RankError(
+                "the store of the ranks is gone: the process that served it has ended, which is rank 0 or torchrun; see its output"
+            ) from error
+
+
+def name_ranks(ranks: list[int]) -> str:
+    """Example: [1] is "rank 1", [1, 3] is "ranks 1, 3"."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shorten_names(ranks)}"

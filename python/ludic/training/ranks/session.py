@@ -1,0 +1,245 @@
+"""Joining the ranks of a run and leaving them: from the launcher's environment to a process group,
+and from an error on one rank to its end on all."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import logging
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from ludic.errors import ConfigError, RankError
+from ludic.exit_codes import TRY_AGAIN
+from ludic.rank_environment import RankEnvironment, read_rank_environment
+from ludic.training import watchdog
+from ludic.training.ranks.meeting import Failure, Meeting, name_ranks
+
+logger = logging.getLogger(__name__)
+
+TIMEOUT_S, RENDEZVOUS_TIMEOUT_S = 600.0, 600.0
+LEAVE_S = 5.0
+"""How long the rank that serves the store waits for the others to read why it ends."""
+CONNECT_DELAY_S = 0.1
+
+_meeting: Meeting | None = None
+_environment: RankEnvironment | None = None
+
+
+def meeting() -> Meeting | None:
+    """What the ranks share since `start`; None without it."""
+    return _meeting
+
+
+def start(
+    environment: RankEnvironment | None = None,
+    *,
+    timeout_s: float = TIMEOUT_S,
+    rendezvous_timeout_s: float = RENDEZVOUS_TIMEOUT_S,
+) -> RankEnvironment | None:
+    """Join the other ranks, as torchrun's or Slurm's environment says. Returns that environment;
+    None, and nothing is done, if it says that there is one process.
+
+    All ranks first meet at a store, for which `rendezvous_timeout_s` bounds the wait, because the
+    imports of the slowest rank may take longer than any collective should. The process group is
+    made then: NCCL for tensors on CUDA devices, gloo for those on the CPU. `timeout_s` bounds each
+    of its collectives. Each rank gets the GPU of its local number. Raises RankError, which names
+    the ranks that did not come.
+    """
+    global _meeting, _environment
+    environment = read_rank_environment() if environment is None else environment
+    if environment is None:
+        return None
+    if _meeting is not None or dist.is_initialized():
+        raise ConfigError("ranks.start was called twice, or after torch.distributed.init_process_group; call it once")
+    ends = time.monotonic() + rendezvous_timeout_s
+    store = _open_store(environment, rendezvous_timeout_s)
+    shared = Meeting(PrefixStore(f"ludic/{environment.attempt}", store), environment.rank, environment.world_size)
+    shared.gather(max(1.0, ends - time.monotonic()))
+    _choose_device(environment)
+    if _is_loopback(environment.address) and sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "cpu:gloo",
+        store=PrefixStore(f"group/{environment.attempt}", store),
+        rank=environment.rank,
+        world_size=environment.world_size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    _meeting, _environment = shared, environment
+    return environment
+
+
+def stop(*, wait_s: float = 600.0) -> None:
+    """Leave the other ranks. The rank that serves the store waits until all have left, at most
+    `wait_s`."""
+    global _meeting, _environment
+    shared, environment, _meeting, _environment = _meeting, _environment, None, None
+    if shared is None or environment is None:
+        return
+    try:
+        shared.leave()
+        if environment.rank == 0 and not environment.has_store:
+            shared.wait_until_left(wait_s)
+    except RankError:
+        logger.debug("the store was gone before this rank left", exc_info=True)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@contextmanager
+def joined(
+    environment: RankEnvironment | None = None,
+    *,
+    timeout_s: float = TIMEOUT_S,
+    rendezvous_timeout_s: float = RENDEZVOUS_TIMEOUT_S,
+    exit_code: Callable[[BaseException], int] = lambda error: TRY_AGAIN,
+) -> Iterator[RankEnvironment | None]:
+    """`start` and `stop` around a block. An error that leaves it is told to the other ranks, which
+    end with it. An error that only shows that another rank ended is replaced by RankError, which
+    has the error of that rank, or names it. `exit_code`: the exit status of all ranks by error."""
+    joined_environment = start(environment, timeout_s=timeout_s, rendezvous_timeout_s=rendezvous_timeout_s)
+    if joined_environment is None:
+        yield None
+        return
+    try:
+        yield joined_environment
+    except BaseException as error:
+        try:
+            raise explain(error, exit_code) from error
+        finally:
+            stop(wait_s=LEAVE_S)
+    stop()
+
+
+def explain(error: BaseException, exit_code: Callable[[BaseException], int] = lambda error: TRY_AGAIN) -> BaseException:
+    """The error to raise for one that ends this rank: itself, after the others were told, or
+    RankError with the failure of another rank that caused it."""
+    shared = _meeting
+    if shared is None:
+        return error
+    try:
+        failure = shared.find_failure()
+        if failure is None and _comes_from_collective(error):
+            silent = [rank for rank in shared.find_silent() if rank != shared.rank]
+            failure = shared.find_failure()
+            if failure is None:
+                return _describe_loss(error, silent, shared)
+        if failure is not None:
+            return failure.to_error(None, shared.world_size)
+        shared.report_failure(Failure.of(error, shared.rank, exit_code(error)))
+    except RankError as gone:
+        return gone if _comes_from_collective(error) else error
+    return error
+
+
+def _describe_loss(error: BaseException, silent: list[int], shared: Meeting) -> RankError:
+    """The error for a collective that failed while no rank has said why. The ranks that do not
+    answer were killed, or hang."""
+    text = str(error).splitlines()[0]
+    if "imed out" in text:
+        watchdog.print_stacks()
+    where = (
+        f"no sign from {name_ranks(silent)} of {shared.world_size}, which was killed or hangs" if silent else "all ranks answer"
+    )
+    return RankError(f"rank {shared.rank} lost the others in an exchange between ranks: {where} ({text})")
+
+
+def _comes_from_collective(error: BaseException | None) -> bool:
+    """Whether torch.distributed raised the error, or it was raised while such an error was
+    handled."""
+    while error is not None:
+        text = str(error).lower()
+        named = any(word in text for word in ("gloo", "nccl", "connection closed by peer", "connection reset by peer"))
+        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and named):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _open_store(environment: RankEnvironment, timeout_s: float) -> Any:
+    serves = environment.rank == 0 and not environment.has_store
+    if not serves:
+        _wait_for_port(environment, timeout_s)
+    try:
+        return TCPStore(
+            environment.address,
+            environment.port,
+            is_master=serves,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            master_listen_fd=_listen(environment) if serves else None,
+        )
+    except dist.DistError as error:
+        where = f"{environment.address}:{environment.port}"
+        raise RankError(f"rank {environment.rank} cannot use the store at {where}: {str(error).splitlines()[0]}") from error
+
+
+def _listen(environment: RankEnvironment) -> int:
+    """A listening socket at the address of the store alone, not at all addresses of this machine.
+    If this machine does not know the address by that name, at all of them."""
+    where = f"{environment.address}:{environment.port}"
+    try:
+        listening = _bind(environment.address, environment.port)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise RankError(
+                f"port {environment.port}, for the store of the ranks at {where}, is in use; set MASTER_PORT, or ranks.port under Slurm"
+            ) from error
+        logger.warning(
+            "the store of the ranks listens on all addresses of this machine, since %s is none of them (%s)", where, error
+        )
+        listening = _bind("", environment.port)
+    return listening.detach()
+
+
+def _bind(address: str, port: int) -> socket.socket:
+    family = socket.getaddrinfo(address or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+    return socket.create_server((address, port), family=family, backlog=4096)
+
+
+def _wait_for_port(environment: RankEnvironment, timeout_s: float) -> None:
+    ends = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.create_connection((environment.address, environment.port), timeout=min(10.0, timeout_s)).close()
+            return
+        except OSError as error:
+            if time.monotonic() > ends:
+                where = f"{environment.address}:{environment.port}"
+                raise RankError(
+                    f"rank {environment.rank} of {environment.world_size} found no store at {where} within {timeout_s:g} s ({error}); is "
+                    "rank 0 running, and can this host reach that address and port?"
+                ) from error
+        time.sleep(CONNECT_DELAY_S)
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(socket.gethostbyname(address)).is_loopback
+    except OSError:
+        return False
+
+
+def _choose_device(environment: RankEnvironment) -> None:
+    """Make the GPU of the local rank the current one. A launcher may show each rank its own
+    alone."""
+    if not torch.cuda.is_available():
+        return
+    available = torch.cuda.device_count()
+    if available > 1 and environment.local_rank >= available:
+        raise ConfigError(
+            f"local rank {environment.local_rank} needs a GPU of its own, and this machine has {available}; start at most {available} "
+            "ranks on it"
+        )
+    torch.cuda.set_device(environment.local_rank if available > 1 else 0)

@@ -1,0 +1,184 @@
+"""Ranks as threads that meet at a real store."""
+
+import json
+import threading
+import time
+from contextlib import contextmanager
+from datetime import timedelta
+
+import pytest
+from torch.distributed import HashStore, TCPStore
+
+from ludic.errors import RankError
+from ludic.training.ranks.meeting import Failure, Meeting, name_ranks
+
+PATIENCE_S = 10.0
+
+
+@pytest.fixture
+def store():
+    return TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=10), wait_for_workers=False)
+
+
+def meetings(store, world_size):
+    """A meeting for each rank, with connections of their own."""
+    return [Meeting(store.clone(), rank, world_size) for rank in range(world_size)]
+
+
+def on_ranks(ranks, work):
+    """Call `work` with each meeting, in threads. Returns results or errors, by rank."""
+    results = [None] * len(ranks)
+
+    def run(number, meeting):
+        try:
+            results[number] = work(meeting)
+        except Exception as error:
+            results[number] = error
+
+    threads = [threading.Thread(target=run, args=each, daemon=True) for each in enumerate(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert not any(thread.is_alive() for thread in threads)
+    return results
+
+
+@contextmanager
+def faster_than(seconds):
+    started = time.monotonic()
+    yield
+    assert time.monotonic() - started < seconds
+
+
+def test_ranks_come_and_those_that_do_not_are_named(store):
+    assert on_ranks(meetings(store, 3), lambda meeting: meeting.gather(PATIENCE_S)) == [None] * 3
+    late = HashStore()
+    for rank in (0, 2):
+        with pytest.raises(RankError, match=r"rank(s 1, 2| 1) of 3 did not come to the store within 0.01 s"):
+            Meeting(late, rank, 3).gather(0.01)
+
+
+def test_an_error_of_one_rank_is_raised_on_all(store):
+    ranks = meetings(store, 3)
+
+    def work(meeting):
+        with meeting.agree("saving", PATIENCE_S):
+            if meeting.rank == 1:
+                raise OSError("the disk is full")
+
+    first, own, third = on_ranks(ranks, work)
+    assert isinstance(own, OSError)
+    for error in (first, third):
+        assert isinstance(error, RankError)
+        assert str(error).startswith("saving failed on rank 1 of 3, on ")
+        assert str(error).endswith("OSError: the disk is full")
+    assert on_ranks(ranks, lambda meeting: meeting.agree("saving again", PATIENCE_S).__enter__()) == [None] * 3
+
+
+def test_a_rank_that_does_not_come_to_an_agreement_is_named_at_the_deadline(store):
+    ranks = meetings(store, 3)
+
+    def work(meeting):
+        if meeting.rank != 1:
+            with meeting.agree("saving", 0.2):
+                pass
+
+    with faster_than(5):
+        errors = on_ranks(ranks, work)
+    assert [str(errors[rank]) for rank in (0, 2)] == [f"saving: rank {rank} waited 0.2 s for rank 1 of 3" for rank in (0, 2)]
+
+
+def test_a_failure_ends_the_waits_of_others_at_once(store):
+    ranks = meetings(store, 2)
+
+    def work(meeting):
+        if meeting.rank == 1:
+            meeting.report_failure(Failure.of(ValueError("no reward"), 1, exit_code=78))
+            return
+        with meeting.agree("saving", PATIENCE_S):
+            pass
+
+    with faster_than(5):
+        error, _ = on_ranks(ranks, work)
+    assert isinstance(error, RankError)
+    assert error.exit_code == 78
+    assert "the run failed on rank 1 of 2" in str(error)
+    assert str(error).endswith("ValueError: no reward")
+    assert ranks[1].find_failure() is None  # its own
+
+
+def test_what_rank_0_says_reaches_all_and_so_does_its_error(store):
+    ranks = meetings(store, 3)
+
+    def ask(meeting, question):
+        with meeting.rank_0_alone("measuring", PATIENCE_S) as shared:
+            if meeting.rank == 0:
+                shared.append(question())
+        return shared
+
+    assert on_ranks(ranks, lambda meeting: ask(meeting, lambda: {"reward": 0.5})) == [[{"reward": 0.5}]] * 3
+    own, *others = on_ranks(ranks, lambda meeting: ask(meeting, lambda: 1 / 0))
+    assert isinstance(own, ZeroDivisionError)
+    assert all(str(error).startswith("measuring failed on rank 0 of 3") for error in others)
+    assert on_ranks(ranks, lambda meeting: ask(meeting, lambda: None)) == [[None]] * 3
+
+
+def test_a_rank_that_works_too_long_is_not_waited_for(store):
+    waiting = meetings(store, 2)[1]
+    with pytest.raises(RankError, match=r"measuring: rank 1 waited 0.1 s for rank 0"), waiting.rank_0_alone("measuring", 0.1):
+        pass
+
+
+def test_ranks_that_do_different_things_notice(store):
+    def work(meeting):
+        with meeting.agree("saving" if meeting.rank else "loading", PATIENCE_S):
+            pass
+
+    _, second = on_ranks(meetings(store, 2), work)
+    assert "the ranks have diverged: rank 0 is at 'loading', rank 1 at 'saving'" in str(second)
+
+
+def test_keys_of_old_agreements_are_deleted(store):
+    ranks = meetings(store, 2)
+
+    def work(meeting):
+        for _ in range(20):
+            with meeting.agree("saving", PATIENCE_S):
+                pass
+            with meeting.rank_0_alone("asking", PATIENCE_S) as shared:
+                shared.append(1)
+
+    before = store.num_keys()
+    assert on_ranks(ranks, work) == [None, None]
+    assert store.num_keys() - before < 15
+
+
+def test_a_stop_reaches_all_ranks_and_the_first_signal_stays(store):
+    first, second = meetings(store, 2)
+    assert second.requested_stop() is None
+    first.request_stop(15)
+    second.request_stop(2)
+    assert [meeting.requested_stop() for meeting in (first, second)] == [15, 15]
+
+
+def test_ranks_that_lost_each_other_find_who_is_silent(store):
+    ranks = meetings(store, 4)
+    silent = on_ranks(ranks, lambda meeting: meeting.find_silent() if meeting.rank != 2 else None)
+    assert silent == [[2], [2], None, [2]]
+    assert name_ranks([2]) == "rank 2"
+    assert name_ranks([2, 5]) == "ranks 2, 5"
+
+
+def test_a_store_that_ended_is_named():
+    served = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=10), wait_for_workers=False)
+    meeting = Meeting(TCPStore("127.0.0.1", served.port, timeout=timedelta(seconds=10), wait_for_workers=False), 1, 2)
+    del served
+    with pytest.raises(RankError, match="the store of the ranks is gone"):
+        meeting.gather(PATIENCE_S)
+
+
+def test_a_failure_travels_as_json():
+    failure = Failure.of(KeyError("reward"), 3)
+    assert Failure(**json.loads(json.dumps(vars(failure)))) == failure
+    assert failure.text == "KeyError: 'reward'"
