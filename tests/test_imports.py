@@ -20,6 +20,7 @@ LAYERS = [
         *("ludic._lazy", "ludic._core"),
     ],
     ["ludic.types", "ludic.files"],
+    ["ludic.launch"],
     ["ludic.models", "ludic.parsers", "ludic.data", "ludic.context"],
     ["ludic.inference"],
     ["ludic.envs", "ludic.agents", "ludic.agent", "ludic.distributed"],

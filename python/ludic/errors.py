@@ -140,6 +140,10 @@ class OwnershipLost(LudicError, RuntimeError):
     """Another trainer owns the queue. This one must stop, and must not be restarted."""
 
 
+class LaunchError(LudicError, RuntimeError):
+    """A process of a run could not be started or placed."""
+
+
 class ServerError(InferenceError):
     """A server rejected a call with the HTTP status `status`; `reason` is its text."""
 

@@ -6,14 +6,13 @@ Each command imports what it needs when it runs, so that `--help` is fast.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
+from ludic.cli.user_errors import report_user_errors
 from ludic.training.presets.registry import REGISTRY
 
 
@@ -90,7 +89,7 @@ def train(
     from ludic.cli.train import train_command
 
     settings = [*(arguments or ()), *([f"algorithm={algorithm}"] if algorithm else ()), *_make_lr_setting(lr)]
-    with _report_user_errors():
+    with report_user_errors():
         _refuse_flags(arguments)
         code = train_command(settings, resume=resume, json_only=json_only, print_config=print_config)
     raise typer.Exit(code)
@@ -123,7 +122,7 @@ def sft(
 ) -> None:
     from ludic.cli.sft import sft_command
 
-    with _report_user_errors():
+    with report_user_errors():
         _refuse_flags(arguments)
         code = sft_command(
             [*(arguments or ()), *_make_lr_setting(lr)], resume=resume, json_only=json_only, print_config=print_config
@@ -163,7 +162,7 @@ def train_rm(
 ) -> None:
     from ludic.cli.train_rm import train_rm_command
 
-    with _report_user_errors():
+    with report_user_errors():
         code = train_rm_command(arguments or (), resume=resume, json_only=json_only, print_config=print_config)
     raise typer.Exit(code)
 
@@ -196,7 +195,7 @@ def rollout(
 ) -> None:
     from ludic.cli.rollout import rollout_command
 
-    with _report_user_errors():
+    with report_user_errors():
         code = rollout_command(arguments or (), episodes=episodes, keep=keep, out=out, json_only=json_only)
     raise typer.Exit(code)
 
@@ -210,29 +209,6 @@ def _refuse_flags(arguments: list[str] | None) -> None:
         from ludic.recipes.compose import list_settings, refuse_flags
 
         refuse_flags(arguments or (), list_settings())
-
-
-@contextmanager
-def _report_user_errors() -> Iterator[None]:
-    """Turn errors of ludic and of the machine into one line and an exit status: 2 for wrong input
-    (a setting, a file, its content), 1 for anything else. Other exceptions are bugs and show their
-    traceback."""
-    from ludic.cli.machine_faults import describe_machine_fault
-    from ludic.errors import ConfigError, ConfigTypeError, DataError, DataKeyError, DataTypeError, LudicError, MissingExtraError
-
-    input_errors = (ConfigError, ConfigTypeError, DataError, DataKeyError, DataTypeError, MissingExtraError)
-
-    try:
-        yield
-    except LudicError as error:
-        typer.secho(f"ludic: {error}", err=True, fg="red")
-        raise typer.Exit(2 if isinstance(error, input_errors) else 1) from error
-    except Exception as error:
-        line = describe_machine_fault(error)
-        if line is None:
-            raise
-        typer.secho(f"ludic: {line}", err=True, fg="red")
-        raise typer.Exit(1) from error
 
 
 _EVAL_HELP = """Measure a model on the held-out problems of a task: accuracy (avg@k) and pass@k with confidence intervals.
@@ -264,7 +240,7 @@ def evaluate(
 ) -> None:
     from ludic.cli.evaluate import eval_command
 
-    with _report_user_errors():
+    with report_user_errors():
         code = eval_command(arguments or (), json_only=json_only, print_config=print_config)
     raise typer.Exit(code)
 
@@ -314,7 +290,7 @@ def serve(
 ) -> None:
     from ludic.cli.serve import ServeSettings, serve_command
 
-    with _report_user_errors():
+    with report_user_errors():
         settings = ServeSettings(
             model=model,
             host=host,
@@ -351,7 +327,7 @@ _AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 def list_checkpoints(path: _CheckpointPath, json_only: _AsJson = False) -> None:
     from ludic.cli.checkpoint import checkpoint_command
 
-    with _report_user_errors():
+    with report_user_errors():
         code = checkpoint_command(path, verify=False, json_only=json_only)
     raise typer.Exit(code)
 
@@ -360,7 +336,7 @@ def list_checkpoints(path: _CheckpointPath, json_only: _AsJson = False) -> None:
 def verify_checkpoints(path: _CheckpointPath, json_only: _AsJson = False) -> None:
     from ludic.cli.checkpoint import checkpoint_command
 
-    with _report_user_errors():
+    with report_user_errors():
         code = checkpoint_command(path, verify=True, json_only=json_only)
     raise typer.Exit(code)
 

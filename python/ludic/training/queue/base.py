@@ -179,8 +179,8 @@ class GroupLog(Protocol):
 
     def set_aside(self, entry: Entry, reason: str) -> None:
         """Keep a copy of an entry that could not be trained on. The entry itself stays in the log,
-        so that a restarted trainer meets it again; the same position is kept once. At most the
-        last `KEPT_ASIDE` are kept, all are counted."""
+        so that a restarted trainer meets it again, and does nothing if its position is among the
+        copies. The last `KEPT_ASIDE` copies are kept, all are counted."""
         ...
 
     def aside(self) -> list[AsideEntry]:
@@ -204,9 +204,10 @@ class GroupLog(Protocol):
         ...
 
     def renew(self, lease: Lease, *, lease_s: float = DEFAULT_LEASE_S) -> bool:
-        """Have the lease for `lease_s` seconds from now, also if its time was up and nobody took
-        the group since. False if somebody did, or if the group is not outstanding as it was leased:
-        it was delivered, withdrawn or offered anew, or the data are gone."""
+        """Have the lease for `lease_s` seconds from now, also if its time was up and nobody has the
+        group now; `attempt` stays. False if somebody has it, or if it is not outstanding as it was
+        leased: it was delivered, withdrawn or offered with another version, or the data are gone.
+        """
         ...
 
     def give_back(self, lease: Lease) -> None:

@@ -1,0 +1,169 @@
+"""Runs one command, and ends it with every process that it started, when the command ends, when
+asked to, or when the process that asked for it is gone.
+
+A guard is a small process around each command. Orphans of the command become children of the guard
+(PR_SET_CHILD_SUBREAPER), so that none escapes, not even from a session of its own, such as the
+ranks of torchrun. The guard reads from a socket whose other end only its parent holds: each byte is
+the number of a signal for the command, and the end of the stream means that the parent is gone. The
+guard ends as the command did. On systems other than Linux it ends the process group of the command
+only.
+
+This file is run as a script by an interpreter that imports only the standard library.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import NoReturn
+
+PARENT_CHECK_S = 0.2
+"""How often a guard checks that its parent exists: a fork of the parent may hold the socket
+open."""
+KILL_DEADLINE_S = 10.0
+"""How long a guard waits for processes that do not end although they were killed: a process that
+waits for a broken disk may not."""
+_SUBREAPER, _PARENT_SIGNAL = 36, 1
+"""PR_SET_CHILD_SUBREAPER and PR_SET_PDEATHSIG of prctl(2)."""
+_LINUX = sys.platform == "linux"
+
+
+def run_guarded(link: socket.socket, parent: int, argv: list[str]) -> int:
+    """Run the command until it has ended with all its processes. Returns its wait status.
+
+    Writes one line of JSON to `link`: the process id, or the error if the command cannot be
+    started, which is raised too.
+    """
+    if _LINUX:
+        _prctl(_SUBREAPER, 1)
+    wakeups, wakeup = os.pipe()
+    os.set_blocking(wakeup, False)
+    signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)  # makes the end of a child write to the pipe
+    child = _start(link, argv)
+    for handled in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(handled, lambda number, _: _send(child, number))
+    status: int | None = None
+    while status is None:
+        ready = select.select([link.fileno(), wakeups], [], [], PARENT_CHECK_S)[0]
+        if wakeups in ready:
+            os.read(wakeups, 4096)
+        message = link.recv(64) if link.fileno() in ready else None
+        if message == b"" or os.getppid() != parent:
+            break
+        for number in message or b"":
+            _send(child, number)
+        status = _reap(child)
+    return _end_all(child, status)
+
+
+def _start(link: socket.socket, argv: list[str]) -> int:
+    guard = os.getpid()
+    try:
+        child = subprocess.Popen(
+            argv, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=lambda: _end_with_guard(guard)
+        )
+    except OSError as error:
+        link.sendall(json.dumps({"errno": error.errno, "error": error.strerror}).encode() + b"\n")
+        raise
+    link.sendall(json.dumps({"pid": child.pid}).encode() + b"\n")
+    child.returncode = 0  # it is waited for below
+    return child.pid
+
+
+def _end_with_guard(guard: int) -> None:
+    """In the command's process: be killed with the guard."""
+    if _LINUX:
+        _prctl(_PARENT_SIGNAL, signal.SIGKILL)
+        if os.getppid() != guard:
+            os._exit(128 + signal.SIGKILL)
+
+
+def _end_all(child: int, status: int | None) -> int:
+    """Kill the command and every process that it left. Returns the command's wait status."""
+    deadline = time.monotonic() + KILL_DEADLINE_S
+    while True:
+        left = set(_descendants()) if _LINUX else set()
+        for pid in left:
+            _send(pid, signal.SIGKILL)
+        if not _LINUX:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(child, signal.SIGKILL)
+        if status is None:
+            status = _reap(child)
+        elif not left:
+            return status
+        else:
+            _reap(child)
+        if time.monotonic() > deadline:
+            return int(signal.SIGKILL) if status is None else status
+        time.sleep(0.002)
+
+
+def _reap(child: int) -> int | None:
+    """Collect all processes that have ended. Returns the wait status of `child` if it is one."""
+    status = None
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            pid, ended = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                break
+            if pid == child:
+                status = ended
+    return status
+
+
+def _descendants() -> Iterator[int]:
+    """The processes that come from this one, zombies included: a process whose first thread has
+    ended looks like one."""
+    children: dict[int, list[int]] = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
+            parent = int(file.read().rsplit(b")", 1)[1].split()[1])
+            children.setdefault(parent, []).append(int(name))
+    todo = [os.getpid()]
+    while todo:
+        found = children.get(todo.pop(), [])
+        yield from found
+        todo += found
+
+
+def _send(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError, ValueError):
+        os.kill(pid, number)
+
+
+def _prctl(option: int, value: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl")
+
+
+def end_like(status: int) -> NoReturn:
+    """End this process with the wait status of another one, without a core file of its own."""
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        with contextlib.suppress(OSError, ValueError):  # SIGKILL has no handler to restore
+            signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+        time.sleep(1.0)
+        os._exit(128 + number)
+    os._exit(os.WEXITSTATUS(status))
+
+
+if __name__ == "__main__":
+    try:
+        ended = run_guarded(socket.socket(fileno=0), int(sys.argv[1]), sys.argv[2:])
+    except OSError as failed:
+        os._exit(127 if failed.errno else 126)
+    end_like(ended)

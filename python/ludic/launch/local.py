@@ -1,0 +1,165 @@
+"""Runs processes as children of this process, on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ludic.errors import LaunchError
+from ludic.launch import guard
+from ludic.launch.gpus import GpuPool, find_gpus
+from ludic.launch.logs import ProcessLog
+from ludic.launch.process import Ended, Process, Started
+
+LOOPBACK = "127.0.0.1"
+START_S = 30.0
+"""How long a guard may take to start its command."""
+KILL_S = guard.KILL_DEADLINE_S + 5.0
+POLL_S = 0.01
+
+
+class LocalPlace:
+    """Child processes, each under a guard that ends it with all that it started: when it ends, when
+    it is stopped, and when this process is gone, however that ended.
+
+    Each writes to `FOLDER/workers/NAME.log`. `gpus` are lent to those that ask for some; the
+    default is all that this process may use.
+    """
+
+    def __init__(self, folder: Path, *, gpus: Sequence[str] | None = None) -> None:
+        self._folder = folder / "workers"
+        self._gpus = GpuPool(find_gpus(os.environ) if gpus is None else gpus)
+        self._running: dict[str, _Child] = {}
+        self._news: list[Started | Ended] = []
+
+    def start(self, process: Process) -> None:
+        if process.name in self._running:
+            raise LaunchError(f"{process.name} runs already; stop it first")
+        variables = self._gpus.lend(process)
+        hosts = dict.fromkeys(process.named_hosts(), LOOPBACK)
+        try:
+            child = _Child(process.with_argv(process.resolve(sys.executable, hosts)), self._folder, variables)
+        except BaseException:
+            self._gpus.give_back(process.name)
+            raise
+        self._running[process.name] = child
+        self._news.append(Started(process.name, child.pid, socket.gethostname(), str(child.log.path)))
+
+    def poll(self) -> list[Started | Ended]:
+        for name, child in list(self._running.items()):
+            if (ended := child.poll()) is not None:
+                self._forget(name)
+                self._news.append(ended)
+        news, self._news = self._news, []
+        return news
+
+    def ask(self, name: str, number: int = signal.SIGTERM) -> None:
+        if name in self._running:
+            self._running[name].send(number)
+
+    def close(self, grace_s: float = 0.0) -> list[Ended]:
+        return self.stop(list(self._running), grace_s)
+
+    def stop(self, names: Sequence[str], grace_s: float) -> list[Ended]:
+        children = {name: self._running[name] for name in names if name in self._running}
+        if grace_s > 0:
+            for child in children.values():
+                child.send(signal.SIGTERM)
+        deadline = time.monotonic() + grace_s
+        while time.monotonic() < deadline and any(child.poll() is None for child in children.values()):
+            time.sleep(POLL_S)
+        for child in children.values():
+            child.kill()
+        ended = []
+        for name, child in children.items():
+            ended.append(child.wait(KILL_S))
+            self._forget(name)
+        self._news = [news for news in self._news if news.name not in children]
+        return ended
+
+    def _forget(self, name: str) -> None:
+        self._running.pop(name).close()
+        self._gpus.give_back(name)
+
+
+class _Child:
+    """A process under its guard."""
+
+    def __init__(self, process: Process, folder: Path, variables: dict[str, str]) -> None:
+        self.name, self.log = process.name, ProcessLog(folder, process.name)
+        self._began = time.monotonic()
+        self._ended: Ended | None = None
+        self._link, other = socket.socketpair()
+        command = [sys.executable, "-I", "-S", os.path.abspath(guard.__file__), str(os.getpid()), *process.argv]
+        try:
+            with other, self.log.open() as log:
+                self._guard = subprocess.Popen(
+                    command,
+                    env={**os.environ, **variables, **process.env},
+                    stdin=other.fileno(),
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            report = self._read_report()
+            if "pid" not in report:
+                self._guard.wait(KILL_S)
+                raise LaunchError(f"{process.name} cannot be started: {process.argv[0]}: {report['error']}; correct the command")
+        except BaseException:
+            self._link.close()
+            raise
+        self.pid = int(report["pid"])
+
+    def _read_report(self) -> dict[str, Any]:
+        """What the guard says of the start of its command."""
+        message, deadline = b"", time.monotonic() + START_S
+        while not message.endswith(b"\n"):
+            left = deadline - time.monotonic()
+            if left <= 0 or not select.select([self._link], [], [], left)[0]:
+                raise LaunchError(
+                    f"{self.name} was not started within {START_S:g} s: the machine is overloaded; see {self.log.path}"
+                )
+            if not (part := self._link.recv(4096)):
+                raise LaunchError(f"{self.name} cannot be started: its guard failed; see {self.log.path}\n{self.log.tail()}")
+            message += part
+        return dict(json.loads(message))
+
+    def poll(self) -> Ended | None:
+        code = self._guard.poll()
+        if code is not None and self._ended is None:
+            seconds = time.monotonic() - self._began
+            self._ended = Ended(
+                self.name, code if code >= 0 else None, -code if code < 0 else None, seconds, tail=self.log.tail()
+            )
+        return self._ended
+
+    def send(self, number: int) -> None:
+        with contextlib.suppress(OSError):
+            self._link.send(bytes([number]))
+
+    def kill(self) -> None:
+        """Make the guard kill the process and all that it started."""
+        self._link.close()
+
+    def wait(self, timeout_s: float) -> Ended:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._guard.wait(timeout_s)
+        return self.poll() or self._give_up()
+
+    def _give_up(self) -> Ended:
+        self._guard.kill()
+        self._guard.wait()
+        return self.poll() or Ended(self.name, None, signal.SIGKILL, time.monotonic() - self._began, "")
+
+    def close(self) -> None:
+        self._link.close()

@@ -1,0 +1,308 @@
+"""Starts the processes of a run, restarts those that fail, and ends all when the trainer is done.
+
+What a process does is not known here, only how it ends:
+
+| exit status | the trainer | another process |
+|---|---|---|
+| 0 | the run is done: all are ended, status 0 | it is done |
+| 2, 78 | all are ended, with this status | not restarted |
+| 130, 143 | it was asked to stop and has: all are ended, with this status | restarted |
+| anything else, a signal, a lost machine | restarted | restarted |
+
+Restarts are limited by `RestartBudget`. A trainer that may not be restarted ends the run, with its
+status; another process does so only if no process of its role is left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ludic.errors import LaunchError
+from ludic.launch.events import EVENTS, EventLog
+from ludic.launch.place import Place
+from ludic.launch.process import DONE, STOP, USAGE, Ended, Process, Started, check_processes
+from ludic.launch.restarts import RestartBudget
+from ludic.launch.state import BEAT_S, LaunchState, ProcessState
+
+logger = logging.getLogger(__name__)
+
+WINDOW_S = 600.0
+"""The time in which a process may be restarted `Process.restarts` times."""
+STOP_GRACE_S = 30.0
+"""How long the trainer may take to save and end after a polite stop."""
+OTHERS_GRACE_S = 10.0
+"""How long the other processes may take to end once the trainer has ended."""
+POLL_S = 0.05
+FINAL = (USAGE, STOP)
+"""Exit statuses that a restart would not change."""
+POLITE = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+"""Exit statuses of a trainer that was asked to stop, saved, and ended."""
+
+
+@dataclass
+class _Slot:
+    """A process, and what is planned for it."""
+
+    process: Process
+    budget: RestartBudget
+    state: ProcessState
+    start_at: float | None = 0.0
+    """When to start it, by the supervisor's clock; None if it is not to be started."""
+
+    @property
+    def is_live(self) -> bool:
+        return self.start_at is not None or self.state.state in ("starting", "running")
+
+
+class Supervisor:
+    """Runs `processes` on `place` until all of the role `until` have ended with status 0.
+
+    >>> with contextlib.closing(LocalPlace(run)) as place:
+    ...     status = Supervisor(place, processes, folder=run).run()
+
+    Roles are started in the order of `processes`; the first of a role starts once all earlier ones
+    run. `folder` gets events.jsonl and launch.json. `note` is told in one line what a person should
+    know. `clock` and `sleep` are replaced in tests.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        processes: Sequence[Process],
+        *,
+        folder: Path,
+        until: str = "trainer",
+        place_name: str = "local",
+        note: Callable[[str], None] = logger.warning,
+        window_s: float = WINDOW_S,
+        stop_grace_s: float = STOP_GRACE_S,
+        others_grace_s: float = OTHERS_GRACE_S,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        check_processes(list(processes))
+        if not any(process.role == until for process in processes):
+            raise LaunchError(
+                f"no process has the role {until}, so the run would have no end; roles: {sorted({p.role for p in processes})}"
+            )
+        self._place, self._folder, self._until, self._note = place, folder, until, note
+        self._stop_grace_s, self._others_grace_s, self._clock, self._sleep = stop_grace_s, others_grace_s, clock, sleep
+        self._slots = {
+            process.name: _Slot(process, RestartBudget(process.restarts, window_s), ProcessState(process.name, process.role))
+            for process in processes
+        }
+        self._window_s = window_s
+        self._events = EventLog(folder / EVENTS)
+        now = time.time()
+        states = [slot.state for slot in self._slots.values()]
+        self._launch = LaunchState(os.getpid(), socket.gethostname(), place_name, now, now, processes=states)
+        self._signals: list[int] = []
+        self._stopped_by: int | None = None
+        self._stop_deadline = 0.0
+        self._beat_at = 0.0
+
+    def run(self) -> int:
+        """Run to the end and return the exit status: that of the trainer, or 128 plus the signal's
+        number after SIGTERM or SIGINT.
+
+        The first signal is passed to the trainer, which then has `stop_grace_s` to save and end; so
+        are the following ones. Raises LaunchError if a process cannot be started the first time.
+        """
+        status: int | None = None
+        with self._catch_signals():
+            try:
+                while (status := self.tick()) is None:
+                    self._sleep(POLL_S)
+            finally:
+                self._end_all(status)
+        return status
+
+    def request_stop(self, number: int = signal.SIGTERM) -> None:
+        """Do what the signal would do. May be called from a signal handler or another thread."""
+        self._signals.append(number)
+
+    def tick(self) -> int | None:
+        """One round: what has ended, what is to be started. Returns the exit status at the end."""
+        status = None
+        for report in self._place.poll():
+            if isinstance(report, Started):
+                self._on_started(report)
+            elif (found := self._on_ended(report)) is not None:
+                status = found if status is None else status
+        if self._signals:
+            self._on_signal(self._signals.pop(0))
+        if status is None and self._stopped_by is not None:
+            status = self._stop_status()
+        if status is None and self._stopped_by is None:
+            self._start_due()
+        if self._clock() >= self._beat_at:
+            self._write_state()
+        return status
+
+    def _start_due(self) -> None:
+        """Start what is due. A role waits for the roles before it until they have started once."""
+        for slot in self._slots.values():
+            if slot.start_at is not None and slot.start_at <= self._clock() and self._may_start(slot):
+                self._start(slot)
+
+    def _may_start(self, slot: _Slot) -> bool:
+        earlier = [other.state for other in self._before(slot)]
+        return slot.state.since is not None or all(state.since is not None and state.state != "starting" for state in earlier)
+
+    def _before(self, slot: _Slot) -> Iterator[_Slot]:
+        for other in self._slots.values():
+            if other.process.role == slot.process.role:
+                return
+            yield other
+
+    def _start(self, slot: _Slot) -> None:
+        again, slot.start_at = slot.state.last_end is not None, None
+        self._change(slot, "starting")
+        try:
+            self._place.start(slot.process)
+        except LaunchError as error:
+            if not again:
+                raise
+            self._on_ended(Ended(slot.process.name, None, None, 0.0, str(error)))
+
+    def _on_started(self, started: Started) -> None:
+        slot = self._slots[started.name]
+        slot.state.pid, slot.state.host, slot.state.log = started.pid, started.host, started.log
+        self._change(slot, "running")
+        self._events.write("start", **self._name(slot), pid=started.pid, host=started.host, restarts=slot.state.restarts)
+
+    def _on_ended(self, ended: Ended) -> int | None:
+        """Returns the exit status of the run if it is over."""
+        slot = self._slots[ended.name]
+        self._record_end(slot, ended)
+        is_trainer = slot.process.role == self._until
+        if self._stopped_by is not None:
+            self._change(slot, "ended")
+            return None
+        if ended.status == DONE:
+            self._change(slot, "ended")
+            trainers = [other for other in self._slots.values() if other.process.role == self._until]
+            return DONE if is_trainer and all(other.state.state == "ended" for other in trainers) else None
+        if is_trainer and ended.code in POLITE:
+            self._note(f"{ended.describe()}: it was asked to stop")
+            self._change(slot, "ended")
+            return ended.status
+        delay = None if ended.code in FINAL else slot.budget.spend(self._clock())
+        if delay is None:
+            return self._give_up(slot, ended)
+        slot.start_at = self._clock() + delay
+        slot.state.restarts += 1
+        self._change(slot, "waiting")
+        self._events.write("restart", **self._name(slot), delay_s=delay, restarts=slot.state.restarts)
+        self._note(f"{ended.describe()}; restarted {f'after {delay:g} s' if delay else 'at once'}{_indent(ended.tail)}")
+        return None
+
+    def _give_up(self, slot: _Slot, ended: Ended) -> int | None:
+        self._change(slot, "given_up")
+        self._events.write("give_up", **self._name(slot), status=ended.status)
+        window = f"{self._window_s / 60:g} minutes"
+        why = (
+            "a restart would not help" if ended.code in FINAL else f"it has used its {slot.process.restarts} restarts in {window}"
+        )
+        self._note(f"{ended.describe()} and is not restarted: {why}; its log is {slot.state.log}{_indent(ended.tail)}")
+        others = [other for other in self._slots.values() if other.process.role == slot.process.role]
+        if slot.process.role == self._until or not any(other.is_live for other in others):
+            return ended.status
+        return None
+
+    def _on_signal(self, number: int) -> None:
+        if self._stopped_by is None:
+            self._stopped_by, self._stop_deadline = number, self._clock() + self._stop_grace_s
+            self._events.write("stop", signal=number)
+            self._note(f"stopping: waiting up to {self._stop_grace_s:g} s for the {self._until} to save and end")
+        for slot in self._slots.values():
+            slot.start_at = None
+            if slot.process.role == self._until:
+                self._place.ask(slot.process.name, number)
+
+    def _stop_status(self) -> int | None:
+        """The exit status of a run that was asked to stop, once its trainer has ended or its time
+        is over."""
+        assert self._stopped_by is not None
+        trainers = [slot for slot in self._slots.values() if slot.process.role == self._until]
+        if any(slot.is_live for slot in trainers):
+            if self._clock() < self._stop_deadline:
+                return None
+            self._note(f"the {self._until} did not end within {self._stop_grace_s:g} s and is killed")
+            return 128 + self._stopped_by
+        codes = {(slot.state.last_end or {}).get("code") for slot in trainers}
+        return DONE if codes == {DONE} else STOP if STOP in codes else 128 + self._stopped_by
+
+    def _end_all(self, status: int | None) -> None:
+        """End what still runs: first the trainer, which others may hold up, then they. Without a
+        status, or once the time of a polite stop is over, nothing is waited for."""
+        trainers = [slot for slot in self._slots.values() if slot.process.role == self._until and slot.is_live]
+        for slot in self._slots.values():
+            slot.start_at = None
+        grace_s = self._stop_grace_s if status is not None and self._stopped_by is None else 0.0
+        try:
+            self._record_all(self._place.stop([slot.process.name for slot in trainers], grace_s))
+            self._record_all(self._place.close(0.0 if status is None else self._others_grace_s))
+        finally:
+            self._launch.exit_status = status
+            self._events.write("end_of_launch", status=status)
+            self._write_state()
+
+    def _record_all(self, ended: Sequence[Ended]) -> None:
+        for end in ended:
+            slot = self._slots[end.name]
+            self._record_end(slot, end)
+            self._change(slot, "ended")
+
+    def _record_end(self, slot: _Slot, ended: Ended) -> None:
+        facts = {"code": ended.code, "signal": ended.signal}
+        slot.state.last_end = {"time": time.time(), **facts, "text": ended.describe()}
+        slot.state.pid = None
+        tail = {} if ended.status == DONE else {"tail": ended.tail}
+        self._events.write("end", **self._name(slot), **facts, seconds=round(ended.seconds, 3), **tail)
+
+    def _change(self, slot: _Slot, state: str) -> None:
+        slot.state.state, slot.state.since = state, time.time()
+        self._beat_at = 0.0  # write the state soon
+
+    def _write_state(self) -> None:
+        self._launch.beat, self._beat_at = time.time(), self._clock() + BEAT_S
+        try:
+            self._launch.write(self._folder)
+        except OSError as error:
+            logger.warning("launch.json cannot be written (%s); `ludic status` shows an old state", error.strerror)
+
+    @staticmethod
+    def _name(slot: _Slot) -> dict[str, Any]:
+        return {"name": slot.process.name, "role": slot.process.role}
+
+    @contextlib.contextmanager
+    def _catch_signals(self) -> Iterator[None]:
+        """While entered, SIGTERM and SIGINT request a stop."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        previous = {
+            number: signal.signal(number, lambda number, _: self.request_stop(number))
+            for number in (signal.SIGTERM, signal.SIGINT)
+        }
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+
+def _indent(tail: str) -> str:
+    """The end of a log, below a line."""
+    return "".join(f"\n    {line}" for line in tail.splitlines()[-5:])
