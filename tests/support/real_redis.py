@@ -21,6 +21,11 @@ def redis_program_or_skip():
     return program
 
 
+def new_name():
+    """A name for a log that no other test of this process has used."""
+    return f"test-{next(_names)}"
+
+
 @contextmanager
 def running_redis(folder, **settings):
     """A server with its data in `folder`; yields a `RedisServer` and kills it on exit."""
@@ -40,6 +45,6 @@ def redis_log(redis_server):
     """A log that no other test has used."""
     from ludic.training.queue.redis import RedisLog
 
-    log = RedisLog(redis_server.url, f"test-{next(_names)}", deadline_s=10.0)
+    log = RedisLog(redis_server.url, new_name(), deadline_s=10.0)
     yield log
     log.disconnect()

@@ -1,18 +1,56 @@
 """`RedisLog` on a real server: what happens when it is killed, emptied, full, or does not answer.
-The laws of all logs are in test_logs."""
+The laws of all logs come first."""
 
 import subprocess
 import threading
 import time
 
 import pytest
-from real_redis import running_redis
+import redis
+from hypothesis.stateful import run_state_machine_as_test
+from log_comparison import compare_with_model
+from log_laws import LogLaws
+from memory_log import Clock
+from real_redis import new_name, running_redis
 
 from ludic.errors import DataError, OwnershipLost, QueueDataLost, QueueError
 from ludic.training.queue.base import MAX_PAYLOAD_BYTES, Work
 from ludic.training.queue.redis import RedisLog
 
 pytestmark = pytest.mark.integration
+
+
+class RedisPlace:
+    """Keys of a server that tests share."""
+
+    def __init__(self, url):
+        self.url, self.name = url, new_name()
+        self.clock, self.logs = Clock(), []
+
+    def connect(self):
+        self.logs.append(RedisLog(self.url, self.name, deadline_s=20.0, clock=self.clock))
+        return self.logs[-1]
+
+    def lose_data(self):
+        client = redis.Redis.from_url(self.url)
+        client.delete(*self.logs[0]._keys)
+        client.close()
+
+    def remove(self):
+        if self.logs:
+            self.lose_data()
+        for log in self.logs:
+            log.disconnect()
+
+
+class TestRedisLog(LogLaws):
+    @pytest.fixture
+    def place(self, redis_server):
+        return RedisPlace(redis_server.url)
+
+
+def test_redis_gives_the_answers_of_the_model(redis_server):
+    run_state_machine_as_test(compare_with_model(lambda: RedisPlace(redis_server.url)))
 
 
 def owned(url, *, name="run", deadline_s=20.0):

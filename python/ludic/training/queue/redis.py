@@ -41,15 +41,20 @@ class RedisLog:
     of your own).
 
     `prefix` names the log: runs at the same time need different ones. `deadline_s`: how long a call
-    tries to reach the server before it raises QueueError. The password is never shown.
+    tries to reach the server before it raises QueueError. `clock` gives the seconds that leases and
+    claims are measured in; without it, they are measured by the server. The password is never
+    shown.
 
     >>> log = RedisLog("rediss://:secret@queue.example:6379", "run-7")
     >>> log
     RedisLog('rediss://***@queue.example:6379', 'run-7')
     """
 
-    def __init__(self, url: str, prefix: str, *, deadline_s: float = DEFAULT_DEADLINE_S) -> None:
+    def __init__(
+        self, url: str, prefix: str, *, deadline_s: float = DEFAULT_DEADLINE_S, clock: Callable[[], float] | None = None
+    ) -> None:
         self._prefix = check_prefix(prefix)
+        self._clock = clock
         self._server = RedisConnection(url, deadline_s=deadline_s)
         self._keys = [f"{{{prefix}}}:{name}" for name in scripts.KEYS]
         self._samples = self._keys[scripts.KEYS.index("samples")]
@@ -92,8 +97,7 @@ class RedisLog:
 
     def forget(self, owner: str, through: str) -> None:
         born, _, last = through.partition("/")
-        milliseconds, _, count = last.partition("-")
-        self._run(scripts.FORGET, owner, born, f"{milliseconds}-{int(count) + 1}")
+        self._run(scripts.FORGET, owner, born, last)
 
     def announce(self, owner: str, version: int) -> None:
         self._run(scripts.ANNOUNCE, owner, version)
@@ -136,7 +140,8 @@ class RedisLog:
         return Lease(Work(number, version, attempt), actor, taken[3].decode(), token)
 
     def renew(self, lease: Lease, *, lease_s: float = DEFAULT_LEASE_S) -> bool:
-        return bool(self._run(scripts.RENEW, lease.work.number, lease.token, _to_ms(lease_s)))
+        work = lease.work
+        return bool(self._run(scripts.RENEW, lease.run, work.number, work.version, lease.token, lease.actor, _to_ms(lease_s)))
 
     def give_back(self, lease: Lease) -> None:
         self._run(scripts.GIVE_BACK, lease.work.number, lease.token)
@@ -168,8 +173,9 @@ class RedisLog:
         if script not in self._registered:
             self._registered[script] = self._server.register(scripts.PRELUDE + script)
         run = self._registered[script]
+        time_ms = "" if self._clock is None else _to_ms(self._clock())
         try:
-            return self._server.call(lambda client: run(keys=self._keys, args=arguments, client=client))
+            return self._server.call(lambda client: run(keys=self._keys, args=[*arguments, time_ms], client=client))
         except redis.exceptions.ResponseError as error:
             kind, _, owner = str(error).partition(" script:")[0].partition(" ")
             if kind == "LUDICLOST":

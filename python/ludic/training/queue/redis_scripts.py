@@ -14,7 +14,8 @@ The keys, all with one hash tag, so that they are on one server of a cluster:
     {name}:aside     stream  what was set aside: p (position), n, b, r (reason)
     {name}:kept      hash    position -> its id in `aside`
 
-The clock is the server's. Numbers are below 2^53, which a Lua number and a score hold exactly.
+The last argument of each script is the time in ms, or nothing for that of the server. Numbers are
+below 2^53, which a Lua number and a score hold exactly.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ KEYS = ("log", "samples", "work", "free", "leased", "leases", "tokens", "aside",
 PRELUDE = """
 local LOG, SAMPLES, WORK, FREE, LEASED, LEASES, TOKENS, ASIDE, KEPT = unpack(KEYS)
 
+local CLOCK = table.remove(ARGV)
 local function now_ms()
+  if CLOCK ~= '' then return tonumber(CLOCK) end
   local time = redis.call('TIME')
   return time[1] * 1000 + math.floor(time[2] / 1000)
 end
@@ -61,16 +64,23 @@ local function drop_lease(number)
   redis.call('ZREM', LEASED, number)
 end
 
+local function give_lease(number, token, actor, ends_ms)
+  drop_lease(number)
+  redis.call('ZREM', FREE, number)
+  redis.call('ZADD', LEASED, string.format('%.0f', ends_ms), number)
+  redis.call('HSET', LEASES, number, token .. ' ' .. actor)
+  redis.call('HSET', TOKENS, token, number)
+end
+
 local function drop_work(number)
   drop_lease(number)
   redis.call('ZREM', FREE, number)
   redis.call('HDEL', WORK, number)
 end
 
--- Whether this lease is the one that the number has.
-local function holds(number, token)
-  local lease = redis.call('HGET', LEASES, number)
-  return lease and string.match(lease, '^%S+') == token
+-- Whether the number is outstanding as it was leased.
+local function as_leased(run, number, version)
+  return fact('run') == run and fact('closed') == '0' and facts_of(number) == version
 end
 
 local function append(number, payload)
@@ -155,11 +165,14 @@ if ARGV[1] == born then from = '(' .. ARGV[2] end
 return {born, redis.call('XRANGE', SAMPLES, from, '+', 'COUNT', ARGV[3])}
 """
 
-# owner, the `born` of the position, the id after it
+# owner, the `born` and the id of the position
 FORGET = """
 local refused = disowned(ARGV[1])
 if refused then return refused end
-if fact('born') == ARGV[2] then redis.call('XTRIM', SAMPLES, 'MINID', ARGV[3]) end
+if fact('born') == ARGV[2] then
+  local ms, count = string.match(ARGV[3], '^(%d+)-(%d+)$')
+  redis.call('XTRIM', SAMPLES, 'MINID', ms .. '-' .. string.format('%.0f', count + 1))
+end
 return 1
 """
 
@@ -228,29 +241,29 @@ end
 if not number then return nil end
 local version, attempt, offered = facts_of(number)
 if ran_out then
-  drop_lease(number)
   redis.call('HINCRBY', LOG, 'claimed', 1)
   redis.call('HSET', WORK, number, version .. ' ' .. (attempt + 1) .. ' ' .. offered)
 end
-redis.call('ZADD', LEASED, string.format('%.0f', now + ARGV[3]), number)
-redis.call('ZREM', FREE, number)
-redis.call('HSET', LEASES, number, token .. ' ' .. actor)
-redis.call('HSET', TOKENS, token, number)
+give_lease(number, token, actor, now + ARGV[3])
 return answer(number)
 """
 
-# number token lease_ms
+# run number version token actor lease_ms
 RENEW = """
 also_when_full()
-if not holds(ARGV[1], ARGV[2]) then return 0 end
-redis.call('ZADD', LEASED, string.format('%.0f', now_ms() + ARGV[3]), ARGV[1])
+local run, number, version, token, actor, now = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5], now_ms()
+if not as_leased(run, number, version) then return 0 end
+local ends = redis.call('ZSCORE', LEASED, number)
+local somebodys = ends and tonumber(ends) > now
+if somebodys and redis.call('HGET', TOKENS, token) ~= number then return 0 end
+give_lease(number, token, actor, now + ARGV[6])
 return 1
 """
 
 # number token
 GIVE_BACK = """
 also_when_full()
-if not holds(ARGV[1], ARGV[2]) then return 0 end
+if redis.call('HGET', TOKENS, ARGV[2]) ~= ARGV[1] then return 0 end
 redis.call('ZADD', FREE, ARGV[1], ARGV[1])
 drop_lease(ARGV[1])
 return 1
@@ -258,7 +271,7 @@ return 1
 
 # run number version payload
 DELIVER = """
-if fact('run') ~= ARGV[1] or facts_of(ARGV[2]) ~= ARGV[3] then return 0 end
+if not as_leased(ARGV[1], ARGV[2], ARGV[3]) then return 0 end
 append(ARGV[2], ARGV[4])
 drop_work(ARGV[2])
 return 1
