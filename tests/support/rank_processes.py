@@ -13,6 +13,11 @@ SUPPORT = Path(__file__).parent
 def on_two_ranks(script: str, folder: Path, *arguments: str) -> dict[str, Any]:
     """Run `tests/support/SCRIPT` on two ranks with the arguments RANK STORE OUT and `arguments`.
     Both must succeed within three minutes. Returns the JSON that rank 0 wrote."""
+    return on_ranks(2, script, folder, *arguments)
+
+
+def on_ranks(count: int, script: str, folder: Path, *arguments: str) -> dict[str, Any]:
+    """`on_two_ranks` on `count` ranks."""
     out = folder / "result.json"
     paths = [str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
@@ -24,9 +29,9 @@ def on_two_ranks(script: str, folder: Path, *arguments: str) -> dict[str, Any]:
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for rank in range(2)
+        for rank in range(count)
     ]
     outputs = [process.communicate(timeout=180)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
+    assert [process.returncode for process in processes] == [0] * count, "\n".join(outputs)
     result: dict[str, Any] = json.loads(out.read_text())
     return result

@@ -55,6 +55,7 @@ class StoppableSource(BatchSourceBase):
         self._stop = stop
         self.overlaps, self.max_lag = inner.overlaps, inner.max_lag
         self.shards_across_ranks, self.pairs_incomplete = inner.shards_across_ranks, inner.pairs_incomplete
+        self.divided_by_trainer = inner.divided_by_trainer
 
     async def next_batch(self) -> SAWBatch:
         if self._stop:
@@ -69,3 +70,10 @@ class StoppableSource(BatchSourceBase):
 
     async def finish_pending(self, timeout_s: float = PENDING_PATIENCE_S) -> None:
         await self._inner.finish_pending(timeout_s)
+
+    async def aclose(self) -> None:
+        await self._inner.aclose()
+
+    def unshard(self) -> None:
+        self._inner.unshard()
+        self.shards_across_ranks = self._inner.shards_across_ranks

@@ -136,7 +136,8 @@ class TrainerConfig:
     max_lag: int | None = None
     """Drop samples of a policy that is more than this many versions old; None: never."""
     reduce_stats_across_ranks: bool = False
-    """Log statistics over all ranks instead of those of rank 0."""
+    """Log statistics over all ranks instead of those of rank 0. Those of shared batches always
+    are."""
     profile_memory: bool = False
     """Log peak memory of forward and backward passes (CUDA)."""
     log_every: int = 1

@@ -19,6 +19,7 @@ from ludic.training.batching.preference import (
     split_preference_pairs_by_token_budget as split_preference_pairs_by_token_budget,
     validate_preference_batch as validate_preference_batch,
 )
+from ludic.training.batching.shared_batches import SharedBatches as SharedBatches
 from ludic.training.batching.synced_batching import RolloutBatchSource as RolloutBatchSource
 from ludic.training.rollouts.engine import RolloutEngine as RolloutEngine
 from ludic.training.rollouts.request_groups import (

@@ -22,7 +22,8 @@ class ItemBatchSource(BatchSourceBase):
 
     With several ranks, the samples of a pass are divided among them. All ranks get the same number
     of samples: to this end the first samples of the pass are repeated, or with `drop_last` the last
-    ones left out. `batch_size` is per rank.
+    ones left out. `batch_size` is per rank. In `SharedBatches` it is that of all ranks together,
+    and the batches are those of one process.
 
     Example: 5 samples on 2 ranks, not shuffled. The order 0 1 2 3 4 is extended to 0 1 2 3 4 0;
     rank 0 gets 0 2 4, rank 1 gets 1 3 0. With `drop_last` they get 0 2 and 1 3.
@@ -54,16 +55,25 @@ class ItemBatchSource(BatchSourceBase):
             raise ConfigError(f"batch_size ({batch_size}) must be positive")
         self.items, self.batch_size, self.shuffle, self.seed, self.drop_last = items, batch_size, shuffle, seed, drop_last
         self._name, self._ends = name, np.cumsum(sizes)
-        self._world, self._rank = ranks.world_size(), ranks.rank()
-        if drop_last and self._samples_per_rank < batch_size:
-            raise ConfigError(
-                f"drop_last with {len(self)} samples over {self._world} rank(s) leaves no batch of batch_size ({batch_size}); "
-                "lower batch_size or keep the last batch"
-            )
         self._digest: str | None = None
-        self._passes = Passes(self._samples_per_rank, self._draw_order)
+        self._divide(ranks.rank(), ranks.world_size())
         self.batches = 0
         """Number of batches returned so far."""
+
+    def _divide(self, rank: int, world: int) -> None:
+        """Return the part of rank `rank` of `world` of each pass."""
+        self._rank, self._world = rank, world
+        if self.drop_last and self._samples_per_rank < self.batch_size:
+            raise ConfigError(
+                f"drop_last with {len(self)} samples over {world} rank(s) leaves no batch of batch_size ({self.batch_size}); "
+                "lower batch_size or keep the last batch"
+            )
+        self._passes = Passes(self._samples_per_rank, self._draw_order)
+
+    def unshard(self) -> None:
+        """Return the batches of one process from now on."""
+        self._divide(0, 1)
+        self.shards_across_ranks = False
 
     async def next_batch(self) -> SAWBatch:
         """Return the next batch. After the last batch of a pass, the next pass begins."""

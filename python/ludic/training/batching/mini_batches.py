@@ -24,6 +24,7 @@ from ludic import _core
 from ludic.training import ranks
 from ludic.training.batching.micro_batching import MicroBatch, to_tensors, truncate_and_flag
 from ludic.training.batching.packing import CostliestFirst, Packing, Rows, find_line_bounds, plan_lines
+from ludic.training.batching.rank_plans import PlannedAtoms, RankPlans, RankShare, plan_atoms
 from ludic.training.config import TrainerConfig
 from ludic.training.loss import BatchTotals
 from ludic.training.loss.context import collate_actions
@@ -54,6 +55,9 @@ class MacroBatch:
     proximal_logps: Mapping[int, Tensor] | None = None
     """Row -> [A] log-probabilities of the sample's action tokens under the weights at the start of
     the step. Set only if a correction needs them in more than one optimizer step."""
+    share: RankShare | None = None
+    """Set if all ranks have this batch: each of its mini-batches is divided over them. None: these
+    are the samples of this rank alone, and other ranks have others."""
 
     @classmethod
     def ingest(cls, items: Sequence[SAWItem], max_seq_len: int, *, merge_turns: bool = False) -> MacroBatch:
@@ -153,11 +157,11 @@ class MiniBatch:
         two lines of 2 samples and 1 sample have [0, 2, 3]."""
         self.lengths = np.ascontiguousarray(batch.table.lengths[self.rows[self.line_bounds[1:] - 1]])
         """[L] number of tokens of each line: that of its last sample, which contains the others."""
-        self.plan: Packing | None = self._sort_by_cost(self._plan_lines()) if len(self.rows) else None
+        self.plan: Packing | None = self._make_plan() if len(self.rows) else None
         # If all samples have weight 0 and are skipped, one row without weight replaces them, so
         # that the optimizer still takes its step.
         own = len(self.plan) if self.plan is not None else min(1, len(rows))
-        self.num_micro_batches = int(ranks.max_over_ranks([own], cfg.model_device)[0])
+        self.num_micro_batches = own if batch.share is not None else int(ranks.max_over_ranks([own], cfg.model_device)[0])
         """The same on all ranks: a rank with fewer micro-batches adds some without weight."""
 
     def __len__(self) -> int:
@@ -184,7 +188,19 @@ class MiniBatch:
         return self.rows[np.arange(counts.sum()) + np.repeat(begins - (counts.cumsum() - counts), counts)]
 
     def _totals(self, rows: Rows) -> BatchTotals:
-        return batch_totals(self.batch.table, rows, self.cfg.model_device)
+        return batch_totals(self.batch, rows, self.cfg.model_device)
+
+    def _make_plan(self) -> Packing:
+        share = self.batch.share
+        if share is None or share.world == 1:
+            return self._sort_by_cost(self._plan_lines())
+        padding_free = self.cfg.packing == "padding_free"
+        return RankPlans(self._plan_ranks(share.world), self.lengths, share, padding_free=padding_free)
+
+    def _plan_ranks(self, world: int) -> list[PlannedAtoms]:
+        """Plan the lines for all ranks. A subclass may plan several lines as one atom, which stays
+        on one rank."""
+        return [plan_atoms(np.arange(len(self.lengths))[:, None], self.lengths, self.cfg, world)]
 
     def _sort_by_cost(self, plan: Packing) -> CostliestFirst:
         """Sort the micro-batches by computed tokens, then by the longest line (attention is
@@ -204,7 +220,12 @@ class MiniBatch:
 
     def _collate(self, index: int) -> MicroBatch:
         rows = self.micro_batch_rows(index)
-        return self._micro_batch(rows) if len(rows) else _make_weightless(self._micro_batch(np.zeros(1, dtype=np.int64)))
+        return self._micro_batch(rows) if len(rows) else _make_weightless(self._micro_batch(self._weightless_row()))
+
+    def _weightless_row(self) -> Rows:
+        """[1] a row that stands for no sample: with a shared batch the shortest, for which no rank
+        waits."""
+        return np.array([0 if self.batch.share is None else self.batch.table.lengths.argmin()])
 
     def _micro_batch(self, rows: Rows) -> MicroBatch:
         table = self.batch.table
@@ -218,10 +239,14 @@ class MiniBatch:
             tensors["proximal_logps"] = collate_actions([self.batch.proximal_logps.get(int(row)) for row in rows], tensors)
         return MicroBatch(tensors, len(rows), names)
 
+    def lockstep(self) -> tuple[float, float]:
+        """`RankPlans.lockstep`; zeros if the batch is not divided over ranks."""
+        return self.plan.lockstep() if isinstance(self.plan, RankPlans) else (0.0, 0.0)
+
     def padding(self) -> dict[str, float]:
         """Return `PADDING_KEYS`: real tokens; computed tokens, padding included; computed tokens
         under the greedy plan; computed tokens with all samples padded to the longest; and the
-        number of micro-batches."""
+        number of micro-batches. The tokens of a shared batch are those of all ranks."""
         if self.plan is None:
             return dict.fromkeys(PADDING_KEYS, 0.0)
         greedy = self._plan_lines_greedily()
@@ -239,14 +264,12 @@ PADDING_KEYS = (
 )
 
 
-def batch_totals(
-    table: _core.SampleTable, rows: Rows, device: torch.device | str, *, num_pairs: float | None = None
-) -> BatchTotals:
+def batch_totals(batch: MacroBatch, rows: Rows, device: torch.device | str, *, num_pairs: float | None = None) -> BatchTotals:
     """Return the totals of the samples at `rows`, over all ranks. Without `num_pairs`, the
     number of pairs is half the number of samples."""
     pairs = len(rows) / 2 if num_pairs is None else num_pairs
-    weights, targets = table.weights[rows], table.target_counts[rows]
-    if not ranks.is_distributed():
+    weights, targets = batch.table.weights[rows], batch.table.target_counts[rows]
+    if batch.share is not None or not ranks.is_distributed():
         return BatchTotals.from_columns(weights, targets, num_pairs=pairs)
     wide = weights.astype(np.float64)
     sums = ranks.sum_over_ranks([len(rows), float(targets.sum()), float(wide.sum()), pairs], device)

@@ -41,7 +41,7 @@ class OfflineBatchSource(BatchSourceBase):
     credit_assigner: CreditAssigner
     """Called once with all rollouts. A step without a weight gets weight 1."""
     batch_size: int = 32
-    """Samples per batch on each rank."""
+    """Samples per batch on each rank; in `SharedBatches`, on all ranks together."""
     shuffle: bool = True
     """Draw a new order for every pass, from `seed` and the number of the pass."""
     sample_filter: SampleFilter | None = None
@@ -100,6 +100,11 @@ class OfflineBatchSource(BatchSourceBase):
     def epoch(self) -> int:
         """Index of the pass that the next batch belongs to, from 0."""
         return self._source.epoch
+
+    def unshard(self) -> None:
+        """Return the batches of one process from now on."""
+        self._source.unshard()
+        self.shards_across_ranks = False
 
     @property
     def target_rollouts(self) -> int:

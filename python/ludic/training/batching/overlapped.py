@@ -154,6 +154,11 @@ class OverlappedSource(BatchSourceBase):
         self._pending = deque(pending)
         self._inner.load_state_dict(copy.deepcopy(before))
 
+    def unshard(self) -> None:
+        """Return the samples of all ranks from now on, if the inner source can."""
+        self._inner.unshard()
+        self.shards_across_ranks = self._inner.shards_across_ranks
+
     def limit(self, num_batches: int) -> None:
         """Set how many more batches the run needs."""
         self._remaining = num_batches

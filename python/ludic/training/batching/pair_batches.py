@@ -18,6 +18,7 @@ from ludic.training.batching.micro_batching import MicroBatch, truncate_and_flag
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch, batch_totals, rows_by_key, unit_key
 from ludic.training.batching.packing import Packing, Rows
 from ludic.training.batching.preference import collate_meta, find_pair_rows, validate_preference_batch
+from ludic.training.batching.rank_plans import PlannedAtoms, plan_atoms
 from ludic.training.config import TrainerConfig
 from ludic.training.loss import BatchTotals
 from ludic.training.samples.pair_facts import PREFERENCE_KEYS
@@ -159,7 +160,7 @@ class PreferenceMiniBatch(SampleMiniBatch):
         super().__init__(batch, rows, cfg, meta_keys=meta_keys)
 
     def _totals(self, rows: Rows) -> BatchTotals:
-        return batch_totals(self.batch.table, rows, self.cfg.model_device, num_pairs=float(self._in_pairs.sum()) / 2)
+        return batch_totals(self.batch, rows, self.cfg.model_device, num_pairs=float(self._in_pairs.sum()) / 2)
 
     def _plan_lines(self) -> Packing:
         greedy = self.cfg.packing == "greedy"
@@ -167,6 +168,12 @@ class PreferenceMiniBatch(SampleMiniBatch):
 
     def _plan_lines_greedily(self) -> Packing:
         return self._plan_pairs(None)
+
+    def _plan_ranks(self, world: int) -> list[PlannedAtoms]:
+        """Pairs, then lone samples, each for all ranks. Example: `_in_pairs` [True, True, False]
+        with lengths [4, 6, 3] is the atom [0, 1] of length 6 and the atom [2] of length 3."""
+        pairs, lone = np.flatnonzero(self._in_pairs).reshape(-1, 2), np.flatnonzero(~self._in_pairs)[:, None]
+        return [plan_atoms(lines, self.lengths[lines].max(axis=1), self.cfg, world) for lines in (pairs, lone) if len(lines)]
 
     def _plan_pairs(self, overhead_tokens: int | None) -> Packing:
         """Plan pairs first, then lone samples in micro-batches without pairs. Example: `_in_pairs`

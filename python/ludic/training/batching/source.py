@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ludic.errors import ConfigError
 from ludic.forwarding import forward_members
 from ludic.training.types import BatchSource, SAWBatch
 
@@ -26,6 +27,9 @@ class BatchSourceBase:
     thread."""
     shards_across_ranks: bool | None = None
     """Whether each rank gets different samples. False: all ranks get the same. None: unknown."""
+    divided_by_trainer: bool = False
+    """Whether all ranks get the same samples and the trainer divides them over the ranks
+    (`SharedBatches`)."""
     pairs_incomplete: int = 0
     """Number of incomplete preference pairs that the source has dropped."""
 
@@ -47,6 +51,16 @@ class BatchSourceBase:
 
     async def aclose(self) -> None:
         """Stop all background work."""
+
+    def unshard(self) -> None:
+        """Return the samples of all ranks from now on. `SharedBatches` calls this before the first
+        batch. Raises ConfigError for a source that gives each rank its own samples and cannot do
+        so."""
+        if self.shards_across_ranks:
+            raise ConfigError(
+                f"{type(self).__name__} gives each rank its own samples (shards_across_ranks), so SharedBatches would train on those of "
+                "rank 0 alone; pass it to the trainer as it is, or let it return all samples"
+            )
 
 
 OPTIONAL_MEMBERS = tuple(name for name in vars(BatchSourceBase) if not name.startswith("_") and name != "next_batch")

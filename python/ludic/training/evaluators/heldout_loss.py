@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from ludic.errors import ConfigError
 from ludic.training.backend.forward import as_forward_passes
 from ludic.training.backend.protocol import ForwardPasses
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
+from ludic.training.batching.rank_plans import RankShare
 from ludic.training.config import TrainerConfig
 from ludic.training.loss.context import SharedContext
 from ludic.training.preflight.padding_free import with_supported_packing
@@ -31,7 +33,7 @@ class HeldOutLoss:
     def __init__(self, model: nn.Module | ForwardPasses, items: Sequence[SAWItem], cfg: TrainerConfig) -> None:
         """`model`: a model in this process, or the backend that has it."""
         self._model, self._cfg, self._passes = model, cfg, as_forward_passes(model, cfg)
-        self._batch = MacroBatch.ingest(items, cfg.max_seq_len)
+        self._batch = replace(MacroBatch.ingest(items, cfg.max_seq_len), share=RankShare(0, 1))  # no other rank takes part
         if not self._batch.items:
             raise ConfigError(
                 f"none of the {len(items)} held-out samples has a token to predict within max_seq_len ({cfg.max_seq_len})"

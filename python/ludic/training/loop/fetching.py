@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from ludic.errors import EmptyBatchError
 from ludic.event_loop import await_if_needed
+from ludic.training import ranks
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.batching.mini_batches import MacroBatch
+from ludic.training.batching.rank_plans import RankShare, all_have_samples
 from ludic.training.batching.source import BatchSourceBase
 from ludic.training.config import TrainerConfig
 from ludic.training.loop.signal_watch import SignalWatch
@@ -53,9 +56,7 @@ class BatchFetcher:
                 items = [item for item in source_batch.items if not self._is_stale(item.meta, step)]
                 batch = SAWBatch(items, source_batch.meta)
                 fetched, stale = fetched + len(source_batch.items), stale + len(source_batch.items) - len(items)
-                if self._run.algo.preprocess is not None and batch.items:
-                    batch = await await_if_needed(self._run.algo.preprocess(batch))
-                macro = self._ingest(batch.items)
+                batch, macro = await self._prepare(batch)
             if macro.items:
                 self._signal.count_batch(macro.items)
                 batch.items = macro.items
@@ -73,6 +74,29 @@ class BatchFetcher:
             f"than max_lag ({cfg.max_lag}), preprocessing and truncation dropped the rest{too_long}; check the source and the "
             "filters, or raise max_empty_batches"
         )
+
+    async def _prepare(self, batch: SAWBatch) -> tuple[SAWBatch, MacroBatch]:
+        """The samples after preprocessing, and the macro-batch of them. With a batch that all ranks
+        have, all of them must come to the same samples, and the error of one is raised on all."""
+        if not (self._run.source.divided_by_trainer and ranks.is_distributed()):
+            return await self._preprocess(batch)
+        prepared: tuple[SAWBatch, MacroBatch] | None = None
+        failure: Exception | None = None
+        try:
+            prepared = await self._preprocess(batch)
+        except Exception as error:
+            failure = error
+        if not all_have_samples(prepared[1].table if prepared else None, self._run.cfg.model_device):
+            with ranks.agree("preparing a batch"):
+                if failure is not None:
+                    raise failure
+        assert prepared is not None
+        return prepared[0], replace(prepared[1], share=RankShare.of_this_rank())
+
+    async def _preprocess(self, batch: SAWBatch) -> tuple[SAWBatch, MacroBatch]:
+        if self._run.algo.preprocess is not None and batch.items:
+            batch = await await_if_needed(self._run.algo.preprocess(batch))
+        return batch, self._ingest(batch.items)
 
     def _describe_long_prompts(self, items: Sequence[SAWItem]) -> str:
         """A hint if every prompt alone is longer than what is trained, else "".

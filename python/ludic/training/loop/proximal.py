@@ -10,10 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from itertools import accumulate
 
 import numpy as np
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from ludic.training import ranks
 from ludic.training.batching.micro_batching import MicroBatch
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
 from ludic.training.config import TrainerConfig
@@ -32,4 +36,23 @@ async def add_proximal_logps(
         logps = await forward(micro_batch)
         rows = split_actions(logps, micro_batch.tensors)
         logps_by_row.update(zip(map(int, whole.micro_batch_rows(index)), rows, strict=False))  # padding rows belong to no sample
+    if batch.share is not None:
+        logps_by_row = _exchange(logps_by_row, batch, cfg.model_device)
     return replace(batch, proximal_logps=logps_by_row)
+
+
+def _exchange(own: dict[int, Tensor], batch: MacroBatch, device: torch.device | str) -> dict[int, Tensor]:
+    """The log-probabilities of all rows. Each rank has computed some, and later mini-batches give
+    it others.
+
+    Example: 3 rows of 2, 1 and 2 tokens, of which rank 0 has the first and rank 1 the others:
+    [a b 0 0 0] + [0 0 c d e] = [a b c d e] is divided at 2 and 3.
+    """
+    counts = batch.table.target_counts.tolist()
+    ends = list(accumulate(counts))
+    column = torch.zeros(sum(counts), device=device)
+    for row, logps in own.items():
+        column[ends[row] - counts[row] : ends[row]] = logps.to(column)
+    if ranks.is_distributed():
+        dist.all_reduce(column)
+    return dict(enumerate(column.split(counts)))

@@ -3,7 +3,7 @@ continues as if it had not ended."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from ludic.errors import CheckpointError
@@ -14,8 +14,10 @@ from ludic.training.loop.evaluations import Evaluations
 from ludic.training.loop.schedule import RunSchedule
 from ludic.training.rng import reseed_for_rank, rng_state, set_rng_state
 
-OF_EACH_RANK, RANKS = ("rng_state", "batch_source"), "ranks"
-"""Entries that differ between ranks, and the key under which a checkpoint has those of each."""
+SOURCE = "batch_source"
+OF_EACH_RANK, RANKS = ("rng_state", SOURCE), "ranks"
+"""Entries that differ between ranks, and the key under which a checkpoint has those of each. A
+source that all ranks share has one state, which is not among them."""
 
 
 class ResumableRun(Protocol):
@@ -39,9 +41,10 @@ def run_state(run: ResumableRun, source: BatchSourceBase) -> dict[str, Any]:
     }
     source_state = source.state_dict()
     if source_state is not None:
-        state["batch_source"] = source_state
+        state[SOURCE] = source_state
     if ranks.is_distributed():
-        state[RANKS] = ranks.gather_json({name: state[name] for name in OF_EACH_RANK if name in state})
+        own = [name for name in OF_EACH_RANK if name in state and not (name == SOURCE and source.divided_by_trainer)]
+        state[RANKS] = ranks.gather_json({name: state[name] for name in own})
     return state
 
 
@@ -51,29 +54,37 @@ def restore_run(run: ResumableRun, source: BatchSourceBase, metadata: Mapping[st
     if "scheduler_state_dict" in metadata:
         run.schedule.resume(int(metadata["scheduler_state_dict"]["total_steps"]))
     run.evaluations.load_state_dict(metadata)
-    own = _state_of_this_rank(metadata)
-    if "batch_source" in own:
-        source.load_state_dict(own["batch_source"])
+    own = _state_of_this_rank(metadata, shared=source.divided_by_trainer)
+    if SOURCE in own:
+        source.load_state_dict(own[SOURCE])
     if "rng_state" in own:
         set_rng_state(own["rng_state"])
     if ranks.world_size() != len(metadata.get(RANKS, [metadata])):
         reseed_for_rank(ranks.rank())
 
 
-def _state_of_this_rank(metadata: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The entries of `OF_EACH_RANK`. Raises CheckpointError if another number of ranks saved them
-    and each read other data: no rank could go on with all of it."""
+def _state_of_this_rank(metadata: Mapping[str, Any], *, shared: bool) -> Mapping[str, Any]:
+    """The entries of `OF_EACH_RANK`. `shared`: the ranks share one source now."""
     saved, world = metadata.get(RANKS, [metadata]), ranks.world_size()
-    if len(saved) == world:
-        state: Mapping[str, Any] = saved[ranks.rank()]
-        return state
-    positions = [_remove_pending(state.get("batch_source")) for state in saved]
+    own = saved[ranks.rank()] if len(saved) == world else metadata
+    if any(SOURCE in state for state in metadata.get(RANKS, [])):
+        return own if len(saved) == world and not shared else {**own, SOURCE: _find_common_position(saved)}
+    if SOURCE not in metadata:
+        return own
+    one_source = shared or world == 1
+    return {**own, SOURCE: metadata[SOURCE] if one_source else _remove_pending(metadata[SOURCE])}
+
+
+def _find_common_position(saved: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """The data position of ranks that had a source each. Raises CheckpointError if they differ:
+    no other rank, nor a source that ranks share, could go on with all of it."""
+    positions = [_remove_pending(state.get(SOURCE)) for state in saved]
     if any(position != positions[0] for position in positions):
         raise CheckpointError(
-            f"the checkpoint has the data positions of {len(saved)} ranks, which differ, and there are {world} now; resume on "
-            f"{len(saved)} ranks, or use a source that shares its data out over the ranks"
+            f"the checkpoint has the data positions of {len(saved)} ranks, which differ, and there are {ranks.world_size()} now; resume "
+            f"on {len(saved)} ranks with a source for each, or use a source that shares its data out over the ranks"
         )
-    return metadata if positions[0] is None else {**metadata, "batch_source": positions[0]}
+    return positions[0]
 
 
 def _remove_pending(source_state: Mapping[str, Any] | None) -> dict[str, Any] | None:

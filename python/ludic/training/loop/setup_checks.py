@@ -78,21 +78,21 @@ def check_lag(cfg: TrainerConfig, ahead: int) -> None:
 
 def check_ranks(source: BatchSource) -> None:
     """Raise ConfigError for a source that gives all ranks the same samples, which would compute the
-    same gradient several times. Warn if the source does not say."""
-    if not ranks.is_distributed():
+    same gradient several times, unless the trainer divides them. Warn if the source does not
+    say."""
+    if not ranks.is_distributed() or as_batch_source(source).divided_by_trainer:
         return
     name, world = type(source).__name__, ranks.world_size()
     shared = as_batch_source(source).shards_across_ranks
     if shared is False:
         raise ConfigError(
-            f"batch_source ({name}) gives each of {world} ranks the same prompts; give each rank its own prompts and seeds in requests_fn "
-            "and set shards_across_ranks=True, play on one rank, or train on recorded rollouts (OfflineBatchSource), which are split "
-            "between the ranks"
+            f"batch_source ({name}) gives each of {world} ranks the same prompts; wrap it in SharedBatches, which divides them over the "
+            "ranks, or give each rank its own prompts and seeds in requests_fn and set shards_across_ranks=True"
         )
     if shared is None and ranks.rank() == 0:
         logger.warning(
             "%s does not say whether each of the %d ranks gets its own samples; if all get the same, each gradient is computed %d "
-            "times in vain. Set shards_across_ranks = True on it if ranks get different samples",
+            "times in vain. Set shards_across_ranks = True on it if ranks get different samples, else wrap it in SharedBatches",
             name,
             world,
             world,

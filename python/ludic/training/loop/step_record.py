@@ -37,6 +37,7 @@ class StepRecord:
         self._micro_sizes: list[float] = []
         self._skipped: list[tuple[int, int]] = []
         self._padding = dict.fromkeys(PADDING_KEYS, 0.0)
+        self._work = self._time_of_ranks = 0.0
 
     def add(self, result: BackwardResult, step: dict[str, float], *, at_step_start: bool = True) -> None:
         """Add one optimizer step. `at_step_start`: its log-probabilities are those of the
@@ -58,30 +59,39 @@ class StepRecord:
         for key, value in mini_batch.padding().items():
             self._padding[key] += value
         self._skipped.append((mini_batch.num_skipped, mini_batch.skipped_tokens))
+        work, time_of_ranks = mini_batch.lockstep()
+        self._work, self._time_of_ranks = self._work + work, self._time_of_ranks + time_of_ranks
         self.timer.add("batching", mini_batch.collate_s)
         self.timer.add("forward_backward", -mini_batch.collate_s)
 
     def stats(self, reducers: Mapping[str, Reducer], cfg: TrainerConfig) -> dict[str, float]:
         """All statistics of the step, by the keys of docs/metrics.md without their prefix. A
-        statistic that was not measured has no key."""
-        measured = {**self._loss_stats(), **batch_stats([self.batch]), **self._rollout_stats()}
+        statistic that was not measured has no key.
+
+        Of a batch that all ranks have, each knows all samples and has run only some: just the
+        statistics of the passes are reduced."""
+        shared = self.macro.share is not None
+        passes = reduce_over_ranks(self._loss_stats(), cfg.model_device) if shared else self._loss_stats()
+        measured = {**passes, **batch_stats([self.batch]), **self._rollout_stats()}
         everyone = [*self.batch.items, *self.macro.dropped]
         reduced = reducer_stats(everyone, reducers, int(measured["target_rollouts"].value))
         for name in measured.keys() & reduced.keys():
             _warn_of_name(name)
         stats = {**reduced, **measured}
-        if cfg.reduce_stats_across_ranks:
+        if cfg.reduce_stats_across_ranks and not shared:
             stats = reduce_over_ranks(stats, cfg.model_device)
         percents = {name: reducer for name, reducer in reducers.items() if name not in measured}
-        return {**mark_percents(final_values(stats), percents), **self._padding, **self.timer.stats()}
+        lockstep = {"ranks/lockstep": self._work / self._time_of_ranks} if self._time_of_ranks else {}
+        return {**mark_percents(final_values(stats), percents), **self._padding, **lockstep, **self.timer.stats()}
 
     def _loss_stats(self) -> dict[str, Stat]:
         """Statistics of the passes and the optimizer steps. `loss` and `grad_norm` are means over
         optimizer steps. The losses of ranks add up; the gradient norm is the same on all."""
         whole = {"loss": torch.stack(self._losses).mean()} if self._losses else {}
         *micro_stats, host = copy_to_host([*self._micro_stats, whole])
-        skipped_stats = [_zero_weight_stats(micro_stats, tokens / count) for count, tokens in self._skipped if count]
-        sizes = [*self._micro_sizes, *(count for count, _ in self._skipped if count)]
+        skipped = [(count, tokens) for count, tokens in self._skipped if count and self._counts_skipped]
+        skipped_stats = [_zero_weight_stats(micro_stats, tokens / count) for count, tokens in skipped]
+        sizes = [*self._micro_sizes, *(count for count, _ in skipped)]
         steps = {
             "loss": Stat(host.get("loss", 0.0), rule="sum"),
             "grad_norm": Stat(mean_or_zero([step["grad_norm"] for step in self._steps])),
@@ -90,6 +100,12 @@ class StepRecord:
         if self._steps:
             steps["lr"] = Stat(self._steps[-1]["lr"])
         return {**combine_micro_stats([*micro_stats, *skipped_stats], sizes), **steps}
+
+    @property
+    def _counts_skipped(self) -> bool:
+        """Whether the statistics of the passes include the skipped samples: of a batch that all
+        ranks have, on rank 0 alone."""
+        return self.macro.share is None or self.macro.share.rank == 0
 
     def _rollout_stats(self) -> dict[str, Stat]:
         """Statistics of the batch: its rollouts, and what was dropped."""

@@ -1,0 +1,211 @@
+"""Batches of rank 0 on all ranks: runs on two ranks equal the run on one, and resume on one and on
+four."""
+
+import asyncio
+
+import pytest
+from rank_processes import on_ranks
+from safetensors.torch import load_file
+from shared_runs import TRAINERS, PromptSource
+from training_samples import assert_same_tensors, cpu_config, sorting_items, tiny_model
+
+from ludic.errors import CheckpointError, ConfigError, DataError, InferenceError, RequestsExhausted
+from ludic.runs.stop_request import StoppableSource, StopRequest
+from ludic.training import SharedBatches, Trainer, make_sft, ranks
+from ludic.training.batching.epochs import ItemBatchSource
+from ludic.training.batching.overlapped import OverlappedSource
+from ludic.training.batching.rank_board import describe_error, rebuild_error
+from ludic.training.batching.source import BatchSourceBase, as_batch_source
+from ludic.training.loop.run_state import restore_run, run_state
+from ludic.training.types import SAWBatch
+
+OWN_OF_RANK_0 = ("perf/", "ranks/", "train/grad_norm")
+"""Statistics that another split changes: seconds, computed tokens, the last digits of the norm."""
+
+
+def as_is(source):
+    return source
+
+
+def assert_same_run(shared, trainer, losses, folder, step):
+    """`shared`: the run of one of the ranks; `trainer`: that of one process."""
+    assert shared["losses"] == pytest.approx(losses, abs=1e-6, rel=1e-5)
+    weights = load_file(folder / f"step_{step:06d}" / "model.safetensors")
+    alone = {name: weight for name, weight in trainer.model.state_dict().items() if name in weights}
+    assert_same_tensors(weights, alone, atol=1e-6)
+
+
+@pytest.mark.integration
+def test_runs_on_two_ranks_are_those_of_one_process_and_resume_on_one_and_four(tmp_path):
+    everyone = on_ranks(2, "ranks_shared.py", tmp_path, "2", "no")
+    for name, make in TRAINERS.items():
+        trainer = make(tmp_path / "alone" / name, as_is)
+        stats = [trainer.train_step_sync() for _ in range(10)]
+        losses = [each["train/loss"] for each in stats]
+        for rank in everyone:
+            assert_same_run(rank["runs"][name], trainer, losses, tmp_path / name, 10)
+        [first, second] = [rank["runs"][name] for rank in everyone]
+        assert first["stats"].keys() - {"ranks/lockstep"} == stats[-1].keys()
+        for key, value in stats[-1].items():
+            if not key.startswith(OWN_OF_RANK_0):
+                assert first["stats"][key] == pytest.approx(value, rel=1e-4, abs=1e-5), key
+        assert first["stats"]["perf/real_tokens"] == stats[-1]["perf/real_tokens"]
+        assert 0 < first["stats"]["ranks/lockstep"] <= 1
+        assert first["state"] == trainer.source.state_dict()
+        assert second["state"] is None
+
+        resumed = make(tmp_path / name, as_is, resume_from=5)
+        again = [resumed.train_step_sync()["train/loss"] for _ in range(5)]
+        assert again == pytest.approx(losses[5:], abs=1e-6, rel=1e-5)
+        if isinstance(resumed.batch_source, PromptSource):
+            assert resumed.batch_source.given == [6, 7, 8, 9, 10]
+
+    (tmp_path / "four").mkdir()
+    four = on_ranks(4, "ranks_shared.py", tmp_path / "four", "4", str(tmp_path))
+    for name in TRAINERS:
+        assert four[0]["runs"][name]["losses"] == pytest.approx(everyone[0]["runs"][name]["losses"][5:], abs=1e-6, rel=1e-5)
+        assert four[0]["runs"][name]["state"] == everyone[0]["runs"][name]["state"]
+    assert [rank["runs"]["policy"]["given"] for rank in four] == [[6, 7, 8, 9, 10], [], [], []]
+    check_errors(everyone)
+
+
+def check_errors(everyone):
+    """What each of two ranks saw where something failed."""
+    [first, second] = everyone
+    assert first["members"] == second["members"] == [True, 3, 2]  # those of rank 0's source
+    assert [kind for kind, *_ in second["errors"]] == [
+        *("RequestsExhausted", "StopRequested", "StopAsyncIteration", "DataError", "OSError", "RankError")
+    ]
+    assert [text for _, text in second["errors"][:5]] == [text for _, text in first["errors"][:5]]
+    error, samples, waited = second["patience"]
+    assert error[0] == "RankError"
+    assert "for rank 0 (batch 0), which gave none; look for the cause there, or raise patience_s (0.2 s)" in error[1]
+    assert (samples, first["patience"][1]) == (2, 2)
+    assert waited > 0.1
+    assert first["stop"] == second["stop"] == [9, ["StopRequested", "the run was asked to stop"]]
+    assert "waits for rank 0 (finished), which is at another point of the run (batch)" in second["disorder"][1]
+    [[impure, failing], [other_impure, other_failing]] = first["impure"], second["impure"]
+    assert impure == other_impure
+    assert impure[0] == "RankError"
+    assert "must not depend on the rank" in impure[1]
+    assert failing[0] == "RankError"
+    assert "preparing a batch failed on rank 1 of 2" in failing[1]
+    assert other_failing == ["DataError", "no such key"]
+
+
+def test_on_one_rank_it_is_the_inner_source():
+    inner = PromptSource()
+    source = SharedBatches(inner)
+    batch = asyncio.run(source.next_batch())
+    assert isinstance(batch.items[0].input_ids, list)  # nothing was encoded
+    assert source.state_dict() == {"position": 1}
+    source.load_state_dict({"position": 4})
+    assert inner.position == 4
+    asyncio.run(source.finish_pending())
+    asyncio.run(source.aclose())
+    trainer = Trainer(model=tiny_model(), algo=make_sft(), batch_source=source, cfg=cpu_config())
+    assert trainer._ingest(batch.items).share is None
+
+
+def test_rank_0_needs_a_source_and_a_positive_patience():
+    with pytest.raises(ConfigError, match="rank 0 asks the batch source for all ranks, and it has none"):
+        SharedBatches(None)
+    with pytest.raises(ConfigError, match=r"patience_s \(0\)"):
+        SharedBatches(PromptSource(), patience_s=0)
+
+
+def test_a_source_that_divides_its_samples_returns_all_of_them(monkeypatch):
+    alone = ItemBatchSource(sorting_items(7), batch_size=3, seed=1)
+    with monkeypatch.context() as two:
+        two.setattr(ranks, "world_size", lambda: 2)
+        source = ItemBatchSource(sorting_items(7), batch_size=3, seed=1)
+    assert source.num_batches_per_epoch == 2  # of 4 samples
+    shared = SharedBatches(StoppableSource(OverlappedSource(source, max_lag=0), StopRequest(print)))
+    assert source.shards_across_ranks is False
+    assert source.num_batches_per_epoch == 3
+    for _ in range(7):
+        [here, there] = [asyncio.run(each.next_batch()).items for each in (alone, shared)]
+        assert [item.meta["rollout_id"] for item in here] == [item.meta["rollout_id"] for item in there]
+    assert shared.state_dict() == alone.state_dict()
+
+
+def test_a_source_of_each_rank_that_cannot_return_all_samples_is_refused():
+    class OfEachRank:
+        shards_across_ranks = True
+
+        async def next_batch(self):
+            return SAWBatch([])
+
+    with pytest.raises(ConfigError, match=r"each rank its own samples \(shards_across_ranks\), so SharedBatches would train on"):
+        SharedBatches(OfEachRank())
+    assert as_batch_source(PromptSource()).divided_by_trainer is False
+
+
+def test_an_error_is_rebuilt_as_its_nearest_class_that_takes_a_message():
+    class OutOfGames(RequestsExhausted):
+        pass
+
+    class NeedsMore(InferenceError):
+        def __init__(self, message, *, status):
+            super().__init__(message)
+
+    for error, kind in (
+        (OutOfGames("none"), RequestsExhausted),
+        (NeedsMore("none", status=3), InferenceError),
+        (DataError("none"), DataError),
+        (StopAsyncIteration("none"), StopAsyncIteration),
+        (UnicodeDecodeError("utf-8", b"x", 0, 1, "none"), UnicodeError),
+    ):
+        rebuilt = rebuild_error(describe_error(error))
+        assert type(rebuilt) is kind
+        assert str(rebuilt) == str(error)
+        assert rebuilt.__notes__[0].startswith("raised by rank 0, on ")
+    unknown = rebuild_error(describe_error(KeyboardInterrupt()))
+    assert str(unknown).endswith("was interrupted (without a message)")
+
+
+class Shared(BatchSourceBase):
+    """The part of SharedBatches that a checkpoint reads."""
+
+    divided_by_trainer = True
+
+    def __init__(self, position=0):
+        self.position = position
+
+    def state_dict(self):
+        return {"position": self.position, "pending_batches": "a"}
+
+    def load_state_dict(self, state):
+        self.position = state["position"]
+        self.pending = state.get("pending_batches")
+
+
+def states_of(saved, source, world, monkeypatch, rank=0):
+    """What `source` loads of the entries `saved` on one of `world` ranks."""
+    trainer = Trainer(model=tiny_model(), algo=make_sft(), batch_source=PromptSource(), cfg=cpu_config())
+    metadata = {**run_state(trainer, source), **saved}
+    with monkeypatch.context() as patched:
+        patched.setattr(ranks, "world_size", lambda: world)
+        patched.setattr(ranks, "rank", lambda: rank)
+        restore_run(trainer, source, metadata)
+    return source.position
+
+
+def test_a_shared_position_is_that_of_the_checkpoint_whatever_the_number_of_ranks(monkeypatch):
+    shared = {"batch_source": {"position": 5, "pending_batches": "b"}, "ranks": [{}, {}]}
+    for world in (1, 2, 4):
+        source = Shared()
+        assert states_of(shared, source, world, monkeypatch) == 5
+        assert source.pending == "b"
+    alone = {"batch_source": {"position": 6}}
+    assert states_of(alone, Shared(), 4, monkeypatch) == 6
+
+
+def test_positions_of_each_rank_are_not_taken_for_a_shared_one(monkeypatch):
+    differing = {"ranks": [{"batch_source": {"position": 2}}, {"batch_source": {"position": 7}}]}
+    for world in (1, 2, 3):
+        with pytest.raises(CheckpointError, match="has the data positions of 2 ranks, which differ"):
+            states_of(differing, Shared(), world, monkeypatch)
+    equal = {"ranks": [{"batch_source": {"position": 2}}] * 2}
+    assert states_of(equal, Shared(), 2, monkeypatch) == 2
+    assert states_of(differing, PromptSource(), 2, monkeypatch, rank=1) == 7
