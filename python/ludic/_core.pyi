@@ -61,6 +61,22 @@ class SampleTable:
         sample of 2 tokens and one of 3. Weights default to 1. `actor_logps` [S] is aligned with
         the tokens; values at tokens that are not actions are ignored."""
 
+    @staticmethod
+    def from_bytes(buffer: bytes | bytearray | memoryview | NDArray[np.uint8]) -> SampleTable:
+        """The table that `to_bytes` wrote. It shares no memory with `buffer`.
+
+        Everything is checked, as for columns, so the bytes may come from anywhere; what is
+        allocated is bounded by their number. Raises `DataError`, which names what is wrong, for
+        bytes that are no table, are damaged, incomplete or of another version of the layout."""
+    def to_bytes(self) -> bytes:
+        """The samples as they are now (truncated, selected, chained), in the layout of safetensors:
+        about 9 bytes a token with log-probs, 5 without.
+
+        Readers of safetensors find the arguments of `from_columns` by their names: `input_ids` i32,
+        `action_mask` u8 and, where present, `actor_logps` f32 and `attention_mask` u8 [S];
+        `offsets` i64 [N + 1]; `weights` f32 [N]. A truncated table also has `original_lengths`, a
+        chained one `chains` and `links`, i32 [N]. `__metadata__` has `format`
+        ("ludic.sample_table") and `version` ("1")."""
     def __len__(self) -> int: ...
     @property
     def num_tokens(self) -> int: ...

@@ -71,3 +71,21 @@ def test_a_small_plan_does_not_release_the_gil(planner: str) -> None:
     plan, _, small = PLANNERS[planner]
     lengths = oracle.w1(small, seed=0)
     assert not any(runs_beside(lambda: plan(lengths)) for _ in range(20))
+
+
+def table_of(tokens: int) -> _core.SampleTable:
+    return _core.SampleTable.from_columns(np.ones(tokens, np.int32), np.ones(tokens, np.uint8), [0, tokens])
+
+
+@pytest.mark.usefixtures("no_thread_is_interrupted")
+def test_other_threads_run_while_a_large_table_is_written_and_read_as_bytes() -> None:
+    table = table_of(1 << 21)
+    data = table.to_bytes()
+    assert any(runs_beside(table.to_bytes) for _ in range(20))
+    assert any(runs_beside(lambda: _core.SampleTable.from_bytes(data)) for _ in range(20))
+
+
+@pytest.mark.usefixtures("no_thread_is_interrupted")
+def test_a_small_table_as_bytes_does_not_release_the_gil() -> None:
+    table = table_of(1 << 10)
+    assert not any(runs_beside(lambda: _core.SampleTable.from_bytes(table.to_bytes())) for _ in range(20))

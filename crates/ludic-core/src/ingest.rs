@@ -285,7 +285,7 @@ fn check_weight(sample: usize, weight: f64) -> Result<f32, CoreError> {
 
 /// Reserves memory for `more` values of a column. Returns an error where a plain push would end the
 /// process.
-fn reserve<T>(column: &'static str, values: &mut Vec<T>, more: usize) -> Result<(), CoreError> {
+pub(crate) fn reserve<T>(column: &'static str, values: &mut Vec<T>, more: usize) -> Result<(), CoreError> {
     values.try_reserve(more).map_err(|_| CoreError::OutOfMemory { column, values: more })
 }
 
@@ -293,6 +293,6 @@ fn check_length(sample: usize, field: &'static str, length: usize, tokens: usize
     if length == tokens { Ok(()) } else { Err(CoreError::MaskLength { sample, field, length, tokens }) }
 }
 
-fn check_column(column: &'static str, length: usize, expected: usize) -> Result<(), CoreError> {
+pub(crate) fn check_column(column: &'static str, length: usize, expected: usize) -> Result<(), CoreError> {
     if length == expected { Ok(()) } else { Err(CoreError::ColumnLength { column, length, expected }) }
 }

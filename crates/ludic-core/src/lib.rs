@@ -4,6 +4,7 @@
 #![deny(missing_docs)]
 
 pub mod balance;
+pub mod bytes;
 pub mod collate;
 mod error;
 mod ingest;

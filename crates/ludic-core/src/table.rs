@@ -56,14 +56,21 @@ impl Columns {
     /// no action among the shared ids. [5, 6, 7] with the action mask [0, 0, 1] continues [5, 6].
     /// Never true if either row has a 0 in its attention mask.
     fn continues(&self, row: &Row, previous: &Row) -> bool {
-        let shared = previous.len as usize;
         previous.len < row.len
-            && self.ids[previous.span()] == self.ids[row.start..row.start + shared]
-            && self.count_actions(row.start..row.start + shared) == 0
-            && self
-                .attention
-                .as_ref()
-                .is_none_or(|mask| ![previous, row].iter().any(|row| mask[row.span()].contains(&0)))
+            && self.begins_with(row, previous)
+            && ![previous, row].into_iter().any(|row| self.has_hole(row))
+    }
+
+    /// Whether `row` begins with all ids of `previous`, which is not longer, and has no action among
+    /// them.
+    pub(crate) fn begins_with(&self, row: &Row, previous: &Row) -> bool {
+        let shared = row.start..row.start + previous.len as usize;
+        self.ids[previous.span()] == self.ids[shared.clone()] && self.count_actions(shared) == 0
+    }
+
+    /// Whether a token of the sample is not attended to.
+    pub(crate) fn has_hole(&self, row: &Row) -> bool {
+        self.attention.as_ref().is_some_and(|mask| mask[row.span()].contains(&0))
     }
 
     /// The number of action tokens in a span. O(1).
@@ -104,6 +111,11 @@ impl Row {
     /// A sample of `len` tokens from `start` on, not truncated and in no chain.
     pub(crate) fn new(start: usize, len: u32, weight: f32) -> Self {
         Self { start, len, original_len: len, weight, chain: Self::NO_CHAIN, link: Self::NO_CHAIN }
+    }
+
+    /// Whether it is in a chain.
+    pub(crate) fn is_chained(&self) -> bool {
+        self.chain != Self::NO_CHAIN
     }
 
     /// The range of its tokens in the columns. A `start` of 3 and a `len` of 2 give 3..5.

@@ -50,6 +50,15 @@ impl InPlace {
     }
 }
 
+/// Up to this many tokens are collated, written or read with the interpreter attached, which takes well under a
+/// millisecond. A thread that releases the interpreter may wait 5 ms to get it back.
+const ATTACHED_TOKENS: usize = 1 << 18;
+
+/// Runs `work` on `tokens` tokens. Releases the interpreter if there are many.
+pub fn run_detached<T: Send>(py: Python<'_>, tokens: usize, work: impl FnOnce() -> T + Send) -> T {
+    if tokens <= ATTACHED_TOKENS { work() } else { py.detach(work) }
+}
+
 /// An int32 vector.
 pub struct Lengths<'py>(PyReadonlyArray1<'py, i32>);
 

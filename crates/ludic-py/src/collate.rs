@@ -10,16 +10,8 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::arena::{Arena, Outputs};
+use crate::arguments::run_detached;
 use crate::errors::Result;
-
-/// Up to this many tokens are collated with the interpreter attached, which takes well under a
-/// millisecond. A thread that releases the interpreter may wait 5 ms to get it back.
-const ATTACHED_TOKENS: usize = 1 << 18;
-
-/// Runs `collate`, which writes `tokens` tokens. Releases the interpreter if there are many.
-fn run_detached<T: Send>(py: Python<'_>, tokens: usize, collate: impl FnOnce() -> T + Send) -> T {
-    if tokens <= ATTACHED_TOKENS { collate() } else { py.detach(collate) }
-}
 
 /// Adds the arrays of log-probabilities, if the table has any.
 fn add_logps<'a, D: IntoDimension>(

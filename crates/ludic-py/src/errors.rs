@@ -1,5 +1,6 @@
 //! Converts errors of the core to the exception classes of `ludic.errors`.
 
+use ludic_core::bytes::TableBytesError;
 use ludic_core::{CoreError, ErrorKind};
 use pyo3::exceptions::{
     PyAttributeError, PyBufferError, PyException, PyMemoryError, PyOverflowError, PyTypeError, PyValueError,
@@ -18,6 +19,12 @@ pub type Result<T> = std::result::Result<T, Error>;
 impl From<CoreError> for Error {
     fn from(error: CoreError) -> Self {
         Self::Core(error)
+    }
+}
+
+impl From<TableBytesError> for Error {
+    fn from(error: TableBytesError) -> Self {
+        Self::Python(core_error(error.kind(), error.to_string()))
     }
 }
 

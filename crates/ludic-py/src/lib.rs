@@ -1,6 +1,7 @@
 //! `ludic._core`: registers the classes and functions of the other modules.
 mod arena;
 mod arguments;
+mod bytes;
 mod collate;
 mod errors;
 mod fields;

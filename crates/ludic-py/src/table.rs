@@ -4,10 +4,11 @@ use ludic_core::{ColumnInput, Sample, TableBuilder};
 use numpy::{IntoPyArray, PyArray1};
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyList, PyString};
+use pyo3::types::{PyBytes, PyDict, PyList, PyString};
 
 use crate::arena::{Arena, lock_arena};
 use crate::arguments::Count;
+use crate::bytes;
 use crate::collate;
 use crate::errors::{Error, Result, is_recoverable, ludic_error, replace_conversion_error};
 use crate::fields::{Field, repr_of, type_name};
@@ -50,6 +51,17 @@ impl SampleTable {
         attention_mask: Option<&Bound<'_, PyAny>>,
     ) -> Result<Self> {
         Columns { input_ids, action_mask, offsets, weights, actor_logps, attention_mask }.build_table()
+    }
+
+    /// Reads a table from the bytes that `to_bytes` returned.
+    #[staticmethod]
+    fn from_bytes(buffer: &Bound<'_, PyAny>) -> Result<Self> {
+        Ok(Self(bytes::read(buffer)?))
+    }
+
+    /// The table as bytes, in the layout of safetensors.
+    fn to_bytes<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyBytes>> {
+        bytes::write(py, &self.0)
     }
 
     fn __len__(&self) -> usize {

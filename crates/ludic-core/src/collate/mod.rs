@@ -64,7 +64,7 @@ impl Piece {
 
     /// Whether `row` may share the line of this piece.
     fn is_continued_by(&self, row: &Row) -> bool {
-        row.chain != Row::NO_CHAIN && row.chain == self.row.chain && row.link > self.row.link && row.len >= self.row.len
+        row.is_chained() && row.chain == self.row.chain && row.link > self.row.link && row.len >= self.row.len
     }
 }
 
@@ -102,7 +102,7 @@ impl SampleTable {
                     0
                 }
             };
-            if columns.attention.as_ref().is_some_and(|mask| mask[row.span()].contains(&0)) {
+            if columns.has_hole(&row) {
                 partial_attention = partial_attention.or(Some(index));
             }
             pieces.push(Piece { row, line: lines - 1, begin, last: true });
