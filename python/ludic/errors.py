@@ -63,6 +63,11 @@ class MissingExtraError(LudicError, ImportError):
 class RolloutError(LudicError, RuntimeError):
     """Episodes failed, and the remaining ones cannot form a batch."""
 
+    def __init__(self, message: str, *, played: object | None = None) -> None:
+        super().__init__(message)
+        self.played = played
+        """The `PlayedRollouts` without rollouts, with the outcomes of the episodes, if known."""
+
 
 class RequestsExhausted(LudicError, RuntimeError):
     """There are no more requests, so training ends."""

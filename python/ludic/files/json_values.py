@@ -46,11 +46,13 @@ def encode_lines(records: Iterable[Mapping[str, Any]]) -> Iterator[bytes]:
         )
 
 
-def _to_builtin(value: Any) -> Any:
+def to_builtin(value: Any) -> Any:
+    """A value that an encoder has no form for: numbers and arrays of numpy and torch as numbers and
+    lists, anything else as text."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
-_ENCODER = msgspec.json.Encoder(enc_hook=_to_builtin)
+_ENCODER = msgspec.json.Encoder(enc_hook=to_builtin)
 
 
 def _make_encodable(value: Any, within: tuple[int, ...]) -> Any:
@@ -79,4 +81,4 @@ def _make_parts_encodable(value: Any, within: tuple[int, ...]) -> Any:
         return [_make_encodable(part, within) for part in value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: _make_encodable(getattr(value, field.name), within) for field in dataclasses.fields(value)}
-    return _make_encodable(msgspec.to_builtins(value, enc_hook=_to_builtin), within)
+    return _make_encodable(msgspec.to_builtins(value, enc_hook=to_builtin), within)

@@ -321,6 +321,7 @@ class Trainer:
     async def _save_with_pending(self, patience_s: float) -> None:
         await self.source.finish_pending(patience_s)
         self.save_checkpoint()
+        await self.source.checkpoint_saved()
 
     def _has_checkpoint(self) -> bool:
         """Whether there is an undamaged checkpoint of the current step. All ranks call it."""

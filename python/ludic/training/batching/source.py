@@ -49,6 +49,10 @@ class BatchSourceBase:
         """Wait until what runs in the background is in `state_dict`, for at most `timeout_s`
         seconds. A checkpoint is saved next."""
 
+    async def checkpoint_saved(self) -> None:
+        """A checkpoint with the last `state_dict` is on disk. What only older ones need can be
+        deleted."""
+
     async def aclose(self) -> None:
         """Stop all background work."""
 

@@ -20,7 +20,7 @@ from ludic.training.rollouts.check import GarbageError, check_rollouts
 from ludic.training.rollouts.episodes import Episode, count_episodes, drop_failed_groups, group_episodes
 from ludic.training.rollouts.log import append_rollouts
 from ludic.training.rollouts.played import PlayedRollouts, RolloutCounts, ran_out_of_steps
-from ludic.training.rollouts.to_samples import batch_from_rollouts, require_trace
+from ludic.training.rollouts.to_samples import batch_from_played, require_trace
 from ludic.training.types import CreditAssigner, RolloutRequest, RolloutScorer, SampleFilter, SAWBatch
 from ludic.types import Rollout
 
@@ -121,9 +121,7 @@ class RolloutEngine:
         else from `algorithm`."""
         assigner = select_credit_assigner(algorithm, credit_assigner)
         rollouts = await self._play_all(requests, max_steps, timeout_s, concurrency, for_training=True)
-        batch = batch_from_rollouts(rollouts, assigner, sample_filter)
-        batch.meta.update(vars(rollouts.counts), target_rollouts=rollouts.num_requested)
-        return batch
+        return batch_from_played(rollouts, assigner, sample_filter)
 
     def state_dict(self) -> dict[str, int]:
         """Return the number of episodes started so far, which seeds that are None depend on."""

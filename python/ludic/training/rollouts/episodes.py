@@ -81,7 +81,8 @@ def drop_failed_groups(episodes: Sequence[Episode], counts: RolloutCounts) -> Pl
     if first is not None and not retained:
         raise (GarbageError if isinstance(first, GarbageError) else RolloutError)(
             f"{len(failed)} of {len(episodes)} episodes failed and no complete group is left; "
-            f"the first error was {describe_error(first)}"
+            f"the first error was {describe_error(first)}",
+            played=PlayedRollouts([], counts, failures, num_requested=len(episodes)),
         ) from first
     rollouts = [rollout for episode in retained for rollout in episode.rollouts]
     per_episode = len(rollouts) / len(retained) if retained else 1.0  # several agents give several rollouts

@@ -9,6 +9,7 @@ from typing import Any
 
 from ludic.errors import DataError
 from ludic.training.averages import mean_or_zero
+from ludic.training.rollouts.played import PlayedRollouts
 from ludic.training.types import (
     ActorTokenLogps,
     CreditAssigner,
@@ -46,6 +47,15 @@ def batch_from_rollouts(
         "avg_prompt_length": mean_or_zero([item.meta["prompt_length"] for item in retained]),
     }
     return SAWBatch(items=retained, meta=meta)
+
+
+def batch_from_played(
+    played: PlayedRollouts, credit_assigner: CreditAssigner, sample_filter: SampleFilter | None = None
+) -> SAWBatch:
+    """`batch_from_rollouts`, with the outcomes of the episodes in its meta."""
+    batch = batch_from_rollouts(played, credit_assigner, sample_filter)
+    batch.meta.update(vars(played.counts), target_rollouts=played.num_requested)
+    return batch
 
 
 def reward_facts(rollouts: Sequence[Rollout]) -> dict[str, float]:

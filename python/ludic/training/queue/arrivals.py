@@ -1,0 +1,149 @@
+"""Which delivered groups become which batch: rules without any input or output.
+
+With P groups in a batch, the entries of the log are taken one after another, in the order of the
+log, until batch k is whole. What it consists of then depends only on the log and on what was
+trained before, so that a trainer that went back to a checkpoint makes the same batches again.
+
+- `exact`: batch k is the groups `kP .. kP+P-1`.
+- `arrival`: at least P groups have come, among them all of batches up to `k - slack`. The P
+  smallest numbers of them are trained. Example for P = 2 and slack 2, where groups come in the
+  order 0 3 2 5 4 7 1: batches 0 and 1 are (0 3) and (2 5); batch 2 must have seen group 1, so it
+  waits for it, and is (1 4). Every group is thus trained in batch `n // P + slack` at the latest.
+
+A group that failed counts as any other, and brings no rollouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from ludic.errors import ConfigError
+from ludic.training.queue.base import Entry
+from ludic.training.queue.entries import Group
+from ludic.training.queue.ledger import Ledger
+from ludic.training.rollouts.played import EpisodeFailure, PlayedRollouts, RolloutCounts
+
+Order = Literal["exact", "arrival"]
+
+
+class Arrivals:
+    """The groups that have come and are not trained."""
+
+    def __init__(self, *, groups_per_batch: int, order: Order = "exact", slack: int = 2, max_attempts: int = 3) -> None:
+        if groups_per_batch < 1:
+            raise ConfigError(f"groups_per_batch ({groups_per_batch}) must be >= 1")
+        if order not in ("exact", "arrival"):
+            raise ConfigError(f"order ({order!r}) must be 'exact' or 'arrival'")
+        if slack < 1:
+            raise ConfigError(f"slack ({slack}) must be >= 1: batch k cannot need groups that are begun for batch k + 1")
+        if max_attempts < 1:
+            raise ConfigError(f"max_attempts ({max_attempts}) must be >= 1")
+        self.groups_per_batch, self.order, self.slack, self.max_attempts = groups_per_batch, order, slack, max_attempts
+        self.ledger = Ledger()
+        self.position: str | None = None
+        """Position of the last entry that was taken."""
+        self.duplicates = self.abandoned = 0
+        """Groups that came again, and groups that were given up."""
+        self._groups: dict[int, Group] = {}
+        self._refused: dict[int, list[str]] = {}
+        self._held: dict[int, str | None] = {}
+        """Number -> the position before its first entry, in the order of the log; for numbers that
+        have come and are not trained."""
+        self._replay_through: str | None = None
+        """After a resume: the position that was taken last before the checkpoint."""
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def has(self, number: int) -> bool:
+        """Whether the group needs no playing: it has come, was given up, or is trained."""
+        return number in self._groups or self.ledger.is_trained(number)
+
+    def attempts(self, number: int) -> int:
+        """How many entries of the group were refused."""
+        return len(self._refused.get(number, ()))
+
+    def take(self, entry: Entry, group: Group | None) -> bool:
+        """Take the next entry of the log; None is an entry that is nobody's. Returns False for a
+        group that has come before."""
+        before, self.position = self.position, entry.position
+        if group is None:
+            return True
+        if self.has(group.number):
+            self.duplicates += 1
+            return False
+        self._held.setdefault(group.number, before)
+        self._groups[group.number] = group
+        self.abandoned += not group.played and group.attempt >= self.max_attempts
+        return True
+
+    def refuse(self, entry: Entry, reason: str) -> bool:
+        """Take the next entry, which cannot be trained on. After `max_attempts` of them its group
+        is given up, and True returned: it is now a group that failed."""
+        before, self.position = self.position, entry.position
+        number = entry.number
+        if number is None or number < 0 or self.has(number):
+            return False
+        self._held.setdefault(number, before)
+        reasons = self._refused.setdefault(number, [])
+        reasons.append(reason)
+        if len(reasons) < self.max_attempts:
+            return False
+        self.abandoned += 1
+        self._groups[number] = failed_group("", number, 0, f"refused {len(reasons)} times; the last time: {reason}")
+        return True
+
+    def drop(self, number: int) -> None:
+        """Forget a group that has come; it must come again."""
+        self._groups.pop(number, None)
+
+    def find_batch(self, batch: int) -> list[Group] | None:
+        """The groups of batch `batch`, by number; None while some are missing. After a resume,
+        everything that was taken before is taken first: in order `arrival`, the choice depends on
+        all that has come."""
+        if self._replay_through is not None and self._replay_through != self.position:
+            return None
+        self._replay_through = None
+        size = self.groups_per_batch
+        if self.order == "exact":
+            numbers: Sequence[int] = range(batch * size, (batch + 1) * size)
+            return [self._groups[number] for number in numbers] if all(number in self._groups for number in numbers) else None
+        overdue = self.ledger.list_missing(max(0, batch - self.slack + 1) * size)
+        if len(self._groups) < size or any(number not in self._groups for number in overdue):
+            return None
+        return [self._groups[number] for number in sorted(self._groups)[:size]]
+
+    def mark_trained(self, numbers: Sequence[int]) -> None:
+        """These groups are trained now."""
+        self.ledger.mark_trained(numbers)
+        for number in numbers:
+            for record in (self._groups, self._refused, self._held):
+                record.pop(number, None)
+
+    @property
+    def resume_position(self) -> str | None:
+        """The position from which the log must be read again to have all that is here: that before
+        the oldest entry that was taken and is not trained."""
+        return next(iter(self._held.values()), self.position)
+
+    def reach_end(self) -> None:
+        """The log ends here. If it ends before what was taken last, its data were lost."""
+        self._replay_through = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The ledger and two positions: from the first one, all that is here is in the log."""
+        return {"ledger": self.ledger.state_dict(), "position": self.resume_position, "taken_through": self.position}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Empty it, and begin after the position of `state`."""
+        self.ledger.load_state_dict(state["ledger"])
+        self._groups, self._refused, self._held = {}, {}, {}
+        self.position, self._replay_through = state["position"], state["taken_through"]
+
+
+def failed_group(run: str, number: int, version: int, error: str, *, attempt: int = 0, actor: str = "") -> Group:
+    """A group without rollouts."""
+    counts = RolloutCounts(num_failed_episodes=1, num_dropped_groups=1)
+    failure = EpisodeFailure(episode_idx=number, env_kind="", env_seed=None, error=error, attempts=max(1, attempt), meta={})
+    return Group(run, number, version, attempt, actor, played=PlayedRollouts([], counts, [failure], num_requested=0))

@@ -1,0 +1,370 @@
+"""The trainer's batch source for groups that other processes play.
+
+    offer batches k .. k+ahead  ->  work     -> actors (actor.run_actor)
+    batch k  <-  Arrivals       <-  entries  <-
+
+Batch k is offered when batch `k - ahead` is asked for, with the policy version that was announced
+last. So a group is sampled with weights that are `ahead` steps old, as with `OverlappedSource`, and
+at most `ahead + 1` batches are played at a time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import socket
+import time
+import uuid
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from ludic.errors import ConfigError, QueueDataLost, QueueError, RolloutError
+from ludic.training.batching.source import BatchSourceBase
+from ludic.training.queue.arrivals import Arrivals, Order
+from ludic.training.queue.base import DEFAULT_CLAIM_S, Entry, GroupLog, Work
+from ludic.training.queue.claims import ClaimKeeper
+from ludic.training.queue.entries import DEFAULT_LIMITS, Group, decode_group
+from ludic.training.queue.envelope import EntryError, EntryLimits
+from ludic.training.queue.patience import Patience
+from ludic.training.types import SAWBatch
+
+logger = logging.getLogger(__name__)
+
+READ_S = 1.0
+"""How long one reading of the log waits for an entry."""
+HEAL_AFTER_S = 5.0
+"""After so long without an entry, what is missing is offered again."""
+
+
+class QueueBatchSource(BatchSourceBase):
+    """Batches of the groups that actors deliver to `log`. `to_batch` makes the batch of the groups,
+    usually `to_batch.BatchFromGroups`.
+
+    **Order.** `exact` trains the groups by number: batch k is groups `kP .. kP+P-1`, P being
+    `groups_per_batch`. A run is then the same whatever dies and when, if its actors sample the same
+    for the same number and version. `arrival` trains what comes first, and no group later than
+    `max_lag` versions after it was offered, by default `ahead + 2` (`arrivals`).
+
+    **Resuming.** The state has the ledger of trained groups, the position in the log and the
+    versions of what is offered. Delivered groups are read again from the log, and others played.
+    `checkpoint_saved` forgets what the checkpoint no longer needs.
+
+    **Failures.** A group that failed, or that was refused `max_attempts` times, is missing in its
+    batch; RolloutError if that leaves none. Refused entries are set aside with their reason. What
+    is in no place where it should be is offered again (`heal`): at the start, after the log could
+    not be reached, and after 5 s without an entry.
+
+    **Deadlines.** QueueError after `patience_s` seconds in which the log could not be reached or no
+    actor had work, and after `group_timeout_s` without any entry. OwnershipLost if another trainer
+    claims the log: this one must then end with status 78, and with 75 after a QueueError.
+
+    `publish_every`: versions are rounded down to its multiples. `num_batches`: how many
+    batches the run has; groups beyond are not offered.
+    """
+
+    def __init__(
+        self,
+        log: GroupLog,
+        *,
+        run: str,
+        groups_per_batch: int,
+        to_batch: Callable[[Sequence[Group]], Awaitable[SAWBatch]],
+        ahead: int = 0,
+        order: Order = "exact",
+        max_lag: int | None = None,
+        publish_every: int = 1,
+        num_batches: int | None = None,
+        max_attempts: int = 3,
+        patience_s: float = 300.0,
+        group_timeout_s: float = 3600.0,
+        claim_s: float = DEFAULT_CLAIM_S,
+        limits: EntryLimits = DEFAULT_LIMITS,
+        patience: Patience | None = None,
+    ) -> None:
+        if ahead < 0:
+            raise ConfigError(f"ahead ({ahead}) must be >= 0; 0 offers each batch on request")
+        if max_lag is not None and max_lag <= ahead:
+            raise ConfigError(f"max_lag ({max_lag}) must be > ahead ({ahead}): groups are begun {ahead} versions early")
+        if publish_every < 1:
+            raise ConfigError(f"publish_every ({publish_every}) must be >= 1")
+        self._log, self._run, self._to_batch = log, run, to_batch
+        slack = 2 if max_lag is None else max_lag - ahead
+        self._arrivals = Arrivals(groups_per_batch=groups_per_batch, order=order, slack=slack, max_attempts=max_attempts)
+        self.max_lag = ahead
+        self.overlaps = ahead > 0
+        self._ahead, self._publish_every, self._num_batches = ahead, publish_every, num_batches
+        self._group_timeout_s, self._claim_s, self._limits = group_timeout_s, claim_s, limits
+        self._patience = Patience(patience_s) if patience is None else patience
+        self.owner = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        """Name under which this trainer claims the log."""
+        self._claims: ClaimKeeper | None = None
+        self._version = 0
+        self._batch = 0
+        """The next batch to return."""
+        self._versions: dict[int, int] = {}
+        """Batch -> the version that its groups are sampled with, for all that are offered."""
+        self._entries: deque[Entry] = deque()
+        """Read from the log, and not taken yet."""
+        self._healed_after = 0
+        """Number of interruptions that were healed."""
+        self._aside = 0
+        self._saved_position: str | None = None
+
+    # ---- what the trainer calls ----------------------------------------------------------------
+
+    async def next_batch(self) -> SAWBatch:
+        """The next batch, once its groups have come."""
+        started = self._patience.clock()
+        if self._claims is None:
+            await self._start()
+        await self._with_data(self._offer_ahead)
+        groups = await self._collect()
+        wait_s = self._patience.clock() - started
+        if not any(group.played for group in groups):
+            first = next((failure.error for group in groups for failure in group.played.failures), "no reason is known")
+            raise RolloutError(f"all {len(groups)} groups of batch {self._batch} failed; the first error was {first}")
+        for group in groups:
+            for rollout in group.played:
+                rollout.meta.setdefault("policy_version", group.version)
+        batch = await self._to_batch(groups)
+        self._arrivals.mark_trained([group.number for group in groups])
+        self._batch += 1
+        self._forget_versions()
+        batch.meta.update(await self._measure(groups, wait_s))
+        return batch
+
+    async def announce(self, version: int) -> None:
+        """Say that the weights of `version` can be sampled with; the publisher calls this. Before
+        the first batch is asked for, it is only noted."""
+        self._version = version - version % self._publish_every
+        if self._claims is not None:
+            await self._with_data(self._announce)
+
+    def limit(self, num_batches: int) -> None:
+        """Set how many more batches the run needs."""
+        self._num_batches = num_batches + self._batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Ledger, position and versions, as plain JSON values."""
+        arrivals = self._arrivals.state_dict()
+        self._saved_position = arrivals["position"]
+        return {
+            "run": self._run,
+            "groups_per_batch": self._arrivals.groups_per_batch,
+            "batch": self._batch,
+            **arrivals,
+            "version": self._version,
+            "versions": sorted(self._versions.items()),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state`. Raises ConfigError if it is that of another kind of source, or of
+        another number of groups in a batch."""
+        if "ledger" not in state:
+            raise ConfigError("the checkpoint has no ledger of groups: it was saved by a run without actors; resume it without")
+        size = self._arrivals.groups_per_batch
+        if state["groups_per_batch"] != size:
+            raise ConfigError(
+                f"the checkpoint has {state['groups_per_batch']} groups in a batch, here there are {size}: numbers would mean other "
+                "prompts; resume with the same number"
+            )
+        self._arrivals.load_state_dict(state)
+        self._entries.clear()
+        self._batch, self._version = int(state["batch"]), int(state["version"])
+        self._versions = {int(batch): int(version) for batch, version in state["versions"]}
+
+    async def checkpoint_saved(self) -> None:
+        """Forget the entries that a run resumed from the last `state_dict` does not read."""
+        position = self._saved_position
+        if position is not None and self._claims is not None:
+            await self._with_data(lambda: self._call("forgetting groups", lambda: self._log.forget(self.owner, position)))
+
+    async def close_queue(self) -> None:
+        """The run is done: the log is emptied, and actors end."""
+        if self._claims is None:
+            await self._start()
+        await self._with_data(lambda: self._call("closing the queue", lambda: self._log.close(self.owner)))
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Stop renewing the claim. Actors go on with what is offered."""
+        if self._claims is not None:
+            self._claims.stop()
+            self._claims = None
+
+    # ---- offering ------------------------------------------------------------------------------
+
+    async def _start(self) -> None:
+        await self._claim()
+        await self._with_data(self.heal)
+        self._claims = ClaimKeeper(self._log, self.owner, self._claim_s)
+
+    async def _claim(self) -> None:
+        await self._call("claiming the queue", lambda: self._log.claim(self.owner, run=self._run, ttl_s=self._claim_s))
+
+    async def _call(self, what: str, operation: Callable[[], Any]) -> Any:
+        return await self._patience.call(what, operation)
+
+    async def _with_data(self, operation: Callable[[], Awaitable[Any]]) -> Any:
+        """Run `operation`; where the log's data are gone, claim it and offer what is missing, and
+        run it again."""
+        is_lost = False
+        for _ in range(3):
+            try:
+                if is_lost:
+                    await self._claim()
+                    await self.heal()
+                return await operation()
+            except QueueDataLost as error:
+                logger.warning("%s", error)
+                is_lost = True
+        raise QueueError("the data of the queue were lost three times in a row; check the memory and the disk of its server")
+
+    async def heal(self) -> int:
+        """Offer every group that is expected and is in no place: neither trained nor come, nor in
+        the log behind the position, nor outstanding. Returns their number."""
+        self._healed_after = self._patience.interruptions
+        await self._announce()
+        # Read after `outstanding`: a group that is delivered between the two is in both.
+        outstanding = {each.work.number for each in await self._call("reading the work", self._log.outstanding)}
+        kept = await self._scan_log()
+        missing = [number for number in self._expected() if number not in outstanding and number not in kept]
+        await self._offer(missing)
+        if missing:
+            logger.info("%d groups were missing in the queue and are offered again, the first is %d", len(missing), missing[0])
+        return len(missing)
+
+    async def _scan_log(self) -> set[int]:
+        """The numbers behind the position, whose entries are not kept here."""
+        numbers = {entry.number for entry in self._entries if entry.number is not None}
+        position = self._entries[-1].position if self._entries else self._arrivals.position
+        while True:
+            entries = await self._call("reading groups", partial(self._log.read, position))
+            if not entries:
+                return numbers
+            numbers |= {entry.number for entry in entries if entry.number is not None}
+            position = entries[-1].position
+
+    def _expected(self) -> list[int]:
+        """The groups that are offered and have not come."""
+        size = self._arrivals.groups_per_batch
+        end = (max(self._versions) + 1) * size if self._versions else 0
+        missing = self._arrivals.ledger.list_missing(end)
+        return [number for number in missing if number // size in self._versions and not self._arrivals.has(number)]
+
+    async def _announce(self) -> None:
+        version = self._version
+        await self._call("announcing weights", lambda: self._log.announce(self.owner, version))
+
+    async def _offer_ahead(self) -> None:
+        """Offer the batches up to `ahead` beyond the next one that are not offered yet."""
+        end = self._batch + self._ahead + 1
+        end = end if self._num_batches is None else max(self._batch + 1, min(end, self._num_batches))
+        batches = [batch for batch in range(self._batch, end) if batch not in self._versions]
+        size = self._arrivals.groups_per_batch
+        numbers = [number for batch in batches for number in range(batch * size, (batch + 1) * size)]
+        versions = self._versions | dict.fromkeys(batches, self._version)
+        await self._offer([number for number in numbers if not self._arrivals.has(number)], versions)
+        self._versions = versions
+
+    async def _offer(self, numbers: Sequence[int], versions: Mapping[int, int] | None = None) -> None:
+        versions = self._versions if versions is None else versions
+        size = self._arrivals.groups_per_batch
+        work = [Work(number, versions[number // size], self._arrivals.attempts(number)) for number in numbers]
+        if work:
+            await self._call("offering groups", lambda: self._log.offer(self.owner, work))
+
+    def _forget_versions(self) -> None:
+        first = min(self._batch, self._arrivals.ledger.watermark // self._arrivals.groups_per_batch)
+        self._versions = {batch: version for batch, version in self._versions.items() if batch >= first}
+
+    # ---- collecting ----------------------------------------------------------------------------
+
+    async def _collect(self) -> list[Group]:
+        """The groups of the next batch, once they have come."""
+        clock = self._patience.clock
+        came = seen = healed = clock()  # the last entry, the last sign of an actor, the last healing
+        while (groups := self._arrivals.find_batch(self._batch)) is None:
+            if self._claims is not None:
+                self._claims.check()
+            if self._entries:
+                await self._take(self._entries.popleft())
+                continue
+            read = partial(self._log.read, self._arrivals.position, timeout_s=READ_S)
+            self._entries.extend(await self._call("reading groups", read))
+            now = clock()
+            if self._entries:
+                came = seen = healed = now
+                continue
+            self._arrivals.reach_end()
+            if now - healed >= HEAL_AFTER_S or self._healed_after != self._patience.interruptions:
+                await self._with_data(self.heal)
+                healed = clock()
+                if (await self._call("reading the queue's numbers", self._log.stats)).leased:
+                    seen = healed
+                self._check_deadlines(healed - came, healed - seen)
+        return groups
+
+    def _check_deadlines(self, since_entry_s: float, since_actor_s: float) -> None:
+        what = f"batch {self._batch} waits for groups {_first(self._expected())}"
+        if since_actor_s >= self._patience.patience_s:
+            raise QueueError(f"{what}: no actor has had work for {since_actor_s:.0f} s (patience_s); are actors running?")
+        if since_entry_s >= self._group_timeout_s:
+            raise QueueError(f"{what}: actors have work, and none was delivered for {since_entry_s:.0f} s (group_timeout_s)")
+
+    async def _take(self, entry: Entry) -> None:
+        """Take one entry of the log."""
+        try:
+            group: Group = await self._patience.run(lambda: decode_group(entry.payload, self._limits))
+            if group.number != entry.number:
+                raise EntryError(f"the entry of group {entry.number} holds group {group.number}")
+            if group.run != self._run:
+                raise EntryError(f"the entry is of run {group.run}, this is {self._run}")
+        except EntryError as error:
+            reason = str(error)
+            logger.warning("the entry of group %s was set aside: %s", entry.number, reason)
+            await self._call("setting an entry aside", lambda: self._log.set_aside(entry, reason))
+            self._aside += 1
+            if self._arrivals.refuse(entry, reason):
+                logger.error("group %s is given up; its batch goes on without it: %s", entry.number, reason)
+            elif entry.number is not None and not self._arrivals.has(entry.number):
+                await self._offer_again(entry.number)
+            return
+        version = self._versions.get(group.number // self._arrivals.groups_per_batch)
+        if self._arrivals.order == "exact" and version not in (None, group.version):
+            logger.warning("group %d was sampled with version %d, and %d is expected", group.number, group.version, version)
+            self._arrivals.take(entry, None)
+        else:
+            self._arrivals.take(entry, group)
+
+    async def _offer_again(self, number: int) -> None:
+        """Offer a group that was refused, unless the log has a later entry of it: a trainer that
+        went back to a checkpoint meets both."""
+        if number // self._arrivals.groups_per_batch in self._versions and number not in await self._scan_log():
+            await self._with_data(lambda: self._offer([number]))
+
+    async def _measure(self, groups: Sequence[Group], wait_s: float) -> dict[str, float]:
+        """Statistics of the queue for the batch's meta."""
+        stats = await self._call("reading the queue's numbers", self._log.stats)
+        ended = [group.ended_s for group in groups if group.ended_s]
+        return {
+            "generation_s": max((group.generation_s for group in groups), default=0.0),
+            "queue/depth": len(self._arrivals),
+            "queue/outstanding": stats.outstanding,
+            "queue/oldest_s": stats.oldest_s,
+            "queue/age_s": max(0.0, time.time() - min(ended)) if ended else 0.0,
+            "queue/wait_s": wait_s,
+            "queue/claimed": stats.claimed,
+            "queue/duplicates": self._arrivals.duplicates,
+            "queue/aside": self._aside,
+            "queue/abandoned": self._arrivals.abandoned,
+            "queue/bytes": stats.bytes,
+        }
+
+
+def _first(numbers: Sequence[int], shown: int = 8) -> str:
+    more = f" and {len(numbers) - shown} more" if len(numbers) > shown else ""
+    return ", ".join(map(str, itertools.islice(numbers, shown))) + more
