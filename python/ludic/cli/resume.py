@@ -14,7 +14,7 @@ from ludic.runs.directory import DONE, Progress, RunDirectory
 _FREE = (
     *("name", "output", "log_every", "report_to", "rollout.log_every", "checkpoint."),
     *("inference.url", "inference.python", "inference.device", "inference.server_args", "inference.weights"),
-    *("inference.trainer_address", "inference.timeout_s", "inference.preflight"),
+    *("inference.trainer_address", "inference.timeout_s", "inference.preflight", "ranks."),
 )
 """Settings, or prefixes of settings, that may differ on resume: they change where a run executes
 and writes, not its result."""

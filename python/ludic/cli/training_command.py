@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ludic.cli.console import quiet_libraries, run_with_console
+from ludic.cli.opening import begin_run, open_run
 from ludic.cli.print_config import format_recipe
-from ludic.cli.resume import parse_resume_steps, resume_recipe
+from ludic.cli.ranked_command import run_on_ranks
+from ludic.cli.resume import parse_resume_steps
+from ludic.rank_environment import read_rank_environment
 from ludic.runs.directory import DONE, run_path
 from ludic.runs.process_memory import settle_memory
 from ludic.runs.versions import collect_versions
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
 
     from ludic.runs.base import TrainingRun
     from ludic.runs.directory import RunDirectory
+    from ludic.runs.rank_log import RankLog
     from ludic.runs.screen import Screen
     from ludic.runs.stop_request import StopRequest
 
@@ -64,60 +68,88 @@ def run_command(
     """Run the command and return the exit status: 0, or 128 plus the signal's number after a stop.
     User errors are raised as `LudicError`."""
     started = time.perf_counter()
+    environment = read_rank_environment()
     if print_config:
         if resume is not None:
             parse_resume_steps(arguments, command.directory.command)
-        sources = arguments if resume is None else [str(command.directory.open_to_read(resume).config), *arguments]
-        print(format_recipe(command.compose(sources)), end="")
+        if environment is None or environment.rank == 0:
+            print(format_recipe(command.compose(_list_sources(command, arguments, resume))), end="")
         return 0
-    return run_with_console(lambda console: _train(command, arguments, resume, console, started), json_only=json_only)
+
+    def work(console: Console, log: RankLog | None) -> tuple[int, str]:
+        return _train(command, arguments, resume, console, started, log)
+
+    if environment is None:
+        return run_with_console(lambda console: work(console, None), json_only=json_only)
+    section = command.compose(arguments if resume is None else _list_sources(command, [], resume)).ranks
+    return run_on_ranks(section, work, json_only=json_only)
+
+
+def _list_sources(command: TrainingCommand[D, R], arguments: Sequence[str], resume: Path | None) -> Sequence[str]:
+    """The arguments from which the recipe is composed: for a run that is resumed, its settings
+    first."""
+    return arguments if resume is None else [str(command.directory.open_to_read(resume).config), *arguments]
 
 
 def _train(
-    command: TrainingCommand[D, R], arguments: Sequence[str], resume: Path | None, console: Console, started: float
+    command: TrainingCommand[D, R],
+    arguments: Sequence[str],
+    resume: Path | None,
+    console: Console,
+    started: float,
+    log: RankLog | None,
 ) -> tuple[int, str]:
-    """The exit status and the summary."""
-    steps = None if resume is None else parse_resume_steps(arguments, command.directory.command)
-    directory = None if resume is None else command.directory.resume(resume)
+    """The exit status and the summary. `log`: that of a rank other than 0, which changes nothing
+    in the run's folder and has no summary."""
+    recipe, directory = open_run(command, arguments, resume, follows=log is not None)
     try:
-        if directory is None:
-            recipe = command.compose(arguments)
-        else:
-            recipe = resume_recipe(command.compose([str(directory.config)]), directory, steps)
         run_path(recipe.output, recipe.name, "run")  # raises for an invalid name
         console.print("Loading torch and transformers", highlight=False)
         screen, parts = _build_parts(command, recipe, console)
         is_new = directory is None
-        directory = directory or command.directory.begin(recipe, command.folder_name(recipe))
+        directory = directory or begin_run(command, recipe)
+        if log is not None:
+            log.open_file(directory.ranks)
         with _record_failure(directory, is_new=is_new):
             run = _set_up(command, recipe, parts, directory, screen, is_new=is_new)
             run.timer.add("set_up", time.perf_counter() - started)
             with run.stop:
                 code = _run_to_end(run, started)
-                return code, command.conclude(run, console)
+                return code, _conclude(command, run, console)
     finally:
         if directory is not None:
             directory.release()
 
 
 def _build_parts(command: TrainingCommand[D, R], recipe: Any, console: Console) -> tuple[Screen, Any]:
+    """With several ranks, an error on one of them is raised on all, before there is a folder."""
     from ludic.runs.screen import Screen
     from ludic.runs.tracking import check_trackers
+    from ludic.training import ranks
     from ludic.training.backend.master_weights import check_precision
 
-    quiet_libraries()
-    check_trackers(recipe.report_to)
-    screen = Screen(console, every=recipe.log_every)
-    parts = command.build(recipe, screen)
-    check_precision(parts.model)
+    with ranks.agree("setting up the run"):
+        quiet_libraries()
+        check_trackers(recipe.report_to)
+        screen = Screen(console, every=recipe.log_every)
+        parts = command.build(recipe, screen)
+        check_precision(parts.model)
     return screen, parts
+
+
+def _conclude(command: TrainingCommand[D, R], run: R, console: Console) -> str:
+    """The summary, which rank 0 writes; the other ranks wait for it and have none."""
+    from ludic.training import ranks
+
+    with ranks.rank_0_alone("the report"):
+        return command.conclude(run, console) if ranks.rank() == 0 else ""
 
 
 def _set_up(command: TrainingCommand[D, R], recipe: Any, parts: Any, directory: D, screen: Screen, *, is_new: bool) -> R:
     from ludic.models.device import describe_device
-    from ludic.runs.stop_request import StopRequest
+    from ludic.runs.stop_request import make_stop_request
 
-    run = command.run(recipe, parts, directory, screen, StopRequest(screen.note))
+    run = command.run(recipe, parts, directory, screen, make_stop_request(screen.note))
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in run.parts.model.parameters()]
     whole, trained = sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
     of_which = f", {trained:,} of them trained" if trained < whole else ""
@@ -145,18 +177,25 @@ def _note_state(run: TrainingRun[Any, Any, Any]) -> None:
 @contextmanager
 def _record_failure(directory: RunDirectory, *, is_new: bool) -> Iterator[None]:
     """Delete the folder of a run that fails before its first step, unless it has a server's log.
-    Otherwise write the error to progress.json."""
+    Otherwise write the error to progress.json. Another rank than 0 leaves both to rank 0."""
+    from ludic.training import ranks
+
     try:
         yield
-    except Exception as error:
-        if is_new and not directory.has_steps and not directory.server_log.exists():
+    except Exception as caught:
+        error = ranks.explain(caught)
+        if directory.is_followed:
+            pass  # rank 0 does it
+        elif is_new and not directory.has_steps and not directory.server_log.exists():
             shutil.rmtree(directory.path, ignore_errors=True)
         else:
             with suppress(OSError):  # the disk may be full
                 progress = directory.read_progress()
                 progress.failed = f"{type(error).__name__}: {error}"
                 directory.write_progress(progress)
-        raise
+        if error is caught:
+            raise
+        raise error from caught
 
 
 def _run_to_end(run: TrainingRun[Any, Any, Any], started: float) -> int:
@@ -170,7 +209,7 @@ def _run_to_end(run: TrainingRun[Any, Any, Any], started: float) -> int:
             asyncio.run(run.play())
     except Interrupted:
         run.screen.note(f"Stopped; resume with `ludic {run.directory.command} --resume {run.directory.path}`")
-        return 128 + (run.stop.signum or 0)
+        return 128 + (run.stop.signum or 0 if run.stop else 0)
     finally:
         run.timer.add("wall", time.perf_counter() - started)
         run.directory.write_progress(run.progress)

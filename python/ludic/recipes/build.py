@@ -12,6 +12,7 @@ import torch
 
 from ludic.errors import ConfigError
 from ludic.recipes.compose import check_minimums
+from ludic.recipes.ranks_section import check_ranks
 from ludic.recipes.schema import NULL_UNLESS_SET, Recipe, TaskSection
 from ludic.tasks import Addition, DigitSort, EpisodicTask, Task, TicTacToe, Tools, as_episodic
 from ludic.tasks.data_task import DataTask
@@ -39,8 +40,9 @@ _LEAST = {
 
 
 def check_numbers(recipe: Recipe) -> None:
-    """Raise `ConfigError` for a count that is too small."""
+    """Raise `ConfigError` for a count or a time that is too small."""
     check_minimums(recipe, _LEAST)
+    check_ranks(recipe.ranks)
 
 
 def build_task(

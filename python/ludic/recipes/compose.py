@@ -148,9 +148,9 @@ def to_plain_values(recipe: Any) -> dict[str, Any]:
 
 
 def config_hash(recipe: Any) -> str:
-    """16 hex digits over all settings that can change results: all but `name`, `output` and
-    `report_to`."""
-    content = {key: value for key, value in asdict(recipe).items() if key not in ("name", "output", "report_to")}
+    """16 hex digits over all settings that can change results: all but `name`, `output`,
+    `report_to` and `ranks`."""
+    content = {key: value for key, value in asdict(recipe).items() if key not in ("name", "output", "report_to", "ranks")}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 

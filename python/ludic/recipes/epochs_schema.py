@@ -12,6 +12,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 
 from ludic.errors import ConfigError
 from ludic.recipes.compose import LOADED_MODEL, Override, check_minimums, read_yaml, resolve_layers, split_arguments
+from ludic.recipes.ranks_section import RanksSection, check_ranks
 from ludic.recipes.schema import CheckpointSection, LoraSection, NetworkSection, TaskSection
 
 
@@ -59,6 +60,7 @@ class EpochsRecipe:
     trainer: Any = MISSING
     """Fields of the trainer's config."""
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
+    ranks: RanksSection = field(default_factory=RanksSection)
 
 
 R = TypeVar("R", bound=EpochsRecipe)
@@ -84,6 +86,7 @@ def compose_epochs(
     tree.trainer = OmegaConf.structured(trainer)
     resolved = cast(R, resolve_layers(tree, _read_layers(package, source, overrides), overrides))
     check_minimums(resolved, {**_LEAST, **least})
+    check_ranks(resolved.ranks)
     if not 0.0 <= resolved.heldout < 1.0:
         raise ConfigError(f"heldout ({resolved.heldout}) must be a share of the data, from 0 to less than 1")
     return resolved

@@ -14,6 +14,7 @@ from typing import Any, Literal, Optional, Union, get_args, get_origin, get_type
 from omegaconf import MISSING
 
 from ludic.recipes.inference_section import InferenceSection
+from ludic.recipes.ranks_section import RanksSection
 from ludic.training.config import TrainerConfig
 
 
@@ -177,6 +178,7 @@ class Recipe:
     inference: InferenceSection = field(default_factory=InferenceSection)
     evaluation: EvaluationSection = field(default_factory=EvaluationSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
+    ranks: RanksSection = field(default_factory=RanksSection)
 
 
 DERIVED = ("pad_token_id", "seed", "temperature")

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -15,14 +16,18 @@ from ludic.models.saving import save_missing_base, save_policy
 from ludic.recipes.epochs_schema import EpochsRecipe
 from ludic.recipes.schema import Recipe
 from ludic.runs.checkpoints import find_latest_checkpoint, rewind_logs
-from ludic.runs.directory import DONE, RunDirectory
+from ludic.runs.directory import DONE, Progress, RunDirectory
 from ludic.runs.screen import Screen
 from ludic.runs.seeding import seed_phase
-from ludic.runs.stop_request import StoppableSource, StopRequest
+from ludic.runs.stop_request import ImpatientSource, StoppableSource, StopRequest
 from ludic.runs.tracking import run_logger
+from ludic.training import ranks, watchdog
+from ludic.training.batching.shared_batches import SharedBatches
+from ludic.training.batching.source import BatchSourceBase
 from ludic.training.checkpoint import CheckpointConfig
 from ludic.training.loggers import TrainingLogger
 from ludic.training.loop.timings import PhaseTimer
+from ludic.training.rng import reseed_for_rank
 from ludic.training.trainer import Trainer
 
 
@@ -47,10 +52,10 @@ class TrainingRun(ABC, Generic[RecipeT, PartsT, DirectoryT]):
 
     def __init__(self, recipe: RecipeT, parts: PartsT, directory: DirectoryT, screen: Screen, stop: StopRequest) -> None:
         self.recipe, self.parts, self.directory, self.screen, self.stop = recipe, parts, directory, screen, stop
-        self.progress = directory.read_progress()
+        self.progress = Progress(**ranks.ask_rank_0("reading the progress", lambda: asdict(directory.read_progress())))
         self.timer = PhaseTimer(self.progress.seconds)
         """Wall seconds of each phase, summed over all processes that worked on the run."""
-        save_missing_base(parts.model, recipe.model, directory.base)
+        ranks.ask_rank_0("saving the base", lambda: save_missing_base(parts.model, recipe.model, directory.base))
 
     @property
     def title(self) -> str:
@@ -72,34 +77,64 @@ class TrainingRun(ABC, Generic[RecipeT, PartsT, DirectoryT]):
         self.directory.write_progress(self.progress)
 
     def save_model(self) -> None:
-        """Write model and tokenizer in Hugging Face layout."""
-        save_policy(self.parts.model, self.parts.tokenizer, self.directory.model, base=find_whole_model(self.recipe.model))
+        """Write model and tokenizer in Hugging Face layout, on rank 0."""
+        base = find_whole_model(self.recipe.model)
+        with watchdog.phase("save"):
+            ranks.ask_rank_0(
+                "saving the model", lambda: save_policy(self.parts.model, self.parts.tokenizer, self.directory.model, base=base)
+            )
 
     def open_logger(
         self, phase: str, *, keys: list[str], spark_key: str, last_step: int
-    ) -> AbstractContextManager[TrainingLogger]:
-        """The logger of a phase. Plain lines show the statistics `keys`; `spark_key` is drawn."""
+    ) -> AbstractContextManager[TrainingLogger | None]:
+        """The logger of a phase, on rank 0. Plain lines show the statistics `keys`; `spark_key` is
+        drawn."""
+        if self.directory.is_followed:
+            return nullcontext()
         return run_logger(self.recipe, self.directory, self.screen, phase, keys=keys, spark_key=spark_key, last_step=last_step)
 
     def make_trainer(
         self, phase: str, trainer_class: Callable[..., TrainerT], source: Any, checkpoints: Path, **options: Any
     ) -> TrainerT:
         """The trainer of a phase, loaded from its last checkpoint if there is one. `options` are
-        more arguments of `trainer_class`."""
+        more arguments of `trainer_class`.
+
+        With several ranks, `source` is that of rank 0, and may be None on the others. All ranks
+        get its batches and divide them."""
         seed_phase(self.recipe.seed, phase)
+        if ranks.rank() > 0:
+            reseed_for_rank(ranks.rank())
         trainer = trainer_class(
             model=self.parts.model,
-            batch_source=StoppableSource(source, self.stop),
+            batch_source=self._make_stoppable(source),
             checkpoint_config=CheckpointConfig(
                 checkpoints,
                 every_n_steps=self.recipe.checkpoint.every_n_steps,
                 max_to_keep=self.recipe.checkpoint.max_to_keep,
             ),
-            resume_from=find_latest_checkpoint(checkpoints),
+            resume_from=ranks.ask_rank_0("finding the newest checkpoint", lambda: find_latest_checkpoint(checkpoints)),
             **options,
         )
-        rewind_logs(self.directory, phase, trainer, note=self.screen.note)
+        if not self.directory.is_followed:
+            rewind_logs(self.directory, phase, trainer, note=self.screen.note)
         return trainer
+
+    def _make_stoppable(self, source: Any) -> BatchSourceBase:
+        """The source of this rank, which raises StopRequested once a stop was asked for: on all
+        ranks before the same batch."""
+        if not ranks.is_distributed():
+            return StoppableSource(source, self.stop)
+        inner = None if source is None else ImpatientSource(source, self.stop)
+        return SharedBatches(inner, stop=self._check_others, patience_s=self.recipe.ranks.generation_s)
+
+    def _check_others(self) -> bool:
+        """Whether a stop was asked for. Raises RankError once another rank has failed."""
+        ranks.raise_if_failed()
+        return bool(self.stop)
+
+    def is_stopped(self) -> bool:
+        """Whether the run was asked to stop; the same on all ranks, which all call it."""
+        return ranks.ask_rank_0("asking whether to stop", lambda: bool(self.stop))
 
     async def take_steps(self, trainer: Trainer, steps: int) -> bool:
         """Train until step `steps`. False if a requested stop left steps undone; early stopping

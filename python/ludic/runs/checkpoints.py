@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ludic.runs.directory import Progress, RunDirectory
+from ludic.training import ranks
 from ludic.training.checkpoint import CheckpointConfig, CheckpointManager
 from ludic.training.trainer import Trainer
 
@@ -13,17 +14,18 @@ STOP_PATIENCE_S = 20.0
 """How long the last checkpoint of a run waits for batches that are being generated."""
 
 
-def find_latest_checkpoint(checkpoints: Path) -> Path | None:
+def find_latest_checkpoint(checkpoints: Path) -> str | None:
     """The newest checkpoint in the folder, as `CheckpointManager` finds it; None without any."""
     try:
-        return CheckpointManager(CheckpointConfig(checkpoints)).find()
+        return str(CheckpointManager(CheckpointConfig(checkpoints)).find())
     except FileNotFoundError:
         return None
 
 
 def has_checkpoint(checkpoints: Path) -> bool:
-    """Whether the folder has any checkpoint, damaged or not. No file is read."""
-    return CheckpointManager(CheckpointConfig(checkpoints)).has_any()
+    """Whether the folder has any checkpoint, damaged or not. No file is read. All ranks call it,
+    and get what rank 0 sees."""
+    return ranks.ask_rank_0("looking for checkpoints", CheckpointManager(CheckpointConfig(checkpoints)).has_any)
 
 
 def rewind_logs(directory: RunDirectory, phase: str, trainer: Trainer, *, note: Callable[[str], None]) -> None:

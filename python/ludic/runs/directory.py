@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import shutil
+import socket
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -21,6 +22,8 @@ from ludic.runs.versions import collect_versions
 
 DONE = "done"
 """The phase of a run that is finished."""
+FOLLOW_S = 30.0
+"""How long a shared file system may take to show a new folder to other machines."""
 
 
 @dataclass
@@ -74,8 +77,11 @@ class RunDirectory:
         self.base, self.adapter = path / "base", path / "adapter"  # with LoRA only
         self.checkpoints = path / "checkpoints"
         self.server_log = path / "server.log"
+        self.ranks = path / "ranks"  # with several ranks only: the output of those that do not lead
         self._progress = path / "progress.json"
         self._lock: RunLock | None = None
+        self.is_followed = False
+        """Whether another process writes the folder, and this one nothing in it."""
 
     @classmethod
     def begin(cls, recipe: Any, default_name: str) -> Self:
@@ -122,6 +128,22 @@ class RunDirectory:
             )
         return directory
 
+    @classmethod
+    def follow(cls, path: Path) -> Self:
+        """Open the folder that rank 0 has made or resumed, on another rank: without a lock, and
+        nothing in it is changed."""
+        appears_by = time.monotonic() + FOLLOW_S
+        while not (path / "progress.json").is_file():
+            if time.monotonic() > appears_by:
+                raise CheckpointError(
+                    f"rank 0 has made {path}, which {socket.gethostname()} does not see; set output=FOLDER on a file system that all ranks "
+                    "share"
+                )
+            time.sleep(0.1)
+        directory = cls.open_to_read(path)
+        directory.is_followed = True
+        return directory
+
     def release(self) -> None:
         """Unlock the folder, so that another process can resume the run."""
         if self._lock is not None:
@@ -142,7 +164,8 @@ class RunDirectory:
             ) from error
 
     def write_progress(self, progress: Progress) -> None:
-        write_text(self._progress, json.dumps(asdict(progress), indent=2) + "\n")
+        if not self.is_followed:
+            write_text(self._progress, json.dumps(asdict(progress), indent=2) + "\n")
 
     def read_metrics(self, phase: str) -> list[dict[str, Any]]:
         """The records of one phase in metrics.jsonl, one per step; the last one of a step that was

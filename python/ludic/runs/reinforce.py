@@ -44,6 +44,7 @@ from ludic.runs.stop_request import Interrupted, StopRequest
 from ludic.tasks import EpisodicTask
 from ludic.tasks.demonstrations import DemonstrationSource
 from ludic.tasks.measures import logged_names, task_reducers
+from ludic.training import ranks, watchdog
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.batching.overlapped import OverlappedSource
 from ludic.training.batching.synced_batching import RolloutBatchSource
@@ -152,7 +153,7 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
             self._adapt()
             if self.recipe.steps:
                 await self._reinforce()
-            self.progress.after = (await self._evaluate()).to_dict()
+            self.progress.after = await self._evaluate()
             self._finish_phase(DONE)
 
     async def _warm_up(self) -> None:
@@ -169,9 +170,9 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
             with self.open_logger(WARM_UP, keys=WARM_UP_KEYS, spark_key="loss", last_step=recipe.warmup.steps) as logger:
                 trainer = self._make_phase_trainer(WARM_UP, make_sft(normalizer="tokens"), source, parts.warmup_cfg, logger)
                 await self._train(trainer, recipe.warmup.steps, WARM_UP)
-        self.progress.before = (await self._evaluate()).to_dict()
+        self.progress.before = await self._evaluate()
         if recipe.lora.rank and not has_adapters(parts.model):
-            save_policy(parts.model, parts.tokenizer, self.directory.base)
+            ranks.ask_rank_0("saving the base", lambda: save_policy(parts.model, parts.tokenizer, self.directory.base))
         self._finish_phase(REINFORCE)
 
     def _adapt(self) -> None:
@@ -197,18 +198,21 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
             log=self.directory.server_log,
             note=self.screen.note,
             timer=self.timer,
+            is_led=self.directory.is_followed,
         ) as sampler:
             with self.open_logger(REINFORCE, keys=keys, spark_key=SAMPLED_REWARD, last_step=recipe.steps) as logger:
-                source = self._make_source(sampler)
+                source = None if self.directory.is_followed else self._make_source(sampler)
                 trainer = self._make_phase_trainer(REINFORCE, parts.algorithm, source, parts.trainer_cfg, logger, sampler)
-                source.limit(recipe.steps - trainer.current_step)
+                if source is not None:
+                    source.limit(recipe.steps - trainer.current_step)
                 self._show_start(trainer)
                 try:
                     if sampler.remote:
                         await trainer.publish()
                     await self._train(trainer, recipe.steps, REINFORCE)
                 finally:
-                    await source.aclose()
+                    if source is not None:
+                        await source.aclose()
                     self._note_preflight(trainer)
 
     def _note_preflight(self, trainer: Trainer) -> None:
@@ -246,7 +250,7 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
         algorithm: RLAlgorithm,
         source: Any,
         cfg: TrainerConfig,
-        logger: TrainingLogger,
+        logger: TrainingLogger | None,
         sampler: Sampler | None = None,
     ) -> Trainer:
         """The trainer of a phase, at its last checkpoint if there is one."""
@@ -287,19 +291,27 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
         """
         with self.timer.phase(phase):
             await self.take_steps(trainer, steps)
-            if self.stop or phase == REINFORCE:
+            is_stopped = self.is_stopped()
+            if is_stopped or phase == REINFORCE:
                 await trainer.ensure_checkpoint(patience_s=STOP_PATIENCE_S)
-            if not self.stop:
+            if not is_stopped:
                 restore_best_weights(trainer, self.progress, note=self.screen.note)
         if phase == REINFORCE:
             self.progress.steps = trainer.current_step
             self.directory.write_progress(self.progress)
         self._raise_if_stopped()
 
-    async def _evaluate(self) -> Evaluation:
+    async def _evaluate(self) -> dict[str, Any]:
+        """Measure on rank 0. All ranks return the result."""
+        with self.timer.phase("evaluate"), watchdog.phase("evaluation"), ranks.rank_0_alone("the held-out measurement") as shared:
+            if ranks.rank() == 0:
+                shared.append((await self._measure()).to_dict())
+        measured: dict[str, Any] = shared[0]
+        return measured
+
+    async def _measure(self) -> Evaluation:
         self.screen.note(f"Measuring on {self._held_out.describe()}")
-        with self.timer.phase("evaluate"):
-            measured = await self._held_out.measure()
+        measured = await self._held_out.measure()
         rates = ", ".join(f"{name.replace('_', ' ')} {rate:.3f}" for name, rate in measured.rates().items())
         self.screen.note(f"  {rates}")
         if measured.failed:
@@ -323,7 +335,7 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
         self._raise_if_stopped()
 
     def _raise_if_stopped(self) -> None:
-        if self.stop and self.progress.phase != DONE:
+        if self.progress.phase != DONE and self.is_stopped():
             self.save_model()
             self.directory.write_progress(self.progress)
             raise Interrupted

@@ -17,6 +17,7 @@ from ludic.runs.data.reward_model import RMData
 from ludic.runs.directory import DONE, RMDirectory
 from ludic.runs.epochs import EpochsRun
 from ludic.runs.seeding import seed_everything
+from ludic.training import ranks, watchdog
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.batching.epochs import ItemBatchSource
 from ludic.training.batching.pair_batches import preference_batches
@@ -62,10 +63,13 @@ class RMRun(EpochsRun[RMRecipe, RMParts, RMDirectory]):
     """Training on pairs, and the metrics on held-out pairs."""
 
     async def play_phases(self) -> None:
-        if self.recipe.data is None and not self.directory.pairs.is_file():
-            self.parts.data.write_rows(self.directory.pairs, self.directory.heldout_pairs)
+        ranks.ask_rank_0("writing the pairs", self._write_pairs)
         self.progress.after = self._measure(await self._train())
         self.end_phase(DONE)
+
+    def _write_pairs(self) -> None:
+        if self.recipe.data is None and not self.directory.pairs.is_file():
+            self.parts.data.write_rows(self.directory.pairs, self.directory.heldout_pairs)
 
     async def _train(self) -> RMTrainer:
         recipe, parts = self.recipe, self.parts
@@ -83,11 +87,12 @@ class RMRun(EpochsRun[RMRecipe, RMParts, RMDirectory]):
     def _measure(self, trainer: RMTrainer) -> dict[str, float]:
         """The `eval_` metrics on the held-out pairs, which are also drawn, and the accuracy on
         training pairs."""
-        with self.timer.phase("evaluate"):
+        with self.timer.phase("evaluate"), watchdog.phase("evaluation"):
             sample = trainer.evaluate(self.parts.data.sample(self.recipe.train_sample))
             measured = trainer.evaluate() if self.parts.data.heldout else {}
         if measured:
-            self._draw(trainer.evaluator.metrics)  # type: ignore[union-attr]
+            if not self.directory.is_followed:
+                self._draw(trainer.evaluator.metrics)  # type: ignore[union-attr]
             accuracy, pairs = measured["eval_pairwise_accuracy"], measured["eval_num_pairs"]
             self.screen.note(f"Held-out accuracy {accuracy:.4f} on {pairs:,.0f} pairs")
         return {**measured, "train_pairwise_accuracy": sample["eval_pairwise_accuracy"]}
@@ -99,4 +104,6 @@ class RMRun(EpochsRun[RMRecipe, RMParts, RMDirectory]):
 
 
 def _make_source(data: RMData, recipe: RMRecipe) -> ItemBatchSource:
-    return preference_batches(data.train, batch_size=recipe.batch_size, seed=recipe.seed)
+    source = preference_batches(data.train, batch_size=recipe.batch_size, seed=recipe.seed)
+    source.unshard()  # all ranks share its batches
+    return source

@@ -50,12 +50,18 @@ async def open_sampler(
     note: Callable[[str], None],
     pushes: bool = True,
     timer: PhaseTimer | None = None,
+    is_led: bool = False,
 ) -> AsyncIterator[Sampler]:
     """Open the sampler of a recipe, and start a server if it asks for one; the server is stopped at
     exit.
 
     `folder` has the policy in Hugging Face layout, for a server to load. Without `pushes` a server
-    that runs already keeps its weights. `timer` measures `server_start`."""
+    that runs already keeps its weights. `timer` measures `server_start`. `is_led`: this is another
+    rank than 0, which has the only sampler; what stands for it here is never called."""
+    if is_led:
+        elsewhere: Any = _Elsewhere()
+        yield Sampler(elsewhere, elsewhere, "", remote=choose_kind(recipe.inference) != "local")
+        return
     if choose_kind(recipe.inference) == "local":
         yield _make_local_sampler(recipe, model, tokenizer)
         return
@@ -69,6 +75,10 @@ async def open_sampler(
         _connect(recipe, model, tokenizer, [url], folder, pushes) as sampler,
     ):
         yield sampler
+
+
+class _Elsewhere:
+    """The client and the publisher of a rank that neither samples nor publishes."""
 
 
 def check_inference(recipe: Recipe, model: Any) -> None:

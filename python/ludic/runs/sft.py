@@ -16,6 +16,7 @@ from ludic.runs.data.sft import SFTData, write_demonstrations
 from ludic.runs.directory import DONE, SFTDirectory
 from ludic.runs.epochs import EpochsRun
 from ludic.runs.seeding import seed_everything
+from ludic.training import ranks, watchdog
 from ludic.training.batching.epochs import ItemBatchSource
 from ludic.training.config import TrainerConfig
 from ludic.training.evaluators.heldout_loss import HeldOutLoss
@@ -57,14 +58,17 @@ class SFTRun(EpochsRun[SFTRecipe, SFTParts, SFTDirectory]):
     """Held-out loss, training, and the loss again."""
 
     async def play_phases(self) -> None:
-        if self.recipe.data is None and not self.directory.demonstrations.is_file():
-            write_demonstrations(self.recipe, self.parts.tokenizer, self.directory.demonstrations)
+        ranks.ask_rank_0("writing the demonstrations", self._write_demonstrations)
         if self.progress.before is None:
             self.progress.before = self._measure()
             self.directory.write_progress(self.progress)
         await self._train()
         self.progress.after = self._measure()
         self.end_phase(DONE)
+
+    def _write_demonstrations(self) -> None:
+        if self.recipe.data is None and not self.directory.demonstrations.is_file():
+            write_demonstrations(self.recipe, self.parts.tokenizer, self.directory.demonstrations)
 
     async def _train(self) -> None:
         recipe, parts = self.recipe, self.parts
@@ -77,14 +81,16 @@ class SFTRun(EpochsRun[SFTRecipe, SFTParts, SFTDirectory]):
     def _measure(self) -> dict[str, float] | None:
         if self.parts.heldout is None:
             return None
-        with self.timer.phase("evaluate"):
-            measured = self.parts.heldout.measure()
+        with self.timer.phase("evaluate"), watchdog.phase("evaluation"):
+            measured = ranks.ask_rank_0("the held-out loss", self.parts.heldout.measure)
         self.screen.note(f"Held-out loss {measured['loss']:.4f} on {len(self.parts.data.heldout):,} samples")
         return measured
 
 
 def _make_source(data: SFTData, recipe: SFTRecipe) -> ItemBatchSource:
-    return ItemBatchSource(data.train, batch_size=recipe.batch_size, seed=recipe.seed, name="sft")
+    source = ItemBatchSource(data.train, batch_size=recipe.batch_size, seed=recipe.seed, name="sft")
+    source.unshard()  # all ranks share its batches
+    return source
 
 
 def _load_tokenizer(recipe: SFTRecipe) -> Any:

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import threading
+import time
 from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 
 from ludic.errors import StopRequested
+from ludic.training import ranks
 from ludic.training.batching.source import PENDING_PATIENCE_S, BatchSourceBase, as_batch_source
+from ludic.training.ranks.meeting import Meeting
 from ludic.training.types import BatchSource, SAWBatch
+
+BATCH_PATIENCE_S = 8.0
+"""How long several ranks wait for a batch after a stop was requested."""
+STOP_TICK_S = 0.5
+"""How often a stop is looked for while a batch is generated."""
 
 
 class Interrupted(Exception):
@@ -46,6 +55,35 @@ class StopRequest:
         self._notify("Stopping after this step; press Ctrl-C again to stop at once.")
 
 
+class SharedStopRequest(StopRequest):
+    """A stop of all ranks: a signal to one of them is seen on all."""
+
+    def __init__(self, notify: Callable[[str], None], meeting: Meeting) -> None:
+        super().__init__(notify)
+        self._meeting = meeting
+        self._was_signalled = False
+        """Whether this rank itself got a signal."""
+
+    def __bool__(self) -> bool:
+        if self.signum is None:
+            self.signum = self._meeting.requested_stop()
+        return self.signum is not None
+
+    def _on_signal(self, signum: int, _frame: FrameType | None) -> None:
+        if self._was_signalled:
+            raise KeyboardInterrupt
+        self._was_signalled = True
+        self.signum = signum
+        self._meeting.request_stop(signum)
+        self._notify("Stopping all ranks after this step.")
+
+
+def make_stop_request(notify: Callable[[str], None]) -> StopRequest:
+    """The stop request of this process, or of all ranks after `ranks.start`."""
+    meeting = ranks.current_meeting()
+    return StopRequest(notify) if meeting is None else SharedStopRequest(notify, meeting)
+
+
 class StoppableSource(BatchSourceBase):
     """A batch source that raises StopRequested once a stop was requested. Its state is that of
     the inner source."""
@@ -77,3 +115,26 @@ class StoppableSource(BatchSourceBase):
     def unshard(self) -> None:
         self._inner.unshard()
         self.shards_across_ranks = self._inner.shards_across_ranks
+
+
+class ImpatientSource(StoppableSource):
+    """A `StoppableSource` that does not finish a batch that takes longer than `BATCH_PATIENCE_S`
+    after a stop: other ranks, and a launcher that ends what does not stop, wait for it. A resumed
+    run generates the batch again."""
+
+    async def next_batch(self) -> SAWBatch:
+        batch = asyncio.ensure_future(super().next_batch())
+        stopped_at: float | None = None
+        try:
+            while not batch.done():
+                await asyncio.wait([batch], timeout=STOP_TICK_S)
+                stopped_at = time.monotonic() if stopped_at is None and self._stop else stopped_at
+                if stopped_at is not None and time.monotonic() - stopped_at > BATCH_PATIENCE_S:
+                    break
+        finally:
+            if not batch.done():
+                batch.cancel()
+                await asyncio.wait([batch])
+        if batch.cancelled():
+            raise StopRequested(f"the run was asked to stop, and a batch was not generated within {BATCH_PATIENCE_S:g} s")
+        return batch.result()

@@ -21,7 +21,7 @@ from ludic.errors import CheckpointError, ConfigError, RequestsExhausted, StopRe
 from ludic.event_loop import EventLoop, await_if_needed
 from ludic.models.lora import LoraSettings, apply_lora
 from ludic.models.published import ParamFilter
-from ludic.training import ranks
+from ludic.training import ranks, watchdog
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.backend.futures import TrainFuture
 from ludic.training.backend.protocol import TrainingBackend
@@ -39,6 +39,7 @@ from ludic.training.loop.evaluations import Evaluations
 from ludic.training.loop.fetching import BatchFetcher
 from ludic.training.loop.outputs import log_safely, push_weights, sync_safely
 from ludic.training.loop.proximal import add_proximal_logps
+from ludic.training.loop.rank_times import RankTimes
 from ludic.training.loop.run_state import restore_run, run_state
 from ludic.training.loop.schedule import RunSchedule
 from ludic.training.loop.setup_checks import check_backend, check_setup, require_model
@@ -135,6 +136,7 @@ class Trainer:
         self._has_new_gradient = False
         """Whether a gradient other than 0 was applied since the last push."""
         self._checkpoint_s = 0.0
+        self._rank_times = RankTimes()
         self._event_loop = EventLoop()
 
     def initialize_optimizer(self) -> torch.optim.Optimizer:
@@ -213,6 +215,7 @@ class Trainer:
     def _check_early_stopping(self, metric: float) -> tuple[bool, bool]:  # documented, for subclasses
         return self.early_stopping.update(metric)
 
+    @watchdog.watched("step")
     async def train_step(self) -> Stats:
         """Train on one macro-batch, in one or more optimizer steps. Returns its statistics, with
         prefixed keys."""
@@ -290,6 +293,7 @@ class Trainer:
             with preserved_rng():
                 await check(self.backend, self.cfg, macro.items)
 
+    @watchdog.watched("publish")
     async def publish(self, timer: PhaseTimer | None = None) -> None:
         """Publish the weights as version `current_step`."""
         if self.publisher is None:
@@ -297,11 +301,11 @@ class Trainer:
         with (timer or PhaseTimer()).phase("publish"):
             weights = await self.backend.export_weights(param_filter=self.param_filter).result()
             expect_change, self._has_new_gradient = self._has_new_gradient, False
-            if ranks.rank() == 0:
-                await push_weights(
-                    self.publisher, weights, version=self._step, expect_change=expect_change, in_thread=self.source.overlaps
-                )
-            ranks.barrier()
+            with ranks.rank_0_alone(f"publishing the weights of step {self._step}"):
+                if ranks.rank() == 0:
+                    await push_weights(
+                        self.publisher, weights, version=self._step, expect_change=expect_change, in_thread=self.source.overlaps
+                    )
         self._publish_before_step = False
 
     async def _checkpoint(self) -> None:
@@ -318,6 +322,7 @@ class Trainer:
         if self.checkpointer is not None and not self._has_checkpoint():
             await self._save_with_pending(patience_s)
 
+    @watchdog.watched("save")
     async def _save_with_pending(self, patience_s: float) -> None:
         await self.source.finish_pending(patience_s)
         self.save_checkpoint()
@@ -341,6 +346,7 @@ class Trainer:
         content = {**(metadata or {}), "algorithm": self.algo.name, **run_state(self, self.source)}
         return self.checkpointer.save_backend(self.backend, step=self._step, metadata=content)
 
+    @watchdog.watched("load")
     def _resume(self, resume_from: int | str | Path) -> None:
         assert self.checkpointer is not None
         locate = self.checkpointer.locate
@@ -354,7 +360,8 @@ class Trainer:
     def _log_step(self, record: StepRecord) -> Stats:
         if self._step % self.cfg.log_every:
             return {"train/step": float(self._step)}
-        grouped = prefix_keys({"train_step": float(self._step), **record.stats(self.reducers, self.cfg)})
+        waited = self._rank_times.compare(record.timer.seconds("forward_backward"), self.cfg.model_device)
+        grouped = prefix_keys({"train_step": float(self._step), **record.stats(self.reducers, self.cfg), **waited})
         log_safely(self.train_logger, self._step, grouped)
         return grouped
 

@@ -22,7 +22,7 @@ def store():
 
 def meetings(store, world_size):
     """A meeting for each rank, with connections of their own."""
-    return [Meeting(store.clone(), rank, world_size) for rank in range(world_size)]
+    return [Meeting(store.clone(), rank, world_size, exit_code=lambda error: 78) for rank in range(world_size)]
 
 
 def on_ranks(ranks, work):
@@ -94,7 +94,7 @@ def test_a_failure_ends_the_waits_of_others_at_once(store):
 
     def work(meeting):
         if meeting.rank == 1:
-            meeting.report_failure(Failure.of(ValueError("no reward"), 1, exit_code=78))
+            meeting.report_failure(meeting.describe(ValueError("no reward")))
             return
         with meeting.agree("saving", PATIENCE_S):
             pass
@@ -179,6 +179,6 @@ def test_a_store_that_ended_is_named():
 
 
 def test_a_failure_travels_as_json():
-    failure = Failure.of(KeyError("reward"), 3)
+    failure = Meeting(HashStore(), 3, 4).describe(KeyError("reward"))
     assert Failure(**json.loads(json.dumps(vars(failure)))) == failure
-    assert failure.text == "KeyError: 'reward'"
+    assert (failure.rank, failure.text, failure.exit_code) == (3, "KeyError: 'reward'", 75)

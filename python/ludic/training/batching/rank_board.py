@@ -104,7 +104,7 @@ class RankBoard:
 
 def _raise_failure() -> None:
     """Raise RankError if another rank has said that it ends."""
-    meeting = ranks.meeting()
+    meeting = ranks.current_meeting()
     failure = None if meeting is None else meeting.find_failure()
     if failure is not None:
         raise failure.to_error(None, ranks.world_size())

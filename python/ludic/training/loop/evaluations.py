@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from ludic.event_loop import await_if_needed
-from ludic.training import ranks
+from ludic.training import ranks, watchdog
 from ludic.training.backend.protocol import TrainingBackend
 from ludic.training.checkpoint import CheckpointManager
 from ludic.training.config import TrainerConfig
@@ -72,14 +72,18 @@ class Evaluations:
         run = self._run
         records: list[Any] = []
         metrics: dict[str, float] = {}
-        if ranks.rank() == 0 or runs_on_all_ranks(evaluator):
-            with preserved_rng():
-                records, metrics = await evaluator.eval(reducers=reducers, **limits)
-            self.last_eval = {f"eval/{name}": value for name, value in metrics.items()} | {"eval/step": float(run.current_step)}
-            log_safely(run.train_logger, run.current_step, self.last_eval)
-            if log_fn is not None and ranks.rank() == 0:
-                await await_if_needed(log_fn(self.last_eval))
-        ranks.barrier()
+        together = runs_on_all_ranks(evaluator)
+        doing = f"the evaluation of step {run.current_step}"
+        with watchdog.phase("evaluation"), ranks.agree(doing) if together else ranks.rank_0_alone(doing):
+            if ranks.rank() == 0 or together:
+                with preserved_rng():
+                    records, metrics = await evaluator.eval(reducers=reducers, **limits)
+                self.last_eval = {f"eval/{name}": value for name, value in metrics.items()} | {
+                    "eval/step": float(run.current_step)
+                }
+                log_safely(run.train_logger, run.current_step, self.last_eval)
+                if log_fn is not None and ranks.rank() == 0:
+                    await await_if_needed(log_fn(self.last_eval))
         return {"records": records, "metrics": metrics}
 
     def record(self, metrics: Mapping[str, float]) -> None:

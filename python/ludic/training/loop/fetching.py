@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from ludic.errors import EmptyBatchError
 from ludic.event_loop import await_if_needed
-from ludic.training import ranks
+from ludic.training import ranks, watchdog
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.batching.mini_batches import MacroBatch
 from ludic.training.batching.rank_plans import RankShare, all_have_samples
@@ -50,7 +50,7 @@ class BatchFetcher:
         `max_empty_batches` empty ones in a row."""
         fetched = stale = 0
         for attempt in range(self._run.cfg.max_empty_batches):
-            with timer.phase("rollout"):
+            with timer.phase("rollout"), watchdog.phase("generation"):
                 source_batch = await self._run.source.next_batch()
             with timer.phase("batching"):
                 items = [item for item in source_batch.items if not self._is_stale(item.meta, step)]

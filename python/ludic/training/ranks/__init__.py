@@ -16,18 +16,19 @@ from ludic.training.ranks.collectives import (
     union_over_ranks,
     world_size,
 )
-from ludic.training.ranks.session import explain, joined, meeting, start, stop
+from ludic.training.ranks.session import current_meeting, explain, joined, raise_if_failed, start, stop
 
 __all__ = [
     "agree",
     "ask_rank_0",
     "barrier",
+    "current_meeting",
     "explain",
     "gather_json",
     "is_distributed",
     "joined",
     "max_over_ranks",
-    "meeting",
+    "raise_if_failed",
     "rank",
     "rank_0_alone",
     "start",

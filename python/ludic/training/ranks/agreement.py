@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ludic.errors import RankError
 from ludic.training import watchdog
 from ludic.training.ranks.collectives import gather_json, group_device, is_distributed, max_over_ranks, rank, world_size
-from ludic.training.ranks.session import meeting
+from ludic.training.ranks.session import current_meeting
 
 T = TypeVar("T")
 
@@ -29,7 +29,7 @@ def agree(doing: str) -> Iterator[None]:
     The block must take part in its collectives also after an error. All ranks call it. After
     `start` they meet at the store, until the deadline of the watchdog's phase.
     """
-    shared = meeting()
+    shared = current_meeting()
     if shared is not None:
         with shared.agree(doing, watchdog.remaining_s(WAIT_S)):
             yield
@@ -63,7 +63,7 @@ def rank_0_alone(doing: str) -> Iterator[list[Any]]:
     ...     if rank() == 0:
     ...         shared.append(measure())
     """
-    together = meeting()
+    together = current_meeting()
     if together is not None:
         with together.rank_0_alone(doing, watchdog.remaining_s(WAIT_S)) as values:
             yield values
@@ -87,7 +87,7 @@ def ask_rank_0(doing: str, question: Callable[[], T]) -> T:
 
 def barrier() -> None:
     """Wait for all ranks."""
-    if meeting() is not None:
+    if current_meeting() is not None:
         with agree("waiting for all ranks"):
             pass
     elif is_distributed():

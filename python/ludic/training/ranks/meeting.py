@@ -43,10 +43,6 @@ class Failure:
     exit_code: int = TRY_AGAIN
     """The exit status of all ranks, since they end for the same reason."""
 
-    @classmethod
-    def of(cls, error: BaseException, rank: int, exit_code: int = TRY_AGAIN) -> Failure:
-        return cls(rank, socket.gethostname(), f"{type(error).__name__}: {error}", exit_code)
-
     def to_error(self, doing: str | None, world_size: int) -> RankError:
         """The error that the other ranks raise. `doing`: what failed, None if the rank ended."""
         what = "the run failed" if doing is None else f"{doing} failed"
@@ -58,8 +54,13 @@ class Meeting:
     """The store of a group of ranks, seen from one of them. All ranks must call `agree` and
     `rank_0_alone` in the same order."""
 
-    def __init__(self, store: Any, rank: int, world_size: int) -> None:
+    def __init__(
+        self, store: Any, rank: int, world_size: int, *, exit_code: Callable[[BaseException], int] = lambda error: TRY_AGAIN
+    ) -> None:
+        """`exit_code`: the exit status of all ranks for an error on this one."""
         self._store, self.rank, self.world_size = store, rank, world_size
+        self._exit_code = exit_code
+        self.host = socket.gethostname()
         self._number = 0
         self._read: list[str] = []
         """Keys since the last agreement."""
@@ -98,7 +99,7 @@ class Meeting:
         base = self._next_key()
         try:
             if error is not None:
-                self._call(self._store.compare_set, f"{base}/failure", "", json.dumps(asdict(Failure.of(error, self.rank))))
+                self._call(self._store.compare_set, f"{base}/failure", "", json.dumps(asdict(self.describe(error))))
             self._set(f"{base}/{self.rank}", doing)
             if self._add(f"{base}/count") == self.world_size:
                 self._set(f"{base}/all", "")
@@ -136,7 +137,7 @@ class Meeting:
             yield values
             self._set(key, json.dumps({"doing": doing, "values": values}))
         except BaseException as error:
-            self._set(key, json.dumps({"doing": doing, "failure": asdict(Failure.of(error, 0))}))
+            self._set(key, json.dumps({"doing": doing, "failure": asdict(self.describe(error))}))
             raise
 
     def _read_answer(self, key: str, doing: str, timeout_s: float) -> list[Any]:
@@ -150,6 +151,10 @@ class Meeting:
             raise Failure(**answer["failure"]).to_error(doing, self.world_size)
         values: list[Any] = answer["values"]
         return values
+
+    def describe(self, error: BaseException) -> Failure:
+        """An error of this rank, for the others."""
+        return Failure(self.rank, self.host, f"{type(error).__name__}: {error}", self._exit_code(error))
 
     def report_failure(self, failure: Failure) -> None:
         """Tell all ranks that this one ends. The first failure of a run stays."""
@@ -181,13 +186,12 @@ class Meeting:
 
     def leave(self) -> None:
         """Say that this rank needs the store no more."""
-        if self._add(LEFT) == self.world_size:
-            self._set(f"{LEFT}/all", "")
+        self._set(f"{LEFT}/{self.rank}", "")
 
-    def wait_until_left(self, timeout_s: float) -> None:
-        """Wait until all have left, at most `timeout_s`. For the rank that serves the store."""
+    def wait_until_left(self, rank: int, timeout_s: float) -> None:
+        """Wait until a rank has left, at most `timeout_s`."""
         ends = time.monotonic() + timeout_s
-        while not self._has(f"{LEFT}/all") and time.monotonic() < ends:
+        while not self._has(f"{LEFT}/{rank}") and time.monotonic() < ends and self.find_failure() is None:
             time.sleep(LAST_DELAY_S)
 
     def _next_key(self) -> str:

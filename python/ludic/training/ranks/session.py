@@ -23,20 +23,22 @@ from ludic.errors import ConfigError, RankError
 from ludic.exit_codes import TRY_AGAIN
 from ludic.rank_environment import RankEnvironment, read_rank_environment
 from ludic.training import watchdog
-from ludic.training.ranks.meeting import Failure, Meeting, name_ranks
+from ludic.training.ranks.meeting import Meeting, name_ranks
 
 logger = logging.getLogger(__name__)
 
 TIMEOUT_S, RENDEZVOUS_TIMEOUT_S = 600.0, 600.0
+STOP_S = 600.0
+"""How long the other ranks wait for rank 0 to be done with what it does alone."""
 LEAVE_S = 5.0
-"""How long the rank that serves the store waits for the others to read why it ends."""
+"""How long the rank that serves the store waits for another one to leave."""
 CONNECT_DELAY_S = 0.1
 
 _meeting: Meeting | None = None
 _environment: RankEnvironment | None = None
 
 
-def meeting() -> Meeting | None:
+def current_meeting() -> Meeting | None:
     """What the ranks share since `start`; None without it."""
     return _meeting
 
@@ -46,6 +48,7 @@ def start(
     *,
     timeout_s: float = TIMEOUT_S,
     rendezvous_timeout_s: float = RENDEZVOUS_TIMEOUT_S,
+    exit_code: Callable[[BaseException], int] = lambda error: TRY_AGAIN,
 ) -> RankEnvironment | None:
     """Join the other ranks, as torchrun's or Slurm's environment says. Returns that environment;
     None, and nothing is done, if it says that there is one process.
@@ -53,8 +56,8 @@ def start(
     All ranks first meet at a store, for which `rendezvous_timeout_s` bounds the wait, because the
     imports of the slowest rank may take longer than any collective should. The process group is
     made then: NCCL for tensors on CUDA devices, gloo for those on the CPU. `timeout_s` bounds each
-    of its collectives. Each rank gets the GPU of its local number. Raises RankError, which names
-    the ranks that did not come.
+    of its collectives. Each rank gets the GPU of its local number. `exit_code`: the exit status of
+    all ranks for an error on one. Raises RankError, which names the ranks that did not come.
     """
     global _meeting, _environment
     environment = read_rank_environment() if environment is None else environment
@@ -64,13 +67,14 @@ def start(
         raise ConfigError("ranks.start was called twice, or after torch.distributed.init_process_group; call it once")
     ends = time.monotonic() + rendezvous_timeout_s
     store = _open_store(environment, rendezvous_timeout_s)
-    shared = Meeting(PrefixStore(f"ludic/{environment.attempt}", store), environment.rank, environment.world_size)
+    prefixed = PrefixStore(f"ludic/{environment.attempt}", store)
+    shared = Meeting(prefixed, environment.rank, environment.world_size, exit_code=exit_code)
     shared.gather(max(1.0, ends - time.monotonic()))
     _choose_device(environment)
     if _is_loopback(environment.address) and sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "cpu:gloo",
+        "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
         store=PrefixStore(f"group/{environment.attempt}", store),
         rank=environment.rank,
         world_size=environment.world_size,
@@ -80,20 +84,29 @@ def start(
     return environment
 
 
-def stop(*, wait_s: float = 600.0) -> None:
-    """Leave the other ranks. The rank that serves the store waits until all have left, at most
-    `wait_s`."""
+def stop(*, failed: bool = False) -> None:
+    """Leave the other ranks. Rank 0 leaves first, so that a launcher that ends all ranks once one
+    has ended does not interrupt it; if it serves the store, it waits for the others to leave.
+
+    `failed`: this rank ends with an error. The others find it in the store, also those that wait
+    in a collective, whose connections are closed.
+    """
     global _meeting, _environment
     shared, environment, _meeting, _environment = _meeting, _environment, None, None
     if shared is None or environment is None:
         return
+    if failed and not torch.cuda.is_available():  # NCCL may hang here; the watchdogs of the others end them
+        dist.destroy_process_group()
     try:
+        if environment.rank > 0 and not failed:
+            shared.wait_until_left(0, STOP_S)
         shared.leave()
         if environment.rank == 0 and not environment.has_store:
-            shared.wait_until_left(wait_s)
+            for rank in range(1, environment.world_size):
+                shared.wait_until_left(rank, LEAVE_S)
     except RankError:
         logger.debug("the store was gone before this rank left", exc_info=True)
-    if dist.is_initialized():
+    if dist.is_initialized() and not failed:
         dist.destroy_process_group()
 
 
@@ -107,8 +120,8 @@ def joined(
 ) -> Iterator[RankEnvironment | None]:
     """`start` and `stop` around a block. An error that leaves it is told to the other ranks, which
     end with it. An error that only shows that another rank ended is replaced by RankError, which
-    has the error of that rank, or names it. `exit_code`: the exit status of all ranks by error."""
-    joined_environment = start(environment, timeout_s=timeout_s, rendezvous_timeout_s=rendezvous_timeout_s)
+    has the error of that rank, or names it."""
+    joined_environment = start(environment, timeout_s=timeout_s, rendezvous_timeout_s=rendezvous_timeout_s, exit_code=exit_code)
     if joined_environment is None:
         yield None
         return
@@ -116,13 +129,13 @@ def joined(
         yield joined_environment
     except BaseException as error:
         try:
-            raise explain(error, exit_code) from error
+            raise explain(error) from error
         finally:
-            stop(wait_s=LEAVE_S)
+            stop(failed=True)
     stop()
 
 
-def explain(error: BaseException, exit_code: Callable[[BaseException], int] = lambda error: TRY_AGAIN) -> BaseException:
+def explain(error: BaseException) -> BaseException:
     """The error to raise for one that ends this rank: itself, after the others were told, or
     RankError with the failure of another rank that caused it."""
     shared = _meeting
@@ -130,17 +143,23 @@ def explain(error: BaseException, exit_code: Callable[[BaseException], int] = la
         return error
     try:
         failure = shared.find_failure()
-        if failure is None and _comes_from_collective(error):
+        if failure is None and not isinstance(error, RankError) and _comes_from_collective(error):
             silent = [rank for rank in shared.find_silent() if rank != shared.rank]
             failure = shared.find_failure()
-            if failure is None:
-                return _describe_loss(error, silent, shared)
-        if failure is not None:
+            error = _describe_loss(error, silent, shared) if failure is None else error
+        if failure is not None and not isinstance(error, RankError):
             return failure.to_error(None, shared.world_size)
-        shared.report_failure(Failure.of(error, shared.rank, exit_code(error)))
+        shared.report_failure(shared.describe(error))
     except RankError as gone:
         return gone if _comes_from_collective(error) else error
     return error
+
+
+def raise_if_failed() -> None:
+    """Raise RankError if another rank has failed. For waits that this module does not know."""
+    failure = None if _meeting is None else _meeting.find_failure()
+    if failure is not None and _meeting is not None:
+        raise failure.to_error(None, _meeting.world_size)
 
 
 def _describe_loss(error: BaseException, silent: list[int], shared: Meeting) -> RankError:

@@ -1,0 +1,110 @@
+"""The recipe and the folder of a run: made, resumed, or on other ranks than 0 found where rank 0
+made or resumed it."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from ludic.cli.resume import parse_resume_steps, resume_recipe
+from ludic.files.atomic import write_text
+from ludic.rank_environment import read_rank_environment
+
+if TYPE_CHECKING:
+    from ludic.runs.directory import RunDirectory
+
+LAUNCHER = ".launcher"
+"""File in the folder of a run on several ranks: which process started them."""
+
+D = TypeVar("D", bound="RunDirectory")
+D_co = TypeVar("D_co", bound="RunDirectory", covariant=True)
+
+
+class OpeningCommand(Protocol[D_co]):
+    """The members of a command that open its runs."""
+
+    @property
+    def directory(self) -> type[D_co]: ...
+
+    def compose(self, arguments: Sequence[str]) -> Any: ...
+
+    def folder_name(self, recipe: Any) -> str: ...
+
+
+def open_run(command: OpeningCommand[D], arguments: Sequence[str], resume: Path | None, *, follows: bool) -> tuple[Any, D | None]:
+    """The recipe of the command line; for a run that is resumed, that of its folder, and the
+    folder. `follows`: this is another rank than 0, which resumes the run.
+
+    A launcher that starts the ranks again gives them the same command line: they resume the run
+    that they began before."""
+    steps = None if resume is None else parse_resume_steps(arguments, command.directory.command)
+    environment = read_rank_environment()
+    if environment is not None and resume is None and environment.attempt != "0":
+        resume = _find_begun(command.compose(arguments))
+    if resume is None:
+        return command.compose(arguments), None
+    if environment is None:
+        return _resume(command, resume, steps)
+    from ludic.training import ranks
+
+    opened: list[tuple[Any, D]] = []
+    with ranks.rank_0_alone(f"resuming {resume}"):
+        if not follows:
+            opened.append(_resume(command, resume, steps))
+    if not follows:
+        return opened[0]
+    directory = command.directory.follow(resume)
+    return command.compose([str(directory.config)]), directory
+
+
+def _find_begun(recipe: Any) -> Path | None:
+    """The folder of the run that this launcher has begun before; None if it did not get so far."""
+    from ludic.training import ranks
+
+    def find() -> str | None:
+        marks = Path(recipe.output).expanduser().glob(f"**/{LAUNCHER}")
+        return next((str(mark.parent.resolve()) for mark in marks if mark.read_text(encoding="utf-8") == _name_launcher()), None)
+
+    found = ranks.ask_rank_0("looking for the run that was begun", find)
+    return None if found is None else Path(found)
+
+
+def _name_launcher() -> str:
+    """Names the process that started rank 0, and starts it again. Its start time tells it from
+    another one with its number."""
+    parent = os.getppid()
+    return f"{socket.gethostname()} {parent} {_read_start_time(parent)}\n"
+
+
+def _read_start_time(process: int) -> str:
+    """Clock ticks since the system started; empty where the system does not say."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
+    except OSError:
+        return ""
+
+
+def _resume(command: OpeningCommand[D], resume: Path, steps: int | None) -> tuple[Any, D]:
+    directory = command.directory.resume(resume)
+    try:
+        return resume_recipe(command.compose([str(directory.config)]), directory, steps), directory
+    except BaseException:
+        directory.release()
+        raise
+
+
+def begin_run(command: OpeningCommand[D], recipe: Any) -> D:
+    """The folder of a new run, which rank 0 makes."""
+    from ludic.training import ranks
+
+    made: list[D] = []
+    with ranks.rank_0_alone("making the run's folder") as shared:
+        if ranks.rank() == 0:
+            made.append(command.directory.begin(recipe, command.folder_name(recipe)))
+            if ranks.is_distributed():
+                write_text(made[0].path / LAUNCHER, _name_launcher())
+            shared.append(str(made[0].path.resolve()))
+    return made[0] if made else command.directory.follow(Path(shared[0]))

@@ -1,0 +1,89 @@
+"""`ludic train`, `sft` and `train-rm` as one of several processes that torchrun or srun started:
+joining the others, the watchdog, and how an error ends all of them.
+
+Rank 0 prints and writes as a single process does. The others write to `ranks/rank_NNNN.log`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import IO, TYPE_CHECKING, cast
+
+from ludic.cli.console import INTERRUPTED, run_with_console
+from ludic.cli.user_errors import rank_exit_status
+from ludic.rank_environment import RankEnvironment, read_rank_environment
+from ludic.recipes.ranks_section import RanksSection, check_ranks, phase_deadlines
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ludic.runs.rank_log import RankLog
+
+ENDING_S = 60.0
+"""How long a rank may take to end after an error."""
+
+
+def run_on_ranks(section: RanksSection, work: Callable[[Console, RankLog | None], tuple[int, str]], *, json_only: bool) -> int:
+    """Run `work`, which returns (exit status, summary), on all ranks, and return the exit status.
+    It gets the log of its rank, and None on rank 0."""
+    from rich.console import Console
+
+    from ludic.runs.rank_log import RankLog
+    from ludic.training import ranks
+
+    check_ranks(section)
+    environment = read_rank_environment(port=section.port)
+    assert environment is not None
+    timeouts = {"timeout_s": section.timeout_s, "rendezvous_timeout_s": section.rendezvous_timeout_s}
+    with ranks.joined(environment, **timeouts, exit_code=rank_exit_status), _watched(environment, section):
+        if environment.rank == 0:
+            return run_with_console(lambda console: _lead(work, console), json_only=json_only)
+        with RankLog(environment.rank) as log, log.in_use():
+            return work(Console(file=cast(IO[str], log), soft_wrap=True), log)[0]
+
+
+def _lead(work: Callable[[Console, RankLog | None], tuple[int, str]], console: Console) -> tuple[int, str]:
+    """`work` on rank 0. The other ranks are told of a second Ctrl-C, which ends it at once."""
+    from ludic.training import ranks
+    from ludic.training.ranks.meeting import Failure
+
+    try:
+        return work(console, None)
+    except KeyboardInterrupt:
+        meeting = ranks.current_meeting()
+        if meeting is not None:
+            meeting.report_failure(Failure(0, meeting.host, "interrupted", INTERRUPTED))
+        raise
+
+
+@contextmanager
+def _watched(environment: RankEnvironment, section: RanksSection) -> Iterator[None]:
+    """Run the block under the watchdog. After an error it watches the end of the process too."""
+    from ludic.training import ranks
+    from ludic.training.ranks.meeting import Failure
+    from ludic.training.watchdog import Watchdog
+
+    meeting = ranks.current_meeting()
+    assert meeting is not None
+
+    def find_failure() -> str | None:
+        try:
+            failure = meeting.find_failure()
+        except Exception:  # the store is gone: the main thread finds it too
+            return None
+        return None if failure is None else f"rank {failure.rank} failed, on {failure.host}: {failure.text}"
+
+    dog = Watchdog(
+        {**phase_deadlines(section), "ending": ENDING_S},
+        name=f"rank {environment.rank} of {environment.world_size}",
+        find_failure=find_failure,
+        report=lambda why: meeting.report_failure(Failure(environment.rank, meeting.host, why)),
+    )
+    dog.start()
+    try:
+        yield
+    except BaseException:
+        dog.phase("ending").__enter__()
+        raise
+    dog.close()

@@ -1,0 +1,205 @@
+"""`ludic train`, `sft` and `train-rm` as one run of two ranks: equal to one process, ended together
+by an error, a kill, a hang or a signal."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from ranked_commands import Ranks, ludic_command
+from safetensors.torch import load_file
+from tiny_recipe import TINY
+
+pytestmark = pytest.mark.integration
+
+NETWORK = [argument for argument in TINY if argument.startswith("network.")]
+SFT = [*NETWORK, "threads=1", "rows=40", "batch_size=6", "epochs=1", "heldout=0.1"]
+PAIRS = [*NETWORK, "threads=1", "pairs=40", "batch_size=6", "epochs=1"]
+REWARD = ["reward=byte_rewards:mean_id", "task.args.max_new_tokens=4", "task.args.num_heldout=3"]
+LONG = ["steps=100000", "epochs=1", "checkpoint.every_n_steps=5"]
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(
+        "".join(json.dumps({"prompt": f"{number}+{number % 7}=", "completion": str(number)}) + "\n" for number in range(24))
+    )
+    return path
+
+
+def with_sgd(environment, *arguments):
+    """`ludic ARGUMENTS...` with plain gradient descent: AdamW would magnify the last digit of a
+    gradient near zero."""
+    from ludic.training import Trainer
+
+    Trainer.initialize_optimizer = lambda self: torch.optim.SGD([p for p in self.model.parameters() if p.requires_grad], lr=0.1)
+    ludic_command(environment, *arguments)
+
+
+def alone(environment, *arguments):
+    """`with_sgd` in one process."""
+    for name in ("RANK", "WORLD_SIZE"):
+        del os.environ[name]
+    with_sgd(environment, *arguments)
+
+
+def largest_difference(first: Path, second: Path) -> float:
+    """Of the weights of two runs, relative to the largest weight. (A bias of the keys has the
+    gradient 0, and is rounding alone.)"""
+    one, other = (load_file(run / "model" / "model.safetensors") for run in (first, second))
+    assert one.keys() == other.keys()
+    difference = max(float((one[name] - other[name]).abs().max()) for name in one)
+    return difference / max(float(tensor.abs().max()) for tensor in one.values())
+
+
+def metrics_of(run: Path):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def has_steps(run: Path, steps: int):
+    """Whether the run has logged so many steps."""
+    log = run / "metrics.jsonl"
+    return lambda: log.is_file() and log.read_text().count("train/loss") >= steps
+
+
+@pytest.mark.parametrize("command", ["train", "sft", "train-rm"])
+def test_a_run_on_two_ranks_is_that_of_one_process(command, prompts, tmp_path):
+    own_data = [
+        *TINY,
+        *REWARD,
+        f"data={prompts}",
+        "rollout.prompts=3",
+        "inference.batches_ahead=1",
+        "trainer.minibatches_per_batch=2",
+    ]
+    settings = {"train": own_data, "sft": SFT, "train-rm": PAIRS}[command]
+    for name, world_size, work in (("one", 1, alone), ("two", 2, with_sgd)):
+        with Ranks(
+            tmp_path / f"log-{name}", world_size, command, *settings, f"output={tmp_path}", f"name={name}", work=work
+        ) as run:
+            assert run.wait() == [0] * world_size, run.read_all()
+    assert largest_difference(tmp_path / "one", tmp_path / "two") < 1e-6
+    one, two = (metrics_of(tmp_path / name) for name in ("one", "two"))
+    assert [(line["phase"], line["step"]) for line in one] == [(line["phase"], line["step"]) for line in two]
+    for before, after in zip(one, two, strict=True):
+        for key in ("train/loss", "train/grad_norm", "train/num_samples", "eval/loss"):
+            assert (key in after) == (key in before), key
+            assert key not in before or after[key] == pytest.approx(before[key], rel=1e-4, abs=1e-6), key
+    assert run.read(1, "out") == run.read(1, "err") == ""  # the second rank is quiet
+    assert "Loading torch" in (tmp_path / "two" / "ranks" / "rank_0001.log").read_text()
+    files = [{path.name for path in (tmp_path / name).iterdir()} for name in ("one", "two")]
+    assert files[1] == files[0] | {"ranks", ".launcher"}
+
+
+def test_a_rank_that_is_killed_ends_the_other_with_a_named_error(tmp_path):
+    with Ranks(tmp_path / "log", 2, "sft", *SFT, *LONG, f"output={tmp_path}", "name=run") as run:
+        run.wait_for(has_steps(tmp_path / "run", 3))
+        run.kill(1)
+        killed = time.monotonic()
+        assert run.wait() == [75, -signal.SIGKILL]
+        assert time.monotonic() - killed < 10
+        assert "ludic: rank 0 of 2: rank 0 lost the others" in run.read(0, "err")
+        assert "no sign from rank 1 of 2, which was killed or hangs" in run.read(0, "err")
+    assert "no sign from rank 1" in json.loads((tmp_path / "run" / "progress.json").read_text())["failed"]
+
+
+def test_a_rank_that_is_stopped_makes_the_other_print_its_stacks_and_end(tmp_path):
+    deadlines = ["ranks.step_s=4", "ranks.generation_s=4"]
+    with Ranks(tmp_path / "log", 2, "sft", *SFT, *LONG, *deadlines, f"output={tmp_path}", "name=run") as run:
+        run.wait_for(has_steps(tmp_path / "run", 3))
+        run.kill(1, signal.SIGSTOP)
+        stopped = time.monotonic()
+        run.processes[0].join(timeout=60)
+        assert time.monotonic() - stopped < 4 + 5
+        assert run.processes[0].exitcode == 75
+        said = run.read(0, "err")
+        assert "rank 0 of 2: the phase step has taken" in said
+        assert "Current thread" in said or "Thread 0x" in said
+
+
+def fails_on_rank_1(environment, *arguments):
+    """A source of errors that rank 0 does not have."""
+    from ludic.training import Trainer
+
+    original = Trainer._log_step
+
+    def log_step(self, record):
+        if environment.rank == 1 and self.current_step == 3:
+            raise ValueError("rank 1 is out of luck")
+        return original(self, record)
+
+    Trainer._log_step = log_step
+    ludic_command(environment, *arguments)
+
+
+def test_an_error_on_one_rank_ends_all_with_it(tmp_path):
+    with Ranks(tmp_path / "log", 2, "sft", *SFT, *LONG, f"output={tmp_path}", "name=run", work=fails_on_rank_1) as run:
+        codes = run.wait()
+        assert codes == [1, 1], run.read_all()
+        assert "ValueError: rank 1 is out of luck" in run.read(1, "err")
+        assert "ludic: rank 0 of 2: the run failed on rank 1 of 2, on " in run.read(0, "err")
+        assert "ValueError: rank 1 is out of luck" in run.read(0, "err")
+
+
+def lacks_the_data(environment, *arguments):
+    """A host on which the data are missing."""
+    given = [argument.replace("rows.jsonl", "gone.jsonl") if environment.rank == 1 else argument for argument in arguments]
+    ludic_command(environment, *given)
+
+
+def test_a_wrong_setting_on_one_rank_leaves_no_folder_and_is_not_retried(tmp_path):
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"{n}+1=", "completion": str(n + 1)}) + "\n" for n in range(20)))
+    settings = [*NETWORK, f"data={data}", "heldout=0", f"output={tmp_path}", "name=run"]
+    with Ranks(tmp_path / "log", 2, "sft", *settings, work=lacks_the_data) as run:
+        assert run.wait() == [78, 78]
+        assert "gone.jsonl" in run.read(0, "err")
+        assert "setting up the run failed on rank 1 of 2" in run.read(0, "err")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("signalled", [0, 1])
+def test_a_signal_to_one_rank_saves_and_ends_all_and_the_run_resumes_bit_for_bit(signalled, tmp_path):
+    settings = [*SFT, "rows=200", "epochs=2", f"output={tmp_path}"]
+    with Ranks(tmp_path / "log", 2, "sft", *settings, "name=run") as run:
+        run.wait_for(has_steps(tmp_path / "run", 3))
+        run.kill(signalled, signal.SIGTERM)
+        sent = time.monotonic()
+        assert run.wait() == [128 + signal.SIGTERM] * 2, run.read_all()
+        assert time.monotonic() - sent < 30
+    assert json.loads((tmp_path / "run" / "progress.json").read_text())["phase"] == "sft"
+    with Ranks(tmp_path / "again", 2, "sft", "--resume", str(tmp_path / "run")) as run:
+        assert run.wait() == [0, 0], run.read_all()
+    if signalled == 1:
+        return
+    with Ranks(tmp_path / "whole-log", 2, "sft", *settings, "name=whole") as run:
+        assert run.wait() == [0, 0], run.read_all()
+    assert largest_difference(tmp_path / "run", tmp_path / "whole") == 0.0
+    steps = [line["step"] for line in metrics_of(tmp_path / "run") if "train/loss" in line]
+    assert steps == sorted(set(steps))
+
+
+def begun_again(environment, *arguments):
+    """The same command line, as torchrun starts it after a failure."""
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
+    ludic_command(environment, *arguments)
+
+
+def test_ranks_that_are_started_again_resume_what_they_began(tmp_path):
+    arguments = ["sft", *SFT, "rows=200", "checkpoint.every_n_steps=2", f"output={tmp_path}", "name=run"]
+    with Ranks(tmp_path / "log", 2, *arguments) as run:
+        run.wait_for(has_steps(tmp_path / "run", 4))
+        run.kill(1)
+        assert run.wait() == [75, -signal.SIGKILL]
+    with Ranks(tmp_path / "again", 2, *arguments, work=begun_again) as run:
+        assert run.wait() == [0, 0], run.read_all()
+    steps = [line["step"] for line in metrics_of(tmp_path / "run") if "train/loss" in line]
+    assert steps == list(range(1, len(steps) + 1))
+    assert "steps of sft are repeated" in run.read(0, "out") or len(steps) > 4
+    with Ranks(tmp_path / "other", 2, *arguments) as run:  # by a launcher that began nothing
+        assert set(run.wait()) == {78}
+        assert "exists already" in run.read(0, "err")

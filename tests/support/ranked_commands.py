@@ -1,0 +1,119 @@
+"""`ludic` on several ranks, each in a process forked from a server that has imported everything.
+The environment of each is that of torchrun without its agent: rank 0 serves the store."""
+
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+
+from ludic.rank_environment import RankEnvironment
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(
+    [
+        *("ludic.cli.app", "ludic.cli.train", "ludic.cli.sft", "ludic.cli.train_rm", "ludic.runs.reinforce", "ludic.runs.sft"),
+        *("ludic.runs.reward_model", "ludic.runs.report.reinforce", "ludic.runs.report.sft", "ludic.runs.report.reward_model"),
+        *("transformers.models.qwen2.modeling_qwen2", "peft", "matplotlib.backends.backend_agg", "torch.distributed"),
+    ]
+)
+PATIENCE_S = 120.0
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+class Ranks:
+    """Processes that run `work(environment, *arguments)`, one for each rank; `ludic_command` by
+    default.
+
+    Their output is in `folder`: `rank_0.out`, `rank_0.err` and so on.
+    """
+
+    def __init__(self, folder, world_size, *arguments, work=None):
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        port = free_port()
+        self.processes = []
+        for rank in range(world_size):
+            environment = RankEnvironment(rank, world_size, rank, "127.0.0.1", port)
+            process = _CONTEXT.Process(target=_run, args=(work or ludic_command, environment, str(folder), arguments))
+            process.start()
+            self.processes.append(process)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for process in self.processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+
+    def wait(self, timeout_s=PATIENCE_S):
+        """The exit statuses, by rank. Fails if one does not end."""
+        ends = time.monotonic() + timeout_s
+        for process in self.processes:
+            process.join(timeout=max(0.0, ends - time.monotonic()))
+        codes = [process.exitcode for process in self.processes]
+        assert None not in codes, f"{codes}\n{self.read_all()}"
+        return codes
+
+    def kill(self, rank, signum=signal.SIGKILL):
+        os.kill(self.processes[rank].pid, signum)
+
+    def wait_for(self, condition, timeout_s=PATIENCE_S):
+        """Wait until `condition()` is true, while all ranks live."""
+        ends = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < ends, f"waited {timeout_s} s\n{self.read_all()}"
+            assert all(process.is_alive() for process in self.processes), self.read_all()
+            time.sleep(0.01)
+
+    def read(self, rank, stream):
+        return (self.folder / f"rank_{rank}.{stream}").read_text()
+
+    def read_all(self):
+        return "\n".join(f"--- {path.name}\n{path.read_text()[-4000:]}" for path in sorted(self.folder.glob("rank_*.*")))
+
+
+def ludic_command(environment, *arguments):
+    """`ludic ARGUMENTS...` on this rank."""
+    from ludic.cli.app import main
+
+    sys.argv = ["ludic", *arguments]
+    main()
+
+
+def _run(work, environment, folder, arguments):
+    for stream, name in ((1, "out"), (2, "err")):
+        target = os.open(os.path.join(folder, f"rank_{environment.rank}.{name}"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(target, stream)
+    os.environ |= {
+        "RANK": str(environment.rank),
+        "WORLD_SIZE": str(environment.world_size),
+        "LOCAL_RANK": str(environment.local_rank),
+        "MASTER_ADDR": environment.address,
+        "MASTER_PORT": str(environment.port),
+        "OMP_NUM_THREADS": "1",
+    }
+    import torch
+
+    torch.set_num_threads(1)
+    code = 1
+    try:
+        work(environment, *arguments)
+        code = 0
+    except SystemExit as end:
+        code = int(end.code or 0)
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)

@@ -1,0 +1,114 @@
+"""Joining ranks, and which errors come from other ranks; without a process group."""
+
+import re
+import socket
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from torch.distributed import TCPStore
+
+from ludic.errors import ConfigError, RankError
+from ludic.rank_environment import RankEnvironment
+from ludic.training import ranks
+from ludic.training.ranks import meeting, session
+from ludic.training.ranks.meeting import Meeting
+
+PACKAGE = Path(__file__).parents[3] / "python" / "ludic"
+
+
+@pytest.fixture
+def two(monkeypatch):
+    """The meetings of two ranks; this process is rank 0."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=10), wait_for_workers=False)
+    meetings = [Meeting(store.clone(), rank, 2) for rank in range(2)]
+    monkeypatch.setattr(session, "_meeting", meetings[0])
+    monkeypatch.setattr(meeting, "REPLY_S", 0.05)
+    yield meetings
+    del store  # which serves the others
+
+
+def test_no_collective_pickles():
+    calls = re.compile(r"\b(all_gather|gather|scatter|broadcast|send|recv)_object(_list)?\b")
+    assert [str(path) for path in PACKAGE.rglob("*.py") if calls.search(path.read_text(encoding="utf-8"))] == []
+
+
+def test_one_process_joins_nobody(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
+        monkeypatch.delenv(name, raising=False)
+    assert ranks.start() is None
+    with ranks.joined() as environment:
+        assert environment is None
+        assert ranks.current_meeting() is None
+    error = ValueError("own")
+    assert ranks.explain(error) is error
+    ranks.raise_if_failed()
+    ranks.stop()
+
+
+def test_an_own_error_is_told_to_the_others(two):
+    error = ValueError("no reward")
+    assert ranks.explain(error) is error
+    failure = two[1].find_failure()
+    assert (failure.rank, failure.text) == (0, "ValueError: no reward")
+
+
+def test_an_error_that_another_rank_caused_is_replaced_by_its(two):
+    two[1].report_failure(two[1].describe(OSError("the disk is full")))
+    for error in (RuntimeError("gloo: connection closed by peer"), ValueError("a later one")):
+        explained = ranks.explain(error)
+        assert isinstance(explained, RankError)
+        assert "the run failed on rank 1 of 2" in str(explained)
+        assert "the disk is full" in str(explained)
+    with pytest.raises(RankError, match="the disk is full"):
+        ranks.raise_if_failed()
+
+
+def test_a_collective_that_fails_without_a_word_names_the_silent_rank(two):
+    try:
+        raise RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:4000")
+    except RuntimeError as closed:
+        wrapped = KeyError("while it was handled")
+        wrapped.__context__ = closed
+    explained = ranks.explain(wrapped)
+    assert "no sign from rank 1 of 2, which was killed or hangs" in str(explained)
+    assert ranks.explain(explained) is explained
+    assert two[1].find_failure().rank == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "is_collective"),
+    [
+        (dist.DistBackendError("x"), True),
+        (RuntimeError("NCCL error: unhandled system error"), True),
+        (RuntimeError("[gloo/transport/tcp/unbound_buffer.cc] Timed out waiting 1000ms for recv operation"), True),
+        (RuntimeError("CUDA out of memory"), False),
+        (ValueError("the gloomy gloo"), False),
+    ],
+)
+def test_errors_of_collectives_are_recognised(error, is_collective):
+    assert session._comes_from_collective(error) is is_collective
+
+
+def test_the_store_listens_at_its_address_alone_and_a_port_in_use_is_named():
+    descriptor = session._listen(RankEnvironment(0, 2, 0, "127.0.0.1", 0))
+    with socket.socket(fileno=descriptor) as listening:
+        host, port = listening.getsockname()
+        assert host == "127.0.0.1"
+        with pytest.raises(RankError, match=rf"port {port}, for the store of the ranks at 127.0.0.1:{port}, is in use"):
+            session._listen(RankEnvironment(0, 2, 0, "127.0.0.1", port))
+
+
+def test_a_store_that_is_not_there_is_named_at_the_deadline():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with pytest.raises(RankError, match=rf"rank 1 of 2 found no store at 127.0.0.1:{port} within 0.2 s"):
+        session._open_store(RankEnvironment(1, 2, 1, "127.0.0.1", port), 0.2)
+
+
+def test_more_ranks_than_gpus_on_a_machine_are_refused(monkeypatch):
+    monkeypatch.setattr(session.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(session.torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ConfigError, match="local rank 2 needs a GPU of its own, and this machine has 2"):
+        session._choose_device(RankEnvironment(2, 4, 2, "127.0.0.1", 0))
