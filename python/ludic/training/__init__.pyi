@@ -26,6 +26,10 @@ from ludic.training.batching.offline import (
 )
 from ludic.training.batching.overlapped import OverlappedSource as OverlappedSource
 from ludic.training.batching.pair_batches import preference_batches as preference_batches
+from ludic.training.batching.pipeline import (
+    PipelineBatchSource as PipelineBatchSource,
+    run_pipeline_actor as run_pipeline_actor,
+)
 from ludic.training.batching.shared_batches import SharedBatches as SharedBatches
 from ludic.training.batching.synced_batching import RolloutBatchSource as RolloutBatchSource
 from ludic.training.chat_template_utils import (

@@ -11,6 +11,10 @@ from ludic.training.batching.offline import (
 )
 from ludic.training.batching.overlapped import OverlappedSource as OverlappedSource
 from ludic.training.batching.pair_batches import preference_batches as preference_batches
+from ludic.training.batching.pipeline import (
+    PipelineBatchSource as PipelineBatchSource,
+    run_pipeline_actor as run_pipeline_actor,
+)
 from ludic.training.batching.preference import (
     collate_preference_items as collate_preference_items,
     compute_pair_loss_scale as compute_pair_loss_scale,

@@ -1,0 +1,170 @@
+"""Samples of one group as the bytes of a log's entry, and back: what `run_pipeline_actor` sends.
+
+An actor that assigns credit itself sends samples, not rollouts. An entry is a whole group, so that
+no group is ever divided. It has no number; its name is its producer and how many entries the
+producer sent before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from ludic.errors import DataTypeError
+from ludic.training.queue.envelope import (
+    SAMPLES,
+    EntryError,
+    EntryLimits,
+    floats_from_bytes,
+    floats_to_bytes,
+    ids_from_bytes,
+    ids_to_bytes,
+    seal,
+    unseal,
+)
+from ludic.training.types import ActorTokenLogps, SampleAttachments, SAWItem
+from ludic.types import group_of
+
+DEFAULT_LIMITS = EntryLimits()
+_NUMBERS = ("reward", "total_reward", "completion_length", "prompt_length")
+"""Keys of a sample's meta that the trainer computes with."""
+
+
+@dataclass(frozen=True)
+class SampleGroup:
+    """All samples of a group, with their credit.
+
+    Example: the first entry of an actor is `SampleGroup("node1-77-5f3a", 0, items)`.
+    """
+
+    producer: str
+    """Unique to one actor since it was started."""
+    sequence: int
+    """How many entries the producer sent before this one."""
+    items: list[SAWItem]
+    """At least one; all have the same group, or none has one."""
+
+
+class _Sample(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    ids: bytes  # [T] 32-bit integers
+    attention: bytes | None  # [T] bits; None for 1 everywhere
+    actions: bytes  # [T] bits
+    weight: float
+    meta: dict[str, Any]
+    logps: bytes | None  # [A] floats
+
+
+class _Samples(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    producer: str
+    sequence: int
+    samples: list[_Sample]
+
+
+_DECODER = msgspec.msgpack.Decoder(_Samples)
+
+
+def encode_samples(group: SampleGroup, limits: EntryLimits = DEFAULT_LIMITS) -> bytes:
+    """The entry of a group. Raises EntryError for what `decode_samples` would refuse, so that an
+    actor sends nothing that the trainer must set aside."""
+    try:
+        samples = [_encode_sample(item) for item in group.items]
+    except (TypeError, ValueError, OverflowError) as error:
+        raise EntryError(f"a sample cannot be sent: {error}") from error
+    payload = seal(SAMPLES, _Samples(group.producer, group.sequence, samples), limits)
+    decode_samples(payload, limits)
+    return payload
+
+
+def decode_samples(payload: bytes, limits: EntryLimits = DEFAULT_LIMITS) -> SampleGroup:
+    """The group of an entry. Raises EntryError, which says what is wrong, for anything that is not
+    a group that can be trained on."""
+    content = unseal(payload, SAMPLES, _DECODER.decode, limits)
+    if content.sequence < 0:
+        raise EntryError(f"sequence ({content.sequence}) must be >= 0")
+    if not 0 < len(content.samples) <= limits.max_rollouts:
+        raise EntryError(f"the entry has {len(content.samples)} samples; it must have 1 to {limits.max_rollouts}")
+    items = [_decode_sample(sample, limits) for sample in content.samples]
+    if len({group_of(item.meta) for item in items}) > 1:
+        raise EntryError("the samples are of several groups (group_id)")
+    return SampleGroup(content.producer, content.sequence, items)
+
+
+def split_groups(items: Sequence[SAWItem]) -> list[list[SAWItem]]:
+    """The samples of each group, in the order in which groups begin. Samples without a group belong
+    together if they are of one rollout.
+
+    Example: samples of groups a, b, a and of rollout r, which has no group, are [a, a], [b], [r].
+    """
+    groups: dict[tuple[str, Any], list[SAWItem]] = {}
+    for index, item in enumerate(items):
+        group = group_of(item.meta)
+        rollout = item.meta.get("rollout_id", index)
+        groups.setdefault(("rollout", rollout) if group is None else ("group", group), []).append(item)
+    return list(groups.values())
+
+
+def _encode_sample(item: SAWItem) -> _Sample:
+    if not len(item.input_ids) == len(item.attention_mask) == len(item.action_mask):
+        raise ValueError(
+            f"input_ids has {len(item.input_ids)} tokens, attention_mask {len(item.attention_mask)}, action_mask "
+            f"{len(item.action_mask)}"
+        )
+    attention = _bits_to_bytes(item.attention_mask, "attention_mask")
+    logps = None if item.actor_logps is None else floats_to_bytes(item.actor_logps.token_logps)
+    return _Sample(
+        ids_to_bytes(item.input_ids),
+        None if all(item.attention_mask) else attention,
+        _bits_to_bytes(item.action_mask, "action_mask"),
+        float(item.weight),
+        item.meta,
+        logps,
+    )
+
+
+def _decode_sample(sample: _Sample, limits: EntryLimits) -> SAWItem:
+    ids = ids_from_bytes(sample.ids, limits)
+    attention = [1] * len(ids) if sample.attention is None else _bits_from_bytes(sample.attention, len(ids))
+    actions = _bits_from_bytes(sample.actions, len(ids))
+    if not math.isfinite(sample.weight):
+        raise EntryError(f"the weight of a sample is {sample.weight}; weights must be finite")
+    _check_meta(sample.meta)
+    try:
+        logps = None if sample.logps is None else ActorTokenLogps(floats_from_bytes(sample.logps, sum(actions)))
+    except DataTypeError as error:
+        raise EntryError(str(error)) from error
+    return SAWItem(ids, attention, actions, sample.weight, sample.meta, SampleAttachments(logps))
+
+
+def _bits_to_bytes(mask: Any, name: str) -> bytes:
+    """[T] zeros and ones as bits, the first in the highest. Example: [1, 0, 1] is 0b10100000."""
+    bits = np.asarray(mask)
+    if not np.isin(bits, (0, 1)).all():
+        raise ValueError(f"{name} must have zeros and ones only")
+    return np.packbits(bits.astype(np.uint8)).tobytes()
+
+
+def _bits_from_bytes(column: bytes, length: int) -> list[int]:
+    if len(column) != (length + 7) // 8:
+        raise EntryError(f"a mask of {len(column)} bytes cannot be that of {length} tokens")
+    bits: list[int] = np.unpackbits(np.frombuffer(column, dtype=np.uint8), count=length).tolist()
+    return bits
+
+
+def _check_meta(meta: Mapping[str, Any]) -> None:
+    """Raise EntryError for metadata that the trainer computes with and that have another type."""
+    request_meta = meta.get("request_meta")
+    if not isinstance(request_meta, Mapping | None) or not isinstance(group_of(meta), str | int | None):
+        raise EntryError("request_meta of a sample must be a mapping, and its group_id text or a number")
+    if not isinstance(meta.get("rollout_id"), str | int | None):
+        raise EntryError(f"rollout_id of a sample is {meta['rollout_id']!r}; it must be text or a number")
+    if not isinstance(meta.get("policy_version"), int | None):
+        raise EntryError(f"policy_version of a sample is {meta['policy_version']!r}; it must be a whole number")
+    for name in _NUMBERS:
+        value = meta.get(name)
+        if value is not None and not (isinstance(value, int | float) and math.isfinite(value)):
+            raise EntryError(f"{name} of a sample is {value!r}; it must be a finite number")
