@@ -291,7 +291,7 @@ class QueueBatchSource(BatchSourceBase):
             if self._claims is not None:
                 self._claims.check()
             if self._entries:
-                await self._take(self._entries.popleft())
+                await self._take_next()
                 continue
             read = partial(self._log.read, self._arrivals.position, timeout_s=READ_S)
             self._entries.extend(await self._call("reading groups", read))
@@ -315,8 +315,9 @@ class QueueBatchSource(BatchSourceBase):
         if since_entry_s >= self._group_timeout_s:
             raise QueueError(f"{what}: actors have work, and none was delivered for {since_entry_s:.0f} s (group_timeout_s)")
 
-    async def _take(self, entry: Entry) -> None:
-        """Take one entry of the log."""
+    async def _take_next(self) -> None:
+        """Take the oldest entry that was read. If this is cancelled, it is still there."""
+        entry = self._entries[0]
         try:
             group: Group = await self._patience.run(lambda: decode_group(entry.payload, self._limits))
             if group.number != entry.number:
@@ -324,21 +325,27 @@ class QueueBatchSource(BatchSourceBase):
             if group.run != self._run:
                 raise EntryError(f"the entry is of run {group.run}, this is {self._run}")
         except EntryError as error:
-            reason = str(error)
-            logger.warning("the entry of group %s was set aside: %s", entry.number, reason)
-            await self._call("setting an entry aside", lambda: self._log.set_aside(entry, reason))
-            self._aside += 1
-            if self._arrivals.refuse(entry, reason):
-                logger.error("group %s is given up; its batch goes on without it: %s", entry.number, reason)
-            elif entry.number is not None and not self._arrivals.has(entry.number):
-                await self._offer_again(entry.number)
+            await self._refuse_next(str(error))
             return
+        self._entries.popleft()
         version = self._versions.get(group.number // self._arrivals.groups_per_batch)
         if self._arrivals.order == "exact" and version not in (None, group.version):
             logger.warning("group %d was sampled with version %d, and %d is expected", group.number, group.version, version)
             self._arrivals.take(entry, None)
         else:
             self._arrivals.take(entry, group)
+
+    async def _refuse_next(self, reason: str) -> None:
+        """Set the oldest entry that was read aside, and offer its group again."""
+        entry = self._entries[0]
+        logger.warning("the entry of group %s was set aside: %s", entry.number, reason)
+        await self._call("setting an entry aside", lambda: self._log.set_aside(entry, reason))
+        self._entries.popleft()
+        self._aside += 1
+        if self._arrivals.refuse(entry, reason):
+            logger.error("group %s is given up; its batch goes on without it: %s", entry.number, reason)
+        elif entry.number is not None and not self._arrivals.has(entry.number):
+            await self._offer_again(entry.number)
 
     async def _offer_again(self, number: int) -> None:
         """Offer a group that was refused, unless the log has a later entry of it: a trainer that

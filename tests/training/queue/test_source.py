@@ -1,0 +1,328 @@
+"""The trainer's source: what it offers and when, what it refuses, and which waits end."""
+
+import asyncio
+import json
+
+import pytest
+from memory_log import MemoryLog, unreachable
+from queue_runs import Plan, batch_of, in_virtual_time, sample, simulate, virtual_patience
+
+from ludic.errors import CheckpointError, ConfigError, OwnershipLost, QueueError, RolloutError
+from ludic.training.queue.arrivals import failed_group
+from ludic.training.queue.base import Work
+from ludic.training.queue.entries import Group, as_played, encode_group
+from ludic.training.queue.source import QueueBatchSource
+
+
+def make_source(log, **options):
+    options = {"groups_per_batch": 2, "run": "r", "to_batch": batch_of, "claim_s": 1e6, **options}
+    return QueueBatchSource(log, patience=virtual_patience(), **options)
+
+
+def deliver(log, number=None, *, payload=None, run=None, failure=None):
+    """Play the next group that is free, as an actor does."""
+    lease = log.lease("a")
+    assert lease is not None
+    assert number in (None, lease.work.number)
+    work = lease.work
+    group = Group(run or lease.run, work.number, work.version, work.attempt, "a", played=as_played(sample(work)))
+    if failure is not None:
+        group = failed_group(lease.run, work.number, work.version, failure)
+    assert log.deliver(lease, encode_group(group) if payload is None else payload)
+
+
+def offered(log):
+    return [(each.work.number, each.work.version) for each in log.outstanding()]
+
+
+@in_virtual_time
+async def test_batches_are_offered_ahead_with_the_version_announced_last(log):
+    source = make_source(log, ahead=1)
+    first = asyncio.create_task(source.next_batch())
+    await asyncio.sleep(0.5)
+    assert offered(log) == [(0, 0), (1, 0), (2, 0), (3, 0)]
+    deliver(log), deliver(log)
+    await first
+    await source.announce(1)
+    assert log.version() == 1
+    second = asyncio.create_task(source.next_batch())
+    await asyncio.sleep(0.5)
+    assert offered(log) == [(2, 0), (3, 0), (4, 1), (5, 1)]
+    deliver(log), deliver(log)
+    assert (await second).meta["numbers"] == [2, 3]
+    await source.aclose()
+
+
+@in_virtual_time
+async def test_nothing_is_offered_beyond_the_end_of_the_run(log):
+    source = make_source(log, ahead=5, num_batches=2)
+    waiting = asyncio.create_task(source.next_batch())
+    await asyncio.sleep(0.5)
+    assert [number for number, _ in offered(log)] == [0, 1, 2, 3]
+    deliver(log), deliver(log)
+    await waiting
+    source.limit(0)
+    waiting = asyncio.create_task(source.next_batch())  # asked for, so it is played
+    await asyncio.sleep(0.5)
+    deliver(log), deliver(log)
+    await waiting
+    await source.aclose()
+
+
+@in_virtual_time
+async def test_versions_are_rounded_down_to_those_that_are_published(log):
+    source = make_source(log, publish_every=3)
+    await source.announce(5)
+    waiting = asyncio.create_task(source.next_batch())
+    await asyncio.sleep(0.5)
+    assert offered(log) == [(0, 3), (1, 3)]
+    waiting.cancel()
+    await source.aclose()
+
+
+@in_virtual_time
+async def test_a_resumed_source_goes_on_where_the_checkpoint_was(log):
+    source = make_source(log, ahead=1)
+    first = asyncio.create_task(source.next_batch())
+    await asyncio.sleep(0.5)
+    for _ in range(3):
+        deliver(log)
+    await first
+    state = json.loads(json.dumps(source.state_dict()))
+    await source.checkpoint_saved()
+    assert [entry.number for entry in log.read(None)] == [2]  # 0 and 1 are forgotten, 2 is not
+    again = make_source(log, ahead=1)
+    again.load_state_dict(state)
+    second = asyncio.create_task(again.next_batch())
+    await asyncio.sleep(0.5)
+    deliver(log, 3)
+    assert (await second).meta["numbers"] == [2, 3]
+    with pytest.raises(OwnershipLost):
+        await source.announce(9)
+    await again.aclose()
+    await source.aclose()
+
+
+@in_virtual_time
+async def test_entries_that_cannot_be_trained_on_are_set_aside_and_played_again(log):
+    source = make_source(log)
+    waiting = asyncio.create_task(source.next_batch())
+    await asyncio.sleep(0.5)
+    deliver(log, 0, payload=b"no entry")
+    deliver(log, 1, run="another")
+    await asyncio.sleep(3)
+    assert [each.work for each in log.outstanding()] == [Work(0, 0, attempt=1), Work(1, 0, attempt=1)]
+    deliver(log, 0), deliver(log, 1)
+    meta = (await waiting).meta
+    assert meta["numbers"] == [0, 1]
+    assert [kept.reason for kept in log.aside()] == [
+        "the entry has 8 bytes, which is less than its header",
+        "the entry is of run another, this is r",
+    ]
+    assert (meta["queue/aside"], meta["queue/abandoned"]) == (2, 0)
+    await source.aclose()
+
+
+@in_virtual_time
+async def test_a_group_that_is_refused_three_times_is_missing_in_its_batch(log):
+    source = make_source(log)
+    waiting = asyncio.create_task(source.next_batch())
+    for _ in range(3):
+        await asyncio.sleep(3)
+        deliver(log, 0, payload=b"no entry")
+    await asyncio.sleep(3)
+    deliver(log, 1)
+    batch = await waiting
+    assert batch.meta["numbers"] == [0, 1]
+    assert (batch.meta["queue/aside"], batch.meta["queue/abandoned"]) == (3, 1)
+    assert source.state_dict()["ledger"]["watermark"] == 2
+    await source.aclose()
+
+
+@in_virtual_time
+async def test_a_batch_without_any_rollouts_is_an_error_that_names_the_first_failure(log):
+    source = make_source(log)
+    waiting = asyncio.create_task(source.next_batch())
+    await asyncio.sleep(0.5)
+    deliver(log, failure="the environment broke"), deliver(log, failure="too")
+    with pytest.raises(RolloutError, match=r"all 2 groups of batch 0 failed; .* the environment broke"):
+        await waiting
+    await source.aclose()
+
+
+@in_virtual_time
+async def test_a_wait_that_is_cancelled_loses_no_entry(log):
+    """An actor's group is read and then the wait is cancelled, at each moment of its decoding."""
+    source = make_source(log, groups_per_batch=1)
+    for batch in range(40):
+        waiting = asyncio.create_task(source.next_batch())
+        while not log.outstanding():
+            await asyncio.sleep(0.001)
+        deliver(log)
+        await asyncio.sleep(0.001 * batch)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        if source.state_dict()["batch"] == batch:
+            assert (await source.next_batch()).meta["numbers"] == [batch]
+    assert source.state_dict()["ledger"] == {"watermark": 40, "above": []}
+    await source.aclose()
+
+
+@in_virtual_time
+async def test_a_group_that_is_nowhere_is_offered_again_after_five_seconds(log):
+    source = make_source(log)
+    waiting = asyncio.create_task(source.next_batch())
+    await asyncio.sleep(0.5)
+    deliver(log)
+    log.withdraw(source.owner, [1])
+    await asyncio.sleep(4)
+    assert offered(log) == []
+    await asyncio.sleep(2)
+    assert offered(log) == [(1, 0)]
+    deliver(log)
+    await waiting
+    await source.aclose()
+
+
+@in_virtual_time
+async def test_lost_data_are_offered_again_also_what_was_delivered_and_not_read(log):
+    source = make_source(log, ahead=1)
+    waiting = asyncio.create_task(source.next_batch())
+    await asyncio.sleep(0.5)
+    deliver(log, 0)
+    await asyncio.sleep(0.5)  # group 0 is read
+    deliver(log, 1)
+    log.lose_data()
+    await asyncio.sleep(7)
+    assert [number for number, _ in offered(log)] == [1, 2, 3]
+    deliver(log, 1)
+    assert (await waiting).meta["numbers"] == [0, 1]
+    await source.aclose()
+
+
+@in_virtual_time
+async def test_another_trainer_that_claims_the_log_ends_this_one(log):
+    source = make_source(log)
+    waiting = asyncio.create_task(source.next_batch())
+    await asyncio.sleep(0.5)
+    log.claim("other", run="r")
+    with pytest.raises(OwnershipLost, match="other"):
+        await waiting
+    await source.aclose()
+
+
+@in_virtual_time
+async def test_a_log_that_cannot_be_reached_is_an_error_after_the_patience(log):
+    source = make_source(log)
+    waiting = asyncio.create_task(source.next_batch())
+    await asyncio.sleep(0.5)
+    log.fail, since = unreachable, log.clock()
+    with pytest.raises(QueueError, match=r"gave up after 30\d s .patience_s is 300.: .*cannot be reached"):
+        await waiting
+    assert 300 <= log.clock() - since < 310
+    await source.aclose()
+
+
+@in_virtual_time
+async def test_a_log_that_comes_back_costs_nothing(log):
+    source = make_source(log)
+    waiting = asyncio.create_task(source.next_batch())
+    await asyncio.sleep(0.5)
+    fail, log.fail = log.fail, unreachable
+    await asyncio.sleep(200)
+    log.fail = fail
+    deliver(log), deliver(log)
+    assert (await waiting).meta["numbers"] == [0, 1]
+    await source.aclose()
+
+
+@in_virtual_time
+async def test_a_wait_without_actors_ends_after_the_patience(log):
+    with pytest.raises(QueueError, match=r"batch 0 waits for groups 0, 1: no actor has had work for 30\d s .*are actors running"):
+        await make_source(log).next_batch()
+
+
+@in_virtual_time
+async def test_a_wait_for_an_actor_that_never_delivers_ends_too(log):
+    source = make_source(log, group_timeout_s=400)
+    waiting = asyncio.create_task(source.next_batch())
+    await asyncio.sleep(0.5)
+    log.lease("a", lease_s=1e6)
+    with pytest.raises(QueueError, match=r"actors have work, and none was delivered for 40\d s"):
+        await waiting
+    await source.aclose()
+
+
+@in_virtual_time
+async def test_a_group_of_another_version_is_played_again_in_order_exact(log):
+    source = make_source(log)
+    waiting = asyncio.create_task(source.next_batch())
+    await asyncio.sleep(0.5)
+    lease = log.lease("a")
+    log.deliver(lease, encode_group(Group("r", 0, 7, played=as_played(sample(lease.work)))))
+    await asyncio.sleep(8)
+    deliver(log, 0), deliver(log, 1)
+    await waiting
+    await source.aclose()
+
+
+@in_virtual_time
+async def test_closing_ends_the_actors_and_empties_the_log(log):
+    source = make_source(log, ahead=3)
+    waiting = asyncio.create_task(source.next_batch())
+    await asyncio.sleep(0.5)
+    deliver(log), deliver(log), deliver(log)
+    await waiting
+    await source.close_queue()
+    assert log.is_closed()
+    assert (log.read(None), log.outstanding()) == ([], [])
+
+
+def test_metrics_say_what_the_queue_did():
+    run = simulate(Plan(steps=10, calls_between_kills=100, seed=4))
+    keys = {"depth", "outstanding", "oldest_s", "age_s", "wait_s", "claimed", "duplicates", "aside", "abandoned", "bytes"}
+    for meta in run.metrics:
+        assert {key.removeprefix("queue/") for key in meta if key.startswith("queue/")} == keys
+        assert meta["queue/depth"] <= 4 * 3
+        assert meta["queue/wait_s"] >= 0
+    assert run.metrics[-1]["queue/claimed"] > 0
+
+
+def test_damaged_entries_are_played_again_and_change_nothing():
+    run = simulate(Plan(steps=10, bad_entries={3: 1, 7: 2}, max_attempts=3))
+    assert run.weights == simulate(Plan(steps=10)).weights
+    assert run.metrics[-1]["queue/aside"] == 3
+
+
+@pytest.mark.parametrize("order", ["exact", "arrival"])
+def test_no_group_is_trained_later_than_the_largest_lag(order):
+    for seed in range(3):
+        plan = Plan(order=order, ahead=1, num_actors=5, seed=seed)
+        run = simulate(plan)
+        lags = [step - max(0, number // 4 - plan.ahead) for step, numbers in run.trained.items() for number in numbers]
+        assert max(lags) <= (plan.ahead if order == "exact" else plan.ahead + 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ahead": -1}, "ahead"),
+        ({"ahead": 2, "max_lag": 2}, r"max_lag \(2\) must be > ahead \(2\)"),
+        ({"publish_every": 0}, "publish_every"),
+        ({"groups_per_batch": 0}, "groups_per_batch"),
+    ],
+)
+def test_settings_that_make_no_sense_are_named(options, message):
+    with pytest.raises(ConfigError, match=message):
+        QueueBatchSource(MemoryLog(lambda: 0.0), **{"groups_per_batch": 2, "run": "r", "to_batch": batch_of, **options})
+
+
+def test_a_state_of_another_run_is_refused():
+    source = QueueBatchSource(MemoryLog(lambda: 0.0), groups_per_batch=2, run="r", to_batch=batch_of)
+    state = source.state_dict()
+    with pytest.raises(ConfigError, match="saved by a run without actors"):
+        source.load_state_dict({"requests": {"position": 3}})
+    with pytest.raises(ConfigError, match="4 groups in a batch, here there are 2"):
+        source.load_state_dict({**state, "groups_per_batch": 4})
+    with pytest.raises(CheckpointError, match="no ledger"):
+        source.load_state_dict({**state, "ledger": {}})
