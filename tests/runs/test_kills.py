@@ -37,7 +37,11 @@ def lines_of(run: Path) -> list[tuple[Any, ...]]:
 
 def episodes_of(run: Path) -> list[Any]:
     lines = (json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines())
-    return [(line["meta"]["problem_id"], line["meta"]["engine"]["sampling_seed"], line["total_reward"]) for line in lines]
+    return [
+        (meta["episode_idx"], meta["problem_id"], meta["engine"]["sampling_seed"], line["total_reward"])
+        for line in lines
+        for meta in [line["meta"]]
+    ]
 
 
 def assert_is_the_run(run: Path, whole: Path) -> None:

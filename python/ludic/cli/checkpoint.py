@@ -13,6 +13,7 @@ import typer
 from ludic.errors import CheckpointError
 from ludic.files.manifest import MANIFEST
 from ludic.training.checkpoint import STEP_NAME, find_checkpoint_faults
+from ludic.training.loop.best_weights import BEST
 
 
 @dataclass(frozen=True)
@@ -45,11 +46,12 @@ def checkpoint_command(path: Path, *, verify: bool, json_only: bool) -> int:
 
 
 def find_checkpoints(path: Path) -> list[Path]:
-    """`path` if it is a checkpoint, else all checkpoints in it, by phase and step. Raises
-    CheckpointError if there are none."""
+    """`path` if it is a checkpoint, else all checkpoints in it, by phase and step, and the weights
+    of the best evaluation (`best`). Raises CheckpointError if there are none."""
     if (path / MANIFEST).is_file() or (path.is_dir() and STEP_NAME.fullmatch(path.name)):
         return [path]
-    folders = sorted(folder for folder in path.rglob("step_*") if folder.is_dir() and STEP_NAME.fullmatch(folder.name))
+    steps = [folder for folder in path.rglob("step_*") if folder.is_dir() and STEP_NAME.fullmatch(folder.name)]
+    folders = sorted([*steps, *(manifest.parent for manifest in path.rglob(f"{BEST}/{MANIFEST}"))])
     if not folders:
         raise CheckpointError(f"there is no checkpoint (step_NNNNNN) in {path}; name a run, its checkpoints, or one of them")
     return folders

@@ -25,7 +25,10 @@ def save_policy(model: Any, tokenizer: Any, folder: Path, *, base: str | None = 
         else:
             model.save_pretrained(aside)
     if has_adapters(model):
-        model.peft_config["default"].base_model_name_or_path = base or str(base_folder(folder).resolve())
+        named = base or str(base_folder(folder).resolve())
+        # PEFT writes the first to adapter_config.json, and the others to the model card.
+        model.peft_config["default"].base_model_name_or_path = named
+        model.config.name_or_path = model.get_base_model().name_or_path = named
         with replace_folder(adapter_folder(folder)) as aside:
             save_adapter(model, aside)
             tokenizer.save_pretrained(aside)

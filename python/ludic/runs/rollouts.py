@@ -141,8 +141,8 @@ class OccasionallyLogged(BatchSourceBase):
     """Two sources over the same requests: every `every`-th batch comes from `logged`, which writes
     its rollouts to `log`; 0 means never.
 
-    Its state is that of the requests and the size of the log. Batches that are played again after
-    a resume replace their lines in the log.
+    Its state is that of the requests, the number of episodes of each engine and the size of the
+    log. Batches that are played again after a resume replace their lines in the log.
     """
 
     shards_across_ranks = False
@@ -157,12 +157,19 @@ class OccasionallyLogged(BatchSourceBase):
         return await (self._logged if due else self._plain).next_batch()
 
     def state_dict(self) -> dict[str, Any]:
-        return {**self._requests.state_dict(), "logged_bytes": self._log.stat().st_size if self._log.is_file() else 0}
+        engines = {name: engine.state_dict() for name, engine in self._engines().items()}
+        logged_bytes = self._log.stat().st_size if self._log.is_file() else 0
+        return {**self._requests.state_dict(), "engines": engines, "logged_bytes": logged_bytes}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._requests.load_state_dict(state)
+        for name, engine in self._engines().items() if "engines" in state else ():
+            engine.load_state_dict(state["engines"][name])
         if "logged_bytes" in state:
             truncate_log(self._log, state["logged_bytes"])
+
+    def _engines(self) -> dict[str, RolloutEngine]:
+        return {"plain": self._plain.engine, "logged": self._logged.engine}
 
 
 def truncate_log(log: Path, size: int) -> None:
