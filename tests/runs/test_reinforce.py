@@ -26,6 +26,7 @@ SUMMARY_KEYS = [
     *("status", "model", "algorithm", "versions"),
     *("before", "after", "solved_at", "intervals", "heldout", "wall_s", "phases_s", "padding", "memory"),
     *("steps", "idle_steps", "stopped_early", "episodes", "clip_fraction", "mismatch", "weight_sync", "overlap"),
+    "actors",
     *("seed", "config_hash"),
 ]
 

@@ -13,6 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from ludic.cli.user_errors import report_user_errors
+from ludic.cli.worker import workers
 from ludic.training.presets.registry import REGISTRY
 
 
@@ -319,6 +320,7 @@ checkpoints = typer.Typer(
     help="List the checkpoints of a run, or verify them: every file has the size and the hash that it was written with.",
 )
 app.add_typer(checkpoints, name="checkpoint")
+app.add_typer(workers, name="worker")
 _CheckpointPath = Annotated[Path, typer.Argument(metavar="PATH", help="A run, its folder of checkpoints, or one checkpoint.")]
 _AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 

@@ -15,6 +15,7 @@ _FREE = (
     *("name", "output", "log_every", "report_to", "rollout.log_every", "checkpoint."),
     *("inference.url", "inference.python", "inference.device", "inference.server_args", "inference.weights"),
     *("inference.trainer_address", "inference.timeout_s", "inference.preflight", "ranks."),
+    *("place.", "queue.url", "queue.lease_s", "queue.patience_s"),
 )
 """Settings, or prefixes of settings, that may differ on resume: they change where a run executes
 and writes, not its result."""
@@ -66,6 +67,21 @@ def _check_same(original: Mapping[str, Any], recipe: Any, directory: RunDirector
                 f"{directory.config}: {key} is {now[key]}, but the run began with {before[key]}; restore it{more}, or start a new run "
                 f"with `ludic {directory.command} {directory.config} name=NAME`"
             )
+    _check_same_samplers(before, now, directory)
+
+
+def _check_same_samplers(before: Mapping[str, Any], now: Mapping[str, Any], directory: RunDirectory) -> None:
+    """Raise ConfigError if actors sample now and the trainer's process did before, or the other way
+    round: a checkpoint has the position of the one or of the other. The number of actors may
+    change."""
+    had, has = (bool(values.get("place.actors") or values.get("queue.url")) for values in (before, now))
+    if had != has:
+        key = "place.actors" if now.get("place.actors") != before.get("place.actors") else "queue.url"
+        raise ConfigError(
+            f"{directory.config}: {key} is {now.get(key)}, but the run began with {before.get(key)}, and its checkpoints have no position "
+            f"for {'actors' if has else 'a run without actors'}; restore it, or start a new run with "
+            f"`ludic {directory.command} {directory.config} name=NAME`"
+        )
 
 
 def _check_more(recipe: Any, progress: Progress, directory: RunDirectory, steps: int) -> None:

@@ -14,6 +14,8 @@ from typing import Any, Literal, Optional, Union, get_args, get_origin, get_type
 from omegaconf import MISSING
 
 from ludic.recipes.inference_section import InferenceSection
+from ludic.recipes.place_section import PlaceSection
+from ludic.recipes.queue_section import QueueSection
 from ludic.recipes.ranks_section import RanksSection
 from ludic.training.config import TrainerConfig
 
@@ -176,6 +178,8 @@ class Recipe:
     trainer: Any = MISSING
     """Fields of `TrainerConfig`, for reinforcement."""
     inference: InferenceSection = field(default_factory=InferenceSection)
+    place: PlaceSection = field(default_factory=PlaceSection)
+    queue: QueueSection = field(default_factory=QueueSection)
     evaluation: EvaluationSection = field(default_factory=EvaluationSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     ranks: RanksSection = field(default_factory=RanksSection)

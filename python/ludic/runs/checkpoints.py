@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+from ludic.errors import CheckpointError
+from ludic.files.atomic import read_json
 from ludic.runs.directory import Progress, RunDirectory
 from ludic.training import ranks
-from ludic.training.checkpoint import CheckpointConfig, CheckpointManager
+from ludic.training.checkpoint import STATE, CheckpointConfig, CheckpointManager
 from ludic.training.trainer import Trainer
 
 STOP_PATIENCE_S = 20.0
 """How long the last checkpoint of a run waits for batches that are being generated."""
+
+
+def read_kept_metadata(checkpoints: Path) -> list[dict[str, Any]]:
+    """The metadata of the checkpoints in the folder, without those that cannot be read."""
+    found = []
+    for path in checkpoints.glob(f"step_*/{STATE}"):
+        with suppress(CheckpointError, OSError):
+            found.append(read_json(path))
+    return found
 
 
 def find_latest_checkpoint(checkpoints: Path) -> str | None:

@@ -78,6 +78,7 @@ class RunDirectory:
         self.checkpoints = path / "checkpoints"
         self.server_log = path / "server.log"
         self.ranks = path / "ranks"  # with several ranks only: the output of those that do not lead
+        self.policy = path / "policy"  # with actors only: what they sample with
         self._progress = path / "progress.json"
         self._lock: RunLock | None = None
         self.is_followed = False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from ludic.models.loading import load_model
 from ludic.models.lora import describe_trained_share
 from ludic.models.saving import save_policy
 from ludic.models.state_files import read_model
+from ludic.recipes.actors import check_actors, uses_queue
 from ludic.recipes.build import (
     add_reward_model,
     build_algorithm,
@@ -20,14 +23,17 @@ from ludic.recipes.build import (
     build_trainer_config,
     check_numbers,
 )
-from ludic.recipes.inference_section import choose_logprob_convention
+from ludic.recipes.inference_section import choose_kind, choose_logprob_convention
 from ludic.recipes.lora import add_adapters, build_lora_settings
 from ludic.recipes.model import build_policy
 from ludic.recipes.schema import Recipe
+from ludic.runs.actor_processes import ActorProcesses, run_actors
 from ludic.runs.base import TrainingRun
 from ludic.runs.checkpoints import STOP_PATIENCE_S, has_checkpoint, restore_best_weights
 from ludic.runs.directory import DONE, RunDirectory
 from ludic.runs.held_out import Evaluation, HeldOut, check_early_stopping
+from ludic.runs.pipeline import ActorBatches
+from ludic.runs.policy_versions import PolicyVersions
 from ludic.runs.rollouts import (
     OccasionallyLogged,
     TrainingRequests,
@@ -77,6 +83,7 @@ class RLParts:
     def build(cls, recipe: Recipe) -> RLParts:
         """Build the parts from a recipe. Seeds all random generators first (`seed_everything`)."""
         check_numbers(recipe)
+        check_actors(recipe)
         task = build_episodic_task(recipe)
         algorithm = build_algorithm(recipe, max_completion_tokens=recipe.rollout.max_new_tokens or task.max_new_tokens)
         check_rollouts(recipe, task)
@@ -190,30 +197,54 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
         each = f"{recipe.rollout.prompts} problems x {recipe.rollout.group_size} answers"
         self.screen.note(f"Reinforcement with {recipe.algorithm}: {recipe.steps} steps of {each}")
         keys = [*REINFORCE_KEYS, *(f"train/{name}" for name in logged_names(parts.task))]
-        async with open_sampler(
-            recipe,
-            parts.model,
-            parts.tokenizer,
-            self.directory.model,
-            log=self.directory.server_log,
-            note=self.screen.note,
-            timer=self.timer,
-            is_led=self.directory.is_followed,
-        ) as sampler:
+        async with self._open_sampler() as sampler, self._run_actors() as actors:
             with self.open_logger(REINFORCE, keys=keys, spark_key=SAMPLED_REWARD, last_step=recipe.steps) as logger:
-                source = None if self.directory.is_followed else self._make_source(sampler)
+                source = None if self.directory.is_followed else self._make_source(sampler, actors)
+                if isinstance(source, ActorBatches):
+                    sampler = source.follow(sampler)
                 trainer = self._make_phase_trainer(REINFORCE, parts.algorithm, source, parts.trainer_cfg, logger, sampler)
                 if source is not None:
                     source.limit(recipe.steps - trainer.current_step)
+                if isinstance(source, ActorBatches):
+                    source.begin(trainer.current_step)
                 self._show_start(trainer)
                 try:
                     if sampler.remote:
                         await trainer.publish()
                     await self._train(trainer, recipe.steps, REINFORCE)
+                    if isinstance(source, ActorBatches):
+                        await source.close_queue()
                 finally:
                     if source is not None:
                         await source.aclose()
                     self._note_preflight(trainer)
+
+    @asynccontextmanager
+    async def _open_sampler(self) -> AsyncIterator[Sampler]:
+        """The sampler of the recipe. With actors that sample themselves, weights are published to
+        the run's folder, and the sampler in this process is only asked for causes of a mismatch."""
+        recipe, parts, directory = self.recipe, self.parts, self.directory
+        if uses_queue(recipe) and choose_kind(recipe.inference) == "local":
+            versions = PolicyVersions(directory.policy)
+            yield Sampler(self._client, versions, recipe.model or "small", remote=True)
+            return
+        async with open_sampler(
+            recipe,
+            parts.model,
+            parts.tokenizer,
+            directory.model,
+            log=directory.server_log,
+            note=self.screen.note,
+            timer=self.timer,
+            is_led=directory.is_followed,
+        ) as sampler:
+            yield sampler
+
+    def _run_actors(self) -> AbstractAsyncContextManager[ActorProcesses | None]:
+        """The actors that the recipe asks for, started by rank 0."""
+        if self.directory.is_followed:
+            return nullcontext()
+        return run_actors(self.recipe, self.directory.path, self.screen.note)
 
     def _note_preflight(self, trainer: Trainer) -> None:
         """Record the comparison of trainer and sampler; a resumed run keeps the first one."""
@@ -228,7 +259,11 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
             trainer.evaluations.last_eval = {"eval/step": 0.0, **{f"eval/{name}": rate for name, rate in rates.items()}}
         self.screen.show_rates(trainer.last_eval)
 
-    def _make_source(self, sampler: Sampler) -> OverlappedSource:
+    def _make_source(self, sampler: Sampler, actors: ActorProcesses | None) -> OverlappedSource | ActorBatches:
+        if uses_queue(self.recipe):
+            credit = self.parts.algorithm.credit_assigner
+            checkpoints = self.directory.checkpoints / REINFORCE
+            return ActorBatches(self.recipe, self.directory, checkpoints, credit, self.stop, actors)
         requests = make_training_requests(self.parts.task, self.recipe.rollout, seed=self.recipe.seed)
         plain, logged = (self._make_rollout_source(requests, log, sampler) for log in (None, self.directory.rollouts))
         every, log = self.recipe.rollout.log_every, self.directory.rollouts

@@ -116,6 +116,9 @@ class StoppableSource(BatchSourceBase):
         self._inner.unshard()
         self.shards_across_ranks = self._inner.shards_across_ranks
 
+    async def checkpoint_saved(self) -> None:
+        await self._inner.checkpoint_saved()
+
 
 class ImpatientSource(StoppableSource):
     """A `StoppableSource` that does not finish a batch that takes longer than `BATCH_PATIENCE_S`

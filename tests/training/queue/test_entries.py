@@ -148,11 +148,13 @@ def test_metadata_that_the_trainer_computes_with_has_the_right_type(meta, messag
         encode_group(group)
 
 
-def test_a_group_is_one_group_with_distinct_rollouts():
+def test_an_entry_may_have_the_answers_to_several_prompts():
     two = example()
     two.played[1].meta["request_meta"] = {"group_id": "g2"}
-    with pytest.raises(EntryError, match="several groups"):
-        encode_group(two)
+    assert [rollout.meta for rollout in decode_group(encode_group(two)).played] == [rollout.meta for rollout in two.played]
+
+
+def test_the_rollouts_of_a_group_are_distinct():
     same = example()
     same.played[1].id = "r0"
     with pytest.raises(EntryError, match="the same id"):

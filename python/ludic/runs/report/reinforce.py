@@ -15,7 +15,13 @@ from ludic.runs.report.costs import format_memory, format_padding, format_second
 from ludic.runs.report.curve import draw_text_curve, write_picture
 from ludic.runs.report.files import describe_files, show_files
 from ludic.runs.report.provenance import count_lost_episodes, format_lost, provenance
-from ludic.runs.report.sampling import summarize_mismatch, summarize_overlap, summarize_weight_sync
+from ludic.runs.report.sampling import (
+    format_actors,
+    summarize_actors,
+    summarize_mismatch,
+    summarize_overlap,
+    summarize_weight_sync,
+)
 from ludic.tasks.measures import logged_names
 from ludic.tasks.success import success_of
 from ludic.training.backend.memory import memory_peaks
@@ -85,6 +91,9 @@ class Summary:
     overlap: dict[str, float] | None
     """Seconds of generation, seconds that the trainer waited for it, and the `hidden` share;
     null without reinforcement."""
+    actors: dict[str, float] | None
+    """Of a run with actors: how many were `alive` on average, `restarts`, the age of samples in
+    versions, `lag_mean` and `lag_max`, and seconds that the trainer waited for them; else null."""
     seed: int
     config_hash: str
 
@@ -158,6 +167,7 @@ def build_outcome(
         mismatch=summarize_mismatch(reinforce, progress.preflight),
         weight_sync=summarize_weight_sync(reinforce),
         overlap=summarize_overlap(reinforce),
+        actors=summarize_actors(reinforce),
         seed=recipe.seed,
         config_hash=config_hash,
     )
@@ -232,6 +242,8 @@ def show_report(console: Console, outcome: Outcome, directory: RunDirectory) -> 
     console.print(format_seconds(outcome.summary.wall_s, outcome.summary.phases_s), highlight=False)
     console.print(format_padding(outcome.summary.padding), highlight=False)
     console.print(format_memory(outcome.summary.memory), highlight=False)
+    if outcome.summary.actors is not None:
+        console.print(format_actors(outcome.summary.actors), highlight=False)
     lost = format_lost(outcome.summary.episodes)
     if lost is not None:
         console.print(lost, highlight=False)

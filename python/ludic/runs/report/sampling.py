@@ -47,3 +47,28 @@ def summarize_overlap(lines: Lines) -> dict[str, float] | None:
         return None
     waited = sum(line.get("perf/rollout_s", 0.0) for line in measured)
     return {"generation_s": generation, "waited_s": waited, "hidden": max(0.0, 1.0 - waited / generation)}
+
+
+def summarize_actors(lines: Lines) -> dict[str, float] | None:
+    """The actors of a run, over all its processes: how many ran on average, how many were
+    restarted, how old the samples were in versions, and how long the trainer waited for them. None
+    for a run without actors."""
+    measured = [line for line in lines if "queue/depth" in line]
+    if not measured:
+        return None
+    lags = [line["train/policy_lag"] for line in measured if "train/policy_lag" in line]
+    alive = [line["actors/alive"] for line in measured if "actors/alive" in line]
+    return {
+        "alive": sum(alive) / len(alive) if alive else 0.0,
+        "restarts": sum(line.get("actors/restarts", 0.0) for line in measured),
+        "lag_mean": sum(lags) / len(lags) if lags else 0.0,
+        "lag_max": max(lags, default=0.0),
+        "waited_s": sum(line.get("perf/rollout_s", 0.0) for line in measured),
+    }
+
+
+def format_actors(actors: Mapping[str, float]) -> str:
+    """The line of the report."""
+    ran = f"{actors['alive']:.1f} ran on average, {actors['restarts']:.0f} restarts" if actors["alive"] else "started by hand"
+    age = f"{actors['lag_mean']:.2f} versions old on average, at most {actors['lag_max']:g}"
+    return f"[bold]Actors[/]: {ran}; samples were {age}; the trainer waited {actors['waited_s']:.1f} s for them"

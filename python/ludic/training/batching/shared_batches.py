@@ -132,6 +132,11 @@ class SharedBatches(BatchSourceBase):
             raise
         self._board.post("finished")
 
+    async def checkpoint_saved(self) -> None:
+        """Tell rank 0's source."""
+        if ranks.rank() == 0:
+            await self._inner.checkpoint_saved()
+
     async def aclose(self) -> None:
         """Stop the background work of rank 0's source. Waits for no rank."""
         if ranks.rank() == 0:

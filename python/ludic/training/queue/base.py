@@ -2,7 +2,8 @@
 
 A *group* is all answers to one prompt. It has a number: with P groups in a batch, group n is member
 `n % P` of request batch `n // P`, so that its prompt and its seeds follow from the number alone.
-Example for P = 4: group 9 is member 1 of batch 2.
+Example for P = 4: group 9 is member 1 of batch 2. `ludic train` lets a number stand for a few
+prompts, which are then sampled together (`runs.numbered_requests`); P is the numbers in a batch.
 
 A log has two parts:
 

@@ -208,8 +208,6 @@ def _check_group(group: Group, limits: EntryLimits) -> None:
         raise EntryError(f"the group cannot be trained on: {error}") from error
     if len({rollout.id for rollout in group.played}) < len(group.played):
         raise EntryError("two rollouts of the group have the same id; weights are assigned by id")
-    if len({group_of(rollout.meta) for rollout in group.played}) > 1:
-        raise EntryError("the rollouts are of several groups (group_id)")
 
 
 def _check_counts(num_rollouts: int, num_steps: Sequence[int], limits: EntryLimits) -> None:

@@ -97,14 +97,17 @@ class RolloutEngine:
         max_steps: int,
         concurrency: int = 8,
         timeout_s: float | None = None,
+        *,
+        for_training: bool = False,
     ) -> PlayedRollouts:
         """Play `num_episodes` episodes of every request, at most `concurrency` at a time. Returns
-        the rollouts in the order of the requests.
+        the rollouts in the order of the requests. `for_training`: an episode without the token
+        traces that training needs has failed.
 
         A seed that is None in a request is set to the episode number. Episodes are numbered over
         all calls of the engine, so no batch repeats another.
         """
-        return await self._play_all(requests, max_steps, timeout_s, concurrency)
+        return await self._play_all(requests, max_steps, timeout_s, concurrency, for_training=for_training)
 
     async def generate_batch(
         self,

@@ -1,0 +1,70 @@
+"""What a recipe says of actors as a whole: whether there are any, and checks of their settings."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from ludic.errors import ConfigError
+from ludic.recipes.inference_section import choose_kind
+from ludic.recipes.place_section import check_place
+from ludic.recipes.queue_section import QueueSection, check_url
+from ludic.recipes.schema import Recipe
+
+ORDERS = ("exact", "arrival")
+ENTRIES_PER_BATCH = 4
+"""How many entries a batch has by default, so that as many actors share one."""
+
+
+def uses_queue(recipe: Recipe) -> bool:
+    """Whether actors sample for the run."""
+    return recipe.place.actors > 0 or recipe.queue.url is not None
+
+
+def count_prompts_per_entry(recipe: Recipe) -> int:
+    """The prompts of an entry. By default the largest divisor of a batch that is no more than a
+    quarter of it, rounded up: of 32 prompts 8, of 10 prompts 2, of 3 prompts 1."""
+    prompts, chosen = recipe.rollout.prompts, recipe.queue.prompts_per_entry
+    if chosen is not None:
+        return chosen
+    quarter = -(-prompts // ENTRIES_PER_BATCH)
+    return next(size for size in range(quarter, 0, -1) if prompts % size == 0)
+
+
+def check_actors(recipe: Recipe) -> None:
+    """Raise `ConfigError` for settings of actors or of their queue that are wrong, or that have no
+    effect."""
+    check_place(recipe.place)
+    if uses_queue(recipe):
+        _check_queue(recipe)
+    elif changed := [item.name for item in fields(QueueSection) if getattr(recipe.queue, item.name) != item.default]:
+        raise ConfigError(f"queue.{changed[0]} has no effect in a run without actors; set place.actors=N too, or queue.url")
+
+
+def _check_queue(recipe: Recipe) -> None:
+    section = recipe.queue
+    if section.order not in ORDERS:
+        raise ConfigError(f"queue.order ({section.order}) must be {' or '.join(ORDERS)}")
+    if section.max_lag is not None:
+        _check_max_lag(section, recipe.inference.batches_ahead)
+    size, prompts = section.prompts_per_entry, recipe.rollout.prompts
+    if size is not None and (size < 1 or prompts % size):
+        raise ConfigError(f"queue.prompts_per_entry ({size}) must divide rollout.prompts ({prompts})")
+    for name, value in (("lease_s", section.lease_s), ("patience_s", section.patience_s)):
+        if not value > 0:
+            raise ConfigError(f"queue.{name} ({value}) must be > 0")
+    if section.url is not None:
+        check_url(section.url)
+    if choose_kind(recipe.inference) == "vllm" and recipe.inference.url is None:
+        raise ConfigError(
+            "place.actors with inference=vllm needs inference.url: start the servers with `ludic serve`, which actors and trainer share"
+        )
+
+
+def _check_max_lag(section: QueueSection, ahead: int) -> None:
+    if section.order == "exact":
+        raise ConfigError(
+            f"queue.max_lag ({section.max_lag}) has no effect with queue.order=exact, where samples are exactly inference.batches_ahead "
+            f"({ahead}) versions old; set queue.order=arrival, or leave it out"
+        )
+    if section.max_lag is not None and section.max_lag <= ahead:
+        raise ConfigError(f"queue.max_lag ({section.max_lag}) must be more than inference.batches_ahead ({ahead})")

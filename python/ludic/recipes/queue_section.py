@@ -1,0 +1,71 @@
+"""The settings of the queue between actors and the trainer."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Optional
+from urllib.parse import urlsplit
+
+from ludic.errors import ConfigError
+
+URL_VARIABLE = "LUDIC_QUEUE_URL"
+FILE = "queue.sqlite"
+"""The queue in the folder of a run, if no address is given."""
+
+
+@dataclass
+class QueueSection:
+    """The queue of a run with actors (`place.actors`)."""
+
+    url: Optional[str] = None  # noqa: UP045  OmegaConf reads this annotation at run time
+    """redis://HOST:6379/0, or rediss:// for TLS: a Redis server, for actors on other machines. A
+    name that ends in .sqlite: a file in the run's folder, for actors on this machine, which is the
+    default with `place.actors`. The variable LUDIC_QUEUE_URL replaces the address; one with a
+    password belongs there."""
+    order: str = "exact"
+    """`exact`: each batch has its own prompts, sampled by the version `inference.batches_ahead`
+    before it, so that the run does not depend on when actors finish or die. `arrival`: a batch has
+    the prompts that are finished first."""
+    max_lag: Optional[int] = None  # noqa: UP045
+    """With `order=arrival`: a step waits for prompts that are still being answered by a version
+    this much older. Null: `inference.batches_ahead` + 2."""
+    prompts_per_entry: Optional[int] = None  # noqa: UP045
+    """Prompts that an actor answers at a time; must divide `rollout.prompts`. More are faster,
+    fewer are shared by more actors. Null: at most a quarter of a batch. The last digits of results
+    depend on it."""
+    lease_s: float = 60.0
+    """Seconds after which another actor takes the prompts of one that died."""
+    patience_s: float = 300.0
+    """Seconds without an answer of the queue, or without any actor at work, after which the run
+    ends; it can be resumed."""
+
+
+def find_queue(section: QueueSection, folder: Path) -> str:
+    """The address of the queue of the run in `folder`, with the password if it has one: never print
+    it."""
+    address = os.environ.get(URL_VARIABLE) or section.url or FILE
+    return address if "://" in address else str(folder / address)
+
+
+def check_url(url: str) -> None:
+    """Raise `ConfigError` for what is no address of a queue, and for one with a password."""
+    parts = urlsplit(url)
+    if "://" not in url and url.endswith(".sqlite"):
+        return
+    if parts.scheme not in ("redis", "rediss"):
+        raise ConfigError(
+            f"queue.url ({_hide_password(url)}) must begin with redis:// or rediss://, or be a file name in .sqlite"
+        )
+    if parts.password:
+        raise ConfigError(
+            f"queue.url ({_hide_password(url)}) has a password, and settings are written to config.yaml and sent to trackers; set "
+            f"{URL_VARIABLE} to the whole address, and queue.url to the address without it"
+        )
+
+
+def _hide_password(url: str) -> str:
+    """The address to show: `redis://***@host` for `redis://user:secret@host`."""
+    before, at, rest = url.rpartition("@")
+    return f"{before.partition('://')[0]}://***@{rest}" if at else url

@@ -1,0 +1,147 @@
+"""The actors of a run, started and watched from a thread of the trainer's process.
+
+The trainer's process is the one that the user started: its terminal, signals and exit status are
+those of a run without actors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import queue
+import signal
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from ludic.errors import LaunchError
+from ludic.launch.local import LocalPlace
+from ludic.launch.place import Place
+from ludic.launch.process import DONE, Ended, Process, Started
+from ludic.launch.supervisor import OTHERS_GRACE_S, Supervisor
+from ludic.recipes.schema import Recipe
+from ludic.runs.processes import TRAINER, plan_processes
+
+logger = logging.getLogger(__name__)
+
+JOIN_S = OTHERS_GRACE_S + 30.0
+"""How long to wait until all actors have ended."""
+
+
+class WithOwnTrainer:
+    """A place whose trainer is this process, which runs already and which the place does not
+    end."""
+
+    def __init__(self, inner: Place) -> None:
+        self._inner = inner
+        self._own: queue.SimpleQueue[Started | Ended] = queue.SimpleQueue()
+        self._began = time.monotonic()
+        self._finished = False
+        self.alive: set[str] = set()
+        """The actors that run."""
+        self.starts = 0
+        """How many actors were started, restarts included."""
+
+    def start(self, process: Process) -> None:
+        if process.role == TRAINER:
+            self._own.put(Started(process.name, os.getpid(), socket.gethostname(), "its terminal"))
+        else:
+            self._inner.start(process)
+
+    def finish(self, status: int) -> None:
+        """Report that the trainer has ended. May be called from another thread."""
+        self._finished = True
+        self._own.put(Ended(TRAINER, status, None, time.monotonic() - self._began, ""))
+
+    @property
+    def is_finished(self) -> bool:
+        return self._finished
+
+    def poll(self) -> list[Started | Ended]:
+        own = [self._own.get() for _ in range(self._own.qsize())]
+        news = self._inner.poll()
+        for report in news:
+            if isinstance(report, Started):
+                self.alive.add(report.name)
+                self.starts += 1
+            else:
+                self.alive.discard(report.name)
+        return [*own, *news]
+
+    def ask(self, name: str, number: int = signal.SIGTERM) -> None:
+        if name != TRAINER:
+            self._inner.ask(name, number)
+
+    def stop(self, names: Sequence[str], grace_s: float) -> list[Ended]:
+        return self._inner.stop([name for name in names if name != TRAINER], grace_s)
+
+    def close(self, grace_s: float = 0.0) -> list[Ended]:
+        return self._inner.close(grace_s)
+
+
+class ActorProcesses:
+    """The actors of a run while they are supervised."""
+
+    def __init__(self, place: WithOwnTrainer, planned: int) -> None:
+        self._place, self._planned, self._restarts = place, planned, 0
+        self.lost: asyncio.Future[LaunchError] = asyncio.get_running_loop().create_future()
+        """Done when no actor is left that may be restarted."""
+
+    def measure(self) -> dict[str, float]:
+        """How many run, and how many were restarted since the last call."""
+        restarts = max(0, self._place.starts - self._planned)
+        new, self._restarts = restarts - self._restarts, restarts
+        return {"actors/alive": float(len(self._place.alive)), "actors/restarts": float(new)}
+
+
+@asynccontextmanager
+async def run_actors(recipe: Recipe, folder: Path, note: Callable[[str], None]) -> AsyncIterator[ActorProcesses | None]:
+    """Start the actors of the run, restart those that fail, and end all at exit. Yields None if
+    there are none to start."""
+    if recipe.place.actors == 0:
+        yield None
+        return
+    place = WithOwnTrainer(LocalPlace(folder))
+    supervisor = Supervisor(
+        place, plan_processes(recipe, folder), folder=folder, note=lambda text: None if place.is_finished else note(text)
+    )
+    actors = ActorProcesses(place, recipe.place.actors)
+    thread = _supervise(supervisor, place, actors.lost, folder)
+    status = 128 + signal.SIGTERM  # of a trainer that was stopped or failed
+    try:
+        yield actors
+        status = DONE
+    finally:
+        place.finish(status)
+        await asyncio.to_thread(thread.join, JOIN_S)
+
+
+def _supervise(
+    supervisor: Supervisor, place: WithOwnTrainer, lost: asyncio.Future[LaunchError], folder: Path
+) -> threading.Thread:
+    """Run the supervisor in a thread. If it ends before the trainer has, `lost` gets the reason."""
+    loop = asyncio.get_running_loop()
+
+    def report(error: LaunchError) -> None:
+        if not lost.done():
+            lost.set_result(error)
+
+    def supervise() -> None:
+        try:
+            supervisor.run()
+            error = LaunchError(f"every actor has failed more often than place.restarts allows; see {folder / 'workers'}")
+        except LaunchError as raised:
+            error = raised
+        except Exception as raised:
+            logger.exception("the supervisor of the actors failed")
+            error = LaunchError(f"the supervisor of the actors failed with {type(raised).__name__}: {raised}; resume the run")
+        if not place.is_finished:
+            loop.call_soon_threadsafe(report, error)
+
+    thread = threading.Thread(target=supervise, name="supervisor of the actors", daemon=True)
+    thread.start()
+    return thread

@@ -1,0 +1,227 @@
+"""The trainer's side of a run with actors: batches of what they deliver, the versions that they
+sample with, and what is deleted once a checkpoint is saved.
+
+    trainer --publish--> policy/version_N --announce--> queue --> actors
+    trainer <--batches-- ActorBatches <---- entries --- queue <-- actors
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from ludic.errors import StopRequested
+from ludic.event_loop import await_if_needed
+from ludic.inference.publishing import PolicyPublisher, Publisher, Version, as_publisher
+from ludic.recipes.actors import count_prompts_per_entry
+from ludic.recipes.schema import Recipe
+from ludic.runs.actor_processes import ActorProcesses
+from ludic.runs.checkpoints import read_kept_metadata
+from ludic.runs.directory import RunDirectory
+from ludic.runs.policy_versions import PolicyVersions, list_versions
+from ludic.runs.rollouts import truncate_log
+from ludic.runs.run_queue import make_run_id, open_queue
+from ludic.runs.sampler import Sampler
+from ludic.runs.stop_request import StopRequest
+from ludic.training.batching.source import BatchSourceBase
+from ludic.training.queue.entries import Group
+from ludic.training.queue.source import QueueBatchSource
+from ludic.training.queue.to_batch import BatchFromGroups
+from ludic.training.types import CreditAssigner, SAWBatch
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+STOP_CHECK_S = 0.2
+"""How often a wait for actors looks whether the run was asked to stop."""
+LOGGED_BYTES = "logged_bytes"
+
+
+class OccasionallyLoggedGroups:
+    """Makes batches of entries, and writes the rollouts of every `every`-th batch to `log`; 0 means
+    never."""
+
+    def __init__(self, credit_assigner: CreditAssigner, *, rollouts_per_entry: int, log: Path, every: int) -> None:
+        self._plain, self._logged = (
+            BatchFromGroups(rollouts_per_group=rollouts_per_entry, credit_assigner=credit_assigner, jsonl_path=path)
+            for path in (None, log)
+        )
+        self._every = every
+        self.batches = 0
+        """Batches that were made."""
+
+    async def __call__(self, entries: Sequence[Group]) -> SAWBatch:
+        due = self._every > 0 and self.batches % self._every == 0
+        self.batches += 1
+        return await (self._logged if due else self._plain)(entries)
+
+
+class ActorBatches(BatchSourceBase):
+    """The batches of a run with actors.
+
+    Its state is that of the queue's source and the size of the log of rollouts: batches that are
+    made again after a resume replace their lines. A wait for actors ends when the run is asked to
+    stop, and when none is left.
+    """
+
+    shards_across_ranks = False
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        directory: RunDirectory,
+        checkpoints: Path,
+        credit_assigner: CreditAssigner,
+        stop: StopRequest,
+        actors: ActorProcesses | None,
+    ) -> None:
+        per_entry, rollout = count_prompts_per_entry(recipe), recipe.rollout
+        run_id = make_run_id(directory.path)
+        self._log, self._checkpoints, self._stop, self._actors = directory.rollouts, checkpoints, stop, actors
+        self._to_batch = OccasionallyLoggedGroups(
+            credit_assigner, rollouts_per_entry=per_entry * rollout.group_size, log=self._log, every=rollout.log_every
+        )
+        self._every = recipe.trainer.sync_every_steps or sys.maxsize
+        self._queue = open_queue(recipe.queue, directory.path)
+        self._source = QueueBatchSource(
+            self._queue,
+            run=run_id,
+            groups_per_batch=rollout.prompts // per_entry,
+            to_batch=self._to_batch,
+            ahead=recipe.inference.batches_ahead,
+            order="exact" if recipe.queue.order == "exact" else "arrival",
+            max_lag=recipe.queue.max_lag,
+            publish_every=self._every,
+            patience_s=recipe.queue.patience_s,
+        )
+        self.max_lag, self.overlaps = self._source.max_lag, self._source.overlaps
+        self._versions: PolicyVersions | None = None
+        self._kept: list[tuple[int, int]] = []
+        """First and last version that each kept checkpoint needs."""
+
+    def follow(self, sampler: Sampler) -> Sampler:
+        """The sampler, whose publisher also announces each version to actors."""
+        assert sampler.publisher is not None
+        self._versions = sampler.publisher if isinstance(sampler.publisher, PolicyVersions) else None
+        return replace(sampler, publisher=_AnnouncingPublisher(sampler.publisher, self))
+
+    def begin(self, step: int) -> None:
+        """Continue at `step`: delete the versions of later steps, and ask for no version that is
+        gone."""
+        self._kept = list(_needed_versions(read_kept_metadata(self._checkpoints)))
+        if self._versions is None:
+            return
+        self._versions.begin(step)
+        there = {*list_versions(self._versions.root), self._round(step)}
+        state = self._source.state_dict()
+        lost = sorted({version for _, version in state["versions"]} - there)
+        if lost:
+            logger.warning("policy/version_%d is gone; what it was to sample is sampled with that of step %d", lost[0], step)
+            versions = [(batch, version if version in there else self._round(step)) for batch, version in state["versions"]]
+            self._source.load_state_dict({**state, "versions": versions})
+
+    async def next_batch(self) -> SAWBatch:
+        batch = await self._wait_for(self._source.next_batch())
+        if self._actors is not None:
+            batch.meta.update(self._actors.measure())
+        return batch
+
+    async def _wait_for(self, waiting: Awaitable[T]) -> T:
+        """The result of `waiting`. Raises StopRequested once a stop is requested, and LaunchError
+        if no actor is left."""
+        task = asyncio.ensure_future(waiting)
+        lost: list[asyncio.Future[Any]] = [] if self._actors is None else [self._actors.lost]
+        try:
+            while not task.done():
+                await asyncio.wait([task, *lost], timeout=STOP_CHECK_S, return_when=asyncio.FIRST_COMPLETED)
+                if task.done():
+                    break
+                if self._stop:
+                    raise StopRequested("the run was asked to stop")
+                if self._actors is not None and self._actors.lost.done():
+                    raise self._actors.lost.result()
+            return task.result()
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def publish(self, publisher: Publisher, weights: Mapping[str, Tensor], version: int) -> None:
+        """Publish and announce a version, if it is one that actors are asked for. A resumed run has
+        some that are not, and those of its checkpoint."""
+        rounded = self._round(version)
+        if rounded == version or self._versions is None or rounded not in list_versions(self._versions.root):
+            await await_if_needed(await asyncio.to_thread(publisher.publish, weights, version=rounded))
+        await self._source.announce(version)
+        if self._versions is not None:
+            current = [(_oldest_needed(self._source.state_dict()), version)]
+            await asyncio.to_thread(self._versions.keep_only, [*self._kept, *current])
+
+    def _round(self, version: int) -> int:
+        """The last version that is published, up to `version`."""
+        return version - version % self._every
+
+    async def checkpoint_saved(self) -> None:
+        """Versions that no kept checkpoint needs are deleted with the next that is published."""
+        self._kept = list(_needed_versions(read_kept_metadata(self._checkpoints)))
+        await self._source.checkpoint_saved()
+
+    def limit(self, num_batches: int) -> None:
+        """Set how many more batches the run needs."""
+        self._source.limit(num_batches)
+
+    def state_dict(self) -> dict[str, Any]:
+        size = self._log.stat().st_size if self._log.is_file() else 0
+        return {**self._source.state_dict(), LOGGED_BYTES: size}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._source.load_state_dict(state)
+        self._to_batch.batches = int(state["batch"])
+        truncate_log(self._log, state[LOGGED_BYTES])
+
+    async def close_queue(self) -> None:
+        """The run is done: actors end."""
+        await self._source.close_queue()
+
+    async def aclose(self) -> None:
+        await self._source.aclose()
+        await asyncio.to_thread(self._queue.disconnect)
+
+
+class _AnnouncingPublisher(Publisher):
+    """Publishes with `inner`, and tells actors of the version."""
+
+    def __init__(self, inner: PolicyPublisher, batches: ActorBatches) -> None:
+        self._inner, self._batches = as_publisher(inner), batches
+
+    async def publish(self, state_dict: Mapping[str, Tensor], version: Version = None) -> None:
+        await self._batches.publish(self._inner, state_dict, int(version or 0))
+
+    def expect_change(self, expected: bool) -> None:
+        self._inner.expect_change(expected)
+
+    def close(self) -> None:
+        self._inner.close()
+
+    @property
+    def timings(self) -> Mapping[str, float]:
+        return self._inner.timings
+
+
+def _needed_versions(kept: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, int]]:
+    """First and last version that a run needs which is resumed from each of the checkpoints."""
+    for metadata in kept:
+        if "versions" in metadata.get("batch_source", {}):
+            yield _oldest_needed(metadata["batch_source"]), int(metadata["step"])
+
+
+def _oldest_needed(state: Mapping[str, Any]) -> int:
+    """The oldest version that entries which are offered are sampled with. Example: versions
+    [[7, 6], [8, 7]] of the batches 7 and 8 need 6."""
+    return min([int(state["version"]), *(int(version) for _, version in state["versions"])])

@@ -1,0 +1,207 @@
+"""`ludic worker actor RUN`: a process that samples for the trainer of a run.
+
+It reads the run's config.yaml, takes the number of an entry from the queue, loads the version of
+the policy that the entry is to be sampled with, plays its episodes and delivers them. It writes
+nothing to the run's folder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import time
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from torch import Tensor
+
+from ludic.errors import ConfigError, PublishError
+from ludic.inference.client import ChatClient, VersionedClient
+from ludic.inference.local import LocalChatClient
+from ludic.recipes.actors import check_actors, uses_queue
+from ludic.recipes.build import add_reward_model, build_episodic_task, check_numbers
+from ludic.recipes.compose import compose
+from ludic.recipes.inference_section import choose_kind, choose_logprob_convention
+from ludic.recipes.model import build_policy
+from ludic.recipes.schema import Recipe
+from ludic.runs.directory import RunDirectory
+from ludic.runs.numbered_requests import NumberedRequests
+from ludic.runs.policy_versions import read_version
+from ludic.runs.rollouts import check_rollouts, make_engine
+from ludic.runs.run_queue import open_queue
+from ludic.runs.sampler import open_sampler
+from ludic.runs.seeding import seed_everything, seed_phase
+from ludic.runs.versions import collect_versions
+from ludic.tasks import EpisodicTask
+from ludic.training.queue.actor import run_actor
+from ludic.training.queue.base import Work
+from ludic.training.rollouts.played import PlayedRollouts
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.05
+"""How often an actor looks for a version that it waits for."""
+APPEAR_S = 5.0
+"""How long an announced version may be absent while it is replaced."""
+
+
+@dataclass
+class ActorParts:
+    """What an actor needs of a run: no algorithm, no optimizer, no adapters, since published
+    weights have them merged."""
+
+    task: EpisodicTask
+    model: Any
+    tokenizer: Any
+
+    @classmethod
+    def build(cls, recipe: Recipe) -> ActorParts:
+        """Build the parts from a recipe. The weights of the model are those of no version yet."""
+        check_numbers(recipe)
+        check_actors(recipe)
+        task = build_episodic_task(recipe)
+        check_rollouts(recipe, task)
+        seed_everything(recipe)
+        model, tokenizer = build_policy(recipe)
+        task = add_reward_model(recipe, task, tokenizer)
+        # As in a run without actors: with batches ahead its sampler has a copy without gradients,
+        # of which torch computes other last digits.
+        model.requires_grad_(recipe.inference.batches_ahead == 0)
+        return cls(task, model.to(recipe.trainer.model_device), tokenizer)
+
+
+class EntryPlayer:
+    """Plays the entry of a number. The result depends on the recipe, the number and the weights,
+    not on what the process played before."""
+
+    def __init__(self, recipe: Recipe, task: EpisodicTask, client: ChatClient, model_name: str) -> None:
+        self._recipe, self._task = recipe, task
+        self._requests = NumberedRequests(task, recipe)
+        self._engine = make_engine(task, client, model_name=model_name, system_prompt=recipe.rollout.system_prompt, trained=True)
+
+    async def play(self, work: Work) -> PlayedRollouts:
+        """The rollouts of the entry, without groups in which an episode failed. Raises RolloutError
+        if none is left."""
+        number = work.number
+        seed_phase(self._recipe.seed, f"entry {number}")  # for tasks that draw from the global generators
+        self._engine.load_state_dict({"episodes": number * self._requests.episodes_per_entry})
+        return await self._engine.generate_rollouts(
+            self._requests(number),
+            max_steps=self._task.max_turns,
+            concurrency=self._recipe.rollout.concurrency,
+            for_training=True,
+        )
+
+
+class LocalWeights:
+    """Loads versions from the run's folder into the actor's own model."""
+
+    def __init__(self, client: LocalChatClient, root: Path) -> None:
+        self._client, self._root = client, root
+        self._loaded: int | None = None
+
+    async def load(self, version: int) -> None:
+        """Sample with this version from now on. Raises PublishError if it cannot be read."""
+        if version == self._loaded:
+            return
+        weights = await asyncio.to_thread(self._read, version)
+        self._loaded = None  # of which weights, is not known until all are copied
+        self._client.sync_weights(weights, version=version)
+        self._loaded = version
+
+    def _read(self, version: int) -> dict[str, Tensor]:
+        """The weights. A trainer that was resumed may write them again at this moment."""
+        deadline = time.monotonic() + APPEAR_S
+        while True:
+            try:
+                return read_version(self._root, version, self._client.model)
+            except FileNotFoundError as error:
+                if time.monotonic() > deadline:
+                    raise PublishError(f"{error.filename} does not exist, but version {version} was announced") from error
+                time.sleep(POLL_S)
+
+
+class ServerWeights:
+    """Waits until the servers, which the trainer publishes to, serve a version."""
+
+    def __init__(self, client: VersionedClient) -> None:
+        self._client = client
+
+    async def load(self, version: int) -> None:
+        while await self._client.get_policy_version() < version:
+            await asyncio.sleep(POLL_S)
+
+
+def run_actor_process(folder: Path, *, name: str | None = None) -> int:
+    """Sample for the run in `folder` until its trainer is done. Returns 0, or 128 plus the number
+    of the signal that ended it earlier."""
+    directory = RunDirectory.open_to_read(folder)
+    recipe = compose([str(directory.config)])
+    if not uses_queue(recipe):
+        raise ConfigError(f"{folder} is a run without actors; start one with place.actors=N, or with queue.url=ADDRESS")
+    _check_same_library(directory)
+    return asyncio.run(_sample(recipe, directory, name or f"{socket.gethostname()}-{os.getpid()}"))
+
+
+async def _sample(recipe: Recipe, directory: RunDirectory, name: str) -> int:
+    stop, signals = asyncio.Event(), list[int]()
+
+    def stop_on(number: int) -> None:
+        signals.append(number)
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop_on, number)
+    parts = ActorParts.build(recipe)
+    async with AsyncExitStack() as opened:
+        client, model_name, weights = await _open_client(recipe, parts, directory, opened)
+        log = open_queue(recipe.queue, directory.path)
+        opened.callback(log.disconnect)
+        player = EntryPlayer(recipe, parts.task, client, model_name)
+        print(f"{name} samples for {directory.path}", flush=True)
+        await run_actor(
+            log,
+            play=player.play,
+            weights=weights.load,
+            actor=name,
+            stop=stop,
+            order="exact" if recipe.queue.order == "exact" else "arrival",
+            lease_s=recipe.queue.lease_s,
+            patience_s=recipe.queue.patience_s,
+        )
+    return 128 + signals[0] if signals else 0
+
+
+async def _open_client(
+    recipe: Recipe, parts: ActorParts, directory: RunDirectory, opened: AsyncExitStack
+) -> tuple[ChatClient, str, LocalWeights | ServerWeights]:
+    """(client, name of the model, how it gets a version)."""
+    if choose_kind(recipe.inference) == "vllm":
+        sampler = await opened.enter_async_context(
+            open_sampler(
+                recipe, parts.model, parts.tokenizer, directory.model, log=directory.server_log, note=print, pushes=False
+            )
+        )
+        return sampler.client, sampler.model_name, ServerWeights(cast(VersionedClient, sampler.client))
+    convention = choose_logprob_convention(recipe.rollout.temperature, recipe.rollout.top_p)
+    client = LocalChatClient(
+        parts.model,
+        parts.tokenizer,
+        max_batch_size=recipe.rollout.concurrency,
+        logprobs_mode="processed" if convention.processed else "raw",
+    )
+    return client, recipe.model or "small", LocalWeights(client, directory.policy)
+
+
+def _check_same_library(directory: RunDirectory) -> None:
+    """Raise ConfigError if another version of ludic started the run: its entries may differ."""
+    began, here = (versions or {} for versions in (directory.read_progress().versions, collect_versions()))
+    if began.get("ludic", here["ludic"]) != here["ludic"]:
+        raise ConfigError(
+            f"the run began with ludic {began['ludic']}, this is {here['ludic']}; install the same version everywhere"
+        )

@@ -1,0 +1,80 @@
+"""The settings of actors and their queue: what is refused, and what follows from them."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, strategies as st
+
+from ludic.errors import ConfigError
+from ludic.recipes.actors import check_actors, count_prompts_per_entry, uses_queue
+from ludic.recipes.compose import compose
+from ludic.recipes.queue_section import find_queue
+
+
+def recipe_of(*settings: str):
+    return compose(["sort", *settings])
+
+
+RECIPE = recipe_of()
+
+
+@pytest.mark.parametrize(
+    ("settings", "rule"),
+    [
+        (["place.actors=-1"], r"place.actors \(-1\) must be >= 0"),
+        (["place.actors=1", "place.restarts=-1"], r"place.restarts \(-1\)"),
+        (["place.actors=1", "queue.order=random"], r"queue.order \(random\) must be exact or arrival"),
+        (["place.actors=1", "queue.prompts_per_entry=5"], r"prompts_per_entry \(5\) must divide rollout.prompts \(32\)"),
+        (["place.actors=1", "queue.prompts_per_entry=0"], r"prompts_per_entry \(0\)"),
+        (["place.actors=1", "queue.lease_s=0"], r"queue.lease_s \(0.0\) must be > 0"),
+        (["place.actors=1", "queue.patience_s=-3"], r"queue.patience_s \(-3.0\)"),
+        (["place.actors=1", "queue.max_lag=3"], "no effect with queue.order=exact"),
+        (
+            ["place.actors=1", "queue.order=arrival", "queue.max_lag=2", "inference.batches_ahead=2"],
+            r"must be more than inference.batches_ahead \(2\)",
+        ),
+        (["queue.order=arrival"], "queue.order has no effect in a run without actors; set place.actors=N too"),
+        (["queue.url=http://localhost"], "must begin with redis:// or rediss://"),
+        (["place.actors=1", "inference=vllm"], "needs inference.url"),
+    ],
+)
+def test_wrong_settings_are_refused_with_the_rule(settings: list[str], rule: str) -> None:
+    with pytest.raises(ConfigError, match=rule):
+        check_actors(recipe_of(*settings))
+
+
+def test_a_password_is_refused_and_not_shown() -> None:
+    with pytest.raises(ConfigError, match="LUDIC_QUEUE_URL") as caught:
+        check_actors(recipe_of("queue.url='rediss://user:secret@host:6379/0'"))
+    assert "rediss://***@host:6379/0" in str(caught.value)
+    assert "secret" not in str(caught.value)
+
+
+def test_actors_or_an_address_make_a_queue() -> None:
+    assert not uses_queue(recipe_of())
+    for settings in (["place.actors=1"], ["queue.url=redis://host:6379/0"], ["queue.url=here.sqlite"]):
+        recipe = recipe_of(*settings)
+        check_actors(recipe)
+        assert uses_queue(recipe)
+
+
+def test_the_queue_is_a_file_of_the_run_unless_there_is_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Path("/runs/a")
+    assert find_queue(recipe_of().queue, folder) == "/runs/a/queue.sqlite"
+    assert find_queue(recipe_of("queue.url=other.sqlite").queue, folder) == "/runs/a/other.sqlite"
+    assert find_queue(recipe_of("queue.url=redis://host").queue, folder) == "redis://host"
+    monkeypatch.setenv("LUDIC_QUEUE_URL", "rediss://user:secret@host")
+    assert find_queue(recipe_of("queue.url=redis://host").queue, folder) == "rediss://user:secret@host"
+
+
+@pytest.mark.parametrize(("prompts", "per_entry"), [(32, 8), (10, 2), (3, 1), (1, 1), (4, 1), (5, 1), (12, 3), (9, 3)])
+def test_an_entry_has_at_most_a_quarter_of_a_batch(prompts: int, per_entry: int) -> None:
+    assert count_prompts_per_entry(recipe_of(f"rollout.prompts={prompts}")) == per_entry
+
+
+@given(st.integers(1, 4096))
+def test_entries_divide_a_batch(prompts: int) -> None:
+    RECIPE.rollout.prompts = prompts
+    per_entry = count_prompts_per_entry(RECIPE)
+    assert prompts % per_entry == 0
+    assert per_entry <= -(-prompts // 4)

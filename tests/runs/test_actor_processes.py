@@ -1,0 +1,105 @@
+"""Actors are watched from the trainer's process, and end with it."""
+
+import asyncio
+import json
+import time
+from pathlib import Path
+
+import pytest
+from scripted_place import ScriptedPlace
+
+from ludic.launch.process import Process
+from ludic.recipes.compose import compose
+from ludic.runs import actor_processes
+from ludic.runs.actor_processes import ActorProcesses, WithOwnTrainer, run_actors
+
+
+@pytest.fixture
+def place(monkeypatch):
+    """A place without processes, where the actors of a run are started."""
+    scripted = ScriptedPlace(time.monotonic)
+    monkeypatch.setattr(actor_processes, "LocalPlace", lambda folder: scripted)
+    return scripted
+
+
+async def until(holds):
+    async with asyncio.timeout(20):
+        while not holds():
+            await asyncio.sleep(0.005)
+
+
+async def until_both_run(place):
+    await until(lambda: place.running >= {"actor0", "actor1"} and not place.news)
+
+
+def launch_of(run):
+    launch = json.loads((run / "launch.json").read_text())
+    return launch["exit_status"], {process["name"]: process["state"] for process in launch["processes"]}
+
+
+RECIPE = compose(["sort", "place.actors=2", "place.restarts=1"])
+ACTOR = Process("actor0", "actor", ("act",))
+
+
+async def test_a_run_without_actors_starts_nothing(tmp_path: Path):
+    async with run_actors(compose(["sort"]), tmp_path, print) as actors:
+        assert actors is None
+    assert not list(tmp_path.iterdir())
+
+
+async def test_actors_are_counted_and_end_with_the_trainer(tmp_path: Path, place):
+    async with run_actors(RECIPE, tmp_path, print) as actors:
+        await until_both_run(place)
+        await until(lambda: actors.measure() == {"actors/alive": 2.0, "actors/restarts": 0.0})
+    assert place.stopped == []
+    assert place.closed_with is not None
+    assert launch_of(tmp_path) == (0, {"trainer": "ended", "actor0": "ended", "actor1": "ended"})
+
+
+async def test_an_actor_that_fails_is_restarted_and_counted_once(tmp_path: Path, place):
+    notes = []
+    async with run_actors(RECIPE, tmp_path, notes.append):
+        await until_both_run(place)
+        place.end("actor0", code=7)
+        await until(lambda: len(place.starts) == 3 and not place.news)
+    assert "actor0 ended with status 7 after 1.0 s; restarted at once" in notes[0]
+
+
+def test_a_restart_is_counted_in_one_measurement():
+    async def measure():
+        inner = ScriptedPlace(time.monotonic)
+        place = WithOwnTrainer(inner)
+        actors = ActorProcesses(place, planned=1)
+        inner.start(ACTOR)
+        place.poll()
+        counts = [actors.measure()]
+        inner.end("actor0", code=1)
+        place.poll()
+        counts.append(actors.measure())
+        inner.start(ACTOR)
+        place.poll()
+        return [*counts, actors.measure(), actors.measure()]
+
+    found = [(counts["actors/alive"], counts["actors/restarts"]) for counts in asyncio.run(measure())]
+    assert found == [(1.0, 0.0), (0.0, 0.0), (1.0, 1.0), (1.0, 0.0)]
+
+
+async def test_without_any_actor_left_the_trainer_learns_it(tmp_path: Path, place):
+    async with run_actors(RECIPE, tmp_path, lambda text: None) as actors:
+        await until_both_run(place)
+        place.end("actor0", code=78)
+        place.end("actor1", code=78)
+        error = await asyncio.wait_for(actors.lost, timeout=20)
+    assert "every actor has failed" in str(error)
+    assert place.closed_with is not None
+
+
+async def test_a_trainer_that_fails_leaves_no_actor(tmp_path: Path, place):
+    async def train():
+        async with run_actors(RECIPE, tmp_path, print):
+            await until_both_run(place)
+            raise RuntimeError("of the trainer")
+
+    with pytest.raises(RuntimeError, match="of the trainer"):
+        await train()
+    assert not place.running
