@@ -199,7 +199,7 @@ def test_a_process_killed_while_it_amends_a_checkpoint_leaves_it_valid(tmp_path,
                 checkpoints.amend(2, {"evaluated_step": 2})
         else:
             checkpoints.amend(2, {"evaluated_step": 2})
-            assert renames == [".trainer_state.json.next", MANIFEST, "trainer_state.json", MANIFEST, "latest.json"]
+            assert renames == [".trainer_state.json.unfinished", MANIFEST, "trainer_state.json", MANIFEST, "latest.json"]
     metadata = make_manager(tmp_path).load(trained()[0])
     assert metadata["seen"] == 2
     assert ("evaluated_step" in metadata) == (not 1 <= failing <= 3)

@@ -13,12 +13,23 @@ from ludic.errors import CheckpointError
 
 def write_text(path: Path, text: str) -> None:
     """Replace the file at once: write beside it, flush to disk, rename."""
-    aside = path.with_name(f".{path.name}.unfinished")
+    aside = name_aside(path)
     with aside.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
     os.replace(aside, path)
+
+
+def name_aside(path: Path) -> Path:
+    """Where the next content of a file is written before it takes its place."""
+    return path.with_name(f".{path.name}.unfinished")
+
+
+def clear_unfinished_files(folder: Path) -> None:
+    """Delete the next contents that killed processes left in `folder`, where nobody writes now."""
+    for leftover in folder.glob(".*.unfinished"):
+        leftover.unlink(missing_ok=True)
 
 
 def write_json_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:

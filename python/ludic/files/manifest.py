@@ -20,7 +20,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 
 from ludic.errors import CheckpointError
-from ludic.files.atomic import read_json, write_json, write_text
+from ludic.files.atomic import name_aside, read_json, write_json, write_text
 
 MANIFEST = "manifest.json"
 SCHEMA = 1
@@ -94,7 +94,7 @@ def replace_listed_json(folder: Path, name: str, content: Mapping[str, Any]) -> 
     """
     manifest = {key: value for key, value in read_manifest(folder).items() if key != HASH}
     files = manifest["files"]
-    aside = folder / f".{name}.next"
+    aside = name_aside(folder / name)
     write_json(aside, content)
     new = _describe(aside)
     _write(folder, {**manifest, "files": {**files, name: [files[name][-1], new]}})

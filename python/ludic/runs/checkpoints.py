@@ -28,9 +28,12 @@ def read_kept_metadata(checkpoints: Path) -> list[dict[str, Any]]:
 
 
 def find_latest_checkpoint(checkpoints: Path) -> str | None:
-    """The newest checkpoint in the folder, as `CheckpointManager` finds it; None without any."""
+    """The newest checkpoint in the folder, as `CheckpointManager` finds it; None without any. The
+    run's folder is locked, so what an earlier life left unfinished is deleted."""
+    manager = CheckpointManager(CheckpointConfig(checkpoints))
+    manager.clear_leftovers()
     try:
-        return str(CheckpointManager(CheckpointConfig(checkpoints)).find())
+        return str(manager.find())
     except FileNotFoundError:
         return None
 

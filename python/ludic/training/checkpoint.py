@@ -32,7 +32,7 @@ import torch
 from torch import nn
 
 from ludic.errors import CheckpointError, ConfigError
-from ludic.files.atomic import encode_json, read_json, write_json
+from ludic.files.atomic import clear_unfinished_files, encode_json, read_json, write_json
 from ludic.files.folders import clear_unfinished, delete_folder, replace_folder, restore_replaced
 from ludic.files.manifest import MANIFEST, find_faults, hash_manifest, read_manifest, replace_listed_json, write_manifest
 from ludic.models.state_files import WEIGHT_FILES, read_model, read_optimizer_if_stored, write_model_and_optimizer
@@ -170,6 +170,13 @@ class CheckpointManager:
         older.sort(key=lambda folder: (_parse_step(folder) <= step, _parse_step(folder)))  # steps beyond it were left behind
         for folder in older[: max(0, len(older) - (self.cfg.max_to_keep - 1))]:
             delete_folder(folder)
+
+    def clear_leftovers(self) -> None:
+        """Delete what killed processes left here unfinished. Call it where no other process can be
+        saving; a save clears only what lies beside the checkpoints."""
+        clear_unfinished(self.root)
+        for folder in (self.root, *self._folders()):
+            clear_unfinished_files(folder)
 
     def _folders(self) -> list[Path]:
         """Return the checkpoint folders, sorted by step."""

@@ -13,6 +13,7 @@ from ludic.training.loss.correction import (
     TruncatedImportanceSampling,
     resolve_correction,
 )
+from ludic.training.loss.entropy import EntropyBonus
 from ludic.training.loss.functional import (
     compute_logp_action,
     compute_token_entropy,
@@ -21,7 +22,7 @@ from ludic.training.loss.functional import (
     selective_log_softmax,
 )
 from ludic.training.loss.gmpo import GMPOLoss
-from ludic.training.loss.kl import EntropyBonus, KLLoss, TokenKLLoss
+from ludic.training.loss.kl import KLLoss, TokenKLLoss
 from ludic.training.loss.preference import BradleyTerryLoss
 from ludic.training.loss.reinforce import ReinforceBaselineLoss, ReinforceLoss
 from ludic.training.loss.sapo import SAPOLoss

@@ -1,5 +1,5 @@
-"""KL penalties towards the old policy, and the entropy bonus. The old policy is the sampler's; with
-a correction the proximal one (`loss.context`)."""
+"""KL penalties towards the old policy, which is the sampler's; with a correction the proximal one
+(`loss.context`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ludic.errors import ConfigError
-from ludic.training.loss.base import Loss, row_mean
+from ludic.training.loss.base import Loss
 from ludic.training.loss.batch import Stats
 from ludic.training.loss.context import SharedContext
 from ludic.training.loss.functional import mask_values
@@ -82,25 +82,6 @@ class KLLoss(Loss):
         kl = estimate_kl(logp_action - old_logp_action, self.estimator)
         loss = self.coeff * kl.mean()
         return loss, {"loss": loss.detach(), "kl_mean": kl.detach().mean(), "kl_std": population_std(kl)}
-
-
-@dataclass
-class EntropyBonus(Loss):
-    """L = -coeff * mean_t H_t over all action tokens of the mini-batch; 0 if there are none.
-
-    H_t is the entropy, in nats, of the policy's distribution of token t.
-    """
-
-    coeff: float = 0.01
-
-    normalizer = "tokens"
-    reads_shared_only = True
-    reads_entropy = True
-
-    def compute_from(self, shared: SharedContext) -> tuple[Tensor, Stats]:
-        entropy = row_mean(shared.entropy, shared, length_normalize=False, normalizer="tokens")
-        loss = -self.coeff * entropy
-        return loss, {"loss": loss.detach(), "entropy_mean": entropy.detach()}
 
 
 def estimate_kl(log_ratio: Tensor, estimator: Estimator) -> Tensor:

@@ -1,0 +1,52 @@
+"""What a run finds in its folder of checkpoints when it starts."""
+
+import os
+from pathlib import Path
+
+import pytest
+from training_samples import tiny_model
+
+from ludic.runs.checkpoints import find_latest_checkpoint
+from ludic.training import CheckpointConfig
+from ludic.training.checkpoint import CheckpointManager
+
+
+@pytest.mark.parametrize("leftover", [".unfinished_going_step_000001", ".unfinished_step_000002"])
+def test_folders_that_a_killed_run_left_unfinished_are_deleted(tmp_path: Path, leftover: str) -> None:
+    CheckpointManager(CheckpointConfig(tmp_path)).save(tiny_model(), optimizer=None, step=1)
+    before = sorted(tmp_path.rglob("*"))
+    (tmp_path / leftover).mkdir()
+    (tmp_path / leftover / "config.json").write_text("{}")
+    assert find_latest_checkpoint(tmp_path) == str(tmp_path / "step_000001")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("killed_at", ["rename of the new state", "rename of the manifest"])
+def test_files_that_a_killed_run_left_unfinished_are_deleted(
+    tmp_path: Path, killed_at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    def replace(self: Path, target: Path) -> None:
+        raise Killed
+
+    def replace_manifest(source: Path, target: Path) -> None:
+        if Path(target).name == "manifest.json":
+            raise Killed
+        rename(source, target)
+
+    manager = CheckpointManager(CheckpointConfig(tmp_path))
+    manager.save(tiny_model(), optimizer=None, step=1, metadata={"seen": 1})
+    before = sorted(tmp_path.rglob("*"))
+    rename = os.replace
+    with monkeypatch.context() as patch:
+        if killed_at == "rename of the new state":
+            patch.setattr(Path, "replace", replace)
+        else:
+            patch.setattr(os, "replace", replace_manifest)
+        with pytest.raises(Killed):
+            manager.amend(1, {"seen": 2})
+    assert sorted(tmp_path.rglob("*")) != before
+    assert find_latest_checkpoint(tmp_path) == str(tmp_path / "step_000001")
+    assert sorted(tmp_path.rglob("*")) == before
