@@ -33,7 +33,7 @@ class PromptSource(BatchSourceBase):
     shards_across_ranks = False
 
     def __init__(self):
-        self.position, self.given = 0, []
+        self.position, self.given, self.saved = 0, [], 0
 
     async def next_batch(self):
         self.position += 1
@@ -45,6 +45,9 @@ class PromptSource(BatchSourceBase):
 
     def load_state_dict(self, state):
         self.position = state["position"]
+
+    async def checkpoint_saved(self):
+        self.saved += 1
 
 
 class Descent:

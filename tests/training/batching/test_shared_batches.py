@@ -102,6 +102,8 @@ def test_on_one_rank_it_is_the_inner_source():
     source.load_state_dict({"position": 4})
     assert inner.position == 4
     asyncio.run(source.finish_pending())
+    asyncio.run(source.checkpoint_saved())
+    assert inner.saved == 1
     asyncio.run(source.aclose())
     trainer = Trainer(model=tiny_model(), algo=make_sft(), batch_source=source, cfg=cpu_config())
     assert trainer._ingest(batch.items).share is None
