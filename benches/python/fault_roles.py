@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import random
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -196,7 +197,7 @@ class _Acknowledged:
     def push(self, payload: bytes, *, max_entries: int) -> bool:
         done = self._log.push(payload, max_entries=max_entries)
         if done:
-            self._plan.append("acknowledged", f"{self._name}-{self._sent}")
+            self._plan.append("acknowledged", [f"{self._name}-{self._sent}", time.time()])
             self._sent += 1
         return done
 

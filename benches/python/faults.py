@@ -3,7 +3,7 @@ tables of docs/reliability.md.
 
     python -m benches.python.faults                  # exact order on Redis: 60 kills in 60 s
     python -m benches.python.faults --queue sqlite --protocol arrival
-    python -m benches.python.faults --protocol samples --wipes 0
+    python -m benches.python.faults --protocol samples --wipes 0 --fsync always
     python -m benches.python.faults --kills 0        # the undisturbed run
 
 One trainer, three actors and, with `--queue redis`, a server of Redis. Each second one of them gets
@@ -99,6 +99,7 @@ class Run:
             os.kill(self.pids[name], signal.SIGKILL)
             os.waitpid(self.pids.pop(name), 0)
         self.kills[name.rstrip("0123456789")] += 1
+        self.plan.append("kills", [name, wipe, time.time()])
         if wipe:
             self.wipes += 1
             if self.server is not None:
@@ -202,7 +203,7 @@ def count_faults(plan: Plan) -> Result:
 
 def _acknowledged(plan: Plan) -> set[str]:
     """The groups whose sending was acknowledged, except those that are still in the queue."""
-    return set(plan.read("acknowledged")) - set(plan.read("untrained"))
+    return {group for group, _ in plan.read("acknowledged")} - set(plan.read("untrained"))
 
 
 def run_faults(
@@ -214,12 +215,13 @@ def run_faults(
     wipes: int = 1,
     seconds: float = 60.0,
     seed: int = 0,
+    fsync: str = "everysec",
 ) -> Result:
     """One run in `folder`, which must be empty; its result has the counts."""
     program = find_redis_server() if queue == "redis" else None
     if queue == "redis" and program is None:
         raise SystemExit("no redis-server: `make redis` fetches one")
-    server = RedisServer(folder / "redis", program) if program is not None else None
+    server = RedisServer(folder / "redis", program, appendfsync=fsync) if program is not None else None
     steps = int(seconds * (24 if protocol == "samples" else 18))  # somewhat more than it does in this time
     plan = Plan(folder, None if server is None else server.url, protocol, steps, step_s=0.05)
     run = Run(plan, server, seed)
@@ -237,6 +239,7 @@ def run_faults(
     killed = sum(run.kills.values())
     result = {
         "queue": queue,
+        "fsync": None if server is None else fsync,
         "protocol": protocol,
         "seed": seed,
         "seconds": round(time.monotonic() - started, 1),
@@ -270,6 +273,7 @@ def main() -> None:
     parser.add_argument("--wipes", type=int, default=1, help="at how many of the kills the queue's data are deleted")
     parser.add_argument("--seconds", type=float, default=60.0, help="the time in which to kill; the run takes somewhat longer")
     parser.add_argument("--seeds", type=int, nargs=2, default=[0, 0], metavar=("FIRST", "LAST"))
+    parser.add_argument("--fsync", choices=["everysec", "always"], default="everysec", help="appendfsync of the server")
     parser.add_argument("--keep", action="store_true", help="keep the folder with logs and journal")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -285,6 +289,7 @@ def main() -> None:
                 wipes=min(options.wipes, options.kills),
                 seconds=options.seconds,
                 seed=seed,
+                fsync=options.fsync,
             )
         finally:
             if not options.keep:

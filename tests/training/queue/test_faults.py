@@ -62,7 +62,7 @@ def test_each_fault_is_counted(tmp_path, steps, found):
 def test_what_producers_sent_must_be_trained_or_still_be_in_the_queue(tmp_path):
     plan = journal(tmp_path, (1, [["a-0", ["", ""]], ["b-0", ["", ""]]]), protocol="samples", total=1)
     for name in ("a-0", "a-1", "b-0", "b-1"):
-        plan.append("acknowledged", name)
+        plan.append("acknowledged", [name, 0.0])
     plan.append("untrained", "a-1")
     assert faults(plan) == {"lost": 1}
 
@@ -73,7 +73,7 @@ def test_what_producers_sent_must_be_trained_or_still_be_in_the_queue(tmp_path):
     [
         ["--queue", "redis", "--wipes", "1"],
         ["--queue", "sqlite", "--wipes", "1"],
-        ["--queue", "redis", "--protocol", "samples", "--wipes", "0"],
+        ["--queue", "redis", "--protocol", "samples", "--wipes", "0", "--fsync", "always"],
     ],
     ids=["redis", "sqlite", "samples"],
 )

@@ -64,7 +64,7 @@ def numbers(entries):
 
 
 def test_what_was_acknowledged_outlives_kills_of_the_server(tmp_path):
-    with running_redis(tmp_path) as server:
+    with running_redis(tmp_path, appendfsync="always") as server:  # while a disk is busy, `everysec` acknowledges first
         log = owned(server.url)
         log.offer("trainer", [Work(number, 0) for number in range(400)])
         delivered, stop = [], threading.Event()
