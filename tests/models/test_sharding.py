@@ -1,29 +1,58 @@
-"""Functions for sharded models on a model without shards; `training/test_ranks` has sharded
-ones."""
+"""Functions for sharded models on a model without shards, and what is refused;
+`training/backend/test_sharded_ranks` has sharded ones."""
 
+import pytest
 import torch
 from torch import nn
+from training_samples import tiny_model
 
-from ludic.models.sharding import gather_state, gather_tensor, is_sharded, scatter_state, shard_like
+from ludic.errors import ConfigError
+from ludic.models.sharding import (
+    ShardingSettings,
+    find_blocks,
+    find_own_region,
+    gather_tensor,
+    get_local,
+    is_sharded,
+    make_mesh,
+    make_shard,
+    reshard,
+)
+from ludic.training import LoraSettings, apply_lora
 
 
 def test_a_plain_model_is_not_sharded_and_has_whole_tensors():
     model = nn.Linear(2, 3)
     assert not is_sharded(model)
-    assert gather_tensor(model.weight) is model.weight
-    assert shard_like(model.bias, model.bias) is model.bias
+    reshard(model)
+    assert gather_tensor(model.weight) is get_local(model.weight) is model.weight
+    assert make_shard(model.bias, model.bias) is model.bias
+    assert find_own_region(model.weight) == ((0, 3), (0, 2))
 
 
-def test_weights_gathered_from_one_model_can_be_scattered_into_another():
-    model, other = nn.Linear(2, 3), nn.Linear(2, 3)
-    scatter_state(other, gather_state(model))
-    assert torch.equal(other.weight, model.weight)
-    assert torch.equal(other.bias, model.bias)
+@pytest.mark.parametrize(
+    ("settings", "rule"),
+    [
+        ({"kind": "none"}, r"sharding\.kind \(none\) must be full or hybrid"),
+        ({"kind": "full", "shards": 2}, r"sharding\.shards \(2\) must be >= 1 and is for sharding\.kind=hybrid"),
+        ({"kind": "hybrid", "shards": 0}, r"sharding\.shards \(0\)"),
+        ({"param_dtype": torch.float16}, r"sharding\.param_dtype \(torch\.float16\) must be float32 or bfloat16"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings, rule):
+    with pytest.raises(ConfigError, match=rule):
+        ShardingSettings(**settings)
 
 
-def test_weights_missing_in_a_state_keep_their_values():
-    model = nn.Linear(2, 3)
-    bias = model.bias.detach().clone()
-    scatter_state(model, {"weight": torch.ones(3, 2)})
-    assert torch.equal(model.weight, torch.ones(3, 2))
-    assert torch.equal(model.bias, bias)
+def test_one_process_without_a_group_cannot_shard():
+    with pytest.raises(
+        ConfigError, match=r"sharding\.kind \(full\) needs a process group: .*torchrun .*or set sharding\.kind=none"
+    ):
+        make_mesh(ShardingSettings("full"), "cpu")
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_the_blocks_are_those_that_transformers_names(adapted):
+    model = apply_lora(tiny_model(), LoraSettings(rank=2)) if adapted else tiny_model()
+    assert [type(block).__name__ for block in find_blocks(model)] == ["Qwen2DecoderLayer"] * 2
+    assert find_blocks(nn.Linear(2, 2)) == []

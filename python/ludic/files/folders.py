@@ -25,7 +25,7 @@ def replace_folder(target: Path) -> Iterator[Path]:
     is deleted. An error leaves `target` as it was."""
     target.parent.mkdir(parents=True, exist_ok=True)
     restore_replaced(target.parent)
-    aside = target.with_name(f"{UNFINISHED}{target.name}")
+    aside = unfinished_path(target)
     _erase(aside)
     aside.mkdir()
     try:
@@ -39,6 +39,11 @@ def replace_folder(target: Path) -> Iterator[Path]:
         raise
     _flush(target.parent)
     _erase(replaced)
+
+
+def unfinished_path(target: Path) -> Path:
+    """Where `replace_folder` puts the new folder until it is whole."""
+    return target.with_name(f"{UNFINISHED}{target.name}")
 
 
 def delete_folder(folder: Path) -> None:

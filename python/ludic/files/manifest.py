@@ -31,16 +31,35 @@ _BLOCK = 1 << 20
 """Bytes that are hashed at once."""
 
 
-def write_manifest(folder: Path, facts: Mapping[str, Any]) -> None:
+def write_manifest(folder: Path, facts: Mapping[str, Any], *, described: Mapping[str, Mapping[str, Any]] | None = None) -> None:
     """Write the manifest of the files in `folder`. It holds `facts` too. Write it last.
 
-    Raises CheckpointError for a safetensors file that is shorter than its header says: the file
-    system lost what was written.
+    `described`: what `describe_file` said of files that other processes wrote. These are not read
+    again. Raises CheckpointError for one that has another size here, and for a safetensors file
+    that is shorter than its header says: the file system lost what was written.
     """
-    for path in folder.glob("*.safetensors"):
-        _check_length(path)
-    files = {name: [_describe(folder / name)] for name in _list_files(folder)}
+    described = described or {}
+    for name, entry in described.items():
+        _check_size(folder / name, entry)
+    files = {name: [described[name] if name in described else describe_file(folder / name)] for name in _list_files(folder)}
     _write(folder, {"schema": SCHEMA, **facts, "files": files})
+
+
+def describe_file(path: Path) -> dict[str, Any]:
+    """Size and hash of a file that was just written. Raises CheckpointError for a safetensors file
+    that is shorter than its header says."""
+    if path.suffix == ".safetensors":
+        _check_length(path)
+    return _describe(path)
+
+
+def _check_size(path: Path, entry: Mapping[str, Any]) -> None:
+    size = path.stat().st_size if path.exists() else None
+    if size != entry["size"]:
+        raise CheckpointError(
+            f"{path} has {size} bytes here and {entry['size']} where it was written; checkpoints of a sharded model need a file "
+            "system that all ranks see"
+        )
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""Models sharded by FSDP2. Only this module depends on how such models and their tensors look.
+"""Models sharded by FSDP2. Only this module and `shard_transfer` depend on how such models and
+their tensors look.
 
 `fully_shard` gives a module the methods of `FSDPModule` and makes its parameters DTensors. Every
 function here that moves tensors between ranks is a collective: all ranks call it.
@@ -6,11 +7,135 @@ function here that moves tensors between ranks is a collective: all ranks call i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import logging
+import os
+from dataclasses import dataclass
+from typing import Any, Literal
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from ludic.errors import ConfigError
+from ludic.models.activation_checkpointing import enable_checkpointing
+from ludic.models.adapters import has_adapters
+from ludic.models.regions import Region, find_region
+
+logger = logging.getLogger(__name__)
+
+Kind = Literal["full", "hybrid"]
+
+
+@dataclass(frozen=True)
+class ShardingSettings:
+    """How a model is shared out over ranks.
+
+    >>> settings = ShardingSettings("full", param_dtype=torch.bfloat16)
+    >>> model = shard_model(model, settings, make_mesh(settings, "cuda"))
+    """
+
+    kind: Kind = "full"
+    """`full`: each rank has one part of every weight. `hybrid`: each group of `shards` ranks has a
+    copy of the model, shared out over its ranks."""
+    shards: int | None = None
+    """Ranks that share one copy of a hybrid model; None: the ranks of one machine."""
+    param_dtype: torch.dtype | None = None
+    """dtype of forward and backward passes, over weights that are stored and stepped in float32;
+    None: the dtype of the weights."""
+    reduce_dtype: torch.dtype = torch.float32
+    """dtype in which gradients are summed over ranks."""
+    cpu_offload: bool = False
+    """Keep weights, gradients and optimizer in the memory of the CPU. Needs CUDA devices."""
+    activation_checkpointing: bool = False
+    """Recompute the activations of each block in the backward pass."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("full", "hybrid"):
+            raise ConfigError(f"sharding.kind ({self.kind}) must be full or hybrid; none leaves the model whole on each rank")
+        if self.shards is not None and (self.kind != "hybrid" or self.shards < 1):
+            raise ConfigError(
+                f"sharding.shards ({self.shards}) must be >= 1 and is for sharding.kind=hybrid, which is {self.kind}"
+            )
+        for name in ("param_dtype", "reduce_dtype"):
+            dtype = getattr(self, name)
+            if dtype not in (None, torch.float32, torch.bfloat16):
+                raise ConfigError(f"sharding.{name} ({dtype}) must be float32 or bfloat16: float16 needs loss scaling")
+
+
+def make_mesh(settings: ShardingSettings, device: torch.device | str) -> DeviceMesh:
+    """The mesh of all ranks: [world] for `full`, [copies, shards] for `hybrid`. Raises ConfigError
+    for settings that this process group or device does not allow."""
+    kind = torch.device(device).type
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ConfigError(
+            f"sharding.kind ({settings.kind}) needs a process group: start one process for each GPU, as `torchrun "
+            "--nproc-per-node=8 -m ludic.cli train ...` does, or set sharding.kind=none"
+        )
+    if settings.cpu_offload and kind != "cuda":
+        raise ConfigError(f"sharding.cpu_offload moves weights out of GPUs, and the device is {device}; leave it off")
+    if settings.cpu_offload and "cpu" not in dist.get_backend_config():
+        raise ConfigError(
+            f"sharding.cpu_offload sums norms on the CPU, and the process group is {dist.get_backend()} only; call "
+            'init_process_group("cpu:gloo,cuda:nccl")'
+        )
+    world = dist.get_world_size()
+    if settings.kind == "full":
+        return init_device_mesh(kind, (world,), mesh_dim_names=("shards",))
+    shards = settings.shards or int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    if world % shards:
+        raise ConfigError(f"sharding.shards ({shards}) must divide the number of ranks ({world})")
+    return init_device_mesh(kind, (world // shards, shards), mesh_dim_names=("copies", "shards"))
+
+
+def shard_model(model: nn.Module, settings: ShardingSettings, mesh: DeviceMesh) -> nn.Module:
+    """Shard each block of the model (transformers' `_no_split_modules`) and then the rest, in
+    place. Returns `model`. Call it after `apply_lora` and before the optimizer is made.
+
+    With `param_dtype`, all weights become float32. Raises ConfigError for a model that is sharded
+    already, or whose trained weights have several dtypes.
+    """
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+    if is_sharded(model):
+        raise ConfigError(f"{type(model).__name__} is sharded already; leave sharding.kind out, or give the whole model")
+    if settings.param_dtype is not None:
+        model.float()
+    _check_one_dtype(model)
+    if settings.activation_checkpointing:
+        enable_checkpointing(model)
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=settings.param_dtype, reduce_dtype=settings.reduce_dtype),
+        "offload_policy": CPUOffloadPolicy() if settings.cpu_offload else OffloadPolicy(),
+    }
+    blocks = find_blocks(model)
+    if not blocks:
+        logger.warning("%s names no blocks (_no_split_modules); each rank gathers all of it in a pass", type(model).__name__)
+    for block in reversed(blocks):  # a block within a block first
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    return model
+
+
+def find_blocks(model: nn.Module) -> list[nn.Module]:
+    """The modules of the classes that transformers names in `_no_split_modules`, outer ones
+    first. Empty for a model that names none."""
+    base: Any = model
+    if has_adapters(model):
+        base = base.get_base_model()
+    names = set(getattr(base, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if type(module).__name__ in names and module is not model]
+
+
+def _check_one_dtype(model: nn.Module) -> None:
+    dtypes = sorted({str(parameter.dtype) for parameter in model.parameters() if parameter.requires_grad})
+    if len(dtypes) > 1:
+        raise ConfigError(
+            f"the trained weights have the dtypes {', '.join(dtypes)}, and FSDP shards one; set sharding.param_dtype=bfloat16, which "
+            "stores all in float32 and computes in bfloat16, or call apply_lora(..., adapters_in_float32=False)"
+        )
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -24,25 +149,12 @@ def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
     sharded.set_requires_gradient_sync(enabled)
 
 
-def gather_state(model: nn.Module) -> dict[str, Tensor]:
-    """The whole state dict of `model`; on the CPU if it is gathered from shards."""
-    if not is_sharded(model):
-        return model.state_dict()
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
-    state: dict[str, Any] = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    return state
-
-
-def scatter_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Load whole tensors by name into `model`; each rank loads its shards. Parameters that are not
-    in `state` keep their values."""
-    if not is_sharded(model):
-        model.load_state_dict(state, strict=False)
-        return
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-
-    set_model_state_dict(model, dict(state), options=StateDictOptions(full_state_dict=True, strict=False))
+def reshard(model: nn.Module) -> None:
+    """Give up the whole weights that a forward pass without gradient gathered, so that each
+    parameter is a shard again. Does nothing to a model that is not sharded."""
+    modules: list[Any] = [module for module in model.modules() if is_sharded(module)]
+    for module in modules:
+        module.reshard()
 
 
 def gather_tensor(tensor: Tensor) -> Tensor:
@@ -50,9 +162,39 @@ def gather_tensor(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def shard_like(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """This rank's shard of a whole tensor that belongs to a sharded parameter. A tensor of another
-    shape, such as a step count, stays whole."""
-    if not isinstance(parameter, DTensor) or tensor.shape != parameter.shape:
-        return tensor
-    return distribute_tensor(tensor.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None)
+def get_local(tensor: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor, which shares its memory; any other tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def find_own_region(tensor: Tensor) -> Region:
+    """The region of the whole tensor that this rank has."""
+    if not isinstance(tensor, DTensor):
+        return tuple((0, size) for size in tensor.shape)
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None, "a rank outside of the mesh has no part"
+    return find_region(tensor.shape, tensor.device_mesh.shape, find_cuts(tensor), coordinate)
+
+
+def find_cuts(tensor: DTensor) -> tuple[int | None, ...]:
+    """For each dimension of the mesh, the dimension of the tensor that it cuts; None for copies."""
+    cuts = []
+    for placement in tensor.placements:
+        if type(placement) is not Shard and not placement.is_replicate():
+            raise ConfigError(f"a tensor is placed as {placement}; only shards and copies of FSDP2 can be saved and published")
+        cuts.append(placement.dim if isinstance(placement, Shard) else None)
+    return tuple(cuts)
+
+
+def make_shard(local: Tensor, like: Tensor) -> Tensor:
+    """The sharded tensor of which this rank has `local`, shared out as `like`."""
+    if not isinstance(like, DTensor):
+        return local
+    return DTensor.from_local(
+        local.to(like.to_local().device),
+        like.device_mesh,
+        like.placements,
+        shape=like.shape,
+        stride=like.stride(),
+        run_check=False,
+    )

@@ -1,9 +1,13 @@
-"""Models and optimizers as safetensors and JSON. Pickle is neither written nor read."""
+"""Models and optimizers as safetensors and JSON. Pickle is neither written nor read.
+
+Writes models that this process has whole; `sharded_files` writes those that several ranks share.
+Reads both into both: a rank reads its own parts of sharded weights and no others.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +20,8 @@ from ludic.errors import CheckpointError, DataError
 from ludic.files.atomic import read_json, write_json
 from ludic.models.adapters import has_adapters
 from ludic.models.published import unwrap_model
-from ludic.models.sharding import gather_state, gather_tensor, is_sharded, scatter_state, shard_like
+from ludic.models.sharding import find_own_region, get_local, is_sharded, make_shard, reshard
+from ludic.models.tensor_files import StoredTensors
 
 logger = logging.getLogger(__name__)
 
@@ -30,14 +35,10 @@ WEIGHT_FILES = (INDEX, MODEL, ADAPTER)
 
 
 def write_model_and_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer | None, folder: Path | None) -> None:
-    """`write_model`, and `write_optimizer` if there is one. Where the first fails, the second still
-    takes part in the collectives in which other ranks wait."""
-    try:
-        write_model(model, folder)
-    except Exception:
-        if optimizer is not None:
-            write_optimizer(optimizer, model, None)
-        raise
+    """`write_model`, and `write_optimizer` if there is one. Without a folder, nothing."""
+    if folder is None:
+        return
+    write_model(model, folder)
     if optimizer is not None:
         write_optimizer(optimizer, model, folder)
 
@@ -51,16 +52,14 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"{path} is damaged: {error}") from error
 
 
-def write_model(model: nn.Module, folder: Path | None) -> None:
+def write_model(model: nn.Module, folder: Path) -> None:
     """Write the weights with `save_pretrained`, which writes only the adapters of a model that has
     some. A module without that method becomes model.safetensors, with a config.json that names its
-    class. Without a folder, only take part in the collectives of a sharded model."""
+    class."""
     inner: Any = unwrap_model(model)
-    state = gather_state(inner)
-    if folder is None:
-        return
+    state = inner.state_dict()
     if hasattr(inner, "save_pretrained"):
-        inner.save_pretrained(folder, state_dict=state, **_make_adapter_options(inner))
+        inner.save_pretrained(folder, state_dict=state, **make_adapter_options(inner))
         return
     save_file(_drop_aliases(state), folder / MODEL, metadata={"format": "pt"})
     write_json(folder / "config.json", {"model_class": type(inner).__name__})
@@ -83,14 +82,41 @@ def read_model(model: nn.Module, folder: Path) -> None:
     """Copy the weights in the folder into the model. Every name must be present, one for each group
     of tied weights."""
     model = unwrap_model(model)
+    if is_sharded(model):
+        _read_shards_of_model(model, folder)
+        return
     if (folder / ADAPTER).exists():
         _read_adapter(model, folder)
         return
     state: dict[str, Any] = dict(_read_stored(folder))
-    if not is_sharded(model):
-        _check_names(model, state, folder)
+    _check_names(model, state, folder)
     _check_dtypes(model, state, folder)
-    scatter_state(model, state)
+    model.load_state_dict(state, strict=False)
+
+
+@torch.no_grad()
+def _read_shards_of_model(model: nn.Module, folder: Path) -> None:
+    """Copy this rank's parts of the weights in the folder into a sharded model."""
+    reshard(model)
+    own = model.state_dict()
+    adapted = (folder / ADAPTER).exists()
+    files, index = ([ADAPTER], None) if adapted else _find_weight_files(folder)
+    with StoredTensors([folder / name for name in files], places=index) as stored:
+        described = stored.describe()
+        places = _require_adapter_names(model, folder) if adapted else {name: name for name in described}
+        if adapted:
+            _check_adapter(model, described, places, folder)
+        else:
+            _check_names(model, described, folder)
+        _check_dtypes(model, {places[name]: like for name, like in described.items()}, folder)
+        for name, like in described.items():
+            target = own[places[name]]
+            if target.shape != like.shape:
+                raise CheckpointError(
+                    f"{name} in {folder} has shape {tuple(like.shape)}, the model's is {tuple(target.shape)}; build the model "
+                    "from the same config"
+                )
+            get_local(target).copy_(stored.read(name, find_own_region(target)))
 
 
 def _check_dtypes(model: nn.Module, state: Mapping[str, Tensor], folder: Path) -> None:
@@ -111,17 +137,26 @@ def _check_dtypes(model: nn.Module, state: Mapping[str, Tensor], folder: Path) -
 def _read_stored(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of all weights in the folder, from the shards of an index or else from the
     single file."""
-    if (folder / INDEX).exists():
-        yield from _read_shards(folder)
-    elif (folder / MODEL).exists():
+    files, places = _find_weight_files(folder)
+    if places is None:
         yield from read_tensors(folder / MODEL).items()
     else:
-        pickled = [name for name in PICKLED if (folder / name).exists()]
-        if pickled:
-            raise CheckpointError(
-                f"{folder} holds {pickled[0]}, which is pickled: reading it can run code. Convert it to safetensors where you trust it"
-            )
-        raise FileNotFoundError(f"{folder} holds no weights: neither {INDEX} nor {MODEL} nor {ADAPTER}")
+        yield from _read_indexed(folder, files, places)
+
+
+def _find_weight_files(folder: Path) -> tuple[list[str], dict[str, str] | None]:
+    """(names of the files with weights, name of a tensor -> its file). Without an index: None."""
+    if (folder / INDEX).exists():
+        places = _read_weight_map(folder)
+        return sorted(set(places.values())), places
+    if (folder / MODEL).exists():
+        return [MODEL], None
+    pickled = [name for name in PICKLED if (folder / name).exists()]
+    if pickled:
+        raise CheckpointError(
+            f"{folder} holds {pickled[0]}, which is pickled: reading it can run code. Convert it to safetensors where you trust it"
+        )
+    raise FileNotFoundError(f"{folder} holds no weights: neither {INDEX} nor {MODEL} nor {ADAPTER}")
 
 
 def holds_whole_weights(folder: Path) -> bool:
@@ -141,14 +176,19 @@ def _read_weight_map(folder: Path) -> dict[str, str]:
     places = read_json(folder / INDEX).get("weight_map")
     if not isinstance(places, dict):
         raise DataError(f"{folder / INDEX} has no weight_map; the checkpoint is damaged")
+    _check_in_folder(places.values(), folder / INDEX)
     return places
 
 
-def _read_shards(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    places = _read_weight_map(folder)
-    for name in sorted(set(places.values())):
+def _check_in_folder(names: Iterable[str], listing: Path) -> None:
+    """Raise CheckpointError if the file `listing` names files outside of its folder."""
+    for name in names:
         if Path(name).name != name:
-            raise CheckpointError(f"{folder / INDEX} names the file {name}, which is not in the folder")
+            raise CheckpointError(f"{listing} names the file {name}, which is not in the folder")
+
+
+def _read_indexed(folder: Path, files: Iterable[str], places: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
+    for name in files:
         with safe_open(folder / name, framework="pt") as shard:
             stored = set(shard.keys())
             for key in (key for key, place in places.items() if place == name):
@@ -160,8 +200,8 @@ def _read_shards(folder: Path) -> Iterator[tuple[str, Tensor]]:
 def _check_names(model: nn.Module, state: Mapping[str, Tensor], folder: Path) -> None:
     own = model.state_dict()
     unknown = sorted(set(state) - set(own))
-    held = {own[name].data_ptr() for name in state if name in own}
-    missing = sorted(name for name in own if name not in state and own[name].data_ptr() not in held)
+    held = {get_local(own[name]).data_ptr() for name in state if name in own}
+    missing = sorted(name for name in own if name not in state and get_local(own[name]).data_ptr() not in held)
     if missing or unknown:
         raise CheckpointError(
             f"the weights in {folder} do not fit {type(model).__name__}: missing {missing[:4]} ({len(missing)} in all), unknown "
@@ -170,27 +210,31 @@ def _check_names(model: nn.Module, state: Mapping[str, Tensor], folder: Path) ->
 
 
 def _read_adapter(model: nn.Module, folder: Path) -> None:
-    if not has_adapters(model):
-        raise CheckpointError(
-            f"{folder} holds an adapter, but {type(model).__name__} has none; wrap it with the same LoRA config"
-        )
-    places = _map_adapter_names(model)
+    places = _require_adapter_names(model, folder)
     stored = read_tensors(folder / ADAPTER)
     _check_adapter(model, stored, places, folder)
     state: dict[str, Any] = {places[name]: tensor for name, tensor in stored.items()}
     _check_dtypes(model, state, folder)
-    scatter_state(model, state)
+    model.load_state_dict(state, strict=False)
 
 
-def _map_adapter_names(model: nn.Module) -> dict[str, str]:
+def _require_adapter_names(model: nn.Module, folder: Path) -> dict[str, str]:
+    if not has_adapters(model):
+        raise CheckpointError(
+            f"{folder} holds an adapter, but {type(model).__name__} has none; wrap it with the same LoRA config"
+        )
+    return map_adapter_names(model)
+
+
+def map_adapter_names(model: nn.Module) -> dict[str, str]:
     """Name in adapter_model.safetensors to name in the model."""
     from peft import get_peft_model_state_dict
 
     names: Any = {name: name for name in model.state_dict()}
-    return dict(get_peft_model_state_dict(model, state_dict=names, **_make_adapter_options(model)))
+    return dict(get_peft_model_state_dict(model, state_dict=names, **make_adapter_options(model)))
 
 
-def _make_adapter_options(model: Any) -> dict[str, bool]:
+def make_adapter_options(model: Any) -> dict[str, bool]:
     """PEFT's option for storing embeddings with the adapters: True if they are adapted. Without it
     PEFT would query the hub."""
     if not hasattr(model, "get_base_model"):
@@ -216,26 +260,29 @@ def _check_adapter(model: nn.Module, stored: Mapping[str, Tensor], places: Mappi
             )
 
 
-def write_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, folder: Path | None) -> None:
+def write_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, folder: Path) -> None:
     """Write tensors to optimizer.safetensors under `<number of the parameter>/<name>`, everything
-    else to optimizer.json. All ranks call it together to gather the state of sharded parameters;
-    without a folder a rank only takes part in the collectives."""
+    else to optimizer.json."""
     state = optimizer.state_dict()
-    tensors: dict[str, Tensor] = {}
+    tensors = {
+        f"{parameter}/{name}": value.detach().cpu().contiguous()
+        for parameter, entries in state["state"].items()
+        for name, value in entries.items()
+        if isinstance(value, Tensor)
+    }
+    save_file(tensors, folder / "optimizer.safetensors")
+    write_json(folder / "optimizer.json", describe_optimizer(optimizer, state))
+
+
+def describe_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
+    """What the state dict of an optimizer has besides tensors, as JSON values."""
     values: dict[str, dict[str, Any]] = {}
     for parameter, entries in state["state"].items():
         for name, value in entries.items():
             if not isinstance(value, Tensor):
                 values.setdefault(str(parameter), {})[name] = value
-                continue
-            whole = gather_tensor(value)
-            if folder is not None:
-                tensors[f"{parameter}/{name}"] = whole.detach().cpu().contiguous()
-    if folder is None:
-        return
-    save_file(tensors, folder / "optimizer.safetensors")
     groups = [{name: _to_plain(value) for name, value in group.items()} for group in state["param_groups"]]
-    write_json(folder / "optimizer.json", {"class": type(optimizer).__name__, "values": values, "param_groups": groups})
+    return {"class": type(optimizer).__name__, "values": values, "param_groups": groups}
 
 
 def _to_plain(value: Any) -> Any:
@@ -243,7 +290,8 @@ def _to_plain(value: Any) -> Any:
 
 
 def read_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, folder: Path) -> None:
-    """Restore what `write_optimizer` wrote, on any number of ranks."""
+    """Restore what `write_optimizer` or `sharded_files` wrote, on any number of ranks. Each reads
+    its own parts."""
     stored = read_json(folder / "optimizer.json")
     if stored["class"] != type(optimizer).__name__:
         raise CheckpointError(
@@ -256,15 +304,26 @@ def read_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, folder: P
     state: dict[int, dict[str, Any]] = {}
     for key, entries in stored["values"].items():
         state.setdefault(numbers[key], {}).update(entries)
-    for key, tensor in read_tensors(folder / "optimizer.safetensors").items():
-        parameter, name = key.rsplit("/", 1)
-        number = numbers[parameter]
-        state.setdefault(number, {})[name] = shard_like(tensor, stepped[number])
+    files = stored.get("shards", ["optimizer.safetensors"])
+    _check_in_folder(files, folder / "optimizer.json")
+    with StoredTensors([folder / name for name in files]) as tensors:
+        for key, like in tensors.describe().items():
+            parameter, name = key.rsplit("/", 1)
+            number = numbers[parameter]
+            state.setdefault(number, {})[name] = _read_state(tensors, key, like, stepped[number])
     groups = [
         {**_restore_types(group, like), "params": [numbers[str(key)] for key in group["params"]]}
         for group, like in zip(stored["param_groups"], optimizer.param_groups, strict=True)
     ]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _read_state(tensors: StoredTensors, key: str, like: Tensor, parameter: Tensor) -> Tensor:
+    """A tensor of a parameter's state, shared out as the parameter. One of another shape, such as a
+    count of steps, is whole on each rank."""
+    if like.shape != parameter.shape:
+        return tensors.read(key)
+    return make_shard(tensors.read(key, find_own_region(parameter)), parameter)
 
 
 def read_optimizer_if_stored(optimizer: torch.optim.Optimizer, model: nn.Module, folder: Path) -> None:

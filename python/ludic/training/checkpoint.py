@@ -2,7 +2,8 @@
 
     output_dir/
       step_000050/            as save_pretrained writes: config.json and model*.safetensors
-                              (adapter_model.safetensors for adapters)
+                              (adapter_model.safetensors for adapters); of a sharded model,
+                              `models.sharded_files` says which rank writes what
         optimizer.safetensors tensors of the optimizer's state
         optimizer.json        its other values and parameter groups
         trainer_state.json    {"step", and the state of the run}
@@ -35,9 +36,11 @@ from ludic.errors import CheckpointError, ConfigError
 from ludic.files.atomic import clear_unfinished_files, encode_json, read_json, write_json
 from ludic.files.folders import clear_unfinished, delete_folder, replace_folder, restore_replaced
 from ludic.files.manifest import MANIFEST, find_faults, hash_manifest, read_manifest, replace_listed_json, write_manifest
-from ludic.models.state_files import WEIGHT_FILES, read_model, read_optimizer_if_stored, write_model_and_optimizer
+from ludic.models.sharding import is_sharded
+from ludic.models.state_files import WEIGHT_FILES, read_model, read_optimizer_if_stored
 from ludic.training import ranks
 from ludic.training.backend.protocol import TrainingBackend
+from ludic.training.backend.saving import Written, replace_folder_together, write_weights
 from ludic.training.backend.torch import TorchBackend
 
 logger = logging.getLogger(__name__)
@@ -69,8 +72,8 @@ class CheckpointConfig:
 
 
 class CheckpointManager:
-    """Writes, finds, reads and deletes checkpoints. With several ranks, all ranks call `save`; rank
-    0 writes.
+    """Writes, finds, reads and deletes checkpoints. With several ranks, all ranks call `save`. Rank
+    0 writes; of a sharded model, each rank writes its own files.
 
     >>> manager = CheckpointManager(CheckpointConfig("checkpoints", every_n_steps=50))
     >>> manager.maybe_save(model, optimizer=optimizer, step=50)
@@ -109,7 +112,7 @@ class CheckpointManager:
         folder on rank 0, None on other ranks."""
 
         saved = optimizer if self.cfg.save_optimizer else None
-        return self._save(lambda folder: write_model_and_optimizer(model, saved, folder), step, metadata)
+        return self._save(lambda folder: write_weights(model, saved, folder), step, metadata, shared=is_sharded(model))
 
     def save_backend(self, backend: TrainingBackend, *, step: int, metadata: Mapping[str, Any] | None = None) -> Path | None:
         """Save the backend's weights and optimizer; `Trainer` calls this method. If a subclass
@@ -121,18 +124,22 @@ class CheckpointManager:
                     write_manifest(folder, {"step": step})  # of what the subclass changed after it called `save`
                     self._point_to(folder)
             return folder
-        return self._save(lambda folder: backend.save(folder, optimizer=self.cfg.save_optimizer).wait(), step, metadata)
+        save, shared = backend.save, writes_on_all_ranks(backend)
+        return self._save(lambda folder: save(folder, optimizer=self.cfg.save_optimizer).wait(), step, metadata, shared=shared)
 
-    def _save(self, write: Callable[[Path | None], None], step: int, metadata: Mapping[str, Any] | None) -> Path | None:
-        """Write a checkpoint. `write` writes weights and optimizer to a folder; it gets None on
-        ranks that write nothing."""
+    def _save(
+        self, write: Callable[[Path | None], None], step: int, metadata: Mapping[str, Any] | None, *, shared: bool
+    ) -> Path | None:
+        """Write a checkpoint. `write` writes weights and optimizer to a folder. With `shared` it
+        gets the folder on all ranks, else None on ranks other than 0."""
         content = {"step": step, **(metadata or {})}
         target = self.root / f"step_{step:06d}"
         with ranks.agree(f"saving the checkpoint of step {step}"):
-            with replace_folder_on_rank_0(target, write) as folder:
-                if folder is not None:
+            with replace_folder_on_ranks(target, write, shared=shared) as written:
+                if written is not None:
+                    folder, described = written
                     write_json(folder / STATE, content)
-                    write_manifest(folder, {"step": step})
+                    write_manifest(folder, {"step": step}, described=described)
             if ranks.rank() == 0:
                 self._point_to(target)
                 self._prune(target)
@@ -280,6 +287,24 @@ class CheckpointManager:
         step_000050, unless a folder named 50 exists."""
         is_step = isinstance(checkpoint, int) or (str(checkpoint).isdigit() and not Path(checkpoint).exists())
         return self.find(step=int(str(checkpoint))) if is_step else self.find(path=str(checkpoint))
+
+
+def writes_on_all_ranks(backend: TrainingBackend) -> bool:
+    """Whether every rank writes files of its own in `backend.save`."""
+    return isinstance(backend, TorchBackend) and is_sharded(backend.model)
+
+
+@contextmanager
+def replace_folder_on_ranks(target: Path, write: Callable[[Path | None], None], *, shared: bool) -> Iterator[Written | None]:
+    """Call `write` on all ranks, and yield the folder on rank 0, with what other ranks said of the
+    files that they wrote; the folder becomes `target` at the end. With `shared`, all ranks write,
+    else rank 0."""
+    if shared:
+        with replace_folder_together(target, write) as written:
+            yield written
+    else:
+        with replace_folder_on_rank_0(target, write) as folder:
+            yield None if folder is None else (folder, {})
 
 
 @contextmanager

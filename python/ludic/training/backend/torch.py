@@ -14,24 +14,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ludic.errors import ConfigError, NonFiniteError
+from ludic.errors import NonFiniteError
+from ludic.models.activation_checkpointing import enable_checkpointing as enable_checkpointing
 from ludic.models.published import ParamFilter, published_weights
-from ludic.models.sharding import gather_tensor, is_sharded, set_gradient_sync
-from ludic.models.state_files import read_model, read_optimizer_if_stored, write_model_and_optimizer
+from ludic.models.sharding import gather_tensor, is_sharded, reshard, set_gradient_sync
+from ludic.models.state_files import read_model, read_optimizer_if_stored
 from ludic.training import ranks
 from ludic.training.algorithm import RLAlgorithm, forward_logits
 from ludic.training.backend.forward import ModelPasses
 from ludic.training.backend.futures import TrainFuture
+from ludic.training.backend.gradients import sum_gradients
 from ludic.training.backend.master_weights import MasterWeights, check_precision
 from ludic.training.backend.memory import MemoryProfile
 from ludic.training.backend.nonfinite import describe_nonfinite
 from ludic.training.backend.parameter_groups import parameter_groups
 from ludic.training.backend.precision import autocast
 from ludic.training.backend.protocol import BackwardResult, MicroBatches
+from ludic.training.backend.saving import write_weights
 from ludic.training.batching.micro_batching import MicroBatch
 from ludic.training.config import TrainerConfig
 from ludic.training.loss import BatchTotals
@@ -53,19 +55,6 @@ def build_optimizer(
         decay_biases_and_norms=cfg.decay_biases_and_norms,
     )
     return torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, weight_decay=cfg.weight_decay)
-
-
-def enable_checkpointing(model: Any) -> None:
-    """Recompute activations in the backward pass instead of storing them."""
-    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")  # newer and older transformers
-    enable = next((getattr(model, name) for name in names if hasattr(model, name)), None)
-    if enable is None:
-        raise ConfigError(f"{type(model).__name__} has no {names[0]}; leave gradient checkpointing off")
-    enable()
-    if hasattr(model, "config"):
-        model.config.use_cache = False
-    if hasattr(model, "enable_input_require_grads"):
-        model.enable_input_require_grads()
 
 
 class TorchBackend(ModelPasses):
@@ -185,9 +174,7 @@ class TorchBackend(ModelPasses):
         """Clip the gradient of all ranks. Returns its L2 norm before. Waits for the device."""
         stepped = [self._masters.stepped_tensor(parameter) for parameter in self.model.parameters() if parameter.requires_grad]
         if ranks.is_distributed() and not self._averages:
-            for parameter in stepped:
-                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                dist.all_reduce(parameter.grad)
+            sum_gradients(stepped)
         limit = float("inf") if self.cfg.max_grad_norm is None else self.cfg.max_grad_norm
         norm = nn.utils.clip_grad_norm_([parameter for parameter in stepped if parameter.grad is not None], limit)
         return float(gather_tensor(norm))
@@ -224,7 +211,7 @@ class TorchBackend(ModelPasses):
     def _save(self, folder: Path | None, optimizer: bool) -> None:
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
-        write_model_and_optimizer(self.model, self.optimizer if optimizer else None, folder)
+        write_weights(self.model, self.optimizer if optimizer else None, folder)
 
     def load(self, path: str | Path, *, optimizer: bool = True) -> TrainFuture[None]:
         return TrainFuture.of("load", lambda: self._load(Path(path), optimizer))
@@ -238,6 +225,7 @@ class TorchBackend(ModelPasses):
         return TrainFuture.of("snapshot_weights", self._snapshot)
 
     def _snapshot(self) -> dict[str, Tensor]:
+        reshard(self.model)
         trained = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         return {name: parameter.detach().to("cpu", copy=True) for name, parameter in trained.items()}
 
@@ -246,6 +234,7 @@ class TorchBackend(ModelPasses):
 
     @torch.no_grad()
     def _restore(self, snapshot: Mapping[str, Tensor]) -> None:
+        reshard(self.model)
         parameters = dict(self.model.named_parameters())
         for name, value in snapshot.items():
             parameters[name].copy_(value)

@@ -12,7 +12,7 @@ from ludic.files.manifest import MANIFEST, find_faults, write_manifest
 from ludic.models.state_files import WEIGHT_FILES
 from ludic.training import ranks
 from ludic.training.backend.protocol import TrainingBackend
-from ludic.training.checkpoint import replace_folder_on_rank_0
+from ludic.training.checkpoint import replace_folder_on_ranks, writes_on_all_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,8 @@ class BestWeights:
     """Keeps one set of weights: in a folder beside the checkpoints, or in memory without
     checkpoints.
 
-    With several ranks, all call both methods, and rank 0 writes the folder.
+    With several ranks, all call both methods. Rank 0 writes the folder; of a sharded model, each
+    rank writes its own files.
     """
 
     def __init__(self, backend: TrainingBackend, checkpoints: Path | None) -> None:
@@ -42,10 +43,15 @@ class BestWeights:
         def write(folder: Path | None) -> None:
             self._backend.save(folder, optimizer=False).wait()
 
-        with ranks.agree(f"saving the best weights, of step {step}"), replace_folder_on_rank_0(self.folder, write) as folder:
-            if folder is not None:
+        shared = writes_on_all_ranks(self._backend)
+        with (
+            ranks.agree(f"saving the best weights, of step {step}"),
+            replace_folder_on_ranks(self.folder, write, shared=shared) as written,
+        ):
+            if written is not None:
+                folder, described = written
                 write_json(folder / "best.json", {"step": step})
-                write_manifest(folder, {"step": step})
+                write_manifest(folder, {"step": step}, described=described)
 
     def restore(self, step: int) -> bool:
         """Set the model to the weights of `step`. Returns False, and changes nothing, if those

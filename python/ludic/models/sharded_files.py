@@ -1,0 +1,156 @@
+"""Writes a sharded model and its optimizer: every rank its own files, none the whole.
+
+    config.json                            rank 0
+    model-00001-of-00002.safetensors ..    each tensor whole, on the rank that owns the file
+    model.safetensors.index.json           which file has which tensor: Hugging Face's layout
+    optimizer-00001-of-00002.safetensors   the parts of the optimizer's state that rank 0 has
+    optimizer.json                         its other values, its parameter groups, and its files
+
+`state_files.read_model` and `read_optimizer` read them on any number of ranks, each its own parts.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ludic.errors import ConfigError
+from ludic.files.atomic import write_json
+from ludic.models.adapters import has_adapters
+from ludic.models.published import unwrap_model
+from ludic.models.regions import assign_owners
+from ludic.models.shard_transfer import Agree, SharedTensor, send_to_owners
+from ludic.models.sharding import find_cuts, find_own_region, get_local, reshard
+from ludic.models.state_files import INDEX, MODEL, describe_optimizer, make_adapter_options, map_adapter_names
+from ludic.models.tensor_files import OFFSETS, TensorFileWriter
+
+
+def name_of_rank(kind: str, rank: int, files: int) -> str:
+    """Example: the file of rank 0 of 2 is `model-00001-of-00002.safetensors`."""
+    return f"{kind}-{rank + 1:05d}-of-{files:05d}.safetensors"
+
+
+def write_sharded(model: nn.Module, optimizer: torch.optim.Optimizer | None, folder: Path, *, agree: Agree) -> None:
+    """Write this rank's files into the folder, which all ranks see. All ranks call it; `agree` is
+    that of `shard_transfer`. Raises on all ranks if it fails on one while weights are moved."""
+    inner = unwrap_model(model)
+    reshard(inner)
+    if has_adapters(inner):
+        _write_adapters(inner, folder, agree=agree)
+    else:
+        _write_model(inner, folder, agree=agree)
+    if optimizer is not None:
+        _write_optimizer(optimizer, folder)
+
+
+def _write_model(model: Any, folder: Path, *, agree: Agree) -> None:
+    rank = dist.get_rank()
+    tensors = {name: SharedTensor.of(tensor) for name, tensor in _list_stored(model).items()}
+    sizes = {name: tensor.size for name, tensor in tensors.items()}
+    files = min(dist.get_world_size(), len(sizes))
+    owners = assign_owners(sizes, files)
+    own = {
+        name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        for name, tensor in tensors.items()
+        if owners[name] == rank
+    }
+    file_of = {owner: MODEL if files == 1 else name_of_rank("model", owner, files) for owner in range(files)}
+    with ExitStack() as stack:
+        with agree("opening a file for weights"):
+            file = stack.enter_context(TensorFileWriter(folder / file_of[rank], own)) if own else None
+        send_to_owners(tensors, owners, lambda name, tensor: _write(file, name, tensor), agree=agree)
+    if rank == 0:
+        _write_config(model, folder)
+        if files > 1:
+            places = {name: file_of[owner] for name, owner in sorted(owners.items())}
+            write_json(folder / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places})
+
+
+def _write(file: TensorFileWriter | None, name: str, tensor: Tensor) -> None:
+    assert file is not None, "only an owner receives tensors"
+    file.write(name, tensor)
+
+
+def _list_stored(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters and saved buffers by name, tied ones once, under their first name."""
+    state = model.state_dict()
+    first = dict(model.named_parameters())
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - first.keys()
+    ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    return {name: tensor for name, tensor in state.items() if name not in tied | ignored}
+
+
+def _write_config(model: Any, folder: Path) -> None:
+    """What `save_pretrained` writes beside weights. FSDP gives the class another name."""
+    kind = type(model).__name__.removeprefix("FSDP")
+    if not hasattr(model, "save_pretrained"):
+        write_json(folder / "config.json", {"model_class": kind})
+        return
+    model.config.dtype = str(model.dtype).removeprefix("torch.")
+    model.config.architectures = [kind]
+    model.config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+
+
+def _write_adapters(model: Any, folder: Path, *, agree: Agree) -> None:
+    """Rank 0 gathers the adapters, which are small, and writes them as PEFT does."""
+    state = model.state_dict()
+    tensors = {name: SharedTensor.of(state[name]) for name in map_adapter_names(model).values()}
+    gathered: dict[str, Tensor] = {}
+    send_to_owners(tensors, dict.fromkeys(tensors, 0), lambda name, tensor: gathered.update({name: tensor.cpu()}), agree=agree)
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder, state_dict=gathered, **make_adapter_options(model))
+
+
+def _write_optimizer(optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    """Write the parts that this rank has, and on rank 0 what all ranks have alike."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    state = optimizer.state_dict()
+    tensors: dict[str, Tensor] = {}
+    for number, entries in state["state"].items():
+        for name, value in entries.items():
+            if isinstance(value, Tensor) and _writes(value, int(number)):
+                tensors[f"{number}/{name}"] = value
+    offsets = {
+        key: [start for start, _ in find_own_region(value)] for key, value in tensors.items() if isinstance(value, DTensor)
+    }
+    parts = {key: get_local(value) for key, value in tensors.items()}
+    path = folder / name_of_rank("optimizer", rank, world)
+    with TensorFileWriter(path, parts, metadata={OFFSETS: json.dumps(offsets)}) as file:
+        for key, part in parts.items():
+            file.write(key, part)
+    if rank == 0:
+        shards = [name_of_rank("optimizer", each, world) for each in range(world)]
+        write_json(folder / "optimizer.json", {**describe_optimizer(optimizer, state), "shards": shards})
+
+
+def _writes(value: Tensor, number: int) -> bool:
+    """Whether this rank writes its part of the state of a parameter. Of several copies of a hybrid
+    model, one is written: those of the parameters 0, 1, 2, .. in turn."""
+    if not isinstance(value, DTensor):
+        return dist.get_rank() == 0
+    coordinate = value.device_mesh.get_coordinate()
+    assert coordinate is not None
+    copies = [
+        (place, size)
+        for place, size, cut in zip(coordinate, value.device_mesh.shape, find_cuts(value), strict=True)
+        if cut is None
+    ]
+    return value.to_local().numel() > 0 and all(place == number % size for place, size in copies)
+
+
+def check_all_have_a_folder(folder: Path | None) -> Path:
+    """`folder`. Raises ConfigError without one."""
+    if folder is None:
+        raise ConfigError(
+            "every rank writes a part of a sharded model; give the same folder to all, on a file system that all see"
+        )
+    return folder

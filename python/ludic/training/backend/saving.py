@@ -1,0 +1,68 @@
+"""Folders that ranks write together: rank 0 alone if each has the whole model, all of them if it is
+sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ludic.errors import CheckpointError
+from ludic.files.folders import replace_folder, unfinished_path
+from ludic.files.manifest import describe_file
+from ludic.models.sharded_files import check_all_have_a_folder, write_sharded
+from ludic.models.sharding import is_sharded
+from ludic.models.state_files import write_model_and_optimizer
+from ludic.training import ranks
+
+
+def write_weights(model: nn.Module, optimizer: torch.optim.Optimizer | None, folder: Path | None) -> None:
+    """Write the model, and the optimizer if there is one. A rank without a folder writes nothing;
+    of a sharded model every rank needs the folder."""
+    if not is_sharded(model):
+        write_model_and_optimizer(model, optimizer, folder)
+        return
+    with ranks.agree("saving a sharded model"):
+        shared = check_all_have_a_folder(folder)
+    write_sharded(model, optimizer, shared, agree=ranks.agree)
+
+
+Written = tuple[Path, dict[str, dict[str, Any]]]
+"""A folder, and `describe_file` of the files that other ranks wrote and hashed."""
+
+
+@contextmanager
+def replace_folder_together(target: Path, write: Callable[[Path], None]) -> Iterator[Written | None]:
+    """Call `write` on all ranks with one unfinished folder. Yields it on rank 0, None on others; it
+    becomes `target` at the end.
+
+    Each rank hashes its own files. An error on one rank is raised on all and leaves `target` as it
+    was. All ranks call it, inside `ranks.agree`, which tells them whether the end went well.
+    """
+    with ExitStack() as stack:
+        with ranks.agree(f"making a folder for {target.name}"):
+            folder = stack.enter_context(replace_folder(target)) if ranks.rank() == 0 else unfinished_path(target)
+        with ranks.agree(f"writing {target.name}"):
+            _check_is_visible(folder)
+            write(folder)
+            own = {path.name: describe_file(path) for path in _list_own_files(folder)}
+        everywhere = ranks.gather_json(own)
+        described = {name: entry for each in everywhere for name, entry in each.items()}
+        yield (folder, described) if ranks.rank() == 0 else None
+
+
+def _check_is_visible(folder: Path) -> None:
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"rank {ranks.rank()} does not see {folder}, which rank 0 made; save checkpoints of a sharded model on a file system that "
+            "all ranks see"
+        )
+
+
+def _list_own_files(folder: Path) -> list[Path]:
+    """The files that are named after this rank, such as `model-00001-of-00002.safetensors`."""
+    return sorted(folder.glob(f"*-{ranks.rank() + 1:05d}-of-*.safetensors"))

@@ -1,0 +1,75 @@
+"""Sharded models on 1, 2 and 4 ranks: the numbers of one process, files that every number of ranks
+reads, and faults that every rank learns of. `support/sharded_runs` runs them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SUPPORT = Path(__file__).parents[2] / "support"
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What `sharded_runs.py` found."""
+    out = tmp_path_factory.mktemp("sharded") / "found.json"
+    paths = os.pathsep.join([str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+    command = [sys.executable, str(SUPPORT / "sharded_runs.py"), str(out)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(out.read_text())
+
+
+def test_ten_steps_on_any_number_of_ranks_equal_one_process(found):
+    for run, difference in found["equality"].items():
+        assert difference["weights"] <= 1e-6, run
+        assert difference["loss"] <= 1e-6, run
+        assert difference["norm"] <= 1e-5, run
+        if run.endswith("again"):
+            assert difference == {"weights": 0, "loss": 0, "norm": 0}, run
+    assert {"policy 2", "policy 4", "lora 2", "reward 2", "policy hybrid 4", "policy none 4"} < found["equality"].keys()
+
+
+def test_a_run_goes_on_on_another_number_of_ranks(found):
+    assert found["resharding"].keys() == {"sgd 2 to 1", "sgd 2 to 4", "adamw 2 to 2", "sgd 4 to 2", "sgd 1 to 2"}
+    for run, difference in found["resharding"].items():
+        assert difference["weights"] <= 1e-6, run
+        assert difference["loss"] <= 1e-6, run
+    assert found["resharding"]["adamw 2 to 2"] == {"weights": 0, "loss": 0, "norm": 0}
+
+
+def test_a_fault_on_one_rank_is_raised_on_all_and_leaves_the_checkpoint_before(found):
+    assert len(found["faults"]) == 5
+    for fault, result in found["faults"].items():
+        texts = [text for text, _ in result["errors"]]
+        assert sum(text == "OSError: [Errno 28] No space left on device" for text in texts) == 1, fault
+        told = next(text for text in texts if text.startswith("RankError: "))
+        assert told.endswith("OSError: [Errno 28] No space left on device"), fault
+        assert max(seconds for _, seconds in result["errors"]) < 5, fault
+        assert result["left"] == ["latest.json", "step_000001"], fault
+        assert result["damaged"] == [], fault
+
+
+@pytest.mark.parametrize("kind", ["policy", "lora"])
+def test_the_files_are_plain_and_are_read_by_one_process_and_by_other_ranks(found, kind):
+    result = found["files"][kind]
+    assert set(result["kinds"]) <= {".json", ".safetensors", ".md"}  # nothing that pickle wrote
+    assert result["in one process"]
+    assert result["on two ranks of another seed"]
+    assert result["undamaged"] == []
+    both = [f"optimizer-0000{rank}-of-00002.safetensors" for rank in (1, 2)]
+    weights = ["adapter_model.safetensors"] if kind == "lora" else [f"model-0000{rank}-of-00002.safetensors" for rank in (1, 2)]
+    assert {*both, *weights} <= set(result["files"])
+
+
+def test_transformers_opens_the_folder_and_a_changed_byte_in_the_file_of_any_rank_is_found(found):
+    assert found["files"]["pretrained"]
+    assert len(found["files"]["flips"]) == 4
+    for name, faults in found["files"]["flips"].items():
+        assert faults == [f"the content of {name} has changed"]
