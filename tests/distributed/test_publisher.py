@@ -12,7 +12,7 @@ from ludic.distributed import (
     Rank0OnlyPublisher,
     TensorCommunicator,
 )
-from ludic.inference.publishing import Publisher
+from ludic.inference.publishing import Publisher, as_publisher
 
 
 class Recorder:
@@ -51,6 +51,16 @@ def test_tensors_are_announced_broadcast_by_name_and_finalised_with_their_versio
         ("barrier",),
         ("finalize", 5),
     ]
+
+
+def test_a_publisher_without_a_stream_gets_the_collected_weights():
+    class Plain:
+        def publish(self, state_dict, version=None):
+            self.got = state_dict, version
+
+    plain, pairs = Plain(), [("a", torch.ones(2)), ("b", torch.zeros(1))]
+    as_publisher(plain).publish_stream(pairs, version=4)
+    assert plain.got == (dict(pairs), 4)
 
 
 def test_only_rank_zero_creates_and_uses_the_publisher(monkeypatch):

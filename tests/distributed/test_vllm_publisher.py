@@ -92,6 +92,43 @@ def test_the_disk_backend_keeps_the_folder_of_the_served_version(start, tmp_path
     assert "/init_weight_transfer_engine" not in server.paths()
 
 
+class Gathered:
+    """A source of weights that counts how often each of them is gathered."""
+
+    def __init__(self, weights):
+        self.weights, self.gathered = weights, []
+
+    def __iter__(self):
+        for name, tensor in self.weights.items():
+            self.gathered.append(name)
+            yield name, tensor.clone()
+
+    def describe(self):
+        return {name: torch.empty_like(tensor, device="meta") for name, tensor in self.weights.items()}
+
+
+@pytest.mark.parametrize("backend", ["gloo", "disk"])
+def test_weights_that_are_gathered_meanwhile_are_read_for_their_fingerprints_and_for_the_push(start, tmp_path, backend):
+    server = start(backend=backend)
+    push = publisher(server, **({"directory": tmp_path / "shared"} if backend == "disk" else {}))
+    prefixed = Gathered({f"base_model.model.{name}": tensor for name, tensor in sorted(weights(1).items(), reverse=True)})
+    push.publish_stream(prefixed, version=1)
+    serves(server, "1", 1)
+    assert prefixed.gathered == list(prefixed.weights) * 2
+    push.publish_stream(prefixed, version=2)  # unchanged: only their fingerprints are taken
+    serves(server, "2", 1)
+    assert prefixed.gathered == list(prefixed.weights) * 3
+    push.publish_stream(Gathered(weights(2)), version=3)
+    serves(server, "3", 2)
+
+
+def test_gathered_weights_that_do_not_fit_are_refused_before_they_are_gathered(start):
+    server, source = start(), Gathered({**weights(1), "model.other.weight": torch.zeros(2)})
+    with pytest.raises(PublishError, match=r"the server's model has no weights model\.other\.weight"):
+        publisher(server).publish_stream(source, version=1)
+    assert source.gathered == []
+
+
 def test_the_disk_backend_needs_a_directory(start):
     with pytest.raises(PublishError, match=r"backend of .* is disk; pass directory="):
         publisher(start(backend="disk"))

@@ -17,8 +17,12 @@ from safetensors.torch import load_file, save_file
 from training_samples import ListSource, cpu_config, sorting_items, tiny_model
 from transformers import AutoModelForCausalLM
 
-from ludic.errors import LudicError
+from ludic.distributed.push.folder import VersionFolders
+from ludic.errors import LudicError, PublishError
+from ludic.inference.vllm.in_server.weight_fingerprint import tensor_fingerprint
 from ludic.models import shard_transfer, sharded_files, tensor_files
+from ludic.models.loading import load_model
+from ludic.models.sharded_loading import load_sharded
 from ludic.models.sharding import ShardingSettings, gather_tensor, make_mesh, shard_model
 from ludic.models.state_files import read_model, read_optimizer
 from ludic.training import (
@@ -30,9 +34,13 @@ from ludic.training import (
     make_bradley_terry,
     make_grpo,
 )
+from ludic.training.backend.torch import TorchBackend
 from ludic.training.checkpoint import find_checkpoint_faults
 
-STEPS, SAMPLES = 10, 8
+STEPS, SAMPLES = int(os.environ.get("STEPS", "4")), 16
+
+
+HALF = STEPS // 2
 
 
 def make_model(kind, seed=0):
@@ -60,7 +68,9 @@ def with_optimizer(base, optimizer):
     return Optimized
 
 
-def make_trainer(rank, world, *, kind="policy", settings=None, optimizer="sgd", first=0, folder=None, seed=0, **options):
+def make_trainer(
+    rank, world, *, kind="policy", settings=None, optimizer="sgd", first=0, folder=None, every=HALF, seed=0, **options
+):
     """A trainer of a sharded model, or without `settings` of a whole one, on this rank's part of
     each batch. `first`: batches that were trained already."""
     draw, batches = (sorted_pairs if kind == "reward" else sorting_items), range(first, first + STEPS)
@@ -76,7 +86,7 @@ def make_trainer(rank, world, *, kind="policy", settings=None, optimizer="sgd", 
         algo=make_bradley_terry() if kind == "reward" else make_grpo(group_size=4),
         batch_source=ListSource(*parts),
         cfg=config,
-        checkpoint_config=None if folder is None else CheckpointConfig(folder, every_n_steps=5, max_to_keep=9),
+        checkpoint_config=None if folder is None else CheckpointConfig(folder, every_n_steps=every, max_to_keep=9),
         **options,
     )
 
@@ -100,12 +110,16 @@ class Runs:
     def __init__(self, folder):
         self.folder, self.count = folder, 0
 
+    @property
+    def last(self):
+        """The file with the weights of the last run."""
+        return str(self.folder / f"weights{self.count}.safetensors")
+
     def train(self, world, *, steps=STEPS, **options):
         """(weights, rows) of a run."""
         self.count += 1
-        out = self.folder / f"weights{self.count}.safetensors"
-        rows = run_ranks(world, train, str(out), steps, options)[0]
-        return load_file(out), rows
+        rows = run_ranks(world, train, self.last, steps, options)[0]
+        return load_file(self.last), rows
 
 
 def compare(run, other):
@@ -122,40 +136,47 @@ def compare(run, other):
 
 def find_equality(runs):
     """Sharded runs against one process, and twice on as many ranks."""
+    full, hybrid = ShardingSettings("full"), ShardingSettings("hybrid", shards=2)
     found = {}
-    full = ShardingSettings("full")
     for kind in ("policy", "lora", "reward"):
         one = runs.train(1, kind=kind)
-        for world in (1, 2, 4) if kind == "policy" else (2,):
-            first = runs.train(world, kind=kind, settings=full)
-            found[f"{kind} {world}"] = compare(first, one)
-            if world == 2:
-                found[f"{kind} {world} again"] = compare(runs.train(world, kind=kind, settings=full), first)
-    one = runs.train(1)
-    found["policy none 4"] = compare(runs.train(4), one)
-    found["policy hybrid 4"] = compare(runs.train(4, settings=ShardingSettings("hybrid", shards=2)), one)
-    found["policy recomputed 2"] = compare(runs.train(2, settings=ShardingSettings("full", activation_checkpointing=True)), one)
+        first = runs.train(2, kind=kind, settings=full)
+        found[f"{kind} 2"] = compare(first, one)
+        if kind == "policy":
+            found["policy 2 again"] = compare(runs.train(2, settings=full), first)
+            found["policy 4"] = compare(runs.train(4, settings=full), one)
+            found["policy hybrid 4"] = compare(runs.train(4, settings=hybrid), one)
+            found["policy whole 2"] = compare(runs.train(2), one)
+            recomputed = ShardingSettings("full", activation_checkpointing=True)
+            found["policy recomputed 2"] = compare(runs.train(2, settings=recomputed), one)
     return found
 
 
 def find_resharding(runs):
-    """Runs of 10 steps that were saved after 5, and went on on another number of ranks."""
+    """Runs that were saved after half of their steps, and went on on another number of ranks."""
     found = {}
     for optimizer, world, others in (("sgd", 2, (1, 4)), ("adamw", 2, (2,)), ("sgd", 4, (2,)), ("sgd", 1, (2,))):
         folder = str(runs.folder / f"{optimizer}{world}")
         settings = ShardingSettings("full")
         whole, rows = runs.train(world, folder=folder, optimizer=optimizer, settings=settings if world > 1 else None)
         for other in others:
-            resumed = {"first": 5, "resume_from": 5, "seed": 3, "folder": folder, "steps": 5, "optimizer": optimizer}
+            resumed = {
+                "first": HALF,
+                "resume_from": HALF,
+                "seed": 3,
+                "folder": folder,
+                "steps": STEPS - HALF,
+                "optimizer": optimizer,
+            }
             again = runs.train(other, **resumed, settings=settings if other > 1 else None)
-            found[f"{optimizer} {world} to {other}"] = compare(again, (whole, rows[5:]))
+            found[f"{optimizer} {world} to {other}"] = compare(again, (whole, rows[HALF:]))
     return found
 
 
 def save_with_fault(rank, world, folder, fault, kind):
     """[error, seconds] of a save in which something fails on one rank, after a save that went
     well."""
-    trainer = make_trainer(rank, world, kind=kind, settings=ShardingSettings("full"), optimizer="adamw", folder=folder)
+    trainer = make_trainer(rank, world, kind=kind, settings=ShardingSettings("full"), optimizer="adamw", folder=folder, every=0)
     trainer.train_step_sync()
     trainer.save_checkpoint()
     trainer.train_step_sync()
@@ -203,23 +224,22 @@ def find_files_of(runs):
     found = {}
     for kind in ("policy", "lora"):
         folder = runs.folder / kind
-        weights, _ = runs.train(2, kind=kind, steps=5, optimizer="adamw", settings=ShardingSettings("full"), folder=str(folder))
-        step = folder / "step_000005"
+        weights, _ = runs.train(
+            2, kind=kind, steps=1, optimizer="adamw", settings=ShardingSettings("full"), folder=str(folder), every=1
+        )
+        step = folder / "step_000001"
         found[kind] = {
             "files": sorted(path.name for path in step.iterdir()),
             "kinds": sorted({path.suffix for path in step.iterdir()}),
             "in one process": is_loaded(make_model(kind, 9), step, weights),
-            "on two ranks of another seed": all(run_ranks(2, reads_slices, str(step), kind, weights_file(runs))),
+            "on two ranks of another seed": all(run_ranks(2, reads_slices, str(step), kind, runs.last)),
             "undamaged": find_checkpoint_faults(step),
         }
-    step = runs.folder / "policy" / "step_000005"
-    found["pretrained"] = is_equal(AutoModelForCausalLM.from_pretrained(step), load_file(weights_file(runs, 1)))
+        if kind == "policy":
+            found["pretrained"] = is_equal(AutoModelForCausalLM.from_pretrained(step), weights)
+    step = runs.folder / "policy" / "step_000001"
     found["flips"] = {path.name: find_flip(step, path) for path in sorted(step.glob("*.safetensors"))}
     return found
-
-
-def weights_file(runs, number=None):
-    return str(runs.folder / f"weights{number or runs.count}.safetensors")
 
 
 def is_equal(model, weights):
@@ -251,12 +271,115 @@ def find_flip(step, path):
     return faults
 
 
+def make_backend():
+    settings = ShardingSettings("full")
+    model = tiny_model(0, vocab_size=4000, hidden_size=512, intermediate_size=1024, num_attention_heads=8)
+    return TorchBackend(shard_model(model, settings, make_mesh(settings, "cpu")), cpu_config(), algo=make_grpo(group_size=4))
+
+
+def measure_export(rank, world, folder, how):
+    """Peak memory above the shards, in MB, of an export: read one by one, or collected by rank 0;
+    and whether the weights are right, in two passes and from a folder of a version."""
+    shard_transfer.BUCKET_BYTES = 4_000_000
+    backend = make_backend()
+
+    def export(read):
+        stream = backend.stream_weights()
+        with stream.shared():
+            return read(stream) if rank == 0 else {}
+
+    before = restart_peak()
+    first = export({"streamed": fingerprint_each, "collected": lambda stream: fingerprint_each(dict(stream).items())}[how])
+    extra = read_memory("VmHWM") - before
+    stored = export(lambda stream: load_file(VersionFolders(folder).write_stream(stream, 1) / "model.safetensors"))
+    twice = export(lambda stream: {"first": fingerprint_each(stream), "second": fingerprint_each(stream)})
+    whole = {name: tensor_fingerprint(gather_tensor(value.detach())) for name, value in backend.model.named_parameters()}
+    right = rank != 0 or whole == first == twice["first"] == twice["second"] == fingerprint_each(stored.items())
+    sizes = [value.numel() * 4 / 1e6 for value in backend.model.parameters()]
+    return {"right": right, "extra_mb": extra, "bucket_mb": 4.0, "largest_mb": max(sizes), "model_mb": sum(sizes)}
+
+
+def fingerprint_each(stream):
+    read = {}
+    for name, tensor in stream:
+        read[name] = tensor_fingerprint(tensor)
+        del tensor
+    return read
+
+
+def read_memory(key):
+    """A line of the memory of this process, in MB."""
+    return int(next(line for line in Path("/proc/self/status").open() if line.startswith(key)).split()[1]) * 1024 / 1e6
+
+
+def restart_peak():
+    """Forget the peak so far. Returns the resident memory, in MB."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return read_memory("VmRSS")
+
+
+def fail_to_publish(rank, world):
+    """The error of this rank when the publisher fails in the middle."""
+    shard_transfer.BUCKET_BYTES = 4_000_000
+    stream = make_backend().stream_weights()
+    with stream.shared():
+        if rank == 0:
+            next(iter(stream))
+            raise PublishError("the server is gone")
+
+
+def start_from_files(rank, world, folder, kind):
+    """What a model that was started from files computes."""
+    settings = ShardingSettings("full")
+    mesh = make_mesh(settings, "cpu")
+    if kind == "slices":
+        model = load_sharded(folder, "float32", settings, mesh)
+    else:
+        model = shard_model(load_model(folder, "float32"), settings, mesh)
+    with torch.no_grad():
+        logits = model(input_ids=torch.arange(48).view(2, 24)).logits
+    tied = model.lm_head.weight is model.model.embed_tokens.weight
+    model.train()
+    model(input_ids=torch.arange(48).view(2, 24), labels=torch.arange(48).view(2, 24)).loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf"))
+    return {"logits": logits.double().sum().item(), "tied": tied, "norm": float(gather_tensor(norm))}
+
+
+def find_starts(runs):
+    """A model of files that is read whole by each rank, and one that each reads its part of."""
+    tiny_model(0).save_pretrained(runs.folder / "model", max_shard_size="20KB")
+    folder = str(runs.folder / "model")
+    return {kind: run_ranks(2, start_from_files, folder, kind) for kind in ("whole", "slices")}
+
+
+def find_exports(runs):
+    return {
+        **{how: run_ranks(2, measure_export, str(runs.folder / "versions"), how) for how in ("streamed", "collected")},
+        "failed": run_ranks(2, fail_to_publish, may_fail=True),
+    }
+
+
+def import_everything():
+    """Make the models and trainers once in this process: they import 900 modules, which each fork
+    would import again."""
+    for kind in ("policy", "lora", "reward"):
+        make_trainer(0, 1, kind=kind, optimizer="adamw")
+
+
 def main(out, *sections):
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
+    import_everything()
     runs = Runs(Path(out).parent)
-    everything = {"equality": find_equality, "resharding": find_resharding, "faults": find_faults_of, "files": find_files_of}
+    everything = {
+        "equality": find_equality,
+        "resharding": find_resharding,
+        "faults": find_faults_of,
+        "files": find_files_of,
+        "exports": find_exports,
+        "starts": find_starts,
+    }
     found = {name: everything[name](runs) for name in sections or everything}
     Path(out).write_text(json.dumps(found, indent=1))
 

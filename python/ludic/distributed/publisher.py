@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from ludic.distributed.interfaces import (
@@ -12,7 +12,7 @@ from ludic.distributed.interfaces import (
     TensorCommunicator,
     WeightMetadata,
 )
-from ludic.inference.publishing import Publisher, Version, as_publisher
+from ludic.inference.publishing import Publisher, Version, WeightSource, as_publisher
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,13 +32,20 @@ class BroadcastPolicyPublisher(Publisher):
 
     def publish(self, state_dict: Mapping[str, Tensor], version: Version = None) -> None:
         names = sorted(state_dict)
+        self._broadcast({name: state_dict[name] for name in names}, ((name, state_dict[name]) for name in names), version)
+
+    def publish_stream(self, weights: WeightSource, version: Version = None) -> None:
+        """Broadcast the tensors in the order in which they are gathered; each is dropped then."""
+        self._broadcast(weights.describe(), weights, version)
+
+    def _broadcast(self, described: Mapping[str, Tensor], weights: Iterable[tuple[str, Tensor]], version: Version) -> None:
         metadata: list[WeightMetadata] = [
-            {"name": name, "dtype": str(state_dict[name].dtype), "shape": list(state_dict[name].shape)} for name in names
+            {"name": name, "dtype": str(like.dtype), "shape": list(like.shape)} for name, like in described.items()
         ]
         try:
             self.control.announce_update_batch(metadata, version=version)
-            for name in names:
-                self.comm.broadcast(state_dict[name].contiguous(), src=self.src_rank)
+            for _, tensor in weights:
+                self.comm.broadcast(tensor.contiguous(), src=self.src_rank)
             self.comm.barrier()
             self.control.finalize_update(version=version)
         except BaseException:
@@ -58,12 +65,19 @@ class Rank0OnlyPublisher(Publisher):
         self._change_expected = True
 
     def publish(self, state_dict: Mapping[str, Tensor], version: Version = None) -> Awaitable[None] | None:
-        if self._enabled and not _is_rank_zero():
-            return None
+        return self._inner_of_rank_0().publish(state_dict, version=version) if self._publishes() else None
+
+    def publish_stream(self, weights: WeightSource, version: Version = None) -> Awaitable[None] | None:
+        return self._inner_of_rank_0().publish_stream(weights, version=version) if self._publishes() else None
+
+    def _publishes(self) -> bool:
+        return not self._enabled or _is_rank_zero()
+
+    def _inner_of_rank_0(self) -> Publisher:
         if self._inner is None:
             self._inner = as_publisher(self._make_inner())
         self._inner.expect_change(self._change_expected)
-        return self._inner.publish(state_dict, version=version)
+        return self._inner
 
     def expect_change(self, expected: bool) -> None:
         """Stored until the next push, because there is no inner publisher before the first."""

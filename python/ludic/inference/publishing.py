@@ -3,7 +3,7 @@ sample from it."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
@@ -27,6 +27,19 @@ class LearningPublisher(PolicyPublisher, Protocol):
     def expect_change(self, expected: bool) -> None: ...
 
 
+class WeightSource(Protocol):
+    """Weights that are gathered from several processes while they are read, so that one process
+    never has all of them. Each iteration gathers them again, in the same order."""
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor), a part of them in memory at a time."""
+        ...
+
+    def describe(self) -> Mapping[str, Tensor]:
+        """Name -> a tensor on the device `meta` with the shape and the dtype to come."""
+        ...
+
+
 class Publisher:
     """Base class of publishers: `publish`, and defaults for the other members that the trainer
     uses. `as_publisher` wraps any object with `publish`."""
@@ -34,6 +47,11 @@ class Publisher:
     def publish(self, state_dict: Mapping[str, Tensor], version: Version = None) -> Awaitable[None] | None:
         """Make these weights the ones that are sampled from, under this version."""
         raise NotImplementedError(f"{type(self).__name__} does not publish")
+
+    def publish_stream(self, weights: WeightSource, version: Version = None) -> Awaitable[None] | None:
+        """`publish` for weights that are sharded over ranks. By default they are collected first,
+        so that this process holds the whole model."""
+        return self.publish(dict(weights), version=version)
 
     def expect_change(self, expected: bool) -> None:
         """Set whether there was a gradient since the last push. Called before each `publish`; the

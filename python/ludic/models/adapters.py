@@ -8,7 +8,8 @@ types, and rounded once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -40,9 +41,18 @@ def merge_adapters(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, T
     Adapter weights and what `modules_to_save` replaces are dropped. Raises ConfigError for adapters
     other than LoRA on layers.
     """
+    return {plain: merge() for plain, (_, merge) in list_merged(model, named).items()}
+
+
+def list_merged(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Callable[[], Tensor]]]:
+    """`merge_adapters` without the work: name -> (the tensor of `named`, what merges it)."""
     adapted = _find_adapted_modules(model)
     plain_names = ((find_base_name(name, adapted), name) for name in named)
-    return {plain: _merge(name, named[name].detach(), adapted) for plain, name in plain_names if plain is not None}
+    return {
+        plain: (named[name], functools.partial(_merge, name, named[name].detach(), adapted))
+        for plain, name in plain_names
+        if plain is not None
+    }
 
 
 def map_base_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
@@ -86,6 +96,7 @@ def _find_adapted_modules(model: nn.Module) -> dict[str, Any]:
     return adapted
 
 
+@torch.no_grad()
 def _merge(name: str, tensor: Tensor, adapted: Mapping[str, Any]) -> Tensor:
     place, _, leaf = name.rpartition(MERGED_PART)
     layer = adapted.get(place)

@@ -37,7 +37,7 @@ from ludic.training.loggers.base import TrainingLogger
 from ludic.training.loop.early_stopping import EarlyStopping
 from ludic.training.loop.evaluations import Evaluations
 from ludic.training.loop.fetching import BatchFetcher
-from ludic.training.loop.outputs import log_safely, push_weights, sync_safely
+from ludic.training.loop.outputs import log_safely, publish_weights, sync_safely
 from ludic.training.loop.proximal import add_proximal_logps
 from ludic.training.loop.rank_times import RankTimes
 from ludic.training.loop.run_state import restore_run, run_state
@@ -299,13 +299,15 @@ class Trainer:
         if self.publisher is None:
             raise ConfigError("there is no PolicyPublisher to publish with; pass publisher= to Trainer")
         with (timer or PhaseTimer()).phase("publish"):
-            weights = await self.backend.export_weights(param_filter=self.param_filter).result()
             expect_change, self._has_new_gradient = self._has_new_gradient, False
-            with ranks.rank_0_alone(f"publishing the weights of step {self._step}"):
-                if ranks.rank() == 0:
-                    await push_weights(
-                        self.publisher, weights, version=self._step, expect_change=expect_change, in_thread=self.source.overlaps
-                    )
+            await publish_weights(
+                self.backend,
+                self.publisher,
+                param_filter=self.param_filter,
+                version=self._step,
+                expect_change=expect_change,
+                in_thread=self.source.overlaps,
+            )
         self._publish_before_step = False
 
     async def _checkpoint(self) -> None:

@@ -26,14 +26,14 @@ def found(tmp_path_factory):
     return json.loads(out.read_text())
 
 
-def test_ten_steps_on_any_number_of_ranks_equal_one_process(found):
+def test_steps_on_any_number_of_ranks_equal_one_process(found):
     for run, difference in found["equality"].items():
         assert difference["weights"] <= 1e-6, run
         assert difference["loss"] <= 1e-6, run
         assert difference["norm"] <= 1e-5, run
         if run.endswith("again"):
             assert difference == {"weights": 0, "loss": 0, "norm": 0}, run
-    assert {"policy 2", "policy 4", "lora 2", "reward 2", "policy hybrid 4", "policy none 4"} < found["equality"].keys()
+    assert {"policy 2 again", "policy 4", "policy hybrid 4", "lora 2", "reward 2", "policy whole 2"} < found["equality"].keys()
 
 
 def test_a_run_goes_on_on_another_number_of_ranks(found):
@@ -73,3 +73,28 @@ def test_transformers_opens_the_folder_and_a_changed_byte_in_the_file_of_any_ran
     assert len(found["files"]["flips"]) == 4
     for name, faults in found["files"]["flips"].items():
         assert faults == [f"the content of {name} has changed"]
+
+
+def test_an_export_needs_a_bucket_and_the_largest_tensor_on_rank_0_and_nothing_elsewhere(found):
+    (first, second), (collected, _) = found["exports"]["streamed"], found["exports"]["collected"]
+    limit = first["bucket_mb"] + first["largest_mb"]
+    assert first["right"]
+    assert collected["right"]
+    assert collected["extra_mb"] > 0.8 * first["model_mb"] > limit + 5  # the measurement sees a whole model
+    assert first["extra_mb"] <= limit + 5  # 5 MB for what the first export of a process allocates
+    assert second["extra_mb"] <= 5
+
+
+def test_an_error_of_the_publisher_is_raised_on_all_ranks(found):
+    first, second = found["exports"]["failed"]
+    assert first["error"] == "PublishError: the server is gone"
+    assert second["error"].startswith("RankError: publishing weights failed on rank 0 of 2, on ")
+    assert second["error"].endswith("PublishError: the server is gone")
+
+
+def test_a_start_from_slices_computes_the_same(found):
+    starts = found["starts"]
+    for whole, slices in zip(starts["whole"], starts["slices"], strict=True):
+        assert slices["tied"]
+        assert slices["logits"] == whole["logits"]
+        assert slices["norm"] == whole["norm"]

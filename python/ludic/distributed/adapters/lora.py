@@ -42,8 +42,15 @@ class LoraPublisher(Publisher):
     ) -> None:
         """`keep` versions stay loaded, so that requests that began with an older one can finish.
         `name` is the value of `model` in requests."""
+        from ludic.models.sharding import is_sharded
+
         if keep < 1:
             raise ConfigError(f"keep ({keep}) must be >= 1: the version that is served must stay loaded")
+        if is_sharded(model):
+            raise ConfigError(
+                "rank 0 alone publishes, and the adapters of a sharded model are shared out over all ranks; publish merged weights "
+                "(create_vllm_publisher), or set sharding.kind=none"
+            )
         self.target = as_push_target(client)
         self.servers = [VllmEndpoints(url, headers=self.target.request_headers) for url in self.target.all_urls()]
         self.model, self.name, self.timeout_s = model, name, timeout_s

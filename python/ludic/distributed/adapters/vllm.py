@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -27,11 +27,17 @@ from ludic.distributed.adapters.reward_model import (
 from ludic.distributed.publisher import BroadcastPolicyPublisher, Rank0OnlyPublisher
 from ludic.distributed.push.control_plane import VllmControlPlane as VllmControlPlane
 from ludic.distributed.push.folder import VersionFolders
-from ludic.distributed.push.manifest import cast_to_server, rename_to_checkpoint
+from ludic.distributed.push.manifest import (
+    ServerManifest,
+    StreamToServer,
+    cast_to_server,
+    has_tied_head,
+    rename_to_checkpoint,
+)
 from ludic.distributed.push.target import as_push_target
 from ludic.distributed.unchanged import UnchangedWeights
 from ludic.errors import PublishError
-from ludic.inference.publishing import PolicyPublisher, Publisher, PushTarget, Version, as_publisher
+from ludic.inference.publishing import PolicyPublisher, Publisher, PushTarget, Version, WeightSource, as_publisher
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,12 +76,17 @@ class Transport(Protocol):
 
     def push(self, control: VllmControlPlane, weights: Mapping[str, Tensor], version: Version) -> None: ...
 
+    def push_stream(self, control: VllmControlPlane, weights: WeightSource, version: Version) -> None: ...
+
 
 class BroadcastTransport:
     """Broadcasts one tensor after the other over the connections of the control plane."""
 
     def push(self, control: VllmControlPlane, weights: Mapping[str, Tensor], version: Version) -> None:
         BroadcastPolicyPublisher(control, VllmTensorCommunicator(control), src_rank=0).publish(weights, version)
+
+    def push_stream(self, control: VllmControlPlane, weights: WeightSource, version: Version) -> None:
+        BroadcastPolicyPublisher(control, VllmTensorCommunicator(control), src_rank=0).publish_stream(weights, version)
 
 
 class FolderTransport:
@@ -85,7 +96,12 @@ class FolderTransport:
         self.folders = folders
 
     def push(self, control: VllmControlPlane, weights: Mapping[str, Tensor], version: Version) -> None:
-        folder = self.folders.write(weights, version)
+        self._have_read(control, self.folders.write(weights, version), version)
+
+    def push_stream(self, control: VllmControlPlane, weights: WeightSource, version: Version) -> None:
+        self._have_read(control, self.folders.write_stream(weights, version), version)
+
+    def _have_read(self, control: VllmControlPlane, folder: Path, version: Version) -> None:
         control.push_folder(folder, version)
         self.folders.prune(folder)
 
@@ -106,15 +122,32 @@ class VllmPublisher(Publisher):
     def publish(self, state_dict: Mapping[str, Tensor], version: Version = None) -> None:
         from ludic.inference.vllm.in_server.weight_fingerprint import fingerprint
 
-        start = time.perf_counter()
         renamed = _checkpoint_weights(state_dict, debug=self.debug)
         manifest = self.control.prepare()
         weights = cast_to_server(renamed, manifest, partial=self.control.partial)
-        fingerprints = fingerprint(weights)
+        self._publish(fingerprint(weights), version, manifest, lambda: self.transport.push(self.control, weights, version))
+
+    def publish_stream(self, weights: WeightSource, version: Version = None) -> None:
+        """`publish` in two passes over the weights: the first takes their fingerprints, the second,
+        unless they are unchanged, sends them. One bucket of them is in memory at a time."""
+        from ludic.inference.vllm.in_server.weight_fingerprint import tensor_fingerprint
+
+        manifest = self.control.prepare()
+        if has_tied_head(weights, manifest):
+            self.publish(dict(weights), version=version)
+            return
+        cast = StreamToServer(weights, manifest, partial=self.control.partial)
+        fingerprints = {name: tensor_fingerprint(tensor) for name, tensor in cast}
+        self._publish(fingerprints, version, manifest, lambda: self.transport.push_stream(self.control, cast, version))
+
+    def _publish(
+        self, fingerprints: Mapping[str, str], version: Version, manifest: ServerManifest, send: Callable[[], None]
+    ) -> None:
+        start = time.perf_counter()
 
         def push() -> None:
             self.control.expect(fingerprints)
-            self.transport.push(self.control, weights, version)
+            send()
 
         self.unchanged.publish(
             fingerprints,

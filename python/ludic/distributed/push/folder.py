@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ludic.distributed.push.manifest import EMBEDDING, HEAD, ServerManifest, check_fit, drop_tied_head
 from ludic.errors import ConfigError, PublishError
 from ludic.files.folders import delete_folder, replace_folder
+from ludic.inference.publishing import WeightSource
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,6 +46,17 @@ class VersionFolders:
 
         on_host = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
         return self.fill(version, lambda folder: save_file(on_host, folder / WEIGHTS_FILE, metadata={"format": "pt"}))
+
+    def write_stream(self, weights: WeightSource, version: str | int | None) -> Path:
+        """`write` for weights that are gathered meanwhile; one tensor is in memory at a time."""
+        from ludic.models.tensor_files import TensorFileWriter
+
+        def write(folder: Path) -> None:
+            with TensorFileWriter(folder / WEIGHTS_FILE, weights.describe()) as file:
+                for name, tensor in weights:
+                    file.write(name, tensor)
+
+        return self.fill(version, write)
 
     def fill(self, version: str | int | None, write: Callable[[Path], object]) -> Path:
         """Have `write` put files into a new folder for this version, and return the folder's final

@@ -7,12 +7,13 @@ a mix of old and new weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ludic.distributed.interfaces import WeightMetadata
 from ludic.errors import PublishError, shorten_names
+from ludic.inference.publishing import WeightSource
 from ludic.models.names import REPLACED_PART, is_adapter, strip_peft_parts
 
 if TYPE_CHECKING:
@@ -57,14 +58,13 @@ def rename_to_checkpoint(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
     `base_model.model.model.norm.weight` -> `model.norm.weight`, `layers.0.up.weight` ->
     `model.layers.0.up.weight`.
     """
-    return {
-        _checkpoint_name(name): tensor
-        for name, tensor in state_dict.items()
-        if not is_adapter(name) and REPLACED_PART not in name
-    }
+    return {name: tensor for old, tensor in state_dict.items() if (name := find_checkpoint_name(old)) is not None}
 
 
-def _checkpoint_name(name: str) -> str:
+def find_checkpoint_name(name: str) -> str | None:
+    """The name in the checkpoint; None for adapters and what they replace."""
+    if is_adapter(name) or REPLACED_PART in name:
+        return None
     name = strip_peft_parts(name).replace("model.model.", "model.")
     return f"model.{name}" if name.startswith("layers.") else name
 
@@ -81,6 +81,42 @@ def cast_to_server(weights: Mapping[str, Tensor], manifest: ServerManifest, *, p
         partial=partial,
     )
     return {name: weights[name].detach().to(getattr(torch, manifest.weights[name][1])).contiguous() for name in sorted(weights)}
+
+
+class StreamToServer:
+    """Weights on their way from several processes to servers: renamed and cast as `cast_to_server`
+    does, one after the other. Raises PublishError at once for weights that do not fit."""
+
+    def __init__(self, weights: WeightSource, manifest: ServerManifest, *, partial: bool) -> None:
+        self._weights, self._manifest = weights, manifest
+        check_fit(
+            [{"name": name, "dtype": str(like.dtype), "shape": list(like.shape)} for name, like in self._renamed().items()],
+            manifest,
+            partial=partial,
+        )
+
+    def _renamed(self) -> dict[str, Tensor]:
+        return rename_to_checkpoint(self._weights.describe())
+
+    def describe(self) -> dict[str, Tensor]:
+        return {name: self._cast(name, like) for name, like in self._renamed().items()}
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for old, tensor in self._weights:
+            name = find_checkpoint_name(old)
+            if name is not None:
+                yield name, self._cast(name, tensor)
+
+    def _cast(self, name: str, tensor: Tensor) -> Tensor:
+        import torch
+
+        return tensor.detach().to(getattr(torch, self._manifest.weights[name][1])).contiguous()
+
+
+def has_tied_head(weights: WeightSource, manifest: ServerManifest) -> bool:
+    """Whether the weights have a head that the server ties to the embedding: it must be compared
+    with that, which needs both at once."""
+    return manifest.tied and HEAD in rename_to_checkpoint(weights.describe())
 
 
 def drop_tied_head(weights: Mapping[str, Tensor], manifest: ServerManifest) -> Mapping[str, Tensor]:

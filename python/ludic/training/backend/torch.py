@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ludic.errors import NonFiniteError
 from ludic.models.activation_checkpointing import enable_checkpointing as enable_checkpointing
-from ludic.models.published import ParamFilter, published_weights
+from ludic.models.published import ParamFilter, published_weights, shared_weights
 from ludic.models.sharding import gather_tensor, is_sharded, reshard, set_gradient_sync
 from ludic.models.state_files import read_model, read_optimizer_if_stored
 from ludic.training import ranks
@@ -34,6 +34,7 @@ from ludic.training.backend.parameter_groups import parameter_groups
 from ludic.training.backend.precision import autocast
 from ludic.training.backend.protocol import BackwardResult, MicroBatches
 from ludic.training.backend.saving import write_weights
+from ludic.training.backend.weight_stream import WeightStream
 from ludic.training.batching.micro_batching import MicroBatch
 from ludic.training.config import TrainerConfig
 from ludic.training.loss import BatchTotals
@@ -204,6 +205,11 @@ class TorchBackend(ModelPasses):
 
     def _export(self, param_filter: ParamFilter | None) -> dict[str, Tensor]:
         return published_weights(self.model, param_filter=param_filter, device=self.cfg.runtime_device)
+
+    def stream_weights(self, *, param_filter: ParamFilter | None = None) -> WeightStream:
+        """The same weights of a sharded model, gathered on rank 0 while they are read. All ranks
+        call this."""
+        return WeightStream(shared_weights(self.model, param_filter=param_filter), self.cfg.runtime_device)
 
     def save(self, path: str | Path | None, *, optimizer: bool = True) -> TrainFuture[None]:
         return TrainFuture.of("save", lambda: self._save(None if path is None else Path(path), optimizer))

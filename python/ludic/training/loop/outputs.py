@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any
-
-from torch import Tensor
 
 from ludic.distributed.interfaces import PolicyPublisher
 from ludic.event_loop import await_if_needed
 from ludic.inference.publishing import as_publisher
+from ludic.models.published import ParamFilter
+from ludic.models.sharding import is_sharded
 from ludic.training import ranks
+from ludic.training.backend.protocol import TrainingBackend
+from ludic.training.backend.torch import TorchBackend
 from ludic.training.loggers.base import SyncedLogger, TrainingLogger
 
 logger = logging.getLogger(__name__)
@@ -40,12 +42,32 @@ def sync_safely(train_logger: TrainingLogger | None, step: int) -> None:
             logger.exception("the logger could not be synced at step %d; training goes on", step)
 
 
-async def push_weights(
-    publisher: PolicyPublisher, weights: Mapping[str, Tensor], *, version: int, expect_change: bool, in_thread: bool
+async def publish_weights(
+    backend: TrainingBackend,
+    publisher: PolicyPublisher,
+    *,
+    param_filter: ParamFilter | None,
+    version: int,
+    expect_change: bool,
+    in_thread: bool,
 ) -> None:
-    """Publish `weights`. `expect_change`: there was a gradient since the last push. `in_thread`
-    leaves the event loop free for batches that are generated at the same time."""
+    """Have rank 0 publish the weights of the backend. A sharded model is gathered meanwhile, a part
+    at a time; all ranks call this. `expect_change`: there was a gradient since the last push.
+    `in_thread` leaves the event loop free for batches that are generated at the same time."""
     adapted = as_publisher(publisher)
-    adapted.expect_change(expect_change)
-    publish: Any = functools.partial(adapted.publish, weights, version=version)  # may be a coroutine function
-    await await_if_needed(await asyncio.to_thread(publish) if in_thread else publish())
+    if isinstance(backend, TorchBackend) and is_sharded(backend.model):
+        stream = backend.stream_weights(param_filter=param_filter)
+        with stream.shared():
+            if ranks.rank() == 0:
+                adapted.expect_change(expect_change)
+                await _push(functools.partial(adapted.publish_stream, stream, version=version), in_thread=in_thread)
+        return
+    weights = await backend.export_weights(param_filter=param_filter).result()
+    with ranks.rank_0_alone(f"publishing the weights of step {version}"):
+        if ranks.rank() == 0:
+            adapted.expect_change(expect_change)
+            await _push(functools.partial(adapted.publish, weights, version=version), in_thread=in_thread)
+
+
+async def _push(publish: Callable[[], Any], *, in_thread: bool) -> None:
+    await await_if_needed(await asyncio.to_thread(publish) if in_thread else publish())  # may be a coroutine function
