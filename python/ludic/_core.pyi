@@ -225,9 +225,7 @@ def plan_ranks(
     `greedy` is `plan_greedy` with the costliest micro-batches halved until their number is a
     multiple of the ranks. `padding_free` has the fewest steps that best fit finds. None exceeds the
     budget. The heaviest step comes first. Equal lengths are ordered by index, so that the same
-    lengths give the same plan on every machine.
-
-    Nothing in `ludic` uses it yet; it is for data-parallel training.
+    lengths give the same plan on every machine: each rank makes the plan of all and takes its part.
     """
 
 @final

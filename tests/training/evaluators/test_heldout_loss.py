@@ -8,7 +8,7 @@ import torch
 from training_samples import cpu_config, sorting_item, tiny_model
 
 from ludic.errors import ConfigError
-from ludic.training import SAWItem, Trainer, make_sft
+from ludic.training import SAWItem, Trainer, make_sft, ranks
 from ludic.training.batching.epochs import ItemBatchSource
 from ludic.training.evaluators.heldout_loss import HeldOutLoss
 
@@ -28,6 +28,17 @@ def mean_nll(model, items):
         for row, (token, is_action) in enumerate(zip(item.input_ids[1:], item.action_mask[1:], strict=True)):
             total, tokens = total - is_action * float(logp[row, token]), tokens + is_action
     return total / tokens, tokens
+
+
+def test_on_several_ranks_it_asks_no_other_rank(monkeypatch):
+    def exchange(values, device):
+        raise AssertionError("an exchange with ranks that do not evaluate")
+
+    monkeypatch.setattr(ranks, "is_distributed", lambda: True)
+    for name in ("sum_over_ranks", "max_over_ranks"):
+        monkeypatch.setattr(ranks, name, exchange)
+    model, items = tiny_model().eval(), items_of(3)
+    assert HeldOutLoss(model, items, cpu_config()).measure()["tokens"] > 0
 
 
 @pytest.mark.parametrize("packing", ["optimal", "greedy", "padding_free"])

@@ -9,8 +9,6 @@
 //! ranks that wait for each other compute micro-batches of similar cost. The heaviest step comes
 //! first.
 //!
-//! Nothing in the Python package uses these plans yet; they are for data-parallel training.
-//!
 //! ```
 //! use ludic_core::balance::{Packing, RankOptions, plan_ranks};
 //!

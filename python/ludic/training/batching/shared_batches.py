@@ -81,19 +81,20 @@ class SharedBatches(BatchSourceBase):
         if ranks.rank() == 0:
             return await self._share_next()
         message = await self._board.read("batch", self._patience_s, while_waiting=self._report_stop)
-        content = await self._broadcast(None, int(message["size"]))
-        return decode_columns(content)
+        head, table = [await self._broadcast(None, int(size)) for size in message["sizes"]]
+        return decode_columns(head, table)
 
     async def _share_next(self) -> SAWBatch:
         try:
             self._check_stop()
-            content = encode_columns(await self._inner.next_batch())
+            parts = encode_columns(await self._inner.next_batch())
         except BaseException as error:  # also if this rank is interrupted: the others would wait for it
             with suppress(RuntimeError):  # of the store; the error itself matters more
                 self._board.post("error", error=describe_error(error))
             raise
-        self._board.post("batch", size=len(content))
-        return decode_columns(await self._broadcast(content, len(content)))
+        self._board.post("batch", sizes=[len(part) for part in parts])
+        head, table = [await self._broadcast(part, len(part)) for part in parts]
+        return decode_columns(head, table)
 
     async def _broadcast(self, content: bytes | None, size: int) -> bytes:
         """The bytes of rank 0. In a thread where the event loop generates the next batches."""
