@@ -1,4 +1,5 @@
-"""The command `ludic`: train, eval, sft, train-rm, rollout, serve, checkpoint, doctor, version.
+"""The command `ludic`: train, eval, sft, train-rm, rollout, serve, checkpoint, status, doctor,
+version.
 
 Each command imports what it needs when it runs, so that `--help` is fast.
 """
@@ -340,6 +341,21 @@ def verify_checkpoints(path: _CheckpointPath, json_only: _AsJson = False) -> Non
 
     with report_user_errors():
         code = checkpoint_command(path, verify=True, json_only=json_only)
+    raise typer.Exit(code)
+
+
+@app.command(
+    help="Print what the processes of a run do: role, state, restarts, last end; the last step and checkpoint. The exit status is 1 if "
+    "the supervisor has died."
+)
+def status(
+    path: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")],
+    json_only: _AsJson = False,
+) -> None:
+    from ludic.cli.status import status_command
+
+    with report_user_errors():
+        code = status_command(path, json_only=json_only)
     raise typer.Exit(code)
 
 

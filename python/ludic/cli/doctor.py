@@ -17,6 +17,7 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "tensorboard": (("tensorboard",), "TensorboardLogger writes metrics for TensorBoard"),
     "trackio": (("trackio",), "TrackioLogger sends metrics to Trackio, local or remote"),
     "datasets": (("datasets",), "training data by hub id, from parquet files and from folders"),
+    "ray": (("ray",), "place.on=ray: the processes of a run on the machines of a cluster"),
     "math": (("math_verify",), "the verifiers `gsm8k` and `math`, by math-verify in processes with a deadline"),
 }
 

@@ -1,12 +1,14 @@
 """Runs one command, and ends it with every process that it started, when the command ends, when
 asked to, or when the process that asked for it is gone.
 
-A guard is a small process around each command. Orphans of the command become children of the guard
-(PR_SET_CHILD_SUBREAPER), so that none escapes, not even from a session of its own, such as the
-ranks of torchrun. The guard reads from a socket whose other end only its parent holds: each byte is
-the number of a signal for the command, and the end of the stream means that the parent is gone. The
-guard ends as the command did. On systems other than Linux it ends the process group of the command
-only.
+A guard is a pair of small processes around each command. Orphans of the command become children of
+the inner one (PR_SET_CHILD_SUBREAPER), so that none escapes, not even from a session of its own,
+such as the ranks of torchrun. It reads from a socket whose other end only the guard's parent holds:
+each byte is the number of a signal for the command, and the end of the stream means that the parent
+is gone. The outer one watches the parent and the inner one, and the inner one watches the outer
+one: whichever is killed, the other ends the rest. (A process of Ray that ends kills its children,
+but not theirs.) The guard ends as the command did. On systems other than Linux it ends only the
+process group of the command.
 
 This file is run as a script by an interpreter that imports only the standard library.
 """
@@ -30,41 +32,78 @@ from typing import NoReturn
 PARENT_CHECK_S = 0.2
 """How often a guard checks that its parent exists: a fork of the parent may hold the socket
 open."""
+POLL_S = 0.002
 KILL_DEADLINE_S = 10.0
 """How long a guard waits for processes that do not end although they were killed: a process that
 waits for a broken disk may not."""
 _SUBREAPER, _PARENT_SIGNAL = 36, 1
 """PR_SET_CHILD_SUBREAPER and PR_SET_PDEATHSIG of prctl(2)."""
+_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""Signals that a guard passes on to its command."""
 _LINUX = sys.platform == "linux"
 
 
-def run_guarded(link: socket.socket, parent: int, argv: list[str]) -> int:
+def guard(link: socket.socket, parent: int, argv: list[str]) -> int:
     """Run the command until it has ended with all its processes. Returns its wait status.
 
-    Writes one line of JSON to `link`: the process id, or the error if the command cannot be
-    started, which is raised too.
+    The inner process writes one line of JSON to `link`: the process id, or the error if the command
+    cannot be started.
     """
     if _LINUX:
         _prctl(_SUBREAPER, 1)
-    wakeups, wakeup = os.pipe()
-    os.set_blocking(wakeup, False)
-    signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)  # makes the end of a child write to the pipe
+    alive, outer_end = os.pipe()
+    outer = os.getpid()
+    inner = os.fork()
+    if inner == 0:
+        os.close(outer_end)
+        _run_inner(link, alive, outer, argv)
+    os.close(alive)
+    link.close()
+    for handled in _FORWARDED:
+        signal.signal(handled, lambda number, _: _send(inner, number))
+    wakeups = _wake_at_ends()
+    status = None
+    while status is None and os.getppid() == parent:
+        if select.select([wakeups], [], [], PARENT_CHECK_S)[0]:
+            os.read(wakeups, 4096)
+        status = _reap(inner)
+    os.close(outer_end)  # the inner process ends, if it has not
+    deadline = time.monotonic() + KILL_DEADLINE_S
+    while status is None and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+        status = _reap(inner)
+    return _end_all(inner, status)
+
+
+def _run_inner(link: socket.socket, alive: int, outer: int, argv: list[str]) -> NoReturn:
+    """The inner process. `alive` ends when the outer one does."""
+    if _LINUX:
+        _prctl(_SUBREAPER, 1)
+    wakeups = _wake_at_ends()
     child = _start(link, argv)
-    for handled in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for handled in _FORWARDED:
         signal.signal(handled, lambda number, _: _send(child, number))
     status: int | None = None
     while status is None:
-        ready = select.select([link.fileno(), wakeups], [], [], PARENT_CHECK_S)[0]
+        ready = select.select([link.fileno(), alive, wakeups], [], [], PARENT_CHECK_S)[0]
         if wakeups in ready:
             os.read(wakeups, 4096)
         message = link.recv(64) if link.fileno() in ready else None
-        if message == b"" or os.getppid() != parent:
+        if message == b"" or alive in ready or os.getppid() != outer:
             break
         for number in message or b"":
             _send(child, number)
         status = _reap(child)
-    return _end_all(child, status)
+    end_like(_end_all(child, status))
+
+
+def _wake_at_ends() -> int:
+    """A file that can be read once a child has ended."""
+    wakeups, wakeup = os.pipe()
+    os.set_blocking(wakeup, False)
+    signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)  # without a handler nothing is written
+    return wakeups
 
 
 def _start(link: socket.socket, argv: list[str]) -> int:
@@ -73,9 +112,9 @@ def _start(link: socket.socket, argv: list[str]) -> int:
         child = subprocess.Popen(
             argv, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=lambda: _end_with_guard(guard)
         )
-    except OSError as error:
-        link.sendall(json.dumps({"errno": error.errno, "error": error.strerror}).encode() + b"\n")
-        raise
+    except (OSError, ValueError) as error:
+        link.sendall(json.dumps({"error": str(error)}).encode() + b"\n")
+        os._exit(127)
     link.sendall(json.dumps({"pid": child.pid}).encode() + b"\n")
     child.returncode = 0  # it is waited for below
     return child.pid
@@ -107,7 +146,7 @@ def _end_all(child: int, status: int | None) -> int:
             _reap(child)
         if time.monotonic() > deadline:
             return int(signal.SIGKILL) if status is None else status
-        time.sleep(0.002)
+        time.sleep(POLL_S)
 
 
 def _reap(child: int) -> int | None:
@@ -162,8 +201,4 @@ def end_like(status: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    try:
-        ended = run_guarded(socket.socket(fileno=0), int(sys.argv[1]), sys.argv[2:])
-    except OSError as failed:
-        os._exit(127 if failed.errno else 126)
-    end_like(ended)
+    end_like(guard(socket.socket(fileno=0), int(sys.argv[1]), sys.argv[2:]))

@@ -114,7 +114,7 @@ class _Child:
             report = self._read_report()
             if "pid" not in report:
                 self._guard.wait(KILL_S)
-                raise LaunchError(f"{process.name} cannot be started: {process.argv[0]}: {report['error']}; correct the command")
+                raise LaunchError(f"{process.name} cannot be started: {report['error']}; correct the command")
         except BaseException:
             self._link.close()
             raise

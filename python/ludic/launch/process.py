@@ -8,15 +8,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from ludic.errors import ConfigError
+from ludic.exit_codes import TRY_AGAIN
 
 PYTHON = "python"
 """As the first argument of a command: the interpreter that ludic runs in, on the machine where the
 process starts."""
-DONE, RETRY, STOP = 0, 75, 78
-"""Exit statuses of our processes: finished; failed, and a restart may help; failed, and a restart
-cannot help (settings, a full disk, a run that another process owns)."""
+DONE = 0
+"""The exit status of a process that has finished its work."""
 USAGE = 2
-"""The exit status of a command line that is wrong, which a restart does not change."""
+"""The exit status of a wrong command line or setting, which a restart does not change."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -120,11 +120,11 @@ class Ended:
 
     @property
     def status(self) -> int:
-        """The exit status as a shell reports it: 128 plus the number of a signal. `RETRY` for a
-        lost process."""
+        """The exit status as a shell reports it: 128 plus the number of a signal. `TRY_AGAIN`
+        for a lost process."""
         if self.code is not None:
             return self.code
-        return RETRY if self.signal is None else 128 + self.signal
+        return TRY_AGAIN if self.signal is None else 128 + self.signal
 
     def describe(self) -> str:
         """Example: `actor0 was ended by SIGKILL after 12.1 s`."""

@@ -28,9 +28,10 @@ from pathlib import Path
 from typing import Any
 
 from ludic.errors import LaunchError
+from ludic.exit_codes import DO_NOT_RETRY
 from ludic.launch.events import EVENTS, EventLog
 from ludic.launch.place import Place
-from ludic.launch.process import DONE, STOP, USAGE, Ended, Process, Started, check_processes
+from ludic.launch.process import DONE, USAGE, Ended, Process, Started, check_processes
 from ludic.launch.restarts import RestartBudget
 from ludic.launch.state import BEAT_S, LaunchState, ProcessState
 
@@ -43,7 +44,7 @@ STOP_GRACE_S = 30.0
 OTHERS_GRACE_S = 10.0
 """How long the other processes may take to end once the trainer has ended."""
 POLL_S = 0.05
-FINAL = (USAGE, STOP)
+FINAL = (USAGE, DO_NOT_RETRY)
 """Exit statuses that a restart would not change."""
 POLITE = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 """Exit statuses of a trainer that was asked to stop, saved, and ended."""
@@ -241,7 +242,7 @@ class Supervisor:
             self._note(f"the {self._until} did not end within {self._stop_grace_s:g} s and is killed")
             return 128 + self._stopped_by
         codes = {(slot.state.last_end or {}).get("code") for slot in trainers}
-        return DONE if codes == {DONE} else STOP if STOP in codes else 128 + self._stopped_by
+        return DONE if codes == {DONE} else DO_NOT_RETRY if DO_NOT_RETRY in codes else 128 + self._stopped_by
 
     def _end_all(self, status: int | None) -> None:
         """End what still runs: first the trainer, which others may hold up, then they. Without a

@@ -1,0 +1,62 @@
+"""The command lines of torchrun's agents: one for each machine, which starts and watches its ranks.
+
+If a rank ends badly, its agent ends all of its ranks, and the others' agents theirs. An agent then
+starts its ranks again, up to `max_restarts` times, or ends with status 1 whatever the status of the
+rank was, so that the `Supervisor` restarts the agent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ludic.errors import ConfigError
+from ludic.launch.process import PYTHON
+
+PORT = 29400
+"""The port of torchrun's rendezvous on the first machine."""
+RENDEZVOUS_S = 600
+"""How long an agent waits for the agents of the other machines."""
+
+
+def torchrun_argv(
+    command: Sequence[str],
+    *,
+    ranks: int,
+    nodes: int = 1,
+    min_nodes: int | None = None,
+    node: int = 0,
+    host: str = "",
+    port: int = PORT,
+    run_id: str = "ludic",
+    max_restarts: int = 0,
+    rendezvous_timeout_s: int = RENDEZVOUS_S,
+) -> tuple[str, ...]:
+    """The command of the agent of machine `node`, 0 to `nodes` - 1.
+
+    `command` is a script or `-m MODULE`, and its arguments; `ranks` are started on each machine. On
+    one machine (`nodes` 1) agent and ranks meet on a free port of it. Several agents meet on
+    `port` of `host`, the address of machine 0; with `min_nodes` they begin with that many, and
+    start all ranks again when machines come or go. `run_id` must be the same on all machines and of
+    no other job on this port.
+
+    >>> torchrun_argv(["-m", "ludic.cli", "train", "sort"], ranks=2)[1:5]
+    ('-m', 'torch.distributed.run', '--nproc-per-node=2', '--max-restarts=0')
+    """
+    least = nodes if min_nodes is None else min_nodes
+    if not command or ranks < 1 or max_restarts < 0 or rendezvous_timeout_s < 1:
+        raise ConfigError(
+            f"torchrun needs a command ({' '.join(command)!r}), ranks ({ranks}) and rendezvous_timeout_s ({rendezvous_timeout_s}) of at "
+            f"least 1, and max_restarts ({max_restarts}) of at least 0"
+        )
+    if not 1 <= least <= nodes or not 0 <= node < nodes:
+        raise ConfigError(f"min_nodes ({least}) must be 1 to nodes ({nodes}), and node ({node}) must be 0 to nodes - 1")
+    if nodes > 1 and not host:
+        raise ConfigError(f"nodes ({nodes}) need the host of the first one, at which their agents meet")
+    options = [f"--nproc-per-node={ranks}", f"--max-restarts={max_restarts}"]
+    if nodes == 1:
+        options += ["--nnodes=1", "--standalone"]
+    else:
+        timeouts = f"join_timeout={rendezvous_timeout_s},is_host={int(node == 0)}"
+        options += [f"--nnodes={least}:{nodes}", f"--rdzv-id={run_id}", "--rdzv-backend=c10d"]
+        options += [f"--rdzv-endpoint={host}:{port}", f"--rdzv-conf={timeouts}"]
+    return (PYTHON, "-m", "torch.distributed.run", *options, *command)

@@ -1,0 +1,88 @@
+"""Processes on a real Ray cluster of this machine: each part of it is killed.
+
+Ray listens on all interfaces, so these tests run in a network namespace with a loopback interface
+only, whose processes end with it.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ludic.errors import ConfigError, MissingExtraError
+from ludic.launch.process import Process
+from ludic.launch.ray import RayPlace
+
+SUPPORT = Path(__file__).parents[1] / "support"
+NAMESPACE = ["unshare", "--net", "--pid", "--fork", "--mount-proc", "--kill-child"]
+LOOPBACK = ["sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
+KILLS = ["actor0", "trainer", "holder of actor1"]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """The result of each scenario."""
+    pytest.importorskip("ray", reason="the extra `ray` is not installed")
+    try:
+        subprocess.run([*NAMESPACE, *LOOPBACK, "true"], check=True, capture_output=True, timeout=30)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"Ray listens on all interfaces, and no network namespace can be made here: {error}")
+    folder = tmp_path_factory.mktemp("ray")
+    (folder / "home").mkdir()
+    command = [*NAMESPACE, *LOOPBACK, sys.executable, str(SUPPORT / "ray_scenarios.py"), str(folder), *KILLS]
+    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    done = subprocess.run(
+        command, env={**env, "HOME": str(folder / "home")}, cwd=folder, capture_output=True, text=True, timeout=540
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return dict(map(json.loads, done.stdout.splitlines()))
+
+
+@pytest.mark.integration
+def test_a_run_on_ray_ends_right_though_each_part_is_killed(results):
+    local = results["local"]
+    assert local["status"] == 0, local
+    assert [target for target, _ in local["seconds"]] == KILLS
+    assert local["left"] == []
+    assert local["hosts"] == ["127.0.0.1"]
+
+
+@pytest.mark.integration
+def test_nothing_is_left_when_the_driver_is_killed(results):
+    assert results["driver"] < 5.0
+
+
+@pytest.mark.integration
+def test_processes_of_a_lost_machine_start_on_another(results):
+    machines = results["machines"]
+    assert machines["status"] == 0, machines
+    assert machines["left"] == []
+
+
+@pytest.mark.integration
+def test_a_cluster_without_room_a_token_or_our_token_is_refused(results):
+    code, text = results["no room"]
+    assert code == 1
+    assert "asked for big 64 CPU; the cluster has 3 machines (" in text
+    assert results["wrong token"][0] == 1
+    assert "LaunchError" in results["wrong token"][1]
+    code, text = results["no token"]
+    assert code == 1
+    assert "demands no token, so whoever reaches it can run code" in text
+
+
+def test_authentication_may_not_be_switched_off_without_saying_so(monkeypatch, tmp_path):
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    with pytest.raises(ConfigError, match="RAY_AUTH_MODE is disabled, but a Ray cluster without a token is refused"):
+        RayPlace([Process("a", "trainer", ("true",))], tmp_path)
+
+
+def test_the_extra_is_named_where_ray_is_not_installed(monkeypatch, tmp_path):
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(MissingExtraError, match=r"ludic\[ray\]"):
+        RayPlace([Process("a", "trainer", ("true",))], tmp_path)
