@@ -3,8 +3,9 @@
 As a script it takes a JSON object: `folder`; `address` of the cluster; `options` for `ray.init`;
 `kills`, a list of what to kill, one after the other: `trainer`, `actor0`, `actor1` (the process),
 `holder of NAME` (Ray's actor), `node of NAME` (a machine of the cluster), or `driver` (this
-process, which prints the ids of the others before). It prints a JSON object: the exit status, the
-seconds until each killed process ran again, and which of all processes are left at the end.
+process, which prints the ids of the others before); `wait` kills nothing and never ends. It prints
+a JSON object: the exit status, the seconds until each killed process ran again, and which of all
+processes are left at the end.
 """
 
 import json
@@ -53,6 +54,8 @@ class Killer:
             return
         if not self.left:
             (self.folder / "done").touch()
+            return
+        if self.left[0] == "wait":
             return
         target = self.left.pop(0)
         if target == "driver":
