@@ -103,6 +103,12 @@ def test_one_actor_that_samples_whole_batches_gives_the_run_without_actors(tmp_p
     assert trained_on(run) == trained_on(alone / "run")
 
 
+def test_a_run_through_a_redis_server_is_the_run_through_a_file(whole: Path, tmp_path: Path, redis_server: Any) -> None:
+    run = play(tmp_path, f"queue.url={redis_server.url}", "inference.batches_ahead=1", actors=2)
+    assert_is_the_run(run, whole)
+    assert not (run / "queue.sqlite").exists()
+
+
 def test_the_supervised_actors_of_a_run_give_the_same_run_and_one_that_is_killed_is_restarted(
     whole: Path, tmp_path: Path
 ) -> None:
