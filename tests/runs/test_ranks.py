@@ -3,6 +3,7 @@ by an error, a kill, a hang or a signal."""
 
 import json
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -117,7 +118,7 @@ def test_a_rank_that_is_stopped_makes_the_other_print_its_stacks_and_end(tmp_pat
         assert time.monotonic() - stopped < 4 + 5
         assert run.processes[0].exitcode == 75
         said = run.read(0, "err")
-        assert "rank 0 of 2: the phase step has taken" in said
+        assert re.search("rank 0 of 2: the phase (step|generation) has taken", said)
         assert "Current thread" in said or "Thread 0x" in said
 
 
@@ -163,7 +164,7 @@ def test_a_wrong_setting_on_one_rank_leaves_no_folder_and_is_not_retried(tmp_pat
 
 
 @pytest.mark.parametrize("signalled", [0, 1])
-def test_a_signal_to_one_rank_saves_and_ends_all_and_the_run_resumes_bit_for_bit(signalled, tmp_path):
+def test_a_signal_to_one_rank_saves_and_ends_all_and_the_run_resumes(signalled, tmp_path):
     settings = [*SFT, "rows=200", "epochs=2", f"output={tmp_path}"]
     with Ranks(tmp_path / "log", 2, "sft", *settings, "name=run") as run:
         run.wait_for(has_steps(tmp_path / "run", 3))
@@ -172,15 +173,17 @@ def test_a_signal_to_one_rank_saves_and_ends_all_and_the_run_resumes_bit_for_bit
         assert run.wait() == [128 + signal.SIGTERM] * 2, run.read_all()
         assert time.monotonic() - sent < 30
     assert json.loads((tmp_path / "run" / "progress.json").read_text())["phase"] == "sft"
-    with Ranks(tmp_path / "again", 2, "sft", "--resume", str(tmp_path / "run")) as run:
-        assert run.wait() == [0, 0], run.read_all()
-    if signalled == 1:
+    world_size = 2 - signalled  # a run resumes on any number of ranks; on as many it is the same run
+    with Ranks(tmp_path / "again", world_size, "sft", "--resume", str(tmp_path / "run")) as run:
+        assert run.wait() == [0] * world_size, run.read_all()
+    steps = [line["step"] for line in metrics_of(tmp_path / "run") if "train/loss" in line]
+    assert steps == list(range(1, len(steps) + 1))
+    assert json.loads((tmp_path / "run" / "progress.json").read_text())["phase"] == "done"
+    if world_size == 1:
         return
     with Ranks(tmp_path / "whole-log", 2, "sft", *settings, "name=whole") as run:
         assert run.wait() == [0, 0], run.read_all()
     assert largest_difference(tmp_path / "run", tmp_path / "whole") == 0.0
-    steps = [line["step"] for line in metrics_of(tmp_path / "run") if "train/loss" in line]
-    assert steps == sorted(set(steps))
 
 
 def begun_again(environment, *arguments):

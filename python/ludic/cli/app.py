@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from ludic.cli.user_errors import report_user_errors
+from ludic.cli.user_errors import find_rank, report_user_errors
 from ludic.cli.worker import workers
 from ludic.training.presets.registry import REGISTRY
 
@@ -385,7 +385,13 @@ def main() -> None:
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-    app(prog_name="ludic")
+    if find_rank() is None:
+        app(prog_name="ludic")
+        return
+    from ludic.cli.ranked_command import ended_as_rank
+
+    with ended_as_rank():
+        app(prog_name="ludic")
 
 
 if __name__ == "__main__":

@@ -6,8 +6,12 @@ Rank 0 prints and writes as a single process does. The others write to `ranks/ra
 
 from __future__ import annotations
 
+import logging
+import os
+import sys
+import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import IO, TYPE_CHECKING, cast
 
 from ludic.cli.console import INTERRUPTED, run_with_console
@@ -41,6 +45,25 @@ def run_on_ranks(section: RanksSection, work: Callable[[Console, RankLog | None]
             return run_with_console(lambda console: _lead(work, console), json_only=json_only)
         with RankLog(environment.rank) as log, log.in_use():
             return work(Console(file=cast(IO[str], log), soft_wrap=True), log)[0]
+
+
+@contextmanager
+def ended_as_rank() -> Iterator[None]:
+    """End the process of a rank where the block ends, without clean-up: everything is written
+    then, and threads of torch's process groups may wait for other ranks, or abort the process."""
+    try:
+        yield
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
 
 
 def _lead(work: Callable[[Console, RankLog | None], tuple[int, str]], console: Console) -> tuple[int, str]:

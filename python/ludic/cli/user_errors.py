@@ -29,13 +29,13 @@ def report_user_errors() -> Iterator[None]:
         line = str(error) if isinstance(error, LudicError) else describe_machine_fault(error)
         if line is None:
             raise
-        environment = _find_rank()
+        environment = find_rank()
         who = "" if environment is None else f"rank {environment.rank} of {environment.world_size}: "
         typer.secho(f"ludic: {who}{line}", err=True, fg="red")
         raise typer.Exit(exit_status(error) if environment is None else rank_exit_status(error)) from error
 
 
-def _find_rank() -> RankEnvironment | None:
+def find_rank() -> RankEnvironment | None:
     """The rank of this process; None also where the environment contradicts itself, which is the
     error then."""
     try:

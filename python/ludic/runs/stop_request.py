@@ -69,6 +69,11 @@ class SharedStopRequest(StopRequest):
             self.signum = self._meeting.requested_stop()
         return self.signum is not None
 
+    def __exit__(self, *raised: object) -> None:
+        super().__exit__(*raised)
+        if self._previous and any(raised):
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a launcher ends all ranks after one: this one must still say why
+
     def _on_signal(self, signum: int, _frame: FrameType | None) -> None:
         if self._was_signalled:
             raise KeyboardInterrupt

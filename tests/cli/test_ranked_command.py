@@ -1,0 +1,78 @@
+"""Exit statuses of ranks, and how their processes end."""
+
+import errno
+import os
+import sys
+
+import pytest
+
+from ludic.cli import ranked_command, user_errors
+from ludic.cli.ranked_command import ended_as_rank
+from ludic.cli.user_errors import rank_exit_status
+from ludic.errors import CheckpointError, ConfigError, DataError, NonFiniteError, OwnershipLost, QueueError, RankError
+from ludic.recipes.compose import compose, config_hash
+from ludic.recipes.ranks_section import RanksSection, check_ranks, phase_deadlines
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (RankError("rank 1 is gone"), 75),
+        (RankError("its data are wrong", exit_code=78), 78),
+        (QueueError("it does not answer"), 75),
+        (OwnershipLost("another trainer has the queue"), 78),
+        (ConfigError("steps (-1)"), 78),
+        (DataError("row 3"), 78),
+        (CheckpointError("all are damaged"), 78),
+        (OSError(errno.ENOSPC, "No space left on device"), 78),
+        (NonFiniteError("the loss is NaN"), 1),
+        (AssertionError("a bug"), 1),
+        (KeyboardInterrupt(), 1),
+    ],
+)
+def test_the_exit_status_says_whether_to_start_again(error, status):
+    assert rank_exit_status(error) == status
+
+
+def test_an_error_of_a_rank_says_which_and_has_its_status(monkeypatch, capsys):
+    for name, value in {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "host", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(user_errors.typer.Exit) as ended, user_errors.report_user_errors():
+        raise ConfigError("steps (-1) must be at least 0")
+    assert ended.value.exit_code == 78
+    assert capsys.readouterr().err == "ludic: rank 1 of 4: steps (-1) must be at least 0\n"
+    monkeypatch.setenv("RANK", "9")  # the error that an environment like this causes is shown, too
+    with pytest.raises(user_errors.typer.Exit) as ended, user_errors.report_user_errors():
+        raise ConfigError("this is rank 9 of 4")
+    assert ended.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("ends", "code", "said"),
+    [
+        (lambda: None, 0, ""),
+        (lambda: sys.exit(75), 75, ""),
+        (lambda: sys.exit(), 0, ""),
+        (lambda: sys.exit("text"), 1, ""),
+        (lambda: 1 // 0, 1, "ZeroDivisionError"),
+    ],
+)
+def test_a_rank_ends_without_clean_up(ends, code, said, monkeypatch, capsys):
+    codes = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    monkeypatch.setattr(ranked_command.logging, "shutdown", lambda: None)
+    with ended_as_rank():
+        ends()
+    assert codes == [code]
+    assert said in capsys.readouterr().err
+
+
+def test_times_of_ranks_are_checked_and_change_no_result():
+    recipe = compose(["ranks.timeout_s=30", "ranks.save_s=7"])
+    assert config_hash(recipe) == config_hash(compose())
+    assert phase_deadlines(recipe.ranks)["save"] == 7
+    check_ranks(recipe.ranks)
+    with pytest.raises(ConfigError, match=r"ranks.step_s \(0\) must be > 0 seconds"):
+        check_ranks(RanksSection(step_s=0))
+    with pytest.raises(ConfigError, match=r"ranks.port \(70000\) must be from 1 to 65535"):
+        check_ranks(RanksSection(port=70000))
