@@ -53,15 +53,15 @@ class ShardingSettings:
 
     def __post_init__(self) -> None:
         if self.kind not in ("full", "hybrid"):
-            raise ConfigError(f"sharding.kind ({self.kind}) must be full or hybrid; none leaves the model whole on each rank")
-        if self.shards is not None and (self.kind != "hybrid" or self.shards < 1):
             raise ConfigError(
-                f"sharding.shards ({self.shards}) must be >= 1 and is for sharding.kind=hybrid, which is {self.kind}"
+                f"kind ({self.kind}) must be full or hybrid; for a model that is whole on each rank, leave shard_model out"
             )
+        if self.shards is not None and (self.kind != "hybrid" or self.shards < 1):
+            raise ConfigError(f"shards ({self.shards}) must be >= 1 and is for kind='hybrid', which is {self.kind!r}")
         for name in ("param_dtype", "reduce_dtype"):
             dtype = getattr(self, name)
             if dtype not in (None, torch.float32, torch.bfloat16):
-                raise ConfigError(f"sharding.{name} ({dtype}) must be float32 or bfloat16: float16 needs loss scaling")
+                raise ConfigError(f"{name} ({dtype}) must be float32 or bfloat16: float16 needs loss scaling")
 
 
 def make_mesh(settings: ShardingSettings, device: torch.device | str) -> DeviceMesh:
@@ -70,14 +70,14 @@ def make_mesh(settings: ShardingSettings, device: torch.device | str) -> DeviceM
     kind = torch.device(device).type
     if not (dist.is_available() and dist.is_initialized()):
         raise ConfigError(
-            f"sharding.kind ({settings.kind}) needs a process group: start one process for each GPU, as `torchrun "
-            "--nproc-per-node=8 -m ludic.cli train ...` does, or set sharding.kind=none"
+            f"a sharded model (kind={settings.kind!r}) needs a process group: start one process for each GPU with torchrun and call "
+            "ludic.training.ranks.start() first, or leave shard_model out"
         )
     if settings.cpu_offload and kind != "cuda":
-        raise ConfigError(f"sharding.cpu_offload moves weights out of GPUs, and the device is {device}; leave it off")
+        raise ConfigError(f"cpu_offload moves weights out of GPUs, and the device is {device}; leave it off")
     if settings.cpu_offload and "cpu" not in dist.get_backend_config():
         raise ConfigError(
-            f"sharding.cpu_offload sums norms on the CPU, and the process group is {dist.get_backend()} only; call "
+            f"cpu_offload sums norms on the CPU, and the process group is {dist.get_backend()} only; call "
             'init_process_group("cpu:gloo,cuda:nccl")'
         )
     world = dist.get_world_size()
@@ -85,7 +85,7 @@ def make_mesh(settings: ShardingSettings, device: torch.device | str) -> DeviceM
         return init_device_mesh(kind, (world,), mesh_dim_names=("shards",))
     shards = settings.shards or int(os.environ.get("LOCAL_WORLD_SIZE", world))
     if world % shards:
-        raise ConfigError(f"sharding.shards ({shards}) must divide the number of ranks ({world})")
+        raise ConfigError(f"shards ({shards}) must divide the number of ranks ({world})")
     return init_device_mesh(kind, (world // shards, shards), mesh_dim_names=("copies", "shards"))
 
 
@@ -99,7 +99,7 @@ def shard_model(model: nn.Module, settings: ShardingSettings, mesh: DeviceMesh) 
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     if is_sharded(model):
-        raise ConfigError(f"{type(model).__name__} is sharded already; leave sharding.kind out, or give the whole model")
+        raise ConfigError(f"{type(model).__name__} is sharded already; call shard_model once, on the whole model")
     if settings.param_dtype is not None:
         model.float()
     _check_one_dtype(model)
@@ -133,7 +133,7 @@ def _check_one_dtype(model: nn.Module) -> None:
     dtypes = sorted({str(parameter.dtype) for parameter in model.parameters() if parameter.requires_grad})
     if len(dtypes) > 1:
         raise ConfigError(
-            f"the trained weights have the dtypes {', '.join(dtypes)}, and FSDP shards one; set sharding.param_dtype=bfloat16, which "
+            f"the trained weights have the dtypes {', '.join(dtypes)}, and FSDP shards one; set param_dtype=torch.bfloat16, which "
             "stores all in float32 and computes in bfloat16, or call apply_lora(..., adapters_in_float32=False)"
         )
 

@@ -49,7 +49,7 @@ class LoraPublisher(Publisher):
         if is_sharded(model):
             raise ConfigError(
                 "rank 0 alone publishes, and the adapters of a sharded model are shared out over all ranks; publish merged weights "
-                "(create_vllm_publisher), or set sharding.kind=none"
+                "(create_vllm_publisher), or leave the model whole on each rank"
             )
         self.target = as_push_target(client)
         self.servers = [VllmEndpoints(url, headers=self.target.request_headers) for url in self.target.all_urls()]
