@@ -6,7 +6,7 @@ import pytest
 
 from ludic import rank_environment
 from ludic.errors import ConfigError
-from ludic.rank_environment import RankEnvironment, first_host, read_rank_environment
+from ludic.rank_environment import RankEnvironment, first_host, read_rank_environment, without_rank
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "MASTER_ADDR": "node7", "MASTER_PORT": "29500"}
 SRUN = {
@@ -78,3 +78,11 @@ def test_the_first_host_of_slurms_lists(nodes, first):
 
 def test_examples_of_docstrings():
     assert doctest.testmod(rank_environment).failed == 0
+
+
+@pytest.mark.parametrize("environ", [{**TORCHRUN, "TORCHELASTIC_RUN_ID": "x"}, SRUN])
+def test_a_process_that_a_rank_starts_is_no_rank(environ):
+    left = without_rank({**environ, "PATH": "/bin"})
+    assert read_rank_environment(left) is None
+    assert left["PATH"] == "/bin"
+    assert "SLURM_JOB_ID" in left or environ is not SRUN  # for programs that ask what job they are in

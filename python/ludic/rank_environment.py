@@ -14,6 +14,12 @@ LOWEST_PORT, NUM_PORTS = 12_000, 16_000
 """Ports that are derived from the id of a Slurm job. All are below the range that systems give to
 outgoing connections."""
 
+OF_RANKS = (
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "SLURM_PROCID", "SLURM_LOCALID"),
+    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+)
+"""Variables that make a process a rank."""
+
 
 @dataclass(frozen=True)
 class RankEnvironment:
@@ -88,6 +94,15 @@ def _read_slurm(environ: Mapping[str, str], port: int | None) -> RankEnvironment
         address=environ.get("MASTER_ADDR") or first_host(nodes),
         port=_read_number(environ, "MASTER_PORT", derived) if port is None else port,
     )
+
+
+def without_rank(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment for a process that a rank starts, and that is no rank: a server, an actor.
+
+    >>> without_rank({"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "29500", "HOME": "/root"})
+    {'HOME': '/root'}
+    """
+    return {name: value for name, value in environ.items() if name not in OF_RANKS and not name.startswith("TORCHELASTIC_")}
 
 
 def first_host(nodes: str) -> str:

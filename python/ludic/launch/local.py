@@ -20,6 +20,7 @@ from ludic.launch import guard
 from ludic.launch.gpus import GpuPool, find_gpus
 from ludic.launch.logs import ProcessLog
 from ludic.launch.process import Ended, Process, Started
+from ludic.rank_environment import without_rank
 
 LOOPBACK = "127.0.0.1"
 START_S = 30.0
@@ -105,7 +106,7 @@ class _Child:
             with other, self.log.open() as log:
                 self._guard = subprocess.Popen(
                     command,
-                    env={**os.environ, **variables, **process.env},
+                    env={**without_rank(os.environ), **variables, **process.env},
                     stdin=other.fileno(),
                     stdout=log,
                     stderr=subprocess.STDOUT,

@@ -17,6 +17,7 @@ import ludic
 from ludic.errors import ConfigError
 from ludic.inference.vllm.in_server.flags import default_variables
 from ludic.inference.vllm.in_server.server import PYTHON_VARIABLE, missing_vllm_message
+from ludic.rank_environment import without_rank
 
 VENV = ".venv-vllm"
 """The virtual environment that `make vllm` builds."""
@@ -84,7 +85,7 @@ def server_variables(
 ) -> dict[str, str]:
     """The environment of a server with these arguments: defaults, overridden by this process's
     environment, overridden by `overrides`."""
-    env = dict(os.environ)
+    env = without_rank(os.environ)
     own_path = env.get("PYTHONPATH") if python == sys.executable else None  # useless to another interpreter
     env.pop("PYTHONHOME", None)
     for name, value in default_variables(arguments, cpu=cpu).items():
