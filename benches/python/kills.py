@@ -96,6 +96,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=list(KINDS))
     parser.add_argument("--moments", type=int, default=50, help="runs of each kind that are killed at random moments")
     parser.add_argument("--changes", type=int, help="the number of changes to files at which to kill; default: every one")
+    parser.add_argument("--at", nargs="+", type=int, default=[], help="kill at these changes instead, counted from 1")
     parser.add_argument("--jobs", type=int, default=2, help="runs at once")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -136,7 +137,8 @@ def _cases(kind: str, changes: int, options: argparse.Namespace) -> Iterator[Cas
     yield from (Case(kind, number, None) for number in range(options.moments))
     count = changes if options.changes is None else min(options.changes, changes)
     # Evenly spaced: 3 of 9 changes are 3, 6 and 9.
-    yield from (Case(kind, options.moments + number, (number + 1) * changes // count) for number in range(count))
+    numbers = options.at or [(number + 1) * changes // count for number in range(count)]
+    yield from (Case(kind, options.moments + place, number) for place, number in enumerate(numbers))
 
 
 def _run_whole(kind: str, folder: Path) -> Whole:
@@ -284,7 +286,9 @@ def compare(run: Path, whole: Path) -> list[str]:
     if _plain(json.loads((run / "summary.json").read_text())) != _plain(json.loads((whole / "summary.json").read_text())):
         differences.append("summary.json")
     files = [{path.relative_to(root) for path in root.rglob("*") if path.is_file()} for root in (run, whole)]
-    differences += [f"only in one of the two: {path}" for path in sorted(files[0] ^ files[1])]
+    # A run that is killed before it deletes an older checkpoint, and has no more to save, keeps it.
+    added = [path for path in files[0] - files[1] if path.parts[0] != "checkpoints" or any(part[0] == "." for part in path.parts)]
+    differences += [f"only in one of the two: {path}" for path in sorted([*added, *(files[1] - files[0])])]
     weights = [path for path in files[0] & files[1] if path.parts[0] in ("model", "adapter", "base", "best")]
     differences += [f"content of {path}" for path in weights if _content(run, path) != _content(whole, path)]
     return differences
