@@ -120,10 +120,11 @@ def _attachments(
 ) -> list[SampleAttachments]:
     """The log-probabilities of each sample's action tokens, from those of all tokens.
 
-    Example: [0, a, 0, b, c] with actions [0, 1, 0, 1, 1] is [a, b, c]. Before the offsets 0, 2 and
-    5 there are 0, 1 and 3 actions: [a] and [b, c].
+    Example: [0, a, 0, b, c] with actions [0, 1, 0, 1, 1] is [a, b, c]. From the offsets 0 and 2 on
+    there are 1 and 2 actions, so it is divided at 0, 1 and 3: [a] and [b, c].
     """
     if logps is None:
         return [SampleAttachments() for _ in offsets[1:]]
-    before = np.concatenate([[0], actions.cumsum(dtype=np.int64)])
-    return [SampleAttachments(ActorTokenLogps(part)) for part in _split(logps[actions != 0], before[offsets])]
+    counts = np.add.reduceat(actions, offsets[:-1], dtype=np.int64)  # no sample is without tokens
+    bounds = np.concatenate([[0], counts.cumsum()])
+    return [SampleAttachments(ActorTokenLogps(part)) for part in _split(logps[actions != 0], bounds)]
