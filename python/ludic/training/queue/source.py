@@ -10,31 +10,28 @@ at most `ahead + 1` batches are played at a time.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import socket
 import time
 import uuid
-from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from ludic.errors import ConfigError, QueueDataLost, QueueError, RolloutError
+from ludic.errors import ConfigError, QueueDataLost, QueueError, RolloutError, shorten_names
 from ludic.training.batching.source import BatchSourceBase
 from ludic.training.queue.arrivals import Arrivals, Order
-from ludic.training.queue.base import DEFAULT_CLAIM_S, Entry, GroupLog, Work
+from ludic.training.queue.base import DEFAULT_CLAIM_S, GroupLog, Work
 from ludic.training.queue.claims import ClaimKeeper
-from ludic.training.queue.entries import DEFAULT_LIMITS, Group, decode_group
+from ludic.training.queue.entries import DEFAULT_LIMITS, Group
 from ludic.training.queue.envelope import EntryError, EntryLimits
 from ludic.training.queue.patience import Patience
+from ludic.training.queue.reading import EntryReader
 from ludic.training.types import SAWBatch
 
 logger = logging.getLogger(__name__)
 
-READ_S = 1.0
-"""How long one reading of the log waits for an entry."""
 HEAL_AFTER_S = 5.0
 """After so long without an entry, what is missing is offered again."""
 
@@ -96,8 +93,9 @@ class QueueBatchSource(BatchSourceBase):
         self.max_lag = ahead
         self.overlaps = ahead > 0
         self._ahead, self._publish_every, self._num_batches = ahead, publish_every, num_batches
-        self._group_timeout_s, self._claim_s, self._limits = group_timeout_s, claim_s, limits
+        self._group_timeout_s, self._claim_s = group_timeout_s, claim_s
         self._patience = Patience(patience_s) if patience is None else patience
+        self._reader = EntryReader(log, run, limits, self._patience)
         self.owner = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         """Name under which this trainer claims the log."""
         self._claims: ClaimKeeper | None = None
@@ -106,8 +104,6 @@ class QueueBatchSource(BatchSourceBase):
         """The next batch to return."""
         self._versions: dict[int, int] = {}
         """Batch -> the version that its groups are sampled with, for all that are offered."""
-        self._entries: deque[Entry] = deque()
-        """Read from the log, and not taken yet."""
         self._healed_after = 0
         """Number of interruptions that were healed."""
         self._aside = 0
@@ -118,6 +114,7 @@ class QueueBatchSource(BatchSourceBase):
     async def next_batch(self) -> SAWBatch:
         """The next batch, once its groups have come."""
         started = self._patience.clock()
+        await self._reader.stop_reading_ahead()
         if self._claims is None:
             await self._start()
         await self._with_data(self._offer_ahead)
@@ -134,6 +131,8 @@ class QueueBatchSource(BatchSourceBase):
         self._batch += 1
         self._forget_versions()
         batch.meta.update(await self._measure(groups, wait_s))
+        if self.overlaps:
+            self._reader.read_ahead(lambda: self._arrivals.position, self._arrivals.groups_per_batch)
         return batch
 
     async def announce(self, version: int) -> None:
@@ -172,7 +171,7 @@ class QueueBatchSource(BatchSourceBase):
                 "prompts; resume with the same number"
             )
         self._arrivals.load_state_dict(state)
-        self._entries.clear()
+        self._reader.clear()
         self._batch, self._version = int(state["batch"]), int(state["version"])
         self._versions = {int(batch): int(version) for batch, version in state["versions"]}
 
@@ -190,7 +189,8 @@ class QueueBatchSource(BatchSourceBase):
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Stop renewing the claim. Actors go on with what is offered."""
+        """Stop reading, and renewing the claim. Actors go on with what is offered."""
+        await self._reader.stop_reading_ahead()
         if self._claims is not None:
             self._claims.stop()
             self._claims = None
@@ -239,8 +239,8 @@ class QueueBatchSource(BatchSourceBase):
 
     async def _scan_log(self) -> set[int]:
         """The numbers behind the position, whose entries are not kept here."""
-        numbers = {entry.number for entry in self._entries if entry.number is not None}
-        position = self._entries[-1].position if self._entries else self._arrivals.position
+        numbers = {entry.number for entry, _ in self._reader.entries if entry.number is not None}
+        position = self._reader.last_position(self._arrivals.position)
         while True:
             entries = await self._call("reading groups", partial(self._log.read, position))
             if not entries:
@@ -290,13 +290,12 @@ class QueueBatchSource(BatchSourceBase):
         while (groups := self._arrivals.find_batch(self._batch)) is None:
             if self._claims is not None:
                 self._claims.check()
-            if self._entries:
+            if self._reader.entries:
                 await self._take_next()
                 continue
-            read = partial(self._log.read, self._arrivals.position, timeout_s=READ_S)
-            self._entries.extend(await self._call("reading groups", read))
+            await self._reader.read(self._arrivals.position)
             now = clock()
-            if self._entries:
+            if self._reader.entries:
                 came = seen = healed = now
                 continue
             self._arrivals.reach_end()
@@ -309,25 +308,19 @@ class QueueBatchSource(BatchSourceBase):
         return groups
 
     def _check_deadlines(self, since_entry_s: float, since_actor_s: float) -> None:
-        what = f"batch {self._batch} waits for groups {_first(self._expected())}"
+        what = f"batch {self._batch} waits for groups {shorten_names(self._expected())}"
         if since_actor_s >= self._patience.patience_s:
             raise QueueError(f"{what}: no actor has had work for {since_actor_s:.0f} s (patience_s); are actors running?")
         if since_entry_s >= self._group_timeout_s:
             raise QueueError(f"{what}: actors have work, and none was delivered for {since_entry_s:.0f} s (group_timeout_s)")
 
     async def _take_next(self) -> None:
-        """Take the oldest entry that was read. If this is cancelled, it is still there."""
-        entry = self._entries[0]
-        try:
-            group: Group = await self._patience.run(lambda: decode_group(entry.payload, self._limits))
-            if group.number != entry.number:
-                raise EntryError(f"the entry of group {entry.number} holds group {group.number}")
-            if group.run != self._run:
-                raise EntryError(f"the entry is of run {group.run}, this is {self._run}")
-        except EntryError as error:
-            await self._refuse_next(str(error))
+        """Take the oldest entry that was read."""
+        entry, group = self._reader.entries[0]
+        if isinstance(group, EntryError):
+            await self._refuse_next(str(group))
             return
-        self._entries.popleft()
+        self._reader.entries.popleft()
         version = self._versions.get(group.number // self._arrivals.groups_per_batch)
         if self._arrivals.order == "exact" and version not in (None, group.version):
             logger.warning("group %d was sampled with version %d, and %d is expected", group.number, group.version, version)
@@ -336,11 +329,12 @@ class QueueBatchSource(BatchSourceBase):
             self._arrivals.take(entry, group)
 
     async def _refuse_next(self, reason: str) -> None:
-        """Set the oldest entry that was read aside, and offer its group again."""
-        entry = self._entries[0]
+        """Set the oldest entry that was read aside, and offer its group again. If this is
+        cancelled, the entry is still there."""
+        entry, _ = self._reader.entries[0]
         logger.warning("the entry of group %s was set aside: %s", entry.number, reason)
         await self._call("setting an entry aside", lambda: self._log.set_aside(entry, reason))
-        self._entries.popleft()
+        self._reader.entries.popleft()
         self._aside += 1
         if self._arrivals.refuse(entry, reason):
             logger.error("group %s is given up; its batch goes on without it: %s", entry.number, reason)
@@ -370,8 +364,3 @@ class QueueBatchSource(BatchSourceBase):
             "queue/abandoned": self._arrivals.abandoned,
             "queue/bytes": stats.bytes,
         }
-
-
-def _first(numbers: Sequence[int], shown: int = 8) -> str:
-    more = f" and {len(numbers) - shown} more" if len(numbers) > shown else ""
-    return ", ".join(map(str, itertools.islice(numbers, shown))) + more
