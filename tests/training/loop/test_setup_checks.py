@@ -68,6 +68,7 @@ def playing_source(**options):
 @pytest.fixture
 def two_ranks(monkeypatch):
     monkeypatch.setattr(ranks, "world_size", lambda: 2)
+    monkeypatch.setattr(ranks, "is_distributed", lambda: True)
 
 
 @pytest.mark.usefixtures("two_ranks")
