@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from ludic.errors import CheckpointError, DataError
-from ludic.training.queue.ledger import Ledger, ProducerLedger
+from ludic.training.queue.ledger import Ledger
 
 NUMBERS = st.lists(st.integers(0, 12), max_size=15)
 
@@ -76,20 +76,3 @@ def test_a_state_that_no_ledger_has_is_refused(state):
     with pytest.raises(CheckpointError, match="is no ledger"):
         ledger.load_state_dict(state)
     assert ledger.state_dict() == {"watermark": 1, "above": []}
-
-
-def test_producers_number_what_they_send_each_for_itself():
-    ledger = ProducerLedger()
-    ledger.mark_trained("a", 0)
-    ledger.mark_trained("b", 1)
-    again = ProducerLedger()
-    again.load_state_dict(json.loads(json.dumps(ledger.state_dict())))
-    assert [again.is_trained(*sent) for sent in [("a", 0), ("a", 1), ("b", 0), ("b", 1), ("c", 0)]] == [
-        True,
-        False,
-        False,
-        True,
-        False,
-    ]
-    with pytest.raises(DataError):
-        again.mark_trained("a", 0)

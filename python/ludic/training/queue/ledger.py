@@ -60,31 +60,3 @@ class Ledger:
         if watermark < 0 or any(number <= watermark for number in above) or len(set(above)) < len(above):
             raise CheckpointError(f"{dict(state)} is no ledger: above the watermark are different, larger numbers")
         self.watermark, self._above = watermark, set(above)
-
-
-class ProducerLedger:
-    """A ledger for each producer of samples, which numbers what it sends from 0. A producer that is
-    restarted has a new name."""
-
-    def __init__(self) -> None:
-        self._ledgers: dict[str, Ledger] = {}
-
-    def mark_trained(self, producer: str, sequence: int) -> None:
-        """Add what the producer sent as number `sequence`. Raises DataError if it was trained."""
-        self._ledgers.setdefault(producer, Ledger()).mark_trained([sequence])
-
-    def is_trained(self, producer: str, sequence: int) -> bool:
-        """Whether it was added."""
-        ledger = self._ledgers.get(producer)
-        return ledger is not None and ledger.is_trained(sequence)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The content as plain JSON values."""
-        return {producer: ledger.state_dict() for producer, ledger in self._ledgers.items()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace the content."""
-        ledgers = {producer: Ledger() for producer in state}
-        for producer, ledger in ledgers.items():
-            ledger.load_state_dict(state[producer])
-        self._ledgers = ledgers
