@@ -141,6 +141,12 @@ class QueueDataLost(QueueError):
     is missing."""
 
 
+class QueueRefused(QueueError):
+    """The queue does not accept this process: a wrong password, missing rights, a server that would
+    lose entries, or a file of another version. Repeating the call does not help; a setting must be
+    changed first."""
+
+
 class OwnershipLost(LudicError, RuntimeError):
     """Another trainer owns the queue. This one must stop, and must not be restarted."""
 

@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from ludic.cli.app import app
 from ludic.cli.user_errors import exit_status
-from ludic.errors import CheckpointError, ConfigError, OwnershipLost, QueueDataLost, QueueError
+from ludic.errors import CheckpointError, ConfigError, OwnershipLost, QueueDataLost, QueueError, QueueRefused
 from ludic.recipes.compose import compose
 from ludic.runs.directory import RunDirectory
 
@@ -46,6 +46,7 @@ def test_an_actor_of_another_version_of_ludic_is_refused(tmp_path: Path) -> None
     [
         (QueueError("no answer"), 75),
         (QueueDataLost("gone"), 75),
+        (QueueRefused("a wrong password"), 78),
         (OwnershipLost("another trainer"), 78),
         (ConfigError("wrong"), 2),
         (CheckpointError("damaged"), 1),

@@ -62,6 +62,15 @@ class LogLaws:
         yield log
         place.remove()
 
+    def test_a_log_that_holds_nothing_is_read_and_waited_for(self, place):
+        log = place.connect()
+        assert log.read(None, timeout_s=0.05) == []
+        log.claim("t1", run="r")
+        assert log.read(None, timeout_s=0.05) == []
+        place.lose_data()
+        assert log.read(None, timeout_s=0.05) == []
+        place.remove()
+
     def test_what_is_offered_is_leased_in_the_order_of_numbers_and_each_once(self, log):
         assert log.offer("t1", works(5, 3, 4)) == 3
         assert [lease(log, actor).work for actor in "abc"] == works(3, 4, 5)

@@ -55,12 +55,13 @@ def exit_status(error: Exception) -> int:
         MissingExtraError,
         OwnershipLost,
         QueueError,
+        QueueRefused,
         RankError,
     )
 
     if isinstance(error, RankError):
         return error.exit_code
-    if isinstance(error, OwnershipLost):
+    if isinstance(error, (OwnershipLost, QueueRefused)):
         return STOP
     if isinstance(error, QueueError):
         return RETRY

@@ -13,7 +13,7 @@ from log_laws import LogLaws
 from memory_log import Clock
 from real_redis import new_name, running_redis
 
-from ludic.errors import DataError, OwnershipLost, QueueDataLost, QueueError
+from ludic.errors import DataError, OwnershipLost, QueueDataLost, QueueError, QueueRefused
 from ludic.training.queue.base import MAX_PAYLOAD_BYTES, Work
 from ludic.training.queue.redis import RedisLog
 
@@ -194,15 +194,16 @@ def test_a_full_server_refuses_entries_and_still_lets_the_trainer_forget(tmp_pat
         log.announce("trainer", 3)
         assert log.renew(leases[-1])
         log.give_back(leases[-1])
+        assert log.offer("trainer", [Work(50, 3)]) == 1  # the trainer offers before it trains what is there
         log.forget("trainer", log.read(None)[-1].position)
         assert log.deliver(leases[delivered], b"x" * 1_000_000)
-        assert len(log.outstanding()) == 49 - delivered
+        assert len(log.outstanding()) == 50 - delivered
 
 
 def test_a_server_that_evicts_is_refused(tmp_path):
     with running_redis(tmp_path, **{"maxmemory-policy": "allkeys-lru"}) as server:
         log = RedisLog(server.url, "run")
-        with pytest.raises(QueueError, match=r"allkeys-lru.*CONFIG SET maxmemory-policy noeviction"):
+        with pytest.raises(QueueRefused, match=r"allkeys-lru.*CONFIG SET maxmemory-policy noeviction"):
             log.version()
 
 
@@ -214,7 +215,7 @@ def test_passwords_are_used_and_never_shown(tmp_path, caplog):
         said = [repr(log)]
         for url in (f"redis://:wrong2secret@{address}", f"redis://{address}", f"redis://nobody:hunter2secret@{address}"):
             started = time.monotonic()
-            with pytest.raises(QueueError, match=r"refused a command: (Authentication|NoPermission)") as caught:
+            with pytest.raises(QueueRefused, match=r"refused a command: (Authentication|NoPermission)") as caught:
                 RedisLog(url, "run").version()
             assert time.monotonic() - started < 5  # a wrong password is not tried until the deadline
             said.append(str(caught.value))

@@ -4,9 +4,16 @@ import time
 
 import pytest
 from hypothesis import given, strategies as st
-from redis.exceptions import AuthenticationError, ConnectionError, ReadOnlyError, ResponseError
+from redis.exceptions import (
+    AuthenticationError,
+    ConnectionError,
+    NoPermissionError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    ResponseError,
+)
 
-from ludic.errors import ConfigError, QueueError
+from ludic.errors import ConfigError, QueueError, QueueRefused
 from ludic.training.queue.redis_connection import RedisConnection, check_prefix, hide_password
 
 PASSWORDS = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=3, max_size=12)
@@ -96,12 +103,21 @@ def test_a_call_is_repeated_until_the_server_answers():
     assert server.answers == []
 
 
-@pytest.mark.parametrize("error", [ResponseError("WRONGTYPE"), AuthenticationError("invalid password")])
-def test_a_refusal_is_not_repeated(error):
+@pytest.mark.parametrize(
+    ("error", "is_final"),
+    [
+        (ResponseError("WRONGTYPE"), False),
+        (OutOfMemoryError("maxmemory"), False),  # the next checkpoint frees memory
+        (AuthenticationError("invalid password"), True),
+        (NoPermissionError("no rights to run EVALSHA"), True),
+    ],
+)
+def test_a_refusal_is_not_repeated_and_says_whether_it_can_pass(error, is_final):
     server = Server(error, "never asked")
-    with pytest.raises(QueueError, match=r"redis://\*\*\*@host refused a command"):
+    with pytest.raises(QueueError, match=r"redis://\*\*\*@host (refused a command|is full)") as caught:
         checked_connection().call(server)
     assert server.answers == ["never asked"]
+    assert isinstance(caught.value, QueueRefused) == is_final
 
 
 def test_a_server_that_repeats_the_password_does_not_reach_the_message():
@@ -150,7 +166,7 @@ class Facts:
 def test_a_server_that_would_lose_entries_is_refused(facts, problem):
     connection = RedisConnection("redis://:hunter2@host", deadline_s=1.0)
     connection._client = Facts(**facts)
-    with pytest.raises(QueueError, match=problem):
+    with pytest.raises(QueueRefused, match=problem):
         connection.call(lambda client: "never asked")
 
 

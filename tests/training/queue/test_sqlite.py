@@ -12,7 +12,7 @@ from log_comparison import compare_with_model
 from log_laws import LogLaws, lease, works
 from memory_log import Clock, MemoryLog
 
-from ludic.errors import ConfigError, QueueError
+from ludic.errors import ConfigError, QueueError, QueueRefused
 from ludic.training.queue.sqlite import SQLiteLog
 
 
@@ -168,7 +168,7 @@ def test_a_file_of_another_version_is_not_touched(tmp_path):
     db = sqlite3.connect(path)
     db.execute("pragma user_version = 99")
     db.close()
-    with pytest.raises(QueueError, match="version 99, this ludic reads 1"):
+    with pytest.raises(QueueRefused, match="version 99, this ludic reads 1"):
         SQLiteLog(path).stats()
 
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from ludic.errors import ConfigError, QueueDataLost, QueueError
+from ludic.errors import ConfigError, QueueDataLost, QueueError, QueueRefused
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -20,8 +20,8 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 0.1, 5.0
 
 class Patience:
     """Runs calls in threads, so that the event loop goes on, and repeats one that raises QueueError
-    for up to `patience_s` seconds. `QueueDataLost` is raised at once: it does not pass by itself.
-    Simulations replace `sleep`, `clock` and `run`."""
+    for up to `patience_s` seconds. `QueueDataLost` and `QueueRefused` are raised at once: they do
+    not pass by themselves. Simulations replace `sleep`, `clock` and `run`."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Patience:
         while True:
             try:
                 result: T = await self.run(operation)
-            except QueueDataLost:
+            except (QueueDataLost, QueueRefused):
                 raise
             except QueueError as error:
                 waited_s = self.clock() - started

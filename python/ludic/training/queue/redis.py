@@ -93,7 +93,7 @@ class RedisLog:
             remaining_s = deadline - time.monotonic()
             if rows or remaining_s <= 0:
                 return [_to_entry(found.decode(), row) for row in rows]
-            self._wait_for_entry(last if found.decode() == born else "0", min(remaining_s, WAIT_S))
+            self._wait_for_entry(last if last and found.decode() == born else "0", min(remaining_s, WAIT_S))
 
     def forget(self, owner: str, through: str) -> None:
         born, _, last = through.partition("/")

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from ludic.errors import ConfigError, MissingExtraError, QueueError
+from ludic.errors import ConfigError, MissingExtraError, QueueError, QueueRefused
 
 try:
     import redis as redis  # exported: the modules beside this one import it from here
@@ -35,8 +35,13 @@ _TEMPORARY = (
     redis.exceptions.ClusterDownError,
     redis.exceptions.TryAgainError,
 )
-_FINAL = (redis.exceptions.AuthenticationError, redis.exceptions.AuthorizationError, redis.exceptions.MaxConnectionsError)
-"""Subclasses of ConnectionError that another attempt does not repair."""
+_REFUSED = (
+    redis.exceptions.AuthenticationError,
+    redis.exceptions.AuthorizationError,
+    redis.exceptions.NoPermissionError,
+    redis.exceptions.MaxConnectionsError,
+)
+"""Another attempt does not help. Most are subclasses of ConnectionError."""
 _BUSY = "BUSY "
 """Begins the reply of a server that runs a long script of somebody else."""
 
@@ -66,7 +71,8 @@ class RedisConnection:
 
     def call(self, command: Callable[[redis.Redis], Result]) -> Result:
         """The result of `command(client)`. Raises QueueError if there is none by the deadline, or
-        if the server refuses it; errors of scripts that begin with LUDIC are raised as they are."""
+        if the server refuses the command, and QueueRefused if it refuses this client or cannot hold
+        a queue; errors of scripts that begin with LUDIC are raised as they are."""
         deadline, pause = time.monotonic() + self._deadline_s, FIRST_PAUSE_S
         while True:
             try:
@@ -76,7 +82,8 @@ class RedisConnection:
                 if str(error).startswith("LUDIC"):
                     raise
                 if not _is_temporary(error):
-                    raise QueueError(self._refusal(error)) from None  # the error itself may show the password
+                    refused = QueueRefused if isinstance(error, _REFUSED) else QueueError
+                    raise refused(self._refusal(error)) from None  # the error itself may show the password
                 if time.monotonic() + pause > deadline:
                     raise QueueError(
                         f"the queue at {self.shown_url} did not answer within {self._deadline_s:g} s "
@@ -118,17 +125,17 @@ class RedisConnection:
             raise ConfigError(f"{self.shown_url} is no usable queue URL: {self._scrub(error)}") from None
 
     def _check_server(self) -> None:
-        """Raise QueueError, before the first command, for a server that would lose entries without
-        being killed."""
+        """Raise QueueRefused, before the first command, for a server that would lose entries
+        without being killed."""
         if self._checked:
             return
         facts = self._client.info("everything")
         version = str(facts.get("redis_version", "0"))
         if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_SERVER:
-            raise QueueError(f"the queue at {self.shown_url} is Redis {version}; 6.2 or newer is needed")
+            raise QueueRefused(f"the queue at {self.shown_url} is Redis {version}; 6.2 or newer is needed")
         policy = facts.get("maxmemory_policy", "noeviction")
         if policy != "noeviction":
-            raise QueueError(
+            raise QueueRefused(
                 f"the queue at {self.shown_url} has maxmemory-policy {policy}, which deletes entries when memory is short; set it to "
                 "noeviction (`CONFIG SET maxmemory-policy noeviction`, and the same in redis.conf)"
             )
@@ -197,7 +204,7 @@ def _secrets_of(url: str) -> list[str]:
 
 
 def _is_temporary(error: Exception) -> bool:
-    if isinstance(error, _FINAL):
+    if isinstance(error, _REFUSED):
         return False
     return isinstance(error, _TEMPORARY) or str(error).startswith(_BUSY)
 

@@ -116,6 +116,7 @@ return 1
 
 # owner, then number version attempt of each group
 OFFER = """
+also_when_full()
 local refused = disowned(ARGV[1])
 if refused then return refused end
 local new, now = 0, string.format('%.0f', now_ms())

@@ -19,7 +19,7 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ludic.errors import ConfigError, DataError, OwnershipLost, QueueDataLost, QueueError
+from ludic.errors import ConfigError, DataError, OwnershipLost, QueueDataLost, QueueError, QueueRefused
 from ludic.training.queue.base import (
     DEFAULT_CLAIM_S,
     DEFAULT_LEASE_S,
@@ -312,7 +312,7 @@ def _prepare(db: sqlite3.Connection, path: Path) -> None:
             _write_facts(db, epoch=uuid.uuid4().hex[:12], closed=0, aside=0, claimed=0)
             db.execute(f"pragma user_version = {SCHEMA_VERSION}")
         elif schema != SCHEMA_VERSION:
-            raise QueueError(
+            raise QueueRefused(
                 f"the queue {path} has version {schema}, this ludic reads {SCHEMA_VERSION}; delete it, or use that version"
             )
         db.execute("commit")
