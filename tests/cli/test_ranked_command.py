@@ -5,13 +5,29 @@ import os
 import sys
 
 import pytest
+from torch.distributed import HashStore
 
 from ludic.cli import ranked_command, user_errors
 from ludic.cli.ranked_command import ended_as_rank
 from ludic.cli.user_errors import rank_exit_status
 from ludic.errors import CheckpointError, ConfigError, DataError, NonFiniteError, OwnershipLost, QueueError, RankError
+from ludic.rank_environment import RankEnvironment
 from ludic.recipes.compose import compose, config_hash
 from ludic.recipes.ranks_section import RanksSection, check_ranks, phase_deadlines
+from ludic.training import watchdog
+from ludic.training.ranks import session
+from ludic.training.ranks.meeting import Failure, Meeting
+
+
+@pytest.fixture
+def two_ranks(monkeypatch):
+    """The meetings of two ranks; this process is rank 0. A watchdog of the test is closed."""
+    store = HashStore()
+    meetings = [Meeting(store, rank, 2) for rank in range(2)]
+    monkeypatch.setattr(session, "_meeting", meetings[0])
+    yield meetings
+    if watchdog._active is not None:
+        watchdog._active.close()
 
 
 @pytest.mark.parametrize(
@@ -65,6 +81,19 @@ def test_a_rank_ends_without_clean_up(ends, code, said, monkeypatch, capsys):
         ends()
     assert codes == [code]
     assert said in capsys.readouterr().err
+
+
+def test_the_end_of_a_rank_with_an_error_has_a_deadline(two_ranks):
+    with pytest.raises(OSError, match="full"), ranked_command._watched(RankEnvironment(0, 2, 0, "host", 1), RanksSection()):
+        raise OSError("full")
+    assert 50 < watchdog.remaining_s(0.0) <= ranked_command.ENDING_S
+
+
+def test_a_rank_that_outlives_another_ends_with_the_status_of_its_failure(two_ranks):
+    two_ranks[1].report_failure(Failure(1, "host1", "the data are wrong", 78))
+    with ranked_command._watched(RankEnvironment(0, 2, 0, "host", 1), RanksSection()):
+        assert watchdog._active._find_failure() == ("rank 1 failed, on host1: the data are wrong", 78)
+    assert watchdog._active is None
 
 
 def test_times_of_ranks_are_checked_and_change_no_result():

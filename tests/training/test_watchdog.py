@@ -123,12 +123,20 @@ def test_a_wait_ends_before_the_watchdog(running):
 
 def test_the_failure_of_another_rank_ends_a_process_that_does_not_end_by_itself(process, monkeypatch):
     monkeypatch.setattr(watchdog, "GRACE_S", 0.1)
-    watch = Watchdog({"step": 0.5}, find_failure=lambda: "rank 0 failed: no disk", end=process.end, out=process.out)
+    watch = Watchdog({"step": 0.5}, find_failure=lambda: ("rank 0 failed: no disk", 78), end=process.end, out=process.out)
     watch.start()
     assert process.ended.wait(timeout=10)
     watch.close()
-    assert process.code == 75
+    assert process.code == 78
     assert "rank 0 failed: no disk. This process did not end within 0.1 s" in process.printed()
+    assert "the exit status is 78" in process.printed()
+
+
+def test_the_last_phase_ends_a_process_that_never_leaves_it(process, running):
+    running(ending=0.05).enter_last("ending")
+    assert process.ended.wait(timeout=10)
+    assert process.code == 75
+    assert "the phase ending has taken" in process.printed()
 
 
 def test_a_deadline_must_be_positive():

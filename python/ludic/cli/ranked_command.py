@@ -90,12 +90,12 @@ def _watched(environment: RankEnvironment, section: RanksSection) -> Iterator[No
     meeting = ranks.current_meeting()
     assert meeting is not None
 
-    def find_failure() -> str | None:
+    def find_failure() -> tuple[str, int] | None:
         try:
             failure = meeting.find_failure()
         except Exception:  # the store is gone: the main thread finds it too
             return None
-        return None if failure is None else f"rank {failure.rank} failed, on {failure.host}: {failure.text}"
+        return None if failure is None else (f"rank {failure.rank} failed, on {failure.host}: {failure.text}", failure.exit_code)
 
     dog = Watchdog(
         {**phase_deadlines(section), "ending": ENDING_S},
@@ -107,6 +107,6 @@ def _watched(environment: RankEnvironment, section: RanksSection) -> Iterator[No
     try:
         yield
     except BaseException:
-        dog.phase("ending").__enter__()
+        dog.enter_last("ending")
         raise
     dog.close()

@@ -53,7 +53,8 @@ class Watchdog:
     The deadline of a phase counts from its begin, and again from the end of a phase inside it:
     what counts is the time without any progress from phase to phase. Between phases nothing is
     watched. `find_failure` is asked about once a second whether another rank has failed, and
-    returns what to print; this process then has `GRACE_S` to end by itself.
+    returns what to print and the exit status of all ranks; this process then has `GRACE_S` to end
+    by itself.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class Watchdog:
         deadlines_s: Mapping[str, float],
         *,
         name: str = "",
-        find_failure: Callable[[], str | None] = lambda: None,
+        find_failure: Callable[[], tuple[str, int] | None] = lambda: None,
         report: Callable[[str], None] = lambda text: None,
         end: Callable[[int], Any] = os._exit,
         out: TextIO | None = None,
@@ -104,6 +105,10 @@ class Watchdog:
         finally:
             self._phase = None if outer is None else self._begin(outer.name)
 
+    def enter_last(self, name: str) -> None:
+        """Begin a phase that only the end of the process ends."""
+        self._phase = self._begin(name)
+
     def _begin(self, name: str) -> _Phase | None:
         return _Phase(name, time.monotonic(), self.deadlines_s[name]) if name in self.deadlines_s else None
 
@@ -131,7 +136,8 @@ class Watchdog:
             return
         self._failed_since = now if self._failed_since is None else self._failed_since
         if now - self._failed_since > GRACE_S:
-            self._stop_process(f"{failure}. This process did not end within {GRACE_S:g} s")
+            text, code = failure
+            self._stop_process(f"{text}. This process did not end within {GRACE_S:g} s", code)
 
     def _arm(self, phase: _Phase | None, now: float) -> None:
         """Have a thread of the C library end the process later, which needs no interpreter: one
@@ -145,14 +151,14 @@ class Watchdog:
             faulthandler.dump_traceback_later(max(0.0, left) + STUCK_S, exit=True, file=self._out)
         self._armed = phase
 
-    def _stop_process(self, why: str) -> None:
-        message = f"ludic: {self._name + ': ' if self._name else ''}{why}. All stacks follow; the exit status is {TRY_AGAIN}"
+    def _stop_process(self, why: str, code: int = TRY_AGAIN) -> None:
+        message = f"ludic: {self._name + ': ' if self._name else ''}{why}. All stacks follow; the exit status is {code}"
         print(f"\n{message}", file=self._out, flush=True)
         print_stacks(self._out)
         reporter = threading.Thread(target=self._report, args=(why,), daemon=True)
         reporter.start()
         reporter.join(timeout=1.0)
-        self._end(TRY_AGAIN)
+        self._end(code)
 
 
 _active: Watchdog | None = None

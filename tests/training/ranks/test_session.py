@@ -56,13 +56,24 @@ def test_an_own_error_is_told_to_the_others(two):
 
 def test_an_error_that_another_rank_caused_is_replaced_by_its(two):
     two[1].report_failure(two[1].describe(OSError("the disk is full")))
-    for error in (RuntimeError("gloo: connection closed by peer"), ValueError("a later one")):
-        explained = ranks.explain(error)
-        assert isinstance(explained, RankError)
-        assert "the run failed on rank 1 of 2" in str(explained)
-        assert "the disk is full" in str(explained)
+    explained = ranks.explain(RuntimeError("gloo: connection closed by peer"))
+    assert isinstance(explained, RankError)
+    assert "the run failed on rank 1 of 2" in str(explained)
+    assert "the disk is full" in str(explained)
     with pytest.raises(RankError, match="the disk is full"):
         ranks.raise_if_failed()
+
+
+def test_an_own_error_stays_when_another_rank_has_already_ended_because_of_it(two, monkeypatch):
+    error = ValueError("no reward")
+    echo = two[0].describe(error).to_error("writing", 2)
+    two[1].report_failure(two[1].describe(echo))  # rank 1 read it in an agreement, and was faster
+    assert ranks.explain(error) is error
+    environment = RankEnvironment(0, 2, 0, "127.0.0.1", 1, has_store=True)
+    monkeypatch.setattr(session, "start", lambda *_, **__: environment)
+    with pytest.raises(ValueError, match="no reward") as raised, ranks.joined(environment):
+        raise error
+    assert raised.value.__cause__ is None
 
 
 def test_a_collective_that_fails_without_a_word_names_the_silent_rank(two):

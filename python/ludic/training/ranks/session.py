@@ -120,7 +120,8 @@ def joined(
 ) -> Iterator[RankEnvironment | None]:
     """`start` and `stop` around a block. An error that leaves it is told to the other ranks, which
     end with it. An error that only shows that another rank ended is replaced by RankError, which
-    has the error of that rank, or names it."""
+    has the error of that rank, or names it. Any other error stays: the failure of another rank may
+    be an echo of it."""
     joined_environment = start(environment, timeout_s=timeout_s, rendezvous_timeout_s=rendezvous_timeout_s, exit_code=exit_code)
     if joined_environment is None:
         yield None
@@ -129,7 +130,10 @@ def joined(
         yield joined_environment
     except BaseException as error:
         try:
-            raise explain(error) from error
+            explained = explain(error)
+            if explained is error:
+                raise
+            raise explained from error
         finally:
             stop(failed=True)
     stop()
@@ -141,17 +145,17 @@ def explain(error: BaseException) -> BaseException:
     shared = _meeting
     if shared is None:
         return error
+    is_own = isinstance(error, RankError) or not _comes_from_collective(error)
     try:
-        failure = shared.find_failure()
-        if failure is None and not isinstance(error, RankError) and _comes_from_collective(error):
-            silent = [rank for rank in shared.find_silent() if rank != shared.rank]
+        if not is_own:
+            silent = [] if shared.find_failure() else [rank for rank in shared.find_silent() if rank != shared.rank]
             failure = shared.find_failure()
-            error = _describe_loss(error, silent, shared) if failure is None else error
-        if failure is not None and not isinstance(error, RankError):
-            return failure.to_error(None, shared.world_size)
+            if failure is not None:
+                return failure.to_error(None, shared.world_size)
+            error = _describe_loss(error, silent, shared)
         shared.report_failure(shared.describe(error))
     except RankError as gone:
-        return gone if _comes_from_collective(error) else error
+        return error if isinstance(error, RankError) or is_own else gone
     return error
 
 
