@@ -4,6 +4,7 @@ server are marked."""
 import asyncio
 import copy
 import sys
+import threading
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -293,6 +294,36 @@ async def test_without_checkpoints_a_few_trained_groups_are_kept(caplog):
         send(log, sequence, str(sequence))
         await source.next_batch()
     assert caplog.text.count("holds more than 2 trained groups (keep)") == 1
+
+
+@pytest.mark.parametrize(("call", "keep"), [("stats", 99), ("stats", 1), ("forget", 1), ("announce", 99)])
+async def test_a_wait_that_is_cancelled_leaves_its_samples_for_the_next_batch_and_for_a_resume(call, keep):
+    """A run that is asked to stop cancels its wait, in one of the calls after the samples came."""
+    is_reached, entered = True, threading.Event()
+
+    def fail(name):
+        if name == call and not is_reached:
+            entered.set()
+            raise QueueError("the queue cannot be reached")
+
+    log = MemoryLog(Clock(), fail=fail)
+    for sequence in range(6):
+        send(log, sequence, str(sequence))
+    source = source_of(log, batch_size=2, keep=keep)
+    assert [names(await source.next_batch()) for _ in range(2)] == [["0", "1"], ["2", "3"]]
+    is_reached = False
+    waiting = asyncio.create_task(source.next_batch())
+    async with asyncio.timeout(20):
+        while not entered.is_set():
+            await asyncio.sleep(0.001)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    is_reached, state = True, source.state_dict()
+    assert names(await source.next_batch()) == ["4", "5"]
+    resumed = source_of(log, batch_size=2, keep=keep)
+    resumed.load_state_dict(state)
+    assert names(await resumed.next_batch()) == ["4", "5"]
 
 
 # ---- failures ------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """The trainer's source: what it offers and when, what it refuses, and which waits end."""
 
 import asyncio
+import copy
 import json
 
 import pytest
@@ -100,6 +101,130 @@ async def test_a_resumed_source_goes_on_where_the_checkpoint_was(log):
     with pytest.raises(OwnershipLost):
         await source.announce(9)
     await again.aclose()
+    await source.aclose()
+
+
+async def train(log, source, steps):
+    """Take this many steps with one actor. Returns the groups that were trained."""
+    numbers = []
+    for step in range(steps):
+        waiting = asyncio.create_task(source.next_batch())
+        while not waiting.done():
+            await asyncio.sleep(0.1)
+            if log.stats().outstanding:
+                deliver(log)
+        numbers += waiting.result().meta["numbers"]
+        await source.announce(step + 1)
+    return numbers
+
+
+@pytest.mark.parametrize("order", ["exact", "arrival"])
+def test_a_resumed_run_offers_nothing_that_is_in_the_log(order):
+    """Ten steps are trained again, from a log that has their groups. What is outstanding meanwhile
+    would be leased first, and ask for weights that are deleted."""
+
+    @in_virtual_time
+    async def check(log):
+        source = make_source(log, order=order, ahead=1)
+        state = source.state_dict()
+        numbers = await train(log, source, 10)
+        delivered = {entry.number for entry in log.read(None, limit=100)}
+        again = make_source(log, order=order, ahead=1)
+        again.load_state_dict(state)
+        redone = []
+        for step in range(9):
+            redone += (await again.next_batch()).meta["numbers"]
+            assert not delivered & {number for number, _ in offered(log)}
+            await again.announce(step + 1)
+        assert redone == numbers[:18]
+        await again.aclose()
+        await source.aclose()
+
+    check()
+
+
+@in_virtual_time
+async def test_a_resumed_run_plays_again_what_is_damaged_in_the_log_before_it_is_offered(log):
+    """Of two damaged entries of a later batch, one has a good entry behind it."""
+    source = make_source(log)
+    state = source.state_dict()
+    await train(log, source, 1)
+    second = asyncio.create_task(source.next_batch())
+    await asyncio.sleep(0.5)
+    deliver(log, 2, payload=b"no entry")
+    await asyncio.sleep(0.5)
+    deliver(log, 2)
+    deliver(log, 3, payload=b"no entry")
+    second.cancel()
+    again = make_source(log)
+    again.load_state_dict(state)
+    assert (await again.next_batch()).meta["numbers"] == [0, 1]
+    await again.announce(1)
+    waiting = asyncio.create_task(again.next_batch())
+    await asyncio.sleep(3)
+    assert offered(log) == [(3, 1)]
+    deliver(log, 3)
+    assert (await waiting).meta["numbers"] == [2, 3]
+    await again.aclose()
+    await source.aclose()
+
+
+@in_virtual_time
+async def test_work_of_a_trained_group_is_withdrawn(log):
+    """A server that was restarted may have forgotten a delivery that was trained."""
+    source = make_source(log)
+    waiting = asyncio.create_task(source.next_batch())
+    await asyncio.sleep(0.5)
+    before = copy.deepcopy(log.data)
+    deliver(log), deliver(log)
+    await waiting
+    before.next_id = log.data.next_id  # a server's ids are times
+    log.data = before
+    waiting = asyncio.create_task(source.next_batch())
+    await asyncio.sleep(0.5)
+    assert [number for number, _ in offered(log)] == [0, 1, 2, 3]
+    await asyncio.sleep(6)
+    assert [number for number, _ in offered(log)] == [2, 3]
+    deliver(log), deliver(log)
+    assert (await waiting).meta["numbers"] == [2, 3]
+    await source.aclose()
+
+
+@in_virtual_time
+async def test_a_resumed_run_withdraws_what_only_later_batches_need(log):
+    """The trainer was at batch 3, and had offered 4. Batch 1 is offered with batch 0, so its work
+    stays, and the lease of an actor that plays it."""
+    source = make_source(log, ahead=1)
+    state = source.state_dict()
+    log.claim("trainer before", run="r")
+    log.offer("trainer before", [Work(number, 0) for number in (2, 3, 8, 9)])
+    lease = log.lease("a")
+    source.load_state_dict(state)
+    waiting = asyncio.create_task(source.next_batch())
+    await asyncio.sleep(0.5)
+    assert [number for number, _ in offered(log)] == [0, 1, 2, 3]
+    assert log.renew(lease)
+    waiting.cancel()
+    await source.aclose()
+
+
+@in_virtual_time
+async def test_a_wait_that_is_cancelled_at_any_moment_leaves_a_batch_whole(log):
+    """The wait ends while the queue's numbers are asked for, or the batch is made: the batch is not
+    trained, and the next call returns it."""
+    source = make_source(log, groups_per_batch=1)
+    for batch in range(40):
+        waiting = asyncio.create_task(source.next_batch())
+        while not log.outstanding():
+            await asyncio.sleep(0.001)
+        deliver(log)
+        await asyncio.sleep(0.001 * batch)
+        is_done = waiting.done()
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        assert source.state_dict()["batch"] == batch + is_done
+        if not is_done:
+            assert (await source.next_batch()).meta["numbers"] == [batch]
     await source.aclose()
 
 

@@ -19,12 +19,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import socket
-import uuid
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Protocol
 
 from ludic.errors import ConfigError, QueueDataLost, QueueError, RequestsExhausted
@@ -32,6 +31,7 @@ from ludic.event_loop import await_if_needed
 from ludic.training.averages import mean_or_zero
 from ludic.training.batching.source import BatchSourceBase
 from ludic.training.queue.base import Entry, GroupLog
+from ludic.training.queue.claims import make_owner_name
 from ludic.training.queue.envelope import EntryError
 from ludic.training.queue.patience import Patience
 from ludic.training.queue.samples import SampleGroup, decode_samples, encode_samples, split_groups
@@ -89,7 +89,7 @@ class PipelineBatchSource(BatchSourceBase):
     **Resuming.** The state is the position after the last trained group, and the last entry of each
     actor. Groups stay in the queue until a checkpoint has them (`checkpoint_saved`), so that a
     resumed run trains what came after its checkpoint, each group once. At most `keep` trained
-    groups stay; the oldest are forgotten with a warning.
+    groups stay, besides those of the last batch; the oldest are forgotten with a warning.
 
     **Failures.** What is no group of samples is set aside in the queue with its reason, and logged.
     If the server loses its data, the groups in it are lost, and actors go on. QueueError if the
@@ -121,7 +121,7 @@ class PipelineBatchSource(BatchSourceBase):
         self._log = _open_queue(redis_url, queue_key) if log is None else log
         self._queue_key, self._batch_size, self._poll_timeout, self._keep = queue_key, batch_size, poll_timeout, keep
         self._patience, self._wait_s = Patience(patience_s), wait_s
-        self._owner = _process_name()
+        self._owner = make_owner_name()
         self._claimed = False
         self._before: str | None = None
         """Position before `_entries`."""
@@ -153,17 +153,20 @@ class PipelineBatchSource(BatchSourceBase):
             elif clock() - warned >= WAIT_LOG_S:
                 logger.warning("no samples came to the queue %r for %.0f s", self._queue_key, clock() - came)
                 warned = clock()
-        batch = _to_batch(self._take_samples())
         stats = await self._call("reading the queue's numbers", self._log.stats)
-        batch.meta |= {
+        groups = self._count_next_groups()
+        measured = {
             "queue/wait_s": clock() - started,
-            "queue/depth": max(0, stats.entries - self._count_done()),
+            "queue/depth": max(0, stats.entries - self._count_done(groups)),
             "queue/bytes": stats.bytes,
             "queue/aside": self._aside,
             "queue/duplicates": self._duplicates,
         }
-        await self._keep_few()
-        await self._announce_done()
+        await self._keep_few(groups)
+        await self._announce_done(groups)
+        # No wait from here on: one that is cancelled would leave samples that count as trained.
+        batch = _to_batch(self._take_samples(groups))
+        batch.meta |= measured
         return batch
 
     def state_dict(self) -> dict[str, Any]:
@@ -231,23 +234,29 @@ class PipelineBatchSource(BatchSourceBase):
                 self._duplicates += 1
         self._entries.append(read)
 
-    def _take_samples(self) -> list[SAWItem]:
-        """The samples of the next batch, which have come."""
+    def _count_next_groups(self) -> int:
+        """How many groups the next batch has, all of which have come."""
+        samples = accumulate(len(entry.items or ()) for entry in self._waiting)
+        return 1 + sum(count < self._batch_size for count in samples)
+
+    def _take_samples(self, groups: int) -> list[SAWItem]:
+        """The samples of the next batch, which has this many groups."""
         taken: list[SAWItem] = []
-        while len(taken) < self._batch_size:
+        for _ in range(groups):
             entry = self._waiting.popleft()
             taken += entry.items or ()
             entry.items = None
             self._trained[entry.producer] = entry.sequence
         return taken
 
-    def _count_done(self) -> int:
-        """How many entries come before the first one that waits."""
-        return self._entries.index(self._waiting[0]) if self._waiting else len(self._entries)
+    def _count_done(self, groups: int = 0) -> int:
+        """How many entries come before the first one that waits, once the next `groups` are in a
+        batch."""
+        return self._entries.index(self._waiting[groups]) if len(self._waiting) > groups else len(self._entries)
 
-    async def _keep_few(self) -> None:
-        """Forget what is beyond `keep`."""
-        surplus = self._count_done() - self._keep
+    async def _keep_few(self, groups: int) -> None:
+        """Forget what is beyond `keep` once the next `groups` are in a batch, but none of these."""
+        surplus = min(self._count_done(groups) - self._keep, self._count_done())
         if surplus <= 0:
             return
         if self._saved is not None and not self._warned:
@@ -269,14 +278,15 @@ class PipelineBatchSource(BatchSourceBase):
             while self._before != position:
                 self._before = self._entries.popleft().position
 
-    async def _announce_done(self) -> None:
-        """Tell the actors how many groups in the queue are trained, so that they wait for the
-        others only. What numbered groups use for the policy version carries this number here."""
-        done = self._count_done()
+    async def _announce_done(self, groups: int = 0) -> None:
+        """Tell the actors how many groups in the queue are trained once the next `groups` are, so
+        that they wait for the others only. What numbered groups use for the policy version carries
+        this number here."""
+        done = self._count_done(groups)
         if done != self._announced:
-            self._announced = done
             with suppress(QueueDataLost):
                 await self._call("announcing what is trained", lambda: self._log.announce(self._owner, done))
+                self._announced = done
 
     async def _call(self, what: str, operation: Any) -> Any:
         return await self._patience.call(what, operation)
@@ -338,7 +348,7 @@ class _Sender:
 
     def __init__(self, log: GroupLog, max_entries: int) -> None:
         self._log, self._max_entries = log, max_entries
-        self._producer, self._sequence = _process_name(), 0
+        self._producer, self._sequence = make_owner_name(), 0
 
     async def send(self, items: list[SAWItem]) -> None:
         """Return when the queue has the group. One that cannot be sent is logged and left out."""
@@ -371,10 +381,6 @@ def _open_queue(url: str, name: str) -> GroupLog:
             f"redis_url is empty, and so is {URL_VARIABLE}; give the URL of a Redis server, such as redis://host:6379"
         )
     return RedisLog(url, name)
-
-
-def _process_name() -> str:
-    return f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
 
 
 def _to_batch(items: Sequence[SAWItem]) -> SAWBatch:

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import logging
+import os
+import socket
 import threading
+import uuid
 
 from ludic.errors import OwnershipLost, QueueError
 from ludic.training.queue.base import GroupLog
 
 logger = logging.getLogger(__name__)
+
+
+def make_owner_name() -> str:
+    """A name that no other process has, and that says where to look for this one."""
+    return f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
 
 
 class ClaimKeeper:

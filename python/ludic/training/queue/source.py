@@ -11,10 +11,7 @@ at most `ahead + 1` batches are played at a time.
 from __future__ import annotations
 
 import logging
-import os
-import socket
 import time
-import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -23,7 +20,7 @@ from ludic.errors import ConfigError, QueueDataLost, QueueError, RolloutError, s
 from ludic.training.batching.source import BatchSourceBase
 from ludic.training.queue.arrivals import Arrivals, Order
 from ludic.training.queue.base import DEFAULT_CLAIM_S, GroupLog, Work
-from ludic.training.queue.claims import ClaimKeeper
+from ludic.training.queue.claims import ClaimKeeper, make_owner_name
 from ludic.training.queue.entries import DEFAULT_LIMITS, Group
 from ludic.training.queue.envelope import EntryError, EntryLimits
 from ludic.training.queue.patience import Patience
@@ -96,7 +93,7 @@ class QueueBatchSource(BatchSourceBase):
         self._group_timeout_s, self._claim_s = group_timeout_s, claim_s
         self._patience = Patience(patience_s) if patience is None else patience
         self._reader = EntryReader(log, run, limits, self._patience)
-        self.owner = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self.owner = make_owner_name()
         """Name under which this trainer claims the log."""
         self._claims: ClaimKeeper | None = None
         self._version = 0
@@ -104,6 +101,8 @@ class QueueBatchSource(BatchSourceBase):
         """The next batch to return."""
         self._versions: dict[int, int] = {}
         """Batch -> the version that its groups are sampled with, for all that are offered."""
+        self._in_log: dict[int, str] = {}
+        """Group -> the position of its last entry that `heal` found and that is not taken."""
         self._healed_after = 0
         """Number of interruptions that were healed."""
         self._aside = 0
@@ -126,11 +125,13 @@ class QueueBatchSource(BatchSourceBase):
         for group in groups:
             for rollout in group.played:
                 rollout.meta.setdefault("policy_version", group.version)
+        measured = await self._measure(groups, wait_s)
         batch = await self._to_batch(groups)
+        # No wait from here on: one that is cancelled would leave a batch that counts as trained.
         self._arrivals.mark_trained([group.number for group in groups])
         self._batch += 1
         self._forget_versions()
-        batch.meta.update(await self._measure(groups, wait_s))
+        batch.meta.update(measured)
         if self.overlaps:
             self._reader.read_ahead(lambda: self._arrivals.position, self._arrivals.groups_per_batch)
         return batch
@@ -224,28 +225,43 @@ class QueueBatchSource(BatchSourceBase):
         raise QueueError("the data of the queue were lost three times in a row; check the memory and the disk of its server")
 
     async def heal(self) -> int:
-        """Offer every group that is expected and is in no place: neither trained nor come, nor in
-        the log behind the position, nor outstanding. Returns their number."""
+        """Withdraw what nobody needs, and offer every group that is expected and is in no place:
+        neither trained nor come, nor in the log behind the position, nor outstanding. Returns the
+        number of groups that were offered.
+
+        Actors take the smallest number first. One that was trained would keep them from all others:
+        the weights it asks for may be deleted."""
         self._healed_after = self._patience.interruptions
         await self._announce()
-        # Read after `outstanding`: a group that is delivered between the two is in both.
         outstanding = {each.work.number for each in await self._call("reading the work", self._log.outstanding)}
-        kept = await self._scan_log()
-        missing = [number for number in self._expected() if number not in outstanding and number not in kept]
+        needless = sorted(number for number in outstanding if not self._is_needed(number))
+        if needless:
+            logger.info("%d groups need no playing and are withdrawn, the first is %d", len(needless), needless[0])
+            await self._call("withdrawing groups", lambda: self._log.withdraw(self.owner, needless))
+        # Read after the work: a group that is delivered between the two is in both.
+        self._in_log = await self._scan_log()
+        missing = [number for number in self._expected() if number not in outstanding and number not in self._in_log]
         await self._offer(missing)
         if missing:
             logger.info("%d groups were missing in the queue and are offered again, the first is %d", len(missing), missing[0])
         return len(missing)
 
-    async def _scan_log(self) -> set[int]:
-        """The numbers behind the position, whose entries are not kept here."""
-        numbers = {entry.number for entry, _ in self._reader.entries if entry.number is not None}
+    def _is_needed(self, number: int) -> bool:
+        """Whether the group, which is outstanding, is to be played: it has not come, and its batch
+        is offered or will be with the next one. Those of later batches are of a trainer that was
+        further than its checkpoint; they are offered again in their turn."""
+        batch = number // self._arrivals.groups_per_batch
+        return not self._arrivals.has(number) and (batch in self._versions or batch <= self._batch + self._ahead)
+
+    async def _scan_log(self) -> dict[int, str]:
+        """The groups behind the position, each with the position of its last entry."""
+        found = {entry.number: entry.position for entry, _ in self._reader.entries if entry.number is not None}
         position = self._reader.last_position(self._arrivals.position)
         while True:
             entries = await self._call("reading groups", partial(self._log.read, position))
             if not entries:
-                return numbers
-            numbers |= {entry.number for entry in entries if entry.number is not None}
+                return found
+            found |= {entry.number: entry.position for entry in entries if entry.number is not None}
             position = entries[-1].position
 
     def _expected(self) -> list[int]:
@@ -260,14 +276,15 @@ class QueueBatchSource(BatchSourceBase):
         await self._call("announcing weights", lambda: self._log.announce(self.owner, version))
 
     async def _offer_ahead(self) -> None:
-        """Offer the batches up to `ahead` beyond the next one that are not offered yet."""
+        """Offer the batches up to `ahead` beyond the next one that are not offered yet, without the
+        groups that a resumed run finds in the log."""
         end = self._batch + self._ahead + 1
         end = end if self._num_batches is None else max(self._batch + 1, min(end, self._num_batches))
         batches = [batch for batch in range(self._batch, end) if batch not in self._versions]
         size = self._arrivals.groups_per_batch
         numbers = [number for batch in batches for number in range(batch * size, (batch + 1) * size)]
         versions = self._versions | dict.fromkeys(batches, self._version)
-        await self._offer([number for number in numbers if not self._arrivals.has(number)], versions)
+        await self._offer([number for number in numbers if not (self._arrivals.has(number) or number in self._in_log)], versions)
         self._versions = versions
 
     async def _offer(self, numbers: Sequence[int], versions: Mapping[int, int] | None = None) -> None:
@@ -320,13 +337,19 @@ class QueueBatchSource(BatchSourceBase):
         if isinstance(group, EntryError):
             await self._refuse_next(str(group))
             return
-        self._reader.entries.popleft()
+        self._pop_entry()
         version = self._versions.get(group.number // self._arrivals.groups_per_batch)
         if self._arrivals.order == "exact" and version not in (None, group.version):
             logger.warning("group %d was sampled with version %d, and %d is expected", group.number, group.version, version)
             self._arrivals.take(entry, None)
+            await self._offer_again(group.number)
         else:
             self._arrivals.take(entry, group)
+
+    def _pop_entry(self) -> None:
+        entry, _ = self._reader.entries.popleft()
+        if entry.number is not None and self._in_log.get(entry.number) == entry.position:
+            del self._in_log[entry.number]
 
     async def _refuse_next(self, reason: str) -> None:
         """Set the oldest entry that was read aside, and offer its group again. If this is
@@ -334,26 +357,28 @@ class QueueBatchSource(BatchSourceBase):
         entry, _ = self._reader.entries[0]
         logger.warning("the entry of group %s was set aside: %s", entry.number, reason)
         await self._call("setting an entry aside", lambda: self._log.set_aside(entry, reason))
-        self._reader.entries.popleft()
+        self._pop_entry()
         self._aside += 1
         if self._arrivals.refuse(entry, reason):
             logger.error("group %s is given up; its batch goes on without it: %s", entry.number, reason)
-        elif entry.number is not None and not self._arrivals.has(entry.number):
+        elif entry.number is not None:
             await self._offer_again(entry.number)
 
     async def _offer_again(self, number: int) -> None:
-        """Offer a group that was refused, unless the log has a later entry of it: a trainer that
-        went back to a checkpoint meets both."""
-        if number // self._arrivals.groups_per_batch in self._versions and number not in await self._scan_log():
+        """Offer a group that was refused, unless it has come or the log has a later entry of it: a
+        trainer that went back to a checkpoint meets both."""
+        if number // self._arrivals.groups_per_batch not in self._versions or self._arrivals.has(number):
+            return
+        if number not in await self._scan_log():
             await self._with_data(lambda: self._offer([number]))
 
     async def _measure(self, groups: Sequence[Group], wait_s: float) -> dict[str, float]:
-        """Statistics of the queue for the batch's meta."""
+        """Statistics of the queue for the meta of the batch of `groups`."""
         stats = await self._call("reading the queue's numbers", self._log.stats)
         ended = [group.ended_s for group in groups if group.ended_s]
         return {
             "generation_s": max((group.generation_s for group in groups), default=0.0),
-            "queue/depth": len(self._arrivals),
+            "queue/depth": len(self._arrivals) - len(groups),
             "queue/outstanding": stats.outstanding,
             "queue/oldest_s": stats.oldest_s,
             "queue/age_s": max(0.0, time.time() - min(ended)) if ended else 0.0,
