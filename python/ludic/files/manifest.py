@@ -41,7 +41,8 @@ def write_manifest(folder: Path, facts: Mapping[str, Any], *, described: Mapping
     described = described or {}
     for name, entry in described.items():
         _check_size(folder / name, entry)
-    files = {name: [described[name] if name in described else describe_file(folder / name)] for name in _list_files(folder)}
+    names = sorted({*_list_files(folder), *described})  # a network file system may list new files late
+    files = {name: [described[name] if name in described else describe_file(folder / name)] for name in names}
     _write(folder, {"schema": SCHEMA, **facts, "files": files})
 
 

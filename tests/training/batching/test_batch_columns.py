@@ -76,6 +76,16 @@ def test_tuples_and_numbers_of_numpy_become_what_msgpack_has():
     assert item.weight == 2.0
 
 
+def test_units_that_are_named_by_tuples_are_grouped_as_in_one_process():
+    names = [(1, 2), (1, (2, 3)), (1, 2)]
+    metas = [{"request_meta": {"group_id": name}, "pair_id": name, "rollout_id": name} for name in names]
+    for keys in (("request_meta", "pair_id", "rollout_id"), ("pair_id", "rollout_id"), ("rollout_id",)):
+        samples = [SAWItem([1, 2], [1, 1], [0, 1], 1.0, {key: meta[key] for key in keys}) for meta in metas]
+        decoded = decode_columns(*encode_columns(SAWBatch(samples))).items
+        assert [item.meta for item in decoded] == [item.meta for item in samples]
+        assert MacroBatch.ingest(decoded, 2).groups() == MacroBatch.ingest(samples, 2).groups() == [[0, 2], [1]]
+
+
 @pytest.mark.parametrize(
     ("item", "error", "message"),
     [

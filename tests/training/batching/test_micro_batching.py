@@ -90,6 +90,15 @@ def test_a_truncated_item_is_marked_in_its_meta():
     assert item == before
 
 
+@pytest.mark.parametrize("make", [list, bytes, lambda mask: np.array(mask, np.uint8), lambda mask: np.array(mask, np.int8)])
+def test_more_actions_than_a_byte_counts_are_cut_alike(make):
+    item = item_of(600, actions=500, meta={"completion_length": 500, "prompt_length": 100}, logps=[-0.5] * 500)
+    item.action_mask = make(item.action_mask)
+    cut = _truncate_item(item, 450)
+    assert (cut.meta["completion_length"], cut.meta["prompt_length"]) == (350, 100)
+    assert cut.actor_logps.token_logps == [-0.5] * 350
+
+
 def test_an_earlier_truncation_reason_is_kept_and_no_length_is_added():
     cut = _truncate_item(item_of(10, meta={"truncation_reason": "max_steps"}), 4)
     assert cut.meta["truncation_reason"] == "max_steps"

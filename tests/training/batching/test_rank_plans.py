@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from ludic import _core
 from ludic.errors import RankError
 from ludic.training import ranks
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
@@ -173,11 +172,38 @@ def test_one_rank_that_has_the_whole_batch_plans_as_one_process():
 
 
 def test_ranks_that_came_to_different_samples_are_an_error(monkeypatch):
-    table = _core.SampleTable.from_items([sample(4), sample(5)])
-    assert all_have_samples(table, "cpu")
+    digest = MacroBatch.ingest([sample(4), sample(5)], LONGEST).digest()
+    assert all_have_samples(digest, "cpu")
     assert not all_have_samples(None, "cpu")
     monkeypatch.setattr(ranks, "max_over_ranks", lambda values, device: [values[0], values[1] + 1, values[2]])
     with pytest.raises(RankError, match="must not depend on the rank"):
-        all_have_samples(table, "cpu")
+        all_have_samples(digest, "cpu")
     monkeypatch.setattr(ranks, "max_over_ranks", lambda values, device: [1.0, values[1] + 1, values[2]])
-    assert not all_have_samples(table, "cpu")  # another rank failed and has no samples to compare
+    assert not all_have_samples(digest, "cpu")  # another rank failed and has no samples to compare
+
+
+def test_samples_that_would_be_planned_or_trained_differently_have_another_digest():
+    def pairs(*halves):
+        meta = {"label": 1.0, "request_meta": {"group_id": "g"}}
+        items = [sample(4, pair_id=pair, role=role, **meta) for pair, role in halves]
+        return PreferenceMacroBatch.ingest_pairs(items, LONGEST, require_complete=False)
+
+    def turns(second):
+        return [SAWItem(ids, [1] * len(ids), [0] * (len(ids) - 1) + [1], 1.0) for ids in ([5, 6], second)]
+
+    batches = {
+        "one group": MacroBatch.ingest([sample(4, pair_id=name) for name in "aab"], LONGEST),
+        "another": MacroBatch.ingest([sample(4, pair_id=name) for name in "abb"], LONGEST),
+        "other ids": MacroBatch.ingest([replace(sample(4, pair_id=name), input_ids=[2] * 4) for name in "aab"], LONGEST),
+        "another weight": MacroBatch.ingest(
+            [sample(4, weight, pair_id=name) for weight, name in ((1, "a"), (1, "a"), (2, "b"))], LONGEST
+        ),
+        "chained": MacroBatch.ingest(turns([5, 6, 7]), LONGEST, merge_turns=True),
+        "not chained": MacroBatch.ingest(turns([5, 6, 7]), LONGEST),
+        "a pair": pairs(("p", "chosen"), ("p", "rejected")),
+        "no pair": pairs(("p", "chosen"), ("q", "rejected")),
+    }
+    digests = {name: batch.digest() for name, batch in batches.items()}
+    assert len({*digests.values()}) == len(digests)
+    assert all(int(float(digest)) == digest < 2**53 for digest in digests.values())
+    assert MacroBatch.ingest([sample(4, pair_id=name) for name in "xxy"], LONGEST).digest() == digests["one group"]

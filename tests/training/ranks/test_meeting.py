@@ -139,6 +139,17 @@ def test_ranks_that_do_different_things_notice(store):
     assert "the ranks have diverged: rank 0 is at 'loading', rank 1 at 'saving'" in str(second)
 
 
+def test_a_rank_that_fails_keeps_its_own_error_where_another_is_elsewhere(store):
+    def work(meeting):
+        with meeting.agree("saving" if meeting.rank else "loading", PATIENCE_S):
+            if meeting.rank:
+                raise OSError("no such folder")
+
+    first, second = on_ranks(meetings(store, 2), work)
+    assert str(first).startswith("loading failed on rank 1 of 2")
+    assert (type(second), str(second)) == (OSError, "no such folder")
+
+
 def test_keys_of_old_agreements_are_deleted(store):
     ranks = meetings(store, 2)
 

@@ -46,8 +46,10 @@ def replace_folder_together(target: Path, write: Callable[[Path], None]) -> Iter
     with ExitStack() as stack:
         with ranks.agree(f"making a folder for {target.name}"):
             folder = stack.enter_context(replace_folder(target)) if ranks.rank() == 0 else unfinished_path(target)
-        with ranks.agree(f"writing {target.name}"):
+        # Not in the next agreement: `write` has others inside, which a rank that raised would miss.
+        with ranks.agree(f"looking for {folder.name}"):
             _check_is_visible(folder)
+        with ranks.agree(f"writing {target.name}"):
             write(folder)
             own = {path.name: describe_file(path) for path in _list_own_files(folder)}
         everywhere = ranks.gather_json(own)

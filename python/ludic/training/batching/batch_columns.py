@@ -5,7 +5,8 @@ views of these columns.
     ids [5, 6], [7, 8, 9]  ->  offsets [0, 2, 5], input_ids [5, 6, 7, 8, 9]
 
 Numbers travel as the core stores them: ids as int32, log-probabilities as float32. Of metadata, a
-tuple arrives as a list, an array of numpy as a list, a number of numpy as a number.
+tuple arrives as a list, an array of numpy as a list, a number of numpy as a number. A tuple that
+names a group, a pair or a rollout stays a tuple, since samples are grouped by it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from ludic.errors import DataError
 from ludic.training.types import ActorTokenLogps, SampleAttachments, SAWBatch, SAWItem
 
 VERSION = 1
+_UNIT_KEYS = ("group_id", "pair_id", "rollout_id")
+"""What samples are grouped by (`mini_batches.unit_key`); `group_id` is in their `request_meta`."""
 _REFUSED = (TypeError, ValueError, OverflowError, RecursionError)
 """What msgspec raises for a value that it has no form for."""
 
@@ -101,11 +104,27 @@ def decode_columns(head: bytes, table: bytes) -> SAWBatch:
         _split(np.ones_like(actions) if attention is None else attention, offsets),
         _split(actions, offsets),
         np.frombuffer(message.weights, np.float64).tolist(),
-        message.item_meta,
+        map(_restore_tuples, message.item_meta),
         _attachments(columns.get("actor_logps"), actions, offsets),
         strict=True,
     )
     return SAWBatch([SAWItem(*part) for part in parts], message.meta)
+
+
+def _restore_tuples(meta: dict[Any, Any]) -> dict[Any, Any]:
+    """Make the names of units tuples again where msgpack made lists of them, since a list cannot be
+    hashed. Changes `meta`, and returns it."""
+    request = meta.get("request_meta")
+    for names in (meta, request) if isinstance(request, dict) else (meta,):
+        for key in _UNIT_KEYS:
+            if isinstance(names.get(key), list):
+                names[key] = _to_tuple(names[key])
+    return meta
+
+
+def _to_tuple(value: Any) -> Any:
+    """Example: [1, [2, 3]] becomes (1, (2, 3))."""
+    return tuple(map(_to_tuple, value)) if isinstance(value, list) else value
 
 
 def _split(column: NDArray[Any], offsets: NDArray[np.int64]) -> list[Any]:

@@ -126,7 +126,7 @@ def truncate_item(item: SAWItem, max_seq_len: int) -> SAWItem:
     if total <= max_seq_len:
         return item
     mask = item.action_mask[:max_seq_len]
-    num_actions = int(sum(mask))
+    num_actions = _count_actions(mask)
     return replace(
         item,
         input_ids=item.input_ids[:max_seq_len],
@@ -147,6 +147,11 @@ def truncate_and_flag(item: SAWItem, max_seq_len: int) -> SAWItem:
     if "seq_len_truncated" in truncated.meta:
         return truncated
     return replace(truncated, meta={**truncated.meta, "seq_len_truncated": False})
+
+
+def _count_actions(mask: Sequence[int]) -> int:
+    """Number of ones. Not `sum(mask)`: of 300 ones in a uint8 array that is 300 - 256 = 44."""
+    return sum(mask) if isinstance(mask, bytes) else int(np.count_nonzero(mask))
 
 
 def _check_mask_length(name: str, mask: Sequence[int], total: int) -> None:

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 
 from ludic import _core
@@ -83,6 +85,18 @@ class MacroBatch:
         """Return the rows that must stay together (a group, a pair, or the steps of one
         rollout), in order of first appearance."""
         return rows_by_key(unit_key(item, row) for row, item in enumerate(self.items))
+
+    def digest(self) -> int:
+        """A number below 2**53, which a float64 holds exactly: equal on ranks that have the same
+        samples and divide them in the same way.
+
+        Every column of the table counts, and of the metadata which samples are one unit and how
+        many were dropped: [[0, 1], [2]] and [[0], [1, 2]] differ, other names of the same groups do
+        not. About 10 ms for a million tokens.
+        """
+        hashed = xxhash.xxh3_64(self.table.to_bytes())
+        hashed.update(json.dumps([self.groups(), self.counts()]).encode())
+        return hashed.intdigest() >> 11
 
     def divide(self, count: int, *, seed: int, step: int, epoch: int) -> list[Rows]:
         """Return the rows of `count` mini-batches of nearly equal size; groups are not divided.

@@ -8,7 +8,6 @@ similar cost at the same time.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -134,14 +133,13 @@ def _price(lengths: NDArray[np.int32]) -> NDArray[np.int64]:
     return LINEAR * wide + QUADRATIC * wide**2
 
 
-def all_have_samples(table: _core.SampleTable | None, device: torch.device | str) -> bool:
-    """Whether every rank has prepared its samples; `table` is None where that failed. One exchange
-    of three numbers. Raises RankError on all ranks unless all have samples of the same lengths and
-    weights: each would make another plan, and they would wait for each other in vain."""
-    digest = 0
-    for column in () if table is None else (table.lengths, table.target_counts, table.weights):
-        digest = zlib.crc32(np.ascontiguousarray(column).tobytes(), digest)
-    failed, largest, smallest = ranks.max_over_ranks([float(table is None), float(digest), -float(digest)], device)
+def all_have_samples(digest: int | None, device: torch.device | str) -> bool:
+    """Whether every rank has prepared its samples. `digest`: `MacroBatch.digest`, below 2**53; None
+    where the preparation failed. One exchange of three numbers. Raises RankError on all ranks
+    unless all have the same samples: each would make another plan, and they would wait for each
+    other in vain."""
+    number = float(digest or 0)
+    failed, largest, smallest = ranks.max_over_ranks([float(digest is None), number, -number], device)
     if not failed and largest != -smallest:
         raise RankError(
             "the ranks got the same batch and have different samples of it after preprocessing; a preprocess function must not "

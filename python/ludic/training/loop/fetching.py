@@ -81,12 +81,14 @@ class BatchFetcher:
         if not (self._run.source.divided_by_trainer and ranks.is_distributed()):
             return await self._preprocess(batch)
         prepared: tuple[SAWBatch, MacroBatch] | None = None
+        digest: int | None = None
         failure: Exception | None = None
         try:
             prepared = await self._preprocess(batch)
+            digest = prepared[1].digest()
         except Exception as error:
             failure = error
-        if not all_have_samples(prepared[1].table if prepared else None, self._run.cfg.model_device):
+        if not all_have_samples(digest, self._run.cfg.model_device):
             with ranks.agree("preparing a batch"):
                 if failure is not None:
                     raise failure

@@ -113,7 +113,8 @@ class Meeting:
             if error is not None:
                 raise error from None
             raise
-        self._check_same(self._get(f"{base}/0"), doing)
+        if error is None:  # else its own error says more than where the others are
+            self._check_same(self._get(f"{base}/0"), doing)
         failure = self._read_failure(f"{base}/failure")
         self._forget_read(base)
         return failure
