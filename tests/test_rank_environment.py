@@ -23,6 +23,8 @@ def test_torchrun_says_the_rank_and_who_serves_the_store():
     assert read_rank_environment(TORCHRUN) == RankEnvironment(5, 16, 1, "node7", 29500)
     by_agent = read_rank_environment({**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "2"})
     assert by_agent == RankEnvironment(5, 16, 1, "node7", 29500, has_store=True, attempt="2")
+    elastic = read_rank_environment({**TORCHRUN, "GROUP_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "a"})
+    assert elastic == RankEnvironment(5, 16, 1, "node7", 29500, num_machines=2, run_id="a")
 
 
 def test_srun_says_the_rank_and_the_first_node_serves_the_store():

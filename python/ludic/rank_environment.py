@@ -39,7 +39,12 @@ class RankEnvironment:
     has_store: bool = False
     """Whether the launcher serves the store. Otherwise rank 0 does."""
     attempt: str = "0"
-    """Differs between the starts of a run under one launcher."""
+    """How often the agent of torchrun has started its ranks again after an error. Each agent counts
+    for itself, and not when machines come or go."""
+    num_machines: int = 1
+    """On how many machines torchrun has started ranks."""
+    run_id: str = ""
+    """torchrun's name of the run. Empty under other launchers, which do not start ranks again."""
 
 
 def read_rank_environment(environ: Mapping[str, str] = os.environ, *, port: int | None = None) -> RankEnvironment | None:
@@ -73,6 +78,8 @@ def _read_torchrun(environ: Mapping[str, str]) -> RankEnvironment | None:
         port=_read_number(environ, "MASTER_PORT"),
         has_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         attempt=environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
+        num_machines=_read_number(environ, "GROUP_WORLD_SIZE", 1),
+        run_id=environ.get("TORCHELASTIC_RUN_ID", ""),
     )
 
 

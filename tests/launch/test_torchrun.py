@@ -1,10 +1,12 @@
 """The command lines of torchrun's agents, as torchrun itself reads them."""
 
 import pytest
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from torch.distributed.run import config_from_args, parse_args
 
 from ludic.errors import ConfigError
-from ludic.launch.torchrun import torchrun_argv
+from ludic.launch.process import Process
+from ludic.launch.torchrun import ENV, torchrun_argv
 
 
 def read(argv):
@@ -40,6 +42,16 @@ def test_agents_of_several_machines_meet_at_the_first(node):
     assert config.rdzv_configs["join_timeout"] == "90"
     assert config.rdzv_configs["is_host"] == str(int(node == 0))
     assert command[-2:] == ["train.py", "--x"]
+
+
+def test_the_environment_of_agents_leaves_the_store_to_rank_0(monkeypatch):
+    for name in ENV:
+        monkeypatch.delenv(name, raising=False)
+    shares_store = DynamicRendezvousHandler.use_agent_store.fget
+    assert shares_store(None)
+    for name, value in Process("trainer0", "trainer", ("true",), env=ENV).env.items():
+        monkeypatch.setenv(name, value)
+    assert not shares_store(None)
 
 
 def test_all_machines_are_needed_unless_said_otherwise():

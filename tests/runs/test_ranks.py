@@ -187,8 +187,8 @@ def test_a_signal_to_one_rank_saves_and_ends_all_and_the_run_resumes(signalled, 
 
 
 def begun_again(environment, *arguments):
-    """The same command line, as torchrun starts it after a failure."""
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
+    """The same command line, as an agent of torchrun starts it after a failure elsewhere."""
+    os.environ |= {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_RUN_ID": "a"}
     ludic_command(environment, *arguments)
 
 

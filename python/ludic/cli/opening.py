@@ -3,8 +3,10 @@ made or resumed it."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import socket
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -12,12 +14,13 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from ludic.cli.resume import parse_resume_steps, resume_recipe
 from ludic.files.atomic import write_text
 from ludic.rank_environment import read_rank_environment
+from ludic.runs.directory import run_path
 
 if TYPE_CHECKING:
     from ludic.runs.directory import RunDirectory
 
 LAUNCHER = ".launcher"
-"""File in the folder of a run on several ranks: which process started them."""
+"""File in the folder of a run on several ranks: which processes started them, a line for each."""
 
 D = TypeVar("D", bound="RunDirectory")
 D_co = TypeVar("D_co", bound="RunDirectory", covariant=True)
@@ -38,14 +41,15 @@ def open_run(command: OpeningCommand[D], arguments: Sequence[str], resume: Path 
     """The recipe of the command line; for a run that is resumed, that of its folder, and the
     folder. `follows`: this is another rank than 0, which resumes the run.
 
-    A launcher that starts the ranks again gives them the same command line: they resume the run
-    that they began before."""
+    An agent of torchrun that starts its ranks again gives them the same command line: they resume
+    the run that they began before. None of them can tell by itself that it was started again."""
     steps = None if resume is None else parse_resume_steps(arguments, command.directory.command)
     environment = read_rank_environment()
-    if environment is not None and resume is None and environment.attempt != "0":
-        resume = _find_begun(command.compose(arguments))
     if resume is None:
-        return command.compose(arguments), None
+        recipe = command.compose(arguments)
+        resume = _find_begun(command, recipe) if environment is not None and environment.run_id else None
+        if resume is None:
+            return recipe, None
     if environment is None:
         return _resume(command, resume, steps)
     from ludic.training import ranks
@@ -60,23 +64,36 @@ def open_run(command: OpeningCommand[D], arguments: Sequence[str], resume: Path 
     return command.compose([str(directory.config)]), directory
 
 
-def _find_begun(recipe: Any) -> Path | None:
-    """The folder of the run that this launcher has begun before; None if it did not get so far."""
+def _find_begun(command: OpeningCommand[D], recipe: Any) -> Path | None:
+    """The folder of the run that one of the present launchers has begun or resumed before; None if
+    they did not get so far. Machines come and go: those that are new are written down, too."""
     from ludic.training import ranks
 
+    launchers = ranks.gather_json(_name_launcher())
+
     def find() -> str | None:
-        marks = Path(recipe.output).expanduser().glob(f"**/{LAUNCHER}")
-        return next((str(mark.parent.resolve()) for mark in marks if mark.read_text(encoding="utf-8") == _name_launcher()), None)
+        runs = run_path(recipe.output, recipe.name, command.folder_name(recipe)).parent
+        for mark in sorted(runs.glob(f"*/{LAUNCHER}"), key=lambda mark: mark.stat().st_mtime, reverse=True):
+            known = mark.read_text(encoding="utf-8").splitlines()
+            if not set(known).isdisjoint(launchers):
+                _write_launchers(mark, [*known, *launchers])
+                return str(mark.parent.resolve())
+        return None
 
     found = ranks.ask_rank_0("looking for the run that was begun", find)
     return None if found is None else Path(found)
 
 
+def _write_launchers(mark: Path, launchers: Sequence[str]) -> None:
+    write_text(mark, "".join(f"{name}\n" for name in dict.fromkeys(launchers)))
+
+
 def _name_launcher() -> str:
-    """Names the process that started rank 0, and starts it again. Its start time tells it from
-    another one with its number."""
+    """Names the process that started this rank, and starts it again, and the command. Its start
+    time tells it from another one with its number."""
     parent = os.getppid()
-    return f"{socket.gethostname()} {parent} {_read_start_time(parent)}\n"
+    command = hashlib.sha256("\0".join(sys.argv[1:]).encode(errors="surrogateescape")).hexdigest()[:16]
+    return f"{socket.gethostname()} {parent} {_read_start_time(parent)} {command}"
 
 
 def _read_start_time(process: int) -> str:
@@ -101,10 +118,11 @@ def begin_run(command: OpeningCommand[D], recipe: Any) -> D:
     from ludic.training import ranks
 
     made: list[D] = []
+    launchers = ranks.gather_json(_name_launcher())
     with ranks.rank_0_alone("making the run's folder") as shared:
         if ranks.rank() == 0:
             made.append(command.directory.begin(recipe, command.folder_name(recipe)))
             if ranks.is_distributed():
-                write_text(made[0].path / LAUNCHER, _name_launcher())
+                _write_launchers(made[0].path / LAUNCHER, launchers)
             shared.append(str(made[0].path.resolve()))
     return made[0] if made else command.directory.follow(Path(shared[0]))

@@ -7,7 +7,8 @@ rank was, so that the `Supervisor` restarts the agent.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from ludic.errors import ConfigError
 from ludic.launch.process import PYTHON
@@ -16,6 +17,10 @@ PORT = 29400
 """The port of torchrun's rendezvous on the first machine."""
 RENDEZVOUS_S = 600
 """How long an agent waits for the agents of the other machines."""
+
+ENV: Mapping[str, str] = MappingProxyType({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
+"""The environment of agents on several machines (`Process.env`). Rank 0 then serves a new store at
+each start of the ranks; that of the agents would have what an earlier start left in it."""
 
 
 def torchrun_argv(
@@ -37,7 +42,8 @@ def torchrun_argv(
     one machine (`nodes` 1) agent and ranks meet on a free port of it. Several agents meet on
     `port` of `host`, the address of machine 0; with `min_nodes` they begin with that many, and
     start all ranks again when machines come or go. `run_id` must be the same on all machines and of
-    no other job on this port.
+    no other job on this port. Agents on several machines need `ENV` in their environment; without
+    it their ranks refuse to start.
 
     >>> torchrun_argv(["-m", "ludic.cli", "train", "sort"], ranks=2)[1:5]
     ('-m', 'torch.distributed.run', '--nproc-per-node=2', '--max-restarts=0')

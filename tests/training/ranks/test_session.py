@@ -118,6 +118,19 @@ def test_a_store_that_is_not_there_is_named_at_the_deadline():
         session._open_store(RankEnvironment(1, 2, 1, "127.0.0.1", port), 0.2)
 
 
+def test_a_store_of_several_agents_is_refused_before_anything_is_written_to_it():
+    environment = RankEnvironment(1, 2, 0, "127.0.0.1", 1, has_store=True, num_machines=2)
+    with pytest.raises(ConfigError, match=r"agents on 2 machines .*set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+        ranks.start(environment, rendezvous_timeout_s=0.1)
+    assert ranks.current_meeting() is None
+
+
+@pytest.mark.parametrize(("has_store", "name"), [(True, "2"), (False, "0")])
+def test_ranks_meet_whatever_their_agents_have_counted_if_rank_0_serves_a_new_store(has_store, name):
+    environment = RankEnvironment(1, 2, 0, "127.0.0.1", 1, has_store=has_store, attempt="2")
+    assert session._name_attempt(environment) == name
+
+
 def test_more_ranks_than_gpus_on_a_machine_are_refused(monkeypatch):
     monkeypatch.setattr(session.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(session.torch.cuda, "device_count", lambda: 2)

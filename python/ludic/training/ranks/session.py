@@ -66,8 +66,9 @@ def start(
     if _meeting is not None or dist.is_initialized():
         raise ConfigError("ranks.start was called twice, or after torch.distributed.init_process_group; call it once")
     ends = time.monotonic() + rendezvous_timeout_s
+    attempt = _name_attempt(environment)
     store = _open_store(environment, rendezvous_timeout_s)
-    prefixed = PrefixStore(f"ludic/{environment.attempt}", store)
+    prefixed = PrefixStore(f"ludic/{attempt}", store)
     shared = Meeting(prefixed, environment.rank, environment.world_size, exit_code=exit_code)
     shared.gather(max(1.0, ends - time.monotonic()))
     _choose_device(environment)
@@ -75,7 +76,7 @@ def start(
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
-        store=PrefixStore(f"group/{environment.attempt}", store),
+        store=PrefixStore(f"group/{attempt}", store),
         rank=environment.rank,
         world_size=environment.world_size,
         timeout=timedelta(seconds=timeout_s),
@@ -188,6 +189,20 @@ def _comes_from_collective(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+def _name_attempt(environment: RankEnvironment) -> str:
+    """What tells the keys of this start of the ranks from those of earlier ones in the same store;
+    the same on all ranks. A store that rank 0 serves is new at each start, for which the agents of
+    several machines may have counted differently."""
+    if not environment.has_store:
+        return "0"
+    if environment.num_machines > 1:
+        raise ConfigError(
+            f"torchrun's agents on {environment.num_machines} machines keep one store over all starts of the ranks, in which a restart "
+            "meets what was left there; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun on each machine, with --rdzv-backend c10d"
+        )
+    return environment.attempt
 
 
 def _open_store(environment: RankEnvironment, timeout_s: float) -> Any:
