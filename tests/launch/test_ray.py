@@ -22,10 +22,15 @@ LOOPBACK = ["sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
 KILLS = ["actor0", "trainer", "holder of actor1"]
 
 
-def play_scenarios(folder):
+def play_scenarios(folder, targets):
     """The result of each scenario."""
+    pytest.importorskip("ray", reason="the extra `ray` is not installed")
+    try:
+        subprocess.run([*NAMESPACE, *LOOPBACK, "true"], check=True, capture_output=True, timeout=30)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"Ray listens on all interfaces, and no network namespace can be made here: {error}")
     (folder / "home").mkdir()
-    command = [*NAMESPACE, *LOOPBACK, sys.executable, str(SUPPORT / "ray_scenarios.py"), str(folder), *KILLS]
+    command = [*NAMESPACE, *LOOPBACK, sys.executable, str(SUPPORT / "ray_scenarios.py"), str(folder), *targets]
     env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     done = subprocess.run(
         command, env={**env, "HOME": str(folder / "home")}, cwd=folder, capture_output=True, text=True, timeout=540
@@ -37,12 +42,7 @@ def play_scenarios(folder):
 @pytest.mark.integration
 def test_a_run_on_ray_ends_right_whatever_is_killed_and_unsafe_clusters_are_refused(tmp_path):
     """One test, since clusters take long to start."""
-    pytest.importorskip("ray", reason="the extra `ray` is not installed")
-    try:
-        subprocess.run([*NAMESPACE, *LOOPBACK, "true"], check=True, capture_output=True, timeout=30)
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"Ray listens on all interfaces, and no network namespace can be made here: {error}")
-    results = play_scenarios(tmp_path)
+    results = play_scenarios(tmp_path, KILLS)
     local, machines = results["local"], results["machines"]
     assert local["status"] == 0, local
     assert [target for target, _ in local["seconds"]] == KILLS
@@ -54,6 +54,15 @@ def test_a_run_on_ray_ends_right_whatever_is_killed_and_unsafe_clusters_are_refu
     assert "LaunchError" in results["wrong token"][1]
     assert "demands no token, so whoever reaches it can run code" in results["no token"][1]
     assert {results[name][0] for name in ("no room", "wrong token", "no token")} == {1}
+
+
+@pytest.mark.slow
+def test_the_processes_of_a_machine_that_is_lost_run_on_another(tmp_path):
+    """Ray notices a lost machine after 20 s and more."""
+    machines = play_scenarios(tmp_path, ["node of actor0"])["machines"]
+    assert machines["status"] == 0, machines
+    assert [target for target, _ in machines["seconds"]] == ["node of actor0"]
+    assert machines["left"] == []
 
 
 def test_authentication_may_not_be_switched_off_without_saying_so(monkeypatch, tmp_path):

@@ -1,4 +1,4 @@
-"""Faults on Ray: a cluster on this machine, and one of three machines, of which each is killed.
+"""Faults on Ray: a cluster on this machine, and one of three machines.
 
 As a script it takes a folder, and prints a line of JSON for each scenario: its name and its result.
 It is run in a network and process namespace of its own, since Ray listens on all interfaces.
@@ -58,7 +58,10 @@ def seconds_until_gone(pids):
     return round(time.monotonic() - began, 2)
 
 
-def scenarios(folder, kills):
+def scenarios(folder, targets):
+    """`targets`: what is killed. A node is one of the cluster of three machines."""
+    nodes = [target for target in targets if target.startswith("node of ")]
+    kills = [target for target in targets if target not in nodes]
     yield "local", play(folder / "local", "local", kills, {}, {"num_cpus": 4})
     yield "driver", seconds_until_gone(play(folder / "driver", "local", ["driver"], {}, {"num_cpus": 4}))
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
@@ -67,7 +70,7 @@ def scenarios(folder, kills):
         start_node(token, "--address=127.0.0.1:6399", "--num-cpus=3")
     yield "no room", refusal("127.0.0.1:6399", 64, token)
     yield "wrong token", refusal("127.0.0.1:6399", 1, {**token, "RAY_AUTH_TOKEN": "f" * 32})
-    yield "machines", play(folder / "machines", "127.0.0.1:6399", ["node of actor0"], token, {})
+    yield "machines", play(folder / "machines", "127.0.0.1:6399", nodes, token, {})
     start_node({"RAY_AUTH_MODE": "disabled"}, "--head", "--port=6398", "--num-cpus=1", "--include-dashboard=false")
     yield "no token", refusal("127.0.0.1:6398", 1, token)
 
