@@ -42,7 +42,11 @@ keep() { # NAME RESTARTS KIND COMMAND...: run the command, again while it fails
         ((SECONDS - began >= 600)) && used=0
         ((used++ < restarts)) || break
         echo "$(date -Is) $name ended with status $status; restart $used of $restarts"
-        sleep $((2 ** (used - 1)))
+        sleep $((used > 6 ? 30 : (1 << used) / 4)) & # 0 1 2 4 ...; TERM interrupts only `wait`
+        child=$!
+        ((asked)) && kill -TERM "$child"
+        wait "$child"
+        child=
     done
     echo "$(date -Is) $name ended with status ${status-143} and is not restarted"
     exit "${status-143}"

@@ -13,6 +13,7 @@ from hypothesis import given, strategies as st
 
 from ludic.errors import ConfigError
 from ludic.launch.process import Process
+from ludic.launch.restarts import RestartBudget
 from ludic.launch.slurm import SlurmJob, _quote, write_script
 
 GOLDEN = Path(__file__).with_name("slurm_golden.sh")
@@ -133,6 +134,27 @@ def test_a_trainer_saves_before_the_time_limit_and_the_job_is_queued_again(clust
     job.communicate(timeout=30)
     assert (job.returncode, cluster.is_requeued) == (143, requeued)
     assert cluster.log("trainer") == "ready\nsaved\n"
+
+
+def test_restarts_wait_as_those_of_the_supervisor(cluster):
+    (cluster.folder / "bin" / "sleep").write_text(f'#!/bin/bash\necho "$1" >>{shlex.quote(str(cluster.folder))}/delays\n')
+    cluster.run([trainer("exit 9", restarts=9)])
+    budget = RestartBudget(9, 600.0)
+    assert [float(delay) for delay in (cluster.folder / "delays").read_text().split()] == [budget.spend(0.0) for _ in range(9)]
+
+
+def test_a_job_that_is_asked_to_end_waits_for_no_restart(cluster):
+    slept = cluster.folder / "slept"
+    (cluster.folder / "bin" / "sleep").write_text(f"#!/bin/bash\necho >{shlex.quote(str(slept))}\nexec /bin/sleep 600\n")
+    job = cluster.begin([trainer("exit 9")])
+    deadline = time.monotonic() + 30
+    while not slept.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    job.send_signal(signal.SIGTERM)
+    out, _ = job.communicate(timeout=30)  # also: the child that slept has ended, or the pipe would be open
+    assert (job.returncode, cluster.is_requeued) == (9, False)
+    assert out.count("restart ") == 1
 
 
 @given(st.text(st.characters(codec="utf-8", exclude_characters="\0")))

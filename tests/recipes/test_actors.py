@@ -1,5 +1,6 @@
 """The settings of actors and their queue: what is refused, and what follows from them."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import given, strategies as st
 from ludic.errors import ConfigError
 from ludic.recipes.actors import check_actors, count_prompts_per_entry, uses_queue
 from ludic.recipes.compose import compose
-from ludic.recipes.queue_section import find_queue
+from ludic.recipes.queue_section import check_url, find_queue
 
 
 def recipe_of(*settings: str):
@@ -50,6 +51,43 @@ def test_a_password_is_refused_and_not_shown() -> None:
     assert "secret" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://h/0?password=hunter2", r"redis://h/0"),
+        ("rediss://h?db=1&ssl_password=hunter2", r"rediss://h"),
+        ("redis://:/hunter2@host", r"redis://***@host"),
+        ("redis://:a?hunter2@host", r"redis://***@host"),
+        ("redis://:a#hunter2@host", r"redis://***@host"),
+        ("redis://:hunter2@host/0?ssl_password=hunter2", r"redis://***@host/0"),
+        ("me:hunter2@host:6379", r"***@host:6379"),
+        ("redis://:hunter2@[host", r"redis://***@[host"),
+    ],
+)
+def test_a_password_is_refused_wherever_it_stands_and_not_shown(url: str, shown: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"queue.url ({shown}) ")) as caught:
+        check_url(url)
+    assert "hunter2" not in str(caught.value)
+    assert caught.value.__cause__ is None
+    assert caught.value.__suppress_context__ or caught.value.__context__ is None
+
+
+@pytest.mark.parametrize("url", ["redis://h:6379/0", "rediss://h?ssl_ca_certs=/a/ca.pem&db=2", "redis://user@h", "a@b.sqlite"])
+def test_an_address_without_a_password_is_accepted(url: str) -> None:
+    check_url(url)
+
+
+@pytest.mark.parametrize("address", ["queuehost:6379", ":hunter2@queuehost:6379"])
+def test_a_variable_that_is_no_address_is_named_and_not_shown(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LUDIC_QUEUE_URL", address)
+    with pytest.raises(ConfigError, match="LUDIC_QUEUE_URL must begin with redis:// or rediss://") as caught:
+        find_queue(recipe_of().queue, Path("/runs/a"))
+    assert address not in str(caught.value)
+    with pytest.raises(ConfigError, match="LUDIC_QUEUE_URL"):  # before a run begins
+        check_actors(recipe_of("place.actors=1"))
+    check_actors(recipe_of())  # a run without actors has no queue
+
+
 def test_actors_or_an_address_make_a_queue() -> None:
     assert not uses_queue(recipe_of())
     for settings in (["place.actors=1"], ["queue.url=redis://host:6379/0"], ["queue.url=here.sqlite"]):
@@ -65,6 +103,8 @@ def test_the_queue_is_a_file_of_the_run_unless_there_is_an_address(monkeypatch: 
     assert find_queue(recipe_of("queue.url=redis://host").queue, folder) == "redis://host"
     monkeypatch.setenv("LUDIC_QUEUE_URL", "rediss://user:secret@host")
     assert find_queue(recipe_of("queue.url=redis://host").queue, folder) == "rediss://user:secret@host"
+    monkeypatch.setenv("LUDIC_QUEUE_URL", "/fast/disk.sqlite")
+    assert find_queue(recipe_of().queue, folder) == "/fast/disk.sqlite"
 
 
 @pytest.mark.parametrize(("prompts", "per_entry"), [(32, 8), (10, 2), (3, 1), (1, 1), (4, 1), (5, 1), (12, 3), (9, 3)])

@@ -6,12 +6,16 @@ import time
 from pathlib import Path
 
 import pytest
+from memory_log import MemoryLog, unreachable
 from scripted_place import ScriptedPlace
 
+from ludic.errors import QueueError
 from ludic.launch.process import Process
 from ludic.recipes.compose import compose
-from ludic.runs import actor_processes
+from ludic.runs import actor_processes, run_queue
 from ludic.runs.actor_processes import ActorProcesses, WithOwnTrainer, run_actors
+from ludic.runs.run_queue import make_run_id, open_queue
+from ludic.runs.stop_request import Interrupted, StopRequest
 
 
 @pytest.fixture
@@ -38,17 +42,18 @@ def launch_of(run):
 
 
 RECIPE = compose(["sort", "place.actors=2", "place.restarts=1"])
+STOP = StopRequest(print)
 ACTOR = Process("actor0", "actor", ("act",))
 
 
 async def test_a_run_without_actors_starts_nothing(tmp_path: Path):
-    async with run_actors(compose(["sort"]), tmp_path, print) as actors:
+    async with run_actors(compose(["sort"]), tmp_path, print, STOP) as actors:
         assert actors is None
     assert not list(tmp_path.iterdir())
 
 
 async def test_actors_are_counted_and_end_with_the_trainer(tmp_path: Path, place):
-    async with run_actors(RECIPE, tmp_path, print) as actors:
+    async with run_actors(RECIPE, tmp_path, print, STOP) as actors:
         await until_both_run(place)
         await until(lambda: actors.measure() == {"actors/alive": 2.0, "actors/restarts": 0.0})
     assert place.stopped == []
@@ -58,7 +63,7 @@ async def test_actors_are_counted_and_end_with_the_trainer(tmp_path: Path, place
 
 async def test_an_actor_that_fails_is_restarted_and_counted_once(tmp_path: Path, place):
     notes = []
-    async with run_actors(RECIPE, tmp_path, notes.append):
+    async with run_actors(RECIPE, tmp_path, notes.append, STOP):
         await until_both_run(place)
         place.end("actor0", code=7)
         await until(lambda: len(place.starts) == 3 and not place.news)
@@ -85,7 +90,7 @@ def test_a_restart_is_counted_in_one_measurement():
 
 
 async def test_without_any_actor_left_the_trainer_learns_it(tmp_path: Path, place):
-    async with run_actors(RECIPE, tmp_path, lambda text: None) as actors:
+    async with run_actors(RECIPE, tmp_path, lambda text: None, STOP) as actors:
         await until_both_run(place)
         place.end("actor0", code=78)
         place.end("actor1", code=78)
@@ -96,10 +101,51 @@ async def test_without_any_actor_left_the_trainer_learns_it(tmp_path: Path, plac
 
 async def test_a_trainer_that_fails_leaves_no_actor(tmp_path: Path, place):
     async def train():
-        async with run_actors(RECIPE, tmp_path, print):
+        async with run_actors(RECIPE, tmp_path, print, STOP):
             await until_both_run(place)
             raise RuntimeError("of the trainer")
 
     with pytest.raises(RuntimeError, match="of the trainer"):
         await train()
     assert not place.running
+
+
+def queue_of_a_run_that_was_done(recipe, folder):
+    """Its run is resumed, and its actors look before the trainer claims it."""
+    run = make_run_id(folder)
+    log = open_queue(recipe.queue, folder)
+    log.claim("before", run=run)
+    log.close("before")
+    assert log.is_closed()
+    return log
+
+
+async def test_the_queue_of_a_run_that_was_done_is_open_before_an_actor_starts(tmp_path: Path, place):
+    log, found = queue_of_a_run_that_was_done(RECIPE, tmp_path), []
+    start = place.start
+    place.start = lambda process: (found.append(log.is_closed()), start(process))
+    async with run_actors(RECIPE, tmp_path, print, STOP):
+        await until_both_run(place)
+    assert found == [False, False]
+    log.claim("trainer", run=make_run_id(tmp_path))  # a claim of the same run is replaced
+    log.disconnect()
+
+
+async def test_the_queue_is_open_for_actors_that_are_started_by_hand(tmp_path: Path):
+    recipe = compose(["sort", "queue.url=queue.sqlite"])
+    log = queue_of_a_run_that_was_done(recipe, tmp_path)
+    async with run_actors(recipe, tmp_path, print, STOP) as actors:
+        assert actors is None
+        assert not log.is_closed()
+    log.disconnect()
+
+
+async def test_a_queue_that_cannot_be_reached_is_tried_again_until_a_stop_or_the_patience(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(run_queue, "open_queue", lambda section, folder: MemoryLog(time.monotonic, fail=unreachable))
+    recipe, stop = compose(["sort", "place.actors=1", "queue.patience_s=0.05"]), StopRequest(print)
+    with pytest.raises(QueueError, match="gave up after"):
+        await run_queue.reopen_queue(recipe.queue, tmp_path, stop)
+    recipe.queue.patience_s = 300.0
+    stop.signum = 15
+    with pytest.raises(Interrupted):
+        await run_queue.reopen_queue(recipe.queue, tmp_path, stop)

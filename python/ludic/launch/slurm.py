@@ -11,6 +11,7 @@ from pathlib import Path
 from ludic.errors import ConfigError
 from ludic.exit_codes import DO_NOT_RETRY, TRY_AGAIN
 from ludic.launch.process import USAGE, Process, check_processes
+from ludic.launch.restarts import LONGEST_DELAY_S
 from ludic.launch.supervisor import POLITE, WINDOW_S
 
 _HOST = re.compile(r"\{host:([A-Za-z0-9_.-]+)\}")
@@ -76,6 +77,7 @@ def write_script(processes: Sequence[Process], folder: Path, job: SlurmJob, *, c
         cwd=shlex.quote(str(cwd)),
         logs=shlex.quote(str(folder / "workers")),
         window=int(WINDOW_S),
+        longest=int(LONGEST_DELAY_S),
         final=f"0 | {USAGE} | {DO_NOT_RETRY}",
         polite=" | ".join(str(int(status)) for status in POLITE),
         retry=TRY_AGAIN,
@@ -177,7 +179,11 @@ keep() {{ # NAME RESTARTS KIND COMMAND...: run the command, again while it fails
         ((SECONDS - began >= {window})) && used=0
         ((used++ < restarts)) || break
         echo "$(date -Is) $name ended with status $status; restart $used of $restarts"
-        sleep $((2 ** (used - 1)))
+        sleep $((used > 6 ? {longest} : (1 << used) / 4)) & # 0 1 2 4 ...; TERM interrupts only `wait`
+        child=$!
+        ((asked)) && kill -TERM "$child"
+        wait "$child"
+        child=
     done
     echo "$(date -Is) $name ended with status ${{status-143}} and is not restarted"
     exit "${{status-143}}"

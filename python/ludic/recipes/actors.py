@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from pathlib import Path
 
 from ludic.errors import ConfigError
 from ludic.recipes.inference_section import choose_kind
 from ludic.recipes.place_section import check_place
-from ludic.recipes.queue_section import QueueSection, check_url
+from ludic.recipes.queue_section import QueueSection, check_url, find_queue
 from ludic.recipes.schema import Recipe
 
 ORDERS = ("exact", "arrival")
@@ -54,6 +55,7 @@ def _check_queue(recipe: Recipe) -> None:
             raise ConfigError(f"queue.{name} ({value}) must be > 0")
     if section.url is not None:
         check_url(section.url)
+    find_queue(section, Path())  # raises for a wrong LUDIC_QUEUE_URL
     if choose_kind(recipe.inference) == "vllm" and recipe.inference.url is None:
         raise ConfigError(
             "place.actors with inference=vllm needs inference.url: start the servers with `ludic serve`, which actors and trainer share"

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 from ludic.errors import ConfigError
 
@@ -44,28 +44,45 @@ class QueueSection:
 
 def find_queue(section: QueueSection, folder: Path) -> str:
     """The address of the queue of the run in `folder`, with the password if it has one: never print
-    it."""
-    address = os.environ.get(URL_VARIABLE) or section.url or FILE
+    it. Raises `ConfigError` if `LUDIC_QUEUE_URL` is no address."""
+    given = os.environ.get(URL_VARIABLE)
+    if given and "://" not in given and not given.endswith(".sqlite"):
+        raise ConfigError(
+            f"{URL_VARIABLE} must begin with redis:// or rediss://, or be a file name in .sqlite; its value ({len(given)} characters) is "
+            "not shown, since it may have a password"
+        )
+    address = given or section.url or FILE
     return address if "://" in address else str(folder / address)
 
 
 def check_url(url: str) -> None:
-    """Raise `ConfigError` for what is no address of a queue, and for one with a password."""
-    parts = urlsplit(url)
+    """Raise `ConfigError` for what is no address of a queue, and for one that may have a
+    password."""
     if "://" not in url and url.endswith(".sqlite"):
         return
+    shown = _hide_password(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        raise ConfigError(f"queue.url ({shown}) has no readable host") from None
     if parts.scheme not in ("redis", "rediss"):
+        raise ConfigError(f"queue.url ({shown}) must begin with redis:// or rediss://, or be a file name in .sqlite")
+    after_host = parts.path + parts.query + parts.fragment
+    named = any(name.lower().endswith("password") for name, _ in parse_qsl(parts.query))
+    if parts.password or "@" in after_host or named:  # a password with a `/` ends the host, as in redis://:/secret@host
         raise ConfigError(
-            f"queue.url ({_hide_password(url)}) must begin with redis:// or rediss://, or be a file name in .sqlite"
-        )
-    if parts.password:
-        raise ConfigError(
-            f"queue.url ({_hide_password(url)}) has a password, and settings are written to config.yaml and sent to trackers; set "
-            f"{URL_VARIABLE} to the whole address, and queue.url to the address without it"
+            f"queue.url ({shown}) has a password, and settings are written to config.yaml and sent to trackers; set {URL_VARIABLE} to "
+            "the whole address, and queue.url to the address without it"
         )
 
 
 def _hide_password(url: str) -> str:
-    """The address to show: `redis://***@host` for `redis://user:secret@host`."""
-    before, at, rest = url.rpartition("@")
-    return f"{before.partition('://')[0]}://***@{rest}" if at else url
+    """The address to show: `redis://***@host/0` for `redis://user:secret@host/0?ssl_password=x`.
+
+    Everything before the last `@` is hidden, since a password may hold any character.
+    """
+    scheme, separator, rest = url.partition("://")
+    if not separator:
+        scheme, rest = "", url
+    _, at, place = rest.rpartition("@")
+    return f"{scheme}{separator}{'***@' if at else ''}{place.partition('?')[0].partition('#')[0]}"

@@ -23,8 +23,11 @@ from ludic.launch.local import LocalPlace
 from ludic.launch.place import Place
 from ludic.launch.process import DONE, Ended, Process, Started
 from ludic.launch.supervisor import OTHERS_GRACE_S, Supervisor
+from ludic.recipes.actors import uses_queue
 from ludic.recipes.schema import Recipe
 from ludic.runs.processes import TRAINER, plan_processes
+from ludic.runs.run_queue import reopen_queue
+from ludic.runs.stop_request import StopRequest
 
 logger = logging.getLogger(__name__)
 
@@ -99,9 +102,13 @@ class ActorProcesses:
 
 
 @asynccontextmanager
-async def run_actors(recipe: Recipe, folder: Path, note: Callable[[str], None]) -> AsyncIterator[ActorProcesses | None]:
-    """Start the actors of the run, restart those that fail, and end all at exit. Yields None if
-    there are none to start."""
+async def run_actors(
+    recipe: Recipe, folder: Path, note: Callable[[str], None], stop: StopRequest
+) -> AsyncIterator[ActorProcesses | None]:
+    """Open the queue of the run, start its actors, restart those that fail, and end all at exit.
+    Yields None if there are none to start."""
+    if uses_queue(recipe):
+        await reopen_queue(recipe.queue, folder, stop)
     if recipe.place.actors == 0:
         yield None
         return

@@ -244,7 +244,7 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
         """The actors that the recipe asks for, started by rank 0."""
         if self.directory.is_followed:
             return nullcontext()
-        return run_actors(self.recipe, self.directory.path, self.screen.note)
+        return run_actors(self.recipe, self.directory.path, self.screen.note, self.stop)
 
     def _note_preflight(self, trainer: Trainer) -> None:
         """Record the comparison of trainer and sampler; a resumed run keeps the first one."""

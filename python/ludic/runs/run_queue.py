@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import secrets
+import socket
 from pathlib import Path
 
 from ludic.errors import QueueError
 from ludic.files.atomic import write_text
 from ludic.recipes.queue_section import FILE, QueueSection, find_queue
+from ludic.runs.stop_request import Interrupted, StopRequest
 from ludic.training.queue.base import GroupLog
 from ludic.training.queue.opening import open_log
+from ludic.training.queue.patience import Patience
 
 RUN_ID = "run_id"
 
@@ -35,3 +40,22 @@ def open_queue(section: QueueSection, folder: Path) -> GroupLog:
     address = find_queue(section, folder)
     name = f"ludic-{read_run_id(folder)}" if "://" in address else FILE
     return open_log(address, name=name, timeout_s=min(30.0, section.patience_s))
+
+
+async def reopen_queue(section: QueueSection, folder: Path, stop: StopRequest) -> None:
+    """Claim the queue before actors of the run look at it: that of a run which was done is closed,
+    and they would end. The trainer's own claim, of the same run, replaces this one. Raises
+    Interrupted if a stop is asked for while the queue cannot be reached."""
+
+    async def sleep(seconds: float) -> None:
+        if stop:
+            raise Interrupted
+        await asyncio.sleep(seconds)
+
+    run, owner = make_run_id(folder), f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+    log = open_queue(section, folder)
+    try:
+        patience = Patience(section.patience_s, sleep=sleep)
+        await patience.call("claiming the queue", lambda: log.claim(owner, run=run))
+    finally:
+        await asyncio.to_thread(log.disconnect)

@@ -48,6 +48,8 @@ POLL_S = 0.05
 """How often an actor looks for a version that it waits for."""
 APPEAR_S = 5.0
 """How long an announced version may be absent while it is replaced."""
+SERVE_S = 30.0
+"""How long servers may serve an older version than was announced."""
 
 
 @dataclass
@@ -127,13 +129,21 @@ class LocalWeights:
 
 
 class ServerWeights:
-    """Waits until the servers, which the trainer publishes to, serve a version."""
+    """Waits until the servers, which the trainer publishes to, serve a version: for `serve_s`
+    seconds, since a server that was restarted has an older one until the trainer publishes."""
 
-    def __init__(self, client: VersionedClient) -> None:
-        self._client = client
+    def __init__(self, client: VersionedClient, *, serve_s: float = SERVE_S) -> None:
+        self._client, self._serve_s = client, serve_s
 
     async def load(self, version: int) -> None:
-        while await self._client.get_policy_version() < version:
+        """Return once the version is served. Raises PublishError if it is not in time."""
+        deadline = time.monotonic() + self._serve_s
+        while (served := await self._client.get_policy_version()) < version:
+            if time.monotonic() > deadline:
+                raise PublishError(
+                    f"a server has served version {served} for {self._serve_s:g} s, but version {version} was announced; was it "
+                    "restarted? The trainer's next version repairs it, and so does resuming the run"
+                )
             await asyncio.sleep(POLL_S)
 
 
