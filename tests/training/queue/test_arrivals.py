@@ -125,6 +125,21 @@ def test_a_group_whose_actors_died_is_counted_as_given_up():
     assert arrivals.abandoned == 1
 
 
+@given(st.data(), st.sampled_from(["exact", "arrival"]), st.integers(0, 4), st.integers(0, 8))
+def test_a_run_that_is_resumed_twice_makes_the_batches_that_it_made_before(data, order, resumed, taken):
+    """The second time from a state of the first, when a part of what was taken before was read."""
+    log = data.draw(logs(2, 6))
+    states = [make(order).state_dict()]
+    batches = train(make(order), log, 0, 6, states)
+    first, second = make(order), make(order)
+    first.load_state_dict(states[resumed])
+    while taken and first.find_batch(resumed) is None:
+        take(first, log, 0 if first.position is None else int(first.position) + 1)
+        taken -= 1
+    second.load_state_dict(first.state_dict())
+    assert train(second, log, resumed, 6) == batches[resumed:]
+
+
 def test_a_log_that_ends_before_what_was_taken_has_lost_data_and_is_read_as_it_is():
     arrivals = make("exact", size=1)
     arrivals.load_state_dict({"ledger": {"watermark": 0, "above": []}, "position": None, "taken_through": "9"})

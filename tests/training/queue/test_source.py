@@ -276,6 +276,79 @@ async def test_a_batch_without_any_rollouts_is_an_error_that_names_the_first_fai
 
 
 @in_virtual_time
+async def test_a_run_that_ended_with_a_batch_of_failures_can_be_resumed(log):
+    """The groups that failed are played again, and what comes after them is still there."""
+    source = make_source(log, ahead=1)
+    state = source.state_dict()
+    waiting = asyncio.create_task(source.next_batch())
+    await asyncio.sleep(0.5)
+    deliver(log, failure="the disk was full"), deliver(log, failure="too")
+    with pytest.raises(RolloutError, match="Mend its cause and resume the run"):
+        await waiting
+    deliver(log, 2)
+    await source.aclose()
+    again = make_source(log, ahead=1)
+    again.load_state_dict(state)
+    waiting = asyncio.create_task(again.next_batch())
+    await asyncio.sleep(0.5)
+    assert [number for number, _ in offered(log)] == [0, 1, 3]
+    deliver(log, 0), deliver(log, 1)
+    assert (await waiting).meta["numbers"] == [0, 1]
+    await again.aclose()
+
+
+@in_virtual_time
+async def test_a_batch_of_failures_is_the_error_also_while_the_log_cannot_be_reached(log):
+    source = make_source(log)
+    waiting = asyncio.create_task(source.next_batch())
+    await asyncio.sleep(0.5)
+    log.fail = lambda call: unreachable(call) if call == "forget" else None
+    deliver(log, failure="the environment broke"), deliver(log, failure="too")
+    since = log.clock()
+    with pytest.raises(RolloutError, match="the environment broke"):
+        await waiting
+    assert log.clock() - since < 5
+    await source.aclose()
+
+
+@in_virtual_time
+async def test_a_saved_checkpoint_does_not_wait_for_a_log_that_cannot_be_reached(log):
+    source = make_source(log)
+    await train(log, source, 1)
+    source.state_dict()
+    fail, log.fail, since = log.fail, unreachable, log.clock()
+    await source.checkpoint_saved()
+    assert log.clock() - since < 5
+    log.fail = fail
+    assert len(log.read(None)) == 2
+    await source.checkpoint_saved()
+    assert log.read(None) == []
+    log.claim("other", run="r")
+    with pytest.raises(OwnershipLost):
+        await source.checkpoint_saved()
+    await source.aclose()
+
+
+@in_virtual_time
+async def test_work_is_offered_again_with_the_version_that_replaces_a_deleted_one(log):
+    source = make_source(log)
+    waiting = asyncio.create_task(source.next_batch())
+    await asyncio.sleep(0.5)
+    state = source.state_dict()
+    waiting.cancel()
+    assert offered(log) == [(0, 0), (1, 0)]
+    again = make_source(log)
+    again.load_state_dict({**state, "version": 3, "versions": [[0, 3]]})
+    waiting = asyncio.create_task(again.next_batch())
+    await asyncio.sleep(0.5)
+    assert offered(log) == [(0, 3), (1, 3)]
+    deliver(log), deliver(log)
+    await waiting
+    await again.aclose()
+    await source.aclose()
+
+
+@in_virtual_time
 async def test_a_wait_that_is_cancelled_loses_no_entry(log):
     """An actor's group is read and then the wait is cancelled, at each moment of its decoding."""
     source = make_source(log, groups_per_batch=1)

@@ -132,8 +132,10 @@ class Arrivals:
         self._replay_through = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The ledger and two positions: from the first one, all that is here is in the log."""
-        return {"ledger": self.ledger.state_dict(), "position": self.resume_position, "taken_through": self.position}
+        """The ledger and two positions: from the first one, all that is here is in the log; through
+        the second one, it was taken, also before a resume."""
+        through = self.position if self._replay_through is None else self._replay_through
+        return {"ledger": self.ledger.state_dict(), "position": self.resume_position, "taken_through": through}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Empty it, and begin after the position of `state`."""

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 from ludic.errors import LudicError
 from ludic.training.queue.base import Entry, GroupLog
@@ -38,6 +39,16 @@ class EntryReader:
         cancelled, nothing is read."""
         after = self.last_position(taken)
         self.entries.extend(await self._patience.call("reading groups", lambda: self._read(after, timeout_s)))
+
+    async def scan(self, taken: str | None) -> dict[int, str]:
+        """The groups of all entries that are not taken, each with the position of its last entry.
+        What is read for it is not kept."""
+        found = {entry.number: entry.position for entry, _ in self.entries if entry.number is not None}
+        position = self.last_position(taken)
+        while entries := await self._patience.call("reading groups", partial(self._log.read, position)):
+            found |= {entry.number: entry.position for entry in entries if entry.number is not None}
+            position = entries[-1].position
+        return found
 
     def clear(self) -> None:
         """Forget what was read, and stop reading ahead."""

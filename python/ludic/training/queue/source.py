@@ -13,8 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from ludic.errors import ConfigError, QueueDataLost, QueueError, RolloutError, shorten_names
 from ludic.training.batching.source import BatchSourceBase
@@ -120,8 +119,7 @@ class QueueBatchSource(BatchSourceBase):
         groups = await self._collect()
         wait_s = self._patience.clock() - started
         if not any(group.played for group in groups):
-            first = next((failure.error for group in groups for failure in group.played.failures), "no reason is known")
-            raise RolloutError(f"all {len(groups)} groups of batch {self._batch} failed; the first error was {first}")
+            await self._give_up(groups)
         for group in groups:
             for rollout in group.played:
                 rollout.meta.setdefault("policy_version", group.version)
@@ -178,9 +176,8 @@ class QueueBatchSource(BatchSourceBase):
 
     async def checkpoint_saved(self) -> None:
         """Forget the entries that a run resumed from the last `state_dict` does not read."""
-        position = self._saved_position
-        if position is not None and self._claims is not None:
-            await self._with_data(lambda: self._call("forgetting groups", lambda: self._log.forget(self.owner, position)))
+        if self._claims is not None:
+            await self._forget(self._saved_position)
 
     async def close_queue(self) -> None:
         """The run is done: the log is emptied, and actors end."""
@@ -233,13 +230,16 @@ class QueueBatchSource(BatchSourceBase):
         the weights it asks for may be deleted."""
         self._healed_after = self._patience.interruptions
         await self._announce()
-        outstanding = {each.work.number for each in await self._call("reading the work", self._log.outstanding)}
-        needless = sorted(number for number in outstanding if not self._is_needed(number))
+        work = [each.work for each in await self._call("reading the work", self._log.outstanding)]
+        needless = [each.number for each in work if not self._is_needed(each.number)]
         if needless:
             logger.info("%d groups need no playing and are withdrawn, the first is %d", len(needless), needless[0])
             await self._call("withdrawing groups", lambda: self._log.withdraw(self.owner, needless))
         # Read after the work: a group that is delivered between the two is in both.
-        self._in_log = await self._scan_log()
+        self._in_log = await self._reader.scan(self._arrivals.position)
+        size = self._arrivals.groups_per_batch
+        # Work of another version than is expected now is missing: `offer` replaces it.
+        outstanding = {each.number for each in work if self._versions.get(each.number // size) in (None, each.version)}
         missing = [number for number in self._expected() if number not in outstanding and number not in self._in_log]
         await self._offer(missing)
         if missing:
@@ -252,17 +252,6 @@ class QueueBatchSource(BatchSourceBase):
         further than its checkpoint; they are offered again in their turn."""
         batch = number // self._arrivals.groups_per_batch
         return not self._arrivals.has(number) and (batch in self._versions or batch <= self._batch + self._ahead)
-
-    async def _scan_log(self) -> dict[int, str]:
-        """The groups behind the position, each with the position of its last entry."""
-        found = {entry.number: entry.position for entry, _ in self._reader.entries if entry.number is not None}
-        position = self._reader.last_position(self._arrivals.position)
-        while True:
-            entries = await self._call("reading groups", partial(self._log.read, position))
-            if not entries:
-                return found
-            found |= {entry.number: entry.position for entry in entries if entry.number is not None}
-            position = entries[-1].position
 
     def _expected(self) -> list[int]:
         """The groups that are offered and have not come."""
@@ -324,6 +313,25 @@ class QueueBatchSource(BatchSourceBase):
                 self._check_deadlines(healed - came, healed - seen)
         return groups
 
+    async def _give_up(self, groups: Sequence[Group]) -> NoReturn:
+        """End a run whose next batch has no rollouts. What was taken is forgotten: a resumed run
+        has it played again, and does not read the same failures."""
+        await self._forget(self._arrivals.position)
+        first = next((failure.error for group in groups for failure in group.played.failures), "no reason is known")
+        raise RolloutError(
+            f"all {len(groups)} groups of batch {self._batch} failed; a batch needs one that did not, and the first error was "
+            f"{first}. Mend its cause and resume the run: what was delivered since its checkpoint is played again"
+        )
+
+    async def _forget(self, through: str | None) -> None:
+        """Forget the entries up to this position. Tries once: a run that ends must not wait for a
+        log that cannot be reached, and another one forgets them with the next checkpoint."""
+        if through is not None:
+            try:
+                await self._patience.run(lambda: self._log.forget(self.owner, through))
+            except QueueError as error:
+                logger.warning("groups that are not needed stay in the queue until the next checkpoint: %s", error)
+
     def _check_deadlines(self, since_entry_s: float, since_actor_s: float) -> None:
         what = f"batch {self._batch} waits for groups {shorten_names(self._expected())}"
         if since_actor_s >= self._patience.patience_s:
@@ -369,7 +377,7 @@ class QueueBatchSource(BatchSourceBase):
         trainer that went back to a checkpoint meets both."""
         if number // self._arrivals.groups_per_batch not in self._versions or self._arrivals.has(number):
             return
-        if number not in await self._scan_log():
+        if number not in await self._reader.scan(self._arrivals.position):
             await self._with_data(lambda: self._offer([number]))
 
     async def _measure(self, groups: Sequence[Group], wait_s: float) -> dict[str, float]:
