@@ -11,7 +11,7 @@ from pathlib import Path
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
     [
-        *("ludic.cli.app", "ludic.cli.train", "ludic.runs.reinforce", "ludic.runs.worker"),
+        *("ludic.cli.app", "ludic.cli.train", "ludic.runs.reinforce", "ludic.runs.actors.worker"),
         *("transformers.models.qwen2.modeling_qwen2", "matplotlib.backends.backend_agg"),
     ]
 )

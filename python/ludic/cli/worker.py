@@ -26,7 +26,7 @@ def actor(
         str | None, typer.Option(help="Name of this actor, of no other one. Default: machine and process id.")
     ] = None,
 ) -> None:
-    from ludic.runs.worker import run_actor_process
+    from ludic.runs.actors.worker import run_actor_process
 
     with report_user_errors():
         code = run_actor_process(run, name=name)

@@ -27,13 +27,13 @@ from ludic.recipes.inference_section import choose_kind, choose_logprob_conventi
 from ludic.recipes.lora import add_adapters, build_lora_settings
 from ludic.recipes.model import build_policy
 from ludic.recipes.schema import Recipe
-from ludic.runs.actor_processes import ActorProcesses, run_actors
+from ludic.runs.actors.policy_versions import PolicyVersions
+from ludic.runs.actors.supervision import ActorProcesses, run_actors
+from ludic.runs.actors.trainer_side import ActorBatches
 from ludic.runs.base import TrainingRun
 from ludic.runs.checkpoints import STOP_PATIENCE_S, has_checkpoint, restore_best_weights
 from ludic.runs.directory import DONE, RunDirectory
 from ludic.runs.held_out import Evaluation, HeldOut, check_early_stopping
-from ludic.runs.pipeline import ActorBatches
-from ludic.runs.policy_versions import PolicyVersions
 from ludic.runs.rollouts import (
     OccasionallyLogged,
     TrainingRequests,

@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 from memory_log import Clock, MemoryLog
 from playing import FOR_RL, Counting, ScriptedClient, protocol
 
-from ludic.errors import ConfigError, MissingExtraError, OwnershipLost, QueueError, RequestsExhausted
+from ludic.errors import ConfigError, MissingExtraError, OwnershipLost, QueueError, QueueRefused, RequestsExhausted
 from ludic.training import (
     EnvSpec,
     EpisodicReturn,
@@ -206,6 +206,15 @@ async def test_a_queue_that_cannot_be_reached_costs_nothing(monkeypatch, caplog)
     await act(Engine([item("a")], [item("b")]), log)
     assert names(await source_of(log, batch_size=2).next_batch()) == ["a", "b"]
     assert caplog.text.count("samples could not be sent: gone") == 3
+
+
+async def test_what_the_server_refuses_ends_the_actor():
+    def refuse(call):
+        if call == "push":
+            raise QueueRefused("wrong password")
+
+    with pytest.raises(QueueRefused, match="wrong password"):
+        await asyncio.wait_for(act(Engine([item("a")]), MemoryLog(Clock(), fail=refuse)), timeout=10.0)
 
 
 async def test_what_cannot_be_sent_is_logged_and_left_out(caplog):

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Protocol
 
-from ludic.errors import ConfigError, QueueDataLost, QueueError, RequestsExhausted
+from ludic.errors import ConfigError, QueueDataLost, QueueError, QueueRefused, RequestsExhausted
 from ludic.event_loop import await_if_needed
 from ludic.training.averages import mean_or_zero
 from ludic.training.batching.source import BatchSourceBase
@@ -362,14 +362,16 @@ class _Sender:
                 if await asyncio.to_thread(self._push, payload):
                     break
                 await asyncio.sleep(FULL_S)
+            except QueueRefused:
+                raise
             except QueueError as error:
                 logger.error("samples could not be sent: %s; trying again in %g s", error, RETRY_S)
                 await asyncio.sleep(RETRY_S)
         self._sequence += 1
 
     def _push(self, payload: bytes) -> bool:
-        trained = self._log.version() or 0  # see `PipelineBatchSource._announce_done`
-        return self._log.push(payload, max_entries=self._max_entries + trained)
+        # The announced version counts trained groups (`PipelineBatchSource._announce_done`).
+        return self._log.push(payload, max_entries=self._max_entries + (self._log.version() or 0))
 
 
 def _open_queue(url: str, name: str) -> GroupLog:
@@ -377,9 +379,7 @@ def _open_queue(url: str, name: str) -> GroupLog:
 
     url = url or os.environ.get(URL_VARIABLE, "")
     if not url:
-        raise ConfigError(
-            f"redis_url is empty, and so is {URL_VARIABLE}; give the URL of a Redis server, such as redis://host:6379"
-        )
+        raise ConfigError(f"redis_url and {URL_VARIABLE} are empty; give the URL of a Redis server, such as redis://host:6379")
     return RedisLog(url, name)
 
 

@@ -12,9 +12,9 @@ from scripted_place import ScriptedPlace
 from ludic.errors import QueueError
 from ludic.launch.process import Process
 from ludic.recipes.compose import compose
-from ludic.runs import actor_processes, run_queue
-from ludic.runs.actor_processes import ActorProcesses, WithOwnTrainer, run_actors
-from ludic.runs.run_queue import make_run_id, open_queue
+from ludic.runs.actors import queue, supervision
+from ludic.runs.actors.queue import make_run_id, open_queue
+from ludic.runs.actors.supervision import ActorProcesses, WithOwnTrainer, run_actors
 from ludic.runs.stop_request import Interrupted, StopRequest
 
 
@@ -22,7 +22,7 @@ from ludic.runs.stop_request import Interrupted, StopRequest
 def place(monkeypatch):
     """A place without processes, where the actors of a run are started."""
     scripted = ScriptedPlace(time.monotonic)
-    monkeypatch.setattr(actor_processes, "LocalPlace", lambda folder: scripted)
+    monkeypatch.setattr(supervision, "LocalPlace", lambda folder: scripted)
     return scripted
 
 
@@ -141,11 +141,11 @@ async def test_the_queue_is_open_for_actors_that_are_started_by_hand(tmp_path: P
 
 
 async def test_a_queue_that_cannot_be_reached_is_tried_again_until_a_stop_or_the_patience(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(run_queue, "open_queue", lambda section, folder: MemoryLog(time.monotonic, fail=unreachable))
+    monkeypatch.setattr(queue, "open_queue", lambda section, folder: MemoryLog(time.monotonic, fail=unreachable))
     recipe, stop = compose(["sort", "place.actors=1", "queue.patience_s=0.05"]), StopRequest(print)
     with pytest.raises(QueueError, match="gave up after"):
-        await run_queue.reopen_queue(recipe.queue, tmp_path, stop)
+        await queue.reopen_queue(recipe.queue, tmp_path, stop)
     recipe.queue.patience_s = 300.0
     stop.signum = 15
     with pytest.raises(Interrupted):
-        await run_queue.reopen_queue(recipe.queue, tmp_path, stop)
+        await queue.reopen_queue(recipe.queue, tmp_path, stop)

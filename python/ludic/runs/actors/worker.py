@@ -29,11 +29,11 @@ from ludic.recipes.compose import compose
 from ludic.recipes.inference_section import choose_kind, choose_logprob_convention
 from ludic.recipes.model import build_policy
 from ludic.recipes.schema import Recipe
+from ludic.runs.actors.numbered_requests import NumberedRequests
+from ludic.runs.actors.policy_versions import read_version
+from ludic.runs.actors.queue import open_queue
 from ludic.runs.directory import RunDirectory
-from ludic.runs.numbered_requests import NumberedRequests
-from ludic.runs.policy_versions import read_version
 from ludic.runs.rollouts import check_rollouts, make_engine
-from ludic.runs.run_queue import open_queue
 from ludic.runs.sampler import open_sampler
 from ludic.runs.seeding import seed_everything, seed_phase
 from ludic.runs.versions import collect_versions

@@ -11,9 +11,9 @@ import torch
 
 from ludic.errors import LaunchError, StopRequested
 from ludic.recipes.compose import compose
+from ludic.runs.actors.policy_versions import PolicyVersions, list_versions
+from ludic.runs.actors.trainer_side import ActorBatches
 from ludic.runs.directory import RunDirectory
-from ludic.runs.pipeline import ActorBatches
-from ludic.runs.policy_versions import PolicyVersions, list_versions
 from ludic.runs.sampler import Sampler
 from ludic.training.credit_assignment import ConstantCredit
 from ludic.training.queue.base import Work

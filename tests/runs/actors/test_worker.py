@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from ludic.errors import PublishError
-from ludic.runs.worker import ServerWeights
+from ludic.runs.actors.worker import ServerWeights
 
 
 class Server:

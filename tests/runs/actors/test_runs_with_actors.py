@@ -113,7 +113,7 @@ def test_the_supervised_actors_of_a_run_give_the_same_run_and_one_that_is_killed
     whole: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "support")}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "support")}
     command = [sys.executable, "-m", "ludic.cli", *settings(tmp_path, "place.actors=2", "inference.batches_ahead=1")]
     with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as trainer:
         wait_for_step(run, 2)

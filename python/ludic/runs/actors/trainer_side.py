@@ -22,12 +22,12 @@ from ludic.event_loop import await_if_needed
 from ludic.inference.publishing import PolicyPublisher, Publisher, Version, as_publisher
 from ludic.recipes.actors import count_prompts_per_entry
 from ludic.recipes.schema import Recipe
-from ludic.runs.actor_processes import ActorProcesses
+from ludic.runs.actors.policy_versions import PolicyVersions, list_versions
+from ludic.runs.actors.queue import make_run_id, open_queue
+from ludic.runs.actors.supervision import ActorProcesses
 from ludic.runs.checkpoints import read_kept_metadata
 from ludic.runs.directory import RunDirectory
-from ludic.runs.policy_versions import PolicyVersions, list_versions
 from ludic.runs.rollouts import truncate_log
-from ludic.runs.run_queue import make_run_id, open_queue
 from ludic.runs.sampler import Sampler
 from ludic.runs.stop_request import StopRequest
 from ludic.training.batching.source import BatchSourceBase

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from ludic.errors import PublishError
-from ludic.runs.policy_versions import PolicyVersions, list_versions, read_version
+from ludic.runs.actors.policy_versions import PolicyVersions, list_versions, read_version
 
 
 def weights_of(model):

@@ -25,8 +25,8 @@ from ludic.launch.process import DONE, Ended, Process, Started
 from ludic.launch.supervisor import OTHERS_GRACE_S, Supervisor
 from ludic.recipes.actors import uses_queue
 from ludic.recipes.schema import Recipe
-from ludic.runs.processes import TRAINER, plan_processes
-from ludic.runs.run_queue import reopen_queue
+from ludic.runs.actors.plan import TRAINER, plan_processes
+from ludic.runs.actors.queue import reopen_queue
 from ludic.runs.stop_request import StopRequest
 
 logger = logging.getLogger(__name__)

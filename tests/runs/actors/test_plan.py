@@ -4,7 +4,7 @@ from pathlib import Path
 
 from ludic.launch.process import PYTHON, check_processes
 from ludic.recipes.compose import compose
-from ludic.runs.processes import plan_processes
+from ludic.runs.actors.plan import plan_processes
 
 
 def test_a_run_without_actors_is_its_trainer(tmp_path: Path) -> None:

@@ -1,0 +1,7 @@
+"""A run with actors: processes that sample for its trainer, through a queue.
+
+trainer_side      batches of what actors deliver, and the versions that they sample with
+worker            the actor's process
+numbered_requests, policy_versions, queue     what both sides agree on
+plan, supervision     which processes a run has, and starting them
+"""
