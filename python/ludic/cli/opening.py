@@ -80,8 +80,8 @@ def _find_begun(command: OpeningCommand[D], recipe: Any) -> Path | None:
                 return str(mark.parent.resolve())
         return None
 
-    found = ranks.ask_rank_0("looking for the run that was begun", find)
-    return None if found is None else Path(found)
+    folder = ranks.ask_rank_0("looking for the run that was begun", find)
+    return None if folder is None else Path(folder)
 
 
 def _write_launchers(mark: Path, launchers: Sequence[str]) -> None:

@@ -172,9 +172,9 @@ def _descendants() -> Iterator[int]:
             children.setdefault(parent, []).append(int(name))
     todo = [os.getpid()]
     while todo:
-        found = children.get(todo.pop(), [])
-        yield from found
-        todo += found
+        children_of_one = children.get(todo.pop(), [])
+        yield from children_of_one
+        todo += children_of_one
 
 
 def _send(pid: int, number: int) -> None:

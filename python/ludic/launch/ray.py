@@ -244,11 +244,11 @@ class RayPlace:
 
     def _describe_room(self, processes: Sequence[Process]) -> str:
         """What was asked for, and what the cluster has."""
-        asked = ", ".join(f"{process.name} {_amounts(_bundle(process))}" for process in processes)
+        wanted = ", ".join(f"{process.name} {_amounts(_bundle(process))}" for process in processes)
         nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
         machines = "; ".join(_amounts(node) for node in nodes)
         free = _amounts(self._ray.available_resources())
-        return f"asked for {asked}; the cluster has {len(nodes)} machines ({machines}), of which {free} free; add machines or ask for less"
+        return f"asked for {wanted}; the cluster has {len(nodes)} machines ({machines}), of which {free} free; add machines or ask for less"
 
 
 def _bundle(process: Process) -> dict[str, float]:
@@ -300,8 +300,8 @@ def _check_token_is_demanded(gcs_address: str) -> None:
     env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH_")} | {MODE: "disabled"}
     command = [sys.executable, "-m", "ray.scripts.scripts", "status", "--address", gcs_address]
     try:
-        asked = subprocess.run(command, env=env, capture_output=True, text=True, timeout=PROBE_S)
+        answer = subprocess.run(command, env=env, capture_output=True, text=True, timeout=PROBE_S)
     except subprocess.TimeoutExpired as error:
         raise LaunchError(f"the Ray cluster at {gcs_address} did not answer within {PROBE_S:g} s") from error
-    if asked.returncode == 0 or "AuthenticationError" not in asked.stderr + asked.stdout:
+    if answer.returncode == 0 or "AuthenticationError" not in answer.stderr + answer.stdout:
         raise ConfigError(_WITHOUT_TOKEN.format(where=gcs_address))

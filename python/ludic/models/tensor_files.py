@@ -137,12 +137,12 @@ class StoredTensors:
                     self._add(name, file, offsets.get(name))
 
     def _add(self, name: str, file: Any, offsets: Sequence[int] | None) -> None:
-        found = file.get_slice(name)
-        shape = found.get_shape()
+        part = file.get_slice(name)
+        shape = part.get_shape()
         starts = [0] * len(shape) if offsets is None else offsets
         region = tuple((start, start + size) for start, size in zip(starts, shape, strict=True))
         self._parts.setdefault(name, []).append(_Part(file, region))
-        self._dtypes[name] = DTYPES[found.get_dtype()]
+        self._dtypes[name] = DTYPES[part.get_dtype()]
 
     def describe(self) -> dict[str, Tensor]:
         """Name -> an empty tensor on the device `meta` of the whole shape and the stored dtype."""

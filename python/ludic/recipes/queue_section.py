@@ -45,13 +45,13 @@ class QueueSection:
 def find_queue(section: QueueSection, folder: Path) -> str:
     """The address of the queue of the run in `folder`, with the password if it has one: never print
     it. Raises `ConfigError` if `LUDIC_QUEUE_URL` is no address."""
-    given = os.environ.get(URL_VARIABLE)
-    if given and "://" not in given and not given.endswith(".sqlite"):
+    address = os.environ.get(URL_VARIABLE)
+    if address and "://" not in address and not address.endswith(".sqlite"):
         raise ConfigError(
-            f"{URL_VARIABLE} must begin with redis:// or rediss://, or be a file name in .sqlite; its value ({len(given)} characters) is "
+            f"{URL_VARIABLE} must begin with redis:// or rediss://, or be a file name in .sqlite; its value ({len(address)} characters) is "
             "not shown, since it may have a password"
         )
-    address = given or section.url or FILE
+    address = address or section.url or FILE
     return address if "://" in address else str(folder / address)
 
 

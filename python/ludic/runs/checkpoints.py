@@ -20,11 +20,11 @@ STOP_PATIENCE_S = 20.0
 
 def read_kept_metadata(checkpoints: Path) -> list[dict[str, Any]]:
     """The metadata of the checkpoints in the folder, without those that cannot be read."""
-    found = []
+    states = []
     for path in checkpoints.glob(f"step_*/{STATE}"):
         with suppress(CheckpointError, OSError):
-            found.append(read_json(path))
-    return found
+            states.append(read_json(path))
+    return states
 
 
 def find_latest_checkpoint(checkpoints: Path) -> str | None:

@@ -42,9 +42,9 @@ class PolicyVersions(Publisher):
 
     def keep_only(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Delete the versions that are in none of the ranges `(first, last)`, both included."""
-        kept = list(ranges)
+        retained = list(ranges)
         for number in list_versions(self.root):
-            if not any(first <= number <= last for first, last in kept):
+            if not any(first <= number <= last for first, last in retained):
                 delete_folder(_folder(self.root, number))
 
 

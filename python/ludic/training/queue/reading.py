@@ -43,12 +43,12 @@ class EntryReader:
     async def scan(self, taken: str | None) -> dict[int, str]:
         """The groups of all entries that are not taken, each with the position of its last entry.
         What is read for it is not kept."""
-        found = {entry.number: entry.position for entry, _ in self.entries if entry.number is not None}
+        positions = {entry.number: entry.position for entry, _ in self.entries if entry.number is not None}
         position = self.last_position(taken)
         while entries := await self._patience.call("reading groups", partial(self._log.read, position)):
-            found |= {entry.number: entry.position for entry in entries if entry.number is not None}
+            positions |= {entry.number: entry.position for entry in entries if entry.number is not None}
             position = entries[-1].position
-        return found
+        return positions
 
     def clear(self) -> None:
         """Forget what was read, and stop reading ahead."""

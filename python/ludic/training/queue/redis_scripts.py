@@ -143,7 +143,7 @@ return 1
 
 # -> for each number: number version attempt age_ms actor
 OUTSTANDING = """
-local now, found = now_ms(), {}
+local now, outstanding = now_ms(), {}
 local all = redis.call('HGETALL', WORK)
 for i = 1, #all, 2 do
   local number = all[i]
@@ -152,9 +152,9 @@ for i = 1, #all, 2 do
   if ends and tonumber(ends) > now then
     actor = string.match(redis.call('HGET', LEASES, number), '^%S+ (.*)$')
   end
-  found[#found + 1] = {number, version, attempt, string.format('%.0f', now - offered), actor}
+  outstanding[#outstanding + 1] = {number, version, attempt, string.format('%.0f', now - offered), actor}
 end
-return found
+return outstanding
 """
 
 # the `born` and the id of the position, or nothing; limit -> born, entries
