@@ -459,8 +459,9 @@ async def test_a_group_of_another_version_is_played_again_in_order_exact(log):
     lease = log.lease("a")
     log.deliver(lease, encode_group(Group("r", 0, 7, played=as_played(sample(lease.work)))))
     await asyncio.sleep(8)
+    assert offered(log) == [(0, 0), (1, 0)]
     deliver(log, 0), deliver(log, 1)
-    await waiting
+    assert (await waiting).meta["numbers"] == [0, 1]
     await source.aclose()
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
-import socket
 from pathlib import Path
 
 from ludic.errors import QueueError
@@ -13,6 +11,7 @@ from ludic.files.atomic import write_text
 from ludic.recipes.queue_section import FILE, QueueSection, find_queue
 from ludic.runs.stop_request import Interrupted, StopRequest
 from ludic.training.queue.base import GroupLog
+from ludic.training.queue.claims import make_owner_name
 from ludic.training.queue.opening import open_log
 from ludic.training.queue.patience import Patience
 
@@ -52,7 +51,7 @@ async def reopen_queue(section: QueueSection, folder: Path, stop: StopRequest) -
             raise Interrupted
         await asyncio.sleep(seconds)
 
-    run, owner = make_run_id(folder), f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+    run, owner = make_run_id(folder), make_owner_name()
     log = open_queue(section, folder)
     try:
         patience = Patience(section.patience_s, sleep=sleep)
