@@ -1,11 +1,17 @@
 """Futures of a backend: a value or an error, now or later."""
 
 import asyncio
+import gc
 import threading
+from concurrent.futures import InvalidStateError
 
+import anyio
 import pytest
+from hypothesis import given, strategies as st
 
-from ludic.training import TrainFuture
+from ludic.training.backend.futures import ImmediateTrainFuture, TrainFuture, wait_all
+
+LOOPS = ("asyncio", "trio")
 
 
 def test_a_result_of_none_is_a_result():
@@ -47,3 +53,80 @@ async def test_cancelling_one_waiter_does_not_cancel_the_others():
         await impatient
     future.set_result(1)
     assert await future.result() == 1
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_both_event_loops_wait_for_a_result_that_a_thread_sets(loop):
+    async def wait_for_it() -> list[int]:
+        future, seen = TrainFuture[int](), []
+
+        async def wait() -> None:
+            seen.append(await future)
+
+        async with anyio.create_task_group() as tasks:
+            for _ in range(3):
+                tasks.start_soon(wait)
+            await anyio.wait_all_tasks_blocked()
+            assert seen == []
+            threading.Thread(target=future.set_result, args=(5,)).start()
+        return seen
+
+    assert anyio.run(wait_for_it, backend=loop) == [5, 5, 5]
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_the_task_that_waits_can_be_cancelled_and_the_result_come_later(loop):
+    future = TrainFuture[int]("save")
+
+    async def give_up() -> None:
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            await future.result()
+        assert scope.cancelled_caught
+
+    anyio.run(give_up, backend=loop)
+    future.set_result(1)  # the event loop that waited has ended
+    assert anyio.run(future.result, backend=loop) == 1
+
+
+@pytest.mark.parametrize("set_value", ["set_result", "set_exception"])
+def test_a_second_value_is_an_error_and_changes_nothing(set_value):
+    future = ImmediateTrainFuture(1, "optim_step")
+    with pytest.raises(InvalidStateError):
+        getattr(future, set_value)(ValueError("late"))
+    assert future.wait() == 1
+
+
+async def test_an_immediate_future_is_done_and_can_hold_none():
+    future = ImmediateTrainFuture(None, "load_weights")
+    assert future.done()
+    assert await future is None
+    assert repr(future) == "ImmediateTrainFuture(load_weights, done)"
+
+
+@given(st.permutations(range(5)), st.sets(st.integers(0, 4)))
+def test_wait_all_waits_for_all_and_keeps_the_order(finish_order, failing):
+    futures = [TrainFuture[int](str(number)) for number in range(5)]
+
+    def finish() -> None:
+        for number in finish_order:
+            if number in failing:
+                futures[number].set_exception(ValueError(str(number)))
+            else:
+                futures[number].set_result(number)
+
+    async def wait() -> object:
+        threading.Thread(target=finish).start()
+        try:
+            return await wait_all(futures)
+        except ValueError as error:
+            return str(error)
+
+    outcome = asyncio.run(wait())
+    assert all(future.done() for future in futures)
+    assert outcome == (str(min(failing)) if failing else [0, 1, 2, 3, 4])
+
+
+async def test_a_future_that_nobody_awaits_is_silent():
+    TrainFuture.of("optim_step", lambda: 1 / 0)
+    gc.collect()

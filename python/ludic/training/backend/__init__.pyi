@@ -1,4 +1,8 @@
-from ludic.training.backend.futures import TrainFuture as TrainFuture
+from ludic.training.backend.futures import (
+    ImmediateTrainFuture as ImmediateTrainFuture,
+    TrainFuture as TrainFuture,
+    wait_all as wait_all,
+)
 from ludic.training.backend.protocol import (
     BackwardResult as BackwardResult,
     ForwardPasses as ForwardPasses,

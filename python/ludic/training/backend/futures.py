@@ -1,21 +1,26 @@
 """The result of an operation of a training backend, which may still be running.
 
-Await it at once, `await backend.forward_backward(batch).result()`, or keep it and await it later.
+Await it at once, `await backend.forward_backward(batch).result()`, or keep it, do other work, and
+await it later. Both asyncio and trio can await it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future
-from typing import Generic, TypeVar
+from contextlib import suppress
+from typing import Any, Generic, TypeVar
+
+import anyio
+from anyio.lowlevel import current_token
 
 T = TypeVar("T")
 
 
 class TrainFuture(Generic[T]):
     """The result of one operation. Set once, from any thread; awaited any number of times, in any
-    event loop.
+    event loop. `await future` and `await future.result()` are the same.
 
     >>> future = TrainFuture[int]("optim_step")
     >>> future.set_result(3)
@@ -23,7 +28,7 @@ class TrainFuture(Generic[T]):
     True
     """
 
-    def __init__(self, operation: str) -> None:
+    def __init__(self, operation: str = "") -> None:
         self.operation = operation
         """The name of the operation, for logs and errors."""
         self._future: Future[T] = Future()
@@ -32,7 +37,7 @@ class TrainFuture(Generic[T]):
     @classmethod
     def of(cls, operation: str, compute: Callable[[], T]) -> TrainFuture[T]:
         """Call `compute` now. The future has its result or its exception."""
-        future = cls(operation)
+        future = TrainFuture[T](operation)
         try:
             future.set_result(compute())
         except Exception as error:
@@ -43,6 +48,8 @@ class TrainFuture(Generic[T]):
         return self._future.done()
 
     def set_result(self, value: T) -> None:
+        """Make `result` and `wait` return `value`, which may be None. Raises InvalidStateError if
+        the future is done."""
         self._future.set_result(value)
 
     def set_exception(self, error: BaseException) -> None:
@@ -51,11 +58,50 @@ class TrainFuture(Generic[T]):
 
     async def result(self) -> T:
         """Wait for the operation. Returns its result or raises its error."""
-        return self._future.result() if self.done() else await asyncio.wrap_future(self._future)
+        if not self.done():
+            await self._wait_until_done()
+        return self._future.result()
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        return self.result().__await__()
+
+    async def _wait_until_done(self) -> None:
+        event = anyio.Event()
+        loop: Any = current_token().native_token  # of trio: its token
+        call_soon = loop.call_soon_threadsafe if isinstance(loop, asyncio.AbstractEventLoop) else loop.run_sync_soon
+
+        def wake(_: object) -> None:
+            with suppress(RuntimeError):  # the event loop has ended: nobody waits
+                call_soon(event.set)
+
+        self._future.add_done_callback(wake)
+        await event.wait()
 
     def wait(self) -> T:
         """`result` for synchronous code: blocks the thread until the operation is done."""
         return self._future.result()
 
     def __repr__(self) -> str:
-        return f"TrainFuture({self.operation}, {'done' if self.done() else 'pending'})"
+        return f"{type(self).__name__}({self.operation}, {'done' if self.done() else 'pending'})"
+
+
+class ImmediateTrainFuture(TrainFuture[T]):
+    """A future that is done: the answer of a backend that computes when it is called.
+
+    >>> ImmediateTrainFuture({"loss": 0.5}, "forward_backward").wait()
+    {'loss': 0.5}
+    """
+
+    def __init__(self, value: T, operation: str = "") -> None:
+        super().__init__(operation)
+        self.set_result(value)
+
+
+async def wait_all(futures: Iterable[TrainFuture[T]]) -> list[T]:
+    """The results, in the order of `futures`. Waits until all are done, and then raises the error
+    of the first that failed."""
+    waited = list(futures)
+    for future in waited:
+        if not future.done():
+            await future._wait_until_done()
+    return [future.wait() for future in waited]
