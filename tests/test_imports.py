@@ -62,6 +62,7 @@ LAYERS = [
     ],
     ["ludic.training.trainer", "ludic.training.rm_trainer"],
     ["ludic.eval", "ludic.tasks"],
+    ["ludic.rollouts"],
     ["ludic.recipes"],
     ["ludic.runs"],
     ["ludic.cli"],
@@ -210,6 +211,7 @@ def run(code: str) -> str:
         ("ludic.cli.app", ["torch", "transformers"]),
         ("ludic.training", ["transformers", "peft", "wandb"]),
         ("ludic.training.queue.base", ["torch", "transformers", "redis"]),
+        ("ludic.rollouts.training.types", ["torch", "transformers"]),
         ("ludic.training.trainer", ["transformers", "peft", "wandb"]),
     ],
 )

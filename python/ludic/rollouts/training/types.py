@@ -1,0 +1,347 @@
+"""The data types of `rollouts.training`: samples, batches, configurations, futures.
+
+A worked example: the prompt `2+2=` (ids 53 46 53 64) and the sampled answer `4<eos>` (ids 55 2).
+
+    Sample(
+        prompt="2+2=",
+        response="4",
+        tokens=[53, 46, 53, 64, 55, 2],             # prompt, then response: T = 6
+        loss_mask=[0, 0, 0, 0, 1, 1],               # 1 on what the model said
+        reward=1.0,
+        rollout_log_probs=[0, 0, 0, 0, -0.2, -0.1],
+    )
+
+A sample is what a `generate_fn` returns: text, tokens and reward, before credit. What is trained is
+an `SAWItem`; `samples` converts one to the other and checks lengths, masks and rewards. Building a
+sample or a batch checks nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import difflib
+import logging
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, ClassVar, Literal, TypeVar, get_args
+
+from ludic.errors import ConfigError, ConfigTypeError, DataError
+from ludic.rollouts.training.packed_columns import pack_columns, unpack_columns
+from ludic.training.backend.futures import TrainFuture
+from ludic.types import Message
+
+__all__ = [
+    "Prompt",
+    "RLTrainingConfig",
+    "RolloutBatch",
+    "RolloutConfig",
+    "SFTTrainingConfig",
+    "Sample",
+    "SampleStatus",
+    "TrainFuture",
+]
+
+logger = logging.getLogger(__name__)
+
+Prompt = str | list[Message]
+"""Text, or a list of messages `{"role": ..., "content": ...}`."""
+
+
+class SampleStatus(Enum):
+    """How the generation of a sample ended."""
+
+    PENDING = "pending"
+    """Not generated yet."""
+    COMPLETED = "completed"
+    """The model ended its answer."""
+    TRUNCATED = "truncated"
+    """The token limit ended it. Such a sample is trained."""
+    ABORTED = "aborted"
+    """It was interrupted. Such a sample is sampled again and never trained."""
+
+
+@dataclass
+class Sample:
+    """A prompt with its response. There is an example at the top of this module."""
+
+    prompt: Any
+    """`Prompt`; prompts of other types, such as rows with an answer, stay what they are."""
+    response: str = ""
+    tokens: list[int] = field(default_factory=list)
+    """[T] ids of the prompt, then of the response."""
+    loss_mask: list[float] = field(default_factory=list)
+    """[T] 0: no loss on this token, 1: loss."""
+    reward: float = 0.0
+    group_index: int | None = None
+    """Samples of one prompt have the same one; it is never used twice in a run."""
+    index: int | None = None
+    """Number of the sample in the run."""
+    metadata: dict[str, Any] = field(default_factory=dict)
+    """Facts, such as `correct`; the manager adds `weight_version` and `weight_version_end`."""
+    rollout_log_probs: list[float] | None = None
+    """[T] log-probabilities under the policy that sampled the tokens, 0 where the mask is 0."""
+    status: SampleStatus = SampleStatus.PENDING
+
+    Status: ClassVar[type[SampleStatus]] = SampleStatus
+
+    def to_dict(self, *, packed: bool = False) -> dict[str, Any]:
+        """A copy of all fields that JSON can express if the metadata can. `packed`: the tokens,
+        mask and log-probabilities as base64, at most 13 bytes a token; log-probabilities are then
+        rounded to float32, in which they are trained."""
+        data = {name: copy.deepcopy(getattr(self, name)) for name in _SAMPLE_FIELDS}
+        data["status"] = self.status.value
+        return pack_columns(data) if packed else data
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Sample:
+        """Read what `to_dict` returns, packed or not. Keys that are no field are left out, with a
+        warning. Raises DataError for a missing prompt or an unknown status."""
+        unknown = sorted(set(data) - set(_SAMPLE_FIELDS))
+        if unknown:
+            logger.warning("a sample has the unknown keys %s, which are left out; put them into its metadata", ", ".join(unknown))
+        fields = copy.deepcopy({name: data[name] for name in _SAMPLE_FIELDS if name in data})
+        if "prompt" not in fields:
+            raise DataError(f"a sample has the keys {', '.join(data) or '(none)'}; it needs a prompt")
+        status = fields.pop("status", SampleStatus.PENDING.value)
+        try:
+            fields["status"] = SampleStatus(status)
+        except ValueError as error:
+            known = ", ".join(one.value for one in SampleStatus)
+            raise DataError(f"the status of a sample ({status!r}) must be one of {known}") from error
+        return cls(**unpack_columns(fields))
+
+
+_SAMPLE_FIELDS = tuple(one.name for one in dataclasses.fields(Sample))
+
+
+@dataclass
+class RolloutBatch:
+    """B samples, column by column. Example: two answers, of which the first is right.
+
+    RolloutBatch(tokens=[[53, 55, 2], [53, 56]], loss_masks=[[0, 1, 1], [0, 1]],
+                 rewards=[1.0, 0.0], response_lengths=[2, 1])
+    """
+
+    tokens: list[list[int]]
+    """[B][T]; rows have different lengths."""
+    loss_masks: list[list[float]]
+    """[B][T]"""
+    rewards: list[float]
+    """[B]"""
+    response_lengths: list[int]
+    """[B] number of tokens with a mask above 0."""
+    metadata: dict[str, Any] = field(default_factory=dict)
+    """`epoch_id`, `step_id`, `batch_size`, `prompts`, `responses`, a list `sample_<key>` for each
+    key of the samples' metadata, and what the manager counted."""
+    samples: list[Sample] = field(default_factory=list)
+    """The samples of the rows, in the same order."""
+
+
+C = TypeVar("C", bound="_Config")
+
+
+@dataclass(frozen=True)
+class _Config:
+    """A configuration that a mapping can express, without the functions it holds."""
+
+    _FUNCTIONS: ClassVar[tuple[str, ...]] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """All settings but functions, which whoever reads the mapping supplies again."""
+        return {one.name: getattr(self, one.name) for one in dataclasses.fields(self) if one.name not in self._FUNCTIONS}
+
+    @classmethod
+    def _read(cls: type[C], data: Mapping[str, Any], **functions: Any) -> C:
+        known = [one.name for one in dataclasses.fields(cls) if one.name not in cls._FUNCTIONS]
+        for name in data:
+            if name in cls._FUNCTIONS:
+                raise ConfigError(f"{cls.__name__}: {name} is a function; give it as the argument {name}= of from_dict")
+            if name not in known:
+                raise ConfigError(f"{cls.__name__} has no setting {name!r}{_suggest(name, known)}")
+        return cls(**data, **functions)
+
+
+@dataclass(frozen=True)
+class SFTTrainingConfig(_Config):
+    """Settings of `run_sft_training`."""
+
+    num_steps: int
+    """Optimizer steps."""
+    batch_size: int
+    """Samples of one step."""
+    log_every: int = 100
+    """Steps between two lines of metrics."""
+    checkpoint_every: int = 500
+    """Steps between two checkpoints; the last step always has one."""
+    seed: int = 0
+    """The order of the samples in each pass."""
+
+    def __post_init__(self) -> None:
+        _check_counts(self, num_steps=1, batch_size=1, log_every=1, checkpoint_every=1)
+        _check_seed(self, self.seed)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> SFTTrainingConfig:
+        """Raises ConfigError for a key that is no setting."""
+        return cls._read(data)
+
+
+Advantage = Literal["auto", "baseline"]
+
+
+@dataclass(frozen=True)
+class RLTrainingConfig(_Config):
+    """Settings of `run_rl_training`."""
+
+    num_steps: int
+    """Batches of rollouts to train on."""
+    sync_every: int = 10
+    """Steps between two publications of the weights to the inference engines."""
+    baseline: float = 0.0
+    """What is subtracted from a reward where advantages are not relative to a group."""
+    log_every: int = 10
+    checkpoint_every: int = 100
+    advantage: Advantage = "auto"
+    """`baseline`: reward - baseline. `auto`: relative to the mean of the sample's group where
+    groups have more than one member, else as `baseline`."""
+    epochs_per_batch: int = 1
+    """How often each batch is trained."""
+    minibatches_per_batch: int = 1
+    """Optimizer steps of one epoch of a batch."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        counts = ("num_steps", "sync_every", "log_every", "checkpoint_every", "epochs_per_batch", "minibatches_per_batch")
+        _check_counts(self, **dict.fromkeys(counts, 1))
+        _check_choice(self, "advantage", Advantage)
+        if not math.isfinite(self.baseline):
+            raise ConfigError(f"baseline ({self.baseline}) must be a finite number: it is subtracted from every reward")
+        _check_seed(self, self.seed)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> RLTrainingConfig:
+        """Raises ConfigError for a key that is no setting."""
+        return cls._read(data)
+
+
+GenerateFn = Callable[..., Sequence[Sample] | Awaitable[Sequence[Sample]]]
+"""(prompts, **rollout_kwargs) -> one sample for each prompt. A plain or a coroutine function."""
+RewardFn = Callable[[Sample], float | Awaitable[float]]
+"""Sample -> reward. A plain or a coroutine function."""
+FilterFn = Callable[[list[Sample]], bool]
+"""The samples of one prompt, with their rewards -> whether they are trained."""
+Order = Literal["arrival", "submission"]
+OnExhausted = Literal["error", "short"]
+
+
+@dataclass(frozen=True)
+class RolloutConfig(_Config):
+    """How batches of samples are generated."""
+
+    batch_size: int
+    """Prompts of one batch. (`SFTTrainingConfig.batch_size` counts samples.)"""
+    n_samples_per_prompt: int = 1
+    """Samples of each prompt: its group. A batch has `batch_size * n_samples_per_prompt`."""
+    over_sampling_factor: float = 1.0
+    """`ceil(batch_size * over_sampling_factor)` prompts are kept in the air; a batch is complete as
+    soon as enough of them are, and the others go on for the next. Only `AsyncRolloutManager` does
+    so."""
+    generate_fn: GenerateFn = None  # type: ignore[assignment]  # checked below
+    """Required. Where its signature has `seeds`, `partial` or `weight_version`, it gets them."""
+    reward_fn: RewardFn | None = None
+    """None: the samples have their reward already."""
+    filter_fn: FilterFn | None = None
+    """None: every group is trained."""
+    max_lag: int | None = None
+    """Batches by which a prompt may be trained later than it was begun. None: the least that
+    `over_sampling_factor` needs."""
+    order: Order = "arrival"
+    """`arrival`: a batch is what is complete first. `submission`: prompts in the order of the data,
+    whatever their samples take."""
+    max_retries: int = 1
+    """How often one sample is tried again after a failure."""
+    max_concurrency: int | None = None
+    """Calls of `generate_fn` at the same time. None: as many as there are samples in the air."""
+    patience: int = 10
+    """A batch may refuse `patience * batch_size` groups before `on_exhausted` applies."""
+    on_exhausted: OnExhausted = "error"
+    """What happens then: an error that says what each filter refused, or a `short` batch."""
+    group_calls: bool = False
+    """Pass the prompts of a group to `generate_fn` in one call instead of one call each."""
+    generate_while_training: bool = True
+    """Whether groups go on while the trainer computes."""
+    seed: int = 0
+    """The seeds of samples are derived from it and their position."""
+
+    _FUNCTIONS = ("generate_fn", "reward_fn", "filter_fn")
+
+    def __post_init__(self) -> None:
+        _check_counts(self, batch_size=1, n_samples_per_prompt=1, max_retries=0, patience=1)
+        for name in ("max_lag", "max_concurrency"):
+            if getattr(self, name) is not None:
+                _check_counts(self, **{name: int(name == "max_concurrency")})
+        _check_choice(self, "order", Order)
+        _check_choice(self, "on_exhausted", OnExhausted)
+        _check_seed(self, self.seed)
+        self._check_over_sampling()
+        self._check_functions()
+
+    def _check_over_sampling(self) -> None:
+        factor, lag = self.over_sampling_factor, self.max_lag
+        if not (math.isfinite(factor) and factor >= 1.0):
+            raise ConfigError(f"over_sampling_factor ({factor}) must be at least 1.0, which keeps exactly one batch in the air")
+        if lag is not None and factor > 1 + lag:
+            raise ConfigError(
+                f"over_sampling_factor ({factor}) must be at most 1 + max_lag ({1 + lag}): more prompts are in the air than {1 + lag} "
+                f"batches train; raise max_lag to {math.ceil(factor - 1)}, or leave it out"
+            )
+
+    def _check_functions(self) -> None:
+        if self.generate_fn is None:
+            raise ConfigError("RolloutConfig needs generate_fn, a function of a list of prompts that returns one Sample for each")
+        for name in self._FUNCTIONS:
+            function = getattr(self, name)
+            if function is not None and not callable(function):
+                raise ConfigTypeError(f"{name} must be a function, not {type(function).__name__}; pass it without calling it")
+
+    @classmethod
+    def from_dict(
+        cls,
+        data: Mapping[str, Any],
+        generate_fn: GenerateFn | None = None,
+        reward_fn: RewardFn | None = None,
+        filter_fn: FilterFn | None = None,
+    ) -> RolloutConfig:
+        """Raises ConfigError for a key that is no setting."""
+        return cls._read(data, generate_fn=generate_fn, reward_fn=reward_fn, filter_fn=filter_fn)
+
+
+def _check_counts(config: _Config, **least: int) -> None:
+    for name, lowest in least.items():
+        value = getattr(config, name)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ConfigError(f"{name} ({value!r}) must be a whole number, not {type(value).__name__}")
+        if value < lowest:
+            raise ConfigError(f"{name} ({value}) must be at least {lowest}")
+
+
+def _check_seed(config: _Config, seed: Any) -> None:
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise ConfigError(f"seed ({seed!r}) of {type(config).__name__} must be a whole number, so that a run can be repeated")
+
+
+def _check_choice(config: _Config, name: str, choices: Any) -> None:
+    value = getattr(config, name)
+    if value not in get_args(choices):
+        raise ConfigError(
+            f"{name} ({value!r}) must be one of {', '.join(get_args(choices))}{_suggest(str(value), get_args(choices))}"
+        )
+
+
+def _suggest(name: str, known: Sequence[str]) -> str:
+    """`; did you mean x?` for the known name that is closest, else all of them."""
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]}?" if close else f"; it has {', '.join(known)}"
