@@ -104,6 +104,11 @@ class NonFiniteError(LudicError, RuntimeError):
     """A loss or gradient that is not finite. The step did not change the weights."""
 
 
+class BackendStoppedError(LudicError, RuntimeError):
+    """An operation of a backend that did not run, because one before it failed. The failure is the
+    cause; `reset` of the backend lets it work again."""
+
+
 class MismatchError(LudicError, RuntimeError):
     """Trainer and sampler assign different probabilities to the same tokens. The message contains
     the likely cause and a table."""

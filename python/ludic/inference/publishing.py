@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from ludic.forwarding import forward_members
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -44,6 +46,10 @@ class Publisher:
     """Base class of publishers: `publish`, and defaults for the other members that the trainer
     uses. `as_publisher` wraps any object with `publish`."""
 
+    needs_weights: bool = True
+    """Whether `publish` reads the weights. A publisher that has the backend write a folder does
+    not: all ranks call its `publish`, with an empty mapping."""
+
     def publish(self, state_dict: Mapping[str, Tensor], version: Version = None) -> Awaitable[None] | None:
         """Make these weights the ones that are sampled from, under this version."""
         raise NotImplementedError(f"{type(self).__name__} does not publish")
@@ -66,8 +72,10 @@ class Publisher:
         return {}
 
 
+@forward_members("_publisher", ["needs_weights"])
 class _UserPublisher(Publisher):
-    """Wraps a user's object with `publish`, which may also have `expect_change`."""
+    """Wraps a user's object with `publish`, which may also have `expect_change` and
+    `needs_weights`."""
 
     def __init__(self, publisher: PolicyPublisher) -> None:
         self._publisher = publisher

@@ -7,7 +7,6 @@ steps: evaluate, and stop early (`loop.evaluations`).
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -37,6 +36,7 @@ from ludic.training.loggers.base import TrainingLogger
 from ludic.training.loop.early_stopping import EarlyStopping
 from ludic.training.loop.evaluations import Evaluations
 from ludic.training.loop.fetching import BatchFetcher
+from ludic.training.loop.operations import run_operation
 from ludic.training.loop.outputs import log_safely, publish_weights, sync_safely
 from ludic.training.loop.proximal import add_proximal_logps
 from ludic.training.loop.rank_times import RankTimes
@@ -261,17 +261,14 @@ class Trainer:
     async def _optimize(self, mini_batch: MiniBatch, record: StepRecord, *, first_epoch: bool) -> None:
         at_start = first_epoch and (record.optimizer_steps == 0 or mini_batch.batch.proximal_logps is not None)
         with record.timer.phase("forward_backward"):
-            result = await self._compute(lambda: self.backend.forward_backward(mini_batch, totals=mini_batch.totals))
+            result = await self._compute(lambda backend: backend.forward_backward(mini_batch, totals=mini_batch.totals))
         with record.timer.phase("optimizer"):
-            step = await self._compute(lambda: self.backend.optim_step(lr_factor=self.schedule.factor(self._step)))
+            step = await self._compute(lambda backend: backend.optim_step(lr_factor=self.schedule.factor(self._step)))
         self._has_new_gradient |= step["grad_norm"] > 0
         record.add(result, step, at_step_start=at_start)
 
-    async def _compute(self, operation: Callable[[], TrainFuture[T]]) -> T:
-        """Run an operation of the backend. If batches are generated at the same time, it runs in a
-        thread, so that the event loop is free for them."""
-        future = await asyncio.to_thread(operation) if self.source.overlaps else operation()
-        return await future.result()
+    async def _compute(self, operation: Callable[[TrainingBackend], TrainFuture[T]]) -> T:
+        return await run_operation(self.backend, operation, overlaps=self.source.overlaps)
 
     async def _add_proximal_logps(self, macro: MacroBatch, timer: PhaseTimer) -> MacroBatch:
         """Add the log-probabilities under the weights that the step begins with, if a correction
@@ -280,7 +277,7 @@ class Trainer:
             return macro
 
         async def forward(micro_batch: MicroBatch) -> torch.Tensor:
-            return await self._compute(lambda: self.backend.forward_logprobs(micro_batch))
+            return await self._compute(lambda backend: backend.forward_logprobs(micro_batch))
 
         with timer.phase("forward_backward"):
             return await add_proximal_logps(macro, self.cfg, forward, skip_zero_weight=self._skips_zero_weight)

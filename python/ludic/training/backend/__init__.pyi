@@ -9,4 +9,5 @@ from ludic.training.backend.protocol import (
     MicroBatches as MicroBatches,
     TrainingBackend as TrainingBackend,
 )
+from ludic.training.backend.serial_worker import SerialWorker as SerialWorker
 from ludic.training.backend.torch import TorchBackend as TorchBackend, build_optimizer as build_optimizer

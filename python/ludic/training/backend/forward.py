@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
 from torch import Tensor, nn
 
@@ -17,6 +20,8 @@ from ludic.training.loss import SharedContext
 from ludic.training.loss.base import ScoreType
 from ludic.training.loss.preference import preference_scores
 
+T = TypeVar("T")
+
 
 class ModelPasses:
     """`ForwardPasses` of a torch model. Each module of the model keeps its mode."""
@@ -24,11 +29,15 @@ class ModelPasses:
     def __init__(self, model: nn.Module, cfg: TrainerConfig) -> None:
         self.model, self.cfg = model, cfg
 
+    def _run(self, operation: str, compute: Callable[[], T]) -> TrainFuture[T]:
+        """The future of an operation, which is computed now. A subclass may compute it later."""
+        return TrainFuture.of(operation, compute)
+
     def forward_logprobs(self, batch: MicroBatch, *, temperature: float | None = None, top_p: float = 1.0) -> TrainFuture[Tensor]:
-        return TrainFuture.of("forward_logprobs", lambda: self._logprobs(batch, temperature, top_p))
+        return self._run("forward_logprobs", lambda: self._logprobs(batch, temperature, top_p))
 
     def forward_scores(self, batch: MicroBatch, *, score_type: ScoreType = "reward") -> TrainFuture[Tensor]:
-        return TrainFuture.of("forward_scores", lambda: self._scores(batch, score_type))
+        return self._run("forward_scores", lambda: self._scores(batch, score_type))
 
     @torch.no_grad()
     def _logprobs(self, batch: MicroBatch, temperature: float | None, top_p: float) -> Tensor:

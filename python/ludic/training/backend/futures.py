@@ -1,7 +1,7 @@
 """The result of an operation of a training backend, which may still be running.
 
 Await it at once, `await backend.forward_backward(batch).result()`, or keep it, do other work, and
-await it later. Both asyncio and trio can await it.
+await it later.
 """
 
 from __future__ import annotations
@@ -9,11 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future
-from contextlib import suppress
 from typing import Any, Generic, TypeVar
-
-import anyio
-from anyio.lowlevel import current_token
 
 T = TypeVar("T")
 
@@ -58,24 +54,10 @@ class TrainFuture(Generic[T]):
 
     async def result(self) -> T:
         """Wait for the operation. Returns its result or raises its error."""
-        if not self.done():
-            await self._wait_until_done()
-        return self._future.result()
+        return self._future.result() if self.done() else await asyncio.wrap_future(self._future)
 
     def __await__(self) -> Generator[Any, Any, T]:
         return self.result().__await__()
-
-    async def _wait_until_done(self) -> None:
-        event = anyio.Event()
-        loop: Any = current_token().native_token  # of trio: its token
-        call_soon = loop.call_soon_threadsafe if isinstance(loop, asyncio.AbstractEventLoop) else loop.run_sync_soon
-
-        def wake(_: object) -> None:
-            with suppress(RuntimeError):  # the event loop has ended: nobody waits
-                call_soon(event.set)
-
-        self._future.add_done_callback(wake)
-        await event.wait()
 
     def wait(self) -> T:
         """`result` for synchronous code: blocks the thread until the operation is done."""
@@ -101,7 +83,5 @@ async def wait_all(futures: Iterable[TrainFuture[T]]) -> list[T]:
     """The results, in the order of `futures`. Waits until all are done, and then raises the error
     of the first that failed."""
     waited = list(futures)
-    for future in waited:
-        if not future.done():
-            await future._wait_until_done()
+    await asyncio.gather(*(future.result() for future in waited), return_exceptions=True)
     return [future.wait() for future in waited]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -34,12 +34,15 @@ from ludic.training.backend.parameter_groups import parameter_groups
 from ludic.training.backend.precision import autocast
 from ludic.training.backend.protocol import BackwardResult, MicroBatches
 from ludic.training.backend.saving import write_weights
+from ludic.training.backend.serial_worker import SerialWorker
 from ludic.training.backend.weight_stream import WeightStream
 from ludic.training.batching.micro_batching import MicroBatch
 from ludic.training.config import TrainerConfig
 from ludic.training.loss import BatchTotals
 from ludic.training.loss.base import adapted_loss
 from ludic.training.rng import preserved_rng
+
+T = TypeVar("T")
 
 
 def build_optimizer(
@@ -74,10 +77,13 @@ class TorchBackend(ModelPasses):
         algo: RLAlgorithm,
         optimizer_factory: Callable[[], torch.optim.Optimizer] | None = None,
         enable_gradient_checkpointing: bool = False,
+        worker: SerialWorker | None = None,
     ) -> None:
-        """`optimizer_factory` is called after the model is on its device; None: AdamW."""
+        """`optimizer_factory` is called after the model is on its device; None: AdamW. With
+        `worker` operations run in its thread, in the order of the calls, and calls return at once;
+        None: each is computed when it is called."""
         super().__init__(model if is_sharded(model) else model.to(cfg.model_device), cfg)
-        self.algo = algo
+        self.algo, self._worker = algo, worker
         if enable_gradient_checkpointing:
             enable_checkpointing(self.model)
         check_precision(self.model)
@@ -90,11 +96,31 @@ class TorchBackend(ModelPasses):
         self._pending: list[tuple[MicroBatches, BatchTotals | None]] = []
         self._loss: Tensor | None = None
 
+    @property
+    def has_worker(self) -> bool:
+        """Whether operations run in a thread of their own."""
+        return self._worker is not None
+
+    def _run(self, operation: str, compute: Callable[[], T]) -> TrainFuture[T]:
+        if self._worker is None:
+            return super()._run(operation, compute)
+        # After a NonFiniteError of optim_step the gradient is cleared: the next step starts anew.
+        return self._worker.submit(operation, compute, harmless=NonFiniteError if operation == "optim_step" else ())
+
+    def reset(self) -> TrainFuture[None]:
+        """Drop the gradient that has accumulated. A worker that stopped after a failure works
+        again."""
+        return self._run("reset", self._clear) if self._worker is None else self._worker.reset(self._clear)
+
+    def _clear(self) -> None:
+        self._pending, self._loss = [], None
+        self._clear_gradients()
+
     def forward_backward(
         self, batch: MicroBatch | MicroBatches, *, totals: BatchTotals | None = None
     ) -> TrainFuture[BackwardResult]:
         micro_batches = [batch] if isinstance(batch, MicroBatch) else batch
-        return TrainFuture.of("forward_backward", lambda: self._forward_backward(micro_batches, totals))
+        return self._run("forward_backward", lambda: self._forward_backward(micro_batches, totals))
 
     def _forward_backward(self, batch: MicroBatches, totals: BatchTotals | None) -> BackwardResult:
         if not self.model.training:  # a submodule may stay in evaluation mode
@@ -155,7 +181,7 @@ class TorchBackend(ModelPasses):
         return nullcontext()
 
     def optim_step(self, *, lr_factor: float = 1.0) -> TrainFuture[dict[str, float]]:
-        return TrainFuture.of("optim_step", lambda: self._optim_step(lr_factor))
+        return self._run("optim_step", lambda: self._optim_step(lr_factor))
 
     def _optim_step(self, lr_factor: float) -> dict[str, float]:
         pending, self._pending = self._pending, []
@@ -201,7 +227,7 @@ class TorchBackend(ModelPasses):
         return describe_nonfinite(self.model, batch, lambda micro_batch: self._backward(micro_batch, totals)[0])
 
     def export_weights(self, *, param_filter: ParamFilter | None = None) -> TrainFuture[dict[str, Tensor]]:
-        return TrainFuture.of("export_weights", lambda: self._export(param_filter))
+        return self._run("export_weights", lambda: self._export(param_filter))
 
     def _export(self, param_filter: ParamFilter | None) -> dict[str, Tensor]:
         return published_weights(self.model, param_filter=param_filter, device=self.cfg.runtime_device)
@@ -212,7 +238,7 @@ class TorchBackend(ModelPasses):
         return WeightStream(shared_weights(self.model, param_filter=param_filter), self.cfg.runtime_device)
 
     def save(self, path: str | Path | None, *, optimizer: bool = True) -> TrainFuture[None]:
-        return TrainFuture.of("save", lambda: self._save(None if path is None else Path(path), optimizer))
+        return self._run("save", lambda: self._save(None if path is None else Path(path), optimizer))
 
     def _save(self, folder: Path | None, optimizer: bool) -> None:
         if folder is not None:
@@ -220,7 +246,7 @@ class TorchBackend(ModelPasses):
         write_weights(self.model, self.optimizer if optimizer else None, folder)
 
     def load(self, path: str | Path, *, optimizer: bool = True) -> TrainFuture[None]:
-        return TrainFuture.of("load", lambda: self._load(Path(path), optimizer))
+        return self._run("load", lambda: self._load(Path(path), optimizer))
 
     def _load(self, folder: Path, optimizer: bool) -> None:
         read_model(self.model, folder)
@@ -228,7 +254,7 @@ class TorchBackend(ModelPasses):
             read_optimizer_if_stored(self.optimizer, self.model, folder)
 
     def snapshot_weights(self) -> TrainFuture[dict[str, Tensor]]:
-        return TrainFuture.of("snapshot_weights", self._snapshot)
+        return self._run("snapshot_weights", self._snapshot)
 
     def _snapshot(self) -> dict[str, Tensor]:
         reshard(self.model)
@@ -236,7 +262,7 @@ class TorchBackend(ModelPasses):
         return {name: parameter.detach().to("cpu", copy=True) for name, parameter in trained.items()}
 
     def restore_weights(self, snapshot: Mapping[str, Tensor]) -> TrainFuture[None]:
-        return TrainFuture.of("restore_weights", lambda: self._restore(snapshot))
+        return self._run("restore_weights", lambda: self._restore(snapshot))
 
     @torch.no_grad()
     def _restore(self, snapshot: Mapping[str, Tensor]) -> None:

@@ -52,9 +52,14 @@ async def publish_weights(
     in_thread: bool,
 ) -> None:
     """Have rank 0 publish the weights of the backend. A sharded model is gathered meanwhile, a part
-    at a time; all ranks call this. `expect_change`: there was a gradient since the last push.
+    at a time; all ranks call this. A publisher without `needs_weights` is called on all ranks and
+    gets none. `expect_change`: there was a gradient since the last push.
     `in_thread` leaves the event loop free for batches that are generated at the same time."""
     adapted = as_publisher(publisher)
+    if not adapted.needs_weights:
+        adapted.expect_change(expect_change)
+        await _push(functools.partial(adapted.publish, {}, version=version), in_thread=in_thread)
+        return
     if isinstance(backend, TorchBackend) and is_sharded(backend.model):
         stream = backend.stream_weights(param_filter=param_filter)
         with stream.shared():
