@@ -212,6 +212,8 @@ def run(code: str) -> str:
         ("ludic.training", ["transformers", "peft", "wandb"]),
         ("ludic.training.queue.base", ["torch", "transformers", "redis"]),
         ("ludic.rollouts.training.types", ["torch", "transformers"]),
+        ("ludic.rollouts.training.filters", ["torch", "transformers"]),
+        ("ludic.rollouts.training.datasets.data_buffer", ["torch", "transformers"]),
         ("ludic.training.trainer", ["transformers", "peft", "wandb"]),
     ],
 )

@@ -2,9 +2,11 @@
 
 import asyncio
 
+import pytest
 from hypothesis import given, strategies as st
 
 from ludic.data.passes import Passes, shuffle_range
+from ludic.errors import ConfigError
 from ludic.recipes.compose import compose
 from ludic.runs.rollouts import PassRequests
 from ludic.training import SAWItem
@@ -29,6 +31,46 @@ def test_the_sample_at_a_position_does_not_depend_on_what_was_read_before():
     orders = [[0, 1, 2], [2, 0, 1]]
     passes = Passes(3, lambda number: orders[number])
     assert [passes.at(position) for position in (4, 0, 5, 3, 2)] == [0, 0, 1, 2, 2]
+
+
+def order_of(number, length):
+    return shuffle_range(length, str(number))
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.data())
+def test_grown_passes_are_those_of_the_lengths_that_they_began_with(additions, data):
+    """The oracle writes every pass out: those that have begun keep their length."""
+    length, lengths = additions[0], [additions[0]]
+    passes = Passes(length, lambda number: order_of(number, passes.length_of(number)))
+    taken = []
+    for added in [*additions[1:], 0]:
+        taken += passes.take(data.draw(st.integers(0, 15)))
+        number, offset = passes.locate(passes.position)
+        lengths += [length] * (number + 1 - len(lengths))
+        length += added
+        lengths[number + (offset > 0) :] = [length]  # every pass that has not begun
+        passes.grow(length)
+    taken += passes.take(12)
+    lengths += [length] * 13
+    written = [row for number, length in enumerate(lengths) for row in order_of(number, length)]
+    assert taken == written[: len(taken)]
+    assert [passes.at(position) for position in range(len(taken))] == taken
+    again = Passes(length, lambda number: order_of(number, again.length_of(number)))
+    again.load_state_dict(passes.state_dict())
+    assert again.take(9) == passes.take(9)
+    assert [again.at(position) for position in range(len(taken))] == taken
+
+
+def test_passes_only_grow_and_load_only_into_the_same_number():
+    passes = Passes(3)
+    with pytest.raises(ConfigError, match="3 samples cannot become 2"):
+        passes.grow(2)
+    with pytest.raises(ConfigError, match="belongs to 3 samples, here are 4"):
+        Passes(4).load_state_dict(passes.state_dict())
+    with pytest.raises(ConfigError, match="at least one"):
+        Passes(0)
+    with pytest.raises(IndexError, match="before the first"):
+        passes.at(-1)
 
 
 # Saved positions of stopped runs count on these orders: a change of one of them is a change of what

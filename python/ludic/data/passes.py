@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
 from random import Random
+from typing import Any, NamedTuple
+
+from ludic.errors import ConfigError
 
 PassOrder = Callable[[int], Sequence[int]]
 """The number of a pass, from 0 -> its order of samples."""
 
 
+class _Stretch(NamedTuple):
+    """Consecutive passes of one length."""
+
+    first_position: int
+    first_pass: int
+    length: int
+
+
 class Passes:
     """Passes over `length` samples. The order of a pass depends only on its number, so a position
-    is all that a checkpoint has to save.
+    is all that a checkpoint has to save, and any position can be read at any time.
 
     >>> passes = Passes(3, lambda number: [0, 1, 2] if number == 0 else [2, 0, 1])
     >>> [passes.at(position) for position in range(5)]
     [0, 1, 2, 2, 0]
+
+    `grow` lets the passes that have not begun have more samples. Example: 3 samples become 5 at
+    position 4, the second of pass 1; pass 1 ends at position 6, and pass 2 has positions 6 to 10.
     """
 
     def __init__(self, length: int, order: PassOrder | None = None) -> None:
@@ -24,19 +39,83 @@ class Passes:
         Saved positions are only valid for one order. Each caller therefore keeps the random stream
         that its checkpoints were written with.
         """
-        self._length, self._order = length, order
+        if length < 1:
+            raise ConfigError(f"there are {length} samples to pass over; at least one is needed")
+        self._order = order
+        self._stretches = [_Stretch(0, 0, length)]
         self._number = -1
         self._current: Sequence[int] = ()
+        self.position = 0
+        """What `take` returns next."""
 
     def at(self, position: int) -> int:
         """The sample at a position. Example: with 3 samples, position 7 is the second of pass 2,
         since 7 = 2 * 3 + 1; if the order of pass 2 is [2, 0, 1], it is sample 0."""
-        number, offset = divmod(position, self._length)
+        number, offset = self.locate(position)
         if self._order is None:
             return offset
         if number != self._number:
             self._number, self._current = number, self._order(number)
         return int(self._current[offset])
+
+    def take(self, n: int) -> list[int]:
+        """The next `n` samples, over any number of passes."""
+        taken = [self.at(position) for position in range(self.position, self.position + n)]
+        self.position += n
+        return taken
+
+    def locate(self, position: int) -> tuple[int, int]:
+        """(pass, offset in it) of a position. Example: 7 with 3 samples is (2, 1)."""
+        if position < 0:
+            raise IndexError(f"position {position} lies before the first pass")
+        stretch = self._stretches[bisect_right(self._stretches, position, key=lambda one: one.first_position) - 1]
+        passes, offset = divmod(position - stretch.first_position, stretch.length)
+        return stretch.first_pass + passes, offset
+
+    def start_of(self, number: int) -> int:
+        """The position at which a pass begins. Example: pass 2 of 3 samples begins at 6."""
+        stretch = self._stretch_of(number)
+        return stretch.first_position + (number - stretch.first_pass) * stretch.length
+
+    def length_of(self, number: int) -> int:
+        """The number of samples of a pass."""
+        return self._stretch_of(number).length
+
+    def _stretch_of(self, number: int) -> _Stretch:
+        return self._stretches[bisect_right(self._stretches, number, key=lambda one: one.first_pass) - 1]
+
+    def grow(self, length: int) -> None:
+        """Give every pass that has not begun `length` samples. What lies before `position` stays
+        where it is."""
+        last = self._stretches[-1].length
+        if length < last:
+            raise ConfigError(f"{last} samples cannot become {length}; passes only grow")
+        number, offset = self.locate(self.position)
+        first = number + (offset > 0)
+        if length == last:
+            return
+        start = self.start_of(first)
+        self._stretches = [one for one in self._stretches if one.first_pass < first] + [_Stretch(start, first, length)]
+        self._number = -1
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, and (first pass, length) of each stretch of passes of one length."""
+        return {"position": self.position, "lengths": [[one.first_pass, one.length] for one in self._stretches]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue at the position in `state`. Raises ConfigError if the number of samples differs:
+        load into passes of the old number, then `grow`."""
+        stretches: list[_Stretch] = []
+        for first_pass, length in state["lengths"]:
+            before = stretches[-1] if stretches else _Stretch(0, 0, 0)
+            start = before.first_position + (first_pass - before.first_pass) * before.length
+            stretches.append(_Stretch(start, first_pass, length))
+        if stretches[-1].length != self._stretches[-1].length:
+            raise ConfigError(
+                f"the saved position belongs to {stretches[-1].length} samples, here are {self._stretches[-1].length}; give the same "
+                "data, or call grow() after loading the old number"
+            )
+        self._stretches, self.position, self._number = stretches, int(state["position"]), -1
 
 
 def shuffle_range(length: int, key: str) -> list[int]:

@@ -1,3 +1,14 @@
+from ludic.rollouts.training.datasets.data_buffer import DataBuffer as DataBuffer
+from ludic.rollouts.training.filters import (
+    check_any_success as check_any_success,
+    check_min_reward as check_min_reward,
+    check_quality_and_diversity as check_quality_and_diversity,
+    check_reasonable_length as check_reasonable_length,
+    check_response_diversity as check_response_diversity,
+    check_reward_nonzero_std as check_reward_nonzero_std,
+    make_length_filter as make_length_filter,
+    make_threshold_filter as make_threshold_filter,
+)
 from ludic.rollouts.training.types import (
     RLTrainingConfig as RLTrainingConfig,
     RolloutBatch as RolloutBatch,

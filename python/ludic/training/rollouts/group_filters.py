@@ -1,0 +1,176 @@
+"""Filters of groups: whether the answers to one prompt are worth training on.
+
+They see a group after its rewards and before its credit, so that a refused group can be replaced by
+the next prompt. Filters of `algorithm` work on batches, after credit.
+
+    answers "4", "4", "5" with rewards 1, 1, 0
+        check_reward_nonzero_std    True: the rewards differ
+        check_response_diversity    True: 2 of 3 answers are different, at least half
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
+
+from ludic.errors import ConfigError, DataError
+from ludic.types import Rollout
+
+
+class GroupMember(Protocol):
+    """One answer. `rollouts.training.Sample` is one; `of_rollouts` makes one of a rollout."""
+
+    @property
+    def reward(self) -> float: ...
+    @property
+    def response(self) -> str: ...
+    @property
+    def tokens(self) -> Sequence[int]:
+        """Ids of the prompt, then of the response."""
+        ...
+
+    @property
+    def status(self) -> Any:
+        """An enum member with the value `completed` if the answer ended by itself."""
+        ...
+
+
+GroupFilter = Callable[[Sequence[Any]], bool]
+"""The members of one group -> whether they are trained. Members are `GroupMember`s."""
+
+
+def check_reward_nonzero_std(samples: Sequence[GroupMember]) -> bool:
+    """Whether the rewards differ. A group of equal rewards has no relative advantage (DAPO,
+    arXiv:2503.14476, dynamic sampling); nor has a group of one, for which this is False."""
+    rewards = _rewards_of(samples)
+    return min(rewards) < max(rewards)
+
+
+def check_min_reward(samples: Sequence[GroupMember], threshold: float = 0.5) -> bool:
+    """Whether any reward is above `threshold`; equal is not above."""
+    return max(_rewards_of(samples)) > threshold
+
+
+def check_response_diversity(samples: Sequence[GroupMember], min_unique_ratio: float = 0.5) -> bool:
+    """Whether at least `min_unique_ratio` of the responses are different as text. Example: 2
+    different ones of 4 are 0.5."""
+    if not 0 <= min_unique_ratio <= 1:
+        raise ConfigError(f"min_unique_ratio ({min_unique_ratio}) must be between 0 and 1: it is a part of the responses")
+    _require_members(samples)
+    return len({sample.response for sample in samples}) >= min_unique_ratio * len(samples)
+
+
+def check_reasonable_length(samples: Sequence[GroupMember], min_tokens: int = 10, max_tokens: int = 2048) -> bool:
+    """Whether the mean number of tokens, those of the prompt included, is at least `min_tokens` and
+    at most `max_tokens`."""
+    _check_bounds(min_tokens, max_tokens)
+    _require_members(samples)
+    return min_tokens * len(samples) <= sum(len(sample.tokens) for sample in samples) <= max_tokens * len(samples)
+
+
+def check_any_success(samples: Sequence[GroupMember]) -> bool:
+    """Whether any answer ended by itself: its status is `completed`."""
+    _require_members(samples)
+    return any(sample.status.value == "completed" for sample in samples)
+
+
+def check_quality_and_diversity(samples: Sequence[GroupMember]) -> bool:
+    """Both `check_reward_nonzero_std` and `check_response_diversity`."""
+    return check_reward_nonzero_std(samples) and check_response_diversity(samples)
+
+
+def make_threshold_filter(threshold: float) -> GroupFilter:
+    """`check_min_reward` with this threshold."""
+
+    def check(samples: Sequence[Any]) -> bool:
+        return check_min_reward(samples, threshold)
+
+    return _named(check, f"check_min_reward({threshold})")
+
+
+def make_length_filter(min_tokens: int, max_tokens: int) -> GroupFilter:
+    """`check_reasonable_length` with these bounds."""
+    _check_bounds(min_tokens, max_tokens)
+
+    def check(samples: Sequence[Any]) -> bool:
+        return check_reasonable_length(samples, min_tokens, max_tokens)
+
+    return _named(check, f"check_reasonable_length({min_tokens}, {max_tokens})")
+
+
+def of_rollouts(group_filter: GroupFilter) -> Callable[[Sequence[Rollout]], bool]:
+    """The same filter for rollouts. The reward is the episode's, the response what the model said
+    in all steps, the tokens those of the last step, whose prompt has the earlier ones."""
+
+    def check(rollouts: Sequence[Rollout]) -> bool:
+        return group_filter([_RolloutMember(rollout) for rollout in rollouts])
+
+    return _named(check, name_of_filter(group_filter))
+
+
+def name_of_filter(group_filter: Callable[..., Any]) -> str:
+    """The name under which refusals are counted."""
+    return getattr(group_filter, "__name__", type(group_filter).__name__)
+
+
+class _Ending(Enum):
+    COMPLETED = "completed"
+    TRUNCATED = "truncated"
+
+
+@dataclass(frozen=True)
+class _RolloutMember:
+    """A rollout as a `GroupMember`."""
+
+    rollout: Rollout
+
+    @property
+    def reward(self) -> float:
+        return self.rollout.total_reward
+
+    @property
+    def response(self) -> str:
+        return "\n".join(step.action for step in self.rollout.steps)
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        trace = self.rollout.steps[-1].trace if self.rollout.steps else None
+        if trace is None:
+            raise DataError(
+                f"the last step of rollout {self.rollout.id} has no token trace, so its length is not known; sample with "
+                "ReturnSpec.for_rl()"
+            )
+        return trace.prompt_token_ids + trace.completion_token_ids
+
+    @property
+    def status(self) -> _Ending:
+        ended = bool(self.rollout.steps) and self.rollout.steps[-1].terminated
+        return _Ending.COMPLETED if ended else _Ending.TRUNCATED
+
+
+def _named(check: GroupFilter, name: str) -> GroupFilter:
+    check.__name__ = name
+    return check
+
+
+def _require_members(samples: Sequence[GroupMember]) -> None:
+    if not samples:
+        raise DataError("a filter judges the samples of one prompt, and was given none")
+
+
+def _rewards_of(samples: Sequence[GroupMember]) -> list[float]:
+    """The rewards. Raises DataError for one that is not finite, which no filter could judge."""
+    _require_members(samples)
+    rewards = [float(sample.reward) for sample in samples]
+    for index, reward in enumerate(rewards):
+        if not math.isfinite(reward):
+            raise DataError(f"the reward of sample {index} of the group is {reward}; rewards must be finite")
+    return rewards
+
+
+def _check_bounds(min_tokens: int, max_tokens: int) -> None:
+    if min_tokens > max_tokens:
+        raise ConfigError(f"min_tokens ({min_tokens}) must be at most max_tokens ({max_tokens}); no group has such a length")
