@@ -133,7 +133,7 @@ def test_a_server_that_is_not_there_ends_the_call_at_its_deadline():
         started = time.monotonic()
         with pytest.raises(QueueError, match=r"did not answer within 0.3 s"):
             connection.call(lambda client: client.ping())
-        assert time.monotonic() - started < 3
+        assert time.monotonic() - started < 20  # without the deadline it waits for ever
 
 
 def test_a_server_that_says_nothing_ends_the_call_at_its_deadline():
@@ -142,7 +142,7 @@ def test_a_server_that_says_nothing_ends_the_call_at_its_deadline():
         started = time.monotonic()
         with pytest.raises(QueueError, match=r"did not answer within 0.3 s \(TimeoutError"):
             connection.call(lambda client: client.ping())
-        assert time.monotonic() - started < 3
+        assert time.monotonic() - started < 20  # without the deadline it waits for ever
         connection.disconnect()
 
 
