@@ -25,7 +25,7 @@ from ludic.training import SharedBatches
 from ludic.training.batching.batch_columns import decode_columns, encode_columns
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
 from ludic.training.batching.packing import plan_lines
-from ludic.training.batching.rank_plans import RankPlans, RankShare, all_have_samples, plan_atoms
+from ludic.training.batching.rank_plans import LINEAR, QUADRATIC, SAME_BATCH, RankPlans, RankShare, all_have_samples, plan_atoms
 from ludic.training.batching.source import BatchSourceBase
 from ludic.training.config import TrainerConfig
 from ludic.training.types import SAWBatch, SAWItem
@@ -97,7 +97,7 @@ def _plan_of_all(lengths: NDArray[np.int32], packing: str, world: int) -> RankPl
 def _lockstep_of_each(lengths: NDArray[np.int32], packing: str, world: int) -> float:
     """Each rank plans its own samples, its costliest micro-batch first, and waits for the others
     after every micro-batch. A rank with fewer has none at the end."""
-    cost = lengths.astype(np.int64) * (24576 + lengths.astype(np.int64))
+    cost = lengths.astype(np.int64) * (LINEAR + QUADRATIC * lengths.astype(np.int64))
     slowest: list[int] = []
     for part in np.array_split(np.arange(len(lengths)), world):
         costs = [cost[part[rows]] for rows in plan_lines(np.ascontiguousarray(lengths[part]), _config(packing))]
@@ -204,7 +204,7 @@ def _bookkeeping(source: SharedBatches, rank: int, world: int) -> None:
     async def run() -> None:  # returns nothing: `asyncio.run` formats what it returns as text
         items = (await source.next_batch()).items
         batch = MacroBatch.ingest(items, 4096)
-        all_have_samples(batch.table, "cpu")
+        all_have_samples(SAME_BATCH, "cpu")
         shared = replace(batch, share=RankShare(rank, world))
         MiniBatch(shared, np.arange(len(items)), _config("optimal"))
 

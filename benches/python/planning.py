@@ -17,6 +17,7 @@ from benches.python.samples import draw_lengths
 from numpy.typing import NDArray
 
 from ludic import _core
+from ludic.training.batching.rank_plans import LINEAR, QUADRATIC
 
 BUDGET = 16384
 OVERHEAD = 256
@@ -221,7 +222,7 @@ def _measure_balance(lengths: NDArray[np.int32], packing: str, ranks: int) -> tu
     begin = time.perf_counter()
     plans = _core.plan_ranks(lengths, BUDGET, ranks, packing)
     seconds = time.perf_counter() - begin
-    cost = lengths.astype(np.int64) * (24576 + lengths.astype(np.int64))
+    cost = lengths.astype(np.int64) * (LINEAR + QUADRATIC * lengths.astype(np.int64))
 
     def computed_cost(rows: NDArray[np.int64]) -> int:
         return int(cost[rows].sum() if packing == "padding_free" else len(rows) * cost[rows].max(initial=0))

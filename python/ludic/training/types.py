@@ -117,7 +117,7 @@ class ActorTokenLogps:
     """[A] natural logarithms; a list of floats or a one-dimensional float array."""
 
     def __post_init__(self) -> None:
-        if not (is_list_of(self.token_logps, float, int) or is_float_array(self.token_logps)):
+        if not (is_float_array(self.token_logps) or is_list_of(self.token_logps, float, int)):
             raise DataTypeError(f"token_logps must be a List[float] or a float array, got {type(self.token_logps).__name__}")
 
 

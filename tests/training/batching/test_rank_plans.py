@@ -202,6 +202,9 @@ def test_samples_that_would_be_planned_or_trained_differently_have_another_diges
         "not chained": MacroBatch.ingest(turns([5, 6, 7]), LONGEST),
         "a pair": pairs(("p", "chosen"), ("p", "rejected")),
         "no pair": pairs(("p", "chosen"), ("q", "rejected")),
+        "other roles": pairs(("p", "rejected"), ("q", "chosen")),
+        "a label": MacroBatch.ingest([sample(4, label=1.0)], LONGEST),
+        "another label": MacroBatch.ingest([sample(4, label=0.0)], LONGEST),
     }
     digests = {name: batch.digest() for name, batch in batches.items()}
     assert len({*digests.values()}) == len(digests)

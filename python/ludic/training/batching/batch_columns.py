@@ -12,19 +12,19 @@ names a group, a pair or a rollout stays a tuple, since samples are grouped by i
 from __future__ import annotations
 
 import itertools
+import json
+import struct
 from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError
-from safetensors.numpy import load
 
 from ludic import _core
 from ludic.errors import DataError
 from ludic.training.types import ActorTokenLogps, SampleAttachments, SAWBatch, SAWItem
 
-VERSION = 1
+VERSION = 2
 _UNIT_KEYS = ("group_id", "pair_id", "rollout_id")
 """What samples are grouped by (`mini_batches.unit_key`); `group_id` is in their `request_meta`."""
 _REFUSED = (TypeError, ValueError, OverflowError, RecursionError)
@@ -37,6 +37,8 @@ class _Head(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     version: int
     weights: bytes
     """[N] float64; the table has them as float32."""
+    action_counts: bytes
+    """[N] int32, so that nobody has to count them again."""
     item_meta: list[dict[Any, Any]]
     """N dictionaries."""
     meta: dict[Any, Any]
@@ -57,15 +59,16 @@ def encode_columns(batch: SAWBatch) -> tuple[bytes, bytes]:
     `SampleTable.to_bytes`. Raises DataError and DataTypeError for samples that could not be trained
     on, as `SampleTable.from_items`, and DataError, which names the key, for metadata that msgpack
     has no form for."""
-    table = _core.SampleTable.from_items(batch.items).to_bytes()
+    table = _core.SampleTable.from_items(batch.items)
     head = _Head(
         version=VERSION,
         weights=np.array([item.weight for item in batch.items], dtype=np.float64).tobytes(),
+        action_counts=table.action_counts.tobytes(),
         item_meta=[item.meta for item in batch.items],
         meta=batch.meta,
     )
     try:
-        return _ENCODER.encode(head), table
+        return _ENCODER.encode(head), table.to_bytes()
     except _REFUSED as error:
         where = _find_refused(batch)
         raise DataError(
@@ -85,13 +88,13 @@ def _find_refused(batch: SAWBatch) -> str:
     return "the batch"
 
 
-def decode_columns(head: bytes, table: bytes) -> SAWBatch:
-    """The batch of `encode_columns`. Its sequences are arrays that share the memory of the columns:
+def decode_columns(head: bytes | memoryview, table: bytes | memoryview) -> SAWBatch:
+    """The batch of `encode_columns`. Its sequences are arrays that share the memory of `table`:
     int32, and uint8 for masks. Raises DataError for anything else."""
     try:
         message = _DECODER.decode(head)
-        columns = load(table)
-    except (msgspec.MsgspecError, SafetensorError) as error:
+        columns = _view_columns(table)
+    except (ValueError, KeyError, TypeError, struct.error) as error:  # MsgspecError is a ValueError
         raise DataError(f"the batch that rank 0 sent cannot be read: {error}; run one version of ludic on all ranks") from error
     if message.version != VERSION:
         raise DataError(
@@ -99,16 +102,37 @@ def decode_columns(head: bytes, table: bytes) -> SAWBatch:
         )
     offsets, ids, actions = columns["offsets"], columns["input_ids"], columns["action_mask"]
     attention = columns.get("attention_mask")
+    if attention is None:
+        attention = np.ones_like(actions)
     parts = zip(
         _split(ids, offsets),
-        _split(np.ones_like(actions) if attention is None else attention, offsets),
+        _split(attention, offsets),
         _split(actions, offsets),
         np.frombuffer(message.weights, np.float64).tolist(),
         map(_restore_tuples, message.item_meta),
-        _attachments(columns.get("actor_logps"), actions, offsets),
+        _attachments(columns.get("actor_logps"), actions, np.frombuffer(message.action_counts, np.int32)),
         strict=True,
     )
     return SAWBatch([SAWItem(*part) for part in parts], message.meta)
+
+
+_DTYPES: dict[str, np.dtype[Any]] = {"I64": np.dtype("<i8"), "I32": np.dtype("<i4"), "F32": np.dtype("<f4"), "U8": np.dtype("u1")}
+
+
+def _view_columns(table: bytes | memoryview) -> dict[str, NDArray[Any]]:
+    """The columns of `SampleTable.to_bytes`, in its memory; the readers of safetensors copy them.
+
+    The layout: 8 bytes with the size of the header, then the header, then the columns, which the
+    header gives as `{"offsets": {"dtype": "I64", "shape": [3], "data_offsets": [0, 24]}}`.
+    """
+    (size,) = struct.unpack_from("<Q", table)
+    fields = json.loads(bytes(table[8 : 8 + size]))
+    fields.pop("__metadata__", None)
+    begin = 8 + size
+    return {
+        name: np.frombuffer(table, _DTYPES[field["dtype"]], count=field["shape"][0], offset=begin + field["data_offsets"][0])
+        for name, field in fields.items()
+    }
 
 
 def _restore_tuples(meta: dict[Any, Any]) -> dict[Any, Any]:
@@ -135,15 +159,14 @@ def _split(column: NDArray[Any], offsets: NDArray[np.int64]) -> list[Any]:
 
 
 def _attachments(
-    logps: NDArray[np.float32] | None, actions: NDArray[np.uint8], offsets: NDArray[np.int64]
+    logps: NDArray[np.float32] | None, actions: NDArray[np.uint8], action_counts: NDArray[np.int32]
 ) -> list[SampleAttachments]:
     """The log-probabilities of each sample's action tokens, from those of all tokens.
 
-    Example: [0, a, 0, b, c] with actions [0, 1, 0, 1, 1] is [a, b, c]. From the offsets 0 and 2 on
-    there are 1 and 2 actions, so it is divided at 0, 1 and 3: [a] and [b, c].
+    Example: [0, a, 0, b, c] with actions [0, 1, 0, 1, 1] is [a, b, c]. Two samples with 1 and 2
+    actions divide it at 0, 1 and 3: [a] and [b, c].
     """
     if logps is None:
-        return [SampleAttachments() for _ in offsets[1:]]
-    counts = np.add.reduceat(actions, offsets[:-1], dtype=np.int64)  # no sample is without tokens
-    bounds = np.concatenate([[0], counts.cumsum()])
-    return [SampleAttachments(ActorTokenLogps(part)) for part in _split(logps[actions != 0], bounds)]
+        return [SampleAttachments() for _ in action_counts]
+    bounds = np.concatenate([[0], action_counts.cumsum()])
+    return [SampleAttachments(ActorTokenLogps(part)) for part in _split(logps[actions.view(np.bool_)], bounds)]

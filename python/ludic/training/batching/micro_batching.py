@@ -146,7 +146,13 @@ def truncate_and_flag(item: SAWItem, max_seq_len: int) -> SAWItem:
     truncated = truncate_item(item, max_seq_len)
     if "seq_len_truncated" in truncated.meta:
         return truncated
-    return replace(truncated, meta={**truncated.meta, "seq_len_truncated": False})
+    meta = {**truncated.meta, "seq_len_truncated": False}
+    if type(truncated) is not SAWItem:
+        return replace(truncated, meta=meta)
+    # `replace` in a fifth of its time
+    return SAWItem(
+        truncated.input_ids, truncated.attention_mask, truncated.action_mask, truncated.weight, meta, truncated.attachments
+    )
 
 
 def _count_actions(mask: Sequence[int]) -> int:

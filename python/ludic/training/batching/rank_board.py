@@ -117,15 +117,13 @@ def _open_store(prefix: str) -> Store | None:
     return PrefixStore(prefix, _get_default_store())
 
 
-def broadcast_bytes(content: bytes | None, size: int, device: torch.device) -> bytes:
-    """The `size` bytes that rank 0 passes as `content`, on all ranks; others pass None."""
-    if content is not None:
-        sent = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device)
-        dist.broadcast(sent, src=0)
-        return content
-    received = torch.empty(size, dtype=torch.uint8, device=device)
-    dist.broadcast(received, src=0)
-    return received.cpu().numpy().tobytes()
+def broadcast_bytes(content: bytes | None, size: int, device: torch.device) -> memoryview:
+    """The `size` bytes that rank 0 passes as `content`, on all ranks, in memory that can be written
+    to; others pass None."""
+    own = torch.empty(size, dtype=torch.uint8) if content is None else torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    shared = own.to(device)
+    dist.broadcast(shared, src=0)
+    return shared.cpu().numpy().data
 
 
 def describe_error(error: BaseException) -> dict[str, Any]:

@@ -8,6 +8,7 @@ similar cost at the same time.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,8 +22,9 @@ from ludic.training import ranks
 from ludic.training.batching.packing import Rows
 from ludic.training.config import TrainerConfig
 
-LINEAR, QUADRATIC = 24576, 1
-"""A line of n tokens costs `LINEAR * n + QUADRATIC * n**2`, as in `_core.plan_ranks`."""
+_PRICES = inspect.signature(_core.plan_ranks).parameters
+LINEAR, QUADRATIC = int(_PRICES["linear"].default), int(_PRICES["quadratic"].default)
+"""A line of n tokens costs `LINEAR * n + QUADRATIC * n**2`; the core has the values."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ def plan_atoms(lines: Rows, lengths: NDArray[np.int32], cfg: TrainerConfig, worl
     """
     width = lines.shape[1]
     budget, overhead = cfg.micro_token_budget // width, cfg.overhead_tokens // width
-    plans = _core.plan_ranks(np.ascontiguousarray(lengths), budget, world, cfg.packing, overhead, LINEAR, QUADRATIC)
+    plans = _core.plan_ranks(np.ascontiguousarray(lengths), budget, world, cfg.packing, overhead)
     return PlannedAtoms(plans, lines)
 
 
@@ -133,11 +135,15 @@ def _price(lengths: NDArray[np.int32]) -> NDArray[np.int64]:
     return LINEAR * wide + QUADRATIC * wide**2
 
 
+SAME_BATCH = 0
+"""The digest of samples that cannot differ between the ranks."""
+
+
 def all_have_samples(digest: int | None, device: torch.device | str) -> bool:
-    """Whether every rank has prepared its samples. `digest`: `MacroBatch.digest`, below 2**53; None
-    where the preparation failed. One exchange of three numbers. Raises RankError on all ranks
-    unless all have the same samples: each would make another plan, and they would wait for each
-    other in vain."""
+    """Whether every rank has prepared its samples. `digest`: `MacroBatch.digest`, below 2**53, or
+    `SAME_BATCH`; None where the preparation failed. One exchange of three numbers. Raises RankError
+    on all ranks unless all have the same samples: each would make another plan, and they would wait
+    for each other in vain."""
     number = float(digest or 0)
     failed, largest, smallest = ranks.max_over_ranks([float(digest is None), number, -number], device)
     if not failed and largest != -smallest:

@@ -96,7 +96,7 @@ class SharedBatches(BatchSourceBase):
         head, table = [await self._broadcast(part, len(part)) for part in parts]
         return decode_columns(head, table)
 
-    async def _broadcast(self, content: bytes | None, size: int) -> bytes:
+    async def _broadcast(self, content: bytes | None, size: int) -> memoryview:
         """The bytes of rank 0. In a thread where the event loop generates the next batches."""
         device = group_device()  # here, since a thread has a current device of its own
         if self.overlaps:

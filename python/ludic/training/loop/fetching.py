@@ -12,7 +12,7 @@ from ludic.event_loop import await_if_needed
 from ludic.training import ranks, watchdog
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.batching.mini_batches import MacroBatch
-from ludic.training.batching.rank_plans import RankShare, all_have_samples
+from ludic.training.batching.rank_plans import SAME_BATCH, RankShare, all_have_samples
 from ludic.training.batching.source import BatchSourceBase
 from ludic.training.config import TrainerConfig
 from ludic.training.loop.signal_watch import SignalWatch
@@ -77,7 +77,8 @@ class BatchFetcher:
 
     async def _prepare(self, batch: SAWBatch) -> tuple[SAWBatch, MacroBatch]:
         """The samples after preprocessing, and the macro-batch of them. With a batch that all ranks
-        have, all of them must come to the same samples, and the error of one is raised on all."""
+        have, all of them must come to the same samples, and the error of one is raised on all. Only
+        preprocessing, which is the user's function, can make them differ."""
         if not (self._run.source.divided_by_trainer and ranks.is_distributed()):
             return await self._preprocess(batch)
         prepared: tuple[SAWBatch, MacroBatch] | None = None
@@ -85,7 +86,7 @@ class BatchFetcher:
         failure: Exception | None = None
         try:
             prepared = await self._preprocess(batch)
-            digest = prepared[1].digest()
+            digest = prepared[1].digest() if self._run.algo.preprocess is not None else SAME_BATCH
         except Exception as error:
             failure = error
         if not all_have_samples(digest, self._run.cfg.model_device):
