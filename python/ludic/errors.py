@@ -4,8 +4,8 @@ that either can be caught."""
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterable
-from typing import Literal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
 
 from ludic.exit_codes import TRY_AGAIN
 
@@ -176,6 +176,11 @@ class ServerTimeoutError(InferenceError, TimeoutError):
 class PublishError(LudicError, RuntimeError):
     """New weights did not reach all servers. The message names the servers that failed and what the
     others serve."""
+
+    def __init__(self, message: str, *, answers: Sequence[Mapping[str, Any]] = ()) -> None:
+        """`answers` are those of the engines of `sync_weights_to_engines`, in their order."""
+        super().__init__(message)
+        self.answers = list(answers)
 
 
 class PublishTimeoutError(PublishError, TimeoutError):

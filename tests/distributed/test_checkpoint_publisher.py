@@ -111,7 +111,8 @@ async def test_engines_load_a_checkpoint_and_report_in_order(start, servers, mod
     engines = [SGLangEngine(f"{servers[0].url}/"), VLLMEngine(vllm.url)]
     first, second = await sync_weights_to_engines(engines, str(checkpoint))
     assert first["message"].startswith("Succeeded")
-    assert second == {"success": True, "message": "version_5 is served"}
+    assert (second["success"], second["version"], second["message"]) == (True, "version_5", "version_5 is served")
+    assert len(second["fingerprint"]) == 32
     assert same(servers[0].served, weights(5))
     assert servers[0].version == "version_5"
     assert same(vllm.served, weights(5))
@@ -167,7 +168,8 @@ async def test_the_servers_weights_are_compared_with_the_checkpoint(start, tmp_p
     folder = str(VersionFolders(tmp_path / "checkpoints").write(weights(5), 5))
     with pytest.raises(PublishError, match="5 are served with other values"):
         await sync_weights_to_engines([VLLMEngine(server.url)], folder)
-    assert server.paused == "abort"
+    assert same(server.served, weights(0))  # it went back to what it was started with
+    assert (server.paused, server.version) == (None, "default")
 
 
 async def test_a_checkpoint_of_another_dtype_is_compared_in_the_servers_dtype(start, tmp_path):

@@ -24,6 +24,7 @@ from served_weights import (
 from transformers import AutoModelForCausalLM
 
 from ludic.distributed import VllmControlPlane, create_lora_publisher, create_vllm_publisher
+from ludic.distributed.engines import VLLMEngine, sync_returned_engines, sync_weights_to_engines
 from ludic.distributed.push.manifest import cast_to_server
 from ludic.errors import InferenceError, PublishError
 from ludic.inference import ChatCompletionRequest, ReturnSpec, SamplingParams, VLLMChatClient
@@ -243,3 +244,29 @@ def test_frozen_weights_keep_their_values_and_a_tied_head_follows_its_embedding(
             partial.publish(weights(model), version=5)
     finally:
         stop_vllm_server(proc)
+
+
+async def test_an_engine_loads_a_checkpoint_only_if_the_others_do(server, tmp_path):
+    """The server keeps its version when an engine of the user fails, and the error says so."""
+    answers = iter([{"success": True}, {"success": False, "error": "the disk is full"}, {"success": True}, {"success": True}])
+
+    class UsersEngine:
+        async def update_weights_from_checkpoint(self, checkpoint_path):
+            return next(answers)
+
+    engines = [VLLMEngine(server.url), UsersEngine()]
+    models = [perturb(server.model, seed=seed) for seed in (11, 12)]
+    for step, model in enumerate(models):
+        model.save_pretrained(tmp_path / f"step_{step}")
+    first, _ = await sync_weights_to_engines(engines, tmp_path / "step_0", retries=0)
+    assert (first["version"], served_version(server)) == ("step_0", "step_0")
+    assert max_difference(models[0], server) < CLOSE
+    with pytest.raises(PublishError, match="the disk is full") as caught:
+        await sync_weights_to_engines(engines, tmp_path / "step_1", retries=0)
+    assert [answer["version"] for answer in caught.value.answers] == ["step_0", "step_0"]
+    assert max_difference(models[0], server) < CLOSE
+    second, _ = await sync_weights_to_engines(engines, tmp_path / "step_1", retries=0)
+    assert (second["version"], served_version(server)) == ("step_1", "step_1")
+    assert second["fingerprint"] != first["fingerprint"]
+    assert max_difference(models[1], server) < CLOSE
+    assert await sync_returned_engines(engines) == [None, None]

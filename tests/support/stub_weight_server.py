@@ -41,7 +41,7 @@ def same(left, right):
 
 class StubWeightServer:
     """`faults[path]` is called with the body of each request to that path before the response. It
-    may raise, block or change the server."""
+    may raise, block, change the server, or return another text as the response."""
 
     def __init__(self, folder, *, backend="gloo", tied=False, dtype="float32", first=None):
         folder.mkdir(parents=True, exist_ok=True)
@@ -94,8 +94,9 @@ class StubWeightServer:
     def answer(self, path, query, body):
         name = f"{path}:{body['method']}" if path == "/collective_rpc" else path
         self.calls.append((name, body))
-        if name in self.faults:
-            self.faults[name](body)
+        fault = self.faults[name](body) if name in self.faults else None
+        if isinstance(fault, str):
+            return fault
         return getattr(self, "on_" + path.strip("/").replace("/", "_"))(query, body)
 
     def on_pause(self, query, _):
@@ -188,7 +189,8 @@ class StubWeightServer:
         return ""
 
     def on_v1_models(self, *_):
-        return {"data": [{"id": name} for name in ["tiny", *self.adapters]]}
+        base = {"id": "tiny", "root": str(self.folder), "parent": None}
+        return {"data": [base, *({"id": name, "root": path, "parent": "tiny"} for name, path in self.adapters.items())]}
 
     def on_v1_load_lora_adapter(self, _, body):
         if body["lora_name"] in self.adapters:
@@ -247,6 +249,9 @@ def _handler(server):
                 if refused := server.secret and find_refusal(server.secret, self.command, split.path, headers):
                     raise Refused(*refused)
                 status, content = 200, server.answer(split.path, parse_qs(split.query), body)
+            except ConnectionAbortedError:  # a fault: the connection is closed without an answer
+                self.close_connection = True
+                return
             except Refused as error:
                 status, content = error.status, {"error": {"message": str(error)}}
             except Exception as error:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from msgspec import Struct
 
-from ludic.errors import ConfigError, ConfigTypeError, InferenceError, PublishError
+from ludic.errors import ConfigError, ConfigTypeError, InferenceError, PublishError, ServerError
 from ludic.inference.prompts.tokens import PromptTokens
 from ludic.inference.publishing import PolicyPublisher, PushTarget
 from ludic.inference.request import ChatCompletionRequest
@@ -33,6 +33,14 @@ if TYPE_CHECKING:
 
 class _VersionAnswer(Struct):
     meta_info: WeightInfo
+
+
+class SGLangModelInfo(Struct):
+    """Response of `GET /model_info`."""
+
+    model_path: str
+    """The folder, or the name, of the weights that were loaded last."""
+    weight_version: str | None = None
 
 
 class SGLangEndpoints(ServerCalls):
@@ -66,6 +74,17 @@ class SGLangEndpoints(ServerCalls):
         """The version of the weights, from the answer to a request for one token."""
         body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
         return str(self.call("post", "/generate", json=body, answer=_VersionAnswer).meta_info.weight_version)
+
+    def model_info(self) -> SGLangModelInfo | None:
+        """What the server loaded last; also while it is paused. None for a server that does not
+        tell."""
+        for path in ("/model_info", "/get_model_info"):  # its name, and that of older versions
+            try:
+                return self.call("get", path, answer=SGLangModelInfo)
+            except ServerError as error:
+                if error.status not in (404, 405):
+                    raise
+        return None
 
     def set_weight_version(self, version: str) -> None:
         """Change the version of the weights that are served. Requests go on."""

@@ -4,32 +4,45 @@ must see the same folder.
     client = SGLangClient("http://127.0.0.1:30000", tokenizer=tokenizer)
     publisher = create_checkpoint_publisher(client, "/shared/policy", model="/shared/base-model")
 
-For vLLM use `create_vllm_publisher(client, directory=...)`, with all its checks.
+For vLLM use `create_vllm_publisher(client, directory=...)`, with all its checks. Engines that load
+a folder which exists already are in `ludic.distributed.engines`.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any
 
-from ludic.distributed.adapters.vllm import VllmControlPlane, create_vllm_publisher
+from ludic.distributed.adapters.vllm import create_vllm_publisher
+from ludic.distributed.engines import (
+    InferenceEngine as CheckpointEngine,
+    SGLangEngine,
+    VLLMEngine,
+    sync_weights_to_engines,
+)
 from ludic.distributed.push.fan_out import describe_failures, list_urls, run_on_all
-from ludic.distributed.push.folder import VersionFolders, fingerprint_folder
+from ludic.distributed.push.folder import VersionFolders
 from ludic.distributed.push.manifest import ServerManifest, cast_to_server, rename_to_checkpoint
 from ludic.distributed.unchanged import UnchangedWeights
-from ludic.errors import ConfigError, InferenceError, PublishError
+from ludic.errors import ConfigError, PublishError
 from ludic.inference.publishing import Publisher, Version
 from ludic.inference.sglang import SGLangClient, SGLangEndpoints
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-logger = logging.getLogger(__name__)
+__all__ = [
+    "CheckpointEngine",
+    "SGLangEngine",
+    "SGLangPublisher",
+    "VLLMEngine",
+    "create_checkpoint_publisher",
+    "sync_weights_to_engines",
+]
 
-Policy = Literal["all", "any"]
+logger = logging.getLogger(__name__)
 
 
 class SGLangPublisher(Publisher):
@@ -158,69 +171,3 @@ def create_checkpoint_publisher(
     publisher = SGLangPublisher(client, directory, model=model, **options)
     client.connect_publisher(publisher)
     return publisher
-
-
-class CheckpointEngine(Protocol):
-    """A server that can load a checkpoint while it runs."""
-
-    async def update_weights_from_checkpoint(self, checkpoint_path: str) -> dict[str, Any]:
-        """The server's answer; `success` tells whether it loaded the checkpoint."""
-        ...
-
-
-class SGLangEngine:
-    """Makes an SGLang server load a checkpoint."""
-
-    def __init__(self, base_url: str, timeout: float = 300) -> None:
-        self.base_url, self.timeout = base_url.rstrip("/"), timeout
-
-    async def update_weights_from_checkpoint(self, checkpoint_path: str) -> dict[str, Any]:
-        server = SGLangEndpoints(self.base_url)
-        version = Path(checkpoint_path).name
-        return await asyncio.to_thread(server.update_weights_from_disk, checkpoint_path, version, timeout_s=self.timeout)
-
-
-class VLLMEngine:
-    """Makes a vLLM server load a checkpoint. The checkpoint is checked against the server's model,
-    staged, loaded while the server is paused, and compared with the weights that the server then
-    has."""
-
-    def __init__(self, base_url: str, timeout: float = 300, *, partial: bool = False) -> None:
-        """`partial`: the checkpoint may omit frozen weights, whose values the server has."""
-        self.base_url, self.timeout, self.partial = base_url.rstrip("/"), timeout, partial
-
-    async def update_weights_from_checkpoint(self, checkpoint_path: str) -> dict[str, Any]:
-        return await asyncio.to_thread(self._update, Path(checkpoint_path).resolve())
-
-    def _update(self, folder: Path) -> dict[str, Any]:
-        control = VllmControlPlane(self.base_url, timeout_s=self.timeout, partial=self.partial, by_folder=True)
-        control.expect(*fingerprint_folder(folder, control.prepare(), partial=self.partial))
-        control.push_folder(folder, folder.name)
-        return {"success": True, "message": f"{control.version} is served"}
-
-
-async def sync_weights_to_engines(
-    engines: Sequence[CheckpointEngine], checkpoint_path: str, *, policy: Policy = "all"
-) -> list[dict[str, Any]]:
-    """Have all engines load a checkpoint concurrently. Returns their answers in the order of the
-    engines; the answer of an engine that failed is `{"success": False, "error": ...}`.
-
-    policy: whether `all` engines must succeed, or `any` one. Otherwise raises PublishError with all
-        answers.
-    """
-    if not engines:
-        raise ConfigError("there is no engine to sync weights to")
-    if not checkpoint_path:
-        raise ConfigError("checkpoint_path is empty; give the folder of the checkpoint")
-    answers = await asyncio.gather(*(_update_engine(engine, checkpoint_path) for engine in engines))
-    succeeded = sum(bool(answer.get("success")) for answer in answers)
-    if succeeded < (len(engines) if policy == "all" else 1):
-        raise PublishError(f"{len(engines) - succeeded} of {len(engines)} engines did not load {checkpoint_path}: {answers}")
-    return list(answers)
-
-
-async def _update_engine(engine: CheckpointEngine, checkpoint_path: str) -> dict[str, Any]:
-    try:
-        return await engine.update_weights_from_checkpoint(checkpoint_path)
-    except (InferenceError, PublishError, OSError) as error:
-        return {"success": False, "error": str(error)}

@@ -16,6 +16,8 @@ class ServedModel(Struct):
     id: str
     max_model_len: int | None = None
     """Prompt plus completion tokens, if the server reports it."""
+    root: str | None = None
+    """The folder or the name that the model was loaded from, if the server reports it."""
 
 
 class ModelList(Struct):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import msgspec
 
-from ludic.errors import InferenceError, ServerError
+from ludic.errors import InferenceError, ServerError, ServerTimeoutError
 from ludic.inference.servers.http import BlockingHttp
 from ludic.inference.servers.server_secret import secret_headers
 
@@ -27,6 +28,8 @@ class ServerCalls:
         """`headers` are sent with every call."""
         self.url = url.rstrip("/").removesuffix("/v1")
         self.timeout_s = timeout_s
+        self.ends_at: float | None = None
+        """The time of `time.monotonic()` at which every call ends, whatever its own timeout."""
         self._http = BlockingHttp(headers)
 
     def call(
@@ -45,7 +48,7 @@ class ServerCalls:
         Raises ServerError, ServerTimeoutError and ServerUnreachableError, and InferenceError for
         JSON of another type.
         """
-        deadline_s = self.timeout_s if timeout_s is None else timeout_s
+        deadline_s = self._left_s(path, self.timeout_s if timeout_s is None else timeout_s)
         body = None if method == "get" else dict(json or {})
         response = self._http.request(
             method.upper(),
@@ -66,6 +69,15 @@ class ServerCalls:
             return decoded
         except InferenceError:
             return response.text  # type: ignore[return-value]
+
+    def _left_s(self, path: str, timeout_s: float) -> float:
+        """The seconds that a call may take. Raises ServerTimeoutError if `ends_at` is over."""
+        if self.ends_at is None:
+            return timeout_s
+        left_s = self.ends_at - time.monotonic()
+        if left_s <= 0:
+            raise ServerTimeoutError(f"{self.url}{path} was not called: the time for this server is over")
+        return min(timeout_s, left_s)
 
     def _message(self, path: str, status: int, excerpt: str) -> str:
         hint = f"{self.hint}; " if status in (404, 405) and self.hint else ""

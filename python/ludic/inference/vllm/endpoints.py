@@ -95,6 +95,10 @@ class VllmEndpoints(ServerCalls):
         """The names that requests may use as `model`."""
         return [model.id for model in self.call("get", "/v1/models", answer=ModelList).data]
 
+    def model_path(self) -> str | None:
+        """The folder, or the name, of the model that the server was started with."""
+        return next((model.root for model in self.call("get", "/v1/models", answer=ModelList).data if model.root), None)
+
     def set_weight_version(self, version: str) -> None:
         """Change the version of the weights that are served."""
         self.call("post", "/update_weight_version", json={"new_version": version})

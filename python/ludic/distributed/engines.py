@@ -1,0 +1,304 @@
+"""Inference engines that load a checkpoint while they run, and their sync: all engines serve the
+new version, or all serve the one before.
+
+    engines = [SGLangEngine("http://127.0.0.1:30000"), VLLMEngine("http://127.0.0.1:8000")]
+    answers = await sync_weights_to_engines(engines, "checkpoints/step_000010")
+
+The engines take each step together: bring the weights close, hold them, answer requests again and
+say which version they serve (`ludic.distributed.push.engine_sessions`). No server answers with new
+weights before all servers hold them. An engine of your own has one method and loads at once:
+
+    class MyEngine:
+        async def update_weights_from_checkpoint(self, checkpoint_path: str) -> dict:
+            ...
+            return {"success": True}
+
+The SGLang engine was written from the source code of SGLang 0.5.23 and is tested with a stub; it
+has not been run against a real server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import weakref
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeVar
+
+from ludic.distributed.push.engine_sessions import (
+    CustomSession,
+    EngineSession,
+    Fingerprints,
+    FolderVersion,
+    ServerSession,
+    SGLangSession,
+    VllmSession,
+    resolve_folder,
+)
+from ludic.distributed.push.folder import fingerprint_folder
+from ludic.distributed.push.manifest import ServerManifest
+from ludic.errors import ConfigError, ConfigTypeError, PublishError, PublishTimeoutError
+from ludic.inference.sglang import SGLangEndpoints
+from ludic.inference.vllm.endpoints import VllmEndpoints
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+Policy = Literal["all", "any"] | int
+EngineAnswer = dict[str, Any]
+"""`success`, `version` that it serves (None: not known, or none), `seconds`, `fingerprint` of the
+weights that a vLLM server has, `error` where it failed, and what the engine said itself."""
+
+
+class InferenceEngine(Protocol):
+    """A server that can load a checkpoint while it runs."""
+
+    async def update_weights_from_checkpoint(self, checkpoint_path: str) -> dict[str, Any]:
+        """The engine's answer. `{"success": False, "error": ...}` reports a failure, as an
+        exception does. `version` and `fingerprint` are passed on."""
+        ...
+
+
+class SGLangEngine:
+    """Makes an SGLang server load a checkpoint: it is paused meanwhile, and must then answer with
+    the version."""
+
+    def __init__(self, base_url: str, timeout: float = 300.0) -> None:
+        """`timeout`: seconds that one sync may take on this server."""
+        self.base_url, self.timeout = base_url.rstrip("/"), timeout
+
+    async def update_weights_from_checkpoint(self, checkpoint_path: str) -> dict[str, Any]:
+        """Load the checkpoint. Raises PublishError with the server's answer."""
+        return (await sync_weights_to_engines([self], checkpoint_path, retries=0))[0]
+
+
+class VLLMEngine:
+    """Makes a vLLM server load a checkpoint. The checkpoint is checked against the server's model,
+    staged, loaded while the server is paused, and compared with the weights that the server then
+    has."""
+
+    def __init__(self, base_url: str, timeout: float = 300.0, *, partial: bool = False) -> None:
+        """`timeout`: seconds that one sync may take on this server. `partial`: the checkpoint may
+        omit frozen weights, whose values the server has."""
+        self.base_url, self.timeout, self.partial = base_url.rstrip("/"), timeout, partial
+
+    async def update_weights_from_checkpoint(self, checkpoint_path: str) -> dict[str, Any]:
+        """Load the checkpoint. Raises PublishError with the server's answer."""
+        return (await sync_weights_to_engines([self], checkpoint_path, retries=0))[0]
+
+
+async def update_sglang_weights_from_disk(base_url: str, checkpoint_path: str, *, timeout: float = 300.0) -> dict[str, Any]:
+    """Have one SGLang server load a checkpoint."""
+    return await SGLangEngine(base_url, timeout).update_weights_from_checkpoint(checkpoint_path)
+
+
+async def update_vllm_weights_from_disk(base_url: str, checkpoint_path: str, *, timeout: float = 300.0) -> dict[str, Any]:
+    """Have one vLLM server load a checkpoint."""
+    return await VLLMEngine(base_url, timeout).update_weights_from_checkpoint(checkpoint_path)
+
+
+async def sync_weights_to_engines(
+    engines: Sequence[InferenceEngine], checkpoint_path: str | Path, *, policy: Policy = "all", retries: int = 1
+) -> list[EngineAnswer]:
+    """Have all engines load a checkpoint at once. Returns their answers in the order of the
+    engines.
+
+    checkpoint_path: a folder with `model.safetensors` and the model's config, which the servers see
+        under the same path. Its name becomes the version.
+    policy: how many engines must succeed: `all`, `any` one, or a number. Where fewer do, those that
+        loaded the checkpoint go back to the version that was synced last, and PublishError is
+        raised with all answers; its message says who serves what. A server whose weights are not
+        known is left paused, until a later sync reaches it.
+    retries: how often an engine that refuses is asked again. One that hangs is not.
+
+    A cancellation is obeyed after the sync, within the timeouts of the engines.
+    """
+    _check_arguments(engines, str(checkpoint_path), policy, retries)
+    needed = {"all": len(engines), "any": 1}.get(policy, policy) if isinstance(policy, str) else policy
+    folder = resolve_folder(str(checkpoint_path))
+    sync = _Sync(engines, FolderVersion(folder, Path(folder).name), retries)
+    return await _complete_before_cancellation(sync.run(int(needed)))
+
+
+def _check_arguments(engines: Sequence[InferenceEngine], checkpoint_path: str, policy: Policy, retries: int) -> None:
+    if not engines:
+        raise ConfigError("there is no engine to sync weights to")
+    if not checkpoint_path:
+        raise ConfigError("checkpoint_path is empty; give the folder of the checkpoint")
+    is_number = isinstance(policy, int) and not isinstance(policy, bool)
+    if policy not in ("all", "any") and not (is_number and 1 <= int(policy) <= len(engines)):
+        raise ConfigError(
+            f"policy ({policy!r}) must be 'all', 'any', or a number from 1 to {len(engines)}, the number of engines"
+        )
+    if retries < 0:
+        raise ConfigError(f"retries ({retries}) must be >= 0")
+    for engine in engines:
+        if not hasattr(engine, "update_weights_from_checkpoint"):
+            raise ConfigTypeError(
+                f"{engine!r} is no engine; it needs `async def update_weights_from_checkpoint(self, path) -> dict`"
+            )
+
+
+async def _complete_before_cancellation(sync: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine that has its own deadlines. A cancellation is obeyed after it."""
+    task = asyncio.ensure_future(sync)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        if not task.cancelled() and task.exception() is not None:
+            logger.error("the sync that was cancelled failed: %s", task.exception())
+        raise
+
+
+async def sync_returned_engines(engines: Sequence[InferenceEngine]) -> list[EngineAnswer | None]:
+    """Bring engines to the version that was synced last: those that the sync did not reach, and
+    servers that have another version, as after a restart. Call it before such engines are asked for
+    samples. Returns their answers, in the order of the engines; None for an engine that needs
+    nothing. One that cannot be reached yet has an answer with its error.
+    """
+    return list(await asyncio.gather(*(_sync_if_returned(engine) for engine in engines)))
+
+
+async def _sync_if_returned(engine: InferenceEngine) -> EngineAnswer | None:
+    synced = _synced.get(engine)
+    if synced is None:
+        return None
+    try:
+        if _synced.was_reached(engine) and await _has_version(engine, synced.version):
+            return None
+        return (await sync_weights_to_engines([engine], synced.folder, retries=0))[0]
+    except PublishError as error:
+        return dict(error.answers[0])
+
+
+async def _has_version(engine: InferenceEngine, version: str) -> bool:
+    """Whether an engine that was reached has this version still. Engines of the user are
+    believed."""
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="ludic-engines") as threads:
+        session = _open_session(engine, threads, _FolderFingerprints())
+        if not isinstance(session, ServerSession):
+            return True
+        await session.take(session.read_held)
+    return session.error is None and session.held == version
+
+
+class _SyncedVersions:
+    """The version that each engine was synced to last, for as long as the engine exists."""
+
+    def __init__(self) -> None:
+        self._versions: dict[int, tuple[FolderVersion, bool]] = {}
+
+    def get(self, engine: object) -> FolderVersion | None:
+        return self._versions[id(engine)][0] if id(engine) in self._versions else None
+
+    def was_reached(self, engine: object) -> bool:
+        """Whether the engine took part in the sync of its version with success."""
+        return id(engine) in self._versions and self._versions[id(engine)][1]
+
+    def set(self, engine: object, version: FolderVersion, *, reached: bool) -> None:
+        if id(engine) not in self._versions:
+            try:
+                weakref.finalize(engine, self._versions.pop, id(engine), None)
+            except TypeError:  # an object that cannot be observed: its id may come back as another's
+                return
+        self._versions[id(engine)] = version, reached
+
+
+_synced = _SyncedVersions()
+
+
+def _open_session(engine: InferenceEngine, threads: Executor, fingerprints: _FolderFingerprints) -> EngineSession:
+    before = _synced.get(engine)
+    own_method = type(engine).update_weights_from_checkpoint
+    if isinstance(engine, SGLangEngine) and own_method is SGLangEngine.update_weights_from_checkpoint:
+        return SGLangSession(SGLangEndpoints(engine.base_url), engine.timeout, before, threads)
+    if isinstance(engine, VLLMEngine) and own_method is VLLMEngine.update_weights_from_checkpoint:
+        server, read = VllmEndpoints(engine.base_url), fingerprints.read
+        return VllmSession(server, engine.timeout, before, threads, partial=engine.partial, read_fingerprints=read)
+    return CustomSession(engine, before)
+
+
+class _Sync:
+    """One sync of all engines."""
+
+    def __init__(self, engines: Sequence[InferenceEngine], target: FolderVersion, retries: int) -> None:
+        self._engines, self._target, self._retries = engines, target, retries
+        self._threads = ThreadPoolExecutor(max_workers=len(engines), thread_name_prefix="ludic-engines")
+        fingerprints = _FolderFingerprints()
+        self._sessions = [_open_session(engine, self._threads, fingerprints) for engine in engines]
+
+    async def run(self, needed: int) -> list[EngineAnswer]:
+        try:
+            await asyncio.gather(*(session.stage_with_retries(self._target, self._retries) for session in self._sessions))
+            await self._agree(needed)
+            await asyncio.gather(*(session.take(session.load) for session in self._healthy()))
+            await self._agree(needed)
+            await asyncio.gather(*(session.take(session.open) for session in self._healthy()))
+            await self._agree(needed)
+            failed = [session for session in self._sessions if session.error is not None]
+            await asyncio.gather(*(session.go_back("") for session in failed))
+        finally:
+            self._threads.shutdown(wait=False)
+        for engine, session in zip(self._engines, self._sessions, strict=True):
+            _synced.set(engine, self._target, reached=session not in failed)
+        if failed:
+            logger.error("%s", self._describe(f"version {self._target.version} is not on all engines"))
+        return [self._answer(session) for session in self._sessions]
+
+    def _healthy(self) -> list[EngineSession]:
+        return [session for session in self._sessions if session.error is None]
+
+    async def _agree(self, needed: int) -> None:
+        """Take all engines back and raise PublishError if too few have come this far."""
+        count, total = len(self._healthy()), len(self._sessions)
+        if count >= needed:
+            return
+        causes = [session.error for session in self._sessions if session.error is not None]
+        taken_back = f"{total - count} other engines failed, so version {self._target.version} was withdrawn"
+        await asyncio.gather(*(session.go_back(taken_back) for session in self._sessions))
+        for engine, session in zip(self._engines, self._sessions, strict=True):
+            if (before := _synced.get(engine)) is not None:
+                _synced.set(engine, before, reached=session.serves == before.version)
+        kind = PublishTimeoutError if all(isinstance(cause, TimeoutError) for cause in causes) else PublishError
+        message = self._describe(f"{total - count} of {total} engines did not load {self._target.folder}")
+        raise kind(message, answers=[self._answer(session) for session in self._sessions]) from causes[0]
+
+    def _describe(self, headline: str) -> str:
+        """What failed, and which engines serve which version."""
+        serving: dict[str | None, list[str]] = {}
+        for session in self._sessions:
+            serving.setdefault(session.serves, []).append(session.name)
+        states = [
+            f"{', '.join(names)} "
+            + (f"serve version {version}" if version is not None else "serve nothing, or an unknown version")
+            for version, names in serving.items()
+        ]
+        errors = [f"{session.name}: {session.error}" for session in self._sessions if session.error is not None]
+        return f"{headline}. Now {'; '.join(states)}. {'; '.join(errors)}"
+
+    def _answer(self, session: EngineSession) -> EngineAnswer:
+        known = {"version": session.serves, "seconds": session.used_s, "fingerprint": session.fingerprint}
+        if session.error is not None:
+            return {**known, "success": False, "error": str(session.error)}
+        return {**session.answer, **known, "success": True}
+
+
+class _FolderFingerprints:
+    """Fingerprints of a folder, read once for all servers of one model."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: list[tuple[str, ServerManifest, bool, Fingerprints]] = []
+
+    def read(self, folder: str, manifest: ServerManifest, partial: bool) -> Fingerprints:
+        with self._lock:
+            for *key, fingerprints in self._known:
+                if key == [folder, manifest, partial]:
+                    return fingerprints
+            read = fingerprint_folder(Path(folder), manifest, partial=partial)
+            self._known.append((folder, manifest, partial, read))
+            return read
