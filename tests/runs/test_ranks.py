@@ -6,20 +6,25 @@ import os
 import re
 import signal
 import time
-from pathlib import Path
 
 import pytest
-import torch
-from ranked_commands import Ranks, ludic_command
-from safetensors.torch import load_file
+from ranked_commands import (
+    NETWORK,
+    PAIRS,
+    REWARD,
+    Ranks,
+    alone,
+    has_steps,
+    largest_difference,
+    ludic_command,
+    metrics_of,
+    with_sgd,
+)
 from tiny_recipe import TINY
 
 pytestmark = pytest.mark.integration
 
-NETWORK = [argument for argument in TINY if argument.startswith("network.")]
 SFT = [*NETWORK, "threads=1", "rows=40", "batch_size=6", "epochs=1", "heldout=0.1"]
-PAIRS = [*NETWORK, "threads=1", "pairs=40", "batch_size=6", "epochs=1"]
-REWARD = ["reward=byte_rewards:mean_id", "task.args.max_new_tokens=4", "task.args.num_heldout=3"]
 LONG = ["steps=100000", "epochs=1", "checkpoint.every_n_steps=5"]
 
 
@@ -30,41 +35,6 @@ def prompts(tmp_path):
         "".join(json.dumps({"prompt": f"{number}+{number % 7}=", "completion": str(number)}) + "\n" for number in range(24))
     )
     return path
-
-
-def with_sgd(environment, *arguments):
-    """`ludic ARGUMENTS...` with plain gradient descent: AdamW would magnify the last digit of a
-    gradient near zero."""
-    from ludic.training import Trainer
-
-    Trainer.initialize_optimizer = lambda self: torch.optim.SGD([p for p in self.model.parameters() if p.requires_grad], lr=0.1)
-    ludic_command(environment, *arguments)
-
-
-def alone(environment, *arguments):
-    """`with_sgd` in one process."""
-    for name in ("RANK", "WORLD_SIZE"):
-        del os.environ[name]
-    with_sgd(environment, *arguments)
-
-
-def largest_difference(first: Path, second: Path) -> float:
-    """Of the weights of two runs, relative to the largest weight. (A bias of the keys has the
-    gradient 0, and is rounding alone.)"""
-    one, other = (load_file(run / "model" / "model.safetensors") for run in (first, second))
-    assert one.keys() == other.keys()
-    difference = max(float((one[name] - other[name]).abs().max()) for name in one)
-    return difference / max(float(tensor.abs().max()) for tensor in one.values())
-
-
-def metrics_of(run: Path):
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-def has_steps(run: Path, steps: int):
-    """Whether the run has logged so many steps."""
-    log = run / "metrics.jsonl"
-    return lambda: log.is_file() and log.read_text().count("train/loss") >= steps
 
 
 @pytest.mark.parametrize("command", ["train", "sft", "train-rm"])

@@ -1,12 +1,16 @@
 """`ludic` on several ranks, each in a process forked from a server that has imported everything.
 The environment of each is that of torchrun without its agent: rank 0 serves the store."""
 
+import json
 import multiprocessing
 import os
 import signal
 import socket
 import sys
 import time
+from pathlib import Path
+
+from tiny_recipe import TINY
 
 from ludic.rank_environment import RankEnvironment
 
@@ -19,6 +23,9 @@ _CONTEXT.set_forkserver_preload(
     ]
 )
 PATIENCE_S = 120.0
+NETWORK = [argument for argument in TINY if argument.startswith("network.")]
+PAIRS = [*NETWORK, "threads=1", "pairs=40", "batch_size=6", "epochs=1"]
+REWARD = ["reward=byte_rewards:mean_id", "task.args.max_new_tokens=4", "task.args.num_heldout=3"]
 
 
 def free_port():
@@ -86,6 +93,45 @@ def ludic_command(environment, *arguments):
 
     sys.argv = ["ludic", *arguments]
     main()
+
+
+def with_sgd(environment, *arguments):
+    """`ludic ARGUMENTS...` with plain gradient descent: AdamW would magnify the last digit of a
+    gradient near zero."""
+    import torch
+
+    from ludic.training import Trainer
+
+    Trainer.initialize_optimizer = lambda self: torch.optim.SGD([p for p in self.model.parameters() if p.requires_grad], lr=0.1)
+    ludic_command(environment, *arguments)
+
+
+def alone(environment, *arguments):
+    """`with_sgd` in one process."""
+    for name in ("RANK", "WORLD_SIZE"):
+        del os.environ[name]
+    with_sgd(environment, *arguments)
+
+
+def largest_difference(first: Path, second: Path) -> float:
+    """Of the weights of two runs, relative to the largest weight. (A bias of the keys has the
+    gradient 0, and is rounding alone.)"""
+    from safetensors.torch import load_file
+
+    one, other = (load_file(run / "model" / "model.safetensors") for run in (first, second))
+    assert one.keys() == other.keys()
+    difference = max(float((one[name] - other[name]).abs().max()) for name in one)
+    return difference / max(float(tensor.abs().max()) for tensor in one.values())
+
+
+def metrics_of(run: Path):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def has_steps(run: Path, steps: int):
+    """Whether the run has logged so many steps."""
+    log = run / "metrics.jsonl"
+    return lambda: log.is_file() and log.read_text().count("train/loss") >= steps
 
 
 def _run(work, environment, folder, arguments):

@@ -1,4 +1,4 @@
-"""Moves whole tensors to the ranks that write or publish them, a bucket at a time.
+"""Moves whole tensors to the ranks that write or publish them, and back, a bucket at a time.
 
     rank 0  [rows 0-2 of a] [rows 0-2 of b]        rank 0  a
     rank 1  [rows 3-5 of a] [rows 3-5 of b]   ->   rank 1  b
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ludic.models.regions import find_copy, make_slices, split_in_buckets
+from ludic.errors import ConfigError
+from ludic.models.regions import count_elements, find_copy, find_region, make_slices, split_in_buckets
 from ludic.models.sharding import find_cuts
 
 Agree = Callable[[str], AbstractContextManager[None]]
@@ -131,6 +133,41 @@ def _exchange(tensor: DTensor, owner: int, buffer: Tensor | None, tag: int, pend
             pending.add(dist.irecv, room, source, tag)
             if room is not target:
                 pending.copies.append((target, room))
+
+
+def send_to_shards(targets: Mapping[str, Tensor], wholes: Mapping[str, Tensor], *, agree: Agree) -> None:
+    """Fill the sharded `targets` with the tensors of the same names that rank 0 has in `wholes`; on
+    other ranks these are not read. A tensor of another dtype is converted. All ranks call it, with
+    the same names in the same order."""
+    sizes = {name: target.numel() * target.element_size() for name, target in targets.items()}
+    for names in split_in_buckets(sizes, BUCKET_BYTES):
+        pending = _Pending()
+        with agree("sending weights"):
+            for tag, name in enumerate(names):
+                target = targets[name].detach()
+                if not isinstance(target, DTensor):
+                    raise ConfigError(f"{name} is not sharded, and has no shards to fill; call shard_model on the whole model")
+                _spread(target, wholes[name].detach(), tag, pending)
+        pending.wait()
+
+
+def _spread(target: DTensor, whole: Tensor, tag: int, pending: _Pending) -> None:
+    """Send each rank its part of `whole`, or receive this rank's part."""
+    rank, mesh, local = dist.get_rank(), target.device_mesh, target.to_local()
+    for coordinate in product(*map(range, mesh.shape)):
+        region = find_region(target.shape, mesh.shape, find_cuts(target), coordinate)
+        receiver = int(mesh.mesh[coordinate])
+        if not count_elements(region) or rank not in (0, receiver):
+            continue
+        if receiver == 0:
+            local.copy_(whole[make_slices(region)])
+        elif rank == 0:
+            part = whole[make_slices(region)].to(mesh.device_type, target.dtype)
+            pending.add(dist.isend, part.contiguous(), receiver, tag)
+        else:
+            room = torch.empty(local.shape, dtype=target.dtype, device=mesh.device_type)
+            pending.add(dist.irecv, room, 0, tag)
+            pending.copies.append((local, room))
 
 
 def _find_coordinate(ranks: Tensor, rank: int) -> Sequence[int]:

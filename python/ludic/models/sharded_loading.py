@@ -1,5 +1,5 @@
-"""Starts a sharded model without a rank that holds all of it: made empty, sharded, then filled with
-the slices that each rank has."""
+"""Starts sharded models: made empty, sharded, then filled. `load_sharded` reads the slices of each
+rank from files, so that no rank holds all of it; `shard_copy` sends them from rank 0's model."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ludic.errors import ConfigError
+from ludic.models.adapters import has_adapters
 from ludic.models.loading import check_dtype, holds_only_adapters, locate_model
-from ludic.models.sharding import ShardingSettings, shard_model
+from ludic.models.shard_transfer import Agree, SharedTensor, send_to_owners, send_to_shards
+from ludic.models.sharding import ShardingSettings, reshard, shard_model
+from ludic.models.skeleton import load_skeleton, make_skeleton
 from ludic.models.state_files import read_model
 
 
@@ -29,38 +32,64 @@ def load_sharded(source: str, dtype: str, settings: ShardingSettings, mesh: Devi
     Raises ConfigError for a hub id and for adapters: load those whole (`load_model`) and call
     `shard_model`.
     """
-    from accelerate import init_empty_weights
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     check_dtype(dtype)
     place = Path(locate_model(source))
     if not place.is_dir() or holds_only_adapters(str(place)):
         raise ConfigError(
             f"model ({source}) is no folder with the weights of a model, of which each rank could read its slices; download it, or "
-            "merge the adapters, or call shard_model on load_model(...)"
+            "merge the adapters, or call shard_copy on load_model(...)"
         )
-    config = AutoConfig.from_pretrained(place, trust_remote_code=False)
-    with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(config, dtype=_choose_dtype(dtype, config), trust_remote_code=False)
-    return fill_shards(model, place, settings, mesh)
-
-
-def _choose_dtype(name: str, config: Any) -> torch.dtype:
-    chosen: torch.dtype = (config.dtype or torch.float32) if name == "auto" else getattr(torch, name)
-    return chosen
+    return fill_shards(load_skeleton(str(place), dtype), place, settings, mesh)
 
 
 def fill_shards(model: nn.Module, folder: Path, settings: ShardingSettings, mesh: DeviceMesh) -> nn.Module:
     """Shard a model whose parameters are on the device `meta`, and read its weights from `folder`.
     Its buffers must have their values, which no file has."""
-    transformer: Any = model
-    transformer.tie_weights()
+    read_model(shard_skeleton(model, settings, mesh), folder)
+    model.eval()  # as from_pretrained leaves it
+    return model
+
+
+def shard_copy(whole: nn.Module, settings: ShardingSettings, mesh: DeviceMesh, *, agree: Agree) -> nn.Module:
+    """A sharded model with the weights that `whole` has on rank 0, which keeps it. Other ranks need
+    a `make_skeleton` of it, and get their shards from rank 0, a bucket at a time. All ranks call
+    this.
+
+    >>> trained = shard_copy(whole, settings, mesh, agree=ranks.agree)
+    >>> copy_home(trained, whole, agree=ranks.agree)  # after some training
+    """
+    model = shard_skeleton(make_skeleton(whole), settings, mesh)
+    send_to_shards(dict(model.named_parameters()), dict(whole.named_parameters()), agree=agree)
+    return model
+
+
+@torch.no_grad()
+def copy_home(trained: nn.Module, whole: nn.Module, *, agree: Agree) -> None:
+    """Copy the trained weights of a sharded model into `whole` on rank 0, a bucket at a time. All
+    ranks call this; `whole` is not touched on other ranks."""
+    reshard(trained)
+    targets = dict(whole.named_parameters())
+    shared = {name: SharedTensor.of(value) for name, value in trained.named_parameters() if value.requires_grad}
+
+    def take(name: str, tensor: Tensor) -> None:
+        targets[name].copy_(tensor)
+
+    send_to_owners(shared, dict.fromkeys(shared, 0), take, agree=agree)
+
+
+def shard_skeleton(model: nn.Module, settings: ShardingSettings, mesh: DeviceMesh) -> nn.Module:
+    """Shard a model whose parameters are on the device `meta`, in place. Its shards have memory
+    then, and no values; its buffers keep theirs. Returns `model`."""
+    _tie(model)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     shard_model(model, settings, mesh)
     model.to_empty(device="cpu" if settings.cpu_offload else mesh.device_type)
-    transformer.tie_weights()  # to_empty gave each name a tensor of its own
+    _tie(model)  # to_empty gave each name a tensor of its own
     for name, buffer in model.named_buffers():
         buffer.copy_(buffers[name])
-    read_model(model, folder)
-    model.eval()  # as from_pretrained leaves it
     return model
+
+
+def _tie(model: Any) -> None:
+    """Tie the weights that the model of transformers ties, with or without adapters."""
+    (model.get_base_model() if has_adapters(model) else model).tie_weights()

@@ -14,6 +14,7 @@ from ludic.errors import ConfigError
 from ludic.recipes.compose import LOADED_MODEL, Override, check_minimums, read_yaml, resolve_layers, split_arguments
 from ludic.recipes.ranks_section import RanksSection, check_ranks
 from ludic.recipes.schema import CheckpointSection, LoraSection, NetworkSection, TaskSection
+from ludic.recipes.sharding_section import ShardingSection
 
 
 @dataclass
@@ -61,6 +62,7 @@ class EpochsRecipe:
     """Fields of the trainer's config."""
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     ranks: RanksSection = field(default_factory=RanksSection)
+    sharding: ShardingSection = field(default_factory=ShardingSection)
 
 
 R = TypeVar("R", bound=EpochsRecipe)

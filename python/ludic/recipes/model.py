@@ -9,6 +9,8 @@ import torch
 from ludic.errors import ConfigError
 from ludic.models.byte_tokenizer import make_byte_tokenizer, make_line_tokenizer
 from ludic.models.loading import check_dtype, load_model, load_tokenizer
+from ludic.models.skeleton import load_skeleton
+from ludic.recipes.sharding import has_no_weights
 
 if TYPE_CHECKING:
     from ludic.recipes.rm.schema import RMRecipe
@@ -25,15 +27,16 @@ def build_policy(recipe: Recipe) -> tuple[Any, Any]:
             "warmup.steps is set and the data has completions"
         )
     if recipe.model is not None:  # before the tokenizer, so that an error names the model
-        return load_model(recipe.model, recipe.dtype), build_tokenizer(recipe)
+        return build_model(recipe, None), build_tokenizer(recipe)
     tokenizer = build_tokenizer(recipe)
     return build_model(recipe, tokenizer), tokenizer
 
 
 def build_model(recipe: Recipe | SFTRecipe, tokenizer: Any) -> Any:
-    """The model that `recipe.model` names, else a small one over the tokens of `tokenizer`."""
+    """The model that `recipe.model` names, else a small one over the tokens of `tokenizer`. A
+    rank that gets its weights from rank 0 reads none from files."""
     if recipe.model is not None:
-        return load_model(recipe.model, recipe.dtype)
+        return (load_skeleton if has_no_weights(recipe.sharding) else load_model)(recipe.model, recipe.dtype)
     dtype = small_dtype(recipe.dtype)
     return make_small_model(recipe.network, tokenizer).to(dtype)
 

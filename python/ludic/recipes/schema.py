@@ -17,6 +17,7 @@ from ludic.recipes.inference_section import InferenceSection
 from ludic.recipes.place_section import PlaceSection
 from ludic.recipes.queue_section import QueueSection
 from ludic.recipes.ranks_section import RanksSection
+from ludic.recipes.sharding_section import ShardingSection
 from ludic.training.config import TrainerConfig
 
 
@@ -183,6 +184,7 @@ class Recipe:
     evaluation: EvaluationSection = field(default_factory=EvaluationSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     ranks: RanksSection = field(default_factory=RanksSection)
+    sharding: ShardingSection = field(default_factory=ShardingSection)
 
 
 DERIVED = ("pad_token_id", "seed", "temperature")

@@ -15,16 +15,19 @@ from ludic.models.loading import find_whole_model
 from ludic.models.saving import save_missing_base, save_policy
 from ludic.recipes.epochs_schema import EpochsRecipe
 from ludic.recipes.schema import Recipe
+from ludic.recipes.sharding import is_shared_out
 from ludic.runs.checkpoints import find_latest_checkpoint, rewind_logs
 from ludic.runs.directory import DONE, Progress, RunDirectory
 from ludic.runs.screen import Screen
 from ludic.runs.seeding import seed_phase
+from ludic.runs.shared_model import HomeEvaluator, SharedModel
 from ludic.runs.stop_request import ImpatientSource, StoppableSource, StopRequest
 from ludic.runs.tracking import run_logger
 from ludic.training import ranks, watchdog
 from ludic.training.batching.shared_batches import SharedBatches
 from ludic.training.batching.source import BatchSourceBase
 from ludic.training.checkpoint import CheckpointConfig
+from ludic.training.evaluators.protocol import Evaluator
 from ludic.training.loggers import TrainingLogger
 from ludic.training.loop.timings import PhaseTimer
 from ludic.training.rng import reseed_for_rank
@@ -55,6 +58,9 @@ class TrainingRun(ABC, Generic[RecipeT, PartsT, DirectoryT]):
         self.progress = Progress(**ranks.ask_rank_0("reading the progress", lambda: asdict(directory.read_progress())))
         self.timer = PhaseTimer(self.progress.seconds)
         """Wall seconds of each phase, summed over all processes that worked on the run."""
+        section = recipe.sharding
+        self.shared = SharedModel(section, recipe.trainer.model_device) if is_shared_out(section) else None
+        """What the ranks train instead of `parts.model`, if they share it out."""
         ranks.ask_rank_0("saving the base", lambda: save_missing_base(parts.model, recipe.model, directory.base))
 
     @property
@@ -77,7 +83,8 @@ class TrainingRun(ABC, Generic[RecipeT, PartsT, DirectoryT]):
         self.directory.write_progress(self.progress)
 
     def save_model(self) -> None:
-        """Write model and tokenizer in Hugging Face layout, on rank 0."""
+        """Write model and tokenizer in Hugging Face layout, on rank 0. What a phase trained must be
+        in `parts.model`: see `end_training`."""
         base = find_whole_model(self.recipe.model)
         with watchdog.phase("save"):
             ranks.ask_rank_0(
@@ -104,8 +111,10 @@ class TrainingRun(ABC, Generic[RecipeT, PartsT, DirectoryT]):
         seed_phase(self.recipe.seed, phase)
         if ranks.rank() > 0:
             reseed_for_rank(ranks.rank())
+        if self.recipe.sharding.activation_checkpointing and self.shared is None:
+            options = {**options, "enable_gradient_checkpointing": True}
         trainer = trainer_class(
-            model=self.parts.model,
+            model=self.parts.model if self.shared is None else self.shared.share_out(self.parts.model),
             batch_source=self._make_stoppable(source),
             checkpoint_config=CheckpointConfig(
                 checkpoints,
@@ -115,9 +124,21 @@ class TrainingRun(ABC, Generic[RecipeT, PartsT, DirectoryT]):
             resume_from=ranks.ask_rank_0("finding the newest checkpoint", lambda: find_latest_checkpoint(checkpoints)),
             **options,
         )
+        if self.shared is not None and trainer.current_step:
+            self.shared.bring_home(self.parts.model)
         if not self.directory.is_followed:
             rewind_logs(self.directory, phase, trainer, note=self.screen.note)
         return trainer
+
+    def evaluator(self, inner: Evaluator | None) -> Evaluator | None:
+        """`inner`, which measures `parts.model`; while that is shared out, it gets the trained
+        weights first."""
+        return inner if inner is None or self.shared is None else HomeEvaluator(inner, self.shared, self.parts.model)
+
+    def end_training(self) -> None:
+        """Have the trained weights in `parts.model`, on rank 0 if the ranks share it out."""
+        if self.shared is not None:
+            self.shared.bring_home(self.parts.model)
 
     def _make_stoppable(self, source: Any) -> BatchSourceBase:
         """The source of this rank, which raises StopRequested once a stop was asked for: on all

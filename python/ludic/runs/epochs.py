@@ -53,6 +53,7 @@ class EpochsRun(TrainingRun[RecipeT, PartsT, DirectoryT]):
             await trainer.ensure_checkpoint(patience_s=STOP_PATIENCE_S)
             if is_done:
                 restore_best_weights(trainer, self.progress, note=self.screen.note)
+            self.end_training()
         self.progress.steps = trainer.current_step
         self.save_model()
         if not is_done:

@@ -27,6 +27,7 @@ from ludic.recipes.inference_section import choose_kind, choose_logprob_conventi
 from ludic.recipes.lora import add_adapters, build_lora_settings
 from ludic.recipes.model import build_policy
 from ludic.recipes.schema import Recipe
+from ludic.recipes.sharding import has_no_weights
 from ludic.runs.actors.policy_versions import PolicyVersions
 from ludic.runs.actors.supervision import ActorProcesses, run_actors
 from ludic.runs.actors.trainer_side import ActorBatches
@@ -46,6 +47,7 @@ from ludic.runs.rollouts import (
 from ludic.runs.sampler import Sampler, check_inference, open_sampler
 from ludic.runs.screen import Screen
 from ludic.runs.seeding import seed_everything
+from ludic.runs.shared_model import check_sampling, check_sharding_settings, place_model
 from ludic.runs.stop_request import Interrupted, StopRequest
 from ludic.tasks import EpisodicTask
 from ludic.tasks.demonstrations import DemonstrationSource
@@ -84,6 +86,8 @@ class RLParts:
         """Build the parts from a recipe. Seeds all random generators first (`seed_everything`)."""
         check_numbers(recipe)
         check_actors(recipe)
+        check_sharding_settings(recipe.sharding, recipe.trainer.model_device)
+        check_sampling(recipe)
         task = build_episodic_task(recipe)
         algorithm = build_algorithm(recipe, max_completion_tokens=recipe.rollout.max_new_tokens or task.max_new_tokens)
         check_rollouts(recipe, task)
@@ -117,7 +121,7 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
         super().__init__(recipe, parts, directory, screen, stop)
         if self.progress.phase == REINFORCE:
             parts.model = self._load_warmed_up()
-        parts.model.to(parts.trainer_cfg.model_device)
+        place_model(parts.model, recipe.sharding, parts.trainer_cfg.model_device)
         self._preflight: Preflight | None = None
         self._client = LocalChatClient(parts.model, parts.tokenizer, max_batch_size=recipe.rollout.concurrency)
         self._held_out = HeldOut(self._make_engine(), parts.task, recipe.evaluation, recipe.rollout)
@@ -130,6 +134,8 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
             self._check_not_reinforced()
         elif has_adapters(model) or not self.recipe.lora.rank:
             return model
+        if has_no_weights(self.recipe.sharding):
+            return model  # which gets rank 0's
         if has_adapters(model):
             read_model(model, directory.adapter)
             return model
@@ -299,7 +305,7 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
             publisher=None if sampler is None or not (cfg.sync_every_steps or sampler.remote) else sampler.publisher,
             cfg=cfg,
             train_logger=logger,
-            evaluator=self._held_out,
+            evaluator=self.evaluator(self._held_out),
             reducers={**default_reducers(), **(task_reducers(self.parts.task) if phase == REINFORCE else {})},
             total_training_steps=self.recipe.warmup.steps if phase == WARM_UP else self.recipe.steps,
             preflight=self._preflight,
@@ -331,6 +337,7 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
                 await trainer.ensure_checkpoint(patience_s=STOP_PATIENCE_S)
             if not is_stopped:
                 restore_best_weights(trainer, self.progress, note=self.screen.note)
+            self.end_training()
         if phase == REINFORCE:
             self.progress.steps = trainer.current_step
             self.directory.write_progress(self.progress)

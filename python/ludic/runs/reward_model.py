@@ -13,10 +13,12 @@ from ludic.recipes.build import build_config
 from ludic.recipes.model import build_tokenizer
 from ludic.recipes.rm.model import build_reward_model, choose_padding_token
 from ludic.recipes.rm.schema import RMRecipe
+from ludic.recipes.sharding import is_shared_out
 from ludic.runs.data.reward_model import RMData
 from ludic.runs.directory import DONE, RMDirectory
 from ludic.runs.epochs import EpochsRun
 from ludic.runs.seeding import seed_everything
+from ludic.runs.shared_model import check_sharding_settings, place_model
 from ludic.training import ranks, watchdog
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.batching.epochs import ItemBatchSource
@@ -45,6 +47,7 @@ class RMParts:
     def build(cls, recipe: RMRecipe, *, note: Callable[[str], None]) -> RMParts:
         """Build the parts from a recipe. Seeds all random generators first (`seed_everything`).
         `note` receives remarks on settings that cannot be followed."""
+        check_sharding_settings(recipe.sharding, recipe.trainer.model_device)
         seed_everything(recipe)
         tokenizer = choose_padding_token(build_tokenizer(recipe))
         algorithm = make_bradley_terry(**vars(recipe.loss))
@@ -54,7 +57,9 @@ class RMParts:
             raise ConfigError(
                 "trainer.eval_every_n_steps needs held-out pairs; raise heldout, or give heldout_data or heldout_split"
             )
-        model = build_reward_model(recipe, tokenizer).to(cfg.model_device)
+        model = build_reward_model(recipe, tokenizer)
+        # A whole model that the ranks share out is only saved, and computes nothing.
+        model = place_model(model, recipe.sharding, "cpu" if is_shared_out(recipe.sharding) else cfg.model_device)
         steps = recipe.epochs * _make_source(data, recipe).num_batches_per_epoch if recipe.steps is None else recipe.steps
         return cls(model, tokenizer, data, algorithm, cfg, steps)
 

@@ -16,6 +16,7 @@ from ludic.runs.data.sft import SFTData, write_demonstrations
 from ludic.runs.directory import DONE, SFTDirectory
 from ludic.runs.epochs import EpochsRun
 from ludic.runs.seeding import seed_everything
+from ludic.runs.shared_model import check_sharding_settings, place_model
 from ludic.training import ranks, watchdog
 from ludic.training.batching.epochs import ItemBatchSource
 from ludic.training.config import TrainerConfig
@@ -42,11 +43,13 @@ class SFTParts:
     @classmethod
     def build(cls, recipe: SFTRecipe) -> SFTParts:
         """Build the parts from a recipe. Seeds all random generators first (`seed_everything`)."""
+        check_sharding_settings(recipe.sharding, recipe.trainer.model_device)
         seed_everything(recipe)
         tokenizer = _load_tokenizer(recipe)
         data = SFTData.read(recipe, tokenizer)
         cfg = build_trainer_config(recipe.trainer, pad_token_id=tokenizer.pad_token_id, seed=recipe.seed)
-        model = add_adapters(build_model(recipe, tokenizer).to(cfg.model_device), recipe.lora, seed=recipe.seed)
+        model = place_model(build_model(recipe, tokenizer), recipe.sharding, cfg.model_device)
+        model = add_adapters(model, recipe.lora, seed=recipe.seed)
         steps = recipe.epochs * _make_source(data, recipe).num_batches_per_epoch if recipe.steps is None else recipe.steps
         heldout = HeldOutLoss(model, data.heldout, cfg) if data.heldout else None
         if heldout is None and (cfg.eval_every_n_steps or cfg.eval_at_start):
@@ -75,7 +78,7 @@ class SFTRun(EpochsRun[SFTRecipe, SFTParts, SFTDirectory]):
         if parts.heldout is None:
             self.screen.note(f"No rows are held out, and nothing is measured: {parts.data.why_no_heldout}")
         self.screen.note(f"Training on {len(parts.data.train):,} samples: {parts.steps} steps of {recipe.batch_size}")
-        trainer_class = partial(Trainer, algo=make_sft(normalizer="tokens"), evaluator=parts.heldout)
+        trainer_class = partial(Trainer, algo=make_sft(normalizer="tokens"), evaluator=self.evaluator(parts.heldout))
         await self.train(trainer_class, _make_source(parts.data, recipe), keys=KEYS)
 
     def _measure(self) -> dict[str, float] | None:

@@ -159,6 +159,13 @@ class Failing(torch.nn.Module):
         raise ValueError("no such luck")
 
 
+def test_a_sharded_model_is_refused_with_what_samples_instead():
+    model = tiny_model()
+    model.set_requires_gradient_sync = None  # as `fully_shard` leaves it
+    with pytest.raises(ConfigError, match=r"is sharded, and one rank alone cannot sample from it; give the client a whole model"):
+        LocalChatClient(model, tokenizer())
+
+
 def test_a_failure_of_the_model_is_raised_for_every_request_of_the_batch():
     async def both():
         client = LocalChatClient(Failing(), tokenizer())

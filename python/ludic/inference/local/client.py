@@ -24,6 +24,7 @@ from ludic.inference.prompts.tokens import Dialogue, PromptEncoder
 from ludic.inference.prompts.tool_calls import assistant_message, completion_finish_reason, count_tool_calls
 from ludic.inference.request import ChatCompletionRequest
 from ludic.inference.sampling import SamplingParams, check_sampling
+from ludic.models.sharding import is_sharded
 from ludic.types import ChatResponse, TokenTrace
 
 LogprobsMode = Literal["raw", "processed"]
@@ -101,6 +102,11 @@ class LocalChatClient:
     ) -> None:
         if max_batch_size < 1:
             raise ConfigError(f"max_batch_size ({max_batch_size}) must be >= 1")
+        if is_sharded(model):
+            raise ConfigError(
+                f"{type(model).__name__} is sharded, and one rank alone cannot sample from it; give the client a whole model, which a "
+                "LocalPublisher updates, or sample on servers (`ludic train sharding=full` does the first)"
+            )
         if prefix_cache_bytes < 0:
             raise ConfigError(f"prefix_cache_bytes ({prefix_cache_bytes}) must be >= 0; 0 disables the cache between turns")
         if logprobs_mode not in ("raw", "processed"):

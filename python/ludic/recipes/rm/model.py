@@ -7,9 +7,11 @@ from typing import Any
 from ludic.errors import ConfigError
 from ludic.models.adapters import has_adapters, map_base_names
 from ludic.models.loading import load_classifier
+from ludic.models.skeleton import load_skeleton
 from ludic.recipes.lora import add_adapters
 from ludic.recipes.model import make_small_config, small_dtype
 from ludic.recipes.rm.schema import RMRecipe
+from ludic.recipes.sharding import has_no_weights
 
 
 def build_reward_model(recipe: RMRecipe, tokenizer: Any) -> Any:
@@ -23,6 +25,10 @@ def build_reward_model(recipe: RMRecipe, tokenizer: Any) -> Any:
     drawn = set[str]()
     if recipe.model is None:
         model = _make_small_classifier(recipe, tokenizer)
+    elif has_no_weights(recipe.sharding):
+        from transformers import AutoModelForSequenceClassification
+
+        model = load_skeleton(recipe.model, recipe.dtype, AutoModelForSequenceClassification, num_labels=1)
     else:
         model, drawn = load_classifier(recipe.model, recipe.dtype, description=f"model ({recipe.model})", num_labels=1)
     model.config.pad_token_id = tokenizer.pad_token_id  # a classifier finds the last token by it

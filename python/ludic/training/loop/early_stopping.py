@@ -96,10 +96,13 @@ class EarlyStopping:
         patience."""
         if self.cfg.early_stopping_patience is None:
             return False
+        found = [0.0, 0.0]
         if ranks.rank() == 0:
             self.should_stop(metrics)
-        stale = self.stale if ranks.rank() == 0 else 0
-        self.stale = int(ranks.max_over_ranks([float(stale)], device)[0])
+            assert self.best is not None
+            found = [float(self.stale), self.best]
+        stale, self.best = ranks.sum_over_ranks(found, device)  # of zeros and the numbers of rank 0
+        self.stale = int(stale)
         if self.stale == 0:
             self.best_step = step
         return self.stale == 0

@@ -1,0 +1,108 @@
+"""The model of a run with `sharding`: whole on rank 0, which samples, measures and saves with it,
+and shared out over all ranks while it is trained.
+
+    rank 0        parts.model: whole      --shard_copy--> its shards
+    other ranks   parts.model: a skeleton               their shards  --copy_home--> whole of rank 0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ludic.errors import ConfigError
+from ludic.models.sharded_loading import copy_home, shard_copy
+from ludic.models.sharding import make_mesh
+from ludic.models.skeleton import drop_weights
+from ludic.recipes.actors import uses_queue
+from ludic.recipes.inference_section import choose_kind
+from ludic.recipes.schema import Recipe
+from ludic.recipes.sharding import build_sharding, has_no_weights, is_shared_out
+from ludic.recipes.sharding_section import ShardingSection, check_sharding
+from ludic.training import ranks
+from ludic.training.evaluators.protocol import Evaluator, runs_on_all_ranks
+
+
+def check_sharding_settings(section: ShardingSection, device: str) -> None:
+    """Raise `ConfigError` for settings of sharding that this run cannot follow."""
+    check_sharding(section, world_size=ranks.world_size())
+    if section.cpu_offload and torch.device(device).type != "cuda":
+        raise ConfigError(f"sharding.cpu_offload moves weights out of GPUs, and trainer.model_device is {device}; leave it off")
+
+
+def check_sampling(recipe: Recipe) -> None:
+    """Raise `ConfigError` if rank 0 would sample from a whole model that never gets new weights."""
+    samples_here = choose_kind(recipe.inference) == "local" and not uses_queue(recipe)
+    if is_shared_out(recipe.sharding) and samples_here and recipe.steps and not recipe.trainer.sync_every_steps:
+        raise ConfigError(
+            f"trainer.sync_every_steps (0) would sample every batch from the first weights: with sharding.kind={recipe.sharding.kind} "
+            "rank 0 samples from a whole copy, which gets the trained weights every so many steps; set it to 1"
+        )
+
+
+def place_model(model: Any, section: ShardingSection, device: str) -> Any:
+    """The model on its device. If the ranks share it out, only rank 0 keeps its weights."""
+    if has_no_weights(section):
+        return drop_weights(model)
+    return model.to(device)
+
+
+class SharedModel:
+    """The sharded model that a phase trains, and rank 0's whole one. All ranks call the methods."""
+
+    def __init__(self, section: ShardingSection, device: str) -> None:
+        self._settings = build_sharding(section)
+        self._mesh = make_mesh(self._settings, device)
+        self._trained: nn.Module | None = None
+
+    def share_out(self, whole: nn.Module) -> nn.Module:
+        """A sharded model with the weights of rank 0's `whole`. The one of an earlier phase is
+        given up."""
+        self._trained = None
+        own = {name: [str(value.dtype), list(value.shape)] for name, value in whole.named_parameters()}
+        with ranks.agree("sharding the model"):
+            _check_same(own, ranks.ask_rank_0("describing the model", lambda: own))
+        self._trained = shard_copy(whole, self._settings, self._mesh, agree=ranks.agree)
+        return self._trained
+
+    def bring_home(self, whole: nn.Module) -> None:
+        """Copy what was trained into rank 0's `whole`. Before a phase there is nothing to copy."""
+        if self._trained is not None:
+            copy_home(self._trained, whole, agree=ranks.agree)
+
+
+def _check_same(own: Mapping[str, Any], of_rank_0: Mapping[str, Any]) -> None:
+    """Raise ConfigError if this rank has built another model than rank 0."""
+    differing = sorted(name for name in own.keys() | of_rank_0.keys() if own.get(name) != of_rank_0.get(name))
+    if differing:
+        name = differing[0]
+        raise ConfigError(
+            f"rank {ranks.rank()} has built another model than rank 0: {name} is {own.get(name)} and {of_rank_0.get(name)} there; give "
+            "all ranks the same files and versions"
+        )
+
+
+class HomeEvaluator:
+    """An evaluator that runs on rank 0 with the whole model, which gets the trained weights before.
+
+    It takes part on all ranks, and all get the metrics; the records are rank 0's alone.
+    """
+
+    on_all_ranks = True
+
+    def __init__(self, inner: Evaluator, model: SharedModel, whole: nn.Module) -> None:
+        assert not runs_on_all_ranks(inner), "it can evaluate the sharded model itself"
+        self._inner, self._model, self._whole = inner, model, whole
+
+    async def eval(self, **options: Any) -> tuple[list[Any], dict[str, float]]:
+        """(records, metrics)."""
+        self._model.bring_home(self._whole)
+        records: list[Any] = []
+        with ranks.rank_0_alone("the evaluation") as shared:
+            if ranks.rank() == 0:
+                records, metrics = await self._inner.eval(**options)
+                shared.append(metrics)
+        return records, shared[0]

@@ -1,0 +1,54 @@
+"""The `sharding` section of a recipe: its values, and what is refused."""
+
+import pytest
+import torch
+
+from ludic.errors import ConfigError
+from ludic.models.sharding import ShardingSettings
+from ludic.recipes.compose import compose
+from ludic.recipes.rm.schema import compose_rm
+from ludic.recipes.sft.schema import compose_sft
+from ludic.recipes.sharding import build_sharding, has_no_weights, is_shared_out
+from ludic.recipes.sharding_section import ShardingSection, check_sharding
+
+
+def test_a_section_is_the_settings_of_the_model():
+    section = ShardingSection("hybrid", shards=4, param_dtype="bfloat16", activation_checkpointing=True)
+    check_sharding(section, world_size=8)
+    assert build_sharding(section) == ShardingSettings(
+        "hybrid", shards=4, param_dtype=torch.bfloat16, activation_checkpointing=True
+    )
+
+
+@pytest.mark.parametrize("compose_any", [compose, compose_sft, compose_rm])
+def test_every_training_command_has_the_section_and_one_word_sets_its_kind(compose_any):
+    assert compose_any([]).sharding == ShardingSection()
+    assert compose_any(["sharding=full", "sharding.param_dtype=bfloat16"]).sharding == ShardingSection(
+        "full", param_dtype="bfloat16"
+    )
+
+
+@pytest.mark.parametrize(
+    ("section", "world_size", "message"),
+    [
+        ({"kind": "fsdp"}, 2, r"sharding\.kind \(fsdp\) must be one of none, full, hybrid"),
+        ({"kind": "full", "param_dtype": "float16"}, 2, r"sharding\.param_dtype \(float16\) must be float32 or bfloat16"),
+        ({"kind": "full", "reduce_dtype": "int8"}, 2, r"sharding\.reduce_dtype \(int8\)"),
+        ({"param_dtype": "bfloat16"}, 2, r"the settings of sharding need sharding\.kind=full or hybrid"),
+        ({"kind": "full", "shards": 2}, 2, r"sharding\.shards \(2\) is for sharding\.kind=hybrid, which is full"),
+        ({"kind": "hybrid", "shards": 3}, 8, r"must divide the number of ranks \(8\)"),
+        ({"kind": "hybrid", "shards": 0}, 8, r"sharding\.shards \(0\)"),
+        ({"kind": "full", "param_dtype": "bfloat16"}, 1, r"need several processes, and this run is one"),
+        ({"kind": "full", "cpu_offload": True}, 1, r"need several processes"),
+    ],
+)
+def test_settings_that_cannot_be_followed_are_refused(section, world_size, message):
+    with pytest.raises(ConfigError, match=message):
+        check_sharding(ShardingSection(**section), world_size=world_size)
+
+
+def test_one_process_trains_the_whole_model():
+    section = ShardingSection("full", activation_checkpointing=True)
+    check_sharding(section, world_size=1)
+    assert not is_shared_out(section)
+    assert not has_no_weights(section)

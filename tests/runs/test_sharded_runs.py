@@ -1,0 +1,132 @@
+"""`ludic train`, `sft` and `train-rm` with `sharding=full` on two ranks: the run of whole models,
+measured and saved with the trained weights, and resumed on as many ranks and on one."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from ranked_commands import (
+    NETWORK,
+    PAIRS,
+    REWARD,
+    Ranks,
+    alone,
+    has_steps,
+    largest_difference,
+    ludic_command,
+    metrics_of,
+    with_sgd,
+)
+from tiny_recipe import TINY
+
+from ludic.training.checkpoint import find_checkpoint_faults
+
+pytestmark = pytest.mark.integration
+
+SFT = [*NETWORK, "threads=1", "rows=40", "batch_size=6", "epochs=1", "heldout=0.1", "checkpoint.max_to_keep=9"]
+EVALUATED = ["trainer.eval_every_n_steps=2", "checkpoint.every_n_steps=2"]
+STOPPED = ["trainer.early_stopping_patience=9", "trainer.early_stopping_metric=loss", "trainer.early_stopping_mode=min"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with prompts."""
+    place = tmp_path_factory.mktemp("sharded")
+    lines = [json.dumps({"prompt": f"{number}+{number % 7}=", "completion": str(number)}) for number in range(24)]
+    (place / "prompts.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    return place
+
+
+def run_command(folder: Path, name: str, *arguments: str, world_size=2, work=with_sgd):
+    """`ludic ARGUMENTS...` to its end. Returns the run's folder."""
+    given = arguments if "--resume" in arguments else [*arguments, f"output={folder}", f"name={name}"]
+    with Ranks(folder / f"{name}-log", world_size, *given, work=work) as run:
+        assert run.wait() == [0] * world_size, run.read_all()
+    return folder / name
+
+
+def settings_of(kind: str, folder: Path) -> list[str]:
+    own = ["train", *TINY, *REWARD, f"data={folder / 'prompts.jsonl'}", "rollout.prompts=3", "trainer.minibatches_per_batch=2"]
+    return {
+        "train": [*own, *EVALUATED],
+        "train, adapters, a batch ahead": [*own, "lora.rank=2", "inference.batches_ahead=1"],
+        "sft": ["sft", *SFT, *EVALUATED, *STOPPED],
+        "train-rm": ["train-rm", *PAIRS],
+    }[kind]
+
+
+def summary_of(run: Path):
+    return json.loads((run / "progress.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def sharded_sft(folder):
+    return run_command(folder, "sft-sharded", *settings_of("sft", folder), "sharding=full")
+
+
+@pytest.mark.parametrize("kind", ["train", "train, adapters, a batch ahead", "sft", "train-rm"])
+def test_a_sharded_run_is_that_of_whole_models(kind, folder, request):
+    settings, name = settings_of(kind, folder), kind.replace(", ", "-").replace(" ", "-")
+    whole = run_command(folder, f"{name}-whole", *settings)
+    if kind == "sft":
+        sharded = request.getfixturevalue("sharded_sft")
+    else:
+        sharded = run_command(folder, f"{name}-sharded", *settings, "sharding.kind=full")
+    assert largest_difference(whole, sharded) < 1e-6
+    one, two = metrics_of(whole), metrics_of(sharded)
+    assert [(line["phase"], line["step"]) for line in one] == [(line["phase"], line["step"]) for line in two]
+    for before, after in zip(one, two, strict=True):
+        for key in ("train/loss", "train/grad_norm", "eval/loss", "eval/sampled_reward"):
+            assert (key in after) == (key in before), key
+            assert key not in before or after[key] == pytest.approx(before[key], rel=1e-4, abs=1e-6), key
+    assert_same_measurements(summary_of(whole), summary_of(sharded), kind)
+    checkpoint = sorted(sharded.glob("checkpoints/**/step_*"))[-1]
+    assert len(list(checkpoint.glob("optimizer-*-of-00002.safetensors"))) == 2  # each rank wrote its part
+    assert find_checkpoint_faults(checkpoint) == []
+    with_whole = {path.name for path in whole.iterdir()}
+    assert {path.name for path in sharded.iterdir()} == with_whole
+
+
+def assert_same_measurements(whole, sharded, kind):
+    """Before and after training; training changed what is measured."""
+    for when in ("before", "after"):
+        for key in ("loss", "sampled_reward", "eval_loss"):
+            values = [(measured[when] or {}).get(key) for measured in (whole, sharded)]
+            assert values[0] == values[1] or values[1] == pytest.approx(values[0], rel=1e-5), (when, key)
+    if kind == "sft":
+        assert sharded["after"]["loss"] < sharded["before"]["loss"] - 0.01
+        assert sharded["early_stopping"]["best"] == pytest.approx(whole["early_stopping"]["best"], rel=1e-5)
+
+
+def test_a_sharded_run_that_is_killed_resumes_on_as_many_ranks_and_on_one(folder, sharded_sft):
+    name = "sft-killed"
+    with Ranks(
+        folder / "log-killed",
+        2,
+        *settings_of("sft", folder),
+        "sharding=full",
+        f"output={folder}",
+        f"name={name}",
+        work=with_sgd,
+    ) as run:
+        run.wait_for(has_steps(folder / name, 3))
+        run.kill(1)
+        run.wait()
+    killed, copy = folder / name, folder / "sft-on-one"
+    shutil.copytree(killed, copy)
+    run_command(folder, name, "sft", "--resume", str(killed))
+    assert largest_difference(killed, sharded_sft) == 0.0
+    run_command(folder, copy.name, "sft", "--resume", str(copy), world_size=1, work=alone)
+    assert largest_difference(copy, sharded_sft) < 1e-6
+    for resumed in (killed, copy):
+        steps = [line["step"] for line in metrics_of(resumed) if "train/loss" in line]
+        assert steps == list(range(1, len(steps) + 1))
+
+
+def test_settings_that_would_sample_from_the_first_weights_leave_no_folder(folder):
+    arguments = [*settings_of("train", folder), "sharding=full", "trainer.sync_every_steps=0", f"output={folder}", "name=refused"]
+    with Ranks(folder / "refused-log", 2, *arguments, work=ludic_command) as run:
+        assert run.wait() == [78, 78]
+        assert "trainer.sync_every_steps (0) would sample every batch from the first weights" in run.read(0, "err")
+    assert not (folder / "refused").exists()
