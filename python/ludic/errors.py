@@ -69,6 +69,11 @@ class RolloutError(LudicError, RuntimeError):
         """The `PlayedRollouts` without rollouts, with the outcomes of the episodes, if known."""
 
 
+class RolloutAborted(LudicError, RuntimeError):
+    """The generation of rollouts was asked to abort. What is finished is kept, and generation can
+    be resumed."""
+
+
 class RequestsExhausted(LudicError, RuntimeError):
     """There are no more requests, so training ends."""
 

@@ -1,0 +1,234 @@
+"""What a pool of groups knows of each group, and the state that a checkpoint holds of it.
+
+    owed ---> arrived ---> given          owed      some members are missing
+      |                                   arrived   whole, and accepted by the filter
+      +-----> rejected                    given     in a batch
+      +-----> lost                        rejected  refused by the filter
+                                          lost      a member failed too often
+
+Every ordinal ever admitted is in exactly one of these states. Groups that are owed or arrived are
+kept, the others only counted, so that always
+
+    given + rejected + lost + kept == admitted
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Protocol
+
+from ludic.errors import ConfigError
+
+FORMAT = 1
+"""Version of the saved state."""
+
+
+class GroupState(Enum):
+    """Where a group stands; there is a picture at the top of this module."""
+
+    OWED = "owed"
+    ARRIVED = "arrived"
+    GIVEN = "given"
+    REJECTED = "rejected"
+    LOST = "lost"
+
+
+class _Missing:
+    def __repr__(self) -> str:
+        return "MISSING"
+
+
+MISSING = _Missing()
+"""Stands in `Group.members` for a member that is not played yet."""
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """The answers to one prompt: they are filtered, given and trained together."""
+
+    ordinal: int
+    """Its number among all groups of the run, from 0; no number is used twice."""
+    position: int
+    """Where its prompt is in the prompts."""
+    admitted: int
+    """The batch that had been asked for when it was admitted: its weights are those of that
+    batch."""
+    members: list[Any]
+    """One entry a member; `MISSING` until the member is played."""
+    prompt: Any = None
+    state: GroupState = GroupState.OWED
+    missing: int = 0
+    """How many members are missing."""
+    partials: dict[int, Any] = field(default_factory=dict)
+    """Member -> what an interrupted call had sampled of it."""
+
+    def list_missing(self) -> list[int]:
+        """The members that are not played yet."""
+        return [index for index, member in enumerate(self.members) if member is MISSING]
+
+
+class MemberCodec(Protocol):
+    """Turns a member into plain JSON values and back."""
+
+    def encode(self, member: Any) -> Any:
+        """The member as JSON values."""
+        ...
+
+    def decode(self, value: Any) -> Any:
+        """The member of `encode`'s values."""
+        ...
+
+
+class PlainMembers:
+    """The codec of members that are JSON values themselves."""
+
+    def encode(self, member: Any) -> Any:
+        return member
+
+    def decode(self, value: Any) -> Any:
+        return value
+
+
+@dataclass(frozen=True)
+class PoolCounts:
+    """How many groups a pool has admitted, and what became of them."""
+
+    admitted: int = 0
+    given: int = 0
+    rejected: int = 0
+    lost: int = 0
+    owed: int = 0
+    arrived: int = 0
+    retried: int = 0
+    """Calls that failed and were repeated."""
+
+    @property
+    def kept(self) -> int:
+        """Groups that are owed or arrived."""
+        return self.owed + self.arrived
+
+
+class Ledger:
+    """The kept groups of a pool in the order of their ordinals, and the counts of the others.
+
+    Every method changes the state of one group in one step, without an await, so that `state_dict`
+    is right at any moment.
+    """
+
+    def __init__(self, members_per_group: int) -> None:
+        self._members_per_group = members_per_group
+        self._kept: dict[int, Group] = {}
+        self._arrived = 0
+        self._totals = {GroupState.GIVEN: 0, GroupState.REJECTED: 0, GroupState.LOST: 0}
+        self.admitted = 0
+        self.retried = 0
+
+    def __len__(self) -> int:
+        """The number of kept groups."""
+        return len(self._kept)
+
+    def owed(self) -> Iterator[Group]:
+        """The groups with missing members, and those that the filter has not judged."""
+        return (group for group in list(self._kept.values()) if group.state is GroupState.OWED)
+
+    def admit(self, position: int, prompt: Any, batch: int) -> Group:
+        """A new group for the prompt, with all members missing."""
+        group = self._make_group(self.admitted, position, batch)
+        group.prompt = prompt
+        self._kept[group.ordinal] = group
+        self.admitted += 1
+        return group
+
+    def fill(self, group: Group, member: int, value: Any) -> bool:
+        """Put a played member in its slot. Returns whether the group is whole now."""
+        assert group.state is GroupState.OWED
+        assert group.members[member] is MISSING
+        group.members[member] = value
+        group.partials.pop(member, None)
+        group.missing -= 1
+        return group.missing == 0
+
+    def arrive(self, group: Group) -> None:
+        """The group is whole, and the filter has accepted it."""
+        assert group.state is GroupState.OWED
+        assert group.missing == 0
+        group.state = GroupState.ARRIVED
+        self._arrived += 1
+
+    def remove(self, group: Group, state: GroupState) -> None:
+        """The group is given, rejected or lost: from now on it is only counted."""
+        self._arrived -= group.state is GroupState.ARRIVED
+        group.state = state
+        del self._kept[group.ordinal]
+        self._totals[state] += 1
+
+    def count(self) -> PoolCounts:
+        """All counts."""
+        totals = {state.value: number for state, number in self._totals.items()}
+        owed = len(self._kept) - self._arrived
+        return PoolCounts(admitted=self.admitted, owed=owed, arrived=self._arrived, retried=self.retried, **totals)
+
+    def encode(self, codec: MemberCodec, arrivals: Sequence[Group], *, with_prompts: bool) -> dict[str, Any]:
+        """The state as JSON values. `arrivals`: the arrived groups in the order of arrival.
+        `with_prompts`: the prompts of owed groups are in it, not only their positions."""
+        groups = []
+        for group in self._kept.values():
+            members = {str(i): codec.encode(member) for i, member in enumerate(group.members) if member is not MISSING}
+            saved = {"ordinal": group.ordinal, "position": group.position, "admitted": group.admitted, "members": members}
+            if group.partials:
+                saved["partials"] = {str(i): codec.encode(partial) for i, partial in group.partials.items()}
+            if with_prompts and group.state is GroupState.OWED:
+                saved["prompt"] = group.prompt
+            groups.append(saved)
+        counts = {state.value: number for state, number in self._totals.items()}
+        return {
+            "format": FORMAT,
+            "members_per_group": self._members_per_group,
+            "next_ordinal": self.admitted,
+            "counts": {**counts, "retried": self.retried},
+            "groups": groups,
+            "arrivals": [group.ordinal for group in arrivals],
+        }
+
+    def decode(self, state: Mapping[str, Any], codec: MemberCodec) -> list[Group]:
+        """Take over the state. Returns the arrived groups in the order of arrival, which are still
+        owed here: the caller lets them arrive. Groups without a saved prompt have None.
+
+        Raises ConfigError for a state of another format or number of members, and for one whose
+        counts do not add up.
+        """
+        self._check(state)
+        counts = state["counts"]
+        self._totals = {kind: int(counts[kind.value]) for kind in self._totals}
+        self.admitted, self.retried = int(state["next_ordinal"]), int(counts["retried"])
+        self._kept, self._arrived = {}, 0
+        for saved in sorted(state["groups"], key=lambda saved: int(saved["ordinal"])):
+            group = self._make_group(int(saved["ordinal"]), int(saved["position"]), int(saved["admitted"]))
+            group.prompt = saved.get("prompt")
+            group.partials = {int(i): codec.decode(value) for i, value in saved.get("partials", {}).items()}
+            self._kept[group.ordinal] = group
+            for i, value in saved["members"].items():
+                self.fill(group, int(i), codec.decode(value))
+        return [self._kept[int(ordinal)] for ordinal in state["arrivals"]]
+
+    def _make_group(self, ordinal: int, position: int, batch: int) -> Group:
+        number = self._members_per_group
+        return Group(ordinal, position, batch, members=[MISSING] * number, missing=number)
+
+    def _check(self, state: Mapping[str, Any]) -> None:
+        if state.get("format") != FORMAT:
+            raise ConfigError(f"the saved pool of groups has format {state.get('format')!r}, this version reads {FORMAT}")
+        if state["members_per_group"] != self._members_per_group:
+            raise ConfigError(
+                f"the saved groups have {state['members_per_group']} members each, here they have {self._members_per_group}, and a group "
+                "is never split; set the old number, or begin a new run"
+            )
+        counts = state["counts"]
+        gone = sum(int(counts[kind.value]) for kind in self._totals)
+        if gone + len(state["groups"]) != state["next_ordinal"]:
+            raise ConfigError(
+                f"the saved pool of groups is damaged: {gone} groups are gone and {len(state['groups'])} are kept, which is not the "
+                f"{state['next_ordinal']} that were admitted; take an older checkpoint"
+            )

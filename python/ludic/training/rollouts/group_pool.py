@@ -1,0 +1,397 @@
+"""Keeps more groups in the air than a batch needs, and gives a batch as soon as enough are done.
+
+    prompts --take--> owed --play--> whole --accept--> arrived --hand_over--> batch
+                       ^                        |
+                       +---- next prompt <------+ rejected (or lost: a member failed too often)
+
+With N groups a batch and a factor f, `ceil(N * f)` groups are kept: the slow ones run on while
+batches of faster ones are trained. Nothing is thrown away, and nothing is trained more than
+`max_lag` batches after it was admitted: `hand_over` has the rule. The pool knows neither what a
+prompt is nor what a member is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Protocol
+
+from ludic.errors import ConfigError, RequestsExhausted, RolloutAborted
+from ludic.interaction.containment import describe_error
+from ludic.training.rollouts.group_ledger import Group, GroupState, Ledger, MemberCodec, PlainMembers, PoolCounts
+from ludic.training.rollouts.hand_over import ArrivalOrder, HandOver, SubmissionOrder, choose_max_lag
+from ludic.training.rollouts.member_calls import MemberCalls, MemberInterrupted as MemberInterrupted, Ticket as Ticket
+from ludic.training.rollouts.setbacks import Setbacks
+
+logger = logging.getLogger(__name__)
+
+ORDERS = ("arrival", "submission")
+ON_EXHAUSTED = ("error", "short")
+
+
+class Prompts(Protocol):
+    """Where prompts come from."""
+
+    def take(self) -> tuple[int, Any]:
+        """The next (position, prompt). Raises RequestsExhausted after the last one."""
+        ...
+
+    def at(self, position: int) -> Any:
+        """The prompt at a position that `take` has returned, in this process or before it."""
+        ...
+
+
+class GroupBatch(list[Group]):
+    """The groups of a batch in the order of their ordinals."""
+
+    def __init__(self, groups: list[Group], number: int, counts: PoolCounts, before: PoolCounts) -> None:
+        super().__init__(sorted(groups, key=lambda group: group.ordinal))
+        self.number = number
+        """From 0."""
+        self.rejected = counts.rejected - before.rejected
+        """Groups that were rejected since the batch before."""
+        self.lost = counts.lost - before.lost
+        """Groups that were lost since the batch before."""
+        self.retried = counts.retried - before.retried
+        """Calls that were repeated since the batch before."""
+
+    @property
+    def lags(self) -> list[int]:
+        """For each group, how many batches were asked for after its admission, up to this one."""
+        return [self.number - group.admitted for group in self]
+
+
+class GroupPool:
+    """Plays groups of `members_per_group` members and gives batches of `groups_per_batch` groups.
+
+    >>> async with GroupPool(play=play, accept=accept, prompts=prompts, ...) as pool:
+    ...     batch = await pool.next_batch()
+
+    `play(ticket)` samples and rewards one member; `accept(group)` judges a whole group, and should
+    return fast. A pool is used in one event loop of asyncio.
+
+    **Admission.** `ceil(groups_per_batch * over_sampling_factor)` groups are kept, arrived ones
+    included. A group that is rejected or lost is replaced at once. The groups that replace those of
+    a batch are admitted when the next batch is asked for, and thus begin with its weights; sooner
+    only as far as they can leave within `max_lag` of the batch before. Calls start in the order of
+    ordinals, at most `max_concurrency` at once.
+
+    **Hand-over.** `order="arrival"`: first come, first served, and nothing later than `max_lag`
+    batches after its admission (default: ceil(factor - 1), the least that is possible).
+    `order="submission"`: always the lowest ordinals, so that what is trained does not depend on
+    timing; a batch then waits for its slowest group.
+
+    **Failures.** A call that raises is repeated with the same seed up to `max_retries` times, while
+    its siblings go on. After that the group is lost: counted and logged, and never a reward of 0.
+    Twice as many losses as groups are kept, and no whole group in between, are a RolloutError.
+    After more than `patience * groups_per_batch` rejections for one batch, `on_exhausted="error"`
+    raises RolloutError with the reasons that `explain(group)` gives; "short" gives a batch of the
+    groups that are left. When the prompts end, so does the pool: a short batch, then
+    RequestsExhausted.
+
+    **Life.** Inside `async with` calls go on between batches. Outside, `next_batch` ends the calls
+    that it has started. Whole members stay in their groups either way, and the next call goes on
+    with them. Calls that ignore their cancellation for `close_timeout_s` are given up.
+
+    `codec` turns members into JSON values for `state_dict`. `prompts_in_state`: for prompts without
+    `at`, which must be JSON values then.
+    """
+
+    def __init__(
+        self,
+        *,
+        play: Callable[[Ticket], Awaitable[Any]],
+        accept: Callable[[Group], bool],
+        prompts: Prompts,
+        groups_per_batch: int,
+        members_per_group: int,
+        over_sampling_factor: float = 1.0,
+        max_lag: int | None = None,
+        order: str = "arrival",
+        max_retries: int = 1,
+        max_concurrency: int | None = None,
+        patience: int = 10,
+        on_exhausted: str = "error",
+        seed: int = 0,
+        close_timeout_s: float = 30.0,
+        codec: MemberCodec | None = None,
+        explain: Callable[[Group], str] | None = None,
+        prompts_in_state: bool = False,
+    ) -> None:
+        least = {"groups_per_batch": groups_per_batch, "members_per_group": members_per_group, "patience": patience}
+        _check_least(1, **least, max_concurrency=max_concurrency)
+        _check_least(0, max_retries=max_retries)
+        if not close_timeout_s > 0:
+            raise ConfigError(f"close_timeout_s ({close_timeout_s}) must be > 0 seconds")
+        _check_choice("order", order, ORDERS)
+        _check_choice("on_exhausted", on_exhausted, ON_EXHAUSTED)
+        self._max_lag = choose_max_lag(over_sampling_factor, max_lag)
+        self._accept, self._explain, self._prompts = accept, explain, prompts
+        self._groups_per_batch, self._members_per_group = groups_per_batch, members_per_group
+        self._max_kept = math.ceil(groups_per_batch * over_sampling_factor - 1e-9)  # 10 * 1.1 is 11.000000000000002
+        self._order, self._is_short_allowed = order, on_exhausted == "short"
+        self._close_timeout_s = close_timeout_s
+        self._codec, self._prompts_in_state = codec or PlainMembers(), prompts_in_state
+        self._calls = MemberCalls(
+            play,
+            fill=self._fill,
+            lose=self._lose,
+            retry=self._count_retry,
+            max_retries=max_retries,
+            max_concurrency=max_concurrency,
+            seed=seed,
+        )
+        self._ledger, self._hand_over = Ledger(members_per_group), self._make_hand_over()
+        self._setbacks = Setbacks(max_rejections=patience * groups_per_batch, max_losses=2 * self._max_kept)
+        self._batch = 0
+        self._batches_left: int | None = None
+        self._counts_before = PoolCounts()
+        """The counts when the last batch was given."""
+        self._failure: Exception | None = None
+        """An error of the prompts or of the filter, for whoever asks for a batch."""
+        self._prompts_ended = self._is_entered = self._is_waiting = self._is_aborted = False
+        self._changed: asyncio.Future[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def max_lag(self) -> int:
+        """How many batches after its admission a group is given at the latest."""
+        return self._max_lag
+
+    @property
+    def num_batches(self) -> int:
+        """How many batches the pool has given."""
+        return self._batch
+
+    @property
+    def counts(self) -> PoolCounts:
+        """The groups admitted so far, by what became of them."""
+        return self._ledger.count()
+
+    def limit(self, num_batches: int) -> None:
+        """Say how many more batches are needed. No more groups are admitted than those hold, unless
+        more batches are asked for after all."""
+        self._batches_left = num_batches
+
+    async def __aenter__(self) -> GroupPool:
+        self._is_entered, self._is_aborted = True, False
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._is_entered = False
+        await self._calls.stop(self._close_timeout_s)
+
+    async def next_batch(self) -> GroupBatch:
+        """The next batch. Raises RequestsExhausted after the last one, RolloutAborted after
+        `request_abort`, and RolloutError if groups are lost or rejected one after another. An error
+        loses no group: the next call goes on."""
+        if self._is_waiting:
+            raise RuntimeError("a pool of groups gives one batch at a time; await the first call of next_batch before the second")
+        self._is_waiting = True
+        try:
+            self._loop = asyncio.get_running_loop()
+            return await self._wait_for_batch()
+        finally:
+            await self._end_call()
+
+    async def _end_call(self) -> None:
+        try:
+            if self._is_entered:
+                asyncio.get_running_loop().call_soon(self._admit_more)
+            else:
+                await self._calls.stop(self._close_timeout_s)
+        finally:
+            self._is_waiting = False
+
+    def request_abort(self) -> None:
+        """Cancel all calls. The batch that is awaited, or else the next one, is RolloutAborted,
+        until `resume` or the next `async with`. Whole members stay. May be called from any thread
+        and from a signal handler."""
+        self._is_aborted = True
+        if self._loop is not None:
+            with suppress(RuntimeError):  # the loop is closed: nothing runs
+                self._loop.call_soon_threadsafe(self._abort)
+
+    def resume(self) -> None:
+        """Go on after `request_abort`, with the next batch that is asked for."""
+        self._is_aborted = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """The kept groups with their members, and the counts, as JSON values. Right at any moment;
+        the position of the prompts must be read in the same step of the event loop."""
+        arrivals = self._hand_over.list_arrivals()
+        return {"batch": self._batch, **self._ledger.encode(self._codec, arrivals, with_prompts=self._prompts_in_state)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state`. Groups that are owed are completed with their seeds and by their
+        deadlines. The prompts must be at their saved position already. Raises ConfigError while
+        calls run, and for a state that does not fit."""
+        if self._calls.is_open:
+            raise ConfigError("the pool is playing groups; leave it (`async with`) before you set its state")
+        ledger, hand_over = Ledger(self._members_per_group), self._make_hand_over()
+        arrivals = ledger.decode(state, self._codec)
+        for group in ledger.owed():
+            hand_over.admit(group)
+        for group in arrivals:
+            ledger.arrive(group)
+            hand_over.arrive(group)
+        for group in () if self._prompts_in_state else ledger.owed():
+            group.prompt = self._prompts.at(group.position)
+        self._ledger, self._hand_over, self._batch = ledger, hand_over, int(state["batch"])
+        self._counts_before, self._failure, self._prompts_ended = ledger.count(), None, False
+        self._setbacks.reset()
+
+    def _make_hand_over(self) -> HandOver:
+        return ArrivalOrder(self._groups_per_batch, self._max_lag) if self._order == "arrival" else SubmissionOrder()
+
+    async def _wait_for_batch(self) -> GroupBatch:
+        assert self._loop is not None
+        if not self._is_aborted:
+            await self._open()
+        while True:
+            if self._is_aborted:
+                await self._calls.stop(self._close_timeout_s)
+                raise RolloutAborted("the pool was asked to abort; whole members are kept, and resume() goes on with them")
+            if self._failure is not None:
+                failure, self._failure = self._failure, None
+                raise failure
+            if self._is_complete():
+                return self._give()
+            self._check_setbacks()
+            self._changed = self._loop.create_future()
+            try:
+                await self._changed
+            finally:
+                self._changed = None
+
+    async def _open(self) -> None:
+        """Let calls run, those of owed groups first, and try again what raised between batches."""
+        self._failure = None
+        if not self._calls.is_open:
+            await self._calls.stop(self._close_timeout_s)  # those that an abort has cancelled
+            self._calls.open()
+            for group in self._ledger.owed():
+                self._calls.add(group)
+        for group in [group for group in self._ledger.owed() if not group.missing]:
+            self._judge(group)  # the filter has raised
+        self._admit_more()
+
+    def _abort(self) -> None:
+        if self._is_aborted:  # else `resume` was faster
+            self._calls.cancel()
+            self._wake()
+
+    def _check_setbacks(self) -> None:
+        """Raise if the batch cannot be completed."""
+        if self._setbacks.is_losing or (self._setbacks.is_out_of_patience and not (self._is_short_allowed and len(self._ledger))):
+            error = self._setbacks.make_error()
+            self._setbacks.reset()
+            raise error
+        if not len(self._ledger):
+            raise RequestsExhausted("there are no more prompts, and every group is given, rejected or lost")
+
+    def _is_complete(self) -> bool:
+        size = self._batch_size()
+        return size > 0 and self._hand_over.is_complete(self._batch, size)
+
+    def _batch_size(self) -> int:
+        """N; what is left, if no more groups are admitted."""
+        is_last = self._prompts_ended or (self._is_short_allowed and self._setbacks.is_out_of_patience)
+        return min(self._groups_per_batch, len(self._ledger)) if is_last else self._groups_per_batch
+
+    def _give(self) -> GroupBatch:
+        groups = self._hand_over.take(self._batch, self._batch_size())
+        for group in groups:
+            self._ledger.remove(group, GroupState.GIVEN)
+        counts = self._ledger.count()
+        batch = GroupBatch(groups, self._batch, counts, self._counts_before)
+        self._batch += 1
+        self._batches_left = None if self._batches_left is None else self._batches_left - 1
+        self._counts_before = counts
+        self._setbacks.reset()
+        return batch
+
+    def _admit_more(self) -> None:
+        """Admit groups up to the limit, start calls, and wake whoever waits for a batch if there is
+        something to do."""
+        if self._calls.is_open:
+            self._admit()
+            self._calls.start()
+        if self._failure is not None or self._setbacks.is_over or not len(self._ledger) or self._is_complete():
+            self._wake()
+
+    def _admit(self) -> None:
+        while not (self._prompts_ended or self._setbacks.is_over) and len(self._ledger) < self._capacity():
+            try:
+                position, prompt = self._prompts.take()
+            except RequestsExhausted:
+                self._prompts_ended = True
+                return
+            except Exception as error:
+                self._failure = error
+                return
+            group = self._ledger.admit(position, prompt, self._batch if self._is_waiting else max(0, self._batch - 1))
+            self._hand_over.admit(group)
+            self._calls.add(group)
+
+    def _capacity(self) -> int:
+        """How many groups may be kept. Between two batches groups are admitted with the weights of
+        the batch before, so that all kept ones must leave within the next K batches, not K + 1."""
+        size = self._groups_per_batch
+        left = self._max_kept if self._batches_left is None else size * max(int(self._is_waiting), self._batches_left)
+        return min(self._max_kept, left, size * (self._max_lag + int(self._is_waiting)))
+
+    def _wake(self) -> None:
+        if self._changed is not None and not self._changed.done():
+            self._changed.set_result(None)
+
+    def _count_retry(self) -> None:
+        self._ledger.retried += 1
+
+    def _fill(self, group: Group, member: int, value: Any) -> None:
+        if self._ledger.fill(group, member, value):
+            self._judge(group)
+
+    def _judge(self, group: Group) -> None:
+        """Let the filter judge a whole group. If it raises, the group is judged again when the next
+        batch is asked for."""
+        try:
+            is_accepted = self._accept(group)
+            reason = "" if is_accepted or self._explain is None else self._explain(group)
+        except Exception as error:
+            self._failure = error
+            self._wake()
+            return
+        self._setbacks.end_losses()
+        if is_accepted:
+            self._ledger.arrive(group)
+            self._hand_over.arrive(group)
+        else:
+            self._setbacks.reject(reason)
+            self._ledger.remove(group, GroupState.REJECTED)
+            self._hand_over.drop(group)
+        self._admit_more()
+
+    def _lose(self, group: Group, member: int, error: Exception) -> None:
+        self._ledger.remove(group, GroupState.LOST)
+        self._hand_over.drop(group)
+        self._calls.drop(group)
+        trace = error if self._setbacks.lose(error) else None
+        message = "group %d is lost: member %d failed again and again, the last time with %s"
+        logger.error(message, group.ordinal, member, describe_error(error), exc_info=trace)
+        self._admit_more()
+
+
+def _check_least(least: int, **numbers: int | None) -> None:
+    for name, value in numbers.items():
+        if value is not None and value < least:
+            raise ConfigError(f"{name} ({value}) must be >= {least}")
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name} ({value!r}) must be {' or '.join(map(repr, choices))}")

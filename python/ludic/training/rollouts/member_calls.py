@@ -1,0 +1,185 @@
+"""The calls that play the members of groups: started in order, a limited number at once, repeated
+where they fail, and stopped together."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import logging
+from collections.abc import Awaitable, Callable
+from contextvars import Context, copy_context
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from ludic.errors import RolloutError
+from ludic.event_loop import is_being_cancelled
+from ludic.interaction.containment import describe_error
+from ludic.seeds import derive_seed
+from ludic.training.rollouts.group_ledger import Group, GroupState
+
+logger = logging.getLogger(__name__)
+
+MemberKey = tuple[int, int]
+"""(ordinal of the group, member)"""
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """One call that plays one member."""
+
+    ordinal: int
+    """The group."""
+    member: int
+    """From 0 to members_per_group - 1."""
+    attempt: int
+    """How many calls for this member have failed before, since calls were last allowed."""
+    prompt: Any
+    seed: int
+    """31 bits that follow from the pool's seed, the ordinal and the member; the same in every
+    attempt."""
+    partial: Any = None
+    """What `MemberInterrupted` had of this member, or None."""
+
+
+class MemberInterrupted(Exception):
+    """Raised by `play` with what it has sampled of a member so far. The next call for the member
+    gets it as `Ticket.partial`."""
+
+    def __init__(self, partial: Any) -> None:
+        super().__init__("the call was interrupted")
+        self.partial = partial
+
+
+class MemberCalls:
+    """Plays the missing members of groups, those of the lowest ordinals first, at most
+    `max_concurrency` at once (None: all).
+
+    `fill(group, member, value)` is called with what `play` returned, `lose(group, member, error)`
+    after a call has failed `max_retries` + 1 times; neither for a group that is not owed any more.
+    `retry()` is called before a call is repeated.
+    """
+
+    def __init__(
+        self,
+        play: Callable[[Ticket], Awaitable[Any]],
+        *,
+        fill: Callable[[Group, int, Any], None],
+        lose: Callable[[Group, int, Exception], None],
+        retry: Callable[[], None],
+        max_retries: int,
+        max_concurrency: int | None,
+        seed: int,
+    ) -> None:
+        self._play, self._fill, self._lose, self._retry = play, fill, lose, retry
+        self._max_retries, self._max_concurrency, self._seed = max_retries, max_concurrency, seed
+        self._waiting: list[tuple[int, int, Group]] = []
+        """A heap; no two entries have the same ordinal and member, so that groups are not
+        compared."""
+        self._running: dict[MemberKey, asyncio.Task[None]] = {}
+        self._context = Context()
+        self.is_open = False
+        """Whether waiting calls start."""
+
+    def open(self) -> None:
+        """Let calls start. Each runs in its own copy of the present context."""
+        self._context, self.is_open = copy_context(), True
+
+    def add(self, group: Group) -> None:
+        """Let the missing members of the group wait for their turn."""
+        for member in group.list_missing():
+            heapq.heappush(self._waiting, (group.ordinal, member, group))
+
+    def start(self) -> None:
+        """Start waiting calls up to the limit."""
+        while self.is_open and self._waiting and (self._max_concurrency is None or len(self._running) < self._max_concurrency):
+            ordinal, member, group = heapq.heappop(self._waiting)
+            if group.state is not GroupState.OWED:
+                continue  # lost to another member
+            task = asyncio.create_task(self._run(group, member), context=self._context.copy())
+            self._running[ordinal, member] = task
+            task.add_done_callback(partial(self._forget, (ordinal, member)))
+
+    def drop(self, group: Group) -> None:
+        """Cancel the calls of a group that is not owed any more, except the current one."""
+        for member in group.list_missing():
+            task = self._running.get((group.ordinal, member))
+            if task is not None and task is not asyncio.current_task():
+                _cancel_once(task)
+
+    def cancel(self) -> None:
+        """Cancel the calls that run, forget those that wait, and let none start."""
+        self.is_open = False
+        self._waiting.clear()
+        for task in self._running.values():
+            _cancel_once(task)
+
+    async def stop(self, timeout_s: float) -> None:
+        """`cancel`, and wait until the calls have ended. Those that have not after `timeout_s` are
+        given up: a warning says so, and what they return is not used."""
+        self.cancel()
+        stopped = dict(self._running)
+        if not stopped:
+            return
+        try:
+            _, left = await asyncio.wait(stopped.values(), timeout=timeout_s)
+        finally:
+            for key, task in stopped.items():
+                if self._running.get(key) is task:
+                    del self._running[key]
+        if left:
+            logger.warning("%d calls ignored their cancellation for %g s and are given up", len(left), timeout_s)
+
+    async def _run(self, group: Group, member: int) -> None:
+        """Play the member, repeat the call if it fails, and report the outcome."""
+        seed = derive_seed(derive_seed(self._seed, group.ordinal + 1), member + 1)
+        assert seed is not None
+        attempt = 0
+        while True:
+            ticket = Ticket(group.ordinal, member, attempt, group.prompt, seed, group.partials.get(member))
+            value, error = await self._call(ticket)
+            if group.state is not GroupState.OWED or self._running.get((group.ordinal, member)) is not asyncio.current_task():
+                return  # the group is lost, or this call was given up
+            if isinstance(error, MemberInterrupted):
+                group.partials[member] = error.partial
+            if error is None:
+                self._fill(group, member, value)
+                return
+            if is_being_cancelled():
+                return
+            if attempt == self._max_retries:
+                self._lose(group, member, error)
+                return
+            attempt += 1
+            self._retry()
+            logger.info("member %d of group %d failed with %s; it is played again", member, group.ordinal, describe_error(error))
+
+    async def _call(self, ticket: Ticket) -> tuple[Any, Exception | None]:
+        """(what `play` returns, None), or (None, its error)."""
+        try:
+            return await self._play(ticket), None
+        except asyncio.CancelledError as cancelled:
+            if is_being_cancelled():
+                raise
+            error = RolloutError("something that the call waited for was cancelled")
+            error.__cause__ = cancelled
+            return None, error
+        except Exception as error:
+            return None, error
+
+    def _forget(self, key: MemberKey, task: asyncio.Task[None]) -> None:
+        """The call has ended: the next one may start."""
+        if self._running.get(key) is task:
+            del self._running[key]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            task.get_loop().call_exception_handler(
+                {"message": "a call of a pool of groups failed", "exception": error, "task": task}
+            )
+        self.start()
+
+
+def _cancel_once(task: asyncio.Task[None]) -> None:
+    """Cancel the task unless it is being cancelled: a second cancellation would interrupt what
+    users' code does to end well, such as closing an environment."""
+    if not task.cancelling():
+        task.cancel()
