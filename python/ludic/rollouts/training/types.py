@@ -30,10 +30,11 @@ from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 from ludic.errors import ConfigError, ConfigTypeError, DataError
 from ludic.rollouts.training.packed_columns import pack_columns, unpack_columns
-from ludic.training.backend.futures import TrainFuture
+from ludic.training.backend.futures import ImmediateTrainFuture, TrainFuture
 from ludic.types import Message
 
 __all__ = [
+    "ImmediateTrainFuture",
     "Prompt",
     "RLTrainingConfig",
     "RolloutBatch",
@@ -264,7 +265,8 @@ class RolloutConfig(_Config):
     max_retries: int = 1
     """How often one sample is tried again after a failure."""
     max_concurrency: int | None = None
-    """Calls of `generate_fn` at the same time. None: as many as there are samples in the air."""
+    """Calls of `generate_fn` at the same time. None: as many as there are samples in the air, or 64
+    of a plain function, since each of them takes a thread."""
     patience: int = 10
     """A batch may refuse `patience * batch_size` groups before `on_exhausted` applies."""
     on_exhausted: OnExhausted = "error"
