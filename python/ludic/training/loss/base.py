@@ -25,7 +25,7 @@ from ludic.errors import ConfigError, ConfigTypeError
 from ludic.forwarding import forward_members
 from ludic.training.loss.batch import Batch, Normalizer, Stats
 from ludic.training.loss.context import SharedContext
-from ludic.training.loss.functional import mask_values
+from ludic.training.loss.functional import weigh_values
 
 ScoreType = Literal["reward", "logprob"]
 """The score of a sample in a preference pair: the model's single logit (`reward`), or the summed
@@ -177,7 +177,7 @@ def row_mean(values: Tensor, shared: SharedContext, *, length_normalize: bool, n
     Example: values [[1, 3], [5, 0]] with mask [[1, 1], [1, 0]] give (4 + 5) / 2 = 4.5; with
     `length_normalize` (2 + 5) / 2 = 3.5; over tokens (1 + 3 + 5) / 3 = 3.
     """
-    sums = mask_values(values, shared.token_mask).sum(dim=1)
+    sums = weigh_values(values, shared.token_mask).sum(dim=1)
     if normalizer == "tokens":
         return sums.sum() / shared.token_mask.sum().clamp(min=1.0)
     return (sums / shared.token_counts if length_normalize else sums).mean()

@@ -70,7 +70,9 @@ class TokenClippedSurrogateLoss(Loss):
     GRPO (DeepSeekMath, arXiv:2402.03300, eq. 3, without its KL term) with the asymmetric range of
     DAPO (arXiv:2503.14476, eq. 10). With `length_normalize` the sum over tokens is divided by their
     number; `normalizer="tokens"` takes one mean over all action tokens of the batch (DAPO, eq. 8).
-    `ratio_clip` first caps r_bt from above. Nothing is detached.
+    `ratio_clip` first caps r_bt from above; one of at least 1 + high is the dual clip of Ye et al.
+    2020 (arXiv:1912.09729, eq. 5). A batch with `token_weight` has an advantage for each token.
+    Nothing is detached.
     """
 
     clip_eps_low: float = 0.2
@@ -88,9 +90,8 @@ class TokenClippedSurrogateLoss(Loss):
         check_token_normalizer(self.normalizer, self.length_normalize)
 
     def compute_from(self, shared: SharedContext) -> tuple[Tensor, Stats]:
-        advantage = shared.weight
         ratio = shared.ratio if self.ratio_clip is None else capped_exp(shared.log_ratio, self.ratio_clip)
-        objective = clipped_objective(ratio, advantage[:, None], self.clip_eps_low, self.clip_eps_high)
+        objective = clipped_objective(ratio, shared.token_weight, self.clip_eps_low, self.clip_eps_high)
         loss = -row_mean(objective, shared, length_normalize=self.length_normalize, normalizer=self.normalizer)
         stats: Stats = {
             "loss": loss.detach(),

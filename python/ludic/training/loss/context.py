@@ -37,6 +37,7 @@ from ludic.training.loss.functional import (
     compute_token_logp_and_entropy,
     mask_values,
     scale_gradient,
+    weigh_values,
 )
 
 
@@ -142,14 +143,14 @@ class SharedContext:
         """[B, T - 1] log-probability of each next token as the sampler reported it."""
         if "actor_logps" not in self.batch:
             raise KeyError("the batch has no actor_logps; sample with ReturnSpec.for_rl() so that every sample carries them")
-        return self._read_logps("actor_logps")
+        return self.read_logps("actor_logps")
 
     @cached_property
     def proximal_logp(self) -> Tensor:
         """[B, T - 1] log-probability of each next token under the trainer's weights at the start of
         the step: the batch's `proximal_logps`, or else `current_logp`, which is equal in the first
         optimizer step of a batch."""
-        return self._read_logps("proximal_logps") if "proximal_logps" in self.batch else self.current_logp.detach()
+        return self.read_logps("proximal_logps") if "proximal_logps" in self.batch else self.current_logp.detach()
 
     @cached_property
     def old_logp(self) -> Tensor:
@@ -195,7 +196,8 @@ class SharedContext:
 
     @cached_property
     def token_mask(self) -> Tensor:
-        """[B, T - 1] 1.0 where the next token is an action token, else 0.0."""
+        """[B, T - 1] 1.0 where the next token is an action token, else 0.0. A fraction counts the
+        token in part."""
         return self._by_sample(self.action_mask[:, 1:].float())
 
     @cached_property
@@ -221,10 +223,19 @@ class SharedContext:
         weight: Tensor = self.batch["weight"]
         return weight
 
+    @cached_property
+    def token_weight(self) -> Tensor:
+        """[B, T - 1] weight (credit) of each next token: the batch's `token_weight`, which has the
+        layout of `input_ids`; without one [B, 1], the weight of the sample."""
+        if "token_weight" not in self.batch:
+            return self.weight[:, None]
+        weight: Tensor = self.batch["token_weight"]
+        return self._by_sample(weight[:, 1:])
+
     def logp_action(self, *, length_normalize: bool = False) -> Tensor:
         """[B] log-probability of each sample's action under the current model: the sum over its
         tokens, or with `length_normalize` the mean."""
-        summed = mask_values(self.token_logp, self.token_mask).sum(dim=1)
+        summed = weigh_values(self.token_logp, self.token_mask).sum(dim=1)
         return summed / self.token_counts if length_normalize else summed
 
     def old_logp_action(self, key: str, *, length_normalize: bool = False) -> Tensor:
@@ -234,11 +245,12 @@ class SharedContext:
             raise KeyError(f"the batch has no {key!r}; sample with ReturnSpec.for_rl() so that collation can add it")
         old: Tensor = self.batch[key]
         if self._correction is not None:
-            old = mask_values(self.proximal_logp, self.token_mask).sum(dim=1)
+            old = weigh_values(self.proximal_logp, self.token_mask).sum(dim=1)
         return old / self.token_counts if length_normalize else old
 
-    def _read_logps(self, key: str) -> Tensor:
-        """[B, T - 1] log-probabilities from `batch[key]`, which has the layout of `input_ids`."""
+    def read_logps(self, key: str) -> Tensor:
+        """[B, T - 1] log-probabilities from `batch[key]`, which has the layout of `input_ids`: a
+        loss reads columns of its own with it."""
         logps: Tensor = self.batch[key]
         if logps.shape != self.input_ids.shape:
             raise DataError(f"{key} {tuple(logps.shape)} must have the shape of input_ids {tuple(self.input_ids.shape)}")

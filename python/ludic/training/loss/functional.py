@@ -130,6 +130,11 @@ def mask_values(values: Tensor, mask: Tensor) -> Tensor:
     return values.masked_fill(mask == 0, 0.0)
 
 
+def weigh_values(values: Tensor, mask: Tensor) -> Tensor:
+    """Return `values * mask`, with zeros where the mask is 0 even if the value is inf or nan."""
+    return mask_values(values, mask) * mask
+
+
 def capped_exp(log_ratio: Tensor, ratio_clip: float | None) -> Tensor:
     """Return exp(log_ratio), capped at `ratio_clip` if it is not None. There is no gradient at the
     cap.

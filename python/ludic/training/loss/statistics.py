@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ludic.training.loss.batch import Stats
 from ludic.training.loss.context import SharedContext
-from ludic.training.loss.functional import mask_values
+from ludic.training.loss.functional import weigh_values
 
 
 def policy_stats(shared: SharedContext, ratio: Tensor) -> Stats:
@@ -31,7 +31,7 @@ def masked_means(shared: SharedContext, **values: Tensor) -> Stats:
     """Mean of each tensor of [B, T - 1] values over the action tokens; 0 if there are none."""
     mask = shared.token_mask
     count = mask.sum().clamp(min=1.0)
-    return {name: mask_values(value.detach(), mask).sum() / count for name, value in values.items()}
+    return {name: weigh_values(value.detach(), mask).sum() / count for name, value in values.items()}
 
 
 def population_std(values: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -32,7 +32,7 @@ class MaskedCausalLMCrossEntropyLoss(Loss):
 
     def compute_from(self, shared: SharedContext) -> tuple[Tensor, Stats]:
         nll = -shared.token_logp
-        weighted = nll * shared.weight[:, None] if "weight" in shared.batch else nll
+        weighted = nll * shared.token_weight if "weight" in shared.batch else nll
         loss = row_mean(weighted, shared, length_normalize=self.length_normalize, normalizer=self.normalizer)
         stats: Stats = {
             "loss": loss.detach(),
