@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from ludic.cli.checkpoint_commands import AsJson, checkpoints
 from ludic.cli.user_errors import find_rank, report_user_errors
 from ludic.cli.worker import workers
 from ludic.training.presets.registry import REGISTRY
@@ -316,32 +317,8 @@ def serve(
     raise typer.Exit(code)
 
 
-checkpoints = typer.Typer(
-    no_args_is_help=True,
-    help="List the checkpoints of a run, or verify them: every file has the size and the hash that it was written with.",
-)
 app.add_typer(checkpoints, name="checkpoint")
 app.add_typer(workers, name="worker")
-_CheckpointPath = Annotated[Path, typer.Argument(metavar="PATH", help="A run, its folder of checkpoints, or one checkpoint.")]
-_AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-
-
-@checkpoints.command("list", help="Print path, time and size of each checkpoint. No file is read.")
-def list_checkpoints(path: _CheckpointPath, json_only: _AsJson = False) -> None:
-    from ludic.cli.checkpoint import checkpoint_command
-
-    with report_user_errors():
-        code = checkpoint_command(path, verify=False, json_only=json_only)
-    raise typer.Exit(code)
-
-
-@checkpoints.command("verify", help="Read every file and compare it with the manifest. The exit status is 1 if one is damaged.")
-def verify_checkpoints(path: _CheckpointPath, json_only: _AsJson = False) -> None:
-    from ludic.cli.checkpoint import checkpoint_command
-
-    with report_user_errors():
-        code = checkpoint_command(path, verify=True, json_only=json_only)
-    raise typer.Exit(code)
 
 
 @app.command(
@@ -350,7 +327,7 @@ def verify_checkpoints(path: _CheckpointPath, json_only: _AsJson = False) -> Non
 )
 def status(
     path: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")],
-    json_only: _AsJson = False,
+    json_only: AsJson = False,
 ) -> None:
     from ludic.cli.status import status_command
 
@@ -361,7 +338,7 @@ def status(
 
 @app.command(help="Print versions, devices, and the optional extras with what each adds.")
 def doctor(
-    json_only: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json_only: AsJson = False,
 ) -> None:
     from ludic.cli.doctor import examine, show
 
