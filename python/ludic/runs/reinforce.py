@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -203,7 +203,8 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
         each = f"{recipe.rollout.prompts} problems x {recipe.rollout.group_size} answers"
         self.screen.note(f"Reinforcement with {recipe.algorithm}: {recipe.steps} steps of {each}")
         keys = [*REINFORCE_KEYS, *(f"train/{name}" for name in logged_names(parts.task))]
-        async with self._open_sampler() as sampler, self._run_actors() as actors:
+        running = run_actors(recipe, self.directory.path, self.screen.note, self.stop)
+        async with self._open_sampler() as sampler, running as actors:
             with self.open_logger(REINFORCE, keys=keys, spark_key=SAMPLED_REWARD, last_step=recipe.steps) as logger:
                 source = None if self.directory.is_followed else self._make_source(sampler, actors)
                 if isinstance(source, ActorBatches):
@@ -245,12 +246,6 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
             is_led=directory.is_followed,
         ) as sampler:
             yield sampler
-
-    def _run_actors(self) -> AbstractAsyncContextManager[ActorProcesses | None]:
-        """The actors that the recipe asks for, started by rank 0."""
-        if self.directory.is_followed:
-            return nullcontext()
-        return run_actors(self.recipe, self.directory.path, self.screen.note, self.stop)
 
     def _note_preflight(self, trainer: Trainer) -> None:
         """Record the comparison of trainer and sampler; a resumed run keeps the first one."""

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import time
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from ludic.runs.actors import queue, supervision
 from ludic.runs.actors.queue import make_run_id, open_queue
 from ludic.runs.actors.supervision import ActorProcesses, WithOwnTrainer, run_actors
 from ludic.runs.stop_request import Interrupted, StopRequest
+from ludic.training import ranks
 
 
 @pytest.fixture
@@ -149,3 +151,26 @@ async def test_a_queue_that_cannot_be_reached_is_tried_again_until_a_stop_or_the
     stop.signum = 15
     with pytest.raises(Interrupted):
         await queue.reopen_queue(recipe.queue, tmp_path, stop)
+
+
+@pytest.mark.parametrize("is_stopped", [True, False])
+async def test_all_ranks_learn_of_a_stop_while_rank_0_opens_the_queue(tmp_path: Path, monkeypatch, is_stopped):
+    told: list[bool] = []
+
+    @contextmanager
+    def rank_0_alone(doing: str):
+        values: list[bool] = []
+        yield values
+        told.extend(values)
+        values[:] = told
+
+    recipe, stop = compose(["sort", "place.actors=1"]), StopRequest(print)
+    stop.signum = 15 if is_stopped else None
+    monkeypatch.setattr(ranks, "rank_0_alone", rank_0_alone)
+    log = MemoryLog(time.monotonic, fail=unreachable) if is_stopped else MemoryLog(time.monotonic)
+    monkeypatch.setattr(queue, "open_queue", lambda section, folder: log)
+    for rank in (0, 1):
+        monkeypatch.setattr(ranks, "rank", lambda: rank)  # noqa: B023
+        with pytest.raises(Interrupted) if is_stopped else nullcontext():
+            await queue.reopen_queue(recipe.queue, tmp_path, stop)
+    assert told == [not is_stopped]

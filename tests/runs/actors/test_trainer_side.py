@@ -3,6 +3,7 @@ wait for actors."""
 
 import asyncio
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from ludic.runs.sampler import Sampler
 from ludic.training.credit_assignment import ConstantCredit
 from ludic.training.queue.base import Work
 from ludic.training.queue.sqlite import SQLiteLog
+from ludic.training.types import SAWBatch
 
 
 class Flag:
@@ -128,6 +130,42 @@ async def test_a_request_to_stop_ends_a_wait_for_actors_and_the_queue_can_be_res
     assert [each.work for each in log.outstanding()] == [Work(0, 0), Work(1, 0), Work(2, 0), Work(3, 0)]
     await batches.aclose()
     assert not log.is_closed()
+
+
+async def test_a_stop_while_rollouts_are_written_leaves_each_line_once_after_a_resume(tmp_path: Path, monkeypatch) -> None:
+    stop, writing, go_on = Flag(), threading.Event(), threading.Event()
+    batches = batches_of(tmp_path, stop=stop)
+    rollouts = RunDirectory(tmp_path).rollouts
+    rollouts.parent.mkdir(parents=True, exist_ok=True)
+
+    async def next_batch() -> SAWBatch:
+        await asyncio.to_thread(write, "second\n")
+        return SAWBatch([])
+
+    def write(line: str) -> None:
+        with rollouts.open("a") as file:
+            file.write(line)
+        writing.set()
+        assert go_on.wait(60)
+
+    monkeypatch.setattr(batches._source, "next_batch", next_batch)
+    go_on.set()
+    await batches.next_batch()
+    before = batches.state_dict()
+    writing.clear()
+    go_on.clear()
+    waiting = asyncio.create_task(batches.next_batch())
+    assert await asyncio.to_thread(writing.wait, 60)
+    stop.is_set = True
+    with pytest.raises(StopRequested):
+        await asyncio.wait_for(waiting, 60)
+    state = batches.state_dict()
+    go_on.set()
+    assert state == before
+    resumed = batches_of(tmp_path)
+    resumed.load_state_dict(state)
+    assert rollouts.read_text() == "second\n"
+    await batches.aclose()
 
 
 async def test_without_actors_a_wait_for_them_ends(tmp_path: Path) -> None:

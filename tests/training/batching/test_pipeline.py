@@ -25,7 +25,7 @@ from ludic.training import (
     SAWItem,
     run_pipeline_actor,
 )
-from ludic.training.batching import pipeline
+from ludic.training.queue import sample_actor
 from ludic.training.queue.samples import SampleGroup, encode_samples
 
 
@@ -162,7 +162,7 @@ async def test_errors_are_logged_and_the_actor_goes_on_after_a_pause(monkeypatch
         pauses.append(seconds)
         await sleep(0)
 
-    monkeypatch.setattr(pipeline.asyncio, "sleep", record)
+    monkeypatch.setattr(sample_actor.asyncio, "sleep", record)
     log = memory_log()
     await act(Engine([item("a")], RuntimeError("the engine broke"), [item("b")]), log)
     assert pauses.count(1.0) == 1
@@ -179,7 +179,7 @@ async def test_a_version_that_the_sampler_gave_is_kept():
 
 
 async def test_an_actor_waits_while_the_queue_is_full_and_loses_nothing(monkeypatch):
-    monkeypatch.setattr(pipeline, "FULL_S", 0.001)
+    monkeypatch.setattr(sample_actor, "FULL_S", 0.001)
     log, engine = memory_log(), Engine(*([item(str(i), rollout=str(i))] for i in range(6)))
     actor = asyncio.create_task(act(engine, log, max_entries=2))
     source, got = source_of(log), []
@@ -195,7 +195,7 @@ async def test_an_actor_waits_while_the_queue_is_full_and_loses_nothing(monkeypa
 
 
 async def test_a_queue_that_cannot_be_reached_costs_nothing(monkeypatch, caplog):
-    monkeypatch.setattr(pipeline, "RETRY_S", 0.001)
+    monkeypatch.setattr(sample_actor, "RETRY_S", 0.001)
     failures = [QueueError("gone"), None, QueueError("gone"), QueueError("gone"), None]
 
     def fail(call):
@@ -288,6 +288,34 @@ async def test_what_no_checkpoint_needs_is_forgotten_and_only_that():
     resumed = source_of(log)
     resumed.load_state_dict(state)
     assert [names(await resumed.next_batch()) for _ in range(3)] == [["3"], ["4"], ["5"]]
+
+
+async def test_a_save_does_not_wait_for_a_queue_that_cannot_be_reached(caplog):
+    refused = []
+
+    def fail(name):
+        if name == failing:
+            refused.append(name)
+            raise QueueError("the queue cannot be reached")
+
+    failing = ""
+    log = MemoryLog(Clock(), fail=fail)
+    source = source_of(log, patience_s=3600.0)
+    for sequence in range(4):
+        send(log, sequence, str(sequence))
+    await source.next_batch()
+    source.state_dict()
+    for call in ("forget", "announce"):
+        failing = call
+        await asyncio.wait_for(source.checkpoint_saved(), 30)
+    assert refused == ["forget", "announce"]  # each was tried once
+    assert caplog.text.count("until the next checkpoint: the queue cannot be reached") == 2
+    failing = ""
+    assert names(await source.next_batch()) == ["1"]
+    source.state_dict()
+    await source.checkpoint_saved()
+    assert log.stats().entries == 2
+    assert log.version() == 0  # of what is in the queue, nothing is trained
 
 
 async def test_without_checkpoints_a_few_trained_groups_are_kept(caplog):

@@ -195,6 +195,13 @@ def test_a_full_server_refuses_entries_and_still_lets_the_trainer_forget(tmp_pat
         assert log.renew(leases[-1])
         log.give_back(leases[-1])
         assert log.offer("trainer", [Work(50, 3)]) == 1  # the trainer offers before it trains what is there
+        refused = log.read(None)[0]
+        for _ in range(2):
+            log.set_aside(refused, "no group")
+        [aside] = log.aside()
+        assert (aside.entry.position, aside.entry.payload) == (refused.position, b"")
+        assert aside.reason == "no group (its 1000000 bytes are not kept, since the server is full)"
+        assert log.stats().aside == 1
         log.forget("trainer", log.read(None)[-1].position)
         assert log.deliver(leases[delivered], b"x" * 1_000_000)
         assert len(log.outstanding()) == 50 - delivered

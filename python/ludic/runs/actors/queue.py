@@ -10,6 +10,7 @@ from ludic.errors import QueueError
 from ludic.files.atomic import write_text
 from ludic.recipes.queue_section import FILE, QueueSection, find_queue
 from ludic.runs.stop_request import Interrupted, StopRequest
+from ludic.training import ranks
 from ludic.training.queue.base import GroupLog
 from ludic.training.queue.claims import make_owner_name
 from ludic.training.queue.opening import open_log
@@ -43,9 +44,21 @@ def open_queue(section: QueueSection, folder: Path) -> GroupLog:
 
 async def reopen_queue(section: QueueSection, folder: Path, stop: StopRequest) -> None:
     """Claim the queue before actors of the run look at it: that of a run which was done is closed,
-    and they would end. The trainer's own claim, of the same run, replaces this one. Raises
-    Interrupted if a stop is asked for while the queue cannot be reached."""
+    and they would end. The trainer's own claim, of the same run, replaces this one. Rank 0 does it,
+    and the others wait. Raises Interrupted on all if a stop is asked for while the queue cannot be
+    reached."""
+    with ranks.rank_0_alone("opening the queue") as is_open:
+        if ranks.rank() == 0:
+            try:
+                await _claim(section, folder, stop)
+                is_open.append(True)
+            except Interrupted:
+                is_open.append(False)
+    if not is_open[0]:
+        raise Interrupted
 
+
+async def _claim(section: QueueSection, folder: Path, stop: StopRequest) -> None:
     async def sleep(seconds: float) -> None:
         if stop:
             raise Interrupted

@@ -28,6 +28,7 @@ from ludic.recipes.schema import Recipe
 from ludic.runs.actors.plan import TRAINER, plan_processes
 from ludic.runs.actors.queue import reopen_queue
 from ludic.runs.stop_request import StopRequest
+from ludic.training import ranks
 
 logger = logging.getLogger(__name__)
 
@@ -106,10 +107,10 @@ async def run_actors(
     recipe: Recipe, folder: Path, note: Callable[[str], None], stop: StopRequest
 ) -> AsyncIterator[ActorProcesses | None]:
     """Open the queue of the run, start its actors, restart those that fail, and end all at exit.
-    Yields None if there are none to start."""
+    All ranks call it, and rank 0 does it. Yields None if there are none to start."""
     if uses_queue(recipe):
         await reopen_queue(recipe.queue, folder, stop)
-    if recipe.place.actors == 0:
+    if recipe.place.actors == 0 or ranks.rank() > 0:
         yield None
         return
     place = WithOwnTrainer(LocalPlace(folder))

@@ -102,6 +102,9 @@ class ActorBatches(BatchSourceBase):
             patience_s=recipe.queue.patience_s,
         )
         self.max_lag, self.overlaps = self._source.max_lag, self._source.overlaps
+        self._logged_bytes = self._measure_log()
+        """Size of the log with the lines of all batches that were returned. A wait that ends may
+        leave a thread that writes the lines of another one."""
         self._versions: PolicyVersions | None = None
         self._kept: list[tuple[int, int]] = []
         """First and last version that each kept checkpoint needs."""
@@ -129,6 +132,7 @@ class ActorBatches(BatchSourceBase):
 
     async def next_batch(self) -> SAWBatch:
         batch = await self._wait_for(self._source.next_batch())
+        self._logged_bytes = self._measure_log()
         if self._actors is not None:
             batch.meta.update(self._actors.measure())
         return batch
@@ -177,13 +181,16 @@ class ActorBatches(BatchSourceBase):
         self._source.limit(num_batches)
 
     def state_dict(self) -> dict[str, Any]:
-        size = self._log.stat().st_size if self._log.is_file() else 0
-        return {**self._source.state_dict(), LOGGED_BYTES: size}
+        return {**self._source.state_dict(), LOGGED_BYTES: self._logged_bytes}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._source.load_state_dict(state)
         self._to_batch.batches = int(state["batch"])
-        truncate_log(self._log, state[LOGGED_BYTES])
+        self._logged_bytes = state[LOGGED_BYTES]
+        truncate_log(self._log, self._logged_bytes)
+
+    def _measure_log(self) -> int:
+        return self._log.stat().st_size if self._log.is_file() else 0
 
     async def close_queue(self) -> None:
         """The run is done: actors end."""

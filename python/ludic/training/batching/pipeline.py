@@ -18,54 +18,34 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
-from ludic.errors import ConfigError, QueueDataLost, QueueError, QueueRefused, RequestsExhausted
-from ludic.event_loop import await_if_needed
+from ludic.errors import ConfigError, QueueDataLost, QueueError
 from ludic.training.averages import mean_or_zero
 from ludic.training.batching.source import BatchSourceBase
 from ludic.training.queue.base import Entry, GroupLog
 from ludic.training.queue.claims import make_owner_name
 from ludic.training.queue.envelope import EntryError
+from ludic.training.queue.opening import open_server_queue
 from ludic.training.queue.patience import Patience
-from ludic.training.queue.samples import SampleGroup, decode_samples, encode_samples, split_groups
-from ludic.training.types import CreditAssigner, RequestsFn, SAWBatch, SAWItem
+from ludic.training.queue.sample_actor import run_pipeline_actor as run_pipeline_actor
+from ludic.training.queue.samples import decode_samples
+from ludic.training.types import SAWBatch, SAWItem
 
 logger = logging.getLogger(__name__)
 
-URL_VARIABLE = "LUDIC_QUEUE_URL"
-"""Environment variable that is read where the URL is empty, so that no script has a password."""
 RUN = "pipeline"
 """The run that owns the queue. It is the same for all trainers: a restarted one replaces the one
 before it at once."""
 CLAIM_S = 3600.0
-DEFAULT_MAX_ENTRIES, DEFAULT_KEEP = 64, 4096
-"""How many groups wait for the trainer before actors wait, and how many trained ones are kept for a
-restart."""
+DEFAULT_KEEP = 4096
+"""How many trained groups are kept for a restart."""
 WAIT_LOG_S = 60.0
-RETRY_S = 1.0
-FULL_S = 0.2
-"""Pauses of an actor: after an error, and while the queue is full."""
-
-
-class SampleEngine(Protocol):
-    """What an actor needs of a `RolloutEngine`."""
-
-    async def generate_batch(
-        self, *, requests: Any, max_steps: int, credit_assigner: CreditAssigner, concurrency: int
-    ) -> SAWBatch: ...
-
-
-class VersionedClient(Protocol):
-    """What an actor needs of a chat client."""
-
-    async def get_policy_version(self) -> int: ...
 
 
 @dataclass(eq=False)
@@ -118,7 +98,7 @@ class PipelineBatchSource(BatchSourceBase):
         for name, value in (("batch_size", batch_size), ("poll_timeout", poll_timeout), ("keep", keep), ("wait_s", wait_s)):
             if not value > 0:
                 raise ConfigError(f"{name} ({value}) must be > 0")
-        self._log = _open_queue(redis_url, queue_key) if log is None else log
+        self._log = open_server_queue(redis_url, queue_key) if log is None else log
         self._queue_key, self._batch_size, self._poll_timeout, self._keep = queue_key, batch_size, poll_timeout, keep
         self._patience, self._wait_s = Patience(patience_s), wait_s
         self._owner = make_owner_name()
@@ -185,10 +165,19 @@ class PipelineBatchSource(BatchSourceBase):
 
     async def checkpoint_saved(self) -> None:
         """Forget the groups that a run resumed from the last `state_dict` does not read. A
-        checkpoint with it is on disk, and verified."""
-        if self._saved is not None:
-            await self._forget(self._saved)
-            await self._announce_done()
+        checkpoint with it is on disk, and verified. Tries once: a save must not wait for a server
+        that cannot be reached."""
+        if (saved := self._saved) is None:
+            return
+        try:
+            with suppress(QueueDataLost):  # nothing is there to forget
+                await self._patience.run(lambda: self._log.forget(self._owner, saved))
+            self._drop_through(saved)
+            if (done := self._count_done()) != self._announced:
+                await self._patience.run(lambda: self._log.announce(self._owner, done))
+                self._announced = done
+        except QueueError as error:
+            logger.warning("trained groups stay in the queue %r until the next checkpoint: %s", self._queue_key, error)
 
     async def aclose(self) -> None:
         """Close the connections. Actors go on until the queue is full."""
@@ -274,6 +263,10 @@ class PipelineBatchSource(BatchSourceBase):
         await self._own()
         with suppress(QueueDataLost):  # nothing is there to forget
             await self._call("forgetting samples", lambda: self._log.forget(self._owner, position))
+        self._drop_through(position)
+
+    def _drop_through(self, position: str) -> None:
+        """Drop the entries up to this position, which the log has forgotten."""
         if any(entry.position == position for entry in self._entries):
             while self._before != position:
                 self._before = self._entries.popleft().position
@@ -290,97 +283,6 @@ class PipelineBatchSource(BatchSourceBase):
 
     async def _call(self, what: str, operation: Any) -> Any:
         return await self._patience.call(what, operation)
-
-
-async def run_pipeline_actor(
-    engine: SampleEngine,
-    requests_fn: RequestsFn,
-    credit_assigner: CreditAssigner,
-    redis_url: str,
-    queue_key: str = "ludic_queue",
-    max_steps: int = 10,
-    concurrency: int = 4,
-    client: VersionedClient | None = None,
-    *,
-    max_entries: int = DEFAULT_MAX_ENTRIES,
-    log: GroupLog | None = None,
-) -> None:
-    """Play the requests of `requests_fn` and send the samples, until the task is cancelled or
-    RequestsExhausted is raised.
-
-    Each call of `requests_fn` is one batch for `credit_assigner`. Its samples are sent group by
-    group, and tagged with the policy version that `client` had before they were sampled (0 without
-    a client), where the sampler did not tag them more exactly. An error is logged, and the next
-    requests are played after a second. What is played is sent: while the queue is full or cannot be
-    reached, the actor waits.
-
-    `max_entries`: how many groups wait for the trainer before actors wait. Samples are that much
-    older than the weights; `TrainerConfig.max_lag` drops the ones that are too old. `redis_url` and
-    `log` are as for `PipelineBatchSource`.
-    """
-    if max_entries < 1:
-        raise ConfigError(f"max_entries ({max_entries}) must be >= 1")
-    sender = _Sender(_open_queue(redis_url, queue_key) if log is None else log, max_entries)
-    while True:
-        try:
-            requests = await await_if_needed(requests_fn())
-            version = 0 if client is None else int(await await_if_needed(client.get_policy_version()))
-            batch = await engine.generate_batch(
-                requests=requests, max_steps=max_steps, credit_assigner=credit_assigner, concurrency=concurrency
-            )
-        except RequestsExhausted:
-            logger.info("the actor has no more requests")
-            return
-        except Exception:
-            logger.exception("the actor could not play; it goes on in %g s", RETRY_S)
-            await asyncio.sleep(RETRY_S)
-            continue
-        for item in batch.items:
-            if item.meta.get("policy_version") is None:
-                item.meta["policy_version"] = version
-        for items in split_groups(batch.items):
-            await sender.send(items)
-        await asyncio.sleep(0)  # an engine that never waits would keep others from running
-
-
-class _Sender:
-    """Sends the groups of one actor, each with the next number."""
-
-    def __init__(self, log: GroupLog, max_entries: int) -> None:
-        self._log, self._max_entries = log, max_entries
-        self._producer, self._sequence = make_owner_name(), 0
-
-    async def send(self, items: list[SAWItem]) -> None:
-        """Return when the queue has the group. One that cannot be sent is logged and left out."""
-        try:
-            payload = await asyncio.to_thread(encode_samples, SampleGroup(self._producer, self._sequence, items))
-        except EntryError as error:
-            logger.error("a group of %d samples cannot be sent and is left out: %s", len(items), error)
-            return
-        while True:
-            try:
-                if await asyncio.to_thread(self._push, payload):
-                    break
-                await asyncio.sleep(FULL_S)
-            except QueueRefused:
-                raise
-            except QueueError as error:
-                logger.error("samples could not be sent: %s; trying again in %g s", error, RETRY_S)
-                await asyncio.sleep(RETRY_S)
-        self._sequence += 1
-
-    def _push(self, payload: bytes) -> bool:
-        # The announced version counts trained groups (`PipelineBatchSource._announce_done`).
-        return self._log.push(payload, max_entries=self._max_entries + (self._log.version() or 0))
-
-
-def _open_queue(url: str, name: str) -> GroupLog:
-    from ludic.training.queue.redis import RedisLog  # raises an error that names the extra
-
-    url = url or os.environ.get(URL_VARIABLE, "")
-    if not url:
-        raise ConfigError(f"redis_url and {URL_VARIABLE} are empty; give the URL of a Redis server, such as redis://host:6379")
-    return RedisLog(url, name)
 
 
 def _to_batch(items: Sequence[SAWItem]) -> SAWBatch:

@@ -181,7 +181,8 @@ class GroupLog(Protocol):
     def set_aside(self, entry: Entry, reason: str) -> None:
         """Keep a copy of an entry that could not be trained on. The entry itself stays in the log,
         so that a restarted trainer meets it again, and does nothing if its position is among the
-        copies. The last `KEPT_ASIDE` copies are kept, all are counted."""
+        copies. The last `KEPT_ASIDE` copies are kept, all are counted. A server that is
+        full keeps the reason without the payload."""
         ...
 
     def aside(self) -> list[AsideEntry]:

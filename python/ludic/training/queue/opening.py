@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from ludic.training.queue.sqlite import SQLiteLog
 
 FILE_NAME = "queue.sqlite"
 """The file in a run's folder."""
+URL_VARIABLE = "LUDIC_QUEUE_URL"
+"""Environment variable that is read where the URL is empty, so that no script has a password."""
 
 
 def open_log(where: str | Path, *, name: str, timeout_s: float = 30.0) -> GroupLog:
@@ -33,3 +36,14 @@ def open_log(where: str | Path, *, name: str, timeout_s: float = 30.0) -> GroupL
     from ludic.training.queue.redis import RedisLog
 
     return RedisLog(str(where), name, deadline_s=timeout_s)
+
+
+def open_server_queue(url: str, name: str) -> GroupLog:
+    """The log `name` on the Redis server at `url`, or if that is empty at the one that
+    LUDIC_QUEUE_URL names."""
+    from ludic.training.queue.redis import RedisLog  # raises an error that names the extra
+
+    url = url or os.environ.get(URL_VARIABLE, "")
+    if not url:
+        raise ConfigError(f"redis_url and {URL_VARIABLE} are empty; give the URL of a Redis server, such as redis://host:6379")
+    return RedisLog(url, name)

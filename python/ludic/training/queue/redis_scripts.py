@@ -189,7 +189,15 @@ return 1
 # position number payload reason how-many-to-keep
 SET_ASIDE = """
 if redis.call('HEXISTS', KEPT, ARGV[1]) == 1 then return 0 end
-local id = redis.call('XADD', ASIDE, '*', 'p', ARGV[1], 'n', ARGV[2], 'b', ARGV[3], 'r', ARGV[4])
+local function copy(payload, reason)
+  return redis.pcall('XADD', ASIDE, '*', 'p', ARGV[1], 'n', ARGV[2], 'b', payload, 'r', reason)
+end
+local id = copy(ARGV[3], ARGV[4])
+if type(id) == 'table' then  -- no memory: without it, the trainer could not go on to what it may forget
+  also_when_full()
+  id = copy('', ARGV[4] .. ' (its ' .. #ARGV[3] .. ' bytes are not kept, since the server is full)')
+  if type(id) == 'table' then return id end
+end
 redis.call('HSET', KEPT, ARGV[1], id)
 redis.call('HINCRBY', LOG, 'aside', 1)
 local surplus = redis.call('XLEN', ASIDE) - ARGV[5]

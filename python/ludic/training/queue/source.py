@@ -11,7 +11,6 @@ at most `ahead + 1` batches are played at a time.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -22,6 +21,7 @@ from ludic.training.queue.base import DEFAULT_CLAIM_S, GroupLog, Work
 from ludic.training.queue.claims import ClaimKeeper, make_owner_name
 from ludic.training.queue.entries import DEFAULT_LIMITS, Group
 from ludic.training.queue.envelope import EntryError, EntryLimits
+from ludic.training.queue.metrics import measure_queue
 from ludic.training.queue.patience import Patience
 from ludic.training.queue.reading import EntryReader
 from ludic.training.types import SAWBatch
@@ -123,7 +123,8 @@ class QueueBatchSource(BatchSourceBase):
         for group in groups:
             for rollout in group.played:
                 rollout.meta.setdefault("policy_version", group.version)
-        measured = await self._measure(groups, wait_s)
+        stats = await self._call("reading the queue's numbers", self._log.stats)
+        measured = measure_queue(stats, self._arrivals, groups, wait_s=wait_s, aside=self._aside)
         batch = await self._to_batch(groups)
         # No wait from here on: one that is cancelled would leave a batch that counts as trained.
         self._arrivals.mark_trained([group.number for group in groups])
@@ -379,21 +380,3 @@ class QueueBatchSource(BatchSourceBase):
             return
         if number not in await self._reader.scan(self._arrivals.position):
             await self._with_data(lambda: self._offer([number]))
-
-    async def _measure(self, groups: Sequence[Group], wait_s: float) -> dict[str, float]:
-        """Statistics of the queue for the meta of the batch of `groups`."""
-        stats = await self._call("reading the queue's numbers", self._log.stats)
-        ended = [group.ended_s for group in groups if group.ended_s]
-        return {
-            "generation_s": max((group.generation_s for group in groups), default=0.0),
-            "queue/depth": len(self._arrivals) - len(groups),
-            "queue/outstanding": stats.outstanding,
-            "queue/oldest_s": stats.oldest_s,
-            "queue/age_s": max(0.0, time.time() - min(ended)) if ended else 0.0,
-            "queue/wait_s": wait_s,
-            "queue/claimed": stats.claimed,
-            "queue/duplicates": self._arrivals.duplicates,
-            "queue/aside": self._aside,
-            "queue/abandoned": self._arrivals.abandoned,
-            "queue/bytes": stats.bytes,
-        }
