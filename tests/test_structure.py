@@ -47,6 +47,7 @@ OPTIONAL_READS = {
     "models/state_files.py": (3, "transformers and PEFT"),
     "recipes/build.py": (1, "a user's function"),
     "rollouts/training/datasets/data_buffer.py": (1, "numpy and torch"),
+    "rollouts/training/rollout_gen/buffered_prompts.py": (3, "a user's buffer"),
     "rollouts/training/rollout_gen/generate_calls.py": (1, "a user's function"),
     "rollouts/training/rollout_gen/rollout_generation.py": (1, "a user's buffer"),
     "runs/data/sft.py": (1, "a tokenizer"),

@@ -9,6 +9,10 @@ from ludic.rollouts.training.filters import (
     make_length_filter as make_length_filter,
     make_threshold_filter as make_threshold_filter,
 )
+from ludic.rollouts.training.rollout_gen.async_rollout_manager import (
+    AsyncRolloutManager as AsyncRolloutManager,
+    RolloutAborted as RolloutAborted,
+)
 from ludic.rollouts.training.rollout_gen.rollout_generation import generate_rollout_batches as generate_rollout_batches
 from ludic.rollouts.training.types import (
     ImmediateTrainFuture as ImmediateTrainFuture,

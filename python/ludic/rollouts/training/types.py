@@ -253,7 +253,8 @@ class RolloutConfig(_Config):
     generate_fn: GenerateFn = None  # type: ignore[assignment]  # checked below
     """Required. Where its signature has `seeds`, `partial` or `weight_version`, it gets them."""
     reward_fn: RewardFn | None = None
-    """None: the samples have their reward already."""
+    """None: the samples have their reward already. A plain function is called in the thread of the
+    event loop, so a slow judge should be a coroutine function."""
     filter_fn: FilterFn | None = None
     """None: every group is trained."""
     max_lag: int | None = None

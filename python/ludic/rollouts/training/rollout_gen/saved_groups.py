@@ -1,0 +1,128 @@
+"""Groups of samples in a saved state.
+
+The state of a pool has its kept groups with their members. Members of complete groups are saved as
+one list, `partial_samples`, in the order in which the groups arrived; all else is the `ledger`:
+
+    {"partial_samples": [<2 samples of group 4>, <2 of group 3>],
+     "ledger": {"arrivals": [4, 3],
+                "groups": [{"ordinal": 3}, {"ordinal": 4}, {"ordinal": 5, "members": ...}]}}
+
+A state without a ledger has complete samples in `partial_samples` and nothing that was being
+generated.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ludic.errors import ConfigError
+from ludic.rollouts.training.types import Sample
+from ludic.training.rollouts.group_ledger import FORMAT
+
+logger = logging.getLogger(__name__)
+
+Member = Sample | list[Sample]
+"""What a pool plays in one call: a sample, or with `group_calls` all samples of a group."""
+
+
+class SampleCodec:
+    """Samples as JSON values, with packed columns."""
+
+    def __init__(self, samples_per_member: int | None) -> None:
+        """`samples_per_member`: the length of a member that is a list; None for one sample."""
+        self._samples_per_member = samples_per_member
+
+    def encode(self, member: Member) -> Any:
+        return [sample.to_dict(packed=True) for sample in members_samples(member)]
+
+    def decode(self, value: Any) -> Member:
+        samples = [Sample.from_dict(data) for data in value]
+        if len(samples) != (self._samples_per_member or 1):
+            raise ConfigError(
+                f"the saved groups have {len(samples)} samples, here they have {self._samples_per_member or 1}, and a group is never "
+                "split; set the old n_samples_per_prompt, or begin a new run"
+            )
+        return samples[0] if self._samples_per_member is None else samples
+
+
+def members_samples(member: Member) -> list[Sample]:
+    """The samples of a member, in a list."""
+    return member if isinstance(member, list) else [member]
+
+
+def split_state(pool_state: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """(partial samples, ledger) of a pool's state."""
+    groups = {group["ordinal"]: dict(group) for group in pool_state["groups"]}
+    partial = []
+    for ordinal in pool_state["arrivals"]:
+        members = groups[ordinal].pop("members")
+        partial += [data for number in sorted(members, key=int) for data in members[number]]
+    return partial, {**pool_state, "groups": list(groups.values())}
+
+
+def join_state(partial: Sequence[Any], ledger: Mapping[str, Any], samples_per_group: int) -> dict[str, Any]:
+    """The pool's state of `split_state`. Raises ConfigError if the groups have another size."""
+    arrivals = list(ledger["arrivals"])
+    if len(partial) != len(arrivals) * samples_per_group:
+        raise ConfigError(
+            f"the state has {len(partial)} samples of {len(arrivals)} complete groups, which are not {samples_per_group} each; set the "
+            "old n_samples_per_prompt, or begin a new run"
+        )
+    members_per_group = int(ledger["members_per_group"])
+    members = {}
+    for i, ordinal in enumerate(arrivals):
+        members[ordinal] = _members(partial[i * samples_per_group : (i + 1) * samples_per_group], members_per_group)
+    groups = [{**group, "members": members.get(group["ordinal"], group.get("members", {}))} for group in ledger["groups"]]
+    return {**ledger, "groups": groups}
+
+
+def state_of_samples(
+    samples: Sequence[Sample], *, step_count: int, groups_per_batch: int, samples_per_group: int, members_per_group: int
+) -> dict[str, Any]:
+    """The state of a pool that holds these samples as arrived groups and nothing else. Samples of a
+    group that is not complete are dropped, with a warning."""
+    complete = _complete_groups(samples, samples_per_group)
+    first = step_count * groups_per_batch  # as if each batch before had taken the groups that it gave
+    groups = []
+    for ordinal, group in enumerate(complete, first):
+        for member, sample in enumerate(group):
+            sample.group_index, sample.index = ordinal, ordinal * samples_per_group + member
+        encoded = [sample.to_dict(packed=True) for sample in group]
+        groups.append(
+            {"ordinal": ordinal, "position": -1, "admitted": step_count, "members": _members(encoded, members_per_group)}
+        )
+    return {
+        "format": FORMAT,
+        "batch": step_count,
+        "members_per_group": members_per_group,
+        "next_ordinal": first + len(complete),
+        "counts": {"given": first, "rejected": 0, "lost": 0, "retried": 0},
+        "groups": groups,
+        "arrivals": [group["ordinal"] for group in groups],
+    }
+
+
+def _members(encoded: Sequence[Any], members_per_group: int) -> dict[str, list[Any]]:
+    """The encoded samples of a group by member. Example: 4 samples are 4 members of one, or 1
+    member of four."""
+    size = len(encoded) // members_per_group
+    return {str(i): list(encoded[i * size : (i + 1) * size]) for i in range(members_per_group)}
+
+
+def _complete_groups(samples: Sequence[Sample], samples_per_group: int) -> list[list[Sample]]:
+    groups: dict[Any, list[Sample]] = {}
+    for place, sample in enumerate(samples):
+        alone = sample.group_index is None or samples_per_group == 1
+        groups.setdefault(("alone", place) if alone else sample.group_index, []).append(sample)
+    complete = [group for group in groups.values() if len(group) == samples_per_group]
+    dropped = len(samples) - samples_per_group * len(complete)
+    if dropped:
+        logger.warning(
+            "%d of %d partial samples are dropped: their groups do not have n_samples_per_prompt=%d samples",
+            dropped,
+            len(samples),
+            samples_per_group,
+        )
+    return complete
