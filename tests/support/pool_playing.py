@@ -135,6 +135,8 @@ class KilledRun:
     members: dict[int, list[Any]]
     """Ordinal -> its members when it was trained."""
     kills: int
+    total: int
+    """The number of prompts."""
     counts: Any
 
     def check(self, fate: Fate) -> None:
@@ -144,7 +146,7 @@ class KilledRun:
         assert len(times) == self.counts.given
         refused = {ordinal for ordinal in range(self.counts.admitted) if fate.is_rejected(ordinal)}
         assert not refused & set(times)
-        assert self.counts.given + self.counts.rejected + self.counts.lost == self.counts.admitted
+        assert self.counts.given + self.counts.rejected + self.counts.lost == self.counts.admitted == self.total
         for ordinal, members in self.members.items():
             assert [member[:2] for member in members] == [[ordinal, member] for member in range(len(members))]
 
@@ -163,7 +165,7 @@ def play_killed(fate: Fate, settings: dict[str, Any], *, total: int, kills: int,
         checkpoints = play_jumping(_play_life(played, trained, members, draw, is_last=remaining == 0))
         if checkpoints:
             saved, saved_steps = checkpoints[-1]
-    return KilledRun(trained, members, kills, played.pool.counts)
+    return KilledRun(trained, members, kills, total, played.pool.counts)
 
 
 async def _play_life(

@@ -12,7 +12,8 @@ from hypothesis import given, settings, strategies as st
 from jumping_loop import play_jumping
 from pool_playing import CountedPrompts, Fate, PlayedPool, play_killed
 
-from ludic.errors import ConfigError, RequestsExhausted, RolloutAborted, RolloutError
+from ludic.errors import ConfigError, DataError, RequestsExhausted, RolloutAborted, RolloutError
+from ludic.training.rollouts.group_ledger import PlainMembers
 from ludic.training.rollouts.group_pool import GroupPool, MemberInterrupted
 
 
@@ -324,6 +325,25 @@ def test_a_call_that_ignores_its_cancellation_is_given_up_and_not_used(caplog):
     assert "1 calls ignored their cancellation for 7 s" in caplog.text
 
 
+def test_calls_cancelled_by_somebody_else_are_an_error_and_played_again():
+    async def play(ticket):
+        await asyncio.sleep(10.0)
+        return ticket.member
+
+    async def scenario():
+        async with make_pool(play=play, members_per_group=3) as pool:
+            waiting = asyncio.create_task(pool.next_batch())
+            await asyncio.sleep(1.0)
+            for task in asyncio.all_tasks() - {waiting, asyncio.current_task()}:
+                task.cancel()
+            with pytest.raises(RolloutError, match="cancelled from outside"):
+                await waiting
+            [group] = await pool.next_batch()
+            return group.members
+
+    assert play_jumping(scenario()) == [0, 1, 2]
+
+
 def test_calls_outside_async_with_end_with_the_batch():
     async def play(ticket):
         await asyncio.sleep(1.0 + 50 * ticket.ordinal)
@@ -391,6 +411,35 @@ def test_a_state_that_does_not_fit_is_an_error():
         make_pool().load_state_dict({**state, "format": 9})
     with pytest.raises(ConfigError, match="damaged"):
         make_pool().load_state_dict({**state, "next_ordinal": 3})
+
+
+def test_a_member_that_cannot_be_saved_is_played_again(caplog):
+    class Codec(PlainMembers):
+        def encode(self, member):
+            if member == "no JSON":
+                raise DataError("it has no form")
+            return member
+
+    def play_with(value):
+        async def play(ticket):
+            return value if ticket.member else ticket.ordinal
+
+        return play
+
+    async def scenario():
+        settings = {"members_per_group": 2, "groups_per_batch": 2, "over_sampling_factor": 2.0, "codec": Codec()}
+        async with make_pool(play=play_with("no JSON"), **settings) as pool:
+            await pool.next_batch()
+            await asyncio.sleep(1.0)
+            assert pool.counts.arrived == 2
+            state = json.loads(json.dumps(pool.state_dict()))
+        resumed = make_pool(play=play_with("new"), **settings)
+        resumed.load_state_dict(state)
+        assert (resumed.counts.arrived, resumed.counts.owed) == (0, 2)
+        return [group.members for group in await resumed.next_batch()]
+
+    assert play_jumping(scenario()) == [[2, "new"], [3, "new"]]
+    assert "member 1 of group 2 cannot be saved (it has no form)" in caplog.text
 
 
 def test_prompts_without_positions_are_in_the_state():

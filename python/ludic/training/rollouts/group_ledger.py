@@ -14,12 +14,15 @@ kept, the others only counted, so that always
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
-from ludic.errors import ConfigError
+from ludic.errors import ConfigError, DataError
+
+logger = logging.getLogger(__name__)
 
 FORMAT = 1
 """Version of the saved state."""
@@ -73,7 +76,8 @@ class MemberCodec(Protocol):
     """Turns a member into plain JSON values and back."""
 
     def encode(self, member: Any) -> Any:
-        """The member as JSON values."""
+        """The member as JSON values. Raises DataError for one that has none: a resumed run plays it
+        again."""
         ...
 
     def decode(self, value: Any) -> Any:
@@ -108,6 +112,26 @@ class PoolCounts:
     def kept(self) -> int:
         """Groups that are owed or arrived."""
         return self.owed + self.arrived
+
+
+class GroupBatch(list[Group]):
+    """The groups of a batch in the order of their ordinals."""
+
+    def __init__(self, groups: list[Group], number: int, counts: PoolCounts, before: PoolCounts) -> None:
+        super().__init__(sorted(groups, key=lambda group: group.ordinal))
+        self.number = number
+        """From 0."""
+        self.rejected = counts.rejected - before.rejected
+        """Groups that were rejected since the batch before."""
+        self.lost = counts.lost - before.lost
+        """Groups that were lost since the batch before."""
+        self.retried = counts.retried - before.retried
+        """Calls that were repeated since the batch before."""
+
+    @property
+    def lags(self) -> list[int]:
+        """For each group, how many batches were asked for after its admission, up to this one."""
+        return [self.number - group.admitted for group in self]
 
 
 class Ledger:
@@ -172,16 +196,9 @@ class Ledger:
 
     def encode(self, codec: MemberCodec, arrivals: Sequence[Group], *, with_prompts: bool) -> dict[str, Any]:
         """The state as JSON values. `arrivals`: the arrived groups in the order of arrival.
-        `with_prompts`: the prompts of owed groups are in it, not only their positions."""
-        groups = []
-        for group in self._kept.values():
-            members = {str(i): codec.encode(member) for i, member in enumerate(group.members) if member is not MISSING}
-            saved = {"ordinal": group.ordinal, "position": group.position, "admitted": group.admitted, "members": members}
-            if group.partials:
-                saved["partials"] = {str(i): codec.encode(partial) for i, partial in group.partials.items()}
-            if with_prompts and group.state is GroupState.OWED:
-                saved["prompt"] = group.prompt
-            groups.append(saved)
+        `with_prompts`: the prompts are in it, not only their positions."""
+        groups = [self._encode_group(group, codec, with_prompts) for group in self._kept.values()]
+        whole = {saved["ordinal"] for saved in groups if len(saved["members"]) == self._members_per_group}
         counts = {state.value: number for state, number in self._totals.items()}
         return {
             "format": FORMAT,
@@ -189,8 +206,30 @@ class Ledger:
             "next_ordinal": self.admitted,
             "counts": {**counts, "retried": self.retried},
             "groups": groups,
-            "arrivals": [group.ordinal for group in arrivals],
+            "arrivals": [group.ordinal for group in arrivals if group.ordinal in whole],
         }
+
+    def _encode_group(self, group: Group, codec: MemberCodec, with_prompts: bool) -> dict[str, Any]:
+        members = {}
+        for i, member in enumerate(group.members):
+            if member is not MISSING:
+                try:
+                    members[str(i)] = codec.encode(member)
+                except DataError as error:
+                    logger.warning(
+                        "member %d of group %d cannot be saved (%s); a resumed run plays it again", i, group.ordinal, error
+                    )
+        saved: dict[str, Any] = {
+            "ordinal": group.ordinal,
+            "position": group.position,
+            "admitted": group.admitted,
+            "members": members,
+        }
+        if group.partials:
+            saved["partials"] = {str(i): codec.encode(partial) for i, partial in group.partials.items()}
+        if with_prompts:
+            saved["prompt"] = group.prompt
+        return saved
 
     def decode(self, state: Mapping[str, Any], codec: MemberCodec) -> list[Group]:
         """Take over the state. Returns the arrived groups in the order of arrival, which are still

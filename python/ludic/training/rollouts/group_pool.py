@@ -22,7 +22,15 @@ from typing import Any, Protocol
 
 from ludic.errors import ConfigError, RequestsExhausted, RolloutAborted
 from ludic.interaction.containment import describe_error
-from ludic.training.rollouts.group_ledger import Group, GroupState, Ledger, MemberCodec, PlainMembers, PoolCounts
+from ludic.training.rollouts.group_ledger import (
+    Group as Group,
+    GroupBatch as GroupBatch,
+    GroupState,
+    Ledger,
+    MemberCodec,
+    PlainMembers,
+    PoolCounts as PoolCounts,
+)
 from ludic.training.rollouts.hand_over import ArrivalOrder, HandOver, SubmissionOrder, choose_max_lag
 from ludic.training.rollouts.member_calls import MemberCalls, MemberInterrupted as MemberInterrupted, Ticket as Ticket
 from ludic.training.rollouts.setbacks import Setbacks
@@ -43,26 +51,6 @@ class Prompts(Protocol):
     def at(self, position: int) -> Any:
         """The prompt at a position that `take` has returned, in this process or before it."""
         ...
-
-
-class GroupBatch(list[Group]):
-    """The groups of a batch in the order of their ordinals."""
-
-    def __init__(self, groups: list[Group], number: int, counts: PoolCounts, before: PoolCounts) -> None:
-        super().__init__(sorted(groups, key=lambda group: group.ordinal))
-        self.number = number
-        """From 0."""
-        self.rejected = counts.rejected - before.rejected
-        """Groups that were rejected since the batch before."""
-        self.lost = counts.lost - before.lost
-        """Groups that were lost since the batch before."""
-        self.retried = counts.retried - before.retried
-        """Calls that were repeated since the batch before."""
-
-    @property
-    def lags(self) -> list[int]:
-        """For each group, how many batches were asked for after its admission, up to this one."""
-        return [self.number - group.admitted for group in self]
 
 
 class GroupPool:
@@ -141,6 +129,7 @@ class GroupPool:
             fill=self._fill,
             lose=self._lose,
             retry=self._count_retry,
+            fail=self._fail,
             max_retries=max_retries,
             max_concurrency=max_concurrency,
             seed=seed,
@@ -332,7 +321,7 @@ class GroupPool:
                 self._prompts_ended = True
                 return
             except Exception as error:
-                self._failure = error
+                self._fail(error)
                 return
             group = self._ledger.admit(position, prompt, self._batch if self._is_waiting else max(0, self._batch - 1))
             self._hand_over.admit(group)
@@ -349,6 +338,10 @@ class GroupPool:
         if self._changed is not None and not self._changed.done():
             self._changed.set_result(None)
 
+    def _fail(self, error: Exception) -> None:
+        self._failure = error
+        self._wake()
+
     def _count_retry(self) -> None:
         self._ledger.retried += 1
 
@@ -363,8 +356,7 @@ class GroupPool:
             is_accepted = self._accept(group)
             reason = "" if is_accepted or self._explain is None else self._explain(group)
         except Exception as error:
-            self._failure = error
-            self._wake()
+            self._fail(error)
             return
         self._setbacks.end_losses()
         if is_accepted:

@@ -57,7 +57,8 @@ class MemberCalls:
 
     `fill(group, member, value)` is called with what `play` returned, `lose(group, member, error)`
     after a call has failed `max_retries` + 1 times; neither for a group that is not owed any more.
-    `retry()` is called before a call is repeated.
+    `retry()` is called before a call is repeated, `fail(error)` if all calls have been cancelled
+    because one of them was, by somebody else.
     """
 
     def __init__(
@@ -67,11 +68,12 @@ class MemberCalls:
         fill: Callable[[Group, int, Any], None],
         lose: Callable[[Group, int, Exception], None],
         retry: Callable[[], None],
+        fail: Callable[[Exception], None],
         max_retries: int,
         max_concurrency: int | None,
         seed: int,
     ) -> None:
-        self._play, self._fill, self._lose, self._retry = play, fill, lose, retry
+        self._play, self._fill, self._lose, self._retry, self._fail = play, fill, lose, retry, fail
         self._max_retries, self._max_concurrency, self._seed = max_retries, max_concurrency, seed
         self._waiting: list[tuple[int, int, Group]] = []
         """A heap; no two entries have the same ordinal and member, so that groups are not
@@ -98,7 +100,7 @@ class MemberCalls:
                 continue  # lost to another member
             task = asyncio.create_task(self._run(group, member), context=self._context.copy())
             self._running[ordinal, member] = task
-            task.add_done_callback(partial(self._forget, (ordinal, member)))
+            task.add_done_callback(partial(self._forget, group, member))
 
     def drop(self, group: Group) -> None:
         """Cancel the calls of a group that is not owed any more, except the current one."""
@@ -167,14 +169,19 @@ class MemberCalls:
         except Exception as error:
             return None, error
 
-    def _forget(self, key: MemberKey, task: asyncio.Task[None]) -> None:
+    def _forget(self, group: Group, member: int, task: asyncio.Task[None]) -> None:
         """The call has ended: the next one may start."""
-        if self._running.get(key) is task:
-            del self._running[key]
+        if self._running.get((group.ordinal, member)) is task:
+            del self._running[group.ordinal, member]
         if not task.cancelled() and (error := task.exception()) is not None:
             task.get_loop().call_exception_handler(
                 {"message": "a call of a pool of groups failed", "exception": error, "task": task}
             )
+        if (
+            task.cancelled() and self.is_open and group.state is GroupState.OWED
+        ):  # the loop ends, or users' code cancels all tasks
+            self.cancel()
+            self._fail(RolloutError("the calls of the pool were cancelled from outside; ask for the batch again"))
         self.start()
 
 
