@@ -34,7 +34,9 @@ TASKS: dict[str, Callable[..., Task | EpisodicTask]] = {
 
 _LEAST = {
     **dict.fromkeys(("steps", "warmup.steps", "rollout.log_every", "seed"), 0),
-    **dict.fromkeys(("threads", "log_every", "warmup.batch_size", "evaluation.prompts", "evaluation.samples_per_prompt"), 1),
+    **dict.fromkeys(
+        ("threads", "log_every", "warmup.batch_size", "warmup.epochs", "evaluation.prompts", "evaluation.samples_per_prompt"), 1
+    ),
     **dict.fromkeys(("rollout.prompts", "rollout.group_size", "rollout.max_new_tokens", "rollout.concurrency"), 1),
 }
 

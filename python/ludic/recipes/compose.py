@@ -25,6 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ludic.errors import ConfigError
+from ludic.recipes.phases import choose_phases
 from ludic.recipes.plain_yaml import check_plain, check_yaml
 from ludic.recipes.schema import Recipe, make_trainer_section
 
@@ -71,7 +72,11 @@ def compose(arguments: Sequence[str] = ()) -> Recipe:
     """Resolve a recipe of `ludic train`. `arguments` are at most one recipe name or YAML file,
     and any number of overrides."""
     source, overrides = split_arguments(arguments)
-    return cast(Recipe, resolve_layers(_make_schema(), _read_layers(source, overrides), overrides))
+    layers = list(_read_layers(source, overrides))
+    file = {path: OmegaConf.select(layer, path) for where, layer in layers if where == source for path in _list_paths(layer)}
+    recipe = cast(Recipe, resolve_layers(_make_schema(), layers, overrides))
+    choose_phases(recipe, [file if _is_file(source) else {}, {override.key: override.value for override in overrides}])
+    return recipe
 
 
 def split_arguments(arguments: Sequence[str | Override]) -> tuple[str | None, list[Override]]:
@@ -182,6 +187,10 @@ def suggest(key: str, known: Sequence[str]) -> str:
     return f"; did you mean {' or '.join(near)}?" if near else "; `--print-config` lists every key"
 
 
+def _is_file(source: str | None) -> bool:
+    return source is not None and source.endswith((".yaml", ".yml"))
+
+
 def _is_source(argument: str) -> bool:
     return "=" not in argument or (argument.endswith((".yaml", ".yml")) and Path(argument).is_file())
 
@@ -198,7 +207,7 @@ def _read_layers(source: str | None, overrides: Sequence[Override]) -> Iterator[
     algorithm and for a loaded model, then the user's file with its own. In a file with
     `loaded_model: null` no settings depend on the model."""
     overridden = {override.key: override.value for override in overrides}
-    is_file = source is not None and source.endswith((".yaml", ".yml"))
+    is_file = _is_file(source)
     user = read_yaml(Path(cast(str, source)).expanduser()) if is_file else OmegaConf.create({})
     default = "data" if any(layer.get(key) is not None for layer in (overridden, user) for key in ("data", "reward")) else "sort"
     base_name = overridden.get("recipe", user.get("recipe", default) if is_file else source or default)

@@ -10,6 +10,7 @@ from ludic.errors import ConfigError
 from ludic.models.byte_tokenizer import make_byte_tokenizer, make_line_tokenizer
 from ludic.models.loading import check_dtype, load_model, load_tokenizer
 from ludic.models.skeleton import load_skeleton
+from ludic.recipes.phases import has_warmup
 from ludic.recipes.sharding import has_no_weights
 
 if TYPE_CHECKING:
@@ -21,10 +22,10 @@ if TYPE_CHECKING:
 def build_policy(recipe: Recipe) -> tuple[Any, Any]:
     """(model, tokenizer). The weights of a small model are drawn from torch's global generator,
     which the caller seeds."""
-    if recipe.model is None and recipe.task.kind == "data" and not recipe.warmup.steps:
+    if recipe.model is None and recipe.task.kind == "data" and not has_warmup(recipe):
         raise ConfigError(
             "a problem of your own needs model=DIRECTORY: the small model that is made without one is untrained, unless "
-            "warmup.steps is set and the data has completions"
+            "warmup.data is set, or warmup.steps and the data has completions"
         )
     if recipe.model is not None:  # before the tokenizer, so that an error names the model
         return build_model(recipe, None), build_tokenizer(recipe)

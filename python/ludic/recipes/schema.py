@@ -67,12 +67,17 @@ class LoraSection:
 
 @dataclass
 class WarmupSection:
-    """Supervised fine-tuning on the teacher's demonstrations."""
+    """Supervised fine-tuning before reinforcement, on the teacher's demonstrations or on rows."""
 
     steps: int = MISSING
-    """0: no warm-up."""
+    """0: no warm-up, or with `data` one pass over it."""
+    data: Any = None
+    """Rows as `ludic sft` takes them: a file, or a list of files; null: demonstrations of the
+    task."""
+    epochs: Optional[int] = None  # noqa: UP045
+    """Passes over `data`, instead of `steps`."""
     batch_size: int = MISSING
-    """Demonstrations per step."""
+    """Demonstrations or samples per step."""
     trainer: Any = MISSING
     """Fields of `TrainerConfig`."""
 
@@ -167,6 +172,9 @@ class Recipe:
     """Keyword arguments of the algorithm's `make_` function."""
     steps: int = MISSING
     """Steps of reinforcement, one batch each."""
+    mode: Optional[str] = None  # noqa: UP045
+    """`sft`: only the warm-up. `rl`: only reinforcement. `sft+rl`: both. null: what `warmup.steps`,
+    `warmup.data` and `steps` say."""
     log_every: int = MISSING
     """Without a terminal, one line is printed every so many steps. metrics.jsonl has every step."""
     report_to: Any = None

@@ -33,6 +33,7 @@ from ludic.runs.actors.supervision import ActorProcesses, run_actors
 from ludic.runs.actors.trainer_side import ActorBatches
 from ludic.runs.base import TrainingRun
 from ludic.runs.checkpoints import STOP_PATIENCE_S, has_checkpoint, restore_best_weights
+from ludic.runs.data.warmup import Warmup
 from ludic.runs.directory import DONE, RunDirectory
 from ludic.runs.held_out import Evaluation, HeldOut, check_early_stopping
 from ludic.runs.rollouts import (
@@ -50,7 +51,6 @@ from ludic.runs.seeding import seed_everything
 from ludic.runs.shared_model import check_sampling, check_sharding_settings, place_model
 from ludic.runs.stop_request import Interrupted, StopRequest
 from ludic.tasks import EpisodicTask
-from ludic.tasks.demonstrations import DemonstrationSource
 from ludic.tasks.measures import logged_names, task_reducers
 from ludic.training import ranks, watchdog
 from ludic.training.algorithm import RLAlgorithm
@@ -78,6 +78,7 @@ class RLParts:
     algorithm: RLAlgorithm
     warmup_cfg: TrainerConfig
     trainer_cfg: TrainerConfig
+    warmup: Warmup
     model: Any
     tokenizer: Any
 
@@ -106,6 +107,7 @@ class RLParts:
             algorithm=algorithm,
             warmup_cfg=build_trainer_config(recipe.warmup.trainer, **derived),
             trainer_cfg=build_trainer_config(recipe.trainer, **derived, temperature=convention.temperature),
+            warmup=Warmup.read(recipe, tokenizer),
             model=model,
             tokenizer=tokenizer,
         )
@@ -171,18 +173,12 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
 
     async def _warm_up(self) -> None:
         recipe, parts = self.recipe, self.parts
-        if recipe.warmup.steps:
-            source = DemonstrationSource(
-                parts.task,
-                parts.tokenizer,
-                batch_size=recipe.warmup.batch_size,
-                seed=recipe.seed,
-                system_prompt=recipe.rollout.system_prompt,
-            )
-            self.screen.note(f"Warm-up: {recipe.warmup.steps} steps on demonstrations of an imperfect teacher")
-            with self.open_logger(WARM_UP, keys=WARM_UP_KEYS, spark_key="loss", last_step=recipe.warmup.steps) as logger:
+        if steps := parts.warmup.steps:
+            source = parts.warmup.make_source(recipe, parts.task, parts.tokenizer)
+            self.screen.note(parts.warmup.describe())
+            with self.open_logger(WARM_UP, keys=WARM_UP_KEYS, spark_key="loss", last_step=steps) as logger:
                 trainer = self._make_phase_trainer(WARM_UP, make_sft(normalizer="tokens"), source, parts.warmup_cfg, logger)
-                await self._train(trainer, recipe.warmup.steps, WARM_UP)
+                await self._train(trainer, steps, WARM_UP)
         self.progress.before = await self._evaluate()
         if recipe.lora.rank and not has_adapters(parts.model):
             ranks.ask_rank_0("saving the base", lambda: save_policy(parts.model, parts.tokenizer, self.directory.base))
@@ -302,7 +298,7 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
             train_logger=logger,
             evaluator=self.evaluator(self._held_out),
             reducers={**default_reducers(), **(task_reducers(self.parts.task) if phase == REINFORCE else {})},
-            total_training_steps=self.recipe.warmup.steps if phase == WARM_UP else self.recipe.steps,
+            total_training_steps=self.parts.warmup.steps if phase == WARM_UP else self.recipe.steps,
             preflight=self._preflight,
         )
 

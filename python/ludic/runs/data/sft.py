@@ -39,10 +39,10 @@ class SFTData:
     def read(cls, recipe: SFTRecipe, tokenizer: Any) -> SFTData:
         """Read and tokenize all rows, so that a wrong one is found before anything is written."""
         make = SFTItems(tokenizer, cast(AssistantTurns, recipe.assistant_turns))
-        rows = _read_rows(recipe.data, "data") if recipe.data is not None else _generate_rows(recipe, tokenizer)
+        rows = read_rows(recipe.data, "data") if recipe.data is not None else _generate_rows(recipe, tokenizer)
         items = [make.of_row(row, where) for where, row in rows]
         if recipe.heldout_data is not None:
-            return cls([item for of_row in items for item in of_row], make.of(_read_rows(recipe.heldout_data, "heldout_data")))
+            return cls([item for of_row in items for item in of_row], make.of(read_rows(recipe.heldout_data, "heldout_data")))
         train, heldout = split_by_prompt(items, recipe.heldout)
         if heldout:
             return cls(train, heldout)
@@ -100,7 +100,8 @@ def _generate_rows(recipe: SFTRecipe, tokenizer: Any) -> Rows:
     return [(f"demonstration {number}", row) for number, row in enumerate(make_demonstrations(recipe, tokenizer), 1)]
 
 
-def _read_rows(setting: Any, name: str) -> Rows:
+def read_rows(setting: Any, name: str) -> Rows:
+    """(place, row) of each row of the files that the setting `name` names."""
     paths: Sequence[Path] = list_data_files(setting, name)
     tables = [read_table(str(path)) for path in paths]
     rows: Rows = [(table.where(index), row) for table in tables for index, row in enumerate(table.rows)]

@@ -1,0 +1,57 @@
+"""Which phases a run of `ludic train` has: `mode` says it in one word, and the recipe then says the
+same in steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+from ludic.errors import ConfigError
+from ludic.recipes.schema import Recipe
+
+MODES = ("sft", "rl", "sft+rl")
+_WARMUP = ("warmup.steps", "warmup.data", "warmup.epochs")
+_EXCLUDED = {"sft": ("steps",), "rl": _WARMUP, "sft+rl": ()}
+"""Mode -> the settings of the phase that it leaves out."""
+NEEDS_WARMUP = "set warmup.data=FILE, rows as `ludic sft` takes them, or warmup.steps=N for demonstrations of the task"
+
+
+def has_warmup(recipe: Recipe) -> bool:
+    return bool(recipe.warmup.steps or recipe.warmup.data)
+
+
+def choose_phases(recipe: Recipe, said: Sequence[Mapping[str, Any]]) -> None:
+    """Leave out the phase that `mode` leaves out. `said` are the settings of the user, those of the
+    file and those of the command line: a mode and a setting that contradict each other in one place
+    are an error, and in two places the mode counts.
+
+    Example: `steps=120` in a file and `mode=sft` on the command line give `steps=0`.
+    """
+    mode = recipe.mode
+    if mode is None:
+        _check_warmup(recipe)
+        return
+    if mode not in MODES:
+        near = get_close_matches(mode, MODES, n=1, cutoff=0.5)
+        raise ConfigError(f"mode ({mode}) must be one of {', '.join(MODES)}{f'; did you mean {near[0]}?' if near else ''}")
+    for place in said:
+        for key in _EXCLUDED[mode]:
+            if place.get("mode") is not None and place.get(key):
+                raise ConfigError(
+                    f"mode={mode} leaves out what {key}={place[key]} asks for; drop one of them, or use mode=sft+rl"
+                )
+    if mode == "sft":
+        recipe.steps = 0
+    if mode == "rl":
+        recipe.warmup.steps, recipe.warmup.data, recipe.warmup.epochs = 0, None, None
+    elif not has_warmup(recipe):
+        raise ConfigError(f"mode={mode} begins with supervised training, and there is nothing to train on; {NEEDS_WARMUP}")
+    if mode != "sft" and not recipe.steps:
+        raise ConfigError(f"mode={mode} needs steps of reinforcement; set steps=N, or mode=sft")
+    _check_warmup(recipe)
+
+
+def _check_warmup(recipe: Recipe) -> None:
+    if recipe.warmup.epochs is not None and recipe.warmup.data is None:
+        raise ConfigError("warmup.epochs counts passes over warmup.data; set warmup.data=FILE, or warmup.steps instead")

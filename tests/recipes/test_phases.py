@@ -1,0 +1,64 @@
+"""`mode` and `warmup.data`: which phases a recipe has, and what contradicts that."""
+
+from pathlib import Path
+
+import pytest
+
+from ludic.errors import ConfigError
+from ludic.recipes.compose import compose, to_yaml
+from ludic.recipes.phases import has_warmup
+
+
+def phases(*arguments: str) -> tuple[bool, bool]:
+    """Whether there is a warm-up, and reinforcement."""
+    recipe = compose(arguments)
+    return has_warmup(recipe), recipe.steps > 0
+
+
+def test_a_mode_leaves_out_the_other_phase() -> None:
+    assert phases() == phases("mode=sft+rl") == (True, True)
+    assert phases("mode=sft") == (True, False)
+    assert phases("mode=rl") == (False, True)
+    assert phases("data", "warmup.data=chats.jsonl") == (True, True)
+    assert phases("warmup.data=chats.jsonl", "mode=sft") == (True, False)
+    assert compose(["warmup.data=[a.jsonl,b.jsonl]", "warmup.epochs=2"]).warmup.data == ["a.jsonl", "b.jsonl"]
+
+
+def test_on_the_command_line_the_mode_counts_more_than_the_steps_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("recipe: sort\nsteps: 7\nwarmup: {data: chats.jsonl, epochs: 2}\n")
+    assert phases(str(path), "mode=sft") == (True, False)
+    only_rl = compose([str(path), "mode=rl"])
+    assert (only_rl.steps, only_rl.warmup.steps, only_rl.warmup.data, only_rl.warmup.epochs) == (7, 0, None, None)
+    for mode in ("sft", "rl", "sft+rl"):
+        recipe = compose([f"mode={mode}", "seed=3"])
+        path.write_text(to_yaml(recipe))
+        assert compose([str(path)]) == recipe
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["mode=sft", "steps=5"], "mode=sft leaves out what steps=5 asks for; drop one of them, or use mode=sft.rl"),
+        (["mode=rl", "warmup.steps=5"], "mode=rl leaves out what warmup.steps=5 asks for"),
+        (["mode=rl", "warmup.data=x.jsonl"], "mode=rl leaves out what warmup.data=x.jsonl asks for"),
+        (
+            ["data", "mode=sft"],
+            "mode=sft begins with supervised training, and there is nothing to train on; set warmup.data=FILE",
+        ),
+        (["data", "mode=sft+rl"], "set warmup.data=FILE, rows as `ludic sft` takes them, or warmup.steps=N"),
+        (["mode=sft+rl", "steps=0"], "needs steps of reinforcement; set steps=N, or mode=sft"),
+        (["mode=sft_rl"], "mode .sft_rl. must be one of sft, rl, sft.rl; did you mean sft.rl"),
+        (["warmup.epochs=2"], "warmup.epochs counts passes over warmup.data; set warmup.data=FILE"),
+    ],
+)
+def test_contradictions_are_refused_with_the_remedy(arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        compose(arguments)
+
+
+def test_a_file_may_not_contradict_itself(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("recipe: sort\nmode: rl\nwarmup: {data: chats.jsonl}\n")
+    with pytest.raises(ConfigError, match=r"mode=rl leaves out what warmup\.data=chats\.jsonl asks for"):
+        compose([str(path)])
