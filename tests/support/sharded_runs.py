@@ -14,6 +14,7 @@ import torch
 from forked_ranks import run_ranks
 from preference_samples import reward_model, rm_config, sorted_pairs
 from safetensors.torch import load_file, save_file
+from sharded_presets import find_presets
 from training_samples import ListSource, cpu_config, sorting_items, tiny_model
 from transformers import AutoModelForCausalLM
 
@@ -379,6 +380,7 @@ def main(out, *sections):
         "files": find_files_of,
         "exports": find_exports,
         "starts": find_starts,
+        "presets": find_presets,
     }
     found = {name: everything[name](runs) for name in sections or everything}
     Path(out).write_text(json.dumps(found, indent=1))

@@ -98,3 +98,13 @@ def test_a_start_from_slices_computes_the_same(found):
         assert slices["tied"]
         assert slices["logits"] == whole["logits"]
         assert slices["norm"] == whole["norm"]
+
+
+def test_the_gradient_of_every_preset_is_that_of_one_process(found):
+    from ludic.training.presets import PRESETS
+
+    for world in ("2", "4"):
+        assert found["presets"][world].keys() == PRESETS.keys()
+        for name, (largest, difference) in found["presets"][world].items():
+            assert largest > 1e-4, name
+            assert difference <= 1e-6 * max(1.0, largest), (world, name)
