@@ -22,6 +22,7 @@ from ludic.distributed.push.folder import VersionFolders
 from ludic.errors import LudicError, PublishError
 from ludic.inference.vllm.in_server.weight_fingerprint import tensor_fingerprint
 from ludic.models import shard_transfer, sharded_files, tensor_files
+from ludic.models.exporting import export_model
 from ludic.models.loading import load_model
 from ludic.models.sharded_loading import load_sharded
 from ludic.models.sharding import ShardingSettings, gather_tensor, make_mesh, shard_model
@@ -238,6 +239,9 @@ def find_files_of(runs):
         }
         if kind == "policy":
             found["pretrained"] = is_equal(AutoModelForCausalLM.from_pretrained(step), weights)
+            (runs.folder / "exported").mkdir()
+            export_model(step, runs.folder / "exported")
+            found["exported"] = is_equal(AutoModelForCausalLM.from_pretrained(runs.folder / "exported"), weights)
     step = runs.folder / "policy" / "step_000001"
     found["flips"] = {path.name: find_flip(step, path) for path in sorted(step.glob("*.safetensors"))}
     return found

@@ -100,7 +100,7 @@ def _read_shards_of_model(model: nn.Module, folder: Path) -> None:
     reshard(model)
     own = model.state_dict()
     adapted = (folder / ADAPTER).exists()
-    files, index = ([ADAPTER], None) if adapted else _find_weight_files(folder)
+    files, index = ([ADAPTER], None) if adapted else find_weight_files(folder)
     with StoredTensors([folder / name for name in files], places=index) as stored:
         described = stored.describe()
         places = _require_adapter_names(model, folder) if adapted else {name: name for name in described}
@@ -137,14 +137,14 @@ def _check_dtypes(model: nn.Module, state: Mapping[str, Tensor], folder: Path) -
 def _read_stored(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of all weights in the folder, from the shards of an index or else from the
     single file."""
-    files, places = _find_weight_files(folder)
+    files, places = find_weight_files(folder)
     if places is None:
         yield from read_tensors(folder / MODEL).items()
     else:
         yield from _read_indexed(folder, files, places)
 
 
-def _find_weight_files(folder: Path) -> tuple[list[str], dict[str, str] | None]:
+def find_weight_files(folder: Path) -> tuple[list[str], dict[str, str] | None]:
     """(names of the files with weights, name of a tensor -> its file). Without an index: None."""
     if (folder / INDEX).exists():
         places = _read_weight_map(folder)

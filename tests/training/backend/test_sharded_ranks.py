@@ -70,6 +70,7 @@ def test_the_files_are_plain_and_are_read_by_one_process_and_by_other_ranks(foun
 
 def test_transformers_opens_the_folder_and_a_changed_byte_in_the_file_of_any_rank_is_found(found):
     assert found["files"]["pretrained"]
+    assert found["files"]["exported"]
     assert len(found["files"]["flips"]) == 4
     for name, faults in found["files"]["flips"].items():
         assert faults == [f"the content of {name} has changed"]
