@@ -46,6 +46,7 @@ OPTIONAL_READS = {
     "models/sharding.py": (2, "FSDP2 and transformers"),
     "models/state_files.py": (3, "transformers and PEFT"),
     "recipes/build.py": (1, "a user's function"),
+    "rollouts/training/backends/pytorch.py": (2, "a transformers model"),
     "rollouts/training/datasets/data_buffer.py": (1, "numpy and torch"),
     "rollouts/training/rollout_gen/buffered_prompts.py": (3, "a user's buffer"),
     "rollouts/training/rollout_gen/generate_calls.py": (1, "a user's function"),

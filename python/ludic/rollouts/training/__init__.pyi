@@ -1,3 +1,6 @@
+from ludic.rollouts.training.backends.protocol import TrainingBackend as TrainingBackend
+from ludic.rollouts.training.backends.pytorch import PyTorchTrainingBackend as PyTorchTrainingBackend
+from ludic.rollouts.training.backends.pytorch_factory import create_pytorch_backend as create_pytorch_backend
 from ludic.rollouts.training.datasets.data_buffer import DataBuffer as DataBuffer
 from ludic.rollouts.training.filters import (
     check_any_success as check_any_success,

@@ -74,6 +74,11 @@ class SerialWorker:
         self._enqueue("reset", run)
         return future
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether an operation failed and nothing runs until `reset`."""
+        return self._failure is not None
+
     def close(self) -> None:
         """Wait for what was submitted, and end the thread."""
         self._executor.shutdown()

@@ -180,17 +180,18 @@ class TorchBackend(ModelPasses):
             return self.model.no_sync()
         return nullcontext()
 
-    def optim_step(self, *, lr_factor: float = 1.0) -> TrainFuture[dict[str, float]]:
+    def optim_step(self, *, lr_factor: float | None = 1.0) -> TrainFuture[dict[str, float]]:
         return self._run("optim_step", lambda: self._optim_step(lr_factor))
 
-    def _optim_step(self, lr_factor: float) -> dict[str, float]:
+    def _optim_step(self, lr_factor: float | None) -> dict[str, float]:
         pending, self._pending = self._pending, []
         loss, self._loss = self._loss, None
         self._masters.move_gradients()
         norm = self._clip_gradient()
         self._check_finite(norm, loss, pending)
-        for group in self.optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * lr_factor
+        if lr_factor is not None:
+            for group in self.optimizer.param_groups:
+                group["lr"] = group["initial_lr"] * lr_factor
         self._masters.copy_changed_weights()
         self.optimizer.step()
         self._masters.write_back()
@@ -205,6 +206,15 @@ class TorchBackend(ModelPasses):
         limit = float("inf") if self.cfg.max_grad_norm is None else self.cfg.max_grad_norm
         norm = nn.utils.clip_grad_norm_([parameter for parameter in stepped if parameter.grad is not None], limit)
         return float(gather_tensor(norm))
+
+    def gradient_norm(self) -> float:
+        """L2 norm of the gradient that this rank has accumulated; of a sharded model, of all ranks.
+        Waits for the device."""
+        tensors = [each for each in self.model.parameters() if each.requires_grad]
+        gradients = [
+            part.grad for each in tensors for part in {each, self._masters.stepped_tensor(each)} if part.grad is not None
+        ]
+        return float(gather_tensor(nn.utils.get_total_norm(gradients))) if gradients else 0.0
 
     def _clear_gradients(self) -> None:
         """Clear all gradients, also of parameters that the optimizer does not step: these would

@@ -1,0 +1,207 @@
+"""Batches by column, as micro-batches.
+
+    input_ids        5 6 7 0        rows by attention mask:  [5 6 7], [8 9]
+    attention_mask   1 1 1 0        rows by cu_seqlens [0 3 5] of the packed 5 6 7 8 9: the same
+                     ...
+Rows become a `SampleTable`, which checks them; a micro-batch is collated from it. Columns that a
+table does not have (advantages of tokens, log-probabilities of a reference) follow their rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ludic import _core
+from ludic.errors import DataError
+from ludic.rollouts.training.rl_losses import IGNORED
+from ludic.training.batching.micro_batching import MicroBatch
+from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
+from ludic.training.batching.packing import Rows
+from ludic.training.config import TrainerConfig
+from ludic.training.types import SAWItem
+
+TOKEN_COLUMNS = ("token_weight", "ref_log_probs")
+"""Columns of tokens that a table does not have."""
+
+
+@dataclass(frozen=True)
+class ColumnRows:
+    """The rows of a batch by column, without padding. N rows, S tokens in all."""
+
+    places: Tensor
+    """[S] index of each token in the flattened `input_ids`."""
+    ends: Tensor
+    """[N] end of each row in `places`."""
+    shape: tuple[int, int]
+    """Shape of `input_ids`."""
+    table: _core.SampleTable
+    extra: dict[str, Tensor]
+    """Name -> [S] values of the tokens, or [N] `old_logp_mean`."""
+
+    @classmethod
+    def of(cls, batch: Mapping[str, Any]) -> ColumnRows:
+        """Read a batch. Raises DataError for columns whose shapes or values do not fit."""
+        ids = _require(batch, "input_ids").cpu()
+        if ids.ndim != 2:
+            raise DataError(f"input_ids {tuple(ids.shape)} must be [B, T], or [1, S] with cu_seqlens")
+        places, ends = _find_rows(batch, ids)
+        advantages, old = _optional(batch, "advantages"), _optional(batch, "old_log_probs")
+        weights = torch.ones(len(ends)) if advantages is None or advantages.shape == ids.shape else advantages
+        _check_rows("advantages", weights, len(ends))
+        mask = read_loss_mask(batch, ids)
+        if not bool(((mask == 0) | (mask == 1)).all()):
+            row = int(((mask != 0) & (mask != 1)).any(dim=1).nonzero()[0])
+            raise DataError(
+                f"loss_mask of row {row} has a value that is not 0 or 1; fractions count in the functions of rl_losses, not in a backend: "
+                "round them, or put the fraction into advantages [B, T]"
+            )
+        per_token = None if old is None or old.ndim == 1 else _check_tokens("old_log_probs", old, ids)
+        table = _core.SampleTable.from_columns(
+            ids.reshape(-1)[places].numpy(),
+            mask.reshape(-1)[places].to(torch.uint8).numpy(),
+            np.concatenate([[0], ends.numpy()]),
+            weights.float().numpy(),
+            None if per_token is None else per_token.reshape(-1)[places].float().numpy(),
+        )
+        extra = {
+            "ref_log_probs": _optional(batch, "ref_log_probs"),
+            "token_weight": None if weights is advantages else advantages,
+        }
+        columns = {
+            name: _check_tokens(name, value, ids).reshape(-1)[places].float()
+            for name, value in extra.items()
+            if value is not None
+        }
+        if old is not None and old.ndim == 1:
+            columns["old_logp_mean"] = _check_rows("old_log_probs", old, len(ends)).float()
+        return cls(places, ends, (ids.shape[0], ids.shape[1]), table, columns)
+
+    def begins(self, row: int) -> int:
+        return int(self.ends[row - 1]) if row else 0
+
+    def tokens(self, column: Tensor, row: int) -> Tensor:
+        """The values of one row of a column [S]."""
+        return column[self.begins(row) : int(self.ends[row])]
+
+    def spread(self, logps: Mapping[int, Tensor]) -> Tensor:
+        """[B, T] in the layout of `input_ids`, from row -> log-probabilities of its tokens after
+        the first; 0 elsewhere."""
+        flat = torch.zeros(self.shape[0] * self.shape[1])
+        for row, values in logps.items():
+            places = self.places[self.begins(row) + 1 : int(self.ends[row])]
+            flat[places] = values[: len(places)].float().cpu()
+        return flat.view(self.shape)
+
+
+class ColumnMiniBatch(MiniBatch):
+    """The micro-batches of a batch by column."""
+
+    def __init__(self, rows: ColumnRows, cfg: TrainerConfig) -> None:
+        self.columns = rows
+        names = [SAWItem([], [], [], 0.0, {"rollout_id": f"row {number}"}) for number in range(len(rows.table))]
+        super().__init__(MacroBatch(names, rows.table, 0, 0), np.arange(len(rows.table)), cfg)
+
+    def _micro_batch(self, rows: Rows) -> MicroBatch:
+        micro_batch = super()._micro_batch(rows)
+        tensors, extra = micro_batch.tensors, self.columns.extra
+        like = tensors["input_ids"]
+        for name in TOKEN_COLUMNS:
+            if name in extra:
+                values = torch.zeros(like.shape)
+                for number, row in enumerate(rows):
+                    row_values = self.columns.tokens(extra[name], int(row))
+                    values[number, : len(row_values)] = row_values
+                tensors[name] = values.to(like.device)
+        if "old_logp_mean" in extra:
+            means = extra["old_logp_mean"][torch.from_numpy(rows)].to(like.device)
+            tensors["old_logp_action"] = means * tensors["action_mask"][:, 1:].sum(dim=1).clamp(min=1.0)
+        return micro_batch
+
+
+def whole_micro_batch(batch: Mapping[str, Any], device: torch.device | str) -> MicroBatch:
+    """The batch as it is, for a loss function that sees all of it: the caller's columns, and those
+    that the model and a `Loss` read."""
+    tensors = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
+    ids = _require(tensors, "input_ids")
+    tensors["action_mask"] = read_loss_mask(tensors, ids).float()
+    if "cu_seqlens" in tensors:
+        bounds = tensors["cu_seqlens"]
+        lengths = bounds.diff()
+        starts = torch.repeat_interleave(bounds[:-1].long(), lengths.long())
+        tensors.setdefault("position_ids", (torch.arange(ids.shape[1], device=ids.device) - starts)[None])
+        tensors.setdefault("max_seqlen", int(lengths.max()))
+        count = len(lengths)
+    else:
+        tensors.setdefault("attention_mask", torch.ones_like(ids))
+        count = ids.shape[0]
+    tensors.setdefault("weight", torch.ones(count, device=ids.device))
+    return MicroBatch(tensors, count, tuple(f"row {number}" for number in range(count)))
+
+
+def read_loss_mask(batch: Mapping[str, Any], ids: Tensor) -> Tensor:
+    """[B, T] `loss_mask`, 0 on ignored labels and on padding. Raises DataError for labels that are
+    shifted or otherwise no labels of `input_ids`."""
+    labels, mask = _optional(batch, "labels"), _optional(batch, "loss_mask")
+    result = torch.ones_like(ids) if mask is None else _check_tokens("loss_mask", mask.to(ids.device), ids)
+    attention = _optional(batch, "attention_mask")
+    if attention is not None and attention.shape == ids.shape:
+        result = result.masked_fill(attention.to(ids.device) == 0, 0)
+    if labels is None:
+        return result
+    labels = _check_tokens("labels", labels.to(ids.device), ids)
+    differs = (labels != ids) & (labels != IGNORED) & (result != 0)
+    if bool(differs.any()):
+        row, token = (int(index) for index in differs.nonzero()[0])
+        raise DataError(
+            f"labels[{row}, {token}] is {int(labels[row, token])} and input_ids[{row}, {token}] {int(ids[row, token])}; labels are the "
+            f"token ids, or {IGNORED} where nothing is trained: do not shift them, the loss does that"
+        )
+    return result.masked_fill(labels == IGNORED, 0)
+
+
+def _find_rows(batch: Mapping[str, Any], ids: Tensor) -> tuple[Tensor, Tensor]:
+    """`places` and `ends` of the rows."""
+    if "cu_seqlens" in batch:
+        bounds = _require(batch, "cu_seqlens").cpu().long()
+        if ids.shape[0] != 1 or bounds[0] != 0 or bounds[-1] != ids.shape[1] or bool((bounds.diff() < 1).any()):
+            raise DataError(
+                f"cu_seqlens {bounds.tolist()[:8]} must rise from 0 to the number of packed tokens, and input_ids {tuple(ids.shape)} "
+                "must be [1, S]"
+            )
+        return torch.arange(ids.shape[1]), bounds[1:]
+    attention = _optional(batch, "attention_mask")
+    present = torch.ones_like(ids) if attention is None else _check_tokens("attention_mask", attention, ids)
+    places = present.reshape(-1).nonzero()[:, 0]
+    lengths = (present != 0).sum(dim=1)
+    if bool((lengths == 0).any()):
+        raise DataError(f"row {int((lengths == 0).nonzero()[0])} of attention_mask has no token; leave the row out")
+    return places, lengths.cumsum(0)
+
+
+def _require(batch: Mapping[str, Any], name: str) -> Tensor:
+    value = batch.get(name)
+    if not isinstance(value, Tensor):
+        raise DataError(f"the batch has {', '.join(batch) or 'no columns'}; it needs {name} as a tensor")
+    return value
+
+
+def _optional(batch: Mapping[str, Any], name: str) -> Tensor | None:
+    return _require(batch, name).detach() if batch.get(name) is not None else None
+
+
+def _check_tokens(name: str, value: Tensor, ids: Tensor) -> Tensor:
+    if value.shape != ids.shape:
+        raise DataError(f"{name} {tuple(value.shape)} must have the shape of input_ids {tuple(ids.shape)}")
+    return value.to(ids.device)
+
+
+def _check_rows(name: str, value: Tensor, count: int) -> Tensor:
+    if tuple(value.shape) != (count,):
+        raise DataError(f"{name} {tuple(value.shape)} must have one value for each of {count} rows, or one for each token")
+    return value.cpu()

@@ -1,0 +1,366 @@
+"""`PyTorchTrainingBackend`: a `TorchBackend` that also takes batches by column, answers with
+numbers, and writes checkpoints."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ludic.errors import CheckpointError, ConfigError, DataError
+from ludic.files.atomic import read_json, write_json
+from ludic.models.packed_attention import unwrap_transformer
+from ludic.models.sharding import gather_tensor, get_local, is_sharded, reshard
+from ludic.rollouts.training.backends.columns import ColumnMiniBatch, ColumnRows, whole_micro_batch
+from ludic.rollouts.training.backends.function_loss import FunctionLoss, as_training_loss
+from ludic.training import ranks
+from ludic.training.algorithm import RLAlgorithm
+from ludic.training.backend.futures import TrainFuture
+from ludic.training.backend.protocol import MicroBatches
+from ludic.training.backend.serial_worker import SerialWorker
+from ludic.training.backend.torch import TorchBackend
+from ludic.training.batching.micro_batching import MicroBatch
+from ludic.training.checkpoint import CheckpointConfig, CheckpointManager
+from ludic.training.config import TrainerConfig
+from ludic.training.credit_assignment import ConstantCredit
+from ludic.training.loop.micro_stats import combine_micro_stats, copy_to_host, final_values
+from ludic.training.loss import BatchTotals
+from ludic.training.loss.base import adapted_loss, loss_name
+
+logger = logging.getLogger(__name__)
+
+METADATA = "metadata.json"
+WITHOUT_LIMIT = 2**31 - 1
+"""Tokens of a micro-batch that is not split."""
+LONGEST = 2**20
+"""Tokens of a sample, for a model that names no limit."""
+PICKLES = ("pytorch_model.bin", "optimizer.bin", "checkpoint.pt", "pytorch_model.pt")
+
+
+class PyTorchTrainingBackend(TorchBackend):
+    """Trains a torch model in this process, in a thread of its own.
+
+    >>> backend = PyTorchTrainingBackend(model, optimizer, grpo_loss, Path("checkpoints"))
+    >>> metrics = await backend.forward_backward(batch).result()   # loss, grad_norm and others
+    >>> await backend.optim_step().result()                        # lr, step, grad_norm
+    >>> folder = await backend.save_checkpoint(10, metrics)        # checkpoints/step_000010
+
+    Methods return futures at once and run in the order of the calls. Gradients accumulate until
+    `optim_step`. After a failure the backend refuses work until `reset()` drops the gradient.
+    `Trainer` and the loops train with it as it is. A batch by column is described at `DictBatch`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss_fn: Any,
+        checkpoint_dir: str | Path,
+        device: torch.device | str | None = None,
+        weight_version: int = 0,
+        current_step: int = 0,
+        *,
+        max_grad_norm: float | None = None,
+        scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+        max_seq_len: int | None = None,
+        micro_token_budget: int | None = None,
+        tokenizer: Any = None,
+        max_to_keep: int | None = None,
+        in_thread: bool = True,
+    ) -> None:
+        """`loss_fn`: a `Loss`, a function of `rl_losses`, or any function (`as_training_loss`).
+        `device`: None leaves the model where it is. `scheduler` steps with the optimizer.
+        `micro_token_budget`: tokens of a forward pass; None: a batch by column is one pass.
+        `tokenizer` is saved with the weights, so that a server can load the folder. `max_to_keep`:
+        checkpoints to keep; None: all. `in_thread=False` computes when called."""
+        loss = as_training_loss(loss_fn)
+        _check_budget(loss, micro_token_budget)
+        device = _check_device(next(model.parameters()).device if device is None else device)
+        cfg = _make_config(model, loss, device, max_grad_norm, max_seq_len, micro_token_budget, tokenizer)
+        algo = RLAlgorithm(name=loss_name(loss), credit_assigner=ConstantCredit(1.0), loss=loss)
+        worker = SerialWorker() if in_thread else None
+        super().__init__(model, cfg, algo=algo, optimizer_factory=lambda: optimizer, worker=worker)
+        self.loss_fn, self.scheduler, self.tokenizer = loss_fn, scheduler, tokenizer
+        self.weight_version, self.current_step = weight_version, current_step
+        self.checkpoint_dir = Path(checkpoint_dir)
+        keep = WITHOUT_LIMIT if max_to_keep is None else max_to_keep
+        self.checkpoints = CheckpointManager(CheckpointConfig(self.checkpoint_dir, max_to_keep=keep))
+        self._whole = micro_token_budget is None
+        self._saved_step: int | None = None
+        self._metrics: dict[str, Any] = {}
+
+    def forward_backward(
+        self, batch: Mapping[str, Any] | MicroBatch | MicroBatches, *, totals: BatchTotals | None = None
+    ) -> TrainFuture[Any]:
+        """Add the gradient of a batch by column; returns `loss`, `grad_norm` of what has
+        accumulated, and the loss's statistics. Micro-batches are those of `TrainingBackend` in
+        `ludic.training`."""
+        if isinstance(batch, Mapping):
+            return self._run("forward_backward", lambda: self._forward_backward_columns(batch))
+        return super().forward_backward(batch, totals=totals)
+
+    def _forward_backward_columns(self, batch: Mapping[str, Any]) -> dict[str, float]:
+        micro_batches, totals = self._divide(batch)
+        result = self._forward_backward(micro_batches, totals)
+        stats = combine_micro_stats(copy_to_host(result.micro_stats), result.micro_sizes)
+        metrics = {**final_values(stats), "loss": float(result.loss), "grad_norm": self.gradient_norm()}
+        metrics.pop("reported_loss", None)
+        self._metrics |= metrics
+        return metrics
+
+    def _divide(self, batch: Mapping[str, Any]) -> tuple[MicroBatches, BatchTotals | None]:
+        if isinstance(adapted_loss(self.algo), FunctionLoss):
+            return [whole_micro_batch(batch, self.cfg.model_device)], None
+        mini_batch = ColumnMiniBatch(ColumnRows.of(batch), self._column_config)
+        return mini_batch, mini_batch.totals
+
+    @property
+    def _column_config(self) -> TrainerConfig:
+        """Settings for batches by column, which are not truncated."""
+        budget = WITHOUT_LIMIT if self._whole else self.cfg.micro_token_budget
+        return replace(self.cfg, packing="greedy", max_seq_len=1, micro_token_budget=budget)
+
+    def optim_step(self, *, lr_factor: float | None = None) -> TrainFuture[dict[str, float]]:
+        """Clip, step the optimizer and the scheduler, clear the gradient. Returns `lr`, `step` and
+        `grad_norm`. `lr_factor` scales the optimizer's initial rates; None, or with a scheduler:
+        they stay as they are."""
+        return super().optim_step(lr_factor=None if self.scheduler is not None else lr_factor)
+
+    def _optim_step(self, lr_factor: float | None) -> dict[str, float]:
+        result = super()._optim_step(lr_factor)
+        self.current_step, self.weight_version = self.current_step + 1, self.weight_version + 1
+        if self.scheduler is not None:
+            self.scheduler.step()
+        metrics = {**result, "step": float(self.current_step)}
+        self._metrics |= metrics
+        return metrics
+
+    def forward_logprobs(self, batch: Any, *, temperature: float | None = None, top_p: float = 1.0) -> TrainFuture[Tensor]:
+        """Of a batch by column: [B, T] float32 log-probability of each token, aligned with
+        `input_ids` and 0 at the first token of a row: `old_log_probs` of later steps. Of a
+        micro-batch as in `ForwardPasses`."""
+        if not isinstance(batch, Mapping):
+            return super().forward_logprobs(batch, temperature=temperature, top_p=top_p)
+
+        def compute() -> Tensor:
+            rows = ColumnRows.of(batch)
+            mini_batch = ColumnMiniBatch(rows, self._column_config)
+            logps: dict[int, Tensor] = {}
+            for index, micro_batch in enumerate(mini_batch):
+                values = self._logprobs(micro_batch, temperature, top_p)
+                logps.update(zip(map(int, mini_batch.micro_batch_rows(index)), values, strict=False))
+            return rows.spread(logps)
+
+        return self._run("forward_logprobs", compute)
+
+    async def save_checkpoint(self, step: int, metrics: Mapping[str, Any] | None = None) -> Path:
+        """Write weights, optimizer, scheduler, tokenizer and `metadata.json` to
+        `checkpoint_dir/step_NNNNNN`, replacing an older one of that step. All ranks call it.
+        Returns the folder, which vLLM and SGLang can load."""
+        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+            raise ConfigError(f"step ({step!r}) must be a whole number >= 0; the folder is named after it")
+        self._saved_step, self._metrics = step, {**self._metrics, **_check_metrics(metrics or {})}
+        try:
+            if ranks.is_distributed():  # its collectives stay in the thread of all others
+                self.checkpoints.save_backend(self, step=step)
+            else:
+                await asyncio.to_thread(self.checkpoints.save_backend, self, step=step)
+        finally:
+            self._saved_step = None
+        return self.checkpoint_dir / f"step_{step:06d}"
+
+    def save(self, path: str | Path | None, *, optimizer: bool = True) -> TrainFuture[None]:
+        """Write the weights, the tokenizer and `metadata.json`, and with `optimizer` its state,
+        into the folder."""
+        step = self.current_step if self._saved_step is None else self._saved_step
+
+        def compute() -> None:
+            folder = None if path is None else Path(path)
+            self._save(folder, optimizer)
+            if folder is not None and ranks.rank() == 0:
+                if self.tokenizer is not None:
+                    self.tokenizer.save_pretrained(folder)
+                write_json(folder / METADATA, self._describe(step))
+
+        return self._run("save", compute)
+
+    def _describe(self, step: int) -> dict[str, Any]:
+        content = {"step": step, "optim_step": self.current_step, "weight_version": self.weight_version}
+        scheduler = {} if self.scheduler is None else {"scheduler": _plain_values(self.scheduler.state_dict())}
+        return {**content, "timestamp": time.time(), "metrics": self._metrics, **scheduler}
+
+    def load(self, path: str | Path, *, optimizer: bool = True) -> TrainFuture[None]:
+        """Read what `save` wrote. With `optimizer`, also its state, the scheduler, the step and the
+        version of the weights."""
+        return self._run("load", lambda: self._load_all(Path(path), optimizer))
+
+    def _load_all(self, folder: Path, optimizer: bool) -> None:
+        _refuse_pickles(folder)
+        self._load(folder, optimizer)
+        if not (optimizer and (folder / METADATA).exists()):
+            return
+        content = read_json(folder / METADATA)
+        self.current_step = int(content.get("optim_step", content.get("step", 0)))
+        self.weight_version = int(content.get("weight_version", self.current_step))
+        if self.scheduler is not None and "scheduler" in content:
+            self.scheduler.load_state_dict({**self.scheduler.state_dict(), **content["scheduler"]})
+
+    async def load_checkpoint(self, checkpoint_path: str | Path, *, optimizer: bool = True) -> dict[str, Any]:
+        """Read a checkpoint folder. Returns its `metadata.json`; empty without one. With
+        `optimizer=False` only the weights are read: the start of another phase. Raises
+        CheckpointError for a damaged folder, and for files that are pickles."""
+        folder = Path(checkpoint_path)
+        _refuse_pickles(folder)
+        await self.load(self.checkpoints.find(path=folder), optimizer=optimizer)
+        return read_json(folder / METADATA) if (folder / METADATA).exists() else {}
+
+    def get_weights(self) -> TrainFuture[dict[str, Tensor]]:
+        """A copy of the model's state dict on the CPU. Of a sharded model all ranks call this, and
+        each gets the whole."""
+        return self._run("get_weights", self._copy_weights)
+
+    @torch.no_grad()
+    def _copy_weights(self) -> dict[str, Tensor]:
+        reshard(self.model)
+        state = self.model.state_dict()
+        return {name: gather_tensor(value.detach()).to("cpu", copy=True) for name, value in state.items()}
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> TrainFuture[None]:
+        """Set the model's weights to those of `get_weights`. Raises DataError for missing or
+        unknown names and for other shapes; nothing is changed then."""
+        return self._run("load_weights", lambda: self._set_weights(weights))
+
+    @torch.no_grad()
+    def _set_weights(self, weights: Mapping[str, Tensor]) -> None:
+        reshard(self.model)
+        state = self.model.state_dict()
+        wrong = sorted(state.keys() ^ weights.keys()) or [name for name in state if state[name].shape != weights[name].shape]
+        if wrong:
+            raise DataError(f"the weights do not fit the model: {', '.join(wrong[:8])} are missing, unknown or of another shape")
+        for name, target in state.items():
+            value = weights[name]
+            if is_sharded(self.model):
+                value = _own_part(value, target)
+            get_local(target).copy_(value)
+
+    @property
+    def poisoned(self) -> bool:
+        """Whether an operation failed, so that the backend refuses work until `reset`."""
+        return self._worker is not None and self._worker.has_failed
+
+    def get_state_snapshot(self) -> dict[str, Any]:
+        """Facts about model, optimizer and progress, for logs."""
+        parameters = list(self.model.parameters())
+        group = self.optimizer.param_groups[0]
+        return {
+            "parameters": sum(parameter.numel() for parameter in parameters),
+            "trained_parameters": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+            "dtype": str(parameters[0].dtype).removeprefix("torch."),
+            "device": str(self.cfg.model_device),
+            "optimizer": type(self.optimizer).__name__,
+            **{name: group[name] for name in ("lr", "betas", "weight_decay") if name in group},
+            "loss": self.algo.name,
+            "step": self.current_step,
+            "weight_version": self.weight_version,
+            "poisoned": self.poisoned,
+            "is_fsdp": is_sharded(self.model),
+        }
+
+    def close(self) -> None:
+        """End the thread, after what was submitted."""
+        if self._worker is not None:
+            self._worker.close()
+
+
+def _own_part(whole: Tensor, like: Tensor) -> Tensor:
+    from ludic.models.sharding import find_own_region
+
+    return whole[tuple(slice(begin, end) for begin, end in find_own_region(like))]
+
+
+def _make_config(
+    model: nn.Module,
+    loss: Any,
+    device: torch.device,
+    max_grad_norm: float | None,
+    max_seq_len: int | None,
+    budget: int | None,
+    tokenizer: Any,
+) -> TrainerConfig:
+    """Settings of a `Trainer` around the backend. A loss that must see a batch whole has no limit
+    on micro-batches."""
+    length = max_seq_len or _longest_sample(model)
+    whole = isinstance(loss, FunctionLoss)
+    default = WITHOUT_LIMIT if whole else max(length, TrainerConfig.micro_token_budget)
+    return TrainerConfig(
+        model_device=str(device),
+        max_grad_norm=max_grad_norm,
+        max_seq_len=length,
+        micro_token_budget=default if budget is None else budget,
+        pad_token_id=0 if tokenizer is None else tokenizer,
+        packing="greedy" if whole else "optimal",
+    )
+
+
+def _longest_sample(model: nn.Module) -> int:
+    limit = getattr(getattr(unwrap_transformer(model), "config", None), "max_position_embeddings", None)
+    return LONGEST if limit is None else int(limit)
+
+
+def _check_budget(loss: Any, budget: int | None) -> None:
+    if budget is not None and isinstance(loss, FunctionLoss):
+        raise ConfigError(
+            f"micro_token_budget ({budget}) splits batches, and the loss function {loss_name(loss)} must see them whole; leave it out, "
+            "or pass a Loss, grpo_loss, ppo_loss or sft_loss"
+        )
+
+
+def _check_device(device: torch.device | str) -> torch.device:
+    checked = torch.device(device)
+    if checked.type == "cuda":
+        count = torch.cuda.device_count()
+        if (checked.index or 0) >= count:
+            raise ConfigError(
+                f"device ({checked}) must be one of the {count} CUDA devices that this process sees; check gpu_ranks"
+            )
+    return checked
+
+
+def _check_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    for name, value in metrics.items():
+        try:
+            json.dumps(value)
+        except TypeError as error:
+            raise DataError(f"metrics[{name!r}] ({type(value).__name__}) must be a number, text or a list of them") from error
+    return dict(metrics)
+
+
+def _plain_values(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries that JSON can express. Functions of a schedule are not among them: whoever builds
+    it supplies them again."""
+    plain = {}
+    for name, value in state.items():
+        try:
+            json.dumps(value)
+        except TypeError:
+            logger.warning("the scheduler's %s (%s) is not saved", name, type(value).__name__)
+        else:
+            plain[name] = value
+    return plain
+
+
+def _refuse_pickles(folder: Path) -> None:
+    pickles = [name for name in PICKLES if (folder / name).exists()]
+    if pickles and not any(folder.glob("*.safetensors")):
+        raise CheckpointError(
+            f"{folder} has {', '.join(pickles)}, which is a pickle and could run any code when it is read. Convert it once, where it was "
+            "made: load it there and call model.save_pretrained(folder), which writes safetensors; the optimizer then starts anew"
+        )
