@@ -140,6 +140,7 @@ from ludic.training.rollouts.requests import (
     make_dataset_sequence_requests_fn as make_dataset_sequence_requests_fn,
     make_requests_fn_from_queue as make_requests_fn_from_queue,
 )
+from ludic.training.rollouts.rolling import RollingBatchSource as RollingBatchSource
 from ludic.training.stats import (
     Reducer as Reducer,
     aggregate_stats as aggregate_stats,

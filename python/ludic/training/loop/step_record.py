@@ -123,7 +123,9 @@ class StepRecord:
         for key, name in (("generation_s", "perf/generation_s"), ("policy_lag", "policy_lag")):
             if key in meta:
                 stats[name] = Stat(float(meta[key]), float(len(self.batch.items)))
-        stats |= {key: Stat(float(value), rule="max") for key, value in meta.items() if key.startswith(("queue/", "actors/"))}
+        stats |= {
+            key: Stat(float(value), rule="max") for key, value in meta.items() if key.startswith(("queue/", "actors/", "groups/"))
+        }
         lengths = [item.meta["completion_length"] for item in self.batch.items if "completion_length" in item.meta]
         if lengths:
             stats["min_completion_length"] = Stat(float(min(lengths)), rule="min")

@@ -99,15 +99,18 @@ class RolloutEngine:
         timeout_s: float | None = None,
         *,
         for_training: bool = False,
+        gate: asyncio.Semaphore | None = None,
     ) -> PlayedRollouts:
         """Play `num_episodes` episodes of every request, at most `concurrency` at a time. Returns
         the rollouts in the order of the requests. `for_training`: an episode without the token
-        traces that training needs has failed.
+        traces that training needs has failed. `gate`: limits the episodes of several calls
+        together, instead of `concurrency`.
 
         A seed that is None in a request is set to the episode number. Episodes are numbered over
         all calls of the engine, so no batch repeats another.
         """
-        return await self._play_all(requests, max_steps, timeout_s, concurrency, for_training=for_training)
+        gate = gate or asyncio.Semaphore(max(1, concurrency))
+        return await self._play_all(requests, max_steps, timeout_s, gate, for_training=for_training)
 
     async def generate_batch(
         self,
@@ -123,7 +126,8 @@ class RolloutEngine:
         """Play the requests and return one sample per step, with credit from `credit_assigner`, or
         else from `algorithm`."""
         assigner = select_credit_assigner(algorithm, credit_assigner)
-        rollouts = await self._play_all(requests, max_steps, timeout_s, concurrency, for_training=True)
+        gate = asyncio.Semaphore(max(1, concurrency))
+        rollouts = await self._play_all(requests, max_steps, timeout_s, gate, for_training=True)
         return batch_from_played(rollouts, assigner, sample_filter)
 
     def state_dict(self) -> dict[str, int]:
@@ -139,13 +143,12 @@ class RolloutEngine:
         requests: Sequence[RolloutRequest],
         max_steps: int,
         timeout_s: float | None,
-        concurrency: int,
+        gate: asyncio.Semaphore,
         *,
         for_training: bool = False,
     ) -> PlayedRollouts:
         episodes = self._expand(requests)
         groups = group_episodes(episodes)
-        gate = asyncio.Semaphore(max(1, concurrency))
         async with asyncio.TaskGroup() as tasks:
             for episode in episodes:
                 siblings = groups[episode.group]

@@ -1,0 +1,168 @@
+"""Requests one prompt at a time, by their position, and the groups that are made of them."""
+
+from __future__ import annotations
+
+import copy
+import uuid
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from inspect import iscoroutine
+from random import Random
+from typing import Any, Protocol, runtime_checkable
+
+from ludic.errors import ConfigError, ConfigTypeError, RequestsExhausted
+from ludic.training.types import RequestsFn, RolloutRequest
+
+
+@runtime_checkable
+class PromptRequests(Protocol):
+    """Requests by position. An own class may have `state_dict` and `load_state_dict` too."""
+
+    def take(self) -> tuple[int, RolloutRequest]:
+        """(position, the next request). Raises RequestsExhausted after the last one."""
+        ...
+
+    def at(self, position: int) -> RolloutRequest:
+        """The request at a position that `take` has returned."""
+        ...
+
+
+@runtime_checkable
+class _Stateful(Protocol):
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any], /) -> None: ...
+
+
+class RequestsByPosition:
+    """The requests of a function that returns them in batches, as `PromptRequests`.
+
+    A request is found again by the state that the function had before its batch, so the function
+    needs `state_dict` and `load_state_dict` for a run that is resumed. Requests that are groups
+    already, with `group_size` members of one `group_id`, count as one.
+
+        batches of 3: positions 0 1 2 | 3 4 5; at(4) loads the state before the second batch, calls
+        the function, and takes the request with index 1
+    """
+
+    def __init__(self, requests_fn: RequestsFn, group_size: int) -> None:
+        position: object = requests_fn
+        self._requests_fn, self._group_size = requests_fn, group_size
+        self._function = position if isinstance(position, _Stateful) else None
+        self._next = 0
+        self._starts: list[tuple[int, dict[str, Any] | None]] = []
+        """(position of the first request of a batch, the function's state before it)"""
+        self._batch: tuple[int, list[RolloutRequest]] = (0, [])
+        """(position of its first request, the requests) of the batch that `take` takes from."""
+
+    def take(self) -> tuple[int, RolloutRequest]:
+        first, batch = self._batch
+        if self._next == first + len(batch):
+            state = self._function_state()
+            batch = self._ask()
+            if not batch:
+                raise RequestsExhausted("requests has returned no more requests")
+            first = self._next
+            self._batch = first, batch
+            self._starts.append((first, state))
+        self._next += 1
+        return self._next - 1, batch[self._next - 1 - first]
+
+    def at(self, position: int) -> RolloutRequest:
+        first, batch = self._batch
+        if not first <= position < first + len(batch):
+            first, batch = self._batch_of(position)
+        return batch[position - first]
+
+    def state_dict(self, kept: Iterable[int]) -> dict[str, Any]:
+        """The state from which the next requests and those at the positions `kept` follow."""
+        needed = {self._index_of(position) for position in [*kept, self._next - 1] if position >= 0}
+        self._starts = [start for i, start in enumerate(self._starts) if i in needed]
+        return {"next": self._next, "starts": [list(start) for start in self._starts], "requests": self._function_state()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state`."""
+        self._next = int(state["next"])
+        self._starts = [(int(first), before) for first, before in state["starts"]]
+        self._batch = (self._next, [])
+        if self._function is not None:
+            self._function.load_state_dict(state["requests"])
+            if self._next:
+                self._batch = self._batch_of(self._next - 1)
+
+    def _function_state(self) -> dict[str, Any] | None:
+        return None if self._function is None else copy.deepcopy(self._function.state_dict())
+
+    def _index_of(self, position: int) -> int:
+        return bisect_right(self._starts, position, key=lambda start: start[0]) - 1
+
+    def _batch_of(self, position: int) -> tuple[int, list[RolloutRequest]]:
+        """The batch of a position, asked for again. The function's state is then as before."""
+        if self._function is None:
+            raise ConfigError(
+                "requests has no state_dict, so the prompts of the groups that were being played are not known any more; give it "
+                "state_dict and load_state_dict, as make_dataset_sequence_requests_fn's has"
+            )
+        first, before = self._starts[self._index_of(position)]
+        now = copy.deepcopy(self._function.state_dict())
+        try:
+            self._function.load_state_dict(copy.deepcopy(before or {}))
+            return first, self._ask()
+        finally:
+            self._function.load_state_dict(now)
+
+    def _ask(self) -> list[RolloutRequest]:
+        returned = self._requests_fn()
+        if not isinstance(returned, Sequence):
+            if iscoroutine(returned):
+                returned.close()
+            raise ConfigTypeError(
+                f"requests returned {type(returned).__name__}; a rolling source takes requests while groups are played, and needs a plain "
+                "function that returns a list"
+            )
+        return list(self._one_per_group(returned))
+
+    def _one_per_group(self, requests: Sequence[RolloutRequest]) -> Iterable[RolloutRequest]:
+        """The first request of every group. Raises ConfigError for groups of another size."""
+        seen: dict[object, int] = {}
+        for request in requests:
+            _check_one_episode(request)
+            group_id = request.meta.get("group_id")
+            if group_id is None or group_id not in seen:
+                yield request
+            if group_id is not None:
+                seen[group_id] = seen.get(group_id, 0) + 1
+        wrong = {size for size in seen.values() if size != self._group_size}
+        if wrong:
+            raise ConfigError(
+                f"requests returned a group of {min(wrong)} members, and group_size is {self._group_size}; return one request a prompt "
+                "(group_size=1 there), or groups of that size"
+            )
+
+
+def make_group(request: RolloutRequest, ordinal: int, group_size: int, seed: int) -> list[RolloutRequest]:
+    """The members of group number `ordinal`: the same environment seed, consecutive sampling seeds,
+    one `group_id`. What the request does not say follows from (seed, ordinal).
+
+    Example, `group_size=3`: a request with `sampling_seed` 100 becomes three with 100, 101, 102.
+    """
+    if request.num_episodes != 1:
+        raise ConfigError(
+            f"a request has num_episodes={request.num_episodes}; set group_size to the number of answers to a prompt"
+        )
+    rng = Random(f"group {seed} {ordinal}")
+    group_id = str(uuid.UUID(int=rng.getrandbits(128), version=4))
+    env_seed, sampling_seed = rng.getrandbits(31), rng.getrandbits(31)
+    env_seed = env_seed if request.env_seed is None else request.env_seed
+    sampling_seed = sampling_seed if request.sampling_seed is None else request.sampling_seed
+    meta = {**request.meta, "group_id": group_id}
+    return [
+        replace(request, env_seed=env_seed, sampling_seed=sampling_seed + member, meta=dict(meta)) for member in range(group_size)
+    ]
+
+
+def _check_one_episode(request: RolloutRequest) -> None:
+    if request.num_episodes != 1:
+        raise ConfigError(
+            f"a request has num_episodes={request.num_episodes}; set group_size to the number of answers to a prompt"
+        )
