@@ -6,7 +6,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from ludic.errors import ConfigError
 
@@ -19,6 +21,9 @@ OF_RANKS = (
     *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
 )
 """Variables that make a process a rank."""
+STATUS_FOLDER = "LUDIC_RANK_STATUS_FOLDER"
+"""Variable with the folder in which a rank tells its agent the status that it ends with, in a file
+with the number of the rank as its name."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +116,17 @@ def without_rank(environ: Mapping[str, str]) -> dict[str, str]:
     >>> without_rank({"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "29500", "HOME": "/root"})
     {'HOME': '/root'}
     """
-    return {name: value for name, value in environ.items() if name not in OF_RANKS and not name.startswith("TORCHELASTIC_")}
+    dropped = (*OF_RANKS, STATUS_FOLDER)
+    return {name: value for name, value in environ.items() if name not in dropped and not name.startswith("TORCHELASTIC_")}
+
+
+def tell_status(code: int, environ: Mapping[str, str] = os.environ) -> None:
+    """Tell the agent of this rank the status with which the rank ends, if the agent asks for it: an
+    agent that ends its ranks learns no other way how they did."""
+    folder, rank = environ.get(STATUS_FOLDER), environ.get("RANK", "")
+    if folder and rank.isdecimal():
+        with suppress(OSError):
+            Path(folder, rank).write_text(str(code), encoding="utf-8")
 
 
 def first_host(nodes: str) -> str:

@@ -5,36 +5,23 @@ only, whose processes end with it.
 """
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from ray_namespace import run_in_namespace
 
 from ludic.errors import ConfigError, MissingExtraError
 from ludic.launch.process import Process
 from ludic.launch.ray import RayPlace
 
 SUPPORT = Path(__file__).parents[1] / "support"
-NAMESPACE = ["unshare", "--net", "--pid", "--fork", "--mount-proc", "--kill-child"]
-LOOPBACK = ["sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
 KILLS = ["actor0", "trainer", "holder of actor1"]
 
 
 def play_scenarios(folder, targets):
     """The result of each scenario."""
-    pytest.importorskip("ray", reason="the extra `ray` is not installed")
-    try:
-        subprocess.run([*NAMESPACE, *LOOPBACK, "true"], check=True, capture_output=True, timeout=30)
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"Ray listens on all interfaces, and no network namespace can be made here: {error}")
-    (folder / "home").mkdir()
-    command = [*NAMESPACE, *LOOPBACK, sys.executable, str(SUPPORT / "ray_scenarios.py"), str(folder), *targets]
-    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    done = subprocess.run(
-        command, env={**env, "HOME": str(folder / "home")}, cwd=folder, capture_output=True, text=True, timeout=540
-    )
+    done = run_in_namespace([sys.executable, str(SUPPORT / "ray_scenarios.py"), str(folder), *targets], folder)
     assert done.returncode == 0, done.stderr[-4000:]
     return dict(map(json.loads, done.stdout.splitlines()))
 

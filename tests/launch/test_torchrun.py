@@ -6,12 +6,12 @@ from torch.distributed.run import config_from_args, parse_args
 
 from ludic.errors import ConfigError
 from ludic.launch.process import Process
-from ludic.launch.torchrun import ENV, torchrun_argv
+from ludic.launch.torchrun import AGENT, ENV, torchrun_argv
 
 
 def read(argv):
     """(launch configuration, what each rank runs) of a command."""
-    assert argv[:3] == ("python", "-m", "torch.distributed.run")
+    assert argv[:3] == ("python", "-m", AGENT)
     config, command, arguments = config_from_args(parse_args(list(argv[3:])))
     return config, [command, *arguments]
 

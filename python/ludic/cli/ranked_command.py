@@ -16,7 +16,7 @@ from typing import IO, TYPE_CHECKING, cast
 
 from ludic.cli.console import INTERRUPTED, run_with_console
 from ludic.cli.user_errors import rank_exit_status
-from ludic.rank_environment import RankEnvironment, read_rank_environment
+from ludic.rank_environment import RankEnvironment, read_rank_environment, tell_status
 from ludic.recipes.ranks_section import RanksSection, check_ranks, phase_deadlines
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ def ended_as_rank() -> Iterator[None]:
     except BaseException:
         traceback.print_exc()
         code = 1
+    tell_status(code)
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):

@@ -21,11 +21,16 @@ if TYPE_CHECKING:
 
 def sft_command(arguments: Sequence[str], *, resume: Path | None, json_only: bool, print_config: bool) -> int:
     """Returns the exit status, see `run_command`."""
-    return run_command(_SFT(), arguments, resume=resume, json_only=json_only, print_config=print_config)
+    return run_command(SFTCommand(), arguments, resume=resume, json_only=json_only, print_config=print_config)
 
 
-class _SFT:
+class SFTCommand:
+    """`ludic sft`, for `run_command`. `is_placed`: a launcher started this process."""
+
     directory = SFTDirectory
+
+    def __init__(self, *, is_placed: bool = False) -> None:
+        self.is_placed = is_placed
 
     def compose(self, arguments: Sequence[str]) -> SFTRecipe:
         from ludic.recipes.sft.schema import compose_sft

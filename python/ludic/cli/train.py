@@ -21,11 +21,16 @@ if TYPE_CHECKING:
 
 def train_command(arguments: Sequence[str], *, resume: Path | None, json_only: bool, print_config: bool) -> int:
     """Returns the exit status, see `run_command`."""
-    return run_command(_Train(), arguments, resume=resume, json_only=json_only, print_config=print_config)
+    return run_command(TrainCommand(), arguments, resume=resume, json_only=json_only, print_config=print_config)
 
 
-class _Train:
+class TrainCommand:
+    """`ludic train`, for `run_command`. `is_placed`: a launcher started this process."""
+
     directory = RunDirectory
+
+    def __init__(self, *, is_placed: bool = False) -> None:
+        self.is_placed = is_placed
 
     def compose(self, arguments: Sequence[str]) -> Recipe:
         return compose(arguments)
@@ -41,7 +46,7 @@ class _Train:
     def run(self, recipe: Recipe, parts: RLParts, directory: RunDirectory, screen: Screen, stop: StopRequest) -> RLRun:
         from ludic.runs.reinforce import RLRun
 
-        return RLRun(recipe, parts, directory, screen, stop)
+        return RLRun(recipe, parts, directory, screen, stop, is_placed=self.is_placed)
 
     def conclude(self, run: RLRun, console: Console) -> str:
         from ludic.runs.report.reinforce import build_outcome, draw_rewards, show_report

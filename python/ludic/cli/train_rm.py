@@ -21,11 +21,16 @@ if TYPE_CHECKING:
 
 def train_rm_command(arguments: Sequence[str], *, resume: Path | None, json_only: bool, print_config: bool) -> int:
     """Returns the exit status, see `run_command`."""
-    return run_command(_TrainRM(), arguments, resume=resume, json_only=json_only, print_config=print_config)
+    return run_command(TrainRMCommand(), arguments, resume=resume, json_only=json_only, print_config=print_config)
 
 
-class _TrainRM:
+class TrainRMCommand:
+    """`ludic train-rm`, for `run_command`. `is_placed`: a launcher started this process."""
+
     directory = RMDirectory
+
+    def __init__(self, *, is_placed: bool = False) -> None:
+        self.is_placed = is_placed
 
     def compose(self, arguments: Sequence[str]) -> RMRecipe:
         from ludic.recipes.rm.schema import compose_rm

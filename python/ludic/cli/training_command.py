@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ludic.cli.console import quiet_libraries, run_with_console
+from ludic.cli.launching import launch
 from ludic.cli.opening import begin_run, open_run
 from ludic.cli.print_config import format_recipe
 from ludic.cli.ranked_command import run_on_ranks
 from ludic.cli.resume import parse_resume_steps
 from ludic.rank_environment import read_rank_environment
+from ludic.recipes.place_section import needs_launcher
 from ludic.runs.directory import DONE, run_path
 from ludic.runs.process_memory import settle_memory
 from ludic.runs.versions import collect_versions
@@ -41,6 +43,11 @@ class TrainingCommand(Protocol[D, R]):
 
     @property
     def directory(self) -> type[D]: ...
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether this is a process that a launcher has started, `ludic worker trainer`."""
+        ...
 
     def compose(self, arguments: Sequence[str]) -> Any:
         """The recipe of the command line."""
@@ -102,6 +109,8 @@ def _train(
     """The exit status and the summary. `log`: that of a rank other than 0, which changes nothing
     in the run's folder and has no summary."""
     recipe, directory = open_run(command, arguments, resume, follows=log is not None)
+    if needs_launcher(recipe.place) and not command.is_placed and read_rank_environment() is None:
+        return launch(recipe, lambda: begin_run(command, recipe), directory, console)
     try:
         run_path(recipe.output, recipe.name, "run")  # raises for an invalid name
         console.print("Loading torch and transformers", highlight=False)

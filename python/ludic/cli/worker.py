@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,6 +14,8 @@ workers = typer.Typer(
     help="One process of a run with actors. `ludic train place.actors=2` starts them itself; on other machines you start them, "
     "with the run's folder on a shared file system.",
 )
+if TYPE_CHECKING:
+    from ludic.cli.training_command import TrainingCommand
 _Run = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of the run.")]
 
 
@@ -34,11 +36,29 @@ def actor(
 
 
 @workers.command(
-    "trainer", help="Train a run in this process alone, from its newest checkpoint; its actors are started elsewhere."
+    "trainer", help="Train a run in this process or rank, from its newest checkpoint; its actors are started elsewhere."
 )
 def trainer(run: _Run) -> None:
-    from ludic.cli.train import train_command
+    from ludic.cli.training_command import run_command
 
     with report_user_errors():
-        code = train_command([], resume=run, json_only=False, print_config=False)
+        code = run_command(_find_command(run), [], resume=run, json_only=False, print_config=False)
     raise typer.Exit(code)
+
+
+def _find_command(run: Path) -> TrainingCommand[Any, Any]:
+    """The command that began the run; `ludic train` says what is wrong with a folder without
+    one."""
+    from ludic.cli.sft import SFTCommand
+    from ludic.cli.train import TrainCommand
+    from ludic.cli.train_rm import TrainRMCommand
+    from ludic.runs.directory import RunDirectory
+
+    folder = RunDirectory(run)
+    name = folder.read_progress().command if folder.is_run else TrainCommand.directory.command
+    commands: list[TrainingCommand[Any, Any]] = [
+        TrainCommand(is_placed=True),
+        SFTCommand(is_placed=True),
+        TrainRMCommand(is_placed=True),
+    ]
+    return next((command for command in commands if command.directory.command == name), commands[0])

@@ -72,8 +72,9 @@ class Supervisor:
     ...     status = Supervisor(place, processes, folder=run).run()
 
     Roles are started in the order of `processes`; the first of a role starts once all earlier ones
-    run. `folder` gets events.jsonl and launch.json. `note` is told in one line what a person should
-    know. `clock` and `sleep` are replaced in tests.
+    run. With `least`, the run goes on while so many of the role `until` are left. `folder` gets
+    events.jsonl and launch.json. `note` is told in one line what a person should know. `clock` and
+    `sleep` are replaced in tests.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Supervisor:
         folder: Path,
         until: str = "trainer",
         place_name: str = "local",
+        least: int | None = None,
         note: Callable[[str], None] = logger.warning,
         window_s: float = WINDOW_S,
         stop_grace_s: float = STOP_GRACE_S,
@@ -97,6 +99,7 @@ class Supervisor:
                 f"no process has the role {until}, so the run would have no end; roles: {sorted({p.role for p in processes})}"
             )
         self._place, self._folder, self._until, self._note = place, folder, until, note
+        self._least = sum(process.role == until for process in processes) if least is None else least
         self._stop_grace_s, self._others_grace_s, self._clock, self._sleep = stop_grace_s, others_grace_s, clock, sleep
         self._slots = {
             process.name: _Slot(process, RestartBudget(process.restarts, window_s), ProcessState(process.name, process.role))
@@ -150,6 +153,9 @@ class Supervisor:
             self._write_state()
         return status
 
+    def _trainers(self) -> list[_Slot]:
+        return [slot for slot in self._slots.values() if slot.process.role == self._until]
+
     def _start_due(self) -> None:
         """Start what is due. A role waits for the roles before it until they have started once."""
         for slot in self._slots.values():
@@ -192,8 +198,7 @@ class Supervisor:
             return None
         if ended.status == DONE:
             self._change(slot, "ended")
-            trainers = [other for other in self._slots.values() if other.process.role == self._until]
-            return DONE if is_trainer and all(other.state.state == "ended" for other in trainers) else None
+            return DONE if is_trainer and not any(other.is_live for other in self._trainers()) else None
         if is_trainer and ended.code in POLITE:
             self._note(f"{ended.describe()}: it was asked to stop")
             self._change(slot, "ended")
@@ -217,9 +222,9 @@ class Supervisor:
         )
         self._note(f"{ended.describe()} and is not restarted: {why}; its log is {slot.state.log}{_indent(ended.tail)}")
         others = [other for other in self._slots.values() if other.process.role == slot.process.role]
-        if slot.process.role == self._until or not any(other.is_live for other in others):
-            return ended.status
-        return None
+        left = sum(other.is_live or other.state.state == "ended" for other in others)
+        least = self._least if slot.process.role == self._until else 1
+        return ended.status if left < least or not any(other.is_live for other in others) else None
 
     def _on_signal(self, number: int) -> None:
         if self._stopped_by is None:
@@ -235,7 +240,7 @@ class Supervisor:
         """The exit status of a run that was asked to stop, once its trainer has ended or its time
         is over."""
         assert self._stopped_by is not None
-        trainers = [slot for slot in self._slots.values() if slot.process.role == self._until]
+        trainers = self._trainers()
         if any(slot.is_live for slot in trainers):
             if self._clock() < self._stop_deadline:
                 return None
@@ -247,7 +252,7 @@ class Supervisor:
     def _end_all(self, status: int | None) -> None:
         """End what still runs: first the trainer, which others may hold up, then they. Without a
         status, or once the time of a polite stop is over, nothing is waited for."""
-        trainers = [slot for slot in self._slots.values() if slot.process.role == self._until and slot.is_live]
+        trainers = [slot for slot in self._trainers() if slot.is_live]
         for slot in self._slots.values():
             slot.start_at = None
         grace_s = self._stop_grace_s if status is not None and self._stopped_by is None else 0.0

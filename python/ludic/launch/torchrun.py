@@ -1,8 +1,8 @@
 """The command lines of torchrun's agents: one for each machine, which starts and watches its ranks.
 
 If a rank ends badly, its agent ends all of its ranks, and the others' agents theirs. An agent then
-starts its ranks again, up to `max_restarts` times, or ends with status 1 whatever the status of the
-rank was, so that the `Supervisor` restarts the agent.
+starts its ranks again, up to `max_restarts` times, or ends with the status of the rank, by which
+the `Supervisor` decides whether to restart the agent.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from types import MappingProxyType
 from ludic.errors import ConfigError
 from ludic.launch.process import PYTHON
 
+AGENT = "ludic.training.ranks.agent"
+"""The module that is torchrun, but ends with the status of its ranks."""
 PORT = 29400
 """The port of torchrun's rendezvous on the first machine."""
 RENDEZVOUS_S = 600
@@ -46,7 +48,7 @@ def torchrun_argv(
     it their ranks refuse to start.
 
     >>> torchrun_argv(["-m", "ludic.cli", "train", "sort"], ranks=2)[1:5]
-    ('-m', 'torch.distributed.run', '--nproc-per-node=2', '--max-restarts=0')
+    ('-m', 'ludic.training.ranks.agent', '--nproc-per-node=2', '--max-restarts=0')
     """
     least = nodes if min_nodes is None else min_nodes
     if not command or ranks < 1 or max_restarts < 0 or rendezvous_timeout_s < 1:
@@ -65,4 +67,4 @@ def torchrun_argv(
         timeouts = f"join_timeout={rendezvous_timeout_s},is_host={int(node == 0)}"
         options += [f"--nnodes={least}:{nodes}", f"--rdzv-id={run_id}", "--rdzv-backend=c10d"]
         options += [f"--rdzv-endpoint={host}:{port}", f"--rdzv-conf={timeouts}"]
-    return (PYTHON, "-m", "torch.distributed.run", *options, *command)
+    return (PYTHON, "-m", AGENT, *options, *command)

@@ -60,6 +60,19 @@ def _check_queue(recipe: Recipe) -> None:
         raise ConfigError(
             "place.actors with inference=vllm needs inference.url: start the servers with `ludic serve`, which actors and trainer share"
         )
+    _check_reached(recipe)
+
+
+def _check_reached(recipe: Recipe) -> None:
+    """Raise ConfigError if actors may be on machines that do not see the queue: locks of SQLite do
+    not work on network file systems."""
+    place = recipe.place
+    on_one_machine = place.on == "local" or (place.on == "ray" and place.address == "local")
+    if place.actors and not on_one_machine and "://" not in find_queue(recipe.queue, Path()):
+        raise ConfigError(
+            f"actors with place.on={place.on} may run on several machines, which need a queue on a Redis server: set "
+            "queue.url=redis://HOST:6379/0"
+        )
 
 
 def _check_max_lag(section: QueueSection, ahead: int) -> None:

@@ -26,6 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ludic.errors import ConfigError
 from ludic.recipes.phases import choose_phases
+from ludic.recipes.place_section import SHORT_FORMS, parse_place
 from ludic.recipes.plain_yaml import check_plain, check_yaml
 from ludic.recipes.schema import Recipe, make_trainer_section
 
@@ -46,6 +47,7 @@ _OTHER_NAMES = {
         "micro-batches follow from tokens: set trainer.max_seq_len and trainer.micro_token_budget",
     ),
     "learning_rate": "it is called trainer.lr",
+    "servers": "start them with `ludic serve`, and set inference.url to the list of their addresses",
     "pad_token_id": "it is the tokenizer's",
 }
 """Names in other libraries for which the nearest of our names would be misleading."""
@@ -134,8 +136,12 @@ def parse_override(text: str) -> Override:
     if parsed.is_sweep_override() or parsed.is_delete() or parsed.package is not None:
         raise ConfigError(f"override {text!r} is a sweep or a deletion; give a single value, a list as [1,2], or null")
     key, value = parsed.key_or_group, parsed.value()
-    if key in _SECTIONS_BY_NAME and not isinstance(value, Mapping):
-        key = f"{key}.{_SECTIONS_BY_NAME[key]}"
+    if not isinstance(value, Mapping):
+        if key in _SECTIONS_BY_NAME:
+            key = f"{key}.{_SECTIONS_BY_NAME[key]}"
+        elif key == "place":
+            value = parse_place(value)
+        key = SHORT_FORMS.get(key, key)
     return Override(key=key, value=value, text=text)
 
 
@@ -154,8 +160,12 @@ def to_plain_values(recipe: Any) -> dict[str, Any]:
 
 def config_hash(recipe: Any) -> str:
     """16 hex digits over all settings that can change results: all but `name`, `output`,
-    `report_to` and `ranks`."""
-    content = {key: value for key, value in asdict(recipe).items() if key not in ("name", "output", "report_to", "ranks")}
+    `report_to`, `ranks`, and where processes run."""
+    content = {
+        key: value for key, value in asdict(recipe).items() if key not in ("name", "output", "report_to", "ranks", "place")
+    }
+    if isinstance(recipe, Recipe):
+        content["place"] = {"actors": recipe.place.actors, "restarts": recipe.place.restarts}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 

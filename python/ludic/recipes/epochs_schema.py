@@ -12,6 +12,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 
 from ludic.errors import ConfigError
 from ludic.recipes.compose import LOADED_MODEL, Override, check_minimums, read_yaml, resolve_layers, split_arguments
+from ludic.recipes.place_section import TrainersSection, check_place
 from ludic.recipes.ranks_section import RanksSection, check_ranks
 from ludic.recipes.schema import CheckpointSection, LoraSection, NetworkSection, TaskSection
 from ludic.recipes.sharding_section import ShardingSection
@@ -61,6 +62,7 @@ class EpochsRecipe:
     trainer: Any = MISSING
     """Fields of the trainer's config."""
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
+    place: TrainersSection = field(default_factory=TrainersSection)
     ranks: RanksSection = field(default_factory=RanksSection)
     sharding: ShardingSection = field(default_factory=ShardingSection)
 
@@ -89,6 +91,7 @@ def compose_epochs(
     resolved = cast(R, resolve_layers(tree, _read_layers(package, source, overrides), overrides))
     check_minimums(resolved, {**_LEAST, **least})
     check_ranks(resolved.ranks)
+    check_place(resolved.place)
     if not 0.0 <= resolved.heldout < 1.0:
         raise ConfigError(f"heldout ({resolved.heldout}) must be a share of the data, from 0 to less than 1")
     return resolved

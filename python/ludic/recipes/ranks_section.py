@@ -17,8 +17,8 @@ class RanksSection:
     rendezvous_timeout_s: float = 600.0
     """How long the ranks wait for each other at the start."""
     port: Optional[int] = None  # noqa: UP045  OmegaConf reads this annotation at run time
-    """Port at which ranks meet under Slurm; null: one that follows from the job's id. torchrun
-    chooses its own."""
+    """Port at which ranks meet under Slurm; null: one that follows from the job's id. With
+    `place.nodes`, that of torchrun's agents; null: 29400."""
     step_s: float = 3600.0
     """Longest time of a step without the phases below. A rank that exceeds this or one of the
     following prints the stacks of all its threads and exits with 75."""

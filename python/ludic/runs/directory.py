@@ -120,7 +120,7 @@ class RunDirectory:
         """Open the folder of a run to read it, without a lock. Raises CheckpointError if another
         command made it."""
         directory = cls(path)
-        if not directory.config.is_file() or not directory._progress.is_file():
+        if not directory.is_run:
             raise CheckpointError(f"{path} is not the folder of a run: it has no config.yaml and progress.json")
         made_by = directory.read_progress().command
         if made_by != cls.command:
@@ -149,6 +149,11 @@ class RunDirectory:
         """Unlock the folder, so that another process can resume the run."""
         if self._lock is not None:
             self._lock.release()
+
+    @property
+    def is_run(self) -> bool:
+        """Whether a run was begun in the folder."""
+        return self.config.is_file() and self._progress.is_file()
 
     @property
     def has_steps(self) -> bool:

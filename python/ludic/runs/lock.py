@@ -21,8 +21,8 @@ class RunLock:
     which names the process, if another one holds the lock.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._file = (folder / ".lock").open("a+", encoding="utf-8")
+    def __init__(self, folder: Path, name: str = ".lock") -> None:
+        self._file = (folder / name).open("a+", encoding="utf-8")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

@@ -117,10 +117,21 @@ class RLParts:
 
 
 class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
-    """Warm-up, held-out measurement, reinforcement, and the measurement again."""
+    """Warm-up, held-out measurement, reinforcement, and the measurement again. `is_placed`: a
+    launcher has started this process, and starts the actors."""
 
-    def __init__(self, recipe: Recipe, parts: RLParts, directory: RunDirectory, screen: Screen, stop: StopRequest) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        parts: RLParts,
+        directory: RunDirectory,
+        screen: Screen,
+        stop: StopRequest,
+        *,
+        is_placed: bool = False,
+    ) -> None:
         super().__init__(recipe, parts, directory, screen, stop)
+        self._is_placed = is_placed
         if self.progress.phase == REINFORCE:
             parts.model = self._load_warmed_up()
         place_model(parts.model, recipe.sharding, parts.trainer_cfg.model_device)
@@ -199,7 +210,7 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
         each = f"{recipe.rollout.prompts} problems x {recipe.rollout.group_size} answers"
         self.screen.note(f"Reinforcement with {recipe.algorithm}: {recipe.steps} steps of {each}")
         keys = [*REINFORCE_KEYS, *(f"train/{name}" for name in logged_names(parts.task))]
-        running = run_actors(recipe, self.directory.path, self.screen.note, self.stop)
+        running = run_actors(recipe, self.directory.path, self.screen.note, self.stop, is_placed=self._is_placed)
         async with self._open_sampler() as sampler, running as actors:
             with self.open_logger(REINFORCE, keys=keys, spark_key=SAMPLED_REWARD, last_step=recipe.steps) as logger:
                 source = None if self.directory.is_followed else self._make_source(sampler, actors)

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 from commands import NETWORK, metrics_of, refused, same_weights, summary_of
 from forked_run import Forked, wait_for_step, wait_until_exists
+from ray_namespace import run_in_namespace
 
 pytestmark = pytest.mark.integration
+SUPPORT = Path(__file__).parents[2] / "support"
 STEPS = 10
 BY_HAND = "queue.url=queue.sqlite"
 
@@ -113,7 +115,7 @@ def test_the_supervised_actors_of_a_run_give_the_same_run_and_one_that_is_killed
     whole: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "support")}
+    environment = {**os.environ, "PYTHONPATH": str(SUPPORT)}
     command = [sys.executable, "-m", "ludic.cli", *settings(tmp_path, "place.actors=2", "inference.batches_ahead=1")]
     with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as trainer:
         wait_for_step(run, 2)
@@ -126,6 +128,25 @@ def test_the_supervised_actors_of_a_run_give_the_same_run_and_one_that_is_killed
     assert summary_of(run)["actors"]["restarts"] <= 1  # the run may end before the new process is there
     ends = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     assert any(event["event"] == "end" and event["name"] == "actor1" and event["signal"] == signal.SIGKILL for event in ends)
+
+
+@pytest.mark.parametrize("kills", ["", pytest.param("actor0@2,trainer@5", marks=pytest.mark.slow)], ids=["undisturbed", "killed"])
+def test_a_run_on_ray_is_the_run_on_this_machine(whole: Path, tmp_path: Path, kills: str) -> None:
+    place = ["place=ray", "place.address=local", "actors=1", "place.trainer_cpus=0.5", "place.actor_cpus=0.5"]
+    arguments = settings(tmp_path, *place, "inference.batches_ahead=1")
+    run = tmp_path / "run"
+    environment = {"PYTHONPATH": str(SUPPORT)}
+    done = run_in_namespace(
+        [sys.executable, str(SUPPORT / "killed_launch.py"), str(run), kills, *arguments], tmp_path, env=environment
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert_is_the_run(run, whole)
+    ends = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    assert [event["name"] for event in ends if event["event"] == "restart"] == [
+        kill.partition("@")[0] for kill in kills.split(",") if kill
+    ]
+    launch = json.loads((run / "launch.json").read_text())
+    assert (launch["place"], launch["exit_status"]) == ("ray", 0)
 
 
 def test_a_stopped_run_leaves_no_actor_and_resumes(whole: Path, tmp_path: Path) -> None:

@@ -22,11 +22,12 @@ from ludic.errors import LaunchError
 from ludic.launch.local import LocalPlace
 from ludic.launch.place import Place
 from ludic.launch.process import DONE, Ended, Process, Started
+from ludic.launch.state import read_launch
 from ludic.launch.supervisor import OTHERS_GRACE_S, Supervisor
 from ludic.recipes.actors import uses_queue
 from ludic.recipes.schema import Recipe
-from ludic.runs.actors.plan import TRAINER, plan_processes
 from ludic.runs.actors.queue import reopen_queue
+from ludic.runs.plan import ACTOR, TRAINER, plan_processes
 from ludic.runs.stop_request import StopRequest
 from ludic.training import ranks
 
@@ -88,26 +89,39 @@ class WithOwnTrainer:
 
 
 class ActorProcesses:
-    """The actors of a run while they are supervised."""
+    """The actors of a run while they are supervised. `count` returns how many run, and how many
+    restarts there were."""
 
-    def __init__(self, place: WithOwnTrainer, planned: int) -> None:
-        self._place, self._planned, self._restarts = place, planned, 0
+    def __init__(self, count: Callable[[], tuple[int, int]]) -> None:
+        self._count, self._restarts = count, count()[1]
         self.lost: asyncio.Future[LaunchError] = asyncio.get_running_loop().create_future()
-        """Done when no actor is left that may be restarted."""
+        """Done when no actor is left that may be restarted, if this process restarts them."""
 
     def measure(self) -> dict[str, float]:
         """How many run, and how many were restarted since the last call."""
-        restarts = max(0, self._place.starts - self._planned)
+        alive, restarts = self._count()
         new, self._restarts = restarts - self._restarts, restarts
-        return {"actors/alive": float(len(self._place.alive)), "actors/restarts": float(new)}
+        return {"actors/alive": float(alive), "actors/restarts": float(new)}
+
+
+def count_placed(folder: Path) -> tuple[int, int]:
+    """How many actors run, and how many restarts there were, as the launcher of the run has written
+    it to its folder."""
+    launch = read_launch(folder)
+    actors = [] if launch is None else [process for process in launch.processes if process.role == ACTOR]
+    return sum(actor.state == "running" for actor in actors), sum(actor.restarts for actor in actors)
 
 
 @asynccontextmanager
 async def run_actors(
-    recipe: Recipe, folder: Path, note: Callable[[str], None], stop: StopRequest
+    recipe: Recipe, folder: Path, note: Callable[[str], None], stop: StopRequest, *, is_placed: bool = False
 ) -> AsyncIterator[ActorProcesses | None]:
     """Open the queue of the run, start its actors, restart those that fail, and end all at exit.
-    All ranks call it, and rank 0 does it. Yields None if there are none to start."""
+    All ranks call it, and rank 0 does it. Yields None if there are none to start. `is_placed`: a
+    launcher has done all of this."""
+    if is_placed:
+        yield ActorProcesses(lambda: count_placed(folder)) if recipe.place.actors and ranks.rank() == 0 else None
+        return
     if uses_queue(recipe):
         await reopen_queue(recipe.queue, folder, stop)
     if recipe.place.actors == 0 or ranks.rank() > 0:
@@ -117,7 +131,7 @@ async def run_actors(
     supervisor = Supervisor(
         place, plan_processes(recipe, folder), folder=folder, note=lambda text: None if place.is_finished else note(text)
     )
-    actors = ActorProcesses(place, recipe.place.actors)
+    actors = ActorProcesses(lambda: (len(place.alive), max(0, place.starts - recipe.place.actors)))
     thread = _supervise(supervisor, place, actors.lost, folder)
     status = 128 + signal.SIGTERM  # of a trainer that was stopped or failed
     try:

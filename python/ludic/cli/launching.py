@@ -1,0 +1,139 @@
+"""A run whose processes are all started and watched by the command of the user, which trains
+nothing itself: several trainers on this machine, and everything on Ray or Slurm.
+
+The processes write to `RUN/workers`; what the trainers write there is shown here too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ludic.exit_codes import DO_NOT_RETRY
+from ludic.launch.process import DONE, USAGE, Process
+from ludic.launch.supervisor import Supervisor
+from ludic.recipes.actors import check_actors, uses_queue
+from ludic.recipes.schema import Recipe
+from ludic.runs.directory import run_path
+from ludic.runs.lock import RunLock
+from ludic.runs.places import describe_submission, open_place, write_job
+from ludic.runs.plan import TRAINER, plan_processes
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ludic.runs.directory import RunDirectory
+
+LAUNCH_LOCK = ".launch_lock"
+
+
+def launch(recipe: Any, begin: Callable[[], RunDirectory], directory: RunDirectory | None, console: Console) -> tuple[int, str]:
+    """Run the processes of a recipe to their end. Returns the exit status of the trainer and the
+    summary. `directory` is that of a run that is resumed; otherwise `begin` makes it."""
+    is_new = directory is None
+    if isinstance(recipe, Recipe):
+        check_actors(recipe)
+    run_path(recipe.output, recipe.name, "run")  # raises for an invalid name
+    directory = directory or begin()
+    try:
+        lock = RunLock(directory.path, LAUNCH_LOCK)
+    finally:
+        directory.release()  # the trainer locks it
+    status = None
+    try:
+        status = _run_processes(recipe, directory.path, console)
+    finally:
+        lock.release()
+        if is_new and not directory.has_steps and status in (None, USAGE, DO_NOT_RETRY):
+            shutil.rmtree(directory.path, ignore_errors=True)  # as a run of one process that fails before its first step
+    is_done = status == DONE and directory.summary.is_file()
+    return status, directory.summary.read_text(encoding="utf-8") if is_done else ""
+
+
+def _run_processes(recipe: Any, folder: Path, console: Console) -> int:
+    def note(text: str) -> None:
+        console.print(text, highlight=False, markup=False)
+
+    processes = plan_processes(recipe, folder)
+    if recipe.place.on == "slurm":
+        _make_run_id(recipe, folder)
+        note(describe_submission(write_job(recipe.place, processes, folder)))
+        return DONE
+    note(f"{folder}: {_count(processes)} on {recipe.place.on}")
+    if isinstance(recipe, Recipe) and uses_queue(recipe):
+        _open_queue(recipe, folder, note)
+    trainers = [process.name for process in processes if process.role == TRAINER]
+    with closing(open_place(recipe.place, processes, folder)) as place, _shown_logs(folder, trainers, console) as show:
+
+        def sleep(seconds: float) -> None:
+            time.sleep(seconds)
+            show()
+
+        def note_end(text: str) -> None:  # the end of a trainer's log is shown already
+            note(text.partition("\n")[0] if text.startswith(tuple(trainers)) else text)
+
+        return Supervisor(
+            place,
+            processes,
+            folder=folder,
+            place_name=recipe.place.on,
+            least=_least_trainers(recipe.place),
+            note=note_end,
+            sleep=sleep,
+        ).run()
+
+
+def _least_trainers(section: Any) -> int | None:
+    return section.min_nodes if section.trainers > 1 else None
+
+
+def _count(processes: Sequence[Process]) -> str:
+    """Example: `2 trainer, 1 actor` for the processes of these roles."""
+    roles = [process.role for process in processes]
+    return ", ".join(f"{roles.count(role)} {role}" for role in dict.fromkeys(roles))
+
+
+def _make_run_id(recipe: Any, folder: Path) -> None:
+    from ludic.runs.actors.queue import make_run_id
+
+    if isinstance(recipe, Recipe) and uses_queue(recipe):
+        make_run_id(folder)
+
+
+def _open_queue(recipe: Recipe, folder: Path, note: Callable[[str], None]) -> None:
+    """Open the queue before an actor looks at it. Ctrl-C ends a wait for its server."""
+    from ludic.runs.actors.queue import reopen_queue
+    from ludic.runs.stop_request import StopRequest
+
+    asyncio.run(reopen_queue(recipe.queue, folder, StopRequest(note)))
+
+
+@contextmanager
+def _shown_logs(folder: Path, names: Sequence[str], console: Console) -> Iterator[Callable[[], None]]:
+    """Yields a function that prints what the processes have written since it was called last; at
+    exit the rest is printed."""
+    ends = {path: _size(path) for path in (folder / "workers" / f"{name}.log" for name in names)}
+
+    def show() -> None:
+        for path, end in ends.items():
+            with suppress(OSError), path.open("rb") as log:
+                log.seek(end if end <= _size(path) else 0)  # it begins anew once it is long
+                text = log.read()
+                lines, newline, _ = text.rpartition(b"\n")
+                if newline:
+                    console.print(lines.decode("utf-8", errors="replace"), highlight=False, markup=False)
+                    ends[path] = log.tell() - len(text) + len(lines) + 1
+
+    try:
+        yield show
+    finally:
+        show()
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else 0

@@ -1,0 +1,66 @@
+"""The place that a recipe names, for the processes of its run: this machine, a Ray cluster, or the
+script of a Slurm job."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ludic.errors import ConfigError
+from ludic.files.atomic import write_text
+from ludic.launch.local import LocalPlace
+from ludic.launch.place import Place
+from ludic.launch.process import Process
+from ludic.launch.ray import RayPlace
+from ludic.launch.slurm import SlurmJob, assign_nodes, write_script
+from ludic.recipes.place_section import TrainersSection
+
+SCRIPT = "job.sh"
+
+
+def open_place(section: TrainersSection, processes: Sequence[Process], folder: Path) -> Place:
+    """The place on which the processes can be started. Raises LaunchError if it has no room."""
+    if section.on == "ray":
+        return RayPlace(processes, folder, address=section.address or "auto", insecure=section.insecure)
+    return LocalPlace(folder)
+
+
+def write_job(section: TrainersSection, processes: Sequence[Process], folder: Path) -> Path:
+    """Write the batch script of the run, and return its path. Nodes are as small as the processes
+    allow."""
+    job = fit_job(section, processes, re.sub(r"[^A-Za-z0-9_.-]", "_", folder.name))
+    path = folder / SCRIPT
+    write_text(path, write_script(processes, folder.absolute(), job, cwd=Path.cwd()))
+    path.chmod(0o755)
+    return path
+
+
+def fit_job(section: TrainersSection, processes: Sequence[Process], name: str) -> SlurmJob:
+    """The smallest nodes, all alike, on which the processes have room. Example: two processes with
+    8 CPUs and one with 2 on two nodes need 10 CPUs each. Raises ConfigError for a share of a CPU or
+    GPU, which Slurm does not have."""
+
+    def make(cpus: int, gpus: int) -> SlurmJob:
+        options = tuple(section.slurm_options)
+        return SlurmJob(name, section.nodes, cpus, gpus, time=section.slurm_time, python=sys.executable, options=options)
+
+    def fits(cpus: int, gpus: int) -> bool:
+        try:
+            assign_nodes(processes, make(cpus, gpus))
+        except ConfigError:
+            return False
+        return True
+
+    all_cpus = math.ceil(sum(max(1.0, process.cpus) for process in processes))
+    all_gpus = math.ceil(sum(process.gpus for process in processes))
+    assign_nodes(processes, make(all_cpus, all_gpus))  # raises for shares; whole numbers have room on the first node
+    cpus = next(cpus for cpus in range(1, all_cpus + 1) if fits(cpus, all_gpus))
+    return make(cpus, next(gpus for gpus in range(all_gpus + 1) if fits(cpus, gpus)))
+
+
+def describe_submission(script: Path) -> str:
+    return f"Wrote {script}; submit it with `sbatch {os.path.relpath(script)}`"

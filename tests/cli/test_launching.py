@@ -1,0 +1,147 @@
+"""A command that starts the processes of its run and watches them: what it prints, leaves behind
+and ends with. The processes are scripted, but for the last test."""
+
+import json
+import os
+import signal
+import time
+
+import pytest
+from commands import NETWORK
+from forked_run import Forked, wait_until_exists
+from processes import is_running
+from scripted_place import ScriptedPlace
+from typer.testing import CliRunner
+
+from ludic.cli import launching
+from ludic.cli.app import app
+from ludic.errors import LaunchError
+from ludic.runs.directory import RunDirectory, SFTDirectory
+
+SFT = [*NETWORK, "threads=1", "rows=40", "batch_size=6", "epochs=1", "heldout=0.1"]
+
+
+class Stage(ScriptedPlace):
+    """Each start of a trainer plays the next of `acts`: what it writes, and how it ends."""
+
+    def __init__(self, *acts):
+        super().__init__(time.monotonic)
+        self.acts, self.planned, self.folder = list(acts), [], None
+
+    def open(self, section, processes, folder):
+        self.planned, self.folder = list(processes), folder
+        return self
+
+    def start(self, process):
+        super().start(process)
+        if process.role == "trainer":
+            text, code = self.acts.pop(0)
+            log = self.folder / "workers" / f"{process.name}.log"
+            log.parent.mkdir(exist_ok=True)
+            with log.open("a") as file:
+                file.write(text)
+            self.end(process.name, code=code)
+
+
+@pytest.fixture
+def play(tmp_path, monkeypatch):
+    def play(command, *arguments, acts):
+        stage = Stage(*acts)
+        monkeypatch.setattr(launching, "open_place", stage.open)
+        result = CliRunner().invoke(app, [command, *arguments])
+        return result, stage
+
+    return play
+
+
+def new(tmp_path, *more):
+    return [*SFT, f"output={tmp_path}", "name=run", *more]
+
+
+def test_what_the_trainer_writes_is_shown_and_a_failed_one_is_restarted(tmp_path, play):
+    result, stage = play("sft", *new(tmp_path, "ranks=2"), acts=[("first\n", 75), ("second\n", 0)])
+    assert result.exit_code == 0, result.output
+    assert [name for _, name in stage.starts] == ["trainer", "trainer"]
+    lines = result.output.splitlines()
+    assert lines[0].endswith("run: 1 trainer on local")
+    assert [line for line in lines if line in ("first", "second")] == ["first", "second"]
+    assert any("trainer ended with status 75" in line for line in lines)
+    assert stage.planned[0].argv[-3:] == ("worker", "trainer", str(tmp_path / "run"))
+    assert "--nproc-per-node=2" in stage.planned[0].argv
+    SFTDirectory.resume(tmp_path / "run").release()  # nothing holds it any more
+
+
+@pytest.mark.parametrize("code", [2, 78])
+def test_a_new_run_that_fails_before_its_first_step_leaves_no_folder(tmp_path, play, code):
+    result, _ = play("sft", *new(tmp_path, "ranks=2"), acts=[("ludic: wrong\n", code)])
+    assert result.exit_code == code
+    assert "ludic: wrong" in result.output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_may_succeed_later_is_kept_and_resumed_with_the_same_processes(tmp_path, play):
+    arguments = new(tmp_path, "ranks=2", "place.restarts=0")
+    result, _ = play("sft", *arguments, acts=[("", 75)])
+    assert result.exit_code == 75
+    again, stage = play("sft", "--resume", str(tmp_path / "run"), acts=[("", 0)])
+    assert again.exit_code == 0
+    assert [process.name for process in stage.planned] == ["trainer"]
+
+
+def test_a_place_without_room_is_an_error_that_leaves_no_folder(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise LaunchError("no room within 60 s")
+
+    monkeypatch.setattr(launching, "open_place", refuse)
+    result = CliRunner().invoke(app, ["sft", *new(tmp_path, "place=ray")])
+    assert result.exit_code == 1
+    assert "no room within 60 s" in result.output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_second_launch_of_a_run_is_refused(tmp_path, play):
+    play("sft", *new(tmp_path, "ranks=2", "place.restarts=0"), acts=[("", 75)])
+    held = launching.RunLock(tmp_path / "run", launching.LAUNCH_LOCK)
+    result, stage = play("sft", "--resume", str(tmp_path / "run"), acts=[])
+    held.release()
+    assert result.exit_code == 1
+    assert "is in use by process" in result.output
+    assert stage.starts == []
+
+
+def test_the_actors_of_a_run_find_its_queue_open(tmp_path, play):
+    arguments = [*NETWORK, "threads=1", f"output={tmp_path}", "name=run", "trainers=2", "actors=2"]
+    result, stage = play("train", "sort", *arguments, acts=[("", 0)])
+    assert result.exit_code == 0, result.output
+    assert [process.name for process in stage.planned] == ["trainer", "actor0", "actor1"]
+    assert (tmp_path / "run" / "run_id").is_file()
+    assert (tmp_path / "run" / "queue.sqlite").is_file()
+
+
+def test_a_slurm_job_is_written_and_not_started(tmp_path, play):
+    arguments = new(tmp_path, "place=slurm", "trainers=4", "place.nodes=2", "place.slurm_options=['--partition=gpu']")
+    result, stage = play("sft", *arguments, acts=[])
+    assert result.exit_code == 0, result.output
+    assert "submit it with `sbatch " in result.output
+    assert stage.planned == []
+    script = (tmp_path / "run" / "job.sh").read_text()
+    assert "#SBATCH --nodes=2\n" in script
+    assert "#SBATCH --partition=gpu\n" in script
+    assert script.count("\nkeep trainer") == 2
+    assert json.loads((tmp_path / "run" / "progress.json").read_text())["phase"] == "sft"
+
+
+@pytest.mark.integration
+def test_two_trainers_save_and_end_after_a_signal_to_the_command(tmp_path):
+    run = tmp_path / "run"
+    settings = [*SFT, "steps=100000", f"output={tmp_path}", "name=run", "ranks=2", "checkpoint.every_n_steps=5"]
+    with Forked("sft", *settings) as command:
+        wait_until_exists(run / "checkpoints")
+        pids = [process["pid"] for process in json.loads((run / "launch.json").read_text())["processes"]]
+        assert command.end(signal.SIGTERM) == 128 + signal.SIGTERM
+    assert not any(is_running(pid) for pid in pids)
+    ends = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    assert [event["code"] for event in ends if event["event"] == "end"] == [143]  # of the agent: its ranks saved
+    assert any((run / "checkpoints").rglob("manifest.json"))
+    assert RunDirectory(run).read_progress().failed is None
+    assert os.path.isdir(run / "ranks")

@@ -1,0 +1,90 @@
+"""The settings of where the processes of a run are: short forms, and what is refused."""
+
+import pytest
+
+from ludic.errors import ConfigError
+from ludic.recipes.actors import check_actors
+from ludic.recipes.compose import compose, config_hash
+from ludic.recipes.place_section import PlaceSection, TrainersSection, check_place, needs_launcher
+from ludic.recipes.rm.schema import compose_rm
+from ludic.recipes.sft.schema import compose_sft
+
+
+@pytest.mark.parametrize(
+    ("short", "long"),
+    [
+        (["ranks=2"], ["place.trainers=2"]),
+        (["trainers=8", "actors=4"], ["place.trainers=8", "place.actors=4"]),
+        (["place=slurm"], ["place.on=slurm"]),
+        (["place=ray"], ["place.on=ray"]),
+        (["place='ray://host:10001'"], ["place.on=ray", "place.address='ray://host:10001'"]),
+    ],
+)
+def test_a_short_form_is_the_setting(short, long):
+    assert compose(["sort", *short]).place == compose(["sort", *long]).place
+
+
+def test_a_mapping_is_the_section_of_the_short_name():
+    assert compose(["sort", "ranks={timeout_s: 3}"]).ranks.timeout_s == 3.0
+    assert compose(["sort", "place={actors: 3}"]).place.actors == 3
+
+
+def test_supervised_runs_have_the_settings_of_trainers():
+    for recipe in (compose_sft(["ranks=2", "place=ray"]), compose_rm(["ranks=2", "place=ray"])):
+        assert (recipe.place.trainers, recipe.place.on) == (2, "ray")
+    with pytest.raises(ConfigError, match=r"there is no setting 'place\.actors'"):
+        compose_sft(["actors=2"])
+    with pytest.raises(ConfigError, match=r"place\.trainers \(0\) must be >= 1"):
+        compose_sft(["ranks=0"])
+
+
+def test_where_a_run_executes_does_not_change_its_hash():
+    assert config_hash(compose(["sort"])) == config_hash(compose(["sort", "place=ray", "trainers=2", "place.trainer_cpus=3"]))
+    assert config_hash(compose(["sort"])) != config_hash(compose(["sort", "actors=2"]))
+    assert config_hash(compose_sft([])) == config_hash(compose_sft(["ranks=2"]))
+
+
+@pytest.mark.parametrize(
+    ("section", "rule"),
+    [
+        (PlaceSection(on="cloud"), r"place.on \(cloud\) must be local, ray or slurm"),
+        (PlaceSection(address="auto"), r"place.address \(auto\) is of a Ray cluster; set place.on=ray too"),
+        (TrainersSection(insecure=True), r"place.insecure \(True\) is of a Ray cluster"),
+        (PlaceSection(nodes=2, trainers=2), r"place.nodes \(2\) is more than this machine"),
+        (PlaceSection(on="ray", nodes=2, trainers=3), r"place.trainers \(3\) must be divided evenly among place.nodes \(2\)"),
+        (PlaceSection(on="ray", nodes=2, trainers=2, min_nodes=3), r"place.min_nodes \(3\) must be from 1 to place.nodes \(2\)"),
+        (PlaceSection(nodes=0), r"place.nodes \(0\) must be >= 1"),
+        (PlaceSection(actors=-1), r"place.actors \(-1\) must be >= 0"),
+        (PlaceSection(actor_gpus=1.5), r"place.actor_gpus \(1.5\) must be a whole number, or less than 1"),
+        (PlaceSection(actor_cpus=-1), r"place.actor_cpus \(-1\) must be >= 0"),
+        (PlaceSection(slurm_options=["--x"]), "place.slurm_options has no effect without place.on=slurm"),
+    ],
+)
+def test_wrong_settings_are_refused_with_the_rule(section, rule):
+    with pytest.raises(ConfigError, match=rule):
+        check_place(section)
+
+
+@pytest.mark.parametrize(
+    ("settings", "rule"),
+    [
+        (["place=ray", "actors=2"], "need a queue on a Redis server: set queue.url=redis://HOST:6379/0"),
+        (["place=slurm", "actors=2", "queue.url=q.sqlite"], "need a queue on a Redis server"),
+    ],
+)
+def test_processes_that_would_not_find_each_other_are_refused(settings, rule):
+    with pytest.raises(ConfigError, match=rule):
+        check_actors(compose(["sort", *settings]))
+    check_actors(compose(["sort", "place=ray", "place.address=local", "actors=2"]))
+
+
+def test_servers_are_started_by_hand():
+    with pytest.raises(ConfigError, match="there is no setting 'servers'; start them with `ludic serve`"):
+        compose(["sort", "servers=2"])
+
+
+def test_one_process_trains_itself_and_so_does_one_with_actors():
+    assert not needs_launcher(compose(["sort"]).place)
+    assert not needs_launcher(compose(["sort", "actors=2"]).place)
+    assert needs_launcher(compose(["sort", "place=ray"]).place)
+    assert needs_launcher(compose(["sort", "trainers=2"]).place)

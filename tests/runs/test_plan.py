@@ -1,0 +1,76 @@
+"""The processes that a recipe asks for."""
+
+from pathlib import Path
+
+import pytest
+
+from ludic.errors import ConfigError
+from ludic.launch.process import PYTHON, check_processes
+from ludic.launch.torchrun import ENV
+from ludic.recipes.compose import compose
+from ludic.recipes.sft.schema import compose_sft
+from ludic.runs.places import fit_job
+from ludic.runs.plan import plan_processes
+
+
+def test_a_run_without_actors_is_its_trainer(tmp_path: Path) -> None:
+    (trainer,) = plan_processes(compose(["sort"]), tmp_path)
+    assert (trainer.name, trainer.role) == ("trainer", "trainer")
+    assert trainer.argv == (PYTHON, "-m", "ludic.cli", "worker", "trainer", str(tmp_path))
+
+
+def test_each_actor_has_a_name_and_the_folder_of_the_run(tmp_path: Path) -> None:
+    planned = plan_processes(compose(["sort", "place.actors=3", "place.restarts=5"]), tmp_path)
+    check_processes(planned)
+    assert [process.name for process in planned] == ["trainer", "actor0", "actor1", "actor2"]
+    assert planned[2].argv == (PYTHON, "-m", "ludic.cli", "worker", "actor", str(tmp_path), "--name", "actor1")
+    assert {process.restarts for process in planned} == {5}
+
+
+def test_trainers_are_the_ranks_of_one_agent_on_each_machine(tmp_path: Path) -> None:
+    settings = ["place=ray", "trainers=8", "place.nodes=2", "place.min_nodes=1", "place.trainer_gpus=1", "ranks.port=29555"]
+    planned = plan_processes(compose(["sort", *settings, "ranks.rendezvous_timeout_s=90"]), tmp_path)
+    check_processes(planned)
+    assert [(process.name, process.role, process.cpus, process.gpus) for process in planned] == [
+        ("trainer0", "trainer", 4, 4),
+        ("trainer1", "trainer", 4, 4),
+    ]
+    for node, process in enumerate(planned):
+        assert process.argv[-5:] == ("-m", "ludic.cli", "worker", "trainer", str(tmp_path))
+        assert f"--rdzv-conf=join_timeout=90,is_host={int(node == 0)}" in process.argv
+        assert {"--nproc-per-node=4", "--nnodes=1:2", "--rdzv-endpoint={host:trainer0}:29555"} <= set(process.argv)
+        assert process.named_hosts() == {"trainer0"}
+        assert dict(process.env) == dict(ENV)
+
+
+def test_a_supervised_run_has_trainers_and_nothing_else(tmp_path: Path) -> None:
+    (trainer,) = plan_processes(compose_sft(["ranks=2"]), tmp_path)
+    assert trainer.argv[-5:] == ("-m", "ludic.cli", "worker", "trainer", str(tmp_path))
+    assert dict(trainer.env) == {}
+
+
+def test_each_role_has_its_resources(tmp_path: Path) -> None:
+    settings = ["actors=1", "place.trainer_cpus=4", "place.actor_cpus=2", "place.actor_gpus=0.5"]
+    planned = plan_processes(compose(["sort", *settings]), tmp_path)
+    found = [(process.name, process.cpus, process.gpus) for process in planned]
+    assert found == [("trainer", 4, 0), ("actor0", 2, 0.5)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "nodes", "cpus", "gpus"),
+    [
+        (["trainers=4", "place.nodes=2", "place.trainer_gpus=1", "place.trainer_cpus=3"], 2, 6, 2),
+        (["trainers=2", "place.nodes=2", "actors=3", "place.actor_cpus=2"], 2, 4, 0),  # 1 + 1 + 2 and 2 + 2
+        (["actors=1"], 1, 2, 0),
+    ],
+)
+def test_nodes_of_a_job_are_as_small_as_the_processes_allow(tmp_path, settings, nodes, cpus, gpus) -> None:
+    recipe = compose(["sort", "place=slurm", *settings])
+    job = fit_job(recipe.place, plan_processes(recipe, tmp_path), "run")
+    assert (job.nodes, job.cpus_per_node, job.gpus_per_node) == (nodes, cpus, gpus)
+
+
+def test_slurm_has_no_shares_of_a_gpu(tmp_path: Path) -> None:
+    recipe = compose(["sort", "place=slurm", "actors=1", "place.actor_gpus=0.5"])
+    with pytest.raises(ConfigError, match="Slurm has whole ones only"):
+        fit_job(recipe.place, plan_processes(recipe, tmp_path), "run")
