@@ -14,7 +14,7 @@ _DTYPES = ("float32", "bfloat16")
 @dataclass
 class ShardingSection:
     """A model that several ranks share out (FSDP2), so that each has a part of its weights,
-    gradients and optimizer. Needs torchrun or srun."""
+    gradients and optimizer. Needs several ranks: `ranks=N`, torchrun or srun."""
 
     kind: str = "none"
     """`none`: each rank has the whole model. `full`: each has one part of every weight. `hybrid`:
@@ -50,6 +50,6 @@ def check_sharding(section: ShardingSection, *, world_size: int) -> None:
         )
     if world_size == 1 and (section.param_dtype is not None or section.cpu_offload):
         raise ConfigError(
-            "sharding.param_dtype and cpu_offload need several processes, and this run is one; start it with torchrun or srun, or leave "
-            "them out: trainer.mixed_precision_dtype=bf16 computes in bfloat16 here"
+            "sharding.param_dtype and cpu_offload need several processes, and this run is one; set ranks=N, start it with torchrun "
+            "or srun, or leave them out: trainer.mixed_precision_dtype=bf16 computes in bfloat16 here"
         )
