@@ -213,6 +213,8 @@ def run(code: str) -> str:
         ("ludic.rollouts.training.types", ["torch", "transformers"]),
         ("ludic.rollouts.training.filters", ["torch", "transformers"]),
         ("ludic.rollouts.training.datasets.data_buffer", ["torch", "transformers"]),
+        ("ludic.rollouts.training.metrics", ["torch", "transformers", "wandb"]),
+        ("ludic.rollouts.training.rollout_gen.async_rollout_manager", ["torch", "transformers"]),
         ("ludic.training.trainer", ["transformers", "peft", "wandb"]),
     ],
 )

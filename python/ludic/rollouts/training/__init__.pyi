@@ -1,7 +1,13 @@
+from ludic.rollouts.training.agent_integration import (
+    agent_rollout_to_sample as agent_rollout_to_sample,
+    generate_rollout_batch as generate_rollout_batch,
+    trajectory_to_sample as trajectory_to_sample,
+)
 from ludic.rollouts.training.backends.protocol import TrainingBackend as TrainingBackend
 from ludic.rollouts.training.backends.pytorch import PyTorchTrainingBackend as PyTorchTrainingBackend
 from ludic.rollouts.training.backends.pytorch_factory import create_pytorch_backend as create_pytorch_backend
 from ludic.rollouts.training.datasets.data_buffer import DataBuffer as DataBuffer
+from ludic.rollouts.training.datasets.dataset_loaders import load_sft_dataset as load_sft_dataset
 from ludic.rollouts.training.filters import (
     check_any_success as check_any_success,
     check_min_reward as check_min_reward,
@@ -12,6 +18,7 @@ from ludic.rollouts.training.filters import (
     make_length_filter as make_length_filter,
     make_threshold_filter as make_threshold_filter,
 )
+from ludic.rollouts.training.metrics import JSONLLogger as JSONLLogger, MetricsLogger as MetricsLogger
 from ludic.rollouts.training.rollout_gen.async_rollout_manager import (
     AsyncRolloutManager as AsyncRolloutManager,
     RolloutAborted as RolloutAborted,
