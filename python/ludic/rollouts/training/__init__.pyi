@@ -18,6 +18,8 @@ from ludic.rollouts.training.filters import (
     make_length_filter as make_length_filter,
     make_threshold_filter as make_threshold_filter,
 )
+from ludic.rollouts.training.loops.rl_loop import run_rl_training as run_rl_training
+from ludic.rollouts.training.loops.sft_loop import run_sft_training as run_sft_training
 from ludic.rollouts.training.metrics import JSONLLogger as JSONLLogger, MetricsLogger as MetricsLogger
 from ludic.rollouts.training.rollout_gen.async_rollout_manager import (
     AsyncRolloutManager as AsyncRolloutManager,

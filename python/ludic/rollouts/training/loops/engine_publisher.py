@@ -1,0 +1,98 @@
+"""`EnginePublisher`: new weights for inference engines, by a folder that they load."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ludic.distributed.engines import sync_weights_to_engines
+from ludic.event_loop import await_if_needed
+from ludic.files.folders import delete_folder
+from ludic.files.manifest import write_manifest
+from ludic.inference.publishing import PolicyPublisher, Publisher, Version
+from ludic.rollouts.training.backends.foreign import ForeignBackend
+from ludic.rollouts.training.backends.pytorch import PyTorchTrainingBackend
+from ludic.training import ranks
+from ludic.training.checkpoint import replace_folder_on_ranks, writes_on_all_ranks
+
+FOLDER = "published"
+KEPT = 2
+"""Acknowledged versions that stay on disk: an engine goes back to the one before."""
+
+
+class EnginePublisher(Publisher):
+    """Writes the weights to `checkpoint_dir/published/step_NNNNNN` and has all engines load it, all
+    or none; then tells the manager the version. The servers must see the folder under this path.
+
+    An engine that is a `PolicyPublisher` gets the tensors instead, after the folder was loaded. A
+    backend of the user's writes a checkpoint, and engines load that.
+    """
+
+    needs_weights = False
+
+    def __init__(self, backend: Any, engines: Sequence[Any], manager: Any) -> None:
+        self._backend, self._manager = backend, manager
+        own = isinstance(backend, PyTorchTrainingBackend)
+        self._publishers = [engine for engine in engines if own and _gets_tensors(engine)]
+        self._engines = [engine for engine in engines if engine not in self._publishers]
+        self._acknowledged: list[Path] = []
+
+    async def publish(self, state_dict: Mapping[str, Tensor], version: Version = None) -> None:
+        """Have every engine serve the weights of the backend as `version`. Raises PublishError if
+        one does not; engines then serve what they served before."""
+        step = int(version or 0)
+        if self._engines:
+            folder = await self._write(step)
+            with ranks.rank_0_alone(f"syncing the weights of step {step}"):
+                if ranks.rank() == 0:
+                    await sync_weights_to_engines(self._engines, str(folder))
+            self._acknowledge(folder)
+        if self._publishers:
+            weights = await self._backend.export_weights()
+            with ranks.rank_0_alone(f"publishing the weights of step {step}"):
+                if ranks.rank() == 0:
+                    for publisher in self._publishers:
+                        await await_if_needed(publisher.publish(weights, version=version))
+        self._manager.weights_changed(step)
+
+    async def _write(self, step: int) -> Path:
+        if not isinstance(self._backend, PyTorchTrainingBackend):
+            return await ForeignBackend(self._backend).save_checkpoint(step, {})
+        target = self._backend.checkpoint_dir / FOLDER / f"step_{step:06d}"
+        if ranks.is_distributed():  # its collectives stay in the thread of all others
+            self._write_folder(target, step)
+        else:
+            await asyncio.to_thread(self._write_folder, target, step)
+        return target
+
+    def _write_folder(self, target: Path, step: int) -> None:
+        backend = self._backend
+
+        def write(folder: Path | None) -> None:
+            backend.save(folder, optimizer=False).wait()
+
+        with (
+            ranks.agree(f"writing the weights of step {step}"),
+            replace_folder_on_ranks(target, write, shared=writes_on_all_ranks(backend)) as written,
+        ):
+            if written is not None:
+                folder, described = written
+                write_manifest(folder, {"step": step}, described=described)
+
+    def _acknowledge(self, folder: Path) -> None:
+        """Delete folders of ours that no engine can need any more."""
+        if folder.parent.name != FOLDER:
+            return
+        self._acknowledged = [*(path for path in self._acknowledged if path != folder), folder][-KEPT:]
+        if ranks.rank() == 0:
+            for other in sorted(folder.parent.glob("step_*")):
+                if other not in self._acknowledged:
+                    delete_folder(other)
+
+
+def _gets_tensors(engine: Any) -> bool:
+    return isinstance(engine, PolicyPublisher) and not callable(getattr(engine, "update_weights_from_checkpoint", None))

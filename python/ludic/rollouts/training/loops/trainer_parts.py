@@ -1,0 +1,193 @@
+"""The parts of a `Trainer` that the loops build: source, credit, publisher, and the log of the run.
+
+AsyncRolloutManager -> ManagerSource -> Trainer -> EnginePublisher -> engines
+                                           |
+                                        LoopLog -> metrics logger
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ludic.errors import ConfigError, RequestsExhausted
+from ludic.rollouts.training.backends.foreign import ForeignBackend
+from ludic.rollouts.training.backends.pytorch import WITHOUT_LIMIT, PyTorchTrainingBackend
+from ludic.training import ranks
+from ludic.training.algorithm import RLAlgorithm
+from ludic.training.batching.shared_batches import SharedBatches
+from ludic.training.batching.source import BatchSourceBase
+from ludic.training.checkpoint import CheckpointConfig, CheckpointManager
+from ludic.training.config import TrainerConfig
+from ludic.training.credit_assignment import ConstantCredit
+from ludic.training.loss.base import Loss
+from ludic.training.trainer import Trainer
+from ludic.training.types import CreditAssigner
+
+logger = logging.getLogger(__name__)
+
+PLAIN_KEYS = {"train/loss": "loss", "train/grad_norm": "grad_norm", "train/lr": "lr"}
+"""Key of the trainer -> name in the metrics of a loop."""
+
+
+@dataclass(frozen=True)
+class LoopSettings:
+    """What both loops set."""
+
+    num_steps: int
+    log_every: int
+    checkpoint_every: int
+    seed: int
+    sync_every: int = 0
+    epochs_per_batch: int = 1
+    minibatches_per_batch: int = 1
+
+
+class OwnLoss(Loss):
+    """The loss of a backend that has its own. `Trainer` never computes it."""
+
+
+def build_trainer(
+    backend: Any,
+    source: BatchSourceBase,
+    settings: LoopSettings,
+    *,
+    publisher: Any = None,
+    credit: CreditAssigner | None = None,
+    resume: bool = False,
+) -> Trainer:
+    """The trainer of a loop. With `resume` it goes on from the newest checkpoint of the backend, if
+    there is one."""
+    own = isinstance(backend, PyTorchTrainingBackend)
+    base = backend.cfg if own else TrainerConfig(**FOREIGN_SETTINGS)
+    trained: Any = backend if own else ForeignBackend(backend)
+    loss = backend.algo.loss if own else OwnLoss()
+    checkpointer = make_checkpointer(backend, settings.checkpoint_every) if own else None
+    return Trainer(
+        model=backend.model if own else None,
+        algo=RLAlgorithm(name=backend.algo.name if own else "foreign", credit_assigner=credit or ConstantCredit(1.0), loss=loss),
+        batch_source=SharedBatches(source) if ranks.is_distributed() else source,
+        publisher=publisher,
+        cfg=replace(
+            base,
+            sync_every_steps=0 if publisher is None else settings.sync_every,
+            epochs_per_batch=settings.epochs_per_batch,
+            minibatches_per_batch=settings.minibatches_per_batch,
+            seed=settings.seed,
+        ),
+        backend=trained,
+        checkpointer=checkpointer,
+        resume_from=find_checkpoint(checkpointer) if resume else None,
+        total_training_steps=settings.num_steps,
+    )
+
+
+FOREIGN_SETTINGS: dict[str, Any] = {
+    "model_device": "cpu",
+    "max_seq_len": WITHOUT_LIMIT,
+    "micro_token_budget": WITHOUT_LIMIT,
+    "packing": "greedy",
+}
+
+
+def make_checkpointer(backend: PyTorchTrainingBackend, every: int) -> CheckpointManager:
+    keep = backend.checkpoints.cfg.max_to_keep
+    return CheckpointManager(CheckpointConfig(backend.checkpoint_dir, every_n_steps=every, max_to_keep=keep))
+
+
+def find_checkpoint(checkpointer: CheckpointManager | None) -> str | None:
+    """The newest undamaged checkpoint; None, with a warning, if there is none to resume."""
+    if checkpointer is None:
+        raise ConfigError(
+            "resume=True needs a PyTorchTrainingBackend, whose checkpoints hold the state of the run; load your backend's own checkpoint "
+            "before the call, and leave resume out"
+        )
+    if not checkpointer.has_any():
+        logger.warning("%s has no checkpoint to resume; the run begins at step 0", checkpointer.root)
+        return None
+    return str(checkpointer.find())
+
+
+@dataclass
+class LoopLog:
+    """The metrics of a run: one mapping for each step, of which every `log_every`-th and the last
+    go to the logger."""
+
+    backend: Any
+    settings: LoopSettings
+    metrics_logger: Any = None
+    steps: list[dict[str, float]] = field(default_factory=list)
+    logged: int = 0
+
+    async def record(self, trainer: Trainer, stats: Mapping[str, float], facts: Mapping[str, float]) -> None:
+        """Add a step: `facts` are those of its batch."""
+        step = trainer.current_step
+        plain = {name: float(stats[key]) for key, name in PLAIN_KEYS.items() if key in stats and math.isfinite(stats[key])}
+        metrics = {**stats, **plain, **facts, "step": step, "optim_step": self._optimizer_step(trainer)}
+        self.steps.append(metrics)
+        if step % self.settings.log_every == 0:
+            self._write(metrics)
+        if isinstance(trainer.backend, ForeignBackend) and step % self.settings.checkpoint_every == 0:
+            await trainer.backend.save_checkpoint(step, metrics)
+
+    @staticmethod
+    def _optimizer_step(trainer: Trainer) -> float:
+        backend = trainer.backend
+        if isinstance(backend, ForeignBackend):
+            return backend.last_step.get("step", trainer.current_step)
+        assert isinstance(backend, PyTorchTrainingBackend)
+        return backend.current_step
+
+    def _write(self, metrics: dict[str, float]) -> None:
+        self.logged = int(metrics["step"])
+        if self.metrics_logger is None:
+            return
+        try:
+            self.metrics_logger.log(metrics, step=self.logged)
+        except Exception:
+            logger.exception("the metrics logger failed at step %d; training goes on", self.logged)
+
+    async def end(self, trainer: Trainer) -> None:
+        """Log the last step, publish and save what is not yet."""
+        if self.steps and self.logged != self.steps[-1]["step"]:
+            self._write(self.steps[-1])
+        if not self.steps:
+            return
+        if trainer.sync_every_steps and trainer.current_step % trainer.sync_every_steps:
+            await trainer.publish()
+        if not isinstance(trainer.backend, ForeignBackend):
+            await trainer.ensure_checkpoint()
+        elif trainer.current_step % self.settings.checkpoint_every:
+            await trainer.backend.save_checkpoint(trainer.current_step, self.steps[-1])
+
+    def finish(self) -> None:
+        """End the metrics logger. If it fails, the run has still ended well."""
+        if self.metrics_logger is None:
+            return
+        try:
+            self.metrics_logger.finish()
+        except Exception:
+            logger.exception("the metrics logger could not finish")
+
+
+async def train_to_end(trainer: Trainer, log: LoopLog, source: Any) -> list[dict[str, float]]:
+    """Train up to `num_steps` steps in all, or until the data end. Returns the metrics of the
+    steps that this process took. `source.facts()` are those of its last batch."""
+    remaining = log.settings.num_steps - trainer.current_step
+    try:
+        if remaining > 0:
+            await trainer.train(remaining, log_fn=lambda stats: log.record(trainer, stats, source.facts()))
+    except RequestsExhausted as error:
+        logger.info("the data ended after %d of %d steps: %s", trainer.current_step, log.settings.num_steps, error)
+    await log.end(trainer)
+    return log.steps
+
+
+def reward_facts(rewards: Sequence[float]) -> dict[str, float]:
+    """`mean_reward`, `max_reward` and `min_reward`; empty without rewards."""
+    if not rewards:
+        return {}
+    return {"mean_reward": math.fsum(rewards) / len(rewards), "max_reward": max(rewards), "min_reward": min(rewards)}

@@ -1,0 +1,222 @@
+"""Reinforcement learning: a `Trainer` on the batches of a manager."""
+
+import pytest
+from document_samples import ListLogger, generate, make_backend, make_sample
+from training_samples import assert_same_tensors, tiny_model, weights_of
+
+from ludic.errors import ConfigTypeError, PublishError
+from ludic.files.atomic import read_json
+from ludic.rollouts.training import AsyncRolloutManager, DataBuffer, RLTrainingConfig, RolloutConfig, Sample, run_rl_training
+from ludic.rollouts.training.loops.rl_loop import advantages_of, compute_advantages, compute_reward, prepare_grpo_batch
+from ludic.rollouts.training.rl_losses import GRPO_LOSS, grpo_loss, ppo_loss
+from ludic.rollouts.training.rollout_gen import convert_to_batch
+from ludic.training import RLAlgorithm, SampleAttachments, SAWBatch, SAWItem, Trainer, TrainerConfig
+from ludic.training.credit_assignment import ConstantCredit
+from ludic.training.types import ActorTokenLogps
+
+PROMPTS = [f"question {number}" for number in range(5)]
+CONFIG = RLTrainingConfig(num_steps=4, sync_every=2, log_every=2, checkpoint_every=2)
+
+
+def make_manager(n=2, **changes):
+    settings = {"batch_size": 2, "n_samples_per_prompt": n, "generate_fn": generate, "order": "submission", **changes}
+    return AsyncRolloutManager(DataBuffer(PROMPTS), RolloutConfig(**settings))
+
+
+async def run(backend, manager, engines=(), config=CONFIG, **options):
+    return await run_rl_training(backend, manager.data_buffer, manager, list(engines), config, **options)
+
+
+class SourceByHand:
+    """The same batches; the advantages of two members are relative to their mean."""
+
+    def __init__(self, manager):
+        self.manager = manager
+
+    async def next_batch(self):
+        batch = await self.manager.generate_batch(lambda sample: float(sample.metadata["correct"]))
+        items = []
+        for first, second in zip(batch.samples[::2], batch.samples[1::2], strict=True):
+            mean = (first.reward + second.reward) / 2
+            items += [self.item(sample, sample.reward - mean) for sample in (first, second)]
+        return SAWBatch(items, {"target_rollouts": len(items)})
+
+    @staticmethod
+    def item(sample, weight):
+        mask = [int(value) for value in sample.loss_mask]
+        logps = ActorTokenLogps([logp for logp, action in zip(sample.rollout_log_probs, mask, strict=True) if action])
+        meta = {"rollout_id": str(sample.index), "request_meta": {"group_id": sample.group_index}}
+        return SAWItem(sample.tokens, [1] * len(mask), mask, weight, meta, SampleAttachments(logps))
+
+
+@pytest.mark.parametrize("in_thread", [True, False])
+async def test_the_loop_ends_with_the_bits_of_a_trainer_written_by_hand(tmp_path, in_thread):
+    backend = make_backend(tmp_path, grpo_loss, in_thread=in_thread)
+    metrics = await run(backend, make_manager())
+    model = tiny_model()
+    trainer = Trainer(
+        model=model,
+        algo=RLAlgorithm("grpo", ConstantCredit(1.0), GRPO_LOSS),
+        batch_source=SourceByHand(make_manager()),
+        cfg=TrainerConfig(
+            lr=1e-2, weight_decay=1e-2, max_grad_norm=None, max_seq_len=128, model_device="cpu", sync_every_steps=0
+        ),
+    )
+    losses = []
+    await trainer.train(4, log_fn=lambda stats: losses.append(stats["train/loss"]))
+    assert any(losses)
+    assert [line["loss"] for line in metrics] == losses
+    assert_same_tensors(weights_of(backend.model), weights_of(model))
+
+
+async def test_metrics_and_the_logger(tmp_path):
+    logger = ListLogger()
+    metrics = await run(make_backend(tmp_path, ppo_loss), make_manager(), metrics_logger=logger)
+    assert [(line["step"], line["optim_step"]) for line in metrics] == [(1, 1), (2, 2), (3, 3), (4, 4)]
+    for line in metrics:
+        assert {"loss", "grad_norm", "lr", "train/ratio_mean"} <= line.keys()
+        assert 0 <= line["min_reward"] <= line["mean_reward"] <= line["max_reward"] <= 1
+    assert ([step for step, _ in logger.lines], logger.finished) == ([2, 4], 1)
+
+
+async def test_a_resumed_run_ends_as_if_it_had_not_stopped(tmp_path):
+    whole = make_backend(tmp_path / "whole", ppo_loss)
+    expected = await run(whole, make_manager())
+    parts, short = tmp_path / "parts", RLTrainingConfig(num_steps=3, checkpoint_every=2)
+    await run(make_backend(parts, ppo_loss), make_manager(), config=short)
+    resumed = make_backend(parts, ppo_loss, seed=9)
+    [last] = await run(resumed, make_manager(), resume=True)
+    assert (last["step"], last["loss"], last["mean_reward"]) == (4, expected[3]["loss"], expected[3]["mean_reward"])
+    assert_same_tensors(weights_of(resumed.model), weights_of(whole.model))
+
+
+async def test_a_checkpoint_holds_the_managers_state(tmp_path):
+    manager = make_manager(over_sampling_factor=2.0)
+    await run(make_backend(tmp_path, grpo_loss), manager)
+    state = read_json(tmp_path / "step_000004" / "trainer_state.json")["batch_source"]
+    assert (state["step_count"], state["buffer_state"]) == (4, manager.data_buffer.save_state())
+
+
+class Engine:
+    def __init__(self, manager=None, fails_at=None):
+        self.manager, self.fails_at, self.loaded = manager, fails_at, []
+
+    async def update_weights_from_checkpoint(self, checkpoint_path):
+        name = checkpoint_path.rpartition("/")[2]
+        if name == self.fails_at:
+            return {"success": False, "error": "no space"}
+        with open(f"{checkpoint_path}/config.json") as file:
+            assert file.read()
+        self.loaded.append(name)
+        return {"success": True}
+
+
+class TensorPublisher:
+    def __init__(self):
+        self.versions = []
+
+    def publish(self, state_dict, version=None):
+        assert len(state_dict) > 3
+        self.versions.append(version)
+
+
+async def test_engines_get_a_folder_every_sync_every_steps_and_at_the_end(tmp_path):
+    engine, publisher, seen = Engine(), TensorPublisher(), []
+
+    async def generate_and_note(prompts, seeds, weight_version):
+        seen.append(weight_version)
+        return await generate(prompts, seeds)
+
+    manager = make_manager(generate_fn=generate_and_note)
+    config = RLTrainingConfig(num_steps=5, sync_every=2)
+    await run(make_backend(tmp_path, grpo_loss), manager, [engine, publisher], config)
+    assert engine.loaded == ["step_000002", "step_000004", "step_000005"]
+    assert publisher.versions == [2, 4, 5]
+    assert [seen[4 * step] for step in range(5)] == [0, 0, 2, 2, 4]
+    published = tmp_path / "published"
+    assert sorted(path.name for path in published.iterdir()) == ["step_000004", "step_000005"]
+    assert not (published / "step_000005" / "optimizer.safetensors").exists()
+
+
+async def test_an_engine_that_fails_ends_the_run_with_its_error_and_a_finished_logger(tmp_path):
+    logger = ListLogger()
+    with pytest.raises(PublishError, match="no space"):
+        await run(make_backend(tmp_path, grpo_loss), make_manager(), [Engine(fails_at="step_000002")], metrics_logger=logger)
+    assert logger.finished == 1
+
+
+async def test_the_reward_is_that_of_the_function_else_of_the_sample_else_of_its_correctness(tmp_path):
+    async def rewarded(prompts, seeds):
+        samples = await generate(prompts, seeds)
+        for sample in samples:
+            sample.reward, sample.metadata = 3.0, {"correct": True}
+        return samples
+
+    async def correct(prompts, seeds):
+        return [Sample(**{**make_sample(prompt, 0).__dict__, "metadata": {"correct": True}}) for prompt in prompts]
+
+    for number, (changes, expected) in enumerate(
+        [
+            ({"generate_fn": rewarded, "reward_fn": lambda sample: 7.0}, 7.0),
+            ({"generate_fn": rewarded}, 3.0),
+            ({"generate_fn": correct}, 1.0),
+        ]
+    ):
+        config = RLTrainingConfig(num_steps=1)
+        [line] = await run(make_backend(tmp_path / str(number), grpo_loss), make_manager(**changes), config=config)
+        assert line["mean_reward"] == expected
+
+
+async def test_filters_judge_the_reward_that_is_trained(tmp_path):
+    groups = []
+
+    def mixed(samples):
+        groups.append([sample.reward for sample in samples])
+        return len(set(groups[-1])) > 1
+
+    manager = make_manager(filter_fn=mixed, patience=50)
+    metrics = await run(make_backend(tmp_path, grpo_loss), manager, config=RLTrainingConfig(num_steps=2))
+    assert [line["mean_reward"] for line in metrics] == [0.5, 0.5]
+    assert [1.0, 1.0] in groups or [0.0, 0.0] in groups
+
+
+async def test_data_with_an_end_end_the_run(tmp_path):
+    buffer = DataBuffer(PROMPTS, epochs=1)
+    manager = AsyncRolloutManager(buffer, RolloutConfig(batch_size=2, generate_fn=generate))
+    metrics = await run(make_backend(tmp_path, grpo_loss), manager, config=RLTrainingConfig(num_steps=9))
+    assert [line["step"] for line in metrics] == [1, 2, 3]  # two, two and one prompts
+    assert (tmp_path / "step_000003").is_dir()
+
+
+async def test_another_buffer_than_the_managers_is_refused(tmp_path):
+    with pytest.raises(ConfigTypeError, match="data_buffer is not that of rollout_manager"):
+        await run_rl_training(make_backend(tmp_path, grpo_loss), DataBuffer(PROMPTS), make_manager(), [], CONFIG)
+
+
+async def test_an_entered_manager_stays_entered(tmp_path):
+    manager = make_manager()
+    async with manager:
+        await run(make_backend(tmp_path, grpo_loss), manager, config=RLTrainingConfig(num_steps=1))
+        assert manager.is_entered
+
+
+def test_advantages():
+    assert compute_advantages([1, 0], baseline=0.5) == [0.5, -0.5]
+    auto, literal = RLTrainingConfig(num_steps=1), RLTrainingConfig(num_steps=1, advantage="baseline")
+    assert advantages_of([1, 0, 3, 2], ["a", "a", "b", None], auto) == [0.5, -0.5, 3.0, 2.0]
+    assert advantages_of([1, 0, 3, 2], ["a", "a", "b", None], literal) == [1.0, 0.0, 3.0, 2.0]
+    assert compute_reward(Sample("a", metadata={"correct": True})) == 1.0
+    assert compute_reward(Sample("a")) == 0.0
+
+
+async def test_a_prepared_batch_trains_as_in_the_loop(tmp_path):
+    samples = [make_sample(prompt, seed) for prompt in PROMPTS[:2] for seed in range(2)]
+    for number, sample in enumerate(samples):
+        sample.group_index, sample.index = number // 2, number
+    rewards = [compute_reward(sample) for sample in samples]
+    batch = prepare_grpo_batch(convert_to_batch(samples), rewards, CONFIG)
+    longest = max(len(sample.tokens) for sample in samples)
+    assert batch["old_log_probs"].shape == batch["input_ids"].shape == (4, longest)
+    assert batch["advantages"].tolist() == advantages_of(rewards, [0, 0, 1, 1], CONFIG)
+    metrics = await make_backend(tmp_path, ppo_loss).forward_backward(batch)
+    assert metrics["ratio_mean"] > 0
