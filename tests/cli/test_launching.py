@@ -5,9 +5,10 @@ import json
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
-from commands import NETWORK
+from commands import NETWORK, same_weights
 from forked_run import Forked, wait_until_exists
 from processes import is_running
 from scripted_place import ScriptedPlace
@@ -145,3 +146,19 @@ def test_two_trainers_save_and_end_after_a_signal_to_the_command(tmp_path):
     assert any((run / "checkpoints").rglob("manifest.json"))
     assert RunDirectory(run).read_progress().failed is None
     assert os.path.isdir(run / "ranks")
+
+
+@pytest.mark.slow
+def test_a_run_whose_rank_is_killed_is_the_undisturbed_run(tmp_path):
+    settings = [*SFT, "rows=400", "epochs=4", f"output={tmp_path}", "ranks=2", "checkpoint.every_n_steps=5"]
+    with Forked("sft", *settings, "name=whole") as command:
+        assert command.end() == 0
+    run = tmp_path / "run"
+    with Forked("sft", *settings, "name=run") as command:
+        wait_until_exists(run / "checkpoints" / "sft" / "latest.json")
+        (agent,) = [process["pid"] for process in json.loads((run / "launch.json").read_text())["processes"]]
+        os.kill(int(Path(f"/proc/{agent}/task/{agent}/children").read_text().split()[1]), signal.SIGKILL)
+        assert command.end() == 0
+    assert same_weights(run, tmp_path / "whole")
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    assert [event["code"] for event in events if event["event"] == "end"] == [137, 0]  # of the agent: its rank was killed

@@ -7,9 +7,13 @@ import time
 import pytest
 from typer.testing import CliRunner
 
+from ludic.cli import queue_status
 from ludic.cli.app import app
 from ludic.cli.status import describe, format_duration, read_status
 from ludic.launch.state import LaunchState, ProcessState
+from ludic.recipes.queue_section import QueueSection
+from ludic.runs.actors.queue import make_run_id, open_queue
+from ludic.training.queue.base import Work
 
 NOW = 1_790_000_000.0
 
@@ -58,7 +62,7 @@ def test_a_run_of_one_process_shows_its_step_and_checkpoint(run):
 def test_the_processes_of_a_launch_are_a_table(run):
     launch(run)
     assert lines(run)[2:] == [
-        "supervisor: process 10 on one, ray, at work",
+        "supervisor: process 10 on one, ray, at work, seen 2 s ago",
         "NAME     ROLE     STATE    FOR   RESTARTS  PROCESS    LAST END",
         "trainer  trainer  running  30 s  0         11 on one",
         "actor0   actor    waiting  1 s   2                    actor0 was ended by SIGKILL after 3.0 s",
@@ -81,6 +85,53 @@ def test_json_has_the_same_facts(run):
     content = json.loads(result.output)
     assert (content["step"], content["phase"]) == (7, "reinforce")
     assert [process["restarts"] for process in content["launch"]["processes"]] == [0, 2]
+
+
+@pytest.fixture
+def queue(run):
+    """The queue of the run, with its settings."""
+    (run / "config.yaml").write_text("place: {actors: 2}\nqueue: {url: null, order: exact}\n")
+    log = open_queue(QueueSection(), run)
+    log.claim("trainer", run=make_run_id(run))
+    yield log
+    log.disconnect()
+
+
+def test_the_queue_of_a_run_with_actors_is_a_line(run, queue):
+    queue.offer("trainer", [Work(number, 0) for number in range(3)])
+    for actor in ("actor0", "actor1"):
+        lease = queue.lease(actor)
+    assert queue.deliver(lease, b"x" * 200_000)
+    entry = queue.read(None, limit=1)[0]
+    queue.set_aside(entry, "a reason")
+    said = lines(run)[2]
+    assert said.startswith("queue: 1 entries (0.2 MB) kept, 2 outstanding, of which 1 are leased (actor0), the oldest for ")
+    assert said.endswith(" s; set aside 1, taken over 0")
+    queue.close("trainer")
+    assert lines(run)[2] == "queue: closed, the trainer is done; set aside 1, taken over 0"
+    content = json.loads(CliRunner().invoke(app, ["status", str(run), "--json"]).output)
+    assert content["queue"]["is_closed"] is True
+
+
+def test_a_queue_that_does_not_answer_is_said_without_its_password(run, queue, monkeypatch):
+    pytest.importorskip("redis")
+    monkeypatch.setattr(queue_status, "QUEUE_S", 0.2)
+    monkeypatch.setenv("LUDIC_QUEUE_URL", "redis://:hunter2@127.0.0.1:1/0")
+    said = lines(run)[2]
+    assert said.startswith("queue: ")
+    assert "redis://***@127.0.0.1:1" in said
+    assert "hunter2" not in said
+
+
+def test_a_run_without_actors_or_before_them_has_no_queue(run):
+    (run / "config.yaml").write_text("place: {actors: 0}\nqueue: {url: null}\n")
+    make_run_id(run)
+    assert read_status(run, now=NOW).queue is None
+    (run / "config.yaml").write_text("place: {actors: 2}\nqueue: {url: null}\n")
+    assert read_status(run, now=NOW).queue is None
+    assert not (run / "queue.sqlite").exists()
+    (run / "config.yaml").write_text("data: rows.jsonl\n")  # of another command
+    assert read_status(run, now=NOW).queue is None
 
 
 def test_a_folder_that_is_no_run_is_an_error(tmp_path):

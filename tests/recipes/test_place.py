@@ -17,7 +17,7 @@ from ludic.recipes.sft.schema import compose_sft
         (["trainers=8", "actors=4"], ["place.trainers=8", "place.actors=4"]),
         (["place=slurm"], ["place.on=slurm"]),
         (["place=ray"], ["place.on=ray"]),
-        (["place='ray://host:10001'"], ["place.on=ray", "place.address='ray://host:10001'"]),
+        (["place=ray://host:10001"], ["place.on=ray", "place.address='ray://host:10001'"]),
     ],
 )
 def test_a_short_form_is_the_setting(short, long):

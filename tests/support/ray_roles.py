@@ -46,9 +46,11 @@ class Killer:
         self.pids |= {event["pid"] for event in starts}
         running = {event["name"]: event["pid"] for event in starts if is_running(event["pid"])}
         if self.killed is not None:
-            if starts[-1]["name"] != self.killed[0] or starts[-1]["time"] <= self.killed[1]:
+            name, when, target = self.killed
+            again = [start["time"] for start in starts if start["name"] == name and start["time"] > when]
+            if not again:
                 return
-            self.seconds.append([self.killed[2], round(starts[-1]["time"] - self.killed[1], 2)])
+            self.seconds.append([target, round(again[0] - when, 2)])
             self.killed = None
         if len(running) < 3:
             return

@@ -24,7 +24,7 @@ RayPlace([Process("big", "trainer", ("true",), cpus=int(sys.argv[2]))], Path("."
 """
 
 
-def run_python(arguments, environment, timeout_s=120):
+def run_python(arguments, environment, timeout_s=240):
     command = [sys.executable, *arguments]
     return subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=timeout_s)
 

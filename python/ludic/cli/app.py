@@ -322,8 +322,8 @@ app.add_typer(workers, name="worker")
 
 
 @app.command(
-    help="Print what the processes of a run do: role, state, restarts, last end; the last step and checkpoint. The exit status is 1 if "
-    "the supervisor has died."
+    help="Print what the processes of a run do: role, state, restarts, last end; the last step and checkpoint; what the queue holds. "
+    "The exit status is 1 if the supervisor has died."
 )
 def status(
     path: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")],

@@ -49,7 +49,7 @@ def launch(recipe: Any, begin: Callable[[], RunDirectory], directory: RunDirecto
         status = _run_processes(recipe, directory.path, console)
     finally:
         lock.release()
-        if is_new and not directory.has_steps and status in (None, USAGE, DO_NOT_RETRY):
+        if is_new and status in (None, USAGE, DO_NOT_RETRY) and not (directory.has_steps or directory.server_log.exists()):
             shutil.rmtree(directory.path, ignore_errors=True)  # as a run of one process that fails before its first step
     is_done = status == DONE and directory.summary.is_file()
     return status, directory.summary.read_text(encoding="utf-8") if is_done else ""
@@ -107,7 +107,7 @@ def _make_run_id(recipe: Any, folder: Path) -> None:
 
 def _open_queue(recipe: Recipe, folder: Path, note: Callable[[str], None]) -> None:
     """Open the queue before an actor looks at it. Ctrl-C ends a wait for its server."""
-    from ludic.runs.actors.queue import reopen_queue
+    from ludic.runs.actors.reopening import reopen_queue
     from ludic.runs.stop_request import StopRequest
 
     asyncio.run(reopen_queue(recipe.queue, folder, StopRequest(note)))

@@ -1,4 +1,5 @@
-"""`ludic status`: what the processes of a run do, and how far the run is. Reads files only."""
+"""`ludic status`: what the processes of a run do, how far the run is, and what its queue holds.
+Changes nothing."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from typing import Any
 
 import typer
 
+from ludic.cli.queue_status import QueueStatus, describe_queue, read_queue
 from ludic.errors import CheckpointError
 from ludic.files.atomic import read_json
 from ludic.files.manifest import MANIFEST
@@ -35,6 +37,8 @@ class RunStatus:
     checkpoint: str | None
     """The newest complete checkpoint."""
     checkpoint_age_s: float | None
+    queue: QueueStatus | None = None
+    """What the queue holds; None for a run without actors."""
 
 
 def status_command(path: Path, *, json_only: bool) -> int:
@@ -63,6 +67,7 @@ def read_status(path: Path, *, now: float) -> RunStatus:
         silent_s=silent_s,
         checkpoint=None if newest is None else str(newest),
         checkpoint_age_s=None if newest is None else max(0.0, now - newest.stat().st_mtime),
+        queue=read_queue(path),
     )
 
 
@@ -77,6 +82,8 @@ def describe(status: RunStatus, *, now: float) -> list[str]:
     lines = [f"{status.run}: {status.phase}{step}"]
     if status.checkpoint is not None and status.checkpoint_age_s is not None:
         lines.append(f"checkpoint: {status.checkpoint}, {format_duration(status.checkpoint_age_s)} ago")
+    if status.queue is not None:
+        lines.append(describe_queue(status.queue))
     if status.launch is None:
         return [*lines, "processes: one, without a supervisor"]
     launch = status.launch
@@ -93,7 +100,7 @@ def _describe_supervisor(status: RunStatus) -> str:
         return f"ended with status {status.launch.exit_status}"
     if is_dead(status):
         return f"silent for {format_duration(status.silent_s)}: it is dead; resume with `ludic train --resume {status.run}`"
-    return "at work"
+    return f"at work, seen {format_duration(status.silent_s)} ago"
 
 
 def _row(process: ProcessState, now: float) -> tuple[str, ...]:

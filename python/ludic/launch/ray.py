@@ -119,12 +119,11 @@ class RayPlace:
     def stop(self, names: Sequence[str], grace_s: float) -> list[Ended]:
         chosen = [self._held[name] for name in names if self._held[name].stage != "idle"]
         replies = {held.process.name: held.actor.stop.remote(grace_s) for held in chosen if held.stage == "running"}
-        if replies:
-            self._ray.wait(list(replies.values()), num_returns=len(replies), timeout=grace_s + KILL_DEADLINE_S + CALL_S)
+        answered = self._wait(list(replies.values()), grace_s + KILL_DEADLINE_S + CALL_S)
         ended = []
         for held in chosen:
             reply = replies.get(held.process.name)
-            end = None if reply is None else self._read_end(held, reply)
+            end = self._read_end(held, reply) if reply in answered else None
             ended.append(end or self._lose(held, "it was stopped before it had started, or its machine is gone"))
         return ended
 
@@ -149,10 +148,18 @@ class RayPlace:
         for held in self._held.values():
             self._place_actor(held)
         replies = [held.reply for held in self._held.values()]
-        self._ray.wait(replies, num_returns=len(replies), timeout=max(0.0, deadline + self._room_s - time.monotonic()))
+        answered = self._wait(replies, max(0.0, deadline + self._room_s - time.monotonic()))
         for held in self._held.values():
+            if held.reply not in answered:
+                raise LaunchError(
+                    f"the actor of {held.process.name} is not up after {self._room_s:g} s; is the cluster overloaded?"
+                )
             self._note_machine(held)
             held.stage, held.reply = "idle", None
+
+    def _wait(self, replies: list[Any], timeout_s: float) -> list[Any]:
+        """Those of the replies that have come within `timeout_s`."""
+        return list(self._ray.wait(replies, num_returns=len(replies), timeout=timeout_s)[0]) if replies else []
 
     def _place_actor(self, held: _Held) -> None:
         """Begin to start the actor of a process in its bundle."""
@@ -166,13 +173,11 @@ class RayPlace:
         held.stage, held.reply, held.deadline = "placing", held.actor.describe.remote(), time.monotonic() + self._room_s
 
     def _note_machine(self, held: _Held) -> None:
-        """Remember the machine of an actor that is up. Raises LaunchError if it is not, or has
-        other versions than this machine."""
+        """Remember the machine of an actor, which has answered. Raises LaunchError if it cannot
+        start, or has other versions than this machine."""
         name = held.process.name
         try:
-            machine = self._ray.get(held.reply, timeout=0.1)
-        except self._ray.exceptions.GetTimeoutError as error:
-            raise LaunchError(f"the actor of {name} is not up after {self._room_s:g} s; is the cluster overloaded?") from error
+            machine = self._ray.get(held.reply, timeout=CALL_S)
         except self._ray.exceptions.RayError as error:
             raise LaunchError(
                 f"the actor of {name} cannot start; ludic must be installed on every machine: {_last_line(error)}"
@@ -211,8 +216,7 @@ class RayPlace:
             self._begin(held)
             return []
         if held.stage == "running":
-            ended = self._read_end(held, held.reply)
-            return [ended or self._lose(held, "")]
+            return [self._read_end(held, held.reply)]
         try:
             reply = self._ray.get(held.reply, timeout=CALL_S)
         except self._ray.exceptions.RayError as error:
@@ -222,13 +226,10 @@ class RayPlace:
         held.stage, held.reply, held.began = "running", held.actor.wait.remote(), time.monotonic()
         return [Started(held.process.name, reply["pid"], reply["host"], reply["log"])]
 
-    def _read_end(self, held: _Held, reply: Any) -> Ended | None:
-        """How a process ended; it can start again in its actor. None if its actor did not
-        answer."""
+    def _read_end(self, held: _Held, reply: Any) -> Ended:
+        """How a process ended, of which its actor has answered; it can start again in it."""
         try:
-            ended = Ended(**self._ray.get(reply, timeout=0.1))
-        except self._ray.exceptions.GetTimeoutError:
-            return None
+            ended = Ended(**self._ray.get(reply, timeout=CALL_S))
         except self._ray.exceptions.RayError as error:
             return self._lose(held, _last_line(error))
         held.stage, held.reply = "idle", None

@@ -5,6 +5,9 @@ A reaper is a small process beside each server, in its own session. It reads fro
 end only the server's parent holds. When the pipe closes without a dismissal, the reaper sends
 SIGTERM to the server's process group, and SIGKILL after the grace period. This file is run as a
 script by an interpreter that imports only the standard library.
+
+`launch.guard` stands between a process and its parent, and kills at once. A server gets time to
+end, and the `Popen` object that its starter has must be the server itself.
 """
 
 from __future__ import annotations

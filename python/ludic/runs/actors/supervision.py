@@ -26,7 +26,7 @@ from ludic.launch.state import read_launch
 from ludic.launch.supervisor import OTHERS_GRACE_S, Supervisor
 from ludic.recipes.actors import uses_queue
 from ludic.recipes.schema import Recipe
-from ludic.runs.actors.queue import reopen_queue
+from ludic.runs.actors.reopening import reopen_queue
 from ludic.runs.plan import ACTOR, TRAINER, plan_processes
 from ludic.runs.stop_request import StopRequest
 from ludic.training import ranks
