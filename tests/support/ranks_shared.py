@@ -112,7 +112,7 @@ def find_disorder():
     """Rank 0 gets a batch while the others wait for it to finish its pending ones."""
     source = SharedBatches(only_on_rank_0(PromptSource()))
     if ranks.rank() == 0:
-        source._board.post("batch", sizes=[])
+        source._post("batch", sizes=[])
         return None
     return error_of(lambda: source.finish_pending(60.0))
 
@@ -156,8 +156,9 @@ def main(rank, store, out, world, resume):
     found = {"runs": runs}
     if resume == "no":
         members, errors = find_errors()
-        found |= {"members": members, "errors": errors, "patience": find_patience(), "stop": find_stop()}
+        found |= {"members": members, "errors": errors, "patience": find_patience()}
         found |= {"disorder": find_disorder(), "impure": find_impure(folder / "impure")}
+        found |= {"stop": find_stop()}  # last, since it is one of the run
     gathered = ranks.gather_json(found)
     if rank == 0:
         Path(out).write_text(json.dumps(gathered))

@@ -9,12 +9,11 @@ from safetensors.torch import load_file
 from shared_runs import TRAINERS, PromptSource
 from training_samples import assert_same_tensors, cpu_config, sorting_items, tiny_model
 
-from ludic.errors import CheckpointError, ConfigError, DataError, InferenceError, RequestsExhausted
+from ludic.errors import CheckpointError, ConfigError
 from ludic.runs.stop_request import StoppableSource, StopRequest
 from ludic.training import SharedBatches, Trainer, make_sft, ranks
 from ludic.training.batching.epochs import ItemBatchSource
 from ludic.training.batching.overlapped import OverlappedSource
-from ludic.training.batching.rank_board import describe_error, rebuild_error
 from ludic.training.batching.source import BatchSourceBase, as_batch_source
 from ludic.training.loop.run_state import restore_run, run_state
 from ludic.training.types import SAWBatch
@@ -141,29 +140,6 @@ def test_a_source_of_each_rank_that_cannot_return_all_samples_is_refused():
     with pytest.raises(ConfigError, match=r"each rank its own samples \(shards_across_ranks\), so SharedBatches would train on"):
         SharedBatches(OfEachRank())
     assert as_batch_source(PromptSource()).divided_by_trainer is False
-
-
-def test_an_error_is_rebuilt_as_its_nearest_class_that_takes_a_message():
-    class OutOfGames(RequestsExhausted):
-        pass
-
-    class NeedsMore(InferenceError):
-        def __init__(self, message, *, status):
-            super().__init__(message)
-
-    for error, kind in (
-        (OutOfGames("none"), RequestsExhausted),
-        (NeedsMore("none", status=3), InferenceError),
-        (DataError("none"), DataError),
-        (StopAsyncIteration("none"), StopAsyncIteration),
-        (UnicodeDecodeError("utf-8", b"x", 0, 1, "none"), UnicodeError),
-    ):
-        rebuilt = rebuild_error(describe_error(error))
-        assert type(rebuilt) is kind
-        assert str(rebuilt) == str(error)
-        assert rebuilt.__notes__[0].startswith("raised by rank 0, on ")
-    unknown = rebuild_error(describe_error(KeyboardInterrupt()))
-    assert str(unknown).endswith("was interrupted (without a message)")
 
 
 class Shared(BatchSourceBase):

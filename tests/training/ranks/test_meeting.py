@@ -1,5 +1,6 @@
 """Ranks as threads that meet at a real store."""
 
+import asyncio
 import json
 import threading
 import time
@@ -9,8 +10,9 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore, TCPStore
 
-from ludic.errors import RankError
+from ludic.errors import RankError, RequestsExhausted
 from ludic.training.ranks.meeting import Failure, Meeting, name_ranks
+from ludic.training.ranks.sent_errors import describe_error
 
 PATIENCE_S = 60.0
 
@@ -193,3 +195,60 @@ def test_a_failure_travels_as_json():
     failure = Meeting(HashStore(), 3, 4).describe(KeyError("reward"))
     assert Failure(**json.loads(json.dumps(vars(failure)))) == failure
     assert (failure.rank, failure.text, failure.exit_code) == (3, "KeyError: 'reward'", 75)
+
+
+def read(meeting, topic, kind="batch", patience_s=PATIENCE_S, **settings):
+    return asyncio.run(meeting.read(topic, kind, patience_s, **settings))
+
+
+def test_messages_of_rank_0_are_read_in_their_order_by_all_and_then_removed(store):
+    ranks = meetings(store, 3)
+    topics = [[meeting.open_topic() for _ in range(2)] for meeting in ranks]
+    assert topics[0] == topics[1] == topics[2]
+    [first, second] = topics[0]
+    before = store.num_keys()
+    for number in range(3):
+        ranks[0].post(first, "batch", sizes=[number])
+    ranks[0].post(second, "batch", sizes=[9])
+
+    def work(meeting):
+        return [read(meeting, topic)["sizes"] for topic in (first, second, first, first)]
+
+    assert on_ranks(ranks[1:], work) == [[[0], [9], [1], [2]]] * 2
+    assert store.num_keys() == before
+
+
+def test_a_message_may_come_late_and_what_is_called_meanwhile_may_raise(store):
+    [first, second] = meetings(store, 2)
+    topic = {meeting.open_topic() for meeting in (first, second)}.pop()
+    looks = []
+
+    def post():
+        looks.append(1)
+        if len(looks) == 3:
+            first.post(topic, "batch")
+
+    assert read(second, topic, while_waiting=post) == {"kind": "batch"}
+    assert len(looks) == 3
+
+    def stop():
+        raise KeyError("enough")
+
+    with pytest.raises(KeyError):
+        read(second, topic, while_waiting=stop)
+
+
+def test_errors_other_kinds_failures_and_silence_end_a_wait_for_a_message(store):
+    [first, second] = meetings(store, 2)
+    topic = {meeting.open_topic() for meeting in (first, second)}.pop()
+    first.post(topic, "error", error=describe_error(RequestsExhausted("none left")))
+    with pytest.raises(RequestsExhausted, match="none left"):
+        read(second, topic)
+    first.post(topic, "finished")
+    with pytest.raises(RankError, match=r"waits for rank 0 \(batch\), which is at another point of the run \(finished\)"):
+        read(second, topic)
+    with pytest.raises(RankError, match=r"for rank 0 \(batch 2\), which gave none; .* raise patience_s \(0.01 s\)"):
+        read(second, topic, patience_s=0.01)
+    first.report_failure(first.describe(ValueError("no reward")))
+    with pytest.raises(RankError, match="the run failed on rank 0 of 2"):
+        read(second, topic)

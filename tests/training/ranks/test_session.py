@@ -136,3 +136,19 @@ def test_more_ranks_than_gpus_on_a_machine_are_refused(monkeypatch):
     monkeypatch.setattr(session.torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ConfigError, match="local rank 2 needs a GPU of its own, and this machine has 2"):
         session._choose_device(RankEnvironment(2, 4, 2, "127.0.0.1", 0))
+
+
+def test_a_process_group_of_the_user_has_one_meeting_at_its_store_as_long_as_it_lives(monkeypatch, tmp_path):
+    monkeypatch.setattr(session, "is_distributed", lambda: dist.is_initialized())
+    seen = []
+    for name in ("first", "second"):
+        dist.init_process_group("gloo", init_method=f"file://{tmp_path / name}", rank=0, world_size=1)
+        shared = ranks.current_meeting()
+        assert ranks.current_meeting() is shared
+        with ranks.rank_0_alone("measuring") as values:
+            values.append(name)
+        assert values == [name]
+        seen.append(shared)
+        dist.destroy_process_group()
+    assert seen[0] is not seen[1]
+    assert ranks.current_meeting() is None

@@ -10,6 +10,7 @@ then divides each mini-batch over the ranks (`rank_plans`).
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -17,9 +18,9 @@ from typing import Any
 from ludic.errors import ConfigError, StopRequested
 from ludic.training import ranks
 from ludic.training.batching.batch_columns import decode_columns, encode_columns
-from ludic.training.batching.rank_board import RankBoard, broadcast_bytes, describe_error
 from ludic.training.batching.source import PENDING_PATIENCE_S, BatchSourceBase, as_batch_source
-from ludic.training.ranks.collectives import group_device
+from ludic.training.ranks.collectives import broadcast_bytes, group_device
+from ludic.training.ranks.sent_errors import describe_error
 from ludic.training.types import BatchSource, SAWBatch
 
 BATCH_PATIENCE_S = 3600.0
@@ -43,7 +44,7 @@ class SharedBatches(BatchSourceBase):
     gives back. An error of the source is raised on all ranks: as the same type where it can be
     built from a message, else as its nearest base class. A batch of rank 0 that does not come
     within `patience_s` is a RankError on the others. If `stop` is true on any rank before a batch
-    is requested, that request raises StopRequested on all.
+    is requested, that request raises StopRequested on all, as a stop of the run does.
 
     The state is that of rank 0's source, so that a run resumes on any number of ranks.
     """
@@ -60,7 +61,9 @@ class SharedBatches(BatchSourceBase):
         self._stop, self._patience_s = stop, patience_s
         facts = ranks.ask_rank_0("preparing the batch source of all ranks", self._prepare)
         self.overlaps, self.max_lag, self.pairs_incomplete = facts
-        self._board = RankBoard()
+        self._meeting = ranks.current_meeting()
+        """None for one process."""
+        self._topic = "" if self._meeting is None else self._meeting.open_topic()
 
     def _prepare(self) -> list[Any]:
         """The members of rank 0's source that all ranks must agree on."""
@@ -75,12 +78,12 @@ class SharedBatches(BatchSourceBase):
 
     async def next_batch(self) -> SAWBatch:
         """The next batch of rank 0's source."""
-        if not ranks.is_distributed():
+        if self._meeting is None:
             self._check_stop()
             return await self._inner.next_batch()
         if ranks.rank() == 0:
             return await self._share_next()
-        message = await self._board.read("batch", self._patience_s, while_waiting=self._report_stop)
+        message = await self._meeting.read(self._topic, "batch", self._patience_s, while_waiting=self._report_stop)
         head, table = [await self._broadcast(None, int(size)) for size in message["sizes"]]
         return decode_columns(head, table)
 
@@ -90,9 +93,9 @@ class SharedBatches(BatchSourceBase):
             parts = encode_columns(await self._inner.next_batch())
         except BaseException as error:  # also if this rank is interrupted: the others would wait for it
             with suppress(RuntimeError):  # of the store; the error itself matters more
-                self._board.post("error", error=describe_error(error))
+                self._post("error", error=describe_error(error))
             raise
-        self._board.post("batch", sizes=[len(part) for part in parts])
+        self._post("batch", sizes=[len(part) for part in parts])
         head, table = [await self._broadcast(part, len(part)) for part in parts]
         return decode_columns(head, table)
 
@@ -104,12 +107,20 @@ class SharedBatches(BatchSourceBase):
         return broadcast_bytes(content, size, device)
 
     def _check_stop(self) -> None:
-        if (self._stop is not None and self._stop()) or self._board.is_flagged("stop"):
+        if self._stop is None:
+            return
+        if self._stop() or (self._meeting is not None and self._meeting.requested_stop() is not None):
             raise StopRequested("the run was asked to stop")
 
     def _report_stop(self) -> None:
-        if self._stop is not None and self._stop():
-            self._board.flag("stop")
+        """Tell rank 0, which may be about to ask for the next batch."""
+        if self._meeting is not None and self._stop is not None and self._stop():
+            self._meeting.request_stop(signal.SIGTERM)
+
+    def _post(self, kind: str, **content: Any) -> None:
+        """Tell the other ranks, on rank 0."""
+        if self._meeting is not None:
+            self._meeting.post(self._topic, kind, **content)
 
     def state_dict(self) -> dict[str, Any] | None:
         """The state of the source on rank 0; None on other ranks."""
@@ -123,15 +134,16 @@ class SharedBatches(BatchSourceBase):
     async def finish_pending(self, timeout_s: float = PENDING_PATIENCE_S) -> None:
         """Wait until rank 0's source has finished what runs in the background."""
         if ranks.rank() != 0:
-            await self._board.read("finished", timeout_s + FINISH_GRACE_S)
+            assert self._meeting is not None
+            await self._meeting.read(self._topic, "finished", timeout_s + FINISH_GRACE_S)
             return
         try:
             await self._inner.finish_pending(timeout_s)
         except BaseException as error:
             with suppress(RuntimeError):
-                self._board.post("error", error=describe_error(error))
+                self._post("error", error=describe_error(error))
             raise
-        self._board.post("finished")
+        self._post("finished")
 
     async def checkpoint_saved(self) -> None:
         """Tell rank 0's source."""

@@ -2,7 +2,7 @@
 and answers that all of them learn of.
 
 `start` reads what torchrun or Slurm's srun says. A process group that was made in another way works
-too; waits then end by the group's timeout. Without `torch.distributed` there is one rank. No
+too: its ranks meet at its store. Without `torch.distributed` there is one rank. No
 function pickles anything.
 """
 

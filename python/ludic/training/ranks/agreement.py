@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-import torch.distributed as dist
-
-from ludic.errors import RankError
 from ludic.training import watchdog
-from ludic.training.ranks.collectives import gather_json, group_device, is_distributed, max_over_ranks, rank, world_size
+from ludic.training.ranks.collectives import rank
 from ludic.training.ranks.session import current_meeting
 
 T = TypeVar("T")
@@ -26,31 +22,15 @@ def agree(doing: str) -> Iterator[None]:
     rank that failed. Without this, the others would wait in the next collective until the group's
     timeout.
 
-    The block must take part in its collectives also after an error. All ranks call it. After
-    `start` they meet at the store, until the deadline of the watchdog's phase.
+    The block must take part in its collectives also after an error. All ranks call it, and meet at
+    the store, until the deadline of the watchdog's phase.
     """
-    shared = current_meeting()
-    if shared is not None:
-        with shared.agree(doing, watchdog.remaining_s(WAIT_S)):
-            yield
-        return
-    failed: Exception | None = None
-    try:
+    together = current_meeting()
+    if together is None:
         yield
-    except Exception as error:
-        failed = error
-    try:
-        any_failed = is_distributed() and max_over_ranks([float(failed is not None)], group_device())[0] > 0
-    except Exception as error:  # the process group broke, perhaps for the same reason
-        raise (failed or error) from error
-    if any_failed:
-        text = None if failed is None else f"{socket.gethostname()}: {type(failed).__name__}: {failed}"
-        texts = gather_json(text)
-        if failed is None:
-            first = next(number for number, other in enumerate(texts) if other is not None)
-            raise RankError(f"{doing} failed on rank {first} of {world_size()}, on {texts[first]}")
-    if failed is not None:
-        raise failed
+        return
+    with together.agree(doing, watchdog.remaining_s(WAIT_S)):
+        yield
 
 
 @contextmanager
@@ -64,14 +44,11 @@ def rank_0_alone(doing: str) -> Iterator[list[Any]]:
     ...         shared.append(measure())
     """
     together = current_meeting()
-    if together is not None:
-        with together.rank_0_alone(doing, watchdog.remaining_s(WAIT_S)) as values:
-            yield values
+    if together is None:
+        yield []
         return
-    with agree(doing):
-        values = []
+    with together.rank_0_alone(doing, watchdog.remaining_s(WAIT_S)) as values:
         yield values
-    values[:] = gather_json(values)[0]
 
 
 def ask_rank_0(doing: str, question: Callable[[], T]) -> T:
@@ -87,8 +64,5 @@ def ask_rank_0(doing: str, question: Callable[[], T]) -> T:
 
 def barrier() -> None:
     """Wait for all ranks."""
-    if current_meeting() is not None:
-        with agree("waiting for all ranks"):
-            pass
-    elif is_distributed():
-        dist.barrier()
+    with agree("waiting for all ranks"):
+        pass

@@ -67,6 +67,15 @@ def gather_json(value: Any, device: torch.device | str | None = None) -> list[An
     return [json.loads(each.cpu().numpy().tobytes()) for each in everyone]
 
 
+def broadcast_bytes(content: bytes | None, size: int, device: torch.device) -> memoryview:
+    """The `size` bytes that rank 0 passes as `content`, on all ranks, in memory that can be written
+    to; others pass None."""
+    own = torch.empty(size, dtype=torch.uint8) if content is None else torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    shared = own.to(device)
+    dist.broadcast(shared, src=0)
+    return shared.cpu().numpy().data
+
+
 def group_device() -> torch.device:
     """Where the process group's collectives need their tensors: on the CPU if it has gloo, as the
     group of `start` always does."""

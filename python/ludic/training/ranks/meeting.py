@@ -8,6 +8,7 @@ takes long is waited for in one.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import time
@@ -20,6 +21,7 @@ import torch.distributed as dist
 
 from ludic.errors import RankError, shorten_names
 from ludic.exit_codes import TRY_AGAIN
+from ludic.training.ranks.sent_errors import rebuild_error
 
 T = TypeVar("T")
 
@@ -27,6 +29,8 @@ FAILURE, STOP, LEFT = "failure", "stop", "left"
 """Keys of the store."""
 FIRST_DELAY_S, LAST_DELAY_S = 0.001, 0.05
 """A wait asks the store again after a delay, which grows between these bounds."""
+LONGEST_PAUSE_S = 0.1
+"""The longest time between two looks for a message."""
 RANKS_PER_DELAY = 64
 """The last delay is for so many ranks; more of them ask less often."""
 REPLY_S = 1.0
@@ -64,6 +68,8 @@ class Meeting:
         self._number = 0
         self._read: list[str] = []
         """Keys since the last agreement."""
+        self._messages: dict[str, int] = {}
+        """Topic -> the number of its messages that this rank has posted or read."""
 
     def gather(self, timeout_s: float) -> None:
         """Wait until all ranks have come. Raises RankError, which names those that have not."""
@@ -153,6 +159,54 @@ class Meeting:
         values: list[Any] = answer["values"]
         return values
 
+    def open_topic(self) -> str:
+        """A name for messages of rank 0. All ranks open theirs in the same order."""
+        topic = f"topic/{len(self._messages)}"
+        self._messages[topic] = 0
+        return topic
+
+    def post(self, topic: str, kind: str, **content: Any) -> None:
+        """Post the next message of a topic, of JSON values, on rank 0. The last rank that reads it
+        removes it."""
+        self._set(f"{topic}/{self._messages[topic]}", json.dumps({"kind": kind, **content}))
+        self._messages[topic] += 1
+
+    async def read(
+        self, topic: str, kind: str, patience_s: float, *, while_waiting: Callable[[], None] = lambda: None
+    ) -> dict[str, Any]:
+        """The next message of a topic, which must be of this kind. The wait may be long: it is no
+        collective. `while_waiting` is called before each look.
+
+        Raises the error in a message of kind "error" (`describe_error`); RankError if no message
+        comes within `patience_s` seconds, if another rank failed, and for another kind.
+        """
+        number = self._messages[topic]
+        key, started = f"{topic}/{number}", time.monotonic()
+        while_waiting()
+        while not self._has(key):
+            self.raise_if_failed()
+            waited = time.monotonic() - started
+            if waited > patience_s:
+                raise RankError(
+                    f"rank {self.rank} waited {waited:.3g} s for rank 0 ({kind} {number}), which gave none; look for the cause there, "
+                    f"or raise patience_s ({patience_s:g} s) if it needs longer"
+                )
+            await asyncio.sleep(min(LONGEST_PAUSE_S, max(0.001, waited / 20)))
+            while_waiting()
+        message: dict[str, Any] = json.loads(self._get(key))
+        self._messages[topic] += 1
+        if self._add(f"{key}/read") == self.world_size - 1:
+            for read in (key, f"{key}/read"):
+                self._call(self._store.delete_key, read)
+        if message["kind"] == "error":
+            raise rebuild_error(message["error"])
+        if message["kind"] != kind:
+            raise RankError(
+                f"rank {self.rank} waits for rank 0 ({kind}), which is at another point of the run ({message['kind']}); all ranks must "
+                "call the batch source in the same order"
+            )
+        return message
+
     def describe(self, error: BaseException) -> Failure:
         """An error of this rank, for the others."""
         return Failure(self.rank, self.host, f"{type(error).__name__}: {error}", self._exit_code(error))
@@ -212,13 +266,17 @@ class Meeting:
         ends, delay = time.monotonic() + timeout_s, FIRST_DELAY_S
         longest = LAST_DELAY_S * max(1.0, self.world_size / RANKS_PER_DELAY)
         while not self._has(key):
-            failure = self.find_failure()
-            if failure is not None:
-                raise failure.to_error(None, self.world_size)
+            self.raise_if_failed()
             if time.monotonic() > ends:
                 raise TimeoutError
             time.sleep(delay)
             delay = min(delay * 1.5, longest)
+
+    def raise_if_failed(self) -> None:
+        """Raise RankError if another rank has said that it ends."""
+        failure = self.find_failure()
+        if failure is not None:
+            raise failure.to_error(None, self.world_size)
 
     def _read_failure(self, key: str) -> Failure | None:
         return Failure(**json.loads(self._get(key))) if self._has(key) else None

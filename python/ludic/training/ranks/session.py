@@ -14,15 +14,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import _get_default_store  # torch has no public name for it
 
 from ludic.errors import ConfigError, RankError
 from ludic.exit_codes import TRY_AGAIN
 from ludic.rank_environment import RankEnvironment, read_rank_environment
 from ludic.training import watchdog
+from ludic.training.ranks.collectives import is_distributed, rank, world_size
 from ludic.training.ranks.meeting import Meeting, name_ranks
 
 logger = logging.getLogger(__name__)
@@ -36,11 +39,19 @@ CONNECT_DELAY_S = 0.1
 
 _meeting: Meeting | None = None
 _environment: RankEnvironment | None = None
+_meetings_of_groups: WeakKeyDictionary[Any, Meeting] = WeakKeyDictionary()
+"""Of process groups that `start` did not make; gone with the group, whose store they hold."""
 
 
 def current_meeting() -> Meeting | None:
-    """What the ranks share since `start`; None without it."""
-    return _meeting
+    """What the ranks share: since `start`, or through the store of a process group that was made
+    in another way. None for one process."""
+    if _meeting is not None or not is_distributed():
+        return _meeting
+    group = dist.group.WORLD
+    if group not in _meetings_of_groups:
+        _meetings_of_groups[group] = Meeting(PrefixStore("ludic", _get_default_store()), rank(), world_size())
+    return _meetings_of_groups[group]
 
 
 def start(
@@ -162,9 +173,9 @@ def explain(error: BaseException) -> BaseException:
 
 def raise_if_failed() -> None:
     """Raise RankError if another rank has failed. For waits that this module does not know."""
-    failure = None if _meeting is None else _meeting.find_failure()
-    if failure is not None and _meeting is not None:
-        raise failure.to_error(None, _meeting.world_size)
+    meeting = current_meeting()
+    if meeting is not None:
+        meeting.raise_if_failed()
 
 
 def _describe_loss(error: BaseException, silent: list[int], shared: Meeting) -> RankError:
