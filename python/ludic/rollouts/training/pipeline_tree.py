@@ -1,0 +1,275 @@
+"""The configuration tree of a pipeline, translated to settings of `ludic sft` and `ludic train`.
+
+    target: {gpu_ranks: [0], device_type: cuda, train_backend: pytorch}
+    model: {name: Qwen/Qwen2.5-0.5B-Instruct}
+    data:
+      sft_mixture: [{filepath: chats.jsonl}]
+      rl_mixture: [{name: openai/gsm8k, subset: main}]
+    sft: {num_epochs: 1}
+    rl: {examples_per_step: 16, num_samples: 16, reward: gsm8k}
+    output: {save_dir: results, experiment_name: first, mode: sft+rl}
+
+Learning rates that are not given are those of the recipe `data` for a loaded model: 2e-5 and 5e-6.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from ludic.data.sources import read_table
+from ludic.errors import ConfigError, DataError
+from ludic.files.atomic import write_json_lines
+
+logger = logging.getLogger(__name__)
+
+MODES = ("sft", "rl", "sft+rl")
+_RATES = {"matrix_lr": None, "embedding_lr": None, "unembedding_lr": None, "init_lr_frac": None, "weight_decay": 0.0}
+_ADAM = {"adam_beta1": 0.9, "adam_beta2": 0.95, "adam_eps": 1e-8, "clip_grad": 1.0}
+_SCHEDULE = {"warmup_ratio": 0.03, "lr_decay_style": "cosine"}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "target": {
+        "gpu_ranks": [0],
+        "device_type": None,
+        "train_backend": "pytorch",
+        "master_addr": "localhost",
+        "master_port": 29500,
+    },
+    "model": {"name": None, "dtype": "bfloat16", "compile": False},
+    "data": {"sft_mixture": [], "rl_mixture": [], "max_length": 2048, "shuffle_seed": 42},
+    "sft": {
+        "num_epochs": 1,
+        "num_iterations": -1,
+        "batch_size": None,
+        "target_examples_per_step": 32,
+        **_RATES,
+        **_ADAM,
+        **_SCHEDULE,
+        "eval_every": None,
+        "eval_steps": None,
+        "checkpoint_every": 500,
+        "log_every": 10,
+    },
+    "rl": {
+        "num_epochs": 1,
+        "num_iterations": -1,
+        "examples_per_step": 16,
+        "num_samples": 16,
+        "batch_size": None,
+        "max_new_tokens": 256,
+        "temperature": 1.0,
+        "top_k": None,
+        "baseline": 0.0,
+        "reward": None,
+        **_RATES,
+        **_ADAM,
+        **_SCHEDULE,
+        "eval_every": 0,
+        "eval_examples": 200,
+        "save_every": 60,
+    },
+    "output": {
+        "save_dir": "./results",
+        "log_level": "INFO",
+        "experiment_name": None,
+        "mode": "sft",
+        "source_checkpoint": None,
+        "use_wandb": False,
+        "wandb_project": None,
+    },
+}
+"""Section -> key -> default; None: left to the recipe."""
+_DATASET = {"name": None, "split": "train", "subset": None, "max_samples": None, "filepath": None, "size": None, "repeat": 1}
+_WITHOUT_COUNTERPART = {
+    "embedding_lr": "one rate is for all weights: matrix_lr",
+    "unembedding_lr": "one rate is for all weights: matrix_lr",
+    "init_lr_frac": "the rate rises from 0 over warmup_ratio of the steps",
+    "batch_size": "micro-batches follow from tokens, not from a batch size of the device",
+    "eval_steps": "supervised training measures nothing here",
+    "top_k": "tokens are sampled from the whole distribution, which is the one that is trained",
+    "baseline": "advantages are relative to the group",
+}
+"""Keys that are read and not followed, and why; a value is named in a warning."""
+_PROMPTS = ("prompt", "question", "instruction", "input", "text")
+_ANSWERS = ("answer", "completion", "output", "response", "target")
+
+
+def read_tree(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The whole tree, with defaults. Raises ConfigError for an unknown section or key, with the
+    nearest name."""
+    tree = {}
+    for section in config:
+        _check_known(section, DEFAULTS, "section")
+    for section, defaults in DEFAULTS.items():
+        given = config.get(section) or {}
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"{section} ({given!r}) must be a mapping of {', '.join(defaults)}")
+        for key in given:
+            _check_known(key, defaults, f"setting in {section}")
+        tree[section] = {**defaults, **given}
+        ignored = [key for key in given if key in _WITHOUT_COUNTERPART and given[key] not in (None, defaults[key])]
+        for key in ignored:
+            logger.warning("%s.%s (%s) is not followed: %s", section, key, given[key], _WITHOUT_COUNTERPART[key])
+    _check_values(tree)
+    return tree
+
+
+def _check_known(name: str, known: Mapping[str, Any], what: str) -> None:
+    if name not in known:
+        near = get_close_matches(str(name), known, n=1)
+        raise ConfigError(
+            f"there is no {what} {name!r}; " + (f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}")
+        )
+
+
+def _check_values(tree: Mapping[str, Mapping[str, Any]]) -> None:
+    target, mode = tree["target"], tree["output"]["mode"]
+    ranks, backend = target["gpu_ranks"], target["train_backend"]
+    if mode not in MODES:
+        near = get_close_matches(str(mode), MODES, n=1, cutoff=0.5)
+        raise ConfigError(
+            f"output.mode ({mode}) must be one of {', '.join(MODES)}" + (f"; did you mean {near[0]}?" if near else "")
+        )
+    if not isinstance(ranks, list) or not ranks or not all(isinstance(rank, int) and rank >= 0 for rank in ranks):
+        raise ConfigError(f"target.gpu_ranks ({ranks!r}) must be a list of the numbers of GPUs, such as [0, 1]")
+    if backend not in ("pytorch", "fsdp"):
+        raise ConfigError(f"target.train_backend ({backend}) must be pytorch or fsdp")
+    if len(ranks) > 1 and backend != "fsdp":
+        raise ConfigError(f"target.gpu_ranks ({ranks}) are {len(ranks)} GPUs, and train_backend=pytorch uses one; set it to fsdp")
+    if tree["model"]["compile"]:
+        raise ConfigError("model.compile is not supported; leave it out")
+    if tree["model"]["name"] is None:
+        raise ConfigError("model.name is missing; it is a folder in Hugging Face layout, or a hub id")
+    sides = [side for side in ("sft", "rl") if side in mode.split("+") and not tree["data"][f"{side}_mixture"]]
+    if sides:
+        raise ConfigError(f"output.mode is {mode}, and data.{sides[0]}_mixture is empty; give it [{{filepath: FILE.jsonl}}]")
+
+
+def translate_sft(tree: Mapping[str, Mapping[str, Any]], folder: Path) -> dict[str, Any]:
+    """Settings of `ludic sft`, for a run in `folder / "sft"`. Writes its rows below `folder`."""
+    sft = tree["sft"]
+    recipe = _translate_common(tree, folder, "sft", model=None)
+    recipe |= {"data": str(_write_sft_rows(tree, folder)), "batch_size": sft["target_examples_per_step"], "heldout": 0.0}
+    recipe |= {"steps": sft["num_iterations"]} if sft["num_iterations"] > 0 else {"epochs": sft["num_epochs"]}
+    recipe |= {"trainer": _translate_trainer(tree, "sft"), "checkpoint": {"every_n_steps": sft["checkpoint_every"]}}
+    return recipe
+
+
+def translate_rl(tree: Mapping[str, Mapping[str, Any]], folder: Path, *, mode: str, model: str | None = None) -> dict[str, Any]:
+    """Settings of `ludic train`, for a run in `folder / "rl"`, or `folder / "sft+rl"` where `mode`
+    is that. Writes its problems, and its rows, below `folder`.
+
+    model: what to begin with, instead of `model.name`.
+    """
+    sft, rl = tree["sft"], tree["rl"]
+    rows = [make_rl_row(row, where) for where, row in _mix(tree["data"]["rl_mixture"], "data.rl_mixture")]
+    steps = rl["num_iterations"] if rl["num_iterations"] > 0 else -(-rl["num_epochs"] * len(rows) // rl["examples_per_step"])
+    recipe = {"recipe": "data", "mode": mode, **_translate_common(tree, folder, mode, model=model)}
+    recipe |= {"data": str(_write_rows(folder / "data" / "rl.jsonl", rows)), "reward": rl["reward"] or _guess_reward(tree)}
+    recipe |= {"steps": steps, "task": {"args": {"max_new_tokens": rl["max_new_tokens"]}}}
+    recipe |= {"algorithm": "grpo" if rl["num_samples"] > 1 else "reinforce"}
+    recipe["rollout"] = {"prompts": rl["examples_per_step"], "group_size": rl["num_samples"], "temperature": rl["temperature"]}
+    recipe["trainer"] = _translate_trainer(tree, "rl") | ({"eval_every_n_steps": rl["eval_every"]} if rl["eval_every"] else {})
+    recipe["evaluation"] = {"prompts": rl["eval_examples"]}
+    recipe["checkpoint"] = {"every_n_steps": rl["save_every"]}
+    if mode == "sft+rl":
+        count = {"steps": sft["num_iterations"]} if sft["num_iterations"] > 0 else {"epochs": sft["num_epochs"]}
+        data = {"data": str(_write_sft_rows(tree, folder)), "batch_size": sft["target_examples_per_step"]}
+        recipe["warmup"] = {**data, **count, "trainer": _translate_trainer(tree, "sft")}
+        recipe["checkpoint"] = {"every_n_steps": min(rl["save_every"], sft["checkpoint_every"])}
+    return recipe
+
+
+def _translate_common(tree: Mapping[str, Mapping[str, Any]], folder: Path, name: str, *, model: str | None) -> dict[str, Any]:
+    trained = tree["model"]
+    recipe = {"output": str(folder), "name": name, "model": model or trained["name"], "tokenizer": trained["name"]}
+    recipe |= {"dtype": trained["dtype"], "seed": tree["data"]["shuffle_seed"], "log_every": tree["sft"]["log_every"]}
+    recipe |= {"report_to": "wandb"} if tree["output"]["use_wandb"] else {}
+    return recipe | ({"sharding": {"kind": "full"}} if len(tree["target"]["gpu_ranks"]) > 1 else {})
+
+
+def _translate_trainer(tree: Mapping[str, Mapping[str, Any]], side: str) -> dict[str, Any]:
+    section, length = tree[side], tree["data"]["max_length"]
+    schedules = {"constant": "constant_with_warmup"}
+    trainer = {
+        "betas": [section["adam_beta1"], section["adam_beta2"]],
+        "eps": section["adam_eps"],
+        "weight_decay": section["weight_decay"],
+        "max_grad_norm": section["clip_grad"],
+        "lr_scheduler_type": schedules.get(section["lr_decay_style"], section["lr_decay_style"]),
+        "warmup_steps": 0,
+        "warmup_ratio": section["warmup_ratio"],
+        "max_seq_len": length,
+        "micro_token_budget": max(8192, length),
+    }
+    trainer |= {} if section["matrix_lr"] is None else {"lr": section["matrix_lr"]}
+    return trainer | ({} if tree["target"]["device_type"] is None else {"model_device": tree["target"]["device_type"]})
+
+
+def _guess_reward(tree: Mapping[str, Mapping[str, Any]]) -> str:
+    """The verifier of gsm8k, where all problems are its own."""
+    if all("gsm8k" in str(dataset.get("name")) for dataset in tree["data"]["rl_mixture"]):
+        return "gsm8k"
+    raise ConfigError("rl.reward is missing; it is gsm8k, math, or a function of yours as module:function")
+
+
+def _mix(mixture: Sequence[Mapping[str, Any]], name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """(place, row) of all data sets of a mixture, one after the other, each `repeat` times."""
+    for given in mixture:
+        for key in given:
+            _check_known(key, _DATASET, f"setting in {name}")
+        dataset = {**_DATASET, **given}
+        source = dataset["filepath"] or dataset["name"]
+        if source is None:
+            raise ConfigError(f"{name}: {dict(given)} has neither filepath nor name")
+        table = read_table(str(source), config=dataset["subset"], split=dataset["split"])
+        limits = [limit for limit in (dataset["max_samples"], dataset["size"], len(table.rows)) if limit is not None]
+        for _ in range(dataset["repeat"]):
+            yield from ((table.where(index), table.rows[index]) for index in range(min(limits)))
+
+
+def _write_sft_rows(tree: Mapping[str, Mapping[str, Any]], folder: Path) -> Path:
+    rows = [make_sft_row(row, where) for where, row in _mix(tree["data"]["sft_mixture"], "data.sft_mixture")]
+    return _write_rows(folder / "data" / "sft.jsonl", rows)
+
+
+def _write_rows(path: Path, rows: list[Mapping[str, Any]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json_lines(path, rows)
+    return path
+
+
+def make_sft_row(row: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """A row of `ludic sft` from a row of a public data set.
+
+    Example: `{"question": "2+2?", "answer": "4"}` becomes a conversation of two messages.
+    """
+    if row.get("messages") is not None or (row.get("prompt") is not None and row.get("completion") is not None):
+        return row
+    if isinstance(row.get("conversations"), list):
+        roles = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+        turns = [(turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))) for turn in row["conversations"]]
+        if all(role in roles for role, _ in turns):
+            return {"messages": [{"role": roles[role], "content": text} for role, text in turns]}
+    for asked, answered in (("instruction", "output"), ("question", "answer"), ("prompt", "response")):
+        if isinstance(row.get(asked), str) and isinstance(row.get(answered), str):
+            prompt = "\n\n".join(filter(None, [row[asked], row.get("input") if asked == "instruction" else None]))
+            return {"messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": row[answered]}]}
+    raise DataError(
+        f"{where} has the keys {', '.join(row)}; a row has messages, conversations, prompt and completion, instruction and output, or "
+        "question and answer"
+    )
+
+
+def make_rl_row(row: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """A row with `prompt`, with `answer` if there is one, and its other columns."""
+    prompt = next((row[name] for name in _PROMPTS if row.get(name) is not None), None)
+    if prompt is None and isinstance(row.get("messages"), list):
+        prompt = [message for message in row["messages"] if message.get("role") != "assistant"][:1]
+    if not prompt:
+        raise DataError(f"{where} has the keys {', '.join(row)}; a problem has one of {', '.join(_PROMPTS)}")
+    answer = next((row[name] for name in _ANSWERS if row.get(name) is not None), None)
+    return {**row, "prompt": prompt, **({} if answer is None else {"answer": answer})}

@@ -1,0 +1,228 @@
+"""A pipeline: the configuration tree becomes settings of ludic, checkpoints are found by number,
+and SFT hands its weights to RL."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from commands import metrics_of, summary_of
+
+from ludic.errors import CheckpointError, ConfigError, DataError, LaunchError
+from ludic.recipes.compose import compose
+from ludic.recipes.sft.schema import compose_sft
+from ludic.rollouts.training import pipeline
+from ludic.rollouts.training.pipeline import latest_checkpoint, run_pipeline, run_rl, run_sft
+from ludic.rollouts.training.pipeline_tree import make_rl_row, make_sft_row, read_tree, translate_rl, translate_sft
+
+
+def write_rows(path: Path, rows: list[dict[str, object]]) -> Path:
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> dict[str, dict[str, object]]:
+    """A tree of tiny data; the model is to be filled in."""
+    chats = write_rows(tmp_path / "chats.jsonl", [{"prompt": f"{n}>", "completion": f"{n % 7}"} for n in range(10)])
+    problems = write_rows(tmp_path / "problems.jsonl", [{"question": f"{n}>", "answer": str(n % 7)} for n in range(20)])
+    return {
+        "model": {"name": "somewhere", "dtype": "float32"},
+        "data": {
+            "sft_mixture": [{"filepath": str(chats), "repeat": 2}, {"filepath": str(chats), "max_samples": 3}],
+            "rl_mixture": [{"filepath": str(problems)}],
+            "max_length": 64,
+        },
+        "sft": {"target_examples_per_step": 8, "checkpoint_every": 2, "matrix_lr": 1e-3},
+        "rl": {"examples_per_step": 4, "num_samples": 2, "max_new_tokens": 4, "reward": "byte_rewards:mean_id", "save_every": 3},
+        "output": {"mode": "sft+rl", "experiment_name": "first", "save_dir": str(tmp_path / "results")},
+    }
+
+
+def composed(recipe: dict[str, object], tmp_path: Path, read: object = compose) -> object:
+    path = tmp_path / "translated.yaml"
+    path.write_text(json.dumps(recipe))
+    return read([str(path)])  # type: ignore[operator]
+
+
+def test_the_tree_becomes_one_recipe(tree: dict[str, dict[str, object]], tmp_path: Path) -> None:
+    recipe = composed(translate_rl(read_tree(tree), tmp_path, mode="sft+rl"), tmp_path)
+    assert (recipe.mode, recipe.model, recipe.seed, recipe.algorithm) == ("sft+rl", "somewhere", 42, "grpo")
+    assert (recipe.warmup.epochs, recipe.warmup.batch_size, recipe.warmup.trainer.lr) == (1, 8, 1e-3)
+    assert (recipe.steps, recipe.rollout.prompts, recipe.rollout.group_size) == (5, 4, 2)  # 20 problems, 4 a step
+    assert recipe.checkpoint.every_n_steps == 2
+    assert recipe.trainer.lr == 5e-6  # not given: that of a loaded model
+    assert (recipe.trainer.lr_scheduler_type, recipe.trainer.warmup_ratio, recipe.trainer.max_seq_len) == ("cosine", 0.03, 64)
+    assert recipe.sharding.kind == "none"
+    rows = Path(recipe.warmup.data).read_text().splitlines()
+    assert len(rows) == 2 * 10 + 3
+    assert json.loads(Path(recipe.data).read_text().splitlines()[8]) == {"question": "8>", "prompt": "8>", "answer": "1"}
+
+
+def test_the_tree_becomes_a_recipe_of_supervised_training(tree: dict[str, dict[str, object]], tmp_path: Path) -> None:
+    tree["sft"] |= {"num_iterations": 7, "lr_decay_style": "constant"}
+    recipe = composed(translate_sft(read_tree(tree), tmp_path), tmp_path, compose_sft)
+    assert (recipe.steps, recipe.batch_size, recipe.checkpoint.every_n_steps, recipe.trainer.lr) == (7, 8, 2, 1e-3)
+    assert recipe.trainer.lr_scheduler_type == "constant_with_warmup"
+
+
+@pytest.mark.parametrize(
+    ("section", "change", "message"),
+    [
+        ("modle", {"name": "x"}, "no section 'modle'; did you mean model"),
+        ("rl", {"num_sample": 3}, "no setting in rl 'num_sample'; did you mean num_samples"),
+        ("data", {"rl_mixture": [{"nmae": "x"}]}, "no setting in data.rl_mixture 'nmae'; did you mean name"),
+        ("data", {"sft_mixture": []}, "data.sft_mixture is empty"),
+        ("data", {"rl_mixture": [{"subset": "main"}]}, "has neither filepath nor name"),
+        ("output", {"mode": "rl+sft"}, "output.mode .rl.sft. must be one of sft, rl, sft.rl"),
+        ("model", {"compile": True}, "model.compile is not supported"),
+        ("model", {"name": None}, "model.name is missing"),
+        ("model", "somewhere", "must be a mapping"),
+        ("target", {"gpu_ranks": [0, 1]}, "2 GPUs, and train_backend=pytorch uses one; set it to fsdp"),
+        ("target", {"gpu_ranks": []}, "must be a list of the numbers of GPUs"),
+        ("target", {"train_backend": "ddp"}, "must be pytorch or fsdp"),
+        ("rl", {"reward": None}, "rl.reward is missing"),
+    ],
+)
+def test_what_is_wrong_in_a_tree_is_named(
+    tree: dict[str, dict[str, object]], tmp_path: Path, section: str, change: object, message: str
+) -> None:
+    wrong = {**tree, section: {**tree.get(section, {}), **change} if isinstance(change, dict) else change}
+    with pytest.raises(ConfigError, match=message):
+        translate_rl(read_tree(wrong), tmp_path, mode="sft+rl")
+
+
+def test_what_has_no_counterpart_is_named_in_a_warning(
+    tree: dict[str, dict[str, object]], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        read_tree({**tree, "rl": {**tree["rl"], "top_k": 50, "baseline": 0.0}})
+    assert "rl.top_k (50) is not followed: tokens are sampled from the whole distribution" in caplog.text
+    assert "baseline" not in caplog.text  # its default
+
+
+def test_rows_of_public_data_sets_are_read() -> None:
+    chat = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
+    assert make_sft_row({"question": "q", "answer": "a"}, "row 1") == chat
+    assert make_sft_row({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}, "row 1") == chat
+    with_input = make_sft_row({"instruction": "add", "input": "1 2", "output": "3"}, "row 1")
+    assert with_input["messages"][0]["content"] == "add\n\n1 2"
+    assert make_sft_row({"prompt": "q", "completion": "a"}, "row 1") == {"prompt": "q", "completion": "a"}
+    with pytest.raises(DataError, match="row 7 has the keys title"):
+        make_sft_row({"title": "q"}, "row 7")
+    assert make_rl_row({"question": "q", "solution": "a"}, "row 1")["prompt"] == "q"
+    assert make_rl_row(chat, "row 1")["prompt"] == [{"role": "user", "content": "q"}]
+    with pytest.raises(DataError, match="row 7 has the keys title"):
+        make_rl_row({"title": "q"}, "row 7")
+
+
+def make_checkpoint(folder: Path, file: str | None = "metadata.json") -> Path:
+    folder.mkdir(parents=True)
+    if file is not None:
+        (folder / file).write_text("{}")
+    return folder
+
+
+def test_the_latest_checkpoint_is_the_one_of_the_highest_number_that_is_complete(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+        latest_checkpoint(tmp_path)
+    make_checkpoint(tmp_path / "step_11", None)
+    with pytest.raises(CheckpointError, match="step_11 were not written to their end"):
+        latest_checkpoint(tmp_path)
+    for step in ("9", "0010", "2"):
+        make_checkpoint(tmp_path / f"step_{step}")
+    make_checkpoint(tmp_path / "step_12_old")
+    assert latest_checkpoint(tmp_path).name == "step_0010"
+    make_checkpoint(tmp_path / "run" / "checkpoints" / "step_10000", "manifest.json")
+    assert latest_checkpoint(tmp_path / "run").name == "step_10000"
+    for phase, step in (("warm_up", 500), ("reinforce", 120)):
+        make_checkpoint(tmp_path / "both" / "checkpoints" / phase / f"step_{step:06d}", "manifest.json")
+    assert latest_checkpoint(tmp_path / "both").name == "step_000120"
+
+
+def test_pickled_checkpoints_are_refused_with_the_remedy(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "step_9")
+    path = make_checkpoint(tmp_path / "step_10")
+    (path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"step_10 has pickled weights.*save_pretrained"):
+        latest_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match="pickled weights"):
+        pipeline._find_model(path)
+
+
+async def test_several_gpus_are_ranks_of_torchrun(
+    tree: dict[str, dict[str, object]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = []
+
+    async def execute(command: list[str], environment: dict[str, str]) -> int:
+        started.append((command, environment))
+        return 0
+
+    monkeypatch.setattr(pipeline, "_execute", execute)
+    monkeypatch.delenv("RANK", raising=False)
+    target = {"gpu_ranks": [1, 3], "train_backend": "fsdp", "master_port": 29511}
+    output = {**tree["output"], "wandb_project": "mine"}
+    run = await run_pipeline({**tree, "target": target, "output": output})
+    assert run == tmp_path / "results" / "first" / "sft+rl"
+    command, environment = started[0]
+    assert "--nproc-per-node=2" in command
+    assert "--master-port=29511" in command
+    assert command[-2:] == ["train", str(tmp_path / "results" / "first" / "sft+rl.yaml")]
+    assert (environment["CUDA_VISIBLE_DEVICES"], environment["WANDB_PROJECT"]) == ("1,3", "mine")
+    assert compose([command[-1]]).sharding.kind == "full"
+    run.mkdir()
+    (run / "progress.json").write_text("{}")
+    await run_pipeline({**tree, "target": target})
+    assert started[1][0][-2:] == ["--resume", str(run)]
+    monkeypatch.setenv("RANK", "0")
+    await run_pipeline({**tree, "target": target})
+    assert started[2][0][1:4] == ["-m", "ludic.cli", "train"]
+
+
+async def test_a_run_that_fails_is_an_error(
+    tree: dict[str, dict[str, object]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def execute(*_: object) -> int:
+        return 3
+
+    monkeypatch.setattr(pipeline, "_execute", execute)
+    with pytest.raises(LaunchError, match=r"`ludic sft` ended with status 3.*--resume"):
+        await run_sft(tree, tmp_path / "out")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    from ludic.models.byte_tokenizer import make_byte_tokenizer
+    from ludic.recipes.model import make_small_model
+
+    sizes = ["hidden_size=16", "num_heads=2", "num_kv_heads=1", "intermediate_size=16"]
+    torch.manual_seed(0)
+    make_small_model(compose([f"network.{size}" for size in sizes]).network).save_pretrained(tmp_path / "model")
+    make_byte_tokenizer().save_pretrained(tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+@pytest.mark.integration
+async def test_supervised_training_hands_its_weights_to_reinforcement(
+    tree: dict[str, dict[str, object]], tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from safetensors.torch import load_file
+
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2] / "support"))
+    tree["model"]["name"] = model
+    path = tmp_path / "tree.yaml"
+    path.write_text(json.dumps(tree))
+    out = tmp_path / "out"
+    sft = await run_sft(path, out)
+    checkpoint = latest_checkpoint(sft)
+    assert checkpoint.name == "step_000003"  # 23 rows, 8 a step; the last step is saved
+    run = await run_rl(path, out, checkpoint)
+    assert summary_of(run)["steps"] == 5
+    assert {line["phase"] for line in metrics_of(run)} == {"reinforce"}
+    first = load_file(checkpoint / "model.safetensors")
+    trained = load_file(run / "model" / "model.safetensors")
+    assert first.keys() == trained.keys()
+    both = await run_pipeline(path)
+    assert {line["phase"] for line in metrics_of(both)} == {"warm_up", "reinforce"}
