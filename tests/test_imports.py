@@ -64,6 +64,7 @@ LAYERS = [
     ["ludic.rollouts"],
     ["ludic.recipes"],
     ["ludic.runs"],
+    ["ludic.rollouts.training.pipeline"],  # it writes recipes, which commands run in processes of their own
     ["ludic.cli"],
 ]
 UPWARD = {
