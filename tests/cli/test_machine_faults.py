@@ -124,6 +124,7 @@ def test_code_of_a_model_never_runs_even_if_the_prompt_is_confirmed(
     assert not (tmp_path / "mark").exists()
 
 
+@pytest.mark.integration
 def test_code_of_a_model_does_not_run_without_a_terminal(tmp_path: Path) -> None:
     model = model_with_code(tmp_path, known=False)
     command = [sys.executable, "-m", "ludic.cli.app", "sft", *SFT, f"model={model}", f"output={tmp_path}/runs"]

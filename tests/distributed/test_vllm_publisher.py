@@ -459,7 +459,7 @@ def two_servers(tmp_path_factory):
         yield one, two
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(failing=st.sampled_from(PUSH), after=st.booleans(), who=st.integers(0, 1))
 def test_after_any_fault_a_server_serves_the_old_version_the_new_one_or_nothing(two_servers, failing, after, who):
     """`after`: the server executes the step, and its response is lost."""

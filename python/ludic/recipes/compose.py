@@ -11,9 +11,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
-from functools import reduce
+from functools import cache, reduce
 from importlib.resources import files
 from io import StringIO
 from pathlib import Path
@@ -206,6 +207,11 @@ def _is_source(argument: str) -> bool:
 
 
 def _make_schema() -> DictConfig:
+    return deepcopy(_make_schema_once())  # making it takes five times as long as copying it
+
+
+@cache
+def _make_schema_once() -> DictConfig:
     tree = cast(DictConfig, OmegaConf.structured(Recipe))
     tree.trainer = OmegaConf.structured(make_trainer_section())
     tree.warmup.trainer = OmegaConf.structured(make_trainer_section())
@@ -244,6 +250,11 @@ def _read_builtin(name: str) -> DictConfig:
             f"did you mean {near[0]}?" if near else f"there are {', '.join(list_builtin_recipes())}; a file's name ends in .yaml"
         )
         raise ConfigError(f"there is no recipe {name!r}; {remedy}")
+    return deepcopy(_parse_builtin(name))
+
+
+@cache
+def _parse_builtin(name: str) -> DictConfig:
     return cast(DictConfig, OmegaConf.create((_builtin_folder() / f"{name}.yaml").read_text(encoding="utf-8")))
 
 
@@ -306,16 +317,18 @@ def _apply(tree: DictConfig, override: Override, known: Sequence[str]) -> None:
         raise ConfigError(f"{override.text}: {_first_line(error)}") from error
 
 
-def _list_paths(tree: Mapping[Any, Any], prefix: str = "") -> list[str]:
+def _list_paths(tree: DictConfig) -> list[str]:
     """The full paths of all keys, sections included; open sections are not entered."""
+    return _list_paths_below(cast(dict[Any, Any], OmegaConf.to_container(tree)), "")
+
+
+def _list_paths_below(section: Mapping[Any, Any], prefix: str) -> list[str]:
     paths = []
-    for key in tree:
+    for key, value in section.items():
         path = f"{prefix}{key}"
         paths.append(path)
-        if path in _OPEN_SECTIONS or (isinstance(tree, DictConfig) and OmegaConf.is_missing(tree, key)):
-            continue
-        if isinstance(tree[key], Mapping | DictConfig):
-            paths.extend(_list_paths(tree[key], f"{path}."))
+        if isinstance(value, Mapping) and path not in _OPEN_SECTIONS:
+            paths.extend(_list_paths_below(value, f"{path}."))
     return paths
 
 

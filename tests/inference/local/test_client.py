@@ -243,6 +243,7 @@ asyncio.run(scenario())
 """
 
 
+@pytest.mark.integration
 @pytest.mark.skipif(sys.platform != "linux", reason="counts the threads that /proc lists")
 def test_a_batch_leaks_neither_its_thread_nor_torchs_worker_threads():
     """In its own process, because threads of other tests may be ending."""
