@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given, strategies as st
@@ -61,6 +62,26 @@ def test_records_are_written_and_appended_one_per_line(tmp_path):
     assert path.read_text(encoding="utf-8") == '{"a":1}\n{"a":null}\n{"a":"ä\\n"}\n'
     write_jsonl(path, [{"b": 2}])
     assert [row for _, row in read_jsonl(path)] == [{"b": 2}]
+
+
+def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path):
+    path = tmp_path / "records.jsonl"
+    write_jsonl(path, [{"n": 1}])
+
+    def records():
+        yield {"n": 2}
+        raise KeyError("no more")
+
+    with pytest.raises(KeyError):
+        write_jsonl(path, records())
+    assert path.read_text() == '{"n":1}\n'
+    link = tmp_path / "link.jsonl"
+    link.symlink_to(path)
+    write_jsonl(link, [{"n": 3}])
+    assert link.is_symlink()
+    assert path.read_text() == '{"n":3}\n'
+    write_jsonl(os.devnull, [{"n": 4}])
+    assert not Path(os.devnull).is_file()
 
 
 def test_a_record_appended_after_half_a_line_is_readable(tmp_path):

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 from training_samples import tiny_model
 
+from ludic.errors import CheckpointError
 from ludic.runs.checkpoints import find_latest_checkpoint
-from ludic.training import CheckpointConfig
+from ludic.training import CheckpointConfig, checkpoint
 from ludic.training.checkpoint import CheckpointManager
 
 
@@ -17,7 +18,7 @@ def test_folders_that_a_killed_run_left_unfinished_are_deleted(tmp_path: Path, l
     before = sorted(tmp_path.rglob("*"))
     (tmp_path / leftover).mkdir()
     (tmp_path / leftover / "config.json").write_text("{}")
-    assert find_latest_checkpoint(tmp_path) == str(tmp_path / "step_000001")
+    assert find_latest_checkpoint(CheckpointManager(CheckpointConfig(tmp_path))) == str(tmp_path / "step_000001")
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -48,5 +49,31 @@ def test_files_that_a_killed_run_left_unfinished_are_deleted(
         with pytest.raises(Killed):
             manager.amend(1, {"seen": 2})
     assert sorted(tmp_path.rglob("*")) != before
-    assert find_latest_checkpoint(tmp_path) == str(tmp_path / "step_000001")
+    assert find_latest_checkpoint(CheckpointManager(CheckpointConfig(tmp_path))) == str(tmp_path / "step_000001")
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_resumed_run_reads_its_checkpoint_once_to_verify_it_unless_it_was_changed(tmp_path: Path, monkeypatch):
+    CheckpointManager(CheckpointConfig(tmp_path)).save(tiny_model(), optimizer=None, step=1)
+    folder, read = tmp_path / "step_000001", []
+    for path in folder.iterdir():
+        os.utime(path, (1e9, 1e9))
+    verify = checkpoint.find_checkpoint_faults
+    monkeypatch.setattr(checkpoint, "find_checkpoint_faults", lambda path: read.append(path) or verify(path))
+    manager = CheckpointManager(CheckpointConfig(tmp_path))
+    found = find_latest_checkpoint(manager)
+    assert manager.locate(str(found)) == folder
+    assert manager.holds(1)
+    assert read == [folder]
+    weights = folder / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+            manager.locate(str(found))
+    content[-1] ^= 1
+    weights.write_bytes(content)  # just now: the next change may have the same time
+    for _ in range(2):
+        assert manager.locate(str(found)) == folder
+    assert read == [folder] * 5

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +30,6 @@ def clear_unfinished_files(folder: Path) -> None:
     """Delete the next contents that killed processes left in `folder`, where nobody writes now."""
     for leftover in folder.glob(".*.unfinished"):
         leftover.unlink(missing_ok=True)
-
-
-def write_json_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Replace the file by one line of JSON for each row."""
-    write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ludic.errors import DataError
+from ludic.files.atomic import name_aside
 from ludic.files.json_values import encode_lines
 
 logger = logging.getLogger(__name__)
@@ -35,12 +36,20 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def write_jsonl(path: str | Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """One record per line. Makes the folder and replaces the file; `encode_lines` says how values
-    that JSON cannot express are written."""
-    path = Path(path)
+    """One record per line. Makes the folder, and replaces the file at once; a pipe or a device is
+    written to. `encode_lines` says how values that JSON cannot express are written."""
+    path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb") as file:
+    if path.exists() and not path.is_file():
+        with path.open("wb") as file:
+            file.writelines(encode_lines(map(dict, records)))
+        return
+    aside = name_aside(path)
+    with aside.open("wb") as file:
         file.writelines(encode_lines(map(dict, records)))
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)
 
 
 def append_jsonl(path: Path, records: Iterable[Mapping[str, Any]]) -> None:

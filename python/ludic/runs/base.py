@@ -26,7 +26,7 @@ from ludic.runs.tracking import run_logger
 from ludic.training import ranks, watchdog
 from ludic.training.batching.shared_batches import SharedBatches
 from ludic.training.batching.source import BatchSourceBase
-from ludic.training.checkpoint import CheckpointConfig
+from ludic.training.checkpoint import CheckpointConfig, CheckpointManager
 from ludic.training.evaluators.protocol import Evaluator
 from ludic.training.loggers import TrainingLogger
 from ludic.training.loop.timings import PhaseTimer
@@ -113,15 +113,13 @@ class TrainingRun(ABC, Generic[RecipeT, PartsT, DirectoryT]):
             reseed_for_rank(ranks.rank())
         if self.recipe.sharding.activation_checkpointing and self.shared is None:
             options = {**options, "enable_gradient_checkpointing": True}
+        kept = self.recipe.checkpoint
+        manager = CheckpointManager(CheckpointConfig(checkpoints, every_n_steps=kept.every_n_steps, max_to_keep=kept.max_to_keep))
         trainer = trainer_class(
             model=self.parts.model if self.shared is None else self.shared.share_out(self.parts.model),
             batch_source=self._make_stoppable(source),
-            checkpoint_config=CheckpointConfig(
-                checkpoints,
-                every_n_steps=self.recipe.checkpoint.every_n_steps,
-                max_to_keep=self.recipe.checkpoint.max_to_keep,
-            ),
-            resume_from=ranks.ask_rank_0("finding the newest checkpoint", lambda: find_latest_checkpoint(checkpoints)),
+            checkpointer=manager,
+            resume_from=ranks.ask_rank_0("finding the newest checkpoint", lambda: find_latest_checkpoint(manager)),
             **options,
         )
         if self.shared is not None and trainer.current_step:

@@ -27,10 +27,9 @@ def read_kept_metadata(checkpoints: Path) -> list[dict[str, Any]]:
     return states
 
 
-def find_latest_checkpoint(checkpoints: Path) -> str | None:
-    """The newest checkpoint in the folder, as `CheckpointManager` finds it; None without any. The
-    run's folder is locked, so what an earlier life left unfinished is deleted."""
-    manager = CheckpointManager(CheckpointConfig(checkpoints))
+def find_latest_checkpoint(manager: CheckpointManager) -> str | None:
+    """The newest undamaged checkpoint; None without any. The run's folder is locked, so what an
+    earlier life left unfinished is deleted."""
     manager.clear_leftovers()
     try:
         return str(manager.find())

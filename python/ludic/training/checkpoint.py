@@ -36,6 +36,7 @@ from ludic.errors import CheckpointError, ConfigError
 from ludic.files.atomic import clear_unfinished_files, encode_json, read_json, write_json
 from ludic.files.folders import clear_unfinished, delete_folder, replace_folder, restore_replaced
 from ludic.files.manifest import MANIFEST, find_faults, hash_manifest, read_manifest, replace_listed_json, write_manifest
+from ludic.files.verified import VerifiedFolders
 from ludic.models.sharding import is_sharded
 from ludic.models.state_files import WEIGHT_FILES, read_model, read_optimizer_if_stored
 from ludic.training import ranks
@@ -84,6 +85,7 @@ class CheckpointManager:
         self.root = Path(cfg.output_dir)
         self.root.mkdir(parents=True, exist_ok=True)
         self._saved: Path | None = None
+        self._verified = VerifiedFolders()
 
     def should_save(self, step: int) -> bool:
         """Whether `step` is a multiple of `every_n_steps`."""
@@ -149,7 +151,7 @@ class CheckpointManager:
     def holds(self, step: int) -> bool:
         """Whether there is an undamaged checkpoint of `step`."""
         folder = self.root / f"step_{step:06d}"
-        return folder.is_dir() and (folder == self._saved or not find_checkpoint_faults(folder))
+        return folder.is_dir() and (folder == self._saved or not self._find_faults(folder))
 
     def has_any(self) -> bool:
         """Whether there is a checkpoint, damaged or not."""
@@ -199,10 +201,10 @@ class CheckpointManager:
         checkpoint, and CheckpointError if all are damaged.
         """
         if path is not None or step is not None:
-            return self._verified(_require_folder(self.root / f"step_{step:06d}" if path is None else Path(path)))
+            return self._require_undamaged(_require_folder(self.root / f"step_{step:06d}" if path is None else Path(path)))
         damaged: list[str] = []
         for folder in self._candidates():
-            faults = find_checkpoint_faults(folder)
+            faults = self._find_faults(folder)
             if not faults:
                 if damaged:
                     logger.warning("%s; going back to %s", "; ".join(damaged), folder.name)
@@ -212,9 +214,12 @@ class CheckpointManager:
             raise CheckpointError(f"no checkpoint can be read. {'; '.join(damaged)}. Delete {self.root} to begin anew")
         raise FileNotFoundError(f"{self.root} has no checkpoint (step_NNNNNN); save one first, or pass path=")
 
-    def _verified(self, folder: Path) -> Path:
+    def _find_faults(self, folder: Path) -> list[str]:
+        return self._verified.find_faults(folder, find_checkpoint_faults)
+
+    def _require_undamaged(self, folder: Path) -> Path:
         """`folder`, or CheckpointError with what is damaged in it and an undamaged one instead."""
-        faults = find_checkpoint_faults(folder)
+        faults = self._find_faults(folder)
         if not faults:
             return _warn_if_unverifiable(folder)
         others = (other.name for other in reversed(self._folders()) if other != folder and not find_checkpoint_faults(other))

@@ -73,9 +73,10 @@ def test_what_producers_sent_must_be_trained_or_still_be_in_the_queue(tmp_path):
     [
         ["--queue", "redis", "--wipes", "1"],
         ["--queue", "sqlite", "--wipes", "1"],
+        ["--queue", "sqlite", "--protocol", "arrival", "--wipes", "0"],
         ["--queue", "redis", "--protocol", "samples", "--wipes", "0", "--fsync", "always"],
     ],
-    ids=["redis", "sqlite", "samples"],
+    ids=["redis", "sqlite", "arrival", "samples"],
 )
 def test_kills_lose_nothing_and_change_nothing(settings):
     if "redis" in settings:

@@ -12,7 +12,7 @@ from typing import Any
 from ludic.data import Row
 from ludic.data.sources import Draw
 from ludic.errors import ConfigError
-from ludic.files.atomic import write_json_lines
+from ludic.files.jsonl import write_jsonl
 from ludic.recipes.build import build_named
 from ludic.recipes.rm.schema import RMRecipe
 from ludic.runs.data.split import split_by_prompt
@@ -81,7 +81,7 @@ class RMData:
     def write_rows(self, train: Path, heldout: Path) -> None:
         """Write the generated rows as files that `data` and `heldout_data` read."""
         for path, rows in ((train, self.rows), (heldout, self.heldout_rows)):
-            write_json_lines(path, rows)
+            write_jsonl(path, rows)
 
 
 def _generate_pairs(recipe: RMRecipe, tokenizer: Any) -> RMData:

@@ -13,7 +13,7 @@ import numpy as np
 
 from ludic.data.sources import read_table
 from ludic.errors import ConfigError
-from ludic.files.atomic import write_json_lines
+from ludic.files.jsonl import write_jsonl
 from ludic.recipes.build import build_task
 from ludic.recipes.sft.schema import SFTRecipe, list_data_files
 from ludic.runs.data.split import explain_no_heldout, identify_prompt, split_by_prompt
@@ -93,7 +93,7 @@ def make_demonstrations(recipe: SFTRecipe, tokenizer: Any) -> Iterator[dict[str,
 
 
 def write_demonstrations(recipe: SFTRecipe, tokenizer: Any, path: Path) -> None:
-    write_json_lines(path, make_demonstrations(recipe, tokenizer))
+    write_jsonl(path, make_demonstrations(recipe, tokenizer))
 
 
 def _generate_rows(recipe: SFTRecipe, tokenizer: Any) -> Rows:

@@ -40,6 +40,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from ludic.errors import DataError
+
 DEFAULT_LEASE_S = 60.0
 """How long an actor may play without renewing its lease."""
 DEFAULT_CLAIM_S = 30.0
@@ -253,3 +255,11 @@ KEPT_ASIDE = 100
 """How many entries that were set aside a log keeps."""
 MAX_PAYLOAD_BYTES = 16 * 2**20
 """The largest payload of an entry; `deliver` and `push` raise DataError for a larger one."""
+
+
+def check_size(payload: bytes) -> None:
+    """Raise DataError for a payload that no log takes."""
+    if len(payload) > MAX_PAYLOAD_BYTES:
+        raise DataError(
+            f"an entry of {len(payload)} bytes is larger than {MAX_PAYLOAD_BYTES}; use smaller groups or shorter episodes"
+        )

@@ -13,19 +13,19 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ludic.errors import DataError, OwnershipLost, QueueDataLost
+from ludic.errors import OwnershipLost, QueueDataLost
 from ludic.training.queue import redis_scripts as scripts
 from ludic.training.queue.base import (
     DEFAULT_CLAIM_S,
     DEFAULT_LEASE_S,
     KEPT_ASIDE,
-    MAX_PAYLOAD_BYTES,
     AsideEntry,
     Entry,
     Lease,
     OutstandingWork,
     QueueStats,
     Work,
+    check_size,
 )
 from ludic.training.queue.redis_connection import RedisConnection, check_prefix, redis
 
@@ -147,7 +147,7 @@ class RedisLog:
         self._run(scripts.GIVE_BACK, lease.work.number, lease.token)
 
     def deliver(self, lease: Lease, payload: bytes) -> bool:
-        _check_size(payload)
+        check_size(payload)
         return bool(self._run(scripts.DELIVER, lease.run, lease.work.number, lease.work.version, payload))
 
     def version(self) -> int | None:
@@ -160,7 +160,7 @@ class RedisLog:
     # ---- producers without numbers -------------------------------------------------------------
 
     def push(self, payload: bytes, *, max_entries: int) -> bool:
-        _check_size(payload)
+        check_size(payload)
         return bool(self._run(scripts.PUSH, payload, max_entries, secrets.token_hex(8)))
 
     # ---- both ----------------------------------------------------------------------------------
@@ -208,10 +208,3 @@ def _to_entry(born: str, row: Any) -> Entry:
     """The entry in a row of XRANGE: `[id, [b"n", number, b"b", payload, ...]]`."""
     identifier, fields = row
     return Entry(f"{born}/{identifier.decode()}", _to_number(fields[1]), fields[3])
-
-
-def _check_size(payload: bytes) -> None:
-    if len(payload) > MAX_PAYLOAD_BYTES:
-        raise DataError(
-            f"an entry of {len(payload)} bytes is larger than {MAX_PAYLOAD_BYTES}; use smaller groups or shorter episodes"
-        )

@@ -19,18 +19,18 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ludic.errors import ConfigError, DataError, OwnershipLost, QueueDataLost, QueueError, QueueRefused
+from ludic.errors import ConfigError, OwnershipLost, QueueDataLost, QueueError, QueueRefused
 from ludic.training.queue.base import (
     DEFAULT_CLAIM_S,
     DEFAULT_LEASE_S,
     KEPT_ASIDE,
-    MAX_PAYLOAD_BYTES,
     AsideEntry,
     Entry,
     Lease,
     OutstandingWork,
     QueueStats,
     Work,
+    check_size,
 )
 
 SCHEMA_VERSION = 1
@@ -195,7 +195,7 @@ class SQLiteLog:
             )
 
     def deliver(self, lease: Lease, payload: bytes) -> bool:
-        _check_size(payload)
+        check_size(payload)
         with self._transaction("deliver") as db:
             if not _is_of_run(db, lease):
                 return False
@@ -217,7 +217,7 @@ class SQLiteLog:
     # ---- producers without numbers -------------------------------------------------------------
 
     def push(self, payload: bytes, *, max_entries: int) -> bool:
-        _check_size(payload)
+        check_size(payload)
         with self._transaction("push") as db:
             if db.execute("select count(*) from entries").fetchone()[0] >= max_entries:
                 return False
@@ -348,11 +348,6 @@ def _id_of(position: str | None, epoch: str) -> int:
         return 0
     prefix, _, number = position.rpartition("-")
     return int(number) if prefix == epoch else 0
-
-
-def _check_size(payload: bytes) -> None:
-    if len(payload) > MAX_PAYLOAD_BYTES:
-        raise DataError(f"an entry of {len(payload)} bytes is larger than the limit of {MAX_PAYLOAD_BYTES}; play smaller groups")
 
 
 def _remedy(error: sqlite3.Error) -> str:
