@@ -37,7 +37,7 @@ def check_sample(sample: Sample, place: int = 0) -> None:
             f"{where} has {len(tokens)} tokens and a loss_mask of {len(mask)}; both cover the prompt and then the response: "
             "tokens=prompt_ids + response_ids, loss_mask=[0] * len(prompt_ids) + [1] * len(response_ids)"
         )
-    wrong = next((value for value in mask if not 0 <= value < math.inf), None)
+    wrong = next((value for value in set(mask) if not 0 <= value < math.inf), None)
     if wrong is not None:
         raise DataError(f"the loss_mask of {where} has the value {wrong}; 0 is no loss on a token, 1 is loss")
     if not _is_finite_number(sample.reward):

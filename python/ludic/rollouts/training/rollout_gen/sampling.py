@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -82,13 +83,16 @@ class Sampling:
         prompts = [copy_prompt(ticket.prompt) for _ in members]
         seeds = [seed_of_member(self._config.seed, ticket.ordinal, member) for member in members]
         version = self.weight_version
-        before = None if ticket.partial is None else members_samples(ticket.partial)
-        call = partial(self._calls, prompts, seeds=seeds, partial=ticket.partial, weight_version=version)
+        begun = copy.deepcopy(ticket.partial)  # what a call that fails has written into it is not used
+        before = None if begun is None else members_samples(begun)
+        for sample in before or ():
+            sample.status = SampleStatus.PENDING
+        call = partial(self._calls, prompts, seeds=seeds, partial=begun, weight_version=version)
         answer = await run_in_daemon_thread(call, name="ludic-generate") if self._is_plain else call()
         answer = await await_if_needed(answer)
         samples = _misuse(DataError, lambda: self._calls.check(answer, prompts))
         for place, (sample, member) in enumerate(zip(samples, members, strict=True)):
-            first = version if before is None else before[place].metadata.get("weight_version", version)
+            first = version if before is None else before[place].metadata["weight_version"]
             self._stamp(sample, ticket.ordinal, member, first)
         if any(sample.status is SampleStatus.ABORTED for sample in samples):
             if self._calls.takes_partial:
