@@ -25,8 +25,24 @@ def test_the_code_of_the_page_runs() -> None:
         exec(block, names)
 
 
+@pytest.mark.integration
+async def test_the_training_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tiny_policy import save_tiny_policy
+
+    save_tiny_policy(tmp_path / "MODEL")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {"engines": []}
+    first, _, losses, *_ = blocks("python")
+    exec(first[: first.index("async def two_batches")], names)
+    exec(losses, names)
+    training, _ = blocks("py")
+    await eval(compile(training, "page", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), names)
+    assert [line["step"] for line in names["metrics"]] == [1, 2]  # type: ignore[attr-defined]
+    assert (tmp_path / "checkpoints" / "step_000002").is_dir()
+
+
 def test_what_the_page_imports_exists() -> None:
-    [block] = blocks("py")
+    _, block = blocks("py")
     tree = compile(block, "page", "exec", flags=ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
     [statement] = [node for node in tree.body if isinstance(node, ast.ImportFrom)]  # type: ignore[attr-defined]
     module = importlib.import_module(str(statement.module))

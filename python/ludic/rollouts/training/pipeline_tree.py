@@ -23,6 +23,7 @@ from typing import Any
 from ludic.data.sources import read_table
 from ludic.errors import ConfigError, DataError
 from ludic.files.atomic import write_json_lines
+from ludic.rollouts.training.datasets.dataset_loaders import messages_of_row
 
 logger = logging.getLogger(__name__)
 
@@ -249,15 +250,9 @@ def make_sft_row(row: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     """
     if row.get("messages") is not None or (row.get("prompt") is not None and row.get("completion") is not None):
         return row
-    if isinstance(row.get("conversations"), list):
-        roles = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
-        turns = [(turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))) for turn in row["conversations"]]
-        if all(role in roles for role, _ in turns):
-            return {"messages": [{"role": roles[role], "content": text} for role, text in turns]}
-    for asked, answered in (("instruction", "output"), ("question", "answer"), ("prompt", "response")):
-        if isinstance(row.get(asked), str) and isinstance(row.get(answered), str):
-            prompt = "\n\n".join(filter(None, [row[asked], row.get("input") if asked == "instruction" else None]))
-            return {"messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": row[answered]}]}
+    messages = messages_of_row(row, where)
+    if messages is not None:
+        return {"messages": messages}
     raise DataError(
         f"{where} has the keys {', '.join(row)}; a row has messages, conversations, prompt and completion, instruction and output, or "
         "question and answer"
