@@ -22,7 +22,7 @@ from typing import Any
 
 from ludic.data.sources import read_table
 from ludic.errors import ConfigError, DataError
-from ludic.files.atomic import write_json_lines
+from ludic.files.jsonl import write_jsonl
 from ludic.rollouts.training.datasets.dataset_loaders import messages_of_row
 
 logger = logging.getLogger(__name__)
@@ -239,7 +239,7 @@ def _write_sft_rows(tree: Mapping[str, Mapping[str, Any]], folder: Path) -> Path
 
 def _write_rows(path: Path, rows: list[Mapping[str, Any]]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_json_lines(path, rows)
+    write_jsonl(path, rows)
     return path
 
 
