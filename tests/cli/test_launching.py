@@ -155,7 +155,7 @@ def test_a_run_whose_rank_is_killed_is_the_undisturbed_run(tmp_path):
         assert command.end() == 0
     run = tmp_path / "run"
     with Forked("sft", *settings, "name=run") as command:
-        wait_until_exists(run / "checkpoints" / "sft" / "latest.json")
+        wait_until_exists(run / "checkpoints" / "latest.json")
         (agent,) = [process["pid"] for process in json.loads((run / "launch.json").read_text())["processes"]]
         os.kill(int(Path(f"/proc/{agent}/task/{agent}/children").read_text().split()[1]), signal.SIGKILL)
         assert command.end() == 0
