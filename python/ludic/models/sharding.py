@@ -50,6 +50,12 @@ class ShardingSettings:
     """Keep weights, gradients and optimizer in the memory of the CPU. Needs CUDA devices."""
     activation_checkpointing: bool = False
     """Recompute the activations of each block in the backward pass."""
+    reshard_after_forward: bool = True
+    """Give up the whole weights of a block after its forward pass, and gather them again for the
+    backward pass. False: keep them in between, which costs memory and saves a gathering."""
+    block_parameters: int | None = None
+    """For a model that names no blocks: modules of at least this many parameters are blocks. None:
+    the model is one."""
 
     def __post_init__(self) -> None:
         if self.kind not in ("full", "hybrid"):
@@ -110,7 +116,11 @@ def shard_model(model: nn.Module, settings: ShardingSettings, mesh: DeviceMesh) 
         "mp_policy": MixedPrecisionPolicy(param_dtype=settings.param_dtype, reduce_dtype=settings.reduce_dtype),
         "offload_policy": CPUOffloadPolicy() if settings.cpu_offload else OffloadPolicy(),
     }
+    if not settings.reshard_after_forward:
+        options["reshard_after_forward"] = False
     blocks = find_blocks(model)
+    if not blocks and settings.block_parameters is not None:
+        blocks = find_large_modules(model, settings.block_parameters)
     if not blocks:
         logger.warning("%s names no blocks (_no_split_modules); each rank gathers all of it in a pass", type(model).__name__)
     for block in reversed(blocks):  # a block within a block first
@@ -127,6 +137,27 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
         base = base.get_base_model()
     names = set(getattr(base, "_no_split_modules", None) or ())
     return [module for module in model.modules() if type(module).__name__ in names and module is not model]
+
+
+def find_large_modules(model: nn.Module, least: int) -> list[nn.Module]:
+    """Modules inside `model` of at least `least` parameters that are in no smaller one of them,
+    outer ones first. A list of modules is no module of its own.
+
+    Example, `least=10`: of a block with layers of 12, 6 and 5 parameters, the layer of 12 and,
+    since 6 + 5 are left, the block.
+    """
+    found: list[nn.Module] = []
+
+    def visit(module: nn.Module) -> int:
+        """Collect below; return the number of parameters that are in no collected module."""
+        left = sum(parameter.numel() for parameter in module.parameters(recurse=False)) + sum(map(visit, module.children()))
+        if left < least or module is model or isinstance(module, nn.ModuleList | nn.ModuleDict):
+            return left
+        found.append(module)
+        return 0
+
+    visit(model)
+    return found[::-1]
 
 
 def _check_one_dtype(model: nn.Module) -> None:

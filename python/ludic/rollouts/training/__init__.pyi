@@ -3,6 +3,7 @@ from ludic.rollouts.training.agent_integration import (
     generate_rollout_batch as generate_rollout_batch,
     trajectory_to_sample as trajectory_to_sample,
 )
+from ludic.rollouts.training.backends.fsdp import FSDPConfig as FSDPConfig, FSDPTrainingBackend as FSDPTrainingBackend
 from ludic.rollouts.training.backends.protocol import TrainingBackend as TrainingBackend
 from ludic.rollouts.training.backends.pytorch import PyTorchTrainingBackend as PyTorchTrainingBackend
 from ludic.rollouts.training.backends.pytorch_factory import create_pytorch_backend as create_pytorch_backend

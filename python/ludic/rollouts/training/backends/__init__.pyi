@@ -1,3 +1,4 @@
+from ludic.rollouts.training.backends.fsdp import FSDPConfig as FSDPConfig, FSDPTrainingBackend as FSDPTrainingBackend
 from ludic.rollouts.training.backends.protocol import TrainingBackend as TrainingBackend
 from ludic.rollouts.training.backends.pytorch import PyTorchTrainingBackend as PyTorchTrainingBackend
 from ludic.rollouts.training.backends.pytorch_factory import (

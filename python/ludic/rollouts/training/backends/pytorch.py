@@ -31,7 +31,7 @@ from ludic.training.batching.micro_batching import MicroBatch
 from ludic.training.checkpoint import CheckpointConfig, CheckpointManager
 from ludic.training.config import TrainerConfig
 from ludic.training.credit_assignment import ConstantCredit
-from ludic.training.loop.micro_stats import combine_micro_stats, copy_to_host, final_values
+from ludic.training.loop.micro_stats import combine_micro_stats, copy_to_host, final_values, reduce_over_ranks
 from ludic.training.loss import BatchTotals
 from ludic.training.loss.base import adapted_loss, loss_name
 
@@ -111,7 +111,9 @@ class PyTorchTrainingBackend(TorchBackend):
         micro_batches, totals = self._divide(batch)
         result = self._forward_backward(micro_batches, totals)
         stats = combine_micro_stats(copy_to_host(result.micro_stats), result.micro_sizes)
-        metrics = {**final_values(stats), "loss": float(result.loss), "grad_norm": self.gradient_norm()}
+        reduced = final_values(reduce_over_ranks(stats, self.cfg.model_device))
+        [loss] = ranks.sum_over_ranks([float(result.loss)], self.cfg.model_device)
+        metrics = {**reduced, "loss": loss, "grad_norm": self.gradient_norm()}
         metrics.pop("reported_loss", None)
         self._metrics |= metrics
         return metrics
