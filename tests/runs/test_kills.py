@@ -90,6 +90,19 @@ def test_a_run_with_a_batch_ahead_killed_at_any_change_resumes_to_the_uninterrup
     assert_is_the_run(tmp_path / "run", whole_with_a_batch_ahead)
 
 
+@pytest.mark.integration
+def test_a_filtered_run_that_is_killed_resumes_to_the_uninterrupted_run(tmp_path: Path) -> None:
+    filtered = ["rollout.group_filter=byte_filters:even_sum", "rollout.order=submission", "rollout.patience=1000"]
+    settings = [*EVALUATED, *filtered]
+    run_to_end("train", *settings, f"output={tmp_path}", "name=whole")
+    whole = tmp_path / "whole"
+    assert sum(line.get("groups/rejected", 0) for line in metrics_of(whole)) > 0
+    assert killed_at(33, "train", *settings, f"output={tmp_path}", "name=run")  # after a checkpoint of the reinforcement
+    run_to_end("train", "--resume", str(tmp_path / "run"))
+    assert (tmp_path / "run" / "summary.json").is_file()
+    assert_is_the_run(tmp_path / "run", whole)
+
+
 def test_a_damaged_checkpoint_is_named_and_the_run_resumes_from_the_one_before(
     whole: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -38,6 +38,7 @@ _LEAST = {
         ("threads", "log_every", "warmup.batch_size", "warmup.epochs", "evaluation.prompts", "evaluation.samples_per_prompt"), 1
     ),
     **dict.fromkeys(("rollout.prompts", "rollout.group_size", "rollout.max_new_tokens", "rollout.concurrency"), 1),
+    "rollout.patience": 1,
 }
 
 

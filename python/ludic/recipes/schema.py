@@ -100,6 +100,24 @@ class RolloutSection:
     """System prompt of every conversation; null: that of the task, if it has one."""
     log_every: int = MISSING
     """Rollouts are written to rollouts.jsonl every so many steps; 0: never."""
+    over_sampling_factor: float = 1.0
+    """Problems in the air, as a multiple of `prompts`. With 1.5 a step trains those that are
+    answered first, and the slower third goes on into later steps; nothing is thrown away. Answers
+    are then up to ceil(factor - 1) policy versions old. 1: a step waits for its slowest answer."""
+    group_filter: Optional[str] = None  # noqa: UP045
+    """Problems whose answers are not worth training are replaced by the next one before the step:
+    `nonzero_std` (rewards must differ, DAPO's dynamic sampling), `any_success`,
+    `response_diversity`, `quality_and_diversity`, or a function of your own as
+    `package.module:name`, from the answers of a problem to bool. Null: none is replaced."""
+    order: str = "arrival"
+    """Of over-sampling. `arrival`: a step has the problems that are answered first. `submission`:
+    always the oldest problems, so that the prompts of a step do not depend on timing."""
+    max_lag: Optional[int] = None  # noqa: UP045
+    """Of over-sampling: steps after which a problem is trained at the latest. More lets slow
+    answers take longer. Null: the least, ceil(over_sampling_factor - 1)."""
+    patience: int = 10
+    """The run ends with an error if `group_filter` rejects more than `patience` * `prompts`
+    problems for one step."""
 
 
 @dataclass

@@ -26,6 +26,7 @@ from ludic.recipes.build import (
 from ludic.recipes.inference_section import choose_kind, choose_logprob_convention
 from ludic.recipes.lora import add_adapters, build_lora_settings
 from ludic.recipes.model import build_policy
+from ludic.recipes.over_sampling import check_over_sampling, uses_pool
 from ludic.recipes.schema import Recipe
 from ludic.recipes.sharding import has_no_weights
 from ludic.runs.actors.policy_versions import PolicyVersions
@@ -36,6 +37,7 @@ from ludic.runs.checkpoints import STOP_PATIENCE_S, has_checkpoint, restore_best
 from ludic.runs.data.warmup import Warmup
 from ludic.runs.directory import DONE, RunDirectory
 from ludic.runs.held_out import Evaluation, HeldOut, check_early_stopping
+from ludic.runs.over_sampling import OverSampledRollouts, describe_over_sampling
 from ludic.runs.rollouts import (
     OccasionallyLogged,
     TrainingRequests,
@@ -87,6 +89,7 @@ class RLParts:
         """Build the parts from a recipe. Seeds all random generators first (`seed_everything`)."""
         check_numbers(recipe)
         check_actors(recipe)
+        check_over_sampling(recipe)
         check_sharding_settings(recipe.sharding, recipe.trainer.model_device)
         check_sampling(recipe)
         task = build_episodic_task(recipe)
@@ -267,12 +270,19 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
             trainer.evaluations.last_eval = {"eval/step": 0.0, **{f"eval/{name}": rate for name, rate in rates.items()}}
         self.screen.show_rates(trainer.last_eval)
 
-    def _make_source(self, sampler: Sampler, actors: ActorProcesses | None) -> OverlappedSource | ActorBatches:
+    def _make_source(
+        self, sampler: Sampler, actors: ActorProcesses | None
+    ) -> OverlappedSource | ActorBatches | OverSampledRollouts:
         if uses_queue(self.recipe):
             credit = self.parts.algorithm.credit_assigner
             checkpoints = self.directory.checkpoints / REINFORCE
             return ActorBatches(self.recipe, self.directory, checkpoints, credit, self.stop, actors)
         requests = make_training_requests(self.parts.task, self.recipe.rollout, seed=self.recipe.seed)
+        if uses_pool(self.recipe):
+            self.screen.note(describe_over_sampling(self.recipe))
+            engine, credit = self._make_engine(trained=True, sampler=sampler), self.parts.algorithm.credit_assigner
+            turns, log = self.parts.task.max_turns, self.directory.rollouts
+            return OverSampledRollouts(self.recipe, engine, requests, credit, max_steps=turns, log=log)
         plain, logged = (self._make_rollout_source(requests, log, sampler) for log in (None, self.directory.rollouts))
         every, log = self.recipe.rollout.log_every, self.directory.rollouts
         source = OccasionallyLogged(plain, logged, requests, every=every, log=log)

@@ -194,16 +194,24 @@ class TrainingRequests:
         self.batches = 0
 
     def __call__(self) -> Sequence[RolloutRequest]:
-        rng = Random(f"rollouts {self._seed} {self.batches}")
-        requests = [self._make_one(rng, position) for position in range(self._section.prompts)]
+        self.begin_batch(self.batches)
+        requests = self.list_problems(self.batches)
         self.batches += 1
         return self._strategy.expand(requests)
 
-    def _make_one(self, rng: Random, position: int) -> RolloutRequest:
-        return make_request(self._choose_problem(rng, position), inference=self._inference, seed=rng.randrange(2**31))
+    def begin_batch(self, number: int) -> None:
+        """Called before batch `number` is requested."""
 
-    def _choose_problem(self, rng: Random, position: int) -> Episode:
-        """Problem `position` of the batch."""
+    def list_problems(self, number: int) -> list[RolloutRequest]:
+        """The requests of batch `number`, one for each problem."""
+        rng = Random(f"rollouts {self._seed} {number}")
+        return [self._make_one(rng, number, position) for position in range(self._section.prompts)]
+
+    def _make_one(self, rng: Random, number: int, position: int) -> RolloutRequest:
+        return make_request(self._choose_problem(rng, number, position), inference=self._inference, seed=rng.randrange(2**31))
+
+    def _choose_problem(self, rng: Random, number: int, position: int) -> Episode:
+        """Problem `position` of batch `number`."""
         return self._task.draw(rng)
 
     def state_dict(self) -> dict[str, Any]:
@@ -211,6 +219,10 @@ class TrainingRequests:
         return {"batches": self.batches}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if "batches" not in state:
+            raise ConfigError(
+                "the checkpoint is of a run with over-sampling or a group filter; resume it with its settings, or begin a new run"
+            )
         self.batches = int(state["batches"])
 
 
@@ -223,12 +235,11 @@ class PassRequests(TrainingRequests):
         self._data = problems
         self._passes = Passes(len(problems.training), self._shuffle)
 
-    def __call__(self) -> Sequence[RolloutRequest]:
-        self._data.begin_batch(self.batches)
-        return super().__call__()
+    def begin_batch(self, number: int) -> None:
+        self._data.begin_batch(number)
 
-    def _choose_problem(self, rng: Random, position: int) -> Episode:
-        return self._data.training[self._passes.at(self.batches * self._section.prompts + position)]
+    def _choose_problem(self, rng: Random, number: int, position: int) -> Episode:
+        return self._data.training[self._passes.at(number * self._section.prompts + position)]
 
     def _shuffle(self, number: int) -> list[int]:
         """The order of pass `number`."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ludic.errors import ConfigError, InferenceError
 from ludic.inference.client import ChatClient
 from ludic.recipes.inference_section import InferenceSection, choose_kind, choose_logprob_convention
+from ludic.recipes.over_sampling import choose_lag
 from ludic.recipes.schema import Recipe
 from ludic.training.loop.timings import PhaseTimer
 
@@ -133,11 +134,12 @@ def _make_local_sampler(recipe: Recipe, model: Any, tokenizer: Any) -> Sampler:
     from ludic.models.adapters import has_adapters
 
     convention = choose_logprob_convention(recipe.rollout.temperature, recipe.rollout.top_p)
+    overlaps = recipe.inference.batches_ahead > 0 or choose_lag(recipe) > 0
     client = LocalChatClient(
         model,
         tokenizer,
         max_batch_size=recipe.rollout.concurrency,
-        copy_model=recipe.inference.batches_ahead > 0 or (has_adapters(model) and recipe.trainer.sync_every_steps > 0),
+        copy_model=overlaps or (has_adapters(model) and recipe.trainer.sync_every_steps > 0),
         logprobs_mode="processed" if convention.processed else "raw",
     )
     return Sampler(client, LocalPublisher(client), recipe.model or "small", remote=False)

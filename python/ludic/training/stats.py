@@ -88,7 +88,9 @@ def check_reducers(reducers: Mapping[str, Reducer]) -> None:
     for name, reducer in reducers.items():
         _check_reducer(name, reducer)
         key = _add_prefix(name)
-        if key.removeprefix("train/") in RESERVED_KEYS or key.startswith(("perf/", "ranks/", "queue/", "actors/", PREFIX)):
+        if key.removeprefix("train/") in RESERVED_KEYS or key.startswith(
+            ("perf/", "ranks/", "queue/", "actors/", "groups/", PREFIX)
+        ):
             raise ConfigError(
                 f"a reducer cannot be named {name!r}: the trainer itself logs {key}; choose another name, such as {f'my_{name}'!r}"
             )
@@ -269,8 +271,8 @@ def _completion_length(item: SAWItem) -> int:
 
 
 def prefix_keys(stats: Mapping[str, float]) -> dict[str, float]:
-    """Put each key under `train/`, `eval/` or `perf/`; `mismatch/*`, `ranks/*`, `queue/*`
-    and `actors/*` keys stay as they are.
+    """Put each key under `train/`, `eval/` or `perf/`; `mismatch/*`, `ranks/*`, `queue/*`,
+    `groups/*` and `actors/*` keys stay as they are.
 
     Example: `loss` becomes `train/loss`, `eval_loss` becomes `eval/loss`, and `gpu_x` becomes
     `perf/gpu_x`.
@@ -279,7 +281,7 @@ def prefix_keys(stats: Mapping[str, float]) -> dict[str, float]:
 
 
 def _add_prefix(key: str) -> str:
-    if key.startswith(("train/", "eval/", "perf/", "ranks/", "queue/", "actors/", PREFIX)):
+    if key.startswith(("train/", "eval/", "perf/", "ranks/", "queue/", "actors/", "groups/", PREFIX)):
         return key
     if key.startswith("eval_"):
         return f"eval/{key.removeprefix('eval_')}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
@@ -231,10 +232,10 @@ class RollingBatchSource(BatchSourceBase):
 
 
 class _PlayedCodec:
-    """The rollouts of a group as text: the entry that actors send, in base64."""
+    """The rollouts of a group as text: the entry that actors send, compressed, in base64."""
 
     def encode(self, member: PlayedRollouts) -> str:
-        return base64.b64encode(encode_group(GroupEntry("", 0, 0, played=member))).decode("ascii")
+        return base64.b64encode(zlib.compress(encode_group(GroupEntry("", 0, 0, played=member)), 1)).decode("ascii")
 
     def decode(self, value: str) -> PlayedRollouts:
-        return decode_group(base64.b64decode(value)).played
+        return decode_group(zlib.decompress(base64.b64decode(value))).played

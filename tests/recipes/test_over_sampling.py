@@ -1,0 +1,58 @@
+"""The settings of over-sampling and of filtered groups: what is refused, and what follows from
+them."""
+
+import pytest
+
+from ludic.errors import ConfigError
+from ludic.recipes.compose import compose
+from ludic.recipes.over_sampling import build_group_filter, check_over_sampling, choose_lag, uses_pool
+
+
+def recipe_of(*settings: str):
+    return compose(["sort", *settings])
+
+
+@pytest.mark.parametrize(
+    ("settings", "rule"),
+    [
+        (["rollout.over_sampling_factor=0.5"], r"rollout.over_sampling_factor \(0.5\) must be >= 1"),
+        (["rollout.over_sampling_factor=2.5", "rollout.max_lag=1"], "set max_lag=2, or lower the factor"),
+        (["rollout.order=random", "rollout.group_filter=nonzero_std"], r"rollout.order \(random\) must be arrival or submission"),
+        (["rollout.group_filter=zero_std"], r"rollout.group_filter \(zero_std\) must be one of nonzero_std, any_success"),
+        (["rollout.group_filter=nowhere:f"], r"rollout.group_filter \(nowhere:f\) cannot be imported"),
+        (["rollout.order=submission"], "rollout.order has no effect in a run without over-sampling and group filter"),
+        (["rollout.patience=3"], "rollout.patience has no effect"),
+        (["rollout.group_filter=nonzero_std", "inference.batches_ahead=1"], "set inference.batches_ahead=0, and"),
+        (["rollout.over_sampling_factor=1.5", "place.actors=2"], "does not go together with place.actors and queue.url"),
+        (
+            ["rollout.over_sampling_factor=1.5", "queue.url=redis://host/0"],
+            "does not go together with place.actors and queue.url",
+        ),
+        (["rollout.over_sampling_factor=1.5", "trainer.sync_every_steps=0"], "trainer.sync_every_steps=0 never updates it"),
+    ],
+)
+def test_wrong_settings_are_refused_with_the_rule(settings: list[str], rule: str) -> None:
+    with pytest.raises(ConfigError, match=rule):
+        check_over_sampling(recipe_of(*settings))
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_used", "lag"),
+    [
+        ([], False, 0),
+        (["rollout.group_filter=nonzero_std"], True, 0),
+        (["rollout.over_sampling_factor=1.5"], True, 1),
+        (["rollout.over_sampling_factor=1.5", "rollout.max_lag=3"], True, 3),
+        (["rollout.group_filter=any_success", "rollout.max_lag=1"], True, 1),
+    ],
+)
+def test_a_pool_is_used_where_a_setting_asks_for_it(settings: list[str], is_used: bool, lag: int) -> None:
+    recipe = recipe_of(*settings)
+    check_over_sampling(recipe)
+    assert (uses_pool(recipe), choose_lag(recipe)) == (is_used, lag)
+
+
+def test_a_filter_of_ones_own_has_its_name() -> None:
+    group_filter = build_group_filter(recipe_of("rollout.group_filter=byte_filters:even_sum"))
+    assert group_filter is not None
+    assert group_filter.__name__ == "even_sum"
