@@ -1,20 +1,19 @@
-"""Kills runs with SIGKILL, at random moments and at each change to their files, and compares what
-the resumed runs end with.
+"""Kills runs with SIGKILL at random moments, and resumes them from each state that their files go
+through, and compares what they end with.
 
 `python -m benches.python.kills` prints the table of docs/reliability.md. A run must end as the
 uninterrupted one does, bit for bit: losses, gradient norms and all other metrics but times,
 rollouts, the model's files and the summary; each step and each episode once.
 
-Every life of a run is a fork of this process, which has imported everything. `file_events.c`,
-loaded with LD_PRELOAD, ends a life at a change to its files: in the middle of a write, before any
-other.
+`file_events.c`, loaded with LD_PRELOAD, stops a life at each change to its files, in the middle of
+each write too, and its folder is read. A kill at that moment leaves the same files, since what is
+written is the system's then; this is checked with real kills of lives that stand at a change.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
-import importlib
 import json
 import os
 import random
@@ -25,12 +24,14 @@ import sys
 import tempfile
 import time
 import traceback
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+
+from benches.python.equal_runs import check_learning, compare
+from benches.python.folder_states import FolderState, FolderStates
+from benches.python.forked_lives import import_all, log_of, resumable, start_life, stops_of, wait_for_life
+from benches.python.id_reward import write_problems
 
 _NETWORK = ["network.hidden_size=16", "network.num_heads=2", "network.num_kv_heads=1", "network.intermediate_size=16"]
 _TINY = ["threads=1", "checkpoint.every_n_steps=1", "checkpoint.max_to_keep=2", *_NETWORK]
@@ -39,88 +40,108 @@ _REINFORCE = [
     *("rollout.log_every=1", "evaluation.prompts=2", "evaluation.samples_per_prompt=2", "trainer.eval_every_n_steps=2"),
 ]
 KINDS: dict[str, list[str]] = {
-    "sort": _REINFORCE,
-    "LoRA": [*_REINFORCE, "lora.rank=2", "lora.dropout=0.3", "trainer.lr=0.01"],
+    "GRPO": _REINFORCE,
+    "LoRA": [*_REINFORCE, "lora.rank=2", "lora.dropout=0.3"],
     "ahead": [*_REINFORCE, "inference.batches_ahead=1"],
     "SFT": ["sft", *_TINY, "rows=32", "batch_size=8", "heldout=0.1", "epochs=1"],
     "RM": ["train-rm", *_TINY, "pairs=16", "batch_size=4", "epochs=1", "task.args.num_heldout=4"],
 }
-"""Name -> command and settings. Each run has three or four steps, with a checkpoint after each."""
+"""Name -> command and settings; `ludic train` gets a task too. Each run has three to five steps,
+with a checkpoint after each."""
 
-NOT_COMPARED = {"id", "ts_ns", "memory", "phases_s", "overlap", "weight_sync", "mismatch", "wall_s", "pairs_per_s"}
-"""Keys of times, memory and random names, which differ between two uninterrupted runs too, as do
-all keys that end with `_s`; and of the check before the first step, which each life makes anew."""
 _MOST_LIVES = 12
-_LONGEST_LIFE_S = 300
 _FOLDER = "LUDIC_KILLS_FOLDER"
 """The variable with the folder of all runs, set in the process that has the library loaded."""
-_IMPORTS = [
-    *("ludic.cli.app", "ludic.cli.train", "ludic.runs.reinforce", "ludic.runs.sft", "ludic.runs.reward_model"),
-    *("transformers.models.qwen2.modeling_qwen2", "peft", "matplotlib.backends.backend_agg"),
-]
 
 
 @dataclass(frozen=True)
-class Case:
-    """A run to be killed."""
+class Moments:
+    """A run that is killed at a random moment; half of its resumed lives are killed again."""
 
     kind: str
     number: int
-    change: int | None
-    """The change to its files at which it is killed; None for random moments, some in later lives
-    too."""
+
+
+@dataclass(frozen=True)
+class Changes:
+    """A run that is killed at these changes to its files, one life each, counted from 1."""
+
+    kind: str
+    numbers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class States:
+    """The run in these states of its folder, each resumed."""
+
+    kind: str
+    first_changes: tuple[int, ...]
+    """The first change at which the folder is in each state."""
+
+
+Share = Moments | Changes | States
 
 
 @dataclass
 class Ended:
-    """How a case ended."""
+    """A run that was resumed to its end."""
 
     kind: str
-    change: int | None
-    kills: int
+    share: str
+    """Moments, Changes or States."""
+    moments: list[str]
+    """When it was killed, or the change that its state is of."""
     differences: list[str] = field(default_factory=list)
-    killed: list[str] = field(default_factory=list)
 
 
 @dataclass
 class Whole:
-    """The uninterrupted run of a kind."""
+    """The uninterrupted run of a kind, and the states of its folder at each change to it."""
 
     folder: Path
-    changes: int
     seconds: float
+    states: list[FolderState]
+
+    def first_changes(self) -> list[int]:
+        """The changes at which the folder is in a state that it was not in before."""
+        first: dict[FolderState, int] = {}
+        for number, state in enumerate(self.states, start=1):
+            first.setdefault(state, number)
+        return list(first.values())
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benches.python.kills", description=__doc__.splitlines()[0])
     parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=list(KINDS))
     parser.add_argument("--moments", type=int, default=50, help="runs of each kind that are killed at random moments")
-    parser.add_argument("--changes", type=int, help="the number of changes to files at which to kill; default: every one")
-    parser.add_argument("--at", nargs="+", type=int, default=[], help="kill at these changes instead, counted from 1")
+    parser.add_argument("--states", type=int, help="states of each kind to resume; default: all")
+    parser.add_argument("--changes", type=int, default=20, help="runs of each kind that are killed at changes to their files")
     parser.add_argument("--jobs", type=int, default=2, help="runs at once")
     parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if _FOLDER not in os.environ:
-        command = [sys.executable, "-m", "benches.python.kills", *sys.argv[1:]]
-        os.execve(sys.executable, command, _preloading(Path(tempfile.mkdtemp(prefix="kills-"))))
+        command = [sys.executable, "-m", "benches.python.kills", *(sys.argv[1:] if arguments is None else arguments)]
+        os.execve(sys.executable, command, preloading(Path(tempfile.mkdtemp(prefix="kills-"))))
     folder = Path(os.environ[_FOLDER])
-    for name in _IMPORTS:
-        importlib.import_module(name)
-    wholes = {kind: _run_whole(kind, folder) for kind in options.kinds}
-    cases = [case for kind in options.kinds for case in _cases(kind, wholes[kind].changes, options)]
-    random.Random(options.seed).shuffle(cases)
-    ended = list(_play_all(cases, wholes, folder, options.jobs, options.seed))
+    import_all()
+    problems = write_problems(folder / "rows.jsonl")
+    for arguments in KINDS.values():
+        arguments += problems if arguments[0] == "train" else []
+    contents = FolderStates()
+    wholes = {kind: _run_whole(kind, folder, contents) for kind in options.kinds}
+    shares = list(_shares(wholes, options))
+    ended = _play_all(shares, _Player(wholes, contents, folder, options.seed), options.jobs)
     print(_format_table(wholes, ended))
-    failed = [case for case in ended if case.differences]
-    for case in failed:
-        print(json.dumps(asdict(case), indent=2))
+    failed = [one for one in ended if one.differences]
+    for one in failed:
+        print(json.dumps(asdict(one), indent=2))
     if failed:
         raise SystemExit(f"{len(failed)} runs differ; their folders are in {folder}")
     shutil.rmtree(folder)
 
 
-def _preloading(folder: Path) -> dict[str, str]:
-    """The environment of a process that counts the changes to its files."""
+def preloading(folder: Path) -> dict[str, str]:
+    """The environment of a process that can be stopped at changes to its files."""
     library = folder / "file_events.so"
     source = Path(__file__).with_name("file_events.c")
     subprocess.run(["cc", "-shared", "-fPIC", "-O2", "-o", library, source, "-ldl"], check=True)
@@ -133,205 +154,178 @@ def _preloading(folder: Path) -> dict[str, str]:
     }
 
 
-def _cases(kind: str, changes: int, options: argparse.Namespace) -> Iterator[Case]:
-    yield from (Case(kind, number, None) for number in range(options.moments))
-    count = changes if options.changes is None else min(options.changes, changes)
-    # Evenly spaced: 3 of 9 changes are 3, 6 and 9.
-    numbers = options.at or [(number + 1) * changes // count for number in range(count)]
-    yield from (Case(kind, options.moments + place, number) for place, number in enumerate(numbers))
+def _shares(wholes: dict[str, Whole], options: argparse.Namespace) -> Iterator[Share]:
+    """What is to be done, the longest first."""
+    distinct = {kind: whole.first_changes() for kind, whole in wholes.items()}
+    yield from (States(kind, tuple(_spread(numbers, options.states))) for kind, numbers in distinct.items())
+    yield from (Changes(kind, tuple(_spread(numbers, options.changes))) for kind, numbers in distinct.items())
+    yield from (Moments(kind, number) for kind in wholes for number in range(options.moments))
 
 
-def _run_whole(kind: str, folder: Path) -> Whole:
-    """Run a kind to its end, twice: the second run has what the first imported, and both must be
-    equal."""
-    first, second = folder / kind / "first", folder / kind / "whole"
-    for run in (first, second):
-        run.parent.mkdir(exist_ok=True)
+def _spread(numbers: Sequence[int], count: int | None) -> list[int]:
+    """`count` of the numbers, evenly spaced: 3 of 1 to 9 are 3, 6 and 9; None is all."""
+    count = len(numbers) if count is None else min(count, len(numbers))
+    return [numbers[(place + 1) * len(numbers) // count - 1] for place in range(count)]
+
+
+def _run_whole(kind: str, folder: Path, contents: FolderStates) -> Whole:
+    """Run a kind to its end three times: once to import the rest of what it imports, once with
+    that, and once with a stop at each change. All must be equal."""
+    first, whole, stopped = folder / kind / "first", folder / kind / "whole", folder / kind / "run"
+    first.parent.mkdir(exist_ok=True)
+    modules = first.parent / "modules.json"
+    for run in (first, whole):
         begin = time.perf_counter()
-        facts = run.parent / "facts.json"
-        status = _wait(_start(KINDS[kind], run, facts=facts))
-        if status != 0:
-            raise SystemExit(f"the uninterrupted run of {kind} failed: see {run}.log")
-        known = json.loads(facts.read_text())
-        for name in known["modules"]:
-            with suppress(Exception):  # some modules are imported by nothing but a part of themselves
-                importlib.import_module(name)
-    if differences := compare(second, first):
-        raise SystemExit(f"two uninterrupted runs of {kind} differ: {differences}")
-    return Whole(second, known["changes"], time.perf_counter() - begin)
+        life = start_life(resumable(KINDS[kind], run), log_of(run), conclude=lambda: _write_modules(modules))
+        if wait_for_life(life) != 0:
+            raise SystemExit(f"the uninterrupted run of {kind} failed: see {log_of(run)}")
+        seconds = time.perf_counter() - begin
+        import_all(json.loads(modules.read_text()))
+    check_learning(whole)
+    states = [contents.read(stopped) for _ in stops_of(_start_stopped(kind, stopped, 0))]
+    for run in (first, stopped):
+        if differences := compare(run, whole):
+            raise SystemExit(f"two uninterrupted runs of {kind} differ: {differences}")
+    return Whole(whole, seconds, states)
 
 
-def _start(arguments: list[str], run: Path, *, change: int = 0, facts: Path | None = None) -> int:
-    """Start a life of `run` in a fork, which is killed at `change`. Returns its process id."""
-    pid = os.fork()
-    if pid:
-        return pid
-    status = 99
-    try:
-        log = os.open(f"{run}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        status = _live(arguments, run, change, facts)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(status)
+def _write_modules(path: Path) -> None:
+    path.write_text(json.dumps(sorted(sys.modules)))
 
 
-def _live(arguments: list[str], run: Path, change: int, facts: Path | None) -> int:
-    from ludic.cli.app import main
-
-    before = set(sys.modules)
-    # A run whose folder has its settings is resumed; before that, it is started again.
-    is_begun = (run / "config.yaml").exists()
-    target = ["--resume", str(run)] if is_begun else [*arguments[1:], f"output={run.parent}", f"name={run.name}"]
-    sys.argv = ["ludic", arguments[0], *target]
+def _start_stopped(kind: str, run: Path, change: int) -> int:
+    """Start a life that stops at this change, or at each one for 0. Returns its process id."""
     events = ctypes.CDLL(None)
-    events.watch_files(str(run.parent / run.name).encode(), ctypes.c_long(change))
-    try:
-        main()
-    except SystemExit as ended:
-        if facts is not None:
-            new = sorted(set(sys.modules) - before)
-            facts.write_text(json.dumps({"changes": events.count_file_events(), "modules": new}))
-        return int(ended.code or 0)
-    return 0
+    watch = (str(run).encode(), ctypes.c_long(change))
+    return start_life(resumable(KINDS[kind], run), log_of(run), prepare=lambda: events.stop_at_changes(*watch))
 
 
-def _wait(pid: int, seconds: float | None = None) -> int:
-    """Wait for a process, and kill it after `seconds`. Returns its exit status, negative for a
-    signal. Raises TimeoutError for a process that hangs."""
-    end = time.perf_counter() + (_LONGEST_LIFE_S if seconds is None else seconds)
-    while True:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        if time.perf_counter() >= end:
-            os.kill(pid, signal.SIGKILL)
-            status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-            if seconds is None:
-                raise TimeoutError(f"a life was not over after {_LONGEST_LIFE_S} s")
-            return status
-        time.sleep(0.001)
-
-
-def _play_all(cases: list[Case], wholes: dict[str, Whole], folder: Path, jobs: int, seed: int) -> Iterator[Ended]:
-    """Play all cases in `jobs` processes."""
-    results = [folder / f"results_{job}.jsonl" for job in range(jobs)]
-    workers = []
-    for job, result in enumerate(results):
+def _play_all(shares: list[Share], player: _Player, jobs: int) -> list[Ended]:
+    """Do all shares in `jobs` processes, which take them from a pipe."""
+    taken, given = os.pipe()
+    workers, results = [], [player.folder / f"results_{job}.jsonl" for job in range(jobs)]
+    for result in results:
         pid = os.fork()
         if pid == 0:
-            with suppress(KeyboardInterrupt):
-                _play_share(cases[job::jobs], wholes, folder, result, seed)
-            os._exit(0)
-        workers.append(pid)
-    for pid in workers:
-        os.waitpid(pid, 0)
-    for result in results:
-        yield from (Ended(**json.loads(line)) for line in result.read_text().splitlines())
-
-
-def _play_share(cases: list[Case], wholes: dict[str, Whole], folder: Path, result: Path, seed: int) -> None:
-    with result.open("w") as file:
-        for case in cases:
+            os.close(given)
+            status = 1
             try:
-                ended = _play(case, wholes[case.kind], folder, random.Random(f"{seed} {case.kind} {case.number}"))
-            except Exception as error:
-                ended = Ended(case.kind, case.change, 0, [f"not compared: {error!r}"])
-            file.write(json.dumps(asdict(ended)) + "\n")
-            file.flush()
-            if ended.differences:
-                print(json.dumps(asdict(ended)), flush=True)
+                _play_given(shares, player, taken, result)
+                status = 0
+            except Exception:
+                traceback.print_exc()
+            finally:
+                os._exit(status)
+        workers.append(pid)
+    for number in range(len(shares)):
+        os.write(given, number.to_bytes(4))
+    os.close(given)
+    os.close(taken)
+    statuses = [os.waitpid(pid, 0)[1] for pid in workers]
+    if any(statuses):
+        raise SystemExit(f"not all runs were played; their folders are in {player.folder}")
+    lines = [line for result in results for line in result.read_text().splitlines()]
+    return [Ended(**json.loads(line)) for line in lines]
 
 
-def _play(case: Case, whole: Whole, folder: Path, rng: random.Random) -> Ended:
-    """Kill a run, resume it to its end, and compare it with the whole one. At random moments, a
-    resumed run is killed again with a probability of 1/2."""
-    run = folder / case.kind / f"run_{case.number}"
-    ended = Ended(case.kind, case.change, 0)
-    for life in range(_MOST_LIVES):
-        killed_at = rng.uniform(0, whole.seconds) if case.change is None and (life == 0 or rng.random() < 0.5) else None
-        change = case.change or 0 if life == 0 else 0
-        status = _wait(_start(KINDS[case.kind], run, change=change), killed_at)
-        if status == -signal.SIGKILL:
-            ended.kills += 1
-            ended.killed.append(f"change {change}" if change else f"{killed_at:.3f} s")
-            continue
+def _play_given(shares: list[Share], player: _Player, taken: int, result: Path) -> None:
+    with result.open("w") as file:
+        while number := os.read(taken, 4):
+            for ended in player.play(shares[int.from_bytes(number)]):
+                file.write(json.dumps(asdict(ended)) + "\n")
+                file.flush()
+                if ended.differences:
+                    print(json.dumps(asdict(ended)), flush=True)
+
+
+@dataclass
+class _Player:
+    wholes: dict[str, Whole]
+    contents: FolderStates
+    folder: Path
+    seed: int
+
+    def play(self, share: Share) -> Iterator[Ended]:
+        if isinstance(share, Moments):
+            yield self._kill_at_random(share)
+        elif isinstance(share, Changes):
+            for number in share.numbers:
+                yield self._kill_at(share.kind, number)
+        else:
+            for number in share.first_changes:
+                yield self._resume_state(share.kind, number)
+
+    def _kill_at_random(self, share: Moments) -> Ended:
+        kind, run = share.kind, self.folder / share.kind / f"moment_{share.number}"
+        rng = random.Random(f"{self.seed} {kind} {share.number}")
+        killed: list[str] = []
+        for life in range(_MOST_LIVES):
+            kill_at = rng.uniform(0, self.wholes[kind].seconds) if life == 0 or rng.random() < 0.5 else None
+            status = wait_for_life(start_life(resumable(KINDS[kind], run), log_of(run)), kill_at)
+            if status != -signal.SIGKILL:
+                return self._end(share, run, killed, status)
+            killed.append(f"{kill_at:.3f} s")
+        return Ended(kind, "Moments", killed, [f"not at its end after {_MOST_LIVES} lives: see {log_of(run)}"])
+
+    def _kill_at(self, kind: str, number: int) -> Ended:
+        """Kill a life that stands at this change, and resume it. The kill must leave the files that
+        were read before it, and as many as the run with all stops had at this change."""
+        run = self.folder / kind / "killed"
+        life = _start_stopped(kind, run, number)
+        next(stops_of(life))
+        before = self.contents.read(run)
+        os.kill(life, signal.SIGKILL)
+        wait_for_life(life)
+        share = Changes(kind, (number,))
+        after, expected = self.contents.read(run), len(self.wholes[kind].states[number - 1])
+        if after != before or len(after) != expected:
+            shutil.rmtree(run)
+            return Ended(kind, "Changes", [f"change {number}"], ["the kill left other files"])
+        return self._resume(share, run, f"change {number}")
+
+    def _resume_state(self, kind: str, number: int) -> Ended:
+        # The folder that was read, since an adapter has the place of its run in it.
+        run = self.folder / kind / "run"
+        self.contents.write(self.wholes[kind].states[number - 1], run)
+        return self._resume(States(kind, (number,)), run, f"change {number}")
+
+    def _resume(self, share: Share, run: Path, moment: str) -> Ended:
+        status = wait_for_life(start_life(resumable(KINDS[share.kind], run), log_of(run)))
+        ended = self._end(share, run, [moment], status)
+        if ended.differences:
+            shutil.move(run, run.with_name(f"{run.name}_{moment.replace(' ', '_')}"))
+        return ended
+
+    def _end(self, share: Share, run: Path, moments: list[str], status: int) -> Ended:
+        """Compare a run that has ended, and delete it if it is right."""
+        ended = Ended(share.kind, type(share).__name__, moments)
         if status != 0:
-            ended.differences.append(f"life {life + 1} ended with status {status}: see {run}.log")
-        break
-    else:
-        ended.differences.append(f"not at its end after {_MOST_LIVES} lives")
-    ended.differences = ended.differences or compare(run, whole.folder)
-    if not ended.differences:
-        shutil.rmtree(run)
-        Path(f"{run}.log").unlink()
-    return ended
-
-
-def compare(run: Path, whole: Path) -> list[str]:
-    """What differs between a run and the uninterrupted one, beside times and random names."""
-    differences = []
-    for name in ("metrics.jsonl", "rollouts.jsonl"):
-        found, wanted = _lines(run / name), _lines(whole / name)
-        if found != wanted:
-            first = next(
-                (n for n, pair in enumerate(zip(found, wanted, strict=False)) if pair[0] != pair[1]),
-                min(map(len, (found, wanted))),
-            )
-            differences.append(f"{name}: {len(found)} lines for {len(wanted)}; line {first + 1} is the first that differs")
-    differences += _repeated(run)
-    if _plain(json.loads((run / "summary.json").read_text())) != _plain(json.loads((whole / "summary.json").read_text())):
-        differences.append("summary.json")
-    files = [{path.relative_to(root) for path in root.rglob("*") if path.is_file()} for root in (run, whole)]
-    # A run that is killed before it deletes an older checkpoint, and has no more to save, keeps it.
-    added = [path for path in files[0] - files[1] if path.parts[0] != "checkpoints" or any(part[0] == "." for part in path.parts)]
-    differences += [f"only in one of the two: {path}" for path in sorted([*added, *(files[1] - files[0])])]
-    weights = [path for path in files[0] & files[1] if path.parts[0] in ("model", "adapter", "base", "best")]
-    differences += [f"content of {path}" for path in weights if _content(run, path) != _content(whole, path)]
-    return differences
-
-
-def _content(run: Path, path: Path) -> bytes:
-    """The file without the place of the run, which an adapter names."""
-    return (run / path).read_bytes().replace(str(run).encode(), b"RUN")
-
-
-def _repeated(run: Path) -> list[str]:
-    """Steps and episodes that stand twice in the logs of a run."""
-    steps = Counter((line["phase"], line["step"]) for line in _lines(run / "metrics.jsonl") if "train/loss" in line)
-    engines = (line["meta"]["engine"] for line in _lines(run / "rollouts.jsonl"))
-    episodes = Counter(engine["sampling_seed"] for engine in engines)
-    return [f"{what} stands {count} times" for what, count in [*steps.items(), *episodes.items()] if count > 1]
-
-
-def _lines(path: Path) -> list[Any]:
-    return [_plain(json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def _plain(value: Any) -> Any:
-    """The value as text that tells every float apart, without what is not compared."""
-    if isinstance(value, dict):
-        return {key: _plain(one) for key, one in value.items() if key not in NOT_COMPARED and not key.endswith("_s")}
-    if isinstance(value, list):
-        return [_plain(one) for one in value]
-    return repr(value) if isinstance(value, float) else value
+            ended.differences.append(f"ended with status {status}: see {log_of(run)}")
+        else:
+            try:
+                ended.differences += compare(run, self.wholes[share.kind].folder)
+            except Exception as error:
+                ended.differences.append(f"not compared: {error!r}")
+        if not ended.differences:
+            shutil.rmtree(run)
+            log_of(run).unlink()
+        return ended
 
 
 def _format_table(wholes: dict[str, Whole], ended: list[Ended]) -> str:
     head = [
-        "| run | random moments: runs, kills | changes to files | killed at | resumed runs that differ |",
-        "|---|---|---|---|---|",
+        "| run | at random: runs, kills | changes in a run | states, resumed | killed at a change | other logs or weights |",
+        "|---|---|---|---|---|---|",
     ]
     rows = []
     for kind, whole in wholes.items():
-        by_moment = [case for case in ended if case.kind == kind and case.change is None]
-        by_change = [case for case in ended if case.kind == kind and case.change is not None]
-        moments = f"{len(by_moment)}, {sum(case.kills for case in by_moment)}"
-        differing = sum(bool(case.differences) for case in [*by_moment, *by_change])
-        rows.append(f"| {kind} | {moments} | {whole.changes} | {sum(case.kills for case in by_change)} | {differing} |")
+        of_kind = [one for one in ended if one.kind == kind]
+        by_share = {name: [one for one in of_kind if one.share == name] for name in ("Moments", "States", "Changes")}
+        kills = sum(len(one.moments) for one in by_share["Moments"])
+        states = f"{len(whole.first_changes())}, {len(by_share['States'])}"
+        differing = sum(bool(one.differences) for one in of_kind)
+        moments = f"{len(by_share['Moments'])}, {kills}"
+        rows.append(f"| {kind} | {moments} | {len(whole.states)} | {states} | {len(by_share['Changes'])} | {differing} |")
     return "\n".join([*head, *rows])
 
 
