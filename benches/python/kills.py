@@ -115,6 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=list(KINDS))
     parser.add_argument("--moments", type=int, default=50, help="runs of each kind that are killed at random moments")
     parser.add_argument("--states", type=int, help="states of each kind to resume; default: all")
+    parser.add_argument("--at", nargs="+", type=int, help="resume the states at these changes instead")
     parser.add_argument("--changes", type=int, default=20, help="runs of each kind that are killed at changes to their files")
     parser.add_argument("--jobs", type=int, default=2, help="runs at once")
     parser.add_argument("--seed", type=int, default=0)
@@ -125,8 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     folder = Path(os.environ[_FOLDER])
     import_all()
     problems = write_problems(folder / "rows.jsonl")
-    for arguments in KINDS.values():
-        arguments += problems if arguments[0] == "train" else []
+    KINDS.update({kind: [*command, *problems] for kind, command in KINDS.items() if command[0] == "train"})
     contents = FolderStates()
     wholes = {kind: _run_whole(kind, folder, contents) for kind in options.kinds}
     shares = list(_shares(wholes, options))
@@ -157,7 +157,8 @@ def preloading(folder: Path) -> dict[str, str]:
 def _shares(wholes: dict[str, Whole], options: argparse.Namespace) -> Iterator[Share]:
     """What is to be done, the longest first."""
     distinct = {kind: whole.first_changes() for kind, whole in wholes.items()}
-    yield from (States(kind, tuple(_spread(numbers, options.states))) for kind, numbers in distinct.items())
+    for kind, numbers in distinct.items():
+        yield States(kind, tuple(options.at or _spread(numbers, options.states)))
     yield from (Changes(kind, tuple(_spread(numbers, options.changes))) for kind, numbers in distinct.items())
     yield from (Moments(kind, number) for kind in wholes for number in range(options.moments))
 

@@ -445,3 +445,14 @@ def test_print_config_shows_every_field_and_runs_nothing(tmp_path: Path) -> None
     for said in ("seed: 9", "beta: 2.0", "rm_calibration_bins: 10", "temperature: 0.5"):
         assert said in shown
     assert not list(tmp_path.iterdir())
+
+
+def test_a_run_that_was_killed_between_its_files_of_pairs_gets_the_other_one(tmp_path: Path) -> None:
+    """A file that is there stays as it is."""
+    train, held = tmp_path / "data.jsonl", tmp_path / "heldout.jsonl"
+    whole = RMData([], [], rows=rows(2), heldout_rows=rows(1))
+    whole.write_missing_rows(train, held)
+    wanted = [path.read_text() for path in (train, held)]
+    held.unlink()
+    RMData([], [], rows=rows(3), heldout_rows=rows(1)).write_missing_rows(train, held)
+    assert [path.read_text() for path in (train, held)] == wanted

@@ -20,7 +20,7 @@ from ranked_commands import (
 )
 from tiny_recipe import TINY
 
-from ludic.training.checkpoint import find_checkpoint_faults
+from ludic.files.checkpoints import find_checkpoint_faults
 
 pytestmark = pytest.mark.integration
 

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from ludic.distributed.push.folder import VersionFolders
 from ludic.errors import LudicError, PublishError
+from ludic.files.checkpoints import find_checkpoint_faults
 from ludic.inference.vllm.in_server.weight_fingerprint import tensor_fingerprint
 from ludic.models import shard_transfer, sharded_files, tensor_files
 from ludic.models.exporting import export_model
@@ -37,7 +38,6 @@ from ludic.training import (
     make_grpo,
 )
 from ludic.training.backend.torch import TorchBackend
-from ludic.training.checkpoint import find_checkpoint_faults
 
 STEPS, SAMPLES = int(os.environ.get("STEPS", "4")), 16
 

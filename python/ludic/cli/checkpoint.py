@@ -11,9 +11,8 @@ from pathlib import Path
 import typer
 
 from ludic.errors import CheckpointError
+from ludic.files.checkpoints import BEST, STEP_NAME, find_checkpoint_faults
 from ludic.files.manifest import MANIFEST
-from ludic.training.checkpoint import STEP_NAME, find_checkpoint_faults
-from ludic.training.loop.best_weights import BEST
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,12 @@ import typer
 from ludic.cli.checkpoint import find_checkpoints
 from ludic.errors import CheckpointError, ConfigError
 from ludic.files.atomic import read_json
+from ludic.files.checkpoints import ADAPTER, find_checkpoint_faults
 from ludic.files.folders import replace_folder
 from ludic.files.manifest import MANIFEST
 from ludic.models.exporting import export_adapter, export_merged, export_model
 from ludic.models.loading import find_whole_model
-from ludic.models.state_files import ADAPTER, ADAPTER_CONFIG
-from ludic.training.checkpoint import find_checkpoint_faults
+from ludic.models.state_files import ADAPTER_CONFIG
 
 DTYPES = ("float32", "bfloat16", "float16")
 TOKENIZER_FILES = (

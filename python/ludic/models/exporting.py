@@ -22,9 +22,10 @@ from torch import Tensor
 
 from ludic.errors import ConfigError
 from ludic.files.atomic import read_json, write_json
+from ludic.files.checkpoints import ADAPTER, INDEX, MODEL
 from ludic.models.names import WRAPPING, is_adapter
 from ludic.models.regions import split_in_buckets
-from ludic.models.state_files import ADAPTER, ADAPTER_CONFIG, INDEX, MODEL, find_weight_files
+from ludic.models.state_files import ADAPTER_CONFIG, find_weight_files
 from ludic.models.tensor_files import StoredTensors, TensorFileWriter
 
 FILE_BYTES = 5_000_000_000

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ludic.errors import CheckpointError, DataError
 from ludic.files.atomic import read_json, write_json
+from ludic.files.checkpoints import ADAPTER, INDEX, MODEL
 from ludic.models.adapters import has_adapters
 from ludic.models.published import unwrap_model
 from ludic.models.sharding import find_own_region, get_local, is_sharded, make_shard, reshard
@@ -25,13 +26,10 @@ from ludic.models.tensor_files import StoredTensors
 
 logger = logging.getLogger(__name__)
 
-INDEX, MODEL, ADAPTER = "model.safetensors.index.json", "model.safetensors", "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 EMBEDDINGS = ("embed_tokens", "lm_head")
 """Layers that share a vocabulary, by PEFT's names."""
 PICKLED = ("pytorch_model.bin.index.json", "pytorch_model.bin", "pytorch_model.pt")
-WEIGHT_FILES = (INDEX, MODEL, ADAPTER)
-"""Files that decide which weights are read from a folder, where they exist."""
 
 
 def write_model_and_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer | None, folder: Path | None) -> None:

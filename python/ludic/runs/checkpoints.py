@@ -9,9 +9,10 @@ from typing import Any
 
 from ludic.errors import CheckpointError
 from ludic.files.atomic import read_json
+from ludic.files.checkpoints import STATE
 from ludic.runs.directory import Progress, RunDirectory
 from ludic.training import ranks
-from ludic.training.checkpoint import STATE, CheckpointConfig, CheckpointManager
+from ludic.training.checkpoint import CheckpointConfig, CheckpointManager
 from ludic.training.trainer import Trainer
 
 STOP_PATIENCE_S = 20.0

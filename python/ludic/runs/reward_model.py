@@ -73,8 +73,8 @@ class RMRun(EpochsRun[RMRecipe, RMParts, RMDirectory]):
         self.end_phase(DONE)
 
     def _write_pairs(self) -> None:
-        if self.recipe.data is None and not self.directory.pairs.is_file():
-            self.parts.data.write_rows(self.directory.pairs, self.directory.heldout_pairs)
+        if self.recipe.data is None:
+            self.parts.data.write_missing_rows(self.directory.pairs, self.directory.heldout_pairs)
 
     async def _train(self) -> RMTrainer:
         recipe, parts = self.recipe, self.parts

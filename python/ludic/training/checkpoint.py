@@ -22,7 +22,6 @@ are read with a warning.
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,22 +33,18 @@ from torch import nn
 
 from ludic.errors import CheckpointError, ConfigError
 from ludic.files.atomic import clear_unfinished_files, encode_json, read_json, write_json
+from ludic.files.checkpoints import LATEST, STATE, STEP_NAME, find_checkpoint_faults, parse_step
 from ludic.files.folders import clear_unfinished, delete_folder, replace_folder, restore_replaced
-from ludic.files.manifest import MANIFEST, find_faults, hash_manifest, read_manifest, replace_listed_json, write_manifest
+from ludic.files.manifest import MANIFEST, hash_manifest, replace_listed_json, write_manifest
 from ludic.files.verified import VerifiedFolders
 from ludic.models.sharding import is_sharded
-from ludic.models.state_files import WEIGHT_FILES, read_model, read_optimizer_if_stored
+from ludic.models.state_files import read_model, read_optimizer_if_stored
 from ludic.training import ranks
 from ludic.training.backend.protocol import TrainingBackend
 from ludic.training.backend.saving import Written, replace_folder_together, write_weights
 from ludic.training.backend.torch import TorchBackend
 
 logger = logging.getLogger(__name__)
-
-STEP_NAME = re.compile(r"step_(\d{6,})")
-STATE, LATEST = "trainer_state.json", "latest.json"
-FOREIGN = (*WEIGHT_FILES, "optimizer.safetensors", "optimizer.json", STATE)
-"""Files that would be read if somebody put them into a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +155,7 @@ class CheckpointManager:
 
     def amend(self, step: int, metadata: Mapping[str, Any]) -> None:
         """Update the metadata of the last saved checkpoint, if it is that of `step`."""
-        if self._saved is None or _parse_step(self._saved) != step:
+        if self._saved is None or parse_step(self._saved) != step:
             return
         with ranks.agree(f"amending the checkpoint of step {step}"):
             if ranks.rank() == 0:
@@ -174,9 +169,9 @@ class CheckpointManager:
         """Delete the leftovers of interrupted saves, and all checkpoints but `written` and the
         newest others, `max_to_keep` in total."""
         clear_unfinished(self.root)
-        step = _parse_step(written)
+        step = parse_step(written)
         older = [folder for folder in self._folders() if folder != written]
-        older.sort(key=lambda folder: (_parse_step(folder) <= step, _parse_step(folder)))  # steps beyond it were left behind
+        older.sort(key=lambda folder: (parse_step(folder) <= step, parse_step(folder)))  # steps beyond it were left behind
         for folder in older[: max(0, len(older) - (self.cfg.max_to_keep - 1))]:
             delete_folder(folder)
 
@@ -190,7 +185,7 @@ class CheckpointManager:
     def _folders(self) -> list[Path]:
         """Return the checkpoint folders, sorted by step."""
         folders = [path for path in self.root.iterdir() if path.is_dir() and STEP_NAME.fullmatch(path.name)]
-        return sorted(folders, key=_parse_step)
+        return sorted(folders, key=parse_step)
 
     def find(self, *, step: int | None = None, path: str | Path | None = None) -> Path:
         """The checkpoint folder: `path` if given, else `step`, else the one that latest.json names,
@@ -244,7 +239,7 @@ class CheckpointManager:
         try:
             content = read_json(pointer)
             folder = self.root / str(content.get("last_checkpoint"))
-            if folder not in self._folders() or content.get("step", _parse_step(folder)) != _parse_step(folder):
+            if folder not in self._folders() or content.get("step", parse_step(folder)) != parse_step(folder):
                 raise CheckpointError(f"{pointer} names no checkpoint of its folder")
         except (CheckpointError, OSError) as error:
             logger.warning("%s is damaged (%s); the newest undamaged checkpoint is used", pointer, error)
@@ -256,7 +251,7 @@ class CheckpointManager:
     @staticmethod
     def _describe_latest(folder: Path) -> dict[str, Any]:
         """What latest.json says of a checkpoint. Older versions did not write `manifest`."""
-        latest = {"last_checkpoint": folder.name, "step": _parse_step(folder)}
+        latest = {"last_checkpoint": folder.name, "step": parse_step(folder)}
         try:
             manifest = hash_manifest(folder)
         except CheckpointError:
@@ -332,44 +327,10 @@ def replace_folder_on_rank_0(target: Path, write: Callable[[Path | None], None])
         raise
 
 
-def find_checkpoint_faults(folder: Path) -> list[str]:
-    """What is damaged in a checkpoint: one phrase for each file. [] for an undamaged one. Every
-    byte is read.
-
-    A folder without a manifest was written by an older version and cannot be verified. It is a
-    fault if latest.json names its manifest, or a checkpoint that was written before it has one.
-    """
-    if not (folder / MANIFEST).exists():
-        return [f"{MANIFEST} is missing"] if _had_manifest(folder) else []
-    faults = find_faults(folder, FOREIGN)
-    if not faults and STEP_NAME.fullmatch(folder.name) and (step := read_manifest(folder)["step"]) != _parse_step(folder):
-        faults.append(f"it is the checkpoint of step {step}")
-    return faults
-
-
 def _warn_if_unverifiable(folder: Path) -> Path:
     if not (folder / MANIFEST).exists():
         logger.warning("%s has no %s: an older version wrote it, and it cannot be verified", folder, MANIFEST)
     return folder
-
-
-def _is_older_step(other: Path, folder: Path) -> bool:
-    return STEP_NAME.fullmatch(other.name) is not None and _parse_step(other) < _parse_step(folder)
-
-
-def _had_manifest(folder: Path) -> bool:
-    """Whether a version that writes manifests wrote this checkpoint."""
-    if not STEP_NAME.fullmatch(folder.name):
-        return False
-    verified = (manifest.parent for manifest in folder.parent.glob(f"step_*/{MANIFEST}"))
-    written = folder.stat().st_mtime
-    if any(_is_older_step(other, folder) and other.stat().st_mtime < written for other in verified):
-        return True
-    try:
-        pointer = read_json(folder.parent / LATEST)
-    except (CheckpointError, OSError):
-        return False
-    return pointer.get("last_checkpoint") == folder.name and pointer.get("manifest") is not None
 
 
 def _read_metadata(folder: Path) -> dict[str, Any]:
@@ -381,10 +342,3 @@ def _require_folder(folder: Path) -> Path:
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no checkpoint at {folder}")
     return folder
-
-
-def _parse_step(folder: Path) -> int:
-    match = STEP_NAME.fullmatch(folder.name)
-    if match is None:
-        raise CheckpointError(f"{folder} is not named step_NNNNNN")
-    return int(match.group(1))

@@ -78,10 +78,12 @@ class RMData:
             "heldout_left_out": dict(self.heldout_left_out),
         }
 
-    def write_rows(self, train: Path, heldout: Path) -> None:
-        """Write the generated rows as files that `data` and `heldout_data` read."""
+    def write_missing_rows(self, train: Path, heldout: Path) -> None:
+        """Write the generated rows as files that `data` and `heldout_data` read, where there are
+        none yet: a killed run may have written only one."""
         for path, rows in ((train, self.rows), (heldout, self.heldout_rows)):
-            write_jsonl(path, rows)
+            if not path.is_file():
+                write_jsonl(path, rows)
 
 
 def _generate_pairs(recipe: RMRecipe, tokenizer: Any) -> RMData:

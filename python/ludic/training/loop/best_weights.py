@@ -7,18 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from ludic.files.atomic import read_json, write_json
+from ludic.files.checkpoints import BEST, WEIGHT_FILES
 from ludic.files.folders import restore_replaced
 from ludic.files.manifest import MANIFEST, find_faults, write_manifest
-from ludic.models.state_files import WEIGHT_FILES
 from ludic.training import ranks
 from ludic.training.backend.protocol import TrainingBackend
 from ludic.training.checkpoint import replace_folder_on_ranks, writes_on_all_ranks
 
 logger = logging.getLogger(__name__)
-
-BEST = "best"
-"""Folder beside the checkpoints: what `TrainingBackend.save` writes without an optimizer, best.json
-with its `step`, and a manifest."""
 
 
 class BestWeights:

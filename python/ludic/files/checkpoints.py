@@ -1,0 +1,64 @@
+"""Names in a folder of checkpoints, and whether a checkpoint is what was written. Reads without
+torch."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from ludic.errors import CheckpointError
+from ludic.files.atomic import read_json
+from ludic.files.manifest import MANIFEST, find_faults, read_manifest
+
+STEP_NAME = re.compile(r"step_(\d{6,})")
+STATE, LATEST = "trainer_state.json", "latest.json"
+BEST = "best"
+"""Folder beside the checkpoints: what `TrainingBackend.save` writes without an optimizer, best.json
+with its `step`, and a manifest."""
+INDEX, MODEL, ADAPTER = "model.safetensors.index.json", "model.safetensors", "adapter_model.safetensors"
+WEIGHT_FILES = (INDEX, MODEL, ADAPTER)
+"""Files that decide which weights are read from a folder, where they exist."""
+FOREIGN = (*WEIGHT_FILES, "optimizer.safetensors", "optimizer.json", STATE)
+"""Files that would be read if somebody put them into a checkpoint."""
+
+
+def find_checkpoint_faults(folder: Path) -> list[str]:
+    """What is damaged in a checkpoint: one phrase for each file. [] for an undamaged one. Every
+    byte is read.
+
+    A folder without a manifest was written by an older version and cannot be verified. It is a
+    fault if latest.json names its manifest, or a checkpoint that was written before it has one.
+    """
+    if not (folder / MANIFEST).exists():
+        return [f"{MANIFEST} is missing"] if _had_manifest(folder) else []
+    faults = find_faults(folder, FOREIGN)
+    if not faults and STEP_NAME.fullmatch(folder.name) and (step := read_manifest(folder)["step"]) != parse_step(folder):
+        faults.append(f"it is the checkpoint of step {step}")
+    return faults
+
+
+def parse_step(folder: Path) -> int:
+    """The step in the name of a checkpoint. Raises CheckpointError if it has another name."""
+    match = STEP_NAME.fullmatch(folder.name)
+    if match is None:
+        raise CheckpointError(f"{folder} is not named step_NNNNNN")
+    return int(match.group(1))
+
+
+def _is_older_step(other: Path, folder: Path) -> bool:
+    return STEP_NAME.fullmatch(other.name) is not None and parse_step(other) < parse_step(folder)
+
+
+def _had_manifest(folder: Path) -> bool:
+    """Whether a version that writes manifests wrote this checkpoint."""
+    if not STEP_NAME.fullmatch(folder.name):
+        return False
+    verified = (manifest.parent for manifest in folder.parent.glob(f"step_*/{MANIFEST}"))
+    written = folder.stat().st_mtime
+    if any(_is_older_step(other, folder) and other.stat().st_mtime < written for other in verified):
+        return True
+    try:
+        pointer = read_json(folder.parent / LATEST)
+    except (CheckpointError, OSError):
+        return False
+    return pointer.get("last_checkpoint") == folder.name and pointer.get("manifest") is not None
