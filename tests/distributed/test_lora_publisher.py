@@ -139,3 +139,9 @@ def test_loaded_adapters_are_queried_at_the_first_push_and_after_a_fault(start, 
     push(8)
     assert listings == [1, 1, 1, 2, 2, 2, 3, 4]
     assert server.adapters.keys() >= {"policy@7", "policy@8"}
+
+
+def test_a_sharded_model_is_refused_with_what_publishes_it(model, tmp_path):
+    model.set_requires_gradient_sync = None  # as `fully_shard` leaves it
+    with pytest.raises(ConfigError, match=r"shared out over all ranks; publish merged weights \(create_vllm_publisher\)"):
+        create_lora_publisher(None, model, directory=tmp_path)

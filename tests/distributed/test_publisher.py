@@ -1,8 +1,10 @@
 """Publishing: tensors are announced, sent and finalised in order, on rank 0 only."""
 
+import pytest
 import torch
 import torch.distributed
-from playing import ScriptedClient
+from gathered import Gathered
+from playing import ScriptedClient, tiny_model, tokenizer
 
 from ludic.distributed import (
     BroadcastPolicyPublisher,
@@ -12,7 +14,10 @@ from ludic.distributed import (
     Rank0OnlyPublisher,
     TensorCommunicator,
 )
+from ludic.errors import ConfigError
+from ludic.inference import LocalChatClient
 from ludic.inference.publishing import Publisher, as_publisher
+from ludic.models.published import published_weights
 
 
 class Recorder:
@@ -124,3 +129,32 @@ def test_the_local_publisher_passes_weights_to_its_client():
     client = Taking("a")
     LocalPublisher(client, timeout_s=2.0).publish({"w": torch.zeros(1)}, version=8)
     assert client.got == (["w"], 2.0, 8)
+
+
+def test_the_local_publisher_copies_gathered_weights_one_by_one():
+    model, trained = tiny_model(0), published_weights(tiny_model(1))
+    client, source = LocalChatClient(model, tokenizer()), Gathered(trained)
+    LocalPublisher(client).publish_stream(source, version=8)
+    assert source.gathered == list(trained)
+    assert all(torch.equal(value, trained[name]) for name, value in model.named_parameters())
+    assert client.sync_weights({}) == "9"  # the version after 8
+
+
+def test_gathered_weights_of_another_model_are_refused_before_the_first_is_copied():
+    model = tiny_model(0)
+    before = {name: value.clone() for name, value in model.named_parameters()}
+    source = Gathered({**published_weights(tiny_model(1)), "zebra": torch.zeros(1)})
+    with pytest.raises(ConfigError, match="the model has no weight 'zebra'"):
+        LocalPublisher(LocalChatClient(model, tokenizer())).publish_stream(source, version=8)
+    assert source.gathered == []
+    assert all(torch.equal(value, before[name]) for name, value in model.named_parameters())
+
+
+def test_the_local_publisher_collects_for_a_client_of_another_kind():
+    class Taking(ScriptedClient):
+        def sync_weights(self, params, *, timeout_s, version):
+            self.got = (sorted(params), version)
+
+    client = Taking("a")
+    LocalPublisher(client).publish_stream(Gathered({"w": torch.zeros(1)}), version=8)
+    assert client.got == (["w"], 8)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from gathered import Gathered
 from hypothesis import HealthCheck, given, settings, strategies as st
 from stub_weight_server import Refused, StubWeightServer, refuse, same, weights
 
@@ -90,21 +91,6 @@ def test_the_disk_backend_keeps_the_folder_of_the_served_version(start, tmp_path
         serves(server, str(version), version)
     assert sorted(path.name for path in (tmp_path / "shared").iterdir()) == ["version_2", "version_3"]
     assert "/init_weight_transfer_engine" not in server.paths()
-
-
-class Gathered:
-    """A source of weights that counts how often each of them is gathered."""
-
-    def __init__(self, weights):
-        self.weights, self.gathered = weights, []
-
-    def __iter__(self):
-        for name, tensor in self.weights.items():
-            self.gathered.append(name)
-            yield name, tensor.clone()
-
-    def describe(self):
-        return {name: torch.empty_like(tensor, device="meta") for name, tensor in self.weights.items()}
 
 
 @pytest.mark.parametrize("backend", ["gloo", "disk"])

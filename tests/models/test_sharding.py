@@ -7,6 +7,7 @@ from torch import nn
 from training_samples import tiny_model
 
 from ludic.errors import ConfigError
+from ludic.models.sharded_loading import load_sharded
 from ludic.models.sharding import (
     ShardingSettings,
     find_blocks,
@@ -54,3 +55,12 @@ def test_the_blocks_are_those_that_transformers_names(adapted):
     model = apply_lora(tiny_model(), LoraSettings(rank=2)) if adapted else tiny_model()
     assert [type(block).__name__ for block in find_blocks(model)] == ["Qwen2DecoderLayer"] * 2
     assert find_blocks(nn.Linear(2, 2)) == []
+
+
+def test_only_a_folder_with_weights_is_read_in_slices(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    for source in ("Qwen/Qwen2.5-0.5B", str(tmp_path)):
+        with pytest.raises(
+            ConfigError, match=r"is no folder with the weights of a model.*download it, or merge the adapters, or"
+        ):
+            load_sharded(source, "float32", ShardingSettings("full"), None)

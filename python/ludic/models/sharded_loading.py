@@ -29,8 +29,8 @@ def load_sharded(source: str, dtype: str, settings: ShardingSettings, mesh: Devi
     >>> mesh = make_mesh(settings, "cuda")
     >>> model = load_sharded("/models/qwen", "bfloat16", settings, mesh)
 
-    Raises ConfigError for a hub id and for adapters: load those whole (`load_model`) and call
-    `shard_model`.
+    Raises ConfigError for a hub id and for adapters: rank 0 loads those whole (`load_model`), and
+    `shard_copy` sends the others their shards.
     """
     check_dtype(dtype)
     place = Path(locate_model(source))

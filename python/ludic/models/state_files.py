@@ -21,6 +21,7 @@ from ludic.files.atomic import read_json, write_json
 from ludic.files.checkpoints import ADAPTER, INDEX, MODEL
 from ludic.models.adapters import has_adapters
 from ludic.models.published import unwrap_model
+from ludic.models.regions import split_in_buckets
 from ludic.models.sharding import find_own_region, get_local, is_sharded, make_shard, reshard
 from ludic.models.tensor_files import StoredTensors
 
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 ADAPTER_CONFIG = "adapter_config.json"
 EMBEDDINGS = ("embed_tokens", "lm_head")
 """Layers that share a vocabulary, by PEFT's names."""
+MAPPED_BYTES = 64 << 20
+"""Bytes of shards that are read before the files are opened again, which frees what was mapped."""
 PICKLED = ("pytorch_model.bin.index.json", "pytorch_model.bin", "pytorch_model.pt")
 
 
@@ -114,7 +117,12 @@ def _read_shards_of_model(model: nn.Module, folder: Path) -> None:
                     f"{name} in {folder} has shape {tuple(like.shape)}, the model's is {tuple(target.shape)}; build the model "
                     "from the same config"
                 )
-            get_local(target).copy_(stored.read(name, find_own_region(target)))
+    sizes = {name: get_local(own[places[name]]).numel() * like.element_size() for name, like in described.items()}
+    for names in split_in_buckets(sizes, MAPPED_BYTES):
+        with StoredTensors([folder / name for name in files], places=index) as stored:
+            for name in names:
+                target = own[places[name]]
+                get_local(target).copy_(stored.read(name, find_own_region(target)))
 
 
 def _check_dtypes(model: nn.Module, state: Mapping[str, Tensor], folder: Path) -> None:

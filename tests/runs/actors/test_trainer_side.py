@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from gathered import Gathered
 
 from ludic.errors import LaunchError, StopRequested
 from ludic.recipes.compose import compose
-from ludic.runs.actors.policy_versions import PolicyVersions, list_versions
+from ludic.runs.actors.policy_versions import PolicyVersions, list_versions, read_version
 from ludic.runs.actors.trainer_side import ActorBatches
 from ludic.runs.directory import RunDirectory
 from ludic.runs.sampler import Sampler
@@ -178,3 +179,12 @@ async def test_without_actors_a_wait_for_them_ends(tmp_path: Path) -> None:
 def test_the_id_of_a_run_stays(tmp_path: Path) -> None:
     ids = {batches_of(tmp_path).state_dict()["run"] for _ in range(2)}
     assert ids == {(tmp_path / "run_id").read_text().strip()}
+
+
+def test_the_weights_of_a_sharded_trainer_are_written_while_they_are_gathered(tmp_path: Path) -> None:
+    model, batches = torch.nn.Linear(3, 2), batches_of(tmp_path)
+    source = Gathered({name: value.detach() for name, value in model.named_parameters()})
+    asyncio.run(publisher_of(batches, tmp_path).publish_stream(source, version=3))
+    read = read_version(tmp_path / "policy", 3, model)
+    assert source.gathered == ["weight", "bias"]
+    assert all(torch.equal(read[name], value) for name, value in model.named_parameters())

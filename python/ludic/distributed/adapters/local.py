@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ludic.inference.client import ChatClient
-from ludic.inference.publishing import Publisher, Version
+from ludic.inference.publishing import Publisher, Version, WeightSource
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,3 +22,13 @@ class LocalPublisher(Publisher):
 
     def publish(self, state_dict: Mapping[str, Tensor], version: Version = None) -> None:
         self.client.sync_weights(state_dict, timeout_s=self.timeout_s, version=version)
+
+    def publish_stream(self, weights: WeightSource, version: Version = None) -> None:
+        """Copy each tensor when it arrives, if the client is a `LocalChatClient`; other clients get
+        all of them at once."""
+        from ludic.inference.local.client import LocalChatClient
+
+        if isinstance(self.client, LocalChatClient):
+            self.client.sync_weights_from(weights, timeout_s=self.timeout_s, version=version)
+        else:
+            self.publish(dict(weights), version)

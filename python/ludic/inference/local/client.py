@@ -18,10 +18,11 @@ from ludic.event_loop import run_in_thread
 from ludic.inference.current_episode import Episode, current_episode
 from ludic.inference.local.decode import Bounds, Completion, DecodeRequest, decode
 from ludic.inference.local.prefixes import PrefixCache
-from ludic.inference.local.weights import copy_for_sampling, copy_weights
+from ludic.inference.local.weights import check_weights, copy_for_sampling, copy_weights
 from ludic.inference.prompts.template import select_tools
 from ludic.inference.prompts.tokens import Dialogue, PromptEncoder
 from ludic.inference.prompts.tool_calls import assistant_message, completion_finish_reason, count_tool_calls
+from ludic.inference.publishing import WeightSource
 from ludic.inference.request import ChatCompletionRequest
 from ludic.inference.sampling import SamplingParams, check_sampling
 from ludic.models.sharding import is_sharded
@@ -171,11 +172,25 @@ class LocalChatClient:
         name, a wrong shape or a version that is not a number, and TimeoutError if a batch takes
         longer than `timeout_s`.
         """
+        return self._sync(lambda: copy_weights(self.model, params), timeout_s, version)
+
+    def sync_weights_from(self, weights: WeightSource, *, timeout_s: float = 600.0, version: str | int | None = None) -> str:
+        """`sync_weights` from weights that are gathered meanwhile, one tensor at a time. Names and
+        shapes are checked before the first is copied."""
+
+        def copy() -> None:
+            check_weights(self.model, weights.describe())
+            for name, tensor in weights:
+                copy_weights(self.model, {name: tensor})
+
+        return self._sync(copy, timeout_s, version)
+
+    def _sync(self, copy: Callable[[], None], timeout_s: float, version: str | int | None) -> str:
         number = _parse_version(version)
         if not self._busy.acquire(timeout=timeout_s):
             raise TimeoutError(f"a batch was still being decoded after {timeout_s} s; the weights were not changed")
         try:
-            copy_weights(self.model, params)
+            copy()
             if self._prefixes is not None:
                 self._prefixes.clear()
             self._version = self._version + 1 if number is None else number

@@ -20,12 +20,7 @@ def copy_weights(model: nn.Module, params: Mapping[str, Tensor]) -> None:
     wrong shape, and for a model with adapters that is not the trainer's own, because merged weights
     cannot be copied into it.
     """
-    own = _weights_by_name(model)
-    for name, new in params.items():
-        if name not in own:
-            raise ConfigError(f"the model has no weight {name!r}; publish names as model.named_parameters() gives them")
-        if own[name].shape != new.shape:
-            raise ConfigError(f"weight {name!r} has shape {tuple(new.shape)}, the model's is {tuple(own[name].shape)}")
+    own = check_weights(model, params)
     if has_adapters(model):
         _check_is_trainers(own, params)
         return
@@ -33,6 +28,18 @@ def copy_weights(model: nn.Module, params: Mapping[str, Tensor]) -> None:
         for name, new in params.items():
             if own[name].data_ptr() != new.data_ptr():
                 own[name].copy_(new)
+
+
+def check_weights(model: nn.Module, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights of the model by name. Raises ConfigError if `params` has a name that they do not
+    have, or another shape."""
+    own = _weights_by_name(model)
+    for name, new in params.items():
+        if name not in own:
+            raise ConfigError(f"the model has no weight {name!r}; publish names as model.named_parameters() gives them")
+        if own[name].shape != new.shape:
+            raise ConfigError(f"weight {name!r} has shape {tuple(new.shape)}, the model's is {tuple(own[name].shape)}")
+    return own
 
 
 def copy_for_sampling(model: nn.Module, device: torch.device | str | None, dtype: torch.dtype | None) -> nn.Module:

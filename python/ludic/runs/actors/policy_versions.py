@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ludic.distributed.push.folder import WEIGHTS_FILE, VersionFolders
 from ludic.errors import PublishError
 from ludic.files.folders import clear_unfinished, delete_folder
-from ludic.inference.publishing import Publisher, Version
+from ludic.inference.publishing import Publisher, Version, WeightSource
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -32,6 +32,10 @@ class PolicyVersions(Publisher):
 
     def publish(self, state_dict: Mapping[str, Tensor], version: Version = None) -> None:
         self._folders.write(state_dict, version)
+
+    def publish_stream(self, weights: WeightSource, version: Version = None) -> None:
+        """`publish`, one tensor at a time."""
+        self._folders.write_stream(weights, version)
 
     def begin(self, step: int) -> None:
         """Delete versions after `step`, from which the run continues, and what a killed trainer

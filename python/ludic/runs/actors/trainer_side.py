@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ludic.errors import StopRequested
 from ludic.event_loop import await_if_needed
-from ludic.inference.publishing import PolicyPublisher, Publisher, Version, as_publisher
+from ludic.inference.publishing import PolicyPublisher, Publisher, Version, WeightSource, as_publisher
 from ludic.recipes.actors import count_prompts_per_entry
 from ludic.recipes.schema import Recipe
 from ludic.runs.actors.policy_versions import PolicyVersions, list_versions
@@ -156,12 +156,12 @@ class ActorBatches(BatchSourceBase):
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
-    async def publish(self, publisher: Publisher, weights: Mapping[str, Tensor], version: int) -> None:
-        """Publish and announce a version, if it is one that actors are asked for. A resumed run has
-        some that are not, and those of its checkpoint."""
+    async def publish(self, push: Callable[[int], Awaitable[None] | None], version: int) -> None:
+        """Publish with `push(version)` and announce a version, if it is one that actors are asked
+        for. A resumed run has some that are not, and those of its checkpoint."""
         rounded = self._round(version)
         if rounded == version or self._versions is None or rounded not in list_versions(self._versions.root):
-            await await_if_needed(await asyncio.to_thread(publisher.publish, weights, version=rounded))
+            await await_if_needed(await asyncio.to_thread(push, rounded))
         await self._source.announce(version)
         if self._versions is not None:
             current = [(_oldest_needed(self._source.state_dict()), version)]
@@ -208,7 +208,10 @@ class _AnnouncingPublisher(Publisher):
         self._inner, self._batches = as_publisher(inner), batches
 
     async def publish(self, state_dict: Mapping[str, Tensor], version: Version = None) -> None:
-        await self._batches.publish(self._inner, state_dict, int(version or 0))
+        await self._batches.publish(lambda number: self._inner.publish(state_dict, version=number), int(version or 0))
+
+    async def publish_stream(self, weights: WeightSource, version: Version = None) -> None:
+        await self._batches.publish(lambda number: self._inner.publish_stream(weights, version=number), int(version or 0))
 
     def expect_change(self, expected: bool) -> None:
         self._inner.expect_change(expected)
