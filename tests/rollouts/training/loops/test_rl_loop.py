@@ -2,8 +2,11 @@
 
 import pytest
 from document_samples import ListLogger, generate, make_backend, make_sample
+from safetensors.torch import save_file
+from stub_sglang import StubSGLang
 from training_samples import assert_same_tensors, tiny_model, weights_of
 
+from ludic.distributed.engines import SGLangEngine
 from ludic.errors import ConfigTypeError, PublishError
 from ludic.files.atomic import read_json
 from ludic.rollouts.training import AsyncRolloutManager, DataBuffer, RLTrainingConfig, RolloutConfig, Sample, run_rl_training
@@ -143,6 +146,54 @@ async def test_an_engine_that_fails_ends_the_run_with_its_error_and_a_finished_l
     with pytest.raises(PublishError, match="no space"):
         await run(make_backend(tmp_path, grpo_loss), make_manager(), [Engine(fails_at="step_000002")], metrics_logger=logger)
     assert logger.finished == 1
+
+
+@pytest.fixture
+def sglang(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_file(weights_of(tiny_model()), folder / "model.safetensors")
+    with StubSGLang(folder) as server:
+        yield server
+
+
+async def run_and_disturb(folder, server, disturb):
+    """The version that the server has for each call of five batches of four calls, when weights are
+    synced every two; `disturb` gets the engine and the number of each call."""
+    engine, seen = SGLangEngine(server.url, 60.0), []
+
+    async def generate_and_note(prompts, seeds):
+        seen.append(server.version)
+        disturb(engine, len(seen))
+        return await generate(prompts, seeds)
+
+    manager = make_manager(generate_fn=generate_and_note)
+    await run(make_backend(folder, grpo_loss), manager, [engine], RLTrainingConfig(num_steps=5, sync_every=2))
+    return seen
+
+
+async def test_a_server_that_is_restarted_between_two_syncs_has_their_weights_for_the_next_batch(sglang, tmp_path, caplog):
+    def restart(_, call):
+        if call == 12:  # the last of the third batch
+            sglang.restart()
+
+    seen = await run_and_disturb(tmp_path, sglang, restart)
+    assert seen == ["default"] * 8 + ["step_000002"] * 8 + ["step_000004"] * 4
+    assert "came back with other weights, and has version step_000002 again" in caplog.text
+
+
+async def test_a_server_that_is_away_for_a_batch_is_named_and_does_not_end_the_run(sglang, tmp_path, caplog):
+    def leave(engine, call):
+        if call == 12:
+            engine.base_url = "http://127.0.0.1:1"
+        elif call == 16:
+            engine.base_url = sglang.url
+            sglang.restart()
+
+    seen = await run_and_disturb(tmp_path, sglang, leave)
+    assert seen == ["default"] * 8 + ["step_000002"] * 8 + ["step_000004"] * 4
+    assert "an engine lacks the weights of the last sync: " in caplog.text
+    assert "http://127.0.0.1:1" in caplog.text
 
 
 async def test_the_reward_is_that_of_the_function_else_of_the_sample_else_of_its_correctness(tmp_path):

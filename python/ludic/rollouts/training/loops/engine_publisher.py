@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from ludic.distributed.engines import sync_weights_to_engines
+from ludic.distributed.engines import sync_returned_engines, sync_weights_to_engines
 from ludic.event_loop import await_if_needed
 from ludic.files.folders import delete_folder
 from ludic.files.manifest import write_manifest
@@ -18,6 +19,8 @@ from ludic.rollouts.training.backends.foreign import ForeignBackend
 from ludic.rollouts.training.backends.pytorch import PyTorchTrainingBackend
 from ludic.training import ranks
 from ludic.training.checkpoint import replace_folder_on_ranks, writes_on_all_ranks
+
+logger = logging.getLogger(__name__)
 
 FOLDER = "published"
 KEPT = 2
@@ -58,6 +61,19 @@ class EnginePublisher(Publisher):
                     for publisher in self._publishers:
                         await await_if_needed(publisher.publish(weights, version=version))
         self._manager.weights_changed(step)
+
+    async def sync_returned(self) -> None:
+        """Give engines that were restarted since the last sync its weights: each server is asked
+        for its version. One that cannot be reached is asked again before the next batch."""
+        for answer in await sync_returned_engines(self._engines):
+            if answer is None:
+                continue
+            if answer["success"]:
+                logger.warning("an engine came back with other weights, and has version %s again", answer["version"])
+            else:
+                logger.warning(
+                    "an engine lacks the weights of the last sync: %s; it is asked before the next batch", answer["error"]
+                )
 
     async def _write(self, step: int) -> Path:
         if not isinstance(self._backend, PyTorchTrainingBackend):

@@ -39,8 +39,8 @@ async def run_rl_training(
     `backend`: a `PyTorchTrainingBackend`, or one of your own. Rewards are those of the manager's
     `reward_fn`, else the sample's own, else 1 for `metadata["correct"]`. Every `sync_every` steps
     and at the end the weights are written to a folder that all engines load (`EnginePublisher`);
-    without engines nothing is published. An engine may also be a `PolicyPublisher`, which gets
-    tensors.
+    without engines nothing is published. A server that was restarted gets them again before the
+    next batch. An engine may also be a `PolicyPublisher`, which gets tensors.
 
     Checkpoints, every `checkpoint_every` steps and at the end, hold the state of the manager and
     its buffer; with `resume` the run goes on from the newest. The manager is entered unless it is
@@ -61,8 +61,8 @@ async def run_rl_training(
         if rollout_manager.data_buffer is not data_buffer:
             raise ConfigTypeError("data_buffer is not that of rollout_manager; pass the buffer that the manager was made with")
         credit = AdvantageCredit(config)
-        source = ManagerSource(rollout_manager, credit)
         publisher = EnginePublisher(backend, inference_engines, rollout_manager) if inference_engines else None
+        source = ManagerSource(rollout_manager, credit, publisher)
         trainer = build_trainer(backend, source, settings, publisher=publisher, credit=credit, resume=resume)
         rollout_manager.limit(max(0, config.num_steps - trainer.current_step))
         async with AsyncExitStack() as stack:
@@ -74,12 +74,13 @@ async def run_rl_training(
 
 
 class ManagerSource(BatchSourceBase):
-    """The batches of an `AsyncRolloutManager`, with their credit."""
+    """The batches of an `AsyncRolloutManager`, with their credit. Engines of `publisher` that were
+    restarted get their weights before each batch."""
 
     shards_across_ranks = False
 
-    def __init__(self, manager: Any, credit: CreditAssigner) -> None:
-        self.manager, self._credit = manager, credit
+    def __init__(self, manager: Any, credit: CreditAssigner, publisher: EnginePublisher | None = None) -> None:
+        self.manager, self._credit, self._publisher = manager, credit, publisher
         self._rewards: list[float] = []
 
     @property
@@ -91,6 +92,8 @@ class ManagerSource(BatchSourceBase):
         return self.manager.config.generate_while_training and self.max_lag > 0
 
     async def next_batch(self) -> SAWBatch:
+        if self._publisher is not None:
+            await self._publisher.sync_returned()
         reward_fn = compute_own_reward if self.manager.config.reward_fn is None else None
         batch: RolloutBatch = await self.manager.generate_batch(reward_fn)
         self._rewards = [sample.reward for sample in batch.samples]
