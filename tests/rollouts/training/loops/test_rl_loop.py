@@ -1,5 +1,8 @@
 """Reinforcement learning: a `Trainer` on the batches of a manager."""
 
+import asyncio
+import contextlib
+
 import pytest
 from document_samples import ListLogger, generate, make_backend, make_sample
 from safetensors.torch import save_file
@@ -7,6 +10,7 @@ from stub_sglang import StubSGLang
 from training_samples import assert_same_tensors, tiny_model, weights_of
 
 from ludic.distributed.engines import SGLangEngine
+from ludic.distributed.push import engine_sessions
 from ludic.errors import ConfigTypeError, PublishError
 from ludic.files.atomic import read_json
 from ludic.rollouts.training import AsyncRolloutManager, DataBuffer, RLTrainingConfig, RolloutConfig, Sample, run_rl_training
@@ -19,6 +23,11 @@ from ludic.training.types import ActorTokenLogps
 
 PROMPTS = [f"question {number}" for number in range(5)]
 CONFIG = RLTrainingConfig(num_steps=4, sync_every=2, log_every=2, checkpoint_every=2)
+
+
+@pytest.fixture(autouse=True)
+def no_backoff(monkeypatch):
+    monkeypatch.setattr(engine_sessions, "BACKOFF_S", 0.0)
 
 
 def make_manager(n=2, **changes):
@@ -194,6 +203,53 @@ async def test_a_server_that_is_away_for_a_batch_is_named_and_does_not_end_the_r
     assert seen == ["default"] * 8 + ["step_000002"] * 8 + ["step_000004"] * 4
     assert "an engine lacks the weights of the last sync: " in caplog.text
     assert "http://127.0.0.1:1" in caplog.text
+
+
+async def leave_groups_owed(folder):
+    """Train two of four steps, and fail at the sync after the fourth. Returns the calls that had
+    begun and not ended when step 2 was saved."""
+    saved, calls, owed = asyncio.Event(), [], []
+
+    class Saved(ListLogger):
+        def log(self, metrics, step):
+            if step == 2:
+                owed.extend(calls[8:])
+                saved.set()
+
+    async def generate_until_saved(prompts, seeds):
+        calls.append((*prompts, *seeds))
+        if len(calls) > 8:  # those of the first two batches have been begun
+            await saved.wait()
+        return await generate(prompts, seeds)
+
+    manager = make_manager(generate_fn=generate_until_saved, over_sampling_factor=2.0)
+    config = RLTrainingConfig(num_steps=4, sync_every=2, checkpoint_every=2, log_every=1)
+    with pytest.raises(PublishError, match="no space"):
+        await run(make_backend(folder, ppo_loss), manager, [Engine(fails_at="step_000004")], config, metrics_logger=Saved())
+    return owed
+
+
+@pytest.mark.parametrize("is_entered", [False, True])
+async def test_a_resumed_run_publishes_before_it_goes_on_with_the_groups_that_it_owes(tmp_path, is_entered):
+    owed, events = await leave_groups_owed(tmp_path), []
+
+    class SlowEngine:
+        async def update_weights_from_checkpoint(self, checkpoint_path):
+            for _ in range(20):  # calls that have begun go on meanwhile
+                await asyncio.sleep(0)
+            events.append(checkpoint_path.rpartition("/")[2])
+            return {"success": True}
+
+    async def generate_and_note(prompts, seeds):
+        events.append((*prompts, *seeds))
+        return await generate(prompts, seeds)
+
+    manager = make_manager(generate_fn=generate_and_note, over_sampling_factor=2.0)
+    async with manager if is_entered else contextlib.nullcontext():
+        await run(make_backend(tmp_path, ppo_loss), manager, [SlowEngine()], resume=True)
+    assert events[0] == "step_000002"
+    assert len(owed) == 4
+    assert events[1:5] == owed
 
 
 async def test_the_reward_is_that_of_the_function_else_of_the_sample_else_of_its_correctness(tmp_path):
