@@ -46,7 +46,7 @@ class DataTypeError(LudicError, TypeError):
 
 
 class DataKeyError(LudicError, KeyError):
-    """A sample whose metadata lacks a key; the message names the sample."""
+    """A sample whose metadata, or a batch whose columns, lack a key; the message names both."""
 
     def __str__(self) -> str:
         return Exception.__str__(self)  # KeyError shows its message in quotes

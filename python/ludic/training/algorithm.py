@@ -155,7 +155,7 @@ def validate_actor_logps(saw_batch: SAWBatch) -> SAWBatch:
     if missing:
         raise DataError(
             f"{len(missing)} of {len(saw_batch.items)} samples ({shorten_names(missing, limit=3)}) have no actor_logps; "
-            "sample with ReturnSpec.for_rl() so that the log-probabilities come back"
+            "sample with ReturnSpec.for_rl() so that the log-probabilities come back, or set Sample.rollout_log_probs"
         )
     return saw_batch
 

@@ -140,6 +140,11 @@ class PPOLoss(Loss):
 
     def compute_from(self, shared: SharedContext) -> tuple[Tensor, Stats]:
         per_row = "actor_logps" not in shared.batch and "old_logp_action" in shared.batch
+        if not per_row and "actor_logps" not in shared.batch:
+            raise DataError(
+                "ppo_loss needs the log-probabilities of the tokens under the policy that sampled them: Sample.rollout_log_probs of every "
+                "sample, or the column old_log_probs of a batch, which forward_logprobs of the backend computes before the first step"
+            )
         if per_row and "token_weight" in shared.batch:
             raise DataError("old_log_probs [B] have one ratio per row, so the advantages must be [B] too, not [B, T]")
         normalizer: Normalizer = "samples" if per_row else self._normalizer

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from ludic.errors import DataError
+from ludic.errors import DataError, shorten_names
 from ludic.rollouts.training.types import Sample, SampleStatus
 from ludic.training.averages import mean_or_zero
 from ludic.training.rollouts.to_samples import check_weight, reward_facts
@@ -44,6 +44,18 @@ def check_sample(sample: Sample, place: int = 0) -> None:
         raise DataError(f"the reward of {where} is {sample.reward!r}; rewards must be finite numbers")
     if sample.rollout_log_probs is not None:
         _check_logps(sample.rollout_log_probs, mask, where)
+
+
+def check_sampled_logps(samples: Sequence[Sample], loss: str) -> None:
+    """Raise DataError, which names the samples, if any has no `rollout_log_probs`. `loss` is the
+    name of what needs them."""
+    missing = [name_sample(sample, place) for place, sample in enumerate(samples) if sample.rollout_log_probs is None]
+    if missing:
+        raise DataError(
+            f"{len(missing)} of {len(samples)} samples ({shorten_names(missing, limit=3)}) have no rollout_log_probs, and {loss} compares "
+            "with the policy that sampled them; have generate_fn set Sample.rollout_log_probs, one for each token (0 where loss_mask is "
+            "0), as the server returns them, or train with grpo_loss, which needs none"
+        )
 
 
 def _is_finite_number(value: Any) -> bool:

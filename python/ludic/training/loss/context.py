@@ -28,7 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ludic.errors import DataError
+from ludic.errors import DataError, DataKeyError
 from ludic.training.loss.batch import Batch, BatchTotals, Correction, Normalizer, num_pairs, num_rows, num_targets
 from ludic.training.loss.functional import (
     LogitsUse,
@@ -142,7 +142,10 @@ class SharedContext:
     def sampler_logp(self) -> Tensor:
         """[B, T - 1] log-probability of each next token as the sampler reported it."""
         if "actor_logps" not in self.batch:
-            raise KeyError("the batch has no actor_logps; sample with ReturnSpec.for_rl() so that every sample carries them")
+            raise DataKeyError(
+                "the batch has no actor_logps, the log-probabilities of the sampled tokens; sample with ReturnSpec.for_rl(), or set "
+                "Sample.rollout_log_probs, so that every sample carries them"
+            )
         return self.read_logps("actor_logps")
 
     @cached_property
@@ -242,7 +245,9 @@ class SharedContext:
         """[B] the same under the old policy: `batch[key]`, the sum of the sampled
         log-probabilities; with a correction the sum of `proximal_logp`."""
         if key not in self.batch:
-            raise KeyError(f"the batch has no {key!r}; sample with ReturnSpec.for_rl() so that collation can add it")
+            raise DataKeyError(
+                f"the batch has no {key!r}; sample with ReturnSpec.for_rl(), or set Sample.rollout_log_probs, so that collation can add it"
+            )
         old: Tensor = self.batch[key]
         if self._correction is not None:
             old = weigh_values(self.proximal_logp, self.token_mask).sum(dim=1)

@@ -6,12 +6,12 @@ import pytest
 import torch
 from training_samples import TOKENIZER, assert_same_tensors, tiny_model, weights_of
 
-from ludic.errors import BackendStoppedError, CheckpointError, ConfigError, DataError, NonFiniteError
+from ludic.errors import BackendStoppedError, CheckpointError, ConfigError, DataError, DataKeyError, NonFiniteError
 from ludic.files.atomic import read_json
 from ludic.rollouts.training.backends import TrainingBackend
 from ludic.rollouts.training.backends.pytorch import PyTorchTrainingBackend
 from ludic.rollouts.training.rl_losses import grpo_loss, ppo_loss, sft_loss
-from ludic.training.loss.clipped import TokenClippedSurrogateLoss
+from ludic.training.loss.clipped import ClippedSurrogateLoss, TokenClippedSurrogateLoss
 
 LENGTHS = [6, 4, 5]
 
@@ -248,6 +248,20 @@ async def test_columns_that_do_not_fit_are_refused(tmp_path, case):
     changes, message = BAD[case]
     with pytest.raises(DataError, match=message):
         await make_backend(tmp_path).forward_backward({**make_batch(), **changes})
+
+
+@pytest.mark.parametrize(
+    ("loss", "remedy"),
+    [
+        (ppo_loss, "ppo_loss needs .* Sample.rollout_log_probs of every sample, or the column old_log_probs"),
+        (TokenClippedSurrogateLoss(), "no actor_logps, .* set Sample.rollout_log_probs"),
+        (ClippedSurrogateLoss(), "no 'old_logp_action'; .* set Sample.rollout_log_probs"),
+    ],
+    ids=["ppo_loss", "per token", "per row"],
+)
+async def test_a_batch_without_old_log_probabilities_is_refused_with_the_remedy(tmp_path, loss, remedy):
+    with pytest.raises((DataError, DataKeyError), match=f"{remedy}"):
+        await make_backend(tmp_path, loss).forward_backward(make_batch())
 
 
 def test_settings_that_cannot_hold_are_refused(tmp_path):

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 
 import pytest
 from document_samples import ListLogger, generate, make_backend, make_sample
@@ -11,7 +12,7 @@ from training_samples import assert_same_tensors, tiny_model, weights_of
 
 from ludic.distributed.engines import SGLangEngine
 from ludic.distributed.push import engine_sessions
-from ludic.errors import ConfigTypeError, PublishError
+from ludic.errors import ConfigTypeError, DataError, PublishError
 from ludic.files.atomic import read_json
 from ludic.rollouts.training import AsyncRolloutManager, DataBuffer, RLTrainingConfig, RolloutConfig, Sample, run_rl_training
 from ludic.rollouts.training.loops.rl_loop import advantages_of, compute_advantages, compute_reward, prepare_grpo_batch
@@ -272,6 +273,28 @@ async def test_the_reward_is_that_of_the_function_else_of_the_sample_else_of_its
         config = RLTrainingConfig(num_steps=1)
         [line] = await run(make_backend(tmp_path / str(number), grpo_loss), make_manager(**changes), config=config)
         assert line["mean_reward"] == expected
+
+
+def own_ratio_loss(logits, labels, loss_mask, old_log_probs):
+    raise AssertionError("no batch is complete")
+
+
+@pytest.mark.parametrize("loss", [ppo_loss, own_ratio_loss])
+@pytest.mark.parametrize(
+    ("forgotten", "named"), [({1, 3}, r"2 of 4 samples \(sample 1, sample 3\)"), ({0, 1, 2, 3}, "4 of 4 samples")]
+)
+async def test_samples_without_log_probabilities_are_named_where_the_loss_needs_them(tmp_path, loss, forgotten, named):
+    calls = itertools.count()
+
+    async def forget(prompts, seeds):
+        number, [sample] = next(calls), await generate(prompts, seeds)
+        if number in forgotten:
+            sample.rollout_log_probs = None
+        return [sample]
+
+    remedy = f"have no rollout_log_probs, and {loss.__name__} .* set Sample.rollout_log_probs, .* or train with grpo_loss"
+    with pytest.raises(DataError, match=f"^{named}.* {remedy}"):
+        await run(make_backend(tmp_path, loss), make_manager(generate_fn=forget))
 
 
 async def test_filters_judge_the_reward_that_is_trained(tmp_path):

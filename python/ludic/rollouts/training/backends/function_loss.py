@@ -44,6 +44,14 @@ def as_training_loss(loss_fn: Any) -> Loss:
     return FunctionLoss(loss_fn)
 
 
+def name_ratio_loss(loss: Loss) -> str | None:
+    """The function behind a loss that cannot be computed without the log-probabilities of the
+    policy that sampled; None for other losses."""
+    if isinstance(loss, PPOLoss):
+        return ppo_loss.__name__
+    return _name(loss.function) if isinstance(loss, FunctionLoss) and "old_log_probs" in loss.required else None
+
+
 class FunctionLoss(Loss):
     """Calls a function with the columns that its parameters name: `logits`, `labels`, `loss_mask`,
     `advantages`, `old_log_probs`, `ref_log_probs`, and `batch`, the whole mapping.
@@ -60,7 +68,7 @@ class FunctionLoss(Loss):
         parameters = inspect.signature(function).parameters.values()
         known = ("logits", "batch", *COLUMNS)
         self._takes = [each.name for each in parameters if each.name in known]
-        self._required = [each.name for each in parameters if each.default is each.empty and each.name in known]
+        self.required = [each.name for each in parameters if each.default is each.empty and each.name in known]
         unknown = [
             each.name
             for each in parameters
@@ -74,7 +82,7 @@ class FunctionLoss(Loss):
 
     def compute(self, logits: Tensor, batch: Batch, *, shared: SharedContext | None = None) -> tuple[Tensor, Stats]:
         arguments = {"logits": logits, "batch": batch, **{name: self._column(name, batch) for name in COLUMNS}}
-        missing = [name for name in self._required if arguments[name] is None]
+        missing = [name for name in self.required if arguments[name] is None]
         if missing:
             raise DataError(
                 f"the loss function {_name(self.function)} needs {', '.join(missing)}, which this batch does not have"

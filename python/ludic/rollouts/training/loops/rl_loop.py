@@ -11,10 +11,12 @@ from typing import Any
 import torch
 
 from ludic.errors import ConfigTypeError, DataError
+from ludic.rollouts.training.backends.function_loss import name_ratio_loss
+from ludic.rollouts.training.backends.pytorch import PyTorchTrainingBackend
 from ludic.rollouts.training.loops.engine_publisher import EnginePublisher
 from ludic.rollouts.training.loops.trainer_parts import LoopLog, LoopSettings, build_trainer, reward_facts, train_to_end
 from ludic.rollouts.training.rl_losses import compute_group_advantages
-from ludic.rollouts.training.samples import batch_of_samples, check_sample
+from ludic.rollouts.training.samples import batch_of_samples, check_sample, check_sampled_logps
 from ludic.rollouts.training.types import RLTrainingConfig, RolloutBatch, Sample
 from ludic.training import ranks
 from ludic.training.batching.source import BatchSourceBase
@@ -62,7 +64,8 @@ async def run_rl_training(
             raise ConfigTypeError("data_buffer is not that of rollout_manager; pass the buffer that the manager was made with")
         credit = AdvantageCredit(config)
         publisher = EnginePublisher(backend, inference_engines, rollout_manager) if inference_engines else None
-        source = ManagerSource(rollout_manager, credit, publisher)
+        ratio_loss = name_ratio_loss(backend.algo.loss) if isinstance(backend, PyTorchTrainingBackend) else None
+        source = ManagerSource(rollout_manager, credit, publisher, ratio_loss)
         trainer = build_trainer(backend, source, settings, publisher=publisher, credit=credit, resume=resume)
         rollout_manager.limit(max(0, config.num_steps - trainer.current_step))
         async with AsyncExitStack() as stack:
@@ -75,12 +78,15 @@ async def run_rl_training(
 
 class ManagerSource(BatchSourceBase):
     """The batches of an `AsyncRolloutManager`, with their credit. Engines of `publisher` that were
-    restarted get their weights before each batch."""
+    restarted get their weights before each batch. `ratio_loss` names the loss if it needs the
+    log-probabilities of the sampled tokens."""
 
     shards_across_ranks = False
 
-    def __init__(self, manager: Any, credit: CreditAssigner, publisher: EnginePublisher | None = None) -> None:
-        self.manager, self._credit, self._publisher = manager, credit, publisher
+    def __init__(
+        self, manager: Any, credit: CreditAssigner, publisher: EnginePublisher | None = None, ratio_loss: str | None = None
+    ) -> None:
+        self.manager, self._credit, self._publisher, self._ratio_loss = manager, credit, publisher, ratio_loss
         self._rewards: list[float] = []
 
     @property
@@ -97,6 +103,8 @@ class ManagerSource(BatchSourceBase):
         reward_fn = compute_own_reward if self.manager.config.reward_fn is None else None
         batch: RolloutBatch = await self.manager.generate_batch(reward_fn)
         self._rewards = [sample.reward for sample in batch.samples]
+        if self._ratio_loss is not None:
+            check_sampled_logps(batch.samples, self._ratio_loss)
         return batch_of_samples(batch.samples, self._credit)
 
     def facts(self) -> dict[str, float]:
