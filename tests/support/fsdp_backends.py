@@ -111,8 +111,15 @@ def go_on_on_two(rank, world, folder, path):
 
 
 def loops(rank, world, folder):
-    """Both loops; what prompts this rank was asked for."""
-    seen = []
+    """Both loops; what prompts this rank was asked for, and what its engine loaded. Generation goes
+    on while the ranks compute and sync."""
+    seen, loaded = [], []
+
+    class Engine:
+        async def update_weights_from_checkpoint(self, checkpoint_path):
+            assert list(Path(checkpoint_path).glob("model*.safetensors"))
+            loaded.append(Path(checkpoint_path).name)
+            return {"success": True}
 
     async def note(prompts, seeds):
         seen.extend(prompts)
@@ -120,9 +127,9 @@ def loops(rank, world, folder):
 
     async def train(backend):
         prompts = DataBuffer([f"question {number}" for number in range(6)])
-        config = RolloutConfig(batch_size=2, n_samples_per_prompt=2, generate_fn=note, order="submission")
+        config = RolloutConfig(2, 2, over_sampling_factor=2.0, generate_fn=note, order="submission")
         manager = AsyncRolloutManager(prompts, config)
-        return await run_rl_training(backend, prompts, manager, [], RLTrainingConfig(num_steps=3))
+        return await run_rl_training(backend, prompts, manager, [Engine()], RLTrainingConfig(num_steps=3, sync_every=1))
 
     async def run():
         found = {}
@@ -134,7 +141,7 @@ def loops(rank, world, folder):
             metrics = await loop(backend)
             weights = {key: value.tolist() for key, value in weights_of(backend).items()}
             found[name] = {"loss": [line["loss"] for line in metrics], "weights": weights}
-        return {**found, "seen": seen}
+        return {**found, "seen": seen, "loaded": loaded}
 
     return asyncio.run(run())
 
@@ -163,7 +170,7 @@ def main(out):
             "alone": alone,
             "back": back[0],
             "loops": compare_loops(one, two[0]),
-            "seen": [one["seen"], *(each["seen"] for each in two)],
+            **{name: [each[name] for each in (one, *two)] for name in ("seen", "loaded")},
         }
     Path(out).write_text(json.dumps(found))
 

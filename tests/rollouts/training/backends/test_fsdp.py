@@ -80,3 +80,5 @@ def test_both_loops_on_two_ranks_equal_one_process_and_every_prompt_is_played_on
         assert differences["loss"] <= 1e-6, name
     one, first, second = found["seen"]
     assert (sorted(first), second) == (sorted(one), [])
+    versions = ["step_000001", "step_000002", "step_000003"]
+    assert found["loaded"] == [versions, versions, []]
