@@ -9,11 +9,12 @@ import pytest
 import torch
 from commands import metrics_of, summary_of
 
+import ludic.rollouts.alias  # noqa: F401  # binds the name rollouts
 from ludic.errors import CheckpointError, ConfigError, DataError, LaunchError
 from ludic.recipes.compose import compose
 from ludic.recipes.sft.schema import compose_sft
 from ludic.rollouts.training import pipeline
-from ludic.rollouts.training.pipeline import latest_checkpoint, run_pipeline, run_rl, run_sft
+from ludic.rollouts.training.pipeline import latest_checkpoint, run_pipeline, run_sft
 from ludic.rollouts.training.pipeline_tree import make_rl_row, make_sft_row, read_tree, translate_rl, translate_sft
 
 
@@ -139,6 +140,11 @@ def test_the_latest_checkpoint_is_the_one_of_the_highest_number_that_is_complete
     for phase, step in (("warm_up", 500), ("reinforce", 120)):
         make_checkpoint(tmp_path / "both" / "checkpoints" / phase / f"step_{step:06d}", "manifest.json")
     assert latest_checkpoint(tmp_path / "both").name == "step_000120"
+    output_dir = tmp_path / "output_dir"
+    sft = make_checkpoint(output_dir / "sft" / "checkpoints" / "step_000500", "manifest.json")
+    assert latest_checkpoint(output_dir) == sft
+    rl = make_checkpoint(output_dir / "rl" / "checkpoints" / "step_000005", "manifest.json")
+    assert latest_checkpoint(output_dir) == rl
 
 
 def test_pickled_checkpoints_are_refused_with_the_remedy(tmp_path: Path) -> None:
@@ -205,24 +211,34 @@ def model(tmp_path: Path) -> str:
 
 
 @pytest.mark.integration
-async def test_supervised_training_hands_its_weights_to_reinforcement(
+async def test_sft_then_rl(
     tree: dict[str, dict[str, object]], tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The quick reference's own steps. Its `sorted(folder / "step_*")[-1]` is no Python, and would
+    compare names as text: `latest_checkpoint` is in its place."""
+    from rollouts.training.pipeline import latest_checkpoint, run_pipeline, run_rl, run_sft
     from safetensors.torch import load_file
 
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2] / "support"))
     tree["model"]["name"] = model
-    path = tmp_path / "tree.yaml"
-    path.write_text(json.dumps(tree))
-    out = tmp_path / "out"
-    sft = await run_sft(path, out)
-    checkpoint = latest_checkpoint(sft)
-    assert checkpoint.name == "step_000003"  # 23 rows, 8 a step; the last step is saved
-    run = await run_rl(path, out, checkpoint)
+    config, output_dir, mode = tmp_path / "tree.yaml", tmp_path / "out", tree["output"]["mode"]
+    config.write_text(json.dumps(tree))
+    if mode == "sft+rl":
+        # Step 1: SFT Training
+        await run_sft(config, output_dir)
+
+        # Step 2: Find latest checkpoint
+        latest_ckpt = latest_checkpoint(output_dir)
+
+        # Step 3: RL Training from that checkpoint
+        run = await run_rl(config, output_dir, latest_ckpt)
+
+    assert latest_ckpt == output_dir / "sft" / "checkpoints" / "step_000003"  # 23 rows, 8 a step; the last step is saved
     assert summary_of(run)["steps"] == 5
     assert {line["phase"] for line in metrics_of(run)} == {"reinforce"}
-    first = load_file(checkpoint / "model.safetensors")
+    first = load_file(latest_ckpt / "model.safetensors")
     trained = load_file(run / "model" / "model.safetensors")
     assert first.keys() == trained.keys()
-    both = await run_pipeline(path)
+    assert latest_checkpoint(output_dir).is_relative_to(run)
+    both = await run_pipeline(config)
     assert {line["phase"] for line in metrics_of(both)} == {"warm_up", "reinforce"}

@@ -9,6 +9,7 @@ from hypothesis import given, strategies as st
 
 from ludic.errors import ConfigError, ConfigTypeError, DataError
 from ludic.rollouts.training import RLTrainingConfig, RolloutBatch, RolloutConfig, Sample, SampleStatus, SFTTrainingConfig
+from ludic.rollouts.training.filters import check_reward_nonzero_std
 
 float32 = st.floats(-1e3, 0, width=32)
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=5)
@@ -114,6 +115,10 @@ def test_configurations_read_back_what_they_wrote():
         (lambda: RLTrainingConfig(1, advantage="autp"), "did you mean auto"),
         (lambda: RLTrainingConfig(1, baseline=float("nan")), "baseline"),
         (lambda: RolloutConfig(1), "needs generate_fn"),
+        (
+            lambda: RolloutConfig(1, generate_fn=generate, filter_fn=check_reward_nonzero_std),
+            r"check_reward_nonzero_std.* would refuse every prompt .* set n_samples_per_prompt to at least 2",
+        ),
         (lambda: RolloutConfig(0, generate_fn=generate), "batch_size .0."),
         (lambda: RolloutConfig(1, n_samples_per_prompt=0, generate_fn=generate), "n_samples_per_prompt"),
         (lambda: RolloutConfig(1, over_sampling_factor=0.5, generate_fn=generate), "at least 1.0"),

@@ -28,6 +28,7 @@ from ludic.rollouts.training.pipeline_tree import read_tree, translate_rl, trans
 
 Config = Mapping[str, Any] | str | Path
 _STEP = re.compile(r"step_(\d+)")
+_PHASES = ("", "reinforce", "sft", "warm_up")
 _LAST_WRITTEN = ("metadata.json", "manifest.json")
 """A checkpoint is complete once it has one of these."""
 _PICKLES = ("pytorch_model.bin", "checkpoint.pt", "optimizer.bin")
@@ -73,13 +74,14 @@ async def run_rl(config: Config, output_dir: str | Path, source_checkpoint: str 
 
 def latest_checkpoint(folder: str | Path) -> Path:
     """The newest complete checkpoint `step_N` in a folder, in its `checkpoints`, or below a run's
-    phases there, of which the later counts. Steps are compared as numbers. Raises CheckpointError
-    if there is none.
+    phases there, of which the later counts. In an `output_dir` it is that of the run of `run_rl`,
+    else of `run_sft`. Steps are compared as numbers. Raises CheckpointError if there is none.
 
     Example: of `step_9`, `step_10` and an unfinished `step_11` it is `step_10`.
     """
     root = Path(folder)
-    places = [root, root / "checkpoints", *(root / "checkpoints" / phase for phase in ("reinforce", "sft", "warm_up"))]
+    runs = [root, *(root / mode for mode in ("sft+rl", "rl", "sft"))]
+    places = [place for run in runs for place in (run, *(run / "checkpoints" / phase for phase in _PHASES))]
     unfinished: list[Path] = []
     for place in places:
         found = {int(match[1]): path for path in place.glob("step_*") if (match := _STEP.fullmatch(path.name))}

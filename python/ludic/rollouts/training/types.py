@@ -31,6 +31,7 @@ from typing import Any, ClassVar, Literal, TypeVar, get_args
 from ludic.errors import ConfigError, ConfigTypeError, DataError
 from ludic.rollouts.training.packed_columns import pack_columns, unpack_columns
 from ludic.training.backend.futures import ImmediateTrainFuture, TrainFuture
+from ludic.training.rollouts.group_filters import COMPARING, name_of_filter
 from ludic.types import Message
 
 __all__ = [
@@ -309,6 +310,11 @@ class RolloutConfig(_Config):
             function = getattr(self, name)
             if function is not None and not callable(function):
                 raise ConfigTypeError(f"{name} must be a function, not {type(function).__name__}; pass it without calling it")
+        if self.filter_fn in COMPARING and self.n_samples_per_prompt == 1:
+            raise ConfigError(
+                f"filter_fn ({name_of_filter(self.filter_fn)}) compares the samples of one prompt, and would refuse every prompt with "
+                "n_samples_per_prompt (1); set n_samples_per_prompt to at least 2"
+            )
 
     @classmethod
     def from_dict(

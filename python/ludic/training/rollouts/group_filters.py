@@ -82,6 +82,10 @@ def check_quality_and_diversity(samples: Sequence[GroupMember]) -> bool:
     return check_reward_nonzero_std(samples) and check_response_diversity(samples)
 
 
+COMPARING = (check_reward_nonzero_std, check_quality_and_diversity)
+"""Filters that compare the members of a group, and so refuse every group of one."""
+
+
 def make_threshold_filter(threshold: float) -> GroupFilter:
     """`check_min_reward` with this threshold."""
 

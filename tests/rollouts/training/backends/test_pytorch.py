@@ -4,10 +4,12 @@ from functools import partial
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from training_samples import TOKENIZER, assert_same_tensors, tiny_model, weights_of
 
 from ludic.errors import BackendStoppedError, CheckpointError, ConfigError, DataError, DataKeyError, NonFiniteError
 from ludic.files.atomic import read_json
+from ludic.inference.vllm.in_server.weight_receiver import Checkpoint
 from ludic.rollouts.training.backends import TrainingBackend
 from ludic.rollouts.training.backends.pytorch import PyTorchTrainingBackend
 from ludic.rollouts.training.rl_losses import grpo_loss, ppo_loss, sft_loss
@@ -159,6 +161,7 @@ async def test_a_checkpoint_holds_everything_and_vllm_can_load_it(tmp_path):
     assert folder == tmp_path / "whole" / "step_000002"
     names = {path.name for path in folder.iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json", "optimizer.safetensors", "metadata.json"} <= names
+    assert set(Checkpoint(folder).weights) == set(load_file(folder / "model.safetensors"))  # what a server loads
     metadata = read_json(folder / "metadata.json")
     assert (metadata["step"], metadata["weight_version"], metadata["metrics"]["loss"]) == (2, 2, 0.5)
     assert await resumed.load_checkpoint(folder) == metadata

@@ -54,7 +54,8 @@ def name_ratio_loss(loss: Loss) -> str | None:
 
 class FunctionLoss(Loss):
     """Calls a function with the columns that its parameters name: `logits`, `labels`, `loss_mask`,
-    `advantages`, `old_log_probs`, `ref_log_probs`, and `batch`, the whole mapping.
+    `advantages`, `old_log_probs`, `ref_log_probs`, and `batch`, the mapping that has them and all
+    others.
 
     The function returns a scalar, or (scalar, mapping of statistics). It gets the batch of an
     optimizer step whole, since nobody knows how its value would add up over parts. On several ranks
@@ -81,7 +82,9 @@ class FunctionLoss(Loss):
             )
 
     def compute(self, logits: Tensor, batch: Batch, *, shared: SharedContext | None = None) -> tuple[Tensor, Stats]:
-        arguments = {"logits": logits, "batch": batch, **{name: self._column(name, batch) for name in COLUMNS}}
+        columns = {name: self._column(name, batch) for name in COLUMNS}
+        named = {**batch, **{name: column for name, column in columns.items() if column is not None}}
+        arguments = {"logits": logits, "batch": named, **columns}
         missing = [name for name in self.required if arguments[name] is None]
         if missing:
             raise DataError(
