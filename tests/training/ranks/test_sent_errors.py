@@ -1,6 +1,12 @@
 """Errors of rank 0 on other ranks."""
 
-from ludic.errors import DataError, InferenceError, RequestsExhausted
+import errno
+import json
+
+import pytest
+
+from ludic.cli.user_errors import rank_exit_status
+from ludic.errors import DataError, InferenceError, RankError, RequestsExhausted, ServerUnreachableError
 from ludic.training.ranks.sent_errors import describe_error, rebuild_error
 
 
@@ -25,3 +31,20 @@ def test_an_error_is_rebuilt_as_its_nearest_class_that_takes_a_message():
         assert rebuilt.__notes__[0].startswith("raised by rank 0, on ")
     unknown = rebuild_error(describe_error(KeyboardInterrupt()))
     assert str(unknown).endswith("was interrupted (without a message)")
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device", "/data/rows.jsonl"), 78),
+        (PermissionError(errno.EACCES, "Permission denied"), 78),
+        (RankError("rank 3 has wrong data", exit_code=78), 78),
+        (RankError("rank 3 is gone"), 75),
+        (OSError("without a number"), 1),
+        (ServerUnreachableError("no server answers"), 1),
+    ],
+)
+def test_a_rebuilt_error_ends_its_rank_with_the_status_of_rank_0(error, status):
+    rebuilt = rebuild_error(json.loads(json.dumps(describe_error(error))))
+    assert rank_exit_status(rebuilt) == rank_exit_status(error) == status
+    assert (type(rebuilt), str(rebuilt)) == (type(error), str(error))

@@ -12,10 +12,15 @@ from ludic.errors import RankError
 
 
 def describe_error(error: BaseException) -> dict[str, Any]:
-    """An error as JSON: its text, its host, and the names of its class and of that class's bases,
-    the nearest first."""
+    """An error as JSON: its text, its host, the names of its class and of that class's bases, the
+    nearest first, and what else decides the exit status of a rank."""
     kinds = [base.__name__ for base in type(error).__mro__ if issubclass(base, Exception)]
-    return {"kinds": kinds, "text": str(error), "host": socket.gethostname()}
+    facts: dict[str, Any] = {}
+    if isinstance(error, OSError):
+        facts["errno"] = error.errno
+    if isinstance(error, RankError):
+        facts["exit_code"] = error.exit_code
+    return {"kinds": kinds, "text": str(error), "host": socket.gethostname(), "facts": facts}
 
 
 def rebuild_error(description: dict[str, Any]) -> Exception:
@@ -31,6 +36,8 @@ def rebuild_error(description: dict[str, Any]) -> Exception:
                 error = known(text)
             except TypeError:  # it needs more than a message
                 continue
+            for name, value in description["facts"].items():
+                setattr(error, name, value)
             error.add_note(f"raised by {place}")
             return error
     return RankError(f"{place}, was interrupted ({text or 'without a message'})")
