@@ -1,12 +1,15 @@
 """What a run finds in its folder of checkpoints when it starts."""
 
 import os
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from training_samples import tiny_model
 
 from ludic.errors import CheckpointError
+from ludic.files import verified
 from ludic.runs.checkpoints import find_latest_checkpoint
 from ludic.training import CheckpointConfig, checkpoint
 from ludic.training.checkpoint import CheckpointManager
@@ -58,12 +61,15 @@ def test_a_resumed_run_reads_its_checkpoint_once_to_verify_it_unless_it_was_chan
     folder, read = tmp_path / "step_000001", []
     for path in folder.iterdir():
         os.utime(path, (1e9, 1e9))
+    hour_later = SimpleNamespace(time_ns=lambda: time.time_ns() + 3600 * 10**9)
     verify = checkpoint.find_checkpoint_faults
     monkeypatch.setattr(checkpoint, "find_checkpoint_faults", lambda path: read.append(path) or verify(path))
     manager = CheckpointManager(CheckpointConfig(tmp_path))
-    found = find_latest_checkpoint(manager)
-    assert manager.locate(str(found)) == folder
-    assert manager.holds(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(verified, "time", hour_later)
+        found = find_latest_checkpoint(manager)
+        assert manager.locate(str(found)) == folder
+        assert manager.holds(1)
     assert read == [folder]
     weights = folder / "model.safetensors"
     content = bytearray(weights.read_bytes())

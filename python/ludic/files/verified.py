@@ -12,7 +12,7 @@ from ludic.files.manifest import MANIFEST
 SETTLED_NS = 2 * 10**9
 """A file that was changed so recently may change again at the same time, as the clock of a file
 system counts."""
-_Stamps = tuple[tuple[str, int, int, int], ...]
+_Stamps = tuple[tuple[str, int, int, int, int], ...]
 
 
 class VerifiedFolders:
@@ -23,18 +23,19 @@ class VerifiedFolders:
 
     def find_faults(self, folder: Path, verify: Callable[[Path], list[str]]) -> list[str]:
         """`verify(folder)`, which reads every byte and returns what is damaged; [] without reading
-        if it returned that before, and every file has the size, time and inode of then."""
+        if it returned that before, and every file has the size, times and inode of then."""
         before = _stamp_files(folder)
         if self._stamps.get(folder) == before:
             return []
         faults = verify(folder)
-        is_settled = all(changed_ns < time.time_ns() - SETTLED_NS for _, _, changed_ns, _ in before)
+        is_settled = all(max(times) < time.time_ns() - SETTLED_NS for _, _, *times, _ in before)
         if not faults and is_settled and (folder / MANIFEST).exists():
             self._stamps[folder] = before
         return faults
 
 
 def _stamp_files(folder: Path) -> _Stamps:
-    """Name, size, time of the last change in ns, and inode of each file. No file is read."""
+    """Name, size, times of the last write and of the last change in ns, and inode of each file. No
+    file is read. A program can put the first of these times back, but not the second."""
     found = ((str(path.relative_to(folder)), path.stat()) for path in sorted(folder.rglob("*")) if path.is_file())
-    return tuple((name, facts.st_size, facts.st_mtime_ns, facts.st_ino) for name, facts in found)
+    return tuple((name, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns, facts.st_ino) for name, facts in found)
