@@ -14,8 +14,8 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ludic.exit_codes import DO_NOT_RETRY
-from ludic.launch.process import DONE, USAGE, Process
+from ludic.exit_codes import TRY_AGAIN
+from ludic.launch.process import DONE, Process
 from ludic.launch.supervisor import Supervisor
 from ludic.recipes.actors import check_actors, uses_queue
 from ludic.recipes.schema import Recipe
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from ludic.runs.directory import RunDirectory
 
 LAUNCH_LOCK = ".launch_lock"
+SIGNALLED = 128
+"""Exit statuses from here on are those of a process that a signal ended or asked to stop."""
 
 
 def launch(recipe: Any, begin: Callable[[], RunDirectory], directory: RunDirectory | None, console: Console) -> tuple[int, str]:
@@ -49,10 +51,16 @@ def launch(recipe: Any, begin: Callable[[], RunDirectory], directory: RunDirecto
         status = _run_processes(recipe, directory.path, console)
     finally:
         lock.release()
-        if is_new and status in (None, USAGE, DO_NOT_RETRY) and not (directory.has_steps or directory.server_log.exists()):
+        if is_new and _has_failed(status) and not (directory.has_steps or directory.server_log.exists()):
             shutil.rmtree(directory.path, ignore_errors=True)  # as a run of one process that fails before its first step
     is_done = status == DONE and directory.summary.is_file()
     return status, directory.summary.read_text(encoding="utf-8") if is_done else ""
+
+
+def _has_failed(status: int | None) -> bool:
+    """Whether the run ended by its own error (None: raised here), which it would meet again: not if
+    a launcher may try again, nor after a stop or a kill."""
+    return status is None or (status not in (DONE, TRY_AGAIN) and status < SIGNALLED)
 
 
 def _run_processes(recipe: Any, folder: Path, console: Console) -> int:
