@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import itertools
+import shutil
 
 import pytest
 from document_samples import ListLogger, generate, make_backend, make_sample
@@ -12,7 +13,7 @@ from training_samples import assert_same_tensors, tiny_model, weights_of
 
 from ludic.distributed.engines import SGLangEngine
 from ludic.distributed.push import engine_sessions
-from ludic.errors import ConfigTypeError, DataError, PublishError
+from ludic.errors import ConfigTypeError, DataError, NonFiniteError, PublishError, RolloutError
 from ludic.files.atomic import read_json
 from ludic.rollouts.training import AsyncRolloutManager, DataBuffer, RLTrainingConfig, RolloutConfig, Sample, run_rl_training
 from ludic.rollouts.training.loops.rl_loop import advantages_of, compute_advantages, compute_reward, prepare_grpo_batch
@@ -158,6 +159,68 @@ async def test_an_engine_that_fails_ends_the_run_with_its_error_and_a_finished_l
     assert logger.finished == 1
 
 
+RARE = RLTrainingConfig(num_steps=4, sync_every=3, checkpoint_every=100)
+
+
+async def check_resume_equals_a_whole_run(folder, steps):
+    """Resume the run in `folder`, of which the first `steps` steps are saved."""
+    whole, resumed = make_backend(folder / "whole", ppo_loss), make_backend(folder / "parts", ppo_loss, seed=9)
+    await run(whole, make_manager(), [Engine()], RARE)
+    rest = await run(resumed, make_manager(), [Engine()], RARE, resume=True)
+    assert [line["step"] for line in rest] == list(range(steps + 1, 5))
+    assert_same_tensors(weights_of(resumed.model), weights_of(whole.model))
+
+
+@pytest.mark.parametrize("step", [3, 4])  # within the run, and at its end
+async def test_an_engine_that_fails_costs_no_step(tmp_path, step):
+    engine = Engine(fails_at=f"step_{step:06d}")
+    with pytest.raises(PublishError, match="no space"):
+        await run(make_backend(tmp_path / "parts", ppo_loss), make_manager(), [engine], RARE)
+    await check_resume_equals_a_whole_run(tmp_path, step)
+
+
+async def test_a_sampler_that_fails_costs_no_step(tmp_path):
+    calls = itertools.count()
+
+    async def fail_in_the_third_batch(prompts, seeds):
+        if next(calls) >= 8:
+            raise OSError("the sampler is gone")
+        return await generate(prompts, seeds)
+
+    manager = make_manager(generate_fn=fail_in_the_third_batch, max_retries=0)
+    backend = make_backend(tmp_path, ppo_loss)
+    with pytest.raises(RolloutError, match="the sampler is gone"):
+        await run(backend, manager, config=RARE)
+    trained = weights_of(backend.model)
+    resumed = make_backend(tmp_path, ppo_loss, seed=9)
+    await resumed.load_checkpoint(tmp_path / "step_000002")
+    assert_same_tensors(weights_of(resumed.model), trained)
+    rest = await run(resumed, make_manager(), config=RARE, resume=True)  # without the groups that were lost
+    assert [line["step"] for line in rest] == [3, 4]
+
+
+async def test_a_save_that_fails_after_an_engine_leaves_its_error_and_is_logged(tmp_path, monkeypatch, caplog):
+    async def fail(self):
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(Trainer, "ensure_checkpoint", fail)
+    with pytest.raises(PublishError, match="no space"):
+        await run(make_backend(tmp_path, grpo_loss), make_manager(), [Engine(fails_at="step_000003")], RARE)
+    assert "step 3 could not be saved" in caplog.text
+    assert "the disk is full" in caplog.text
+
+
+async def test_after_a_loss_that_is_not_finite_nothing_is_saved(tmp_path):
+    steps = itertools.count()
+
+    def break_later(logits, labels, loss_mask):
+        return logits.mean() * (1.0 if next(steps) < 2 else float("nan"))
+
+    with pytest.raises(NonFiniteError):
+        await run(make_backend(tmp_path, break_later), make_manager(), config=RARE)
+    assert not list(tmp_path.glob("step_*"))
+
+
 @pytest.fixture
 def sglang(tmp_path):
     folder = tmp_path / "model"
@@ -207,8 +270,8 @@ async def test_a_server_that_is_away_for_a_batch_is_named_and_does_not_end_the_r
 
 
 async def leave_groups_owed(folder):
-    """Train two of four steps, and fail at the sync after the fourth. Returns the calls that had
-    begun and not ended when step 2 was saved."""
+    """Train, fail at the sync of step 4, and leave the checkpoint of step 2, as if the run had been
+    killed. Returns the calls that had begun and not ended when step 2 was saved."""
     saved, calls, owed = asyncio.Event(), [], []
 
     class Saved(ListLogger):
@@ -227,6 +290,7 @@ async def leave_groups_owed(folder):
     config = RLTrainingConfig(num_steps=4, sync_every=2, checkpoint_every=2, log_every=1)
     with pytest.raises(PublishError, match="no space"):
         await run(make_backend(folder, ppo_loss), manager, [Engine(fails_at="step_000004")], config, metrics_logger=Saved())
+    shutil.rmtree(folder / "step_000004")
     return owed
 
 

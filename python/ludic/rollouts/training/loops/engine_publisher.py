@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from ludic.distributed.engines import sync_returned_engines, sync_weights_to_engines
+from ludic.errors import PublishError
 from ludic.event_loop import await_if_needed
 from ludic.files.folders import delete_folder
 from ludic.files.manifest import write_manifest
@@ -46,20 +47,22 @@ class EnginePublisher(Publisher):
 
     async def publish(self, state_dict: Mapping[str, Tensor], version: Version = None) -> None:
         """Have every engine serve the weights of the backend as `version`. Raises PublishError if
-        one does not; engines then serve what they served before."""
+        one does not, on all ranks; engines then serve what they served before."""
         step = int(version or 0)
         if self._engines:
             folder = await self._write(step)
-            with ranks.rank_0_alone(f"syncing the weights of step {step}"):
-                if ranks.rank() == 0:
-                    await sync_weights_to_engines(self._engines, str(folder))
+            await _do_on_rank_0(
+                f"syncing the weights of step {step}", lambda: sync_weights_to_engines(self._engines, str(folder))
+            )
             self._acknowledge(folder)
         if self._publishers:
             weights = await self._backend.export_weights()
-            with ranks.rank_0_alone(f"publishing the weights of step {step}"):
-                if ranks.rank() == 0:
-                    for publisher in self._publishers:
-                        await await_if_needed(publisher.publish(weights, version=version))
+
+            async def publish_tensors() -> None:
+                for publisher in self._publishers:
+                    await await_if_needed(publisher.publish(weights, version=version))
+
+            await _do_on_rank_0(f"publishing the weights of step {step}", publish_tensors)
         self._manager.weights_changed(step)
 
     async def sync_returned(self) -> None:
@@ -112,3 +115,18 @@ class EnginePublisher(Publisher):
 
 def _gets_tensors(engine: Any) -> bool:
     return isinstance(engine, PolicyPublisher) and not callable(getattr(engine, "update_weights_from_checkpoint", None))
+
+
+async def _do_on_rank_0(doing: str, work: Callable[[], Awaitable[Any]]) -> None:
+    """Await `work()` on rank 0 while the others wait. Its PublishError is one on all ranks, so that
+    all of them save the step."""
+    failure: PublishError | None = None
+    with ranks.rank_0_alone(doing) as shared:
+        if ranks.rank() == 0:
+            try:
+                await work()
+            except PublishError as error:
+                failure = error
+                shared.append(str(error))
+    if shared:
+        raise failure or PublishError(f"{doing} failed on rank 0: {shared[0]}")

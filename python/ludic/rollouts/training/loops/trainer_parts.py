@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ludic.errors import ConfigError, RequestsExhausted
+from ludic.errors import ConfigError, PublishError, RequestsExhausted, RolloutAborted, RolloutError
 from ludic.rollouts.training.backends.foreign import ForeignBackend
 from ludic.rollouts.training.backends.pytorch import WITHOUT_LIMIT, PyTorchTrainingBackend
 from ludic.training import ranks
@@ -151,17 +151,33 @@ class LoopLog:
             logger.exception("the metrics logger failed at step %d; training goes on", self.logged)
 
     async def end(self, trainer: Trainer) -> None:
-        """Log the last step, publish and save what is not yet."""
-        if self.steps and self.logged != self.steps[-1]["step"]:
-            self._write(self.steps[-1])
+        """Log the last step, then save and publish what is not yet."""
+        self._write_last()
         if not self.steps:
             return
+        await self._save(trainer)  # first: a publication that fails loses no step
         if trainer.sync_every_steps and trainer.current_step % trainer.sync_every_steps:
             await trainer.publish()
+
+    async def end_early(self, trainer: Trainer) -> None:
+        """Log the last step and save it, after an error that has left the weights as they are. If
+        that fails too, the log says so."""
+        self._write_last()
+        try:
+            await self._save(trainer)
+        except Exception:
+            logger.exception("step %d could not be saved after the run had failed", trainer.current_step)
+
+    def _write_last(self) -> None:
+        if self.steps and self.logged != self.steps[-1]["step"]:
+            self._write(self.steps[-1])
+
+    async def _save(self, trainer: Trainer) -> None:
+        """Save the current step, unless it is saved."""
         if not isinstance(trainer.backend, ForeignBackend):
             await trainer.ensure_checkpoint()
         elif trainer.current_step % self.settings.checkpoint_every:
-            await trainer.backend.save_checkpoint(trainer.current_step, self.steps[-1])
+            await trainer.backend.save_checkpoint(trainer.current_step, self.steps[-1] if self.steps else {})
 
     def finish(self) -> None:
         """End the metrics logger. If it fails, the run has still ended well."""
@@ -175,13 +191,19 @@ class LoopLog:
 
 async def train_to_end(trainer: Trainer, log: LoopLog, source: Any) -> list[dict[str, float]]:
     """Train up to `num_steps` steps in all, or until the data end. Returns the metrics of the
-    steps that this process took. `source.facts()` are those of its last batch."""
-    remaining = log.settings.num_steps - trainer.current_step
+    steps that this process took. `source.facts()` are those of its last batch. A failure to
+    generate or to publish loses no step: the last one is saved before the error is raised."""
+    begun = trainer.current_step
+    remaining = log.settings.num_steps - begun
     try:
         if remaining > 0:
             await trainer.train(remaining, log_fn=lambda stats: log.record(trainer, stats, source.facts()))
     except RequestsExhausted as error:
         logger.info("the data ended after %d of %d steps: %s", trainer.current_step, log.settings.num_steps, error)
+    except (PublishError, RolloutError, RolloutAborted):  # others may leave the weights in doubt
+        if trainer.current_step > begun:
+            await log.end_early(trainer)
+        raise
     await log.end(trainer)
     return log.steps
 
