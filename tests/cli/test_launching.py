@@ -90,6 +90,17 @@ def test_a_run_that_may_succeed_later_is_kept_and_resumed_with_the_same_processe
     assert [process.name for process in stage.planned] == ["trainer"]
 
 
+def test_the_device_of_a_launched_run_is_left_open_and_any_may_resume_it(tmp_path, play):
+    play("sft", *new(tmp_path, "ranks=2", "place.restarts=0"), acts=[("", 75)])
+    config = tmp_path / "run" / "config.yaml"
+    text = config.read_text()
+    assert "model_device: auto\n" in text
+    for device in ("cuda", "cpu"):  # what a process of it chooses, on two machines
+        config.write_text(text.replace("model_device: auto", f"model_device: {device}"))
+        result, _ = play("sft", "--resume", str(tmp_path / "run"), acts=[("", 75)])
+        assert result.exit_code == 75, result.output
+
+
 def test_a_place_without_room_is_an_error_that_leaves_no_folder(tmp_path, monkeypatch):
     def refuse(*_):
         raise LaunchError("no room within 60 s")

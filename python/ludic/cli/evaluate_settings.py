@@ -15,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from ludic.cli.run_folder import expand_run_folder
 from ludic.errors import ConfigError
 from ludic.recipes.compose import Override, compose, parse_override
+from ludic.recipes.devices import choose_devices
 from ludic.recipes.schema import Recipe
 
 SHORT_NAMES = {
@@ -85,12 +86,14 @@ def _expand_short_name(override: Override) -> str:
 
 def _compose(arguments: Sequence[str]) -> Recipe:
     try:
-        return compose(arguments)
+        recipe = compose(arguments)
     except ConfigError as error:
         names = [*SHORT_NAMES, *(field.name for field in fields(EvalSettings))]
         keys = [argument.partition("=")[0] for argument in arguments if "=" in argument]
         near = [match for key in keys if key in str(error) for match in get_close_matches(key, names, n=1)]
         raise ConfigError(f"{error} (of an evaluation: {', '.join(near)})" if near else str(error)) from error
+    choose_devices(recipe)
+    return recipe
 
 
 def _use_one_sample(recipe: Recipe, overrides: Sequence[str]) -> None:

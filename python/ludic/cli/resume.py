@@ -9,6 +9,7 @@ from typing import Any
 from ludic.errors import ConfigError
 from ludic.files.atomic import write_text
 from ludic.recipes.compose import RENAMED, parse_override, to_plain_values, to_yaml
+from ludic.recipes.devices import AUTO, SETTINGS
 from ludic.runs.directory import DONE, Progress, RunDirectory
 
 _FREE = (
@@ -60,6 +61,7 @@ def resume_recipe(recipe: Any, directory: RunDirectory, steps: int | None) -> An
 
 def _check_same(original: Mapping[str, Any], recipe: Any, directory: RunDirectory) -> None:
     before = {RENAMED.get(key, key): value for key, value in _flatten(original).items()}
+    before = {key: value for key, value in before.items() if key not in SETTINGS or value != AUTO}
     now = _flatten(to_plain_values(recipe))
     for key in sorted(before.keys() & now.keys()):
         if before[key] != now[key] and not key.startswith(_FREE):

@@ -17,6 +17,7 @@ from ludic.cli.keep_condition import Keep
 from ludic.cli.run_folder import expand_run_folder
 from ludic.errors import ConfigError
 from ludic.recipes.compose import compose
+from ludic.recipes.devices import choose_devices
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -54,6 +55,7 @@ def rollout_command(arguments: Sequence[str], *, episodes: int, keep: str | None
     written so far."""
     started = time.perf_counter()
     recipe = compose([part for argument in arguments for part in expand_run_folder(argument)])
+    choose_devices(recipe)
     condition = None if keep is None else Keep.parse(keep)
     _check(recipe, out)
     counts = Tally(str(out), keep)

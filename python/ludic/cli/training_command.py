@@ -18,6 +18,7 @@ from ludic.cli.print_config import format_recipe
 from ludic.cli.ranked_command import run_on_ranks
 from ludic.cli.resume import parse_resume_steps
 from ludic.rank_environment import read_rank_environment
+from ludic.recipes.devices import choose_devices
 from ludic.recipes.place_section import needs_launcher
 from ludic.runs.directory import DONE, run_path
 from ludic.runs.process_memory import settle_memory
@@ -111,6 +112,7 @@ def _train(
     recipe, directory = open_run(command, arguments, resume, follows=log is not None)
     if needs_launcher(recipe.place) and not command.is_placed and read_rank_environment() is None:
         return launch(recipe, lambda: begin_run(command, recipe), directory, console)
+    choose_devices(recipe)
     try:
         run_path(recipe.output, recipe.name, "run")  # raises for an invalid name
         console.print("Loading torch and transformers", highlight=False)

@@ -26,8 +26,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ludic.errors import ConfigError
+from ludic.recipes.devices import choose_devices
 from ludic.recipes.phases import choose_phases
-from ludic.recipes.place_section import SHORT_FORMS, parse_place
+from ludic.recipes.place_section import SHORT_FORMS, needs_launcher, parse_place
 from ludic.recipes.plain_yaml import check_plain, check_yaml
 from ludic.recipes.schema import Recipe, make_trainer_section
 
@@ -100,7 +101,8 @@ def split_arguments(arguments: Sequence[str | Override]) -> tuple[str | None, li
 
 def resolve_layers(tree: DictConfig, layers: Iterable[tuple[str, DictConfig]], overrides: Sequence[Override]) -> Any:
     """Merge the layers into `tree`, lowest first, then the overrides; returns the object that
-    the tree describes. Each layer has a name for errors."""
+    the tree describes. Each layer has a name for errors. In a recipe for a launcher `auto` remains
+    the device, which is for the processes to choose (`choose_devices`)."""
     for where, layer in layers:
         _merge(tree, layer, where)
     _drop_arguments_of_other_task(tree, next((o.value for o in overrides if o.key == "task.kind"), tree.task.kind))
@@ -110,7 +112,10 @@ def resolve_layers(tree: DictConfig, layers: Iterable[tuple[str, DictConfig]], o
         if isinstance(override.value, Mapping):  # it may have filled a section that was empty
             known = _list_paths(tree)
     check_plain(OmegaConf.to_container(tree, resolve=False), "")
-    return OmegaConf.to_object(tree)
+    recipe: Any = OmegaConf.to_object(tree)
+    if not needs_launcher(recipe.place):
+        choose_devices(recipe)
+    return recipe
 
 
 def check_minimums(recipe: Any, least: Mapping[str, int]) -> None:

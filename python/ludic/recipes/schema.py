@@ -13,6 +13,7 @@ from typing import Any, Literal, Optional, Union, get_args, get_origin, get_type
 
 from omegaconf import MISSING
 
+from ludic.recipes.devices import AUTO
 from ludic.recipes.inference_section import InferenceSection
 from ludic.recipes.place_section import PlaceSection
 from ludic.recipes.queue_section import QueueSection
@@ -223,7 +224,7 @@ default, so that a value equal to the default of `TrainerConfig` counts as set."
 @cache
 def make_trainer_section(config: type[TrainerConfig] = TrainerConfig) -> type[Any]:
     """`config` as a dataclass for OmegaConf: the same fields and defaults, with plain types for
-    literals. `DERIVED` are left out, and `NULL_UNLESS_SET` are null."""
+    literals. `DERIVED` are left out, `NULL_UNLESS_SET` are null, and the device is `auto`."""
     hints = get_type_hints(config) | dict.fromkeys(NULL_UNLESS_SET, Optional[int])  # noqa: UP045
     included = [item for item in fields(config) if item.init and item.name not in DERIVED]
     made = [(item.name, _simplify_type(hints[item.name]), _copy_field(item)) for item in included]
@@ -241,6 +242,8 @@ def _simplify_type(hint: Any) -> Any:
 
 
 def _copy_field(item: Field[Any]) -> Field[Any]:
+    if item.name == "model_device":
+        return field(default=AUTO)
     if item.default_factory is not NO_DEFAULT:
         return field(default_factory=item.default_factory)
     default: Any = None if item.name in NULL_UNLESS_SET else item.default

@@ -98,7 +98,7 @@ class TrainerConfig:
 
     model_device: str = field(default_factory=_default_device)
     """Device of the model in training: by default "cuda" if available, else "cpu". A sharded model
-    is not moved."""
+    is not moved. `auto` in the settings of a run: the default, on the machine that trains."""
     runtime_device: str | None = None
     """Device that published weights are moved to; None leaves them on `model_device`."""
     lr: float = 1e-5

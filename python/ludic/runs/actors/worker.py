@@ -26,6 +26,7 @@ from ludic.inference.local import LocalChatClient
 from ludic.recipes.actors import check_actors, uses_queue
 from ludic.recipes.build import add_reward_model, build_episodic_task, check_numbers
 from ludic.recipes.compose import compose
+from ludic.recipes.devices import choose_devices
 from ludic.recipes.inference_section import choose_kind, choose_logprob_convention
 from ludic.recipes.model import build_policy
 from ludic.recipes.schema import Recipe
@@ -152,6 +153,7 @@ def run_actor_process(folder: Path, *, name: str | None = None) -> int:
     of the signal that ended it earlier."""
     directory = RunDirectory.open_to_read(folder)
     recipe = compose([str(directory.config)])
+    choose_devices(recipe)
     if not uses_queue(recipe):
         raise ConfigError(f"{folder} is a run without actors; start one with place.actors=N, or with queue.url=ADDRESS")
     _check_same_library(directory)

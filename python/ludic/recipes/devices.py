@@ -1,0 +1,24 @@
+"""The device of a recipe's models. A command that trains chooses it; one that only starts the
+processes of a run leaves it to them, since they may be on machines of another kind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+AUTO = "auto"
+"""The default of `trainer.model_device`: "cuda" if available, else "cpu"."""
+SETTINGS = ("trainer.model_device", "warmup.trainer.model_device")
+
+
+def choose_devices(recipe: Any) -> None:
+    """Replace `auto` by the device of this process, in place."""
+    sections = [recipe.trainer, *([recipe.warmup.trainer] if "warmup" in vars(recipe) else [])]
+    for section in sections:
+        if section.model_device == AUTO:
+            section.model_device = choose_device()
+
+
+def choose_device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"

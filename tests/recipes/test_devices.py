@@ -1,0 +1,43 @@
+"""The device is chosen by the process that trains, not by a launcher on another machine."""
+
+import pytest
+import torch
+
+from ludic.recipes.compose import compose, config_hash, to_yaml
+from ludic.recipes.devices import choose_devices
+from ludic.recipes.rm.schema import compose_rm
+from ludic.recipes.sft.schema import compose_sft
+
+
+def have_gpu(monkeypatch, answer):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: answer)
+
+
+@pytest.mark.parametrize("place", ["ranks=2", "place=ray", "place=slurm"])
+@pytest.mark.parametrize("make", [compose, compose_sft, compose_rm])
+def test_the_recipe_of_a_launcher_leaves_the_device_to_its_processes(tmp_path, monkeypatch, make, place):
+    have_gpu(monkeypatch, False)  # a login node
+    config = tmp_path / "config.yaml"
+    config.write_text(to_yaml(make([place])))
+    have_gpu(monkeypatch, True)  # the machine that trains
+    recipe = make([str(config)])
+    choose_devices(recipe)
+    assert recipe.trainer.model_device == "cuda"
+    if make is compose:
+        assert recipe.warmup.trainer.model_device == "cuda"
+
+
+@pytest.mark.parametrize(("has_gpu", "device"), [(False, "cpu"), (True, "cuda")])
+def test_the_recipe_of_one_process_names_the_device(monkeypatch, has_gpu, device):
+    have_gpu(monkeypatch, has_gpu)
+    assert compose([]).trainer.model_device == compose([]).warmup.trainer.model_device == device
+    assert compose_sft(["trainer.model_device=auto"]).trainer.model_device == device
+
+
+def test_a_device_that_was_set_stays_and_results_are_those_of_one_process():
+    recipe = compose(["ranks=2", "trainer.model_device=cuda:1"])
+    choose_devices(recipe)
+    assert recipe.trainer.model_device == "cuda:1"
+    launched = compose(["ranks=2"])
+    choose_devices(launched)
+    assert config_hash(launched) == config_hash(compose([]))
