@@ -159,6 +159,43 @@ async def test_an_engine_that_fails_ends_the_run_with_its_error_and_a_finished_l
     assert logger.finished == 1
 
 
+class NumberingBackend:
+    """A backend of the user's that numbers its saves."""
+
+    def __init__(self):
+        self.saved = []
+
+    def forward_backward(self, batch):
+        return {"loss": 1.0}
+
+    def optim_step(self):
+        return {"lr": 0.1, "step": 1}
+
+    def save_checkpoint(self, step, metrics):
+        self.saved.append(step)
+        assert metrics["loss"] == 1.0
+        return f"save {len(self.saved)} of step {step}"
+
+
+async def test_a_backend_of_the_users_own_saves_each_step_once(tmp_path):
+    class AnyEngine:
+        def __init__(self):
+            self.loaded = []
+
+        async def update_weights_from_checkpoint(self, checkpoint_path):
+            self.loaded.append(checkpoint_path)
+            return {"success": True}
+
+    backend, engine = NumberingBackend(), AnyEngine()
+    await run(backend, make_manager(), [engine], RLTrainingConfig(num_steps=5, sync_every=2, checkpoint_every=2))
+    assert backend.saved == [2, 4, 5]
+    assert engine.loaded == ["save 1 of step 2", "save 2 of step 4", "save 3 of step 5"]
+    failed = NumberingBackend()
+    with pytest.raises(PublishError, match="no space"):
+        await run(failed, make_manager(), [Engine(fails_at="save 1 of step 3")], RARE)
+    assert failed.saved == [3]
+
+
 RARE = RLTrainingConfig(num_steps=4, sync_every=3, checkpoint_every=100)
 
 

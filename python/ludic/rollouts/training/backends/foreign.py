@@ -41,6 +41,10 @@ class ForeignBackend:
         self.last_step: dict[str, float] = {}
         """What the last `optim_step` returned."""
         self._grad_norm = float("nan")
+        self._metrics: dict[str, float] = {}
+        """Of the last step, for a checkpoint that is saved before the step is logged."""
+        self._saved: tuple[int, Path] | None = None
+        """Step and folder of the last checkpoint."""
 
     def forward_backward(
         self, batch: MicroBatch | MicroBatches, *, totals: BatchTotals | None = None
@@ -55,6 +59,7 @@ class ForeignBackend:
                 raise ConfigError(
                     f"forward_backward of the backend returned {', '.join(metrics) or 'nothing'}; it must return loss"
                 )
+            self._metrics = metrics
             self._grad_norm = float(metrics.get("grad_norm", float("nan")))
             result.loss = result.loss + float(metrics["loss"])
             result.micro_stats.append({name: value for name, value in metrics.items() if name not in ("loss", "grad_norm")})
@@ -66,11 +71,16 @@ class ForeignBackend:
 
     async def _optim_step(self) -> dict[str, float]:
         self.last_step = await self._ask("optim_step")
+        named = {name: value for name, value in self.last_step.items() if name != "step"}
+        self._metrics = {**self._metrics, **named}
         return {"grad_norm": self._grad_norm, "lr": float("nan"), **self.last_step}
 
     async def save_checkpoint(self, step: int, metrics: Mapping[str, float]) -> Path:
-        """Have the backend write a checkpoint where it keeps them."""
-        return Path(await _resolve(await self._call("save_checkpoint", step, dict(metrics))))
+        """Have the backend write a checkpoint where it keeps them, and return its folder. If the
+        last one is of this step, that is the folder: backends may number their saves."""
+        if self._saved is None or self._saved[0] != step:
+            self._saved = step, Path(await _resolve(await self._call("save_checkpoint", step, {**self._metrics, **metrics})))
+        return self._saved[1]
 
     async def _ask(self, method: str, *arguments: Any) -> dict[str, float]:
         answer = await _resolve(await self._call(method, *arguments))

@@ -33,7 +33,7 @@ class EnginePublisher(Publisher):
     or none; then tells the manager the version. The servers must see the folder under this path.
 
     An engine that is a `PolicyPublisher` gets the tensors instead, after the folder was loaded. A
-    backend of the user's writes a checkpoint, and engines load that.
+    backend of the user's (`ForeignBackend`) writes a checkpoint, and engines load that.
     """
 
     needs_weights = False
@@ -79,8 +79,8 @@ class EnginePublisher(Publisher):
                 )
 
     async def _write(self, step: int) -> Path:
-        if not isinstance(self._backend, PyTorchTrainingBackend):
-            return await ForeignBackend(self._backend).save_checkpoint(step, {})
+        if isinstance(self._backend, ForeignBackend):
+            return await self._backend.save_checkpoint(step, {})
         target = self._backend.checkpoint_dir / FOLDER / f"step_{step:06d}"
         if ranks.is_distributed():  # its collectives stay in the thread of all others
             self._write_folder(target, step)

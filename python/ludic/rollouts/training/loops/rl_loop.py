@@ -14,7 +14,14 @@ from ludic.errors import ConfigTypeError, DataError
 from ludic.rollouts.training.backends.function_loss import name_ratio_loss
 from ludic.rollouts.training.backends.pytorch import PyTorchTrainingBackend
 from ludic.rollouts.training.loops.engine_publisher import EnginePublisher
-from ludic.rollouts.training.loops.trainer_parts import LoopLog, LoopSettings, build_trainer, reward_facts, train_to_end
+from ludic.rollouts.training.loops.trainer_parts import (
+    LoopLog,
+    LoopSettings,
+    adapt_backend,
+    build_trainer,
+    reward_facts,
+    train_to_end,
+)
 from ludic.rollouts.training.rl_losses import compute_group_advantages
 from ludic.rollouts.training.samples import batch_of_samples, check_sample, check_sampled_logps
 from ludic.rollouts.training.types import RLTrainingConfig, RolloutBatch, Sample
@@ -63,10 +70,11 @@ async def run_rl_training(
         if rollout_manager.data_buffer is not data_buffer:
             raise ConfigTypeError("data_buffer is not that of rollout_manager; pass the buffer that the manager was made with")
         credit = AdvantageCredit(config)
-        publisher = EnginePublisher(backend, inference_engines, rollout_manager) if inference_engines else None
+        trained = adapt_backend(backend)
+        publisher = EnginePublisher(trained, inference_engines, rollout_manager) if inference_engines else None
         ratio_loss = name_ratio_loss(backend.algo.loss) if isinstance(backend, PyTorchTrainingBackend) else None
         source = ManagerSource(rollout_manager, credit, publisher, ratio_loss)
-        trainer = build_trainer(backend, source, settings, publisher=publisher, credit=credit, resume=resume)
+        trainer = build_trainer(trained, source, settings, publisher=publisher, credit=credit, resume=resume)
         rollout_manager.limit(max(0, config.num_steps - trainer.current_step))
         async with AsyncExitStack() as stack:
             if ranks.rank() == 0 and not rollout_manager.is_entered:

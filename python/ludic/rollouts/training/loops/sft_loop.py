@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ludic.errors import ConfigError, DataError
-from ludic.rollouts.training.loops.trainer_parts import LoopLog, LoopSettings, build_trainer, train_to_end
+from ludic.rollouts.training.loops.trainer_parts import LoopLog, LoopSettings, adapt_backend, build_trainer, train_to_end
 from ludic.rollouts.training.samples import check_sample, item_of_sample
 from ludic.rollouts.training.types import Sample, SFTTrainingConfig
 from ludic.training.batching.epochs import ItemBatchSource
@@ -31,7 +31,7 @@ async def run_sft_training(
     try:
         items = [item_of_sample(sample, place=place) for place, sample in enumerate(samples)]
         source = SampleSource(items, batch_size=config.batch_size, seed=config.seed, name="sft")
-        trainer = build_trainer(backend, source, settings, resume=resume)
+        trainer = build_trainer(adapt_backend(backend), source, settings, resume=resume)
         return await train_to_end(trainer, log, source)
     finally:
         log.finish()

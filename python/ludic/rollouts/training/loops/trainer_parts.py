@@ -50,8 +50,13 @@ class OwnLoss(Loss):
     """The loss of a backend that has its own. `Trainer` never computes it."""
 
 
+def adapt_backend(backend: Any) -> PyTorchTrainingBackend | ForeignBackend:
+    """The backend as a `Trainer` takes it. All parts of a run use the same."""
+    return backend if isinstance(backend, PyTorchTrainingBackend | ForeignBackend) else ForeignBackend(backend)
+
+
 def build_trainer(
-    backend: Any,
+    backend: PyTorchTrainingBackend | ForeignBackend,
     source: BatchSourceBase,
     settings: LoopSettings,
     *,
@@ -61,14 +66,14 @@ def build_trainer(
 ) -> Trainer:
     """The trainer of a loop. With `resume` it goes on from the newest checkpoint of the backend, if
     there is one."""
-    own = isinstance(backend, PyTorchTrainingBackend)
-    base = backend.cfg if own else TrainerConfig(**FOREIGN_SETTINGS)
-    trained: Any = backend if own else ForeignBackend(backend)
-    loss = backend.algo.loss if own else OwnLoss()
-    checkpointer = make_checkpointer(backend, settings.checkpoint_every) if own else None
+    own = backend if isinstance(backend, PyTorchTrainingBackend) else None
+    base = own.cfg if own else TrainerConfig(**FOREIGN_SETTINGS)
+    trained: Any = backend
+    loss = own.algo.loss if own else OwnLoss()
+    checkpointer = make_checkpointer(own, settings.checkpoint_every) if own else None
     return Trainer(
-        model=backend.model if own else None,
-        algo=RLAlgorithm(name=backend.algo.name if own else "foreign", credit_assigner=credit or ConstantCredit(1.0), loss=loss),
+        model=own.model if own else None,
+        algo=RLAlgorithm(name=own.algo.name if own else "foreign", credit_assigner=credit or ConstantCredit(1.0), loss=loss),
         batch_source=SharedBatches(source) if ranks.is_distributed() else source,
         publisher=publisher,
         cfg=replace(
@@ -176,7 +181,7 @@ class LoopLog:
         """Save the current step, unless it is saved."""
         if not isinstance(trainer.backend, ForeignBackend):
             await trainer.ensure_checkpoint()
-        elif trainer.current_step % self.settings.checkpoint_every:
+        else:
             await trainer.backend.save_checkpoint(trainer.current_step, self.steps[-1] if self.steps else {})
 
     def finish(self) -> None:
