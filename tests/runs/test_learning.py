@@ -23,7 +23,12 @@ def trained(tmp_path: Path, *arguments: str) -> dict[str, Any]:
     return summary
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "cispo", "gspo", "reinforce", "scalerl", "rloo", "dapo", "reinforce_plus_plus"])
+ALGORITHMS = ["grpo", "cispo", "reinforce", "dapo", "reinforce_plus_plus"]
+RARELY = [pytest.param(name, marks=pytest.mark.slow) for name in ("gspo", "scalerl", "rloo")]
+"""Each shares its credit or its loss with one of ALGORITHMS."""
+
+
+@pytest.mark.parametrize("algorithm", [*ALGORITHMS, *RARELY])
 def test_every_algorithm_learns_to_sort(tmp_path: Path, algorithm: str) -> None:
     summary = trained(tmp_path, "--algorithm", algorithm)
     assert 0.1 < summary["before"]["sampled_reward"] < 0.35

@@ -15,7 +15,7 @@ from commands import NETWORK, metrics_of, refused, same_weights, summary_of
 from forked_run import Forked, wait_for_step, wait_until_exists
 from ray_namespace import run_in_namespace
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("runs with actors")]  # they share a run
 SUPPORT = Path(__file__).parents[2] / "support"
 STEPS = 10
 BY_HAND = "queue.url=queue.sqlite"

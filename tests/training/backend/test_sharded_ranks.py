@@ -11,7 +11,7 @@ import pytest
 
 SUPPORT = Path(__file__).parents[2] / "support"
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("sharded ranks")]  # they share a run
 
 
 @pytest.fixture(scope="module")

@@ -58,6 +58,7 @@ def found(tmp_path_factory):
 
 
 @pytest.mark.integration
+@pytest.mark.xdist_group("FSDP ranks")
 def test_batches_by_column_train_as_in_one_process(found):
     for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"):
         assert found["columns"][strategy]["loss"] <= 1e-6, strategy
@@ -65,6 +66,7 @@ def test_batches_by_column_train_as_in_one_process(found):
 
 
 @pytest.mark.integration
+@pytest.mark.xdist_group("FSDP ranks")
 def test_what_two_ranks_saved_one_process_goes_on_with_and_back(found):
     (_, on_rank_0, version), (_, on_rank_1, _) = found["saved"]
     assert (on_rank_0 > 0, on_rank_1, version) == (True, 0, 2)
@@ -74,6 +76,7 @@ def test_what_two_ranks_saved_one_process_goes_on_with_and_back(found):
 
 
 @pytest.mark.integration
+@pytest.mark.xdist_group("FSDP ranks")
 def test_both_loops_on_two_ranks_equal_one_process_and_every_prompt_is_played_once(found):
     for name, differences in found["loops"].items():
         assert differences["weights"] <= 1e-6, name
