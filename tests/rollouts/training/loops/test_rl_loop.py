@@ -152,6 +152,21 @@ async def test_engines_get_a_folder_every_sync_every_steps_and_at_the_end(tmp_pa
     assert not (published / "step_000005" / "optimizer.safetensors").exists()
 
 
+async def test_without_engines_samples_have_the_version_of_each_step_also_after_a_resume(tmp_path):
+    seen = []
+
+    async def generate_and_note(prompts, seeds, weight_version):
+        seen.append(weight_version)
+        return await generate(prompts, seeds)
+
+    config = RLTrainingConfig(num_steps=3, checkpoint_every=2)
+    await run(make_backend(tmp_path, grpo_loss), make_manager(generate_fn=generate_and_note), config=config)
+    assert seen == [0] * 4 + [1] * 4 + [2] * 4
+    await run(make_backend(tmp_path, grpo_loss), make_manager(generate_fn=generate_and_note), resume=True)
+    assert seen[12:] == [3] * 4
+    assert not (tmp_path / "published").exists()
+
+
 async def test_an_engine_that_fails_ends_the_run_with_its_error_and_a_finished_logger(tmp_path):
     logger = ListLogger()
     with pytest.raises(PublishError, match="no space"):

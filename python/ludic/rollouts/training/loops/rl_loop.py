@@ -48,8 +48,9 @@ async def run_rl_training(
     `backend`: a `PyTorchTrainingBackend`, or one of your own. Rewards are those of the manager's
     `reward_fn`, else the sample's own, else 1 for `metadata["correct"]`. Every `sync_every` steps
     and at the end the weights are written to a folder that all engines load (`EnginePublisher`);
-    without engines nothing is published. A server that was restarted gets them again before the
-    next batch. An engine may also be a `PolicyPublisher`, which gets tensors.
+    without engines nothing is written, and the manager is told the version after each step. A
+    server that was restarted gets the weights again before the next batch. An engine may also be a
+    `PolicyPublisher`, which gets tensors.
 
     Checkpoints, every `checkpoint_every` steps and at the end, hold the state of the manager and
     its buffer; with `resume` the run goes on from the newest. The manager is entered unless it is
@@ -61,7 +62,7 @@ async def run_rl_training(
         config.log_every,
         config.checkpoint_every,
         config.seed,
-        config.sync_every,
+        config.sync_every if inference_engines else 1,  # samples are of the weights in this process
         config.epochs_per_batch,
         config.minibatches_per_batch,
     )
@@ -71,7 +72,7 @@ async def run_rl_training(
             raise ConfigTypeError("data_buffer is not that of rollout_manager; pass the buffer that the manager was made with")
         credit = AdvantageCredit(config)
         trained = adapt_backend(backend)
-        publisher = EnginePublisher(trained, inference_engines, rollout_manager) if inference_engines else None
+        publisher = EnginePublisher(trained, inference_engines or (), rollout_manager)
         ratio_loss = name_ratio_loss(backend.algo.loss) if isinstance(backend, PyTorchTrainingBackend) else None
         source = ManagerSource(rollout_manager, credit, publisher, ratio_loss)
         trainer = build_trainer(trained, source, settings, publisher=publisher, credit=credit, resume=resume)
@@ -91,9 +92,7 @@ class ManagerSource(BatchSourceBase):
 
     shards_across_ranks = False
 
-    def __init__(
-        self, manager: Any, credit: CreditAssigner, publisher: EnginePublisher | None = None, ratio_loss: str | None = None
-    ) -> None:
+    def __init__(self, manager: Any, credit: CreditAssigner, publisher: EnginePublisher, ratio_loss: str | None = None) -> None:
         self.manager, self._credit, self._publisher, self._ratio_loss = manager, credit, publisher, ratio_loss
         self._rewards: list[float] = []
 
@@ -106,8 +105,7 @@ class ManagerSource(BatchSourceBase):
         return self.manager.config.generate_while_training and self.max_lag > 0
 
     async def next_batch(self) -> SAWBatch:
-        if self._publisher is not None:
-            await self._publisher.sync_returned()
+        await self._publisher.sync_returned()
         reward_fn = compute_own_reward if self.manager.config.reward_fn is None else None
         batch: RolloutBatch = await self.manager.generate_batch(reward_fn)
         self._rewards = [sample.reward for sample in batch.samples]
