@@ -164,6 +164,19 @@ def test_prompts_may_hold_what_json_lacks():
         DataBuffer([{(1, 2): "x"}]).save_state()
 
 
+def test_what_is_written_into_a_prompt_later_does_not_change_the_digest():
+    rows = [{"question": f"{n}", "facts": {"tags": ["a"]}} for n in range(3)]
+    buffer, fresh = DataBuffer(copy.deepcopy(rows)), DataBuffer(rows)
+    [row] = buffer.get_prompts(1)
+    row["facts"]["tags"].append("b")
+    row["facts"]["weight_version"] = 0
+    fresh.load_state(buffer.save_state())
+    assert fresh.get_prompts(1) == rows[1:2]
+    grown = DataBuffer([*rows, {"question": "3"}])
+    grown.get_prompts(1)[0]["facts"].clear()
+    grown.load_state(buffer.save_state(), changed="grow")
+
+
 @pytest.mark.parametrize(
     ("make", "error", "remedy"),
     [

@@ -121,6 +121,32 @@ def test_samples_say_which_weights_sampled_them():
     assert set(versions) == {0, 7}
 
 
+def test_metadata_that_samples_share_with_their_rows_is_not_written_into():
+    """Each row passes its own facts on to all its samples, in every epoch."""
+
+    async def generate_with_facts(prompts):
+        return [Sample(row["question"], tokens=[1], loss_mask=[1], metadata=row["facts"]) for row in prompts]
+
+    def make():
+        rows = [{"question": f"q{n}", "facts": {"level": n}} for n in range(2)]
+        return AsyncRolloutManager(DataBuffer(rows), RolloutConfig(2, 2, generate_fn=generate_with_facts))
+
+    async def run(manager):
+        batches = []
+        for version in range(3):
+            manager.weights_changed(version)
+            batches.append(await manager.generate_batch())
+        return batches
+
+    manager = make()
+    for version, batch in enumerate(play_jumping(run(manager))):
+        assert batch.metadata["sample_weight_version"] == [version] * 4
+        assert batch.metadata["sample_weight_version_end"] == [version] * 4
+        assert sorted(batch.metadata["sample_level"]) == [0, 0, 1, 1]
+    assert [row["facts"] for row in manager.data_buffer.prompts] == [{"level": 0}, {"level": 1}]
+    make().load_state_dict(json.loads(json.dumps(manager.state_dict())))  # the data are what they were
+
+
 def test_a_failed_call_is_repeated_with_its_seed_and_its_siblings_stay():
     calls = []
 

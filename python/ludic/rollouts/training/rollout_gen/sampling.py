@@ -104,6 +104,7 @@ class Sampling:
         """Write down what the manager knows of a sample. Versions that the function has noted
         itself stay: it may know from the server's answers."""
         sample.group_index, sample.index = ordinal, ordinal * self._config.n_samples_per_prompt + member
+        sample.metadata = dict(sample.metadata)  # the function's own mapping may be that of a row, or of all samples
         sample.metadata.setdefault("weight_version", first_version)
         if sample.status is SampleStatus.ABORTED:
             return
