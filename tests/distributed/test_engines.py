@@ -335,6 +335,27 @@ async def test_a_restarted_server_gets_the_version_of_the_others_before_it_is_as
     assert not failed["success"]
 
 
+async def test_asking_a_server_that_hangs_can_be_cancelled(fleet, checkpoint):
+    await sync_weights_to_engines(fleet.engines, checkpoint(1))
+    inside = threading.Event()
+
+    def wait(_):
+        inside.set()
+        fleet.held.wait(DEADLINE_S)
+
+    fleet.sglang.faults["/model_info"] = wait
+    before = set(threading.enumerate())
+    task = asyncio.ensure_future(sync_returned_engines([fleet.engines[SGLANG]]))
+    assert await asyncio.to_thread(inside.wait, DEADLINE_S)
+    asking = [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("ludic-engines")]
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert [thread.is_alive() for thread in asking] == [True]  # the loop has not waited for it
+    fleet.held.set()
+    await asyncio.to_thread(asking[0].join, DEADLINE_S)
+
+
 async def test_engines_load_at_the_same_time(sglang, start, checkpoint):
     """All eight must be inside their load at once, or none gets out."""
     inside = threading.Barrier(8)

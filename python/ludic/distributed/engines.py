@@ -178,11 +178,14 @@ async def _sync_if_returned(engine: InferenceEngine) -> EngineAnswer | None:
 async def _has_version(engine: InferenceEngine, version: str) -> bool:
     """Whether an engine that was reached has this version still. Engines of the user are
     believed."""
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="ludic-engines") as threads:
+    threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ludic-engines")
+    try:
         session = _open_session(engine, threads, _FolderFingerprints())
         if not isinstance(session, ServerSession):
             return True
         await session.take(session.read_held)
+    finally:
+        threads.shutdown(wait=False)  # a server that hangs must not hold the event loop
     return session.error is None and session.held == version
 
 
