@@ -259,8 +259,10 @@ class RolloutConfig(_Config):
     filter_fn: FilterFn | None = None
     """None: every group is trained."""
     max_lag: int | None = None
-    """Batches by which a prompt may be trained later than it was begun. None: the least that
-    `over_sampling_factor` needs."""
+    """Batches by which a prompt may be trained later than it was begun; `TrainerConfig.max_lag`
+    counts policy steps instead. None: the least that `over_sampling_factor` needs. Above 0, samples
+    are taken while the trainer steps: a sampler in this process needs weights of its own then, or
+    `generate_while_training=False`."""
     order: Order = "arrival"
     """`arrival`: a batch is what is complete first. `submission`: prompts in the order of the data,
     whatever their samples take."""
@@ -276,7 +278,8 @@ class RolloutConfig(_Config):
     group_calls: bool = False
     """Pass the prompts of a group to `generate_fn` in one call instead of one call each."""
     generate_while_training: bool = True
-    """Whether groups go on while the trainer computes."""
+    """Whether groups go on while the trainer computes. False: each batch waits for the calls of a
+    plain `generate_fn` that still run, up to 30 s; those of a coroutine function are cancelled."""
     seed: int = 0
     """The seeds of samples are derived from it and their position."""
 

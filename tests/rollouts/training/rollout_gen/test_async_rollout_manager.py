@@ -308,6 +308,48 @@ def test_a_plain_function_runs_in_a_thread_that_an_abort_lets_go():
     asyncio.run(run())
 
 
+def test_no_thread_samples_between_batches_and_its_member_is_not_sampled_again():
+    """The first prompt is a batch while the second still samples; it ends soon after, and with it
+    the wait."""
+    blocked, called, ended = threading.Event(), [], []
+
+    def generate_in_thread(prompts):
+        called.append(prompts[0])
+        if prompts[0] == "p1":
+            blocked.wait(60)
+        ended.append(prompts[0])
+        return [Sample(prompts[0], tokens=[1], loss_mask=[1])]
+
+    async def judge(sample):
+        if sample.prompt == "p0":
+            turn(asyncio.get_running_loop(), 200)
+        return 1.0
+
+    def turn(loop, left):
+        """Let the second prompt end after turns of the loop in which the batch could leave."""
+        return loop.call_soon(turn, loop, left - 1) if left else blocked.set()
+
+    async def run():
+        manager = make_manager(
+            batch_size=1,
+            n_samples_per_prompt=1,
+            over_sampling_factor=2.0,
+            generate_fn=generate_in_thread,
+            reward_fn=judge,
+            generate_while_training=False,
+        )
+        async with manager:
+            first = await manager.generate_batch()
+            assert sorted(ended) == sorted(called) == ["p0", "p1"]
+            assert manager.counts.arrived == 1
+            second = await manager.generate_batch()
+            assert sorted(ended) == sorted(called)
+        assert (first.metadata["prompts"], second.metadata["prompts"]) == (["p0"], ["p1"])
+        assert called.count("p1") == 1
+
+    asyncio.run(run())
+
+
 def test_outside_of_async_with_nothing_runs_between_batches():
     async def run():
         manager = make_manager(over_sampling_factor=2.0)

@@ -50,7 +50,9 @@ async def run_rl_training(
     and at the end the weights are written to a folder that all engines load (`EnginePublisher`);
     without engines nothing is written, and the manager is told the version after each step. A
     server that was restarted gets the weights again before the next batch. An engine may also be a
-    `PolicyPublisher`, which gets tensors.
+    `PolicyPublisher`, which gets tensors. With a `max_lag` of the manager above 0, samples are
+    taken while the trainer steps: a `generate_fn` that samples in this process needs weights of its
+    own then, not those of `backend`, or `generate_while_training=False`.
 
     Checkpoints, every `checkpoint_every` steps and at the end, hold the state of the manager and
     its buffer; with `resume` the run goes on from the newest. The manager is entered unless it is

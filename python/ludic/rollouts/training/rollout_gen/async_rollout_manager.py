@@ -46,11 +46,15 @@ class AsyncRolloutManager:
     with `group_calls` all of it. `seeds=`, `partial=` and `weight_version=` are added where its
     signature names them: a seed for each prompt; the sample of a call that was interrupted, to be
     continued; the version of the weights. A coroutine function runs in the event loop, a plain one
-    in a thread that is let go if the call is cancelled. What it returns is rewarded in the same
-    call, and a group is filtered when it is whole.
+    in a thread. What it returns is rewarded in the same call, and a group is filtered when it is
+    whole.
 
     Inside `async with`, generation goes on between batches, unless `generate_while_training` is
     off. Outside, `generate_batch` ends the calls that it started. What is whole is kept either way.
+    A thread cannot be stopped: if its call is cancelled it is let go, and runs on; without
+    `generate_while_training`, `generate_batch` waits until it ends, for up to 30 s, and keeps what
+    it returned.
+
     `GroupPool` has the rules of admission, hand-over, retries and abort. The manager runs on
     asyncio.
 

@@ -7,6 +7,7 @@ import copy
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -88,8 +89,7 @@ class Sampling:
         for sample in before or ():
             sample.status = SampleStatus.PENDING
         call = partial(self._calls, prompts, seeds=seeds, partial=begun, weight_version=version)
-        answer = await run_in_daemon_thread(call, name="ludic-generate") if self._is_plain else call()
-        answer = await await_if_needed(answer)
+        answer = await await_if_needed(await self._call_in_thread(call) if self._is_plain else call())
         samples = _misuse(DataError, lambda: self._calls.check(answer, prompts))
         for place, (sample, member) in enumerate(zip(samples, members, strict=True)):
             first = version if before is None else before[place].metadata["weight_version"]
@@ -99,6 +99,19 @@ class Sampling:
                 raise MemberInterrupted(samples if self._config.group_calls else samples[0])
             raise RolloutError(f"{self._calls.name} returned an aborted sample; it is sampled again")
         return samples
+
+    async def _call_in_thread(self, call: Callable[[], Any]) -> Any:
+        """What a plain function returns. If this is cancelled, its thread is let go; without
+        `generate_while_training` it is waited for and its answer used, because it cannot be
+        stopped and must not sample while the trainer computes."""
+        answer = run_in_daemon_thread(call, name="ludic-generate")
+        if self._config.generate_while_training:
+            return await answer
+        running = asyncio.ensure_future(answer)
+        while not running.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait([running])
+        return running.result()
 
     def _stamp(self, sample: Sample, ordinal: int, member: int, first_version: int) -> None:
         """Write down what the manager knows of a sample. Versions that the function has noted
