@@ -49,6 +49,11 @@ def test_on_the_command_line_the_mode_counts_more_than_the_steps_of_a_file(tmp_p
         (["data", "mode=sft+rl"], "set warmup.data=FILE, rows as `ludic sft` takes them, or warmup.steps=N"),
         (["mode=sft+rl", "steps=0"], "needs steps of reinforcement; set steps=N, or mode=sft"),
         (["mode=sft_rl"], "mode .sft_rl. must be one of sft, rl, sft.rl; did you mean sft.rl"),
+        (["mode=rl", "warmup={data:x.jsonl}"], "mode=rl leaves out what warmup.data=x.jsonl asks for"),
+        (
+            ["warmup.data=x.jsonl", "warmup.epochs=2", "warmup.steps=9"],
+            "warmup.epochs=2 and warmup.steps=9 both say how long the warm-up is; drop one of them, or set warmup.steps=0",
+        ),
         (["warmup.epochs=2"], "warmup.epochs counts passes over warmup.data; set warmup.data=FILE"),
     ],
 )
@@ -62,3 +67,32 @@ def test_a_file_may_not_contradict_itself(tmp_path: Path) -> None:
     path.write_text("recipe: sort\nmode: rl\nwarmup: {data: chats.jsonl}\n")
     with pytest.raises(ConfigError, match=r"mode=rl leaves out what warmup\.data=chats\.jsonl asks for"):
         compose([str(path)])
+
+
+@pytest.mark.parametrize(
+    ("file", "argument", "message"),
+    [
+        ("mode: rl", "warmup.data=x.jsonl", "mode=rl leaves out what warmup.data=x.jsonl asks for"),
+        ("mode: rl", "warmup.steps=5", "mode=rl leaves out what warmup.steps=5 asks for"),
+        ("mode: sft", "steps=9", "mode=sft leaves out what steps=9 asks for; drop one of them, or use mode=sft.rl"),
+        ("warmup: {data: x.jsonl, epochs: 2}", "warmup.steps=5", "warmup.epochs=2 and warmup.steps=5 both say"),
+        ("warmup: {data: x.jsonl, steps: 5}", "warmup.epochs=2", "warmup.epochs=2 and warmup.steps=5 both say"),
+    ],
+)
+def test_what_the_command_line_asks_for_is_never_dropped_for_a_file(
+    tmp_path: Path, file: str, argument: str, message: str
+) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"recipe: sort\n{file}\n")
+    compose([str(path)])
+    with pytest.raises(ConfigError, match=message):
+        compose([str(path), argument])
+
+
+def test_passes_replace_the_steps_of_the_built_in_recipe(tmp_path: Path) -> None:
+    recipe = compose(["sort", "warmup.data=x.jsonl", "warmup.epochs=2"])
+    assert (recipe.warmup.epochs, recipe.warmup.steps, compose(["sort"]).warmup.steps > 0) == (2, 0, True)
+    path = tmp_path / "config.yaml"
+    path.write_text(to_yaml(recipe))
+    assert compose([str(path)]) == recipe
+    assert compose([str(path), "warmup.epochs=null", "warmup.steps=5"]).warmup.steps == 5

@@ -79,7 +79,7 @@ def compose(arguments: Sequence[str] = ()) -> Recipe:
     layers = list(_read_layers(source, overrides))
     file = {path: OmegaConf.select(layer, path) for where, layer in layers if where == source for path in _list_paths(layer)}
     recipe = cast(Recipe, resolve_layers(_make_schema(), layers, overrides))
-    choose_phases(recipe, [file if _is_file(source) else {}, {override.key: override.value for override in overrides}])
+    choose_phases(recipe, [file if _is_file(source) else {}, _flatten(overrides)])
     return recipe
 
 
@@ -335,6 +335,16 @@ def _list_paths_below(section: Mapping[Any, Any], prefix: str) -> list[str]:
         if isinstance(value, Mapping) and path not in _OPEN_SECTIONS:
             paths.extend(_list_paths_below(value, f"{path}."))
     return paths
+
+
+def _flatten(overrides: Sequence[Override]) -> dict[str, Any]:
+    """The values of overrides by path. Example: `warmup={steps:5}` gives `warmup.steps` too."""
+    values: dict[str, Any] = {}
+    for override in overrides:
+        values[override.key] = override.value
+        if isinstance(override.value, Mapping):
+            values |= {f"{override.key}.{key}": value for key, value in override.value.items()}
+    return values
 
 
 def _first_line(error: Exception) -> str:

@@ -23,21 +23,23 @@ def has_warmup(recipe: Recipe) -> bool:
 
 def choose_phases(recipe: Recipe, said: Sequence[Mapping[str, Any]]) -> None:
     """Leave out the phase that `mode` leaves out. `said` are the settings of the user, those of the
-    file and those of the command line: a mode and a setting that contradict each other in one place
-    are an error, and in two places the mode counts.
+    file and then those of the command line. A setting that the mode leaves out is an error, unless
+    it is in the file and the mode on the command line.
 
-    Example: `steps=120` in a file and `mode=sft` on the command line give `steps=0`.
+    Example: `steps: 120` in a file and `mode=sft` on the command line give `steps=0`; `mode: sft`
+    in a file and `steps=120` on the command line are an error.
     """
     mode = recipe.mode
     if mode is None:
-        _check_warmup(recipe)
+        _check_warmup(recipe, said)
         return
     if mode not in MODES:
         near = get_close_matches(mode, MODES, n=1, cutoff=0.5)
         raise ConfigError(f"mode ({mode}) must be one of {', '.join(MODES)}{f'; did you mean {near[0]}?' if near else ''}")
     for place in said:
+        is_last = place is said[-1]
         for key in _EXCLUDED[mode]:
-            if place.get("mode") is not None and place.get(key):
+            if (is_last or place.get("mode") is not None) and place.get(key):
                 raise ConfigError(
                     f"mode={mode} leaves out what {key}={place[key]} asks for; drop one of them, or use mode=sft+rl"
                 )
@@ -49,9 +51,17 @@ def choose_phases(recipe: Recipe, said: Sequence[Mapping[str, Any]]) -> None:
         raise ConfigError(f"mode={mode} begins with supervised training, and there is nothing to train on; {NEEDS_WARMUP}")
     if mode != "sft" and not recipe.steps:
         raise ConfigError(f"mode={mode} needs steps of reinforcement; set steps=N, or mode=sft")
-    _check_warmup(recipe)
+    _check_warmup(recipe, said)
 
 
-def _check_warmup(recipe: Recipe) -> None:
+def _check_warmup(recipe: Recipe, said: Sequence[Mapping[str, Any]]) -> None:
+    """Check how long the warm-up is. Passes replace the steps of a built-in recipe."""
     if recipe.warmup.epochs is not None and recipe.warmup.data is None:
         raise ConfigError("warmup.epochs counts passes over warmup.data; set warmup.data=FILE, or warmup.steps instead")
+    if recipe.warmup.epochs is not None:
+        if recipe.warmup.steps and any(place.get("warmup.steps") for place in said):
+            raise ConfigError(
+                f"warmup.epochs={recipe.warmup.epochs} and warmup.steps={recipe.warmup.steps} both say how long the warm-up is; drop "
+                "one of them, or set warmup.steps=0 or warmup.epochs=null"
+            )
+        recipe.warmup.steps = 0
