@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from ludic.cli import launching
 from ludic.cli.app import app
 from ludic.errors import LaunchError
+from ludic.launch.torchrun import STOP_VARIABLE
 from ludic.runs.directory import RunDirectory, SFTDirectory
 
 SFT = [*NETWORK, "threads=1", "rows=40", "batch_size=6", "epochs=1", "heldout=0.1"]
@@ -88,6 +89,20 @@ def test_a_run_that_may_succeed_later_is_kept_and_resumed_with_the_same_processe
     again, stage = play("sft", "--resume", str(tmp_path / "run"), acts=[("", 0)])
     assert again.exit_code == 0
     assert [process.name for process in stage.planned] == ["trainer"]
+
+
+def test_trainers_have_the_same_time_to_stop_from_the_command_and_from_their_agent(tmp_path, play, monkeypatch):
+    given = []
+
+    class Watched(launching.Supervisor):
+        def __init__(self, *arguments, **options):
+            given.append(options["stop_grace_s"])
+            super().__init__(*arguments, **options)
+
+    monkeypatch.setattr(launching, "Supervisor", Watched)
+    _, stage = play("sft", *new(tmp_path, "ranks=2", "place.stop_s=45"), acts=[("", 0)])
+    assert given == [45.0]
+    assert stage.planned[0].env[STOP_VARIABLE] == "45"
 
 
 def test_the_device_of_a_launched_run_is_left_open_and_any_may_resume_it(tmp_path, play):

@@ -2,11 +2,12 @@
 
 import pytest
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, parse_args
 
 from ludic.errors import ConfigError
 from ludic.launch.process import Process
-from ludic.launch.torchrun import AGENT, ENV, torchrun_argv
+from ludic.launch.torchrun import AGENT, ENV, STOP_VARIABLE, torchrun_argv
 
 
 def read(argv):
@@ -73,3 +74,11 @@ def test_all_machines_are_needed_unless_said_otherwise():
 def test_impossible_launches_are_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
         torchrun_argv(**{"command": ["train.py"], "ranks": 1, **changes})
+
+
+def test_torch_takes_the_time_for_a_stop_from_the_environment(monkeypatch):
+    if not hasattr(LaunchConfig, "shutdown_timeout"):
+        pytest.skip("this torch always waits 30 s")
+    monkeypatch.setenv(STOP_VARIABLE, "90")
+    config, _ = read(torchrun_argv(["train.py"], ranks=2))
+    assert config.shutdown_timeout == 90

@@ -6,7 +6,7 @@ import pytest
 
 from ludic.errors import ConfigError
 from ludic.launch.process import PYTHON, check_processes
-from ludic.launch.torchrun import ENV
+from ludic.launch.torchrun import ENV, STOP_VARIABLE
 from ludic.recipes.compose import compose
 from ludic.recipes.sft.schema import compose_sft
 from ludic.runs.places import fit_job
@@ -40,13 +40,13 @@ def test_trainers_are_the_ranks_of_one_agent_on_each_machine(tmp_path: Path) -> 
         assert f"--rdzv-conf=join_timeout=90,is_host={int(node == 0)}" in process.argv
         assert {"--nproc-per-node=4", "--nnodes=1:2", "--rdzv-endpoint={host:trainer0}:29555"} <= set(process.argv)
         assert process.named_hosts() == {"trainer0"}
-        assert dict(process.env) == dict(ENV)
+        assert dict(process.env) == {**ENV, STOP_VARIABLE: "120"}
 
 
 def test_a_supervised_run_has_trainers_and_nothing_else(tmp_path: Path) -> None:
     (trainer,) = plan_processes(compose_sft(["ranks=2"]), tmp_path)
     assert trainer.argv[-5:] == ("-m", "ludic.cli", "worker", "trainer", str(tmp_path))
-    assert dict(trainer.env) == {}
+    assert dict(trainer.env) == {STOP_VARIABLE: "120"}
 
 
 def test_each_role_has_its_resources(tmp_path: Path) -> None:
@@ -68,6 +68,14 @@ def test_nodes_of_a_job_are_as_small_as_the_processes_allow(tmp_path, settings, 
     recipe = compose(["sort", "place=slurm", *settings])
     job = fit_job(recipe.place, plan_processes(recipe, tmp_path), "run")
     assert (job.nodes, job.cpus_per_node, job.gpus_per_node) == (nodes, cpus, gpus)
+
+
+def test_ranks_and_the_job_have_the_same_time_to_save(tmp_path: Path) -> None:
+    recipe = compose(["sort", "place=slurm", "trainers=2", "place.stop_s=299.5"])
+    (agent,) = plan_processes(recipe, tmp_path)
+    assert agent.env[STOP_VARIABLE] == "300"
+    assert fit_job(recipe.place, [agent], "run").notice_s == 360
+    assert plan_processes(compose(["sort", "trainers=2"]), tmp_path)[0].env[STOP_VARIABLE] == "120"
 
 
 def test_slurm_has_no_shares_of_a_gpu(tmp_path: Path) -> None:

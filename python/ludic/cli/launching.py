@@ -91,6 +91,7 @@ def _run_processes(recipe: Any, folder: Path, console: Console) -> int:
             folder=folder,
             place_name=recipe.place.on,
             least=_least_trainers(recipe.place),
+            stop_grace_s=recipe.place.stop_s,
             note=note_end,
             sleep=sleep,
         ).run()

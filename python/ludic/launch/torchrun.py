@@ -24,6 +24,10 @@ ENV: Mapping[str, str] = MappingProxyType({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE":
 """The environment of agents on several machines (`Process.env`). Rank 0 then serves a new store at
 each start of the ranks; that of the agents would have what an earlier start left in it."""
 
+STOP_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+"""Seconds after which an agent that got a signal kills ranks that have not ended; 30 without it,
+and in a torch that does not know it."""
+
 
 def torchrun_argv(
     command: Sequence[str],

@@ -35,6 +35,9 @@ class TrainersSection:
     restarts: int = 3
     """How often a process that fails is started again in ten minutes; one failure more ends the
     run, which can be resumed."""
+    stop_s: float = 120.0
+    """Seconds that trainers have to finish their step and save when they are asked to stop, before
+    they are killed. A Slurm job asks them this and a minute before its time limit."""
     trainer_cpus: float = 1
     """Cores that Ray or Slurm reserves for each trainer."""
     trainer_gpus: float = 0
@@ -102,6 +105,8 @@ def _check_numbers(section: TrainersSection) -> None:
     for name in ("trainers", "nodes"):
         if values[name] < 1:
             raise ConfigError(f"place.{name} ({values[name]}) must be >= 1")
+    if not values["stop_s"] >= 1:
+        raise ConfigError(f"place.stop_s ({values['stop_s']:g}) must be at least 1, the seconds in which trainers save")
     least_0 = ("restarts", "actors", *(name for name in values if re.search("_[cg]pus$", name)))
     for name in least_0:
         if values.get(name, 0) < 0:

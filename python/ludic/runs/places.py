@@ -20,6 +20,8 @@ from ludic.launch.slurm import SlurmJob, assign_nodes, write_script
 from ludic.recipes.place_section import TrainersSection
 
 SCRIPT = "job.sh"
+NOTICE_MARGIN_S = 60
+"""What a Slurm job has left after `place.stop_s`: the others end, and it is queued again."""
 
 
 def open_place(section: TrainersSection, processes: Sequence[Process], folder: Path) -> Place:
@@ -46,7 +48,16 @@ def fit_job(section: TrainersSection, processes: Sequence[Process], name: str) -
 
     def make(cpus: int, gpus: int) -> SlurmJob:
         options = tuple(section.slurm_options)
-        return SlurmJob(name, section.nodes, cpus, gpus, time=section.slurm_time, python=sys.executable, options=options)
+        return SlurmJob(
+            name,
+            section.nodes,
+            cpus,
+            gpus,
+            time=section.slurm_time,
+            notice_s=math.ceil(section.stop_s) + NOTICE_MARGIN_S,
+            python=sys.executable,
+            options=options,
+        )
 
     def fits(cpus: int, gpus: int) -> bool:
         try:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from ludic.launch.process import PYTHON, Process
-from ludic.launch.torchrun import ENV, PORT, torchrun_argv
+from ludic.launch.torchrun import ENV, PORT, STOP_VARIABLE, torchrun_argv
 from ludic.recipes.epochs_schema import EpochsRecipe
 from ludic.recipes.place_section import PlaceSection
 from ludic.recipes.schema import Recipe
@@ -51,7 +52,7 @@ def _plan_trainers(recipe: Recipe | EpochsRecipe, run: str) -> list[Process]:
             ),
             cpus=each * place.trainer_cpus,
             gpus=each * place.trainer_gpus,
-            env=ENV if place.nodes > 1 else {},
+            env={STOP_VARIABLE: str(math.ceil(place.stop_s)), **(ENV if place.nodes > 1 else {})},
             restarts=place.restarts,
         )
         for node, name in enumerate(names)
