@@ -151,6 +151,7 @@ def test_a_slurm_job_is_written_and_not_started(tmp_path, play):
     result, stage = play("sft", *arguments, acts=[])
     assert result.exit_code == 0, result.output
     assert "submit it with `sbatch " in result.output
+    assert "No GPU is reserved for the trainer on slurm; set place.trainer_gpus=1, " in " ".join(result.output.split())
     assert stage.planned == []
     script = (tmp_path / "run" / "job.sh").read_text()
     assert "#SBATCH --nodes=2\n" in script

@@ -9,7 +9,7 @@ from ludic.launch.process import PYTHON, check_processes
 from ludic.launch.torchrun import ENV, STOP_VARIABLE
 from ludic.recipes.compose import compose
 from ludic.recipes.sft.schema import compose_sft
-from ludic.runs.places import fit_job
+from ludic.runs.places import describe_lacking_gpus, fit_job
 from ludic.runs.plan import plan_processes
 
 
@@ -76,6 +76,24 @@ def test_ranks_and_the_job_have_the_same_time_to_save(tmp_path: Path) -> None:
     assert agent.env[STOP_VARIABLE] == "300"
     assert fit_job(recipe.place, [agent], "run").notice_s == 360
     assert plan_processes(compose(["sort", "trainers=2"]), tmp_path)[0].env[STOP_VARIABLE] == "120"
+
+
+@pytest.mark.parametrize(
+    ("settings", "roles"),
+    [
+        (["place=ray"], "the trainer on ray; set place.trainer_gpus=1, "),
+        (["place=slurm", "actors=2"], "the trainer and the actor on slurm; set place.trainer_gpus=1 place.actor_gpus=1, "),
+        (["place=ray", "actors=2", "place.trainer_gpus=1"], "the actor on ray; set place.actor_gpus=1, "),
+        (["place=ray", "place.trainer_gpus=1", "actors=2", "inference=vllm"], None),  # its servers have GPUs of their own
+        (["place=ray", "trainer.model_device=cpu"], None),
+        (["trainers=2", "trainer.model_device=cuda"], None),  # on this machine all are seen
+        (["place=ray", "place.trainer_gpus=1"], None),
+    ],
+)
+def test_processes_that_will_see_no_gpu_are_named(tmp_path, settings, roles) -> None:
+    recipe = compose(["sort", *settings])
+    said = describe_lacking_gpus(recipe, plan_processes(recipe, tmp_path))
+    assert (said is None) if roles is None else said.startswith(f"No GPU is reserved for {roles}")
 
 
 def test_slurm_has_no_shares_of_a_gpu(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from ludic.recipes.actors import check_actors, uses_queue
 from ludic.recipes.schema import Recipe
 from ludic.runs.directory import run_path
 from ludic.runs.lock import RunLock
-from ludic.runs.places import describe_submission, open_place, write_job
+from ludic.runs.places import describe_lacking_gpus, describe_submission, open_place, write_job
 from ludic.runs.plan import TRAINER, plan_processes
 
 if TYPE_CHECKING:
@@ -68,6 +68,8 @@ def _run_processes(recipe: Any, folder: Path, console: Console) -> int:
         console.print(text, highlight=False, markup=False)
 
     processes = plan_processes(recipe, folder)
+    if (lacking := describe_lacking_gpus(recipe, processes)) is not None:
+        note(lacking)
     if recipe.place.on == "slurm":
         _make_run_id(recipe, folder)
         note(describe_submission(write_job(recipe.place, processes, folder)))

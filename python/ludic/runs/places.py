@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from ludic.errors import ConfigError
 from ludic.files.atomic import write_text
@@ -17,7 +18,11 @@ from ludic.launch.place import Place
 from ludic.launch.process import Process
 from ludic.launch.ray import RayPlace
 from ludic.launch.slurm import SlurmJob, assign_nodes, write_script
+from ludic.recipes.devices import AUTO
+from ludic.recipes.inference_section import choose_kind
 from ludic.recipes.place_section import TrainersSection
+from ludic.recipes.schema import Recipe
+from ludic.runs.plan import ACTOR
 
 SCRIPT = "job.sh"
 NOTICE_MARGIN_S = 60
@@ -29,6 +34,22 @@ def open_place(section: TrainersSection, processes: Sequence[Process], folder: P
     if section.on == "ray":
         return RayPlace(processes, folder, address=section.address or "auto", insecure=section.insecure)
     return LocalPlace(folder)
+
+
+def describe_lacking_gpus(recipe: Any, processes: Sequence[Process]) -> str | None:
+    """What to tell the user if Ray or Slurm will show no GPU to processes that may compute on one;
+    None if each has one, or they compute on the CPU. Actors that ask servers need none."""
+    if recipe.place.on == "local" or not recipe.trainer.model_device.startswith((AUTO, "cuda")):
+        return None
+    asks = isinstance(recipe, Recipe) and choose_kind(recipe.inference) == "vllm"
+    roles = dict.fromkeys(process.role for process in processes if process.gpus == 0 and not (asks and process.role == ACTOR))
+    if not roles:
+        return None
+    settings = " ".join(f"place.{role}_gpus=1" for role in roles)
+    return (
+        f"No GPU is reserved for the {' and the '.join(roles)} on {recipe.place.on}; set {settings}, or trainer.model_device=cpu if they "
+        "are to compute on the CPU"
+    )
 
 
 def write_job(section: TrainersSection, processes: Sequence[Process], folder: Path) -> Path:
