@@ -48,6 +48,8 @@ class Fate:
     """Share of groups of which a member always raises."""
     slow: float = 3.0
     """Calls take up to so many seconds."""
+    closing_s: float = 0.0
+    """How long calls take to end after they are cancelled."""
     spares: bool = True
     """Only every fourth group can be lost: calls of the others fail in the first attempt alone, so
     that no series of losses is an error."""
@@ -62,7 +64,11 @@ class Fate:
 
     async def play(self, ticket: Ticket) -> list[int]:
         assert ticket.prompt.startswith("prompt ")
-        await asyncio.sleep(self.slow * self.draw("time", ticket.ordinal, ticket.member, ticket.attempt) ** 3)
+        try:
+            await asyncio.sleep(self.slow * self.draw("time", ticket.ordinal, ticket.member, ticket.attempt) ** 3)
+        except asyncio.CancelledError:
+            await asyncio.sleep(self.closing_s)
+            raise
         can_be_lost = not self.spares or ticket.ordinal % 4 == 3
         is_doomed = can_be_lost and ticket.member == 0 and self.draw("doom", ticket.ordinal) < self.doomed
         can_fail = can_be_lost or ticket.attempt == 0

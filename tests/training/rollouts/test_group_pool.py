@@ -358,6 +358,26 @@ def test_calls_outside_async_with_end_with_the_batch():
     play_jumping(scenario())
 
 
+def test_a_cancellation_while_calls_are_slow_to_end_loses_no_batch():
+    """The second group takes a second to end after the first, which is the batch, is whole."""
+
+    async def play(ticket):
+        try:
+            await asyncio.sleep(1.0 + 50 * ticket.ordinal)
+        finally:
+            await asyncio.sleep(float(ticket.ordinal))
+        return ticket.ordinal
+
+    async def scenario():
+        pool = make_pool(play=play, over_sampling_factor=2.0)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(pool.next_batch(), 1.5)
+        assert (pool.counts.given, pool.counts.arrived, pool.num_batches) == (0, 1, 0)
+        return [group.ordinal for group in await pool.next_batch()]
+
+    assert play_jumping(scenario()) == [0]
+
+
 def test_a_group_admitted_between_batches_has_the_weights_of_the_batch_before():
     """K = 1 and N = 2: after batch 0 two of four groups are kept, which is all that batch 1 can
     take, so that none is admitted before it is asked for. With K = 2 two are, and count as of

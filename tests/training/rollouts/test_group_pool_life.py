@@ -30,9 +30,10 @@ class PoolLife(RuleBasedStateMachine):
         size=st.integers(1, 3),
         order=st.sampled_from(["arrival", "submission"]),
         limit=st.none() | st.integers(1, 4),
+        closing_s=st.sampled_from([0.0, 2.0]),
     )
-    def begin(self, seed, max_lag, part, size, order, limit):
-        self.fate = Fate(seed, rejected=0.3, failing=0.2, doomed=0.2)
+    def begin(self, seed, max_lag, part, size, order, limit, closing_s):
+        self.fate = Fate(seed, rejected=0.3, failing=0.2, doomed=0.2, closing_s=closing_s)
         self.settings = {"groups_per_batch": size, "members_per_group": 2, "over_sampling_factor": 1 + part * max_lag}
         self.settings |= {"max_lag": max_lag, "order": order, "max_concurrency": limit, "patience": 10_000, "seed": seed}
         self.played = PlayedPool(self.fate, self.settings)

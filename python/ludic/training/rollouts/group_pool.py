@@ -183,18 +183,16 @@ class GroupPool:
         self._is_waiting = True
         try:
             self._loop = asyncio.get_running_loop()
-            return await self._wait_for_batch()
-        finally:
-            await self._end_call()
-
-    async def _end_call(self) -> None:
-        try:
-            if self._is_entered:
-                asyncio.get_running_loop().call_soon(self._admit_more)
-            else:
-                await self._calls.stop(self._close_timeout_s)
+            try:
+                await self._wait_until_complete()
+            finally:
+                if not self._is_entered:
+                    await self._calls.stop(self._close_timeout_s)
+            return self._give()  # the last step: a cancellation after it would lose the batch
         finally:
             self._is_waiting = False
+            if self._is_entered:
+                asyncio.get_running_loop().call_soon(self._admit_more)
 
     def request_abort(self) -> None:
         """Cancel all calls. The batch that is awaited, or else the next one, is RolloutAborted,
@@ -237,7 +235,7 @@ class GroupPool:
     def _make_hand_over(self) -> HandOver:
         return ArrivalOrder(self._groups_per_batch, self._max_lag) if self._order == "arrival" else SubmissionOrder()
 
-    async def _wait_for_batch(self) -> GroupBatch:
+    async def _wait_until_complete(self) -> None:
         assert self._loop is not None
         if not self._is_aborted:
             await self._open()
@@ -249,7 +247,7 @@ class GroupPool:
                 failure, self._failure = self._failure, None
                 raise failure
             if self._is_complete():
-                return self._give()
+                return  # and it stays complete: groups that arrive or leave ask for no more of the others
             self._check_setbacks()
             self._changed = self._loop.create_future()
             try:
