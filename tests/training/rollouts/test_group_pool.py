@@ -378,6 +378,37 @@ def test_a_cancellation_while_calls_are_slow_to_end_loses_no_batch():
     assert play_jumping(scenario()) == [0]
 
 
+@pytest.mark.parametrize("is_entered", [True, False])
+def test_leaving_a_pool_ends_the_batch_that_a_task_awaits(is_entered):
+    async def scenario():
+        pool = make_pool(play=lambda ticket: asyncio.sleep(10.0, ticket.ordinal))
+        if is_entered:
+            await pool.__aenter__()
+        waiting = asyncio.create_task(pool.next_batch())
+        await asyncio.sleep(1.0)
+        await pool.__aexit__(None, None, None)
+        with pytest.raises(RolloutAborted, match="left while a batch was awaited"):
+            await waiting
+        assert len(asyncio.all_tasks()) == 1
+        return [group.ordinal for group in await pool.next_batch()]
+
+    assert play_jumping(scenario()) == [0]
+
+
+def test_an_abort_that_is_resumed_at_once_ends_the_batch_that_was_awaited():
+    async def scenario():
+        pool = make_pool(play=lambda ticket: asyncio.sleep(10.0, ticket.ordinal))
+        waiting = asyncio.create_task(pool.next_batch())
+        await asyncio.sleep(1.0)
+        pool.request_abort()
+        asyncio.get_running_loop().call_soon(pool.resume)
+        with pytest.raises(RolloutAborted):
+            await waiting
+        return [group.ordinal for group in await pool.next_batch()]
+
+    assert play_jumping(scenario()) == [0]
+
+
 def test_a_group_admitted_between_batches_has_the_weights_of_the_batch_before():
     """K = 1 and N = 2: after batch 0 two of four groups are kept, which is all that batch 1 can
     take, so that none is admitted before it is asked for. With K = 2 two are, and count as of

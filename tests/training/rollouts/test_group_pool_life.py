@@ -19,7 +19,6 @@ class PoolLife(RuleBasedStateMachine):
         self.runner = asyncio.Runner(loop_factory=JumpingLoop)
         self.played = None
         self.asked = None
-        self.is_entered = False
         self.given = {}
         self.saved = None
 
@@ -88,15 +87,19 @@ class PoolLife(RuleBasedStateMachine):
     def resume(self):
         self.played.pool.resume()
 
-    @precondition(lambda self: self.asked is None)
     @rule()
-    def enter_or_leave(self):
-        pool = self.played.pool
-        self.run(pool.__aexit__(None, None, None) if self.is_entered else pool.__aenter__())
-        self.is_entered = not self.is_entered
-        assert self.is_entered or self.played.running == 0
+    def enter(self):
+        self.run(self.played.pool.__aenter__())
 
-    @precondition(lambda self: self.asked is None)
+    @rule()
+    def leave(self):
+        """Also while a batch is awaited, and outside of `async with`."""
+        self.run(self.played.pool.__aexit__(None, None, None))
+        self.run(asyncio.sleep(0))
+        assert self.played.running == 0
+        assert self.asked is None or self.asked.done()
+
+    @precondition(lambda self: self.asked is None or not self.asked.done())
     @rule()
     def save(self):
         self.saved = (self.played.save(), dict(self.given))
@@ -106,7 +109,7 @@ class PoolLife(RuleBasedStateMachine):
         """The process ends, and a new one begins from the last checkpoint."""
         self.runner.close()
         self.runner = asyncio.Runner(loop_factory=JumpingLoop)
-        self.played, self.asked, self.is_entered = PlayedPool(self.fate, self.settings), None, False
+        self.played, self.asked = PlayedPool(self.fate, self.settings), None
         saved, given = self.saved
         self.given = dict(given)
         self.played.load(saved)

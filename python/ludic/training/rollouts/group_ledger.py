@@ -72,6 +72,18 @@ class Group:
         return [index for index, member in enumerate(self.members) if member is MISSING]
 
 
+class Prompts(Protocol):
+    """Where prompts come from."""
+
+    def take(self) -> tuple[int, Any]:
+        """The next (position, prompt). Raises RequestsExhausted after the last one."""
+        ...
+
+    def at(self, position: int) -> Any:
+        """The prompt at a position that `take` has returned, in this process or before it."""
+        ...
+
+
 class MemberCodec(Protocol):
     """Turns a member into plain JSON values and back."""
 

@@ -18,7 +18,7 @@ import math
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from ludic.errors import ConfigError, RequestsExhausted, RolloutAborted
 from ludic.interaction.containment import describe_error
@@ -30,6 +30,7 @@ from ludic.training.rollouts.group_ledger import (
     MemberCodec,
     PlainMembers,
     PoolCounts as PoolCounts,
+    Prompts,
 )
 from ludic.training.rollouts.hand_over import ArrivalOrder, HandOver, SubmissionOrder, choose_max_lag
 from ludic.training.rollouts.member_calls import MemberCalls, MemberInterrupted as MemberInterrupted, Ticket as Ticket
@@ -39,18 +40,6 @@ logger = logging.getLogger(__name__)
 
 ORDERS = ("arrival", "submission")
 ON_EXHAUSTED = ("error", "short")
-
-
-class Prompts(Protocol):
-    """Where prompts come from."""
-
-    def take(self) -> tuple[int, Any]:
-        """The next (position, prompt). Raises RequestsExhausted after the last one."""
-        ...
-
-    def at(self, position: int) -> Any:
-        """The prompt at a position that `take` has returned, in this process or before it."""
-        ...
 
 
 class GroupPool:
@@ -142,8 +131,10 @@ class GroupPool:
         """The counts when the last batch was given."""
         self._failure: Exception | None = None
         """An error of the prompts or of the filter, for whoever asks for a batch."""
-        self._prompts_ended = self._is_entered = self._is_waiting = self._is_aborted = False
+        self._prompts_ended = self._is_entered = self._is_waiting = self._is_aborted = self._is_cut_off = False
         self._changed: asyncio.Future[None] | None = None
+        self._ended: asyncio.Future[None] | None = None
+        """Done when the present `next_batch` has ended."""
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @property
@@ -171,8 +162,12 @@ class GroupPool:
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """End all calls. A batch that is awaited elsewhere is RolloutAborted."""
         self._is_entered = False
+        self._cut_off_wait()
         await self._calls.stop(self._close_timeout_s)
+        if self._ended is not None:
+            await asyncio.wait([self._ended])
 
     async def next_batch(self) -> GroupBatch:
         """The next batch. Raises RequestsExhausted after the last one, RolloutAborted after
@@ -180,9 +175,10 @@ class GroupPool:
         loses no group: the next call goes on."""
         if self._is_waiting:
             raise RuntimeError("a pool of groups gives one batch at a time; await the first call of next_batch before the second")
-        self._is_waiting = True
+        self._is_waiting, self._is_cut_off = True, False
         try:
             self._loop = asyncio.get_running_loop()
+            self._ended = self._loop.create_future()
             try:
                 await self._wait_until_complete()
             finally:
@@ -191,6 +187,9 @@ class GroupPool:
             return self._give()  # the last step: a cancellation after it would lose the batch
         finally:
             self._is_waiting = False
+            if self._ended is not None:
+                self._ended.set_result(None)
+                self._ended = None
             if self._is_entered:
                 asyncio.get_running_loop().call_soon(self._admit_more)
 
@@ -240,9 +239,11 @@ class GroupPool:
         if not self._is_aborted:
             await self._open()
         while True:
-            if self._is_aborted:
+            if self._is_aborted or self._is_cut_off:
                 await self._calls.stop(self._close_timeout_s)
-                raise RolloutAborted("the pool was asked to abort; whole members are kept, and resume() goes on with them")
+                asked = "asked to abort" if self._is_aborted else "left while a batch was awaited"
+                remedy = "resume()" if self._is_aborted else "the next batch"
+                raise RolloutAborted(f"the pool was {asked}; whole members are kept, and {remedy} goes on with them")
             if self._failure is not None:
                 failure, self._failure = self._failure, None
                 raise failure
@@ -260,6 +261,8 @@ class GroupPool:
         self._failure = None
         if not self._calls.is_open:
             await self._calls.stop(self._close_timeout_s)  # those that an abort has cancelled
+            if self._is_cut_off:
+                return
             self._calls.open()
             for group in self._ledger.owed():
                 self._calls.add(group)
@@ -270,7 +273,12 @@ class GroupPool:
     def _abort(self) -> None:
         if self._is_aborted:  # else `resume` was faster
             self._calls.cancel()
-            self._wake()
+            self._cut_off_wait()
+
+    def _cut_off_wait(self) -> None:
+        """Let the present `next_batch`, if any, raise RolloutAborted."""
+        self._is_cut_off = True
+        self._wake()
 
     def _check_setbacks(self) -> None:
         """Raise if the batch cannot be completed."""
