@@ -8,7 +8,7 @@ from jumping_loop import play_jumping
 from playing import FOR_RL, protocol
 
 from ludic.envs import SingleAgentEnv
-from ludic.errors import ConfigError, ConfigTypeError, RequestsExhausted, RolloutError
+from ludic.errors import ConfigError, ConfigTypeError, RequestsExhausted, RolloutAborted, RolloutError
 from ludic.seeds import derive_seed
 from ludic.training import (
     EnvSpec,
@@ -176,9 +176,13 @@ def test_a_run_that_is_killed_trains_what_one_that_is_not_does(killed_after, fac
     async def killed():
         source = make_source(**settings)
         batches = [await source.next_batch() for _ in range(killed_after)]
-        await asyncio.sleep(0.5)  # some groups of the next batch are played
+        awaited = asyncio.create_task(source.next_batch())
+        while not source.counts.arrived and not awaited.done():
+            await asyncio.sleep(0.01)
+        assert not awaited.done()  # one group of the batch is played, the other is not
         state = json.dumps(source.state_dict())
-        batches[len(batches) :] = []
+        awaited.cancel()
+        await asyncio.wait([awaited])
         await source.aclose()
         return batches, state
 
@@ -187,6 +191,23 @@ def test_a_run_that_is_killed_trains_what_one_that_is_not_does(killed_after, fac
     resumed.load_state_dict(json.loads(state))
     batches += play_jumping(take(resumed, 4 - killed_after))
     assert [content(batch) for batch in batches] == wanted
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0])
+def test_closing_a_source_ends_the_batch_that_a_task_awaits(factor):
+    async def scenario():
+        source = make_source(over_sampling_factor=factor)
+        waiting = asyncio.create_task(source.next_batch())
+        await asyncio.sleep(0.1)
+        await source.aclose()
+        with pytest.raises(RolloutAborted):
+            await waiting
+        assert len(asyncio.all_tasks()) == 1
+        size = len((await source.next_batch()).items)
+        await source.aclose()
+        return size
+
+    assert play_jumping(scenario()) == 8
 
 
 def test_an_error_says_which_filter_rejected_which_rewards():
