@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from small_models import CAUSAL, causal_model, scoring_model
+from small_models import CAUSAL, MIXTURES, causal_model, mixture_model, scoring_model
 from training_samples import tiny_model
 
 from ludic.models.loading import load_classifier, load_model
@@ -39,6 +39,18 @@ def test_a_skeleton_has_everything_but_the_weights(architecture, tmp_path):
         assert_is_skeleton_of(load_skeleton(str(tmp_path), dtype), loaded)
     assert_is_skeleton_of(make_skeleton(loaded), loaded)
     assert all(parameter.device.type == "cpu" for parameter in loaded.parameters())
+
+
+@pytest.mark.parametrize("architecture", MIXTURES)
+def test_stored_buffers_have_the_dtype_of_those_that_are_loaded(architecture, tmp_path):
+    mixture_model(architecture).save_pretrained(tmp_path)
+    for dtype in ("float32", "bfloat16"):  # the biases stay in float32
+        buffers = dict(load_model(str(tmp_path), dtype).named_buffers())
+        skeleton = load_skeleton(str(tmp_path), dtype)
+        assert structure_of(skeleton) == structure_of(load_model(str(tmp_path), dtype))
+        assert {name: (like.dtype, like.shape) for name, like in skeleton.named_buffers()} == {
+            name: (buffer.dtype, buffer.shape) for name, buffer in buffers.items()
+        }
 
 
 def test_a_skeleton_of_a_classifier_has_its_head(tmp_path):

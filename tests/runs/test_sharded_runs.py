@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from ranked_commands import (
     NETWORK,
     PAIRS,
@@ -18,9 +19,12 @@ from ranked_commands import (
     metrics_of,
     with_sgd,
 )
+from small_models import mixture_model
 from tiny_recipe import TINY
+from transformers import AutoModelForCausalLM
 
 from ludic.files.checkpoints import find_checkpoint_faults
+from ludic.models.byte_tokenizer import make_byte_tokenizer
 
 pytestmark = pytest.mark.integration
 
@@ -122,6 +126,23 @@ def test_a_sharded_run_that_is_killed_resumes_on_as_many_ranks_and_on_one(folder
     for resumed in (killed, copy):
         steps = [line["step"] for line in metrics_of(resumed) if "train/loss" in line]
         assert steps == list(range(1, len(steps) + 1))
+
+
+def test_a_mixture_of_experts_keeps_the_stored_biases_of_its_files(folder):
+    """Ranks above 0 build it from its config, which has no biases."""
+    mixture_model("DeepseekV3", vocab_size=300).save_pretrained(folder / "mixture")
+    make_byte_tokenizer().save_pretrained(folder / "mixture")
+    lines = "".join(f'{{"prompt": "{number}+1=", "completion": "{number + 1}"}}\n' for number in range(8))
+    (folder / "sums.jsonl").write_text(lines)
+    given = ["sft", "threads=1", f"model={folder / 'mixture'}", f"data={folder / 'sums.jsonl'}", "batch_size=4", "epochs=1"]
+    settings = [*given, "heldout=0", "checkpoint.every_n_steps=2"]
+    runs = [run_command(folder, "mixture-whole", *settings), run_command(folder, "mixture-sharded", *settings, "sharding=full")]
+    assert largest_difference(*runs) < 1e-6
+    one, other = (AutoModelForCausalLM.from_pretrained(next(run.glob("checkpoints/**/step_000002"))).state_dict() for run in runs)
+    assert one.keys() == other.keys()
+    for name, stored in one.items():
+        torch.testing.assert_close(other[name], stored, rtol=0, atol=1e-6, msg=name)
+    assert one["model.layers.1.mlp.gate.e_score_correction_bias"].tolist() == pytest.approx([0.3, -0.5, 0.1, 0.7])
 
 
 def test_settings_that_would_sample_from_the_first_weights_leave_no_folder(folder):

@@ -19,7 +19,13 @@ _CONTEXT.set_forkserver_preload(
     [
         *("ludic.cli.app", "ludic.cli.train", "ludic.cli.sft", "ludic.cli.train_rm", "ludic.runs.reinforce", "ludic.runs.sft"),
         *("ludic.runs.reward_model", "ludic.runs.report.reinforce", "ludic.runs.report.sft", "ludic.runs.report.reward_model"),
-        *("transformers.models.qwen2.modeling_qwen2", "peft", "matplotlib.backends.backend_agg", "torch.distributed"),
+        *(
+            "transformers.models.qwen2.modeling_qwen2",
+            "transformers.models.deepseek_v3.modeling_deepseek_v3",
+            "peft",
+            "matplotlib.backends.backend_agg",
+            "torch.distributed",
+        ),
     ]
 )
 PATIENCE_S = 120.0

@@ -14,6 +14,7 @@ import torch
 from forked_ranks import run_ranks
 from preference_samples import reward_model, rm_config, sorted_pairs
 from safetensors.torch import load_file, save_file
+from sharded_buffers import find_buffers
 from sharded_presets import find_presets
 from training_samples import ListSource, cpu_config, sorting_items, tiny_model
 from transformers import AutoModelForCausalLM
@@ -382,6 +383,7 @@ def main(out, *sections):
         "resharding": find_resharding,
         "faults": find_faults_of,
         "files": find_files_of,
+        "buffers": find_buffers,
         "exports": find_exports,
         "starts": find_starts,
         "presets": find_presets,

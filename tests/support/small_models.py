@@ -27,6 +27,20 @@ SCORING = {
     "DebertaV2": BERT,
 }
 """Architectures with a sequence classification head that `CAUSAL` does not list."""
+EXPERTS = {**LLAMA, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "first_k_dense_replace": 1}
+RANKS = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8, "num_mtp_layers": 0}
+MIXTURES = {
+    "Glm4Moe": {**EXPERTS, "head_dim": 8, "n_group": 1, "topk_group": 1},
+    "DeepseekV3": {**EXPERTS, **RANKS, "num_key_value_heads": 2, "n_group": 2, "topk_group": 1},
+}
+"""Mixtures of experts with a stored buffer: biases by which the second layer chooses experts."""
+
+
+def mixture_model(architecture, *, seed=0, **changes):
+    """A mixture whose biases are not those that it begins with."""
+    model = make_from_config(architecture, "ForCausalLM", {**MIXTURES[architecture], **changes}, seed)
+    model.model.layers[1].mlp.gate.e_score_correction_bias.copy_(torch.tensor([0.3, -0.5, 0.1, 0.7]))
+    return model
 
 
 def causal_model(architecture, *, seed=0, **changes):

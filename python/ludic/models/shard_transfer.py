@@ -151,6 +151,16 @@ def send_to_shards(targets: Mapping[str, Tensor], wholes: Mapping[str, Tensor], 
         pending.wait()
 
 
+def send_copies(tensors: Mapping[str, Tensor], *, agree: Agree) -> None:
+    """Overwrite tensors that each rank has whole, such as buffers, with rank 0's. All ranks call
+    it, with the same names in the same order."""
+    with agree("sending buffers"):
+        rooms = {name: tensor.detach().contiguous() for name, tensor in tensors.items() if tensor.numel()}
+    for name, room in rooms.items():
+        dist.broadcast(room.view(-1).view(torch.uint8), 0)  # of any dtype
+        tensors[name].detach().copy_(room)
+
+
 def _spread(target: DTensor, whole: Tensor, tag: int, pending: _Pending) -> None:
     """Send each rank its part of `whole`, or receive this rank's part."""
     rank, mesh, local = dist.get_rank(), target.device_mesh, target.to_local()

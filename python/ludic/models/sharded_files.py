@@ -1,7 +1,8 @@
 """Writes a sharded model and its optimizer: every rank its own files, none the whole.
 
     config.json                            rank 0
-    model-00001-of-00002.safetensors ..    each tensor whole, on the rank that owns the file
+    model-00001-of-00002.safetensors ..    each tensor whole, on the rank that owns the file;
+                                           buffers are rank 0's
     model.safetensors.index.json           which file has which tensor: Hugging Face's layout
     optimizer-00001-of-00002.safetensors   the parts of the optimizer's state that rank 0 has
     optimizer.json                         its other values, its parameter groups, and its files
@@ -53,10 +54,12 @@ def write_sharded(model: nn.Module, optimizer: torch.optim.Optimizer | None, fol
 
 def _write_model(model: Any, folder: Path, *, agree: Agree) -> None:
     rank = dist.get_rank()
-    tensors = {name: SharedTensor.of(tensor) for name, tensor in _list_stored(model).items()}
+    stored = _list_stored(model)
+    tensors = {name: SharedTensor.of(tensor) for name, tensor in stored.items()}
     sizes = {name: tensor.size for name, tensor in tensors.items()}
-    files = min(dist.get_world_size(), len(sizes))
-    owners = assign_owners(sizes, files)
+    shared = {name: size for name, size in sizes.items() if isinstance(stored[name], DTensor)}
+    files = max(1, min(dist.get_world_size(), len(shared)))
+    owners = dict.fromkeys(sizes, 0) | assign_owners(shared, files)
     own = {
         name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         for name, tensor in tensors.items()

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ludic.errors import ConfigError
 from ludic.models.adapters import has_adapters
 from ludic.models.loading import check_dtype, holds_only_adapters, locate_model
-from ludic.models.shard_transfer import Agree, SharedTensor, send_to_owners, send_to_shards
+from ludic.models.shard_transfer import Agree, SharedTensor, send_copies, send_to_owners, send_to_shards
 from ludic.models.sharding import ShardingSettings, reshard, shard_model
 from ludic.models.skeleton import load_skeleton, make_skeleton
 from ludic.models.state_files import read_model
@@ -44,29 +45,30 @@ def load_sharded(source: str, dtype: str, settings: ShardingSettings, mesh: Devi
 
 def fill_shards(model: nn.Module, folder: Path, settings: ShardingSettings, mesh: DeviceMesh) -> nn.Module:
     """Shard a model whose parameters are on the device `meta`, and read its weights from `folder`.
-    Its buffers must have their values, which no file has."""
+    Buffers that are not stored must have their values, which no file has."""
     read_model(shard_skeleton(model, settings, mesh), folder)
     model.eval()  # as from_pretrained leaves it
     return model
 
 
 def shard_copy(whole: nn.Module, settings: ShardingSettings, mesh: DeviceMesh, *, agree: Agree) -> nn.Module:
-    """A sharded model with the weights that `whole` has on rank 0, which keeps it. Other ranks need
-    a `make_skeleton` of it, and get their shards from rank 0, a bucket at a time. All ranks call
-    this.
+    """A sharded model with the weights and buffers that `whole` has on rank 0, which keeps it.
+    Other ranks need a `make_skeleton` of it, and get their shards from rank 0, a bucket at a time.
+    All ranks call this.
 
     >>> trained = shard_copy(whole, settings, mesh, agree=ranks.agree)
     >>> copy_home(trained, whole, agree=ranks.agree)  # after some training
     """
     model = shard_skeleton(make_skeleton(whole), settings, mesh)
     send_to_shards(dict(model.named_parameters()), dict(whole.named_parameters()), agree=agree)
+    send_copies(dict(model.named_buffers()), agree=agree)  # which a skeleton of a config lacks
     return model
 
 
 @torch.no_grad()
 def copy_home(trained: nn.Module, whole: nn.Module, *, agree: Agree) -> None:
-    """Copy the trained weights of a sharded model into `whole` on rank 0, a bucket at a time. All
-    ranks call this; `whole` is not touched on other ranks."""
+    """Copy the trained weights of a sharded model, and rank 0's stored buffers, into `whole` on
+    rank 0, a bucket at a time. All ranks call this; `whole` is not touched on other ranks."""
     reshard(trained)
     targets = dict(whole.named_parameters())
     shared = {name: SharedTensor.of(value) for name, value in trained.named_parameters() if value.requires_grad}
@@ -75,6 +77,11 @@ def copy_home(trained: nn.Module, whole: nn.Module, *, agree: Agree) -> None:
         targets[name].copy_(tensor)
 
     send_to_owners(shared, dict.fromkeys(shared, 0), take, agree=agree)
+    if dist.get_rank() == 0:
+        stored, own = whole.state_dict().keys(), dict(whole.named_buffers())
+        for name, buffer in trained.named_buffers():
+            if name in stored:
+                own[name].copy_(buffer)
 
 
 def shard_skeleton(model: nn.Module, settings: ShardingSettings, mesh: DeviceMesh) -> nn.Module:

@@ -4,6 +4,7 @@ no memory. Ranks that get their weights from others begin with one."""
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,7 +37,8 @@ def _make_empty(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def load_skeleton(source: str, dtype: str, model_class: Any = None, **options: Any) -> Any:
-    """The model that `load_model` loads, without its weights: only its config is read.
+    """The model that `load_model` loads, without its weights: only its config is read. Stored
+    buffers have the values that the model begins with, not those of the files.
 
     model_class: a class of transformers with `from_config`; None: that of causal language models.
     options: fields of the config, such as `num_labels`.
@@ -52,5 +54,16 @@ def load_skeleton(source: str, dtype: str, model_class: Any = None, **options: A
     chosen = (config.dtype or torch.float32) if dtype == "auto" else getattr(torch, dtype)
     with init_empty_weights(include_buffers=False):
         model = (model_class or AutoModelForCausalLM).from_config(config, dtype=chosen, trust_remote_code=False)
+    _keep_in_float32(model, chosen)
     model.tie_weights()
     return model.eval()  # as from_pretrained leaves it
+
+
+def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
+    """Make the tensors float32 that `from_pretrained` keeps so, whatever the dtype of the rest. The
+    class names them by patterns: `e_score_correction_bias`."""
+    strict, half = set(model._keep_in_fp32_modules_strict or ()), set(model._keep_in_fp32_modules or ())
+    kept = {torch.bfloat16: strict, torch.float16: strict | half}.get(dtype, set())
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.is_floating_point() and any(re.search(part.replace("*", ".*"), name) for part in kept):
+            tensor.data = tensor.data.float()

@@ -62,7 +62,8 @@ class SharedModel:
         """A sharded model with the weights of rank 0's `whole`. The one of an earlier phase is
         given up."""
         self._trained = None
-        own = {name: [str(value.dtype), list(value.shape)] for name, value in whole.named_parameters()}
+        tensors = [*whole.named_parameters(), *whole.named_buffers()]
+        own = {name: [str(value.dtype), list(value.shape)] for name, value in tensors}
         with ranks.agree("sharding the model"):
             _check_same(own, ranks.ask_rank_0("describing the model", lambda: own))
         self._trained = shard_copy(whole, self._settings, self._mesh, agree=ranks.agree)

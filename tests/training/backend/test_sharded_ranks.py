@@ -76,6 +76,15 @@ def test_transformers_opens_the_folder_and_a_changed_byte_in_the_file_of_any_ran
         assert faults == [f"the content of {name} has changed"]
 
 
+def test_stored_buffers_are_those_of_rank_0(found):
+    first, second = found["buffers"]
+    assert first["sent"] == second["sent"] == pytest.approx([0.3, -0.5, 0.1, 0.7])
+    assert first["stored"] == [[1.0] * 4]  # once, of rank 0, which changed its own to 1
+    assert first["home"] == [1.0] * 4
+    assert second["home"] == [0.0] * 4  # which is not touched
+    assert first["files"] == 2
+
+
 def test_an_export_needs_a_bucket_and_the_largest_tensor_on_rank_0_and_nothing_elsewhere(found):
     (first, second), (collected, _) = found["exports"]["streamed"], found["exports"]["collected"]
     limit = first["bucket_mb"] + first["largest_mb"]
