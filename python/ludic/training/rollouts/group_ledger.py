@@ -165,6 +165,10 @@ class Ledger:
         """The number of kept groups."""
         return len(self._kept)
 
+    def oldest_position(self) -> int | None:
+        """The position of the prompt of the oldest kept group; None if no group is kept."""
+        return next((group.position for group in self._kept.values()), None)
+
     def owed(self) -> Iterator[Group]:
         """The groups with missing members, and those that the filter has not judged."""
         return (group for group in list(self._kept.values()) if group.state is GroupState.OWED)
@@ -222,23 +226,15 @@ class Ledger:
         }
 
     def _encode_group(self, group: Group, codec: MemberCodec, with_prompts: bool) -> dict[str, Any]:
-        members = {}
-        for i, member in enumerate(group.members):
-            if member is not MISSING:
-                try:
-                    members[str(i)] = codec.encode(member)
-                except DataError as error:
-                    logger.warning(
-                        "member %d of group %d cannot be saved (%s); a resumed run plays it again", i, group.ordinal, error
-                    )
+        members = {i: member for i, member in enumerate(group.members) if member is not MISSING}
         saved: dict[str, Any] = {
             "ordinal": group.ordinal,
             "position": group.position,
             "admitted": group.admitted,
-            "members": members,
+            "members": _encode_members(members, group, codec),
         }
         if group.partials:
-            saved["partials"] = {str(i): codec.encode(partial) for i, partial in group.partials.items()}
+            saved["partials"] = _encode_members(group.partials, group, codec)
         if with_prompts:
             saved["prompt"] = group.prompt
         return saved
@@ -283,3 +279,14 @@ class Ledger:
                 f"the saved pool of groups is damaged: {gone} groups are gone and {len(state['groups'])} are kept, which is not the "
                 f"{state['next_ordinal']} that were admitted; take an older checkpoint"
             )
+
+
+def _encode_members(members: Mapping[int, Any], group: Group, codec: MemberCodec) -> dict[str, Any]:
+    """The members, or what is sampled of them, that have a form."""
+    encoded = {}
+    for i, member in members.items():
+        try:
+            encoded[str(i)] = codec.encode(member)
+        except DataError as error:
+            logger.warning("member %d of group %d cannot be saved (%s); a resumed run plays it again", i, group.ordinal, error)
+    return encoded

@@ -427,6 +427,33 @@ def test_a_state_has_whole_samples_and_the_ledger():
     assert restarted.state_dict() == manager.state_dict()
 
 
+@pytest.mark.parametrize("strange", [{1, 2}, threading.Lock(), {(1, 2): 3}, b"bytes"])
+def test_a_sample_that_json_has_no_form_for_is_sampled_again_by_a_resumed_run(strange, caplog):
+    async def generate_strange(prompts, seeds, partial=None):
+        status = SampleStatus.COMPLETED
+        if seeds[0] == seed_of_member(0, 4, 0):
+            try:
+                await asyncio.sleep(100)
+            except asyncio.CancelledError:
+                status = SampleStatus.ABORTED
+        return [answer(prompts[0], seeds[0], metadata={"extra": strange}, status=status)]
+
+    async def run():
+        manager = make_manager(generate_fn=generate_strange, over_sampling_factor=2.0)
+        async with manager:
+            await manager.generate_batch()
+            await asyncio.sleep(1)
+            assert (manager.counts.arrived, manager.counts.owed) == (2, 1)
+        state = json.loads(json.dumps(manager.state_dict()))
+        restarted = make_manager(over_sampling_factor=2.0)
+        restarted.load_state_dict(state)
+        assert (restarted.counts.arrived, restarted.counts.owed) == (0, 3)
+        return await restarted.generate_batch()
+
+    assert len(play_jumping(run()).samples) == 6
+    assert "holds in its prompt, reward or metadata what JSON has no form for" in caplog.text
+
+
 def test_a_token_of_a_state_takes_at_most_thirteen_bytes():
     n = 2000
 

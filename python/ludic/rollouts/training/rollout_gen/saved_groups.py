@@ -13,11 +13,13 @@ generated.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ludic.errors import ConfigError
+from ludic.errors import ConfigError, DataError
+from ludic.rollouts.training.packed_columns import COLUMNS
 from ludic.rollouts.training.types import Sample
 from ludic.training.rollouts.group_ledger import FORMAT
 
@@ -35,7 +37,7 @@ class SampleCodec:
         self._samples_per_member = samples_per_member
 
     def encode(self, member: Member) -> Any:
-        return [sample.to_dict(packed=True) for sample in members_samples(member)]
+        return [_encode_sample(sample) for sample in members_samples(member)]
 
     def decode(self, value: Any) -> Member:
         samples = [Sample.from_dict(data) for data in value]
@@ -45,6 +47,19 @@ class SampleCodec:
                 "split; set the old n_samples_per_prompt, or begin a new run"
             )
         return samples[0] if self._samples_per_member is None else samples
+
+
+def _encode_sample(sample: Sample) -> dict[str, Any]:
+    """The sample as JSON values. Raises DataError if it holds what JSON has no form for."""
+    try:
+        data = sample.to_dict(packed=True)
+        json.dumps({name: value for name, value in data.items() if name not in COLUMNS})
+    except Exception as error:  # of the user's own objects too, which are copied
+        raise DataError(
+            f"sample {sample.index} holds in its prompt, reward or metadata what JSON has no form for: {error}; keep numbers, texts, "
+            "lists and mappings there"
+        ) from error
+    return data
 
 
 def members_samples(member: Member) -> list[Sample]:
