@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import weakref
 
 import pytest
 from jumping_loop import play_jumping
@@ -208,6 +209,46 @@ def test_closing_a_source_ends_the_batch_that_a_task_awaits(factor):
         return size
 
     assert play_jumping(scenario()) == 8
+
+
+def test_a_source_that_is_never_saved_forgets_the_batches_of_requests_that_it_is_through_with():
+    asked = []
+    inner = make_requests(batch_size=1)
+
+    class Requests:
+        def __call__(self):
+            return inner()
+
+        def state_dict(self):
+            state = State(inner.state_dict())
+            asked.append(weakref.ref(state))
+            return state
+
+        def __deepcopy__(self, memo):
+            return self
+
+        def load_state_dict(self, state):
+            inner.load_state_dict(state)
+
+    class State(dict):
+        def __deepcopy__(self, memo):
+            return self
+
+    async def scenario():
+        source = make_source(requests=Requests(), over_sampling_factor=2.0)
+        for _ in range(30):
+            await source.next_batch()
+            assert sum(state() is not None for state in asked) <= 2 * 4 + 2
+        resumed = make_source(requests=make_requests(batch_size=1), over_sampling_factor=2.0)
+        state = json.loads(json.dumps(source.state_dict()))
+        await source.aclose()
+        resumed.load_state_dict(state)
+        size = len((await resumed.next_batch()).items)
+        await resumed.aclose()
+        return size
+
+    assert play_jumping(scenario()) == 8
+    assert len(asked) > 60
 
 
 def test_an_error_says_which_filter_rejected_which_rewards():

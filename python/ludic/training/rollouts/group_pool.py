@@ -152,6 +152,10 @@ class GroupPool:
         """The groups admitted so far, by what became of them."""
         return self._ledger.count()
 
+    def oldest_position(self) -> int | None:
+        """Where the prompt of the oldest kept group is in the prompts; None if no group is kept."""
+        return self._ledger.oldest_position()
+
     def limit(self, num_batches: int) -> None:
         """Say how many more batches are needed. No more groups are admitted than those hold, unless
         more batches are asked for after all."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import uuid
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from inspect import iscoroutine
 from random import Random
@@ -45,7 +45,10 @@ class RequestsByPosition:
         the function, and takes the request with index 1
     """
 
-    def __init__(self, requests_fn: RequestsFn, group_size: int) -> None:
+    def __init__(self, requests_fn: RequestsFn, group_size: int, oldest_kept: Callable[[], int | None] = lambda: 0) -> None:
+        """`oldest_kept()`: no position before this one is asked for any more; None: no position
+        that is taken."""
+        self._oldest_kept = oldest_kept
         position: object = requests_fn
         self._requests_fn, self._group_size = requests_fn, group_size
         self._function = position if isinstance(position, _Stateful) else None
@@ -64,6 +67,8 @@ class RequestsByPosition:
                 raise RequestsExhausted("requests has returned no more requests")
             first = self._next
             self._batch = first, batch
+            oldest = self._oldest_kept()
+            del self._starts[: len(self._starts) if oldest is None else max(0, self._index_of(oldest))]
             self._starts.append((first, state))
         self._next += 1
         return self._next - 1, batch[self._next - 1 - first]

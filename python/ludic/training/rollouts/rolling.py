@@ -98,7 +98,11 @@ class RollingBatchSource(BatchSourceBase):
                 raise ConfigError(f"{name} ({value}) must be >= 1")
         self.engine = engine
         self.credit_assigner = select_credit_assigner(algorithm, credit_assigner)
-        self._prompts = requests if isinstance(requests, PromptRequests) else RequestsByPosition(requests, group_size)
+        self._prompts = (
+            requests
+            if isinstance(requests, PromptRequests)
+            else RequestsByPosition(requests, group_size, oldest_kept=lambda: self._pool.oldest_position())
+        )
         self._group_size, self._seed, self._concurrency = group_size, seed, concurrency
         self._group_filter, self._sample_filter = group_filter, sample_filter
         self._max_steps, self._timeout_s, self._on_rollouts = max_steps, timeout_s, on_rollouts
