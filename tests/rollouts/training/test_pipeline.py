@@ -3,6 +3,7 @@ and SFT hands its weights to RL."""
 
 import json
 import logging
+import re
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,8 @@ from ludic.errors import CheckpointError, ConfigError, DataError, LaunchError
 from ludic.recipes.compose import compose
 from ludic.recipes.sft.schema import compose_sft
 from ludic.rollouts.training import pipeline
-from ludic.rollouts.training.pipeline import latest_checkpoint, run_pipeline, run_sft
-from ludic.rollouts.training.pipeline_tree import make_rl_row, make_sft_row, read_tree, translate_rl, translate_sft
+from ludic.rollouts.training.pipeline import latest_checkpoint, run_pipeline, run_rl, run_sft
+from ludic.rollouts.training.pipeline_tree import Translation, make_rl_row, make_sft_row, read_tree, translate_rl, translate_sft
 
 
 def write_rows(path: Path, rows: list[dict[str, object]]) -> Path:
@@ -41,14 +42,15 @@ def tree(tmp_path: Path) -> dict[str, dict[str, object]]:
     }
 
 
-def composed(recipe: dict[str, object], tmp_path: Path, read: object = compose) -> object:
+def composed(translation: Translation, tmp_path: Path, read: object = compose) -> object:
     path = tmp_path / "translated.yaml"
-    path.write_text(json.dumps(recipe))
+    path.write_text(json.dumps(translation.recipe))
     return read([str(path)])  # type: ignore[operator]
 
 
 def test_the_tree_becomes_one_recipe(tree: dict[str, dict[str, object]], tmp_path: Path) -> None:
-    recipe = composed(translate_rl(read_tree(tree), tmp_path, mode="sft+rl"), tmp_path)
+    translation = translate_rl(read_tree(tree), tmp_path, mode="sft+rl")
+    recipe = composed(translation, tmp_path)
     assert (recipe.mode, recipe.model, recipe.seed, recipe.algorithm) == ("sft+rl", "somewhere", 42, "grpo")
     assert (recipe.warmup.epochs, recipe.warmup.batch_size, recipe.warmup.trainer.lr) == (1, 8, 1e-3)
     assert (recipe.steps, recipe.rollout.prompts, recipe.rollout.group_size) == (5, 4, 2)  # 20 problems, 4 a step
@@ -56,9 +58,8 @@ def test_the_tree_becomes_one_recipe(tree: dict[str, dict[str, object]], tmp_pat
     assert recipe.trainer.lr == 5e-6  # not given: that of a loaded model
     assert (recipe.trainer.lr_scheduler_type, recipe.trainer.warmup_ratio, recipe.trainer.max_seq_len) == ("cosine", 0.03, 64)
     assert recipe.sharding.kind == "none"
-    rows = Path(recipe.warmup.data).read_text().splitlines()
-    assert len(rows) == 2 * 10 + 3
-    assert json.loads(Path(recipe.data).read_text().splitlines()[8]) == {"question": "8>", "prompt": "8>", "answer": "1"}
+    assert len(translation.rows[recipe.warmup.data]) == 2 * 10 + 3
+    assert translation.rows[recipe.data][8] == {"question": "8>", "prompt": "8>", "answer": "1"}
 
 
 def test_the_tree_becomes_a_recipe_of_supervised_training(tree: dict[str, dict[str, object]], tmp_path: Path) -> None:
@@ -169,8 +170,8 @@ async def test_several_gpus_are_ranks_of_torchrun(
     monkeypatch.setattr(pipeline, "_execute", execute)
     monkeypatch.delenv("RANK", raising=False)
     target = {"gpu_ranks": [1, 3], "train_backend": "fsdp", "master_port": 29511}
-    output = {**tree["output"], "wandb_project": "mine"}
-    run = await run_pipeline({**tree, "target": target, "output": output})
+    tree |= {"target": target, "output": {**tree["output"], "wandb_project": "mine"}}
+    run = await run_pipeline(tree)
     assert run == tmp_path / "results" / "first" / "sft+rl"
     command, environment = started[0]
     assert "--nproc-per-node=2" in command
@@ -180,11 +181,66 @@ async def test_several_gpus_are_ranks_of_torchrun(
     assert compose([command[-1]]).sharding.kind == "full"
     run.mkdir()
     (run / "progress.json").write_text("{}")
-    await run_pipeline({**tree, "target": target})
+    await run_pipeline(tree)
     assert started[1][0][-2:] == ["--resume", str(run)]
     monkeypatch.setenv("RANK", "0")
-    await run_pipeline({**tree, "target": target})
+    await run_pipeline(tree)
     assert started[2][0][1:4] == ["-m", "ludic.cli", "train"]
+
+
+async def test_a_run_that_has_begun_goes_on_with_its_own_tree_only(
+    tree: dict[str, dict[str, object]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = []
+
+    async def execute(command: list[str], _: object) -> int:
+        started.append(command[-2:])
+        return 0
+
+    monkeypatch.setattr(pipeline, "_execute", execute)
+    run = await run_pipeline({**tree, "sft": {**tree["sft"], "matrix_lr": 0.5}})
+    assert run == await run_pipeline(tree)  # nothing has begun yet
+    make_checkpoint(run, "progress.json")
+    files = [run.with_suffix(".yaml"), *(run.parent / "data").iterdir()]
+    before = [file.read_bytes() for file in files]
+    assert len(before) == 3
+    await run_pipeline(tree)
+    assert started[2] == ["--resume", str(run)]
+    other = write_rows(tmp_path / "other.jsonl", [{"prompt": f"{n}>", "completion": "0"} for n in range(23)])
+    rates = {"sft": {**tree["sft"], "matrix_lr": 2e-3}, "rl": {**tree["rl"], "weight_decay": 0.1}}
+    with pytest.raises(ConfigError) as error:
+        await run_pipeline({**tree, **rates})
+    named = re.findall(r"([a-z_.]+) \((\S+), now (\S+)\)", str(error.value))
+    assert named == [("trainer.weight_decay", "0.0", "0.1"), ("warmup.trainer.lr", "0.001", "0.002")]
+    with pytest.raises(ConfigError, match=r"other settings: the rows of .*data/sft\.jsonl; put them back"):
+        await run_pipeline({**tree, "data": {**tree["data"], "sft_mixture": [{"filepath": str(other)}]}})
+    assert [file.read_bytes() for file in files] == before
+    assert len(started) == 3
+    files[0].unlink()
+    with pytest.raises(ConfigError, match="with its settings is gone"):
+        await run_pipeline(tree)
+
+
+async def test_reinforcement_resumes_when_it_is_given_its_own_checkpoint(
+    tree: dict[str, dict[str, object]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`latest_checkpoint(output_dir)` is one of the run itself once it has begun."""
+    started = []
+
+    async def execute(command: list[str], _: object) -> int:
+        started.append(command[-2])
+        return 0
+
+    monkeypatch.setattr(pipeline, "_execute", execute)
+    out, sources = tmp_path / "out", [tmp_path / name / "step_1" for name in ("first", "second")]
+    for source in sources:
+        make_checkpoint(source, "config.json")
+    run = await run_rl(tree, out, sources[0])
+    make_checkpoint(run, "progress.json")
+    await run_rl(tree, out, make_checkpoint(run / "checkpoints" / "reinforce" / "step_000003", "config.json"))
+    assert started[1] == "--resume"
+    with pytest.raises(ConfigError, match="second"):
+        await run_rl(tree, out, sources[1])
 
 
 async def test_a_run_that_fails_is_an_error(

@@ -7,7 +7,7 @@
 
 A tree is translated to the settings of `ludic sft` or `ludic train` (`pipeline_tree`), which run in
 a process of their own, or under torchrun where the tree names several GPUs. What they write, and
-how they resume, is theirs: called again, an unfinished run goes on where it was.
+how they resume, is theirs: called again with the same tree, an unfinished run goes on where it was.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from ludic.errors import CheckpointError, ConfigError, LaunchError
-from ludic.files.atomic import write_text
-from ludic.rollouts.training.pipeline_tree import read_tree, translate_rl, translate_sft
+from ludic.files.atomic import read_json, write_text
+from ludic.files.json_values import encode_lines
+from ludic.files.jsonl import write_jsonl
+from ludic.rollouts.training.pipeline_tree import Translation, read_tree, translate_rl, translate_sft
 
 Config = Mapping[str, Any] | str | Path
 _STEP = re.compile(r"step_(\d+)")
@@ -137,12 +139,17 @@ def _find_model(source: str | Path | None) -> str | None:
     return str(latest_checkpoint(path).resolve())
 
 
-async def _run(command: str, recipe: Mapping[str, Any], tree: Mapping[str, Mapping[str, Any]]) -> Path:
-    """Run a command of `ludic` with these settings, or resume it where it has begun."""
-    run = Path(recipe["output"]) / recipe["name"]
-    arguments = ["--resume", str(run)]
-    if not (run / "progress.json").is_file():
-        file = Path(recipe["output"]) / f"{recipe['name']}.yaml"
+async def _run(command: str, translation: Translation, tree: Mapping[str, Mapping[str, Any]]) -> Path:
+    """Run a command of `ludic` with these settings, or resume it where it has begun. Rows and
+    settings are written for a new run only."""
+    recipe = translation.recipe
+    run, file = Path(recipe["output"]) / recipe["name"], Path(recipe["output"]) / f"{recipe['name']}.yaml"
+    if (run / "progress.json").is_file():
+        _check_same(run, file, translation)
+        arguments = ["--resume", str(run)]
+    else:
+        for path, rows in translation.rows.items():
+            write_jsonl(path, rows)
         file.parent.mkdir(parents=True, exist_ok=True)
         write_text(file, json.dumps(recipe, indent=2))  # JSON is YAML
         arguments = [str(file)]
@@ -153,6 +160,32 @@ async def _run(command: str, recipe: Mapping[str, Any], tree: Mapping[str, Mappi
             f"`ludic {command} --resume {run}`"
         )
     return run
+
+
+def _check_same(run: Path, file: Path, translation: Translation) -> None:
+    """Raise ConfigError, naming what differs, unless the run has these settings and rows."""
+    if not file.is_file():
+        raise ConfigError(f"{run} has begun, and {file} with its settings is gone; put it back, or choose another output_dir")
+    old, new = _list_values(read_json(file)), _list_values(json.loads(json.dumps(translation.recipe)))
+    if Path(str(new["model"])).is_relative_to(run):
+        new["model"] = old.get("model")  # a checkpoint of the run itself: it goes on from its newest
+    changed = [f"{key} ({old.get(key)}, now {new.get(key)})" for key in {**old, **new} if old.get(key) != new.get(key)]
+    for path, rows in translation.rows.items():
+        if not Path(path).is_file() or Path(path).read_bytes() != b"".join(encode_lines(map(dict, rows))):
+            changed.append(f"the rows of {path}")
+    if changed:
+        raise ConfigError(
+            f"{run} has begun with other settings: {', '.join(changed)}; put them back to go on, or choose another output_dir or "
+            "output.experiment_name for a new run"
+        )
+
+
+def _list_values(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The settings by path. Example: `{"trainer": {"lr": 1}}` gives `{"trainer.lr": 1}`."""
+    values: dict[str, Any] = {}
+    for key, value in settings.items():
+        values |= _list_values(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return values
 
 
 def _launcher(target: Mapping[str, Any]) -> Sequence[str]:

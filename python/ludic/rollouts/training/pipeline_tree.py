@@ -18,14 +18,14 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ludic.data.sources import read_table
 from ludic.errors import ConfigError, DataError
-from ludic.files.jsonl import write_jsonl
 from ludic.rollouts.training.datasets.dataset_loaders import messages_of_row
 
 logger = logging.getLogger(__name__)
+Rows = list[Mapping[str, Any]]
 
 MODES = ("sft", "rl", "sft+rl")
 _RATES = {"matrix_lr": None, "embedding_lr": None, "unembedding_lr": None, "init_lr_frac": None, "weight_decay": 0.0}
@@ -149,19 +149,26 @@ def _check_values(tree: Mapping[str, Mapping[str, Any]]) -> None:
         raise ConfigError(f"output.mode is {mode}, and data.{sides[0]}_mixture is empty; give it [{{filepath: FILE.jsonl}}]")
 
 
-def translate_sft(tree: Mapping[str, Mapping[str, Any]], folder: Path) -> dict[str, Any]:
-    """Settings of `ludic sft`, for a run in `folder / "sft"`. Writes its rows below `folder`."""
+class Translation(NamedTuple):
+    """A tree as settings of `ludic`, and the rows that it trains on, by the file they belong in."""
+
+    recipe: dict[str, Any]
+    rows: dict[str, Rows]
+
+
+def translate_sft(tree: Mapping[str, Mapping[str, Any]], folder: Path) -> Translation:
+    """Settings of `ludic sft`, for a run in `folder / "sft"`. Its rows belong below `folder`."""
     sft = tree["sft"]
     recipe = _translate_common(tree, folder, "sft", model=None)
-    recipe |= {"data": str(_write_sft_rows(tree, folder)), "batch_size": sft["target_examples_per_step"], "heldout": 0.0}
+    recipe |= {"data": _name_rows(folder, "sft"), "batch_size": sft["target_examples_per_step"], "heldout": 0.0}
     recipe |= {"steps": sft["num_iterations"]} if sft["num_iterations"] > 0 else {"epochs": sft["num_epochs"]}
     recipe |= {"trainer": _translate_trainer(tree, "sft"), "checkpoint": {"every_n_steps": sft["checkpoint_every"]}}
-    return recipe
+    return Translation(recipe, {_name_rows(folder, "sft"): _read_sft_rows(tree)})
 
 
-def translate_rl(tree: Mapping[str, Mapping[str, Any]], folder: Path, *, mode: str, model: str | None = None) -> dict[str, Any]:
+def translate_rl(tree: Mapping[str, Mapping[str, Any]], folder: Path, *, mode: str, model: str | None = None) -> Translation:
     """Settings of `ludic train`, for a run in `folder / "rl"`, or `folder / "sft+rl"` where `mode`
-    is that. Writes its problems, and its rows, below `folder`.
+    is that. Its problems, and its rows, belong below `folder`.
 
     model: what to begin with, instead of `model.name`.
     """
@@ -169,7 +176,7 @@ def translate_rl(tree: Mapping[str, Mapping[str, Any]], folder: Path, *, mode: s
     rows = [make_rl_row(row, where) for where, row in _mix(tree["data"]["rl_mixture"], "data.rl_mixture")]
     steps = rl["num_iterations"] if rl["num_iterations"] > 0 else -(-rl["num_epochs"] * len(rows) // rl["examples_per_step"])
     recipe = {"recipe": "data", "mode": mode, **_translate_common(tree, folder, mode, model=model)}
-    recipe |= {"data": str(_write_rows(folder / "data" / "rl.jsonl", rows)), "reward": rl["reward"] or _guess_reward(tree)}
+    recipe |= {"data": _name_rows(folder, "rl"), "reward": rl["reward"] or _guess_reward(tree)}
     recipe |= {"steps": steps, "task": {"args": {"max_new_tokens": rl["max_new_tokens"]}}}
     recipe |= {"algorithm": "grpo" if rl["num_samples"] > 1 else "reinforce"}
     recipe["rollout"] = {"prompts": rl["examples_per_step"], "group_size": rl["num_samples"], "temperature": rl["temperature"]}
@@ -178,10 +185,11 @@ def translate_rl(tree: Mapping[str, Mapping[str, Any]], folder: Path, *, mode: s
     recipe["checkpoint"] = {"every_n_steps": rl["save_every"]}
     if mode == "sft+rl":
         count = {"steps": sft["num_iterations"]} if sft["num_iterations"] > 0 else {"epochs": sft["num_epochs"]}
-        data = {"data": str(_write_sft_rows(tree, folder)), "batch_size": sft["target_examples_per_step"]}
+        data = {"data": _name_rows(folder, "sft"), "batch_size": sft["target_examples_per_step"]}
         recipe["warmup"] = {**data, **count, "trainer": _translate_trainer(tree, "sft")}
         recipe["checkpoint"] = {"every_n_steps": min(rl["save_every"], sft["checkpoint_every"])}
-    return recipe
+    sft_rows = {_name_rows(folder, "sft"): _read_sft_rows(tree)} if mode == "sft+rl" else {}
+    return Translation(recipe, {_name_rows(folder, "rl"): rows, **sft_rows})
 
 
 def _translate_common(tree: Mapping[str, Mapping[str, Any]], folder: Path, name: str, *, model: str | None) -> dict[str, Any]:
@@ -232,15 +240,12 @@ def _mix(mixture: Sequence[Mapping[str, Any]], name: str) -> Iterator[tuple[str,
             yield from ((table.where(index), table.rows[index]) for index in range(min(limits)))
 
 
-def _write_sft_rows(tree: Mapping[str, Mapping[str, Any]], folder: Path) -> Path:
-    rows = [make_sft_row(row, where) for where, row in _mix(tree["data"]["sft_mixture"], "data.sft_mixture")]
-    return _write_rows(folder / "data" / "sft.jsonl", rows)
+def _read_sft_rows(tree: Mapping[str, Mapping[str, Any]]) -> Rows:
+    return [make_sft_row(row, where) for where, row in _mix(tree["data"]["sft_mixture"], "data.sft_mixture")]
 
 
-def _write_rows(path: Path, rows: list[Mapping[str, Any]]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_jsonl(path, rows)
-    return path
+def _name_rows(folder: Path, side: str) -> str:
+    return str(folder / "data" / f"{side}.jsonl")
 
 
 def make_sft_row(row: Mapping[str, Any], where: str) -> Mapping[str, Any]:
