@@ -109,7 +109,7 @@ class CheckpointManager:
         folder on rank 0, None on other ranks."""
 
         saved = optimizer if self.cfg.save_optimizer else None
-        return self._save(lambda folder: write_weights(model, saved, folder), step, metadata, shared=is_sharded(model))
+        return self.write(lambda folder: write_weights(model, saved, folder), step, metadata, shared=is_sharded(model))
 
     def save_backend(self, backend: TrainingBackend, *, step: int, metadata: Mapping[str, Any] | None = None) -> Path | None:
         """Save the backend's weights and optimizer; `Trainer` calls this method. If a subclass
@@ -122,13 +122,13 @@ class CheckpointManager:
                     self._point_to(folder)
             return folder
         save, shared = backend.save, writes_on_all_ranks(backend)
-        return self._save(lambda folder: save(folder, optimizer=self.cfg.save_optimizer).wait(), step, metadata, shared=shared)
+        return self.write(lambda folder: save(folder, optimizer=self.cfg.save_optimizer).wait(), step, metadata, shared=shared)
 
-    def _save(
-        self, write: Callable[[Path | None], None], step: int, metadata: Mapping[str, Any] | None, *, shared: bool
+    def write(
+        self, write: Callable[[Path | None], None], step: int, metadata: Mapping[str, Any] | None = None, *, shared: bool
     ) -> Path | None:
-        """Write a checkpoint. `write` writes weights and optimizer to a folder. With `shared` it
-        gets the folder on all ranks, else None on ranks other than 0."""
+        """`save` of what `write` writes to a folder: weights and optimizer. With `shared` it gets
+        the folder on all ranks, else None on ranks other than 0."""
         content = {"step": step, **(metadata or {})}
         target = self.root / f"step_{step:06d}"
         with ranks.agree(f"saving the checkpoint of step {step}"):

@@ -1,5 +1,6 @@
 """The backend that takes batches by column: gradients, metrics, checkpoints, failures."""
 
+import threading
 from functools import partial
 
 import pytest
@@ -186,6 +187,27 @@ async def test_saving_a_step_again_changes_no_version(tmp_path):
     for _ in range(2):
         folder = await backend.save_checkpoint(1, {})
     assert read_json(folder / "metadata.json")["weight_version"] == 1
+
+
+async def test_another_save_meanwhile_has_a_step_and_metrics_of_its_own(tmp_path):
+    futures = []
+
+    class SavingTokenizer:
+        pad_token_id = 0
+
+        def save_pretrained(self, folder):
+            if not futures:
+                other = threading.Thread(target=lambda: futures.append(backend.save(tmp_path / "other")))
+                other.start()
+                other.join()
+
+    backend = make_backend(tmp_path, tokenizer=SavingTokenizer())
+    await backend.optim_step()
+    folder = await backend.save_checkpoint(7, {"score": 0.5})
+    await futures[0]
+    first, second = (read_json(path / "metadata.json") for path in (folder, tmp_path / "other"))
+    assert (first["step"], first["metrics"]["score"]) == (7, 0.5)
+    assert (second["step"], "score" in second["metrics"]) == (1, False)
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "optimizer.bin", "checkpoint.pt"])

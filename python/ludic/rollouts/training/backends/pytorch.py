@@ -30,7 +30,7 @@ from ludic.training.backend.protocol import MicroBatches
 from ludic.training.backend.serial_worker import SerialWorker
 from ludic.training.backend.torch import TorchBackend
 from ludic.training.batching.micro_batching import MicroBatch
-from ludic.training.checkpoint import CheckpointConfig, CheckpointManager
+from ludic.training.checkpoint import CheckpointConfig, CheckpointManager, writes_on_all_ranks
 from ludic.training.config import TrainerConfig
 from ludic.training.credit_assignment import ConstantCredit
 from ludic.training.loop.micro_stats import combine_micro_stats, copy_to_host, final_values, reduce_over_ranks
@@ -96,7 +96,6 @@ class PyTorchTrainingBackend(TorchBackend):
         keep = WITHOUT_LIMIT if max_to_keep is None else max_to_keep
         self.checkpoints = CheckpointManager(CheckpointConfig(self.checkpoint_dir, max_to_keep=keep))
         self._whole = micro_token_budget is None
-        self._saved_step: int | None = None
         self._metrics: dict[str, Any] = {}
 
     def forward_backward(
@@ -171,20 +170,27 @@ class PyTorchTrainingBackend(TorchBackend):
         Returns the folder, which vLLM and SGLang can load."""
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise ConfigError(f"step ({step!r}) must be a whole number >= 0; the folder is named after it")
-        self._saved_step, self._metrics = step, {**self._metrics, **_check_metrics(metrics or {})}
-        try:
-            if ranks.is_distributed():  # its collectives stay in the thread of all others
-                self.checkpoints.save_backend(self, step=step)
-            else:
-                await asyncio.to_thread(self.checkpoints.save_backend, self, step=step)
-        finally:
-            self._saved_step = None
+        given, shared = _check_metrics(metrics or {}), writes_on_all_ranks(self)
+
+        def write(folder: Path | None) -> None:
+            self.save(folder, step=step, metrics=given).wait()
+
+        if ranks.is_distributed():  # its collectives stay in the thread of all others
+            self.checkpoints.write(write, step, shared=shared)
+        else:
+            await asyncio.to_thread(self.checkpoints.write, write, step, shared=shared)
         return self.checkpoint_dir / f"step_{step:06d}"
 
-    def save(self, path: str | Path | None, *, optimizer: bool = True) -> TrainFuture[None]:
+    def save(
+        self,
+        path: str | Path | None,
+        *,
+        optimizer: bool = True,
+        step: int | None = None,
+        metrics: Mapping[str, Any] | None = None,
+    ) -> TrainFuture[None]:
         """Write the weights, the tokenizer and `metadata.json`, and with `optimizer` its state,
-        into the folder."""
-        step = self.current_step if self._saved_step is None else self._saved_step
+        into the folder. `step`, in the metadata: None is that of the optimizer."""
 
         def compute() -> None:
             folder = None if path is None else Path(path)
@@ -194,14 +200,15 @@ class PyTorchTrainingBackend(TorchBackend):
                     self.tokenizer.save_pretrained(folder)
                 if optimizer:
                     _index_weights(folder)
-                write_json(folder / METADATA, self._describe(step))
+                write_json(folder / METADATA, self._describe(step, metrics or {}))
 
         return self._run("save", compute)
 
-    def _describe(self, step: int) -> dict[str, Any]:
+    def _describe(self, step: int | None, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        step = self.current_step if step is None else step
         content = {"step": step, "optim_step": self.current_step, "weight_version": self.weight_version}
         scheduler = {} if self.scheduler is None else {"scheduler": _plain_values(self.scheduler.state_dict())}
-        return {**content, "timestamp": time.time(), "metrics": self._metrics, **scheduler}
+        return {**content, "timestamp": time.time(), "metrics": {**self._metrics, **metrics}, **scheduler}
 
     def load(self, path: str | Path, *, optimizer: bool = True) -> TrainFuture[None]:
         """Read what `save` wrote. With `optimizer`, also its state, the scheduler, the step and the
