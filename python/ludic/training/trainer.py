@@ -238,6 +238,8 @@ class Trainer:
                     await self._optimize(mini_batch, record, first_epoch=epoch == 0)
                 record.add_padding(mini_batch)
         self._step += 1
+        if isinstance(self.backend, TorchBackend):
+            self.backend.note_step(self._step)
         if self.sync_every_steps and self._step % self.sync_every_steps == 0:
             await self.publish(timer)
         stats = self._log_step(record)

@@ -198,6 +198,10 @@ class TorchBackend(ModelPasses):
         self._clear_gradients()
         return {"grad_norm": norm, "lr": self.optimizer.param_groups[0]["lr"]}
 
+    def note_step(self, step: int) -> None:
+        """The trainer has taken `step` steps, each of one or more optimizer steps. A subclass may
+        number its weights so; called before they are published and saved."""
+
     def _clip_gradient(self) -> float:
         """Clip the gradient of all ranks. Returns its L2 norm before. Waits for the device."""
         stepped = [self._masters.stepped_tensor(parameter) for parameter in self.model.parameters() if parameter.requires_grad]

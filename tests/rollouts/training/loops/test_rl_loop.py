@@ -167,6 +167,28 @@ async def test_without_engines_samples_have_the_version_of_each_step_also_after_
     assert not (tmp_path / "published").exists()
 
 
+async def test_folders_metadata_samples_and_engines_count_the_steps_of_the_loop(tmp_path):
+    seen, engine = [], Engine()
+
+    async def generate_and_note(prompts, seeds, weight_version):
+        seen.append(weight_version)
+        return await generate(prompts, seeds)
+
+    def numbers(folder):
+        metadata = read_json(tmp_path / folder / "metadata.json")
+        return metadata["step"], metadata["weight_version"], metadata["optim_step"]
+
+    settings = {"sync_every": 1, "checkpoint_every": 2, "minibatches_per_batch": 2}
+    for steps in (3, 4):
+        backend, manager = make_backend(tmp_path, ppo_loss), make_manager(generate_fn=generate_and_note)
+        await run(backend, manager, [engine], RLTrainingConfig(num_steps=steps, **settings), resume=steps == 4)
+        assert (backend.weight_version, backend.current_step) == (steps, 2 * steps)
+        for folder in (f"step_{steps:06d}", f"published/step_{steps:06d}"):
+            assert numbers(folder) == (steps, steps, 2 * steps)
+    assert seen == [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4
+    assert engine.loaded == ["step_000001", "step_000002", "step_000003", "step_000003", "step_000004"]
+
+
 async def test_an_engine_that_fails_ends_the_run_with_its_error_and_a_finished_logger(tmp_path):
     logger = ListLogger()
     with pytest.raises(PublishError, match="no space"):

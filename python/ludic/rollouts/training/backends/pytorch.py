@@ -58,6 +58,9 @@ class PyTorchTrainingBackend(TorchBackend):
     Methods return futures at once and run in the order of the calls. Gradients accumulate until
     `optim_step`. After a failure the backend refuses work until `reset()` drops the gradient.
     `Trainer` and the loops train with it as it is. A batch by column is described at `DictBatch`.
+
+    `current_step` counts optimizer steps. So does `weight_version`, but under a `Trainer`, where a
+    step may be several of the optimizer, it is the trainer's step, as in samples and on servers.
     """
 
     def __init__(
@@ -146,6 +149,9 @@ class PyTorchTrainingBackend(TorchBackend):
         self._metrics |= metrics
         return metrics
 
+    def note_step(self, step: int) -> None:
+        self.weight_version = step
+
     def forward_logprobs(self, batch: Any, *, temperature: float | None = None, top_p: float = 1.0) -> TrainFuture[Tensor]:
         """Of a batch by column: [B, T] float32 log-probability of each token, aligned with
         `input_ids` and 0 at the first token of a row: `old_log_probs` of later steps. Of a
@@ -190,7 +196,7 @@ class PyTorchTrainingBackend(TorchBackend):
         metrics: Mapping[str, Any] | None = None,
     ) -> TrainFuture[None]:
         """Write the weights, the tokenizer and `metadata.json`, and with `optimizer` its state,
-        into the folder. `step`, in the metadata: None is that of the optimizer."""
+        into the folder. `step`, in the metadata: None is `weight_version`."""
 
         def compute() -> None:
             folder = None if path is None else Path(path)
@@ -205,7 +211,7 @@ class PyTorchTrainingBackend(TorchBackend):
         return self._run("save", compute)
 
     def _describe(self, step: int | None, metrics: Mapping[str, Any]) -> dict[str, Any]:
-        step = self.current_step if step is None else step
+        step = self.weight_version if step is None else step
         content = {"step": step, "optim_step": self.current_step, "weight_version": self.weight_version}
         scheduler = {} if self.scheduler is None else {"scheduler": _plain_values(self.scheduler.state_dict())}
         return {**content, "timestamp": time.time(), "metrics": {**self._metrics, **metrics}, **scheduler}
