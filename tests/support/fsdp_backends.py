@@ -47,13 +47,16 @@ def difference(weights, expected):
 
 
 async def steps(backend, rank, world, count, first=0):
-    """Losses of steps on this rank's rows of each batch of four."""
-    losses = []
+    """Losses of steps on this rank's rows of each batch of four, and gradient norms: those of
+    `forward_backward`, those of `optim_step`."""
+    losses, norms = [], ([], [])
     for step in range(first, first + count):
         rows = SAMPLES[4 * (step % 2) :][:4][rank * 4 // world : (rank + 1) * 4 // world]
-        losses.append((await backend.forward_backward(prepare_sft_batch(rows)))["loss"])
-        await backend.optim_step()
-    return losses
+        metrics = await backend.forward_backward(prepare_sft_batch(rows))
+        losses.append(metrics["loss"])
+        norms[0].append(metrics.get("grad_norm"))
+        norms[1].append((await backend.optim_step())["grad_norm"])
+    return losses, norms
 
 
 def columns(rank, world, folder):
@@ -62,12 +65,13 @@ def columns(rank, world, folder):
     async def run():
         found = {}
         expected = whole(Path(folder) / f"one{rank}")
-        losses = await steps(expected, 0, 1, 3)
+        losses, norms = await steps(expected, 0, 1, 3)
         for strategy in STRATEGIES:
             backend = sharded(Path(folder) / strategy, strategy=strategy)
-            own = await steps(backend, rank, world, 3)
+            own, own_norms = await steps(backend, rank, world, 3)
             weights = difference(weights_of(backend), weights_of(expected))
             found[strategy] = {"loss": max(abs(a - b) for a, b in zip(own, losses, strict=True)), "weights": weights}
+            found[strategy]["norms"] = [own_norms, norms]
         return found
 
     return asyncio.run(run())

@@ -63,6 +63,12 @@ def test_batches_by_column_train_as_in_one_process(found):
     for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"):
         assert found["columns"][strategy]["loss"] <= 1e-6, strategy
         assert found["columns"][strategy]["weights"] <= 1e-6, strategy
+        (before, after), (_, expected) = found["columns"][strategy]["norms"]
+        assert after == pytest.approx(expected, rel=1e-5), strategy
+        if strategy == "NO_SHARD":  # that of one rank is no answer
+            assert before == [None] * 3
+        else:
+            assert before == pytest.approx(expected, rel=1e-5), strategy
 
 
 @pytest.mark.integration

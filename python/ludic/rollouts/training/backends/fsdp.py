@@ -31,8 +31,10 @@ class FSDPTrainingBackend(PyTorchTrainingBackend):
 
     All ranks make one, with the same weights, and call every method. Each passes its own rows to
     `forward_backward`; the gradient is that of all rows together, and `loss` and statistics are
-    those of all ranks. Operations are computed when called: their collectives must not cross others
-    of the same ranks. Checkpoints are read by any number of ranks, and by `PyTorchTrainingBackend`.
+    those of all ranks. With NO_SHARD and several ranks gradients are summed in `optim_step`, which
+    returns `grad_norm`; `forward_backward` does not. Operations are computed when called: their
+    collectives must not cross others of the same ranks. Checkpoints are read by any number of
+    ranks, and by `PyTorchTrainingBackend`.
     """
 
     def __init__(

@@ -117,7 +117,9 @@ class PyTorchTrainingBackend(TorchBackend):
         stats = combine_micro_stats(copy_to_host(result.micro_stats), result.micro_sizes)
         reduced = final_values(reduce_over_ranks(stats, self.cfg.model_device))
         [loss] = ranks.sum_over_ranks([float(result.loss)], self.cfg.model_device)
-        metrics = {**reduced, "loss": loss, "grad_norm": self.gradient_norm()}
+        metrics = {**reduced, "loss": loss}
+        if self._averages or not ranks.is_distributed():  # else the gradients of ranks are not summed yet
+            metrics["grad_norm"] = self.gradient_norm()
         metrics.pop("reported_loss", None)
         self._metrics |= metrics
         return metrics
