@@ -10,6 +10,7 @@ from ludic.recipes.rm.schema import compose_rm
 from ludic.recipes.sft.schema import compose_sft
 from ludic.recipes.sharding import build_sharding, has_no_weights, is_shared_out
 from ludic.recipes.sharding_section import ShardingSection, check_sharding
+from ludic.runs.shared_model import check_sampling
 
 
 def test_a_section_is_the_settings_of_the_model():
@@ -52,3 +53,18 @@ def test_one_process_trains_the_whole_model():
     check_sharding(section, world_size=1)
     assert not is_shared_out(section)
     assert not has_no_weights(section)
+
+
+@pytest.mark.parametrize("every", [0, 2])
+def test_a_copy_that_is_also_measured_is_sampled_after_each_step(every, monkeypatch):
+    """An evaluation would replace the weights of an older version between two publications."""
+    settings = ["sort", f"trainer.sync_every_steps={every}"]
+    check_sampling(compose([*settings, "sharding=full"]))  # one process has one model
+    monkeypatch.setattr("ludic.training.ranks.is_distributed", lambda: True)
+    with pytest.raises(
+        ConfigError, match=rf"trainer\.sync_every_steps \({every}\) would sample every batch from .*; set it to 1"
+    ):
+        check_sampling(compose([*settings, "sharding=full"]))
+    for allowed in (["sharding=none"], ["sharding=full", "place.actors=1"], ["sharding=full", "inference=vllm"]):
+        check_sampling(compose([*settings, *allowed]))
+    check_sampling(compose(["sort", "sharding=full", "trainer.sync_every_steps=1"]))

@@ -34,12 +34,15 @@ def check_sharding_settings(section: ShardingSection, device: str) -> None:
 
 
 def check_sampling(recipe: Recipe) -> None:
-    """Raise `ConfigError` if rank 0 would sample from a whole model that never gets new weights."""
+    """Raise `ConfigError` if rank 0 would sample from a whole model that gets new weights at other
+    times than after each step: an evaluation, or a start from a checkpoint, brings them too."""
     samples_here = choose_kind(recipe.inference) == "local" and not uses_queue(recipe)
-    if is_shared_out(recipe.sharding) and samples_here and recipe.steps and not recipe.trainer.sync_every_steps:
+    every = recipe.trainer.sync_every_steps
+    if is_shared_out(recipe.sharding) and samples_here and recipe.steps and every != 1:
+        when = "from the first weights" if not every else f"from weights of up to {every} steps, which an evaluation replaces"
         raise ConfigError(
-            f"trainer.sync_every_steps (0) would sample every batch from the first weights: with sharding.kind={recipe.sharding.kind} "
-            "rank 0 samples from a whole copy, which gets the trained weights every so many steps; set it to 1"
+            f"trainer.sync_every_steps ({every}) would sample every batch {when}: with sharding.kind={recipe.sharding.kind} rank 0 "
+            "samples from the whole copy that it also measures; set it to 1, or sample with a server or actors"
         )
 
 
