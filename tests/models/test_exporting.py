@@ -5,6 +5,8 @@ import json
 
 import pytest
 import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from training_samples import tiny_model
 from transformers import AutoModelForCausalLM
 
@@ -72,6 +74,11 @@ def adapted_model(**settings):
     return model
 
 
+def change_config(adapter, **changes):
+    config = adapter / "adapter_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), **changes}))
+
+
 @pytest.mark.parametrize("settings", [{}, {"rank_stabilized": True}, {"alpha": 7.0, "target_modules": ["q_proj"]}])
 def test_merged_adapters_are_those_that_a_run_saves(settings, tmp_path, out):
     tiny_model().save_pretrained(tmp_path / "base")
@@ -114,10 +121,39 @@ def test_adapters_alone_name_their_base(tmp_path, out):
 def test_adapters_that_cannot_be_merged_here_are_refused(changes, message, tmp_path, out):
     tiny_model().save_pretrained(tmp_path / "base")
     save_adapter(adapted_model(), tmp_path / "adapter")
-    config = tmp_path / "adapter" / "adapter_config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), **changes}))
+    change_config(tmp_path / "adapter", **changes)
     with pytest.raises(ConfigError, match=message):
         export_merged(tmp_path / "adapter", tmp_path / "base", out)
+
+
+@pytest.mark.filterwarnings("ignore:The following alpha_pattern keys did not match")
+def test_an_alpha_of_some_layers_is_that_which_peft_gives_them(tmp_path, out):
+    """PEFT's patterns match whole parts of a name, of which the first counts."""
+    patterns = {"j_proj": 64, "proj": 64, "0.self_attn.q_proj": 3, r"layers\.\d+\.self_attn\.(q|v)_proj": 5}
+    tiny_model().save_pretrained(tmp_path / "base")
+    save_adapter(adapted_model(target_modules=["q_proj", "v_proj", "k_proj"]), tmp_path / "adapter")
+    change_config(tmp_path / "adapter", alpha_pattern=patterns)
+    export_merged(tmp_path / "adapter", tmp_path / "base", out)
+    expected = PeftModel.from_pretrained(tiny_model(), tmp_path / "adapter").merge_and_unload()
+    for (name, value), other in zip(open_folder(out).named_parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(value, other, rtol=0, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn])
+def test_adapters_are_not_merged_into_quantised_weights(dtype, tmp_path, out):
+    base = tmp_path / "base"
+    tiny_model().save_pretrained(base)
+    save_adapter(adapted_model(target_modules=["q_proj"]), tmp_path / "adapter")
+    weights = load_file(base / "model.safetensors")
+    weights["model.layers.0.mlp.up_proj.weight"] = weights["model.layers.0.mlp.up_proj.weight"].to(dtype)
+    save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
+    export_merged(tmp_path / "adapter", base, out)  # another layer, which no adapter changes
+    name = "model.layers.0.self_attn.q_proj.weight"
+    save_file({**weights, name: weights[name].to(dtype)}, base / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        ConfigError, match=rf"adapts {name}, which .*base stores quantised \({dtype}\); merge into the model that was"
+    ):
+        export_merged(tmp_path / "adapter", base, tmp_path)
 
 
 def test_a_weight_that_the_base_does_not_store_is_named(tmp_path, out):

@@ -166,6 +166,12 @@ class _Adapters:
                     f"{folder} adapts {target}, which {place} does not store (it may be tied to another weight); merge with "
                     "ludic.models.loading.load_model"
                 )
+            like = base[target]
+            if not like.dtype.is_floating_point or like.element_size() == 1:
+                raise ConfigError(
+                    f"{folder} adapts {target}, which {place} stores quantised ({like.dtype}); merge into the model that was quantised, "
+                    "in 16 or 32 bits, or export the adapters alone, without --merge"
+                )
 
     def merge(self, name: str, weight: Tensor) -> Tensor:
         """The weight `name` of the base with its adapter, [out, in] (the other way round for
@@ -180,7 +186,10 @@ class _Adapters:
         return weight.float() + (delta.T if self.config.get("fan_in_fan_out") else delta) * self._scaling(layer, down.shape[0])
 
     def _scaling(self, layer: str, rank: int) -> float:
-        """alpha / rank, or alpha / sqrt(rank); a layer may have an alpha of its own."""
-        own = [value for pattern, value in (self.config.get("alpha_pattern") or {}).items() if layer.endswith(pattern)]
-        alpha = float(own[0] if own else self.config["lora_alpha"])
+        """alpha / rank, or alpha / sqrt(rank). A layer may have an alpha of its own: patterns
+        of PEFT match whole parts of its name, so that `q_proj` is not for `my_q_proj`."""
+        from peft.utils.other import get_pattern_key
+
+        own = self.config.get("alpha_pattern") or {}
+        alpha = float(own.get(get_pattern_key(own.keys(), layer), self.config["lora_alpha"]))
         return alpha / math.sqrt(rank) if self.config.get("use_rslora") else alpha / rank
