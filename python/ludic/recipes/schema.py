@@ -242,9 +242,11 @@ def _simplify_type(hint: Any) -> Any:
 
 
 def _copy_field(item: Field[Any]) -> Field[Any]:
+    default: Any = item.default
     if item.name == "model_device":
-        return field(default=AUTO)
-    if item.default_factory is not NO_DEFAULT:
+        default = AUTO
+    elif item.name in NULL_UNLESS_SET:
+        default = None
+    elif item.default_factory is not NO_DEFAULT:
         return field(default_factory=item.default_factory)
-    default: Any = None if item.name in NULL_UNLESS_SET else item.default
     return field(default=default)
