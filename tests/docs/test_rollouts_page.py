@@ -8,9 +8,14 @@ from pathlib import Path
 
 import pytest
 import yaml
+from stub_vllm import StubVLLM
 
+from ludic.models.byte_tokenizer import make_byte_tokenizer
 from ludic.recipes.compose import compose
+from ludic.rollouts.training import DataBuffer, RolloutConfig, Sample, SampleStatus
 from ludic.rollouts.training.pipeline_tree import read_tree
+from ludic.rollouts.training.rollout_gen import generate_rollout_batch
+from ludic.rollouts.training.rollout_gen.rollout_generation import seed_of_member
 
 PAGE = (Path(__file__).parents[2] / "docs" / "rollouts.md").read_text(encoding="utf-8")
 
@@ -25,6 +30,33 @@ def test_the_code_of_the_page_runs() -> None:
         exec(block, names)
 
 
+async def test_the_function_that_asks_a_server_of_the_page_gives_its_ids_and_log_probabilities() -> None:
+    """A stub of a vLLM server: what it samples follows from the prompt and the seed."""
+    names: dict[str, object] = {"Tokenizer": make_byte_tokenizer, "Sample": Sample}
+    encode = make_byte_tokenizer().encode
+    with StubVLLM(model="MODEL") as server:
+        block = blocks("py")[0].replace("http://127.0.0.1:8000", f"http://127.0.0.1:{server.port}")
+        block = block.replace('AutoTokenizer.from_pretrained("MODEL")', "Tokenizer()")
+        exec(block, names)
+        config = RolloutConfig(2, n_samples_per_prompt=2, generate_fn=names["generate"], seed=5)  # type: ignore[arg-type]
+        rows = [{"prompt": "2+2=", "answer": "4"}, {"prompt": "3+5=", "answer": "8"}]
+        batch = await generate_rollout_batch(DataBuffer(rows), config, lambda sample: 1.0)
+        await names["client"].close()  # type: ignore[attr-defined]
+        expected = [
+            server.sample(encode(row["prompt"]), max_tokens=256, seed=seed_of_member(5, group, member))
+            for group, row in enumerate(rows)
+            for member in range(2)
+        ]
+    for sample, row, (ids, logprobs, finish, _) in zip(batch.samples, [r for r in rows for _ in range(2)], expected, strict=True):
+        prompt = len(encode(row["prompt"]))
+        assert sample.tokens == encode(row["prompt"]) + ids
+        assert sample.loss_mask == [0] * prompt + [1] * len(ids)
+        assert sample.rollout_log_probs == pytest.approx([0.0] * prompt + logprobs)
+        assert sample.response == make_byte_tokenizer().decode(ids, skip_special_tokens=True)
+        assert sample.status is (SampleStatus.TRUNCATED if finish == "length" else SampleStatus.COMPLETED)
+    assert sum(len(ids) for ids, *_ in expected) > 0
+
+
 @pytest.mark.integration
 async def test_the_training_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tiny_policy import save_tiny_policy
@@ -35,14 +67,14 @@ async def test_the_training_of_the_page_runs(tmp_path: Path, monkeypatch: pytest
     first, _, losses, *_ = blocks("python")
     exec(first[: first.index("async def two_batches")], names)
     exec(losses, names)
-    training, _ = blocks("py")
+    training = blocks("py")[-2]
     await eval(compile(training, "page", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), names)
     assert [line["step"] for line in names["metrics"]] == [1, 2]  # type: ignore[attr-defined]
     assert (tmp_path / "checkpoints" / "step_000002").is_dir()
 
 
 def test_what_the_page_imports_exists() -> None:
-    _, block = blocks("py")
+    block = blocks("py")[-1]
     tree = compile(block, "page", "exec", flags=ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
     [statement] = [node for node in tree.body if isinstance(node, ast.ImportFrom)]  # type: ignore[attr-defined]
     module = importlib.import_module(str(statement.module))
