@@ -8,6 +8,7 @@ import pytest
 from commands import NETWORK, ludic, metrics_of, refused, same_weights, summary_of
 from killed_commands import killed_at, run_to_end
 
+from ludic.errors import ConfigError
 from ludic.runs.data.warmup import Warmup
 
 TINY = [
@@ -74,4 +75,5 @@ def test_the_number_of_steps_follows_from_epochs_or_steps(settings: list[str]) -
     assert steps() == 6
     assert steps("warmup.epochs=null") == 3  # one pass
     assert steps("warmup.epochs=null", "warmup.steps=5") == 5
-    assert steps("warmup.steps=5") == 6  # epochs count
+    with pytest.raises(ConfigError, match=r"both say how long the warm-up is"):
+        steps("warmup.steps=5")
