@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from ludic.cli import queue_status
 from ludic.cli.app import app
 from ludic.cli.status import describe, format_duration, read_status
+from ludic.errors import MissingExtraError
 from ludic.launch.state import LaunchState, ProcessState
 from ludic.recipes.queue_section import QueueSection
 from ludic.runs.actors.queue import make_run_id, open_queue
@@ -121,6 +122,23 @@ def test_a_queue_that_does_not_answer_is_said_without_its_password(run, queue, m
     assert said.startswith("queue: ")
     assert "redis://***@127.0.0.1:1" in said
     assert "hunter2" not in said
+
+
+def test_a_queue_that_cannot_be_opened_is_said_in_its_line(run, queue, monkeypatch):
+    for address in ("http://:hunter2@host", "hunter2@host:6379"):
+        monkeypatch.setenv("LUDIC_QUEUE_URL", address)
+        said = lines(run)
+        assert said[2].startswith("queue: ")
+        assert "redis://" in said[2]
+        assert "hunter2" not in "".join(said)
+    monkeypatch.setenv("LUDIC_QUEUE_URL", "redis://host")
+    monkeypatch.setattr(queue_status, "open_queue", without_redis)
+    assert lines(run)[2] == "queue: redis is not installed; `pip install 'ludic[redis]'` installs it"
+    assert len(lines(run)) == len(said)
+
+
+def without_redis(*_, **__):
+    raise MissingExtraError.for_extra("redis", "redis")
 
 
 def test_a_run_without_actors_or_before_them_has_no_queue(run):

@@ -48,10 +48,13 @@ def read_queue(folder: Path) -> QueueStatus | None:
     section = _read_section(config) if config.is_file() else None
     if section is None or not (folder / RUN_ID).is_file():
         return None
-    address = find_queue(section, folder)
-    if "://" not in address and not Path(address).is_file():
-        return None
-    log = open_queue(section, folder, timeout_s=QUEUE_S)
+    try:
+        address = find_queue(section, folder)
+        if "://" not in address and not Path(address).is_file():
+            return None
+        log = open_queue(section, folder, timeout_s=QUEUE_S)
+    except LudicError as error:  # of LUDIC_QUEUE_URL, or a package that is not installed
+        return QueueStatus(error=str(error))
     try:
         stats, outstanding, is_closed = log.stats(), log.outstanding(), log.is_closed()
     except LudicError as error:
