@@ -9,8 +9,26 @@ from ludic.recipes.queue_section import QueueSection
 from ludic.runs.actors.queue import make_run_id, open_queue
 from ludic.runs.stop_request import Interrupted, StopRequest
 from ludic.training import ranks
+from ludic.training.queue.actor import StopFlag
+from ludic.training.queue.base import GroupLog
 from ludic.training.queue.claims import make_owner_name
 from ludic.training.queue.patience import Patience
+
+REOPEN_S = 1800.0
+"""How long an actor of a job waits for the trainer that opens its queue again."""
+POLL_S = 1.0
+
+
+async def wait_until_open(log: GroupLog, patience: Patience, stop: StopFlag) -> bool:
+    """Wait while the queue is closed, until `stop` is set or for `REOPEN_S` seconds, and return
+    whether it is open. The actors of a Slurm job start beside its trainer: the queue of a run that
+    was done, and takes more steps, is closed until the trainer has loaded its model."""
+    deadline = patience.clock() + REOPEN_S
+    while is_closed := await patience.call("looking whether the queue is closed", log.is_closed):
+        if stop.is_set() or patience.clock() >= deadline:
+            break
+        await patience.sleep(POLL_S)
+    return not is_closed
 
 
 async def reopen_queue(section: QueueSection, folder: Path, stop: StopRequest) -> None:

@@ -33,6 +33,7 @@ from ludic.recipes.schema import Recipe
 from ludic.runs.actors.numbered_requests import NumberedRequests
 from ludic.runs.actors.policy_versions import read_version
 from ludic.runs.actors.queue import open_queue
+from ludic.runs.actors.reopening import wait_until_open
 from ludic.runs.directory import RunDirectory
 from ludic.runs.rollouts import check_rollouts, make_engine
 from ludic.runs.sampler import open_sampler
@@ -41,6 +42,7 @@ from ludic.runs.versions import collect_versions
 from ludic.tasks import EpisodicTask
 from ludic.training.queue.actor import run_actor
 from ludic.training.queue.base import Work
+from ludic.training.queue.patience import Patience
 from ludic.training.rollouts.played import PlayedRollouts
 
 logger = logging.getLogger(__name__)
@@ -176,6 +178,8 @@ async def _sample(recipe: Recipe, directory: RunDirectory, name: str) -> int:
         opened.callback(log.disconnect)
         player = EntryPlayer(recipe, parts.task, client, model_name)
         print(f"{name} samples for {directory.path}", flush=True)
+        if recipe.place.on == "slurm":
+            await wait_until_open(log, Patience(recipe.queue.patience_s), stop)
         await run_actor(
             log,
             play=player.play,
