@@ -12,10 +12,11 @@ from scripted_place import ScriptedPlace
 
 from ludic.errors import QueueError
 from ludic.launch.process import Process
+from ludic.launch.state import LaunchState, ProcessState
 from ludic.recipes.compose import compose
 from ludic.runs.actors import reopening, supervision
 from ludic.runs.actors.queue import make_run_id, open_queue
-from ludic.runs.actors.supervision import ActorProcesses, WithOwnTrainer, run_actors
+from ludic.runs.actors.supervision import ActorProcesses, WithOwnTrainer, count_placed, run_actors
 from ludic.runs.stop_request import Interrupted, StopRequest
 from ludic.training import ranks
 
@@ -89,6 +90,32 @@ def test_a_restart_is_counted_in_one_measurement():
 
     found = [(counts["actors/alive"], counts["actors/restarts"]) for counts in asyncio.run(measure())]
     assert found == [(1.0, 0.0), (0.0, 0.0), (1.0, 1.0), (1.0, 0.0)]
+
+
+def test_placed_actors_are_counted_only_while_a_launcher_watches_them(tmp_path: Path):
+    now = [1000.0]
+
+    async def measure(*launches):
+        actors = ActorProcesses(lambda: count_placed(tmp_path, now=lambda: now[0]))
+        found = []
+        for launch in launches:
+            launch.write(tmp_path)
+            found.append(actors.measure())
+        return found
+
+    def launch(*restarts, beat=1000.0, exit_status=None):
+        actors = [ProcessState(f"actor{number}", "actor", "running", restarts=count) for number, count in enumerate(restarts)]
+        return LaunchState(1, "host", "ray", 0.0, beat, exit_status, [ProcessState("trainer", "trainer", "running"), *actors])
+
+    assert count_placed(tmp_path) is None  # Slurm and Kubernetes write no launch.json
+    found = asyncio.run(measure(launch(2, 0), launch(2, 1), launch(2, 1, exit_status=0), launch(2, 1, beat=969.0), launch(2, 3)))
+    assert found == [
+        {"actors/alive": 2.0, "actors/restarts": 0.0},
+        {"actors/alive": 2.0, "actors/restarts": 1.0},
+        {},
+        {},
+        {"actors/alive": 2.0, "actors/restarts": 2.0},
+    ]
 
 
 async def test_without_any_actor_left_the_trainer_learns_it(tmp_path: Path, place):

@@ -22,7 +22,7 @@ from ludic.errors import LaunchError
 from ludic.launch.local import LocalPlace
 from ludic.launch.place import Place
 from ludic.launch.process import DONE, Ended, Process, Started
-from ludic.launch.state import read_launch
+from ludic.launch.state import SILENT_S, read_launch
 from ludic.launch.supervisor import OTHERS_GRACE_S, Supervisor
 from ludic.recipes.actors import uses_queue
 from ludic.recipes.schema import Recipe
@@ -90,25 +90,34 @@ class WithOwnTrainer:
 
 class ActorProcesses:
     """The actors of a run while they are supervised. `count` returns how many run, and how many
-    restarts there were."""
+    restarts there were, or None if that is not known."""
 
-    def __init__(self, count: Callable[[], tuple[int, int]]) -> None:
-        self._count, self._restarts = count, count()[1]
+    def __init__(self, count: Callable[[], tuple[int, int] | None]) -> None:
+        self._count = count
+        self._restarts: int | None = None
+        self.measure()  # restarts are counted from here
         self.lost: asyncio.Future[LaunchError] = asyncio.get_running_loop().create_future()
         """Done when no actor is left that may be restarted, if this process restarts them."""
 
     def measure(self) -> dict[str, float]:
-        """How many run, and how many were restarted since the last call."""
-        alive, restarts = self._count()
-        new, self._restarts = restarts - self._restarts, restarts
+        """How many run, and how many were restarted since the last call; nothing if it is not
+        known."""
+        counted = self._count()
+        if counted is None:
+            return {}
+        alive, restarts = counted
+        new = 0 if self._restarts is None else restarts - self._restarts
+        self._restarts = restarts
         return {"actors/alive": float(alive), "actors/restarts": float(new)}
 
 
-def count_placed(folder: Path) -> tuple[int, int]:
-    """How many actors run, and how many restarts there were, as the launcher of the run has written
-    it to its folder."""
+def count_placed(folder: Path, *, now: Callable[[], float] = time.time) -> tuple[int, int] | None:
+    """How many actors run, and how many restarts there were, as the launcher of the run writes it
+    to its folder. None if none does: Slurm and Kubernetes do not, and one may have ended."""
     launch = read_launch(folder)
-    actors = [] if launch is None else [process for process in launch.processes if process.role == ACTOR]
+    if launch is None or launch.exit_status is not None or now() - launch.beat > SILENT_S:
+        return None
+    actors = [process for process in launch.processes if process.role == ACTOR]
     return sum(actor.state == "running" for actor in actors), sum(actor.restarts for actor in actors)
 
 

@@ -69,6 +69,6 @@ def summarize_actors(lines: Lines) -> dict[str, float] | None:
 
 def format_actors(actors: Mapping[str, float]) -> str:
     """The line of the report."""
-    ran = f"{actors['alive']:.1f} ran on average, {actors['restarts']:.0f} restarts" if actors["alive"] else "started by hand"
+    ran = f"{actors['alive']:.1f} ran on average, {actors['restarts']:.0f} restarts" if actors["alive"] else "not counted here"
     age = f"{actors['lag_mean']:.2f} versions old on average, at most {actors['lag_max']:g}"
     return f"[bold]Actors[/]: {ran}; samples were {age}; the trainer waited {actors['waited_s']:.1f} s for them"
