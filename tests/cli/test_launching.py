@@ -116,6 +116,36 @@ def test_the_device_of_a_launched_run_is_left_open_and_any_may_resume_it(tmp_pat
         assert result.exit_code == 75, result.output
 
 
+def test_a_resumed_run_may_have_other_processes(tmp_path, play):
+    play("sft", *new(tmp_path, "ranks=2", "place.restarts=0"), acts=[("", 75)])
+    config, resume = tmp_path / "run" / "config.yaml", ["sft", "--resume", str(tmp_path / "run")]
+    before = config.read_text()
+    result, stage = play(*resume, "ranks=4", "place=ray", acts=[("", 75)])
+    assert result.exit_code == 75, result.output
+    assert "--nproc-per-node=4" in stage.planned[0].argv
+    assert config.read_text() == before.replace("trainers: 2", "trainers: 4").replace("'on': local", "'on': ray")
+    for wrong in ("place.nodes=3", "seed=9", "name=other", "place.actors=2", "trainer.lr=1"):
+        kept = config.read_text()
+        result, stage = play(*resume, wrong, acts=[])
+        assert result.exit_code == 2, result.output
+        assert (stage.starts, config.read_text()) == ([], kept)
+
+
+def test_actors_may_come_and_go_but_not_begin_on_resume(tmp_path, play):
+    arguments = [*NETWORK, "threads=1", f"output={tmp_path}", "name=run", "trainers=2", "place.restarts=0"]
+    play("train", "sort", *arguments, "actors=1", acts=[("", 75)])
+    resume = ["train", "--resume", str(tmp_path / "run")]
+    result, stage = play(*resume, "actors=3", acts=[("", 75)])
+    assert result.exit_code == 75, result.output
+    assert sum(process.role == "actor" for process in stage.planned) == 3
+    result, _ = play(*resume, "actors=0", acts=[])
+    assert result.exit_code == 2
+    assert "have no position for a run without actors" in " ".join(result.output.split())
+    result, _ = play(*resume, "ranks.timeout_s=-1", acts=[])
+    assert result.exit_code == 2
+    assert "timeout_s: -1" not in (tmp_path / "run" / "config.yaml").read_text()
+
+
 def test_a_place_without_room_is_an_error_that_leaves_no_folder(tmp_path, monkeypatch):
     def refuse(*_):
         raise LaunchError("no room within 60 s")

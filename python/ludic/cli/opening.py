@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from ludic.cli.resume import parse_resume_steps, resume_recipe
+from ludic.cli.resume import Changes, parse_changes, resume_recipe, save_changes
 from ludic.files.atomic import write_text
 from ludic.rank_environment import read_rank_environment
 from ludic.runs.directory import run_path
@@ -43,7 +43,7 @@ def open_run(command: OpeningCommand[D], arguments: Sequence[str], resume: Path 
 
     An agent of torchrun that starts its ranks again gives them the same command line: they resume
     the run that they began before. None of them can tell by itself that it was started again."""
-    steps = None if resume is None else parse_resume_steps(arguments, command.directory.command)
+    changes = Changes() if resume is None else parse_changes(arguments, command.directory.command)
     environment = read_rank_environment()
     if resume is None:
         recipe = command.compose(arguments)
@@ -51,13 +51,13 @@ def open_run(command: OpeningCommand[D], arguments: Sequence[str], resume: Path 
         if resume is None:
             return recipe, None
     if environment is None:
-        return _resume(command, resume, steps)
+        return _resume(command, resume, changes)
     from ludic.training import ranks
 
     opened: list[tuple[Any, D]] = []
     with ranks.rank_0_alone(f"resuming {resume}"):
         if not follows:
-            opened.append(_resume(command, resume, steps))
+            opened.append(_resume(command, resume, changes))
     if not follows:
         return opened[0]
     directory = command.directory.follow(resume)
@@ -104,10 +104,13 @@ def _read_start_time(process: int) -> str:
         return ""
 
 
-def _resume(command: OpeningCommand[D], resume: Path, steps: int | None) -> tuple[Any, D]:
+def _resume(command: OpeningCommand[D], resume: Path, changes: Changes) -> tuple[Any, D]:
     directory = command.directory.resume(resume)
     try:
-        return resume_recipe(command.compose([str(directory.config)]), directory, steps), directory
+        recipe = command.compose([str(directory.config), *(override.text for override in changes.settings)])
+        recipe = resume_recipe(recipe, directory, changes.steps)
+        save_changes(changes, recipe, directory)
+        return recipe, directory
     except BaseException:
         directory.release()
         raise

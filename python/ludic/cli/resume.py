@@ -4,12 +4,18 @@ where the first steps stay the same."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+from omegaconf import OmegaConf
 
 from ludic.errors import ConfigError
 from ludic.files.atomic import write_text
-from ludic.recipes.compose import RENAMED, parse_override, to_plain_values, to_yaml
+from ludic.recipes.actors import check_actors
+from ludic.recipes.compose import RENAMED, Override, parse_override, read_yaml, to_plain_values, to_yaml
 from ludic.recipes.devices import AUTO, SETTINGS
+from ludic.recipes.ranks_section import check_ranks
+from ludic.recipes.schema import Recipe
 from ludic.runs.directory import DONE, Progress, RunDirectory
 
 _FREE = (
@@ -21,23 +27,55 @@ _FREE = (
 )
 """Settings, or prefixes of settings, that may differ on resume: they change where a run executes
 and writes, not its result."""
+_FOLDER = ("name", "output")
 
 
-def parse_resume_steps(arguments: Sequence[str], command: str) -> int | None:
-    """The N of `steps=N`, the only setting that `--resume` accepts; None without it."""
-    if not arguments:
-        return None
+@dataclass(frozen=True)
+class Changes:
+    """What the command line of `--resume` changes in a run."""
+
+    steps: int | None = None
+    settings: tuple[Override, ...] = ()
+    """Other settings, each of which may differ on resume."""
+
+
+def parse_changes(arguments: Sequence[str], command: str) -> Changes:
+    """`steps=N`, and settings that may differ on resume but for the name of the run's folder.
+    Raises ConfigError for any other argument."""
     overrides = [parse_override(argument) for argument in arguments if "=" in argument]
+    steps = [override.value for override in overrides if override.key == "steps"]
+    others = tuple(override for override in overrides if override.key != "steps")
     if (
         len(overrides) != len(arguments)
-        or [override.key for override in overrides] != ["steps"]
-        or type(overrides[0].value) is not int
+        or any(type(value) is not int for value in steps)
+        or not all(_may_change(override) for override in others)
     ):
         raise ConfigError(
-            f"--resume uses the settings that the run began with and accepts only steps=N, for more steps, not "
-            f"{' '.join(arguments)}; start a new run with `ludic {command}` to change others"
+            f"--resume uses the settings that the run began with and accepts only steps=N, for more steps, and where the run executes and "
+            f"writes (ranks, place, queue.url, inference.url, checkpoint.*, log_every and others), not {' '.join(arguments)}; start a new "
+            f"run with `ludic {command}` to change others"
         )
-    return int(overrides[0].value)
+    return Changes(steps[-1] if steps else None, others)
+
+
+def _may_change(override: Override) -> bool:
+    """Whether the setting, or the section, is one of `_FREE` and not the folder's."""
+    key = f"{override.key}." if isinstance(override.value, Mapping) else override.key
+    return key not in _FOLDER and key.startswith(_FREE)
+
+
+def save_changes(changes: Changes, recipe: Any, directory: RunDirectory) -> None:
+    """Write the settings to config.yaml, where the processes of the run read them. All others stay
+    as they stand there. Raises ConfigError before that if `recipe`, which has them, is wrong."""
+    if not changes.settings:
+        return
+    if isinstance(recipe, Recipe):
+        check_actors(recipe)
+        check_ranks(recipe.ranks)
+    tree = read_yaml(directory.config)
+    for override in changes.settings:
+        OmegaConf.update(tree, override.key, override.value, merge=True)
+    write_text(directory.config, OmegaConf.to_yaml(tree))
 
 
 def resume_recipe(recipe: Any, directory: RunDirectory, steps: int | None) -> Any:

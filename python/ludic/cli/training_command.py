@@ -16,7 +16,7 @@ from ludic.cli.launching import launch
 from ludic.cli.opening import begin_run, open_run
 from ludic.cli.print_config import format_recipe
 from ludic.cli.ranked_command import run_on_ranks
-from ludic.cli.resume import parse_resume_steps
+from ludic.cli.resume import parse_changes
 from ludic.rank_environment import read_rank_environment
 from ludic.recipes.devices import choose_devices
 from ludic.recipes.place_section import needs_launcher
@@ -79,7 +79,7 @@ def run_command(
     environment = read_rank_environment()
     if print_config:
         if resume is not None:
-            parse_resume_steps(arguments, command.directory.command)
+            parse_changes(arguments, command.directory.command)
         if environment is None or environment.rank == 0:
             print(format_recipe(command.compose(_list_sources(command, arguments, resume))), end="")
         return 0
