@@ -90,9 +90,27 @@ def read_model(model: nn.Module, folder: Path) -> None:
         _read_adapter(model, folder)
         return
     state: dict[str, Any] = dict(_read_stored(folder))
+    if not set(state) <= set(model.state_dict()):
+        state = _convert_names(model, folder) or state
     _check_names(model, state, folder)
     _check_dtypes(model, state, folder)
     model.load_state_dict(state, strict=False)
+
+
+def _convert_names(model: nn.Module, folder: Path) -> dict[str, Tensor] | None:
+    """The weights in the folder by the model's names. `save_pretrained` writes a mixture of experts
+    expert by expert, as it is published, and the model has one tensor for all of them. None if the
+    weights are those of another model."""
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel):
+        return None
+    options: dict[str, Any] = {"local_files_only": True, "use_safetensors": True, "output_loading_info": True}
+    try:
+        loaded, info = type(model).from_pretrained(folder, config=model.config, dtype=model.dtype, **options)
+    except (OSError, RuntimeError, ValueError):  # no config.json, other shapes
+        return None
+    return None if info["missing_keys"] or info["unexpected_keys"] else dict(loaded.state_dict())
 
 
 @torch.no_grad()
