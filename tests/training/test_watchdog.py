@@ -7,7 +7,7 @@ import pytest
 
 from ludic.errors import ConfigError
 from ludic.training import watchdog
-from ludic.training.watchdog import Watchdog, phase, remaining_s, watched
+from ludic.training.watchdog import MOST_STACKS, Watchdog, phase, print_stacks, remaining_s, watched
 
 
 class Process:
@@ -64,6 +64,21 @@ def test_a_phase_that_exceeds_its_deadline_prints_all_stacks_and_ends_the_proces
     assert "_watch" in printed
     assert process.reported
     assert "the phase save" in process.reported[0]
+
+
+def test_the_main_thread_is_printed_beside_any_number_of_others(tmp_path):
+    over = threading.Event()
+    others = [threading.Thread(target=over.wait, daemon=True) for _ in range(MOST_STACKS + 10)]
+    for thread in others:
+        thread.start()
+    with (tmp_path / "stacks").open("w+") as out:
+        print_stacks(out)
+        out.seek(0)
+        printed = out.read()
+    over.set()
+    for thread in others:
+        thread.join()
+    assert "test_the_main_thread_is_printed" in printed
 
 
 def test_the_deadline_counts_from_the_last_progress(process, running):

@@ -166,7 +166,10 @@ def to_plain_values(recipe: Any) -> dict[str, Any]:
 
 def config_hash(recipe: Any) -> str:
     """16 hex digits over all settings that can change results: all but `name`, `output`,
-    `report_to`, `ranks`, and where processes run."""
+    `report_to`, `ranks`, and where processes run. A device that is left to the processes of a run
+    counts as the one of this machine."""
+    recipe = deepcopy(recipe)
+    choose_devices(recipe)
     content = {
         key: value for key, value in asdict(recipe).items() if key not in ("name", "output", "report_to", "ranks", "place")
     }

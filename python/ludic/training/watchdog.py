@@ -14,6 +14,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ MARGIN = 0.1
 most `LONGEST_MARGIN_S`."""
 LONGEST_MARGIN_S = 2.0
 LONGEST_TICK_S = 1.0
+MOST_STACKS = 100
+"""How many threads `faulthandler` prints, the newest first."""
 
 
 @dataclass(frozen=True)
@@ -205,5 +208,11 @@ def watched(name: str) -> Callable[[F], F]:
 
 
 def print_stacks(out: TextIO | None = None) -> None:
-    """Print the stack of every thread of this process."""
+    """Print the stacks of this process: those of the newest `MOST_STACKS` threads, and of the main
+    thread in any case."""
     faulthandler.dump_traceback(file=out or sys.stderr, all_threads=True)
+    stacks = sys._current_frames()
+    main = stacks.get(threading.main_thread().ident or 0)
+    if len(stacks) > MOST_STACKS and main is not None:
+        print("Main thread (most recent call last):", file=out or sys.stderr)
+        traceback.print_stack(main, file=out or sys.stderr)
