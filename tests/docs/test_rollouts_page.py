@@ -15,7 +15,7 @@ from ludic.recipes.compose import compose
 from ludic.rollouts.training import DataBuffer, RolloutConfig, Sample, SampleStatus
 from ludic.rollouts.training.pipeline_tree import read_tree
 from ludic.rollouts.training.rollout_gen import generate_rollout_batch
-from ludic.rollouts.training.rollout_gen.rollout_generation import seed_of_member
+from ludic.training.rollouts.member_calls import seed_of_member
 
 PAGE = (Path(__file__).parents[2] / "docs" / "rollouts.md").read_text(encoding="utf-8")
 

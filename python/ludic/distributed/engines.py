@@ -117,10 +117,10 @@ async def sync_weights_to_engines(
     A cancellation is obeyed after the sync, within the timeouts of the engines.
     """
     _check_arguments(engines, str(checkpoint_path), policy, retries)
-    needed = {"all": len(engines), "any": 1}.get(policy, policy) if isinstance(policy, str) else policy
+    needed = len(engines) if policy == "all" else 1 if policy == "any" else policy
     folder = resolve_folder(str(checkpoint_path))
     sync = _Sync(engines, FolderVersion(folder, Path(folder).name), retries)
-    return await _complete_before_cancellation(sync.run(int(needed)))
+    return await _complete_before_cancellation(sync.run(needed))
 
 
 def _check_arguments(engines: Sequence[InferenceEngine], checkpoint_path: str, policy: Policy, retries: int) -> None:

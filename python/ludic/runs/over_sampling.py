@@ -8,7 +8,7 @@ from typing import Any
 
 from ludic.recipes.over_sampling import build_group_filter, choose_lag
 from ludic.recipes.schema import Recipe
-from ludic.runs.rollouts import TrainingRequests, truncate_log
+from ludic.runs.rollouts import TrainingRequests, measure_log, truncate_log
 from ludic.training.batching.source import BatchSourceBase
 from ludic.training.rollouts.engine import RolloutEngine
 from ludic.training.rollouts.log import append_rollouts
@@ -102,8 +102,7 @@ class OverSampledRollouts(BatchSourceBase):
         self._rolling.limit(num_batches)
 
     def state_dict(self) -> dict[str, Any]:
-        logged_bytes = self._log.stat().st_size if self._log.is_file() else 0
-        return {**self._rolling.state_dict(), "logged_bytes": logged_bytes}
+        return {**self._rolling.state_dict(), "logged_bytes": measure_log(self._log)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._rolling.load_state_dict(state)

@@ -158,7 +158,7 @@ class OccasionallyLogged(BatchSourceBase):
 
     def state_dict(self) -> dict[str, Any]:
         engines = {name: engine.state_dict() for name, engine in self._engines().items()}
-        logged_bytes = self._log.stat().st_size if self._log.is_file() else 0
+        logged_bytes = measure_log(self._log)
         return {**self._requests.state_dict(), "engines": engines, "logged_bytes": logged_bytes}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -170,6 +170,11 @@ class OccasionallyLogged(BatchSourceBase):
 
     def _engines(self) -> dict[str, RolloutEngine]:
         return {"plain": self._plain.engine, "logged": self._logged.engine}
+
+
+def measure_log(log: Path) -> int:
+    """The size of the log in bytes; 0 before its first line."""
+    return log.stat().st_size if log.is_file() else 0
 
 
 def truncate_log(log: Path, size: int) -> None:

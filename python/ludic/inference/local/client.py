@@ -18,7 +18,7 @@ from ludic.event_loop import run_in_thread
 from ludic.inference.current_episode import Episode, current_episode
 from ludic.inference.local.decode import Bounds, Completion, DecodeRequest, decode
 from ludic.inference.local.prefixes import PrefixCache
-from ludic.inference.local.weights import check_weights, copy_for_sampling, copy_weights
+from ludic.inference.local.weights import copy_for_sampling, copy_streamed_weights, copy_weights
 from ludic.inference.prompts.template import select_tools
 from ludic.inference.prompts.tokens import Dialogue, PromptEncoder
 from ludic.inference.prompts.tool_calls import assistant_message, completion_finish_reason, count_tool_calls
@@ -177,13 +177,7 @@ class LocalChatClient:
     def sync_weights_from(self, weights: WeightSource, *, timeout_s: float = 600.0, version: str | int | None = None) -> str:
         """`sync_weights` from weights that are gathered meanwhile, one tensor at a time. Names and
         shapes are checked before the first is copied."""
-
-        def copy() -> None:
-            check_weights(self.model, weights.describe())
-            for name, tensor in weights:
-                copy_weights(self.model, {name: tensor})
-
-        return self._sync(copy, timeout_s, version)
+        return self._sync(lambda: copy_streamed_weights(self.model, weights), timeout_s, version)
 
     def _sync(self, copy: Callable[[], None], timeout_s: float, version: str | int | None) -> str:
         number = _parse_version(version)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ludic.errors import ConfigError
+from ludic.inference.publishing import WeightSource
 from ludic.models.adapters import has_adapters
 
 
@@ -20,17 +21,32 @@ def copy_weights(model: nn.Module, params: Mapping[str, Tensor]) -> None:
     wrong shape, and for a model with adapters that is not the trainer's own, because merged weights
     cannot be copied into it.
     """
-    own = check_weights(model, params)
+    own = _check_weights(model, params)
     if has_adapters(model):
         _check_is_trainers(own, params)
         return
-    with torch.no_grad():
-        for name, new in params.items():
-            if own[name].data_ptr() != new.data_ptr():
-                own[name].copy_(new)
+    for name, new in params.items():
+        _copy(own[name], new)
 
 
-def check_weights(model: nn.Module, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def copy_streamed_weights(model: nn.Module, weights: WeightSource) -> None:
+    """`copy_weights` of weights that come one tensor at a time."""
+    own = _check_weights(model, weights.describe())
+    is_adapted = has_adapters(model)
+    for name, new in weights:
+        if is_adapted:
+            _check_is_trainers(own, {name: new})
+        else:
+            _copy(own[name], new)
+
+
+@torch.no_grad()
+def _copy(own: Tensor, new: Tensor) -> None:
+    if own.data_ptr() != new.data_ptr():
+        own.copy_(new)
+
+
+def _check_weights(model: nn.Module, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The weights of the model by name. Raises ConfigError if `params` has a name that they do not
     have, or another shape."""
     own = _weights_by_name(model)

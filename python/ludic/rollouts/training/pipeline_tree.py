@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from ludic.data.sources import read_table
 from ludic.errors import ConfigError, DataError
-from ludic.rollouts.training.datasets.dataset_loaders import messages_of_row
+from ludic.rollouts.training.datasets.dataset_loaders import ANSWER_COLUMNS, PROMPT_COLUMNS, first_of, messages_of_row
 
 logger = logging.getLogger(__name__)
 Rows = list[Mapping[str, Any]]
@@ -94,8 +94,6 @@ _WITHOUT_COUNTERPART = {
     "baseline": "advantages are relative to the group",
 }
 """Keys that are read and not followed, and why; a value is named in a warning."""
-_PROMPTS = ("prompt", "question", "instruction", "input", "text")
-_ANSWERS = ("answer", "completion", "output", "response", "target")
 
 
 def read_tree(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -266,10 +264,10 @@ def make_sft_row(row: Mapping[str, Any], where: str) -> Mapping[str, Any]:
 
 def make_rl_row(row: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     """A row with `prompt`, with `answer` if there is one, and its other columns."""
-    prompt = next((row[name] for name in _PROMPTS if row.get(name) is not None), None)
+    prompt = first_of(row, PROMPT_COLUMNS)
     if prompt is None and isinstance(row.get("messages"), list):
         prompt = [message for message in row["messages"] if message.get("role") != "assistant"][:1]
     if not prompt:
-        raise DataError(f"{where} has the keys {', '.join(row)}; a problem has one of {', '.join(_PROMPTS)}")
-    answer = next((row[name] for name in _ANSWERS if row.get(name) is not None), None)
+        raise DataError(f"{where} has the keys {', '.join(row)}; a problem has one of {', '.join(PROMPT_COLUMNS)}")
+    answer = first_of(row, ANSWER_COLUMNS)
     return {**row, "prompt": prompt, **({} if answer is None else {"answer": answer})}

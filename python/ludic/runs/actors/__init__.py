@@ -3,5 +3,6 @@
 trainer_side      batches of what actors deliver, and the versions that they sample with
 worker            the actor's process
 numbered_requests, policy_versions, queue     what both sides agree on
-plan, supervision     which processes a run has, and starting them
+reopening         the queue is open before an actor looks at it
+supervision       starting actors, and counting them; `runs.plan` says which processes a run has
 """

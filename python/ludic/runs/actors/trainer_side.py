@@ -27,7 +27,7 @@ from ludic.runs.actors.queue import make_run_id, open_queue
 from ludic.runs.actors.supervision import ActorProcesses
 from ludic.runs.checkpoints import read_kept_metadata
 from ludic.runs.directory import RunDirectory
-from ludic.runs.rollouts import truncate_log
+from ludic.runs.rollouts import measure_log, truncate_log
 from ludic.runs.sampler import Sampler
 from ludic.runs.stop_request import StopRequest
 from ludic.training.batching.source import BatchSourceBase
@@ -102,7 +102,7 @@ class ActorBatches(BatchSourceBase):
             patience_s=recipe.queue.patience_s,
         )
         self.max_lag, self.overlaps = self._source.max_lag, self._source.overlaps
-        self._logged_bytes = self._measure_log()
+        self._logged_bytes = measure_log(self._log)
         """Size of the log with the lines of all batches that were returned. A wait that ends may
         leave a thread that writes the lines of another one."""
         self._versions: PolicyVersions | None = None
@@ -132,7 +132,7 @@ class ActorBatches(BatchSourceBase):
 
     async def next_batch(self) -> SAWBatch:
         batch = await self._wait_for(self._source.next_batch())
-        self._logged_bytes = self._measure_log()
+        self._logged_bytes = measure_log(self._log)
         if self._actors is not None:
             batch.meta.update(self._actors.measure())
         return batch
@@ -188,9 +188,6 @@ class ActorBatches(BatchSourceBase):
         self._to_batch.batches = int(state["batch"])
         self._logged_bytes = state[LOGGED_BYTES]
         truncate_log(self._log, self._logged_bytes)
-
-    def _measure_log(self) -> int:
-        return self._log.stat().st_size if self._log.is_file() else 0
 
     async def close_queue(self) -> None:
         """The run is done: actors end."""

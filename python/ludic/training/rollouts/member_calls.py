@@ -134,8 +134,7 @@ class MemberCalls:
 
     async def _run(self, group: Group, member: int) -> None:
         """Play the member, repeat the call if it fails, and report the outcome."""
-        seed = derive_seed(derive_seed(self._seed, group.ordinal + 1), member + 1)
-        assert seed is not None
+        seed = seed_of_member(self._seed, group.ordinal, member)
         attempt = 0
         while True:
             ticket = Ticket(group.ordinal, member, attempt, group.prompt, seed, group.partials.get(member))
@@ -183,6 +182,13 @@ class MemberCalls:
             self.cancel()
             self._fail(RolloutError("the calls of the pool were cancelled from outside; ask for the batch again"))
         self.start()
+
+
+def seed_of_member(seed: int, ordinal: int, member: int) -> int:
+    """The seed of a member of group `ordinal`, 31 bits, from that of the run."""
+    derived = derive_seed(derive_seed(seed, ordinal + 1), member + 1)
+    assert derived is not None
+    return derived
 
 
 def _cancel_once(task: asyncio.Task[None]) -> None:

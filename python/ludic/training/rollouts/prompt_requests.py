@@ -151,10 +151,7 @@ def make_group(request: RolloutRequest, ordinal: int, group_size: int, seed: int
 
     Example, `group_size=3`: a request with `sampling_seed` 100 becomes three with 100, 101, 102.
     """
-    if request.num_episodes != 1:
-        raise ConfigError(
-            f"a request has num_episodes={request.num_episodes}; set group_size to the number of answers to a prompt"
-        )
+    _check_one_episode(request)
     rng = Random(f"group {seed} {ordinal}")
     group_id = str(uuid.UUID(int=rng.getrandbits(128), version=4))
     env_seed, sampling_seed = rng.getrandbits(31), rng.getrandbits(31)

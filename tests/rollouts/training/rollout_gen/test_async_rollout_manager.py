@@ -13,7 +13,7 @@ from jumping_loop import play_jumping
 from ludic.errors import ConfigError, ConfigTypeError, DataError, RequestsExhausted, RolloutAborted, RolloutError
 from ludic.rollouts.training import AsyncRolloutManager, DataBuffer, RolloutConfig, Sample, SampleStatus, filters
 from ludic.rollouts.training.rollout_gen import generate_rollout_batch
-from ludic.rollouts.training.rollout_gen.rollout_generation import seed_of_member
+from ludic.training.rollouts.member_calls import seed_of_member
 
 
 def answer(prompt, seed, **changes):

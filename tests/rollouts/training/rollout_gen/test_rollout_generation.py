@@ -15,7 +15,7 @@ from ludic.rollouts.training.rollout_gen import (
     extract_sample_fields,
     generate_rollout_batches,
 )
-from ludic.rollouts.training.rollout_gen.rollout_generation import seed_of_member
+from ludic.training.rollouts.member_calls import seed_of_member
 
 
 def answer(prompts):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ludic import _core
 from ludic.errors import DataError
-from ludic.rollouts.training.rl_losses import IGNORED
+from ludic.rollouts.training.rl_losses import IGNORED, sum_of_means
 from ludic.training.batching.micro_batching import MicroBatch
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
 from ludic.training.batching.packing import Rows
@@ -120,7 +120,7 @@ class ColumnMiniBatch(MiniBatch):
                 tensors[name] = values.to(like.device)
         if "old_logp_mean" in extra:
             means = extra["old_logp_mean"][torch.from_numpy(rows)].to(like.device)
-            tensors["old_logp_action"] = means * tensors["action_mask"][:, 1:].sum(dim=1).clamp(min=1.0)
+            tensors["old_logp_action"] = sum_of_means(means, tensors["action_mask"])
         return micro_batch
 
 

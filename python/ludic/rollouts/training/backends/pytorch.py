@@ -20,7 +20,8 @@ from ludic.errors import CheckpointError, ConfigError, DataError
 from ludic.files.atomic import read_json, write_json
 from ludic.files.checkpoints import INDEX, MODEL
 from ludic.models.packed_attention import unwrap_transformer
-from ludic.models.sharding import gather_tensor, get_local, is_sharded, reshard
+from ludic.models.regions import make_slices
+from ludic.models.sharding import find_own_region, gather_tensor, get_local, is_sharded, reshard
 from ludic.rollouts.training.backends.columns import ColumnMiniBatch, ColumnRows, whole_micro_batch
 from ludic.rollouts.training.backends.function_loss import FunctionLoss, as_training_loss
 from ludic.training import ranks
@@ -269,7 +270,7 @@ class PyTorchTrainingBackend(TorchBackend):
         for name, target in state.items():
             value = weights[name]
             if is_sharded(self.model):
-                value = _own_part(value, target)
+                value = value[make_slices(find_own_region(target))]
             get_local(target).copy_(value)
 
     @property
@@ -299,12 +300,6 @@ class PyTorchTrainingBackend(TorchBackend):
         """End the thread, after what was submitted."""
         if self._worker is not None:
             self._worker.close()
-
-
-def _own_part(whole: Tensor, like: Tensor) -> Tensor:
-    from ludic.models.sharding import find_own_region
-
-    return whole[tuple(slice(begin, end) for begin, end in find_own_region(like))]
 
 
 def _index_weights(folder: Path) -> None:

@@ -133,7 +133,7 @@ def load_rl_prompts(
     question, instruction, input and text that a row has. `load_dataset_with_answers` keeps the
     answers, which a reward needs."""
     table = _read_table(dataset_name, split, subset, max_prompts, "max_prompts")
-    found = [_first_of(row, PROMPT_COLUMNS) for row in table.rows]
+    found = [first_of(row, PROMPT_COLUMNS) for row in table.rows]
     prompts = [prompt for prompt in found if prompt is not None]
     _require_some(prompts, table, PROMPT_COLUMNS)
     return prompts
@@ -151,13 +151,14 @@ def load_dataset_with_answers(
     columns answer, completion, output, response and target. `extract_answer` is applied to
     each, such as `ludic.envs.maths.gsm8k_target`."""
     table = _read_table(dataset_name, split, subset, max_samples, "max_samples")
-    pairs = [(_first_of(row, PROMPT_COLUMNS), _first_of(row, ANSWER_COLUMNS)) for row in table.rows]
+    pairs = [(first_of(row, PROMPT_COLUMNS), first_of(row, ANSWER_COLUMNS)) for row in table.rows]
     rows = [{"prompt": prompt, "answer": answer} for prompt, answer in pairs if prompt is not None and answer is not None]
     _require_some(rows, table, PROMPT_COLUMNS, ANSWER_COLUMNS)
     return rows if extract_answer is None else [{**row, "answer": extract_answer(row["answer"])} for row in rows]
 
 
-def _first_of(row: Mapping[str, Any], columns: Sequence[str]) -> Any:
+def first_of(row: Mapping[str, Any], columns: Sequence[str]) -> Any:
+    """The value of the first of the columns that the row has; None without any."""
     return next((row[column] for column in columns if row.get(column) is not None), None)
 
 

@@ -18,8 +18,8 @@ from ludic.rollouts.training.rollout_gen.generate_calls import (
 )
 from ludic.rollouts.training.samples import check_sample
 from ludic.rollouts.training.types import RolloutBatch, RolloutConfig, Sample
-from ludic.seeds import derive_seed
 from ludic.training.rollouts.group_filters import name_of_filter
+from ludic.training.rollouts.member_calls import seed_of_member
 
 logger = logging.getLogger(__name__)
 
@@ -84,13 +84,6 @@ def _generate(calls: GenerateCalls, config: RolloutConfig, prompts: Sequence[Any
     for i, sample in enumerate(samples):
         sample.group_index, sample.index = first + i // n, first * n + i
     return samples
-
-
-def seed_of_member(seed: int, ordinal: int, member: int) -> int:
-    """The seed of a member of a group, 31 bits; that of the pool of groups for the same one."""
-    derived = derive_seed(derive_seed(seed, ordinal + 1), member + 1)
-    assert derived is not None
-    return derived
 
 
 def epoch_of(data_buffer: Any) -> int:

@@ -20,11 +20,10 @@ from ludic.rollouts.training.rollout_gen.generate_calls import (
     name_of_function,
     to_reward,
 )
-from ludic.rollouts.training.rollout_gen.rollout_generation import seed_of_member
 from ludic.rollouts.training.rollout_gen.saved_groups import Member, members_samples
 from ludic.rollouts.training.samples import check_sample, name_sample
 from ludic.rollouts.training.types import RewardFn, RolloutConfig, Sample, SampleStatus
-from ludic.training.rollouts.group_pool import MemberInterrupted, Ticket
+from ludic.training.rollouts.member_calls import MemberInterrupted, Ticket, seed_of_member
 
 
 class MisuseError(Exception):
