@@ -32,6 +32,7 @@ LAYERS = [
         "ludic.training.rng",
         "ludic.training.watchdog",
         "ludic.training.credit_assignment",
+        "ludic.training.coefficients",
         "ludic.training.reward_credit",
         "ludic.training.filters",
         "ludic.training.loss",
@@ -49,6 +50,7 @@ LAYERS = [
     ],
     [
         "ludic.training.backend",
+        "ludic.training.controllers",
         "ludic.training.evaluators",
         "ludic.training.preflight",
         "ludic.training.loop",

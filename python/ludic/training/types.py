@@ -22,13 +22,17 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeGuard, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, runtime_checkable
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ludic.errors import DataTypeError
 from ludic.inference.request import InferenceSpec
 from ludic.types import Rollout, Step, is_list_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 RolloutStepKey = tuple[str, int]
 """(rollout id, step index). Identifies the step that gets a weight. Example: `("r0", 2)`."""
@@ -194,6 +198,105 @@ class CreditAssigner(Protocol):
 
         Example: `{("r0", 0): 0.5, ("r1", 0): -0.5}`.
         """
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Candidates:
+    """The samples of a macro-batch as columns, for credit that compares whole groups: N rows, one a
+    sample. A candidate is a rollout; with several turns it has several rows.
+
+    Example: a group of two rollouts, of which the first has two turns of 3 and 2 action tokens.
+
+        Candidates(utility=[1, 1, 0], group=[0, 0, 0], rollout=[0, 0, 1], token_count=[3, 2, 4])
+    """
+
+    utility: NDArray[np.float64]
+    """[N] the samples' weights, as the credit assigner gave them."""
+    group: NDArray[np.int64]
+    """[N] number of the row's group, from 0 in order of first appearance: rows with the same group
+    id and, with several agents, the same agent."""
+    rollout: NDArray[np.int64]
+    """[N] number of the row's rollout, from 0 in order of first appearance."""
+    token_count: NDArray[np.int64]
+    """[N] predicted action tokens."""
+    reference_logp: NDArray[np.float64] | None = None
+    """[N] sum of the log-probabilities of the row's action tokens under the reference. None if no
+    reference scored them."""
+    behaviour_logp: NDArray[np.float64] | None = None
+    """[N] the same under the policy that sampled them. None if a sample has none."""
+
+
+@dataclass(frozen=True, eq=False)
+class CandidateGroups:
+    """What listwise weights were computed from: C candidates in G groups, one group after another.
+
+    Example: offsets [0, 3, 5] are a group of three candidates and a group of two.
+    """
+
+    offsets: NDArray[np.int64]
+    """[G + 1] index of each group's first candidate, and C."""
+    q: NDArray[np.float64]
+    """[C] the distribution made from the utilities; sums to 1 in each group."""
+    reference_logp: NDArray[np.float64] | None = None
+    """[C] log-probability of each candidate under the reference, mean or sum over its tokens as the
+    weights use it. None without a reference."""
+    behaviour_logp: NDArray[np.float64] | None = None
+    """[C] mean log-probability of its tokens under the policy that sampled them. None if
+    unknown."""
+
+    def __len__(self) -> int:
+        """G, the number of groups on this rank."""
+        return len(self.offsets) - 1
+
+
+@dataclass(frozen=True, eq=False)
+class Weighed:
+    """The result of `BatchCredit.weigh`."""
+
+    weights: NDArray[np.float64]
+    """[N] new weight of each sample."""
+    columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    """Name -> [N] more columns for the loss, whose batch has them as tensors [B]."""
+    stats: Mapping[str, float] = field(default_factory=dict)
+    """Statistics of the step over all ranks."""
+    groups: CandidateGroups | None = None
+    """The groups of this rank, for controllers."""
+
+
+class BatchCredit(Protocol):
+    """Computes the weights of all samples of a macro-batch from their utilities, once a step and
+    before the batch is divided. With several ranks, all of them call it."""
+
+    @property
+    def reads_reference(self) -> bool:
+        """Whether `weigh` reads `Candidates.reference_logp`."""
+        ...
+
+    def weigh(self, candidates: Candidates) -> Weighed:
+        """Return the weights. Raises DataError for candidates without what it needs."""
+        ...
+
+
+class HasTensors(Protocol):
+    """A micro-batch, as far as a reference reads it."""
+
+    @property
+    def tensors(self) -> dict[str, Any]:
+        """The collated tensors; see `batching.micro_batching.MicroBatch`."""
+        ...
+
+    @property
+    def sample_names(self) -> tuple[str, ...]:
+        """`rollout_id/step_index` of each sample, for error messages."""
+        ...
+
+
+class ReferencePolicy(Protocol):
+    """A policy that does not change while the model is trained; `training.reference` has some."""
+
+    def logps(self, micro_batch: HasTensors) -> Tensor:
+        """[B, T - 1] log-probability of each next token, without gradient."""
         ...
 
 
