@@ -46,6 +46,7 @@ LAYERS = [
         "ludic.training.chat_template_utils",
         "ludic.training.preference_utils",
         "ludic.training.reward_functions",
+        "ludic.training.reward_registry",
         "ludic.training.reward_scorer",
     ],
     [

@@ -1,9 +1,11 @@
 """A task made of a data set and rewards: the held-out split, the order of problems, and settings
 that are refused before anything runs."""
 
+import asyncio
 import json
 from collections import Counter
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
@@ -25,6 +27,10 @@ def one(completions, **columns):
 
 def half(completions, answer, **columns):
     return [0.5] * len(completions)
+
+
+def strict_in_training(completions, is_eval):
+    return [1.0 if is_eval else 0.0] * len(completions)
 
 
 class Judge:
@@ -176,6 +182,44 @@ def test_rewards_can_be_a_name_a_list_or_names_with_weights(reward, weights, nam
 def test_the_error_of_an_invalid_reward_has_a_remedy(reward, weights, message):
     with pytest.raises(ConfigError, match=message):
         build_rewards(reward, weights, timeout_s=1)
+
+
+def play(task, engine_scorer):
+    """The reward of one answer to the first held-out problem, and its measures."""
+    [[problem, *_]] = task.suites().values()
+    step = SimpleNamespace(action="x", reward=0.0, info={"row": problem["row"]}, next_obs=None, trace=None)
+    rollout = SimpleNamespace(id="r", steps=[step], meta={})
+    assert asyncio.run(engine_scorer.score([rollout])) == {}
+    return step.reward, {name for name in step.info if name.startswith("rewards/")}
+
+
+def test_held_out_answers_are_rewarded_by_functions_of_their_own(tmp_path):
+    source = write_numbered(tmp_path / "p.jsonl")
+    own = as_episodic(DataTask(source, ONE, eval_reward=[ONE, HALF], eval_reward_weights=[1, 4]))
+    assert play(own, own.training_scorer) == (1.0, {"rewards/one"})
+    assert play(own, own.scorer) == (3.0, {"rewards/one", "rewards/half"})
+    assert (list(own.rates), list(own.measures)) == (["rewards/one", "rewards/half"],) * 2
+    several = as_episodic(DataTask(source, [ONE, HALF], eval_reward=ONE))
+    assert (list(several.rates), list(several.measures)) == ([], ["rewards/one", "rewards/half"])
+
+
+def test_without_an_eval_reward_the_functions_are_told_what_is_measured(tmp_path):
+    task = as_episodic(DataTask(write_numbered(tmp_path / "p.jsonl"), f"{__name__}:strict_in_training"))
+    assert play(task, task.training_scorer)[0] == 0.0
+    assert play(task, task.scorer)[0] == 1.0
+
+
+@pytest.mark.parametrize(("eval_reward", "success"), [("pure_accuracy_math", 1.0), (ONE, None), (None, None)])
+def test_held_out_accuracy_is_defined_by_the_reward_of_held_out_answers(tmp_path, eval_reward, success):
+    task = DataTask(write_numbered(tmp_path / "p.jsonl"), ONE, eval_reward=eval_reward)
+    assert task.success_reward == success
+
+
+def test_weights_for_no_eval_reward_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="set eval_reward too"):
+        DataTask(write_numbered(tmp_path / "p.jsonl"), ONE, eval_reward_weights=[1.0])
+    with pytest.raises(ConfigError, match=r"eval_reward \(gms8k\) is not known; did you mean gsm8k"):
+        DataTask(write_numbered(tmp_path / "p.jsonl"), ONE, eval_reward="gms8k")
 
 
 def test_incompatible_settings_are_refused_when_the_task_is_built(tmp_path):

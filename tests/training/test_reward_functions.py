@@ -86,7 +86,7 @@ def test_a_batch_is_one_call_with_all_completions():
     ((prompts, completions, ids, columns),) = calls
     assert (prompts, completions, ids) == (["2+2=", "2+2=", "3+3="], ["a", "b", "c"], [[97], [98], [99]])
     assert columns.pop("level") == [1, 1, 2]
-    assert set(columns) == {"trainer_state", "log_extra", "log_metric"}
+    assert set(columns) == {"trainer_state", "log_extra", "log_metric", "is_eval"}
 
 
 def test_a_function_without_var_keywords_gets_only_its_arguments():

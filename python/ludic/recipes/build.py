@@ -54,14 +54,17 @@ def build_task(
     data: str | None = None,
     reward: Any = None,
     reward_weights: Any = None,
+    eval_reward: Any = None,
+    eval_reward_weights: Any = None,
     judged: bool = False,
 ) -> Task | EpisodicTask:
     """A built-in task by its name, the user's own class as `package.module:Class`, or a data set
     with reward functions or a reward model (`judged`)."""
     if section.kind == "data":
         explicit = {"data": data, "reward": reward, "reward_weights": reward_weights, "judged": judged}
+        explicit |= {"eval_reward": eval_reward, "eval_reward_weights": eval_reward_weights}
         return _call(DataTask, {**section.args, **explicit}, "task.args")
-    if data is not None or reward is not None:
+    if data is not None or reward is not None or eval_reward is not None:
         raise ConfigError(f"data and reward make a task of their own (task.kind=data); task.kind is {section.kind}")
     return build_named(TASKS, section)
 
@@ -77,6 +80,7 @@ def build_named(registry: dict[str, Callable[..., Any]], section: TaskSection) -
 def build_episodic_task(recipe: Recipe) -> EpisodicTask:
     """The task of a recipe, of any kind, as an `EpisodicTask`."""
     settings = {"data": recipe.data, "reward": recipe.reward, "reward_weights": recipe.reward_weights}
+    settings |= {"eval_reward": recipe.eval_reward, "eval_reward_weights": recipe.eval_reward_weights}
     return as_episodic(build_task(recipe.task, **settings, judged=recipe.reward_model is not None))
 
 

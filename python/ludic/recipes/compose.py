@@ -36,6 +36,7 @@ _OPEN_SECTIONS = (
     "task.args",
     "algorithm_args",
     "reward",
+    "eval_reward",
     "reward_model_args",
 )  # their keys are checked by what takes them as arguments
 _PER_ALGORITHM, LOADED_MODEL = "per_algorithm", "loaded_model"  # keys of files, whose content replaces other keys

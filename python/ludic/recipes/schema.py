@@ -174,9 +174,14 @@ class Recipe:
     """Your own problems: a JSONL, JSON, CSV or parquet file with a column `prompt`, a folder, or
     a hub id."""
     reward: Any = None
-    """Reward functions for `data`: `module:function`, `gsm8k`, `math`, or a list of these."""
+    """Reward functions for `data`: `module:function`, `gsm8k`, `math`, `pure_accuracy_math` (an
+    answer between `<answer>` tags), or a list of these."""
     reward_weights: Any = None
     """One weight per reward function; null: 1 each."""
+    eval_reward: Any = None
+    """Reward functions of the held-out answers; null: those of `reward`, with `is_eval` true."""
+    eval_reward_weights: Any = None
+    """One weight per function of `eval_reward`; null: 1 each."""
     reward_model: Optional[str] = None  # noqa: UP045
     """Folder of a reward model, such as a `ludic train-rm` run. Its score replaces the task's
     reward in training; held-out measurement keeps the task's reward."""

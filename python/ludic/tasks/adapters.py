@@ -71,7 +71,7 @@ class WrappedTask(EpisodicTask):
         return self.task.show(episode, rollout)
 
 
-@forward_members("_task", tuple(TaskDefaults.__annotations__))
+@forward_members("_task", (*TaskDefaults.__annotations__, "training_scorer", "rates"))
 class OneTurn(TaskDefaults, EpisodicTask):
     """A task of one turn as a task of episodes."""
 
@@ -113,7 +113,10 @@ class OneTurn(TaskDefaults, EpisodicTask):
         [answers] = played.values()
         infos = [rollout.steps[-1].info for _, rollout in answers]
         facts = {name: share(bool(info.get(name, False)) for info in infos) for name in self.facts}
-        return {**facts, **{name: share(info[name] for info in infos if name in info) for name in self.measures}}
+        return {
+            **facts,
+            **{name: share(info[name] for info in infos if name in info) for name in self.rates if name not in facts},
+        }
 
     def show(self, episode: Episode, rollout: Rollout) -> Shown:
         return Shown(episode["question"], rollout.steps[0].action, episode["answer"])

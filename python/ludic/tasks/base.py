@@ -75,7 +75,8 @@ class ProblemList(Protocol):
 
 
 class TaskDefaults:
-    """The optional members of a `Task`, with their defaults. `EpisodicTask` documents them."""
+    """The optional members of a `Task`, with their defaults. `EpisodicTask` documents them, and
+    `training_scorer` and `rates`, which a task may have too."""
 
     system_prompt: str | None = None
     success_reward: float | None = 1.0

@@ -12,7 +12,7 @@ from ludic.data import DataSet, Row, load_data
 from ludic.envs.prompt_env import PromptEnv, prompt_shown
 from ludic.errors import ConfigError, DataError
 from ludic.tasks.base import Problem
-from ludic.tasks.rewards import NoRewards, build_rewards, is_one_verifier
+from ludic.tasks.rewards import DataRewards, NoRewards, build_rewards, is_one_verifier
 
 PROMPT_COLUMNS = ("prompt", "question", "problem", "instruction")
 """Columns that may hold the prompt, in this order, without `prompt_column`."""
@@ -49,14 +49,22 @@ class DataTask:
         max_new_tokens: int = 256,
         reward_timeout_s: float = 600.0,
         judged: bool = False,
+        eval_reward: Any = None,
+        eval_reward_weights: Any = None,
     ) -> None:
         """`num_heldout` None: a tenth of the prompts, at most 200. `config` and `split` are for ids
         of the `datasets` library. `judged`: a reward model scores the answers, so that `reward` is
-        optional."""
+        optional. `eval_reward` rewards the held-out answers; None: `reward` with its weights."""
         if data is None or (reward is None and not judged):
             raise ConfigError("a problem of your own needs data=FILE and reward=MODULE:FUNCTION, or reward_model=DIRECTORY")
-        self.scorer = NoRewards() if reward is None else build_rewards(reward, reward_weights, timeout_s=reward_timeout_s)
-        self._is_verified = is_one_verifier(reward) and self.scorer.weights == [1.0]
+        self.training_scorer = (
+            NoRewards() if reward is None else build_rewards(reward, reward_weights, timeout_s=reward_timeout_s)
+        )
+        """Rewards the answers that are trained on."""
+        self.scorer = _make_heldout_scorer(self.training_scorer, eval_reward, eval_reward_weights)
+        """Rewards the held-out answers."""
+        measured_by = reward if eval_reward is None else eval_reward
+        self._is_verified = is_one_verifier(measured_by) and self.scorer.weights == [1.0]
         self.max_new_tokens = max_new_tokens
         loaded = _load(data, prompt_column, config, split)
         problems = self._problems(loaded, "")
@@ -77,7 +85,7 @@ class DataTask:
     def reward_sees(self) -> str:
         terms = [
             name if weight == 1 else f"{weight:g} * {name}"
-            for name, weight in zip(self.scorer.names, self.scorer.weights, strict=True)
+            for name, weight in zip(self.training_scorer.names, self.training_scorer.weights, strict=True)
         ]
         return f"what {' + '.join(terms)} returned for the whole answer"
 
@@ -90,7 +98,7 @@ class DataTask:
     @property
     def system_prompt(self) -> str | None:
         """Suggested by a reward function, for prompts and recipes without a system prompt."""
-        return self.scorer.system_prompt
+        return self.training_scorer.system_prompt or self.scorer.system_prompt
 
     @property
     def facts(self) -> Mapping[str, str]:
@@ -99,7 +107,12 @@ class DataTask:
     @property
     def measures(self) -> Mapping[str, str]:
         """The reward of each function, if there are several, averaged where present."""
-        return {f"rewards/{name}": f"{name}, its mean" for name in self.scorer.names} if len(self.scorer.names) > 1 else {}
+        return {**_list_measures(self.training_scorer), **self.rates}
+
+    @property
+    def rates(self) -> Mapping[str, str]:
+        """The same of the functions that reward held-out answers."""
+        return _list_measures(self.scorer)
 
     @property
     def problem_list(self) -> DataTask:
@@ -107,7 +120,7 @@ class DataTask:
 
     def begin_batch(self, number: int) -> None:
         """Tell the reward functions the number of the batch."""
-        self.scorer.trainer_state.global_step = number
+        self.training_scorer.trainer_state.global_step = number
 
     def draw(self, rng: Random) -> Problem:
         return rng.choice(self.training)
@@ -131,16 +144,33 @@ class DataTask:
     def _problems(self, loaded: DataSet, prefix: str) -> list[DataProblem]:
         """The problems of the rows. Raises DataError, naming the row, if a reward function
         cannot judge it."""
-        self.scorer.check_columns([name for name in loaded.columns if name not in ("prompt", "completion")])
+        scorers = (self.training_scorer, self.scorer)
+        for scorer in scorers:
+            scorer.check_columns([name for name in loaded.columns if name not in ("prompt", "completion")])
         problems = []
         for index, row in enumerate(loaded.rows):
             try:
-                self.scorer.check_row(row)
+                for scorer in scorers:
+                    scorer.check_row(row)
             except DataError as error:
                 raise DataError(f"{loaded.where(index)}: {error}") from error
             shown = next((str(row[name]) for name in ANSWER_COLUMNS if row.get(name) is not None), "")
             problems.append(DataProblem(id=f"{prefix}{index}", question=prompt_shown(row["prompt"]), answer=shown, row=row))
         return problems
+
+
+def _make_heldout_scorer(training: DataRewards, reward: Any, weights: Any) -> DataRewards:
+    if reward is None:
+        if weights is not None:
+            raise ConfigError("eval_reward_weights are those of eval_reward; set eval_reward too")
+        return training.for_evaluation()
+    built = build_rewards(reward, weights, timeout_s=training.timeout_s, setting="eval_reward")
+    built.is_eval, built.trainer_state = True, training.trainer_state
+    return built
+
+
+def _list_measures(scorer: DataRewards) -> dict[str, str]:
+    return {f"rewards/{name}": f"{name}, its mean" for name in scorer.names} if len(scorer.names) > 1 else {}
 
 
 def _load(source: str, prompt_column: str | None, config: str | None, split: str) -> DataSet:

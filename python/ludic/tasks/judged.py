@@ -35,7 +35,7 @@ class JudgedTask(WrappedTask):
     def __init__(self, task: EpisodicTask, reward: RewardModelReward, *, source: str) -> None:
         super().__init__(task)
         self._source = source
-        self._training_scorer = replace(reward, before=task.scorer)
+        self._training_scorer = replace(reward, before=task.training_scorer)
         records_score = replace(reward, before=task.scorer, mode="bonus", rm_coeff=0.0)
         self._scorer = self._training_scorer if is_unrewarded(task) else records_score
 

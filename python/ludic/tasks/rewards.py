@@ -7,20 +7,26 @@ from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
-from ludic.envs.maths import gsm8k_reward, math_reward
 from ludic.errors import ConfigError
 from ludic.tasks.importing import import_named
-from ludic.training.reward_functions import RewardFunction, RewardFunctions
+from ludic.training.reward_functions import RewardFunction, RewardFunctions, TrainerState
+from ludic.training.reward_registry import VERIFIERS, make_reward, reward_names
 from ludic.types import Rollout
-
-BUILT_IN = {"gsm8k": gsm8k_reward, "math": math_reward}
 
 
 class DataRewards(RewardFunctions):
     """Reward functions of a data set, with the optional members that a function may have."""
 
-    def __init__(self, functions: Sequence[RewardFunction], weights: Sequence[float] | None = None, *, timeout_s: float) -> None:
-        super().__init__(functions, weights, timeout_s=timeout_s)
+    def __init__(
+        self,
+        functions: Sequence[RewardFunction],
+        weights: Sequence[float] | None = None,
+        *,
+        timeout_s: float,
+        trainer_state: TrainerState | None = None,
+        is_eval: bool = False,
+    ) -> None:
+        super().__init__(functions, weights, timeout_s=timeout_s, trainer_state=trainer_state, is_eval=is_eval)
         prompts = (getattr(function, "system_prompt", None) for function in functions)
         self.system_prompt: str | None = next((prompt for prompt in prompts if prompt), None)
         """That of the first function that has one."""
@@ -31,6 +37,10 @@ class DataRewards(RewardFunctions):
         for check in self._row_checks:
             check(row)
 
+    def for_evaluation(self) -> DataRewards:
+        """The same functions and weights, which are told that answers are measured."""
+        return DataRewards(self.functions, self.weights, timeout_s=self.timeout_s, trainer_state=self.trainer_state, is_eval=True)
+
 
 class NoRewards(DataRewards):
     """No reward function: the reward is 0 until a reward model gives one."""
@@ -39,46 +49,53 @@ class NoRewards(DataRewards):
         super().__init__([lambda completions: [0.0] * len(completions)], timeout_s=1.0)
         self.functions, self.weights, self.names = [], [], []
 
+    def for_evaluation(self) -> DataRewards:
+        return self
+
     async def score(self, rollouts: Sequence[Rollout]) -> dict[str, Exception]:
         return {}
 
 
-def build_rewards(reward: Any, weights: Any, *, timeout_s: float) -> DataRewards:
+def build_rewards(reward: Any, weights: Any, *, timeout_s: float, setting: str = "reward") -> DataRewards:
     """The reward functions of a recipe. `reward`: one name, a list of names, or names with their
-    weights. A name is `module:function` or a built-in verifier."""
+    weights. A name is `module:function`, a built-in verifier, or a name of `register_reward`.
+    `setting` is the setting's name, for errors; that of the weights is `setting_weights`."""
     if isinstance(reward, Mapping):
         if weights is not None:
-            raise ConfigError("reward has weights of its own; leave reward_weights out, or make reward a list of names")
+            raise ConfigError(f"{setting} has weights of its own; leave {setting}_weights out, or make {setting} a list of names")
         reward, weights = list(reward), list(reward.values())
     names = [reward] if isinstance(reward, str) else reward
     if not isinstance(names, Sequence) or not names or not all(isinstance(name, str) for name in names):
-        raise ConfigError(f"reward ({reward!r}) must be module:function, {' or '.join(BUILT_IN)}, or a list of such names")
-    return DataRewards([_function(name) for name in names], _numbers(weights), timeout_s=timeout_s)
+        known = " or ".join(reward_names())
+        raise ConfigError(f"{setting} ({reward!r}) must be module:function, {known}, or a list of such names")
+    return DataRewards([_function(name, setting) for name in names], _numbers(weights, setting), timeout_s=timeout_s)
 
 
 def is_one_verifier(reward: Any) -> bool:
     """Whether the reward is one built-in verifier: 1 for a right answer, 0 for any other."""
     names = [reward] if isinstance(reward, str) else list(reward or ())
-    return len(names) == 1 and names[0] in BUILT_IN
+    return len(names) == 1 and names[0] in VERIFIERS
 
 
-def _function(name: str) -> RewardFunction:
+def _function(name: str, setting: str) -> RewardFunction:
     if ":" not in name:
-        if name in BUILT_IN:
-            return BUILT_IN[name]()
-        near = get_close_matches(name, BUILT_IN, n=1)
-        remedy = f"did you mean {near[0]}?" if near else f"write module:function, or one of {', '.join(BUILT_IN)}"
-        raise ConfigError(f"reward ({name}) is not known; {remedy}")
-    function = import_named(name, "reward")
+        if name in reward_names():
+            return make_reward(name)
+        near = get_close_matches(name, reward_names(), n=1)
+        remedy = f"did you mean {near[0]}?" if near else f"write module:function, or one of {', '.join(reward_names())}"
+        raise ConfigError(f"{setting} ({name}) is not known; {remedy}")
+    function = import_named(name, setting)
     if not callable(function) or inspect.isclass(function):
-        raise ConfigError(f"reward ({name}) is {'a class' if callable(function) else type(function).__name__}; name a function")
+        raise ConfigError(
+            f"{setting} ({name}) is {'a class' if callable(function) else type(function).__name__}; name a function"
+        )
     return function
 
 
-def _numbers(weights: Any) -> list[float] | None:
+def _numbers(weights: Any, setting: str) -> list[float] | None:
     if weights is None:
         return None
     listed = [weights] if isinstance(weights, int | float) else weights
     if not isinstance(listed, Sequence) or not all(isinstance(w, int | float) and not isinstance(w, bool) for w in listed):
-        raise ConfigError(f"reward_weights ({weights!r}) must be a list of numbers, one for each reward function")
+        raise ConfigError(f"{setting}_weights ({weights!r}) must be a list of numbers, one for each reward function")
     return [float(weight) for weight in listed]

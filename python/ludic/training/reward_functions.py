@@ -3,9 +3,10 @@
 `fn(prompts, completions, **columns) -> list[float | None]`, one element per completion; None means
 that the function does not apply to this completion. `prompts` and `completions` are lists of text,
 or of lists of messages if the data set has messages. Further keywords are the other columns of the
-data set, as lists, and `completion_ids`, `trainer_state`, `log_extra` and `log_metric`. A function
-gets the keywords in its signature, or all if it has `**kwargs`. It can be a coroutine function; all
-coroutine functions of a batch run concurrently.
+data set, as lists, and `completion_ids`, `trainer_state`, `log_extra`, `log_metric` and `is_eval`
+(whether the completions are measured and not trained on). A function gets the keywords in its
+signature, or all if it has `**kwargs`. It can be a coroutine function; all coroutine functions of a
+batch run concurrently.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 from ludic.envs.prompt_env import prompt_shown
 from ludic.errors import ConfigError, DataError, GradingError, LudicError, RolloutError, error_location
 from ludic.interaction.containment import describe_error
+from ludic.training.reward_registry import register_reward as register_reward, reward_names as reward_names
 from ludic.types import Message, Rollout, group_of
 
 RewardFunction = Callable[..., Any]
@@ -29,7 +31,7 @@ Reward = float | None | Exception
 
 SHOWN_PROMPT = 80
 """Maximum characters of a prompt in an error message."""
-_PROVIDED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+_PROVIDED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "is_eval")
 
 
 @dataclass
@@ -63,7 +65,10 @@ class RewardFunctions:
         *,
         timeout_s: float = 600.0,
         trainer_state: TrainerState | None = None,
+        is_eval: bool = False,
     ) -> None:
+        """`is_eval`: the rollouts are measured and not trained on. Functions with an argument of
+        that name get it."""
         self.functions = list(functions) if isinstance(functions, Sequence) else [functions]
         self.weights = [1.0] * len(self.functions) if weights is None else [float(weight) for weight in weights]
         if not self.functions:
@@ -77,7 +82,8 @@ class RewardFunctions:
         self.names = _names(self.functions)
         self.trainer_state = trainer_state or TrainerState()
         """Passed to functions with this argument."""
-        self._timeout_s = timeout_s
+        self.is_eval = is_eval
+        self.timeout_s = timeout_s
 
     def check_columns(self, columns: Sequence[str]) -> None:
         """Raise ConfigError if a function has a required argument that is not in `columns`."""
@@ -142,13 +148,13 @@ class RewardFunctions:
     async def _await_result(self, returned: Awaitable[Any]) -> Any:
         """Return the coroutine's result. Raises _DeadlineExceeded at the deadline; a
         TimeoutError that the function itself raises is an ordinary error."""
-        deadline = asyncio.timeout(self._timeout_s)
+        deadline = asyncio.timeout(self.timeout_s)
         try:
             async with deadline:
                 return await returned
         except TimeoutError as error:
             if deadline.expired():
-                raise _DeadlineExceeded(f"it took longer than {self._timeout_s} s") from error
+                raise _DeadlineExceeded(f"it took longer than {self.timeout_s} s") from error
             raise
 
     async def _retry_by_group(
@@ -176,6 +182,7 @@ class RewardFunctions:
             "completions": [entry.completion for entry in inputs],
             "completion_ids": [entry.completion_ids for entry in inputs],
             "trainer_state": self.trainer_state,
+            "is_eval": self.is_eval,
             "log_extra": lambda column, values: _log_each(inputs, column, values),
             "log_metric": lambda name, value: _log_each(inputs, name, [value] * len(inputs)),
         }
