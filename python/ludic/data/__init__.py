@@ -2,5 +2,6 @@
 
 from ludic.data.dataset import DataSet, load_data
 from ludic.data.formats import KINDS, Kind, Row
+from ludic.data.mixture import DataMixture, MixtureEntry, load_mixture
 
-__all__ = ["KINDS", "DataSet", "Kind", "Row", "load_data"]
+__all__ = ["KINDS", "DataMixture", "DataSet", "Kind", "MixtureEntry", "Row", "load_data", "load_mixture"]

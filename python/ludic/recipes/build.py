@@ -51,7 +51,7 @@ def check_numbers(recipe: Recipe) -> None:
 def build_task(
     section: TaskSection,
     *,
-    data: str | None = None,
+    data: Any = None,
     reward: Any = None,
     reward_weights: Any = None,
     eval_reward: Any = None,

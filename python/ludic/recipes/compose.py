@@ -35,6 +35,7 @@ from ludic.recipes.schema import Recipe, make_trainer_section
 _OPEN_SECTIONS = (
     "task.args",
     "algorithm_args",
+    "data",
     "reward",
     "eval_reward",
     "reward_model_args",

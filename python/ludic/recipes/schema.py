@@ -170,9 +170,10 @@ class Recipe:
     dtype: str = MISSING
     """Type of the weights: float32, bfloat16, or auto, the type in the model's files. float16 is
     only for weights that are not trained."""
-    data: Optional[str] = None  # noqa: UP045
+    data: Any = None
     """Your own problems: a JSONL, JSON, CSV or parquet file with a column `prompt`, a folder, or
-    a hub id."""
+    a hub id; or a mixture of these, as `{datasets: [{id: FILE, weight: 0.5}, {id: FILE}], seed:
+    0}`. A weight up to 1 takes that share of the rows, a higher one repeats rows."""
     reward: Any = None
     """Reward functions for `data`: `module:function`, `gsm8k`, `math`, `pure_accuracy_math` (an
     answer between `<answer>` tags), or a list of these."""

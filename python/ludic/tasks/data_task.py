@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from random import Random
 from typing import Any
 
-from ludic.data import DataSet, Row, load_data
+from ludic.data import DataMixture, DataSet, Row, load_data, load_mixture
 from ludic.envs.prompt_env import PromptEnv, prompt_shown
 from ludic.errors import ConfigError, DataError
 from ludic.tasks.base import Problem
@@ -36,7 +36,7 @@ class DataTask:
 
     def __init__(
         self,
-        data: str | None = None,
+        data: str | Mapping[str, Any] | DataMixture | None = None,
         reward: Any = None,
         reward_weights: Any = None,
         *,
@@ -52,9 +52,10 @@ class DataTask:
         eval_reward: Any = None,
         eval_reward_weights: Any = None,
     ) -> None:
-        """`num_heldout` None: a tenth of the prompts, at most 200. `config` and `split` are for ids
-        of the `datasets` library. `judged`: a reward model scores the answers, so that `reward` is
-        optional. `eval_reward` rewards the held-out answers; None: `reward` with its weights."""
+        """`data`: a source of `load_data`, or a mixture. `num_heldout` None: a tenth of the
+        prompts, at most 200. `config` and `split` are for ids of the `datasets` library. `judged`:
+        a reward model scores the answers, so that `reward` is optional. `eval_reward` rewards the
+        held-out answers; None: `reward` with its weights."""
         if data is None or (reward is None and not judged):
             raise ConfigError("a problem of your own needs data=FILE and reward=MODULE:FUNCTION, or reward_model=DIRECTORY")
         self.training_scorer = (
@@ -66,17 +67,25 @@ class DataTask:
         measured_by = reward if eval_reward is None else eval_reward
         self._is_verified = is_one_verifier(measured_by) and self.scorer.weights == [1.0]
         self.max_new_tokens = max_new_tokens
+        data = DataMixture.from_mapping(data) if isinstance(data, Mapping) else data
+        if not isinstance(data, str | DataMixture):
+            raise ConfigError(
+                f"data ({data!r}) must be a file, a folder, a hub id, or {{datasets: [{{id: a.jsonl}}, {{id: b.jsonl}}]}}"
+            )
+        share = data.test_split_size if isinstance(data, DataMixture) else None
         loaded = _load(data, prompt_column, config, split)
         problems = self._problems(loaded, "")
         if heldout_data is None:
-            heldout = _lowest_hashes(problems, num_heldout, data)
+            heldout = _lowest_hashes(problems, num_heldout, loaded.table.name, share=share)
         else:
             heldout = self._problems(_load(heldout_data, prompt_column, config, heldout_split), "heldout-")[:num_heldout]
         seen = {_key(problem) for problem in heldout}
         self.training: Sequence[DataProblem] = [problem for problem in problems if _key(problem) not in seen]
         """The problems to train on, in passes: each once before any is repeated."""
         if not self.training:
-            raise ConfigError(f"every prompt of {data} is held out and none is left to train on; lower task.args.num_heldout")
+            raise ConfigError(
+                f"every prompt of {loaded.table.name} is held out and none is left to train on; lower task.args.num_heldout"
+            )
         self.digest = loaded.digest()
         """Identifies the content of the data set."""
         self._held = heldout
@@ -173,14 +182,22 @@ def _list_measures(scorer: DataRewards) -> dict[str, str]:
     return {f"rewards/{name}": f"{name}, its mean" for name in scorer.names} if len(scorer.names) > 1 else {}
 
 
-def _load(source: str, prompt_column: str | None, config: str | None, split: str) -> DataSet:
-    return load_data(source, kind="prompt", columns={"prompt": prompt_column or PROMPT_COLUMNS}, config=config, split=split)
+def _load(source: str | DataMixture, prompt_column: str | None, config: str | None, split: str) -> DataSet:
+    columns = {"prompt": prompt_column or PROMPT_COLUMNS}
+    if isinstance(source, DataMixture):
+        return load_mixture(source, columns=columns)
+    return load_data(source, kind="prompt", columns=columns, config=config, split=split)
 
 
-def _lowest_hashes(problems: Sequence[DataProblem], requested: int | None, source: str) -> list[DataProblem]:
-    """One problem for each held-out prompt."""
+def _lowest_hashes(
+    problems: Sequence[DataProblem], requested: int | None, source: str, *, share: float | None
+) -> list[DataProblem]:
+    """One problem for each held-out prompt: `requested`, else a `share` of them, else a tenth, at
+    most 200."""
     distinct = {_key(problem): problem for problem in reversed(problems)}
-    number = min(200, max(1, len(distinct) // 10)) if requested is None else requested
+    number = requested
+    if number is None:
+        number = min(200, max(1, len(distinct) // 10)) if share is None else max(1, round(share * len(distinct)))
     if not 1 <= number < len(distinct):
         raise ConfigError(
             f"num_heldout ({number}) must be at least 1 and less than the {len(distinct)} different prompts of {source}; or name "
