@@ -3,10 +3,15 @@ algorithm once a training step."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from ludic.training.coefficients import Coefficient
 from ludic.training.types import CandidateGroups
+
+SumOverRanks = Callable[[Sequence[float]], Sequence[float]]
+"""The sum of each number over the ranks."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,10 +30,28 @@ class Observation:
     """KL between policy and reference, as `reference/kl` logs it. None if unknown."""
     groups: CandidateGroups | None = None
     """The groups of this rank. None if the algorithm has none."""
+    sum_over_ranks: SumOverRanks = tuple
+    """Adds what was summed over `groups` to the sums of the other ranks, all of which must call it.
+    The default is for one rank."""
 
 
 class Controller(Protocol):
     """Sets coefficients from what the steps showed. It must compute the same on all ranks."""
+
+    @property
+    def name(self) -> str:
+        """Under which a checkpoint has its state."""
+        ...
+
+    @property
+    def coefficients(self) -> Mapping[str, Coefficient]:
+        """What it sets, by name."""
+        ...
+
+    @property
+    def reads_kl(self) -> bool:
+        """Whether it needs the log-probabilities of a reference."""
+        ...
 
     def update(self, seen: Observation) -> dict[str, float]:
         """Set the coefficients for the next step. Returns statistics of the update."""

@@ -1,0 +1,220 @@
+"""The meta-controller: gradient descent on tau and beta together, in place of the two laws."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from ludic.errors import ConfigError
+from ludic.training.coefficients import Coefficient
+from ludic.training.controllers.descent import OPTIMIZERS, Moments, descend
+from ludic.training.controllers.entropy import EntropySchedule, as_schedule
+from ludic.training.controllers.meta_gradient import MetaGradient, potential_gradient, tracking_gradient
+from ludic.training.controllers.protocol import Observation
+
+METHODS = {
+    **dict.fromkeys(("analytic", "analytic_grad", "potential"), "analytic"),
+    "first_order": "first_order",
+    **dict.fromkeys(("truncated_backprop", "truncated", "backprop"), "truncated_backprop"),
+}
+"""Name or alias -> method."""
+
+
+@dataclass
+class _Parameter:
+    """A coefficient that is descended on, and where it may go."""
+
+    coefficient: Coefficient
+    lr: float
+    least: float
+    most: float
+    moments: Moments = field(default_factory=Moments)
+    last_gradient: float = 0.0
+
+    def step(self, optimizer: str, gradient: float, lr_factor: float) -> bool:
+        """Take a step and project it onto the bounds. Returns whether a bound held the value back.
+
+        At a bound, a gradient that leads outwards counts as 0 and clears the moments: the value
+        leaves the bound as soon as the gradient turns.
+        """
+        value = float(self.coefficient)
+        if (value <= self.least and gradient > 0) or (value >= self.most and gradient < 0):
+            self.moments = Moments()
+            return True
+        wanted = descend(optimizer, self.moments, value, gradient, self.lr * lr_factor)
+        self.coefficient.set(min(max(wanted, self.least), self.most))
+        return not self.least <= wanted <= self.most
+
+
+class MetaController:
+    """Descends on tau and beta towards targets of the weights' entropy and of the KL.
+
+    `method`:
+
+    - `analytic`: the convex potential (`potential_gradient`). Its targets are constraints, H >= H*
+      and KL <= KL*: tau falls to its bound while H stays above its target.
+    - `first_order`: the squared distances from both targets, with the KL after one step of the
+      candidates' logits (`tracking_gradient`).
+    - `truncated_backprop`: the same after `truncation_steps` steps.
+
+    It runs at steps with (step + 1) % `update_interval` == 0, on the groups of that step. The
+    learning rates are multiplied by the factor of the learning-rate schedule. With "adamw" the
+    coefficients decay, too.
+    """
+
+    name = "meta"
+
+    def __init__(
+        self,
+        tau: Coefficient | None,
+        beta: Coefficient | None,
+        *,
+        entropy_target: float | EntropySchedule | None = None,
+        kl_target: float | None = None,
+        method: str = "analytic",
+        lr: float = 0.0,
+        tau_lr: float | None = None,
+        beta_lr: float | None = None,
+        beta_grad_clip: float | None = None,
+        optimizer: str = "sgd",
+        update_interval: int = 1,
+        truncation_steps: int = 1,
+        use_hessian: bool = False,
+        inner_lr: float = 0.5,
+        kl_signal: Literal["policy", "weights"] = "policy",
+        tau_most: float | None = None,
+        beta_most: float | None = None,
+        tau_least: float = 1e-6,
+    ) -> None:
+        """`tau` or `beta` None: the algorithm has none. `tau_lr`, `beta_lr` None: `lr`; 0 keeps the
+        coefficient fixed. `kl_signal`, of the analytic method: the KL between policy and reference
+        that the step measured, or that of the weights. `beta_grad_clip`, `tau_most`, `beta_most`
+        None or 0: none. Raises ConfigError for invalid values."""
+        self.method = _known(METHODS, method, "method")
+        self.optimizer = _known({name: name for name in OPTIMIZERS}, optimizer, "optimizer")
+        self.kl_signal = _known({name: name for name in ("policy", "weights")}, kl_signal, "kl_signal")
+        self.entropy_target = None if entropy_target is None else as_schedule(entropy_target)
+        self.kl_target, self.beta_grad_clip = kl_target, beta_grad_clip or math.inf
+        self.update_interval, self.truncation_steps = update_interval, truncation_steps
+        self.use_hessian, self.inner_lr = use_hessian, inner_lr
+        self._check(lr, tau_lr, beta_lr, tau_least)
+        self._parameters: dict[str, _Parameter] = {}
+        if tau is not None and (rate := lr if tau_lr is None else tau_lr):
+            self._parameters["tau"] = _bounded(tau, rate, tau_least, tau_most)
+        if beta is not None and (rate := lr if beta_lr is None else beta_lr):
+            self._parameters["beta"] = _bounded(beta, rate, 0.0, beta_most)
+        self._tau, self._beta = tau, beta
+        self._check_parameters()
+
+    def _check(self, lr: float, tau_lr: float | None, beta_lr: float | None, tau_least: float) -> None:
+        for setting, value in (("lr", lr), ("tau_lr", tau_lr), ("beta_lr", beta_lr), ("beta_grad_clip", self.beta_grad_clip)):
+            if value is not None and not value >= 0:
+                raise ConfigError(f"{setting} ({value}) of the meta-controller must be >= 0")
+        for setting, count in (("update_interval", self.update_interval), ("truncation_steps", self.truncation_steps)):
+            if count < 1:
+                raise ConfigError(f"{setting} ({count}) of the meta-controller must be >= 1")
+        if not self.inner_lr > 0 or not tau_least > 0:
+            raise ConfigError(f"inner_lr ({self.inner_lr}) and tau_least ({tau_least}) of the meta-controller must be > 0")
+        if self.kl_target is not None and not self.kl_target >= 0:
+            raise ConfigError(f"kl_target ({self.kl_target}) of the meta-controller must be >= 0")
+        if self.entropy_target is None and self.kl_target is None:
+            raise ConfigError("the meta-controller has nothing to aim at; set entropy_target, kl_target or both")
+
+    def _check_parameters(self) -> None:
+        if not self._parameters:
+            raise ConfigError("the learning rates of the meta-controller are 0; set lr, tau_lr or beta_lr, or leave it out")
+        if self._tau is None and (self.method != "analytic" or self.entropy_target is not None or self.kl_signal != "policy"):
+            raise ConfigError(
+                "without tau there are no listwise weights, so the meta-controller can only steer beta by the measured KL: "
+                "method='analytic', kl_signal='policy' and kl_target"
+            )
+        for name, parameter in self._parameters.items():
+            value = float(parameter.coefficient)
+            if not parameter.least <= value <= parameter.most:
+                raise ConfigError(
+                    f"{name} ({value}) must begin within [{parameter.least}, {parameter.most}], the bounds of the meta-controller"
+                )
+
+    @property
+    def coefficients(self) -> Mapping[str, Coefficient]:
+        """What it sets, by name."""
+        return {name: parameter.coefficient for name, parameter in self._parameters.items()}
+
+    @property
+    def reads_kl(self) -> bool:
+        """Whether it needs the reference: for the KL of the step, or the KL and the slopes of the
+        weights."""
+        return self.kl_target is not None or (self.method != "analytic" and "beta" in self._parameters)
+
+    def update(self, seen: Observation) -> dict[str, float]:
+        """Set tau and beta. Returns loss and gradients, and whether a bound held a value back."""
+        if (seen.step + 1) % self.update_interval:
+            return {}
+        found = self._gradient(seen)
+        stats = {"meta/loss": found.loss, "meta/tau_grad": found.tau, "meta/beta_grad": found.beta}
+        clipped = min(max(found.beta, -self.beta_grad_clip), self.beta_grad_clip)
+        for name, gradient in (("tau", found.tau), ("beta", clipped)):
+            if name in self._parameters:
+                parameter = self._parameters[name]
+                stats[f"meta/{name}_projected"] = float(parameter.step(self.optimizer, gradient, seen.lr_factor))
+                parameter.last_gradient = gradient
+        return stats
+
+    def _gradient(self, seen: Observation) -> MetaGradient:
+        """The gradient of the method. A measured KL that is unknown counts as one on target."""
+        tau = 0.0 if self._tau is None else float(self._tau)
+        beta = 0.0 if self._beta is None else float(self._beta)
+        entropy_target = None if self.entropy_target is None else self.entropy_target.at(seen.step)
+        if self.method == "analytic":
+            measured = self.kl_signal == "policy"
+            known = seen.kl is not None and math.isfinite(seen.kl)
+            return potential_gradient(
+                seen.groups,
+                tau,
+                beta,
+                entropy_target=entropy_target,
+                kl_target=None if measured and not known else self.kl_target,
+                kl=seen.kl if measured else None,
+                sum_over_ranks=seen.sum_over_ranks,
+            )
+        return tracking_gradient(
+            seen.groups,
+            tau,
+            beta,
+            entropy_target=entropy_target,
+            kl_target=self.kl_target,
+            steps=1 if self.method == "first_order" else self.truncation_steps,
+            inner_lr=self.inner_lr,
+            use_hessian=self.use_hessian,
+            sum_over_ranks=seen.sum_over_ranks,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            **{name: float(parameter.coefficient) for name, parameter in self._parameters.items()},
+            "moments": {name: asdict(parameter.moments) for name, parameter in self._parameters.items()},
+            **{f"last_{name}_grad": parameter.last_gradient for name, parameter in self._parameters.items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a state. One without moments, as of a run without a meta-controller, begins
+        with none."""
+        for name, parameter in self._parameters.items():
+            if name in state:
+                parameter.coefficient.set(float(state[name]))
+            parameter.moments = Moments(**state.get("moments", {}).get(name, {}))
+            parameter.last_gradient = float(state.get(f"last_{name}_grad") or 0.0)
+
+
+def _bounded(coefficient: Coefficient, lr: float, least: float, most: float | None) -> _Parameter:
+    """A parameter within the bounds of the controller and of the coefficient itself."""
+    highest = math.inf if coefficient.most is None else coefficient.most
+    return _Parameter(coefficient, lr, max(least, coefficient.least), min(most or math.inf, highest))
+
+
+def _known(names: Mapping[str, str], name: str, setting: str) -> str:
+    if name not in names:
+        raise ConfigError(f"{setting} ({name!r}) of the meta-controller must be one of {', '.join(names)}")
+    return names[name]
