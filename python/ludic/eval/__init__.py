@@ -9,6 +9,7 @@ from ludic.eval.cli import (
     write_jsonl,
 )
 from ludic.eval.core import run_eval, run_eval_sync
+from ludic.eval.distinct import distinct_at_k, entropy_of_answers
 from ludic.eval.evaluator import EngineEvaluator, Evaluator
 from ludic.eval.intervals import Interval, difference_interval, mean_interval, share_interval, wilson_interval
 from ludic.eval.pass_at_k import pass_at_k
@@ -25,6 +26,8 @@ __all__ = [
     "add_common_eval_args",
     "build_single_agent_engine",
     "difference_interval",
+    "distinct_at_k",
+    "entropy_of_answers",
     "inference_spec_from_cli",
     "maybe_start_vllm",
     "mean_interval",

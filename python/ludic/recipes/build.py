@@ -14,7 +14,7 @@ from ludic.errors import ConfigError
 from ludic.recipes.compose import check_minimums
 from ludic.recipes.ranks_section import check_ranks
 from ludic.recipes.schema import NULL_UNLESS_SET, Recipe, TaskSection
-from ludic.tasks import Addition, DigitSort, EpisodicTask, Task, TicTacToe, Tools, as_episodic
+from ludic.tasks import Addition, DigitSort, EpisodicTask, Rising, Task, TicTacToe, Tools, as_episodic
 from ludic.tasks.data_task import DataTask
 from ludic.tasks.importing import import_named
 from ludic.tasks.judged import judged_by
@@ -28,6 +28,7 @@ T = TypeVar("T")
 TASKS: dict[str, Callable[..., Task | EpisodicTask]] = {
     "sort": DigitSort,
     "addition": Addition,
+    "rising": Rising,
     "tictactoe": TicTacToe,
     "tools": Tools,
 }

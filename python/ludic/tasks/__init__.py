@@ -7,6 +7,7 @@ from ludic.tasks.base import Problem, Task
 from ludic.tasks.digit_sort import DigitSort
 from ludic.tasks.episodic import Episode, EpisodicTask, Turn
 from ludic.tasks.preferences import DigitPreferences, Preference
+from ludic.tasks.rising import Rising
 from ludic.tasks.tictactoe import TicTacToe
 from ludic.tasks.tools import Tools
 
@@ -19,6 +20,7 @@ __all__ = [
     "EpisodicTask",
     "Preference",
     "Problem",
+    "Rising",
     "Task",
     "TicTacToe",
     "Tools",

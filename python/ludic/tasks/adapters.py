@@ -113,10 +113,9 @@ class OneTurn(TaskDefaults, EpisodicTask):
         [answers] = played.values()
         infos = [rollout.steps[-1].info for _, rollout in answers]
         facts = {name: share(bool(info.get(name, False)) for info in infos) for name in self.facts}
-        return {
-            **facts,
-            **{name: share(info[name] for info in infos if name in info) for name in self.rates if name not in facts},
-        }
+        each = [name for name in self.rates if name in self.measures]
+        together = {} if self.measure_answers is None else self.measure_answers(answers)
+        return {**facts, **{name: share(info[name] for info in infos if name in info) for name in each}, **together}
 
     def show(self, episode: Episode, rollout: Rollout) -> Shown:
         return Shown(episode["question"], rollout.steps[0].action, episode["answer"])

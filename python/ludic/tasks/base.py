@@ -3,14 +3,15 @@ teacher, and an environment that verifies answers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from random import Random
 from types import MappingProxyType
-from typing import Protocol, TypedDict
+from typing import Any, Protocol, TypedDict
 
 from ludic.envs.single_agent_env import SingleAgentEnv
 from ludic.errors import ConfigError
 from ludic.training.types import RolloutScorer
+from ludic.types import Rollout
 
 
 class Problem(TypedDict):
@@ -83,6 +84,8 @@ class TaskDefaults:
     measures: Mapping[str, str] = MappingProxyType({})
     scorer: RolloutScorer | None = None
     problem_list: ProblemList | None = None
+    measure_answers: Callable[[Sequence[tuple[Mapping[str, Any], Rollout]]], Mapping[str, float]] | None = None
+    """Rates of all sampled answers together, each with its problem; they are also in `rates`."""
 
 
 def check_share(name: str, value: float) -> None:
