@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benches.python.killed_ranks", description=__doc__.splitlines()[0])
     parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=list(KINDS))
     parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--steps", type=int, default=80, help="steps of a run, of which a kill lets it do 1 to 2 at most")
+    parser.add_argument("--steps", type=int, default=160, help="steps of a run, of which a kill lets it do 1 to 2 at most")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}

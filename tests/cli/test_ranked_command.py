@@ -96,6 +96,13 @@ def test_a_rank_that_outlives_another_ends_with_the_status_of_its_failure(two_ra
     assert watchdog._active is None
 
 
+def test_a_rank_that_outlives_one_that_was_killed_ends_too_and_says_so_by_itself(two_ranks, monkeypatch):
+    """A collective of NCCL would wait for the killed one until its timeout."""
+    monkeypatch.setattr(two_ranks[0], "describe_ended", lambda: "rank 1 of 2 ended without a word")
+    with ranked_command._watched(RankEnvironment(0, 2, 0, "host", 1), RanksSection()):
+        assert watchdog._active._find_failure() == ("rank 1 of 2 ended without a word", 75)
+
+
 def test_times_of_ranks_are_checked_and_change_no_result():
     recipe = compose(["ranks.timeout_s=30", "ranks.save_s=7"])
     assert config_hash(recipe) == config_hash(compose())

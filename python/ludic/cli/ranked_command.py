@@ -16,6 +16,7 @@ from typing import IO, TYPE_CHECKING, cast
 
 from ludic.cli.console import INTERRUPTED, run_with_console
 from ludic.cli.user_errors import rank_exit_status
+from ludic.exit_codes import TRY_AGAIN
 from ludic.rank_environment import RankEnvironment, read_rank_environment, tell_status
 from ludic.recipes.ranks_section import RanksSection, check_ranks, phase_deadlines
 
@@ -93,10 +94,13 @@ def _watched(environment: RankEnvironment, section: RanksSection) -> Iterator[No
 
     def find_failure() -> tuple[str, int] | None:
         try:
-            failure = meeting.find_failure()
+            meeting.give_sign()
+            failure, ended = meeting.find_failure(), meeting.describe_ended()
         except Exception:  # the store is gone: the main thread finds it too
             return None
-        return None if failure is None else (f"rank {failure.rank} failed, on {failure.host}: {failure.text}", failure.exit_code)
+        if failure is not None:
+            return f"rank {failure.rank} failed, on {failure.host}: {failure.text}", failure.exit_code
+        return None if ended is None else (ended, TRY_AGAIN)
 
     dog = Watchdog(
         {**phase_deadlines(section), "ending": ENDING_S},

@@ -11,7 +11,8 @@ import pytest
 from torch.distributed import HashStore, TCPStore
 
 from ludic.errors import RankError, RequestsExhausted
-from ludic.training.ranks.meeting import Failure, Meeting, name_ranks
+from ludic.training.ranks.lives import name_ranks
+from ludic.training.ranks.meeting import Failure, Meeting
 from ludic.training.ranks.sent_errors import describe_error
 
 PATIENCE_S = 60.0

@@ -15,17 +15,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import Any
 
-import torch.distributed as dist
-
-from ludic.errors import RankError, shorten_names
+from ludic.errors import RankError
 from ludic.exit_codes import TRY_AGAIN
+from ludic.training.ranks.lives import LEFT, Lives, name_ranks
+from ludic.training.ranks.rank_store import RankStore
 from ludic.training.ranks.sent_errors import rebuild_error
 
-T = TypeVar("T")
-
-FAILURE, STOP, LEFT = "failure", "stop", "left"
+FAILURE, STOP = "failure", "stop"
 """Keys of the store."""
 FIRST_DELAY_S, LAST_DELAY_S = 0.001, 0.05
 """A wait asks the store again after a delay, which grows between these bounds."""
@@ -62,7 +60,10 @@ class Meeting:
         self, store: Any, rank: int, world_size: int, *, exit_code: Callable[[BaseException], int] = lambda error: TRY_AGAIN
     ) -> None:
         """`exit_code`: the exit status of all ranks for an error on this one."""
-        self._store, self.rank, self.world_size = store, rank, world_size
+        self.rank, self.world_size = rank, world_size
+        self._store = RankStore(store)
+        self._lives = Lives(self._store, rank, world_size)
+        self._is_asked_to_stop = False
         self._exit_code = exit_code
         self.host = socket.gethostname()
         self._number = 0
@@ -73,17 +74,26 @@ class Meeting:
 
     def gather(self, timeout_s: float) -> None:
         """Wait until all ranks have come. Raises RankError, which names those that have not."""
-        self._set(f"here/{self.rank}", socket.gethostname())
-        if self._add("here/count") == self.world_size:
-            self._set("here/all", "")
+        self.announce()
+        self._store.set(f"here/{self.rank}", socket.gethostname())
+        if self._store.count("here/count") == self.world_size:
+            self._store.set("here/all", "")
         try:
             self._wait("here/all", timeout_s)
         except TimeoutError:
-            missing = [rank for rank in range(self.world_size) if not self._has(f"here/{rank}")]
+            missing = [rank for rank in range(self.world_size) if not self._store.has(f"here/{rank}")]
             raise RankError(
                 f"{name_ranks(missing)} of {self.world_size} did not come to the store within {timeout_s:g} s; look at the output of "
                 "these ranks, or raise ranks.rendezvous_timeout_s if their start takes longer"
             ) from None
+
+    def announce(self) -> None:
+        """Tell the other ranks which process this one is: `gather` does."""
+        self._lives.announce()
+
+    def give_sign(self) -> None:
+        """Tell the other ranks that this one lives."""
+        self._lives.give_sign()
 
     @contextmanager
     def agree(self, doing: str, timeout_s: float) -> Iterator[None]:
@@ -105,13 +115,13 @@ class Meeting:
         base = self._next_key()
         try:
             if error is not None:
-                self._call(self._store.compare_set, f"{base}/failure", "", json.dumps(asdict(self.describe(error))))
-            self._set(f"{base}/{self.rank}", doing)
-            if self._add(f"{base}/count") == self.world_size:
-                self._set(f"{base}/all", "")
+                self._store.set_first(f"{base}/failure", json.dumps(asdict(self.describe(error))))
+            self._store.set(f"{base}/{self.rank}", doing)
+            if self._store.count(f"{base}/count") == self.world_size:
+                self._store.set(f"{base}/all", "")
             self._wait(f"{base}/all", timeout_s)
         except TimeoutError:
-            missing = [rank for rank in range(self.world_size) if not self._has(f"{base}/{rank}")]
+            missing = [rank for rank in range(self.world_size) if not self._store.has(f"{base}/{rank}")]
             raise error or RankError(
                 f"{doing}: rank {self.rank} waited {timeout_s:g} s for {name_ranks(missing)} of {self.world_size}"
             ) from error
@@ -120,7 +130,7 @@ class Meeting:
                 raise error from None
             raise
         if error is None:  # else its own error says more than where the others are
-            self._check_same(self._get(f"{base}/0"), doing)
+            self._check_same(self._store.get(f"{base}/0"), doing)
         failure = self._read_failure(f"{base}/failure")
         self._forget_read(base)
         return failure
@@ -142,9 +152,9 @@ class Meeting:
             return
         try:
             yield values
-            self._set(key, json.dumps({"doing": doing, "values": values}))
+            self._store.set(key, json.dumps({"doing": doing, "values": values}))
         except BaseException as error:
-            self._set(key, json.dumps({"doing": doing, "failure": asdict(self.describe(error))}))
+            self._store.set(key, json.dumps({"doing": doing, "failure": asdict(self.describe(error))}))
             raise
 
     def _read_answer(self, key: str, doing: str, timeout_s: float) -> list[Any]:
@@ -152,7 +162,7 @@ class Meeting:
             self._wait(key, timeout_s)
         except TimeoutError:
             raise RankError(f"{doing}: rank {self.rank} waited {timeout_s:g} s for rank 0 to finish it") from None
-        answer = json.loads(self._get(key))
+        answer = json.loads(self._store.get(key))
         self._check_same(answer["doing"], doing)
         if "failure" in answer:
             raise Failure(**answer["failure"]).to_error(doing, self.world_size)
@@ -168,7 +178,7 @@ class Meeting:
     def post(self, topic: str, kind: str, **content: Any) -> None:
         """Post the next message of a topic, of JSON values, on rank 0. The last rank that reads it
         removes it."""
-        self._set(f"{topic}/{self._messages[topic]}", json.dumps({"kind": kind, **content}))
+        self._store.set(f"{topic}/{self._messages[topic]}", json.dumps({"kind": kind, **content}))
         self._messages[topic] += 1
 
     async def read(
@@ -178,13 +188,14 @@ class Meeting:
         collective. `while_waiting` is called before each look.
 
         Raises the error in a message of kind "error" (`describe_error`); RankError if no message
-        comes within `patience_s` seconds, if another rank failed, and for another kind.
+        comes within `patience_s` seconds, if another rank failed or was killed, and for another
+        kind.
         """
         number = self._messages[topic]
         key, started = f"{topic}/{number}", time.monotonic()
         while_waiting()
-        while not self._has(key):
-            self.raise_if_failed()
+        while not self._store.has(key):
+            self._check_others(key)
             waited = time.monotonic() - started
             if waited > patience_s:
                 raise RankError(
@@ -193,11 +204,11 @@ class Meeting:
                 )
             await asyncio.sleep(min(LONGEST_PAUSE_S, max(0.001, waited / 20)))
             while_waiting()
-        message: dict[str, Any] = json.loads(self._get(key))
+        message: dict[str, Any] = json.loads(self._store.get(key))
         self._messages[topic] += 1
-        if self._add(f"{key}/read") == self.world_size - 1:
+        if self._store.count(f"{key}/read") == self.world_size - 1:
             for read in (key, f"{key}/read"):
-                self._call(self._store.delete_key, read)
+                self._store.delete(read)
         if message["kind"] == "error":
             raise rebuild_error(message["error"])
         if message["kind"] != kind:
@@ -213,40 +224,50 @@ class Meeting:
 
     def report_failure(self, failure: Failure) -> None:
         """Tell all ranks that this one ends. The first failure of a run stays."""
-        self._call(self._store.compare_set, FAILURE, "", json.dumps(asdict(failure)))
+        self._store.set_first(FAILURE, json.dumps(asdict(failure)))
 
     def find_failure(self) -> Failure | None:
         """The first failure that ended another rank."""
         failure = self._read_failure(FAILURE)
         return None if failure is None or failure.rank == self.rank else failure
 
+    def describe_ended(self) -> str | None:
+        """Which ranks on this machine were killed, for a wait that is none at the store; None if
+        none was."""
+        return self._lives.describe_ended()
+
     def request_stop(self, signum: int) -> None:
-        """Ask for a stop of the run, which every rank reads with `requested_stop`."""
-        self._call(self._store.compare_set, STOP, "", str(signum))
+        """Ask for a stop of the run, which every rank reads with `requested_stop`. From now on this
+        rank does not wait for one that gives no sign of life."""
+        self._is_asked_to_stop = True
+        self._store.set_first(STOP, str(signum))
 
     def requested_stop(self) -> int | None:
         """The signal that any rank was asked to stop by."""
-        return int(self._get(STOP)) if self._has(STOP) else None
+        return int(self._store.get(STOP)) if self._store.has(STOP) else None
 
     def find_silent(self) -> list[int]:
         """The ranks that do not say within `REPLY_S` that a collective failed on them too. Called
         where one failed here."""
-        self._set(f"lost/{self.rank}", "")
+        self._store.set(f"lost/{self.rank}", "")
         ends = time.monotonic() + REPLY_S
         while True:
-            silent = [rank for rank in range(self.world_size) if not self._has(f"lost/{rank}")]
+            silent = [rank for rank in range(self.world_size) if not self._store.has(f"lost/{rank}")]
             if not silent or time.monotonic() > ends or self.find_failure() is not None:
                 return silent
             time.sleep(LAST_DELAY_S)
 
     def leave(self) -> None:
         """Say that this rank needs the store no more."""
-        self._set(f"{LEFT}/{self.rank}", "")
+        self._store.set(f"{LEFT}/{self.rank}", "")
 
     def wait_until_left(self, rank: int, timeout_s: float) -> None:
-        """Wait until a rank has left, at most `timeout_s`."""
+        """Wait until a rank has left, at most `timeout_s`, and no longer once a rank failed or is
+        lost."""
         ends = time.monotonic() + timeout_s
-        while not self._has(f"{LEFT}/{rank}") and time.monotonic() < ends and self.find_failure() is None:
+        while not self._store.has(f"{LEFT}/{rank}") and time.monotonic() < ends and self.find_failure() is None:
+            if self._lives.look(time.monotonic(), stopping=self._is_asked_to_stop) is not None:
+                return
             time.sleep(LAST_DELAY_S)
 
     def _next_key(self) -> str:
@@ -257,20 +278,29 @@ class Meeting:
         """Delete what was read before the agreement `base`: all ranks are beyond it."""
         if self.rank == 0:
             for key in self._read:
-                self._call(self._store.delete_key, key)
+                self._store.delete(key)
         names = ("count", "all", "failure", *range(self.world_size))
         self._read = [f"{base}/{name}" for name in names]
 
     def _wait(self, key: str, timeout_s: float) -> None:
-        """Raises TimeoutError, or RankError if another rank fails meanwhile."""
+        """Raises TimeoutError, or RankError if another rank fails or is killed meanwhile."""
         ends, delay = time.monotonic() + timeout_s, FIRST_DELAY_S
         longest = LAST_DELAY_S * max(1.0, self.world_size / RANKS_PER_DELAY)
-        while not self._has(key):
-            self.raise_if_failed()
+        while not self._store.has(key):
+            self._check_others(key)
             if time.monotonic() > ends:
                 raise TimeoutError
             time.sleep(delay)
             delay = min(delay * 1.5, longest)
+
+    def _check_others(self, key: str) -> None:
+        """Raise RankError if a rank has failed, or is lost while `key`, which is waited for, is not
+        there."""
+        self.raise_if_failed()
+        lost = self._lives.look(time.monotonic(), stopping=self._is_asked_to_stop)
+        if lost is not None and not self._store.has(key):  # it may have come, and they have ended, since it was looked for
+            self.raise_if_failed()
+            raise RankError(lost)
 
     def raise_if_failed(self) -> None:
         """Raise RankError if another rank has said that it ends."""
@@ -279,30 +309,4 @@ class Meeting:
             raise failure.to_error(None, self.world_size)
 
     def _read_failure(self, key: str) -> Failure | None:
-        return Failure(**json.loads(self._get(key))) if self._has(key) else None
-
-    def _has(self, key: str) -> bool:
-        return self._call(self._store.check, [key])
-
-    def _get(self, key: str) -> str:
-        return self._call(self._store.get, key).decode()
-
-    def _set(self, key: str, value: str) -> None:
-        self._call(self._store.set, key, value)
-
-    def _add(self, key: str) -> int:
-        return self._call(self._store.add, key, 1)
-
-    @staticmethod
-    def _call(operation: Callable[..., T], *arguments: Any) -> T:
-        try:
-            return operation(*arguments)
-        except dist.DistNetworkError as error:
-            raise RankError(
-                "the store of the ranks is gone: the process that served it has ended, which is rank 0 or torchrun; see its output"
-            ) from error
-
-
-def name_ranks(ranks: list[int]) -> str:
-    """Example: [1] is "rank 1", [1, 3] is "ranks 1, 3"."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {shorten_names(ranks)}"
+        return Failure(**json.loads(self._store.get(key))) if self._store.has(key) else None

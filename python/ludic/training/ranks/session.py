@@ -26,7 +26,8 @@ from ludic.exit_codes import TRY_AGAIN
 from ludic.rank_environment import RankEnvironment, read_rank_environment
 from ludic.training import watchdog
 from ludic.training.ranks.collectives import is_distributed, rank, world_size
-from ludic.training.ranks.meeting import Meeting, name_ranks
+from ludic.training.ranks.lives import name_ranks
+from ludic.training.ranks.meeting import Meeting
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +52,7 @@ def current_meeting() -> Meeting | None:
     group = dist.group.WORLD
     if group not in _meetings_of_groups:
         _meetings_of_groups[group] = Meeting(PrefixStore("ludic", _get_default_store()), rank(), world_size())
+        _meetings_of_groups[group].announce()
     return _meetings_of_groups[group]
 
 
