@@ -10,7 +10,8 @@ from ludic.recipes.rm.schema import compose_rm
 from ludic.recipes.sft.schema import compose_sft
 from ludic.recipes.sharding import build_sharding, has_no_weights, is_shared_out
 from ludic.recipes.sharding_section import ShardingSection, check_sharding
-from ludic.runs.shared_model import check_sampling
+from ludic.runs.shared_model import check_sampling, choose_precision, describe_precision, place_model
+from ludic.training import TrainerConfig
 
 
 def test_a_section_is_the_settings_of_the_model():
@@ -39,8 +40,7 @@ def test_every_training_command_has_the_section_and_one_word_sets_its_kind(compo
         ({"kind": "full", "shards": 2}, 2, r"sharding\.shards \(2\) is for sharding\.kind=hybrid, which is full"),
         ({"kind": "hybrid", "shards": 3}, 8, r"must divide the number of ranks \(8\)"),
         ({"kind": "hybrid", "shards": 0}, 8, r"sharding\.shards \(0\)"),
-        ({"kind": "full", "param_dtype": "bfloat16"}, 1, r"need several processes, and this run is one"),
-        ({"kind": "full", "cpu_offload": True}, 1, r"need several processes"),
+        ({"kind": "full", "cpu_offload": True}, 1, r"needs several processes, and this run is one"),
     ],
 )
 def test_settings_that_cannot_be_followed_are_refused(section, world_size, message):
@@ -53,6 +53,25 @@ def test_one_process_trains_the_whole_model():
     check_sharding(section, world_size=1)
     assert not is_shared_out(section)
     assert not has_no_weights(section)
+
+
+@pytest.mark.parametrize(("param_dtype", "passes"), [("float32", None), ("bfloat16", "bf16"), (None, None)])
+def test_one_process_steps_float32_where_param_dtype_says_so(param_dtype, passes):
+    section = ShardingSection("full", param_dtype=param_dtype)
+    check_sharding(section, world_size=1)
+    model = place_model(torch.nn.Linear(2, 2).bfloat16(), section, "cpu")
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32 if param_dtype else torch.bfloat16}
+    assert choose_precision(TrainerConfig(), section).mixed_precision_dtype == passes
+    assert (describe_precision(section) is None) == (param_dtype is None)
+
+
+def test_several_ranks_leave_param_dtype_to_fsdp(monkeypatch):
+    monkeypatch.setattr("ludic.training.ranks.is_distributed", lambda: True)
+    section, cfg = ShardingSection("full", param_dtype="bfloat16"), TrainerConfig()
+    assert choose_precision(cfg, section) is cfg
+    assert describe_precision(section) is None
+    model = place_model(torch.nn.Linear(2, 2).bfloat16(), section, "cpu")
+    assert model.weight.dtype is torch.bfloat16
 
 
 @pytest.mark.parametrize("every", [0, 2])

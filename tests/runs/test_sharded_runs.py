@@ -19,6 +19,7 @@ from ranked_commands import (
     metrics_of,
     with_sgd,
 )
+from safetensors.torch import load_file
 from small_models import mixture_model
 from tiny_recipe import TINY
 from transformers import AutoModelForCausalLM
@@ -126,6 +127,36 @@ def test_a_sharded_run_that_is_killed_resumes_on_as_many_ranks_and_on_one(folder
     for resumed in (killed, copy):
         steps = [line["step"] for line in metrics_of(resumed) if "train/loss" in line]
         assert steps == list(range(1, len(steps) + 1))
+
+
+@pytest.mark.parametrize(("param_dtype", "tolerance"), [("float32", 1e-6), ("bfloat16", 1e-3)])
+def test_a_run_with_param_dtype_goes_on_on_one_process(param_dtype, tolerance, folder):
+    """Two more steps, relative to the largest weight. What bfloat16 rounds depends on the samples
+    of a rank."""
+    name = f"sft-{param_dtype}"
+    given = ["dtype=bfloat16", "sharding=full", f"sharding.param_dtype={param_dtype}", "checkpoint.every_n_steps=2"]
+    settings = ["sft", *SFT, *given, "trainer.lr_scheduler_type=constant_with_warmup", "steps=2"]
+    sharded = run_command(folder, name, *settings)
+    copy = Path(shutil.copytree(sharded, folder / f"{name}-on-one"))
+    run_command(folder, name, "sft", "--resume", str(sharded), "steps=4")
+    run_command(folder, copy.name, "sft", "--resume", str(copy), "steps=4", world_size=1, work=alone)
+    before, expected, got = (stored_weights(run, step) for run, step in ((sharded, 2), (sharded, 4), (copy, 4)))
+    assert {tensor.dtype for tensor in got.values()} == {torch.float32}
+    assert distance(got, expected) < tolerance
+    assert distance(before, expected) > 5 * tolerance
+
+
+def stored_weights(run: Path, step: int):
+    """The weights of a checkpoint, by name."""
+    [folder] = run.glob(f"checkpoints/**/step_{step:06}")
+    return {key: tensor for path in folder.glob("model*.safetensors") for key, tensor in load_file(path).items()}
+
+
+def distance(first, second):
+    """Of weights by name, relative to the largest one."""
+    assert first.keys() == second.keys()
+    largest = max(float(tensor.abs().max()) for tensor in second.values())
+    return max(float((first[name] - second[name]).abs().max()) for name in second) / largest
 
 
 def test_a_mixture_of_experts_keeps_the_stored_biases_of_its_files(folder):

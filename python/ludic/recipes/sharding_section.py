@@ -23,7 +23,7 @@ class ShardingSection:
     """Ranks that share one copy of a hybrid model; null: the ranks of one machine."""
     param_dtype: Optional[str] = None  # noqa: UP045
     """bfloat16 or float32: type of forward and backward passes, over weights that are stored and
-    stepped in float32; null: `dtype`."""
+    stepped in float32; null: `dtype`. One process computes in bfloat16 by autocast."""
     reduce_dtype: str = "float32"
     """Type in which gradients are summed over ranks: float32 or bfloat16."""
     cpu_offload: bool = False
@@ -48,8 +48,8 @@ def check_sharding(section: ShardingSection, *, world_size: int) -> None:
             f"sharding.shards ({section.shards}) is for sharding.kind=hybrid, which is {section.kind}, and must divide the number of "
             f"ranks ({world_size})"
         )
-    if world_size == 1 and (section.param_dtype is not None or section.cpu_offload):
+    if world_size == 1 and section.cpu_offload:
         raise ConfigError(
-            "sharding.param_dtype and cpu_offload need several processes, and this run is one; set ranks=N, start it with torchrun "
-            "or srun, or leave them out: trainer.mixed_precision_dtype=bf16 computes in bfloat16 here"
+            "sharding.cpu_offload needs several processes, and this run is one; set ranks=N, start it with torchrun or srun, or leave "
+            "it out, also on resume: sharding.cpu_offload=false"
         )

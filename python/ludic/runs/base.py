@@ -20,7 +20,7 @@ from ludic.runs.checkpoints import find_latest_checkpoint, rewind_logs
 from ludic.runs.directory import DONE, Progress, RunDirectory
 from ludic.runs.screen import Screen
 from ludic.runs.seeding import seed_phase
-from ludic.runs.shared_model import HomeEvaluator, SharedModel
+from ludic.runs.shared_model import HomeEvaluator, SharedModel, describe_precision
 from ludic.runs.stop_request import ImpatientSource, StoppableSource, StopRequest
 from ludic.runs.tracking import run_logger
 from ludic.training import ranks, watchdog
@@ -61,6 +61,8 @@ class TrainingRun(ABC, Generic[RecipeT, PartsT, DirectoryT]):
         section = recipe.sharding
         self.shared = SharedModel(section, recipe.trainer.model_device) if is_shared_out(section) else None
         """What the ranks train instead of `parts.model`, if they share it out."""
+        if precision := describe_precision(section):
+            screen.note(precision)
         ranks.ask_rank_0("saving the base", lambda: save_missing_base(parts.model, recipe.model, directory.base))
 
     @property

@@ -50,7 +50,7 @@ from ludic.runs.rollouts import (
 from ludic.runs.sampler import Sampler, check_inference, open_sampler
 from ludic.runs.screen import Screen
 from ludic.runs.seeding import seed_everything
-from ludic.runs.shared_model import check_sampling, check_sharding_settings, place_model
+from ludic.runs.shared_model import check_sampling, check_sharding_settings, choose_precision, place_model
 from ludic.runs.stop_request import Interrupted, StopRequest
 from ludic.tasks import EpisodicTask
 from ludic.tasks.measures import logged_names, task_reducers
@@ -315,7 +315,7 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
             self.directory.checkpoints / phase,
             algo=algorithm,
             publisher=None if sampler is None or not (cfg.sync_every_steps or sampler.remote) else sampler.publisher,
-            cfg=cfg,
+            cfg=choose_precision(cfg, self.recipe.sharding),
             train_logger=logger,
             evaluator=self.evaluator(self._held_out),
             reducers={**default_reducers(), **(task_reducers(self.parts.task) if phase == REINFORCE else {})},

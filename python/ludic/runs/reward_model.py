@@ -18,7 +18,7 @@ from ludic.runs.data.reward_model import RMData
 from ludic.runs.directory import DONE, RMDirectory
 from ludic.runs.epochs import EpochsRun
 from ludic.runs.seeding import seed_everything
-from ludic.runs.shared_model import check_sharding_settings, place_model
+from ludic.runs.shared_model import check_sharding_settings, choose_precision, place_model
 from ludic.training import ranks, watchdog
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.batching.epochs import ItemBatchSource
@@ -52,6 +52,7 @@ class RMParts:
         tokenizer = choose_padding_token(build_tokenizer(recipe))
         algorithm = make_bradley_terry(**vars(recipe.loss))
         cfg = build_config(RMTrainerConfig, recipe.trainer, pad_token_id=tokenizer.pad_token_id, seed=recipe.seed)
+        cfg = choose_precision(cfg, recipe.sharding)
         data = RMData.read(recipe, tokenizer, note=note)
         if not data.heldout and (cfg.eval_every_n_steps or cfg.eval_at_start):
             raise ConfigError(

@@ -16,7 +16,7 @@ from ludic.runs.data.sft import SFTData, write_demonstrations
 from ludic.runs.directory import DONE, SFTDirectory
 from ludic.runs.epochs import EpochsRun
 from ludic.runs.seeding import seed_everything
-from ludic.runs.shared_model import check_sharding_settings, place_model
+from ludic.runs.shared_model import check_sharding_settings, choose_precision, place_model
 from ludic.training import ranks, watchdog
 from ludic.training.batching.epochs import ItemBatchSource
 from ludic.training.config import TrainerConfig
@@ -48,6 +48,7 @@ class SFTParts:
         tokenizer = _load_tokenizer(recipe)
         data = SFTData.read(recipe, tokenizer)
         cfg = build_trainer_config(recipe.trainer, pad_token_id=tokenizer.pad_token_id, seed=recipe.seed)
+        cfg = choose_precision(cfg, recipe.sharding)
         model = place_model(build_model(recipe, tokenizer), recipe.sharding, cfg.model_device)
         model = add_adapters(model, recipe.lora, seed=recipe.seed)
         steps = recipe.epochs * _make_source(data, recipe).num_batches_per_epoch if recipe.steps is None else recipe.steps

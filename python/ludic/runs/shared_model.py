@@ -8,7 +8,8 @@ and shared out over all ranks while it is trained.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -23,7 +24,10 @@ from ludic.recipes.schema import Recipe
 from ludic.recipes.sharding import build_sharding, has_no_weights, is_shared_out
 from ludic.recipes.sharding_section import ShardingSection, check_sharding
 from ludic.training import ranks
+from ludic.training.config import TrainerConfig
 from ludic.training.evaluators.protocol import Evaluator, runs_on_all_ranks
+
+ConfigT = TypeVar("ConfigT", bound=TrainerConfig)
 
 
 def check_sharding_settings(section: ShardingSection, device: str) -> None:
@@ -47,10 +51,34 @@ def check_sampling(recipe: Recipe) -> None:
 
 
 def place_model(model: Any, section: ShardingSection, device: str) -> Any:
-    """The model on its device. If the ranks share it out, only rank 0 keeps its weights."""
+    """The model on its device. If the ranks share it out, only rank 0 keeps its weights. With
+    `param_dtype`, one process stores and steps float32, as the shards of several ranks do."""
     if has_no_weights(section):
         return drop_weights(model)
+    if computes_alone(section):
+        model.float()
     return model.to(device)
+
+
+def computes_alone(section: ShardingSection) -> bool:
+    """Whether this process is to follow `param_dtype` without FSDP, since it is the only one."""
+    return section.param_dtype is not None and not is_shared_out(section)
+
+
+def choose_precision(cfg: ConfigT, section: ShardingSection) -> ConfigT:
+    """The trainer's settings, with bfloat16 passes where one process follows `param_dtype`."""
+    if computes_alone(section) and section.param_dtype == "bfloat16":
+        return replace(cfg, mixed_precision_dtype="bf16")
+    return cfg
+
+
+def describe_precision(section: ShardingSection) -> str | None:
+    """A line about what one process does instead of `param_dtype`; None where there is nothing to
+    say."""
+    if not computes_alone(section):
+        return None
+    how = ", its passes in bfloat16 by autocast" if section.param_dtype == "bfloat16" else ""
+    return f"One process trains the whole model: sharding.param_dtype={section.param_dtype} makes its weights float32{how}"
 
 
 class SharedModel:
