@@ -36,7 +36,7 @@ RECIPE = recipe_of()
         ),
         (["queue.order=arrival"], "queue.order has no effect in a run without actors; set place.actors=N too"),
         (["queue.url=http://localhost"], "must begin with redis:// or rediss://"),
-        (["place.actors=1", "inference=vllm"], "needs inference.url"),
+        (["place.actors=1", "inference=vllm"], "needs servers that actors and trainer share"),
     ],
 )
 def test_wrong_settings_are_refused_with_the_rule(settings: list[str], rule: str) -> None:

@@ -78,9 +78,29 @@ def test_processes_that_would_not_find_each_other_are_refused(settings, rule):
     check_actors(compose(["sort", "place=ray", "place.address=local", "actors=2"]))
 
 
-def test_servers_are_started_by_hand():
-    with pytest.raises(ConfigError, match="there is no setting 'servers'; start them with `ludic serve`"):
-        compose(["sort", "servers=2"])
+def test_servers_of_a_run_are_sampled_from():
+    recipe = compose(["sort", "servers=2"])
+    assert (recipe.place.servers, recipe.inference.kind) == (2, "vllm")
+    check_actors(recipe)
+    check_actors(compose(["sort", "servers=2", "actors=2", "inference.weights=disk"]))
+    assert not needs_launcher(recipe.place)
+    with pytest.raises(ConfigError, match=r"there is no setting 'place\.servers'"):
+        compose_sft(["servers=2"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "rule"),
+    [
+        (["inference.url=http://127.0.0.1:8000"], r"place.servers \(2\) starts servers and inference.url names running ones"),
+        (["inference=local"], "inference=local samples without servers"),
+        (["inference.weights=gloo"], r"inference.weights \(gloo\) must be disk with place.servers"),
+        (["place.server_gpus=1.5"], r"place.server_gpus \(1.5\) must be a whole number"),
+        (["servers=-1"], r"place.servers \(-1\) must be >= 0"),
+    ],
+)
+def test_settings_that_do_not_go_with_servers_are_refused(settings, rule):
+    with pytest.raises(ConfigError, match=rule):
+        check_actors(compose(["sort", "servers=2", *settings]))
 
 
 def test_one_process_trains_itself_and_so_does_one_with_actors():

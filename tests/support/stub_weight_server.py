@@ -43,9 +43,10 @@ class StubWeightServer:
     """`faults[path]` is called with the body of each request to that path before the response. It
     may raise, block, change the server, or return another text as the response."""
 
-    def __init__(self, folder, *, backend="gloo", tied=False, dtype="float32", first=None):
+    def __init__(self, folder, *, backend="gloo", tied=False, dtype="float32", first=None, address=("127.0.0.1", 0)):
         folder.mkdir(parents=True, exist_ok=True)
-        save_file(first or weights(0), folder / "model.safetensors")
+        if not (folder / "model.safetensors").exists():
+            save_file(first or weights(0), folder / "model.safetensors")
         self.folder, self.backend, self.tied, self.dtype = folder, backend, tied, dtype
         self.faults, self.calls, self.adapters = {}, [], {}
         self.secret = None
@@ -56,7 +57,7 @@ class StubWeightServer:
         self.without_extension = self.loads_nothing = False
         self.closing = threading.Event()
         self._boot()
-        self._http = _Server(("127.0.0.1", 0), _handler(self))
+        self._http = _Server(address, _handler(self))
         self._thread = threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.01})
 
     def _boot(self):

@@ -35,6 +35,19 @@ def actor(
     raise typer.Exit(code)
 
 
+@workers.command("server", help="Serve the policy of a run until its trainer is done; the trainer gives it every version.")
+def server(
+    run: _Run,
+    name: Annotated[str, typer.Option(help="Name of this server: server0, server1 and so on.")],
+    host: Annotated[str, typer.Option(help="The address of this machine at which trainer and actors reach it.")] = "127.0.0.1",
+) -> None:
+    from ludic.runs.servers.worker import run_server_process
+
+    with report_user_errors():
+        code = run_server_process(run, name=name, host=host)
+    raise typer.Exit(code)
+
+
 @workers.command(
     "trainer", help="Train a run in this process or rank, from its newest checkpoint; its actors are started elsewhere."
 )

@@ -1,4 +1,5 @@
-"""What a recipe says of actors as a whole: whether there are any, and checks of their settings."""
+"""What a recipe says of actors and servers as a whole: whether there are any, and checks of their
+settings."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from pathlib import Path
 
 from ludic.errors import ConfigError
 from ludic.recipes.inference_section import choose_kind
-from ludic.recipes.place_section import check_place
+from ludic.recipes.place_section import check_place, is_on_one_machine
 from ludic.recipes.queue_section import QueueSection, check_url, find_queue
 from ludic.recipes.schema import Recipe
 
@@ -32,9 +33,10 @@ def count_prompts_per_entry(recipe: Recipe) -> int:
 
 
 def check_actors(recipe: Recipe) -> None:
-    """Raise `ConfigError` for settings of actors or of their queue that are wrong, or that have no
-    effect."""
+    """Raise `ConfigError` for settings of actors, of their queue or of servers that are wrong, or
+    that have no effect."""
     check_place(recipe.place)
+    _check_servers(recipe)
     if uses_queue(recipe):
         _check_queue(recipe)
     elif changed := [item.name for item in fields(QueueSection) if getattr(recipe.queue, item.name) != item.default]:
@@ -56,19 +58,35 @@ def _check_queue(recipe: Recipe) -> None:
     if section.url is not None:
         check_url(section.url)
     find_queue(section, Path())  # raises for a wrong LUDIC_QUEUE_URL
-    if choose_kind(recipe.inference) == "vllm" and recipe.inference.url is None:
+    if choose_kind(recipe.inference) == "vllm" and recipe.inference.url is None and not recipe.place.servers:
         raise ConfigError(
-            "place.actors with inference=vllm needs inference.url: start the servers with `ludic serve`, which actors and trainer share"
+            "place.actors with inference=vllm needs servers that actors and trainer share: set place.servers=N, or inference.url to those "
+            "that you started with `ludic serve`"
         )
     _check_reached(recipe)
+
+
+def _check_servers(recipe: Recipe) -> None:
+    """Raise ConfigError for settings that do not go with servers of the run."""
+    servers, section = recipe.place.servers, recipe.inference
+    if servers == 0:
+        return
+    if section.url is not None:
+        raise ConfigError(f"place.servers ({servers}) starts servers and inference.url names running ones; set only one of them")
+    if choose_kind(section) == "local":
+        raise ConfigError(f"inference=local samples without servers; leave it out, or place.servers ({servers})")
+    if section.weights not in (None, "disk"):
+        raise ConfigError(
+            f"inference.weights ({section.weights}) must be disk with place.servers: a server that is restarted gets its weights from the "
+            "run's folder; leave it out, or start the servers with `ludic serve` and set inference.url"
+        )
 
 
 def _check_reached(recipe: Recipe) -> None:
     """Raise ConfigError if actors may be on machines that do not see the queue: locks of SQLite do
     not work on network file systems."""
     place = recipe.place
-    on_one_machine = place.on == "local" or (place.on == "ray" and place.address == "local")
-    if place.actors and not on_one_machine and "://" not in find_queue(recipe.queue, Path()):
+    if place.actors and not is_on_one_machine(place) and "://" not in find_queue(recipe.queue, Path()):
         raise ConfigError(
             f"actors with place.on={place.on} may run on several machines, which need a queue on a Redis server: set "
             "queue.url=redis://HOST:6379/0"

@@ -51,7 +51,6 @@ _OTHER_NAMES = {
         "micro-batches follow from tokens: set trainer.max_seq_len and trainer.micro_token_budget",
     ),
     "learning_rate": "it is called trainer.lr",
-    "servers": "start them with `ludic serve`, and set inference.url to the list of their addresses",
     "pad_token_id": "it is the tokenizer's",
 }
 """Names in other libraries for which the nearest of our names would be misleading."""
@@ -81,6 +80,8 @@ def compose(arguments: Sequence[str] = ()) -> Recipe:
     layers = list(_read_layers(source, overrides))
     file = {path: OmegaConf.select(layer, path) for where, layer in layers if where == source for path in _list_paths(layer)}
     recipe = cast(Recipe, resolve_layers(_make_schema(), layers, overrides))
+    if recipe.place.servers and recipe.inference.kind is None:
+        recipe.inference.kind = "vllm"
     choose_phases(recipe, [file if _is_file(source) else {}, _flatten(overrides)])
     return recipe
 

@@ -59,9 +59,16 @@ class PlaceSection(TrainersSection):
     """Cores that Ray or Slurm reserves for each actor."""
     actor_gpus: float = 0
     """GPUs of each actor; less than 1 shares one."""
+    servers: int = 0
+    """Inference servers that are started for the run, and from which trainer and actors sample. 0:
+    none; `inference.url` names servers that run already."""
+    server_cpus: float = 1
+    """Cores that Ray or Slurm reserves for each server."""
+    server_gpus: float = 0
+    """GPUs of each server; less than 1 shares one."""
 
 
-SHORT_FORMS = {"ranks": "place.trainers", **{name: f"place.{name}" for name in ("trainers", "actors")}}
+SHORT_FORMS = {"ranks": "place.trainers", **{name: f"place.{name}" for name in ("trainers", "actors", "servers")}}
 """Settings that have a short name on the command line. A mapping is the section of this name."""
 
 
@@ -75,6 +82,11 @@ def needs_launcher(place: TrainersSection) -> bool:
     """Whether the command of the user only starts and watches the processes of the run. Otherwise
     it trains itself, and starts actors beside it."""
     return place.on != "local" or place.trainers > 1
+
+
+def is_on_one_machine(section: TrainersSection) -> bool:
+    """Whether all processes of the run are on this machine."""
+    return section.on == "local" or (section.on == "ray" and section.address == "local")
 
 
 def check_place(section: TrainersSection) -> None:
@@ -107,7 +119,7 @@ def _check_numbers(section: TrainersSection) -> None:
             raise ConfigError(f"place.{name} ({values[name]}) must be >= 1")
     if not values["stop_s"] >= 1:
         raise ConfigError(f"place.stop_s ({values['stop_s']:g}) must be at least 1, the seconds in which trainers save")
-    least_0 = ("restarts", "actors", *(name for name in values if re.search("_[cg]pus$", name)))
+    least_0 = ("restarts", "actors", "servers", *(name for name in values if re.search("_[cg]pus$", name)))
     for name in least_0:
         if values.get(name, 0) < 0:
             raise ConfigError(f"place.{name} ({values[name]}) must be >= 0")

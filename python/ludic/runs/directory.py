@@ -79,6 +79,8 @@ class RunDirectory:
         self.server_log = path / "server.log"
         self.ranks = path / "ranks"  # with several ranks only: the output of those that do not lead
         self.policy = path / "policy"  # with actors only: what they sample with
+        self.servers = path / "servers"  # with place.servers only: their addresses
+        self.pushed = path / "pushed"  # weights that servers read
         self._progress = path / "progress.json"
         self._lock: RunLock | None = None
         self.is_followed = False

@@ -5,18 +5,20 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+from ludic.launch.local import LOOPBACK
 from ludic.launch.process import PYTHON, Process
 from ludic.launch.torchrun import ENV, PORT, STOP_VARIABLE, torchrun_argv
 from ludic.recipes.epochs_schema import EpochsRecipe
-from ludic.recipes.place_section import PlaceSection
+from ludic.recipes.place_section import PlaceSection, is_on_one_machine
 from ludic.recipes.schema import Recipe
 
-TRAINER, ACTOR = "trainer", "actor"
+TRAINER, ACTOR, SERVER = "trainer", "actor", "server"
 """The roles; `ludic worker ROLE RUN` is what a process of a role executes."""
 
 
 def plan_processes(recipe: Recipe | EpochsRecipe, folder: Path) -> list[Process]:
-    """The trainers and the actors of the run in `folder`, in the order in which they are started.
+    """The trainers, the servers and the actors of the run in `folder`, in the order in which they
+    are started.
 
     Several trainers are the ranks of one agent of torchrun on each machine. Example: with
     `place.trainers=8 place.nodes=2 place.actors=2` the names are trainer0, trainer1, actor0,
@@ -26,7 +28,7 @@ def plan_processes(recipe: Recipe | EpochsRecipe, folder: Path) -> list[Process]
     trainers = _plan_trainers(recipe, run)
     if not isinstance(place, PlaceSection):
         return trainers
-    return [*trainers, *_plan_actors(place, run)]
+    return [*trainers, *_plan_servers(place, run), *_plan_actors(place, run)]
 
 
 def _plan_trainers(recipe: Recipe | EpochsRecipe, run: str) -> list[Process]:
@@ -56,6 +58,26 @@ def _plan_trainers(recipe: Recipe | EpochsRecipe, run: str) -> list[Process]:
             restarts=place.restarts,
         )
         for node, name in enumerate(names)
+    ]
+
+
+def list_servers(place: PlaceSection) -> list[str]:
+    """The names of the servers. Example: server0, server1 for `place.servers=2`."""
+    return [f"{SERVER}{number}" for number in range(place.servers)]
+
+
+def _plan_servers(place: PlaceSection, run: str) -> list[Process]:
+    """On one machine servers listen to it alone, elsewhere at the address of their machine."""
+    return [
+        Process(
+            name,
+            SERVER,
+            _worker(SERVER, run, "--name", name, "--host", LOOPBACK if is_on_one_machine(place) else f"{{host:{name}}}"),
+            place.server_cpus,
+            place.server_gpus,
+            restarts=place.restarts,
+        )
+        for name in list_servers(place)
     ]
 
 

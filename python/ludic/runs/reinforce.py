@@ -214,7 +214,7 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
         self.screen.note(f"Reinforcement with {recipe.algorithm}: {recipe.steps} steps of {each}")
         keys = [*REINFORCE_KEYS, *(f"train/{name}" for name in logged_names(parts.task))]
         running = run_actors(recipe, self.directory.path, self.screen.note, self.stop, is_placed=self._is_placed)
-        async with self._open_sampler() as sampler, running as actors:
+        async with running as actors, self._open_sampler(actors) as sampler:
             with self.open_logger(REINFORCE, keys=keys, spark_key=SAMPLED_REWARD, last_step=recipe.steps) as logger:
                 source = None if self.directory.is_followed else self._make_source(sampler, actors)
                 if isinstance(source, ActorBatches):
@@ -237,7 +237,7 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
                     self._note_preflight(trainer)
 
     @asynccontextmanager
-    async def _open_sampler(self) -> AsyncIterator[Sampler]:
+    async def _open_sampler(self, processes: ActorProcesses | None) -> AsyncIterator[Sampler]:
         """The sampler of the recipe. With actors that sample themselves, weights are published to
         the run's folder, and the sampler in this process is only asked for causes of a mismatch."""
         recipe, parts, directory = self.recipe, self.parts, self.directory
@@ -254,6 +254,8 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
             note=self.screen.note,
             timer=self.timer,
             is_led=directory.is_followed,
+            is_stopped=lambda: bool(self.stop),
+            find_end=lambda: None if processes is None else processes.why_lost(),
         ) as sampler:
             yield sampler
 

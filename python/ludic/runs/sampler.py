@@ -6,16 +6,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ludic.errors import ConfigError, InferenceError
 from ludic.inference.client import ChatClient
+from ludic.launch.local import LOOPBACK
 from ludic.recipes.inference_section import InferenceSection, choose_kind, choose_logprob_convention
 from ludic.recipes.over_sampling import choose_lag
 from ludic.recipes.schema import Recipe
+from ludic.runs.plan import list_servers
+from ludic.runs.servers.connecting import connect_to_servers
+from ludic.runs.servers.starting import SERVED_NAME, start_server
 from ludic.training.loop.timings import PhaseTimer
 
 if TYPE_CHECKING:
@@ -26,7 +30,6 @@ logger = logging.getLogger(__name__)
 HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head dimensions that vLLM 0.32 supports on a CPU. A server with another one is healthy until
 its first request."""
-SERVED_NAME = "policy"
 
 
 @dataclass(frozen=True)
@@ -52,19 +55,33 @@ async def open_sampler(
     pushes: bool = True,
     timer: PhaseTimer | None = None,
     is_led: bool = False,
+    is_stopped: Callable[[], bool] = lambda: False,
+    find_end: Callable[[], str | None] = lambda: None,
 ) -> AsyncIterator[Sampler]:
     """Open the sampler of a recipe, and start a server if it asks for one; the server is stopped at
     exit.
 
     `folder` has the policy in Hugging Face layout, for a server to load. Without `pushes` a server
     that runs already keeps its weights. `timer` measures `server_start`. `is_led`: this is another
-    rank than 0, which has the only sampler; what stands for it here is never called."""
+    rank than 0, which has the only sampler; what stands for it here is never called. `is_stopped`
+    and `find_end` are asked while the servers of the run are waited for: whether the run was asked
+    to stop, and why none will answer."""
     if is_led:
         elsewhere: Any = _Elsewhere()
         yield Sampler(elsewhere, elsewhere, "", remote=choose_kind(recipe.inference) != "local")
         return
     if choose_kind(recipe.inference) == "local":
         yield _make_local_sampler(recipe, model, tokenizer)
+        return
+    if recipe.place.servers:
+        placed = connect_to_servers(
+            recipe, model, tokenizer, folder.parent, pushes=pushes, is_stopped=is_stopped, find_end=find_end
+        )
+        note(f"Waiting for {', '.join(list_servers(recipe.place))}; their output is in {folder.parent / 'workers'}")
+        async with AsyncExitStack() as opened:
+            with (timer or PhaseTimer()).phase("server_start"):
+                client, publisher = await opened.enter_async_context(placed)
+            yield Sampler(client, publisher, SERVED_NAME, remote=True)
         return
     if recipe.inference.url is not None:
         async with _connect(recipe, model, tokenizer, _list_urls(recipe.inference), folder, pushes) as sampler:
@@ -90,6 +107,8 @@ def check_inference(recipe: Recipe, model: Any) -> None:
     if section.url is not None:
         _check_servers(_list_urls(section))
         return
+    if recipe.place.servers and recipe.place.on != "local":
+        return  # they find vLLM, or not, on their own machines
     from ludic.inference.vllm.environment import check_has_vllm, is_cpu_build, server_python
 
     python = server_python(section.python)
@@ -150,33 +169,19 @@ async def _run_server(
     recipe: Recipe, model: Any, folder: Path, log: Path, note: Callable[[str], None], timer: PhaseTimer
 ) -> AsyncIterator[str]:
     """Start a server of the policy in `folder` and yield its address."""
-    from ludic.inference.vllm.environment import is_cpu_build, server_python
-    from ludic.inference.vllm.launch import free_port, start_vllm_server, stop_vllm_server, wait_for_vllm_health
+    from ludic.inference.vllm.environment import server_python
+    from ludic.inference.vllm.launch import free_port, stop_vllm_server, wait_for_vllm_health
 
     section = recipe.inference
     python, port = server_python(section.python), free_port()
-    cpu = section.device == "cpu" or (section.device == "auto" and is_cpu_build(python))
     weights: Any = section.weights or "gloo"  # works for two processes on one GPU; NCCL does not
-    convention = choose_logprob_convention(recipe.rollout.temperature, recipe.rollout.top_p)
     note(f"Starting a vLLM server from {python}; its output is in {log}")
-    proc = start_vllm_server(
-        str(folder),
-        "127.0.0.1",
-        port,
-        python=python,
-        device="cpu" if cpu else "cuda",
-        dtype=None if cpu else str(model.dtype).removeprefix("torch."),
-        served_model_name=SERVED_NAME,
-        logprobs_mode="processed_logprobs" if convention.processed else "raw_logprobs",
-        weights=weights,
-        extra_args=section.server_args,
-        env={"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"},  # the folder has all files
-        log_path=log,
-    )
+    dtype = str(model.dtype).removeprefix("torch.")
+    proc = start_server(recipe, folder, LOOPBACK, port, dtype=dtype, weights=weights, log=log)
     try:
         with timer.phase("server_start"):
-            await asyncio.to_thread(wait_for_vllm_health, "127.0.0.1", port, proc, section.timeout_s)
-        yield f"http://127.0.0.1:{port}"
+            await asyncio.to_thread(wait_for_vllm_health, LOOPBACK, port, proc, section.timeout_s)
+        yield f"http://{LOOPBACK}:{port}"
     finally:
         await asyncio.to_thread(stop_vllm_server, proc)
 

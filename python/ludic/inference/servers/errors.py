@@ -20,6 +20,11 @@ class AbortedError(InferenceError):
     retried."""
 
 
+class StaleWeightsError(EngineDeadError):
+    """A server answered with weights that no client may sample from: it was restarted and has those
+    that it began with, or it missed a push."""
+
+
 class BusyError(ServerError):
     """The server asks for a retry."""
 

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass
 from typing import TypeVar
 
 from ludic.errors import ConfigError, EngineDeadError, InferenceError, ServerUnreachableError
@@ -19,6 +20,20 @@ T = TypeVar("T")
 
 REST_S = 30.0
 """How long a drained server is left alone before it is probed."""
+
+
+@dataclass(frozen=True)
+class Restarts:
+    """Somebody starts the servers of a pool again when they die."""
+
+    find_url: Callable[[int], str | None]
+    """The address of a server now, by its number in the pool; None while it has none."""
+    find_end: Callable[[], str | None] = lambda: None
+    """Why no server will come back; None while one may."""
+    rest_s: float = 1.0
+    """How long a drained server is left alone before it is probed."""
+    look_s: float = 0.1
+    """How often a call without a live server looks for one."""
 
 
 class ServerPool:
@@ -33,6 +48,9 @@ class ServerPool:
     or are idle, it fails the probe, and its `progress`, a number that rises while it works, does
     not change. Calls must therefore be safe to repeat. `silence_s=None` turns this off, so that
     each call waits for its own deadline.
+
+    With `restarts`, a call without a live server waits for one, as long as its own deadline allows,
+    and the only server of a pool is drained, too.
     """
 
     def __init__(
@@ -52,6 +70,7 @@ class ServerPool:
         self.servers = list(servers)
         self.moved = 0
         """Calls that were retried on another server."""
+        self.restarts: Restarts | None = None
         self._probe, self._progress, self._rest_s, self._clock = probe, progress, rest_s, clock
         self._hang_detector = None if silence_s is None else HangDetector(self.servers, silence_s, self._check_alive, clock=clock)
         self._probes: dict[Server, asyncio.Task[None]] = {}
@@ -65,6 +84,9 @@ class ServerPool:
         retried: set[str] = set()
         while True:
             self._probe_rested_servers()
+            if self.restarts is not None and not self.live:
+                await self._wait_for_restart(self.restarts)
+                continue
             server = self._least_loaded()
             server.in_flight += 1
             server.requests += 1
@@ -73,6 +95,10 @@ class ServerPool:
                     return await call(server)
             except (EngineDeadError, ServerUnreachableError) as error:
                 server.failures += 1
+                if self.restarts is not None:
+                    self.drain(server, str(error))
+                    self.moved += 1
+                    continue
                 if len(self.servers) == 1 or server.url in retried:
                     raise
                 if isinstance(error, EngineDeadError):
@@ -87,8 +113,8 @@ class ServerPool:
 
     def drain(self, server: Server, why: str) -> None:
         """Send a server no more requests until a probe succeeds. The only server of a pool is
-        never drained: there is no other."""
-        if len(self.servers) == 1 or server.drained is not None:
+        never drained, as there is no other, unless it is restarted."""
+        if (len(self.servers) == 1 and self.restarts is None) or server.drained is not None:
             return
         server.drained, server.drained_at = why, self._clock()
         logger.warning("%s gets no more requests: %s; %d servers are left", server.url, why, len(self.live))
@@ -169,11 +195,20 @@ class ServerPool:
     def _probe_rested_servers(self) -> None:
         """Start a background probe of each drained server that has rested and is not being probed
         already."""
+        rest_s = self._rest_s if self.restarts is None else self.restarts.rest_s
         for server in self.servers:
             running = self._probes.get(server)
-            if server.drained is None or self._clock() - server.drained_at < self._rest_s or (running and not running.done()):
+            if server.drained is None or self._clock() - server.drained_at < rest_s or (running and not running.done()):
                 continue
             self._probes[server] = asyncio.create_task(self._probe_in_background(server))
 
+    async def _wait_for_restart(self, restarts: Restarts) -> None:
+        """Wait a moment for a server that was restarted. Raises EngineDeadError if none will be."""
+        if (end := restarts.find_end()) is not None:
+            raise EngineDeadError(end)
+        await asyncio.sleep(restarts.look_s)
+
     async def _probe_in_background(self, server: Server) -> None:
+        if self.restarts is not None:
+            server.url = self.restarts.find_url(self.servers.index(server)) or server.url
         await self.probe(server)

@@ -20,6 +20,12 @@ def version_number(version: object) -> int | None:
         return None
 
 
+def is_at_least(version: object, least: int) -> bool:
+    """Whether a server's version is one that was published, and no older than `least`."""
+    number = version_number(version)
+    return version != INITIAL_VERSION and number is not None and number >= least
+
+
 def check_served_version(version: object, url: str) -> int | None:
     """`version_number` of a version that a server reports. Raises InferenceError for a number that
     cannot be a version."""

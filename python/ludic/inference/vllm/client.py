@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
-from ludic.errors import InferenceError
+from ludic.errors import ConfigError, InferenceError
 from ludic.inference.prompts.tokens import PromptTokens
 from ludic.inference.publishing import Publisher, PushTarget
 from ludic.inference.request import ChatCompletionRequest
 from ludic.inference.sampling import SamplingParams, check_penalties, check_sampling
 from ludic.inference.servers.client_tags import ClientTag, TagPolicy
 from ludic.inference.servers.openai_client import open_client
+from ludic.inference.servers.pool import Restarts
 from ludic.inference.servers.prompt_clipping import PromptClipper
 from ludic.inference.servers.retries import RetryPolicy
 from ludic.inference.vllm.completions import (
@@ -240,6 +241,25 @@ class VLLMChatClient(PushTarget):
         self._publisher.publish(params, version=new_version)
         self.weights_changed(new_version)
         return new_version
+
+    def follow_restarts(self, restarts: Restarts) -> None:
+        """Wait for servers that are restarted, and take no answer of weights that were not
+        published, or are older than the version that is published or required when it is asked
+        for. Raises ConfigError for a client without `tokenizer`, whose answers do not say what
+        sampled them."""
+        if isinstance(self._completions, ChatCompletions):
+            raise ConfigError(
+                "servers that are restarted need a client with tokenizer=: only then do answers say which weights they are of"
+            )
+        self._servers.follow_restarts(restarts)
+
+    def require_version(self, version: int) -> None:
+        """Take answers of this version and later ones from now on (`follow_restarts`)."""
+        self._servers.require_version(version)
+
+    async def has_version(self, version: int) -> bool:
+        """Whether a server has this version of the weights, or a later one."""
+        return await self._servers.has_version(version)
 
     def weights_changed(self, version: str | int | None, *, lost: Sequence[str] = ()) -> None:
         """Called after a push: `version` is served now, and the servers at the URLs `lost` get no

@@ -92,8 +92,11 @@ class TokenCompletions:
         generate, completions = {**tag_field, **request.generate_body()}, {**tag_field, **request.completions_body()}
 
         async def call(server: Server) -> SampledTokens:
+            least = self._servers.version
             answer = await self.endpoints.post(server, generate, completions, None if tag is None else tag.headers())
-            return self._settings.reader.read_tokens(answer, request)
+            sampled = self._settings.reader.read_tokens(answer, request)
+            self._servers.check_served(server, sampled.weight_versions, least)
+            return sampled
 
         sampled, version = await self._servers.send(call, reports_version=not self.endpoints.without_generate)
         numbers = [version_number(span["version"]) for span in sampled.weight_versions]

@@ -126,6 +126,16 @@ async def read_version(headers: Mapping[str, str], url: str, *, timeout_s: float
     return None
 
 
+async def read_served(headers: Mapping[str, str], url: str, *, timeout_s: float = HEALTH_TIMEOUT_S) -> str | int | None:
+    """The name of the weight version as the server gives it, `default` before the first push; None
+    if it does not answer in time."""
+    try:
+        response = await _request(headers, "GET", f"{url}/weight_info", timeout_s=timeout_s)
+        return response.raise_for_status().read(WeightInfo).weight_version
+    except InferenceError:
+        return None
+
+
 async def read_progress(headers: Mapping[str, str], url: str) -> float | None:
     """Number of tokens that the server has processed so far, which rises while it works. None if
     the server does not report it."""

@@ -3,19 +3,26 @@ serve."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ludic.errors import InferenceError
-from ludic.inference.servers.errors import AbortedError
+from ludic.inference.servers.errors import AbortedError, StaleWeightsError
 from ludic.inference.servers.http import BlockingHttp
 from ludic.inference.servers.loop_thread import run_blocking
-from ludic.inference.servers.pool import ServerPool
+from ludic.inference.servers.pool import Restarts, ServerPool
 from ludic.inference.servers.retries import RetryPolicy
 from ludic.inference.servers.server import Server
-from ludic.inference.servers.weight_versions import version_number
-from ludic.inference.vllm.server_queries import read_progress, read_version, reset_prefix_cache, wait_for_servers
+from ludic.inference.servers.weight_versions import is_at_least, version_number
+from ludic.inference.vllm.server_queries import (
+    read_progress,
+    read_served,
+    read_version,
+    reset_prefix_cache,
+    wait_for_servers,
+)
 from ludic.inference.vllm.token_endpoints import COMPLETIONS
 
 T = TypeVar("T")
@@ -72,12 +79,40 @@ class VLLMServers:
 
         return await self._retries.run(attempt, name=self.name)
 
+    def follow_restarts(self, restarts: Restarts) -> None:
+        """Take answers only of versions that were published, and are no older than `version` was
+        when they were asked for. A server with others is drained until it has been given the
+        newest."""
+        self.pool.restarts = restarts
+
+    def check_served(self, server: Server, spans: Sequence[Mapping[str, Any]], least: int) -> None:
+        """Raise StaleWeightsError for an answer of another version than `follow_restarts` allows.
+
+        A server that was restarted says `default`, whatever weights it has, until a push has loaded
+        others: with the answer itself it says that nobody has published to this life of it."""
+        if self.pool.restarts is None:
+            return
+        if stale := [span["version"] for span in spans if not is_at_least(span["version"], least)] or ([] if spans else [None]):
+            raise StaleWeightsError(
+                f"{server.url} samples with version {stale[0]} of the weights, not with {least} or a later one; it was restarted, or "
+                "missed a push"
+            )
+
+    def require_version(self, version: int) -> None:
+        """Take answers of this version and later ones from now on."""
+        self.version = version
+
+    async def has_version(self, version: int) -> bool:
+        """Whether a server has this version, or a later one."""
+        held = await asyncio.gather(*(read_served(server.request_headers, server.url) for server in self.pool.servers))
+        return any(is_at_least(served, version) for served in held)
+
     async def read_version(self) -> int:
         """The version that a live server reports; the last known one if it reports none."""
         server = next(iter(self.pool.live), self.pool.servers[0])
         version = await read_version(server.request_headers, server.url)
         self._version_read_at = time.monotonic()
-        if version is not None:
+        if version is not None and self.pool.restarts is None:  # one that was restarted has an older one
             self.version = version
         return self.version
 
@@ -108,6 +143,11 @@ class VLLMServers:
         """Sample one token. Raises InferenceError if that fails, or if the server came back with
         older weights."""
         await server.probe(COMPLETIONS, {"model": next(iter(self.context_lengths), ""), "prompt": [[0]], "max_tokens": 1})
+        if self.pool.restarts is not None:
+            served = await read_served(server.request_headers, server.url)
+            if not is_at_least(served, self.version):
+                raise StaleWeightsError(f"it serves version {served} of the weights and not {self.version}")
+            return
         version = await read_version(server.request_headers, server.url)
         if self.version and (version is None or version < self.version):
             raise InferenceError(f"it serves version {version} of the weights and not {self.version}; push to it first")

@@ -1,4 +1,4 @@
-"""The actors of a run, started and watched from a thread of the trainer's process.
+"""The actors and servers of a run, started and watched from a thread of the trainer's process.
 
 The trainer's process is the one that the user started: its terminal, signals and exit status are
 those of a run without actors.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import queue
 import signal
@@ -19,6 +20,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from ludic.errors import LaunchError
+from ludic.launch.gpus import find_gpus
 from ludic.launch.local import LocalPlace
 from ludic.launch.place import Place
 from ludic.launch.process import DONE, Ended, Process, Started
@@ -27,7 +29,7 @@ from ludic.launch.supervisor import OTHERS_GRACE_S, Supervisor
 from ludic.recipes.actors import uses_queue
 from ludic.recipes.schema import Recipe
 from ludic.runs.actors.reopening import reopen_queue
-from ludic.runs.plan import ACTOR, TRAINER, plan_processes
+from ludic.runs.plan import ACTOR, SERVER, TRAINER, plan_processes
 from ludic.runs.stop_request import StopRequest
 from ludic.training import ranks
 
@@ -50,11 +52,14 @@ class WithOwnTrainer:
         """The actors that run."""
         self.starts = 0
         """How many actors were started, restarts included."""
+        self._uncounted: set[str] = set()
 
     def start(self, process: Process) -> None:
         if process.role == TRAINER:
             self._own.put(Started(process.name, os.getpid(), socket.gethostname(), "its terminal"))
         else:
+            if process.role == SERVER:
+                self._uncounted.add(process.name)
             self._inner.start(process)
 
     def finish(self, status: int) -> None:
@@ -69,7 +74,7 @@ class WithOwnTrainer:
     def poll(self) -> list[Started | Ended]:
         own = [self._own.get() for _ in range(self._own.qsize())]
         news = self._inner.poll()
-        for report in news:
+        for report in (report for report in news if report.name not in self._uncounted):
             if isinstance(report, Started):
                 self.alive.add(report.name)
                 self.starts += 1
@@ -97,7 +102,12 @@ class ActorProcesses:
         self._restarts: int | None = None
         self.measure()  # restarts are counted from here
         self.lost: asyncio.Future[LaunchError] = asyncio.get_running_loop().create_future()
-        """Done when no actor is left that may be restarted, if this process restarts them."""
+        """Done when no process of a role is left that may be restarted, if this process restarts
+        them."""
+
+    def why_lost(self) -> str | None:
+        """Why no actor or no server is left; None while there may be one."""
+        return str(self.lost.result()) if self.lost.done() else None
 
     def measure(self) -> dict[str, float]:
         """How many run, and how many were restarted since the last call; nothing if it is not
@@ -125,18 +135,19 @@ def count_placed(folder: Path, *, now: Callable[[], float] = time.time) -> tuple
 async def run_actors(
     recipe: Recipe, folder: Path, note: Callable[[str], None], stop: StopRequest, *, is_placed: bool = False
 ) -> AsyncIterator[ActorProcesses | None]:
-    """Open the queue of the run, start its actors, restart those that fail, and end all at exit.
-    All ranks call it, and rank 0 does it. Yields None if there are none to start. `is_placed`: a
-    launcher has done all of this."""
+    """Open the queue of the run, start its actors and servers, restart those that fail, and end all
+    at exit. All ranks call it, and rank 0 does it. Yields None if there are none to start.
+    `is_placed`: a launcher has done all of this."""
     if is_placed:
         yield ActorProcesses(lambda: count_placed(folder)) if recipe.place.actors and ranks.rank() == 0 else None
         return
     if uses_queue(recipe):
         await reopen_queue(recipe.queue, folder, stop)
-    if recipe.place.actors == 0 or ranks.rank() > 0:
+    if recipe.place.actors + recipe.place.servers == 0 or ranks.rank() > 0:
         yield None
         return
-    place = WithOwnTrainer(LocalPlace(folder))
+    taken = math.ceil(recipe.place.trainer_gpus)  # by this process, which sees all
+    place = WithOwnTrainer(LocalPlace(folder, gpus=find_gpus(os.environ)[taken:]) if taken else LocalPlace(folder))
     supervisor = Supervisor(
         place, plan_processes(recipe, folder), folder=folder, note=lambda text: None if place.is_finished else note(text)
     )
@@ -149,6 +160,13 @@ async def run_actors(
     finally:
         place.finish(status)
         await asyncio.to_thread(thread.join, JOIN_S)
+
+
+def _find_lost_role(folder: Path) -> str:
+    """The role of which no process is left, after the supervisor has ended."""
+    launch = read_launch(folder)
+    given_up = [process.role for process in launch.processes if process.state == "given_up"] if launch is not None else []
+    return given_up[-1] if given_up else ACTOR
 
 
 def _supervise(
@@ -164,7 +182,9 @@ def _supervise(
     def supervise() -> None:
         try:
             supervisor.run()
-            error = LaunchError(f"every actor has failed more often than place.restarts allows; see {folder / 'workers'}")
+            error = LaunchError(
+                f"every {_find_lost_role(folder)} has failed more often than place.restarts allows; see {folder / 'workers'}"
+            )
         except LaunchError as raised:
             error = raised
         except Exception as raised:

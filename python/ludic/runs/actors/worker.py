@@ -23,6 +23,7 @@ from torch import Tensor
 from ludic.errors import ConfigError, PublishError
 from ludic.inference.client import ChatClient, VersionedClient
 from ludic.inference.local import LocalChatClient
+from ludic.inference.vllm.client import VLLMChatClient
 from ludic.recipes.actors import check_actors, uses_queue
 from ludic.recipes.build import add_reward_model, build_episodic_task, check_numbers
 from ludic.recipes.compose import compose
@@ -38,6 +39,7 @@ from ludic.runs.directory import RunDirectory
 from ludic.runs.rollouts import check_rollouts, make_engine
 from ludic.runs.sampler import open_sampler
 from ludic.runs.seeding import seed_everything, seed_phase
+from ludic.runs.stop_request import Interrupted
 from ludic.runs.versions import collect_versions
 from ludic.tasks import EpisodicTask
 from ludic.training.queue.actor import run_actor
@@ -131,6 +133,25 @@ class LocalWeights:
                 time.sleep(POLL_S)
 
 
+class RestartedWeights:
+    """Takes only answers of a version or later ones, of servers that are restarted when they
+    die."""
+
+    def __init__(self, client: VLLMChatClient, *, serve_s: float = SERVE_S) -> None:
+        self._client, self._serve_s = client, serve_s
+
+    async def load(self, version: int) -> None:
+        """Return once a server has the version. Raises PublishError if none has in time."""
+        self._client.require_version(version)
+        deadline = time.monotonic() + self._serve_s
+        while not await self._client.has_version(version):
+            if time.monotonic() > deadline:
+                raise PublishError(
+                    f"no server has had version {version} for {self._serve_s:g} s; the trainer gives it to those that come back"
+                )
+            await asyncio.sleep(POLL_S)
+
+
 class ServerWeights:
     """Waits until the servers, which the trainer publishes to, serve a version: for `serve_s`
     seconds, since a server that was restarted has an older one until the trainer publishes."""
@@ -173,7 +194,10 @@ async def _sample(recipe: Recipe, directory: RunDirectory, name: str) -> int:
         asyncio.get_running_loop().add_signal_handler(number, stop_on, number)
     parts = ActorParts.build(recipe)
     async with AsyncExitStack() as opened:
-        client, model_name, weights = await _open_client(recipe, parts, directory, opened)
+        try:
+            client, model_name, weights = await _open_client(recipe, parts, directory, opened, stop)
+        except Interrupted:
+            return 128 + signals[0]
         log = open_queue(recipe.queue, directory.path)
         opened.callback(log.disconnect)
         player = EntryPlayer(recipe, parts.task, client, model_name)
@@ -194,15 +218,24 @@ async def _sample(recipe: Recipe, directory: RunDirectory, name: str) -> int:
 
 
 async def _open_client(
-    recipe: Recipe, parts: ActorParts, directory: RunDirectory, opened: AsyncExitStack
-) -> tuple[ChatClient, str, LocalWeights | ServerWeights]:
+    recipe: Recipe, parts: ActorParts, directory: RunDirectory, opened: AsyncExitStack, stop: asyncio.Event
+) -> tuple[ChatClient, str, LocalWeights | ServerWeights | RestartedWeights]:
     """(client, name of the model, how it gets a version)."""
     if choose_kind(recipe.inference) == "vllm":
         sampler = await opened.enter_async_context(
             open_sampler(
-                recipe, parts.model, parts.tokenizer, directory.model, log=directory.server_log, note=print, pushes=False
+                recipe,
+                parts.model,
+                parts.tokenizer,
+                directory.model,
+                log=directory.server_log,
+                note=print,
+                pushes=False,
+                is_stopped=stop.is_set,
             )
         )
+        if recipe.place.servers:
+            return sampler.client, sampler.model_name, RestartedWeights(cast(VLLMChatClient, sampler.client))
         return sampler.client, sampler.model_name, ServerWeights(cast(VersionedClient, sampler.client))
     convention = choose_logprob_convention(recipe.rollout.temperature, recipe.rollout.top_p)
     client = LocalChatClient(

@@ -1,0 +1,141 @@
+"""Connects trainer and actors to the servers of their run."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ludic.distributed.adapters.supervised import SupervisedServers
+from ludic.errors import ConfigError, InferenceError
+from ludic.files.folders import clear_unfinished, delete_folder
+from ludic.inference.servers.http import BlockingHttp
+from ludic.inference.servers.pool import Restarts
+from ludic.inference.vllm.server_queries import HEALTH_TIMEOUT_S
+from ludic.recipes.schema import Recipe
+from ludic.runs.plan import list_servers
+from ludic.runs.servers.addresses import ServerAddresses
+from ludic.runs.stop_request import Interrupted
+
+if TYPE_CHECKING:
+    from ludic.inference.vllm.client import VLLMChatClient
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.2
+"""How often to look for servers that are starting."""
+KEEP_S = 0.5
+"""How often the trainer looks for servers that lack the newest version."""
+
+
+@asynccontextmanager
+async def connect_to_servers(
+    recipe: Recipe,
+    model: Any,
+    tokenizer: Any,
+    run: Path,
+    *,
+    pushes: bool,
+    is_stopped: Callable[[], bool],
+    find_end: Callable[[], str | None],
+) -> AsyncIterator[tuple[VLLMChatClient, SupervisedServers | None]]:
+    """(client, publisher if `pushes`) of the servers of the run in the folder `run`, once all
+    answer. The client takes no answer of other weights than those that were published, and waits
+    while servers are started again, unless `find_end` says that none will be. Raises Interrupted
+    once `is_stopped`."""
+    from ludic.inference.vllm.client import VLLMChatClient
+
+    addresses, names = ServerAddresses(run / "servers"), list_servers(recipe.place)
+
+    def find_url(number: int) -> str | None:
+        return addresses.read(names[number])
+
+    timeout_s, vocab_size = recipe.inference.timeout_s, model.get_input_embeddings().weight.shape[0]
+    urls = await _wait_for_addresses(addresses, names, run / "model", timeout_s, is_stopped)
+    client = await asyncio.to_thread(
+        lambda: VLLMChatClient(urls=urls, tokenizer=tokenizer, timeout_s=timeout_s, vocab_size=vocab_size)
+    )
+    client.follow_restarts(Restarts(find_url, find_end))
+    async with client:
+        if not pushes:
+            yield client, None
+            return
+        clear_versions(run / "pushed")
+        publisher = SupervisedServers(
+            client,
+            run / "pushed",
+            count=len(names),
+            find_url=find_url,
+            headers=addresses.secret_headers(),
+            timeout_s=timeout_s,
+            find_end=lambda: "the run was asked to stop" if is_stopped() else find_end(),
+        )
+        try:
+            with kept_current(publisher):
+                yield client, publisher
+        finally:
+            await asyncio.to_thread(publisher.close)
+
+
+def clear_versions(folder: Path) -> None:
+    """Delete the versions that an earlier trainer wrote: servers have read what they serve."""
+    if folder.is_dir():
+        clear_unfinished(folder)
+    for version in folder.glob("version_*"):
+        delete_folder(version)
+
+
+@contextmanager
+def kept_current(publisher: SupervisedServers, every_s: float = KEEP_S) -> Iterator[None]:
+    """While entered, servers that come back get the newest version, from a thread."""
+    ended = threading.Event()
+
+    def keep() -> None:
+        while not ended.wait(every_s):
+            try:
+                publisher.bring_back()
+            except Exception:
+                logger.exception("servers could not be brought back; this is tried again")
+
+    thread = threading.Thread(target=keep, name="servers that come back", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()  # a push that hangs has its own deadline, and ends with the process
+
+
+async def _wait_for_addresses(
+    addresses: ServerAddresses, names: list[str], model: Path, timeout_s: float, is_stopped: Callable[[], bool]
+) -> list[str]:
+    """The addresses of all servers once each answers: `timeout_s` after there is a policy that they
+    can serve."""
+    deadline: float | None = None
+    while True:
+        urls = {name: url for name in names if (url := addresses.read(name)) is not None}
+        healthy = [name for name, url in urls.items() if await asyncio.to_thread(_is_healthy, url)]
+        if len(healthy) == len(names):
+            return [urls[name] for name in names]
+        if is_stopped():
+            raise Interrupted
+        if deadline is None and model.is_dir():
+            deadline = time.monotonic() + timeout_s
+        if deadline is not None and time.monotonic() > deadline:
+            missing = [name for name in names if name not in healthy]
+            raise InferenceError(
+                f"{', '.join(missing)} did not answer within {timeout_s:g} s of the policy; see workers/{missing[0]}.log in the run's "
+                "folder, and raise inference.timeout_s if it only takes long"
+            )
+        await asyncio.sleep(POLL_S)
+
+
+def _is_healthy(url: str) -> bool:
+    try:
+        return BlockingHttp({}).request("GET", f"{url}/health", timeout_s=HEALTH_TIMEOUT_S).status == 200
+    except (InferenceError, ConfigError):
+        return False

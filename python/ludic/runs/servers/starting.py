@@ -1,0 +1,55 @@
+"""Starts a vLLM server of a run's policy, as the trainer does for itself (`inference=vllm`) and
+`ludic worker server` for a run."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ludic.inference.vllm.in_server.flags import WeightBackend
+from ludic.recipes.inference_section import choose_logprob_convention
+from ludic.recipes.schema import Recipe
+
+SERVED_NAME = "policy"
+"""The name of the policy in requests."""
+OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+"""The folder has all files."""
+
+
+def start_server(
+    recipe: Recipe,
+    folder: Path,
+    host: str,
+    port: int,
+    *,
+    dtype: str,
+    weights: WeightBackend,
+    log: Path | None = None,
+    env: Mapping[str, str] | None = None,
+) -> subprocess.Popen[Any]:
+    """Start a server of the policy in `folder`. On a CPU it computes in float32, elsewhere in
+    `dtype`. `weights` is how new weights are sent; without `log` it writes where this process
+    does."""
+    from ludic.inference.vllm.environment import is_cpu_build, server_python
+    from ludic.inference.vllm.launch import start_vllm_server
+
+    section = recipe.inference
+    python = server_python(section.python)
+    cpu = section.device == "cpu" or (section.device == "auto" and is_cpu_build(python))
+    convention = choose_logprob_convention(recipe.rollout.temperature, recipe.rollout.top_p)
+    return start_vllm_server(
+        str(folder),
+        host,
+        port,
+        python=python,
+        device="cpu" if cpu else "cuda",
+        dtype=None if cpu else dtype,
+        served_model_name=SERVED_NAME,
+        logprobs_mode="processed_logprobs" if convention.processed else "raw_logprobs",
+        weights=weights,
+        extra_args=section.server_args,
+        env={**OFFLINE, **(env or {})},
+        log_path=log,
+    )

@@ -1,0 +1,231 @@
+"""Servers that are restarted at any moment: no sample is of other weights than the version says,
+and none of an older version than was published when it was asked for."""
+
+import asyncio
+import random
+import threading
+from contextlib import ExitStack
+
+import pytest
+from stub_policy_server import StubPolicyServer, ids_of
+from stub_weight_server import refuse, same, weights
+from tiny_policy import tiny_tokenizer
+
+from ludic.distributed.adapters import supervised
+from ludic.distributed.adapters.supervised import SupervisedServers
+from ludic.errors import ConfigError, EngineDeadError, PublishError
+from ludic.inference import SamplingParams, VLLMChatClient
+from ludic.inference.servers.pool import Restarts
+from ludic.runs.servers.connecting import clear_versions, kept_current
+
+SAMPLING = SamplingParams(max_tokens=4)
+DEADLINE_S = 60.0
+"""For an event that comes within milliseconds on an idle machine."""
+WEIGHTS = {version: weights(version + 1) for version in range(9)}
+"""None is weights(0), with which a server begins."""
+
+
+class Fleet:
+    """Servers, their client and their publisher."""
+
+    def __init__(self, folder, servers, **options):
+        self.servers, self.folder = servers, folder
+        self.urls = [server.url for server in servers]
+        self.client = VLLMChatClient(urls=self.urls, tokenizer=tiny_tokenizer(), timeout_s=DEADLINE_S, backoff_s=0.0)
+        self.end = None
+        self.client.follow_restarts(Restarts(self.urls.__getitem__, lambda: self.end, rest_s=0.0, look_s=0.001))
+        self.publisher = self.make_publisher(**options)
+
+    def make_publisher(self, timeout_s=DEADLINE_S):
+        find_url = self.urls.__getitem__
+        return SupervisedServers(
+            self.client,
+            self.folder,
+            count=len(self.urls),
+            find_url=find_url,
+            headers={},
+            timeout_s=timeout_s,
+            find_end=lambda: self.end,
+        )
+
+    async def sample(self):
+        """(version, sampled ids)."""
+        sampled, info = await self.client._token_completions.sample(request())
+        return info["policy_version"], sampled.token_ids
+
+
+def request():
+    from ludic.inference.vllm.requests import TokenRequest
+
+    return TokenRequest("tiny", [1, 2, 3], SAMPLING, 0)
+
+
+@pytest.fixture
+def fleet(tmp_path, monkeypatch):
+    monkeypatch.setattr(supervised, "RETRY_S", 0.001)
+    with ExitStack() as stack:
+
+        def start(count, **options):
+            folders = [tmp_path / f"server{number}" for number in range(count)]
+            fleet = Fleet(tmp_path / "pushed", [stack.enter_context(StubPolicyServer(folder)) for folder in folders], **options)
+            stack.callback(fleet.publisher.close)
+            return fleet
+
+        yield start
+
+
+@pytest.mark.parametrize(("count", "seed"), [(1, 0), (3, 2)])
+async def test_no_sample_is_of_weights_that_were_not_published(fleet, count, seed):
+    """Servers are restarted between two steps, while samples are drawn, and while weights are
+    pushed; nobody waits until they are ready."""
+    fleet, rng, drawn = fleet(count), random.Random(seed), []
+
+    async def draw(least):
+        version, ids = await fleet.sample()
+        drawn.append((least, version, ids))
+
+    def restart_in_a_push(_):
+        if rng.random() < 0.2:
+            threading.Thread(target=rng.choice(fleet.servers).restart).start()
+
+    for server in fleet.servers:
+        server.faults |= {"/update_weights": restart_in_a_push, "/finish_weight_update": restart_in_a_push}
+    async with fleet.client:
+        with kept_current(fleet.publisher, every_s=0.001):
+            for version in range(5):
+                await fleet.publisher.publish(WEIGHTS[version], version)
+                if rng.random() < 0.7:
+                    rng.choice(fleet.servers).restart()
+                drawing = [asyncio.create_task(draw(version)) for _ in range(8)]
+                await asyncio.sleep(0)
+                if rng.random() < 0.5:
+                    rng.choice(fleet.servers).restart()
+                await asyncio.gather(*drawing)
+    assert len(drawn) == 5 * 8
+    assert all(least == version for least, version, _ in drawn)
+    assert all(ids == ids_of(WEIGHTS[version]) for _, version, ids in drawn)
+
+
+async def test_a_restarted_server_is_asked_again_once_it_has_the_newest_version(fleet):
+    fleet = fleet(1)
+    (server,) = fleet.servers
+    async with fleet.client:
+        await fleet.publisher.publish(WEIGHTS[0], 7)
+        assert await fleet.sample() == (7, ids_of(WEIGHTS[0]))
+        server.restart()
+        waiting = asyncio.create_task(fleet.sample())
+        async with asyncio.timeout(DEADLINE_S):
+            while server.paths().count("/inference/v1/generate") < 2 or fleet.client._servers.pool.live:
+                await asyncio.sleep(0.001)  # its answer was not taken
+        assert not waiting.done()
+        assert (server.version, same(server.served, weights(0))) == ("default", True)
+        fleet.publisher.bring_back()
+        assert await asyncio.wait_for(waiting, DEADLINE_S) == (7, ids_of(WEIGHTS[0]))
+
+
+async def test_nothing_is_sampled_before_the_first_version(fleet):
+    """Even if its name is the number that the first weights of a server count as."""
+    fleet = fleet(1)
+    async with fleet.client:
+        waiting = asyncio.create_task(fleet.sample())
+        async with asyncio.timeout(DEADLINE_S):
+            while fleet.client._servers.pool.live:
+                await asyncio.sleep(0.001)
+        await fleet.publisher.publish(WEIGHTS[0], 0)
+        assert await asyncio.wait_for(waiting, DEADLINE_S) == (0, ids_of(WEIGHTS[0]))
+
+
+async def test_a_server_that_misses_a_version_gets_no_requests_until_it_has_it(fleet):
+    fleet = fleet(2)
+    first, second = fleet.servers
+    async with fleet.client:
+        await fleet.publisher.publish(WEIGHTS[0], 0)
+        second.faults["/start_weight_update"] = refuse("busy")
+        await fleet.publisher.publish(WEIGHTS[1], 1)
+        assert (first.version, second.version) == ("1", "0")
+        assert [await fleet.sample() for _ in range(4)] == [(1, ids_of(WEIGHTS[1]))] * 4
+        second.faults.clear()
+        fleet.publisher.bring_back()
+        assert second.version == "1"
+        asked = second.paths().count("/inference/v1/generate")
+        async with asyncio.timeout(DEADLINE_S):
+            while second.paths().count("/inference/v1/generate") < asked + 2:
+                assert await fleet.sample() == (1, ids_of(WEIGHTS[1]))
+
+
+async def test_the_first_version_of_a_trainer_must_reach_every_server_that_lives(fleet):
+    """They may have a later version of a trainer that was killed."""
+    fleet = fleet(2)
+    async with fleet.client:
+        await fleet.publisher.publish(WEIGHTS[8], 8)
+        later = fleet.make_publisher(timeout_s=0.0)
+        fleet.servers[1].faults["/start_weight_update"] = refuse("busy")
+        with pytest.raises(PublishError, match=r"version 5 was not published within 0 s: .*busy"):
+            await later.publish(WEIGHTS[5], 5)
+        fleet.servers[1].faults.clear()
+        await later.publish(WEIGHTS[5], 5)
+        assert [server.version for server in fleet.servers] == ["5", "5"]
+        later.close()
+
+
+async def test_a_server_that_comes_back_at_another_address_is_found(fleet, tmp_path):
+    fleet = fleet(1)
+    with StubPolicyServer(tmp_path / "elsewhere") as moved:
+        async with fleet.client:
+            await fleet.publisher.publish(WEIGHTS[0], 0)
+            fleet.servers[0].restart()
+            fleet.urls[0] = moved.url
+            fleet.publisher.bring_back()
+            async with asyncio.timeout(DEADLINE_S):
+                assert await fleet.sample() == (0, ids_of(WEIGHTS[0]))
+            assert "/inference/v1/generate" in moved.paths()
+        fleet.publisher.close()
+
+
+async def test_the_weights_of_a_version_are_sent_again_under_a_new_name_even_if_they_are_the_same(fleet):
+    """A server's version never changes alone: it may be another life of it by then."""
+    fleet = fleet(1)
+    async with fleet.client:
+        await fleet.publisher.publish(WEIGHTS[0], 0)
+        await fleet.publisher.publish(WEIGHTS[0], 1)
+    assert "/update_weight_version" not in fleet.servers[0].paths()
+    assert fleet.servers[0].versions_served == ["default", "0", "1"]
+
+
+async def test_a_wait_ends_where_no_server_will_come_back(fleet):
+    fleet = fleet(1)
+    async with fleet.client:
+        waiting = asyncio.create_task(fleet.sample())
+        fleet.end = "every server has failed more often than place.restarts allows"
+        with pytest.raises(EngineDeadError, match="every server has failed"):
+            await asyncio.wait_for(waiting, DEADLINE_S)
+        fleet.servers[0].faults["/start_weight_update"] = refuse("busy")
+        with pytest.raises(PublishError, match="was not published: every server has failed"):
+            await fleet.publisher.publish(WEIGHTS[0], 0)
+
+
+async def test_an_actor_may_be_set_back_with_its_trainer(fleet):
+    fleet = fleet(1)
+    async with fleet.client:
+        await fleet.publisher.publish(WEIGHTS[7], 7)
+        fleet.client.require_version(7)
+        await fleet.publisher.publish(WEIGHTS[5], 5)
+        fleet.client.require_version(6)
+        assert not await fleet.client.has_version(6)
+        fleet.client.require_version(5)
+        assert await fleet.client.has_version(5)
+        assert await fleet.sample() == (5, ids_of(WEIGHTS[5]))
+
+
+def test_a_client_whose_answers_do_not_say_what_sampled_them_is_refused(fleet):
+    client = VLLMChatClient(urls=fleet(1).urls)
+    with pytest.raises(ConfigError, match="need a client with tokenizer="):
+        client.follow_restarts(Restarts(lambda number: None))
+
+
+def test_versions_of_an_earlier_trainer_are_deleted(tmp_path):
+    clear_versions(tmp_path / "pushed")
+    for name in ("version_3", ".unfinished_version_4"):
+        (tmp_path / "pushed" / name).mkdir(parents=True)
+    clear_versions(tmp_path / "pushed")
+    assert not list((tmp_path / "pushed").iterdir())
