@@ -104,6 +104,44 @@ def test_a_trainer_of_several_agents_is_done_when_all_are(tmp_path):
     assert world.run(1.0) == 0
 
 
+AGENTS = [Process(f"trainer{i}", "trainer", ("train",), restarts=2) for i in range(3)]
+
+
+def test_trainers_that_need_each_other_are_restarted_together_from_one_budget(tmp_path):
+    """One lost rank ends the agents of all machines, in any order; that is one failure."""
+    world = World(tmp_path, [*AGENTS, ACTORS[0]]).begin()
+    for failure in range(2):
+        world.place.end("trainer1", code=1)
+        world.place.end("trainer0", code=75)  # of the same failure, and not yet reported
+        assert world.run(5.0) is None
+        assert [len(world.starts(agent.name)) for agent in AGENTS] == [failure + 2] * 3
+        assert {slot.state.state for slot in world.supervisor._trainers()} == {"running"}
+    assert world.place.stopped == [("trainer0", 0.0), ("trainer2", 0.0)] * 2
+    assert len(world.starts("actor0")) == 1
+    world.place.end("trainer2", signal=9)
+    assert world.run(5.0) == 128 + 9
+    assert [event["restarts"] for event in world.events("restart")] == [1, 1, 1, 2, 2, 2]
+
+
+def test_an_agent_that_was_done_is_needed_by_one_that_fails_then(tmp_path):
+    world = World(tmp_path, AGENTS).begin()
+    world.place.end("trainer0", code=0)
+    assert world.run(1.0) is None
+    world.place.end("trainer1", code=1)
+    assert world.run(1.0) is None
+    assert [len(world.starts(agent.name)) for agent in AGENTS] == [2, 2, 2]
+    for agent in AGENTS:
+        world.place.end(agent.name, code=0)
+    assert world.run(1.0) == 0
+
+
+def test_trainers_that_go_on_with_fewer_are_restarted_alone(tmp_path):
+    world = World(tmp_path, AGENTS, least=2).begin()
+    world.place.end("trainer1", code=1)
+    assert world.run(5.0) is None
+    assert [len(world.starts(agent.name)) for agent in AGENTS] == [1, 2, 1]
+
+
 @pytest.mark.parametrize("code", [2, 78, 130, 143])
 def test_a_trainer_that_wants_no_restart_ends_the_run(world, code):
     world.place.end("trainer", code=code)

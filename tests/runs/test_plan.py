@@ -43,6 +43,21 @@ def test_trainers_are_the_ranks_of_one_agent_on_each_machine(tmp_path: Path) -> 
         assert dict(process.env) == {**ENV, STOP_VARIABLE: "120"}
 
 
+def test_servers_listen_to_the_machine_that_all_share_or_at_the_address_of_their_own(tmp_path: Path) -> None:
+    settings = ["servers=2", "actors=1", "place.server_gpus=1", "place.server_cpus=3", "place.restarts=9"]
+    planned = plan_processes(compose(["sort", *settings]), tmp_path)
+    assert [process.name for process in planned] == ["trainer", "server0", "server1", "actor0"]
+    command = (PYTHON, "-m", "ludic.cli", "worker", "server", str(tmp_path), "--name", "server1", "--host")
+    assert planned[2].argv == (*command, "127.0.0.1")
+    assert (planned[2].role, planned[2].cpus, planned[2].gpus, planned[2].restarts) == ("server", 3, 1, 9)
+    for place in (["place=ray", "place.address=auto"], ["place=slurm"]):
+        planned = plan_processes(compose(["sort", *settings, "queue.url=redis://h:1/0", *place]), tmp_path)
+        check_processes(planned)
+        assert planned[2].argv == (*command, "{host:server1}")
+    planned = plan_processes(compose(["sort", *settings, "place=ray", "place.address=local"]), tmp_path)
+    assert planned[2].argv == (*command, "127.0.0.1")
+
+
 def test_a_supervised_run_has_trainers_and_nothing_else(tmp_path: Path) -> None:
     (trainer,) = plan_processes(compose_sft(["ranks=2"]), tmp_path)
     assert trainer.argv[-5:] == ("-m", "ludic.cli", "worker", "trainer", str(tmp_path))
@@ -62,6 +77,7 @@ def test_each_role_has_its_resources(tmp_path: Path) -> None:
         (["trainers=4", "place.nodes=2", "place.trainer_gpus=1", "place.trainer_cpus=3"], 2, 6, 2),
         (["trainers=2", "place.nodes=2", "actors=3", "place.actor_cpus=2"], 2, 4, 0),  # 1 + 1 + 2 and 2 + 2
         (["actors=1"], 1, 2, 0),
+        (["servers=2", "place.nodes=2", "trainers=2", "place.trainer_gpus=1", "place.server_gpus=1"], 2, 2, 2),
     ],
 )
 def test_nodes_of_a_job_are_as_small_as_the_processes_allow(tmp_path, settings, nodes, cpus, gpus) -> None:
@@ -84,6 +100,7 @@ def test_ranks_and_the_job_have_the_same_time_to_save(tmp_path: Path) -> None:
         (["place=ray"], "the trainer on ray; set place.trainer_gpus=1, "),
         (["place=slurm", "actors=2"], "the trainer and the actor on slurm; set place.trainer_gpus=1 place.actor_gpus=1, "),
         (["place=ray", "actors=2", "place.trainer_gpus=1"], "the actor on ray; set place.actor_gpus=1, "),
+        (["place=ray", "place.trainer_gpus=1", "servers=2", "actors=1"], "the server on ray; set place.server_gpus=1, "),
         (["place=ray", "place.trainer_gpus=1", "actors=2", "inference=vllm"], None),  # its servers have GPUs of their own
         (["place=ray", "trainer.model_device=cpu"], None),
         (["trainers=2", "trainer.model_device=cuda"], None),  # on this machine all are seen

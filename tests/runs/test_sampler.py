@@ -187,7 +187,7 @@ async def test_the_startup_time_of_a_server_is_measured(tmp_path, monkeypatch):
     monkeypatch.setenv("FAKE_VLLM_FACTS", str(tmp_path / "facts.json"))
     recipe = compose([f"inference.python={fake_vllm.install(tmp_path / 'venv')}"])
     timer, notes = PhaseTimer(), []
-    async with _run_server(recipe, None, tmp_path, tmp_path / "log", notes.append, timer) as url:
+    async with _run_server(recipe, tmp_path, tmp_path / "log", notes.append, timer) as url:
         assert httpx2.get(f"{url}/health", timeout=30).status_code == 200
     assert timer.seconds("server_start") > 0
     assert len(notes) == 1

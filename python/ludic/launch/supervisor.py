@@ -10,7 +10,8 @@ What a process does is not known here, only how it ends:
 | anything else, a signal, a lost machine | restarted | restarted |
 
 Restarts are limited by `RestartBudget`. A trainer that may not be restarted ends the run, with its
-status; another process does so only if no process of its role is left.
+status; another process does so only if no process of its role is left. Several trainers that need
+each other are restarted together, from one budget: if one ends, the others cannot go on.
 """
 
 from __future__ import annotations
@@ -106,6 +107,10 @@ class Supervisor:
             for process in processes
         }
         self._window_s = window_s
+        self._are_together = self._least == len(self._trainers())
+        """Whether trainers are restarted together."""
+        for slot in self._trainers() if self._are_together else ():
+            slot.budget = self._trainers()[0].budget
         self._events = EventLog(folder / EVENTS)
         now = time.time()
         states = [slot.state for slot in self._slots.values()]
@@ -192,6 +197,8 @@ class Supervisor:
         """Returns the exit status of the run if it is over."""
         slot = self._slots[ended.name]
         self._record_end(slot, ended)
+        if slot.start_at is not None:
+            return None  # it is restarted with another one that ended before
         is_trainer = slot.process.role == self._until
         if self._stopped_by is not None:
             self._change(slot, "ended")
@@ -206,12 +213,22 @@ class Supervisor:
         delay = None if ended.code in FINAL else slot.budget.spend(self._clock())
         if delay is None:
             return self._give_up(slot, ended)
+        others = [other for other in self._trainers() if other is not slot] if is_trainer and self._are_together else []
+        self._schedule(slot, delay)
+        together = f" with {', '.join(other.process.name for other in others)}" if others else ""
+        self._note(f"{ended.describe()}; restarted{together} {f'after {delay:g} s' if delay else 'at once'}{_indent(ended.tail)}")
+        for end in self._place.stop([other.process.name for other in others if other.is_live], 0.0):
+            self._record_end(self._slots[end.name], end)
+        for other in others:
+            self._schedule(other, delay)
+        return None
+
+    def _schedule(self, slot: _Slot, delay: float) -> None:
+        """Start the process again after `delay` seconds."""
         slot.start_at = self._clock() + delay
         slot.state.restarts += 1
         self._change(slot, "waiting")
         self._events.write("restart", **self._name(slot), delay_s=delay, restarts=slot.state.restarts)
-        self._note(f"{ended.describe()}; restarted {f'after {delay:g} s' if delay else 'at once'}{_indent(ended.tail)}")
-        return None
 
     def _give_up(self, slot: _Slot, ended: Ended) -> int | None:
         self._change(slot, "given_up")

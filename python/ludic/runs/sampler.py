@@ -89,7 +89,7 @@ async def open_sampler(
             yield sampler
         return
     async with (
-        _run_server(recipe, model, folder, log, note, timer or PhaseTimer()) as url,
+        _run_server(recipe, folder, log, note, timer or PhaseTimer()) as url,
         _connect(recipe, model, tokenizer, [url], folder, pushes) as sampler,
     ):
         yield sampler
@@ -166,7 +166,7 @@ def _make_local_sampler(recipe: Recipe, model: Any, tokenizer: Any) -> Sampler:
 
 @asynccontextmanager
 async def _run_server(
-    recipe: Recipe, model: Any, folder: Path, log: Path, note: Callable[[str], None], timer: PhaseTimer
+    recipe: Recipe, folder: Path, log: Path, note: Callable[[str], None], timer: PhaseTimer
 ) -> AsyncIterator[str]:
     """Start a server of the policy in `folder` and yield its address."""
     from ludic.inference.vllm.environment import server_python
@@ -176,8 +176,7 @@ async def _run_server(
     python, port = server_python(section.python), free_port()
     weights: Any = section.weights or "gloo"  # works for two processes on one GPU; NCCL does not
     note(f"Starting a vLLM server from {python}; its output is in {log}")
-    dtype = str(model.dtype).removeprefix("torch.")
-    proc = start_server(recipe, folder, LOOPBACK, port, dtype=dtype, weights=weights, log=log)
+    proc = start_server(recipe, folder, LOOPBACK, port, weights=weights, log=log)
     try:
         with timer.phase("server_start"):
             await asyncio.to_thread(wait_for_vllm_health, LOOPBACK, port, proc, section.timeout_s)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ludic.files.atomic import read_json
 from ludic.inference.vllm.in_server.flags import WeightBackend
 from ludic.recipes.inference_section import choose_logprob_convention
 from ludic.recipes.schema import Recipe
@@ -24,14 +25,13 @@ def start_server(
     host: str,
     port: int,
     *,
-    dtype: str,
     weights: WeightBackend,
     log: Path | None = None,
     env: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[Any]:
-    """Start a server of the policy in `folder`. On a CPU it computes in float32, elsewhere in
-    `dtype`. `weights` is how new weights are sent; without `log` it writes where this process
-    does."""
+    """Start a server of the policy in `folder`. On a CPU it computes in float32, elsewhere in the
+    policy's own dtype. `weights` is how new weights are sent; without `log` it writes where this
+    process does."""
     from ludic.inference.vllm.environment import is_cpu_build, server_python
     from ludic.inference.vllm.launch import start_vllm_server
 
@@ -45,7 +45,7 @@ def start_server(
         port,
         python=python,
         device="cpu" if cpu else "cuda",
-        dtype=None if cpu else dtype,
+        dtype=None if cpu else _read_dtype(folder),
         served_model_name=SERVED_NAME,
         logprobs_mode="processed_logprobs" if convention.processed else "raw_logprobs",
         weights=weights,
@@ -53,3 +53,8 @@ def start_server(
         env={**OFFLINE, **(env or {})},
         log_path=log,
     )
+
+
+def _read_dtype(folder: Path) -> str:
+    config = read_json(folder / "config.json")
+    return str(config.get("dtype") or config.get("torch_dtype") or "float32")

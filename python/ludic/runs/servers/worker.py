@@ -18,7 +18,6 @@ from urllib.parse import urlsplit
 
 from ludic.errors import ConfigError, InferenceError
 from ludic.exit_codes import TRY_AGAIN
-from ludic.files.atomic import read_json
 from ludic.inference.servers.server_secret import VARIABLE
 from ludic.recipes.compose import compose
 from ludic.recipes.schema import Recipe
@@ -53,13 +52,14 @@ async def _serve(recipe: Recipe, directory: RunDirectory, name: str, host: str) 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop_on, number)
     addresses = ServerAddresses(directory.servers)
-    port = _choose_port(host, addresses.read(name))
+    before = addresses.read(name)
     addresses.forget(name)
     secret = addresses.make_secret()
     print(f"{name} waits for the policy in {directory.model}", flush=True)
     if not await _wait_for_model(directory.model, stop):
         return 128 + signals[0]
-    return await _run(recipe, directory, (host, port), secret, addresses, name, stop) or 128 + signals[0]
+    address = host, _choose_port(host, before)
+    return await _run(recipe, directory, address, secret, addresses, name, stop) or 128 + signals[0]
 
 
 async def _run(
@@ -76,9 +76,7 @@ async def _run(
     from ludic.inference.vllm.server_queries import server_url
 
     host, port = address
-    proc = start_server(
-        recipe, directory.model, host, port, dtype=_read_dtype(directory.model), weights="disk", env={VARIABLE: secret}
-    )
+    proc = start_server(recipe, directory.model, host, port, weights="disk", env={VARIABLE: secret})
     try:
         ready = asyncio.create_task(asyncio.to_thread(wait_for_vllm_health, host, port, proc, recipe.inference.timeout_s))
         stopped = asyncio.create_task(stop.wait())
@@ -136,9 +134,3 @@ def _choose_port(host: str, before: str | None) -> int:
             except OSError:
                 pass
     return free_port(host)
-
-
-def _read_dtype(folder: Path) -> str:
-    """The dtype of the policy in the folder."""
-    config = read_json(folder / "config.json")
-    return str(config.get("dtype") or config.get("torch_dtype") or "float32")
