@@ -24,6 +24,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import random
 import subprocess
 import sys
 import tempfile
@@ -47,6 +49,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", default=".venv-peers/bin/python", help="interpreter of an environment with TRL and verl")
     parser.add_argument("--batches", type=int, default=50)
+    parser.add_argument("--record", type=Path, help="write what the peers compute on the first two batches to this file")
     parser.add_argument("--peer-work", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.peer_work is not None:
@@ -55,7 +58,10 @@ def main() -> int:
     if not Path(args.python).exists():
         parser.error(f"--python {args.python} does not exist; make it with\n\n{__doc__.split('own:')[1].split('This')[0]}")
     with tempfile.TemporaryDirectory() as folder:
-        differences = compare(Path(folder), args.python, args.batches)
+        theirs = ask_peers(Path(folder), args.python, args.batches)
+    differences = compare(theirs, args.batches)
+    if args.record is not None:
+        args.record.write_text(json.dumps(digest(theirs), indent=0) + "\n")
     print(format_table(differences, args.batches))
     worst = max(difference for per_peer in differences.values() for difference in per_peer.values())
     return 0 if worst <= LIMIT else 1
@@ -100,24 +106,24 @@ def name_of(case: Case) -> str:
 
 def draw_batch(seed: int) -> dict[str, Tensor]:
     """A batch of float64 tensors whose values are exact in float32; every row has an action."""
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(4, T + 1, (B, 1), generator=generator)
-    prompts = torch.randint(1, 4, (B, 1), generator=generator)
-    column = torch.arange(T)
-    mask = (column >= prompts) & (column < lengths) & (torch.rand(B, T, generator=generator) < 0.8)
-    mask |= column == prompts
-    labels = torch.randint(0, V, (B, T), generator=generator)
-    logits = torch.randn(B, T, V, generator=generator)
+    draw = random.Random(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.tensor([draw.gauss(0, 1) for _ in range(math.prod(shape))], dtype=torch.float64).reshape(shape)
+
+    mask = torch.zeros(B, T, dtype=torch.float64)
+    for row in mask:
+        prompt, length = draw.randint(1, 3), draw.randint(4, T)
+        row[prompt:length] = torch.tensor([1.0, *(float(draw.random() < 0.8) for _ in range(prompt + 1, length))])
+    labels = torch.tensor([[draw.randrange(V) for _ in range(T)] for _ in range(B)])
+    logits = _round(normal(B, T, V))
     logp = torch.nn.functional.pad(logits[:, :-1].log_softmax(-1).gather(-1, labels[:, 1:, None])[..., 0], (1, 0))
-    floats = {
-        "logits": logits,
-        "mask": mask.float(),
-        "old": logp + 0.5 * torch.randn(B, T, generator=generator),
-        "ref": logp + 0.3 * torch.randn(B, T, generator=generator),
-        "[B]": torch.randn(B, generator=generator),
-        "[B, T]": torch.randn(B, T, generator=generator),
-    }
-    return {"labels": labels, **{name: values.double() for name, values in floats.items()}}
+    floats = {"old": logp + 0.5 * normal(B, T), "ref": logp + 0.3 * normal(B, T), "[B]": normal(B), "[B, T]": normal(B, T)}
+    return {"labels": labels, "logits": logits, "mask": mask, **{name: _round(values) for name, values in floats.items()}}
+
+
+def _round(values: Tensor) -> Tensor:
+    return values.float().double()
 
 
 def batch_of(case: Case, batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -152,13 +158,17 @@ def compute_own(case: Case, batch: dict[str, Tensor], logits: Tensor) -> Tensor:
     return loss
 
 
-def compare(work: Path, python: str, batches: int) -> dict[str, dict[str, float]]:
-    """The largest difference by row of the table and peer: |own - theirs| / max(1, |theirs|), over
-    the value and the elements of the gradient of all batches."""
+def ask_peers(work: Path, python: str, batches: int) -> dict[str, Tensor]:
+    """What the peers compute: `PEER CASE SEED value` and `... gradient`."""
     save_file({f"{seed} {name}": v for seed in range(batches) for name, v in draw_batch(seed).items()}, work / "batches")
     (work / "cases.json").write_text(json.dumps(all_cases()))
     subprocess.run([python, __file__, "--peer-work", str(work)], check=True)
-    theirs = load_file(work / "peers")
+    return load_file(work / "peers")
+
+
+def compare(theirs: dict[str, Tensor], batches: int) -> dict[str, dict[str, float]]:
+    """The largest difference by row of the table and peer: |own - theirs| / max(1, |theirs|), over
+    the value and the elements of the gradient of all batches."""
     differences: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for number, case in enumerate(all_cases()):
         for seed in range(batches):
@@ -173,6 +183,13 @@ def compare(work: Path, python: str, batches: int) -> dict[str, dict[str, float]
                     row = differences[name_of(case)]
                     row[peer] = max(row[peer], float(difference.abs().max()) / scale)
     return differences
+
+
+def digest(values: dict[str, Tensor]) -> dict[str, float]:
+    """One number for each tensor of the first two batches: the sum of its elements times 1, 1/2,
+    1/3 and so on, so that each counts differently."""
+    kept = {name: each.reshape(-1) for name, each in values.items() if int(name.split(" ")[2]) < 2}
+    return {name: float((each / torch.arange(1, len(each) + 1)).sum()) for name, each in sorted(kept.items())}
 
 
 def rows_of_peer(case: Case, peer: str) -> float:

@@ -8,6 +8,7 @@ import socket
 import threading
 
 import pytest
+from jumping_loop import play_jumping
 from safetensors.torch import load_file, save_file
 from stub_sglang import StubSGLang
 from stub_weight_server import refuse, same, weights
@@ -22,7 +23,7 @@ from ludic.distributed.engines import (
 )
 from ludic.distributed.push import engine_sessions
 from ludic.distributed.push.folder import VersionFolders
-from ludic.errors import ConfigError, ConfigTypeError, PublishError
+from ludic.errors import ConfigError, ConfigTypeError, PublishError, PublishTimeoutError
 
 DEADLINE_S = 60.0
 """For an event that comes within milliseconds on an idle machine."""
@@ -436,6 +437,37 @@ async def test_an_engine_that_refuses_is_asked_again_and_one_that_hangs_is_not(f
     assert fleet.sglang.paths().count("/update_weights_from_disk") == 3
     assert fleet.sglang.paused  # it may still load version 2
     heal()
+
+
+@pytest.mark.parametrize("ignores_cancellation", [False, True])
+def test_a_hang_ends_within_the_timeout_and_a_second_on_the_loops_clock(checkpoint, ignores_cancellation):
+    engines = [CustomEngine() for _ in range(3)]
+    for number, engine in enumerate(engines):
+        engine.name, engine.timeout = f"engine {number}", 7.0
+
+    async def hang():
+        await sync_weights_to_engines(engines, checkpoint(1))
+        held = asyncio.Event()
+
+        async def wait(_):
+            while not held.is_set():
+                with contextlib.suppress(asyncio.CancelledError) if ignores_cancellation else contextlib.nullcontext():
+                    await held.wait()
+
+        engines[1].fault = wait
+        begin = asyncio.get_running_loop().time()
+        with pytest.raises(PublishTimeoutError, match=r"engine 1 gave no answer within 7 s") as caught:
+            await sync_weights_to_engines(engines, checkpoint(2), retries=5)
+        taken_s = asyncio.get_running_loop().time() - begin
+        left_alone = asyncio.all_tasks() - {asyncio.current_task()}
+        held.set()
+        await asyncio.gather(*left_alone)
+        return taken_s, len(left_alone), caught.value.answers
+
+    taken_s, left_alone, answers = play_jumping(hang())
+    assert left_alone == ignores_cancellation
+    assert 7 <= taken_s <= 8
+    assert [answer["version"] for answer in answers] == ["version_1", None, "version_1"]
 
 
 async def test_a_cancelled_sync_ends_with_all_engines_on_one_version(fleet, checkpoint):

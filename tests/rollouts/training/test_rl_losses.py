@@ -1,11 +1,14 @@
 """The loss functions, against the formulas of the papers as TRL and verl compute them, written out
 here by hand, and against a Hugging Face model's own loss."""
 
+import json
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from benches.python import loss_peers
 from hypothesis import settings
 from training_samples import tiny_model
 
@@ -263,3 +266,20 @@ def test_group_advantages_are_relative_to_the_group_wherever_its_members_are():
     assert compute_group_advantages([2, 2], [0, 0], normalize_std=True) == [0.0, 0.0]
     with pytest.raises(DataError, match="2 rewards and 1 group indices"):
         compute_group_advantages([1, 2], [0])
+
+
+def test_losses_are_those_that_trl_and_verl_computed():
+    """`loss_peers.json` has what the code of TRL 1.16.0 and verl 0.9.1 computed on two batches:
+    `python -m benches.python.loss_peers --record`."""
+    recorded = json.loads((Path(__file__).parent / "loss_peers.json").read_text())
+    own = {}
+    for number, case in enumerate(loss_peers.all_cases()):
+        for seed in range(2):
+            parts = loss_peers.value_and_gradient(loss_peers.compute_own, case, loss_peers.draw_batch(seed))
+            for peer in loss_peers.PEERS:
+                scale = loss_peers.rows_of_peer(case, peer)
+                own |= {f"{peer} {number} {seed} {part}": value * scale for part, value in parts.items()}
+    own = loss_peers.digest(own)
+    assert len(recorded) > 200
+    assert recorded.keys() <= own.keys()
+    assert {name: own[name] for name in recorded} == pytest.approx(recorded, rel=1e-6, abs=1e-6)
