@@ -18,15 +18,23 @@ cd /shared || exit 78
 mkdir -p '/shared/runs/a b/workers' || exit 78
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 
+ask() { # NAME PID: SIGTERM for the step of that name; one for srun itself would kill the step
+    local step
+    step=$(squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format='%i %j' | awk -v name="$1" '$2 == name { print $1 }')
+    if [[ -z $step ]] || ! scancel --signal=TERM "$step"; then
+        kill -TERM "$2" 2>/dev/null # it has not begun
+    fi
+}
+
 keep() { # NAME RESTARTS KIND COMMAND...: run the command, again while it fails
     local name=$1 restarts=$2 kind=$3 used=0 began status child= asked=0 interrupted=0
     shift 3
-    trap 'asked=1 interrupted=1; [[ -n $child ]] && kill -TERM "$child" 2>/dev/null' TERM
+    trap 'asked=1 interrupted=1; [[ -n $child ]] && ask "$name" "$child"' TERM
     while ((!asked)); do
         began=$SECONDS
         "$@" &
         child=$!
-        ((asked)) && kill -TERM "$child" # it was asked before it ran
+        ((asked)) && ask "$name" "$child" # it was asked before it ran
         while :; do # a signal interrupts `wait`
             interrupted=0
             wait "$child"

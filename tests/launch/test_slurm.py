@@ -14,7 +14,7 @@ from hypothesis import given, strategies as st
 from ludic.errors import ConfigError
 from ludic.launch.process import Process
 from ludic.launch.restarts import RestartBudget
-from ludic.launch.slurm import SlurmJob, _quote, write_script
+from ludic.launch.slurm.run_script import SlurmJob, _quote, write_script
 
 GOLDEN = Path(__file__).with_name("slurm_golden.sh")
 JOB = SlurmJob("run", nodes=2, cpus_per_node=8, gpus_per_node=4, options=("--partition=gpu",), python="/env/bin/python")
@@ -27,15 +27,22 @@ FAKES = {
     "srun": """
 while [[ $1 == --* ]]; do
     [[ $1 == --output=* ]] && exec >>"${1#--output=}" 2>&1
+    [[ $1 == --job-name=* ]] && name=${1#--job-name=}
     shift
 done
-"$@" &
+bash -c 'echo $$ >"$0"; exec "$@"' "$STEPS/$name" "$@" & # a step has a number before it runs
 child=$!
-trap 'kill -TERM $child' TERM
+trap 'kill -KILL $child' TERM # as Slurm does: the step is killed
 wait $child; status=$?
 kill -0 $child 2>/dev/null && { wait $child; status=$?; }
+rm -f "$STEPS/$name"
 exit $status
 """,
+    "squeue": """
+for step in "$STEPS"/*; do [[ -f $step ]] && echo "77.${step##*/} ${step##*/}"; done
+exit 0
+""",
+    "scancel": 'kill -TERM "$(<"$STEPS/${2#77.}")"',
     "scontrol": """
 [[ $1 == show ]] && printf 'node%s\\n' 0 1
 [[ $1 == requeue ]] && echo "$2" >>"$REQUEUED"
@@ -63,7 +70,8 @@ class Cluster:
 
     def __init__(self, folder):
         self.folder, self.requeued = folder, folder / "requeued"
-        (folder / "bin").mkdir()
+        for name in ("bin", "steps"):
+            (folder / name).mkdir()
         for name, text in FAKES.items():
             (folder / "bin" / name).write_text("#!/bin/bash\n" + text)
             (folder / "bin" / name).chmod(0o755)
@@ -72,6 +80,7 @@ class Cluster:
         text = write_script(processes, self.folder, SlurmJob("run", 2, 8, 8), cwd=self.folder)
         (self.folder / "job.sh").write_text(text)
         env = {**os.environ, "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}", "REQUEUED": str(self.requeued)}
+        env |= {"STEPS": str(self.folder / "steps")}
         env |= {"SLURM_JOB_NODELIST": "node[0-1]", "SLURM_JOB_ID": "77"}
         return subprocess.Popen(["bash", str(self.folder / "job.sh")], env=env, stdout=subprocess.PIPE, text=True)
 

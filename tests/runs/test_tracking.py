@@ -14,8 +14,9 @@ from typer.testing import CliRunner
 from ludic.cli.app import app
 from ludic.errors import ConfigError
 from ludic.recipes.compose import compose, config_hash
+from ludic.runs.directory import RunDirectory
 from ludic.runs.screen import Screen
-from ludic.runs.tracking import parse_trackers
+from ludic.runs.tracking import parse_trackers, run_logger
 
 
 def ludic(*arguments: str) -> str:
@@ -52,6 +53,19 @@ def test_evaluations_have_separate_lines_in_the_file_and_on_the_terminal(tiny: l
     [measured] = [line for line in shown.splitlines() if line.startswith("[reinforce] step=2")]
     assert f"eval/sampled_reward={lines[2]['eval/sampled_reward']:.3f}" in measured
     assert "[reinforce] step=2\n" not in shown
+
+
+def test_lines_have_the_commit_and_other_names_if_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MAXENT_GIT_SHA", "abc1234")
+    console, directory = Console(file=io.StringIO()), RunDirectory(tmp_path)
+    recipe = compose(["report_header=true", "report_aliases=true"])
+    with run_logger(
+        recipe, directory, Screen(console, every=1), "reinforce", keys=["train/lr"], spark_key="lr", last_step=1
+    ) as logger:
+        logger.log(1, {"train/lr": 0.5})
+    header = {"run/git_sha": "abc1234", "run/recipe_path": str(tmp_path / "config.yaml")}
+    assert lines_of(tmp_path) == [{"step": 1, "phase": "reinforce", **header, "train/lr": 0.5, "train/learning_rate": 0.5}]
+    assert config_hash(recipe) == config_hash(compose([]))
 
 
 def test_the_dashboard_shows_training_beside_the_first_and_the_latest_evaluation() -> None:

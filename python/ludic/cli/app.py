@@ -1,5 +1,5 @@
-"""The command `ludic`: train, eval, sft, train-rm, rollout, serve, checkpoint, status, doctor,
-version.
+"""The command `ludic`: train, eval, sft, train-rm, rollout, serve, slurm, checkpoint, status,
+doctor, version.
 
 Each command imports what it needs when it runs, so that `--help` is fast.
 """
@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from ludic.cli.checkpoint_commands import AsJson, checkpoints
+from ludic.cli.slurm_options import HELP as SLURM_HELP, slurm
 from ludic.cli.user_errors import find_rank, report_user_errors
 from ludic.cli.worker import workers
 from ludic.training.presets.registry import REGISTRY
@@ -319,6 +320,7 @@ def serve(
 
 app.add_typer(checkpoints, name="checkpoint")
 app.add_typer(workers, name="worker")
+app.command("slurm", help=SLURM_HELP)(slurm)
 
 
 @app.command(

@@ -55,6 +55,9 @@ _OTHER_NAMES = {
 }
 """Names in other libraries for which the nearest of our names would be misleading."""
 
+_NO_RESULTS = ("name", "output", "report_to", "report_header", "report_aliases", "ranks", "place")
+"""Settings that change no result."""
+
 RENAMED = {"inference.max_lag": "inference.batches_ahead"}
 """Former name of a setting -> its name. The config.yaml of a run may have either."""
 
@@ -168,14 +171,12 @@ def to_plain_values(recipe: Any) -> dict[str, Any]:
 
 
 def config_hash(recipe: Any) -> str:
-    """16 hex digits over all settings that can change results: all but `name`, `output`,
-    `report_to`, `ranks`, and where processes run. A device that is left to the processes of a run
-    counts as the one of this machine."""
+    """16 hex digits over all settings that can change results: all but `name`, `output`, those
+    that begin with `report_`, `ranks`, and where processes run. A device that is left to the
+    processes of a run counts as the one of this machine."""
     recipe = deepcopy(recipe)
     choose_devices(recipe)
-    content = {
-        key: value for key, value in asdict(recipe).items() if key not in ("name", "output", "report_to", "ranks", "place")
-    }
+    content = {key: value for key, value in asdict(recipe).items() if key not in _NO_RESULTS}
     if isinstance(recipe, Recipe):
         content["place"] = {"actors": recipe.place.actors, "restarts": recipe.place.restarts}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]

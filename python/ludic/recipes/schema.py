@@ -204,6 +204,11 @@ class Recipe:
     """Without a terminal, one line is printed every so many steps. metrics.jsonl has every step."""
     report_to: Any = None
     """Experiment trackers: wandb, tensorboard, trackio, or a list of these; null: none."""
+    report_header: bool = False
+    """Add `run/git_sha`, `run/git_dirty` and `run/recipe_path` to every line of metrics.jsonl."""
+    report_aliases: bool = False
+    """Add the names that MaxEnt-GRPO has for some metrics, such as `train/kl_coeff` for
+    `train/beta`, to metrics.jsonl and the trackers."""
     task: TaskSection = field(default_factory=TaskSection)
     network: NetworkSection = field(default_factory=NetworkSection)
     lora: LoraSection = field(default_factory=LoraSection)

@@ -9,13 +9,14 @@ from ludic.training.loggers import TrainingLogger
 
 
 class PhaseLogger:
-    """Adds the phase of the run to every record of the `JSONLLogger` that it wraps."""
+    """Adds the phase of the run, and its `header`, to every record of the `JSONLLogger` that it
+    wraps."""
 
-    def __init__(self, inner: Any, phase: str) -> None:
-        self._inner, self._phase = inner, phase
+    def __init__(self, inner: Any, phase: str, header: Mapping[str, Any] | None = None) -> None:
+        self._inner, self._added = inner, {"phase": phase, **(header or {})}
 
     def log(self, step: int, stats: Mapping[str, Any]) -> None:
-        self._inner.log(step, {"phase": self._phase, **stats})
+        self._inner.log(step, {**self._added, **stats})
 
     def sync(self) -> None:
         self._inner.sync()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -11,10 +12,13 @@ from typing import Any
 
 from ludic.errors import ConfigError
 from ludic.files.atomic import write_text
+from ludic.recipes.run_header import run_header
+from ludic.recipes.schema import Recipe
 from ludic.runs.directory import RunDirectory
 from ludic.runs.loggers import PhaseLogger
 from ludic.runs.screen import Screen
 from ludic.training.loggers import (
+    AliasLogger,
     JSONLLogger,
     TeeLogger,
     TensorboardLogger,
@@ -105,7 +109,18 @@ def run_logger(
         trackers = [_start_tracker(opened, name, run, screen) for name in names if run is not None]
         written = opened.enter_context(JSONLLogger(directory.metrics))
         shown = opened.enter_context(screen.logger(phase, keys=keys, spark_key=spark_key, last_step=last_step))
-        yield TeeLogger(PhaseLogger(written, phase), shown, *trackers)
+        header = run_header(_recipe_path(directory)) if isinstance(recipe, Recipe) and recipe.report_header else {}
+        for line in (f"{name}: {value}" for name, value in header.items()):
+            screen.note(line)
+        outside = TeeLogger(PhaseLogger(written, phase, header), *trackers)
+        aliased = AliasLogger(outside) if isinstance(recipe, Recipe) and recipe.report_aliases else outside
+        yield TeeLogger(aliased, shown)
+
+
+def _recipe_path(directory: RunDirectory) -> str | None:
+    """The settings as they were resolved, unless the environment names a recipe."""
+    named = os.environ.get("GRPO_RECIPE_USED") or os.environ.get("GRPO_RECIPE")
+    return None if named else str(directory.config)
 
 
 def _start_tracker(opened: ExitStack, name: str, run: TrackerRun, screen: Screen) -> Tracker:

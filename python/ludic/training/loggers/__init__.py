@@ -1,5 +1,6 @@
 """Loggers: they write statistics to the terminal, a file, a tracker, or several of these."""
 
+from ludic.training.loggers.alias import AliasLogger
 from ludic.training.loggers.base import TrainingLogger
 from ludic.training.loggers.jsonl import JSONLLogger
 from ludic.training.loggers.print import PrintLogger
@@ -10,6 +11,7 @@ from ludic.training.loggers.trackio import TrackioLogger
 from ludic.training.loggers.wandb import WandbLogger
 
 __all__ = [
+    "AliasLogger",
     "JSONLLogger",
     "PrintLogger",
     "RichLiveLogger",

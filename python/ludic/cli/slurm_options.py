@@ -1,0 +1,53 @@
+"""The options of `ludic slurm`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ludic.cli.user_errors import report_user_errors
+
+HELP = """Train in a Slurm job, with vLLM servers beside the trainer if the recipe samples from vLLM.
+
+On one node the servers have its first GPUs and training the others; on several, the servers have the last node. Every GPU that
+trains has a rank. Prints the batch script and the plan, or submits the job from the current folder, which all nodes must see.
+
+**Examples**
+
+- `ludic slurm sort --gpus-per-node 0` prints the script of a job on one node without GPUs
+- `ludic slurm maths.yaml --nodes 3 --dp 2 --tp 2 --time 12:00:00 --partition gpu --submit` trains on two nodes and serves on the
+third, with two servers of two GPUs
+- `ludic slurm maths.yaml --task maxent --setup 'module load cuda' --setup 'source env/bin/activate'`
+"""
+
+
+def slurm(
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[RECIPE] [KEY=VALUE]...", help="As those of `ludic train`.")
+    ] = None,
+    task: Annotated[str | None, typer.Option(help="grpo or maxent: short for algorithm=NAME.")] = None,
+    nodes: Annotated[int, typer.Option(min=1)] = 1,
+    gpus_per_node: Annotated[int, typer.Option(min=0)] = 8,
+    cpus_per_task: Annotated[int, typer.Option(min=1, help="Cores of the job on each node.")] = 8,
+    data_parallel: Annotated[int, typer.Option("--dp", min=1, help="Servers.")] = 1,
+    tensor_parallel: Annotated[int, typer.Option("--tp", min=1, help="GPUs of each server.")] = 1,
+    time: Annotated[str, typer.Option(help="Time limit; the run is saved before it.")] = "24:00:00",
+    job_name: Annotated[str | None, typer.Option(help="Default: that of the run.")] = None,
+    partition: Annotated[str | None, typer.Option()] = None,
+    account: Annotated[str | None, typer.Option()] = None,
+    exclusive: Annotated[bool, typer.Option(help="No other job on the nodes.")] = False,
+    setup: Annotated[list[str] | None, typer.Option(help="A line of the script before training; may be repeated.")] = None,
+    logs: Annotated[str, typer.Option(help="Folder of the logs.")] = "var/artifacts/logs",
+    python: Annotated[str, typer.Option(help="The interpreter on the nodes.")] = ".venv/bin/python",
+    server_port: Annotated[int, typer.Option("--server-port", "--vllm-port", help="Port of the first server.")] = 29525,
+    group_port: Annotated[int, typer.Option("--group-port", "--vllm-group-port", help="Kept free.")] = 29535,
+    master_port: Annotated[int, typer.Option(help="Port at which the ranks meet.")] = 6000,
+    submit: Annotated[bool, typer.Option(help="Submit the job instead of printing it.")] = False,
+) -> None:
+    options = {name: value for name, value in locals().items() if name not in ("arguments", "task", "submit", "setup")}
+    with report_user_errors():
+        from ludic.cli.slurm import slurm_command
+
+        code = slurm_command(arguments or (), task=task, submit=submit, setup=setup or (), options=options)
+    raise typer.Exit(code)

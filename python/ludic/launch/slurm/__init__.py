@@ -1,0 +1,24 @@
+"""Slurm: the batch script of the processes of a run (`place=slurm`), and that of a training job
+with servers beside it (`ludic slurm`)."""
+
+from ludic.launch.slurm.placement import Allocation, Placement, Server, place
+from ludic.launch.slurm.run import run_job
+from ludic.launch.slurm.run_script import SlurmJob, assign_nodes, write_script
+from ludic.launch.slurm.script import batch_script
+from ludic.launch.slurm.settings import SlurmSettings
+from ludic.launch.slurm.steps import server_steps, training_step
+
+__all__ = [
+    "Allocation",
+    "Placement",
+    "Server",
+    "SlurmJob",
+    "SlurmSettings",
+    "assign_nodes",
+    "batch_script",
+    "place",
+    "run_job",
+    "server_steps",
+    "training_step",
+    "write_script",
+]

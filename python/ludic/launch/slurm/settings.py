@@ -1,0 +1,151 @@
+"""The settings of a training job with servers, and their file."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from ludic.errors import ConfigError
+
+_TIME = re.compile(r"\d+(-\d+(:\d+){0,2})?|\d+:\d+(:\d+)?")
+_WORD = re.compile(r"[A-Za-z0-9_.,:=@%/+-]+")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|API_?KEY", re.IGNORECASE)
+
+CACHES: Mapping[str, str] = {
+    "HF_HOME": "var/cache/huggingface",
+    "XDG_CACHE_HOME": "var/cache",
+    "PIP_CACHE_DIR": "var/cache/pip",
+    "TORCHINDUCTOR_CACHE_DIR": "var/cache/torchinductor",
+    "TRITON_CACHE_DIR": "var/cache/triton",
+    "WANDB_DIR": "var/wandb",
+    "PYTHONNOUSERSITE": "1",
+}
+"""The environment of a job that sets none: caches below the folder of submission."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmSettings:
+    """What a job runs, on which nodes, and where its servers are.
+
+    >>> SlurmSettings(train=("-m", "ludic.cli", "train", "maxent"), serve=False, nodes=2)
+    """
+
+    train: Sequence[str]
+    """The arguments of the interpreter, for every rank that trains."""
+    nodes: int = 1
+    gpus_per_node: int = 8
+    cpus_per_task: int = 8
+    """Cores of the job on each node, which its steps share."""
+    time: str = "24:00:00"
+    """The time limit."""
+    job_name: str = "ludic"
+    partition: str | None = None
+    account: str | None = None
+    exclusive: bool = False
+    """No other job on the nodes."""
+    setup: Sequence[str] = ()
+    """Lines of the script before training, such as `module load cuda` and `source env/activate`."""
+    environment: Mapping[str, str] | None = None
+    """Variables of the job, beside those of the shell that submits it; relative paths are below
+    the folder of submission. None: `CACHES`."""
+    logs: str = "var/artifacts/logs"
+    """The folder of the logs, which must exist when the job is submitted."""
+    serve: bool = True
+    """Start servers that sample, and tell the trainer their addresses."""
+    server: Sequence[str] = ()
+    """The arguments of the interpreter for a server. It also gets `--host`, `--port`, and after
+    `--` `--tensor-parallel-size`. Empty: `ludic serve` with the `model=` of `train`."""
+    data_parallel: int = 1
+    """Servers."""
+    tensor_parallel: int = 1
+    """GPUs of each server."""
+    server_port: int = 29525
+    """Port of the first server; the others have the next ones."""
+    group_port: int = 29535
+    """Kept free for launchers that give the exchange of weights a port; ours chooses one itself."""
+    master_port: int = 6000
+    """Port at which the agents of the ranks meet."""
+    health_timeout_s: float = 720.0
+    """How long all servers together may take to be healthy."""
+    stop_before_end_s: int = 120
+    """How long before the time limit the trainer is asked to save and end."""
+    python: str = ".venv/bin/python"
+    """The interpreter on the nodes."""
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            *dict.fromkeys(("nodes", "cpus_per_task", "data_parallel", "tensor_parallel", "stop_before_end_s"), 1).items(),
+            ("gpus_per_node", 0),
+        ):
+            if not isinstance(value := getattr(self, name), int) or value < least:
+                raise ConfigError(f"{name} ({value}) must be a whole number of at least {least}")
+        if not self.health_timeout_s > 0:
+            raise ConfigError(f"health_timeout_s ({self.health_timeout_s}) must be above 0 seconds")
+        self._check_commands()
+        self._check_ports()
+        self._check_header()
+        self._check_environment()
+
+    def _check_commands(self) -> None:
+        for name in ("train", "server", "setup"):
+            value = getattr(self, name)
+            if isinstance(value, str) or not all(isinstance(part, str) and "\0" not in part for part in value):
+                raise ConfigError(f"{name} ({value!r}) must be a list of texts")
+        if not self.train:
+            raise ConfigError("train is empty; give the arguments of the interpreter, such as -m ludic.cli train maxent")
+        if any("\n" in line for line in self.setup):
+            raise ConfigError(f"setup ({list(self.setup)}) must have one line of the script in each text")
+
+    def _check_ports(self) -> None:
+        last = self.server_port + self.data_parallel - 1
+        if not all(1024 <= port <= 65535 for port in (self.server_port, last, self.group_port, self.master_port)):
+            raise ConfigError(
+                f"server_port ({self.server_port} to {last}), group_port ({self.group_port}) and master_port ({self.master_port}) must "
+                "be between 1024 and 65535"
+            )
+        for name in ("group_port", "master_port"):
+            if self.server_port <= getattr(self, name) <= last:
+                raise ConfigError(f"{name} ({getattr(self, name)}) is a port of the servers ({self.server_port} to {last})")
+
+    def _check_header(self) -> None:
+        if not _TIME.fullmatch(self.time):
+            raise ConfigError(f"time ({self.time}) must be a time limit of Slurm: minutes, HH:MM:SS or days-HH")
+        if not _NAME.fullmatch(self.job_name):
+            raise ConfigError(f"job_name ({self.job_name!r}) must consist of letters, digits, `_`, `.` and `-`")
+        for name in ("partition", "account", "logs"):
+            value = getattr(self, name)
+            if value is not None and not _WORD.fullmatch(value):
+                raise ConfigError(f"{name} ({value!r}) must be one word of letters, digits and ./_-,:=@+")
+        if "\n" in self.python or not self.python:
+            raise ConfigError(f"python ({self.python!r}) must be the path of an interpreter")
+
+    def _check_environment(self) -> None:
+        for name, value in (self.environment or {}).items():
+            if not _VARIABLE.fullmatch(name) or "\0" in value or "\n" in value:
+                raise ConfigError(f"environment: {name}={value!r} cannot be written into a script; use letters, digits and `_`")
+            if _SECRET.search(name):
+                raise ConfigError(
+                    f"environment: {name} would be readable in the script; export it where you submit, the job has that environment"
+                )
+
+
+def write_settings(settings: SlurmSettings) -> str:
+    """The settings as JSON."""
+    return json.dumps(asdict(settings), indent=1, sort_keys=True) + "\n"
+
+
+def read_settings(path: Path) -> SlurmSettings:
+    """The settings in a file of `write_settings`. Raises ConfigError."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"settings of the job ({path}) cannot be read: {error}") from error
+    known = {item.name for item in fields(SlurmSettings)}
+    if not isinstance(content, dict) or not set(content) <= known or "train" not in content:
+        raise ConfigError(f"{path} must have the settings of a job: train, and any of {', '.join(sorted(known - {'train'}))}")
+    return SlurmSettings(**content)

@@ -1,0 +1,82 @@
+"""The command lines of a job's steps: its servers and its training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ludic.errors import ConfigError
+from ludic.launch.slurm.placement import Placement
+from ludic.launch.slurm.settings import SlurmSettings
+from ludic.launch.torchrun import AGENT, ENV, RENDEZVOUS_S, STOP_VARIABLE
+
+TRAIN = "train"
+"""The name of the step that trains."""
+_URL, _ADDRESS = "inference.url=", "inference.trainer_address="
+
+
+def server_steps(settings: SlurmSettings, placement: Placement, job_id: str) -> list[list[str]]:
+    """One command for each server, in their order."""
+    model = None if settings.server or not placement.servers else _find_model(settings.train)
+    commands = []
+    for number, server in enumerate(placement.servers):
+        base = list(settings.server) if model is None else ["-m", "ludic.cli", "serve", model]
+        own = base.index("--") if "--" in base else len(base)  # from here on flags of vLLM
+        address = ["--host", server.host, "--port", str(server.port)]
+        flags = [*(base[own:] or ["--"]), "--tensor-parallel-size", str(len(server.gpus))]
+        command = [settings.python, *base[:own], *address, *flags]
+        log = f"{settings.logs}/vllm-{job_id}{f'-{number}' if number else ''}.out"
+        commands.append(_srun(settings, f"server-{number}", (server.node,), log, server.gpus, {}, command))
+    return commands
+
+
+def training_step(settings: SlurmSettings, placement: Placement, job_id: str) -> list[str]:
+    """The command that trains, on all nodes of the training at once: the settings' own, with the
+    addresses of the servers unless it has some. Several ranks are those of one agent of torchrun
+    on each node."""
+    nodes, ranks = placement.train_nodes, placement.ranks_per_node
+    environment = {STOP_VARIABLE: str(settings.stop_before_end_s), **(ENV if len(nodes) > 1 else {})}
+    agent: list[str] = []
+    if len(nodes) * ranks > 1:
+        agent = ["-m", AGENT, f"--nnodes={len(nodes)}", f"--nproc-per-node={ranks}", f"--rdzv-id={job_id}", "--rdzv-backend=c10d"]
+        agent += [f"--rdzv-endpoint={nodes[0]}:{settings.master_port}", f"--rdzv-conf=join_timeout={RENDEZVOUS_S}"]
+    command = [settings.python, *agent, *settings.train, *_tell_servers(settings.train, placement)]
+    log = f"{settings.logs}/train_{job_id}.log"
+    return _srun(settings, TRAIN, nodes, log, placement.train_gpus, environment, command)
+
+
+def _tell_servers(train: Sequence[str], placement: Placement) -> list[str]:
+    """The settings of the recipe that name the servers, and this side for servers elsewhere."""
+    if not placement.servers or any(part.startswith(_URL) for part in train):
+        return []
+    told = [f"{_URL}[{','.join(placement.urls)}]"]
+    is_here = placement.servers[0].node in placement.train_nodes
+    return (
+        told if is_here or any(part.startswith(_ADDRESS) for part in train) else [*told, f"{_ADDRESS}{placement.train_nodes[0]}"]
+    )
+
+
+def _srun(
+    settings: SlurmSettings,
+    name: str,
+    nodes: Sequence[str],
+    log: str,
+    gpus: Sequence[int],
+    environment: Mapping[str, str],
+    command: Sequence[str],
+) -> list[str]:
+    """GPUs are named inside the step, since srun sets them for what it starts."""
+    count = len(nodes)
+    variables = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)), **environment}
+    return [
+        *("srun", f"--job-name={name}", "--overlap", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1"),
+        *(f"--nodelist={','.join(nodes)}", f"--cpus-per-task={settings.cpus_per_task}", "--kill-on-bad-exit=1"),
+        *("--unbuffered", f"--output={log}", "--error=" + log, "--open-mode=append"),
+        *("env", *(f"{key}={value}" for key, value in variables.items()), *command),
+    ]
+
+
+def _find_model(train: Sequence[str]) -> str:
+    model = next((part.removeprefix("model=") for part in reversed(train) if part.startswith("model=")), None)
+    if model in (None, "", "null"):
+        raise ConfigError("servers need a model, and train names none; set model=DIRECTORY, or serve=False")
+    return str(model)

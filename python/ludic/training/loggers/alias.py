@@ -1,0 +1,41 @@
+"""Metrics under other libraries' names, beside ours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from ludic.training.loggers.base import SyncedLogger, TrainingLogger
+
+DOCUMENT_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "train/beta": "train/kl_coeff",
+        "reference/kl": "train/kl",
+        "train/frac_zero_signal": "train/frac_reward_zero_std",
+        "train/lr": "train/learning_rate",
+        "train/avg_sampled_reward": "train/reward",
+        "train/avg_completion_length": "train/completions/mean_length_sampled",
+        "train/min_completion_length": "train/completions/min_length_sampled",
+        "train/max_completion_length": "train/completions/max_length_sampled",
+        "train/completion_truncated_rate": "train/completions/clipped_frac",
+        "train/clip_frac": "train/clip_ratio",
+    }
+)
+"""Our names of metrics -> those of MaxEnt-GRPO's training guide, where they differ."""
+
+
+class AliasLogger:
+    """Logs some metrics under a second name too. A metric that a step does not have has no alias
+    in it either, and a name that the step has already is never replaced."""
+
+    def __init__(self, inner: TrainingLogger, aliases: Mapping[str, str] = DOCUMENT_NAMES) -> None:
+        """`aliases`: our name -> the other one."""
+        self._inner, self._aliases = inner, dict(aliases)
+
+    def log(self, step: int, stats: Mapping[str, float]) -> None:
+        also = {other: stats[name] for name, other in self._aliases.items() if name in stats and other not in stats}
+        self._inner.log(step, {**stats, **also})
+
+    def sync(self) -> None:
+        if isinstance(self._inner, SyncedLogger):
+            self._inner.sync()

@@ -1,0 +1,187 @@
+"""The jobs of `ludic slurm`: placement, command lines and script, without Slurm."""
+
+import json
+import shlex
+import socket
+import subprocess
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+from hypothesis import given, strategies as st
+
+from ludic.errors import ConfigError
+from ludic.inference.servers.server_secret import VARIABLE
+from ludic.launch.slurm import Allocation, SlurmSettings, batch_script, place, server_steps, training_step
+from ludic.launch.slurm.run import SECRET, describe, find_status, is_healthy
+from ludic.launch.slurm.settings import read_settings, write_settings
+
+GOLDEN = Path(__file__).with_name("slurm_jobs_golden.txt")
+TRAIN = ("-m", "ludic.cli", "train", "maths.yaml", "model=qwen")
+SETTINGS = SlurmSettings(train=TRAIN, gpus_per_node=4, cpus_per_task=16, partition="gpu", setup=("module load cuda",))
+CASES = [
+    (name, replace(SETTINGS, nodes=nodes, serve=serve, data_parallel=dp, tensor_parallel=tp))
+    for dp, tp in ((2, 1), (1, 2))
+    for name, nodes, serve in (("local", 1, False), ("1 node", 1, True), ("2 nodes", 2, True), ("3 nodes", 3, True))
+]
+
+
+def plan(settings):
+    allocation = Allocation([f"n{number + 1}" for number in range(settings.nodes)], settings.gpus_per_node)
+    return place(settings, allocation)
+
+
+def as_text():
+    parts = []
+    for name, settings in CASES:
+        placement = plan(settings)
+        steps = [*server_steps(settings, placement, "77"), training_step(settings, placement, "77")]
+        title = f"=== {name}, dp {settings.data_parallel}, tp {settings.tensor_parallel}"
+        parts += [title, *describe(placement), *map(shlex.join, steps), batch_script(settings, settings_file="logs/job.json")]
+    return "\n".join(parts)
+
+
+def test_scripts_and_placements_are_as_reviewed():
+    """To accept a change: write `as_text()` to the file and read the difference."""
+    assert as_text() == GOLDEN.read_text()
+
+
+@pytest.mark.parametrize(("name", "settings"), CASES)
+def test_bash_accepts_the_script(name, settings, tmp_path):
+    (tmp_path / "job.sh").write_text(batch_script(settings, settings_file="a b.json"))
+    subprocess.run(["bash", "-n", str(tmp_path / "job.sh")], check=True, timeout=30)
+
+
+sizes = st.integers(1, 4)
+
+
+@given(nodes=sizes, gpus=st.integers(0, 8), dp=sizes, tp=sizes)
+def test_no_gpu_has_two_uses_and_none_is_idle_that_could_train(nodes, gpus, dp, tp):
+    settings = replace(SETTINGS, nodes=nodes, gpus_per_node=gpus, data_parallel=dp, tensor_parallel=tp)
+    if dp * tp + (nodes == 1) > gpus:
+        with pytest.raises(ConfigError, match=rf"need {dp * tp} of the {gpus} GPUs"):
+            plan(settings)
+        return
+    placement = plan(settings)
+    training = [(node, gpu) for node in placement.train_nodes for gpu in placement.train_gpus]
+    serving = [(server.node, gpu) for server in placement.servers for gpu in server.gpus]
+    assert len({*training, *serving}) == len(training) + len(serving)
+    assert len(training) == (gpus - dp * tp if nodes == 1 else (nodes - 1) * gpus) > 0
+    assert [len(server.gpus) for server in placement.servers] == [tp] * dp
+    assert len({server.port for server in placement.servers}) == dp == len(set(placement.urls))
+
+
+def test_without_gpus_a_node_has_one_rank_and_one_rank_needs_no_agent():
+    settings = replace(SETTINGS, gpus_per_node=0, serve=False)
+    command = training_step(settings, plan(settings), "77")
+    assert command[-len(TRAIN) :] == list(TRAIN)
+    assert command[-len(TRAIN) - 1] == ".venv/bin/python"
+    assert "CUDA_VISIBLE_DEVICES=" in command
+    two = replace(settings, nodes=2)
+    assert {"ludic.training.ranks.agent", "--nnodes=2", "--nproc-per-node=1"} <= set(training_step(two, plan(two), "77"))
+
+
+def test_a_trainer_that_names_servers_is_not_told_others():
+    told = "inference.url=[http://n2:29525]"
+    settings = replace(SETTINGS, nodes=2)  # the server is on another node than the trainer
+    assert training_step(settings, plan(settings), "77")[-2:] == [told, "inference.trainer_address=n1"]
+    own = replace(settings, train=(*TRAIN, "inference.url=http://other:80"))
+    assert told not in training_step(own, plan(own), "77")
+
+
+def test_a_server_of_ones_own_gets_its_address_and_size():
+    address, size = ["--host", "127.0.0.1", "--port", "29525"], ["--tensor-parallel-size", "1"]
+    settings = replace(SETTINGS, server=("serve.py", "--quiet"))
+    [command] = server_steps(settings, plan(settings), "77")
+    assert command[command.index("serve.py") :] == ["serve.py", "--quiet", *address, "--", *size]
+    served = replace(SETTINGS, server=("serve.py", "--", "--seed", "1"))
+    [command] = server_steps(served, plan(served), "77")
+    assert command[command.index("serve.py") :] == ["serve.py", *address, "--", "--seed", "1", *size]
+
+
+def test_servers_need_a_model():
+    settings = replace(SETTINGS, train=("-m", "ludic.cli", "train"))
+    with pytest.raises(ConfigError, match="servers need a model"):
+        server_steps(settings, plan(settings), "77")
+
+
+def test_settings_are_read_as_they_were_written(tmp_path):
+    (tmp_path / "job.json").write_text(write_settings(SETTINGS))
+    read = read_settings(tmp_path / "job.json")
+    assert write_settings(read) == write_settings(SETTINGS)
+    assert batch_script(read, settings_file="x") == batch_script(SETTINGS, settings_file="x")
+    (tmp_path / "job.json").write_text(json.dumps({"train": ["x"], "nods": 2}))
+    with pytest.raises(ConfigError, match="must have the settings of a job"):
+        read_settings(tmp_path / "job.json")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_settings(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"nodes": 0}, r"nodes \(0\) must be a whole number of at least 1"),
+        ({"gpus_per_node": -1}, r"gpus_per_node \(-1\)"),
+        ({"train": ()}, "train is empty"),
+        ({"train": "train"}, "must be a list of texts"),
+        ({"time": "soon"}, r"time \(soon\)"),
+        ({"job_name": "a b"}, r"job_name \('a b'\)"),
+        ({"partition": "gpu\n#SBATCH --wrap=x"}, "partition"),
+        ({"logs": "my logs"}, r"logs \('my logs'\) must be one word"),
+        ({"setup": ("a\nb",)}, "one line of the script"),
+        ({"environment": {"A B": "1"}}, "cannot be written into a script"),
+        ({"environment": {"HF_TOKEN": "hf_1"}}, "HF_TOKEN would be readable in the script"),
+        ({"master_port": 29525}, r"master_port \(29525\) is a port of the servers"),
+        ({"server_port": 80}, "between 1024 and 65535"),
+        ({"health_timeout_s": 0}, "health_timeout_s"),
+    ],
+)
+def test_settings_that_no_job_can_have_are_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        replace(SETTINGS, **changes)
+
+
+def test_the_environment_is_exported_below_the_folder_of_submission():
+    text = batch_script(replace(SETTINGS, environment={"A": "var/a b", "B": "/abs", "C": "x'y"}), settings_file="s")
+    assert """export A="$PWD"/'var/a b'\nexport B=/abs\nexport C='x'"'"'y'\nmodule load cuda\nexec""" in text
+
+
+@pytest.mark.parametrize(
+    ("errors", "status", "found"),
+    [
+        ("", 0, 0),
+        ("srun: error: n2: task 1: Exited with exit code 3\nsrun: error: n1: task 0: Terminated\n", 143, 3),
+        ("srun: error: n1: task 0: Killed\nsrun: error: n2: task 1: Exited with exit code 1\n", 137, 137),
+        ("srun: error: n2: tasks 1-2: Exited with exit code 75\n", 1, 75),
+        ("srun: error: Unable to create step", 1, 1),
+    ],
+)
+def test_the_status_is_that_of_the_first_rank_that_failed(errors, status, found):
+    assert find_status(errors, status) == found
+
+
+def test_a_server_is_healthy_when_it_says_so(monkeypatch):
+    answers = [503, 200]
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(answers.pop(0) if self.path == "/health" else 404)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        assert [is_healthy("127.0.0.1", server.server_port) for _ in range(2)] == [False, True]
+        server.shutdown()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        assert not is_healthy("127.0.0.1", free.getsockname()[1])
+
+
+def test_the_secret_has_the_name_that_servers_and_clients_read():
+    assert SECRET == VARIABLE
