@@ -9,24 +9,29 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import multiprocessing
 import random
+import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ludic.training.credit_assignment import GroupNormalizedReturn
+from ludic.training.queue.actor import run_actor
 from ludic.training.queue.base import GroupLog, Work
 from ludic.training.queue.entries import Group, as_played, decode_group, encode_group
 from ludic.training.queue.envelope import EntryError
 from ludic.training.queue.opening import open_log
 from ludic.training.queue.source import QueueBatchSource
 from ludic.training.queue.to_batch import BatchFromGroups
+from ludic.training.types import SAWBatch
 from ludic.types import Rollout, Step, TokenTrace
 
 MEMBERS, TOKENS, PROMPT = 8, 1024, 256
 STEP_SAMPLES = 256
 STEP_S = 1.0
+ACTORS = 2
 CHARACTERS_PER_TOKEN = 3
 
 
@@ -115,8 +120,68 @@ def measure(log: GroupLog) -> None:
     print(f"through one trainer: {rate:.0f} groups per CPU second, credit and samples included")
     print(f"a batch of {STEP_SAMPLES} samples: {1e3 * beside_s:.1f} ms of CPU beside the step, {1e3 * waited_s:.1f} ms after it")
     print(
-        f"without a queue: {direct_ms:.1f} ms; the step is {own_ms:.1f} ms longer, {own_ms / 10 / STEP_S:.1f} % of {STEP_S:g} s"
+        f"without a queue: {direct_ms:.1f} ms; the step is {own_ms:.1f} ms longer, {own_ms / 10 / STEP_S:.1f} % of {STEP_S:g} s, "
+        f"{(own_ms + 1e3 * beside_s) / 10 / STEP_S:.1f} % if nothing is read beside it"
     )
+    before_s, after_s = measure_with_actors(log, groups, 12)
+    print(
+        f"with no batch ahead, of real time: {1e3 * before_s:.1f} ms until an actor plays, {1e3 * after_s:.1f} ms after the last "
+        f"group; without a queue {direct_ms:.1f} ms"
+    )
+
+
+async def measure_waits(log: GroupLog, run: str, groups: int, batches: int) -> list[tuple[float, float]]:
+    """With no batch ahead, seconds of each batch from the request until an actor plays the first
+    group, and from the end of the last group until the batch is there. Actors in processes of their
+    own play for a second altogether."""
+    came: list[Group] = []
+    to_batch = BatchFromGroups(rollouts_per_group=MEMBERS, credit_assigner=GroupNormalizedReturn(group_size=MEMBERS))
+
+    async def note_and_make(entries: Sequence[Group]) -> SAWBatch:
+        came[:] = entries
+        return await to_batch(entries)
+
+    source = QueueBatchSource(log, run=run, groups_per_batch=groups, to_batch=note_and_make)
+    times = []
+    for number in range(batches):
+        asked_s = time.time()
+        await source.next_batch()
+        ended_s = max(group.ended_s for group in came)
+        began_s = min(group.ended_s - group.generation_s for group in came)
+        times.append((began_s - asked_s, time.time() - ended_s))
+        await asyncio.sleep(STEP_S)  # the trainer computes
+        await source.announce(number + 1)
+    await source.close_queue()
+    return times[1:]  # the actors were started during the first
+
+
+def _play_groups(log: GroupLog, name: str, groups: int) -> None:
+    played = [make_group(number).played for number in range(groups)]
+
+    async def play(work: Work) -> Sequence[Rollout]:
+        await asyncio.sleep(STEP_S * ACTORS / groups)
+        return played[work.number % groups]
+
+    async def load(version: int) -> None:
+        """The weights are no matter."""
+
+    asyncio.run(run_actor(log, play=play, weights=load, actor=name))
+
+
+def measure_with_actors(log: GroupLog, groups: int, batches: int) -> tuple[float, float]:
+    """Medians of `measure_waits`."""
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=_play_groups, args=(log, f"actor{number}", groups)) for number in range(ACTORS)]
+    log.disconnect()
+    log.claim("bench", run="waits")  # opens it: actors end where it is closed
+    log.disconnect()
+    for process in processes:
+        process.start()
+    times = asyncio.run(measure_waits(log, "waits", groups, batches))
+    for process in processes:
+        process.join(60)
+    before_s, after_s = map(statistics.median, zip(*times, strict=True))
+    return before_s, after_s
 
 
 async def _make_directly(groups: list[Group]) -> None:

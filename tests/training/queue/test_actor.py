@@ -8,7 +8,7 @@ from memory_log import unreachable
 from queue_runs import in_virtual_time, sample, virtual_patience
 
 from ludic.errors import ConfigError, QueueError, RolloutError
-from ludic.training.queue.actor import run_actor
+from ludic.training.queue.actor import poll_after, run_actor
 from ludic.training.queue.base import Work
 from ludic.training.queue.entries import decode_group
 from ludic.training.rollouts.played import EpisodeFailure, PlayedRollouts, RolloutCounts
@@ -277,3 +277,7 @@ async def test_data_that_are_lost_meanwhile_cost_the_group(log):
 def test_settings_that_make_no_sense_are_named():
     with pytest.raises(ConfigError, match="lease_s"):
         asyncio.run(run_actor(None, play=None, weights=None, actor="a", lease_s=0))
+
+
+def test_a_wait_is_looked_at_after_a_fiftieth_of_its_time():
+    assert [poll_after(waited_s) for waited_s in (0.0, 0.5, 1.0, 2.5, 5.0, 600.0)] == [0.02, 0.02, 0.02, 0.05, 0.1, 0.1]

@@ -26,8 +26,8 @@ Play = Callable[[Work], Awaitable[Sequence[Rollout]]]
 RolloutError for a group that failed for good."""
 WEIGHTS_S = 1.0
 """How long a lease waits for weights that do not exist yet."""
-POLL_S = 0.1
-"""How often an idle actor asks for work, and a waiting one for weights."""
+SHORTEST_POLL_S, LONGEST_POLL_S = 0.02, 0.1
+"""How often an idle actor asks for work, and a waiting one for weights (`poll_after`)."""
 LOOK_S = 0.5
 """How often an actor that plays looks whether it must stop."""
 
@@ -73,16 +73,23 @@ async def run_actor(
     if not lease_s > 0:
         raise ConfigError(f"lease_s ({lease_s}) must be > 0")
     loop = _Actor(log, play, weights, actor, order, lease_s, max_attempts, limits, patience or Patience(patience_s))
-    delivered = 0
+    delivered, idle_since = 0, loop.patience.clock()
     while stop is None or not stop.is_set():
         lease: Lease | None = await loop.patience.call("leasing a group", lambda: log.lease(actor, lease_s=lease_s))
         if lease is not None:
             delivered += await loop.handle(lease, stop)
+            idle_since = loop.patience.clock()
         elif await loop.patience.call("looking whether the queue is closed", log.is_closed):
             break
         else:
-            await loop.patience.sleep(POLL_S)
+            await loop.patience.sleep(poll_after(loop.patience.clock() - idle_since))
     return delivered
+
+
+def poll_after(waited_s: float) -> float:
+    """Seconds until a wait that has lasted `waited_s` looks again: a fiftieth of it, so that what
+    comes is seen after 1 % of the wait on average. Example: 0.02 s of a wait of 1 s."""
+    return min(LONGEST_POLL_S, max(SHORTEST_POLL_S, waited_s / 50))
 
 
 class _Actor:
@@ -170,14 +177,15 @@ class _Actor:
 
     async def _await_version(self, wanted: int) -> int | None:
         """The version to sample with; None if it is not announced in time."""
-        deadline = self.patience.clock() + WEIGHTS_S
+        began = self.patience.clock()
         while True:
             newest: int | None = await self.patience.call("reading the version", self.log.version)
             if newest is not None and newest >= wanted:
                 return wanted if self.order == "exact" else newest
-            if self.patience.clock() >= deadline:
+            waited_s = self.patience.clock() - began
+            if waited_s >= WEIGHTS_S:
                 return None
-            await self.patience.sleep(POLL_S)
+            await self.patience.sleep(poll_after(waited_s))
 
     async def _load(self, version: int) -> bool:
         """Load the weights. After an error, wait longer each time."""

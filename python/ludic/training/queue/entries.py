@@ -27,10 +27,11 @@ from ludic.training.queue.envelope import (
     seal,
     unseal,
 )
+from ludic.training.rollouts.array_trace import ArrayTrace, columns_of
 from ludic.training.rollouts.check import check_rollouts
 from ludic.training.rollouts.played import EpisodeFailure, PlayedRollouts, RolloutCounts
 from ludic.training.rollouts.to_samples import require_trace
-from ludic.types import Rollout, Step, TokenTrace, group_of
+from ludic.types import Rollout, Step, group_of
 
 DEFAULT_LIMITS = EntryLimits()
 
@@ -174,9 +175,9 @@ def _encode_step(step: Step) -> _Step:
     trace = step.trace
     columns = None
     if trace is not None:
-        logps = None if trace.completion_logprobs is None else floats_to_bytes(trace.completion_logprobs)
+        prompt, completion, logps = columns_of(trace)
         columns = _Trace(
-            ids_to_bytes(trace.prompt_token_ids), ids_to_bytes(trace.completion_token_ids), logps, trace.finish_reason
+            ids_to_bytes(prompt), ids_to_bytes(completion), None if logps is None else floats_to_bytes(logps), trace.finish_reason
         )
     ends = (step.truncated, step.terminated)
     return _Step(step.index, step.prev_obs, step.action, step.next_obs, step.reward, *ends, step.info, columns, step.ts_ns)
@@ -187,7 +188,7 @@ def _decode_step(step: _Step, limits: EntryLimits) -> Step:
     if step.trace is not None:
         completion = ids_from_bytes(step.trace.completion, limits)
         logps = None if step.trace.logps is None else floats_from_bytes(step.trace.logps, len(completion))
-        trace = TokenTrace(ids_from_bytes(step.trace.prompt, limits), completion, logps, step.trace.finish_reason)
+        trace = ArrayTrace(ids_from_bytes(step.trace.prompt, limits), completion, logps, step.trace.finish_reason)
     ends = (step.truncated, step.terminated)
     return Step(step.index, step.prev_obs, step.action, step.next_obs, step.reward, *ends, step.info, trace, step.ts_ns)
 

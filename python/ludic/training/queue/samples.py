@@ -127,14 +127,14 @@ def _encode_sample(item: SAWItem) -> _Sample:
 
 
 def _decode_sample(sample: _Sample, limits: EntryLimits) -> SAWItem:
-    ids = ids_from_bytes(sample.ids, limits)
+    ids: list[int] = ids_from_bytes(sample.ids, limits).tolist()
     attention = [1] * len(ids) if sample.attention is None else _bits_from_bytes(sample.attention, len(ids))
     actions = _bits_from_bytes(sample.actions, len(ids))
     if not math.isfinite(sample.weight):
         raise EntryError(f"the weight of a sample is {sample.weight}; weights must be finite")
     _check_meta(sample.meta)
     try:
-        logps = None if sample.logps is None else ActorTokenLogps(floats_from_bytes(sample.logps, sum(actions)))
+        logps = None if sample.logps is None else ActorTokenLogps(floats_from_bytes(sample.logps, sum(actions)).tolist())
     except DataTypeError as error:
         raise EntryError(str(error)) from error
     return SAWItem(ids, attention, actions, sample.weight, sample.meta, SampleAttachments(logps))

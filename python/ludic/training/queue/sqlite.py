@@ -34,8 +34,8 @@ from ludic.training.queue.base import (
 )
 
 SCHEMA_VERSION = 1
-POLL_S = 0.02
-"""How often `read` looks for new entries."""
+POLL_S = 0.005
+"""How often `read` looks for new entries; one look takes 0.05 ms."""
 _TABLES = """
 create table facts (name text primary key, value) without rowid;
 create table work (number integer primary key, version integer not null, attempt integer not null, offered_s real not null,

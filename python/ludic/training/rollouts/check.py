@@ -6,7 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from ludic.errors import DataError, RolloutError
+from ludic.training.rollouts.array_trace import columns_of
 from ludic.types import Rollout, Step, TokenTrace
 
 
@@ -60,9 +63,15 @@ def _check_step(step: Step) -> None:
             raise GarbageError(f"{name} of step {step.index} is of type {type(text).__name__}; it must be text")
     if not _is_finite_number(step.reward):
         raise GarbageError(f"the reward of step {step.index} is {step.reward!r}; it must be a finite number")
-    logps = None if step.trace is None else step.trace.completion_logprobs
-    if logps is not None and not math.isfinite(sum(logps)) and not all(map(math.isfinite, logps)):  # the sum is faster
+    logps = None if step.trace is None else columns_of(step.trace)[2]
+    if logps is not None and not _all_finite(logps):
         raise GarbageError(f"the log-probabilities of step {step.index} are not all finite")
+
+
+def _all_finite(values: Any) -> bool:
+    if isinstance(values, np.ndarray):
+        return bool(np.isfinite(values).all())
+    return math.isfinite(sum(values)) or all(map(math.isfinite, values))  # the sum is faster
 
 
 def _is_finite_number(value: Any) -> bool:

@@ -7,8 +7,11 @@ from collections.abc import Mapping, Sequence
 from statistics import pstdev
 from typing import Any
 
+import numpy as np
+
 from ludic.errors import DataError
 from ludic.training.averages import mean_or_zero
+from ludic.training.rollouts.array_trace import columns_of
 from ludic.training.rollouts.played import PlayedRollouts
 from ludic.training.types import (
     ActorTokenLogps,
@@ -79,14 +82,14 @@ def sample_from_step(rollout: Rollout, step: Step, weight: float) -> SAWItem:
     """Return the sample of a step, from its sampled tokens. The meta merges the step's facts, the
     rollout's meta and the step's info; later ones take precedence.
 
-    Example: prompt [5, 6] and completion [7] give ids [5, 6, 7] and action mask [0, 0, 1].
+    Example: prompt [5, 6] and completion [7] give ids [5, 6, 7] and action mask [0, 0, 1]. Of an
+    `ArrayTrace`, ids and log-probabilities are arrays.
     """
-    trace = require_trace(rollout, step)
-    prompt, completion = trace.prompt_token_ids, trace.completion_token_ids
-    length = len(prompt) + len(completion)
-    logps = trace.completion_logprobs
+    prompt, completion, logps = columns_of(require_trace(rollout, step))
+    ids: Any = prompt + completion if isinstance(prompt, list) else np.concatenate([prompt, completion])
+    length = len(ids)
     return SAWItem(
-        input_ids=prompt + completion,
+        input_ids=ids,
         attention_mask=[1] * length,
         action_mask=[0] * len(prompt) + [1] * len(completion),
         weight=weight,
@@ -126,7 +129,7 @@ def require_trace(rollout: Rollout, step: Step) -> TokenTrace:
             f"Missing rollout-time token trace: {where}; sample with ReturnSpec.for_rl() so that the server returns token ids"
         )
     requested = rollout.meta.get("engine", {}).get("return_spec", {}).get("return_chosen_logprobs", False)
-    if requested and step.trace.completion_logprobs is None:
+    if requested and columns_of(step.trace)[2] is None:
         raise DataError(
             f"{where} has no log-probabilities although the request asked for them; check that the server returns them"
         )
