@@ -10,7 +10,7 @@ import asyncio
 import multiprocessing
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +32,7 @@ from ludic.training.types import SAWBatch, SAWItem
 
 BUDGET, SAMPLES_A_RANK, LONGEST = 16384, 32, 8192
 PACKINGS = ("optimal", "padding_free")
+ROUNDS = 5
 
 
 def contests() -> Iterator[Contest]:
@@ -111,7 +112,7 @@ def _extend(values: list[int], other: list[int]) -> list[int]:
 
 
 def _report_plans() -> Iterator[str]:
-    yield "### Cost of a plan of all ranks, log-normal (512, 0.9), least of 5"
+    yield f"### Cost of a plan of all ranks, log-normal (512, 0.9), least of {ROUNDS}"
     yield from ("", "| ranks | samples | packing | plan | with `ranks/lockstep` |", "|---|---|---|---|---|")
     for world, samples in ((8, 4096), (64, 16384), (512, 16384), (4096, 131072)):
         lengths = LENGTHS["log-normal (512, 0.9)"](samples, 0)
@@ -121,7 +122,7 @@ def _report_plans() -> Iterator[str]:
             yield f"| {world} | {samples:,} | {packing} | {plan_ms:.1f} ms | {both_ms:.1f} ms |"
 
 
-def _least_ms(run: Callable[[], Any], rounds: int = 5) -> float:
+def _least_ms(run: Callable[[], Any], rounds: int = ROUNDS) -> float:
     """Processor time, which excludes other processes."""
     return 1e3 * min(_seconds(run, time.process_time) for _ in range(rounds))
 
@@ -132,29 +133,39 @@ def _seconds(run: Callable[[], Any], clock: Callable[[], float] = time.perf_coun
     return clock() - begin
 
 
-def _report_bookkeeping(samples: int = 4096, world: int = 8) -> Iterator[str]:
+def _report_bookkeeping(samples: int = 4096, worlds: Sequence[int] = (2, 8)) -> Iterator[str]:
     """What a step does besides computing: on one process alone, and through `SharedBatches` on
-    real ranks, which share the cores of this machine."""
+    real ranks, which share the cores of this machine. Rank 0 has the most to do: the sum is its
+    time where each rank has a core."""
+    world = max(worlds)
     items = list_items(samples)
     tokens = sum(len(item.input_ids) for item in items)
-    arrays = with_arrays(items)
     sent = encode_columns(SAWBatch(items))
     decoded = decode_columns(*sent).items
     batch = replace(MacroBatch.ingest(decoded, 4096), share=RankShare(0, world))
     rows = np.arange(len(decoded))
     size = f"{samples:,} samples, {tokens:,} tokens, {sum(map(len, sent)) / 1e6:.1f} MB"
-    yield f"### Bookkeeping of a step: {size}, {world} ranks; least of 5"
+    yield f"### Bookkeeping of a step: {size}; least of {ROUNDS}"
     yield from ("", "| work | ms |", "|---|---|")
-    yield f"| rank 0 encodes lists | {_least_ms(lambda: encode_columns(SAWBatch(items))):.0f} |"
-    yield f"| rank 0 encodes arrays | {_least_ms(lambda: encode_columns(SAWBatch(arrays))):.0f} |"
-    yield f"| a rank decodes | {_least_ms(lambda: decode_columns(*sent)):.0f} |"
-    yield f"| a rank ingests what it decoded | {_least_ms(lambda: MacroBatch.ingest(decoded, 4096)):.0f} |"
+    after = {
+        "a rank decodes": _least_ms(lambda: decode_columns(*sent)),
+        "a rank ingests what it decoded": _least_ms(lambda: MacroBatch.ingest(decoded, 4096)),
+        f"a rank plans for {world}, with the totals": _least_ms(lambda: MiniBatch(batch, rows, _config("optimal"))),
+    }
+    given = {"lists": items, "what a queue delivers": with_arrays(items, lists_of_masks=True), "arrays": with_arrays(items)}
+    encoded = {name: _least_ms(lambda: encode_columns(SAWBatch(each))) for name, each in given.items()}  # noqa: B023
+    for name, ms in encoded.items():
+        yield f"| rank 0 encodes {name} | {ms:.0f} |"
+    for name, ms in after.items():
+        yield f"| {name} | {ms:.0f} |"
     yield f"| one process ingests the lists instead | {_least_ms(lambda: MacroBatch.ingest(items, 4096)):.0f} |"
-    yield f"| a rank plans, with the totals | {_least_ms(lambda: MiniBatch(batch, rows, _config('optimal'))):.0f} |"
-    for name, given in (("lists", items), ("arrays", arrays)):
-        broadcast, whole = _on_ranks(world, given)
-        yield f"| {world} gloo processes: broadcast alone | {broadcast:.0f} |"
-        yield f"| {world} gloo processes: all of it, from {name} | {whole:.0f} |"
+    for world in worlds:
+        for name, each in given.items():
+            broadcast, whole = _on_ranks(world, each)
+            total = encoded[name] + broadcast + sum(after.values())
+            yield f"| {world} gloo processes, {name}: broadcast alone | {broadcast:.0f} |"
+            yield f"| {world} gloo processes, {name}: all of it, on the cores of this machine | {whole:.0f} |"
+            yield f"| {world} gloo processes, {name}: the sum of rank 0's parts | {total:.0f} |"
 
 
 class _SameBatch(BatchSourceBase):
@@ -189,7 +200,7 @@ def _rank(rank: int, world: int, store: str, items: list[SAWItem], results: Any)
     source = SharedBatches(_SameBatch(items) if rank == 0 else None)
     column = torch.zeros(27_400_000, dtype=torch.uint8)
     broadcast, whole = [], []
-    for _ in range(5):
+    for _ in range(ROUNDS):
         dist.barrier()
         broadcast.append(_seconds(lambda: (dist.broadcast(column, 0), dist.barrier())))
         dist.barrier()

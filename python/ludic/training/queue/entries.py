@@ -16,17 +16,8 @@ import msgspec
 
 from ludic.errors import DataError
 from ludic.training.queue.base import Lease
-from ludic.training.queue.envelope import (
-    GROUP,
-    EntryError,
-    EntryLimits,
-    floats_from_bytes,
-    floats_to_bytes,
-    ids_from_bytes,
-    ids_to_bytes,
-    seal,
-    unseal,
-)
+from ludic.training.queue.columns import floats_from_bytes, floats_to_bytes, ids_from_bytes, ids_to_bytes
+from ludic.training.queue.envelope import GROUP, EntryError, EntryLimits, seal, unseal
 from ludic.training.rollouts.array_trace import ArrayTrace, columns_of
 from ludic.training.rollouts.check import check_rollouts
 from ludic.training.rollouts.played import EpisodeFailure, PlayedRollouts, RolloutCounts

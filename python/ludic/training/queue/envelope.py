@@ -1,5 +1,5 @@
-"""What all entries of a log have in common: a header with a checksum around msgpack, and columns of
-numbers as bytes.
+"""What all entries of a log have in common: a header with a checksum around msgpack. Numbers of
+tokens are in it as bytes (`columns`).
 
     0       4        5     6              22
     | LUDQ | version | kind | xxh3-128 of the body | body ...
@@ -15,9 +15,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
-import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
 from ludic.errors import ConfigError, DataError
 from ludic.files.json_values import to_builtin
@@ -91,43 +89,6 @@ def unseal(payload: bytes, kind: int, decoder: Callable[[memoryview], T], limits
         return decoder(body)
     except (msgspec.MsgspecError, TypeError, ValueError, RecursionError) as error:
         raise EntryError(f"the entry has another structure: {error}") from error
-
-
-def ids_to_bytes(ids: Any) -> bytes:
-    """Token ids as 32-bit integers, little-endian. Raises OverflowError for larger ones."""
-    return np.asarray(ids, dtype="<i4").tobytes() if len(ids) else b""
-
-
-def ids_from_bytes(column: bytes, limits: EntryLimits) -> NDArray[np.int32]:
-    """The ids of `ids_to_bytes`, in their memory. Raises EntryError unless all are in the
-    vocabulary."""
-    if len(column) % 4:
-        raise EntryError(f"a column of token ids has {len(column)} bytes, which is no multiple of 4")
-    ids = np.frombuffer(column, dtype="<i4")
-    end = 2**31 if limits.vocab_size is None else limits.vocab_size
-    if len(ids) and int(ids.view("<u4").max()) >= end:  # a negative id is one of 2**31 or more
-        raise EntryError(f"token ids are {ids.min()} to {ids.max()}; the vocabulary has 0 to {end - 1}")
-    return ids
-
-
-def floats_to_bytes(values: Any) -> bytes:
-    """Numbers as 32-bit floats if that loses nothing, as with what comes from a model in this
-    process, else as 64-bit ones."""
-    wide = np.asarray(values, dtype="<f8")
-    with np.errstate(over="ignore", invalid="ignore"):
-        narrow = wide.astype("<f4")
-    return (narrow if np.array_equal(narrow, wide) else wide).tobytes()
-
-
-def floats_from_bytes(column: bytes, length: int) -> NDArray[np.float64]:
-    """The `length` numbers of `floats_to_bytes`, as 64-bit floats. Raises EntryError unless there
-    are so many, all finite."""
-    if len(column) not in (4 * length, 8 * length):
-        raise EntryError(f"a column of {len(column)} bytes cannot hold the log-probabilities of {length} tokens")
-    values = np.frombuffer(column, dtype="<f4" if len(column) == 4 * length else "<f8")
-    if not np.isfinite(values).all():
-        raise EntryError("log-probabilities must be finite")
-    return values.astype(np.float64)
 
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=to_builtin)

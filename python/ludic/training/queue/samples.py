@@ -13,20 +13,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from ludic.errors import DataTypeError
-from ludic.training.queue.envelope import (
-    SAMPLES,
-    EntryError,
-    EntryLimits,
+from ludic.training.queue.columns import (
+    bits_from_bytes,
+    bits_to_bytes,
     floats_from_bytes,
     floats_to_bytes,
     ids_from_bytes,
     ids_to_bytes,
-    seal,
-    unseal,
 )
+from ludic.training.queue.envelope import SAMPLES, EntryError, EntryLimits, seal, unseal
 from ludic.training.types import ActorTokenLogps, SampleAttachments, SAWItem
 from ludic.types import group_of
 
@@ -114,12 +111,12 @@ def _encode_sample(item: SAWItem) -> _Sample:
             f"input_ids has {len(item.input_ids)} tokens, attention_mask {len(item.attention_mask)}, action_mask "
             f"{len(item.action_mask)}"
         )
-    attention = _bits_to_bytes(item.attention_mask, "attention_mask")
+    attention = bits_to_bytes(item.attention_mask, "attention_mask")
     logps = None if item.actor_logps is None else floats_to_bytes(item.actor_logps.token_logps)
     return _Sample(
         ids_to_bytes(item.input_ids),
         None if all(item.attention_mask) else attention,
-        _bits_to_bytes(item.action_mask, "action_mask"),
+        bits_to_bytes(item.action_mask, "action_mask"),
         float(item.weight),
         item.meta,
         logps,
@@ -128,8 +125,8 @@ def _encode_sample(item: SAWItem) -> _Sample:
 
 def _decode_sample(sample: _Sample, limits: EntryLimits) -> SAWItem:
     ids: list[int] = ids_from_bytes(sample.ids, limits).tolist()
-    attention = [1] * len(ids) if sample.attention is None else _bits_from_bytes(sample.attention, len(ids))
-    actions = _bits_from_bytes(sample.actions, len(ids))
+    attention = [1] * len(ids) if sample.attention is None else bits_from_bytes(sample.attention, len(ids)).tolist()
+    actions: list[int] = bits_from_bytes(sample.actions, len(ids)).tolist()
     if not math.isfinite(sample.weight):
         raise EntryError(f"the weight of a sample is {sample.weight}; weights must be finite")
     _check_meta(sample.meta)
@@ -138,21 +135,6 @@ def _decode_sample(sample: _Sample, limits: EntryLimits) -> SAWItem:
     except DataTypeError as error:
         raise EntryError(str(error)) from error
     return SAWItem(ids, attention, actions, sample.weight, sample.meta, SampleAttachments(logps))
-
-
-def _bits_to_bytes(mask: Any, name: str) -> bytes:
-    """[T] zeros and ones as bits, the first in the highest. Example: [1, 0, 1] is 0b10100000."""
-    bits = np.asarray(mask)
-    if not np.isin(bits, (0, 1)).all():
-        raise ValueError(f"{name} must have zeros and ones only")
-    return np.packbits(bits.astype(np.uint8)).tobytes()
-
-
-def _bits_from_bytes(column: bytes, length: int) -> list[int]:
-    if len(column) != (length + 7) // 8:
-        raise EntryError(f"a mask of {len(column)} bytes cannot be that of {length} tokens")
-    bits: list[int] = np.unpackbits(np.frombuffer(column, dtype=np.uint8), count=length).tolist()
-    return bits
 
 
 def _check_meta(meta: Mapping[str, Any]) -> None:
