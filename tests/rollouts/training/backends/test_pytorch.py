@@ -1,5 +1,6 @@
 """The backend that takes batches by column: gradients, metrics, checkpoints, failures."""
 
+import asyncio
 import threading
 from functools import partial
 
@@ -70,6 +71,20 @@ async def test_a_step_is_that_of_a_plain_loop(tmp_path):
     assert await backend.optim_step() == {"lr": 0.1, "step": 1.0, "grad_norm": pytest.approx(norm, rel=1e-5)}
     assert_same_tensors(weights_of(backend.model), weights, atol=1e-6)
     assert backend.weight_version == backend.current_step == 1
+
+
+async def test_the_host_works_while_a_step_computes(tmp_path):
+    """The forward pass waits for what the event loop does after both operations are submitted."""
+    model, prepared = tiny_model(), threading.Event()
+    model.register_forward_pre_hook(lambda *_: prepared.wait(60) and None)
+    backend = make_backend(tmp_path, model=model)
+    backend.forward_backward(make_batch())
+    step = backend.optim_step()
+    await asyncio.sleep(0)
+    assert not step.done()
+    prepared.set()
+    assert (await step)["step"] == 1
+    backend.close()
 
 
 def user_loss(logits, labels, loss_mask, advantages):
