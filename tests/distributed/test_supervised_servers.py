@@ -192,6 +192,23 @@ async def test_the_weights_of_a_version_are_sent_again_under_a_new_name_even_if_
     assert fleet.servers[0].versions_served == ["default", "0", "1"]
 
 
+async def test_a_server_that_is_given_a_version_is_not_given_it_again(fleet):
+    """Somebody looks for servers to bring back while the push goes on."""
+    fleet, looking = fleet(1), []
+
+    def look(_):
+        looking.append(threading.Thread(target=fleet.publisher.bring_back))
+        looking[-1].start()
+
+    fleet.servers[0].faults["/finish_weight_update"] = look
+    async with fleet.client:
+        await fleet.publisher.publish(WEIGHTS[0], 0)
+        for thread in looking:
+            thread.join(DEADLINE_S)
+    assert len(looking) == 1
+    assert fleet.servers[0].versions_served == ["default", "0"]
+
+
 async def test_a_wait_ends_where_no_server_will_come_back(fleet):
     fleet = fleet(1)
     async with fleet.client:

@@ -222,7 +222,7 @@ class SupervisedServers(Publisher):
                 if server.has(version):  # asked without the lock, which a push holds
                     continue
                 with self._lock:
-                    if self._current is version:
+                    if self._current is version and not server.has(version):  # a push may have given it meanwhile
                         server.give(version)
                         logger.warning("%s is back, with version %s of the weights", server.url, version.name)
             except (InferenceError, PublishError, OSError) as error:
