@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass
@@ -27,10 +28,13 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ludic.errors import ConfigError
 from ludic.recipes.devices import choose_devices
+from ludic.recipes.flat_recipe import KNOWN, from_flat, is_flat, translate_name
 from ludic.recipes.phases import choose_phases
 from ludic.recipes.place_section import SHORT_FORMS, needs_launcher, parse_place
 from ludic.recipes.plain_yaml import check_plain, check_yaml
 from ludic.recipes.schema import Recipe, make_trainer_section
+
+logger = logging.getLogger(__name__)
 
 _OPEN_SECTIONS = (
     "task.args",
@@ -80,7 +84,8 @@ def compose(arguments: Sequence[str] = ()) -> Recipe:
     """Resolve a recipe of `ludic train`. `arguments` are at most one recipe name or YAML file,
     and any number of overrides."""
     source, overrides = split_arguments(arguments)
-    layers = list(_read_layers(source, overrides))
+    user, overrides = _read_file(source, overrides)
+    layers = list(_read_layers(source, user, overrides))
     file = {path: OmegaConf.select(layer, path) for where, layer in layers if where == source for path in _list_paths(layer)}
     recipe = cast(Recipe, resolve_layers(_make_schema(), layers, overrides))
     if recipe.place.servers and recipe.inference.kind is None:
@@ -230,13 +235,28 @@ def _make_schema_once() -> DictConfig:
     return tree
 
 
-def _read_layers(source: str | None, overrides: Sequence[Override]) -> Iterator[tuple[str, DictConfig]]:
+def _read_file(source: str | None, overrides: list[Override]) -> tuple[DictConfig, list[Override]]:
+    """The user's file, empty without one, and the overrides that are not part of it: those with
+    names of a flat file replace its keys before it is translated."""
+    if not _is_file(source):
+        return OmegaConf.create({}), overrides
+    content = read_yaml(Path(cast(str, source)).expanduser())
+    plain = cast(dict[str, Any], OmegaConf.to_container(content, resolve=False))
+    if not is_flat(plain):
+        return content, overrides
+    own = {override.key: name for override in overrides if (name := translate_name(override.key)) in KNOWN}
+    translated = from_flat(plain, replaced={own[o.key]: o.value for o in overrides if o.key in own})
+    for key, reason in translated.without_effect.items():
+        logger.warning("%s: %s has no effect here: %s", source, key, reason)
+    return OmegaConf.create(translated.recipe), [override for override in overrides if override.key not in own]
+
+
+def _read_layers(source: str | None, user: DictConfig, overrides: Sequence[Override]) -> Iterator[tuple[str, DictConfig]]:
     """The layers of a recipe, lowest first: the built-in recipe with its settings for the
     algorithm and for a loaded model, then the user's file with its own. In a file with
     `loaded_model: null` no settings depend on the model."""
     overridden = {override.key: override.value for override in overrides}
     is_file = _is_file(source)
-    user = read_yaml(Path(cast(str, source)).expanduser()) if is_file else OmegaConf.create({})
     default = "data" if any(layer.get(key) is not None for layer in (overridden, user) for key in ("data", "reward")) else "sort"
     base_name = overridden.get("recipe", user.get("recipe", default) if is_file else source or default)
     base = _read_builtin(str(base_name))

@@ -1,0 +1,250 @@
+"""Reads the flat recipe files of MaxEnt-GRPO as recipes of `ludic train`.
+
+Every key is translated, or named with the reason why it has no effect here; an unknown one is an
+error with a suggestion. `flat_keys` has the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import PurePath
+from typing import Any
+
+from ludic.errors import ConfigError
+from ludic.recipes.flat_keys import BETA_NAMES, MAXENT_ONLY, META, SEED, SHARED, WITHOUT_EFFECT
+
+TASKS = {"grpo": False, "maxent": True, "maxent-grpo": True, "infoseed": False, "info-seed": False}
+"""Task of the document's launcher -> whether its objective is MaxEnt's."""
+SECTIONS = ("baseline", "maxent", "infoseed")
+_PARTS = ("script", "training", "model")
+_SPECIAL = (
+    *("train_grpo_objective", "maxent_reference_logprobs_source", "maxent_use_clip_objective", "clip_range", "maxent_clip_range"),
+    *("controller_meta_enabled", "info_seed_enabled", "use_vllm", "vllm_mode", "adam_beta1", "adam_beta2", "num_processes"),
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "output_dir", "bf16", "max_prompt_length"),
+)
+_DEFAULTS: Mapping[str, Any] = {
+    "reward": "pure_accuracy_math",
+    "trainer.lr_scheduler_type": "cosine",
+    "trainer.minibatches_per_batch": 1,
+}
+"""What the document does where a file says nothing."""
+KNOWN = (*_SPECIAL, *BETA_NAMES, *SHARED, *MAXENT_ONLY, *META, *SEED, *WITHOUT_EFFECT)
+"""Every key of the document."""
+
+
+@dataclass(frozen=True)
+class FlatRecipe:
+    """A flat file in the terms of this library."""
+
+    recipe: dict[str, Any]
+    """A recipe as its YAML file has it."""
+    without_effect: dict[str, str]
+    """Key of the file -> why it changes nothing."""
+
+
+def is_flat(content: Mapping[str, Any]) -> bool:
+    """Whether this is a file of MaxEnt-GRPO: it has `train_grpo_objective`, a key `maxent_...`, or
+    the sections of its Hydra templates."""
+    keys = [str(key) for key in content]
+    return "train_grpo_objective" in keys or any(key.startswith("maxent_") for key in keys) or _find_section(content) is not None
+
+
+def from_flat(content: Mapping[str, Any], *, task: str | None = None, replaced: Mapping[str, Any] | None = None) -> FlatRecipe:
+    """Translate a flat file. `task` (grpo, maxent, infoseed) replaces its objective, and `replaced`
+    some of its keys.
+
+    Raises ConfigError for an unknown key, for names of beta with different values, for settings of
+    MaxEnt with the objective of GRPO, and for settings of a part that is switched off.
+    """
+    flat = {**_flatten(content), **(replaced or {})}
+    _check_known(flat)
+    is_maxent = _find_objective(flat, task)
+    settings: dict[str, Any] = {"algorithm": "maxent_grpo" if is_maxent else "grpo", "task.kind": "data"}
+    if not is_maxent and (
+        own := [key for key in flat if key in MAXENT_ONLY or key in ("maxent_clip_range", "maxent_use_clip_objective")]
+    ):
+        raise ConfigError(f"{', '.join(own)} are settings of MaxEnt, and the objective is GRPO; set train_grpo_objective: false")
+    settings |= _rename(flat, {**SHARED, **MAXENT_ONLY})
+    _translate_beta(flat, settings, is_maxent)
+    _translate_clip(flat, settings, is_maxent)
+    _translate_batch(flat, settings)
+    _translate_rest(flat, settings)
+    without = {key: WITHOUT_EFFECT[key] for key in flat if key in WITHOUT_EFFECT} | _list_idle(flat, is_maxent)
+    if flat.get("controller_meta_enabled"):
+        settings |= {"controllers.meta.method": "analytic", **_rename(flat, META, "controllers.meta.")}
+    settings |= _rename(flat, SEED, "info_seed.") if flat.get("info_seed_enabled") else _refuse_seed(flat)
+    if task in ("infoseed", "info-seed") and not flat.get("info_seed_enabled"):
+        raise ConfigError(f"task {task} needs info_seed_enabled: true")
+    return FlatRecipe(_nest({**_DEFAULTS, **settings}), without)
+
+
+def translate_name(key: str) -> str:
+    """The key of an override without the document's prefixes. `maxent.training.max_steps` and
+    `training.max_steps` are `max_steps`."""
+    parts = key.split(".")
+    if parts[0] in SECTIONS:
+        parts = parts[1:]
+    return ".".join(parts[1:] if len(parts) > 1 and parts[0] in _PARTS else parts)
+
+
+def _find_section(content: Mapping[str, Any]) -> str | None:
+    return next((name for name in SECTIONS if isinstance(content.get(name), Mapping)), None)
+
+
+def _flatten(content: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a Hydra template's section, or the content itself."""
+    section = _find_section(content)
+    if section is None:
+        return {str(key): value for key, value in content.items()}
+    inner = dict(content[section])
+    recipe = inner.pop("recipe", None)
+    if recipe is not None:
+        raise ConfigError(f"{section}.recipe ({recipe}) names another file; run that one, with the other keys as overrides")
+    merged = {str(key): value for key, value in content.items() if key not in (*SECTIONS, "hydra", "defaults")}
+    for part in _PARTS:
+        merged |= inner.pop(part, None) or {}
+    return {**merged, **inner}
+
+
+def _check_known(flat: Mapping[str, Any]) -> None:
+    for key in flat:
+        if key not in KNOWN:
+            near = get_close_matches(key, KNOWN, n=2)
+            raise ConfigError(
+                f"there is no setting {key!r} in recipes of MaxEnt-GRPO; "
+                + (f"did you mean {' or '.join(near)}?" if near else "remove it")
+            )
+
+
+def _find_objective(flat: Mapping[str, Any], task: str | None) -> bool:
+    if task is None:
+        return not flat.get("train_grpo_objective", False)
+    if task not in TASKS:
+        raise ConfigError(f"task ({task}) must be one of {', '.join(TASKS)}")
+    return TASKS[task]
+
+
+def _translate_beta(flat: Mapping[str, Any], settings: dict[str, Any], is_maxent: bool) -> None:
+    given = {name: flat[name] for name in BETA_NAMES if flat.get(name) is not None}
+    if len(set(given.values())) > 1:
+        raise ConfigError(
+            f"{', '.join(f'{name}: {value}' for name, value in given.items())} are names of one coefficient; keep one"
+        )
+    if given:
+        settings["algorithm_args.beta" if is_maxent else "algorithm_args.reference_kl"] = next(iter(given.values()))
+
+
+def _translate_clip(flat: Mapping[str, Any], settings: dict[str, Any], is_maxent: bool) -> None:
+    """The document's MaxEnt is the likelihood form; its clip term is on if it is asked for."""
+    own = flat.get("maxent_clip_range")
+    width = own if own is not None else flat.get("clip_range")
+    if width is not None:
+        settings |= {"algorithm_args.clip_eps_low": width, "algorithm_args.clip_eps_high": width}
+    if not is_maxent:
+        settings["algorithm_args.group_normalize_adv"] = False  # the document's advantages are centred, not scaled
+        return
+    settings["algorithm_args.form"] = "likelihood"
+    if flat.get("maxent_use_clip_objective"):
+        settings.setdefault("algorithm_args.clip_coeff", 1.0)
+    else:
+        for name in ("clip_coeff", "clip_baseline", "clip_eps_low", "clip_eps_high"):
+            settings.pop(f"algorithm_args.{name}", None)
+
+
+def _list_idle(flat: Mapping[str, Any], is_maxent: bool) -> dict[str, str]:
+    """Keys that have no effect in this file, since another switches them off."""
+    idle: dict[str, str] = {}
+    if is_maxent and not flat.get("maxent_use_clip_objective"):
+        clip = ("clip_range", "maxent_clip_range", "maxent_clip_objective_coef", "maxent_clip_adv_baseline")
+        idle |= dict.fromkeys(clip, "maxent_use_clip_objective is off")
+    if not flat.get("use_vllm"):
+        idle |= dict.fromkeys(("vllm_url", "vllm_mode"), "use_vllm is off")
+    if not flat.get("controller_meta_enabled"):
+        idle |= dict.fromkeys(META, "controller_meta_enabled is off")
+    if flat.get("maxent_tau_min") == 0:
+        idle["maxent_tau_min"] = "tau never reaches 0; its least value is 1e-6"
+    return {key: reason for key, reason in idle.items() if key in flat}
+
+
+def _translate_batch(flat: Mapping[str, Any], settings: dict[str, Any]) -> None:
+    """Answers of a step, of which `num_generations` are to one prompt."""
+    if flat.get("per_device_train_batch_size") is None:
+        return
+    sizes = [int(flat.get(name) or 1) for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "num_processes")]
+    answers, group = sizes[0] * sizes[1] * sizes[2], int(flat.get("num_generations") or 1)
+    if answers % group:
+        raise ConfigError(
+            f"per_device_train_batch_size ({sizes[0]}) x gradient_accumulation_steps ({sizes[1]}) x num_processes ({sizes[2]}) is "
+            f"{answers} answers, which num_generations ({group}) does not divide"
+        )
+    settings["rollout.prompts"] = answers // group
+
+
+def _translate_rest(flat: Mapping[str, Any], settings: dict[str, Any]) -> None:
+    betas = [flat.get("adam_beta1"), flat.get("adam_beta2")]
+    if any(beta is not None for beta in betas):
+        settings["trainer.betas"] = [default if beta is None else beta for beta, default in zip(betas, (0.9, 0.999), strict=True)]
+    if flat.get("use_vllm"):
+        if flat.get("vllm_mode", "server") not in ("server", "colocate"):
+            raise ConfigError(f"vllm_mode ({flat['vllm_mode']}) must be server or colocate")
+        settings["inference.kind"] = "vllm"
+    else:
+        settings.pop("inference.url", None)
+    if flat.get("output_dir") is not None:
+        folder = PurePath(str(flat["output_dir"]))
+        settings |= {"output": str(folder.parent), "name": folder.name}
+    if flat.get("bf16"):
+        settings["trainer.mixed_precision_dtype"] = "bfloat16"
+    if "trainer.warmup_ratio" in settings:
+        settings.setdefault("trainer.warmup_steps", 0)
+    lengths = [flat.get("max_prompt_length"), flat.get("max_completion_length")]
+    if None not in lengths:
+        longest = sum(int(length or 0) for length in lengths)
+        settings |= {"trainer.max_seq_len": longest, "trainer.micro_token_budget": max(8192, longest)}
+    source = flat.get("maxent_reference_logprobs_source")
+    if source is not None:
+        if source not in ("auto", "model"):
+            raise ConfigError(f"maxent_reference_logprobs_source ({source}) must be auto or model")
+        settings["reference.source"] = source
+    if settings.get("controllers.entropy.least") == 0:
+        settings.pop("controllers.entropy.least")  # tau never reaches 0 here
+    if isinstance(data := settings.get("data"), Mapping) and flat.get("dataset_name") is not None:
+        raise ConfigError(
+            f"dataset_name ({flat['dataset_name']}) and dataset_mixture ({len(data)} keys) both name the data; keep one"
+        )
+    if isinstance(reward := settings.get("reward"), list) and len(reward) == 1:
+        settings["reward"] = reward[0]
+
+
+def _rename(flat: Mapping[str, Any], names: Mapping[str, str], prefix: str = "") -> dict[str, Any]:
+    """The values of `names` that are not null, by their paths here. Raises ConfigError for two
+    names of one setting with different values."""
+    settings: dict[str, Any] = {}
+    for key, value in flat.items():
+        path = f"{prefix}{names[key]}" if key in names else None
+        if path is None or value is None:
+            continue
+        if settings.get(path, value) != value:
+            others = [name for name in flat if names.get(name) == names[key]]
+            raise ConfigError(f"{' and '.join(others)} are names of one setting, {path}, with different values; keep one")
+        settings[path] = value
+    return settings
+
+
+def _refuse_seed(flat: Mapping[str, Any]) -> dict[str, Any]:
+    if given := [key for key in flat if key in SEED and flat[key] is not None]:
+        raise ConfigError(f"{', '.join(given)} need info_seed_enabled: true; remove them, or switch it on")
+    return {}
+
+
+def _nest(settings: Mapping[str, Any]) -> dict[str, Any]:
+    nested: dict[str, Any] = {}
+    for path, value in settings.items():
+        *sections, leaf = path.split(".")
+        place = nested
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[leaf] = value
+    return nested
