@@ -17,6 +17,8 @@ OPTIONAL_READS = {
     "cli/doctor.py": (1, "the standard library of this platform"),
     "distributed/push/target.py": (5, "a user's chat client, adapted"),
     "envs/adapters/openenv.py": (2, "OpenEnv"),
+    "envs/code_exec/bubblewrap.py": (1, "the standard library of this platform"),
+    "envs/code_exec/pool.py": (1, "a user's sandbox"),
     "distributed/engines.py": (1, "a user's engine"),
     "distributed/push/engine_sessions.py": (3, "a user's engine"),
     "envs/adapters/plain_values.py": (3, "numpy and pydantic"),

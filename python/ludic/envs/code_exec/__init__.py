@@ -1,0 +1,49 @@
+"""Rewards from programs that run: problems with tests, sandboxes, and the environment that judges.
+
+A sandbox runs programs; a pool lends sandboxes; a runner judges a program by its tests; adapters
+read data sets of problems; verifiers compare outputs.
+"""
+
+from ludic.envs.code_exec.adapters.base import ExactMatchVerifier, OutputVerifier, TestAdapter
+from ludic.envs.code_exec.bubblewrap import BubblewrapConfig, BubblewrapSandboxPool, is_bubblewrap_available
+from ludic.envs.code_exec.cache import LRUCache
+from ludic.envs.code_exec.env import CodeExecConfig, CodeExecEnv
+from ludic.envs.code_exec.hashing import compute_hash, hash_tests
+from ludic.envs.code_exec.runners import CodeRunner, StdinStdoutRunner
+from ludic.envs.code_exec.sandbox import Sandbox, SandboxPool
+from ludic.envs.code_exec.types import (
+    BatchTestResult,
+    CompileResult,
+    CompileStatus,
+    ExecutionResult,
+    RunStatus,
+    TestCase,
+    TestResult,
+)
+from ludic.envs.code_exec.unsafe_subprocess import UnsafeSubprocessPool
+
+__all__ = [
+    "BatchTestResult",
+    "BubblewrapConfig",
+    "BubblewrapSandboxPool",
+    "CodeExecConfig",
+    "CodeExecEnv",
+    "CodeRunner",
+    "CompileResult",
+    "CompileStatus",
+    "ExactMatchVerifier",
+    "ExecutionResult",
+    "LRUCache",
+    "OutputVerifier",
+    "RunStatus",
+    "Sandbox",
+    "SandboxPool",
+    "StdinStdoutRunner",
+    "TestAdapter",
+    "TestCase",
+    "TestResult",
+    "UnsafeSubprocessPool",
+    "compute_hash",
+    "hash_tests",
+    "is_bubblewrap_available",
+]

@@ -1,0 +1,97 @@
+"""The protocols of data sets of problems and of verifiers, and the verifiers.
+
+A verifier compares what a program printed with what is expected, outside the sandbox.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from ludic.envs.code_exec.types import TestCase
+
+
+@runtime_checkable
+class TestAdapter(Protocol):
+    """Reads the rows of one data set of problems."""
+
+    def get_tests(self, sample: Mapping[str, Any]) -> list[TestCase]: ...
+
+    def get_prompt(self, sample: Mapping[str, Any]) -> str: ...
+
+    def get_problem_id(self, sample: Mapping[str, Any]) -> str: ...
+
+    def hash_tests(self, tests: Sequence[TestCase]) -> str:
+        """Part of the key under which results are kept."""
+
+
+@runtime_checkable
+class ReferenceSolutionProvider(Protocol):
+    """A data set that has right programs."""
+
+    def get_reference_solution(self, sample: Mapping[str, Any]) -> str | None: ...
+
+
+@runtime_checkable
+class OutputVerifier(Protocol):
+    """Compares an output with the expected one."""
+
+    def verify(self, actual: Any, expected: Any) -> tuple[bool, str | None]:
+        """Whether they agree, and if not, how they differ."""
+
+
+class ExactMatchVerifier:
+    """The same text; white space at both ends is ignored unless `strip` is False."""
+
+    def __init__(self, *, strip: bool = True, case_sensitive: bool = True) -> None:
+        self._strip, self._case_sensitive = strip, case_sensitive
+
+    def verify(self, actual: Any, expected: Any) -> tuple[bool, str | None]:
+        got, wanted = self._normalize(actual), self._normalize(expected)
+        if got == wanted:
+            return True, None
+        if len(got) != len(wanted):
+            return False, f"Length mismatch: {len(got)} characters instead of {len(wanted)}"
+        place = next(i for i, (a, b) in enumerate(zip(got, wanted, strict=True)) if a != b)
+        return False, f"First diff at character {place}: {got[place]!r} instead of {wanted[place]!r}"
+
+    def _normalize(self, text: Any) -> str:
+        text = str(text).strip() if self._strip else str(text)
+        return text if self._case_sensitive else text.lower()
+
+
+class WhitespaceNormalizedVerifier:
+    """The same words on any lines: each run of white space counts as one space."""
+
+    def verify(self, actual: Any, expected: Any) -> tuple[bool, str | None]:
+        return ExactMatchVerifier().verify(" ".join(str(actual).split()), " ".join(str(expected).split()))
+
+
+class FloatTolerantVerifier:
+    """The same words; two words that are finite numbers may differ by max(`abs_tol`, `rel_tol` x
+    |expected|)."""
+
+    def __init__(self, *, abs_tol: float = 1e-9, rel_tol: float = 1e-9, strip: bool = True) -> None:
+        self._abs_tol, self._rel_tol, self._strip = abs_tol, rel_tol, strip
+
+    def verify(self, actual: Any, expected: Any) -> tuple[bool, str | None]:
+        got, wanted = self._words(actual), self._words(expected)
+        if len(got) != len(wanted):
+            return False, f"Token count mismatch: {len(got)} instead of {len(wanted)}"
+        for place, (one, other) in enumerate(zip(got, wanted, strict=True)):
+            if one != other and not self._close(one, other):
+                return False, f"Token {place} differs: {one!r} instead of {other!r}"
+        return True, None
+
+    def _words(self, text: Any) -> list[str]:
+        return str(text).split() if self._strip else str(text).split(" ")
+
+    def _close(self, actual: str, expected: str) -> bool:
+        try:
+            got, wanted = float(actual), float(expected)
+        except ValueError:
+            return False
+        if not (math.isfinite(got) and math.isfinite(wanted)):
+            return got == wanted
+        return abs(got - wanted) <= max(self._abs_tol, self._rel_tol * abs(wanted))

@@ -1,0 +1,162 @@
+"""Sandboxes by bubblewrap: no daemon and no image, and one starts in about 0.1 s.
+
+A program sees `/usr` and the interpreter, read-only, an empty `/workspace`, `/tmp` and `/dev/shm`
+of limited size, its own processes, and nothing else: no network, no other file, no variable of the
+environment. It has no capability, and a filter refuses most of the kernel's interface
+(`ludic.envs.code_exec.seccomp`). What is left is the kernel itself: a program that exploits a fault
+of the kernel gets out, and programs on the same processor can be timed. `docs/code.md` says more.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from ludic.envs.code_exec.pool import BaseSandboxPool
+from ludic.envs.code_exec.process_sandbox import IN_SANDBOX, LONGEST_REPLY, ProcessSandbox, files_in_sandbox
+from ludic.envs.code_exec.seccomp import seccomp_filter
+from ludic.envs.line_process import LineProcess
+from ludic.errors import ConfigError, MissingExtraError
+
+PLACES = {"/workspace": 64, "/tmp": 16, "/dev/shm": 16}
+"""Where a program can write, and how many megabytes."""
+MODULES = "/run/modules"
+NOBODY = 65_534
+"""The user that programs run as if this process is root: limits of processes do not hold for
+root."""
+
+
+@dataclass(frozen=True)
+class BubblewrapConfig:
+    """Settings of all sandboxes of a pool."""
+
+    python_version: str | None = None
+    """As `3.11`; None: this interpreter's."""
+    memory_limit_mb: int = 256
+    """Of a program, unless its test says otherwise."""
+    working_dir: str = "/workspace"
+
+
+def is_bubblewrap_available() -> bool:
+    return sys.platform == "linux" and shutil.which("bwrap") is not None
+
+
+class BubblewrapProcess(LineProcess):
+    """The first process of a sandbox."""
+
+    def __init__(self, config: BubblewrapConfig) -> None:
+        program = shutil.which("bwrap")
+        if program is None:
+            raise MissingExtraError("bubblewrap is not installed; `apt install bubblewrap` installs it")
+        python = find_python(config.python_version, others=os.geteuid() == 0)
+        self._as_nobody = os.geteuid() == 0 and all(map(_can_be_read_by_others, (python, Path(program))))
+        super().__init__(
+            [program, *sandbox_arguments(python)], start_timeout_s=30.0, name="the sandbox", longest_reply=LONGEST_REPLY
+        )
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        read_end, write_end = os.pipe()
+        try:
+            os.write(write_end, seccomp_filter())
+            os.close(write_end)
+            other = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if self._as_nobody else {}
+            with ExitStack() as files:
+                opened = {path: files.enter_context(file.open("rb")).fileno() for path, file in files_in_sandbox().items()}
+                bound = [part for path, number in opened.items() for part in ("--ro-bind-data", str(number), f"{MODULES}/{path}")]
+                return subprocess.Popen(
+                    [self._command[0], "--seccomp", str(read_end), *bound, *self._command[1:]],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    pass_fds=(read_end, *opened.values()),
+                    env={},
+                    cwd="/",
+                    start_new_session=True,
+                    **other,  # type: ignore[call-overload]
+                )
+        finally:
+            os.close(read_end)
+
+
+class BubblewrapSandboxPool(BaseSandboxPool):
+    """A pool of `n_workers` sandboxes by bubblewrap."""
+
+    def __init__(
+        self,
+        n_workers: int = 4,
+        config: BubblewrapConfig | None = None,
+        cache_size: int = 10_000,
+        auto_replace_failed: bool = True,
+        max_consecutive_failures: int = 5,
+        max_concurrent_ops: int = 8,
+    ) -> None:
+        super().__init__(n_workers, cache_size, auto_replace_failed, max_consecutive_failures, max_concurrent_ops)
+        self._config = config or BubblewrapConfig()
+
+    @property
+    def python_version(self) -> str:
+        return self._config.python_version or f"{sys.version_info[0]}.{sys.version_info[1]}"
+
+    async def _start_sandbox(self) -> ProcessSandbox:
+        sandbox = ProcessSandbox(BubblewrapProcess(self._config), memory_limit_mb=self._config.memory_limit_mb)
+        try:
+            await sandbox.start()
+        except BaseException:
+            await sandbox.stop()
+            raise
+        return sandbox
+
+
+def sandbox_arguments(python: Path) -> list[str]:
+    """The arguments of bwrap: namespaces, what is mounted, and the command."""
+    arguments = ["--unshare-all", "--unshare-user", "--disable-userns", "--uid", "1000", "--gid", "1000"]
+    arguments += ["--as-pid-1", "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--hostname", "sandbox"]
+    arguments += ["--ro-bind", "/usr", "/usr"]
+    for name in ("/bin", "/sbin", "/lib", "/lib32", "/lib64"):
+        path = Path(name)
+        if path.is_symlink():
+            arguments += ["--symlink", os.readlink(path), name]
+        elif path.is_dir():
+            arguments += ["--ro-bind", name, name]
+    arguments += ["--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"]
+    prefix = python.parent.parent
+    if not prefix.is_relative_to("/usr"):
+        arguments += ["--ro-bind", str(prefix), str(prefix)]
+    arguments += ["--proc", "/proc", "--dev", "/dev"]
+    for place, megabytes in PLACES.items():
+        arguments += ["--size", str(megabytes << 20), "--tmpfs", place]
+    arguments += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/", "--clearenv"]
+    for name, value in {"PYTHONHASHSEED": "0", "PYTHONPATH": MODULES, "LANG": "C.UTF-8"}.items():
+        arguments += ["--setenv", name, value]
+    return [*arguments, "--", str(python), "-S", "-s", "-B", "-m", IN_SANDBOX, *PLACES]
+
+
+def find_python(version: str | None, *, others: bool = False) -> Path:
+    """An interpreter of this version, its links followed; None: this interpreter's version.
+
+    `others` prefers one that every user of this machine can read. ConfigError if there is none.
+    """
+    wanted = version or f"{sys.version_info[0]}.{sys.version_info[1]}"
+    own = Path(getattr(sys, "_base_executable", None) or sys.executable)
+    names = [own] if wanted == f"{sys.version_info[0]}.{sys.version_info[1]}" else []
+    names += [Path(folder) / f"python{wanted}" for folder in ("/usr/bin", "/usr/local/bin")]
+    if (found := shutil.which(f"python{wanted}")) is not None:
+        names.append(Path(found))
+    paths = [path.resolve() for path in names if path.exists()]
+    if not paths:
+        raise ConfigError(
+            f"there is no python{wanted} for the sandboxes; install it, or choose the version of one that is installed"
+        )
+    readable = [path for path in paths if _can_be_read_by_others(path)]
+    return readable[0] if others and readable else paths[0]
+
+
+def _can_be_read_by_others(path: Path) -> bool:
+    """Whether every user can run the file: it and all folders above it allow that."""
+    return all(part.stat().st_mode & stat.S_IXOTH for part in (path, *path.parents))

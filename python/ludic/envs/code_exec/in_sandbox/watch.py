@@ -1,0 +1,119 @@
+"""Feeds a program that runs, collects what it prints, and stops it at its limits."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import time
+from typing import Any
+
+from ludic.envs.code_exec.in_sandbox.leftovers import ALONE, usage_of_programs
+
+JSON = dict[str, Any]
+MEGABYTE = 1 << 20
+KEPT_OUTPUT = 1 << 20
+"""Bytes of stdout and of stderr. A program that prints more is stopped."""
+MOST_PROCESSES = 32
+MOST_FILES = 4096
+SHORTEST_LOOK_S, LONGEST_LOOK_S = 0.005, 0.04
+"""How often memory, time, processes and files are looked at: often at first, then less."""
+
+
+class Watch:
+    """Feeds a program, collects what it prints, and stops it at its limits."""
+
+    def __init__(self, pid: int, own_ends: tuple[int, ...], request: JSON, requests: int, places: list[str]) -> None:
+        self.pid, self.places, self.requests = pid, places, requests
+        self.open_ends = list(own_ends)
+        self.stdin_end, self.stdin = own_ends[0], memoryview(request.get("stdin", "").encode("utf-8", "surrogateescape"))
+        self.numbers = {own_ends[1]: 1, own_ends[2]: 2}
+        self.output = {1: bytearray(), 2: bytearray()}
+        self.timeout_s, self.memory = request["timeout_s"], int(request.get("memory_mb") or 1024) * MEGABYTE
+        self.peak_bytes, self.note = 0, ""
+        for end in own_ends:
+            os.set_blocking(end, False)
+
+    def wait(self) -> str | None:
+        """Return when the program has ended (None), or has been killed (the limit's status)."""
+        deadline, look_s = time.monotonic() + 2 * self.timeout_s, SHORTEST_LOOK_S
+        process = os.pidfd_open(self.pid)
+        with contextlib.closing(selectors.DefaultSelector()) as selector:
+            selector.register(process, selectors.EVENT_READ)
+            selector.register(self.requests, selectors.EVENT_READ)
+            selector.register(self.stdin_end, selectors.EVENT_WRITE)
+            for end in self.numbers:
+                selector.register(end, selectors.EVENT_READ)
+            try:
+                while True:
+                    ready = {key.fd for key, _ in selector.select(max(0.0, min(look_s, deadline - time.monotonic())))}
+                    if self.requests in ready:  # nobody sends a request before the answer: the host has gone
+                        os._exit(0)
+                    if self.stdin_end in ready and self.feed():
+                        selector.unregister(self.stdin_end)
+                        self.close(self.stdin_end)
+                    for end in ready & set(self.numbers):
+                        if self.read(end):
+                            selector.unregister(end)
+                    if process in ready:
+                        return None
+                    if not ready:
+                        look_s = min(2 * look_s, LONGEST_LOOK_S)
+                    stopped = self.limit_reached(deadline)
+                    if stopped:
+                        os.kill(self.pid, signal.SIGKILL)
+                        return stopped
+            finally:
+                os.close(process)
+
+    def feed(self) -> bool:
+        """Write some stdin; True when there is no more to write, or nobody reads it."""
+        try:
+            self.stdin = self.stdin[os.write(self.stdin_end, self.stdin[:65536]) :]
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        return not self.stdin
+
+    def read(self, end: int) -> bool:
+        """Read once; True at the end of the output."""
+        try:
+            part = os.read(end, 65536)
+        except BlockingIOError:
+            return False
+        self.output[self.numbers[end]] += part
+        return not part
+
+    def read_rest(self) -> None:
+        """Read what the pipes still hold; nobody writes any more."""
+        for end, number in self.numbers.items():
+            os.set_blocking(end, True)
+            while len(self.output[number]) <= KEPT_OUTPUT and not self.read(end):
+                pass
+
+    def limit_reached(self, deadline: float) -> str | None:
+        """The status of the limit that the program is over, or None."""
+        if any(len(output) > KEPT_OUTPUT for output in self.output.values()):
+            return self.stop("runtime_error", f"stopped: it printed more than {KEPT_OUTPUT} bytes")
+        processes, memory, seconds = usage_of_programs(self.pid)
+        self.peak_bytes = max(self.peak_bytes, memory)
+        if seconds > self.timeout_s or time.monotonic() >= deadline:
+            return self.stop("timeout", f"stopped: it took more than {self.timeout_s} s of processor time, or twice that in all")
+        if memory > self.memory:
+            return self.stop("memory_exceeded", f"stopped: it used more than {self.memory // MEGABYTE} MB")
+        if processes > MOST_PROCESSES:
+            return self.stop("runtime_error", f"stopped: it started more than {MOST_PROCESSES} processes")
+        files = sum(space.f_files - space.f_ffree for space in map(os.statvfs, self.places)) if ALONE else 0
+        if files > MOST_FILES:
+            return self.stop("runtime_error", f"stopped: it made more than {MOST_FILES} files")
+        return None
+
+    def stop(self, status: str, note: str) -> str:
+        self.note = f"\n{note}\n"
+        return status
+
+    def close(self, end: int) -> None:
+        self.open_ends.remove(end)
+        os.close(end)

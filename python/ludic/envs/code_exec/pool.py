@@ -1,0 +1,274 @@
+"""Lends sandboxes, resets them in the background, and replaces those that fail."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from concurrent.futures import Future
+from contextlib import suppress
+
+from ludic.envs.code_exec.cache import LRUCache
+from ludic.envs.code_exec.sandbox import Sandbox
+from ludic.envs.code_exec.types import BatchTestResult, RunStatus, SandboxPoolExhaustedError
+from ludic.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+class BaseSandboxPool(ABC):
+    """A pool of `n_workers` sandboxes. A backend implements `_start_sandbox` and `python_version`.
+
+    `release` returns at once; the sandbox is reset in the background, at most `max_concurrent_ops`
+    at the same time. One that cannot be reset is stopped and, if `auto_replace_failed`, replaced.
+    After `max_consecutive_failures` failures with no success between them, every `checkout` raises
+    SandboxPoolExhaustedError. Sandboxes are used by any number of event loops, one after another.
+    """
+
+    def __init__(
+        self,
+        n_workers: int = 4,
+        cache_size: int = 10_000,
+        auto_replace_failed: bool = True,
+        max_consecutive_failures: int = 5,
+        max_concurrent_ops: int = 8,
+    ) -> None:
+        for name, value in {
+            "n_workers": n_workers,
+            "max_consecutive_failures": max_consecutive_failures,
+            "max_concurrent_ops": max_concurrent_ops,
+        }.items():
+            if value < 1:
+                raise ConfigError(f"{name} ({value}) must be >= 1")
+        self._n_workers, self._auto_replace_failed = n_workers, auto_replace_failed
+        self._max_consecutive_failures, self._max_concurrent_ops = max_consecutive_failures, max_concurrent_ops
+        self._cache = LRUCache(cache_size)
+        self._lock = threading.Lock()
+        """For all that follows."""
+        self._idle: deque[Sandbox] = deque()
+        self._used: deque[Sandbox] = deque()
+        """Released, and not yet reset."""
+        self._lent: list[Sandbox] = []
+        self._waiting: deque[Future[None]] = deque()
+        """Callers of `checkout`, each woken when there may be a sandbox for it."""
+        self._resetting: list[tuple[asyncio.AbstractEventLoop, Sandbox]] = []
+        """And by whom. A loop that is closed leaves them, unfinished."""
+        self._resets: set[asyncio.Task[None]] = set()
+        self._failures, self._last_failure = 0, ""
+        self._started = False
+
+    @property
+    @abstractmethod
+    def python_version(self) -> str: ...
+
+    @abstractmethod
+    async def _start_sandbox(self) -> Sandbox:
+        """Start one sandbox; an error means that it did not start, and nothing is left of it."""
+
+    async def _stop_sandbox(self, sandbox: Sandbox) -> None:
+        """End a sandbox; a failure is logged and otherwise ignored."""
+        stop = getattr(sandbox, "stop", None)
+        if stop is not None:
+            await stop()
+
+    @property
+    def available(self) -> int:
+        return len(self._idle)
+
+    @property
+    def pending_resets(self) -> int:
+        """Sandboxes that were released and are not yet reset."""
+        return len(self._used) + len(self._resetting)
+
+    @property
+    def cache_stats(self) -> dict[str, int]:
+        return self._cache.stats
+
+    async def start(self) -> None:
+        """Start all sandboxes, or none: the error of one that does not start is raised."""
+        if self._started:
+            return
+        results = await asyncio.gather(*(self._start_sandbox() for _ in range(self._n_workers)), return_exceptions=True)
+        failures = [result for result in results if isinstance(result, BaseException)]
+        started = [result for result in results if not isinstance(result, BaseException)]
+        if failures:
+            await asyncio.gather(*(self._end(sandbox) for sandbox in started))
+            raise failures[0]
+        self._idle.extend(started)
+        self._started = True
+
+    async def checkout(self, timeout_s: float = 30.0) -> Sandbox:
+        """A sandbox that is clean. RuntimeError before `start`, TimeoutError if none is free in
+        time, SandboxPoolExhaustedError if the pool has given up."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    if (sandbox := await self._take()) is not None:
+                        return sandbox
+                    await self._wait()
+        except TimeoutError as error:
+            raise TimeoutError(
+                f"no sandbox was free within {timeout_s} s: {len(self._lent)} of {self._n_workers} are in use, "
+                f"{self.pending_resets} are being reset; raise n_workers or timeout_s"
+            ) from error
+
+    async def release(self, sandbox: Sandbox) -> None:
+        """Take a sandbox back. It is reset in the background."""
+        with self._lock:
+            if not any(lent is sandbox for lent in self._lent):
+                raise ConfigError("this sandbox is not lent by this pool; release each sandbox once, to its own pool")
+            self._lent = [lent for lent in self._lent if lent is not sandbox]
+            self._used.append(sandbox)
+        self._take_over()
+        if len(self._resets) < self._max_concurrent_ops:
+            task = asyncio.get_running_loop().create_task(self._reset_used())
+            self._resets.add(task)
+            task.add_done_callback(self._resets.discard)
+
+    async def drain_pending_resets(self, timeout_s: float = 60.0) -> None:
+        """Wait until no released sandbox is left to reset. TimeoutError after `timeout_s`."""
+        async with asyncio.timeout(timeout_s):
+            while self.pending_resets:
+                self._take_over()
+                if self._resets:
+                    await asyncio.wait(list(self._resets))
+                else:
+                    await self._reset_used()
+
+    async def shutdown(self) -> None:
+        """End all sandboxes, also those that are lent. The pool can be started again."""
+        self._take_over()
+        for task in list(self._resets):
+            task.cancel()
+        if self._resets:
+            await asyncio.wait(list(self._resets))
+        with self._lock:
+            sandboxes = [*self._idle, *self._used, *self._lent]
+            for part in (self._idle, self._used, self._lent):
+                part.clear()
+            self._started, self._failures = False, 0
+        await asyncio.gather(*(self._end(sandbox) for sandbox in sandboxes))
+        self._wake(len(self._waiting))
+
+    def get_cached(self, code_hash: str, tests_hash: str) -> BatchTestResult | None:
+        return self._cache.get(code_hash, tests_hash)
+
+    def put_cached(self, code_hash: str, tests_hash: str, result: BatchTestResult) -> None:
+        """Keep a result, unless a sandbox failed in it: that says nothing about the program."""
+        if not any(one.execution.run_status is RunStatus.SANDBOX_ERROR for one in result.results):
+            self._cache.put(code_hash, tests_hash, result)
+
+    async def _take(self) -> Sandbox | None:
+        """A clean sandbox, if there is one, or one that was released by a loop that has ended."""
+        with self._lock:
+            if not self._started:
+                raise RuntimeError("the pool is not started; await pool.start() first")
+            self._raise_if_exhausted()
+            if self._idle:
+                self._lent.append(self._idle.popleft())
+                return self._lent[-1]
+        self._take_over()
+        if not self._resets and self._used:
+            await self._reset_used()
+            return await self._take()
+        return None
+
+    def _take_over(self) -> None:
+        """Put back the sandboxes whose reset ended with its event loop."""
+        with self._lock:
+            self._used.extend(sandbox for loop, sandbox in self._resetting if loop.is_closed())
+            self._resetting = [(loop, sandbox) for loop, sandbox in self._resetting if not loop.is_closed()]
+            self._resets.difference_update([task for task in self._resets if task.get_loop().is_closed()])
+
+    async def _wait(self) -> None:
+        """Return when a sandbox may be free."""
+        woken: Future[None] = Future()
+        with self._lock:
+            if self._idle:
+                return
+            self._waiting.append(woken)
+        try:
+            await asyncio.wrap_future(woken)
+        except asyncio.CancelledError:
+            with self._lock, suppress(ValueError):
+                self._waiting.remove(woken)
+            raise
+
+    def _wake(self, count: int = 1) -> None:
+        with self._lock:
+            woken = [self._waiting.popleft() for _ in range(min(count, len(self._waiting)))]
+        for future in woken:
+            if future.set_running_or_notify_cancel():
+                future.set_result(None)
+
+    async def _reset_used(self) -> None:
+        """Reset the released sandboxes one after another, until there is none. One whose reset is
+        cancelled stays released."""
+        loop = asyncio.get_running_loop()
+        while True:
+            with self._lock:
+                if not self._used:
+                    return
+                sandbox = self._used.popleft()
+                self._resetting.append((loop, sandbox))
+            clean, finished = None, False
+            try:
+                clean = await self._reset_or_replace(sandbox)
+                finished = True
+            finally:
+                with self._lock:
+                    self._resetting = [entry for entry in self._resetting if entry[1] is not sandbox]
+                    if clean is not None:
+                        self._idle.append(clean)
+                    elif not finished:
+                        self._used.append(sandbox)
+            if clean is not None:
+                self._wake()
+            else:
+                self._give_up_without_sandboxes()
+
+    async def _reset_or_replace(self, sandbox: Sandbox) -> Sandbox | None:
+        """The sandbox, clean, or another one in its place; None if there is neither."""
+        try:
+            await sandbox.reset()
+            self._failures = 0
+            return sandbox
+        except Exception as error:
+            self._count_failure("reset", error)
+        await self._end(sandbox)
+        while self._auto_replace_failed and self._failures < self._max_consecutive_failures:
+            try:
+                fresh = await self._start_sandbox()
+                self._failures = 0
+                return fresh
+            except Exception as error:
+                self._count_failure("start", error)
+        return None
+
+    def _give_up_without_sandboxes(self) -> None:
+        """Without a sandbox left, nobody could ever be served."""
+        with self._lock:
+            if not (self._idle or self._used or self._lent or self._resetting):
+                self._failures = max(self._failures, self._max_consecutive_failures)
+        if self._failures >= self._max_consecutive_failures:
+            self._wake(len(self._waiting))
+
+    def _count_failure(self, what: str, error: Exception) -> None:
+        self._failures += 1
+        self._last_failure = f"{what}: {type(error).__name__}: {error}"
+        logger.warning("a sandbox failed (%d in a row): %s", self._failures, self._last_failure)
+
+    def _raise_if_exhausted(self) -> None:
+        if self._failures >= self._max_consecutive_failures:
+            raise SandboxPoolExhaustedError(
+                f"the pool gave up after {self._failures} failures in a row; the last: {self._last_failure}. "
+                "Mend the cause, then shut the pool down and start it again"
+            )
+
+    async def _end(self, sandbox: Sandbox) -> None:
+        try:
+            await self._stop_sandbox(sandbox)
+        except Exception as error:
+            logger.warning("a sandbox did not stop: %s: %s", type(error).__name__, error)

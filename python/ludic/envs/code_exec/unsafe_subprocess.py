@@ -1,0 +1,78 @@
+"""Runs programs without any sandbox, for programs that are trusted."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+from ludic.envs.code_exec.bubblewrap import find_python
+from ludic.envs.code_exec.pool import BaseSandboxPool
+from ludic.envs.code_exec.process_sandbox import IN_SANDBOX, LONGEST_REPLY, ProcessSandbox, files_in_sandbox
+from ludic.envs.line_process import LineProcess
+
+
+class UnsafeProcess(LineProcess):
+    """A process of this user, with a folder of its own, which is deleted with it."""
+
+    def __init__(self, python: Path) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="ludic-programs-"))
+        self._modules, self._place = self._folder / "modules", self._folder / "workspace"
+        command = [str(python), "-S", "-s", "-B", "-m", IN_SANDBOX, str(self._place)]
+        super().__init__(command, start_timeout_s=30.0, name="the program runner", longest_reply=LONGEST_REPLY)
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        self._place.mkdir(parents=True, exist_ok=True)
+        for path, file in files_in_sandbox().items():
+            (self._modules / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(file, self._modules / path)
+        return subprocess.Popen(
+            self._command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={"PATH": os.defpath, "PYTHONHASHSEED": "0", "PYTHONPATH": str(self._modules), "LANG": "C.UTF-8"},
+            start_new_session=True,
+        )
+
+    def end(self) -> int | None:
+        code = super().end()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        return code
+
+
+class UnsafeSubprocessPool(BaseSandboxPool):
+    """**No sandbox**: programs can read and delete this user's files, and use the network. The
+    limits of time, memory and output hold. Warns once."""
+
+    def __init__(
+        self,
+        n_workers: int = 4,
+        python_version: str | None = None,
+        cache_size: int = 10_000,
+        auto_replace_failed: bool = True,
+        max_consecutive_failures: int = 5,
+        max_concurrent_ops: int = 8,
+    ) -> None:
+        super().__init__(n_workers, cache_size, auto_replace_failed, max_consecutive_failures, max_concurrent_ops)
+        self._python_version = python_version or f"{sys.version_info[0]}.{sys.version_info[1]}"
+        warnings.warn(
+            "unsafe_subprocess runs programs without a sandbox: they can do all that this user can", RuntimeWarning, stacklevel=2
+        )
+
+    @property
+    def python_version(self) -> str:
+        return self._python_version
+
+    async def _start_sandbox(self) -> ProcessSandbox:
+        sandbox = ProcessSandbox(UnsafeProcess(find_python(self._python_version)))
+        try:
+            await sandbox.start()
+        except BaseException:
+            await sandbox.stop()
+            raise
+        return sandbox

@@ -1,0 +1,101 @@
+"""Programs that try to get out, to stay, or to cheat, in every kind of real sandbox."""
+
+import asyncio
+import socket
+
+import pytest
+from hostile_programs import CHEATS, LEAVES, LEFT, PROGRAMS
+from real_sandboxes import BACKENDS, open_pool, pool_or_skip
+
+from ludic.envs.code_exec.adapters.base import ExactMatchVerifier
+from ludic.envs.code_exec.runners import StdinStdoutRunner
+from ludic.envs.code_exec.types import RunStatus, TestCase
+
+pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("sandboxes")]
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def sandbox(request):
+    with pool_or_skip(request.param) as pool:
+        yield asyncio.run(pool.checkout())
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory):
+    """What programs look for: a server, a socket without a file, a file, a variable."""
+    path = tmp_path_factory.mktemp("host") / "secret"
+    path.write_text("secret")
+    path.chmod(0o644)
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as abstract:
+        abstract.bind("\0ludic-hostile-test")
+        abstract.listen()
+        yield {"HOST_PORT": str(server.getsockname()[1]), "HOST_SOCKET": "ludic-hostile-test", "HOST_FILE": str(path)}
+
+
+def run(sandbox, code, **settings):
+    return asyncio.run(sandbox.execute(code, **settings))
+
+
+@pytest.mark.parametrize("hostile", PROGRAMS, ids=lambda one: one.name)
+def test_nothing_gets_out(sandbox, host, hostile, monkeypatch):
+    monkeypatch.setenv("LUDIC_TEST_SECRET", "secret")
+    code = hostile.program
+    for name, value in host.items():
+        code = code.replace(name, value)
+    result = run(sandbox, code, stdin="x" * 100_000, timeout_s=2, memory_limit_mb=128)
+    assert result.run_status in (hostile.status, hostile.or_status), result
+    if hostile.status is RunStatus.SUCCESS:
+        assert result.stdout == "harmless\n"
+    after = run(sandbox, "print(1)", timeout_s=30)
+    assert (after.stdout, after.run_status) == ("1\n", RunStatus.SUCCESS)
+
+
+@pytest.mark.parametrize("hostile", LEAVES, ids=lambda one: one.name)
+def test_nothing_stays(sandbox, hostile):
+    assert run(sandbox, hostile.program, timeout_s=20).stdout == "harmless\n"
+    assert run(sandbox, LEFT, timeout_s=30).stdout == ""
+
+
+@pytest.mark.parametrize("hostile", CHEATS, ids=lambda one: one.name)
+def test_nothing_cheats(sandbox, hostile):
+    tests = [TestCase("", "42", metadata={"timeout_s": 20})]
+    code = hostile.program.removesuffix("\nprint('harmless')")
+    batch = asyncio.run(StdinStdoutRunner().run_tests(sandbox, code, tests, verifier=ExactMatchVerifier()))
+    assert (batch.sandbox_failed, batch.all_passed) == (False, False), batch
+    honest = asyncio.run(StdinStdoutRunner().run_tests(sandbox, "print(42)", tests, verifier=ExactMatchVerifier()))
+    assert honest.all_passed
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_programs_of_all_kinds_are_judged_by_several_workers(backend):
+    """One in five is hostile; a sandbox is killed now and then; every verdict is right, and no
+    process is left."""
+    kinds = [
+        ("print(int(input()) * 2)", True),
+        ("print(int(input()) * 3)", False),
+        ("x = 1 /", False),
+        ("print(2 * int(input()))", True),
+    ]
+    programs = [
+        (hostile.program, False) if n % 5 == 4 else kinds[n % 5] for n, hostile in zip(range(120), PROGRAMS * 3, strict=False)
+    ]
+    runner, tests = StdinStdoutRunner(2.0), [TestCase("2", "4"), TestCase("5", "10")]
+
+    async def judge_all(pool):
+        async def judge(number, code):
+            for attempt in range(3):
+                sandbox = await pool.checkout(timeout_s=300)
+                if number % 10 == 3 and attempt == 0:
+                    asyncio.get_running_loop().call_later(0.002 * (number % 7), sandbox._process.kill)
+                try:
+                    batch = await runner.run_tests(sandbox, f"{code}\n# {number}", tests, verifier=ExactMatchVerifier())
+                finally:
+                    await pool.release(sandbox)
+                if not batch.sandbox_failed:
+                    return batch.all_passed
+            raise AssertionError(f"program {number} has no verdict")
+
+        return await asyncio.gather(*(judge(number, code) for number, (code, _) in enumerate(programs)))
+
+    with open_pool(backend, n_workers=4) as pool:
+        assert asyncio.run(judge_all(pool)) == [right for _, right in programs]

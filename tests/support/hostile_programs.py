@@ -1,0 +1,201 @@
+"""Programs that try to get out of a sandbox, to stay in it, or to pass a test that they fail.
+
+Each prints `harmless` where it was stopped, or is stopped by a limit: its status is then expected.
+Where a program got through, it prints what it got.
+"""
+
+from dataclasses import dataclass
+
+from ludic.envs.code_exec.types import RunStatus
+
+HEAD = """
+import ctypes, mmap, os, resource, signal, socket, subprocess, sys, threading, time
+libc = ctypes.CDLL(None, use_errno=True)
+def refused(call, *arguments):
+    if libc.syscall(call, *arguments) >= 0:
+        print("allowed", call, arguments)
+def fails(action, *errors):
+    try:
+        result = action()
+    except errors or OSError:
+        return
+    print("allowed", repr(result)[:200])
+"""
+
+
+@dataclass(frozen=True)
+class Hostile:
+    name: str
+    code: str
+    status: RunStatus = RunStatus.SUCCESS
+    or_status: RunStatus | None = None
+    """Another limit that it may reach first."""
+
+    @property
+    def program(self):
+        return f"{HEAD}{self.code}\nprint('harmless')"
+
+
+PROGRAMS = [
+    Hostile("tcp", "fails(lambda: socket.create_connection(('1.1.1.1', 80), timeout=3))"),
+    Hostile("udp", """
+fails(lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('8.8.8.8', 53)))"""),
+    Hostile("loopback", "fails(lambda: socket.create_connection(('127.0.0.1', HOST_PORT), timeout=3))"),
+    Hostile("abstract socket", "fails(lambda: socket.socket(socket.AF_UNIX).connect('\\0HOST_SOCKET'))"),
+    Hostile("dns", "fails(lambda: socket.getaddrinfo('example.com', 80))"),
+    Hostile("netlink", "fails(lambda: socket.socket(socket.AF_NETLINK, socket.SOCK_RAW))"),
+    Hostile("passwords", "fails(lambda: open('/etc/passwd').read()); fails(lambda: open('/etc/shadow').read())"),
+    Hostile("home", "fails(lambda: os.listdir('/root')); fails(lambda: os.listdir('/home'))"),
+    Hostile("a file of the host", "fails(lambda: open('HOST_FILE').read())"),
+    Hostile("root of process 1", "fails(lambda: os.listdir('/proc/1/root')); fails(lambda: os.listdir('/proc/1/cwd'))"),
+    Hostile("environment", """
+print(*[name for name in os.environ if 'SECRET' in name], end='')
+fails(lambda: open('/proc/1/environ').read())"""),
+    Hostile("processes of others", """
+others = [n for n in os.listdir('/proc') if n.isdigit() and int(n) not in (1, os.getpid())]
+if others: print(others)"""),
+    Hostile("write outside the workspace", """
+for place in ('/', '/usr', '/dev', '/run', '/proc', '/usr/lib'): fails(lambda: open(f'{place}/evil', 'w'))"""),
+    Hostile("change the interpreter", "fails(lambda: open('/run/modules/ludic/envs/code_exec/in_sandbox/runs.py', 'a'))"),
+    Hostile("device files", """
+for kind in (0o60600, 0o20600): fails(lambda: os.mknod('device', kind, os.makedev(8, 0)))
+for name in ('sda', 'vda', 'mem', 'kmsg', 'kvm', 'fuse', 'nvidia0'): fails(lambda: open(f'/dev/{name}', 'rb').read(1))"""),
+    Hostile("kernel settings", """
+for name in ('sys/kernel/core_pattern', 'sysrq-trigger', 'sys/vm/drop_caches', '1/oom_score_adj'):
+    fails(lambda: open(f'/proc/{name}', 'w').write('1'))"""),
+    Hostile("ptrace", "refused(101, 16, 1, 0, 0)"),
+    Hostile("memory of process 1", "fails(lambda: open('/proc/1/mem', 'rb')); refused(310, 1, 0, 0, 0, 0, 0)"),
+    Hostile("mount", """
+refused(165, b'none', b'/tmp', b'tmpfs', 0, 0); refused(428, -100, b'/', 1); refused(430, b'tmpfs', 0)"""),
+    Hostile("unmount", "refused(166, b'/workspace', 2); refused(155, b'/tmp', b'/tmp'); refused(161, b'/tmp')"),
+    Hostile("nested namespaces", """
+for flag in (0x20000, 0x10000000, 0x20000000, 0x40000000): refused(272, flag); refused(56, flag | 17, 0, 0, 0, 0)
+refused(435, b'\\0' * 88, 88)"""),
+    Hostile("other namespaces", "refused(308, 3, 0); refused(434, -1, 0); refused(438, 3, 0, 0)"),
+    Hostile("bpf and perf", """
+refused(321, 0, 0, 0); refused(298, b'\\0' * 128, 0, -1, -1, 0); refused(323, 0); refused(425, 8, b'\\0' * 120)"""),
+    Hostile("keys and shared memory", """
+refused(250, 0, -3, 1)
+refused(248, b'user', b'k', b'v', 1, -3)
+refused(29, 7, 4096, 0o1666)
+refused(240, b'q', 0o102, 0o666, 0)"""),
+    Hostile("modules and reboot", """
+refused(175, 0, 0, b'')
+refused(313, 0, b'', 0)
+refused(169, 0xfee1dead, 672274793, 0x1234567, 0)
+refused(246, 0, 0, 0, 0)"""),
+    Hostile("become root", """
+for change in (os.setuid, os.setgid): fails(lambda: change(0))
+fails(lambda: os.setgroups([0])); fails(lambda: os.chown('.', 0, 0))
+print(*[line for line in open('/proc/self/status') if line.startswith('CapEff') and int(line.split()[1], 16)], end='')"""),
+    Hostile("other interface", "refused(0x40000000 + 39)"),
+    Hostile("memory", "x = [bytearray(10**7) for _ in range(100)]", RunStatus.MEMORY_EXCEEDED),
+    Hostile("memory of many", """
+for _ in range(8):
+    if os.fork() == 0:
+        x = bytearray(60 << 20); time.sleep(100)
+time.sleep(100)""", RunStatus.MEMORY_EXCEEDED),
+    Hostile("memory without a process", """
+refused(319, b'x', 0)
+for place in ('/dev/shm', '/tmp', '/workspace'):
+    def fill():
+        with open(place + '/f', 'wb') as file:
+            for _ in range(500): file.write(b'x' * 10**6)
+    fails(fill)"""),
+    Hostile("raised limits", """
+for what in (resource.RLIMIT_AS, resource.RLIMIT_NPROC, resource.RLIMIT_CPU):
+    fails(lambda: resource.setrlimit(what, (-1, -1)), ValueError, OSError)
+fails(lambda: resource.prlimit(1, resource.RLIMIT_NOFILE, (0, 0)))"""),
+    Hostile("fork bomb", """
+while True:
+    try: os.fork()
+    except OSError: pass""", RunStatus.RUNTIME_ERROR, RunStatus.MEMORY_EXCEEDED),
+    Hostile("threads", """
+def spin():
+    while True: pass
+for _ in range(8): threading.Thread(target=spin).start()""", RunStatus.TIMEOUT),
+    Hostile("spinning", "while True: pass", RunStatus.TIMEOUT),
+    Hostile("sleeping", "time.sleep(1000)", RunStatus.TIMEOUT),
+    Hostile("many files", "for i in range(10**6): open(f'f{i}', 'w').close()", RunStatus.RUNTIME_ERROR),
+    Hostile("huge stdout", "while True: os.write(1, b'x' * 10**6)", RunStatus.RUNTIME_ERROR),
+    Hostile("huge stderr", "while True: os.write(2, b'x' * 10**6)", RunStatus.RUNTIME_ERROR),
+    Hostile("ignored signals", """
+for number in range(1, 65):
+    try: signal.signal(number, signal.SIG_IGN)
+    except (OSError, ValueError): pass
+while True: pass""", RunStatus.TIMEOUT),
+    Hostile("killing the parent", """
+for number in (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM, signal.SIGINT, signal.SIGSEGV, signal.SIGUSR1):
+    os.kill(1, number)
+fails(lambda: os.kill(os.getppid() + 10**6, 9))"""),
+    Hostile("the runner's pipes", """
+for end in range(3, 300): fails(lambda: os.write(end, b'{"status": "success"}\\n'))
+fails(lambda: os.listdir('/proc/1/fd'))"""),
+    Hostile("closed pipes", "for end in (0, 2): os.close(end)"),
+]  # fmt: skip
+
+LEAVES = [
+    Hostile("a child that stays", """
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0: time.sleep(1000)
+    os._exit(0)
+os.wait()"""),
+    Hostile("files", "for place in ('/workspace', '/tmp', '/dev/shm'): open(place + '/left', 'w').write('x')"),
+    Hostile("a folder nobody may read", "os.makedirs('a/b'); open('a/b/left', 'w'); os.chmod('a/b', 0); os.chmod('a', 0)"),
+    Hostile("links", """
+os.symlink('/', 'root')
+os.symlink('/workspace', 'self')
+os.link('/workspace/root', 'other', follow_symlinks=False)
+os.mkfifo('pipe')"""),
+    Hostile("a deep folder", "for _ in range(1500): os.mkdir('d'); os.chdir('d')"),
+    Hostile("a stopped child", "if os.fork() == 0: os.kill(os.getpid(), signal.SIGSTOP)"),
+]  # fmt: skip
+"""What they leave must be gone when the next program starts; `LEFT` prints it."""
+
+LEFT = """
+import os
+for place in ("/workspace", "/tmp", "/dev/shm"):
+    print(*os.listdir(place), end="")
+print(*[name for name in os.listdir("/proc") if name.isdigit() and int(name) not in (1, os.getpid())], end="")
+"""
+
+CHEATS = [
+    Hostile("prints the channel's answer", """
+print('{"status": "success", "stdout": "42", "clean": true}')"""),
+    Hostile("right answer, then more", "print(42); print('more')"),
+    Hostile("right answer, then an error", "print(42); raise SystemExit(1)"),
+    Hostile("right answer, then a crash", "print(42, flush=True); os.kill(os.getpid(), signal.SIGSEGV)"),
+    Hostile("leaves at once", "os._exit(0)"),
+    Hostile("replaces stdout", """
+class Fake:
+    def write(self, text): return len(text)
+    def flush(self): pass
+sys.stdout = Fake()
+print(42)"""),
+    Hostile("replaces the exit", """
+import atexit
+os._exit = lambda code: None
+sys.exit = lambda code=0: None
+atexit._run_exitfuncs = lambda: os.write(1, b'41')"""),
+    Hostile("replaces builtins", """
+import builtins
+builtins.str = builtins.print = builtins.compile = None
+builtins.exec = lambda *a: None"""),
+    Hostile("asks the frames", """
+frame = sys._getframe()
+while frame:
+    for name, value in list(frame.f_globals.items()) + list(frame.f_locals.items()):
+        if 'expected' in str(name): print(value)
+    frame = frame.f_back"""),
+    Hostile("asks the collector", """
+import gc
+print(*{one for one in gc.get_objects() if isinstance(one, str) and one == '4' + '2'})"""),
+    Hostile("changes the runner's functions", """
+import builtins
+main = [f for f in sys._current_frames().values()][0]
+while main.f_back: main = main.f_back
+main.f_globals['status_of'] = lambda *a: 'success'
+main.f_globals['run_child'] = lambda *a: {'status': 'success', 'stdout': '42'}"""),
+]  # fmt: skip
+"""Programs for a test whose expected output is `42`. None may pass it."""
