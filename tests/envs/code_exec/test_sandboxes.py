@@ -1,7 +1,9 @@
 """Programs that try to get out, to stay, or to cheat, in every kind of real sandbox."""
 
 import asyncio
+import re
 import socket
+from pathlib import Path
 
 import pytest
 from hostile_programs import CHEATS, LEAVES, LEFT, PROGRAMS
@@ -11,6 +13,7 @@ from ludic.envs.code_exec.adapters.base import ExactMatchVerifier
 from ludic.envs.code_exec.runners import StdinStdoutRunner
 from ludic.envs.code_exec.types import RunStatus, TestCase
 
+PAGE = Path(__file__).parents[3] / "docs" / "code.md"
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("sandboxes")]
 
 
@@ -99,3 +102,10 @@ def test_programs_of_all_kinds_are_judged_by_several_workers(backend):
 
     with open_pool(backend, n_workers=4) as pool:
         assert asyncio.run(judge_all(pool)) == [right for _, right in programs]
+
+
+def test_the_example_of_the_page_runs(capsys):
+    (example,) = re.findall(r"^```py\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    with pool_or_skip("bubblewrap"):
+        exec(compile(example, str(PAGE), "exec"), {"__name__": "example"})
+    assert capsys.readouterr().out == "1.0\n0.5\n"
