@@ -37,11 +37,15 @@ LAYERS = [
         "ludic.training.filters",
         "ludic.training.loss",
     ],
-    ["ludic.training.algorithm", "ludic.training.presets"],
+    [
+        *("ludic.training.algorithm", "ludic.training.presets"),
+        *("ludic.training.info_seed.settings", "ludic.training.info_seed.untagged"),
+    ],
     [
         "ludic.training.rollouts",
         "ludic.training.samples",
         "ludic.training.batching",
+        "ludic.training.info_seed",
         "ludic.training.queue",
         "ludic.training.chat_template_utils",
         "ludic.training.preference_utils",

@@ -65,6 +65,7 @@ OPTIONAL_READS = {
     "training/algorithm.py": (3, "transformers"),
     "training/classification_metrics.py": (1, "torch"),
     "training/config.py": (1, "a tokenizer"),
+    "training/info_seed/tagged_env.py": (1, "a user's environment"),
     "training/loggers/wandb.py": (3, "wandb"),
     "training/loop/setup_checks.py": (1, "a user's backend"),
     "training/loss/base.py": (1, "a user's loss, adapted"),

@@ -22,6 +22,7 @@ from ludic.training.loss.functional import (
     selective_log_softmax,
 )
 from ludic.training.loss.gmpo import GMPOLoss
+from ludic.training.loss.info_seed import SeedClassificationLoss, SeedContrastiveLoss
 from ludic.training.loss.kl import KLLoss, TokenKLLoss
 from ludic.training.loss.preference import BradleyTerryLoss
 from ludic.training.loss.reinforce import ReinforceBaselineLoss, ReinforceLoss
@@ -48,6 +49,8 @@ __all__ = [
     "ReinforceBaselineLoss",
     "ReinforceLoss",
     "SAPOLoss",
+    "SeedClassificationLoss",
+    "SeedContrastiveLoss",
     "SharedContext",
     "TokenClippedSurrogateLoss",
     "TokenKLLoss",
