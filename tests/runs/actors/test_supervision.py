@@ -128,6 +128,28 @@ async def test_without_any_actor_left_the_trainer_learns_it(tmp_path: Path, plac
     assert place.closed_with is not None
 
 
+async def test_servers_are_started_without_actors_and_are_not_counted_as_such(tmp_path: Path, place):
+    recipe = compose(["sort", "servers=2"])
+    async with run_actors(recipe, tmp_path, lambda text: None, STOP) as processes:
+        await until(lambda: place.running >= {"server0", "server1"} and not place.news)
+        assert processes.measure() == {"actors/alive": 0.0, "actors/restarts": 0.0}
+        assert processes.why_lost() is None
+        place.end("server0", code=78)
+        place.end("server1", code=78)
+        await until(lambda: processes.why_lost() is not None)
+    assert "every server has failed more often than place.restarts allows" in processes.why_lost()
+
+
+async def test_gpus_of_the_trainer_are_not_lent(tmp_path: Path, monkeypatch):
+    lent = []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4,5")
+    scripted = ScriptedPlace(time.monotonic)
+    monkeypatch.setattr(supervision, "LocalPlace", lambda folder, gpus: lent.extend(gpus) or scripted)
+    async with run_actors(compose(["sort", "servers=1", "place.trainer_gpus=1"]), tmp_path, print, STOP):
+        await until(lambda: "server0" in scripted.running)
+    assert lent == ["4", "5"]
+
+
 async def test_a_trainer_that_fails_leaves_no_actor(tmp_path: Path, place):
     async def train():
         async with run_actors(RECIPE, tmp_path, print, STOP):
