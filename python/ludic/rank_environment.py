@@ -52,6 +52,11 @@ class RankEnvironment:
     """torchrun's name of the run. Empty under other launchers, which do not start ranks again."""
 
 
+STOP_ONCE = "LUDIC_STOP_ONCE"
+"""Set to 1 where a request to stop may arrive as several SIGTERM: Slurm sends it to every process
+of a step, and an agent passes its own on to its ranks."""
+
+
 def read_rank_environment(environ: Mapping[str, str] = os.environ, *, port: int | None = None) -> RankEnvironment | None:
     """The environment of torchrun if it is set, else that of srun; None if there is one process.
     `port`: that of the store under Slurm, instead of one that follows from the job.

@@ -14,6 +14,7 @@
 # Written by ludic. Each process of the run is a job step, restarted while it may be; the job ends
 # with the trainer. It is queued again before its time limit, and if the trainer ends with 75.
 set -u
+export LUDIC_STOP_ONCE=1 # a step's SIGTERM reaches agents and their ranks
 cd /shared || exit 78
 mkdir -p '/shared/runs/a b/workers' || exit 78
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")

@@ -101,7 +101,7 @@ def test_one_node_serves_on_its_first_gpu_and_trains_on_the_others(cluster):
 
 
 def test_the_status_of_a_job_is_that_of_the_rank_that_failed(cluster):
-    job = cluster.submit(submit(cluster), TRAINER="3")
+    job = cluster.submit(submit(cluster, stop_before_end_s=1), TRAINER="3")
     assert cluster.wait(job) == 3
 
 

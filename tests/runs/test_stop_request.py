@@ -10,6 +10,7 @@ import pytest
 from torch.distributed import HashStore
 
 from ludic.errors import StopRequested
+from ludic.rank_environment import STOP_ONCE
 from ludic.runs import stop_request
 from ludic.runs.stop_request import ImpatientSource, SharedStopRequest, StoppableSource, StopRequest
 from ludic.training.batching.source import BatchSourceBase
@@ -41,6 +42,17 @@ def test_the_first_signal_requests_a_stop_and_the_second_interrupts(signum: int)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signum)
     assert signal.getsignal(signum) is before
+
+
+def test_under_slurm_a_sigterm_may_arrive_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(STOP_ONCE, "1")
+    shown: list[str] = []
+    with StopRequest(shown.append) as stop:
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        assert stop
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
 
 
 async def test_a_source_ends_after_a_stop_request() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import threading
 import time
@@ -11,6 +12,7 @@ from types import FrameType
 from typing import Any
 
 from ludic.errors import StopRequested
+from ludic.rank_environment import STOP_ONCE
 from ludic.training import ranks
 from ludic.training.batching.source import PENDING_PATIENCE_S, BatchSourceBase, as_batch_source
 from ludic.training.ranks.meeting import Meeting
@@ -49,7 +51,7 @@ class StopRequest:
             signal.signal(signum, handler)
 
     def _on_signal(self, signum: int, _frame: FrameType | None) -> None:
-        if self:
+        if self and not _is_repeated(signum):
             raise KeyboardInterrupt
         self.signum = signum
         self._notify("Stopping after this step; press Ctrl-C again to stop at once.")
@@ -75,7 +77,7 @@ class SharedStopRequest(StopRequest):
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a launcher ends all ranks after one: this one must still say why
 
     def _on_signal(self, signum: int, _frame: FrameType | None) -> None:
-        if self._was_signalled:
+        if self._was_signalled and not _is_repeated(signum):
             raise KeyboardInterrupt
         self._was_signalled = True
         self.signum = signum
@@ -87,6 +89,11 @@ def make_stop_request(notify: Callable[[str], None]) -> StopRequest:
     """The stop request of this process, or of all ranks after `ranks.start`."""
     meeting = ranks.current_meeting()
     return StopRequest(notify) if meeting is None else SharedStopRequest(notify, meeting)
+
+
+def _is_repeated(signum: int) -> bool:
+    """Whether the signal may be one that came before, by another way."""
+    return signum == signal.SIGTERM and os.environ.get(STOP_ONCE) == "1"
 
 
 class StoppableSource(BatchSourceBase):

@@ -13,6 +13,7 @@ from ludic.exit_codes import DO_NOT_RETRY, TRY_AGAIN
 from ludic.launch.process import USAGE, Process, check_processes
 from ludic.launch.restarts import LONGEST_DELAY_S
 from ludic.launch.supervisor import POLITE, WINDOW_S
+from ludic.rank_environment import STOP_ONCE
 
 _HOST = re.compile(r"\{host:([A-Za-z0-9_.-]+)\}")
 _TIME = re.compile(r"\d+(-\d+(:\d+){0,2})?|\d+:\d+(:\d+)?")
@@ -83,6 +84,7 @@ def write_script(processes: Sequence[Process], folder: Path, job: SlurmJob, *, c
         retry=TRY_AGAIN,
         stop=DO_NOT_RETRY,
         steps=steps,
+        stop_once=STOP_ONCE,
     )
 
 
@@ -151,6 +153,7 @@ _SCRIPT = """\
 # Written by ludic. Each process of the run is a job step, restarted while it may be; the job ends
 # with the trainer. It is queued again before its time limit, and if the trainer ends with {retry}.
 set -u
+export {stop_once}=1 # a step's SIGTERM reaches agents and their ranks
 cd {cwd} || exit 78
 mkdir -p {logs} || exit 78
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")

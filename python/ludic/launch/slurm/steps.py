@@ -8,6 +8,7 @@ from ludic.errors import ConfigError
 from ludic.launch.slurm.placement import Placement
 from ludic.launch.slurm.settings import SlurmSettings
 from ludic.launch.torchrun import AGENT, ENV, RENDEZVOUS_S, STOP_VARIABLE
+from ludic.rank_environment import STOP_ONCE
 
 TRAIN = "train"
 """The name of the step that trains."""
@@ -34,7 +35,7 @@ def training_step(settings: SlurmSettings, placement: Placement, job_id: str) ->
     addresses of the servers unless it has some. Several ranks are those of one agent of torchrun
     on each node."""
     nodes, ranks = placement.train_nodes, placement.ranks_per_node
-    environment = {STOP_VARIABLE: str(settings.stop_before_end_s), **(ENV if len(nodes) > 1 else {})}
+    environment = {STOP_ONCE: "1", STOP_VARIABLE: str(settings.stop_before_end_s), **(ENV if len(nodes) > 1 else {})}
     agent: list[str] = []
     if len(nodes) * ranks > 1:
         agent = ["-m", AGENT, f"--nnodes={len(nodes)}", f"--nproc-per-node={ranks}", f"--rdzv-id={job_id}", "--rdzv-backend=c10d"]
@@ -64,12 +65,14 @@ def _srun(
     environment: Mapping[str, str],
     command: Sequence[str],
 ) -> list[str]:
-    """GPUs are named inside the step, since srun sets them for what it starts."""
+    """GPUs are named inside the step, since srun sets them for what it starts. A node that has
+    ended leaves the others time (`--wait`), or rank 0 could lose what it is about to save."""
     count = len(nodes)
     variables = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)), **environment}
     return [
         *("srun", f"--job-name={name}", "--overlap", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1"),
-        *(f"--nodelist={','.join(nodes)}", f"--cpus-per-task={settings.cpus_per_task}", "--kill-on-bad-exit=1"),
+        *(f"--nodelist={','.join(nodes)}", f"--cpus-per-task={settings.cpus_per_task}"),
+        *("--kill-on-bad-exit=0", f"--wait={settings.stop_before_end_s}"),
         *("--unbuffered", f"--output={log}", "--error=" + log, "--open-mode=append"),
         *("env", *(f"{key}={value}" for key, value in variables.items()), *command),
     ]
