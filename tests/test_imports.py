@@ -36,6 +36,7 @@ LAYERS = [
         "ludic.training.reward_credit",
         "ludic.training.filters",
         "ludic.training.loss",
+        "ludic.training.maxent",
     ],
     [
         *("ludic.training.algorithm", "ludic.training.presets"),

@@ -109,6 +109,10 @@ class SampleTable:
         that row. Ids [5, 6] and [5, 6, 7], chained, are one row [5, 6, 7] with the turns
         [[0, 0, 2], [0, 2, 3]]. `weight` and `old_logp_action` have one value for each sample. A
         new call replaces the chains of an earlier one."""
+    def with_weights(self, weights: NDArray[np.floating[Any]] | Sequence[float]) -> SampleTable:
+        """The same samples with other weights [N], rounded to float32; truncation and chains stay.
+        Raises `DataError` for another number of weights, and for one that is not finite, which it
+        names."""
     def truncate(self, max_seq_len: int) -> SampleTable:
         """The same samples, cut on the right to at most `max_seq_len` tokens. No token is
         copied."""

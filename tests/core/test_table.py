@@ -235,3 +235,22 @@ def test_reading_neither_leaks_nor_steals_references() -> None:
     for _ in range(100):
         _core.SampleTable.from_items([replace(SAMPLE, input_ids=ids)])
     assert [sys.getrefcount(item) for item in (ids, *ids)] == before
+
+
+@given(oracle.items(plain=True), st.sampled_from([list, np.float32, np.float64]))
+def test_with_weights_gives_the_table_of_the_items_with_these_weights(items: list[SAWItem], kind: Any) -> None:
+    weights = [index / 4 - 1 for index in range(len(items))]
+    table = _core.SampleTable.from_items(items).with_weights(kind(weights) if kind is list else np.array(weights, kind))
+    weighed = [replace(item, weight=weight) for item, weight in zip(items, weights, strict=True)]
+    assert table.to_bytes() == _core.SampleTable.from_items(weighed).to_bytes()
+
+
+def test_with_weights_refuses_another_number_and_other_types() -> None:
+    table = _core.SampleTable.from_items([SAMPLE, SAMPLE])
+    with pytest.raises(DataError, match="weights"):
+        table.with_weights([1.0])
+    with pytest.raises(DataError, match="sample 1"):
+        table.with_weights(np.array([1.0, np.nan]))
+    with pytest.raises(DataTypeError):
+        table.with_weights(["a", "b"])  # type: ignore[list-item]
+    assert table.weights.tolist() == [0.5, 0.5]

@@ -278,7 +278,7 @@ fn locate(rows: &[Row], position: usize) -> (usize, usize) {
 }
 
 /// The weight in float32, or an error if it is not finite.
-fn check_weight(sample: usize, weight: f64) -> Result<f32, CoreError> {
+pub(crate) fn check_weight(sample: usize, weight: f64) -> Result<f32, CoreError> {
     let single = weight as f32;
     if single.is_finite() { Ok(single) } else { Err(CoreError::NonFiniteWeight { sample, value: weight }) }
 }

@@ -5,6 +5,8 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use crate::CoreError;
+use crate::ingest::{check_column, check_weight};
+use crate::numbers::{Float, Floats, each_float};
 
 /// The number of tokens in a block. Action tokens are counted once per block, so that counting any
 /// span is O(1).
@@ -200,6 +202,18 @@ impl SampleTable {
     /// The weight (credit) of each sample.
     pub fn weights(&self) -> Vec<f32> {
         self.rows.iter().map(|row| row.weight).collect()
+    }
+
+    /// Returns the same samples with other weights, one each, which must be finite in float32.
+    /// Truncation and chains stay. Copies no token. The weights [0.5, 1.0] with [2.0, -1.0] become
+    /// [2.0, -1.0].
+    pub fn with_weights(&self, weights: Floats<'_>) -> Result<Self, CoreError> {
+        check_column("weights", weights.len(), self.rows.len())?;
+        let mut rows = self.rows.clone();
+        for (sample, row) in rows.iter_mut().enumerate() {
+            row.weight = check_weight(sample, each_float!(weights, values => Float::to_f64(values[sample])))?;
+        }
+        Ok(Self { columns: Arc::clone(&self.columns), rows })
     }
 
     /// Returns the samples at `indices`, in that order. An index may occur twice. Copies no token.

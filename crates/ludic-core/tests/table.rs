@@ -249,6 +249,30 @@ fn weights_must_be_finite_in_float32() {
     }
 }
 
+proptest! {
+    #[test]
+    fn other_weights_change_nothing_else(samples in samples::dialogues(), limit in 1i64..20, shift in -2.0f64..2.0) {
+        let weights: Vec<f64> = (0..samples.len()).map(|index| index as f64 * 0.5 + shift).collect();
+        let before = table(&samples).unwrap().chained().truncate(limit).unwrap();
+        let after = before.with_weights(Floats::F64(&weights)).unwrap();
+        prop_assert_eq!(after.weights(), weights.iter().map(|&weight| weight as f32).collect::<Vec<_>>());
+        prop_assert_eq!(read_back(&after), read_back(&before));
+        prop_assert_eq!((after.chains(), after.lengths()), (before.chains(), before.lengths()));
+        prop_assert_eq!(after.original_lengths(), before.original_lengths());
+        let back = after.with_weights(Floats::F32(&before.weights())).unwrap();
+        prop_assert_eq!(back.to_bytes().unwrap(), before.to_bytes().unwrap());
+    }
+}
+
+#[test]
+fn weights_are_one_a_sample_and_finite() {
+    let two = table(&[one(&[1], &[-1.0], 1.0), one(&[1], &[-1.0], 1.0)]).unwrap();
+    let error = two.with_weights(Floats::F64(&[1.0])).unwrap_err();
+    assert_eq!(error, CoreError::ColumnLength { column: "weights", length: 1, expected: 2 });
+    let error = two.with_weights(Floats::F64(&[1.0, 1e300])).unwrap_err();
+    assert_eq!(error, CoreError::NonFiniteWeight { sample: 1, value: 1e300 });
+}
+
 #[test]
 fn log_probs_of_tokens_that_are_not_actions_are_ignored() {
     let table = SampleTable::from_columns(&ColumnInput {

@@ -123,6 +123,13 @@ impl SampleTable {
         Ok(Self(self.0.truncate(max_seq_len.0)?))
     }
 
+    /// The same samples with other weights, one each. No token is copied.
+    fn with_weights(&self, weights: &Bound<'_, PyAny>) -> Result<Self> {
+        let mut reader = FloatReader::default();
+        reader.prepare(weights, Field::column("weights"))?;
+        Ok(Self(self.0.with_weights(reader.borrow(weights, Field::column("weights"))?)?))
+    }
+
     /// The samples at `indices`, in that order. No token is copied.
     fn select(&self, indices: Indices) -> Result<Self> {
         Ok(Self(self.0.select(&indices.0)?))

@@ -225,6 +225,10 @@ class Candidates:
     reference scored them."""
     behaviour_logp: NDArray[np.float64] | None = None
     """[N] the same under the policy that sampled them. None if a sample has none."""
+    sum_over_ranks: Callable[[list[float]], list[float]] = list
+    """Sums each number over the ranks, whose samples are others; by default there is one rank."""
+    max_over_ranks: Callable[[list[float]], list[float]] = list
+    """The largest of each number over the ranks."""
 
 
 @dataclass(frozen=True, eq=False)
