@@ -19,6 +19,7 @@ from ludic.training import (
     ClippedSurrogateLoss,
     CompositeLoss,
     ConstantCredit,
+    EpisodicReturn,
     GroupNormalizedReturn,
     HybridNormalizedReturn,
     MaskedCausalLMCrossEntropyLoss,
@@ -43,7 +44,7 @@ from ludic.training import (
 )
 from ludic.training.algorithm import validate_actor_logps
 from ludic.training.loss import GMPOLoss, SAPOLoss, compute_token_logp
-from ludic.training.presets import make_dr_grpo, make_gmpo, make_sapo
+from ludic.training.presets import make_dr_grpo, make_gmpo, make_maxent_grpo, make_sapo
 from ludic.training.types import ActorTokenLogps, SampleAttachments, SAWBatch, SAWItem
 
 G = 4
@@ -56,6 +57,7 @@ PARTS = {
     ),
     "grpo": (make_grpo(group_size=G), GroupNormalizedReturn(G, normalize_adv=True), TokenClippedSurrogateLoss(0.2, 0.27)),
     "dr_grpo": (make_dr_grpo(group_size=G), GroupNormalizedReturn(G, normalize_adv=False), TokenClippedSurrogateLoss(0.2, 0.27)),
+    "maxent_grpo": (make_maxent_grpo(group_size=G), EpisodicReturn(), TokenClippedSurrogateLoss(0.2, 0.27)),
     "gspo": (
         make_gspo(group_size=G),
         GroupNormalizedReturn(G, normalize_adv=True),
@@ -194,3 +196,45 @@ def test_every_preset_computes_a_loss_with_a_gradient(name):
     loss.backward()
     assert model.table.grad.abs().max() > 0
     assert float(stats["loss"]) == pytest.approx(loss.item())
+
+
+def test_maxent_grpo_adds_the_terms_that_it_is_asked_for():
+    plain = make_maxent_grpo(group_size=G)
+    assert not plain.reads_reference
+    assert sorted(plain.coefficients) == ["tau"]
+    full = make_maxent_grpo(group_size=G, beta=0.2, form="likelihood", clip_coeff=0.5, clip_baseline=0.1, kl_level="sequence")
+    assert [term.name for term in full.loss.terms] == ["policy", "clip", "reference_kl"]
+    assert full.reads_reference
+    assert full.loss.terms[2].loss.coeff is full.coefficients["beta"] is full.batch_credit.beta
+    assert full.batch_credit.tau is full.coefficients["tau"]
+    assert full.loss.terms[1].loss.baseline == 0.1
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"form": "listwise"}, "form"),
+        ({"clip_coeff": 0.5}, "clip_coeff"),
+        ({"form": "likelihood", "clip_coeff": -1.0}, "clip_coeff"),
+        ({"form": "likelihood", "normalizer": "tokens"}, "normalizer"),
+        ({"group_size": 1}, "at least 2"),
+        ({"q_epsilon": 0.3}, "q_epsilon"),
+        ({"tau": 0.0}, "both 0"),
+        ({"beta": -0.1}, "must be"),
+    ],
+)
+def test_wrong_settings_of_maxent_grpo_are_config_errors(changes, words):
+    with pytest.raises(ConfigError, match=words):
+        make_maxent_grpo(**{"group_size": G, **changes})
+
+
+@pytest.mark.parametrize("make", [make_grpo, make_dr_grpo, make_cispo, make_scalerl])
+def test_a_reference_kl_is_one_more_term_whose_coefficient_controllers_change(make):
+    plain, penalised = make(group_size=G), make(group_size=G, reference_kl=0.3)
+    assert (plain.reads_reference, penalised.reads_reference) == (False, True)
+    assert plain.coefficients == {}
+    kl = penalised.loss.terms[-1].loss
+    assert kl.coeff is penalised.coefficients["beta"]
+    assert float(kl.coeff) == 0.3
+    with pytest.raises(ConfigError, match="reference_kl"):
+        make(group_size=G, reference_kl=-0.1)

@@ -96,6 +96,17 @@ class LoraSettings:
         )
 
 
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """The model without its adapters inside: its base model, with layers that were trained in full
+    as they were loaded. Raises ConfigError for a model without adapters."""
+    inner: Any = unwrap_model(model)
+    if not has_adapters(inner):
+        raise ConfigError(f"the model ({type(model).__name__}) has no adapters to switch off; train it with lora_config=")
+    with inner.disable_adapter():
+        yield
+
+
 def apply_lora(model: nn.Module, settings: LoraSettings | LoraConfig | None = None, *, adapters_in_float32: bool = True) -> Any:
     """The model with adapters of PEFT; all weights but theirs and those of `modules_to_save` are
     frozen.

@@ -18,6 +18,7 @@ from ludic.recipes.inference_section import InferenceSection
 from ludic.recipes.place_section import PlaceSection
 from ludic.recipes.queue_section import QueueSection
 from ludic.recipes.ranks_section import RanksSection
+from ludic.recipes.reference_section import ReferenceSection
 from ludic.recipes.sharding_section import ShardingSection
 from ludic.training.config import TrainerConfig
 
@@ -216,6 +217,7 @@ class Recipe:
     rollout: RolloutSection = field(default_factory=RolloutSection)
     trainer: Any = MISSING
     """Fields of `TrainerConfig`, for reinforcement."""
+    reference: ReferenceSection = field(default_factory=ReferenceSection)
     inference: InferenceSection = field(default_factory=InferenceSection)
     place: PlaceSection = field(default_factory=PlaceSection)
     queue: QueueSection = field(default_factory=QueueSection)

@@ -27,6 +27,7 @@ from ludic.recipes.inference_section import choose_kind, choose_logprob_conventi
 from ludic.recipes.lora import add_adapters, build_lora_settings
 from ludic.recipes.model import build_policy
 from ludic.recipes.over_sampling import check_over_sampling, uses_pool
+from ludic.recipes.reference_section import check_reference
 from ludic.recipes.schema import Recipe
 from ludic.recipes.sharding import has_no_weights
 from ludic.runs.actors.policy_versions import PolicyVersions
@@ -38,6 +39,7 @@ from ludic.runs.data.warmup import Warmup
 from ludic.runs.directory import DONE, RunDirectory
 from ludic.runs.held_out import Evaluation, HeldOut, check_early_stopping
 from ludic.runs.over_sampling import OverSampledRollouts, describe_over_sampling
+from ludic.runs.reference import open_reference
 from ludic.runs.rollouts import (
     OccasionallyLogged,
     TrainingRequests,
@@ -92,6 +94,7 @@ class RLParts:
         check_over_sampling(recipe)
         check_sharding_settings(recipe.sharding, recipe.trainer.model_device)
         check_sampling(recipe)
+        check_reference(recipe.reference, has_adapters=bool(recipe.lora.rank))
         task = build_episodic_task(recipe)
         algorithm = build_algorithm(recipe, max_completion_tokens=recipe.rollout.max_new_tokens or task.max_new_tokens)
         check_rollouts(recipe, task)
@@ -323,6 +326,7 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
             reducers={**default_reducers(), **(task_reducers(self.parts.task) if phase == REINFORCE else {})},
             total_training_steps=self.parts.warmup.steps if phase == WARM_UP else self.recipe.steps,
             preflight=self._preflight,
+            reference=open_reference(self.recipe, algorithm, self.parts, self.directory, phase, cfg),
         )
 
     def _make_preflight(self, sampler: Sampler) -> Preflight | None:

@@ -39,6 +39,7 @@ from ludic.training.chat_template_utils import (
 )
 from ludic.training.checkpoint import CheckpointConfig as CheckpointConfig, CheckpointManager as CheckpointManager
 from ludic.training.classification_metrics import PreferenceMetrics as PreferenceMetrics
+from ludic.training.coefficients import Coefficient as Coefficient
 from ludic.training.config import TrainerConfig as TrainerConfig
 from ludic.training.credit_assignment import (
     BatchNormalizedReturn as BatchNormalizedReturn,
@@ -81,10 +82,13 @@ from ludic.training.loss import (
     GMPOLoss as GMPOLoss,
     IcePop as IcePop,
     KLLoss as KLLoss,
+    ListwiseClipLoss as ListwiseClipLoss,
+    ListwiseLoss as ListwiseLoss,
     Loss as Loss,
     LossTerm as LossTerm,
     MaskedCausalLMCrossEntropyLoss as MaskedCausalLMCrossEntropyLoss,
     MaskedImportanceSampling as MaskedImportanceSampling,
+    ReferenceKLLoss as ReferenceKLLoss,
     ReinforceBaselineLoss as ReinforceBaselineLoss,
     ReinforceLoss as ReinforceLoss,
     SAPOLoss as SAPOLoss,
@@ -94,6 +98,7 @@ from ludic.training.loss import (
     TruncatedImportanceSampling as TruncatedImportanceSampling,
     selective_log_softmax as selective_log_softmax,
 )
+from ludic.training.maxent import ListwiseCredit as ListwiseCredit
 from ludic.training.preference_utils import (
     create_preference_saw_items as create_preference_saw_items,
     load_preference_items as load_preference_items,
@@ -110,6 +115,7 @@ from ludic.training.presets import (
     make_grpo as make_grpo,
     make_grpo_with_rm as make_grpo_with_rm,
     make_gspo as make_gspo,
+    make_maxent_grpo as make_maxent_grpo,
     make_reinforce as make_reinforce,
     make_reinforce_baseline as make_reinforce_baseline,
     make_reinforce_plus_plus as make_reinforce_plus_plus,
@@ -118,6 +124,11 @@ from ludic.training.presets import (
     make_scalerl as make_scalerl,
     make_scalerl_with_rm as make_scalerl_with_rm,
     make_sft as make_sft,
+)
+from ludic.training.reference import (
+    CachedReference as CachedReference,
+    FrozenModel as FrozenModel,
+    WithoutAdapters as WithoutAdapters,
 )
 from ludic.training.reward_credit import (
     CombineMode as CombineMode,
@@ -150,11 +161,14 @@ from ludic.training.stats import (
 from ludic.training.trainer import Trainer as Trainer
 from ludic.training.types import (
     ActorTokenLogps as ActorTokenLogps,
+    BatchCredit as BatchCredit,
     BatchSource as BatchSource,
+    Candidates as Candidates,
     CreditAssigner as CreditAssigner,
     CtxSpec as CtxSpec,
     EnvSpec as EnvSpec,
     ProtocolSpec as ProtocolSpec,
+    ReferencePolicy as ReferencePolicy,
     RolloutRequest as RolloutRequest,
     SampleAttachments as SampleAttachments,
     SampleFilter as SampleFilter,

@@ -3,8 +3,8 @@ named algorithms."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,11 +12,13 @@ from torch import Tensor, nn
 
 from ludic.errors import ConfigError, DataError, DataTypeError, shorten_names
 from ludic.models.packed_attention import make_packed_keywords, unwrap_transformer
+from ludic.training.coefficients import Coefficient
 from ludic.training.loss.base import Loss, adapted_loss, loss_name, scaled_loss
 from ludic.training.loss.batch import Batch, BatchTotals, Correction, Stats
 from ludic.training.loss.context import SharedContext
 from ludic.training.loss.mismatch import sum_mismatch
-from ludic.training.types import CreditAssigner, SAWBatch, SAWItem, is_float_array
+from ludic.training.loss.reference import sum_reference
+from ludic.training.types import BatchCredit, CreditAssigner, SAWBatch, SAWItem, is_float_array
 from ludic.types import group_of, is_list_of
 
 __all__ = [
@@ -44,7 +46,9 @@ class RLAlgorithm:
        `RewardModelScorer`) rewards or scores the finished rollouts.
     2. The batch source calls `credit_assigner.compute(rollouts)`, which gives each step one weight,
        and turns the steps into samples (`SAWItem`).
-    3. The trainer calls `preprocess(batch)` once per macro-batch, to drop or check samples.
+    3. The trainer calls `preprocess(batch)` once per macro-batch, to drop or check samples. With
+       `batch_credit`, the weights so far are utilities, and `weigh` makes weights of them; a
+       reference scores the samples before, if something reads it.
     4. The trainer packs the samples of each optimizer step into micro-batches. `compute_loss` runs
        the model on one micro-batch and returns the loss times the micro-batch's share of the
        mini-batch. `correction` weights the gradient of each token.
@@ -67,6 +71,13 @@ class RLAlgorithm:
     correction: Correction | None = None
     """Corrects for samples drawn by another engine or an older policy; see `loss.correction`. Needs
     a loss with `reads_shared_only`."""
+    batch_credit: BatchCredit | None = None
+    """Computes the weights from the utilities of a whole macro-batch, before it is divided."""
+    coefficients: Mapping[str, Coefficient] = field(default_factory=dict)
+    """The numbers that controllers may change, by name: `tau`, `beta`."""
+    sample_columns: Mapping[str, Callable[[SAWItem], float]] = field(default_factory=dict)
+    """Columns of the batch that the loss reads, by name: what the function says of each sample.
+    Example: `{"seed_id": lambda item: item.meta["seed_id"]}` gives `batch["seed_id"]` [B]."""
 
     def __post_init__(self) -> None:
         loss = adapted_loss(self, required=type(self).compute_loss is RLAlgorithm.compute_loss)
@@ -75,6 +86,12 @@ class RLAlgorithm:
                 f"a correction ({type(self.correction).__name__}) weights the log-probabilities of the shared context, but "
                 f"{loss_name(loss)} reads the logits directly; use a loss that reads them through `shared`, or no correction"
             )
+
+    @property
+    def reads_reference(self) -> bool:
+        """Whether the loss or the batch credit reads the log-probabilities of a reference."""
+        credit = self.batch_credit
+        return adapted_loss(self).reads_reference or (credit is not None and credit.reads_reference)
 
     def compute_loss(
         self,
@@ -94,7 +111,7 @@ class RLAlgorithm:
         and the loss computed the current ones.
         """
         formula = adapted_loss(self)
-        logits = forward_logits(model, batch)
+        logits, batch = forward_batch(model, batch, with_hidden=formula.reads_hidden)
         shared = SharedContext(
             logits,
             batch,
@@ -106,7 +123,7 @@ class RLAlgorithm:
             correction=self.correction,
         )
         loss, stats = scaled_loss(formula, logits, batch, shared)
-        return loss, {**stats, **sum_mismatch(shared)}
+        return loss, {**stats, **sum_mismatch(shared), **sum_reference(shared)}
 
 
 def forward_logits(model: nn.Module, batch: Batch) -> Tensor:
@@ -125,6 +142,24 @@ def forward_logits(model: nn.Module, batch: Batch) -> Tensor:
     output = model(input_ids=batch["input_ids"], **keywords)
     logits: Tensor = output.logits if hasattr(output, "logits") else output
     return logits
+
+
+def forward_batch(model: nn.Module, batch: Batch, *, with_hidden: bool = False) -> tuple[Tensor, Batch]:
+    """`forward_logits` and the batch; `with_hidden` adds to it `hidden`, the inputs of the output
+    layer, with gradient. No other layer's states are kept."""
+    if not with_hidden:
+        return forward_logits(model, batch), batch
+    inner = unwrap_transformer(model)
+    head = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
+    if head is None:
+        raise ConfigError(f"a loss reads hidden states, and {type(inner).__name__} has no output layer (get_output_embeddings)")
+    seen: list[Tensor] = []
+    hook = head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    try:
+        logits = forward_logits(model, batch)
+    finally:
+        hook.remove()
+    return logits, {**batch, "hidden": seen[0]}
 
 
 def compose_preprocess(*fns: PreprocessFn) -> PreprocessFn:

@@ -77,6 +77,9 @@ RESERVED_KEYS = frozenset(
         *("num_samples", "target_rollouts", "played_rollouts", "effective_rollouts"),
         *("avg_total_reward", SAMPLED_REWARD, "reward_std", "frac_reward_zero_std"),
         *("avg_completion_length", "min_completion_length", "max_completion_length"),
+        *("tau", "beta", "weight_entropy", "weight_entropy_min", "weight_entropy_max", "frac_zero_signal"),
+        *("q_entropy_mean", "q_entropy_std", "q_entropy_min", "q_entropy_max"),
+        *("advantage_entropy_mean", "advantage_entropy_std"),
         *("seq_len_truncated_empty", "samples_without_actions", "zero_weight_skipped", "zvp_filter_frac", "policy_lag"),
     }
 )
@@ -89,7 +92,7 @@ def check_reducers(reducers: Mapping[str, Reducer]) -> None:
         _check_reducer(name, reducer)
         key = _add_prefix(name)
         if key.removeprefix("train/") in RESERVED_KEYS or key.startswith(
-            ("perf/", "ranks/", "queue/", "actors/", "groups/", PREFIX)
+            ("perf/", "ranks/", "queue/", "actors/", "groups/", "reference/", PREFIX)
         ):
             raise ConfigError(
                 f"a reducer cannot be named {name!r}: the trainer itself logs {key}; choose another name, such as {f'my_{name}'!r}"
@@ -271,8 +274,8 @@ def _completion_length(item: SAWItem) -> int:
 
 
 def prefix_keys(stats: Mapping[str, float]) -> dict[str, float]:
-    """Put each key under `train/`, `eval/` or `perf/`; `mismatch/*`, `ranks/*`, `queue/*`,
-    `groups/*` and `actors/*` keys stay as they are.
+    """Put each key under `train/`, `eval/` or `perf/`; `mismatch/*`, `reference/*`, `ranks/*`,
+    `queue/*`, `groups/*` and `actors/*` keys stay as they are.
 
     Example: `loss` becomes `train/loss`, `eval_loss` becomes `eval/loss`, and `gpu_x` becomes
     `perf/gpu_x`.
@@ -281,7 +284,7 @@ def prefix_keys(stats: Mapping[str, float]) -> dict[str, float]:
 
 
 def _add_prefix(key: str) -> str:
-    if key.startswith(("train/", "eval/", "perf/", "ranks/", "queue/", "actors/", "groups/", PREFIX)):
+    if key.startswith(("train/", "eval/", "perf/", "ranks/", "queue/", "actors/", "groups/", "reference/", PREFIX)):
         return key
     if key.startswith("eval_"):
         return f"eval/{key.removeprefix('eval_')}"

@@ -25,7 +25,6 @@ from ludic.training.algorithm import RLAlgorithm
 from ludic.training.backend.futures import TrainFuture
 from ludic.training.backend.protocol import TrainingBackend
 from ludic.training.backend.torch import TorchBackend, build_optimizer
-from ludic.training.batching.micro_batching import MicroBatch
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
 from ludic.training.batching.packing import Rows
 from ludic.training.batching.source import PENDING_PATIENCE_S, BatchSourceBase, as_batch_source
@@ -38,7 +37,6 @@ from ludic.training.loop.evaluations import Evaluations
 from ludic.training.loop.fetching import BatchFetcher
 from ludic.training.loop.operations import run_operation
 from ludic.training.loop.outputs import log_safely, publish_weights, sync_safely
-from ludic.training.loop.proximal import add_proximal_logps
 from ludic.training.loop.rank_times import RankTimes
 from ludic.training.loop.run_state import restore_run, run_state
 from ludic.training.loop.schedule import RunSchedule
@@ -48,9 +46,11 @@ from ludic.training.loop.timings import PhaseTimer
 from ludic.training.loss.base import adapted_loss
 from ludic.training.preflight.check import Preflight
 from ludic.training.preflight.padding_free import with_supported_packing
+from ludic.training.preparation import prepare, skips_zero_weight
+from ludic.training.reference import resolve_reference
 from ludic.training.rng import preserved_rng
 from ludic.training.stats import Reducer, default_reducers, prefix_keys
-from ludic.training.types import BatchSource, SAWItem
+from ludic.training.types import BatchSource, ReferencePolicy, SAWItem
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -69,9 +69,10 @@ class Trainer:
     `model` is None if `backend` has the model elsewhere. Without `publisher` nothing is published,
     and `sync_every_steps` above 1 is an error. `lora_config` adds adapters (`apply_lora`): only
     these and the head of a scoring model are trained. `preflight` checks before the first step
-    whether trainer and sampler agree, and raises if not. `total_training_steps`: length of the
-    learning-rate schedule; None: `num_steps` of the first `train`. With several ranks, the source
-    must return different samples on each rank (`shards_across_ranks`).
+    whether trainer and sampler agree, and raises if not. `reference` is for algorithms that read
+    one (`training.reference`); None: the model without its adapters. `total_training_steps`: length
+    of the learning-rate schedule; None: `num_steps` of the first `train`. With several ranks, the
+    source must return different samples on each rank (`shards_across_ranks`).
 
     >>> trainer = Trainer(model=model, algo=make_grpo(group_size=8), batch_source=source, cfg=cfg)
     >>> trainer.train_sync(num_steps=100)
@@ -97,6 +98,7 @@ class Trainer:
         backend: TrainingBackend | None = None,
         lora_config: LoraSettings | LoraConfig | None = None,
         preflight: Preflight | None = None,
+        reference: ReferencePolicy | None = None,
     ) -> None:
         self.cfg = TrainerConfig() if cfg is None else cfg
         self.algo, self.batch_source, self.publisher = algo, batch_source, publisher
@@ -112,6 +114,7 @@ class Trainer:
         self._fetcher = BatchFetcher(self, self._ingest)
         self.checkpointer = checkpointer or (CheckpointManager(checkpoint_config) if checkpoint_config else None)
         check_backend(self.cfg, self.backend, checkpoints=self.checkpointer is not None)
+        self.reference = resolve_reference(reference, algo, self.backend, self._model)
         self._begin(total_training_steps)
         if resume_from is not None:
             self._resume(resume_from)
@@ -228,8 +231,10 @@ class Trainer:
             await self.publish(timer)
         batch, macro = await self._fetcher.fetch(self._step, timer)
         await self._check_sampler(macro)
-        macro = await self._add_proximal_logps(macro, timer)
-        record = StepRecord(batch, macro, timer)
+        with timer.phase("forward_backward"):
+            prepared = await prepare(self, macro)
+        macro = prepared.macro
+        record = StepRecord(batch, macro, timer, prepared.stats)
         for epoch in range(self.cfg.epochs_per_batch):
             for rows in macro.divide(self.cfg.minibatches_per_batch, seed=self.cfg.seed, step=self._step, epoch=epoch):
                 with timer.phase("batching"):
@@ -254,14 +259,11 @@ class Trainer:
 
     def _make_mini_batch(self, macro: MacroBatch, rows: Rows) -> MiniBatch:
         """The samples at `rows`, split into micro-batches, which are collated one by one."""
-        return MiniBatch(macro, rows, self.cfg, skip_zero_weight=self._skips_zero_weight)
-
-    @property
-    def _skips_zero_weight(self) -> bool:
-        return self.cfg.skip_zero_weight and adapted_loss(self.algo).zero_weight_is_zero_gradient
+        gathers = bool(adapted_loss(self.algo).gathers)
+        return MiniBatch(macro, rows, self.cfg, skip_zero_weight=skips_zero_weight(self), with_positions=gathers)
 
     async def _optimize(self, mini_batch: MiniBatch, record: StepRecord, *, first_epoch: bool) -> None:
-        at_start = first_epoch and (record.optimizer_steps == 0 or mini_batch.batch.proximal_logps is not None)
+        at_start = first_epoch and (record.optimizer_steps == 0 or "proximal_logps" in mini_batch.batch.token_columns)
         with record.timer.phase("forward_backward"):
             result = await self._compute(lambda backend: backend.forward_backward(mini_batch, totals=mini_batch.totals))
         with record.timer.phase("optimizer"):
@@ -271,18 +273,6 @@ class Trainer:
 
     async def _compute(self, operation: Callable[[TrainingBackend], TrainFuture[T]]) -> T:
         return await run_operation(self.backend, operation, overlaps=self.source.overlaps)
-
-    async def _add_proximal_logps(self, macro: MacroBatch, timer: PhaseTimer) -> MacroBatch:
-        """Add the log-probabilities under the weights that the step begins with, if a correction
-        needs them after the first optimizer step."""
-        if self.algo.correction is None or self.cfg.minibatches_per_batch * self.cfg.epochs_per_batch == 1:
-            return macro
-
-        async def forward(micro_batch: MicroBatch) -> torch.Tensor:
-            return await self._compute(lambda backend: backend.forward_logprobs(micro_batch))
-
-        with timer.phase("forward_backward"):
-            return await add_proximal_logps(macro, self.cfg, forward, skip_zero_weight=self._skips_zero_weight)
 
     async def _check_sampler(self, macro: MacroBatch) -> None:
         """Run `preflight` once, on the first samples to train on. If it fails on one rank, all

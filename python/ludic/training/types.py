@@ -299,8 +299,9 @@ class HasTensors(Protocol):
 class ReferencePolicy(Protocol):
     """A policy that does not change while the model is trained; `training.reference` has some."""
 
-    def logps(self, micro_batch: HasTensors) -> Tensor:
-        """[B, T - 1] log-probability of each next token, without gradient."""
+    def logps(self, micro_batch: HasTensors) -> Tensor | Awaitable[Tensor]:
+        """[B, T - 1] log-probability of each next token, without gradient; only those of action
+        tokens are read. With several ranks, all call it equally often."""
         ...
 
 

@@ -16,12 +16,12 @@ from ludic.training.algorithm import forward_logits
 from ludic.training.backend.torch import TorchBackend
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
 from ludic.training.credit_assignment import ConstantCredit
-from ludic.training.loop.proximal import add_proximal_logps
 from ludic.training.loss import EntropyBonus, TruncatedImportanceSampling
 from ludic.training.loss.context import SharedContext, collate_actions, split_actions
 from ludic.training.loss.functional import compute_token_entropy, compute_token_logp
 from ludic.training.loss.mismatch import compute_mismatch, sum_mismatch
 from ludic.training.stats import aggregate_stats
+from ludic.training.token_columns import add_token_column
 
 
 def trainer_of(items, *, model=None, algo=None, config=None):
@@ -134,7 +134,7 @@ def test_initial_log_probabilities_return_to_their_tokens_in_any_layout(packing,
     async def forward(micro_batch):
         return await backend.forward_logprobs(micro_batch).result()
 
-    macro = asyncio.run(add_proximal_logps(macro, cfg, forward, skip_zero_weight=False))
+    macro = asyncio.run(add_token_column(macro, "proximal_logps", cfg, forward, skip_zero_weight=False))
     [rows_] = macro.divide(1, seed=0, step=0, epoch=0)
     for part in (rows_[::2], rows_[1::2], rows_[::-1]):
         for micro_batch in MiniBatch(macro, np.ascontiguousarray(part), cfg):

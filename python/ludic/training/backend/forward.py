@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TypeVar
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from ludic.inference.local.sampler import nucleus
 from ludic.models.evaluation_mode import evaluation_mode
+from ludic.models.lora import adapters_off
 from ludic.training.algorithm import forward_logits
 from ludic.training.backend.futures import TrainFuture
 from ludic.training.backend.precision import autocast
@@ -33,15 +35,18 @@ class ModelPasses:
         """The future of an operation, which is computed now. A subclass may compute it later."""
         return TrainFuture.of(operation, compute)
 
-    def forward_logprobs(self, batch: MicroBatch, *, temperature: float | None = None, top_p: float = 1.0) -> TrainFuture[Tensor]:
-        return self._run("forward_logprobs", lambda: self._logprobs(batch, temperature, top_p))
+    def forward_logprobs(
+        self, batch: MicroBatch, *, temperature: float | None = None, top_p: float = 1.0, adapters: bool = True
+    ) -> TrainFuture[Tensor]:
+        return self._run("forward_logprobs", lambda: self._logprobs(batch, temperature, top_p, adapters))
 
     def forward_scores(self, batch: MicroBatch, *, score_type: ScoreType = "reward") -> TrainFuture[Tensor]:
         return self._run("forward_scores", lambda: self._scores(batch, score_type))
 
     @torch.no_grad()
-    def _logprobs(self, batch: MicroBatch, temperature: float | None, top_p: float) -> Tensor:
-        with evaluation_mode(self.model), autocast(self.cfg):
+    def _logprobs(self, batch: MicroBatch, temperature: float | None, top_p: float, adapters: bool) -> Tensor:
+        without = nullcontext() if adapters else adapters_off(self.model)
+        with without, evaluation_mode(self.model), autocast(self.cfg):
             logits = forward_logits(self.model, batch.tensors)
             divisor = self.cfg.temperature if temperature is None else temperature
             if top_p < 1.0:

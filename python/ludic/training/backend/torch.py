@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,7 +24,7 @@ from ludic.models.published import ParamFilter, published_weights, shared_weight
 from ludic.models.sharding import gather_tensor, is_sharded, reshard, set_gradient_sync
 from ludic.models.state_files import read_model, read_optimizer_if_stored
 from ludic.training import ranks
-from ludic.training.algorithm import RLAlgorithm, forward_logits
+from ludic.training.algorithm import RLAlgorithm, forward_batch
 from ludic.training.backend.forward import ModelPasses
 from ludic.training.backend.futures import TrainFuture
 from ludic.training.backend.gradients import sum_gradients
@@ -147,13 +148,20 @@ class TorchBackend(ModelPasses):
         if totals is None or not loss.needs_first_pass or (len(batch) == 1 and not ranks.is_distributed()):
             return totals
         sums: dict[str, Tensor] = {}
+        rows: dict[str, Tensor] = {}
         with preserved_rng(), autocast(self.cfg):
             for micro_batch in batch:
-                parts = loss.first_pass(forward_logits(self.model, micro_batch.tensors), micro_batch.tensors)
+                logits, tensors = forward_batch(self.model, micro_batch.tensors, with_hidden=loss.reads_hidden)
+                parts = loss.first_pass(logits, tensors)
+                for name in loss.gathers:
+                    _place_rows(rows, name, parts.pop(name), tensors["position"], int(totals.num_samples))
                 sums = {name: sums.get(name, 0.0) + value for name, value in parts.items()}
         everywhere = ranks.sum_over_ranks([float(value) for value in sums.values()], self.cfg.model_device)
         measured = {name: value.new_tensor(total) for (name, value), total in zip(sums.items(), everywhere, strict=True)}
-        return replace(totals, measured=measured)
+        if ranks.is_distributed():
+            for gathered in rows.values():
+                dist.all_reduce(gathered)
+        return replace(totals, measured={**measured, **rows})
 
     def _backward(self, micro_batch: MicroBatch, totals: BatchTotals | None) -> tuple[Tensor, dict[str, Any]]:
         """Add the gradient of one micro-batch. Returns its loss and its statistics."""
@@ -284,3 +292,13 @@ class TorchBackend(ModelPasses):
         parameters = dict(self.model.named_parameters())
         for name, value in snapshot.items():
             parameters[name].copy_(value)
+
+
+def _place_rows(rows: dict[str, Tensor], name: str, values: Tensor, position: Tensor, count: int) -> None:
+    """Add [B, ...] values to `rows[name]` [count, ...] at their positions.
+
+    Example: values [[a], [b]] at the positions [2, 0] of 3 are [[b], [0], [a]].
+    """
+    if name not in rows:
+        rows[name] = values.new_zeros(count, *values.shape[1:])
+    rows[name].index_add_(0, position, values)

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 import xxhash
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ludic import _core
@@ -54,9 +55,12 @@ class MacroBatch:
     dropped: list[SAWItem] = field(default_factory=list)
     """The dropped samples, truncated. Reducers count them too, for example in the rate of truncated
     samples."""
-    proximal_logps: Mapping[int, Tensor] | None = None
-    """Row -> [A] log-probabilities of the sample's action tokens under the weights at the start of
-    the step. Set only if a correction needs them in more than one optimizer step."""
+    token_columns: Mapping[str, Mapping[int, Tensor]] = field(default_factory=dict)
+    """Name -> row -> [A] values of the sample's action tokens, which micro-batches have in the
+    layout of `input_ids`: `proximal_logps` and `reference_logps` (`training.token_columns`)."""
+    sample_columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    """Name -> [N] values of the samples, which micro-batches have as [B] tensors in float32: the
+    columns of the algorithm's batch credit."""
     share: RankShare | None = None
     """Set if all ranks have this batch: each of its mini-batches is divided over them. None: these
     are the samples of this rank alone, and other ranks have others."""
@@ -162,8 +166,11 @@ class MiniBatch:
     ...     loss, stats = algo.compute_loss(model, micro_batch.tensors, totals=mini_batch.totals)
     """
 
-    def __init__(self, batch: MacroBatch, rows: Rows, cfg: TrainerConfig, *, skip_zero_weight: bool = False) -> None:
+    def __init__(
+        self, batch: MacroBatch, rows: Rows, cfg: TrainerConfig, *, skip_zero_weight: bool = False, with_positions: bool = False
+    ) -> None:
         self.batch, self.cfg = batch, cfg
+        self._positions = self._number(rows) if with_positions else None
         self.rows = rows[batch.table.weights[rows] != 0] if skip_zero_weight else rows
         """Samples that go through the model."""
         self.num_skipped = len(rows) - len(self.rows)
@@ -209,6 +216,14 @@ class MiniBatch:
         counts = self.line_bounds[self.plan[index] + 1] - begins
         return self.rows[np.arange(counts.sum()) + np.repeat(begins - (counts.cumsum() - counts), counts)]
 
+    def _number(self, rows: Rows) -> Rows:
+        """[N of the macro-batch] index of each sample in the mini-batch of all ranks. Example: rank
+        0 has 3 samples and rank 1 the samples [5, 2]: 5 is number 3, and 2 is number 4."""
+        before = 0 if self.batch.share is not None else sum(ranks.gather_json(len(rows))[: ranks.rank()])
+        positions = np.zeros(len(self.batch.items), dtype=np.int64)
+        positions[rows] = before + np.arange(len(rows))
+        return positions
+
     def _totals(self, rows: Rows) -> BatchTotals:
         return batch_totals(self.batch, rows, self.cfg.model_device)
 
@@ -242,7 +257,10 @@ class MiniBatch:
 
     def _collate(self, index: int) -> MicroBatch:
         rows = self.micro_batch_rows(index)
-        return self._micro_batch(rows) if len(rows) else _make_weightless(self._micro_batch(self._weightless_row()))
+        if len(rows):
+            return self._micro_batch(rows)
+        columns = {*self.batch.token_columns, *self.batch.sample_columns}
+        return _make_weightless(self._micro_batch(self._weightless_row()), columns)
 
     def _weightless_row(self) -> Rows:
         """[1] a row that stands for no sample: with a shared batch the shortest, for which no rank
@@ -257,8 +275,13 @@ class MiniBatch:
             columns = table.collate(rows, self.cfg.pad_token_id)
         names = tuple(self.batch.name(row) for row in rows)
         tensors = to_tensors(columns, self.cfg.model_device)
-        if self.batch.proximal_logps is not None:
-            tensors["proximal_logps"] = collate_actions([self.batch.proximal_logps.get(int(row)) for row in rows], tensors)
+        for name, by_row in self.batch.token_columns.items():
+            tensors[name] = collate_actions([by_row.get(int(row)) for row in rows], tensors)
+        tensors |= to_tensors(
+            {name: column[rows].astype(np.float32) for name, column in self.batch.sample_columns.items()}, self.cfg.model_device
+        )
+        if self._positions is not None:
+            tensors |= to_tensors({"position": self._positions[rows]}, self.cfg.model_device)
         return MicroBatch(tensors, len(rows), names)
 
     def lockstep(self) -> tuple[float, float]:
@@ -301,10 +324,10 @@ def batch_totals(batch: MacroBatch, rows: Rows, device: torch.device | str, *, n
     return BatchTotals(sums[0], sums[1], weight_mean=mean, weight_std=deviation, num_pairs=sums[3])
 
 
-def _make_weightless(micro_batch: MicroBatch) -> MicroBatch:
-    """Return the micro-batch with zero action mask and weight, and with no items. A rank runs it
-    when other ranks have more micro-batches; it adds nothing to losses and counts."""
-    zeroed = {"action_mask", "weight", "actor_logps", "old_logp_action"}
+def _make_weightless(micro_batch: MicroBatch, columns: Set[str]) -> MicroBatch:
+    """Return the micro-batch with zero action mask, weight and `columns`, and with no items. A rank
+    runs it when other ranks have more micro-batches; it adds nothing to losses and counts."""
+    zeroed = {"action_mask", "weight", "actor_logps", "old_logp_action", *columns}
     tensors: dict[str, Any] = {
         name: torch.zeros_like(value) if name in zeroed else value for name, value in micro_batch.tensors.items()
     }

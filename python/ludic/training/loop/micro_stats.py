@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ludic.training import ranks
 from ludic.training.loss.mismatch import LARGEST, PREFIX, compute_mismatch, is_mismatch_sum
+from ludic.training.loss.reference import compute_reference, is_reference_sum
 
 COUNT_KEYS = frozenset({"num_samples", "target_rollouts", "effective_rollouts", "total_completion_tokens", "num_pairs"})
 PAIR_MEAN_KEYS = frozenset({"accuracy", "chosen_score", "rejected_score", "margin", "score_reg"})
@@ -85,6 +86,8 @@ def combine_micro_stats(micro_stats: Sequence[Mapping[str, float]], sizes: Seque
 def _make_stat(key: str, value: float, stats: Mapping[str, float], size: float) -> Stat:
     if is_mismatch_sum(key):
         return Stat(value, rule="max" if key == f"{PREFIX}{LARGEST}" else "sum")
+    if is_reference_sum(key):
+        return Stat(value, rule="sum")
     if key.startswith("gpu_"):
         return Stat(value, rule="max")
     term, slash, name = key.rpartition("/")
@@ -114,10 +117,11 @@ def copy_to_host(dictionaries: Sequence[Mapping[str, Any]]) -> list[dict[str, fl
 
 
 def final_values(stats: Mapping[str, Stat]) -> dict[str, float]:
-    """The measured values; the sums of `loss.mismatch` become its statistics."""
-    sums = {key: stat.value for key, stat in stats.items() if is_mismatch_sum(key)}
+    """The measured values; the sums of `loss.mismatch` and `loss.reference` become their
+    statistics."""
+    sums = {key: stat.value for key, stat in stats.items() if is_mismatch_sum(key) or is_reference_sum(key)}
     plain = {key: stat.value for key, stat in stats.items() if key not in sums and stat.weight > 0}
-    return {**plain, **compute_mismatch(sums)}
+    return {**plain, **compute_mismatch(sums), **compute_reference(sums)}
 
 
 def reduce_over_ranks(stats: Mapping[str, Stat], device: torch.device | str) -> dict[str, Stat]:

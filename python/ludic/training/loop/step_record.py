@@ -29,8 +29,12 @@ class StepRecord:
     """Collects results while a step runs. Tensors stay on the device until `stats` copies them
     together."""
 
-    def __init__(self, batch: SAWBatch, macro: MacroBatch, timer: PhaseTimer) -> None:
+    def __init__(
+        self, batch: SAWBatch, macro: MacroBatch, timer: PhaseTimer, prepared: Mapping[str, float] | None = None
+    ) -> None:
+        """`prepared`: statistics of the preparation, which are already those of all ranks."""
         self.batch, self.macro, self.timer = batch, macro, timer
+        self._prepared = {} if prepared is None else prepared
         self._losses: list[torch.Tensor] = []
         self._steps: list[dict[str, float]] = []
         self._micro_stats: list[dict[str, Any]] = []
@@ -82,7 +86,13 @@ class StepRecord:
             stats = reduce_over_ranks(stats, cfg.model_device)
         percents = {name: reducer for name, reducer in reducers.items() if name not in measured}
         lockstep = {"ranks/lockstep": self._work / self._time_of_ranks} if self._time_of_ranks else {}
-        return {**mark_percents(final_values(stats), percents), **self._padding, **lockstep, **self.timer.stats()}
+        return {
+            **mark_percents(final_values(stats), percents),
+            **self._prepared,
+            **self._padding,
+            **lockstep,
+            **self.timer.stats(),
+        }
 
     def _loss_stats(self) -> dict[str, Stat]:
         """Statistics of the passes and the optimizer steps. `loss` and `grad_norm` are means over

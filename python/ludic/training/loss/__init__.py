@@ -24,7 +24,9 @@ from ludic.training.loss.functional import (
 from ludic.training.loss.gmpo import GMPOLoss
 from ludic.training.loss.info_seed import SeedClassificationLoss, SeedContrastiveLoss
 from ludic.training.loss.kl import KLLoss, TokenKLLoss
+from ludic.training.loss.listwise import ListwiseClipLoss, ListwiseLoss
 from ludic.training.loss.preference import BradleyTerryLoss
+from ludic.training.loss.reference import ReferenceKLLoss
 from ludic.training.loss.reinforce import ReinforceBaselineLoss, ReinforceLoss
 from ludic.training.loss.sapo import SAPOLoss
 from ludic.training.loss.supervised import MaskedCausalLMCrossEntropyLoss
@@ -41,11 +43,14 @@ __all__ = [
     "GMPOLoss",
     "IcePop",
     "KLLoss",
+    "ListwiseClipLoss",
+    "ListwiseLoss",
     "Loss",
     "LossTerm",
     "MaskedCausalLMCrossEntropyLoss",
     "MaskedImportanceSampling",
     "Normalizer",
+    "ReferenceKLLoss",
     "ReinforceBaselineLoss",
     "ReinforceLoss",
     "SAPOLoss",

@@ -57,9 +57,19 @@ class Loss:
     reads_entropy: bool = False
     """The loss reads `shared.entropy`, which is then computed together with the log-probabilities.
     Without this flag, reading it costs the memory of two more gradients."""
+    reads_reference: bool = False
+    """The loss reads `shared.reference_logp`: the trainer then scores each macro-batch with its
+    reference before it is divided."""
+    reads_hidden: bool = False
+    """The loss reads `batch["hidden"]`, the inputs of the model's output layer, in the layout of
+    `input_ids` with one more dimension: [B, T, D] or [1, S, D]."""
     needs_first_pass: bool = False
     """The loss needs sums over all samples of the mini-batch (`first_pass`) before the first
     gradient: the model runs twice, the first time without gradient."""
+    gathers: tuple[str, ...] = ()
+    """Names under which `first_pass` returns a row for each sample, [B, ...], instead of a sum.
+    `BatchTotals.measured` has the rows of all N samples, [N, ...], and `batch["position"]` [B] the
+    index of the batch's samples in them."""
     scales_itself: bool = False
     """The result is already multiplied by the micro-batch's share (`CompositeLoss`)."""
     score_type: ScoreType = "reward"

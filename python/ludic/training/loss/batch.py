@@ -24,6 +24,10 @@ Batch = Mapping[str, Any]
 - Merged turns: several samples share a row. `turns` [B, 3] has the row, begin and end of each
   sample's own tokens. Combines with either layout above.
 
+A training step can add columns: `proximal_logps` and `reference_logps` in the layout of
+`input_ids`, columns of the batch credit [B], and for losses that ask for them `hidden` and
+`position` (`Loss.reads_hidden`, `Loss.gathers`).
+
 Batches of preference samples also have `meta`: lists of length B of `pair_id`, `role` and
 `label`."""
 Stats = dict[str, Any]
@@ -57,7 +61,7 @@ class BatchTotals:
     """Population standard deviation."""
     num_pairs: float = 0.0
     measured: Mapping[str, Tensor] = field(default_factory=dict)
-    """Sums from `Loss.first_pass`, by name."""
+    """Sums from `Loss.first_pass`, by name; for the names of `Loss.gathers`, [N, ...] rows."""
 
     @classmethod
     def from_columns(cls, weights: NDArray[Any], target_counts: NDArray[Any], *, num_pairs: float = 0.0) -> BatchTotals:

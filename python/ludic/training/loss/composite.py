@@ -62,6 +62,21 @@ class CompositeLoss(Loss):
         return any(adapted_loss(term).reads_entropy for term in self.terms)
 
     @property
+    def reads_reference(self) -> bool:  # type: ignore[override]
+        """True if it holds for any term."""
+        return any(adapted_loss(term).reads_reference for term in self.terms)
+
+    @property
+    def reads_hidden(self) -> bool:  # type: ignore[override]
+        """True if it holds for any term."""
+        return any(adapted_loss(term).reads_hidden for term in self.terms)
+
+    @property
+    def gathers(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The names of all terms. A name that several terms use must mean the same rows."""
+        return tuple(dict.fromkeys(name for term in self.terms for name in adapted_loss(term).gathers))
+
+    @property
     def needs_first_pass(self) -> bool:  # type: ignore[override]
         """True if it holds for any term."""
         return any(adapted_loss(term).needs_first_pass for term in self.terms)

@@ -1,7 +1,7 @@
 """The quantities that all losses on one micro-batch share: log-probabilities, masks, weights,
 ratios.
 
-A token has four log-probabilities, which all modules call by these names ([B, T - 1] each):
+A token has up to five log-probabilities, which all modules call by these names ([B, T - 1] each):
 
 - `sampler_logp`: under the policy that sampled the token, as the sampler reported it
   (`actor_logps` in batches and samples). Papers call this the behaviour policy.
@@ -9,6 +9,8 @@ A token has four log-probabilities, which all modules call by these names ([B, T
   `sampler_logp` if another engine or older weights sampled the token.
 - `old_logp`: the denominator of ratios, pi_old in the formulas: `sampler_logp`, or with a
   correction `proximal_logp`.
+- `reference_logp`: under a reference that does not change during training, if a loss reads one
+  (`training.reference`).
 - `current_logp`: under the current model, with gradient, pi in the formulas. `token_logp` has the
   same values; with a correction, the gradient of each token is multiplied by a weight.
 
@@ -156,6 +158,17 @@ class SharedContext:
         return self.read_logps("proximal_logps") if "proximal_logps" in self.batch else self.current_logp.detach()
 
     @cached_property
+    def reference_logp(self) -> Tensor:
+        """[B, T - 1] log-probability of each next token under the reference, without gradient; only
+        those of action tokens have a meaning."""
+        if "reference_logps" not in self.batch:
+            raise DataKeyError(
+                "the batch has no reference_logps, the log-probabilities of a reference; pass reference= to Trainer, for example "
+                "FrozenModel(model, cfg)"
+            )
+        return self.read_logps("reference_logps")
+
+    @cached_property
     def old_logp(self) -> Tensor:
         """[B, T - 1] log-probability of each next token under the old policy, the denominator of
         ratios."""
@@ -234,6 +247,14 @@ class SharedContext:
             return self.weight[:, None]
         weight: Tensor = self.batch["token_weight"]
         return self._by_sample(weight[:, 1:])
+
+    def sample_column(self, name: str) -> Tensor:
+        """[B] column that the algorithm's batch credit computed for the samples. Raises
+        DataKeyError if it did not."""
+        if name not in self.batch:
+            raise DataKeyError(f"the batch has no {name!r}, a column of ListwiseCredit; set batch_credit= of the RLAlgorithm")
+        column: Tensor = self.batch[name]
+        return column
 
     def logp_action(self, *, length_normalize: bool = False) -> Tensor:
         """[B] log-probability of each sample's action under the current model: the sum over its

@@ -38,7 +38,7 @@ class TokenKLLoss(Loss):
     reads_shared_only = True
 
     def __post_init__(self) -> None:
-        _check_estimator(self.estimator)
+        check_estimator(self.estimator)
 
     def compute_from(self, shared: SharedContext) -> tuple[Tensor, Stats]:
         mask, kl = shared.token_mask, estimate_kl(shared.log_ratio, self.estimator)
@@ -74,7 +74,7 @@ class KLLoss(Loss):
     reads_shared_only = True
 
     def __post_init__(self) -> None:
-        _check_estimator(self.estimator)
+        check_estimator(self.estimator)
 
     def compute_from(self, shared: SharedContext) -> tuple[Tensor, Stats]:
         logp_action = shared.logp_action(length_normalize=self.length_normalize)
@@ -93,6 +93,7 @@ def estimate_kl(log_ratio: Tensor, estimator: Estimator) -> Tensor:
     return torch.expm1(-log_ratio) + log_ratio
 
 
-def _check_estimator(estimator: str) -> None:
+def check_estimator(estimator: str) -> None:
+    """Raise ConfigError for an unknown estimator."""
     if estimator not in ("k1", "k2", "k3"):
         raise ConfigError(f"estimator ({estimator!r}) must be 'k1', 'k2' or 'k3'")

@@ -213,4 +213,6 @@ def _order(candidates: Candidates) -> _Rows:
 
 def _candidate_sums(column: Column | None, rows: _Rows) -> Column | None:
     """[C] sums over the rows of each candidate; None without a column."""
-    return None if column is None else np.bincount(rows.candidate, weights=column, minlength=len(rows.first))
+    if column is None:
+        return None
+    return np.bincount(rows.candidate, weights=column, minlength=len(rows.first)).astype(np.float64)

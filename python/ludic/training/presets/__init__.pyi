@@ -7,6 +7,7 @@ from ludic.training.presets.group_relative import (
     make_gspo as make_gspo,
     make_sapo as make_sapo,
 )
+from ludic.training.presets.maxent import make_maxent_grpo as make_maxent_grpo
 from ludic.training.presets.policy_gradient import (
     make_reinforce as make_reinforce,
     make_reinforce_baseline as make_reinforce_baseline,

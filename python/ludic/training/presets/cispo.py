@@ -8,6 +8,7 @@ from ludic.training.loss import CISPOLoss, CompositeLoss, Correction, Loss, Loss
 from ludic.training.loss.kl import Estimator
 from ludic.training.presets.groups import check_group_size, group_return
 from ludic.training.presets.preprocess import check_ratios
+from ludic.training.presets.reference_kl import add_reference_kl
 
 
 def make_cispo(
@@ -25,6 +26,7 @@ def make_cispo(
     normalizer: Normalizer = "samples",
     name: str = "cispo",
     correction: Correction | str | None = None,
+    reference_kl: float = 0.0,
 ) -> RLAlgorithm:
     """CISPO (MiniMax-M1, arXiv:2506.13585): group-normalised returns and clipped importance
     weights.
@@ -32,16 +34,20 @@ def make_cispo(
     `kl_coeff` above 0 adds `TokenKLLoss`, a KL penalty towards the old policy. With `kl_estimator`
     "k1", the default, its gradient is zero in expectation while the policy equals the old policy:
     it has an effect only when ratios differ from 1. "k2" and "k3" always have an effect.
+    `reference_kl` above 0 adds `ReferenceKLLoss`, a k3 penalty towards a frozen reference;
+    controllers change it as the coefficient `beta`.
     """
     loss = CISPOLoss(
         clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high, length_normalize=length_normalize, normalizer=normalizer
     )
+    penalised, coefficients = add_reference_kl(add_kl(loss, kl_coeff, length_normalize, kl_estimator), reference_kl)
     return RLAlgorithm(
         name=name,
         credit_assigner=group_return(group_size, group_normalize_adv, positive_only),
-        loss=add_kl(loss, kl_coeff, length_normalize, kl_estimator),
+        loss=penalised,
         preprocess=check_ratios(drop_zero_weight, drop_zero_weight_eps),
         correction=resolve_correction(correction),
+        coefficients=coefficients,
     )
 
 
@@ -61,21 +67,24 @@ def make_scalerl(
     normalizer: Normalizer = "samples",
     name: str = "scalerl",
     correction: Correction | str | None = None,
+    reference_kl: float = 0.0,
 ) -> RLAlgorithm:
     """ScaleRL (arXiv:2510.13786): returns minus the mean of their group, divided by the standard
     deviation over the batch; the CISPO loss; groups without variance are dropped.
 
-    `kl_coeff` and `kl_estimator`: as in `make_cispo`.
+    `kl_coeff`, `kl_estimator` and `reference_kl`: as in `make_cispo`.
     """
     loss = CISPOLoss(
         clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high, length_normalize=length_normalize, normalizer=normalizer
     )
+    penalised, coefficients = add_reference_kl(add_kl(loss, kl_coeff, length_normalize, kl_estimator), reference_kl)
     return RLAlgorithm(
         name=name,
         credit_assigner=HybridNormalizedReturn(group_size=check_group_size(group_size), positive_only=positive_only),
-        loss=add_kl(loss, kl_coeff, length_normalize, kl_estimator),
+        loss=penalised,
         preprocess=check_ratios(drop_zero_weight, drop_zero_weight_eps, flat_groups_eps=zvp_filter_eps if filter_zvp else None),
         correction=resolve_correction(correction),
+        coefficients=coefficients,
     )
 
 

@@ -14,8 +14,11 @@ from ludic.training.loss import (
     TokenClippedSurrogateLoss,
     resolve_correction,
 )
+from ludic.training.loss.kl import Estimator
+from ludic.training.loss.reference import KLLevel
 from ludic.training.presets.groups import group_return
 from ludic.training.presets.preprocess import check_ratios
+from ludic.training.presets.reference_kl import add_reference_kl
 from ludic.training.types import CreditAssigner
 
 
@@ -33,20 +36,30 @@ def make_grpo(
     normalizer: Normalizer = "samples",
     name: str = "grpo",
     correction: Correction | str | None = None,
+    reference_kl: float = 0.0,
+    kl_estimator: Estimator = "k3",
+    kl_level: KLLevel = "token",
 ) -> RLAlgorithm:
-    """GRPO (arXiv:2402.03300): group-normalised returns, clipping per token."""
+    """GRPO (arXiv:2402.03300): group-normalised returns, clipping per token.
+
+    `reference_kl` above 0 adds the paper's penalty towards a frozen reference (`ReferenceKLLoss`
+    with `kl_estimator` and `kl_level`); controllers change it as the coefficient `beta`.
+    """
+    loss = TokenClippedSurrogateLoss(
+        clip_eps_low=clip_eps_low,
+        clip_eps_high=clip_eps_high,
+        length_normalize=length_normalize,
+        ratio_clip=ratio_clip,
+        normalizer=normalizer,
+    )
+    penalised, coefficients = add_reference_kl(loss, reference_kl, kl_estimator, kl_level)
     return RLAlgorithm(
         name=name,
         credit_assigner=group_return(group_size, group_normalize_adv, positive_only),
-        loss=TokenClippedSurrogateLoss(
-            clip_eps_low=clip_eps_low,
-            clip_eps_high=clip_eps_high,
-            length_normalize=length_normalize,
-            ratio_clip=ratio_clip,
-            normalizer=normalizer,
-        ),
+        loss=penalised,
         preprocess=check_ratios(drop_zero_weight, drop_zero_weight_eps),
         correction=resolve_correction(correction),
+        coefficients=coefficients,
     )
 
 
@@ -62,8 +75,14 @@ def make_dr_grpo(
     drop_zero_weight_eps: float = 1e-4,
     name: str = "dr_grpo",
     correction: Correction | str | None = None,
+    reference_kl: float = 0.0,
+    kl_estimator: Estimator = "k3",
+    kl_level: KLLevel = "token",
 ) -> RLAlgorithm:
-    """Dr. GRPO (arXiv:2503.20783): GRPO without division by the group's standard deviation."""
+    """Dr. GRPO (arXiv:2503.20783): GRPO without division by the group's standard deviation.
+
+    `reference_kl`, `kl_estimator` and `kl_level`: as in `make_grpo`.
+    """
     return make_grpo(
         group_size=group_size,
         group_normalize_adv=False,
@@ -76,6 +95,9 @@ def make_dr_grpo(
         drop_zero_weight_eps=drop_zero_weight_eps,
         name=name,
         correction=correction,
+        reference_kl=reference_kl,
+        kl_estimator=kl_estimator,
+        kl_level=kl_level,
     )
 
 

@@ -58,6 +58,7 @@ PRESETS: dict[str, Preset] = {
     "grpo": Preset("group_relative:make_grpo", "arXiv:2402.03300"),
     "grpo_rm": Preset("reward_models:make_grpo_with_rm", "arXiv:2402.03300", "with_reward_model"),
     "gspo": Preset("group_relative:make_gspo", "arXiv:2507.18071"),
+    "maxent_grpo": Preset("maxent:make_maxent_grpo", "d'Aliberti 2026"),
     "reinforce": Preset("policy_gradient:make_reinforce", "Williams 1992"),
     "reinforce_baseline": Preset("policy_gradient:make_reinforce_baseline", "Williams 1992"),
     "reinforce_plus_plus": Preset("policy_gradient:make_reinforce_plus_plus", "arXiv:2501.03262"),

@@ -1,9 +1,11 @@
-"""The trainer's log-probabilities at the start of a step, for corrections in later optimizer steps.
+"""Log-probabilities of a macro-batch under another policy than the one that is trained: one forward
+pass over all samples before the batch is divided, and each token keeps its value in any layout.
 
-In the first optimizer step of a batch the weights are still those of the start. From the second on
-(`minibatches_per_batch`, `epochs_per_batch`) the ratio of policy to sampler includes the updates
-since then, and a correction must not correct for these. One more forward pass separates them from
-the difference between the engines.
+- `proximal_logps`: under the weights at the start of the step. In the first optimizer step of a
+  batch these are the current ones. From the second on (`minibatches_per_batch`,
+  `epochs_per_batch`) the ratio of policy to sampler includes the updates since then, and a
+  correction must not correct for these.
+- `reference_logps`: under a reference that does not change during training.
 """
 
 from __future__ import annotations
@@ -24,12 +26,14 @@ from ludic.training.config import TrainerConfig
 from ludic.training.loss.context import split_actions
 
 ForwardLogps = Callable[[MicroBatch], Awaitable[Tensor]]
+"""Returns [B, T - 1] log-probabilities of a micro-batch."""
 
 
-async def add_proximal_logps(
-    batch: MacroBatch, cfg: TrainerConfig, forward: ForwardLogps, *, skip_zero_weight: bool
+async def add_token_column(
+    batch: MacroBatch, name: str, cfg: TrainerConfig, forward: ForwardLogps, *, skip_zero_weight: bool
 ) -> MacroBatch:
-    """The batch with the log-probabilities of every sample to train on, computed by `forward`."""
+    """The batch with the token column `name`: what `forward` computes for every sample, or with
+    `skip_zero_weight` for those of another weight than 0."""
     whole = MiniBatch(batch, np.arange(len(batch.items)), cfg, skip_zero_weight=skip_zero_weight)
     logps_by_row: dict[int, Tensor] = {}
     for index, micro_batch in enumerate(whole):
@@ -38,7 +42,7 @@ async def add_proximal_logps(
         logps_by_row.update(zip(map(int, whole.micro_batch_rows(index)), rows, strict=False))  # padding rows belong to no sample
     if batch.share is not None:
         logps_by_row = _exchange(logps_by_row, batch, cfg.model_device)
-    return replace(batch, proximal_logps=logps_by_row)
+    return replace(batch, token_columns={**batch.token_columns, name: logps_by_row})
 
 
 def _exchange(own: dict[int, Tensor], batch: MacroBatch, device: torch.device | str) -> dict[int, Tensor]:

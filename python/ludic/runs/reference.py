@@ -1,0 +1,54 @@
+"""The reference of a run: the policy that its reinforcement began with, which the run keeps, or
+another model."""
+
+from __future__ import annotations
+
+from ludic.errors import CheckpointError
+from ludic.files.folders import replace_folder
+from ludic.models.adapters import has_adapters
+from ludic.models.lora import save_merged
+from ludic.models.state_files import holds_whole_weights
+from ludic.recipes.reference_section import switches_adapters_off
+from ludic.recipes.schema import Recipe
+from ludic.runs.base import RunParts
+from ludic.runs.checkpoints import has_checkpoint
+from ludic.runs.directory import RunDirectory
+from ludic.training import ranks
+from ludic.training.algorithm import RLAlgorithm
+from ludic.training.config import TrainerConfig
+from ludic.training.reference import FrozenModel
+
+
+def open_reference(
+    recipe: Recipe, algorithm: RLAlgorithm, parts: RunParts, directory: RunDirectory, phase: str, cfg: TrainerConfig
+) -> FrozenModel | None:
+    """The reference of a phase; None if the algorithm reads none, and for the adapters of
+    the policy, which the trainer switches off itself.
+
+    Before the first step the model of `parts` is written to the folder `reference`, on rank 0. A
+    resumed run reads that: its own weights have been trained since. Raises CheckpointError if the
+    run has been reinforced and the folder is gone.
+    """
+    section = recipe.reference
+    if not algorithm.reads_reference or switches_adapters_off(section, has_adapters=bool(recipe.lora.rank)):
+        return None
+    if section.model is not None:
+        return FrozenModel.from_pretrained(section.model, cfg)
+    ranks.ask_rank_0("keeping the reference", lambda: _keep(parts, directory, phase))
+    return FrozenModel.from_pretrained(str(directory.reference), cfg)
+
+
+def _keep(parts: RunParts, directory: RunDirectory, phase: str) -> None:
+    if holds_whole_weights(directory.reference):
+        return
+    if has_checkpoint(directory.checkpoints / phase) or directory.read_progress().steps:
+        raise CheckpointError(
+            f"{directory.reference}, the reference that this run began with, is gone, and its policy has been trained since; "
+            "give the model that it began with as reference.model=FOLDER"
+        )
+    with replace_folder(directory.reference) as aside:
+        parts.tokenizer.save_pretrained(aside)
+        if has_adapters(parts.model):
+            save_merged(parts.model, aside)  # adapters change nothing yet
+        else:
+            parts.model.save_pretrained(aside)

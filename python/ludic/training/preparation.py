@@ -1,0 +1,200 @@
+"""What a training step computes on the whole macro-batch before it is divided: log-probabilities of
+other policies, and the weights of a batch credit.
+
+Weights that compare samples with each other must be computed here: computed micro-batch by
+micro-batch they would depend on the split.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ludic.errors import DataError
+from ludic.event_loop import await_if_needed
+from ludic.training import ranks
+from ludic.training.algorithm import RLAlgorithm
+from ludic.training.backend.protocol import TrainingBackend
+from ludic.training.batching.micro_batching import MicroBatch
+from ludic.training.batching.mini_batches import MacroBatch
+from ludic.training.batching.source import BatchSourceBase
+from ludic.training.config import TrainerConfig
+from ludic.training.loop.operations import run_operation
+from ludic.training.loss.base import adapted_loss
+from ludic.training.token_columns import add_token_column
+from ludic.training.types import BatchCredit, CandidateGroups, Candidates, ReferencePolicy, SAWItem, Weighed
+from ludic.types import group_of
+
+
+class PreparedRun(Protocol):
+    """The members of a trainer that preparation reads."""
+
+    algo: RLAlgorithm
+    cfg: TrainerConfig
+    backend: TrainingBackend
+    reference: ReferencePolicy | None
+
+    @property
+    def source(self) -> BatchSourceBase: ...
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A macro-batch that can be divided."""
+
+    macro: MacroBatch
+    stats: Mapping[str, float] = field(default_factory=dict)
+    """Statistics over all ranks, by the keys of docs/metrics.md."""
+    groups: CandidateGroups | None = None
+    """The groups of the batch credit, for controllers."""
+
+
+def skips_zero_weight(run: PreparedRun) -> bool:
+    """Whether samples of weight 0 need no forward pass."""
+    return run.cfg.skip_zero_weight and adapted_loss(run.algo).zero_weight_is_zero_gradient
+
+
+async def prepare(run: PreparedRun, macro: MacroBatch) -> Prepared:
+    """Score the samples with the reference if something reads it, then weigh them, then add the
+    log-probabilities that the step begins with if a correction needs them later."""
+    stats: dict[str, float] = {}
+    if run.algo.reads_reference:
+        macro = await _add_reference(run, macro)
+        stats["reference/scored"] = _sum_over_ranks(run, macro, [float(len(macro.items))])[0]
+    groups = None
+    if run.algo.batch_credit is not None:
+        weighed = _weigh(run, run.algo.batch_credit, macro)
+        macro = replace(macro, table=macro.table.with_weights(weighed.weights), sample_columns=weighed.columns)
+        stats |= weighed.stats
+        groups = weighed.groups
+    if run.algo.sample_columns:
+        facts = {name: np.array([read(item) for item in macro.items]) for name, read in run.algo.sample_columns.items()}
+        macro = replace(macro, sample_columns={**macro.sample_columns, **facts})
+    return Prepared(await _add_proximal(run, macro), stats, groups)
+
+
+async def _add_reference(run: PreparedRun, macro: MacroBatch) -> MacroBatch:
+    reference = run.reference
+    assert reference is not None  # resolve_reference gave one, or raised
+
+    async def forward(micro_batch: MicroBatch) -> Tensor:
+        # In a thread if batches are generated meanwhile, which need the event loop.
+        overlaps = run.source.overlaps
+        scored = await asyncio.to_thread(reference.logps, micro_batch) if overlaps else reference.logps(micro_batch)
+        logps: Tensor = await await_if_needed(scored)
+        return logps
+
+    return await add_token_column(macro, "reference_logps", run.cfg, forward, skip_zero_weight=False)
+
+
+def _weigh(run: PreparedRun, credit: BatchCredit, macro: MacroBatch) -> Weighed:
+    """The result of `credit`. If it fails on one rank, all raise, before the first sum over ranks:
+    the others would wait in it."""
+    agreed = False
+
+    def meet(error: Exception | None = None) -> None:
+        nonlocal agreed
+        if not agreed:
+            agreed = True
+            with ranks.agree("weighing a batch"):
+                if error is not None:
+                    raise error
+
+    def add(values: list[float]) -> list[float]:
+        meet()
+        return _sum_over_ranks(run, macro, values)
+
+    def largest(values: list[float]) -> list[float]:
+        meet()
+        return values if macro.share is not None else ranks.max_over_ranks(values, run.cfg.model_device)
+
+    try:
+        weighed = credit.weigh(replace(candidates_of(macro), sum_over_ranks=add, max_over_ranks=largest))
+    except Exception as error:
+        meet(error)
+        raise
+    meet()
+    return weighed
+
+
+async def _add_proximal(run: PreparedRun, macro: MacroBatch) -> MacroBatch:
+    """Add the log-probabilities under the weights that the step begins with, if a correction needs
+    them after the first optimizer step."""
+    if run.algo.correction is None or run.cfg.minibatches_per_batch * run.cfg.epochs_per_batch == 1:
+        return macro
+
+    async def forward(micro_batch: MicroBatch) -> Tensor:
+        return await run_operation(
+            run.backend, lambda backend: backend.forward_logprobs(micro_batch), overlaps=run.source.overlaps
+        )
+
+    return await add_token_column(macro, "proximal_logps", run.cfg, forward, skip_zero_weight=skips_zero_weight(run))
+
+
+def candidates_of(macro: MacroBatch) -> Candidates:
+    """The samples as columns. Raises DataError for a sample without a group."""
+    groups = [_group(item, macro.name(row)) for row, item in enumerate(macro.items)]
+    rollouts = [item.meta.get("rollout_id", ("row", row)) for row, item in enumerate(macro.items)]
+    reference = macro.token_columns.get("reference_logps")
+    return Candidates(
+        utility=np.array([item.weight for item in macro.items], dtype=np.float64),
+        group=_number(groups),
+        rollout=_number(list(zip(groups, rollouts, strict=True))),
+        token_count=macro.table.target_counts.astype(np.int64),
+        reference_logp=None if reference is None else _sum_rows(reference, macro),
+        behaviour_logp=_behaviour(macro.items),
+    )
+
+
+def _sum_over_ranks(run: PreparedRun, macro: MacroBatch, values: list[float]) -> list[float]:
+    """Of a batch that all ranks have, the sums are those of one."""
+    return values if macro.share is not None else ranks.sum_over_ranks(values, run.cfg.model_device)
+
+
+def _group(item: SAWItem, name: str) -> tuple[object, object]:
+    """The group of a sample; with several agents, each has its own."""
+    group = group_of(item.meta)
+    if group is None:
+        raise DataError(f"sample {name} is missing group_id in meta['request_meta']; expand requests with GRPORequestStrategy")
+    return group, item.meta.get("agent_id")
+
+
+def _number(keys: list[tuple[object, object]]) -> NDArray[np.int64]:
+    """[N] numbers of the keys, in order of first appearance. Example: b a b are [0, 1, 0]."""
+    numbers: dict[object, int] = {}
+    return np.array([numbers.setdefault(key, len(numbers)) for key in keys], dtype=np.int64)
+
+
+def _sum_rows(by_row: Mapping[int, Tensor], macro: MacroBatch) -> NDArray[np.float64]:
+    """[N] sums of the rows' values, which are copied to the host at once. Raises DataError for a
+    value that is not finite."""
+    values = torch.cat([by_row[row] for row in range(len(macro.items))]).cpu().double().numpy()
+    starts = np.concatenate([[0], macro.table.target_counts[:-1].cumsum()])
+    sums = np.add.reduceat(values, starts)
+    wrong = np.flatnonzero(~np.isfinite(sums))
+    if len(wrong):
+        raise DataError(
+            f"the reference's log-probabilities of {macro.name(int(wrong[0]))} are not all finite; a reference has to give every "
+            "sampled token a probability: check its weights, its vocabulary and the precision"
+        )
+    return sums
+
+
+def _behaviour(items: list[SAWItem]) -> NDArray[np.float64] | None:
+    """[N] sums of the sampled log-probabilities of the predicted tokens; None if a sample has
+    none. A token at the begin of a sample is not predicted."""
+    sums = []
+    for item in items:
+        attached = item.attachments.actor_logps
+        if attached is None:
+            return None
+        first = int(item.action_mask[0] == 1)
+        sums.append(float(np.asarray(attached.token_logps, dtype=np.float64)[first:].sum()))
+    return np.array(sums, dtype=np.float64)

@@ -1,0 +1,114 @@
+"""MaxEnt-GRPO: listwise weights of the answers to a prompt, with an entropy term on the weights."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from ludic.errors import ConfigError
+from ludic.training.algorithm import RLAlgorithm, validate_actor_logps
+from ludic.training.coefficients import Coefficient, as_coefficient
+from ludic.training.credit_assignment import EpisodicReturn
+from ludic.training.loss import (
+    CompositeLoss,
+    Correction,
+    ListwiseClipLoss,
+    ListwiseLoss,
+    Loss,
+    LossTerm,
+    Normalizer,
+    ReferenceKLLoss,
+    TokenClippedSurrogateLoss,
+    resolve_correction,
+)
+from ludic.training.loss.kl import Estimator
+from ludic.training.loss.listwise import RatioLevel
+from ludic.training.loss.reference import KLLevel
+from ludic.training.maxent.credit import Baseline, ListwiseCredit, Scale
+from ludic.training.presets.groups import check_group_size
+
+Form = Literal["surrogate", "likelihood"]
+
+
+def make_maxent_grpo(
+    *,
+    group_size: int,
+    tau: float | Coefficient = 0.1,
+    beta: float | Coefficient = 0.0,
+    form: Form = "surrogate",
+    q_temperature: float = 1.0,
+    q_epsilon: float = 1e-6,
+    length_normalize_reference: bool = True,
+    sampler_exponent: float = 1.0,
+    clip_eps_low: float = 0.2,
+    clip_eps_high: float = 0.27,
+    length_normalize: bool = False,
+    normalizer: Normalizer = "samples",
+    kl_estimator: Estimator = "k3",
+    kl_level: KLLevel = "token",
+    clip_coeff: float = 0.0,
+    clip_baseline: float | None = None,
+    clip_ratio_level: RatioLevel = "sequence_mean",
+    baseline: Baseline = "uniform",
+    scale: Scale = "weights",
+    correction: Correction | str | None = None,
+    name: str = "maxent_grpo",
+) -> RLAlgorithm:
+    """MaxEnt-GRPO (d'Aliberti 2026, liv-daliberti/maxent-grpo): the weights of the answers to a
+    prompt are softmax((log q + beta r) / (tau + beta)), with q from the rewards and r from a
+    reference (`maxent.listwise`). The credit is `maxent.ListwiseCredit`.
+
+    `form="surrogate"`: these weights minus 1/K are the advantages of GRPO's clipped loss.
+    `form="likelihood"`, the document's: `ListwiseLoss`, weighted mean log-probabilities, and with
+    `clip_coeff` above 0 `ListwiseClipLoss` with `clip_baseline` and `clip_ratio_level`;
+    `length_normalize` and `normalizer` are of the surrogate. `beta` above 0 adds `ReferenceKLLoss`
+    and needs a reference. `tau` and `beta` are coefficients for controllers. Departures, on by
+    default: weights are shared among the best (`sampler_exponent`), 1/K is subtracted (`baseline`).
+    """
+    coefficients = {"tau": as_coefficient(tau)}
+    if isinstance(beta, Coefficient) or beta > 0:
+        coefficients["beta"] = as_coefficient(beta)
+    _check_form(form, clip_coeff, normalizer)
+    surrogate = TokenClippedSurrogateLoss(clip_eps_low, clip_eps_high, length_normalize, normalizer=normalizer)
+    clip = ListwiseClipLoss(clip_coeff, clip_eps_low, clip_eps_high, clip_baseline, clip_ratio_level)
+    penalty = ReferenceKLLoss(coefficients["beta"], kl_estimator, kl_level) if "beta" in coefficients else None
+    reads_sampler = form == "surrogate" or sampler_exponent > 0 or clip_coeff > 0
+    return RLAlgorithm(
+        name=name,
+        credit_assigner=EpisodicReturn(),
+        loss=_add_terms(surrogate if form == "surrogate" else ListwiseLoss(), clip, penalty),
+        preprocess=validate_actor_logps if reads_sampler else None,
+        correction=resolve_correction(correction),
+        batch_credit=ListwiseCredit(
+            group_size=check_group_size(group_size),
+            tau=coefficients["tau"],
+            beta=coefficients.get("beta", beta),
+            q_temperature=q_temperature,
+            q_epsilon=q_epsilon,
+            length_normalize_reference=length_normalize_reference,
+            sampler_exponent=sampler_exponent,
+            baseline=baseline,
+            scale=scale,
+        ),
+        coefficients=coefficients,
+    )
+
+
+def _add_terms(loss: Loss, clip: ListwiseClipLoss, penalty: ReferenceKLLoss | None) -> Loss:
+    """`loss`, with the clip term unless its coefficient is 0, and with the penalty."""
+    terms = [LossTerm("policy", loss)]
+    if clip.coeff:
+        terms.append(LossTerm("clip", clip))
+    if penalty is not None:
+        terms.append(LossTerm("reference_kl", penalty))
+    return CompositeLoss(terms) if len(terms) > 1 else loss
+
+
+def _check_form(form: str, clip_coeff: float, normalizer: Normalizer) -> None:
+    if form not in ("surrogate", "likelihood"):
+        raise ConfigError(f"form ({form!r}) must be 'surrogate' or 'likelihood'")
+    if clip_coeff < 0:
+        raise ConfigError(f"clip_coeff ({clip_coeff}) must be >= 0; 0 is no clip term")
+    if form == "surrogate" and clip_coeff:
+        raise ConfigError(f"clip_coeff ({clip_coeff}) adds a clip term to form='likelihood'; the surrogate clips its own ratios")
+    if form == "likelihood" and normalizer != "samples":
+        raise ConfigError(f"normalizer ({normalizer!r}) is of form='surrogate'; the likelihood takes a mean over groups")

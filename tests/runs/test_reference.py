@@ -1,0 +1,133 @@
+"""The reference of `ludic train`: kept when reinforcement begins, read by a resumed run."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_recipe import TINY as SORT
+from typer.testing import CliRunner
+
+from ludic.cli.app import app
+from ludic.errors import ConfigError
+from ludic.models.byte_tokenizer import make_byte_tokenizer
+from ludic.recipes.compose import compose
+from ludic.recipes.model import make_small_model
+from ludic.recipes.reference_section import ReferenceSection, check_reference, switches_adapters_off
+
+KL = "algorithm_args.reference_kl=0.1"
+TINY = [
+    *("threads=1", "steps=3", "rollout.prompts=2", "rollout.group_size=4", "task.args.max_new_tokens=4", "trainer.lr=0.01"),
+    *("evaluation.samples_per_prompt=2", "task.args.num_heldout=3", "reward=byte_rewards:mean_id"),
+]
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """An untrained model on disk, and problems whose answers almost never earn the same."""
+    path = tmp_path_factory.mktemp("start")
+    sizes = ["hidden_size=16", "num_heads=2", "num_kv_heads=1", "intermediate_size=16"]
+    torch.manual_seed(0)
+    make_small_model(compose([f"network.{size}" for size in sizes]).network).save_pretrained(path / "model")
+    make_byte_tokenizer().save_pretrained(path / "model")
+    rows = [{"prompt": f"{letter}?"} for letter in "abcdefghij"]
+    (path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [*TINY, f"model={path / 'model'}", f"data={path / 'rows.jsonl'}", f"output={path / 'runs'}"]
+
+
+def train(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["train", *arguments])
+
+
+def folder_of(settings: list[str], name: str) -> Path:
+    return Path(settings[-1].removeprefix("output=")) / name
+
+
+def kl_of(run: Path) -> list[float]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line["reference/kl"] for line in lines if line["phase"] == "reinforce"]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(bool((left[name] == right[name]).all()) for name in left)
+
+
+@pytest.mark.integration
+def test_a_resumed_run_keeps_the_reference_that_it_began_with(settings: list[str]) -> None:
+    """Three steps in one go, and three with a kill after the first: the same weights and KL."""
+    whole, parts = folder_of(settings, "whole"), folder_of(settings, "parts")
+    done = train(*settings, "name=whole", KL)
+    assert done.exit_code == 0, done.output
+    kl = kl_of(whole)
+    assert kl[0] < 1e-6  # the reference is the policy that the reinforcement began with
+    assert kl[2] > kl[1] > 1e-6
+    start = Path(next(each for each in settings if each.startswith("model=")).removeprefix("model="))
+    assert equal(weights(whole / "reference"), weights(start))
+    assert not equal(weights(whole / "model"), weights(start))
+
+    assert train(*settings, "name=parts", KL, "checkpoint.every_n_steps=1").exit_code == 0
+    # As after a kill in step 2: the newest checkpoint is that of step 1.
+    for step in ("step_000002", "step_000003"):
+        shutil.rmtree(parts / "checkpoints" / "reinforce" / step, ignore_errors=True)
+    progress = json.loads((parts / "progress.json").read_text())
+    killed = json.dumps({**progress, "phase": "reinforce", "steps": 0, "after": None})
+    (parts / "progress.json").write_text(killed)
+    written = (parts / "reference" / "model.safetensors").stat().st_mtime_ns
+    resumed = train("--resume", str(parts))
+    assert resumed.exit_code == 0, resumed.output
+    assert (parts / "reference" / "model.safetensors").stat().st_mtime_ns == written
+    assert kl_of(parts) == kl
+    assert equal(weights(parts / "model"), weights(whole / "model"))
+
+    (parts / "progress.json").write_text(killed)
+    shutil.rmtree(parts / "reference")
+    gone = train("--resume", str(parts))
+    assert gone.exit_code != 0
+    assert "reference.model=FOLDER" in " ".join(gone.output.split())
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "dr_grpo", "cispo", "scalerl", "maxent_grpo"])
+@pytest.mark.integration
+def test_every_preset_with_a_reference_runs_on_the_command_line(algorithm: str, settings: list[str]) -> None:
+    coefficient = "algorithm_args.beta=0.1" if algorithm == "maxent_grpo" else KL
+    for extra in ([], ["lora.rank=2"], ["lora.rank=2", "reference=model"]):
+        name = "-".join([algorithm, *(each.partition("=")[0] for each in extra)])
+        done = train(*settings, f"name={name}", f"algorithm={algorithm}", coefficient, *extra)
+        assert done.exit_code == 0, done.output
+        kl = kl_of(folder_of(settings, name))
+        assert len(kl) == 3
+        assert kl[0] < 1e-6 < kl[2]
+        assert (folder_of(settings, name) / "reference").is_dir() == (extra != ["lora.rank=2"])
+
+
+@pytest.mark.parametrize("task", ["sort", "addition", "tictactoe", "tools"])
+@pytest.mark.integration
+def test_the_built_in_tasks_take_a_reference(task: str, tmp_path: Path) -> None:
+    done = train(task, *SORT, f"output={tmp_path}", "name=run", "algorithm=grpo", KL)
+    assert done.exit_code == 0, done.output
+    assert len(kl_of(tmp_path / "run")) == 3
+
+
+def test_a_source_that_the_run_does_not_have_is_an_error() -> None:
+    check_reference(ReferenceSection(), has_adapters=False)
+    for section, adapters, words in (
+        (ReferenceSection("copy"), True, "reference.source"),
+        (ReferenceSection("adapters_off"), False, r"lora.rank"),
+        (ReferenceSection("adapters_off", "folder"), True, "reference.model"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            check_reference(section, has_adapters=adapters)
+
+
+def test_auto_switches_adapters_off_where_there_are_some_and_no_model_is_named() -> None:
+    assert switches_adapters_off(ReferenceSection(), has_adapters=True)
+    assert not switches_adapters_off(ReferenceSection(), has_adapters=False)
+    assert not switches_adapters_off(ReferenceSection(model="folder"), has_adapters=True)
+    assert not switches_adapters_off(ReferenceSection("model"), has_adapters=True)
