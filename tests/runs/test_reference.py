@@ -20,7 +20,8 @@ from ludic.recipes.reference_section import ReferenceSection, check_reference, s
 
 KL = "algorithm_args.reference_kl=0.1"
 TINY = [
-    *("threads=1", "steps=3", "rollout.prompts=2", "rollout.group_size=4", "task.args.max_new_tokens=4", "trainer.lr=0.01"),
+    *("threads=1", "steps=3", "rollout.prompts=2", "rollout.group_size=4", "task.args.max_new_tokens=4", "trainer.lr=0.1"),
+    "trainer.minibatches_per_batch=1",  # the KL of the first step is that of the start
     *("evaluation.samples_per_prompt=2", "task.args.num_heldout=3", "reward=byte_rewards:mean_id"),
 ]
 
@@ -67,12 +68,12 @@ def test_a_resumed_run_keeps_the_reference_that_it_began_with(settings: list[str
     assert done.exit_code == 0, done.output
     kl = kl_of(whole)
     assert kl[0] < 1e-6  # the reference is the policy that the reinforcement began with
-    assert kl[2] > kl[1] > 1e-6
+    assert min(kl[1:]) > 1e-5
     start = Path(next(each for each in settings if each.startswith("model=")).removeprefix("model="))
     assert equal(weights(whole / "reference"), weights(start))
     assert not equal(weights(whole / "model"), weights(start))
 
-    assert train(*settings, "name=parts", KL, "checkpoint.every_n_steps=1").exit_code == 0
+    assert train(*settings, "name=parts", KL, "checkpoint.every_n_steps=1", "checkpoint.max_to_keep=5").exit_code == 0
     # As after a kill in step 2: the newest checkpoint is that of step 1.
     for step in ("step_000002", "step_000003"):
         shutil.rmtree(parts / "checkpoints" / "reinforce" / step, ignore_errors=True)
@@ -103,7 +104,8 @@ def test_every_preset_with_a_reference_runs_on_the_command_line(algorithm: str, 
         assert done.exit_code == 0, done.output
         kl = kl_of(folder_of(settings, name))
         assert len(kl) == 3
-        assert kl[0] < 1e-6 < kl[2]
+        assert kl[0] < 1e-6
+        assert kl[2] > 1e-5
         assert (folder_of(settings, name) / "reference").is_dir() == (extra != ["lora.rank=2"])
 
 

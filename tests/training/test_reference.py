@@ -1,19 +1,33 @@
 """References: what they score, and that training does not change them."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 import torch
-from maxent_batches import episodes
+from maxent_batches import episodes, gradient_of_the_trainer
 from training_samples import ListSource, assert_same_tensors, cpu_config, tiny_model, weights_of
 
-from ludic.errors import ConfigError
+from ludic.errors import ConfigError, DataError, DataTypeError
 from ludic.models.lora import adapters_off
-from ludic.training import CachedReference, FrozenModel, LoraSettings, Trainer, WithoutAdapters, apply_lora, make_grpo
+from ludic.training import (
+    AttachedReference,
+    CachedReference,
+    FrozenModel,
+    LoraSettings,
+    Trainer,
+    WithoutAdapters,
+    apply_lora,
+    make_grpo,
+)
 from ludic.training.algorithm import forward_logits
 from ludic.training.backend.torch import TorchBackend
+from ludic.training.batching.batch_codec import encode_batches
+from ludic.training.batching.batch_columns import encode_columns
+from ludic.training.batching.micro_batching import truncate_item
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
 from ludic.training.loss import SharedContext
+from ludic.training.types import SampleAttachments, SAWBatch
 
 TURNS = (1, 3, 2, 1)
 
@@ -152,3 +166,48 @@ def test_the_same_ids_with_other_actions_are_another_sample():
     one.tensors["action_mask"][0, 1] = 1.0
     score(cached, one)
     assert inner.calls == 2
+
+
+def attach(items, model):
+    """The items with the log-probabilities of `model`, one forward pass each."""
+    attached = []
+    for item in items:
+        ids = torch.tensor([item.input_ids])
+        with torch.no_grad():
+            logps = torch.log_softmax(model(input_ids=ids).logits[0, :-1], -1).gather(1, ids[0, 1:, None])[:, 0]
+        of_actions = logps[torch.tensor(item.action_mask[1:]).bool()].tolist()
+        attached.append(replace(item, attachments=replace(item.attachments, reference_logps=of_actions)))
+    return attached
+
+
+def test_attached_log_probabilities_are_the_reference_and_nothing_is_scored():
+    items, algo = episodes(TURNS), make_grpo(group_size=4, reference_kl=0.3)
+    scored, prepared = gradient_of_the_trainer(algo, items, tiny_model(), reference=FrozenModel(tiny_model(seed=1), cpu_config()))
+    given, without = gradient_of_the_trainer(algo, attach(items, tiny_model(seed=1)), tiny_model(), reference=AttachedReference())
+    assert_same_tensors(given, scored, atol=1e-6)
+    assert (prepared.stats["reference/scored"], without.stats["reference/scored"]) == (len(items), 0)
+
+
+def test_attached_log_probabilities_are_cut_with_their_sample():
+    items = attach(episodes((1,) * 4), tiny_model(seed=1))
+    cut = truncate_item(items[0], len(items[0].input_ids) - 1)
+    assert cut.attachments.reference_logps == items[0].attachments.reference_logps[:-1]
+
+
+def test_samples_that_lack_them_are_named():
+    items = attach(episodes((1,) * 4), tiny_model(seed=1))
+    bare = replace(items[2], attachments=SampleAttachments(items[2].attachments.actor_logps))
+    short = replace(items[2], attachments=replace(items[2].attachments, reference_logps=[-1.0]))
+    algo = make_grpo(group_size=4, reference_kl=0.3)
+    for broken, words in ((bare, "not every sample has reference_logps"), (short, "r2/0 has 1 reference_logps")):
+        with pytest.raises(DataError, match=words):
+            gradient_of_the_trainer(algo, [*items[:2], broken, items[3]], tiny_model(), reference=AttachedReference())
+    with pytest.raises(DataTypeError, match="reference_logps"):
+        SampleAttachments(reference_logps="-1.0")
+
+
+def test_what_cannot_be_sent_is_refused_and_not_lost():
+    batch = SAWBatch(attach(episodes((1,) * 4), tiny_model(seed=1)))
+    for encode in (encode_columns, lambda each: encode_batches([each])):
+        with pytest.raises(DataError, match="reference_logps"):
+            encode(batch)

@@ -13,6 +13,7 @@ import torch
 from ludic.errors import ConfigError
 from ludic.recipes.compose import check_minimums
 from ludic.recipes.ranks_section import check_ranks
+from ludic.recipes.reference_section import check_reference
 from ludic.recipes.schema import NULL_UNLESS_SET, Recipe, TaskSection
 from ludic.tasks import Addition, DigitSort, EpisodicTask, Rising, Task, TicTacToe, Tools, as_episodic
 from ludic.tasks.data_task import DataTask
@@ -105,7 +106,8 @@ def add_reward_model(recipe: Recipe, task: EpisodicTask, tokenizer: Any) -> Epis
 def build_algorithm(recipe: Recipe, *, max_completion_tokens: int | None = None) -> RLAlgorithm:
     """The preset that the recipe names, with `algorithm_args`. The group size is that of the
     rollouts; `max_completion_tokens`, the token limit of an answer, goes to presets that take
-    it."""
+    it. Raises `ConfigError` for a reference that the run cannot have."""
+    check_reference(recipe.reference, has_adapters=bool(recipe.lora.rank))
     make = _look_up(REGISTRY, recipe.algorithm, "algorithm").make
     _check_groups_differ(recipe, make)
     explicit = dict(recipe.algorithm_args)

@@ -27,7 +27,6 @@ from ludic.recipes.inference_section import choose_kind, choose_logprob_conventi
 from ludic.recipes.lora import add_adapters, build_lora_settings
 from ludic.recipes.model import build_policy
 from ludic.recipes.over_sampling import check_over_sampling, uses_pool
-from ludic.recipes.reference_section import check_reference
 from ludic.recipes.schema import Recipe
 from ludic.recipes.sharding import has_no_weights
 from ludic.runs.actors.policy_versions import PolicyVersions
@@ -94,7 +93,6 @@ class RLParts:
         check_over_sampling(recipe)
         check_sharding_settings(recipe.sharding, recipe.trainer.model_device)
         check_sampling(recipe)
-        check_reference(recipe.reference, has_adapters=bool(recipe.lora.rank))
         task = build_episodic_task(recipe)
         algorithm = build_algorithm(recipe, max_completion_tokens=recipe.rollout.max_new_tokens or task.max_new_tokens)
         check_rollouts(recipe, task)

@@ -126,6 +126,7 @@ from ludic.training.presets import (
     make_sft as make_sft,
 )
 from ludic.training.reference import (
+    AttachedReference as AttachedReference,
     CachedReference as CachedReference,
     FrozenModel as FrozenModel,
     WithoutAdapters as WithoutAdapters,

@@ -62,12 +62,18 @@ def skips_zero_weight(run: PreparedRun) -> bool:
 
 
 async def prepare(run: PreparedRun, macro: MacroBatch) -> Prepared:
-    """Score the samples with the reference if something reads it, then weigh them, then add the
+    """Score the samples with the reference if something reads it and not all of them bring its
+    log-probabilities, then weigh them, then add the
     log-probabilities that the step begins with if a correction needs them later."""
     stats: dict[str, float] = {}
     if run.algo.reads_reference:
-        macro = await _add_reference(run, macro)
-        stats["reference/scored"] = _sum_over_ranks(run, macro, [float(len(macro.items))])[0]
+        attached = _read_attached(run, macro)
+        scored = 0.0 if attached is not None else float(len(macro.items))
+        if attached is None:
+            macro = await _add_reference(run, macro)
+        else:
+            macro = replace(macro, token_columns={**macro.token_columns, "reference_logps": attached})
+        stats["reference/scored"] = _sum_over_ranks(run, macro, [scored])[0]
     groups = None
     if run.algo.batch_credit is not None:
         weighed = _weigh(run, run.algo.batch_credit, macro)
@@ -78,6 +84,25 @@ async def prepare(run: PreparedRun, macro: MacroBatch) -> Prepared:
         facts = {name: np.array([read(item) for item in macro.items]) for name, read in run.algo.sample_columns.items()}
         macro = replace(macro, sample_columns={**macro.sample_columns, **facts})
     return Prepared(await _add_proximal(run, macro), stats, groups)
+
+
+def _read_attached(run: PreparedRun, macro: MacroBatch) -> dict[int, Tensor] | None:
+    """Row -> [A] log-probabilities of the reference that the samples bring; None unless all of them
+    do, on all ranks. Raises DataError for another number than the sample has action tokens."""
+    logps = [item.attachments.reference_logps for item in macro.items]
+    missing = float(any(each is None for each in logps))
+    if (missing if macro.share is not None else ranks.max_over_ranks([missing], run.cfg.model_device)[0]) > 0:
+        return None
+    found = {}
+    for row, (item, each) in enumerate(zip(macro.items, logps, strict=True)):
+        actions = int(np.count_nonzero(np.asarray(item.action_mask)))
+        if each is None or len(each) != actions:
+            raise DataError(
+                f"{macro.name(row)} has {len(each or ())} reference_logps for {actions} action tokens; there must be one each"
+            )
+        values = np.asarray(each, dtype=np.float32)[int(item.action_mask[0] == 1) :]  # the first token has no prediction
+        found[row] = torch.from_numpy(values.copy()).to(run.cfg.model_device)
+    return found
 
 
 async def _add_reference(run: PreparedRun, macro: MacroBatch) -> MacroBatch:

@@ -15,7 +15,7 @@ from hashlib import blake2b
 import torch
 from torch import Tensor, nn
 
-from ludic.errors import ConfigError
+from ludic.errors import ConfigError, DataError, shorten_names
 from ludic.event_loop import await_if_needed
 from ludic.models.adapters import has_adapters
 from ludic.models.loading import load_model
@@ -72,6 +72,19 @@ class WithoutAdapters:
 
     def logps(self, micro_batch: HasTensors) -> TrainFuture[Tensor]:
         return self.backend.forward_logprobs(MicroBatch(micro_batch.tensors, 0, micro_batch.sample_names), adapters=False)
+
+
+class AttachedReference:
+    """The log-probabilities that the samples bring with them,
+    `SampleAttachments.reference_logps`: nothing is scored. Every sample needs them."""
+
+    def logps(self, micro_batch: HasTensors) -> Tensor:
+        """Raises DataError: the trainer asks only for samples without them."""
+        names = shorten_names(micro_batch.sample_names, limit=3)
+        raise DataError(
+            f"of the batch with {names} not every sample has reference_logps, and the reference is AttachedReference; set "
+            "SampleAttachments.reference_logps on each, or pass reference=FrozenModel(model, cfg)"
+        )
 
 
 class CachedReference:
@@ -153,4 +166,4 @@ def resolve_reference(
     return WithoutAdapters(backend)
 
 
-__all__ = ["CachedReference", "FrozenModel", "ReferencePolicy", "WithoutAdapters", "resolve_reference"]
+__all__ = ["AttachedReference", "CachedReference", "FrozenModel", "ReferencePolicy", "WithoutAdapters", "resolve_reference"]

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from ludic.errors import DataTypeError
+from ludic.errors import DataError, DataTypeError
 from ludic.inference.request import InferenceSpec
 from ludic.types import Rollout, Step, is_list_of
 
@@ -136,6 +136,23 @@ class SampleAttachments:
 
     actor_logps: ActorTokenLogps | None = None
     """None if the sampler returned no log-probabilities, or if no policy sampled the tokens."""
+    reference_logps: list[float] | None = None
+    """[A] log-probabilities of the action tokens under a reference, computed beforehand: a list of
+    floats or a one-dimensional float array. If all samples of a batch have them, no reference
+    scores the batch. They do not travel between processes, nor into checkpoints of batches."""
+
+    def __post_init__(self) -> None:
+        logps = self.reference_logps
+        if logps is not None and not (is_float_array(logps) or is_list_of(logps, float, int)):
+            raise DataTypeError(f"reference_logps must be a List[float] or a float array, got {type(logps).__name__}")
+
+    def check_sendable(self) -> None:
+        """Raise DataError for what no codec of samples carries."""
+        if self.reference_logps is not None:
+            raise DataError(
+                "a sample with reference_logps cannot be stored or sent to another process; attach them where the batch is trained, on "
+                "one process and without batches ahead, or score with FrozenModel"
+            )
 
 
 @dataclass

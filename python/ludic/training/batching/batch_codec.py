@@ -85,6 +85,7 @@ def _encode_batch(batch: SAWBatch) -> _Batch:
 
 def _encode_sample(item: SAWItem) -> _Sample:
     _check_plain(item.meta, "meta of a sample")
+    item.attachments.check_sendable()
     logps = item.attachments.actor_logps
     return _Sample(
         _encode_sequence(item.input_ids),

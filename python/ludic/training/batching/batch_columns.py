@@ -60,6 +60,8 @@ def encode_columns(batch: SAWBatch) -> tuple[bytes, bytes]:
     on, as `SampleTable.from_items`, and DataError, which names the key, for metadata that msgpack
     has no form for."""
     table = _core.SampleTable.from_items(batch.items)
+    for item in batch.items:
+        item.attachments.check_sendable()
     head = _Head(
         version=VERSION,
         weights=np.array([item.weight for item in batch.items], dtype=np.float64).tobytes(),

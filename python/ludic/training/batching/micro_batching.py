@@ -184,10 +184,13 @@ def _truncated_meta(meta: Mapping[str, Any], total: int, retained: int, num_acti
 
 
 def _truncated_attachments(attachments: SampleAttachments, num_actions: int) -> SampleAttachments:
-    logps = attachments.actor_logps
-    if logps is None:
+    logps, reference = attachments.actor_logps, attachments.reference_logps
+    if logps is None and reference is None:
         return attachments
-    return replace(attachments, actor_logps=ActorTokenLogps(logps.token_logps[:num_actions]))
+    return SampleAttachments(
+        None if logps is None else ActorTokenLogps(logps.token_logps[:num_actions]),
+        None if reference is None else reference[:num_actions],
+    )
 
 
 def split_items_by_token_budget(items: Sequence[SAWItem], *, micro_token_budget: int, max_seq_len: int) -> list[list[SAWItem]]:

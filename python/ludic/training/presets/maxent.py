@@ -54,8 +54,7 @@ def make_maxent_grpo(
     name: str = "maxent_grpo",
 ) -> RLAlgorithm:
     """MaxEnt-GRPO (d'Aliberti 2026, liv-daliberti/maxent-grpo): the weights of the answers to a
-    prompt are softmax((log q + beta r) / (tau + beta)), with q from the rewards and r from a
-    reference (`maxent.listwise`). The credit is `maxent.ListwiseCredit`.
+    prompt are softmax((log q + beta r) / (tau + beta)), with q from rewards, r from a reference.
 
     `form="surrogate"`: these weights minus 1/K are the advantages of GRPO's clipped loss.
     `form="likelihood"`, the document's: `ListwiseLoss`, weighted mean log-probabilities, and with
@@ -71,12 +70,11 @@ def make_maxent_grpo(
     surrogate = TokenClippedSurrogateLoss(clip_eps_low, clip_eps_high, length_normalize, normalizer=normalizer)
     clip = ListwiseClipLoss(clip_coeff, clip_eps_low, clip_eps_high, clip_baseline, clip_ratio_level)
     penalty = ReferenceKLLoss(coefficients["beta"], kl_estimator, kl_level) if "beta" in coefficients else None
-    reads_sampler = form == "surrogate" or sampler_exponent > 0 or clip_coeff > 0
     return RLAlgorithm(
         name=name,
         credit_assigner=EpisodicReturn(),
         loss=_add_terms(surrogate if form == "surrogate" else ListwiseLoss(), clip, penalty),
-        preprocess=validate_actor_logps if reads_sampler else None,
+        preprocess=validate_actor_logps if form == "surrogate" or sampler_exponent > 0 or clip_coeff > 0 else None,
         correction=resolve_correction(correction),
         batch_credit=ListwiseCredit(
             group_size=check_group_size(group_size),

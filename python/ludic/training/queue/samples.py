@@ -111,6 +111,7 @@ def _encode_sample(item: SAWItem) -> _Sample:
             f"input_ids has {len(item.input_ids)} tokens, attention_mask {len(item.attention_mask)}, action_mask "
             f"{len(item.action_mask)}"
         )
+    item.attachments.check_sendable()
     attention = bits_to_bytes(item.attention_mask, "attention_mask")
     logps = None if item.actor_logps is None else floats_to_bytes(item.actor_logps.token_logps)
     return _Sample(

@@ -155,19 +155,21 @@ class PyTorchTrainingBackend(TorchBackend):
     def note_step(self, step: int) -> None:
         self.weight_version = step
 
-    def forward_logprobs(self, batch: Any, *, temperature: float | None = None, top_p: float = 1.0) -> TrainFuture[Tensor]:
+    def forward_logprobs(
+        self, batch: Any, *, temperature: float | None = None, top_p: float = 1.0, adapters: bool = True
+    ) -> TrainFuture[Tensor]:
         """Of a batch by column: [B, T] float32 log-probability of each token, aligned with
         `input_ids` and 0 at the first token of a row: `old_log_probs` of later steps. Of a
         micro-batch as in `ForwardPasses`."""
         if not isinstance(batch, Mapping):
-            return super().forward_logprobs(batch, temperature=temperature, top_p=top_p)
+            return super().forward_logprobs(batch, temperature=temperature, top_p=top_p, adapters=adapters)
 
         def compute() -> Tensor:
             rows = ColumnRows.of(batch)
             mini_batch = ColumnMiniBatch(rows, self._column_config)
             logps: dict[int, Tensor] = {}
             for index, micro_batch in enumerate(mini_batch):
-                values = self._logprobs(micro_batch, temperature, top_p)
+                values = self._logprobs(micro_batch, temperature, top_p, adapters)
                 logps.update(zip(map(int, mini_batch.micro_batch_rows(index)), values, strict=False))
             return rows.spread(logps)
 
