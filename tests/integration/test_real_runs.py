@@ -4,6 +4,7 @@ those of the run."""
 import json
 
 import pytest
+import torch
 from byte_rewards import mean_id
 from real_vllm import vllm_or_skip
 from served_weights import CHANGED, CLOSE, logprob_differences, max_difference, served_version
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 
 from ludic.cli.app import app
 from ludic.models.loading import load_model
+from ludic.training.checkpoint import CheckpointConfig, CheckpointManager
 
 pytestmark = pytest.mark.integration
 assert mean_id  # the runs name these functions as their reward
@@ -80,10 +82,18 @@ def test_rollouts_use_the_weights_of_a_running_server(vllm_server, tmp_path):
     assert served_version(vllm_server) == given
 
 
-def test_rollouts_start_a_server_for_the_named_model(vllm_server, tmp_path):
+def test_rollouts_start_a_server_for_the_named_model_which_may_be_a_checkpoint(vllm_server, tmp_path):
+    """vLLM reads the folder of a step as it is, with the state of an optimizer in it."""
     vllm_or_skip()
     out = tmp_path / "out.jsonl"
-    where = ["inference=vllm", f"model={vllm_server.folder}", f"data={rows(tmp_path)}"]
+    manager = CheckpointManager(CheckpointConfig(tmp_path / "checkpoints"), tokenizer=vllm_server.tokenizer)
+    optimizer = torch.optim.AdamW(vllm_server.model.parameters(), lr=0.0, weight_decay=0.0)
+    sum(parameter.sum() * 0.0 for parameter in vllm_server.model.parameters()).backward()
+    optimizer.step()
+    vllm_server.model.zero_grad()
+    checkpoint = manager.save(vllm_server.model, optimizer=optimizer, step=3)
+    assert (checkpoint / "optimizer.safetensors").exists()
+    where = ["inference=vllm", f"model={checkpoint}", f"data={rows(tmp_path)}"]
     ludic("rollout", *REWARD, *where, *PLAY, "--out", out)
     written = check_rollouts(out, vllm_server.model)
     assert {rollout["meta"]["policy_version"] for rollout in written} == {0}

@@ -248,7 +248,8 @@ def test_a_run_stopped_anywhere_resumes_to_the_uninterrupted_run(tiny: list[str]
     assert train_until(step, [*tiny, "name=parts", "epochs=2"]) == 130
     interrupted = summary_of(tmp_path / "parts")
     assert (interrupted["after"], interrupted["steps"]) == (None, step)
-    assert (tmp_path / "parts" / "model" / "model.safetensors").is_file()
+    [checkpoint] = (tmp_path / "parts" / "checkpoints").rglob(f"step_{step:06d}")
+    assert_same_model(checkpoint, tmp_path / "parts" / "model")
     sft("--resume", str(tmp_path / "parts"))
     assert same_weights(tmp_path / "whole", tmp_path / "parts")
     whole, parts = (summary_of(tmp_path / name) for name in ("whole", "parts"))
@@ -256,6 +257,16 @@ def test_a_run_stopped_anywhere_resumes_to_the_uninterrupted_run(tiny: list[str]
     lines = len((tmp_path / "parts" / "metrics.jsonl").read_text().splitlines())
     sft("--resume", str(tmp_path / "parts"))  # resuming a finished run only reports
     assert len((tmp_path / "parts" / "metrics.jsonl").read_text().splitlines()) == lines
+
+
+def assert_same_model(checkpoint: Path, saved: Path) -> None:
+    """Each folder stands alone."""
+    assert (checkpoint / "generation_config.json").read_text() == (saved / "generation_config.json").read_text()
+    one, other = (AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (checkpoint, saved))
+    assert all(torch.equal(one[name], tensor) for name, tensor in other.items())
+    one, other = (AutoTokenizer.from_pretrained(folder) for folder in (checkpoint, saved))
+    assert one("1+1=")["input_ids"] == other("1+1=")["input_ids"]
+    assert one.chat_template == other.chat_template
 
 
 ENDED_BY_ITS_EVALUATION = [

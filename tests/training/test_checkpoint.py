@@ -4,6 +4,7 @@ import io
 import json
 import os
 import pickletools
+import shutil
 import zipfile
 
 import pytest
@@ -11,8 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from training_samples import ListSource, assert_same_tensors, cpu_config, sorting_items, tiny_model, weights_of
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ludic.errors import CheckpointError, ConfigError, LudicError
+from ludic.files.checkpoints import INDEX
+from ludic.files.manifest import MANIFEST
+from ludic.models.byte_tokenizer import make_byte_tokenizer
 from ludic.training import CheckpointConfig, CheckpointManager, Trainer, make_grpo
 
 
@@ -62,14 +67,52 @@ def test_a_restored_optimizer_takes_the_same_next_step(tmp_path):
 
 
 def test_a_checkpoint_folder_is_a_hugging_face_model(tmp_path):
-    from transformers import AutoModelForCausalLM
-
     model = tiny_model()
     folder = make_manager(tmp_path).save(model, optimizer=None, step=12)
     assert folder.name == "step_000012"
     loaded = AutoModelForCausalLM.from_pretrained(folder)
     assert_same_tensors(weights_of(loaded), weights_of(model))
     assert loaded.lm_head.weight.data_ptr() == loaded.model.embed_tokens.weight.data_ptr()
+
+
+def test_an_index_names_the_weights_beside_an_optimizer_and_not_its_state(tmp_path):
+    """Loaders that read every safetensors file of a folder read those of the index alone."""
+    model = tiny_model()
+    folder = make_manager(tmp_path).save(model, optimizer=train_randomly(model), step=1)
+    stored = load_file(folder / "model.safetensors")
+    assert json.loads((folder / INDEX).read_text())["weight_map"] == dict.fromkeys(sorted(stored), "model.safetensors")
+    assert_same_tensors(weights_of(AutoModelForCausalLM.from_pretrained(folder)), weights_of(model))
+    other = tiny_model()
+    make_manager(tmp_path).load(other, optimizer=train_randomly(other))
+    assert_same_tensors(weights_of(other), weights_of(model))
+    older = shutil.copytree(folder, tmp_path / "older" / "step_000001")
+    for name in (INDEX, MANIFEST):
+        (older / name).unlink()
+    make_manager(tmp_path / "older").load(other)  # as earlier versions wrote it
+    assert_same_tensors(weights_of(other), weights_of(model))
+
+
+def test_each_checkpoint_has_the_tokenizer_which_is_made_once(tmp_path, monkeypatch):
+    tokenizer = make_byte_tokenizer()
+    manager = CheckpointManager(CheckpointConfig(tmp_path), tokenizer=tokenizer)
+    model = tiny_model()
+    first = manager.save(model, optimizer=None, step=1)
+    monkeypatch.setattr(tokenizer, "save_pretrained", None)
+    second = manager.save(model, optimizer=None, step=2)
+    text = "3+4=<|im_end|>"
+    for folder in (first, second):
+        read = AutoTokenizer.from_pretrained(folder)
+        assert read(text)["input_ids"] == tokenizer(text)["input_ids"]
+        assert (read.eos_token_id, read.chat_template) == (tokenizer.eos_token_id, tokenizer.chat_template)
+    flip_a_byte(second / "tokenizer.json")
+    with pytest.raises(CheckpointError, match=r"the content of tokenizer\.json has changed"):
+        manager.find(step=2)
+
+
+def flip_a_byte(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
 
 
 def test_no_file_of_a_checkpoint_is_pickled(tmp_path):

@@ -73,7 +73,7 @@ def test_the_files_of_a_checkpoint_equal_those_of_earlier_versions(tmp_path):
     random.seed(1), np.random.seed(2), torch.manual_seed(3)
     folder = trainer.save_checkpoint(metadata={"note": "kept"})
     assert sorted(path.name for path in folder.iterdir()) == sorted(
-        [*DIGESTS, "optimizer.json", "trainer_state.json", "manifest.json"]
+        [*DIGESTS, "optimizer.json", "trainer_state.json", "model.safetensors.index.json", "manifest.json"]
     )
     assert {name: digest(folder / name) for name in DIGESTS} == DIGESTS
     state = json.loads((folder / "trainer_state.json").read_text())

@@ -3,6 +3,7 @@ what they adapt, in folders beside it."""
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,27 @@ def save_policy(model: Any, tokenizer: Any, folder: Path, *, base: str | None = 
         with replace_folder(adapter_folder(folder)) as aside:
             save_adapter(model, aside)
             tokenizer.save_pretrained(aside)
+
+
+class TokenizerFiles:
+    """The files of a tokenizer, which a run saves with each checkpoint. They are made once: a large
+    vocabulary takes longer to write as JSON than to copy."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._contents: dict[str, bytes] = {}
+
+    def write(self, folder: Path) -> None:
+        """Write the files into the folder."""
+        if not self._contents:
+            with tempfile.TemporaryDirectory(prefix="ludic-tokenizer-") as made:
+                self._tokenizer.save_pretrained(made)
+                paths = [path for path in sorted(Path(made).rglob("*")) if path.is_file()]
+                self._contents = {path.relative_to(made).as_posix(): path.read_bytes() for path in paths}
+        for name, content in self._contents.items():
+            place = folder / name
+            place.parent.mkdir(exist_ok=True)
+            place.write_bytes(content)
 
 
 def save_missing_base(model: Any, source: str | None, folder: Path) -> None:

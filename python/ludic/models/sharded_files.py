@@ -72,9 +72,8 @@ def _write_model(model: Any, folder: Path, *, agree: Agree) -> None:
         send_to_owners(tensors, owners, lambda name, tensor: _write(file, name, tensor), agree=agree)
     if rank == 0:
         _write_config(model, folder)
-        if files > 1:
-            places = {name: file_of[owner] for name, owner in sorted(owners.items())}
-            write_json(folder / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places})
+        places = {name: file_of[owner] for name, owner in sorted(owners.items())}
+        write_json(folder / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places})
 
 
 def _write(file: TensorFileWriter | None, name: str, tensor: Tensor) -> None:

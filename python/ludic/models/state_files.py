@@ -36,12 +36,25 @@ PICKLED = ("pytorch_model.bin.index.json", "pytorch_model.bin", "pytorch_model.p
 
 
 def write_model_and_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer | None, folder: Path | None) -> None:
-    """`write_model`, and `write_optimizer` if there is one. Without a folder, nothing."""
+    """`write_model`, and if there is an optimizer `write_optimizer` and an index of the weights.
+    Without a folder, nothing."""
     if folder is None:
         return
     write_model(model, folder)
     if optimizer is not None:
         write_optimizer(optimizer, model, folder)
+        _index_weights(folder)
+
+
+def _index_weights(folder: Path) -> None:
+    """Name the file of each weight. vLLM and SGLang load every `*.safetensors` of a folder without
+    an index, the optimizer's as well. Weights in several files have an index already, and adapters
+    need none."""
+    if not (folder / MODEL).exists():
+        return
+    with safe_open(folder / MODEL, framework="pt") as file:
+        names = sorted(file.keys())
+    write_json(folder / INDEX, {"metadata": {}, "weight_map": dict.fromkeys(names, MODEL)})
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

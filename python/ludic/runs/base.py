@@ -116,7 +116,8 @@ class TrainingRun(ABC, Generic[RecipeT, PartsT, DirectoryT]):
         if self.recipe.sharding.activation_checkpointing and self.shared is None:
             options = {**options, "enable_gradient_checkpointing": True}
         kept = self.recipe.checkpoint
-        manager = CheckpointManager(CheckpointConfig(checkpoints, every_n_steps=kept.every_n_steps, max_to_keep=kept.max_to_keep))
+        places = CheckpointConfig(checkpoints, every_n_steps=kept.every_n_steps, max_to_keep=kept.max_to_keep)
+        manager = CheckpointManager(places, tokenizer=self.parts.tokenizer)
         trainer = trainer_class(
             model=self.parts.model if self.shared is None else self.shared.share_out(self.parts.model),
             batch_source=self._make_stoppable(source),

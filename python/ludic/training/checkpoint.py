@@ -1,9 +1,10 @@
 """Checkpoints: folders of safetensors and JSON in Hugging Face layout, written atomically.
 
     output_dir/
-      step_000050/            as save_pretrained writes: config.json and model*.safetensors
-                              (adapter_model.safetensors for adapters); of a sharded model,
-                              `models.sharded_files` says which rank writes what
+      step_000050/            as save_pretrained writes: config.json and model*.safetensors, with
+                              an index (adapter_model.safetensors for adapters); of a sharded
+                              model, `models.sharded_files` says which rank writes what
+        tokenizer.json ..     the tokenizer, if the manager has one
         optimizer.safetensors tensors of the optimizer's state
         optimizer.json        its other values and parameter groups
         trainer_state.json    {"step", and the state of the run}
@@ -37,6 +38,7 @@ from ludic.files.checkpoints import LATEST, STATE, STEP_NAME, find_checkpoint_fa
 from ludic.files.folders import clear_unfinished, delete_folder, replace_folder, restore_replaced
 from ludic.files.manifest import MANIFEST, hash_manifest, replace_listed_json, write_manifest
 from ludic.files.verified import VerifiedFolders
+from ludic.models.saving import TokenizerFiles
 from ludic.models.sharding import is_sharded
 from ludic.models.state_files import read_model, read_optimizer_if_stored
 from ludic.training import ranks
@@ -75,8 +77,10 @@ class CheckpointManager:
     >>> manager.maybe_save(model, optimizer=optimizer, step=50)
     """
 
-    def __init__(self, cfg: CheckpointConfig) -> None:
+    def __init__(self, cfg: CheckpointConfig, *, tokenizer: Any = None) -> None:
+        """`tokenizer` is saved with each checkpoint, so that a server can load the folder."""
         self.cfg = cfg
+        self._tokenizer = None if tokenizer is None else TokenizerFiles(tokenizer)
         self.root = Path(cfg.output_dir)
         self.root.mkdir(parents=True, exist_ok=True)
         self._saved: Path | None = None
@@ -135,6 +139,8 @@ class CheckpointManager:
             with replace_folder_on_ranks(target, write, shared=shared) as written:
                 if written is not None:
                     folder, described = written
+                    if self._tokenizer is not None:
+                        self._tokenizer.write(folder)
                     write_json(folder / STATE, content)
                     write_manifest(folder, {"step": step}, described=described)
             if ranks.rank() == 0:

@@ -13,7 +13,6 @@ from torch.distributed import HashStore, TCPStore
 from ludic.errors import RankError, RequestsExhausted
 from ludic.training.ranks.lives import name_ranks
 from ludic.training.ranks.meeting import Failure, Meeting
-from ludic.training.ranks.sent_errors import describe_error
 
 PATIENCE_S = 60.0
 
@@ -242,7 +241,7 @@ def test_a_message_may_come_late_and_what_is_called_meanwhile_may_raise(store):
 def test_errors_other_kinds_failures_and_silence_end_a_wait_for_a_message(store):
     [first, second] = meetings(store, 2)
     topic = {meeting.open_topic() for meeting in (first, second)}.pop()
-    first.post(topic, "error", error=describe_error(RequestsExhausted("none left")))
+    first.post_error(topic, RequestsExhausted("none left"))
     with pytest.raises(RequestsExhausted, match="none left"):
         read(second, topic)
     first.post(topic, "finished")

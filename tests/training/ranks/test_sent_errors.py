@@ -3,8 +3,12 @@
 import errno
 import json
 
+import jinja2
 import pytest
+import torch
+from safetensors import SafetensorError
 
+from ludic.cli.machine_faults import describe_machine_fault
 from ludic.cli.user_errors import rank_exit_status
 from ludic.errors import DataError, InferenceError, RankError, RequestsExhausted, ServerUnreachableError
 from ludic.training.ranks.sent_errors import describe_error, rebuild_error
@@ -29,6 +33,7 @@ def test_an_error_is_rebuilt_as_its_nearest_class_that_takes_a_message():
         assert type(rebuilt) is kind
         assert str(rebuilt) == str(error)
         assert rebuilt.__notes__[0].startswith("raised by rank 0, on ")
+    assert rebuild_error(describe_error(OutOfGames("none"))).__notes__[0].endswith(", as OutOfGames")
     unknown = rebuild_error(describe_error(KeyboardInterrupt()))
     assert str(unknown).endswith("was interrupted (without a message)")
 
@@ -41,6 +46,9 @@ def test_an_error_is_rebuilt_as_its_nearest_class_that_takes_a_message():
         (RankError("rank 3 has wrong data", exit_code=78), 78),
         (RankError("rank 3 is gone"), 75),
         (OSError("without a number"), 1),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."), 78),
+        (SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"), 78),
+        (jinja2.TemplateError("roles must alternate"), 78),
         (ServerUnreachableError("no server answers"), 1),
     ],
 )
@@ -48,3 +56,15 @@ def test_a_rebuilt_error_ends_its_rank_with_the_status_of_rank_0(error, status):
     rebuilt = rebuild_error(json.loads(json.dumps(describe_error(error))))
     assert rank_exit_status(rebuilt) == rank_exit_status(error) == status
     assert (type(rebuilt), str(rebuilt)) == (type(error), str(error))
+    assert describe_machine_fault(rebuilt) == describe_machine_fault(OSError(*error.args[:2]) if error.args[1:] else error)
+
+
+def test_an_error_of_a_class_that_is_known_here_by_name_alone_keeps_its_name_and_status():
+    class Overheated(Exception):
+        pass
+
+    rebuilt = rebuild_error(json.loads(json.dumps(describe_error(Overheated("90 degrees"), exit_code=1))))
+    assert isinstance(rebuilt, RankError)
+    assert str(rebuilt).startswith("Overheated on rank 0, on ")
+    assert str(rebuilt).endswith(": 90 degrees")
+    assert rank_exit_status(rebuilt) == 1

@@ -20,7 +20,6 @@ from ludic.training import ranks
 from ludic.training.batching.batch_columns import decode_columns, encode_columns
 from ludic.training.batching.source import PENDING_PATIENCE_S, BatchSourceBase, as_batch_source
 from ludic.training.ranks.collectives import broadcast_bytes, group_device
-from ludic.training.ranks.sent_errors import describe_error
 from ludic.training.types import BatchSource, SAWBatch
 
 BATCH_PATIENCE_S = 3600.0
@@ -93,7 +92,7 @@ class SharedBatches(BatchSourceBase):
             parts = encode_columns(await self._inner.next_batch())
         except BaseException as error:  # also if this rank is interrupted: the others would wait for it
             with suppress(RuntimeError):  # of the store; the error itself matters more
-                self._post("error", error=describe_error(error))
+                self._post_error(error)
             raise
         self._post("batch", sizes=[len(part) for part in parts])
         head, table = [await self._broadcast(part, len(part)) for part in parts]
@@ -116,6 +115,10 @@ class SharedBatches(BatchSourceBase):
         """Tell rank 0, which may be about to ask for the next batch."""
         if self._meeting is not None and self._stop is not None and self._stop():
             self._meeting.request_stop(signal.SIGTERM)
+
+    def _post_error(self, error: BaseException) -> None:
+        if self._meeting is not None:
+            self._meeting.post_error(self._topic, error)
 
     def _post(self, kind: str, **content: Any) -> None:
         """Tell the other ranks, on rank 0."""
@@ -141,7 +144,7 @@ class SharedBatches(BatchSourceBase):
             await self._inner.finish_pending(timeout_s)
         except BaseException as error:
             with suppress(RuntimeError):
-                self._post("error", error=describe_error(error))
+                self._post_error(error)
             raise
         self._post("finished")
 

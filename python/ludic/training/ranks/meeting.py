@@ -21,7 +21,7 @@ from ludic.errors import RankError
 from ludic.exit_codes import TRY_AGAIN
 from ludic.training.ranks.lives import LEFT, Lives, name_ranks
 from ludic.training.ranks.rank_store import RankStore
-from ludic.training.ranks.sent_errors import rebuild_error
+from ludic.training.ranks.sent_errors import describe_error, rebuild_error
 
 FAILURE, STOP = "failure", "stop"
 """Keys of the store."""
@@ -180,6 +180,10 @@ class Meeting:
         removes it."""
         self._store.set(f"{topic}/{self._messages[topic]}", json.dumps({"kind": kind, **content}))
         self._messages[topic] += 1
+
+    def post_error(self, topic: str, error: BaseException) -> None:
+        """Post an error instead of the next message, on rank 0: `read` raises it."""
+        self.post(topic, "error", error=describe_error(error, exit_code=self._exit_code(error)))
 
     async def read(
         self, topic: str, kind: str, patience_s: float, *, while_waiting: Callable[[], None] = lambda: None

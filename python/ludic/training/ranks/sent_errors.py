@@ -2,35 +2,42 @@
 
 from __future__ import annotations
 
-import builtins
+import importlib
 import socket
 from collections.abc import Iterator
 from typing import Any
 
-from ludic import errors
 from ludic.errors import RankError
+from ludic.exit_codes import TRY_AGAIN
+
+_KNOWN = ("ludic.errors", "builtins", "torch", "safetensors", "jinja2")
+"""Modules with errors for which the exit status of a rank, or what its user is told, depends on the
+class."""
 
 
-def describe_error(error: BaseException) -> dict[str, Any]:
+def describe_error(error: BaseException, *, exit_code: int = TRY_AGAIN) -> dict[str, Any]:
     """An error as JSON: its text, its host, the names of its class and of that class's bases, the
-    nearest first, and what else decides the exit status of a rank."""
+    nearest first, and what else decides the exit status of a rank. `exit_code`: that of this
+    rank."""
     kinds = [base.__name__ for base in type(error).__mro__ if issubclass(base, Exception)]
     facts: dict[str, Any] = {}
     if isinstance(error, OSError):
         facts["errno"] = error.errno
     if isinstance(error, RankError):
         facts["exit_code"] = error.exit_code
-    return {"kinds": kinds, "text": str(error), "host": socket.gethostname(), "facts": facts}
+    return {"kinds": kinds, "text": str(error), "host": socket.gethostname(), "facts": facts, "exit_code": exit_code}
 
 
 def rebuild_error(description: dict[str, Any]) -> Exception:
-    """The error of `describe_error`: of the first of its classes that ludic or Python has and that
-    takes just a message, else a RankError. A note says where it was raised.
+    """The error of `describe_error`: of the first of its classes that a module of `_KNOWN` has and
+    that takes just a message, else a RankError with its exit status. A note says where it was
+    raised, and as what.
 
-    Example: a user's `class NoMoreGames(RequestsExhausted)` becomes RequestsExhausted.
+    Example: a user's `class NoMoreGames(RequestsExhausted)` becomes RequestsExhausted with the note
+    `raised by rank 0, on host1, as NoMoreGames`.
     """
-    text, place = description["text"], f"rank 0, on {description['host']}"
-    for kind in description["kinds"]:
+    text, place, kinds = description["text"], f"rank 0, on {description['host']}", description["kinds"]
+    for kind in kinds:
         for known in _classes_named(kind):
             try:
                 error = known(text)
@@ -38,14 +45,17 @@ def rebuild_error(description: dict[str, Any]) -> Exception:
                 continue
             for name, value in description["facts"].items():
                 setattr(error, name, value)
-            error.add_note(f"raised by {place}")
+            error.add_note(f"raised by {place}" + ("" if kind == kinds[0] else f", as {kinds[0]}"))
             return error
-    return RankError(f"{place}, was interrupted ({text or 'without a message'})")
+    if not kinds:
+        return RankError(f"{place}, was interrupted ({text or 'without a message'})")
+    return RankError(f"{kinds[0]} on {place}: {text or 'without a message'}", exit_code=description["exit_code"])
 
 
 def _classes_named(kind: str) -> Iterator[type[Exception]]:
     if kind in ("LudicError", "Exception"):
         return  # they say nothing
-    for found in (vars(errors).get(kind), vars(builtins).get(kind)):
+    for module in _KNOWN:
+        found = vars(importlib.import_module(module)).get(kind)
         if isinstance(found, type) and issubclass(found, Exception):
             yield found

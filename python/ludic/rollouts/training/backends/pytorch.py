@@ -13,12 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from ludic.errors import CheckpointError, ConfigError, DataError
 from ludic.files.atomic import read_json, write_json
-from ludic.files.checkpoints import INDEX, MODEL
 from ludic.models.packed_attention import unwrap_transformer
 from ludic.models.regions import make_slices
 from ludic.models.sharding import find_own_region, gather_tensor, get_local, is_sharded, reshard
@@ -209,8 +207,6 @@ class PyTorchTrainingBackend(TorchBackend):
             if folder is not None and ranks.rank() == 0:
                 if self.tokenizer is not None:
                     self.tokenizer.save_pretrained(folder)
-                if optimizer:
-                    _index_weights(folder)
                 write_json(folder / METADATA, self._describe(step, metrics or {}))
 
         return self._run("save", compute)
@@ -302,16 +298,6 @@ class PyTorchTrainingBackend(TorchBackend):
         """End the thread, after what was submitted."""
         if self._worker is not None:
             self._worker.close()
-
-
-def _index_weights(folder: Path) -> None:
-    """Name the file of each weight. vLLM and SGLang load every `*.safetensors` of a folder without
-    an index, the optimizer's as well. Weights in several files have an index already."""
-    if not (folder / MODEL).exists():
-        return
-    with safe_open(folder / MODEL, framework="pt") as file:
-        names = sorted(file.keys())
-    write_json(folder / INDEX, {"metadata": {}, "weight_map": dict.fromkeys(names, MODEL)})
 
 
 def _make_config(
