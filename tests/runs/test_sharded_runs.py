@@ -1,8 +1,9 @@
-"""`ludic train`, `sft` and `train-rm` with `sharding=full` on two ranks: the run of whole models,
+"""`ludic train`, `sft` and `train-rm` with `sharding=full` on two ranks: the run of one process,
 measured and saved with the trained weights, and resumed on as many ranks and on one."""
 
 import json
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ from ranked_commands import (
     REWARD,
     Ranks,
     alone,
-    has_steps,
+    copied_before_step_3,
+    killed_before_step_4,
     largest_difference,
     ludic_command,
     metrics_of,
@@ -71,9 +73,9 @@ def sharded_sft(folder):
 
 
 @pytest.mark.parametrize("kind", ["train", "train, adapters, a batch ahead", "sft", "train-rm"])
-def test_a_sharded_run_is_that_of_whole_models(kind, folder, request):
+def test_a_sharded_run_is_that_of_one_process(kind, folder, request):
     settings, name = settings_of(kind, folder), kind.replace(", ", "-").replace(" ", "-")
-    whole = run_command(folder, f"{name}-whole", *settings)
+    whole = run_command(folder, f"{name}-whole", *settings, world_size=1, work=alone)
     if kind == "sft":
         sharded = request.getfixturevalue("sharded_sft")
     else:
@@ -90,7 +92,7 @@ def test_a_sharded_run_is_that_of_whole_models(kind, folder, request):
     assert len(list(checkpoint.glob("optimizer-*-of-00002.safetensors"))) == 2  # each rank wrote its part
     assert find_checkpoint_faults(checkpoint) == []
     with_whole = {path.name for path in whole.iterdir()}
-    assert {path.name for path in sharded.iterdir()} == with_whole
+    assert {path.name for path in sharded.iterdir()} == with_whole | {"ranks", ".launcher"}
 
 
 def assert_same_measurements(whole, sharded, kind):
@@ -113,11 +115,9 @@ def test_a_sharded_run_that_is_killed_resumes_on_as_many_ranks_and_on_one(folder
         "sharding=full",
         f"output={folder}",
         f"name={name}",
-        work=with_sgd,
+        work=killed_before_step_4,
     ) as run:
-        run.wait_for(has_steps(folder / name, 3))
-        run.kill(1)
-        run.wait()
+        assert run.wait() == [75, -signal.SIGKILL], run.read_all()
     killed, copy = folder / name, folder / "sft-on-one"
     shutil.copytree(killed, copy)
     run_command(folder, name, "sft", "--resume", str(killed))
@@ -133,13 +133,10 @@ def test_a_sharded_run_that_is_killed_resumes_on_as_many_ranks_and_on_one(folder
 def test_a_run_with_param_dtype_goes_on_on_one_process(param_dtype, tolerance, folder):
     """Two more steps, relative to the largest weight. What bfloat16 rounds depends on the samples
     of a rank."""
-    name = f"sft-{param_dtype}"
-    given = ["dtype=bfloat16", "sharding=full", f"sharding.param_dtype={param_dtype}", "checkpoint.every_n_steps=2"]
-    settings = ["sft", *SFT, *given, "trainer.lr_scheduler_type=constant_with_warmup", "steps=2"]
-    sharded = run_command(folder, name, *settings)
-    copy = Path(shutil.copytree(sharded, folder / f"{name}-on-one"))
-    run_command(folder, name, "sft", "--resume", str(sharded), "steps=4")
-    run_command(folder, copy.name, "sft", "--resume", str(copy), "steps=4", world_size=1, work=alone)
+    name, given = f"sft-{param_dtype}", ["dtype=bfloat16", "sharding=full", f"sharding.param_dtype={param_dtype}"]
+    sharded = run_command(folder, name, "sft", *SFT, *given, "checkpoint.every_n_steps=2", "steps=4", work=copied_before_step_3)
+    copy = folder / f"{name}-at-2"
+    run_command(folder, copy.name, "sft", "--resume", str(copy), world_size=1, work=alone)
     before, expected, got = (stored_weights(run, step) for run, step in ((sharded, 2), (sharded, 4), (copy, 4)))
     assert {tensor.dtype for tensor in got.values()} == {torch.float32}
     assert distance(got, expected) < tolerance
@@ -167,7 +164,8 @@ def test_a_mixture_of_experts_keeps_the_stored_biases_of_its_files(folder):
     (folder / "sums.jsonl").write_text(lines)
     given = ["sft", "threads=1", f"model={folder / 'mixture'}", f"data={folder / 'sums.jsonl'}", "batch_size=4", "epochs=1"]
     settings = [*given, "heldout=0", "checkpoint.every_n_steps=2"]
-    runs = [run_command(folder, "mixture-whole", *settings), run_command(folder, "mixture-sharded", *settings, "sharding=full")]
+    whole = run_command(folder, "mixture-whole", *settings, world_size=1, work=alone)
+    runs = [whole, run_command(folder, "mixture-sharded", *settings, "sharding=full")]
     assert largest_difference(*runs) < 1e-6
     one, other = (AutoModelForCausalLM.from_pretrained(next(run.glob("checkpoints/**/step_000002"))).state_dict() for run in runs)
     assert one.keys() == other.keys()

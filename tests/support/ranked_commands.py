@@ -4,6 +4,7 @@ The environment of each is that of torchrun without its agent: rank 0 serves the
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -30,7 +31,7 @@ _CONTEXT.set_forkserver_preload(
 )
 PATIENCE_S = 120.0
 NETWORK = [argument for argument in TINY if argument.startswith("network.")]
-PAIRS = [*NETWORK, "threads=1", "pairs=40", "batch_size=6", "epochs=1"]
+PAIRS = [*NETWORK, "threads=1", "pairs=40", "task.args.num_heldout=40", "batch_size=6", "epochs=1"]
 REWARD = ["reward=byte_rewards:mean_id", "task.args.max_new_tokens=4", "task.args.num_heldout=3"]
 
 
@@ -110,6 +111,38 @@ def with_sgd(environment, *arguments):
 
     Trainer.initialize_optimizer = lambda self: torch.optim.SGD([p for p in self.model.parameters() if p.requires_grad], lr=0.1)
     ludic_command(environment, *arguments)
+
+
+def killed_before_step_4(environment, *arguments):
+    """`with_sgd`, where rank 1 gets SIGKILL as soon as it begins step 4."""
+    from ludic.training import Trainer
+
+    train_step = Trainer.train_step
+
+    async def train_until_then(self):
+        if environment.rank == 1 and self.current_step == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return await train_step(self)
+
+    Trainer.train_step = train_until_then
+    with_sgd(environment, *arguments)
+
+
+def copied_before_step_3(environment, *arguments):
+    """`with_sgd`. Where step 3 begins, rank 0 copies the run's folder to `NAME-at-2`: what a kill
+    would leave."""
+    from ludic.training import Trainer
+
+    given = dict(argument.split("=", 1) for argument in arguments if "=" in argument)
+    run, train_step = Path(given["output"]) / given["name"], Trainer.train_step
+
+    async def copy_first(self):
+        if environment.rank == 0 and self.current_step == 2:
+            shutil.copytree(run, run.with_name(f"{run.name}-at-2"))
+        return await train_step(self)
+
+    Trainer.train_step = copy_first
+    with_sgd(environment, *arguments)
 
 
 def alone(environment, *arguments):

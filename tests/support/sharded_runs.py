@@ -16,6 +16,7 @@ from preference_samples import reward_model, rm_config, sorted_pairs
 from safetensors.torch import load_file, save_file
 from sharded_buffers import find_buffers
 from sharded_presets import find_presets
+from small_models import mixture_model
 from training_samples import ListSource, cpu_config, sorting_items, tiny_model
 from transformers import AutoModelForCausalLM
 
@@ -41,8 +42,6 @@ from ludic.training import (
 from ludic.training.backend.torch import TorchBackend
 
 STEPS, SAMPLES = int(os.environ.get("STEPS", "4")), 16
-
-
 HALF = STEPS // 2
 
 
@@ -352,10 +351,14 @@ def start_from_files(rank, world, folder, kind):
 
 
 def find_starts(runs):
-    """A model of files that is read whole by each rank, and one that each reads its part of."""
-    tiny_model(0).save_pretrained(runs.folder / "model", max_shard_size="20KB")
-    folder = str(runs.folder / "model")
-    return {kind: run_ranks(2, start_from_files, folder, kind) for kind in ("whole", "slices")}
+    """Models of files that are read whole by each rank, and those that each reads its part of. The
+    files of a mixture have each expert alone."""
+    found = {}
+    for name, model in (("dense", tiny_model(0)), ("mixture", mixture_model("DeepseekV3", tie_word_embeddings=False))):
+        folder = str(runs.folder / name)
+        model.save_pretrained(folder, max_shard_size="20KB")
+        found[name] = {kind: run_ranks(2, start_from_files, folder, kind) for kind in ("whole", "slices")}
+    return found
 
 
 def find_exports(runs):

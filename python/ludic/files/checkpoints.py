@@ -18,6 +18,8 @@ with its `step`, and a manifest."""
 INDEX, MODEL, ADAPTER = "model.safetensors.index.json", "model.safetensors", "adapter_model.safetensors"
 WEIGHT_FILES = (INDEX, MODEL, ADAPTER)
 """Files that decide which weights are read from a folder, where they exist."""
+PICKLED = ("pytorch_model.bin.index.json", "pytorch_model.bin", "pytorch_model.pt", "optimizer.bin", "checkpoint.pt")
+"""Files of other libraries that are pickles, or name some."""
 FOREIGN = (*WEIGHT_FILES, "optimizer.safetensors", "optimizer.json", STATE)
 """Files that would be read if somebody put them into a checkpoint."""
 

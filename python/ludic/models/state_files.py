@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ from torch import Tensor, nn
 
 from ludic.errors import CheckpointError, DataError
 from ludic.files.atomic import read_json, write_json
-from ludic.files.checkpoints import ADAPTER, INDEX, MODEL
+from ludic.files.checkpoints import ADAPTER, INDEX, MODEL, PICKLED
 from ludic.models.adapters import has_adapters
+from ludic.models.fused_experts import FusedExperts, find_fused
 from ludic.models.published import unwrap_model
 from ludic.models.regions import split_in_buckets
 from ludic.models.sharding import find_own_region, get_local, is_sharded, make_shard, reshard
@@ -32,7 +34,6 @@ EMBEDDINGS = ("embed_tokens", "lm_head")
 """Layers that share a vocabulary, by PEFT's names."""
 MAPPED_BYTES = 64 << 20
 """Bytes of shards that are read before the files are opened again, which frees what was mapped."""
-PICKLED = ("pytorch_model.bin.index.json", "pytorch_model.bin", "pytorch_model.pt")
 
 
 def write_model_and_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer | None, folder: Path | None) -> None:
@@ -133,7 +134,7 @@ def _read_shards_of_model(model: nn.Module, folder: Path) -> None:
     own = model.state_dict()
     adapted = (folder / ADAPTER).exists()
     files, index = ([ADAPTER], None) if adapted else find_weight_files(folder)
-    with StoredTensors([folder / name for name in files], places=index) as stored:
+    with _open_by_names_of_model(model, folder, files, index) as stored:
         described = stored.describe()
         places = _require_adapter_names(model, folder) if adapted else {name: name for name in described}
         if adapted:
@@ -150,10 +151,20 @@ def _read_shards_of_model(model: nn.Module, folder: Path) -> None:
                 )
     sizes = {name: get_local(own[places[name]]).numel() * like.element_size() for name, like in described.items()}
     for names in split_in_buckets(sizes, MAPPED_BYTES):
-        with StoredTensors([folder / name for name in files], places=index) as stored:
+        with _open_by_names_of_model(model, folder, files, index) as stored:
             for name in names:
                 target = own[places[name]]
                 get_local(target).copy_(stored.read(name, find_own_region(target)))
+
+
+@contextmanager
+def _open_by_names_of_model(
+    model: nn.Module, folder: Path, files: Iterable[str], places: Mapping[str, str] | None
+) -> Iterator[StoredTensors | FusedExperts]:
+    """The stored tensors, those of experts by the names of the model if it has others."""
+    with StoredTensors([folder / name for name in files], places=places) as stored:
+        fits = set(stored.names()) <= set(model.state_dict())
+        yield stored if fits else find_fused(model, stored) or stored
 
 
 def _check_dtypes(model: nn.Module, state: Mapping[str, Tensor], folder: Path) -> None:

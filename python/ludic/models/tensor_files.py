@@ -144,6 +144,9 @@ class StoredTensors:
         self._parts.setdefault(name, []).append(_Part(file, region))
         self._dtypes[name] = DTYPES[part.get_dtype()]
 
+    def names(self) -> Iterable[str]:
+        return self._parts.keys()
+
     def describe(self) -> dict[str, Tensor]:
         """Name -> an empty tensor on the device `meta` of the whole shape and the stored dtype."""
         return {name: torch.empty(self._shape(name), dtype=self._dtypes[name], device="meta") for name in self._parts}

@@ -102,10 +102,11 @@ def test_an_error_of_the_publisher_is_raised_on_all_ranks(found):
     assert second["error"].endswith("PublishError: the server is gone")
 
 
-def test_a_start_from_slices_computes_the_same(found):
-    starts = found["starts"]
+@pytest.mark.parametrize("model", ["dense", "mixture"])
+def test_a_start_from_slices_computes_the_same(model, found):
+    starts = found["starts"][model]
     for whole, slices in zip(starts["whole"], starts["slices"], strict=True):
-        assert slices["tied"]
+        assert slices["tied"] == (model == "dense")
         assert slices["logits"] == whole["logits"]
         assert slices["norm"] == whole["norm"]
 

@@ -24,8 +24,10 @@ from typing import Any
 
 from ludic.errors import CheckpointError, ConfigError, LaunchError
 from ludic.files.atomic import read_json, write_text
+from ludic.files.checkpoints import PICKLED
 from ludic.files.json_values import encode_lines
 from ludic.files.jsonl import write_jsonl
+from ludic.launch.torchrun import AGENT
 from ludic.rollouts.training.pipeline_tree import Translation, read_tree, translate_rl, translate_sft
 
 Config = Mapping[str, Any] | str | Path
@@ -33,7 +35,6 @@ _STEP = re.compile(r"step_(\d+)")
 _PHASES = ("", "reinforce", "sft", "warm_up")
 _LAST_WRITTEN = ("metadata.json", "manifest.json")
 """A checkpoint is complete once it has one of these."""
-_PICKLES = ("pytorch_model.bin", "checkpoint.pt", "optimizer.bin")
 
 
 async def run_pipeline(config: Config, output_dir: str | Path | None = None) -> Path:
@@ -88,7 +89,7 @@ def latest_checkpoint(folder: str | Path) -> Path:
     for place in places:
         found = {int(match[1]): path for path in place.glob("step_*") if (match := _STEP.fullmatch(path.name))}
         complete = {step: path for step, path in found.items() if any((path / name).is_file() for name in _LAST_WRITTEN)}
-        pickled = [path for path in found.values() if any((path / name).is_file() for name in _PICKLES)]
+        pickled = [path for path in found.values() if any((path / name).is_file() for name in PICKLED)]
         if pickled and max(found) in {step for step, path in found.items() if path in pickled}:
             raise _refuse_pickles(found[max(found)])
         if complete:
@@ -134,7 +135,7 @@ def _find_model(source: str | Path | None) -> str | None:
         return str((path / "model").resolve())
     if (path / "config.json").is_file():
         return str(path.resolve())
-    if any((path / name).is_file() for name in _PICKLES):
+    if any((path / name).is_file() for name in PICKLED):
         raise _refuse_pickles(path)
     return str(latest_checkpoint(path).resolve())
 
@@ -194,7 +195,7 @@ def _launcher(target: Mapping[str, Any]) -> Sequence[str]:
     if ranks == 1 or "RANK" in os.environ:
         return [sys.executable, "-m", "ludic.cli"]
     address = [f"--master-addr={target['master_addr']}", f"--master-port={target['master_port']}"]
-    return [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", *address, "-m", "ludic.cli"]
+    return [sys.executable, "-m", AGENT, f"--nproc-per-node={ranks}", *address, "-m", "ludic.cli"]
 
 
 def _environment(tree: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:

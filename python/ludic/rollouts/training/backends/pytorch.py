@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ludic.errors import CheckpointError, ConfigError, DataError
 from ludic.files.atomic import read_json, write_json
+from ludic.files.checkpoints import PICKLED
 from ludic.models.packed_attention import unwrap_transformer
 from ludic.models.regions import make_slices
 from ludic.models.sharding import find_own_region, gather_tensor, get_local, is_sharded, reshard
@@ -43,7 +44,6 @@ WITHOUT_LIMIT = 2**31 - 1
 """Tokens of a micro-batch that is not split."""
 LONGEST = 2**20
 """Tokens of a sample, for a model that names no limit."""
-PICKLES = ("pytorch_model.bin", "optimizer.bin", "checkpoint.pt", "pytorch_model.pt")
 
 
 class PyTorchTrainingBackend(TorchBackend):
@@ -372,7 +372,7 @@ def _plain_values(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_pickles(folder: Path) -> None:
-    pickles = [name for name in PICKLES if (folder / name).exists()]
+    pickles = [name for name in PICKLED if (folder / name).exists()]
     if pickles and not any(folder.glob("*.safetensors")):
         raise CheckpointError(
             f"{folder} has {', '.join(pickles)}, which is a pickle and could run any code when it is read. Convert it once, where it was "
