@@ -73,6 +73,16 @@ def test_one_changed_byte_in_any_file_is_found_1000_times_of_1000(tmp_path, capl
     assert checkpoints.find() == newest
 
 
+@pytest.mark.parametrize("name", ["step_000002/manifest.json", "latest.json"])
+def test_the_end_of_a_line_that_becomes_another_one_is_found(tmp_path, name, caplog):
+    """Text is read with all of them as one."""
+    checkpoints = save(tmp_path, 1, 2)
+    path = tmp_path / name
+    path.write_bytes(path.read_bytes().replace(b"\n", b"\r", 1))
+    checkpoints.find()
+    assert path.name in caplog.text
+
+
 @pytest.mark.parametrize(
     "name", ["config.json", "model.safetensors", "optimizer.safetensors", "optimizer.json", "trainer_state.json", MANIFEST]
 )
@@ -112,8 +122,8 @@ def test_weights_that_somebody_adds_are_found_and_other_files_are_not_damage(tmp
     folder = tmp_path / "step_000001"
     (folder / "tokenizer.json").write_text("{}")
     assert checkpoints.find() == folder
-    (folder / "model.safetensors.index.json").write_text('{"weight_map": {}}')
-    with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json was added later"):
+    (folder / "adapter_model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors was added later"):
         checkpoints.find()
 
 
@@ -248,10 +258,11 @@ def test_pruning_keeps_verified_checkpoints_and_not_those_of_an_abandoned_or_dam
     assert checkpoints.find().name == "step_000015"
 
 
-@pytest.mark.parametrize("renames", range(7))
+@pytest.mark.parametrize("renames", range(8))
 def test_a_kill_while_a_checkpoint_replaces_itself_leaves_one(tmp_path, monkeypatch, renames):
     """The only checkpoint is saved again, and the process is killed after so many renames: of
-    config.json, optimizer.json, trainer_state.json, the manifest, the old folder, the new one."""
+    config.json, optimizer.json, the index, trainer_state.json, the manifest, the old folder, the
+    new one."""
     save(tmp_path, 1, max_to_keep=1)
     rename, count = os.replace, 0
 
@@ -268,7 +279,7 @@ def test_a_kill_while_a_checkpoint_replaces_itself_leaves_one(tmp_path, monkeypa
         with pytest.raises(KeyboardInterrupt):
             make_manager(tmp_path, max_to_keep=1).save(model, optimizer=optimizer, step=1, metadata={"seen": 2})
     again = make_manager(tmp_path, max_to_keep=1)
-    assert again.load(trained()[0])["seen"] == (2 if renames == 6 else 1)
+    assert again.load(trained()[0])["seen"] == (2 if renames == 7 else 1)
     again.save(model, optimizer=optimizer, step=1, metadata={"seen": 3})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest.json", "step_000001"]
     assert again.load(trained()[0])["seen"] == 3

@@ -67,7 +67,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of `folder`. Raises CheckpointError if it is damaged."""
     path = folder / MANIFEST
     content = read_json(path)
-    if path.read_text(encoding="utf-8") != _encode({name: value for name, value in content.items() if name != HASH}):
+    if path.read_bytes() != _encode({name: value for name, value in content.items() if name != HASH}).encode():
         raise CheckpointError(f"{MANIFEST} is damaged: its content is not what its hash says")
     return content
 

@@ -250,7 +250,7 @@ class CheckpointManager:
         except (CheckpointError, OSError) as error:
             logger.warning("%s is damaged (%s); the newest undamaged checkpoint is used", pointer, error)
             return None
-        if content != self._describe_latest(folder) or pointer.read_text(encoding="utf-8") != encode_json(content):
+        if content != self._describe_latest(folder) or pointer.read_bytes() != encode_json(content).encode():
             logger.warning("%s is not as it was written, or %s was changed later", pointer, folder.name)
         return folder
 
