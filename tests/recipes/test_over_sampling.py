@@ -19,6 +19,12 @@ def recipe_of(*settings: str):
         (["rollout.over_sampling_factor=2.5", "rollout.max_lag=1"], "set max_lag=2, or lower the factor"),
         (["rollout.order=random", "rollout.group_filter=nonzero_std"], r"rollout.order \(random\) must be arrival or submission"),
         (["rollout.group_filter=zero_std"], r"rollout.group_filter \(zero_std\) must be one of nonzero_std, any_success"),
+        (["rollout.group_filter=nonzero_std", "rollout.group_size=1"], "set rollout.group_size to at least 2"),
+        (
+            ["rollout.group_filter=nonzero_std", "rollout.outage_patience_s=-1"],
+            r"rollout.outage_patience_s \(-1.0\) must be >= 0",
+        ),
+        (["rollout.outage_patience_s=3"], "rollout.outage_patience_s has no effect in a run without over-sampling"),
         (["rollout.group_filter=nowhere:f"], r"rollout.group_filter \(nowhere:f\) cannot be imported"),
         (["rollout.order=submission"], "rollout.order has no effect in a run without over-sampling and group filter"),
         (["rollout.patience=3"], "rollout.patience has no effect"),

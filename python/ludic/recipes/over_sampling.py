@@ -3,6 +3,7 @@ checks of the settings."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 
@@ -12,6 +13,7 @@ from ludic.recipes.inference_section import choose_kind
 from ludic.recipes.schema import Recipe, RolloutSection
 from ludic.tasks.importing import import_named
 from ludic.training.rollouts.group_filters import (
+    COMPARING,
     GroupFilter,
     check_any_success,
     check_quality_and_diversity,
@@ -19,8 +21,8 @@ from ludic.training.rollouts.group_filters import (
     check_reward_nonzero_std,
     of_rollouts,
 )
-from ludic.training.rollouts.group_pool import ORDERS
 from ludic.training.rollouts.hand_over import choose_max_lag
+from ludic.training.rollouts.pool_settings import ORDERS
 from ludic.types import Rollout
 
 GROUP_FILTERS: dict[str, GroupFilter] = {
@@ -29,7 +31,7 @@ GROUP_FILTERS: dict[str, GroupFilter] = {
     "response_diversity": check_response_diversity,
     "quality_and_diversity": check_quality_and_diversity,
 }
-SETTINGS_OF_POOL = ("order", "max_lag", "patience")
+SETTINGS_OF_POOL = ("order", "max_lag", "patience", "outage_patience_s")
 
 
 def uses_pool(recipe: Recipe) -> bool:
@@ -77,7 +79,14 @@ def check_over_sampling(recipe: Recipe) -> None:
         max_lag = choose_lag(recipe)
     except ConfigError as error:
         raise ConfigError(f"rollout.{error}") from error
+    if not 0 <= section.outage_patience_s < math.inf:
+        raise ConfigError(f"rollout.outage_patience_s ({section.outage_patience_s}) must be >= 0 seconds, and finite")
     build_group_filter(recipe)
+    if GROUP_FILTERS.get(section.group_filter or "") in COMPARING and section.group_size == 1:
+        raise ConfigError(
+            f"rollout.group_filter ({section.group_filter}) compares the answers to a problem, and would replace every problem with "
+            "rollout.group_size=1; set rollout.group_size to at least 2, or another filter"
+        )
     _check_others(recipe, max_lag)
 
 

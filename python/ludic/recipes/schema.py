@@ -120,6 +120,10 @@ class RolloutSection:
     patience: int = 10
     """The run ends with an error if `group_filter` rejects more than `patience` * `prompts`
     problems for one step."""
+    outage_patience_s: float = 15.0
+    """Of over-sampling and `group_filter`: how many seconds no problem at all can be answered,
+    because a server is away, before problems are given up. Meanwhile each is tried again after 1,
+    2, 4, 8, 8 ... s."""
 
 
 @dataclass

@@ -11,6 +11,7 @@ from ludic.recipes.schema import Recipe
 from ludic.runs.rollouts import TrainingRequests, measure_log, truncate_log
 from ludic.training.batching.source import BatchSourceBase
 from ludic.training.rollouts.engine import RolloutEngine
+from ludic.training.rollouts.ledger_state import check_number
 from ludic.training.rollouts.log import append_rollouts
 from ludic.training.rollouts.rolling import RollingBatchSource
 from ludic.training.types import CreditAssigner, RolloutRequest, SAWBatch
@@ -51,8 +52,9 @@ class RequestsByProblem:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raises ConfigError if the data has changed."""
+        position = check_number("the position of the requests", state.get("position"))
         self._requests.load_state_dict(state)
-        self._next = int(state["position"])
+        self._next, self._batch = position, (-1, [])
 
 
 class OverSampledRollouts(BatchSourceBase):
@@ -88,6 +90,7 @@ class OverSampledRollouts(BatchSourceBase):
             max_steps=max_steps,
             concurrency=section.concurrency,
             patience=section.patience,
+            outage_patience_s=section.outage_patience_s,
             seed=recipe.seed,
             on_rollouts=self._write,
         )
@@ -105,7 +108,8 @@ class OverSampledRollouts(BatchSourceBase):
         return {**self._rolling.state_dict(), "logged_bytes": measure_log(self._log)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._rolling.load_state_dict(state)
+        check_number("logged_bytes", state.get("logged_bytes"))
+        self._rolling.load_state_dict({key: value for key, value in state.items() if key != "logged_bytes"})
         truncate_log(self._log, state["logged_bytes"])
 
     async def aclose(self) -> None:

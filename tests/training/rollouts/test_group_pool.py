@@ -29,6 +29,7 @@ def pools(draw, max_lag=3):
         "order": draw(st.sampled_from(["arrival", "submission"])),
         "max_concurrency": draw(st.none() | st.integers(1, 6)),
         "max_retries": draw(st.integers(1, 2)),
+        "outage_patience_s": draw(st.sampled_from([0.0, 15.0])),
         "seed": draw(st.integers(0, 2**31 - 1)),
         "patience": 10_000,
     }
@@ -94,6 +95,8 @@ def test_prompts_that_end_give_every_group_and_then_an_end(pool, fate, total):
 @settings(max_examples=settings.default.max_examples // 2)
 @given(pools(), fates())
 def test_in_order_of_submission_timing_does_not_change_what_is_trained(pool, fate):
+    """Whether a server is away is a matter of timing, so that nothing is waited out here."""
+    pool["outage_patience_s"] = 0.0
     other = replace(fate, slow=0.0)
     runs = [
         PlayedPool(one, {**pool, "order": "submission", "max_concurrency": limit}) for one, limit in ((fate, None), (other, 2))
@@ -134,6 +137,7 @@ def test_a_run_killed_at_any_moment_loses_doubles_and_splits_nothing(seed, max_l
 def test_a_killed_run_in_order_of_submission_trains_what_one_without_kills_does(fate, seed):
     rng = Random(seed)
     pool = {"groups_per_batch": 3, "members_per_group": 2, "over_sampling_factor": 2.0, "order": "submission", "patience": 10_000}
+    pool["outage_patience_s"] = 0.0
     without = play_killed(fate, pool, total=20, kills=0, draw=rng.random)
     killed = play_killed(fate, pool, total=20, kills=2, draw=rng.random)
     assert (killed.trained, killed.members) == (without.trained, without.members)
@@ -154,7 +158,7 @@ def test_a_failed_member_is_played_again_alone_with_its_seed():
 
     pool, [group] = play_jumping(scenario())
     assert group.members == [0, 1, 2]
-    assert [member for member, _, _ in seeds] == [0, 1, 1, 1, 2]
+    assert [member for member, _, _ in seeds] == [0, 1, 1, 2, 1]  # at once, then after a second
     assert len({seed for member, _, seed in seeds if member == 1}) == 1
     assert len({seed for _, _, seed in seeds}) == 3
     assert pool.counts.retried == 2
@@ -283,7 +287,7 @@ def test_an_interrupted_member_goes_on_from_what_it_had():
                 await asyncio.sleep(1.0)
                 tokens.append(len(tokens))
         except asyncio.CancelledError:
-            raise MemberInterrupted(tokens) from None
+            raise MemberInterrupted(tokens, has_grown=True) from None
         return tokens
 
     async def scenario():
@@ -443,6 +447,8 @@ def test_a_group_admitted_between_batches_has_the_weights_of_the_batch_before():
         ({"order": "random"}, "must be 'arrival' or 'submission'"),
         ({"on_exhausted": "stop"}, "must be 'error' or 'short'"),
         ({"close_timeout_s": 0}, "must be > 0 seconds"),
+        ({"outage_patience_s": -1}, r"outage_patience_s \(-1\) must be >= 0 seconds"),
+        ({"outage_patience_s": float("inf")}, "and finite"),
     ],
 )
 def test_wrong_settings_are_errors(changes, message):
@@ -515,7 +521,8 @@ def test_calls_that_fail_cost_no_more_than_their_repetition():
 
 def test_groups_are_lost_as_often_as_chance_says():
     """A member fails twice with p^2 = 0.09, a group of 8 is lost with q = 1 - 0.91^8 = 0.530."""
-    played = PlayedPool(Fate(2, failing=0.3, spares=False), {"groups_per_batch": 60, "members_per_group": 8, "max_retries": 1})
+    pool = {"groups_per_batch": 60, "members_per_group": 8, "max_retries": 1, "outage_patience_s": 0}
+    played = PlayedPool(Fate(2, failing=0.3, spares=False), pool)
     play_jumping(play_batches(played, 3))
     counts, q = played.pool.counts, 1 - (1 - 0.3**2) ** 8
     settled = counts.lost + counts.given

@@ -3,10 +3,13 @@
 import asyncio
 import json
 import weakref
+from random import Random
 
 import pytest
+from hypothesis import given, strategies as st
 from jumping_loop import play_jumping
 from playing import FOR_RL, protocol
+from state_edits import edit
 
 from ludic.envs import SingleAgentEnv
 from ludic.errors import ConfigError, ConfigTypeError, RequestsExhausted, RolloutAborted, RolloutError
@@ -209,6 +212,80 @@ def test_closing_a_source_ends_the_batch_that_a_task_awaits(factor):
         return size
 
     assert play_jumping(scenario()) == 8
+
+
+def saved_state():
+    async def scenario():
+        source = make_source(over_sampling_factor=2.0, group_filter=DIFFERENT)
+        for _ in range(2):
+            await source.next_batch()
+        await asyncio.sleep(0.5)
+        state = json.loads(json.dumps(source.state_dict()))
+        await source.aclose()
+        return state
+
+    return play_jumping(scenario())
+
+
+SAVED = saved_state()
+
+
+@given(st.integers(0, 2**32), st.integers(1, 3))
+def test_a_random_edit_of_a_state_is_read_as_it_is_or_refused_and_changes_nothing(seed, number):
+    """Members are compressed; what is read of them is tested where entries are."""
+    edited, rng = SAVED, Random(seed)
+    for _ in range(number):
+        edited = edit(edited, rng, keep=("members", "num_samples", "rng_seed"))
+    source = make_source(over_sampling_factor=2.0)
+    before = source.state_dict()
+    try:
+        source.load_state_dict(edited)
+    except ConfigError:
+        assert source.state_dict() == before
+    else:
+        found = json.loads(json.dumps(source.state_dict()))
+        starts = found["requests"].pop("starts")  # those that are needed
+        assert all(start in edited["requests"]["starts"] for start in starts)
+        assert found == {**edited, "requests": {key: edited["requests"][key] for key in ("next", "requests")}}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"engine": None}, r"engine \(None\) must have the number of episodes"),
+        ({"engine": {"episodes": "9"}}, r"engine.episodes \('9'\) must be a whole number"),
+        ({"requests": []}, "must have next, requests, starts"),
+        ({"requests": {**SAVED["requests"], "next": 3, "starts": []}}, "it does not say which requests had position 2"),
+        ({"requests": {**SAVED["requests"], "requests": {}}}, r"position of the requests \(None\) must be a whole number"),
+        ({"note": 1}, "it has the keys engine, note, pool, requests"),
+    ],
+)
+def test_a_damaged_state_is_named_and_changes_nothing(change, message):
+    source = make_source(over_sampling_factor=2.0)
+    before = source.state_dict()
+    with pytest.raises(ConfigError, match=message):
+        source.load_state_dict({**SAVED, **change})
+    assert source.state_dict() == before
+    pool = json.loads(json.dumps(SAVED["pool"]))
+    pool["groups"][0]["members"] = {"0": "no group"}
+    with pytest.raises(ConfigError, match=r"member 0 of group \d+ cannot be read"):
+        source.load_state_dict({**SAVED, "pool": pool})
+    assert source.state_dict() == before
+
+
+def test_a_server_that_is_away_loses_no_group():
+    class Away(SeededClient):
+        async def complete(self, request):
+            if asyncio.get_running_loop().time() < 9:
+                raise ConnectionError("refused")
+            return await super().complete(request)
+
+    source = make_source(make_engine(Away()), over_sampling_factor=2.0, order="submission")
+    wanted = [content(batch) for batch in play_jumping(take(make_source(over_sampling_factor=2.0, order="submission"), 2))]
+    batches = play_jumping(take(source, 2))
+    assert [content(batch) for batch in batches] == wanted
+    assert source.counts.lost == 0
+    assert [batch.meta["num_dropped_groups"] for batch in batches] == [0, 0]
 
 
 def test_a_source_that_is_never_saved_forgets_the_batches_of_requests_that_it_is_through_with():

@@ -65,6 +65,13 @@ class SampleStatus(Enum):
     """It was interrupted. Such a sample is sampled again and never trained."""
 
 
+class _NoReward(float):
+    """The reward of a sample that nobody has rewarded: 0, and yet not a reward of 0."""
+
+
+NO_REWARD = _NoReward()
+
+
 @dataclass
 class Sample:
     """A prompt with its response. There is an example at the top of this module."""
@@ -76,7 +83,8 @@ class Sample:
     """[T] ids of the prompt, then of the response."""
     loss_mask: list[float] = field(default_factory=list)
     """[T] 0: no loss on this token, 1: loss."""
-    reward: float = 0.0
+    reward: float = NO_REWARD
+    """0 until the sample is rewarded; `has_reward` tells that from a reward of 0."""
     group_index: int | None = None
     """Samples of one prompt have the same one; it is never used twice in a run."""
     index: int | None = None
@@ -89,12 +97,20 @@ class Sample:
 
     Status: ClassVar[type[SampleStatus]] = SampleStatus
 
+    @property
+    def has_reward(self) -> bool:
+        """Whether `reward` was set, be it to 0."""
+        return not isinstance(self.reward, _NoReward)
+
     def to_dict(self, *, packed: bool = False) -> dict[str, Any]:
-        """A copy of all fields that JSON can express if the metadata can. `packed`: the tokens,
+        """A copy of all fields that JSON can express if the metadata can, without a reward that was
+        not set. `packed`: the tokens,
         mask and log-probabilities as base64, at most 13 bytes a token; log-probabilities are then
         rounded to float32, in which they are trained."""
         data = {name: copy.deepcopy(getattr(self, name)) for name in _SAMPLE_FIELDS}
         data["status"] = self.status.value
+        if not self.has_reward:
+            del data["reward"]
         return pack_columns(data) if packed else data
 
     @classmethod
@@ -282,6 +298,10 @@ class RolloutConfig(_Config):
     plain `generate_fn` that still run, up to 30 s; those of a coroutine function are cancelled."""
     seed: int = 0
     """The seeds of samples are derived from it and their position."""
+    outage_patience_s: float = 15.0
+    """How many seconds no call at all may succeed, because a server is away, before groups are
+    lost. Meanwhile each sample is tried again after 1, 2, 4, 8, 8 ... s. 0: only `max_retries`
+    counts."""
 
     _FUNCTIONS = ("generate_fn", "reward_fn", "filter_fn")
 
@@ -297,6 +317,8 @@ class RolloutConfig(_Config):
         self._check_functions()
 
     def _check_over_sampling(self) -> None:
+        if not 0 <= self.outage_patience_s < math.inf:
+            raise ConfigError(f"outage_patience_s ({self.outage_patience_s}) must be >= 0 seconds, and finite")
         factor, lag = self.over_sampling_factor, self.max_lag
         if not (math.isfinite(factor) and factor >= 1.0):
             raise ConfigError(f"over_sampling_factor ({factor}) must be at least 1.0, which keeps exactly one batch in the air")

@@ -14,13 +14,14 @@ kept, the others only counted, so that always
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
-from ludic.errors import ConfigError, DataError
+from ludic.errors import DataError
 
 logger = logging.getLogger(__name__)
 
@@ -165,6 +166,10 @@ class Ledger:
         """The number of kept groups."""
         return len(self._kept)
 
+    def __contains__(self, ordinal: int) -> bool:
+        """Whether the group is kept."""
+        return ordinal in self._kept
+
     def oldest_position(self) -> int | None:
         """The position of the prompt of the oldest kept group; None if no group is kept."""
         return next((group.position for group in self._kept.values()), None)
@@ -236,49 +241,30 @@ class Ledger:
         if group.partials:
             saved["partials"] = _encode_members(group.partials, group, codec)
         if with_prompts:
-            saved["prompt"] = group.prompt
+            saved["prompt"] = _encode_prompt(group)
         return saved
 
-    def decode(self, state: Mapping[str, Any], codec: MemberCodec) -> list[Group]:
-        """Take over the state. Returns the arrived groups in the order of arrival, which are still
-        owed here: the caller lets them arrive. Groups without a saved prompt have None.
-
-        Raises ConfigError for a state of another format or number of members, and for one whose
-        counts do not add up.
-        """
-        self._check(state)
-        counts = state["counts"]
-        self._totals = {kind: int(counts[kind.value]) for kind in self._totals}
-        self.admitted, self.retried = int(state["next_ordinal"]), int(counts["retried"])
-        self._kept, self._arrived = {}, 0
-        for saved in sorted(state["groups"], key=lambda saved: int(saved["ordinal"])):
-            group = self._make_group(int(saved["ordinal"]), int(saved["position"]), int(saved["admitted"]))
-            group.prompt = saved.get("prompt")
-            group.partials = {int(i): codec.decode(value) for i, value in saved.get("partials", {}).items()}
-            self._kept[group.ordinal] = group
-            for i, value in saved["members"].items():
-                self.fill(group, int(i), codec.decode(value))
-        return [self._kept[int(ordinal)] for ordinal in state["arrivals"]]
+    def restore(self, groups: Iterable[Group], *, admitted: int, counts: Mapping[str, int]) -> None:
+        """Keep these groups, in the order of their ordinals, which are owed; the others of
+        `admitted` are counted in `counts`."""
+        self._kept, self._arrived = {group.ordinal: group for group in groups}, 0
+        self._totals = {kind: counts[kind.value] for kind in self._totals}
+        self.admitted, self.retried = admitted, counts["retried"]
 
     def _make_group(self, ordinal: int, position: int, batch: int) -> Group:
         number = self._members_per_group
         return Group(ordinal, position, batch, members=[MISSING] * number, missing=number)
 
-    def _check(self, state: Mapping[str, Any]) -> None:
-        if state.get("format") != FORMAT:
-            raise ConfigError(f"the saved pool of groups has format {state.get('format')!r}, this version reads {FORMAT}")
-        if state["members_per_group"] != self._members_per_group:
-            raise ConfigError(
-                f"the saved groups have {state['members_per_group']} members each, here they have {self._members_per_group}, and a group "
-                "is never split; set the old number, or begin a new run"
-            )
-        counts = state["counts"]
-        gone = sum(int(counts[kind.value]) for kind in self._totals)
-        if gone + len(state["groups"]) != state["next_ordinal"]:
-            raise ConfigError(
-                f"the saved pool of groups is damaged: {gone} groups are gone and {len(state['groups'])} are kept, which is not the "
-                f"{state['next_ordinal']} that were admitted; take an older checkpoint"
-            )
+
+def _encode_prompt(group: Group) -> Any:
+    """A copy of the prompt as JSON gives it back. Raises DataError if it has no such form."""
+    try:
+        return json.loads(json.dumps(group.prompt))
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            f"the prompt of group {group.ordinal} has no form in JSON ({error}), and must be in the state because prompts are not found "
+            "by position; give the buffer `position` and `at(position)`, or use prompts of texts, numbers, lists and mappings"
+        ) from error
 
 
 def _encode_members(members: Mapping[int, Any], group: Group, codec: MemberCodec) -> dict[str, Any]:

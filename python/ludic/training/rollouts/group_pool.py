@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from types import TracebackType
@@ -32,14 +31,11 @@ from ludic.training.rollouts.group_ledger import (
     PoolCounts as PoolCounts,
     Prompts,
 )
-from ludic.training.rollouts.hand_over import ArrivalOrder, HandOver, SubmissionOrder, choose_max_lag
+from ludic.training.rollouts.ledger_state import SavedPool, find_prompts, read_state
 from ludic.training.rollouts.member_calls import MemberCalls, MemberInterrupted as MemberInterrupted, Ticket as Ticket
-from ludic.training.rollouts.setbacks import Setbacks
+from ludic.training.rollouts.pool_settings import PoolSettings
 
 logger = logging.getLogger(__name__)
-
-ORDERS = ("arrival", "submission")
-ON_EXHAUSTED = ("error", "short")
 
 
 class GroupPool:
@@ -63,7 +59,9 @@ class GroupPool:
     timing; a batch then waits for its slowest group.
 
     **Failures.** A call that raises is repeated with the same seed up to `max_retries` times, while
-    its siblings go on. After that the group is lost: counted and logged, and never a reward of 0.
+    its siblings go on; one that was interrupted after progress has not failed. After that the group
+    is lost: counted and logged, and never a reward of 0. While no call succeeds at all, calls are
+    repeated after growing waits for up to `outage_patience_s` before a group is lost (`outage`).
     Twice as many losses as groups are kept, and no whole group in between, are a RolloutError.
     After more than `patience * groups_per_batch` rejections for one batch, `on_exhausted="error"`
     raises RolloutError with the reasons that `explain(group)` gives; "short" gives a batch of the
@@ -92,6 +90,7 @@ class GroupPool:
         max_retries: int = 1,
         max_concurrency: int | None = None,
         patience: int = 10,
+        outage_patience_s: float = 15.0,
         on_exhausted: str = "error",
         seed: int = 0,
         close_timeout_s: float = 30.0,
@@ -99,20 +98,21 @@ class GroupPool:
         explain: Callable[[Group], str] | None = None,
         prompts_in_state: bool = False,
     ) -> None:
-        least = {"groups_per_batch": groups_per_batch, "members_per_group": members_per_group, "patience": patience}
-        _check_least(1, **least, max_concurrency=max_concurrency)
-        _check_least(0, max_retries=max_retries)
-        if not close_timeout_s > 0:
-            raise ConfigError(f"close_timeout_s ({close_timeout_s}) must be > 0 seconds")
-        _check_choice("order", order, ORDERS)
-        _check_choice("on_exhausted", on_exhausted, ON_EXHAUSTED)
-        self._max_lag = choose_max_lag(over_sampling_factor, max_lag)
-        self._accept, self._explain, self._prompts = accept, explain, prompts
-        self._groups_per_batch, self._members_per_group = groups_per_batch, members_per_group
-        self._max_kept = math.ceil(groups_per_batch * over_sampling_factor - 1e-9)  # 10 * 1.1 is 11.000000000000002
-        self._order, self._is_short_allowed = order, on_exhausted == "short"
-        self._close_timeout_s = close_timeout_s
-        self._codec, self._prompts_in_state = codec or PlainMembers(), prompts_in_state
+        self._settings = PoolSettings(
+            groups_per_batch=groups_per_batch,
+            members_per_group=members_per_group,
+            over_sampling_factor=over_sampling_factor,
+            max_lag=max_lag,
+            order=order,
+            max_retries=max_retries,
+            max_concurrency=max_concurrency,
+            patience=patience,
+            outage_patience_s=outage_patience_s,
+            on_exhausted=on_exhausted,
+            close_timeout_s=close_timeout_s,
+        )
+        self._accept, self._explain, self._codec = accept, explain, codec or PlainMembers()
+        self._prompts, self._prompts_in_state = prompts, prompts_in_state
         self._calls = MemberCalls(
             play,
             fill=self._fill,
@@ -122,15 +122,15 @@ class GroupPool:
             max_retries=max_retries,
             max_concurrency=max_concurrency,
             seed=seed,
+            outage_patience_s=outage_patience_s,
         )
-        self._ledger, self._hand_over = Ledger(members_per_group), self._make_hand_over()
-        self._setbacks = Setbacks(max_rejections=patience * groups_per_batch, max_losses=2 * self._max_kept)
+        self._ledger, self._setbacks = Ledger(members_per_group), self._settings.make_setbacks()
+        self._hand_over = self._settings.make_hand_over()
         self._batch = 0
         self._batches_left: int | None = None
         self._counts_before = PoolCounts()
         """The counts when the last batch was given."""
-        self._failure: Exception | None = None
-        """An error of the prompts or of the filter, for whoever asks for a batch."""
+        self._failure: Exception | None = None  # of the prompts or the filter, for whoever asks for a batch
         self._prompts_ended = self._is_entered = self._is_waiting = self._is_aborted = self._is_cut_off = False
         self._changed: asyncio.Future[None] | None = None
         self._ended: asyncio.Future[None] | None = None
@@ -140,7 +140,7 @@ class GroupPool:
     @property
     def max_lag(self) -> int:
         """How many batches after its admission a group is given at the latest."""
-        return self._max_lag
+        return self._settings.lag
 
     @property
     def num_batches(self) -> int:
@@ -156,6 +156,10 @@ class GroupPool:
         """Where the prompt of the oldest kept group is in the prompts; None if no group is kept."""
         return self._ledger.oldest_position()
 
+    def is_kept(self, ordinal: int) -> bool:
+        """Whether the group is owed or arrived."""
+        return ordinal in self._ledger
+
     def limit(self, num_batches: int) -> None:
         """Say how many more batches are needed. No more groups are admitted than those hold, unless
         more batches are asked for after all."""
@@ -169,7 +173,7 @@ class GroupPool:
         """End all calls. A batch that is awaited elsewhere is RolloutAborted."""
         self._is_entered = False
         self._cut_off_wait()
-        await self._calls.stop(self._close_timeout_s)
+        await self._calls.stop(self._settings.close_timeout_s)
         if self._ended is not None:
             await asyncio.wait([self._ended])
 
@@ -187,7 +191,7 @@ class GroupPool:
                 await self._wait_until_complete()
             finally:
                 if not self._is_entered:
-                    await self._calls.stop(self._close_timeout_s)
+                    await self._calls.stop(self._settings.close_timeout_s)
             return self._give()  # the last step: a cancellation after it would lose the batch
         finally:
             self._is_waiting = False
@@ -218,25 +222,26 @@ class GroupPool:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`. Groups that are owed are completed with their seeds and by their
-        deadlines. The prompts must be at their saved position already. Raises ConfigError while
-        calls run, and for a state that does not fit."""
+        deadlines. The prompts must be at their saved position already. Raises ConfigError, and
+        changes nothing, while calls run, and for a state that is damaged or does not fit."""
         if self._calls.is_open:
             raise ConfigError("the pool is playing groups; leave it (`async with`) before you set its state")
-        ledger, hand_over = Ledger(self._members_per_group), self._make_hand_over()
-        arrivals = ledger.decode(state, self._codec)
-        for group in ledger.owed():
+        saved, hand_over = self.read_state(state), self._settings.make_hand_over()
+        for group in saved.ledger.owed():
             hand_over.admit(group)
-        for group in arrivals:
-            ledger.arrive(group)
+        for group in saved.arrivals:
+            saved.ledger.arrive(group)
             hand_over.arrive(group)
-        for group in () if self._prompts_in_state else ledger.owed():
-            group.prompt = self._prompts.at(group.position)
-        self._ledger, self._hand_over, self._batch = ledger, hand_over, int(state["batch"])
-        self._counts_before, self._failure, self._prompts_ended = ledger.count(), None, False
+        if not self._prompts_in_state:
+            find_prompts(saved.ledger, self._prompts)
+        self._ledger, self._hand_over, self._batch = saved.ledger, hand_over, saved.batch
+        self._counts_before, self._failure, self._prompts_ended = saved.ledger.count(), None, False
         self._setbacks.reset()
 
-    def _make_hand_over(self) -> HandOver:
-        return ArrivalOrder(self._groups_per_batch, self._max_lag) if self._order == "arrival" else SubmissionOrder()
+    def read_state(self, state: Any) -> SavedPool:
+        """What `load_state_dict` takes over of a state, but for the prompts. Changes nothing, and
+        raises the same errors."""
+        return read_state(state, self._codec, self._settings.members_per_group, with_prompts=self._prompts_in_state)
 
     async def _wait_until_complete(self) -> None:
         assert self._loop is not None
@@ -244,7 +249,7 @@ class GroupPool:
             await self._open()
         while True:
             if self._is_aborted or self._is_cut_off:
-                await self._calls.stop(self._close_timeout_s)
+                await self._calls.stop(self._settings.close_timeout_s)
                 asked = "asked to abort" if self._is_aborted else "left while a batch was awaited"
                 remedy = "resume()" if self._is_aborted else "the next batch"
                 raise RolloutAborted(f"the pool was {asked}; whole members are kept, and {remedy} goes on with them")
@@ -264,7 +269,7 @@ class GroupPool:
         """Let calls run, those of owed groups first, and try again what raised between batches."""
         self._failure = None
         if not self._calls.is_open:
-            await self._calls.stop(self._close_timeout_s)  # those that an abort has cancelled
+            await self._calls.stop(self._settings.close_timeout_s)  # those that an abort has cancelled
             if self._is_cut_off:
                 return
             self._calls.open()
@@ -286,9 +291,12 @@ class GroupPool:
 
     def _check_setbacks(self) -> None:
         """Raise if the batch cannot be completed."""
-        if self._setbacks.is_losing or (self._setbacks.is_out_of_patience and not (self._is_short_allowed and len(self._ledger))):
+        if self._setbacks.is_losing or (
+            self._setbacks.is_out_of_patience and not (self._settings.is_short_allowed and len(self._ledger))
+        ):
             error = self._setbacks.make_error()
             self._setbacks.reset()
+            self._calls.outage.forget()
             raise error
         if not len(self._ledger):
             raise RequestsExhausted("there are no more prompts, and every group is given, rejected or lost")
@@ -299,8 +307,8 @@ class GroupPool:
 
     def _batch_size(self) -> int:
         """N; what is left, if no more groups are admitted."""
-        is_last = self._prompts_ended or (self._is_short_allowed and self._setbacks.is_out_of_patience)
-        return min(self._groups_per_batch, len(self._ledger)) if is_last else self._groups_per_batch
+        is_last = self._prompts_ended or (self._settings.is_short_allowed and self._setbacks.is_out_of_patience)
+        return min(self._settings.groups_per_batch, len(self._ledger)) if is_last else self._settings.groups_per_batch
 
     def _give(self) -> GroupBatch:
         groups = self._hand_over.take(self._batch, self._batch_size())
@@ -324,7 +332,9 @@ class GroupPool:
             self._wake()
 
     def _admit(self) -> None:
-        while not (self._prompts_ended or self._setbacks.is_over) and len(self._ledger) < self._capacity():
+        while not (self._prompts_ended or self._setbacks.is_over) and len(self._ledger) < self._settings.capacity(
+            self._batches_left, is_waiting=self._is_waiting
+        ):
             try:
                 position, prompt = self._prompts.take()
             except RequestsExhausted:
@@ -336,13 +346,6 @@ class GroupPool:
             group = self._ledger.admit(position, prompt, self._batch if self._is_waiting else max(0, self._batch - 1))
             self._hand_over.admit(group)
             self._calls.add(group)
-
-    def _capacity(self) -> int:
-        """How many groups may be kept. Between two batches groups are admitted with the weights of
-        the batch before, so that all kept ones must leave within the next K batches, not K + 1."""
-        size = self._groups_per_batch
-        left = self._max_kept if self._batches_left is None else size * max(int(self._is_waiting), self._batches_left)
-        return min(self._max_kept, left, size * (self._max_lag + int(self._is_waiting)))
 
     def _wake(self) -> None:
         if self._changed is not None and not self._changed.done():
@@ -386,14 +389,3 @@ class GroupPool:
         message = "group %d is lost: member %d failed again and again, the last time with %s"
         logger.error(message, group.ordinal, member, describe_error(error), exc_info=trace)
         self._admit_more()
-
-
-def _check_least(least: int, **numbers: int | None) -> None:
-    for name, value in numbers.items():
-        if value is not None and value < least:
-            raise ConfigError(f"{name} ({value}) must be >= {least}")
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ConfigError(f"{name} ({value!r}) must be {' or '.join(map(repr, choices))}")

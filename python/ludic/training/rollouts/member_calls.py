@@ -17,6 +17,7 @@ from ludic.event_loop import is_being_cancelled
 from ludic.interaction.containment import describe_error
 from ludic.seeds import derive_seed
 from ludic.training.rollouts.group_ledger import Group, GroupState
+from ludic.training.rollouts.outage import FailedCalls, Outage
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ class Ticket:
     member: int
     """From 0 to members_per_group - 1."""
     attempt: int
-    """How many calls for this member have failed before, since calls were last allowed."""
+    """How many calls for this member have failed in a row before, since calls were last allowed."""
     prompt: Any
     seed: int
     """31 bits that follow from the pool's seed, the ordinal and the member; the same in every
@@ -44,11 +45,15 @@ class Ticket:
 
 class MemberInterrupted(Exception):
     """Raised by `play` with what it has sampled of a member so far. The next call for the member
-    gets it as `Ticket.partial`."""
+    gets it as `Ticket.partial`.
 
-    def __init__(self, partial: Any) -> None:
-        super().__init__("the call was interrupted")
-        self.partial = partial
+    `has_grown`: whether that is more than the ticket had. Such a call has not failed, however often
+    the member is interrupted. One without progress has, and what the ticket had is kept.
+    """
+
+    def __init__(self, partial: Any, *, has_grown: bool) -> None:
+        super().__init__("the call was interrupted before it had sampled anything more")
+        self.partial, self.has_grown = partial, has_grown
 
 
 class MemberCalls:
@@ -56,7 +61,8 @@ class MemberCalls:
     `max_concurrency` at once (None: all).
 
     `fill(group, member, value)` is called with what `play` returned, `lose(group, member, error)`
-    after a call has failed `max_retries` + 1 times; neither for a group that is not owed any more.
+    when a member is given up, for which `outage` has the rule; neither for a group that is not owed
+    any more. A member that waits for its next call takes no place of `max_concurrency`.
     `retry()` is called before a call is repeated, `fail(error)` if all calls have been cancelled
     because one of them was, by somebody else.
     """
@@ -72,6 +78,7 @@ class MemberCalls:
         max_retries: int,
         max_concurrency: int | None,
         seed: int,
+        outage_patience_s: float = 0.0,
     ) -> None:
         self._play, self._fill, self._lose, self._retry, self._fail = play, fill, lose, retry, fail
         self._max_retries, self._max_concurrency, self._seed = max_retries, max_concurrency, seed
@@ -79,7 +86,11 @@ class MemberCalls:
         """A heap; no two entries have the same ordinal and member, so that groups are not
         compared."""
         self._running: dict[MemberKey, asyncio.Task[None]] = {}
+        self._resting: dict[MemberKey, asyncio.TimerHandle] = {}
+        """Members whose last call failed, until their next one."""
+        self._failed: dict[MemberKey, FailedCalls] = {}
         self._context = Context()
+        self.outage = Outage(outage_patience_s)
         self.is_open = False
         """Whether waiting calls start."""
 
@@ -105,6 +116,7 @@ class MemberCalls:
     def drop(self, group: Group) -> None:
         """Cancel the calls of a group that is not owed any more, except the current one."""
         for member in group.list_missing():
+            self._stop_resting((group.ordinal, member))
             task = self._running.get((group.ordinal, member))
             if task is not None and task is not asyncio.current_task():
                 _cancel_once(task)
@@ -113,6 +125,9 @@ class MemberCalls:
         """Cancel the calls that run, forget those that wait, and let none start."""
         self.is_open = False
         self._waiting.clear()
+        for key in [*self._failed, *self._resting]:
+            self._stop_resting(key)
+        self.outage.forget()
         for task in self._running.values():
             _cancel_once(task)
 
@@ -133,27 +148,59 @@ class MemberCalls:
             logger.warning("%d calls ignored their cancellation for %g s and are given up", len(left), timeout_s)
 
     async def _run(self, group: Group, member: int) -> None:
-        """Play the member, repeat the call if it fails, and report the outcome."""
+        """Play the member until a call succeeds, must wait, or is the last one."""
+        key = (group.ordinal, member)
         seed = seed_of_member(self._seed, group.ordinal, member)
-        attempt = 0
         while True:
+            attempt = self._failed[key].number if key in self._failed else 0
             ticket = Ticket(group.ordinal, member, attempt, group.prompt, seed, group.partials.get(member))
             value, error = await self._call(ticket)
-            if group.state is not GroupState.OWED or self._running.get((group.ordinal, member)) is not asyncio.current_task():
+            if group.state is not GroupState.OWED or self._running.get(key) is not asyncio.current_task():
                 return  # the group is lost, or this call was given up
-            if isinstance(error, MemberInterrupted):
+            has_grown = isinstance(error, MemberInterrupted) and error.has_grown
+            if isinstance(error, MemberInterrupted) and has_grown:
                 group.partials[member] = error.partial
+            if error is None or has_grown:
+                self.outage.succeed()
+                self._failed.pop(key, None)
             if error is None:
                 self._fill(group, member, value)
                 return
-            if is_being_cancelled():
+            if is_being_cancelled() or not (has_grown or self._may_repeat(group, member, error)):
                 return
-            if attempt == self._max_retries:
-                self._lose(group, member, error)
-                return
-            attempt += 1
-            self._retry()
-            logger.info("member %d of group %d failed with %s; it is played again", member, group.ordinal, describe_error(error))
+
+    def _may_repeat(self, group: Group, member: int, error: Exception) -> bool:
+        """Whether to repeat a call at once that has failed. Otherwise it is repeated later, or the
+        member is given up."""
+        key, loop = (group.ordinal, member), asyncio.get_running_loop()
+        failed = self._failed.setdefault(key, FailedCalls(self.outage, self._max_retries))
+        has_waited, wait_s = failed.is_waiting_out, failed.fail(loop.time())
+        if wait_s is None:
+            self._lose(group, member, error)
+            return False
+        if has_waited and failed.is_waiting_out and not self.outage.is_reported:
+            self.outage.is_reported = True
+            message = "calls fail, this one with %s, and none succeeds; they are repeated for up to %g s before groups are lost"
+            logger.warning(message, describe_error(error), self.outage.patience_s)
+        logger.info("member %d of group %d failed with %s; it is played again", member, group.ordinal, describe_error(error))
+        if wait_s:
+            self._resting[key] = loop.call_later(wait_s, self._end_rest, group, member)
+            return False
+        self._retry()
+        return True
+
+    def _end_rest(self, group: Group, member: int) -> None:
+        """The next call of a member may start."""
+        del self._resting[group.ordinal, member]
+        self._retry()
+        heapq.heappush(self._waiting, (group.ordinal, member, group))
+        self.start()
+
+    def _stop_resting(self, key: MemberKey) -> None:
+        """Forget the failures of a member, and its next call."""
+        self._failed.pop(key, None)
+        if key in self._resting:
+            self._resting.pop(key).cancel()
 
     async def _call(self, ticket: Ticket) -> tuple[Any, Exception | None]:
         """(what `play` returns, None), or (None, its error)."""

@@ -12,6 +12,7 @@ from random import Random
 from typing import Any, Protocol, runtime_checkable
 
 from ludic.errors import ConfigError, ConfigTypeError, RequestsExhausted
+from ludic.training.rollouts.ledger_state import check_number, damaged
 from ludic.training.types import RequestsFn, RolloutRequest
 
 
@@ -86,14 +87,30 @@ class RequestsByPosition:
         return {"next": self._next, "starts": [list(start) for start in self._starts], "requests": self._function_state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`."""
-        self._next = int(state["next"])
-        self._starts = [(int(first), before) for first, before in state["starts"]]
-        self._batch = (self._next, [])
-        if self._function is not None:
-            self._function.load_state_dict(state["requests"])
-            if self._next:
-                self._batch = self._batch_of(self._next - 1)
+        """Continue from `state`. Raises ConfigError, and changes nothing, for a damaged one."""
+        starts, following = _read_starts(state)
+        put_back = self.remember()
+        try:
+            self._next, self._starts, self._batch = following, starts, (following, [])
+            if self._function is not None:
+                self._function.load_state_dict(copy.deepcopy(state["requests"]))
+                if following:
+                    self._batch = self._batch_of(following - 1)
+        except BaseException:
+            put_back()
+            raise
+
+    def remember(self) -> Callable[[], None]:
+        """A function that sets everything back to what it is now."""
+        kept = self._next, list(self._starts), self._batch
+        function = self._function_state()
+
+        def put_back() -> None:
+            self._next, self._starts, self._batch = kept
+            if self._function is not None:
+                self._function.load_state_dict(function or {})
+
+        return put_back
 
     def _function_state(self) -> dict[str, Any] | None:
         return None if self._function is None else copy.deepcopy(self._function.state_dict())
@@ -108,13 +125,19 @@ class RequestsByPosition:
                 "requests has no state_dict, so the prompts of the groups that were being played are not known any more; give it "
                 "state_dict and load_state_dict, as make_dataset_sequence_requests_fn's has"
             )
-        first, before = self._starts[self._index_of(position)]
+        index = self._index_of(position)
+        if index < 0:
+            raise damaged(f"it does not say which requests had position {position}")
+        first, before = self._starts[index]
         now = copy.deepcopy(self._function.state_dict())
         try:
             self._function.load_state_dict(copy.deepcopy(before or {}))
-            return first, self._ask()
+            batch = self._ask()
         finally:
             self._function.load_state_dict(now)
+        if position >= first + len(batch):
+            raise damaged(f"position {position} is said to be in a batch of {len(batch)} requests from position {first} on")
+        return first, batch
 
     def _ask(self) -> list[RolloutRequest]:
         returned = self._requests_fn()
@@ -143,6 +166,21 @@ class RequestsByPosition:
                 f"requests returned a group of {min(wrong)} members, and group_size is {self._group_size}; return one request a prompt "
                 "(group_size=1 there), or groups of that size"
             )
+
+
+def _read_starts(state: Any) -> tuple[list[tuple[int, Any]], int]:
+    """(starts, the next position) of a state. Raises ConfigError for one that was not saved."""
+    keys = {"next", "starts", "requests"}
+    if not isinstance(state, Mapping) or set(state) != keys or not isinstance(state["starts"], list):
+        raise damaged(f"requests ({state!r:.200}) must have {', '.join(sorted(keys))}, and starts a list")
+    check_number("requests.next", state["next"])
+    before = -1
+    for start in state["starts"]:
+        if not isinstance(start, list | tuple) or len(start) != 2:
+            raise damaged(f"a start of requests ({start!r:.200}) must be a position and a state")
+        check_number("a position of requests.starts", start[0], least=before + 1, most=state["next"] - 1)
+        before = start[0]
+    return [(first, function) for first, function in state["starts"]], state["next"]
 
 
 def make_group(request: RolloutRequest, ordinal: int, group_size: int, seed: int) -> list[RolloutRequest]:

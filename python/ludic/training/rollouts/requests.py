@@ -160,7 +160,12 @@ class SequenceRequests:
                     f"the saved position belongs to {name}={state[name]}, here it is {own}: the requests would not be those of the "
                     "run that is resumed; give the same samples and rng_seed, or begin a new run"
                 )
-        self.position = int(state["position"])
+        position = state.get("position")
+        if isinstance(position, bool) or not isinstance(position, int) or position < 0:
+            raise ConfigError(
+                f"the saved position of the requests ({position!r}) must be a whole number >= 0; take an older checkpoint"
+            )
+        self.position = position
 
 
 def _request_builder(

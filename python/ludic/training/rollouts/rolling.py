@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import copy
 import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from statistics import fmean
 from typing import Any
 
-from ludic.errors import ConfigError, RolloutError
+from ludic.errors import ConfigError, LudicError, RolloutError
+from ludic.interaction.containment import describe_error
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.batching.source import BatchSourceBase
 from ludic.training.batching.synced_batching import Stateful
@@ -24,6 +28,7 @@ from ludic.training.rollouts.array_trace import ArrayTrace
 from ludic.training.rollouts.engine import RolloutEngine, select_credit_assigner
 from ludic.training.rollouts.group_filters import name_of_filter
 from ludic.training.rollouts.group_pool import Group, GroupBatch, GroupPool, PoolCounts, Ticket
+from ludic.training.rollouts.ledger_state import check_number, damaged
 from ludic.training.rollouts.played import PlayedRollouts, RolloutCounts
 from ludic.training.rollouts.prompt_requests import PromptRequests, RequestsByPosition, make_group
 from ludic.training.rollouts.to_samples import batch_from_played
@@ -58,8 +63,9 @@ class RollingBatchSource(BatchSourceBase):
     credit, which are not replaced. `on_rollouts(batch number, rollouts)` is told what is returned.
 
     `concurrency` limits the episodes in flight. The engine plays a failed episode again; a group
-    that fails in the end is lost, counted and replaced. `GroupPool` documents the other settings,
-    and the order in which groups leave.
+    that fails in the end is lost, counted and replaced, unless no group can be played at all: then
+    it is played again for up to `outage_patience_s`. `GroupPool` documents the other settings, and
+    the order in which groups leave.
 
     **Weights.** With `max_lag` > 0 groups are played while the trainer computes, as in
     `OverlappedSource`: a client in this process needs its own copy of the weights, and samples are
@@ -90,6 +96,7 @@ class RollingBatchSource(BatchSourceBase):
         timeout_s: float | None = None,
         concurrency: int = 8,
         patience: int = 10,
+        outage_patience_s: float = 15.0,
         on_exhausted: str = "error",
         seed: int = 0,
         on_rollouts: Callable[[int, list[Rollout]], object] | None = None,
@@ -119,6 +126,7 @@ class RollingBatchSource(BatchSourceBase):
             max_lag=max_lag,
             order=order,
             patience=patience,
+            outage_patience_s=outage_patience_s,
             on_exhausted=on_exhausted,
             seed=seed,
             codec=_PlayedCodec(),
@@ -127,8 +135,8 @@ class RollingBatchSource(BatchSourceBase):
         self._loop: asyncio.AbstractEventLoop | None = None
         """The event loop of the gate."""
         self._is_entered = False
-        self._lost = RolloutCounts()
-        """The outcomes of lost groups since the last batch."""
+        self._failed: dict[int, RolloutCounts] = {}
+        """Ordinal of a group -> the outcomes of its last call, which failed."""
 
     @property
     def max_lag(self) -> int:  # type: ignore[override]
@@ -186,15 +194,27 @@ class RollingBatchSource(BatchSourceBase):
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`. Raises ConfigError for the state of another kind of source."""
-        if "pool" not in state:
+        """Continue from `state`. Raises ConfigError, and changes nothing, for a damaged state and
+        for that of another kind of source."""
+        if not isinstance(state, Mapping) or "pool" not in state:
             raise ConfigError(
                 "the checkpoint is of a run without over-sampling and group filter; resume it with its settings, or begin a new run"
             )
-        if isinstance(self._prompts, RequestsByPosition | Stateful):
-            self._prompts.load_state_dict(state["requests"])
-        self.engine.load_state_dict(state["engine"])
-        self._pool.load_state_dict(state["pool"])
+        engine, prompts = state.get("engine"), self._prompts
+        wanted = {"pool", "engine", *(["requests"] if isinstance(prompts, RequestsByPosition | Stateful) else [])}
+        if set(state) != wanted:
+            raise damaged(f"it has the keys {', '.join(sorted(map(str, state)))}, and not {', '.join(sorted(wanted))}")
+        if not isinstance(engine, Mapping) or set(engine) != {"episodes"}:
+            raise damaged(f"engine ({engine!r}) must have the number of episodes")
+        check_number("engine.episodes", engine["episodes"])
+        self._pool.read_state(state["pool"])
+        if isinstance(prompts, RequestsByPosition | Stateful):
+            with _unchanged_on_error(prompts):
+                _load_requests(prompts, state["requests"])
+                self._pool.load_state_dict(state["pool"])
+        else:
+            self._pool.load_state_dict(state["pool"])
+        self.engine.load_state_dict(engine)
 
     async def aclose(self) -> None:
         """End all episodes. Groups that are played stay, the others go on with the next batch."""
@@ -204,13 +224,15 @@ class RollingBatchSource(BatchSourceBase):
     async def _play(self, ticket: Ticket) -> PlayedRollouts:
         requests = make_group(ticket.prompt, ticket.ordinal, self._group_size, self._seed)
         try:
-            return await self.engine.generate_rollouts(
+            played = await self.engine.generate_rollouts(
                 requests, self._max_steps, timeout_s=self._timeout_s, for_training=True, gate=self._gate
             )
         except RolloutError as error:
             if isinstance(error.played, PlayedRollouts):
-                self._lost += error.played.counts
+                self._failed[ticket.ordinal] = error.played.counts
             raise
+        self._failed.pop(ticket.ordinal, None)  # an outage is over
+        return played
 
     def _accept(self, group: Group) -> bool:
         [played] = group.members
@@ -229,11 +251,37 @@ class RollingBatchSource(BatchSourceBase):
     def _join(self, groups: GroupBatch) -> PlayedRollouts:
         """The rollouts of the batch, with the outcomes of lost groups."""
         members: list[PlayedRollouts] = [played for group in groups for played in group.members]
-        counts, self._lost = self._lost, RolloutCounts()
+        counts = RolloutCounts()
+        for ordinal in [ordinal for ordinal in self._failed if not self._pool.is_kept(ordinal)]:
+            counts += self._failed.pop(ordinal)
         for played in members:
             counts += played.counts
         failures = [failure for played in members for failure in played.failures]
         return PlayedRollouts([rollout for played in members for rollout in played], counts, failures)
+
+
+def _load_requests(prompts: RequestsByPosition | Stateful, state: Any) -> None:
+    try:
+        prompts.load_state_dict(state)
+    except LudicError:
+        raise
+    except Exception as error:
+        raise damaged(f"requests cannot go on from {repr(state)[:200]} ({describe_error(error)})") from error
+
+
+@contextmanager
+def _unchanged_on_error(prompts: RequestsByPosition | Stateful) -> Iterator[None]:
+    """Give the requests their position back if the body raises."""
+    if isinstance(prompts, RequestsByPosition):
+        put_back = prompts.remember()
+    else:
+        before = copy.deepcopy(prompts.state_dict())
+        put_back = partial(prompts.load_state_dict, before)
+    try:
+        yield
+    except BaseException:
+        put_back()
+        raise
 
 
 class _PlayedCodec:
@@ -243,7 +291,7 @@ class _PlayedCodec:
         return base64.b64encode(zlib.compress(encode_group(GroupEntry("", 0, 0, played=member)), 1)).decode("ascii")
 
     def decode(self, value: str) -> PlayedRollouts:
-        played = decode_group(zlib.decompress(base64.b64decode(value))).played
+        played = decode_group(zlib.decompress(base64.b64decode(value, validate=True))).played
         for step in (step for rollout in played for step in rollout.steps):
             if isinstance(step.trace, ArrayTrace):  # samples are as they were before the checkpoint
                 step.trace = step.trace.to_lists()

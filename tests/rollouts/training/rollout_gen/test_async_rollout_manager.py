@@ -8,7 +8,9 @@ import threading
 from random import Random
 
 import pytest
+from hypothesis import given, strategies as st
 from jumping_loop import play_jumping
+from state_edits import edit
 
 from ludic.errors import ConfigError, ConfigTypeError, DataError, RequestsExhausted, RolloutAborted, RolloutError
 from ludic.rollouts.training import AsyncRolloutManager, DataBuffer, RolloutConfig, Sample, SampleStatus, filters
@@ -545,6 +547,106 @@ def test_a_state_that_does_not_fit_changes_nothing():
         assert manager.state_dict() == before
     with pytest.raises(ConfigError, match="no buffer_state"):
         make_manager().load_state_dict({"step_count": 0, "partial_samples": []})
+
+
+def saved_state(group_calls):
+    """A state with complete groups, whole members of others, and an interrupted one."""
+
+    async def generate_or_stop(prompts, seeds, partial=None):
+        try:
+            return await generate(prompts, seeds)
+        except asyncio.CancelledError:
+            return [answer(prompt, seed, status=SampleStatus.ABORTED) for prompt, seed in zip(prompts, seeds, strict=True)]
+
+    async def run():
+        manager = make_manager(generate_fn=generate_or_stop, over_sampling_factor=2.0, group_calls=group_calls)
+        async with manager:
+            await manager.generate_batch()
+            await asyncio.sleep(0.5)
+            manager.weights_changed(4)
+        return json.loads(json.dumps(manager.state_dict()))
+
+    return play_jumping(run())
+
+
+SAVED = {group_calls: saved_state(group_calls) for group_calls in (False, True)}
+
+
+@given(st.booleans(), st.integers(0, 2**32), st.integers(1, 3))
+def test_a_random_edit_of_a_state_is_read_as_it_is_or_refused_and_changes_nothing(group_calls, seed, number):
+    edited, rng = SAVED[group_calls], Random(seed)
+    for _ in range(number):
+        edited = edit(edited, rng, keep=("prompt", "metadata", "rollout_log_probs", "loss_mask", "tokens"))
+    manager = make_manager(over_sampling_factor=2.0, group_calls=group_calls)
+    before = manager.state_dict()
+    try:
+        manager.load_state_dict(edited)
+    except ConfigError:
+        assert manager.state_dict() == before
+    else:
+        found = manager.state_dict()
+        assert without_optional(found, edited) == without_optional(edited, edited)
+
+
+def without_optional(state, wanted):
+    """The state without what may be left out of it, and is in the state of a manager: the buffer's
+    facts, which are checked where they are there, and the version."""
+    buffer = {key: value for key, value in state["buffer_state"].items() if key in wanted["buffer_state"] and key in BUFFER_KEYS}
+    version = state.get("weight_version", 0) if "weight_version" in wanted else 0
+    known = {key: state[key] for key in ("step_count", "partial_samples")}
+    return {**known, "ledger": state["ledger"] if "ledger" in wanted else None, "buffer_state": buffer, "weight_version": version}
+
+
+BUFFER_KEYS = ("epoch_id", "sample_offset", "seed", "num_prompts", "digest")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"partial_samples": {}}, "partial_samples must be a list"),
+        ({"ledger": {}}, "arrivals and groups of the ledger must be lists"),
+        ({"step_count": 7}, "step_count is 7, and the ledger is that of batch 1"),
+        ({"weight_version": "new"}, r"weight_version \('new'\) must be a whole number"),
+        ({"buffer_state": {"epoch_id": "0", "sample_offset": 0}}, r"epoch_id of the state \('0'\) must be a whole number"),
+        ({"buffer_state": None}, "DataBuffer.load_state cannot read the saved buffer_state"),
+    ],
+)
+def test_a_damaged_state_is_named_and_changes_nothing(change, message):
+    manager = make_manager(over_sampling_factor=2.0)
+    before = manager.state_dict()
+    with pytest.raises(ConfigError, match=message):
+        manager.load_state_dict({**SAVED[False], **change})
+    assert manager.state_dict() == before
+
+
+def test_a_prompt_without_a_form_in_json_needs_a_buffer_with_positions():
+    class Strange(OwnBuffer):
+        def get_prompts(self, n):
+            return [{"question": object()}]
+
+    async def run():
+        manager = AsyncRolloutManager(Strange(), RolloutConfig(1, generate_fn=generate, over_sampling_factor=2.0))
+        await manager.generate_batch(lambda sample: 1.0)
+        with pytest.raises(DataError, match=r"the prompt of group \d has no form in JSON .* give the buffer `position` and `at"):
+            manager.state_dict()
+
+    play_jumping(run())
+
+
+def test_an_interrupted_call_that_goes_on_costs_no_attempt():
+    """A server that ends each call after a token, without retries: 6 calls a sample, none lost."""
+
+    async def generate_a_token(prompts, seeds, partial):
+        sample = partial or Sample(prompts[0])
+        sample.tokens.append(len(sample.tokens))
+        sample.loss_mask.append(1)
+        sample.status = SampleStatus.ABORTED if len(sample.tokens) < 6 else SampleStatus.COMPLETED
+        return [sample]
+
+    manager = make_manager(generate_fn=generate_a_token, max_retries=0)
+    batch = play_jumping(manager.generate_batch())
+    assert batch.tokens == [[0, 1, 2, 3, 4, 5]] * 6
+    assert (batch.metadata["lost"], batch.metadata["retried"]) == (0, 0)
 
 
 def test_the_last_prompts_are_a_short_batch():

@@ -125,6 +125,9 @@ class DataBuffer:
         missing = [name for name in ("epoch_id", "sample_offset") if name not in state]
         if missing:
             raise ConfigError(f"the state has no {' and no '.join(missing)}; load what save_state returned")
+        for name in ("epoch_id", "sample_offset", "num_prompts"):
+            if isinstance(state.get(name, 0), bool) or not isinstance(state.get(name, 0), int):
+                raise ConfigError(f"{name} of the state ({state[name]!r}) must be a whole number; load what save_state returned")
         saved = int(state.get("num_prompts", len(self)))
         self._check_same(state, saved, changed)
         passes = Passes(saved, self._order)

@@ -160,9 +160,8 @@ def compute_reward(sample: Sample) -> float:
 
 
 def compute_own_reward(sample: Sample) -> float:
-    """The reward that the sample has; one that has none, which is 0, gets that of
-    `compute_reward`."""
-    return sample.reward or compute_reward(sample)
+    """The reward that the sample has, be it 0; one without gets that of `compute_reward`."""
+    return sample.reward if sample.has_reward else compute_reward(sample)
 
 
 def compute_advantages(rewards: Sequence[float], baseline: float = 0.0) -> list[float]:

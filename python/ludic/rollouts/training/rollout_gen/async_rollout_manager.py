@@ -26,6 +26,7 @@ from ludic.rollouts.training.types import RewardFn, RolloutBatch, RolloutConfig,
 from ludic.training.rollouts.group_filters import name_of_filter
 from ludic.training.rollouts.group_ledger import Group, PoolCounts
 from ludic.training.rollouts.group_pool import GroupBatch, GroupPool, Ticket
+from ludic.training.rollouts.ledger_state import check_number, damaged
 
 __all__ = ["AsyncRolloutManager", "RolloutAborted", "generate_rollout_batch"]
 
@@ -58,6 +59,11 @@ class AsyncRolloutManager:
     `GroupPool` has the rules of admission, hand-over, retries and abort. The manager runs on
     asyncio.
 
+    `data_buffer`: a `DataBuffer`, or an object with `get_prompts(n)`, `save_state()` and
+    `load_state(state)`. One with `position` and `at(position)` too has the prompts of unfinished
+    groups found again by their positions; of another they are in the state, and must be JSON
+    values: `state_dict` raises DataError for a prompt that is not.
+
     `partial_samples`: whole samples to begin with, such as those of a state.
     """
 
@@ -86,6 +92,7 @@ class AsyncRolloutManager:
             max_retries=config.max_retries,
             max_concurrency=concurrency,
             patience=config.patience,
+            outage_patience_s=config.outage_patience_s,
             on_exhausted=config.on_exhausted,
             seed=config.seed,
             codec=SampleCodec(config.n_samples_per_prompt if config.group_calls else None),
@@ -211,26 +218,34 @@ class AsyncRolloutManager:
         are sampled with their seeds. Of a state without `ledger`, complete groups are kept and
         other samples dropped, with a warning.
 
-        Raises ConfigError, and changes nothing, if the state does not fit: other data, another
-        number of samples in a group, or calls that run.
+        Raises ConfigError, and changes nothing, if the state is damaged or does not fit: other
+        data, another number of samples in a group, or calls that run.
         """
         missing = [key for key in ("buffer_state", "step_count", "partial_samples") if key not in state]
         if missing:
             raise ConfigError(f"the state has no {' and no '.join(missing)}; load what state_dict() returned")
-        if "ledger" in state:
-            pool_state = join_state(state["partial_samples"], state["ledger"], self.config.n_samples_per_prompt)
-        else:
-            samples = [Sample.from_dict(data) for data in state["partial_samples"]]
-            pool_state = self._state_of(samples, step_count=int(state["step_count"]))
+        version = state.get("weight_version", 0)
+        check_number("step_count", state["step_count"])
+        check_number("weight_version", version)
+        pool_state = self._join(state)
+        if pool_state.get("batch") != state["step_count"]:
+            raise damaged(f"step_count is {state['step_count']}, and the ledger is that of batch {pool_state.get('batch')}")
+        self._pool.read_state(pool_state)
         before = self.data_buffer.save_state()
-        self._prompts.load(state["buffer_state"])
         try:
+            self._prompts.load(state["buffer_state"])
             self._pool.load_state_dict(pool_state)
         except BaseException:
             self._prompts.load(before)
             raise
         self._sampling.forget()
-        self._sampling.weight_version = int(state.get("weight_version", 0))
+        self._sampling.weight_version = version
+
+    def _join(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        if "ledger" in state:
+            return join_state(state["partial_samples"], state["ledger"], self.config.n_samples_per_prompt)
+        samples = [Sample.from_dict(data) for data in state["partial_samples"]]
+        return self._state_of(samples, step_count=state["step_count"])
 
     def _state_of(self, samples: Sequence[Sample], *, step_count: int) -> dict[str, Any]:
         return state_of_samples(

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ludic.errors import ConfigTypeError, DataError, RequestsExhausted
+from ludic.errors import ConfigError, ConfigTypeError, DataError, LudicError, RequestsExhausted
+from ludic.interaction.containment import describe_error
 
 
 class BufferedPrompts:
@@ -41,8 +42,16 @@ class BufferedPrompts:
         return self.buffer.at(position)
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Load the state of the buffer."""
-        self.buffer.load_state(state)
+        """Load the state of the buffer. Raises ConfigError for one that it cannot read."""
+        try:
+            self.buffer.load_state(state)
+        except LudicError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"{type(self.buffer).__name__}.load_state cannot read the saved buffer_state ({describe_error(error)}); take an older "
+                "checkpoint, or give the buffer that was saved"
+            ) from error
 
 
 def copy_prompt(prompt: Any) -> Any:

@@ -95,7 +95,8 @@ class Sampling:
             self._stamp(sample, ticket.ordinal, member, first)
         if any(sample.status is SampleStatus.ABORTED for sample in samples):
             if self._calls.takes_partial:
-                raise MemberInterrupted(samples if self._config.group_calls else samples[0])
+                has_grown = _size_of(samples) > (0 if ticket.partial is None else _size_of(members_samples(ticket.partial)))
+                raise MemberInterrupted(samples if self._config.group_calls else samples[0], has_grown=has_grown)
             raise RolloutError(f"{self._calls.name} returned an aborted sample; it is sampled again")
         return samples
 
@@ -143,6 +144,11 @@ async def _reward_one(function: RewardFn, sample: Sample) -> float:
     if not math.isfinite(reward):
         raise DataError(f"{name} gave {name_sample(sample, 0)} the reward {reward}; rewards must be finite")
     return reward
+
+
+def _size_of(samples: Sequence[Sample]) -> int:
+    """How much is sampled, in tokens, or in characters by a function that gives only text."""
+    return sum(len(sample.tokens) or len(sample.response) for sample in samples)
 
 
 def _misuse(kind: type[Exception], check: Callable[[], Any]) -> Any:

@@ -16,12 +16,15 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 from ludic.errors import ConfigError, DataError
 from ludic.rollouts.training.packed_columns import COLUMNS
-from ludic.rollouts.training.types import Sample
+from ludic.rollouts.training.samples import check_sample
+from ludic.rollouts.training.types import Sample, SampleStatus
 from ludic.training.rollouts.group_ledger import FORMAT
+from ludic.training.rollouts.ledger_state import check_number, damaged
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +43,9 @@ class SampleCodec:
         return [_encode_sample(sample) for sample in members_samples(member)]
 
     def decode(self, value: Any) -> Member:
-        samples = [Sample.from_dict(data) for data in value]
+        if not isinstance(value, list):
+            raise DataError(f"{value!r:.100} is no list of samples")
+        samples = [_decode_sample(data) for data in value]
         if len(samples) != (self._samples_per_member or 1):
             raise ConfigError(
                 f"the saved groups have {len(samples)} samples, here they have {self._samples_per_member or 1}, and a group is never "
@@ -62,6 +67,25 @@ def _encode_sample(sample: Sample) -> dict[str, Any]:
     return data
 
 
+def _decode_sample(data: Any) -> Sample:
+    """The sample of `_encode_sample`. Raises DataError if it is another thing."""
+    known = {one.name for one in fields(Sample)}
+    if not isinstance(data, Mapping) or not known - {"reward"} <= set(data) <= known:
+        raise DataError(f"{data!r:.100} has not the fields of a sample")
+    sample = Sample.from_dict(data)
+    texts_and_facts = isinstance(sample.response, str) and isinstance(sample.metadata, dict)
+    if not texts_and_facts or not all(is_number(number) for number in (sample.index, sample.group_index)):
+        raise DataError("response must be text, metadata a mapping, and index and group_index whole numbers")
+    if sample.status is not SampleStatus.ABORTED:
+        check_sample(sample)
+    return sample
+
+
+def is_number(value: Any) -> bool:
+    """Whether this is a whole number."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def members_samples(member: Member) -> list[Sample]:
     """The samples of a member, in a list."""
     return member if isinstance(member, list) else [member]
@@ -77,20 +101,30 @@ def split_state(pool_state: Mapping[str, Any]) -> tuple[list[dict[str, Any]], di
     return partial, {**pool_state, "groups": list(groups.values())}
 
 
-def join_state(partial: Sequence[Any], ledger: Mapping[str, Any], samples_per_group: int) -> dict[str, Any]:
-    """The pool's state of `split_state`. Raises ConfigError if the groups have another size."""
-    arrivals = list(ledger["arrivals"])
+def join_state(partial: Any, ledger: Any, samples_per_group: int) -> dict[str, Any]:
+    """The pool's state of `split_state`. Raises ConfigError if the groups have another size, or if
+    the two do not belong together; a pool checks all else."""
+    if not isinstance(partial, list) or not isinstance(ledger, Mapping):
+        raise damaged("partial_samples must be a list, and ledger a mapping")
+    arrivals, groups, number = (ledger.get(key) for key in ("arrivals", "groups", "members_per_group"))
+    if not isinstance(arrivals, list) or not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
+        raise damaged("arrivals and groups of the ledger must be lists, the latter of mappings")
+    for ordinal in arrivals:
+        check_number("an ordinal of arrivals", ordinal)
     if len(partial) != len(arrivals) * samples_per_group:
         raise ConfigError(
             f"the state has {len(partial)} samples of {len(arrivals)} complete groups, which are not {samples_per_group} each; set the "
             "old n_samples_per_prompt, or begin a new run"
         )
-    members_per_group = int(ledger["members_per_group"])
+    number = check_number("members_per_group", number, least=1, most=samples_per_group)
     members = {}
     for i, ordinal in enumerate(arrivals):
-        members[ordinal] = _members(partial[i * samples_per_group : (i + 1) * samples_per_group], members_per_group)
-    groups = [{**group, "members": members.get(group["ordinal"], group.get("members", {}))} for group in ledger["groups"]]
-    return {**ledger, "groups": groups}
+        members[ordinal] = _members(partial[i * samples_per_group : (i + 1) * samples_per_group], number)
+    for group in groups:
+        check_number("the ordinal of a group", group.get("ordinal"))
+        if ("members" in group) == (group["ordinal"] in members):
+            raise damaged(f"group {group['ordinal']} must have its members either in partial_samples or in the ledger")
+    return {**ledger, "groups": [{"members": members.get(group["ordinal"]), **group} for group in groups]}
 
 
 def state_of_samples(
@@ -104,7 +138,7 @@ def state_of_samples(
     for ordinal, group in enumerate(complete, first):
         for member, sample in enumerate(group):
             sample.group_index, sample.index = ordinal, ordinal * samples_per_group + member
-        encoded = [sample.to_dict(packed=True) for sample in group]
+        encoded = [_encode_sample(sample) for sample in group]
         groups.append(
             {"ordinal": ordinal, "position": -1, "admitted": step_count, "members": _members(encoded, members_per_group)}
         )

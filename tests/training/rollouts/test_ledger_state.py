@@ -1,0 +1,138 @@
+"""A damaged state of a pool is an error that names what is wrong, and changes nothing."""
+
+import asyncio
+import json
+import random
+
+import pytest
+from hypothesis import given, strategies as st
+from jumping_loop import play_jumping
+from pool_playing import Fate, PlayedPool
+from state_edits import edit
+
+from ludic.errors import ConfigError
+from ludic.training.rollouts.ledger_state import find_prompts, read_state
+
+SETTINGS = {"groups_per_batch": 3, "members_per_group": 2, "over_sampling_factor": 2.0, "patience": 1000}
+
+
+def play_for_a_while(seed, *, has_partials=False):
+    """The state of a pool with owed and arrived groups, counts, and perhaps partial members."""
+
+    async def scenario():
+        played = PlayedPool(Fate(seed, rejected=0.2, failing=0.1), SETTINGS)
+        async with played.pool:
+            for _ in range(3):
+                await played.pool.next_batch()
+            await asyncio.sleep(random.Random(seed).random() * 2)
+            return json.loads(json.dumps(played.pool.state_dict()))
+
+    state = play_jumping(scenario())
+    for group in state["groups"] if has_partials else ():
+        missing = {"0", "1"} - set(group["members"])
+        if missing:
+            group["partials"] = {min(missing): [1, 2]}
+    return state
+
+
+STATES = [play_for_a_while(seed, has_partials=seed % 2 == 1) for seed in range(6)]
+
+
+def new_pool():
+    return PlayedPool(Fate(), SETTINGS).pool
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_a_state_is_read_as_it_was_written(state):
+    pool = new_pool()
+    pool.load_state_dict(state)
+    assert pool.state_dict() == state
+    assert len(state["groups"]) == pool.counts.kept > 2
+
+
+@given(st.sampled_from(STATES), st.integers(0, 2**32), st.integers(1, 3))
+def test_a_random_edit_is_read_as_it_is_or_refused_and_changes_nothing(state, seed, number):
+    edited, rng = state, random.Random(seed)
+    for _ in range(number):
+        edited = edit(edited, rng)
+    pool = new_pool()
+    pool.load_state_dict(STATES[0])
+    try:
+        pool.load_state_dict(edited)
+    except ConfigError:
+        assert pool.state_dict() == STATES[0]
+    else:
+        assert pool.state_dict() == edited
+
+
+def replace_in(state, path, value):
+    """A copy of the state with the value at the path."""
+    copy = json.loads(json.dumps(state))
+    place = copy
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (["groups", 1, "ordinal"], STATES[0]["groups"][0]["ordinal"], "ordinals are unique and in order"),
+        (["groups", -1, "ordinal"], 10**6, r"the ordinal of a group \(1000000\) must be a whole number from 0 to"),
+        (["groups", 0, "ordinal"], True, r"the ordinal of a group \(True\)"),
+        (["groups", 0, "members"], {"2": 0}, "has the member '2', and groups have the members 0 to 1"),
+        (["groups", 0, "partials"], {"-1": 0}, "has the member '-1'"),
+        (["groups", 0], {"ordinal": 3}, "a group has no admitted and no members and no position"),
+        (["groups", 0], 7, "must be a mapping"),
+        (["groups", 0, "admitted"], 4, r"the batch of admission of group \d+ \(4\) must be a whole number from 0 to 3"),
+        (["groups", 0, "prompt"], "p", "was saved with its prompt"),
+        (["arrivals"], [0], "group 0 arrived and is not whole"),
+        (["arrivals"], {}, "groups and arrivals must be lists"),
+        (["counts", "lost"], -1, r"counts.lost \(-1\) must be a whole number >= 0"),
+        (["counts", "lost"], 100, "which is not the"),
+        (["batch"], "3", r"batch \('3'\)"),
+        (["members_per_group"], 3, "have 3 members each, here they have 2"),
+        (["format"], 2, "format 2, this version reads 1"),
+        (["note"], 1, "the unknown keys note"),
+    ],
+)
+def test_what_is_wrong_is_named(path, value, message):
+    pool = new_pool()
+    with pytest.raises(ConfigError, match=message):
+        pool.load_state_dict(replace_in(STATES[0], path, value))
+    assert pool.counts.admitted == 0
+
+
+def test_an_arrival_twice_and_a_member_that_is_whole_and_partial_are_named():
+    state = next(state for state in STATES if state["arrivals"])
+    first = state["arrivals"][0]
+    with pytest.raises(ConfigError, match=f"group {first} arrived twice"):
+        new_pool().load_state_dict({**state, "arrivals": [first, first]})
+    place = next(i for i, group in enumerate(state["groups"]) if group["ordinal"] == first)
+    with pytest.raises(ConfigError, match=f"member 0 of group {first} is both whole and interrupted"):
+        new_pool().load_state_dict(replace_in(state, ["groups", place, "partials"], {"0": 1}))
+
+
+class Stumbling:
+    """A codec, and prompts, that raise what nobody expects."""
+
+    def encode(self, member):
+        return member
+
+    def decode(self, value):
+        raise KeyError("tokens")
+
+    def at(self, position):
+        raise IndexError("list index out of range")
+
+
+def test_members_and_prompts_that_cannot_be_read_are_named():
+    state = next(state for state in STATES if any(group["members"] for group in state["groups"]))
+    with pytest.raises(
+        ConfigError, match=r"member \d of group \d+ cannot be read \(KeyError: 'tokens'\); take an older checkpoint"
+    ):
+        read_state(state, Stumbling(), 2, with_prompts=False)
+    pool = new_pool()
+    with pytest.raises(ConfigError, match=r"group \d+ is at position \d+, where there is no prompt \(IndexError"):
+        find_prompts(pool.read_state(state).ledger, Stumbling())
