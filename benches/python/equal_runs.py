@@ -21,7 +21,7 @@ def compare(run: Path, whole: Path) -> list[str]:
     """What differs between a run and the uninterrupted one, beside times and random names."""
     differences = []
     for name in ("metrics.jsonl", "rollouts.jsonl"):
-        found, wanted = _lines(run / name), _lines(whole / name)
+        found, wanted = read_lines(run / name), read_lines(whole / name)
         if found != wanted:
             first = next(
                 (n for n, pair in enumerate(zip(found, wanted, strict=False)) if pair[0] != pair[1]),
@@ -29,7 +29,7 @@ def compare(run: Path, whole: Path) -> list[str]:
             )
             differences.append(f"{name}: {len(found)} lines for {len(wanted)}; line {first + 1} is the first that differs")
     differences += _repeated(run)
-    if _plain(json.loads((run / "summary.json").read_text())) != _plain(json.loads((whole / "summary.json").read_text())):
+    if plain(json.loads((run / "summary.json").read_text())) != plain(json.loads((whole / "summary.json").read_text())):
         differences.append("summary.json")
     files = [{path.relative_to(root) for path in root.rglob("*") if path.is_file()} for root in (run, whole)]
     # A run that is killed before it deletes an older checkpoint, and has no more to save, keeps it.
@@ -57,21 +57,21 @@ def _trained(run: Path) -> list[Any]:
     """The numbers of each step that depend on samples and weights alone."""
     return [
         (line["phase"], line["step"], [line.get(f"train/{name}") for name in _OF_SAMPLES])
-        for line in _lines(run / "metrics.jsonl")
+        for line in read_lines(run / "metrics.jsonl")
     ]
 
 
 def _episodes(run: Path) -> list[Any]:
     return [
         ([line["meta"][name] for name in _OF_EPISODES], line["total_reward"], line["steps"])
-        for line in _lines(run / "rollouts.jsonl")
+        for line in read_lines(run / "rollouts.jsonl")
     ]
 
 
 def check_learning(run: Path) -> None:
     """Raise RuntimeError if a step of the run left the weights as they were: no kill could change
     what it ends with then."""
-    steps = [line for line in _lines(run / "metrics.jsonl") if "train/loss" in line]
+    steps = [line for line in read_lines(run / "metrics.jsonl") if "train/loss" in line]
     idle = [(line["phase"], line["step"]) for line in steps if float(line["train/grad_norm"]) == 0]
     if idle or not steps:
         raise RuntimeError(f"{run}: no gradient in {idle} of {len(steps)} steps")
@@ -84,20 +84,21 @@ def _content(run: Path, path: Path) -> bytes:
 
 def _repeated(run: Path) -> list[str]:
     """Steps and episodes that stand twice in the logs of a run."""
-    steps = Counter((line["phase"], line["step"]) for line in _lines(run / "metrics.jsonl") if "train/loss" in line)
-    engines = (line["meta"]["engine"] for line in _lines(run / "rollouts.jsonl"))
+    steps = Counter((line["phase"], line["step"]) for line in read_lines(run / "metrics.jsonl") if "train/loss" in line)
+    engines = (line["meta"]["engine"] for line in read_lines(run / "rollouts.jsonl"))
     episodes = Counter(engine["sampling_seed"] for engine in engines)
     return [f"{what} stands {count} times" for what, count in [*steps.items(), *episodes.items()] if count > 1]
 
 
-def _lines(path: Path) -> list[Any]:
-    return [_plain(json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
+def read_lines(path: Path) -> list[Any]:
+    """The lines of a log, without what is not compared."""
+    return [plain(json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """The value as text that tells every float apart, without what is not compared."""
     if isinstance(value, dict):
-        return {key: _plain(one) for key, one in value.items() if key not in NOT_COMPARED and not key.endswith("_s")}
+        return {key: plain(one) for key, one in value.items() if key not in NOT_COMPARED and not key.endswith("_s")}
     if isinstance(value, list):
-        return [_plain(one) for one in value]
+        return [plain(one) for one in value]
     return repr(value) if isinstance(value, float) else value

@@ -48,6 +48,8 @@ def _fill_caches() -> None:
 
 def resumable(arguments: Sequence[str], run: Path) -> list[str]:
     """The command that begins the run, or resumes it if its folder has its settings."""
+    if arguments[0] == "-m":
+        return [*arguments, str(run)]  # goes on by itself
     if (run / "config.yaml").exists():
         return [arguments[0], "--resume", str(run)]
     return [*arguments, f"output={run.parent}", f"name={run.name}"]
@@ -83,7 +85,11 @@ def start_life(
 
 
 def run_ludic(command: Sequence[str]) -> int:
-    """Run a `ludic` command in this process. Returns its exit status."""
+    """Run a `ludic` command, or `-m` and a module with a `main`, in this process. Returns its exit
+    status."""
+    if command[0] == "-m":
+        importlib.import_module(command[1]).main(command[2:])
+        return 0
     from ludic.cli.app import main
 
     sys.argv = ["ludic", *command]

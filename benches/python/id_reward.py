@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 
 def mean_id(completion_ids: list[list[int]], **_: object) -> list[float]:
     """The mean token id of each completion, in [0, 1] for bytes."""
     return [sum(ids) / (256 * max(1, len(ids))) for ids in completion_ids]
+
+
+def even_sum(answers: Sequence[Any]) -> bool:
+    """A filter of groups that refuses about half of them, whatever the policy."""
+    return sum(token for answer in answers for token in answer.tokens) % 2 == 0
 
 
 def write_problems(path: Path) -> list[str]:

@@ -3,7 +3,8 @@ through, and compares what they end with.
 
 `python -m benches.python.kills` prints the table of docs/reliability.md. A run must end as the
 uninterrupted one does, bit for bit: losses, gradient norms and all other metrics but times,
-rollouts, the model's files and the summary; each step and each episode once.
+rollouts, the model's files and the summary; each step and each episode once. Which weights sample
+a group of an over-sampled run depends on timing: there, no group may be lost, doubled or split.
 
 `file_events.c`, loaded with LD_PRELOAD, stops a life at each change to its files, in the middle of
 each write too, and its folder is read. A kill at that moment leaves the same files, since what is
@@ -28,6 +29,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from benches.python.equal_loops import check_loop, compare_loop, compare_over_sampled
 from benches.python.equal_runs import check_learning, compare
 from benches.python.folder_states import FolderState, FolderStates
 from benches.python.forked_lives import import_all, log_of, resumable, start_life, stops_of, wait_for_life
@@ -39,15 +41,20 @@ _REINFORCE = [
     *("train", *_TINY, "warmup.steps=2", "warmup.batch_size=4", "steps=3", "rollout.prompts=2", "rollout.group_size=4"),
     *("rollout.log_every=1", "evaluation.prompts=2", "evaluation.samples_per_prompt=2", "trainer.eval_every_n_steps=2"),
 ]
+_REFILL = ["rollout.group_filter=benches.python.id_reward:even_sum", "rollout.order=submission", "rollout.patience=100"]
 KINDS: dict[str, list[str]] = {
     "GRPO": _REINFORCE,
     "LoRA": [*_REINFORCE, "lora.rank=2", "lora.dropout=0.3"],
     "ahead": [*_REINFORCE, "inference.batches_ahead=1"],
     "SFT": ["sft", *_TINY, "rows=32", "batch_size=8", "heldout=0.1", "epochs=1"],
+    "refill": [*_REINFORCE, *_REFILL],
+    "over-sampled": [*_REINFORCE, *_REFILL, "rollout.over_sampling_factor=1.5"],
+    "loop": ["-m", "benches.python.rollout_loop", "--sampler", "seed", "--factor", "1.5"],
+    "loop, model": ["-m", "benches.python.rollout_loop", "--sampler", "model"],
     "RM": ["train-rm", *_TINY, "pairs=16", "batch_size=4", "epochs=1", "task.args.num_heldout=4"],
 }
 """Name -> command and settings; `ludic train` gets a task too. Each run has three to five steps,
-with a checkpoint after each."""
+with a checkpoint after each. The loops are those of `ludic.rollouts.training`."""
 
 _MOST_LIVES = 12
 _FOLDER = "LUDIC_KILLS_FOLDER"
@@ -126,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     folder = Path(os.environ[_FOLDER])
     import_all()
     problems = write_problems(folder / "rows.jsonl")
-    KINDS.update({kind: [*command, *problems] for kind, command in KINDS.items() if command[0] == "train"})
+    KINDS.update({kind: [command[0], *problems, *command[1:]] for kind, command in KINDS.items() if command[0] == "train"})
     contents = FolderStates()
     wholes = {kind: _run_whole(kind, folder, contents) for kind in options.kinds}
     shares = list(_shares(wholes, options))
@@ -182,12 +189,19 @@ def _run_whole(kind: str, folder: Path, contents: FolderStates) -> Whole:
             raise SystemExit(f"the uninterrupted run of {kind} failed: see {log_of(run)}")
         seconds = time.perf_counter() - begin
         import_all(json.loads(modules.read_text()))
-    check_learning(whole)
+    check_learning(whole) if KINDS[kind][0] != "-m" else check_loop(whole)
     states = [contents.read(stopped) for _ in stops_of(_start_stopped(kind, stopped, 0))]
     for run in (first, stopped):
-        if differences := compare(run, whole):
+        if differences := compare_kind(kind, run, whole):
             raise SystemExit(f"two uninterrupted runs of {kind} differ: {differences}")
     return Whole(whole, seconds, states)
+
+
+def compare_kind(kind: str, run: Path, whole: Path) -> list[str]:
+    """What differs that must not."""
+    if KINDS[kind][0] == "-m":
+        return compare_loop(run, whole)
+    return compare_over_sampled(run, whole) if kind == "over-sampled" else compare(run, whole)
 
 
 def _write_modules(path: Path) -> None:
@@ -304,7 +318,7 @@ class _Player:
             ended.differences.append(f"ended with status {status}: see {log_of(run)}")
         else:
             try:
-                ended.differences += compare(run, self.wholes[share.kind].folder)
+                ended.differences += compare_kind(share.kind, run, self.wholes[share.kind].folder)
             except Exception as error:
                 ended.differences.append(f"not compared: {error!r}")
         if not ended.differences:

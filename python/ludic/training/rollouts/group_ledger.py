@@ -238,8 +238,8 @@ class Ledger:
             "admitted": group.admitted,
             "members": _encode_members(members, group, codec),
         }
-        if group.partials:
-            saved["partials"] = _encode_members(group.partials, group, codec)
+        if partials := _encode_members(group.partials, group, codec):
+            saved["partials"] = partials
         if with_prompts:
             saved["prompt"] = _encode_prompt(group)
         return saved

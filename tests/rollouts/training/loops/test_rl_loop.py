@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import copy
 import itertools
+import json
 import shutil
 
 import pytest
@@ -16,7 +18,13 @@ from ludic.distributed.push import engine_sessions
 from ludic.errors import ConfigTypeError, DataError, NonFiniteError, PublishError, RolloutError
 from ludic.files.atomic import read_json
 from ludic.rollouts.training import AsyncRolloutManager, DataBuffer, RLTrainingConfig, RolloutConfig, Sample, run_rl_training
-from ludic.rollouts.training.loops.rl_loop import advantages_of, compute_advantages, compute_reward, prepare_grpo_batch
+from ludic.rollouts.training.loops.rl_loop import (
+    advantages_of,
+    compute_advantages,
+    compute_own_reward,
+    compute_reward,
+    prepare_grpo_batch,
+)
 from ludic.rollouts.training.rl_losses import GRPO_LOSS, grpo_loss, ppo_loss
 from ludic.rollouts.training.rollout_gen import convert_to_batch
 from ludic.training import RLAlgorithm, SampleAttachments, SAWBatch, SAWItem, Trainer, TrainerConfig
@@ -261,7 +269,7 @@ async def test_a_sampler_that_fails_costs_no_step(tmp_path):
             raise OSError("the sampler is gone")
         return await generate(prompts, seeds)
 
-    manager = make_manager(generate_fn=fail_in_the_third_batch, max_retries=0)
+    manager = make_manager(generate_fn=fail_in_the_third_batch, max_retries=0, outage_patience_s=0.0)
     backend = make_backend(tmp_path, ppo_loss)
     with pytest.raises(RolloutError, match="the sampler is gone"):
         await run(backend, manager, config=RARE)
@@ -466,6 +474,15 @@ async def test_an_entered_manager_stays_entered(tmp_path):
     async with manager:
         await run(make_backend(tmp_path, grpo_loss), manager, config=RLTrainingConfig(num_steps=1))
         assert manager.is_entered
+
+
+def test_a_reward_of_exactly_zero_is_the_samples_own_also_after_it_was_saved():
+    correct = {"correct": True}
+    samples = [Sample("a", metadata=correct), Sample("a", metadata=correct, reward=0.0), Sample("a", reward=0.5)]
+    saved = [Sample.from_dict(json.loads(json.dumps(sample.to_dict()))) for sample in samples]
+    for each in (samples, [copy.deepcopy(sample) for sample in samples], saved):
+        assert [compute_own_reward(sample) for sample in each] == [1.0, 0.0, 0.5]
+        assert [sample.has_reward for sample in each] == [False, True, True]
 
 
 def test_advantages():
