@@ -9,7 +9,7 @@ into K + 1 batches, and Little's law. `bias` is the mean time of the trained gro
 admitted ones.
 
 `--crashes N` kills N random runs at random moments instead, and counts what was lost, doubled or
-split. `--cost` measures the processor time of a call.
+split. `--cost` measures the processor time of a call. `--vllm` asks a real server.
 """
 
 from __future__ import annotations
@@ -181,19 +181,25 @@ def print_table(batches: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benches.python.over_sampling", description=__doc__.splitlines()[0])
-    parser.add_argument("--batches", type=int, default=400)
+    parser.add_argument("--batches", type=int, help="400; with --vllm 12")
     parser.add_argument("--crashes", type=int, default=0)
     parser.add_argument("--cost", action="store_true")
+    parser.add_argument("--vllm", action="store_true")
+    parser.add_argument("--rounds", type=int, default=3, help="of --vllm: how often each row is measured")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     logging.disable(logging.ERROR)  # every lost group is logged
-    if options.crashes:
+    if options.vllm:
+        from benches.python import over_sampling_vllm
+
+        over_sampling_vllm.measure(options.batches or 12, options.rounds)
+    elif options.crashes:
         print(kill_random_runs(options.crashes, seed=options.seed))
     elif options.cost:
         for groups in (64, 4096):
             print(f"{groups} groups: {measure_call_us(groups, batches=320 if groups == 64 else 5):.1f} us a call")
     else:
-        print_table(options.batches)
+        print_table(options.batches or 400)
 
 
 if __name__ == "__main__":
