@@ -108,7 +108,7 @@ def _open_queue(kind: str, folder: Path) -> Iterator[list[str]]:
 
 
 def _play_kind(kind: str, arguments: list[str], folder: Path, options: argparse.Namespace) -> Iterator[Ended]:
-    parent = folder / kind
+    parent = folder / kind.replace(", ", "-")  # a comma separates values in a setting
     parent.mkdir()
     whole = parent / "whole"
     begin = time.monotonic()
