@@ -13,6 +13,7 @@ from typing import Any, Literal, Optional, Union, get_args, get_origin, get_type
 
 from omegaconf import MISSING
 
+from ludic.recipes.controllers_section import ControllersSection
 from ludic.recipes.devices import AUTO
 from ludic.recipes.inference_section import InferenceSection
 from ludic.recipes.place_section import PlaceSection
@@ -222,6 +223,7 @@ class Recipe:
     trainer: Any = MISSING
     """Fields of `TrainerConfig`, for reinforcement."""
     reference: ReferenceSection = field(default_factory=ReferenceSection)
+    controllers: ControllersSection = field(default_factory=ControllersSection)
     inference: InferenceSection = field(default_factory=InferenceSection)
     place: PlaceSection = field(default_factory=PlaceSection)
     queue: QueueSection = field(default_factory=QueueSection)

@@ -34,11 +34,11 @@ from ludic.runs.actors.supervision import ActorProcesses, run_actors
 from ludic.runs.actors.trainer_side import ActorBatches
 from ludic.runs.base import TrainingRun
 from ludic.runs.checkpoints import STOP_PATIENCE_S, has_checkpoint, restore_best_weights
+from ludic.runs.control import check_control, open_control
 from ludic.runs.data.warmup import Warmup
 from ludic.runs.directory import DONE, RunDirectory
 from ludic.runs.held_out import Evaluation, HeldOut, check_early_stopping
 from ludic.runs.over_sampling import OverSampledRollouts, describe_over_sampling
-from ludic.runs.reference import open_reference
 from ludic.runs.rollouts import (
     OccasionallyLogged,
     TrainingRequests,
@@ -95,6 +95,7 @@ class RLParts:
         check_sampling(recipe)
         task = build_episodic_task(recipe)
         algorithm = build_algorithm(recipe, max_completion_tokens=recipe.rollout.max_new_tokens or task.max_new_tokens)
+        check_control(recipe, algorithm)
         check_rollouts(recipe, task)
         seed_everything(recipe)
         build_lora_settings(recipe.lora)  # raises for wrong settings before the model is loaded
@@ -319,12 +320,11 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
             algo=algorithm,
             publisher=None if sampler is None or not (cfg.sync_every_steps or sampler.remote) else sampler.publisher,
             cfg=choose_precision(cfg, self.recipe.sharding),
-            train_logger=logger,
             evaluator=self.evaluator(self._held_out),
             reducers={**default_reducers(), **(task_reducers(self.parts.task) if phase == REINFORCE else {})},
             total_training_steps=self.parts.warmup.steps if phase == WARM_UP else self.recipe.steps,
             preflight=self._preflight,
-            reference=open_reference(self.recipe, algorithm, self.parts, self.directory, phase, cfg),
+            **open_control(self.recipe, algorithm, self.parts, self.directory, phase, cfg, logger),
         )
 
     def _make_preflight(self, sampler: Sampler) -> Preflight | None:

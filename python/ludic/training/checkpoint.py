@@ -8,6 +8,7 @@
         optimizer.safetensors tensors of the optimizer's state
         optimizer.json        its other values and parameter groups
         trainer_state.json    {"step", and the state of the run}
+        controller_state.json with controllers: tau, beta and the state of their controllers
         manifest.json         size and hash of each file above, written last (`files.manifest`)
       latest.json             {"last_checkpoint", "step", "manifest"}: its hash
 
@@ -115,21 +116,39 @@ class CheckpointManager:
         saved = optimizer if self.cfg.save_optimizer else None
         return self.write(lambda folder: write_weights(model, saved, folder), step, metadata, shared=is_sharded(model))
 
-    def save_backend(self, backend: TrainingBackend, *, step: int, metadata: Mapping[str, Any] | None = None) -> Path | None:
+    def save_backend(
+        self,
+        backend: TrainingBackend,
+        *,
+        step: int,
+        metadata: Mapping[str, Any] | None = None,
+        files: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> Path | None:
         """Save the backend's weights and optimizer; `Trainer` calls this method. If a subclass
-        overrides `save` and the model is in this process, this calls `save`."""
+        overrides `save` and the model is in this process, this calls `save`. `files`: names and
+        contents of more JSON files."""
         if isinstance(backend, TorchBackend) and type(self).save is not CheckpointManager.save:
             folder = self.save(backend.model, optimizer=backend.optimizer, step=step, metadata=metadata)
             with ranks.agree(f"saving the checkpoint of step {step}"):
+                if folder is not None:
+                    _write_files(folder, files)
                 if folder is not None and (folder / MANIFEST).exists():
                     write_manifest(folder, {"step": step})  # of what the subclass changed after it called `save`
                     self._point_to(folder)
             return folder
         save, shared = backend.save, writes_on_all_ranks(backend)
-        return self.write(lambda folder: save(folder, optimizer=self.cfg.save_optimizer).wait(), step, metadata, shared=shared)
+        return self.write(
+            lambda folder: save(folder, optimizer=self.cfg.save_optimizer).wait(), step, metadata, shared=shared, files=files
+        )
 
     def write(
-        self, write: Callable[[Path | None], None], step: int, metadata: Mapping[str, Any] | None = None, *, shared: bool
+        self,
+        write: Callable[[Path | None], None],
+        step: int,
+        metadata: Mapping[str, Any] | None = None,
+        *,
+        shared: bool,
+        files: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> Path | None:
         """`save` of what `write` writes to a folder: weights and optimizer. With `shared` it gets
         the folder on all ranks, else None on ranks other than 0."""
@@ -142,6 +161,7 @@ class CheckpointManager:
                     if self._tokenizer is not None:
                         self._tokenizer.write(folder)
                     write_json(folder / STATE, content)
+                    _write_files(folder, files)
                     write_manifest(folder, {"step": step}, described=described)
             if ranks.rank() == 0:
                 self._point_to(target)
@@ -331,6 +351,11 @@ def replace_folder_on_rank_0(target: Path, write: Callable[[Path | None], None])
         if not has_written:
             write(None)
         raise
+
+
+def _write_files(folder: Path, files: Mapping[str, Mapping[str, Any]] | None) -> None:
+    for name, content in (files or {}).items():
+        write_json(folder / name, content)
 
 
 def _warn_if_unverifiable(folder: Path) -> Path:

@@ -30,8 +30,10 @@ from ludic.training.batching.packing import Rows
 from ludic.training.batching.source import PENDING_PATIENCE_S, BatchSourceBase, as_batch_source
 from ludic.training.checkpoint import CheckpointConfig, CheckpointManager
 from ludic.training.config import TrainerConfig
+from ludic.training.controllers.protocol import Controller
 from ludic.training.evaluators.protocol import Evaluator
 from ludic.training.loggers.base import TrainingLogger
+from ludic.training.loop.control import Control
 from ludic.training.loop.early_stopping import EarlyStopping
 from ludic.training.loop.evaluations import Evaluations
 from ludic.training.loop.fetching import BatchFetcher
@@ -46,7 +48,7 @@ from ludic.training.loop.timings import PhaseTimer
 from ludic.training.loss.base import adapted_loss
 from ludic.training.preflight.check import Preflight
 from ludic.training.preflight.padding_free import with_supported_packing
-from ludic.training.preparation import prepare, skips_zero_weight
+from ludic.training.preparation import Prepared, prepare, skips_zero_weight
 from ludic.training.reference import resolve_reference
 from ludic.training.rng import preserved_rng
 from ludic.training.stats import Reducer, default_reducers, prefix_keys
@@ -70,9 +72,10 @@ class Trainer:
     and `sync_every_steps` above 1 is an error. `lora_config` adds adapters (`apply_lora`): only
     these and the head of a scoring model are trained. `preflight` checks before the first step
     whether trainer and sampler agree, and raises if not. `reference` is for algorithms that read
-    one (`training.reference`); None: the model without its adapters. `total_training_steps`: length
-    of the learning-rate schedule; None: `num_steps` of the first `train`. With several ranks, the
-    source must return different samples on each rank (`shards_across_ranks`).
+    one (`training.reference`); None: the model without its adapters. `controllers` set coefficients
+    of the algorithm after each step. `total_training_steps`: length of the learning-rate schedule;
+    None: `num_steps` of the first `train`. With several ranks, the source must return different
+    samples on each rank (`shards_across_ranks`).
 
     >>> trainer = Trainer(model=model, algo=make_grpo(group_size=8), batch_source=source, cfg=cfg)
     >>> trainer.train_sync(num_steps=100)
@@ -99,6 +102,7 @@ class Trainer:
         lora_config: LoraSettings | LoraConfig | None = None,
         preflight: Preflight | None = None,
         reference: ReferencePolicy | None = None,
+        controllers: Sequence[Controller] = (),
     ) -> None:
         self.cfg = TrainerConfig() if cfg is None else cfg
         self.algo, self.batch_source, self.publisher = algo, batch_source, publisher
@@ -115,6 +119,7 @@ class Trainer:
         self.checkpointer = checkpointer or (CheckpointManager(checkpoint_config) if checkpoint_config else None)
         check_backend(self.cfg, self.backend, checkpoints=self.checkpointer is not None)
         self.reference = resolve_reference(reference, algo, self.backend, self._model)
+        self.control = Control(controllers, algo)
         self._begin(total_training_steps)
         if resume_from is not None:
             self._resume(resume_from)
@@ -247,7 +252,7 @@ class Trainer:
             self.backend.note_step(self._step)
         if self.sync_every_steps and self._step % self.sync_every_steps == 0:
             await self.publish(timer)
-        stats = self._log_step(record)
+        stats = self._log_step(record, prepared)
         await self._checkpoint()
         return stats
 
@@ -335,7 +340,7 @@ class Trainer:
             return self.checkpointer.find(step=self._step)  # which has the weights of the last step, to continue from
         sync_safely(self.train_logger, self._step)
         content = {**(metadata or {}), "algorithm": self.algo.name, **run_state(self, self.source)}
-        return self.checkpointer.save_backend(self.backend, step=self._step, metadata=content)
+        return self.checkpointer.save_backend(self.backend, step=self._step, metadata=content, **self.control.files(self._step))
 
     @watchdog.watched("load")
     def _resume(self, resume_from: int | str | Path) -> None:
@@ -348,11 +353,17 @@ class Trainer:
             restore_run(self, self.source, metadata)
         self._publish_before_step = bool(self.sync_every_steps)
 
-    def _log_step(self, record: StepRecord) -> Stats:
-        if self._step % self.cfg.log_every:
+    def _log_step(self, record: StepRecord, prepared: Prepared) -> Stats:
+        """Log the step if it is due. Controllers see every step."""
+        is_logged = self._step % self.cfg.log_every == 0
+        if not is_logged and not self.control.controllers:
+            return {"train/step": float(self._step)}
+        stats = record.stats(self.reducers, self.cfg, of_all_ranks=bool(self.control.controllers))
+        stats |= self.control.update(stats, prepared, self.schedule, self.cfg.model_device, step=self._step - 1)
+        if not is_logged:
             return {"train/step": float(self._step)}
         waited = self._rank_times.compare(record.timer.seconds("forward_backward"), self.cfg.model_device)
-        grouped = prefix_keys({"train_step": float(self._step), **record.stats(self.reducers, self.cfg), **waited})
+        grouped = prefix_keys({"train_step": float(self._step), **stats, **waited})
         log_safely(self.train_logger, self._step, grouped)
         return grouped
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from ludic.errors import ConfigError
 from ludic.training.coefficients import Coefficient
@@ -83,15 +83,15 @@ class MetaController:
         truncation_steps: int = 1,
         use_hessian: bool = False,
         inner_lr: float = 0.5,
-        kl_signal: Literal["policy", "weights"] = "policy",
+        kl_signal: str = "policy",
         tau_most: float | None = None,
         beta_most: float | None = None,
         tau_least: float = 1e-6,
     ) -> None:
         """`tau` or `beta` None: the algorithm has none. `tau_lr`, `beta_lr` None: `lr`; 0 keeps the
-        coefficient fixed. `kl_signal`, of the analytic method: the KL between policy and reference
-        that the step measured, or that of the weights. `beta_grad_clip`, `tau_most`, `beta_most`
-        None or 0: none. Raises ConfigError for invalid values."""
+        coefficient fixed. `kl_signal`, of the analytic method: "policy", the KL to the reference
+        that the step measured, or "weights", that of the weights. `beta_grad_clip`, `tau_most`,
+        `beta_most` None or 0: none. Raises ConfigError for invalid values."""
         self.method = _known(METHODS, method, "method")
         self.optimizer = _known({name: name for name in OPTIMIZERS}, optimizer, "optimizer")
         self.kl_signal = _known({name: name for name in ("policy", "weights")}, kl_signal, "kl_signal")

@@ -10,6 +10,7 @@ from ludic.errors import CheckpointError
 from ludic.training import ranks
 from ludic.training.batching.overlapped import PENDING, STATES_AFTER
 from ludic.training.batching.source import BatchSourceBase
+from ludic.training.loop.control import Control
 from ludic.training.loop.evaluations import Evaluations
 from ludic.training.loop.schedule import RunSchedule
 from ludic.training.rng import reseed_for_rank, rng_state, set_rng_state
@@ -25,20 +26,23 @@ class ResumableRun(Protocol):
 
     schedule: RunSchedule
     evaluations: Evaluations
+    control: Control
 
     @property
     def current_step(self) -> int: ...
 
 
 def run_state(run: ResumableRun, source: BatchSourceBase) -> dict[str, Any]:
-    """Schedule, early stopping, last evaluation and its step, random generators, and the state of
-    the batch source if it has one. With several ranks, all call this; `ranks` has generators and
-    source of each."""
+    """Schedule, early stopping, last evaluation and its step, random generators, and the states of
+    controllers and of the batch source if there are any. With several ranks, all call this; `ranks`
+    has generators and source of each."""
     state: dict[str, Any] = {
         "scheduler_state_dict": run.schedule.state_dict(run.current_step),
         **run.evaluations.state_dict(),
         "rng_state": rng_state(),
     }
+    if run.control.controllers:
+        state["controllers"] = run.control.state_dict()
     source_state = source.state_dict()
     if source_state is not None:
         state[SOURCE] = source_state
@@ -54,6 +58,7 @@ def restore_run(run: ResumableRun, source: BatchSourceBase, metadata: Mapping[st
     if "scheduler_state_dict" in metadata:
         run.schedule.resume(int(metadata["scheduler_state_dict"]["total_steps"]))
     run.evaluations.load_state_dict(metadata)
+    run.control.load_state_dict(metadata.get("controllers", {}))
     own = _state_of_this_rank(metadata, shared=source.divided_by_trainer)
     if SOURCE in own:
         source.load_state_dict(own[SOURCE])

@@ -111,5 +111,10 @@ class RunSchedule:
         """The factor of `lr` at `step`."""
         return self._schedule.factor(step)
 
+    @property
+    def warmup_steps(self) -> int:
+        """Steps until the rate is whole."""
+        return 0 if self._schedule.kind is None else self._schedule.warmup_steps
+
     def state_dict(self, step: int) -> dict[str, int]:
         return self._schedule.state_dict(step)

@@ -68,9 +68,10 @@ class StepRecord:
         self.timer.add("batching", mini_batch.collate_s)
         self.timer.add("forward_backward", -mini_batch.collate_s)
 
-    def stats(self, reducers: Mapping[str, Reducer], cfg: TrainerConfig) -> dict[str, float]:
+    def stats(self, reducers: Mapping[str, Reducer], cfg: TrainerConfig, *, of_all_ranks: bool = False) -> dict[str, float]:
         """All statistics of the step, by the keys of docs/metrics.md without their prefix. A
-        statistic that was not measured has no key.
+        statistic that was not measured has no key. `of_all_ranks`: reduce them over ranks whatever
+        `cfg` says.
 
         Of a batch that all ranks have, each knows all samples and has run only some: just the
         statistics of the passes are reduced."""
@@ -82,7 +83,7 @@ class StepRecord:
         for name in measured.keys() & reduced.keys():
             _warn_of_name(name)
         stats = {**reduced, **measured}
-        if cfg.reduce_stats_across_ranks and not shared:
+        if (cfg.reduce_stats_across_ranks or of_all_ranks) and not shared:
             stats = reduce_over_ranks(stats, cfg.model_device)
         percents = {name: reducer for name, reducer in reducers.items() if name not in measured}
         lockstep = {"ranks/lockstep": self._work / self._time_of_ranks} if self._time_of_ranks else {}

@@ -1,0 +1,128 @@
+"""The controllers of a run: what they see of each step, what is logged of them, and their state in
+checkpoints."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ludic.errors import CheckpointError, ConfigError
+from ludic.training import ranks
+from ludic.training.algorithm import RLAlgorithm
+from ludic.training.coefficients import Coefficient
+from ludic.training.controllers import EntropyController, MetaController
+from ludic.training.controllers.entropy import check_reachable
+from ludic.training.controllers.protocol import Controller, Observation
+from ludic.training.controllers.saved_state import FILE_NAME, controller_state
+from ludic.training.loop.schedule import RunSchedule
+from ludic.training.maxent.credit import ListwiseCredit
+from ludic.training.preparation import Prepared
+
+logger = logging.getLogger(__name__)
+
+ENTROPY, KL = "weight_entropy", "reference/kl"
+"""Statistics of a step that controllers see."""
+
+
+class Control:
+    """Updates the controllers once a training step. Without controllers it does nothing."""
+
+    def __init__(self, controllers: Sequence[Controller], algo: RLAlgorithm) -> None:
+        """Raises ConfigError for controllers that do not fit the algorithm or each other."""
+        self.controllers, self.coefficients = tuple(controllers), algo.coefficients
+        check_names(self.controllers)
+        check_coefficients(self.controllers, self.coefficients)
+        reading = [controller.name for controller in self.controllers if controller.reads_kl]
+        if reading and not algo.reads_reference:
+            raise ConfigError(
+                f"the controller {reading[0]!r} reads the KL to a reference, which {algo.name} does not measure; begin with beta or "
+                "reference_kl above 0"
+            )
+        if isinstance(algo.batch_credit, ListwiseCredit):
+            for controller in self.controllers:
+                if isinstance(controller, EntropyController | MetaController) and controller.entropy_target is not None:
+                    check_reachable(controller.entropy_target, algo.batch_credit.group_size)
+
+    def update(
+        self, stats: Mapping[str, float], prepared: Prepared, schedule: RunSchedule, device: torch.device | str, *, step: int
+    ) -> dict[str, float]:
+        """Show the controllers a step, the first is 0, and let them set the coefficients of the
+        next one. `stats` are those of all ranks; sums over ranks travel on `device`. Returns what
+        the step used (`tau`), by how much it changed (`delta_tau`), and the statistics of the
+        controllers."""
+        if not self.controllers:
+            return {}
+        seen = Observation(
+            step=step,
+            lr_factor=schedule.factor(step),
+            warmup_steps=schedule.warmup_steps,
+            entropy=stats.get(ENTROPY),
+            kl=stats.get(KL),
+            groups=prepared.groups,
+            sum_over_ranks=tuple if prepared.macro.share is not None else lambda sums: ranks.sum_over_ranks(sums, device),
+        )
+        used = self.values()
+        shown = {key: value for controller in self.controllers for key, value in controller.update(seen).items()}
+        return {**shown, **used, **{f"delta_{name}": float(self.coefficients[name]) - value for name, value in used.items()}}
+
+    def values(self) -> dict[str, float]:
+        """The coefficients at present, by name."""
+        return {name: float(coefficient) for name, coefficient in self.coefficients.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of each controller, by name."""
+        return {controller.name: controller.state_dict() for controller in self.controllers}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict`. A controller that the state lacks begins anew, with a
+        warning."""
+        missing = [controller.name for controller in self.controllers if controller.name not in state]
+        if missing:
+            logger.warning("the checkpoint has no state of the controllers %s, which begin anew", ", ".join(missing))
+        for controller in self.controllers:
+            if controller.name in state:
+                try:
+                    controller.load_state_dict(state[controller.name])
+                except (KeyError, TypeError, ValueError) as error:
+                    raise CheckpointError(
+                        f"the state of the controller {controller.name!r} in the checkpoint is invalid: {error}"
+                    ) from error
+
+    def files(self, step: int) -> dict[str, Any]:
+        """The argument `files` of `CheckpointManager.save_backend` after `step` steps:
+        `controller_state.json`, if there are controllers."""
+        if not self.controllers:
+            return {}
+        return {"files": {FILE_NAME: controller_state(self.controllers, self.coefficients, step=step)}}
+
+
+def check_names(controllers: Sequence[Controller]) -> None:
+    """Raise ConfigError for two controllers of one name, under which a checkpoint has their
+    state."""
+    names = [controller.name for controller in controllers]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"two controllers have the name {name!r}, under which a checkpoint has their state")
+
+
+def check_coefficients(controllers: Sequence[Controller], coefficients: Mapping[str, Coefficient]) -> None:
+    """Raise ConfigError for a controller of a coefficient that the algorithm does not have, and for
+    two controllers of one."""
+    taken: dict[str, str] = {}
+    for controller in controllers:
+        for role, coefficient in controller.coefficients.items():
+            name = next((name for name, known in coefficients.items() if known is coefficient), None)
+            if name is None:
+                raise ConfigError(
+                    f"the controller {controller.name!r} sets a {role} that is not the algorithm's; pass it one of algo.coefficients, "
+                    f"which are: {', '.join(coefficients) or 'none'} (beta is one if it begins above 0)"
+                )
+            if name in taken:
+                raise ConfigError(
+                    f"the controllers {taken[name]!r} and {controller.name!r} both set {name}; keep one of them (the meta-controller "
+                    "replaces the other two)"
+                )
+            taken[name] = controller.name
