@@ -51,9 +51,11 @@ def test_every_step_of_the_page_works(here: Path) -> None:
     small = [setting for setting in TINY if not setting.startswith("network.")]
     assert set(run(own, *small)["after"]) == {"sampled_reward", "greedy_accuracy"}
     assert set(run(both, *small)["after"]) == {"sampled_reward", "greedy_accuracy", "rewards/exact", "rewards/length"}
-    (yaml,) = blocks("yaml")
-    Path("mine.yaml").write_text(yaml)
-    for arguments in (["mine.yaml"], shlex.split(template)[2:]):
+    settings, mixture = blocks("yaml")
+    Path("mine.yaml").write_text(settings)
+    Path("harder.jsonl").write_text('{"prompt": "97+98=", "answer": "195"}\n{"prompt": "98+99=", "answer": "197"}\n')
+    Path("mixed.yaml").write_text(settings.replace("data: problems.jsonl\n", mixture))
+    for arguments in (["mine.yaml"], ["mixed.yaml"], shlex.split(template)[2:]):
         recipe = compose(arguments)
         assert build_task(recipe.task, data=recipe.data, reward=recipe.reward).heldout()
 
