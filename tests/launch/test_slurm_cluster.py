@@ -4,18 +4,22 @@ scripts, and a real run."""
 import sys
 
 import pytest
-from slurm_cluster import slurm_cluster_or_skip, wait_until
+from slurm_cluster import free_ports, slurm_cluster_or_skip, wait_until
 
 from ludic.launch.process import Process
 from ludic.launch.slurm import SlurmJob, SlurmSettings, batch_script, write_script
 from ludic.launch.slurm.settings import write_settings
 
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("slurm")]
+FIRST = free_ports(2)
+SECOND = FIRST + 1
+"""Ports of the servers."""
 SERVER = """
 import http.server, os, sys, time
 from pathlib import Path
 job, port = os.environ["SLURM_JOB_ID"], int(sys.argv[sys.argv.index("--port") + 1])
-print("server on", os.environ["SLURMD_NODENAME"], sys.argv[1:], os.environ["CUDA_VISIBLE_DEVICES"], flush=True)
+said = f"server on {os.environ['SLURMD_NODENAME']} {sys.argv[1:]} {os.environ['CUDA_VISIBLE_DEVICES']}\\n"
+os.write(1, said.encode())  # at once: both servers have one log
 if os.environ.get("SERVER") == "dies":
     sys.exit(7)
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -32,12 +36,14 @@ sys.exit(9)
 """
 TRAINER = """
 import os, signal, sys, time
+def say(*words):  # in one write: several processes share a log, and their output is not buffered
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
 def save(*_):
-    print("rank", os.environ["SLURM_PROCID"], "saved", flush=True)
+    say("rank", os.environ["SLURM_PROCID"], "saved")
     sys.exit(143)
 signal.signal(signal.SIGTERM, save)
-print("rank", os.environ["SLURM_PROCID"], "of", os.environ["SLURM_NTASKS"], "on", os.environ["SLURMD_NODENAME"],
-      os.environ["CUDA_VISIBLE_DEVICES"], len(os.environ["LUDIC_SERVER_SECRET"]), sys.argv[1:], flush=True)
+say("rank", os.environ["SLURM_PROCID"], "of", os.environ["SLURM_NTASKS"], "on", os.environ["SLURMD_NODENAME"],
+    os.environ["CUDA_VISIBLE_DEVICES"], len(os.environ["LUDIC_SERVER_SECRET"]), sys.argv[1:])
 code = os.environ.get("TRAINER", "0")
 if code == "waits" or (code == "3" and os.environ["SLURM_PROCID"] == "0"):
     time.sleep(600)
@@ -64,7 +70,8 @@ def cluster(tmp_path_factory):
 
 def submit(cluster, *, job="", train=("-m", "ludic.cli", "train"), **changes):
     settings = {"nodes": 3, "gpus_per_node": 4, "cpus_per_task": 2, "time": "10", "logs": "logs", "python": "./python"}
-    settings |= {"server": ("server.py",), "data_parallel": 2, "tensor_parallel": 2, "environment": {}, **changes}
+    settings |= {"server": ("server.py",), "data_parallel": 2, "tensor_parallel": 2, "server_port": FIRST}
+    settings |= {"environment": {}, **changes}
     made = SlurmSettings(train=train, **settings)
     name = f"job{len(list(cluster.shared.glob('*.sh')))}"
     (cluster.shared / f"{name}.json").write_text(write_settings(made))
@@ -84,19 +91,19 @@ def test_servers_and_trainers_are_where_the_plan_says(cluster):
     job = cluster.submit(submit(cluster))
     assert cluster.wait(job) == 0
     said = read(cluster, f"*-{job}.out")
-    assert "healthy: http://n3:29525" in said
-    assert "healthy: http://n3:29526" in said
-    assert "server on n3 ['--host', 'n3', '--port', '29526', '--', '--tensor-parallel-size', '2'] 2,3" in said
+    assert f"healthy: http://n3:{FIRST}" in said
+    assert f"healthy: http://n3:{SECOND}" in said
+    assert f"server on n3 ['--host', 'n3', '--port', '{SECOND}', '--', '--tensor-parallel-size', '2'] 2,3" in said
     ranks = sorted(line for line in read(cluster, f"train_{job}.log").splitlines() if line.startswith("rank "))
     assert [rank.split(" [")[0] for rank in ranks] == ["rank 0 of 2 on n1 0,1,2,3 64", "rank 1 of 2 on n2 0,1,2,3 64"]
     assert "'--nnodes=2', '--nproc-per-node=4'" in ranks[0]
-    assert "'inference.url=[http://n3:29525,http://n3:29526]', 'inference.trainer_address=n1'" in ranks[0]
+    assert f"'inference.url=[http://n3:{FIRST},http://n3:{SECOND}]', 'inference.trainer_address=n1'" in ranks[0]
 
 
 def test_one_node_serves_on_its_first_gpu_and_trains_on_the_others(cluster):
     job = cluster.submit(submit(cluster, nodes=1, data_parallel=1, tensor_parallel=1))
     assert cluster.wait(job) == 0
-    assert "'--host', '127.0.0.1', '--port', '29525'" in read(cluster, f"vllm-{job}.out")
+    assert f"'--host', '127.0.0.1', '--port', '{FIRST}'" in read(cluster, f"vllm-{job}.out")
     assert "rank 0 of 1 on n1 1,2,3 64" in read(cluster, f"train_{job}.log")
 
 
@@ -124,7 +131,7 @@ def test_a_server_that_dies_while_training_lets_the_trainer_save(cluster):
 def test_a_server_that_is_never_healthy_ends_the_job(cluster):
     job = cluster.submit(submit(cluster, health_timeout_s=1.0), SERVER="ill")
     assert cluster.wait(job) == 1
-    assert "http://n3:29525 was not healthy within 1 s; its log is in logs" in read(cluster, f"*-{job}.out")
+    assert f"http://n3:{FIRST} was not healthy within 1 s; its log is in logs" in read(cluster, f"*-{job}.out")
 
 
 def test_before_the_time_limit_every_rank_saves(cluster):

