@@ -72,6 +72,7 @@ def gradient_by_hand(algo, items, model, reference_model=None):
         )
         batch["weight"] = torch.tensor(weighed.weights).float()
         batch |= {name: torch.tensor(column).float() for name, column in weighed.columns.items()}
+    batch |= {name: torch.tensor([read(item) for item in items]) for name, read in algo.sample_columns.items()}
     model.zero_grad(set_to_none=True)
     algo.compute_loss(model, batch)[0].backward()
     return gradients_of(model)

@@ -78,6 +78,9 @@ class RLAlgorithm:
     sample_columns: Mapping[str, Callable[[SAWItem], float]] = field(default_factory=dict)
     """Columns of the batch that the loss reads, by name: what the function says of each sample.
     Example: `{"seed_id": lambda item: item.meta["seed_id"]}` gives `batch["seed_id"]` [B]."""
+    rescores: Callable[[SAWItem], bool] | None = None
+    """Whether a sample's reported log-probabilities are those of another prompt than it is trained
+    on. They are replaced by the trainer's own, under the weights that the step begins with."""
 
     def __post_init__(self) -> None:
         loss = adapted_loss(self, required=type(self).compute_loss is RLAlgorithm.compute_loss)

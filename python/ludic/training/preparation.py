@@ -8,9 +8,9 @@ micro-batch they would depend on the split.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from ludic.training.batching.source import BatchSourceBase
 from ludic.training.config import TrainerConfig
 from ludic.training.loop.operations import run_operation
 from ludic.training.loss.base import adapted_loss
-from ludic.training.token_columns import add_token_column
+from ludic.training.token_columns import ForwardLogps, add_token_column, score_rows
 from ludic.training.types import BatchCredit, CandidateGroups, Candidates, ReferencePolicy, SAWItem, Weighed
 from ludic.types import group_of
 
@@ -62,10 +62,13 @@ def skips_zero_weight(run: PreparedRun) -> bool:
 
 
 async def prepare(run: PreparedRun, macro: MacroBatch) -> Prepared:
-    """Score the samples with the reference if something reads it and not all of them bring its
-    log-probabilities, then weigh them, then add the
-    log-probabilities that the step begins with if a correction needs them later."""
+    """Replace the log-probabilities of samples that were drawn with another prompt, score the
+    samples with the reference if something reads it and not all of them bring its
+    log-probabilities, then weigh them, then add the log-probabilities that the step begins with if
+    a correction needs them later."""
     stats: dict[str, float] = {}
+    if run.algo.rescores is not None:
+        macro = await _rescore(run, macro, run.algo.rescores)
     if run.algo.reads_reference:
         attached = _read_attached(run, macro)
         scored = 0.0 if attached is not None else float(len(macro.items))
@@ -77,7 +80,9 @@ async def prepare(run: PreparedRun, macro: MacroBatch) -> Prepared:
     groups = None
     if run.algo.batch_credit is not None:
         weighed = _weigh(run, run.algo.batch_credit, macro)
-        macro = replace(macro, table=macro.table.with_weights(weighed.weights), sample_columns=weighed.columns)
+        macro = replace(
+            macro, table=macro.table.with_weights(weighed.weights), sample_columns={**macro.sample_columns, **weighed.columns}
+        )
         stats |= weighed.stats
         groups = weighed.groups
     if run.algo.sample_columns:
@@ -100,9 +105,38 @@ def _read_attached(run: PreparedRun, macro: MacroBatch) -> dict[int, Tensor] | N
             raise DataError(
                 f"{macro.name(row)} has {len(each or ())} reference_logps for {actions} action tokens; there must be one each"
             )
-        values = np.asarray(each, dtype=np.float32)[int(item.action_mask[0] == 1) :]  # the first token has no prediction
-        found[row] = torch.from_numpy(values.copy()).to(run.cfg.model_device)
+        found[row] = _predicted(item, each).to(run.cfg.model_device)
     return found
+
+
+def _predicted(item: SAWItem, logps: Sequence[float] | NDArray[Any]) -> Tensor:
+    """[A] float32 log-probabilities of the predicted action tokens: the first token of a sample has
+    no prediction."""
+    return torch.from_numpy(np.array(logps, dtype=np.float32)[int(item.action_mask[0] == 1) :])
+
+
+async def _rescore(run: PreparedRun, macro: MacroBatch, rescores: Callable[[SAWItem], bool]) -> MacroBatch:
+    """The batch, with the trainer's own log-probabilities in place of those that the sampler
+    reported for samples which `rescores` names."""
+    has_logps = macro.table.has_actor_logps
+    rows = np.flatnonzero([has_logps and rescores(item) for item in macro.items])
+    if not _sum_over_ranks(run, macro, [float(len(rows))])[0]:
+        return macro
+    own = await score_rows(macro, rows, run.cfg, _own_forward(run))
+    if not has_logps:  # those of other ranks have
+        return macro
+    named = {int(row) for row in rows}
+    logps = {}
+    for row, item in enumerate(macro.items):
+        sampled = item.attachments.actor_logps
+        assert sampled is not None  # the table has those of all samples, or of none
+        logps[row] = own[row] if row in named else _predicted(item, sampled.token_logps).to(run.cfg.model_device)
+    sums = _sum_rows(logps, macro)
+    return replace(
+        macro,
+        token_columns={**macro.token_columns, "actor_logps": logps},
+        sample_columns={**macro.sample_columns, "old_logp_action": sums},
+    )
 
 
 async def _add_reference(run: PreparedRun, macro: MacroBatch) -> MacroBatch:
@@ -154,13 +188,18 @@ async def _add_proximal(run: PreparedRun, macro: MacroBatch) -> MacroBatch:
     them after the first optimizer step."""
     if run.algo.correction is None or run.cfg.minibatches_per_batch * run.cfg.epochs_per_batch == 1:
         return macro
+    return await add_token_column(macro, "proximal_logps", run.cfg, _own_forward(run), skip_zero_weight=skips_zero_weight(run))
+
+
+def _own_forward(run: PreparedRun) -> ForwardLogps:
+    """Scores micro-batches with the weights as they are."""
 
     async def forward(micro_batch: MicroBatch) -> Tensor:
         return await run_operation(
             run.backend, lambda backend: backend.forward_logprobs(micro_batch), overlaps=run.source.overlaps
         )
 
-    return await add_token_column(macro, "proximal_logps", run.cfg, forward, skip_zero_weight=skips_zero_weight(run))
+    return forward
 
 
 def candidates_of(macro: MacroBatch) -> Candidates:
@@ -174,7 +213,7 @@ def candidates_of(macro: MacroBatch) -> Candidates:
         rollout=_number(list(zip(groups, rollouts, strict=True))),
         token_count=macro.table.target_counts.astype(np.int64),
         reference_logp=None if reference is None else _sum_rows(reference, macro),
-        behaviour_logp=_behaviour(macro.items),
+        behaviour_logp=_behaviour(macro),
     )
 
 
@@ -206,17 +245,19 @@ def _sum_rows(by_row: Mapping[int, Tensor], macro: MacroBatch) -> NDArray[np.flo
     wrong = np.flatnonzero(~np.isfinite(sums))
     if len(wrong):
         raise DataError(
-            f"the reference's log-probabilities of {macro.name(int(wrong[0]))} are not all finite; a reference has to give every "
-            "sampled token a probability: check its weights, its vocabulary and the precision"
+            f"the log-probabilities of {macro.name(int(wrong[0]))} under the reference, or under the policy, are not all finite; a "
+            "model has to give every sampled token a probability: check its weights, its vocabulary and the precision"
         )
     return sums
 
 
-def _behaviour(items: list[SAWItem]) -> NDArray[np.float64] | None:
+def _behaviour(macro: MacroBatch) -> NDArray[np.float64] | None:
     """[N] sums of the sampled log-probabilities of the predicted tokens; None if a sample has
     none. A token at the begin of a sample is not predicted."""
+    if "actor_logps" in macro.token_columns:
+        return _sum_rows(macro.token_columns["actor_logps"], macro)
     sums = []
-    for item in items:
+    for item in macro.items:
         attached = item.attachments.actor_logps
         if attached is None:
             return None

@@ -6,6 +6,7 @@ pass over all samples before the batch is divided, and each token keeps its valu
   `epochs_per_batch`) the ratio of policy to sampler includes the updates since then, and a
   correction must not correct for these.
 - `reference_logps`: under a reference that does not change during training.
+- `actor_logps`: the sampled ones, where some are replaced (`RLAlgorithm.rescores`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor
 from ludic.training import ranks
 from ludic.training.batching.micro_batching import MicroBatch
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
+from ludic.training.batching.packing import Rows
 from ludic.training.config import TrainerConfig
 from ludic.training.loss.context import split_actions
 
@@ -34,15 +36,27 @@ async def add_token_column(
 ) -> MacroBatch:
     """The batch with the token column `name`: what `forward` computes for every sample, or with
     `skip_zero_weight` for those of another weight than 0."""
-    whole = MiniBatch(batch, np.arange(len(batch.items)), cfg, skip_zero_weight=skip_zero_weight)
+    rows = np.arange(len(batch.items))
+    scored = await score_rows(batch, rows, cfg, forward, skip_zero_weight=skip_zero_weight)
+    return replace(batch, token_columns={**batch.token_columns, name: scored})
+
+
+async def score_rows(
+    batch: MacroBatch, rows: Rows, cfg: TrainerConfig, forward: ForwardLogps, *, skip_zero_weight: bool = False
+) -> dict[int, Tensor]:
+    """Row -> [A] what `forward` computes for the samples at `rows`. All ranks call it. Of a batch
+    that all ranks have, the result has every row, and zeros for those that were not computed."""
+    whole = MiniBatch(batch, rows, cfg, skip_zero_weight=skip_zero_weight)
     logps_by_row: dict[int, Tensor] = {}
     for index, micro_batch in enumerate(whole):
         logps = await forward(micro_batch)
-        rows = split_actions(logps, micro_batch.tensors)
-        logps_by_row.update(zip(map(int, whole.micro_batch_rows(index)), rows, strict=False))  # padding rows belong to no sample
+        values = split_actions(logps, micro_batch.tensors)
+        logps_by_row.update(
+            zip(map(int, whole.micro_batch_rows(index)), values, strict=False)
+        )  # padding rows belong to no sample
     if batch.share is not None:
         logps_by_row = _exchange(logps_by_row, batch, cfg.model_device)
-    return replace(batch, token_columns={**batch.token_columns, name: logps_by_row})
+    return logps_by_row
 
 
 def _exchange(own: dict[int, Tensor], batch: MacroBatch, device: torch.device | str) -> dict[int, Tensor]:

@@ -38,11 +38,11 @@ from ludic.training.loop.early_stopping import EarlyStopping
 from ludic.training.loop.evaluations import Evaluations
 from ludic.training.loop.fetching import BatchFetcher
 from ludic.training.loop.operations import run_operation
-from ludic.training.loop.outputs import log_safely, publish_weights, sync_safely
-from ludic.training.loop.rank_times import RankTimes
+from ludic.training.loop.outputs import publish_weights, sync_safely
 from ludic.training.loop.run_state import restore_run, run_state
 from ludic.training.loop.schedule import RunSchedule
 from ludic.training.loop.setup_checks import check_backend, check_setup, require_model
+from ludic.training.loop.step_log import StepLog
 from ludic.training.loop.step_record import StepRecord
 from ludic.training.loop.timings import PhaseTimer
 from ludic.training.loss.base import adapted_loss
@@ -51,7 +51,7 @@ from ludic.training.preflight.padding_free import with_supported_packing
 from ludic.training.preparation import Prepared, prepare, skips_zero_weight
 from ludic.training.reference import resolve_reference
 from ludic.training.rng import preserved_rng
-from ludic.training.stats import Reducer, default_reducers, prefix_keys
+from ludic.training.stats import Reducer, default_reducers
 from ludic.training.types import BatchSource, ReferencePolicy, SAWItem
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ class Trainer:
         self._has_new_gradient = False
         """Whether a gradient other than 0 was applied since the last push."""
         self._checkpoint_s = 0.0
-        self._rank_times = RankTimes()
+        self._step_log = StepLog(self)
         self._event_loop = EventLoop()
 
     def initialize_optimizer(self) -> torch.optim.Optimizer:
@@ -355,17 +355,7 @@ class Trainer:
 
     def _log_step(self, record: StepRecord, prepared: Prepared) -> Stats:
         """Log the step if it is due. Controllers see every step."""
-        is_logged = self._step % self.cfg.log_every == 0
-        if not is_logged and not self.control.controllers:
-            return {"train/step": float(self._step)}
-        stats = record.stats(self.reducers, self.cfg, of_all_ranks=bool(self.control.controllers))
-        stats |= self.control.update(stats, prepared, self.schedule, self.cfg.model_device, step=self._step - 1)
-        if not is_logged:
-            return {"train/step": float(self._step)}
-        waited = self._rank_times.compare(record.timer.seconds("forward_backward"), self.cfg.model_device)
-        grouped = prefix_keys({"train_step": float(self._step), **stats, **waited})
-        log_safely(self.train_logger, self._step, grouped)
-        return grouped
+        return self._step_log.log(record, prepared)
 
     async def eval(
         self,

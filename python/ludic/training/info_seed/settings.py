@@ -22,9 +22,10 @@ class InfoSeed:
     coeff: float = 0.01
     """Factor of the loss."""
     temperature: float = 0.1
-    """Of InfoNCE."""
+    """Of the cosines, in both losses."""
     loss: Literal["infonce", "ce"] = "infonce"
-    """`infonce`: `SeedContrastiveLoss`; `ce`: `SeedClassificationLoss`, with a head of its own."""
+    """`infonce`: `SeedContrastiveLoss`; `ce`: `SeedClassificationLoss`, with a fixed head
+    (`FixedSeedHead`)."""
     pooling: Literal["mean", "last"] = "mean"
     """What represents a completion: the mean of its tokens' hidden states, or the last of them."""
     template: str = "\n[seed={seed}]"

@@ -11,6 +11,7 @@ Shapes: B samples of the micro-batch, N of the mini-batch, D width of the hidden
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 import torch
@@ -79,6 +80,7 @@ class SeedLoss(Loss):
     """What both losses share. `coeff` is the factor of the loss."""
 
     scales_itself = True
+    reads_shared_only = True
     reads_hidden = True
     needs_first_pass = True
     coeff: float
@@ -131,6 +133,33 @@ class SeedContrastiveLoss(SeedLoss):
         trained = (SharedContext(batch["input_ids"], batch).token_mask.sum(dim=1) > 0).sum()
         value = self.coeff * (own - own.detach() + whole.detach() * trained / len(everyone))
         return value, {"loss": value.detach(), "info_nce": whole.detach()}
+
+
+@cache
+def seed_directions(num_seeds: int, width: int) -> Tensor:
+    """[num_seeds, width] orthonormal rows, float64 on the CPU. Raises ConfigError for more seeds
+    than dimensions."""
+    if num_seeds > width:
+        raise ConfigError(f"num_seeds ({num_seeds}) must be at most the width of the model ({width}) with loss='ce'")
+    drawn = torch.randn(width, num_seeds, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return torch.linalg.qr(drawn)[0].T
+
+
+class FixedSeedHead(nn.Module):
+    """[B, D] representations -> [B, num_seeds] cosines with fixed directions, over `temperature`.
+
+    A classifier that is not trained does as well as one that is (Hoffer et al. 2018,
+    arXiv:1801.04540), and is no part of the model, its optimizer or its checkpoints. The directions
+    depend on `num_seeds` and D alone; they are orthogonal.
+    """
+
+    def __init__(self, num_seeds: int, temperature: float) -> None:
+        super().__init__()
+        self.num_seeds, self.temperature = num_seeds, temperature
+
+    def forward(self, pooled: Tensor) -> Tensor:
+        rows = seed_directions(self.num_seeds, pooled.shape[1]).to(pooled)
+        return F.normalize(pooled, dim=1) @ rows.T / max(self.temperature, MIN_TEMPERATURE)
 
 
 @dataclass(eq=False)

@@ -8,6 +8,7 @@ from ludic.errors import ConfigError
 from ludic.training.algorithm import RLAlgorithm, validate_actor_logps
 from ludic.training.coefficients import Coefficient, as_coefficient
 from ludic.training.credit_assignment import EpisodicReturn
+from ludic.training.info_seed.settings import InfoSeed
 from ludic.training.loss import (
     CompositeLoss,
     Correction,
@@ -25,6 +26,7 @@ from ludic.training.loss.listwise import RatioLevel
 from ludic.training.loss.reference import KLLevel
 from ludic.training.maxent.credit import Baseline, ListwiseCredit, Scale
 from ludic.training.presets.groups import check_group_size
+from ludic.training.presets.seeded import add_info_seed
 
 Form = Literal["surrogate", "likelihood"]
 
@@ -50,34 +52,33 @@ def make_maxent_grpo(
     clip_ratio_level: RatioLevel = "sequence_mean",
     baseline: Baseline = "uniform",
     scale: Scale = "weights",
+    info_seed: InfoSeed | None = None,
     correction: Correction | str | None = None,
     name: str = "maxent_grpo",
 ) -> RLAlgorithm:
     """MaxEnt-GRPO (d'Aliberti 2026, liv-daliberti/maxent-grpo): the weights of the answers to a
     prompt are softmax((log q + beta r) / (tau + beta)), with q from rewards, r from a reference.
 
-    `form="surrogate"`: these weights minus 1/K are the advantages of GRPO's clipped loss.
-    `form="likelihood"`, the document's: `ListwiseLoss`, weighted mean log-probabilities, and with
-    `clip_coeff` above 0 `ListwiseClipLoss` with `clip_baseline` and `clip_ratio_level`;
-    `length_normalize` and `normalizer` are of the surrogate. `beta` above 0 adds `ReferenceKLLoss`
-    and needs a reference. `tau` and `beta` are coefficients for controllers. Departures, on by
-    default: weights are shared among the best (`sampler_exponent`), 1/K is subtracted (`baseline`).
+    `form="surrogate"`: these weights minus 1/K are the advantages of GRPO's clipped loss, to which
+    `length_normalize` and `normalizer` belong. `form="likelihood"`, the document's: `ListwiseLoss`,
+    and with `clip_coeff` above 0 `ListwiseClipLoss`. `beta` above 0 adds `ReferenceKLLoss` and
+    needs a reference. `tau` and `beta` are coefficients for controllers. Departures, on by default:
+    weights are shared among the best (`sampler_exponent`), 1/K is subtracted (`baseline`).
+    `info_seed` is for batches of `SeedPrompts`, which have `num_seeds` more answers in a group.
     """
-    coefficients = {"tau": as_coefficient(tau)}
-    if isinstance(beta, Coefficient) or beta > 0:
-        coefficients["beta"] = as_coefficient(beta)
+    coefficients = _coefficients(tau, beta)
     _check_form(form, clip_coeff, normalizer)
     surrogate = TokenClippedSurrogateLoss(clip_eps_low, clip_eps_high, length_normalize, normalizer=normalizer)
     clip = ListwiseClipLoss(clip_coeff, clip_eps_low, clip_eps_high, clip_baseline, clip_ratio_level)
     penalty = ReferenceKLLoss(coefficients["beta"], kl_estimator, kl_level) if "beta" in coefficients else None
-    return RLAlgorithm(
+    algorithm = RLAlgorithm(
         name=name,
         credit_assigner=EpisodicReturn(),
         loss=_add_terms(surrogate if form == "surrogate" else ListwiseLoss(), clip, penalty),
         preprocess=validate_actor_logps if form == "surrogate" or sampler_exponent > 0 or clip_coeff > 0 else None,
         correction=resolve_correction(correction),
         batch_credit=ListwiseCredit(
-            group_size=check_group_size(group_size),
+            group_size=check_group_size(group_size) + (info_seed.num_seeds if info_seed else 0),
             tau=coefficients["tau"],
             beta=coefficients.get("beta", beta),
             q_temperature=q_temperature,
@@ -89,6 +90,13 @@ def make_maxent_grpo(
         ),
         coefficients=coefficients,
     )
+    return add_info_seed(algorithm, info_seed)
+
+
+def _coefficients(tau: float | Coefficient, beta: float | Coefficient) -> dict[str, Coefficient]:
+    """Without beta if it is 0, and no controller can raise it."""
+    has_beta = isinstance(beta, Coefficient) or beta > 0
+    return {"tau": as_coefficient(tau), **({"beta": as_coefficient(beta)} if has_beta else {})}
 
 
 def _add_terms(loss: Loss, clip: ListwiseClipLoss, penalty: ReferenceKLLoss | None) -> Loss:

@@ -1,0 +1,123 @@
+"""InfoSeed through the trainer: the gradient of any split is that of the whole mini-batch, and
+seeded answers have ratios to the policy itself."""
+
+import asyncio
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from maxent_batches import gradient_of_the_trainer
+from seeded_batches import PLAIN, SEEDS, preprocessed, rescored_gradient, seeded_episodes
+from training_samples import ListSource, assert_same_tensors, cpu_config, tiny_model, weights_of
+
+from ludic.errors import ConfigError, DataError
+from ludic.training import Trainer, make_maxent_grpo
+from ludic.training.info_seed import InfoSeed, seed_of
+from ludic.training.loss.context import SharedContext, split_actions
+from ludic.training.loss.info_seed import FixedSeedHead, seed_directions
+from ludic.training.preparation import prepare
+
+SPLITS = [*product((120, 180, 250, 350, 500, 4096), ("greedy", "optimal", "padding_free"))]
+QUICK = {("infonce", 120, "greedy"), ("infonce", 250, "padding_free"), ("ce", 180, "optimal")}
+
+
+def make(loss="infonce", coeff=1.0, **settings):
+    return make_maxent_grpo(group_size=PLAIN, info_seed=InfoSeed(SEEDS, coeff=coeff, loss=loss, temperature=0.5), **settings)
+
+
+@pytest.mark.parametrize(
+    ("loss", "budget", "packing"),
+    [
+        pytest.param(loss, *split, marks=[] if (loss, *split) in QUICK else pytest.mark.integration)
+        for loss in ("infonce", "ce")
+        for split in SPLITS
+    ],
+)
+def test_the_gradient_of_any_split_is_that_of_the_whole(loss, budget, packing):
+    algo, model = make(loss), tiny_model().double()
+    items = preprocessed(algo, seeded_episodes())
+    whole = rescored_gradient(algo, items, model)
+    split, prepared = gradient_of_the_trainer(algo, items, model, micro_token_budget=budget, packing=packing)
+    largest = max(float(value.abs().max()) for value in whole.values())
+    assert largest > 1e-2
+    assert_same_tensors(split, whole, atol=1e-6 * max(1.0, largest))
+    assert len(prepared.macro.items) == len(items)
+
+
+def test_the_seeds_change_the_gradient():
+    """The check above would see a term that is missing."""
+    items = preprocessed(make(), seeded_episodes())
+    with_term, _ = gradient_of_the_trainer(make(), items, tiny_model())
+    without, _ = gradient_of_the_trainer(make(coeff=0.0), items, tiny_model())
+    assert max(float((with_term[name] - without[name]).abs().max()) for name in with_term) > 1e-3
+
+
+def test_seeded_answers_have_ratio_one_and_others_keep_what_the_sampler_said():
+    items = preprocessed(make(), seeded_episodes())
+    cfg = cpu_config(max_seq_len=120, micro_token_budget=4096)
+    trainer = Trainer(model=tiny_model(), algo=make(), batch_source=ListSource(items), cfg=cfg)
+    macro = asyncio.run(prepare(trainer, trainer._ingest(items))).macro
+    mini_batch = trainer._make_mini_batch(macro, np.arange(len(items)))
+    [micro_batch] = mini_batch
+    now = split_actions(asyncio.run(trainer.backend.forward_logprobs(micro_batch).result()), micro_batch.tensors)
+    seen = split_actions(SharedContext(micro_batch.tensors["input_ids"], micro_batch.tensors).sampler_logp, micro_batch.tensors)
+    for row, own, sampled in zip(mini_batch.micro_batch_rows(0), now, seen, strict=True):
+        reported = torch.tensor(items[row].actor_logps.token_logps)
+        assert (reported - own).abs().max() > 0.1
+        torch.testing.assert_close(sampled, own if seed_of(items[row].meta) else reported, atol=1e-5, rtol=0)
+        assert macro.sample_columns["old_logp_action"][row] == pytest.approx(float(sampled.double().sum()), abs=1e-5)
+
+
+def test_a_step_reports_the_term_and_leaves_plain_batches_alone():
+    algo = make()
+    trainer = Trainer(
+        model=tiny_model(),
+        algo=algo,
+        batch_source=ListSource(preprocessed(algo, seeded_episodes())),
+        cfg=cpu_config(max_seq_len=120, minibatches_per_batch=2),
+    )
+    stats = trainer.train_step_sync()
+    assert stats["train/seed/info_nce"] > 0
+    assert stats["train/seed/weight"] == 1.0
+
+    plain = [
+        replace(item, meta={**item.meta, "request_meta": {"group_id": index // 4}})
+        for index, item in enumerate(seeded_episodes())
+    ]
+    with_term, _ = gradient_of_the_trainer(algo, plain, tiny_model())
+    without, _ = gradient_of_the_trainer(make_maxent_grpo(group_size=PLAIN + SEEDS), plain, tiny_model())
+    assert_same_tensors(with_term, without, atol=1e-7)
+
+
+def test_steps_repeat_bit_for_bit():
+    def run():
+        model, algo = tiny_model(), make("ce")
+        source = ListSource(preprocessed(algo, seeded_episodes()))
+        Trainer(model=model, algo=algo, batch_source=source, cfg=cpu_config(max_seq_len=120)).train_sync(2)
+        return weights_of(model)
+
+    assert_same_tensors(run(), run(), atol=0)
+
+
+def test_tags_are_taken_out_before_training():
+    tagged = seeded_episodes(groups=1)
+    items = preprocessed(make(), tagged)
+    start = [list(item.action_mask).index(1) for item in items]
+    assert {tuple(item.input_ids[:at]) for item, at in zip(items[PLAIN:], start[PLAIN:], strict=True)} == {
+        tuple(items[0].input_ids[: start[0]])
+    }
+    two_turns = [replace(item, meta={**item.meta, "step_index": 1}) for item in tagged]
+    with pytest.raises(DataError, match="one turn"):
+        preprocessed(make(), two_turns)
+
+
+def test_the_fixed_head_has_orthonormal_directions_of_its_own():
+    rows = seed_directions(3, 5)
+    torch.testing.assert_close(rows @ rows.T, torch.eye(3, dtype=torch.float64))
+    head = FixedSeedHead(3, temperature=0.5)
+    assert not list(head.parameters())
+    torch.testing.assert_close(head(4.0 * rows.float()), 2.0 * torch.eye(3))
+    with pytest.raises(ConfigError, match="at most the width"):
+        FixedSeedHead(6, 0.5)(torch.zeros(1, 5))
