@@ -21,10 +21,16 @@ def kill(run, name):
     os.kill(next(process["pid"] for process in launch["processes"] if process["name"] == name), signal.SIGKILL)
 
 
+class Command(subprocess.Popen):
+    @property
+    def is_running(self):
+        return self.poll() is None
+
+
 def play(run, kills, arguments):
-    with subprocess.Popen([sys.executable, "-m", "ludic.cli", *arguments]) as command:
+    with Command([sys.executable, "-m", "ludic.cli", *arguments]) as command:
         for name, _, step in (text.partition("@") for text in kills.split(",") if text):
-            wait_for_step(run, int(step))
+            wait_for_step(run, int(step), command)
             kill(run, name)
         return command.wait()
 

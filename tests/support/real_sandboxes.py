@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from processes import wait_for_end
 
 from ludic.envs.code_exec.bubblewrap import BubblewrapSandboxPool
 
@@ -39,16 +40,18 @@ def open_pool(backend, n_workers):
             asyncio.run(pool.shutdown())
     finally:
         os.environ["PATH"] = path
-    assert sandbox_processes() == before
+    assert all(wait_for_end(pid) for pid in sandbox_processes() - before)
 
 
 def sandbox_processes():
-    """The processes of this machine that run programs for this one."""
+    """The sandboxes of this process, and processes of sandboxes whose parent has gone. Other tests
+    may have theirs on the same machine."""
     found = set()
     for entry in Path("/proc").iterdir():
         try:
             if entry.name.isdigit() and b"ludic.envs.code_exec.in_sandbox" in (entry / "cmdline").read_bytes():
-                found.add(entry.name)
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                found |= {int(entry.name)} if parent in (os.getpid(), 1) else set()
         except OSError:
             continue
     return found

@@ -150,14 +150,18 @@ def test_programs_do_not_change_the_interpreter_for_others(sandbox):
     assert run(sandbox, "import math; print(math.sqrt(4))").stdout == "2.0\n"
 
 
-def test_a_call_that_is_cancelled_frees_the_sandbox(sandbox, tmp_path):
-    began = tmp_path / "began"
+def test_a_call_that_is_cancelled_ends_the_program_and_frees_the_sandbox(sandbox, tmp_path):
+    note = tmp_path / "pid"
 
     async def cancel():
-        code = f"import time; open({str(began)!r}, 'w'); time.sleep(1000)"
+        code = f"""
+import os, time
+open({f"{note}.new"!r}, "w").write(str(os.getpid()))
+os.replace({f"{note}.new"!r}, {str(note)!r})
+time.sleep(1000)"""
         task = asyncio.create_task(sandbox.execute(code, timeout_s=1000))
         async with asyncio.timeout(60):
-            while not began.exists():
+            while not note.exists():
                 await asyncio.sleep(0.005)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -166,6 +170,7 @@ def test_a_call_that_is_cancelled_frees_the_sandbox(sandbox, tmp_path):
         return await sandbox.execute("print(1)")
 
     assert asyncio.run(cancel()).stdout == "1\n"
+    assert wait_for_end(int(note.read_text()))
 
 
 def test_a_runner_that_dies_fails_one_call(sandbox):

@@ -30,8 +30,8 @@ def settings(folder: Path, *more: str) -> list[str]:
         *("train", f"data={rows}", "reward=byte_rewards:mean_id", "task.args.max_new_tokens=4", "task.args.num_heldout=3"),
         *("threads=1", "warmup.steps=2", "warmup.batch_size=4", f"steps={STEPS}", "rollout.prompts=4", "rollout.group_size=4"),
         *("rollout.log_every=1", "evaluation.prompts=3", "evaluation.samples_per_prompt=2", *NETWORK),
-        *("checkpoint.every_n_steps=3", "trainer.lr=3e-3", "queue.lease_s=2", f"inference.python={python}"),
-        *("trainer.model_device=cpu", "place.servers=1", "place.actors=1", f"output={folder}", "name=run", *more),
+        *("checkpoint.every_n_steps=3", "trainer.lr=3e-3", f"inference.python={python}"),
+        *("trainer.model_device=cpu", "place.servers=1", f"output={folder}", "name=run", *more),
     ]
 
 
@@ -40,6 +40,9 @@ def killed_launch(folder: Path, kills: str, *more: str) -> tuple[list[str], dict
     servers are lines of the file `sampled`."""
     command = [sys.executable, str(SUPPORT / "killed_launch.py"), str(folder / "run"), kills, *settings(folder, *more)]
     return command, {"PYTHONPATH": str(SUPPORT), "SAMPLED": str(folder / "sampled")}
+
+
+ACTOR = ["place.actors=1", "queue.lease_s=2"]
 
 
 def play(folder: Path, kills: str = "", *more: str) -> Path:
@@ -78,7 +81,7 @@ def restarted(run: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One actor and one server, undisturbed, on this machine."""
-    run = play(tmp_path_factory.mktemp("whole"))
+    run = play(tmp_path_factory.mktemp("whole"), "", *ACTOR)
     assert restarted(run) == []
     losses = {line["train/grad_norm"] for line in metrics_of(run) if line["phase"] == "reinforce"}
     assert len(losses) == STEPS  # it learns, so that a difference would show
@@ -97,7 +100,9 @@ def test_each_version_is_served_and_one_set_of_weights_has_its_name(whole: Path)
 
 def test_on_ray_a_server_an_actor_and_the_trainer_are_killed(whole: Path, tmp_path: Path) -> None:
     cpus = [f"place.{role}_cpus=0.3" for role in ("trainer", "actor", "server")]
-    command, variables = killed_launch(tmp_path, "server0@2,actor0@4,trainer@6", "place=ray", "place.address=local", *cpus)
+    command, variables = killed_launch(
+        tmp_path, "server0@2,actor0@4,trainer@6", "place=ray", "place.address=local", *ACTOR, *cpus
+    )
     done = run_in_namespace(command, tmp_path, env=variables)
     assert done.returncode == 0, done.stdout + done.stderr
     run = tmp_path / "run"
@@ -106,7 +111,7 @@ def test_on_ray_a_server_an_actor_and_the_trainer_are_killed(whole: Path, tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [["place.servers=2"], ["place.actors=0"]], ids=["two servers", "without actors"])
+@pytest.mark.parametrize("more", [[*ACTOR, "place.servers=2"], []], ids=["two servers", "without actors"])
 def test_a_run_whose_servers_are_killed_is_the_undisturbed_run(whole: Path, tmp_path: Path, more: list[str]) -> None:
     run = play(tmp_path, "server0@2,server0@5", *more)
     assert_is_the_run(run, whole)

@@ -21,7 +21,7 @@ from ludic.envs.code_exec.in_sandbox.watch import MEGABYTE, MOST_PROCESSES
 
 JSON = dict[str, Any]
 SOLUTION = "solution.py"
-PR_SET_DUMPABLE = 4
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4
 OVERHEAD_MB = 96
 """Address space of the interpreter itself."""
 LONGEST_FILE = 64 << 20
@@ -30,6 +30,7 @@ LONGEST_FILE = 64 << 20
 def become_program(request: JSON, child_ends: tuple[int, ...], place: str) -> None:
     """Give the process its own pipes, limits, folder and environment, and nothing else."""
     os.setsid()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # it ends with the first process
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number, end in enumerate(child_ends):
         os.dup2(end, number)
