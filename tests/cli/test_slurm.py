@@ -7,7 +7,11 @@ import pytest
 from typer.testing import CliRunner
 
 from ludic.cli.app import app
+from ludic.cli.resume import parse_changes
 from ludic.launch.slurm.settings import read_settings
+from ludic.recipes.actors import check_actors
+from ludic.recipes.compose import compose
+from ludic.runs.directory import RunDirectory
 
 SERVED = ["sort", "model=here", "inference=vllm", "rollout.prompts=4"]
 
@@ -30,14 +34,11 @@ def test_it_prints_the_script_and_the_commands_and_submits_nothing(tmp_path):
     assert "# training: 4 ranks on each of node0, GPUs 0, 1, 2, 3" in lines
     assert "# server: http://node1:29526, GPUs 2, 3" in lines
     [train] = [line for line in lines if "--job-name=train" in line]
-    assert (
-        shlex.split(train)[-7:]
-        == [
-            *("train", "sort", "model=here", "rollout.prompts=4", "algorithm=grpo"),
-            *("inference.kind=vllm", "inference.url=[http://node1:29525,http://node1:29526]", "inference.trainer_address=node0"),
-        ][-7:]
-    )
-    assert "serve here --device auto --host node1 --port 29525 -- --tensor-parallel-size 2" in output
+    assert shlex.split(train)[-11:] == [
+        *("train", *SERVED, "algorithm=grpo", "inference.kind=vllm", "inference.python=null", "inference.server_args=[]"),
+        *("inference.url=[http://node1:29525,http://node1:29526]", "inference.trainer_address=node0"),
+    ]
+    assert "serve here --logprobs-mode raw_logprobs --device auto --host node1 --port 29525 -- --tensor-parallel-size 2" in output
     assert list(tmp_path.iterdir()) == []
 
 
@@ -53,6 +54,7 @@ def test_a_submitted_job_has_its_settings_beside_its_script(tmp_path, monkeypatc
     assert (tmp_path / "asked").read_text().split() == ["--parsable", str(script.relative_to(tmp_path))]
     settings = read_settings(script.with_suffix(".json"))
     assert (settings.serve, settings.train, settings.setup) == (False, ["-m", "ludic.cli", "train", "sort"], ["module load x"])
+    assert {file.stat().st_mode & 0o777 for file in (script, script.with_suffix(".json"))} == {0o600}
     assert f"ludic.launch.slurm.job {script.with_suffix('.json').relative_to(tmp_path)}" in script.read_text()
     sbatch.write_text("#!/bin/bash\necho 'invalid partition' >&2\nexit 1\n")
     code, output = slurm("sort", "--gpus-per-node", "0", "--submit")
@@ -68,6 +70,10 @@ def test_a_submitted_job_has_its_settings_beside_its_script(tmp_path, monkeypatc
         (["sort", "lr=3"], "there is no setting 'lr'"),
         (["sort", "place.actors=2"], "ludic slurm places the processes itself"),
         (["sort", "--task", "dpo"], "--task (dpo) must be one of grpo, maxent, maxent-grpo"),
+        ([*SERVED, "queue.url=x.sqlite", "queue.order=nonsense"], "queue.order (nonsense) must be exact or arrival"),
+        (["sort", "queue.lease_s=5"], "queue.lease_s has no effect in a run without actors"),
+        ([*SERVED, "--setup", "export WANDB_API_KEY=abc"], "setup, line 1: WANDB_API_KEY would be readable in the script"),
+        (["--resume", "none"], "none"),
         (["sort", "--time", "soon"], "time (soon) must be a time limit of Slurm"),
     ],
 )
@@ -75,3 +81,66 @@ def test_what_cannot_run_is_refused_before_it_waits_in_a_queue(arguments, messag
     code, output = slurm(*arguments)
     assert code != 0
     assert message in " ".join(output.replace("│", " ").split())
+
+
+def read_job(*arguments):
+    """(train, server): the arguments of the trainer and of the server in the plan."""
+    code, output = slurm(*arguments)
+    assert code == 0, output
+    commands = [shlex.split(line.removeprefix("# ")) for line in output.splitlines() if line.startswith("# srun")]
+    return commands[-1], commands[0]
+
+
+def test_a_password_is_written_nowhere(tmp_path):
+    """`ludic train` refuses it too, since it writes settings."""
+    for where in ("queue.url='redis://u:secretpw@h:6379/0'", "m.yaml"):
+        (tmp_path / "m.yaml").write_text("model: here\nqueue: {url: 'redis://u:secretpw@h:6379/0'}\n")
+        recipe = [where] if where == "m.yaml" else ["sort", "model=here", where]
+        code, output = slurm(*recipe, "inference=vllm", "--submit")
+        assert code != 0
+        assert "has a password" in " ".join(output.replace("│", " ").split())
+        assert "secretpw" not in output
+        assert [file.name for file in tmp_path.iterdir()] == ["m.yaml"]
+
+
+def test_the_servers_of_a_job_have_the_settings_of_the_server_that_a_file_describes(tmp_path):
+    (tmp_path / "m.yaml").write_text("model: here\ninference: {python: /vllm/python, server_args: [--seed, '3']}\n")
+    train, server = read_job("m.yaml")
+    assert server[server.index("serve") :][:6] == ["serve", "here", "--logprobs-mode", "raw_logprobs", "--python", "/vllm/python"]
+    assert server[server.index("--") :] == ["--", "--seed", "3", "--tensor-parallel-size", "1"]
+    recipe = compose(train[train.index("train", train.index("-m")) + 1 :])  # as the trainer reads it
+    check_actors(recipe)
+    assert (recipe.inference.python, recipe.inference.server_args) == (None, [])
+    assert recipe.inference.url == ["http://127.0.0.1:29525"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "mode"),
+    [
+        (["rollout.temperature=0.7"], "processed_logprobs"),
+        (["rollout.temperature=0.7", "rollout.top_p=0.9"], "raw_logprobs"),
+        (["rollout.temperature=1.0"], "raw_logprobs"),
+    ],
+)
+def test_servers_return_the_log_probabilities_that_the_trainer_computes(settings, mode):
+    _, server = read_job(*SERVED, *settings)
+    assert server[server.index("--logprobs-mode") + 1] == mode
+
+
+def test_a_run_is_resumed_with_the_servers_of_the_new_job(tmp_path):
+    last = ["inference.kind=vllm", "inference.url=[http://old:1]", "inference.trainer_address=old"]
+    RunDirectory.begin(compose(["sort", "model=here", "name=a", "steps=9", *last]), "a").release()
+    train, server = read_job("--resume", "runs/a", "steps=12")
+    command = train[train.index("train", train.index("-m")) + 1 :]
+    assert command == [
+        *("--resume", "runs/a", "steps=12", "inference.python=null", "inference.server_args=[]"),
+        *("inference.url=[http://127.0.0.1:29525]", "inference.trainer_address=127.0.0.1"),
+    ]
+    assert parse_changes(command[2:], "train").steps == 12
+    assert server[server.index("serve") + 1] == "here"
+    train, _ = read_job("--resume", "runs/a", "inference.url=http://mine:80")
+    assert train[-3:] == ["--resume", "runs/a", "inference.url=http://mine:80"]
+    for wrong in (["trainer.lr=1"], ["--task", "grpo"]):
+        code, output = slurm("--resume", "runs/a", *wrong)
+        assert code != 0
+        assert "--resume uses the settings that the run began with" in " ".join(output.replace("│", " ").split())

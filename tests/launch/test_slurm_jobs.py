@@ -133,6 +133,7 @@ def test_settings_are_read_as_they_were_written(tmp_path):
         ({"setup": ("a\nb",)}, "one line of the script"),
         ({"environment": {"A B": "1"}}, "cannot be written into a script"),
         ({"environment": {"HF_TOKEN": "hf_1"}}, "HF_TOKEN would be readable in the script"),
+        ({"environment": {"LUDIC_QUEUE_URL": "redis://u:word@h/0"}}, "LUDIC_QUEUE_URL would be readable in the script"),
         ({"master_port": 29525}, r"master_port \(29525\) is a port of the servers"),
         ({"server_port": 80}, "between 1024 and 65535"),
         ({"health_timeout_s": 0}, "health_timeout_s"),
@@ -141,6 +142,33 @@ def test_settings_are_read_as_they_were_written(tmp_path):
 def test_settings_that_no_job_can_have_are_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
         replace(SETTINGS, **changes)
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        ("export WANDB_API_KEY=hush", "WANDB_API_KEY"),
+        ("export A=1 HF_TOKEN='hush'", "HF_TOKEN"),
+        ("cd x; declare -x MY_SECRET=$'hush'", "MY_SECRET"),
+        ('export HF_TOKEN="$HOME"hush', "HF_TOKEN"),
+        ("export LUDIC_QUEUE_URL=redis://u:hush@h:6379/0", "a password in an address"),
+    ],
+)
+def test_a_secret_in_a_line_of_setup_is_refused_and_not_shown(line, what):
+    with pytest.raises(ConfigError, match=f"setup, line 2: {what} would be readable in the script") as raised:
+        replace(SETTINGS, setup=("module load cuda", line))
+    assert "hush" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("export TOKENIZERS_PARALLELISM=false", "export HF_TOKEN=$(cat ~/.token)", 'export HF_TOKEN="$MINE"', "unset HF_TOKEN"),
+        *("export HF_TOKEN=", "fetch --token=x", "export R=redis://u:$WORD@h/0", "pip install git+https://h:8443/x@main"),
+    ],
+)
+def test_a_line_of_setup_that_shows_no_secret_is_accepted(line):
+    assert replace(SETTINGS, setup=(line,)).setup == (line,)
 
 
 def test_the_environment_is_exported_below_the_folder_of_submission():

@@ -12,14 +12,19 @@ from typing import Any
 
 import typer
 
+from ludic.cli.resume import parse_changes
 from ludic.errors import ConfigError, LaunchError
 from ludic.files.atomic import write_text
-from ludic.launch.slurm import Allocation, SlurmSettings, batch_script, place, server_steps, training_step
+from ludic.launch.slurm import Allocation, Placement, SlurmSettings, batch_script, place, server_steps, training_step
 from ludic.launch.slurm.run import describe
 from ludic.launch.slurm.settings import write_settings
-from ludic.recipes.compose import compose, split_arguments
-from ludic.recipes.inference_section import choose_kind
+from ludic.launch.slurm.steps import tell_servers
+from ludic.recipes.actors import check_actors
+from ludic.recipes.compose import compose
+from ludic.recipes.inference_section import choose_kind, choose_logprob_convention
+from ludic.recipes.queue_section import check_url
 from ludic.recipes.schema import Recipe
+from ludic.runs.directory import RunDirectory
 
 TASKS = {"grpo": "grpo", "maxent": "maxent_grpo", "maxent-grpo": "maxent_grpo"}
 """`--task` -> algorithm."""
@@ -29,13 +34,18 @@ JOB_ID = "JOB"
 
 
 def slurm_command(
-    arguments: Sequence[str], *, task: str | None, submit: bool, setup: Sequence[str], options: dict[str, Any]
+    arguments: Sequence[str],
+    *,
+    task: str | None,
+    resume: Path | None,
+    submit: bool,
+    setup: Sequence[str],
+    options: dict[str, Any],
 ) -> int:
     """Print the script and the plan, or submit the job. `options` are fields of `SlurmSettings`."""
     arguments = [*arguments, *([f"algorithm={_find_algorithm(task)}"] if task is not None else [])]
-    settings = make_settings(arguments, setup=setup, options=options)
-    nodes = [f"node{number}" for number in range(settings.nodes)]
-    placement = place(settings, Allocation(nodes, settings.gpus_per_node))
+    settings = make_settings(arguments, resume=resume, setup=setup, options=options)
+    placement = _place(settings)
     commands = [*server_steps(settings, placement, JOB_ID), training_step(settings, placement, JOB_ID)]
     digest = hashlib.sha256(write_settings(settings).encode()).hexdigest()[:12]
     stem = Path(settings.logs) / f"{settings.job_name}-{digest}"
@@ -47,45 +57,66 @@ def slurm_command(
         typer.echo("# Nothing is submitted; add --submit")
         return 0
     Path(settings.logs).mkdir(parents=True, exist_ok=True)
-    write_text(Path(f"{stem}.json"), write_settings(settings))
-    write_text(Path(f"{stem}.sh"), text)
+    write_text(Path(f"{stem}.json"), write_settings(settings), private=True)
+    write_text(Path(f"{stem}.sh"), text, private=True)
     typer.echo(f"Submitted job {_submit(Path(f'{stem}.sh'))}; logs are in {settings.logs}")
     return 0
 
 
-def make_settings(arguments: Sequence[str], *, setup: Sequence[str], options: dict[str, Any]) -> SlurmSettings:
-    """The job of a recipe and its settings. Raises ConfigError for a recipe that `ludic train`
-    would refuse, so that it does not wait in the queue first."""
-    recipe = compose(arguments)
+def make_settings(
+    arguments: Sequence[str], *, resume: Path | None, setup: Sequence[str], options: dict[str, Any]
+) -> SlurmSettings:
+    """The job of a recipe, or of a run to resume, and its settings. Raises ConfigError for what
+    `ludic train` would refuse, so that it does not wait in the queue first."""
+    source, replaced, command = [], [], ["-m", "ludic.cli", "train"]
+    if resume is not None:
+        parse_changes(arguments, "train")
+        source, command = [str(RunDirectory.open_to_read(resume).config)], [*command, "--resume", str(resume)]
+        replaced = _replace_servers(source[0], arguments)
+    recipe = compose([*source, *arguments, *replaced])
     if recipe.place.on != "local" or recipe.place.actors or recipe.place.servers or recipe.place.trainers > 1:
         raise ConfigError("ludic slurm places the processes itself; leave place.* out, or use `ludic train place=slurm`")
-    serve = choose_kind(recipe.inference) == "vllm" and recipe.inference.url is None
-    name = options.get("job_name") or re.sub(r"[^A-Za-z0-9_.-]", "_", recipe.name or f"{recipe.recipe}-{recipe.algorithm}")
+    if recipe.queue.url is not None:
+        check_url(recipe.queue.url)
     given = {key: value for key, value in options.items() if value is not None}
-    train, server = list(arguments), _make_server(recipe, given) if serve else []
-    if serve:
-        train = [*_without_server(train), "inference.kind=vllm"]
-    return SlurmSettings(
-        **{**given, "job_name": name}, train=("-m", "ludic.cli", "train", *train), serve=serve, server=server, setup=tuple(setup)
-    )
+    given["job_name"] = given.get("job_name") or _name_job(recipe)
+    serve = choose_kind(recipe.inference) == "vllm" and recipe.inference.url is None
+    train, server = list(arguments), _make_server(recipe) if serve else ()
+    if serve:  # those of a server that the run would start itself are the servers' now
+        train += [*(["inference.kind=vllm"] if resume is None else []), "inference.python=null", "inference.server_args=[]"]
+    settings = SlurmSettings(**{**given, "train": (*command, *train), "serve": serve, "server": server, "setup": tuple(setup)})
+    check_actors(compose([*source, *train, *tell_servers(settings.train, _place(settings))]))
+    return settings
 
 
-def _make_server(recipe: Recipe, options: dict[str, Any]) -> tuple[str, ...]:
+def _replace_servers(config: str, arguments: Sequence[str]) -> list[str]:
+    """The settings of a run that is resumed without its servers: they ended with their job. Those
+    that the command line names stay."""
+    if any(argument.startswith("inference.url=") for argument in arguments):
+        return []
+    return [f"inference.kind={choose_kind(compose([config]).inference)}", "inference.url=null"]
+
+
+def _place(settings: SlurmSettings) -> Placement:
+    """The plan on nodes with made-up names."""
+    return place(settings, Allocation([f"node{number}" for number in range(settings.nodes)], settings.gpus_per_node))
+
+
+def _name_job(recipe: Recipe) -> str:
+    return re.sub(r"[^A-Za-z0-9_.-]", "_", recipe.name or f"{recipe.recipe}-{recipe.algorithm}")
+
+
+def _make_server(recipe: Recipe) -> tuple[str, ...]:
     section = recipe.inference
     if recipe.model is None:
         raise ConfigError("a server needs a model that is on disk or on the hub; set model=DIRECTORY, or inference=local")
-    flags = [*(["--python", section.python] if section.python else []), "--device", section.device]
+    convention = choose_logprob_convention(recipe.rollout.temperature, recipe.rollout.top_p)
+    flags = ["--logprobs-mode", "processed_logprobs" if convention.processed else "raw_logprobs"]
+    flags += [*(["--python", section.python] if section.python else []), "--device", section.device]
     flags += ["--weights", section.weights] if section.weights else []
     flags += ["--lora-rank", str(recipe.lora.rank)] if recipe.lora.rank else []
     own = ["--", *section.server_args] if section.server_args else []
     return ("-m", "ludic.cli", "serve", recipe.model, *flags, *own)
-
-
-def _without_server(arguments: Sequence[str]) -> list[str]:
-    """The arguments without those of a server that the run would start itself."""
-    split_arguments(arguments)
-    started = ("inference=", "inference.python=", "inference.server_args=", "inference.kind=")
-    return [argument for argument in arguments if not argument.startswith(started)]
 
 
 def _find_algorithm(task: str) -> str:

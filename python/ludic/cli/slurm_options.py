@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -18,6 +19,7 @@ trains has a rank. Prints the batch script and the plan, or submits the job from
 - `ludic slurm sort --gpus-per-node 0` prints the script of a job on one node without GPUs
 - `ludic slurm maths.yaml --nodes 3 --dp 2 --tp 2 --time 12:00:00 --partition gpu --submit` trains on two nodes and serves on the
 third, with two servers of two GPUs
+- `ludic slurm --resume runs/NAME --nodes 3 --submit` resumes a run in a new job
 - `ludic slurm maths.yaml --task maxent --setup 'module load cuda' --setup 'source env/bin/activate'`
 """
 
@@ -27,6 +29,9 @@ def slurm(
         list[str] | None, typer.Argument(metavar="[RECIPE] [KEY=VALUE]...", help="As those of `ludic train`.")
     ] = None,
     task: Annotated[str | None, typer.Option(help="grpo or maxent: short for algorithm=NAME.")] = None,
+    resume: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="Folder of the run to resume, with servers of the new job.")
+    ] = None,
     nodes: Annotated[int, typer.Option(min=1)] = 1,
     gpus_per_node: Annotated[int, typer.Option(min=0)] = 8,
     cpus_per_task: Annotated[int, typer.Option(min=1, help="Cores of the job on each node.")] = 8,
@@ -45,9 +50,9 @@ def slurm(
     master_port: Annotated[int, typer.Option(help="Port at which the ranks meet.")] = 6000,
     submit: Annotated[bool, typer.Option(help="Submit the job instead of printing it.")] = False,
 ) -> None:
-    options = {name: value for name, value in locals().items() if name not in ("arguments", "task", "submit", "setup")}
+    options = {name: value for name, value in locals().items() if name not in ("arguments", "task", "resume", "submit", "setup")}
     with report_user_errors():
         from ludic.cli.slurm import slurm_command
 
-        code = slurm_command(arguments or (), task=task, submit=submit, setup=setup or (), options=options)
+        code = slurm_command(arguments or (), task=task, resume=resume, submit=submit, setup=setup or (), options=options)
     raise typer.Exit(code)

@@ -11,14 +11,21 @@ from typing import Any
 from ludic.errors import CheckpointError
 
 
-def write_text(path: Path, text: str) -> None:
-    """Replace the file at once: write beside it, flush to disk, rename."""
+def write_text(path: Path, text: str, *, private: bool = False) -> None:
+    """Replace the file at once: write beside it, flush to disk, rename. `private`: only this user
+    can ever read it."""
     aside = name_aside(path)
-    with aside.open("w", encoding="utf-8") as file:
+    with open(aside, "w", encoding="utf-8", opener=_open_private if private else None) as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
     os.replace(aside, path)
+
+
+def _open_private(path: str, flags: int) -> int:
+    descriptor = os.open(path, flags, 0o600)
+    os.fchmod(descriptor, 0o600)  # it may be left from a killed process
+    return descriptor
 
 
 def name_aside(path: Path) -> Path:

@@ -14,7 +14,12 @@ _TIME = re.compile(r"\d+(-\d+(:\d+){0,2})?|\d+:\d+(:\d+)?")
 _WORD = re.compile(r"[A-Za-z0-9_.,:=@%/+-]+")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|API_?KEY", re.IGNORECASE)
+_SECRET = re.compile(r"TOKEN(?!IZ)|SECRET|PASSWORD|API_?KEY", re.IGNORECASE)
+"""In the name of a variable; TOKENIZERS_PARALLELISM is none."""
+_ASSIGNMENT = re.compile(r"(?:^|[\s;&|({])([A-Za-z_]\w*)=(?![\s;&|]|$|\"?\$(?:\(|\w+\"?(?:[\s;&|]|$)|\{\w+\}\"?(?:[\s;&|]|$)))")
+"""`NAME=` before a value that a script shows: not nothing, `$OTHER`, `${OTHER}` or `$(command)`."""
+_ADDRESS = re.compile(r"://[^/\s@]*:[^$\s/@][^\s/@]*@")
+"""Of a server, with a password: redis://user:word@host."""
 
 CACHES: Mapping[str, str] = {
     "HF_HOME": "var/cache/huggingface",
@@ -59,7 +64,8 @@ class SlurmSettings:
     """Start servers that sample, and tell the trainer their addresses."""
     server: Sequence[str] = ()
     """The arguments of the interpreter for a server. It also gets `--host`, `--port`, and after
-    `--` `--tensor-parallel-size`. Empty: `ludic serve` with the `model=` of `train`."""
+    `--` `--tensor-parallel-size`. Empty: `ludic serve` with the `model=` of `train`, which returns
+    processed log-probabilities: with `rollout.top_p` below 1 it needs `--logprobs-mode`."""
     data_parallel: int = 1
     """Servers."""
     tensor_parallel: int = 1
@@ -90,6 +96,7 @@ class SlurmSettings:
         self._check_ports()
         self._check_header()
         self._check_environment()
+        self._check_setup()
 
     def _check_commands(self) -> None:
         for name in ("train", "server", "setup"):
@@ -128,9 +135,19 @@ class SlurmSettings:
         for name, value in (self.environment or {}).items():
             if not _VARIABLE.fullmatch(name) or "\0" in value or "\n" in value:
                 raise ConfigError(f"environment: {name}={value!r} cannot be written into a script; use letters, digits and `_`")
-            if _SECRET.search(name):
+            if _SECRET.search(name) or _ADDRESS.search(value):
                 raise ConfigError(
                     f"environment: {name} would be readable in the script; export it where you submit, the job has that environment"
+                )
+
+    def _check_setup(self) -> None:
+        for number, line in enumerate(self.setup, 1):
+            names = [name for name in _ASSIGNMENT.findall(line) if _SECRET.search(name)]
+            if names or _ADDRESS.search(line):
+                what = names[0] if names else "a password in an address"
+                raise ConfigError(
+                    f"setup, line {number}: {what} would be readable in the script; export it where you submit, the job has that "
+                    "environment, or read it there from a file of yours: export NAME=$(cat FILE)"
                 )
 
 

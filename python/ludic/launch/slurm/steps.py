@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ludic.errors import ConfigError
-from ludic.launch.slurm.placement import Placement
+from ludic.launch.slurm.placement import LOOPBACK, Placement
 from ludic.launch.slurm.settings import SlurmSettings
 from ludic.launch.torchrun import AGENT, ENV, RENDEZVOUS_S, STOP_VARIABLE
 from ludic.rank_environment import STOP_ONCE
@@ -13,6 +13,7 @@ from ludic.rank_environment import STOP_ONCE
 TRAIN = "train"
 """The name of the step that trains."""
 _URL, _ADDRESS = "inference.url=", "inference.trainer_address="
+_RESUME = "--resume"
 
 
 def server_steps(settings: SlurmSettings, placement: Placement, job_id: str) -> list[list[str]]:
@@ -40,20 +41,21 @@ def training_step(settings: SlurmSettings, placement: Placement, job_id: str) ->
     if len(nodes) * ranks > 1:
         agent = ["-m", AGENT, f"--nnodes={len(nodes)}", f"--nproc-per-node={ranks}", f"--rdzv-id={job_id}", "--rdzv-backend=c10d"]
         agent += [f"--rdzv-endpoint={nodes[0]}:{settings.master_port}", f"--rdzv-conf=join_timeout={RENDEZVOUS_S}"]
-    command = [settings.python, *agent, *settings.train, *_tell_servers(settings.train, placement)]
+    command = [settings.python, *agent, *settings.train, *tell_servers(settings.train, placement)]
     log = f"{settings.logs}/train_{job_id}.log"
     return _srun(settings, TRAIN, nodes, log, placement.train_gpus, environment, command)
 
 
-def _tell_servers(train: Sequence[str], placement: Placement) -> list[str]:
-    """The settings of the recipe that name the servers, and this side for servers elsewhere."""
+def tell_servers(train: Sequence[str], placement: Placement) -> list[str]:
+    """The settings of the recipe that name the servers, and this side for servers elsewhere. A run
+    that is resumed is always told its side, since it has that of its last job."""
     if not placement.servers or any(part.startswith(_URL) for part in train):
         return []
     told = [f"{_URL}[{','.join(placement.urls)}]"]
     is_here = placement.servers[0].node in placement.train_nodes
-    return (
-        told if is_here or any(part.startswith(_ADDRESS) for part in train) else [*told, f"{_ADDRESS}{placement.train_nodes[0]}"]
-    )
+    if any(part.startswith(_ADDRESS) for part in train) or (is_here and _RESUME not in train):
+        return told
+    return [*told, f"{_ADDRESS}{LOOPBACK if is_here else placement.train_nodes[0]}"]
 
 
 def _srun(
