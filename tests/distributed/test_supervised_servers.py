@@ -3,6 +3,7 @@ and none of an older version than was published when it was asked for."""
 
 import asyncio
 import random
+import socket
 import threading
 from contextlib import ExitStack
 
@@ -168,6 +169,39 @@ async def test_the_first_version_of_a_trainer_must_reach_every_server_that_lives
         later.close()
 
 
+def cut_connection(_):
+    raise ConnectionAbortedError
+
+
+async def test_the_first_version_does_not_skip_a_server_whose_connections_break(fleet):
+    """It lives, and may have a later version of a trainer that was killed: an actor that asks for
+    version 3 would take its answers."""
+    fleet = fleet(2)
+    living = fleet.servers[1]
+    async with fleet.client:
+        await fleet.publisher.publish(WEIGHTS[5], 5)
+        later = fleet.make_publisher(timeout_s=0.0)
+        for path in ("/collective_rpc:ludic_state", "/start_weight_update", "/update_weights"):
+            living.faults = {path: cut_connection}
+            with pytest.raises(PublishError, match=r"version 3 was not published within 0 s: .*cannot be reached"):
+                await later.publish(WEIGHTS[3], 3)
+        living.faults = {}
+        await later.publish(WEIGHTS[3], 3)
+        assert [server.version for server in fleet.servers] == ["3", "3"]
+        later.close()
+
+
+async def test_the_first_version_skips_servers_where_nobody_listens_or_that_have_no_address(fleet):
+    """Another life of them begins without a version of anybody."""
+    fleet = fleet(3)
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        fleet.urls[1], fleet.urls[2] = f"http://127.0.0.1:{unused.getsockname()[1]}", None
+        async with fleet.client:
+            await fleet.publisher.publish(WEIGHTS[3], 3)
+    assert [server.version for server in fleet.servers] == ["3", "default", "default"]
+
+
 async def test_a_server_that_comes_back_at_another_address_is_found(fleet, tmp_path):
     fleet = fleet(1)
     with StubPolicyServer(tmp_path / "elsewhere") as moved:
@@ -182,12 +216,13 @@ async def test_a_server_that_comes_back_at_another_address_is_found(fleet, tmp_p
         fleet.publisher.close()
 
 
-async def test_the_weights_of_a_version_are_sent_again_under_a_new_name_even_if_they_are_the_same(fleet):
+async def test_the_weights_of_a_version_are_sent_again_under_a_new_name_even_if_they_are_the_same(fleet, caplog):
     """A server's version never changes alone: it may be another life of it by then."""
     fleet = fleet(1)
     async with fleet.client:
         await fleet.publisher.publish(WEIGHTS[0], 0)
         await fleet.publisher.publish(WEIGHTS[0], 1)
+    assert "the servers are sent them again, as version 1" in caplog.text
     assert "/update_weight_version" not in fleet.servers[0].paths()
     assert fleet.servers[0].versions_served == ["default", "0", "1"]
 

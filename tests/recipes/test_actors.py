@@ -36,12 +36,30 @@ RECIPE = recipe_of()
         ),
         (["queue.order=arrival"], "queue.order has no effect in a run without actors; set place.actors=N too"),
         (["queue.url=http://localhost"], "must begin with redis:// or rediss://"),
+        (
+            ["place.actors=1", "place.servers=1", "inference.batches_ahead=1"],
+            r"order=exact with inference.batches_ahead \(1\) needs .* set queue.order=arrival",
+        ),
+        (["place.actors=1", "inference.url=http://h:8000", "inference.batches_ahead=2"], r"have only the newest version"),
         (["place.actors=1", "inference=vllm"], "needs servers that actors and trainer share"),
     ],
 )
 def test_wrong_settings_are_refused_with_the_rule(settings: list[str], rule: str) -> None:
     with pytest.raises(ConfigError, match=rule):
         check_actors(recipe_of(*settings))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["place.actors=1", "place.servers=1"],
+        ["place.actors=1", "place.servers=1", "inference.batches_ahead=1", "queue.order=arrival"],
+        ["place.servers=1", "inference.batches_ahead=1"],
+        ["place.actors=1", "inference.batches_ahead=1"],
+    ],
+)
+def test_servers_that_have_the_version_that_is_asked_for_are_accepted(settings: list[str]) -> None:
+    check_actors(recipe_of(*settings))
 
 
 def test_a_password_is_refused_and_not_shown() -> None:

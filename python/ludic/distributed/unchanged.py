@@ -24,10 +24,11 @@ class UnchangedWeights:
     >>> unchanged.publish(fingerprints, 17, push=push, rename=rename, still_served=lambda: True)
     """
 
-    def __init__(self, what: str, *, allowed: bool = False) -> None:
+    def __init__(self, what: str, *, allowed: bool = False, resent: bool = False) -> None:
         """`what` names the weights in messages. `allowed`: push unchanged weights like any
-        others."""
+        others. `resent`: the messages say that `rename` sends the weights again."""
         self.what = what
+        self.resent = resent
         self.allowed = allowed
         self.change_expected = True
         """Whether there was a gradient since the last push. True unless the trainer reports
@@ -81,10 +82,11 @@ class UnchangedWeights:
                 "gradient vanish? allow_unchanged=True publishes them anyway"
             )
         logger.warning(
-            "the %s of version %s equal those of version %s; the servers keep them and report version %s (%s)",
+            "the %s of version %s equal those of version %s; the servers %s version %s (%s)",
             self.what,
             version,
             last_version,
+            "are sent them again, as" if self.resent else "keep them and report",
             version,
             f"{self._in_a_row} of at most {MOST_IN_A_ROW - 1} in a row"
             if self.change_expected

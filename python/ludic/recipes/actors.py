@@ -58,6 +58,7 @@ def _check_queue(recipe: Recipe) -> None:
     if section.url is not None:
         check_url(section.url)
     find_queue(section, Path())  # raises for a wrong LUDIC_QUEUE_URL
+    _check_exact(recipe)
     if choose_kind(recipe.inference) == "vllm" and recipe.inference.url is None and not recipe.place.servers:
         raise ConfigError(
             "place.actors with inference=vllm needs servers that actors and trainer share: set place.servers=N, or inference.url to those "
@@ -79,6 +80,17 @@ def _check_servers(recipe: Recipe) -> None:
         raise ConfigError(
             f"inference.weights ({section.weights}) must be disk with place.servers: a server that is restarted gets its weights from the "
             "run's folder; leave it out, or start the servers with `ludic serve` and set inference.url"
+        )
+
+
+def _check_exact(recipe: Recipe) -> None:
+    """Raise ConfigError if samples cannot be of the version that the order demands: servers have
+    only the newest one, and a batch ahead is of an older one."""
+    ahead, samples_elsewhere = recipe.inference.batches_ahead, choose_kind(recipe.inference) == "vllm" or recipe.place.servers
+    if recipe.queue.order == "exact" and ahead > 0 and samples_elsewhere:
+        raise ConfigError(
+            f"queue.order=exact with inference.batches_ahead ({ahead}) needs samples that are exactly so many versions old, but servers "
+            "have only the newest version; set queue.order=arrival or inference.batches_ahead=0, or sample in the actors (inference=local)"
         )
 
 

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import fake_vllm
 import pytest
+from jumping_loop import play_jumping
 from processes import wait_for_end
 
-from ludic.errors import ConfigError, InferenceError
+from ludic.errors import ConfigError, EngineDeadError, InferenceError
 from ludic.exit_codes import TRY_AGAIN
 from ludic.inference.servers.server_secret import HEADER
 from ludic.inference.vllm.endpoints import VllmEndpoints
@@ -77,8 +78,10 @@ async def test_a_server_says_where_it_is_and_ends_for_a_restart_when_it_dies(wor
 
 async def test_a_signal_ends_a_server_that_waits_for_the_warm_up(world: World) -> None:
     serving = world.serve()
-    while not world.directory.servers.exists():
-        await asyncio.sleep(0.01)
+    async with asyncio.timeout(DEADLINE_S):
+        while not world.directory.servers.exists():
+            assert not serving.done()
+            await asyncio.sleep(0.01)
     os.kill(os.getpid(), signal.SIGTERM)
     assert await asyncio.wait_for(serving, DEADLINE_S) == 128 + signal.SIGTERM
     assert not world.facts.exists()
@@ -101,13 +104,30 @@ def test_the_port_of_the_life_before_is_taken_again_if_it_is_free() -> None:
 
 
 async def test_a_server_that_never_answers_is_named_and_a_stop_ends_the_wait(world: World, tmp_path: Path) -> None:
-    model = world.directory.model
     with pytest.raises(Interrupted):
-        await connecting._wait_for_addresses(world.addresses, ["server0"], model, 0.0, lambda: True)
+        await wait_for_server(world, is_stopped=True)
     world.make_model()
     world.addresses.write("server0", "http://127.0.0.1:9")  # of an earlier launch
     with pytest.raises(InferenceError, match=r"server0 did not answer within 0 s of the policy; see workers/server0\.log"):
-        await connecting._wait_for_addresses(world.addresses, ["server0"], model, 0.0, lambda: False)
+        await wait_for_server(world)
+
+
+def test_a_wait_for_servers_ends_where_there_is_never_a_policy(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connecting, "POLL_S", 600.0)
+    with pytest.raises(InferenceError, match=r"run/model did not appear within 24 hours; has the trainer ended\?"):
+        play_jumping(asyncio.wait_for(wait_for_server(world), 25 * 3600.0))
+
+
+def test_a_wait_for_servers_ends_where_none_will_answer(world: World) -> None:
+    end = "every server has failed more often than place.restarts allows"
+    with pytest.raises(EngineDeadError, match=end):
+        play_jumping(asyncio.wait_for(wait_for_server(world, end=end), 3600.0))
+
+
+async def wait_for_server(world: World, *, is_stopped: bool = False, end: str | None = None) -> list[str]:
+    return await connecting._wait_for_addresses(
+        world.addresses, ["server0"], world.directory.model, 0.0, lambda: is_stopped, lambda: end
+    )
 
 
 def _parent_of(pid: int) -> int:

@@ -21,8 +21,9 @@ from ludic.distributed.push.fan_out import describe_failures, run_on_all
 from ludic.distributed.push.folder import VersionFolders, fingerprint_folder
 from ludic.distributed.push.manifest import ServerManifest, StreamToServer, cast_to_server, has_tied_head, rename_to_checkpoint
 from ludic.distributed.unchanged import UnchangedWeights
-from ludic.errors import InferenceError, PublishError, ServerTimeoutError, ServerUnreachableError
+from ludic.errors import InferenceError, PublishError, ServerUnreachableError
 from ludic.inference.publishing import Publisher, PushTarget, Version, WeightSource
+from ludic.inference.servers.http import is_refused
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,6 +42,10 @@ class _Version:
     """Fingerprints of the weights in the folder, by name."""
     served: Mapping[str, str]
     """Those of the same in the server's dtypes."""
+
+
+class NoAddressError(ServerUnreachableError):
+    """A server that has not said where it is."""
 
 
 class _Address(PushTarget):
@@ -73,7 +78,7 @@ class _Supervised:
         url = self._find_url(self._number)
         if self._control is None or url not in (None, self._control.links[0].url):
             if url is None:
-                raise ServerUnreachableError(f"server {self._number} has no address yet")
+                raise NoAddressError(f"server {self._number} has no address yet")
             self.close()
             self._control, self.version = self._make(url), None
         return self._control
@@ -100,8 +105,8 @@ class SupervisedServers(Publisher):
     """Publishes a version to all servers that answer, and later to those that come back.
 
     `publish` returns once one server serves the version. The first one of a trainer must reach all
-    that are not dead: they may have weights of a trainer before it. Raises PublishError after
-    `timeout_s`, and for weights that do not fit.
+    servers that have an address where somebody listens: they may have weights of a trainer before
+    it. Raises PublishError after `timeout_s`, and for weights that do not fit.
     """
 
     def __init__(
@@ -125,9 +130,11 @@ class SupervisedServers(Publisher):
         self._client, self._timeout_s, self._find_end = client, timeout_s, find_end
         self._folders = VersionFolders(directory)
         self._servers = [_Supervised(number, find_url, make) for number in range(count)]
-        self._unchanged = UnchangedWeights("weights")
+        self._unchanged = UnchangedWeights("weights", resent=True)
         self._lock = threading.Lock()
         self._current: _Version | None = None
+        self._is_first = True
+        """Whether servers may have weights of another trainer: until a push succeeds."""
         self._manifest: ServerManifest | None = None
         self._seconds = 0.0
 
@@ -172,11 +179,11 @@ class SupervisedServers(Publisher):
 
     def _serve(self, folder: Path, version: Version, manifest: ServerManifest) -> None:
         sent, served = fingerprint_folder(folder, manifest)
-        is_first, self._current = self._current is None, _Version(str(version), folder, sent, served)
+        self._current = _Version(str(version), folder, sent, served)
         started = time.perf_counter()
 
         def push() -> None:
-            self._repeat(lambda: self._give_to_all(is_first), f"version {version} was not published")
+            self._repeat(self._give_to_all, f"version {version} was not published")
 
         # A push even of unchanged weights: a server changes its version only with its weights.
         self._unchanged.publish(served, version, push=push, rename=push, still_served=lambda: True, dtype=manifest.dtype)
@@ -184,7 +191,7 @@ class SupervisedServers(Publisher):
         self._client.weights_changed(version)
         self._folders.prune(folder)
 
-    def _give_to_all(self, is_first: bool) -> None:
+    def _give_to_all(self) -> None:
         """Give the version to the servers that lack it. Raises PublishError if none has it then, or
         if one may have weights of another trainer."""
         version = self._current
@@ -192,8 +199,9 @@ class SupervisedServers(Publisher):
         lacking = [server for server in self._servers if server.version is not version]
         failures = run_on_all(lacking, lambda server: server.give(version))
         unknown = {server: error for server, error in failures.items() if not _is_dead(error)}
-        if len(failures) == len(self._servers) or (is_first and unknown):
+        if len(failures) == len(self._servers) or (self._is_first and unknown):
             raise PublishError(describe_failures(unknown or failures))
+        self._is_first = False
         for server, error in failures.items():
             logger.warning("%s does not serve version %s yet: %s", server.url, version.name, error)
 
@@ -241,6 +249,9 @@ class SupervisedServers(Publisher):
 
 
 def _is_dead(error: Exception) -> bool:
-    """Whether nobody listens at the address of the server: it will be another life that does."""
+    """Whether the server has no address, or nobody listens there: it will be another life that
+    does. One whose connection broke, or that is silent, may live and serve other weights."""
     causes = [error, error.__cause__]
-    return any(isinstance(cause, ServerUnreachableError) and not isinstance(cause, ServerTimeoutError) for cause in causes)
+    return any(
+        isinstance(cause, NoAddressError) or (isinstance(cause, ServerUnreachableError) and is_refused(cause)) for cause in causes
+    )

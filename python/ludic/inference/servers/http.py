@@ -213,6 +213,19 @@ def is_loopback_url(url: str) -> bool:
     return is_loopback_host(urlsplit(url).hostname or "")
 
 
+def is_refused(error: ServerUnreachableError) -> bool:
+    """Whether nobody listens at the address, so that whoever served there has ended. A connection
+    that broke, or was not accepted in time, says nothing of that."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ConnectionRefusedError):
+            return True
+        if isinstance(cause, BaseExceptionGroup):  # a name with several addresses
+            return all(isinstance(each, ConnectionRefusedError) for each in cause.exceptions)
+        cause = cause.__cause__ or cause.__context__
+    return False
+
+
 async def _read_body(response: Response, url: str, max_bytes: int) -> bytes:
     encoding = response.headers.get("content-encoding", "identity")
     if encoding.strip().lower() not in ("identity", ""):

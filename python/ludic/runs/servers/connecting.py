@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ludic.distributed.adapters.supervised import SupervisedServers
-from ludic.errors import ConfigError, InferenceError
+from ludic.errors import ConfigError, EngineDeadError, InferenceError
 from ludic.files.folders import clear_unfinished, delete_folder
 from ludic.inference.servers.http import BlockingHttp
 from ludic.inference.servers.pool import Restarts
@@ -20,6 +19,7 @@ from ludic.inference.vllm.server_queries import HEALTH_TIMEOUT_S
 from ludic.recipes.schema import Recipe
 from ludic.runs.plan import list_servers
 from ludic.runs.servers.addresses import ServerAddresses
+from ludic.runs.servers.starting import MODEL_S
 from ludic.runs.stop_request import Interrupted
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ async def connect_to_servers(
         return addresses.read(names[number])
 
     timeout_s, vocab_size = recipe.inference.timeout_s, model.get_input_embeddings().weight.shape[0]
-    urls = await _wait_for_addresses(addresses, names, run / "model", timeout_s, is_stopped)
+    urls = await _wait_for_addresses(addresses, names, run / "model", timeout_s, is_stopped, find_end)
     client = await asyncio.to_thread(
         lambda: VLLMChatClient(urls=urls, tokenizer=tokenizer, timeout_s=timeout_s, vocab_size=vocab_size)
     )
@@ -111,11 +111,18 @@ def kept_current(publisher: SupervisedServers, every_s: float = KEEP_S) -> Itera
 
 
 async def _wait_for_addresses(
-    addresses: ServerAddresses, names: list[str], model: Path, timeout_s: float, is_stopped: Callable[[], bool]
+    addresses: ServerAddresses,
+    names: list[str],
+    model: Path,
+    timeout_s: float,
+    is_stopped: Callable[[], bool],
+    find_end: Callable[[], str | None],
 ) -> list[str]:
-    """The addresses of all servers once each answers: `timeout_s` after there is a policy that they
-    can serve."""
-    deadline: float | None = None
+    """The addresses of all servers once each answers: within `timeout_s` of the policy that they
+    serve, which is there within `MODEL_S`. Raises Interrupted once `is_stopped`, EngineDeadError
+    with what `find_end` says, and InferenceError at a deadline."""
+    clock = asyncio.get_running_loop().time
+    began, answer_by = clock(), None
     while True:
         urls = {name: url for name in names if (url := addresses.read(name)) is not None}
         healthy = [name for name, url in urls.items() if await asyncio.to_thread(_is_healthy, url)]
@@ -123,9 +130,13 @@ async def _wait_for_addresses(
             return [urls[name] for name in names]
         if is_stopped():
             raise Interrupted
-        if deadline is None and model.is_dir():
-            deadline = time.monotonic() + timeout_s
-        if deadline is not None and time.monotonic() > deadline:
+        if (end := find_end()) is not None:
+            raise EngineDeadError(end)
+        if answer_by is None and model.is_dir():
+            answer_by = clock() + timeout_s
+        if answer_by is None and clock() > began + MODEL_S:
+            raise InferenceError(f"{model} did not appear within {MODEL_S / 3600:g} hours; has the trainer ended?")
+        if answer_by is not None and clock() > answer_by:
             missing = [name for name in names if name not in healthy]
             raise InferenceError(
                 f"{', '.join(missing)} did not answer within {timeout_s:g} s of the policy; see workers/{missing[0]}.log in the run's "

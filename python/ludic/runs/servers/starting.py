@@ -17,6 +17,8 @@ SERVED_NAME = "policy"
 """The name of the policy in requests."""
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 """The folder has all files."""
+MODEL_S = 24 * 3600.0
+"""How long the warm-up of the run may take, after which there is a policy to serve."""
 
 
 def start_server(

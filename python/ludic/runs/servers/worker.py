@@ -23,13 +23,11 @@ from ludic.recipes.compose import compose
 from ludic.recipes.schema import Recipe
 from ludic.runs.directory import RunDirectory
 from ludic.runs.servers.addresses import ServerAddresses
-from ludic.runs.servers.starting import start_server
+from ludic.runs.servers.starting import MODEL_S, start_server
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.2
-MODEL_S = 24 * 3600.0
-"""How long the warm-up of the run may take."""
 
 
 def run_server_process(folder: Path, *, name: str, host: str) -> int:
