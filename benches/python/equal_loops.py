@@ -23,8 +23,11 @@ follow from seeds alone."""
 
 def compare_loop(run: Path, whole: Path) -> list[str]:
     """What differs between a `rollout_loop` and the uninterrupted one. Steps after a checkpoint are
-    trained again when the run is resumed: all lines of a step must be equal."""
+    trained again when the run is resumed: all samples of a step must be equal, and its metrics must
+    stand once in the log."""
     differences = []
+    steps = Counter(line["step"] for line in read_lines(run / "metrics.jsonl"))
+    differences += [f"step {step} stands {times} times in the log" for step, times in steps.items() if times > 1]
     for name, key in (("samples.jsonl", "batch"), ("metrics.jsonl", "step")):
         found, wanted = (_by_number(root / name, key) for root in (run, whole))
         if any(len(lines) != 1 for lines in wanted.values()):
@@ -36,7 +39,8 @@ def compare_loop(run: Path, whole: Path) -> list[str]:
         if not contents[0].exists() or contents[0].read_bytes() != contents[1].read_bytes():
             differences.append(f"content of {last}/{name}")
     states = [json.loads((root / "checkpoints" / last / "trainer_state.json").read_text()) for root in (run, whole)]
-    differences += [f"{key} in the state of {last}" for key in states[1] if plain(states[0].get(key)) != plain(states[1][key])]
+    kept = states[1].keys() - {"metrics_log"}  # the size of the log, which has times
+    differences += [f"{key} in the state of {last}" for key in sorted(kept) if plain(states[0].get(key)) != plain(states[1][key])]
     return differences + [f"left over: {path.name}" for path in (run / "checkpoints").glob(".*")]
 
 

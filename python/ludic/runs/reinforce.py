@@ -11,7 +11,6 @@ from typing import Any
 from ludic.errors import CheckpointError
 from ludic.inference.local import LocalChatClient
 from ludic.models.adapters import has_adapters
-from ludic.models.loading import load_model
 from ludic.models.lora import describe_trained_share
 from ludic.models.saving import save_policy
 from ludic.models.state_files import read_model
@@ -154,10 +153,11 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
             return model
         if has_no_weights(self.recipe.sharding):
             return model  # which gets rank 0's
-        if has_adapters(model):
-            read_model(model, directory.adapter)
-            return model
-        return load_model(str(directory.base if self.recipe.lora.rank else directory.model), self.recipe.dtype)
+        # Copied into a model built as at the beginning: weights that stay in the memory of a file
+        # are aligned by its header, which changes last digits of products with one row.
+        folder = directory.base if self.recipe.lora.rank else directory.model
+        read_model(model, directory.adapter if has_adapters(model) else folder)
+        return model
 
     def _check_not_reinforced(self) -> None:
         """Raise CheckpointError if there is no checkpoint but `model` is already reinforced.

@@ -1,5 +1,6 @@
 """Loggers of metrics: what is in the file, files of limited length, and what others read of it."""
 
+import itertools
 import json
 import logging
 import math
@@ -32,6 +33,61 @@ def test_a_file_that_is_full_is_put_aside_also_after_a_restart(tmp_path):
         logger.finish()
     steps = {path.name: [line["step"] for line in lines(path)] for path in tmp_path.iterdir()}
     assert steps == {"metrics.1.jsonl": [0, 1], "metrics.2.jsonl": [2, 3], "metrics.jsonl": [4]}
+
+
+def write(folder, steps, max_lines):
+    logger = JSONLLogger(folder, max_lines=max_lines)
+    for step in steps:
+        logger.log({"loss": step}, step)
+    return logger
+
+
+def test_a_log_that_is_cut_and_written_again_is_as_if_it_had_not_been(tmp_path, monkeypatch):
+    monkeypatch.setattr(metrics.time, "time", lambda: 0.0)
+    for case in itertools.product([1, 2, 10], range(5), range(3)):
+        cut_and_write_again(tmp_path / "_".join(map(str, case)), *case)
+
+
+def cut_and_write_again(tmp_path, max_lines, kept, after):
+    write(tmp_path / "whole", range(1, 8), max_lines).finish()
+    parts = tmp_path / "parts"
+    first = write(parts, range(1, kept + 1), max_lines)
+    mark = first.mark()
+    for step in range(kept + 1, kept + 1 + after):
+        first.log({"loss": -1}, step)
+    first.finish()
+    resumed = JSONLLogger(parts, max_lines=max_lines)
+    with resumed.path.open("a") as file:
+        file.write('{"st')  # of a line that was being written
+    resumed.cut(mark, kept)
+    for step in range(kept + 1, 8):
+        resumed.log({"loss": step}, step)
+    resumed.sync()
+    resumed.finish()
+    files = [{path.name: path.read_text() for path in folder.iterdir()} for folder in (parts, tmp_path / "whole")]
+    assert files[0] == files[1]
+
+
+def test_another_log_is_not_cut(tmp_path, caplog):
+    """As after a resume with another folder: its lines are of step 5 and earlier ones."""
+    logger = write(tmp_path, [1, 2, 7], 10)
+    logger.cut(0, 5)
+    assert "has other lines than the run had at step 5" in caplog.text
+    logger.cut(10**6, 5)
+    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1, 2, 7]
+
+
+def test_several_loggers_are_each_cut_at_their_mark(tmp_path):
+    parts = [JSONLLogger(tmp_path / "a"), Recorder(), JSONLLogger(tmp_path / "b")]
+    both = CompositeLogger(parts)
+    parts[2].log({}, 0)
+    mark = both.mark()
+    both.log({}, 1)
+    both.sync()
+    both.cut(mark, 0)
+    both.finish()
+    assert mark[:2] == [0, None]
+    assert [len(lines(part.path)) for part in (parts[0], parts[2])] == [0, 1]
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import time
 from collections.abc import Mapping, Sequence
+from itertools import count, takewhile
 from pathlib import Path
 from statistics import fmean, pstdev
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from ludic.errors import ConfigError, ConfigTypeError, DataError
 from ludic.files.jsonl import parse_object
@@ -22,7 +24,8 @@ Metrics = Mapping[str, Any]
 
 
 class MetricsLogger(Protocol):
-    """What the training loops log to."""
+    """What the training loops log to. With the methods of `ResumableLogger`, a run that is killed
+    and resumed logs each step once."""
 
     def log(self, metrics: Metrics, step: int) -> None:
         """Log the metrics of a step."""
@@ -30,6 +33,24 @@ class MetricsLogger(Protocol):
 
     def finish(self) -> None:
         """Write what is left and release files and connections."""
+        ...
+
+
+@runtime_checkable
+class ResumableLogger(Protocol):
+    """A logger whose lines after a checkpoint can be removed: a run that goes on from it takes
+    these steps again."""
+
+    def sync(self) -> None:
+        """Write all lines to disk. Called before each checkpoint."""
+        ...
+
+    def mark(self) -> Any:
+        """Where the next line will be, as a JSON value that the checkpoint keeps."""
+        ...
+
+    def cut(self, mark: Any, step: int) -> None:
+        """Remove what was logged after `mark`, which is of later steps than `step`."""
         ...
 
 
@@ -64,9 +85,42 @@ class JSONLLogger:
 
     def _rotate(self) -> None:
         self._file.close()
-        numbers = (number for number in range(1, 1 << 31) if not self.log_dir.joinpath(f"metrics.{number}.jsonl").exists())
-        self.path.rename(self.log_dir / f"metrics.{next(numbers)}.jsonl")
+        self.path.rename(self._name_full(len(self._list_full()) + 1))
         self._num_lines = 0
+
+    def _name_full(self, number: int) -> Path:
+        return self.log_dir / f"metrics.{number}.jsonl"
+
+    def _list_full(self) -> list[Path]:
+        """The files that were renamed, the oldest first."""
+        return list(takewhile(Path.exists, map(self._name_full, count(1))))
+
+    def sync(self) -> None:
+        """Write all lines to disk."""
+        self._file.sync()
+
+    def mark(self) -> int:
+        """The size of all files in bytes."""
+        return sum(path.stat().st_size for path in [*self._list_full(), self.path] if path.exists())
+
+    def cut(self, mark: int, step: int) -> None:
+        """Remove what was logged after the first `mark` bytes. A file that was full and is cut is
+        `metrics.jsonl` again. Lines of `step` or of earlier ones are of another log, and stay."""
+        self._file.close()
+        files = [path for path in [*self._list_full(), self.path] if path.exists()]
+        while files and files[0].stat().st_size < mark:
+            mark -= files.pop(0).stat().st_size
+        if not files:
+            return
+        removed = b"".join([files[0].read_bytes()[mark:], *(path.read_bytes() for path in files[1:])])
+        if not all(_is_later(line, step) for line in removed.splitlines()):
+            logger.warning("%s has other lines than the run had at step %d; they stay", self.path, step)
+            return
+        for path in reversed(files[1:]):  # the newest first, so that this can be killed and done again
+            path.unlink()
+        os.truncate(files[0], mark)
+        files[0].replace(self.path)
+        self._num_lines = _count_lines(self.path)
 
     def finish(self) -> None:
         """Close the file. `log` opens it again."""
@@ -104,6 +158,21 @@ class CompositeLogger:
                 each.log(metrics, step)
             except Exception:
                 logger.exception("%s failed at step %d", type(each).__name__, step)
+
+    def sync(self) -> None:
+        for each in self.loggers:
+            if isinstance(each, ResumableLogger):
+                each.sync()
+
+    def mark(self) -> list[Any]:
+        """The mark of each logger; None for one that has none."""
+        return [each.mark() if isinstance(each, ResumableLogger) else None for each in self.loggers]
+
+    def cut(self, mark: list[Any], step: int) -> None:
+        """Cut each logger that has a mark."""
+        for each, own in zip(self.loggers, mark, strict=False):
+            if isinstance(each, ResumableLogger) and own is not None:
+                each.cut(own, step)
 
     def finish(self) -> None:
         for each in self.loggers:
@@ -180,6 +249,15 @@ def _to_plain(key: str, value: Any) -> Any:
 def _check_step(step: Any) -> None:
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise ConfigError(f"step ({step!r}) must be a whole number from 0; the call is log(metrics, step)")
+
+
+def _is_later(line: bytes, step: int) -> bool:
+    """Whether a line is of a later step; a line that was not written whole may be of any."""
+    try:
+        found = parse_object(line, "a line").get("step")
+    except DataError:
+        return True
+    return isinstance(found, int) and found > step
 
 
 def _count_lines(path: Path) -> int:

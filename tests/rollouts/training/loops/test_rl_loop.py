@@ -25,9 +25,11 @@ from ludic.rollouts.training.loops.rl_loop import (
     compute_reward,
     prepare_grpo_batch,
 )
+from ludic.rollouts.training.metrics import JSONLLogger
 from ludic.rollouts.training.rl_losses import GRPO_LOSS, grpo_loss, ppo_loss
 from ludic.rollouts.training.rollout_gen import convert_to_batch
 from ludic.training import RLAlgorithm, SampleAttachments, SAWBatch, SAWItem, Trainer, TrainerConfig
+from ludic.training.checkpoint import CheckpointManager
 from ludic.training.credit_assignment import ConstantCredit
 from ludic.training.types import ActorTokenLogps
 
@@ -110,6 +112,44 @@ async def test_a_resumed_run_ends_as_if_it_had_not_stopped(tmp_path):
     [last] = await run(resumed, make_manager(), resume=True)
     assert (last["step"], last["loss"], last["mean_reward"]) == (4, expected[3]["loss"], expected[3]["mean_reward"])
     assert_same_tensors(weights_of(resumed.model), weights_of(whole.model))
+
+
+@pytest.mark.parametrize("is_saved", [False, True])
+async def test_a_loop_killed_beside_a_checkpoint_has_each_step_in_its_log_once(tmp_path, monkeypatch, is_saved):
+    """It ends after the line of step 2 and before its checkpoint, or right after the checkpoint."""
+    config, saved = RLTrainingConfig(num_steps=4, log_every=1, checkpoint_every=1), CheckpointManager.save_backend
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    await run(make_backend(whole, ppo_loss), make_manager(), config=config, metrics_logger=JSONLLogger(whole))
+
+    def save_until_step_2(self, backend, *, step, metadata=None):
+        if step < 2 or is_saved:
+            saved(self, backend, step=step, metadata=metadata)
+        if step == 2:
+            raise InterruptedError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointManager, "save_backend", save_until_step_2)
+        with pytest.raises(InterruptedError):
+            await run(make_backend(parts, ppo_loss), make_manager(), config=config, metrics_logger=JSONLLogger(parts))
+    assert [line["step"] for line in logged(parts)] == [1, 2]
+    assert ("metrics_log" in read_json(parts / f"step_{1 + is_saved:06}" / "trainer_state.json")) is True
+    resumed = make_backend(parts, ppo_loss, seed=9)
+    await run(resumed, make_manager(), config=config, metrics_logger=JSONLLogger(parts), resume=True)
+    assert [(line["step"], line["loss"]) for line in logged(parts)] == [(line["step"], line["loss"]) for line in logged(whole)]
+
+
+async def test_the_last_step_is_logged_before_its_checkpoint(tmp_path):
+    """Also where `log_every` would not log it."""
+    config = RLTrainingConfig(num_steps=4, log_every=3, checkpoint_every=2)
+    await run(make_backend(tmp_path, ppo_loss), make_manager(), config=config, metrics_logger=JSONLLogger(tmp_path))
+    assert [line["step"] for line in logged(tmp_path)] == [3, 4]
+    size = (tmp_path / "metrics.jsonl").stat().st_size
+    marks = [read_json(tmp_path / f"step_00000{step}" / "trainer_state.json")["metrics_log"] for step in (2, 4)]
+    assert marks == [0, size]
+
+
+def logged(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 async def test_a_checkpoint_holds_the_managers_state(tmp_path):

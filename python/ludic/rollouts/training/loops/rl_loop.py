@@ -77,7 +77,7 @@ async def run_rl_training(
         publisher = EnginePublisher(trained, inference_engines or (), rollout_manager)
         ratio_loss = name_ratio_loss(backend.algo.loss) if isinstance(backend, PyTorchTrainingBackend) else None
         source = ManagerSource(rollout_manager, credit, publisher, ratio_loss)
-        trainer = build_trainer(trained, source, settings, publisher=publisher, credit=credit, resume=resume)
+        trainer = build_trainer(trained, source, log, publisher=publisher, credit=credit, resume=resume)
         rollout_manager.limit(max(0, config.num_steps - trainer.current_step))
         async with AsyncExitStack() as stack:
             if ranks.rank() == 0 and not rollout_manager.is_entered:

@@ -31,7 +31,7 @@ async def run_sft_training(
     try:
         items = [item_of_sample(sample, place=place) for place, sample in enumerate(samples)]
         source = SampleSource(items, batch_size=config.batch_size, seed=config.seed, name="sft")
-        trainer = build_trainer(adapt_backend(backend), source, settings, resume=resume)
+        trainer = build_trainer(adapt_backend(backend), source, log, resume=resume)
         return await train_to_end(trainer, log, source)
     finally:
         log.finish()

@@ -1,8 +1,8 @@
 """The parts of a `Trainer` that the loops build: source, credit, publisher, and the log of the run.
 
-AsyncRolloutManager -> ManagerSource -> Trainer -> EnginePublisher -> engines
-                                           |
-                                        LoopLog -> metrics logger
+AsyncRolloutManager -> ManagerSource -> LoopTrainer -> EnginePublisher -> engines
+                                             |
+                                          LoopLog -> metrics logger
 """
 
 from __future__ import annotations
@@ -11,11 +11,15 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from ludic.errors import ConfigError, PublishError, RequestsExhausted, RolloutAborted, RolloutError
+from ludic.files.atomic import read_json
+from ludic.files.checkpoints import STATE
 from ludic.rollouts.training.backends.foreign import ForeignBackend
 from ludic.rollouts.training.backends.pytorch import WITHOUT_LIMIT, PyTorchTrainingBackend
+from ludic.rollouts.training.metrics import ResumableLogger
 from ludic.training import ranks
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.batching.shared_batches import SharedBatches
@@ -31,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 PLAIN_KEYS = {"train/loss": "loss", "train/grad_norm": "grad_norm", "train/lr": "lr"}
 """Key of the trainer -> name in the metrics of a loop."""
+LOG = "metrics_log"
+"""The key in the state of a checkpoint under which it has the mark of the metrics logger."""
 
 
 @dataclass(frozen=True)
@@ -58,20 +64,23 @@ def adapt_backend(backend: Any) -> PyTorchTrainingBackend | ForeignBackend:
 def build_trainer(
     backend: PyTorchTrainingBackend | ForeignBackend,
     source: BatchSourceBase,
-    settings: LoopSettings,
+    log: LoopLog,
     *,
     publisher: Any = None,
     credit: CreditAssigner | None = None,
     resume: bool = False,
-) -> Trainer:
+) -> LoopTrainer:
     """The trainer of a loop. With `resume` it goes on from the newest checkpoint of the backend, if
-    there is one."""
+    there is one, and what was logged after it is removed."""
+    settings = log.settings
     own = backend if isinstance(backend, PyTorchTrainingBackend) else None
     base = own.cfg if own else TrainerConfig(**FOREIGN_SETTINGS)
     trained: Any = backend
     loss = own.algo.loss if own else OwnLoss()
     checkpointer = make_checkpointer(own, settings.checkpoint_every) if own else None
-    return Trainer(
+    folder = find_checkpoint(checkpointer) if resume else None
+    trainer = LoopTrainer(
+        log,
         model=own.model if own else None,
         algo=RLAlgorithm(name=own.algo.name if own else "foreign", credit_assigner=credit or ConstantCredit(1.0), loss=loss),
         batch_source=SharedBatches(source) if ranks.is_distributed() else source,
@@ -85,9 +94,23 @@ def build_trainer(
         ),
         backend=trained,
         checkpointer=checkpointer,
-        resume_from=find_checkpoint(checkpointer) if resume else None,
+        resume_from=folder,
         total_training_steps=settings.num_steps,
     )
+    if folder is not None and ranks.rank() == 0:
+        log.cut(read_json(Path(folder) / STATE).get(LOG), trainer.current_step)
+    return trainer
+
+
+class LoopTrainer(Trainer):
+    """Writes into each checkpoint how much was logged before it."""
+
+    def __init__(self, log: LoopLog, **parts: Any) -> None:
+        self._log = log
+        super().__init__(**parts)
+
+    def save_checkpoint(self, *, metadata: Mapping[str, Any] | None = None) -> Path | None:
+        return super().save_checkpoint(metadata={**(metadata or {}), LOG: self._log.mark()})
 
 
 FOREIGN_SETTINGS: dict[str, Any] = {
@@ -128,15 +151,48 @@ class LoopLog:
     logged: int = 0
 
     async def record(self, trainer: Trainer, stats: Mapping[str, float], facts: Mapping[str, float]) -> None:
-        """Add a step: `facts` are those of its batch."""
+        """Add a step, unless it is added, and have a backend that is not ours save it if that is
+        due."""
+        step = trainer.current_step
+        if not self.steps or self.steps[-1]["step"] != step:
+            self.add(trainer, stats, facts)
+        if isinstance(trainer.backend, ForeignBackend) and step % self.settings.checkpoint_every == 0:
+            self.sync()
+            await trainer.backend.save_checkpoint(step, self.steps[-1])
+
+    def add(self, trainer: Trainer, stats: Mapping[str, float], facts: Mapping[str, float]) -> None:
+        """Add a step, and log it if that is due: `facts` are those of its batch."""
         step = trainer.current_step
         plain = {name: float(stats[key]) for key, name in PLAIN_KEYS.items() if key in stats and math.isfinite(stats[key])}
         metrics = {**stats, **plain, **facts, "step": step, "optim_step": self._optimizer_step(trainer)}
         self.steps.append(metrics)
-        if step % self.settings.log_every == 0:
+        if step % self.settings.log_every == 0 or step == self.settings.num_steps:
             self._write(metrics)
-        if isinstance(trainer.backend, ForeignBackend) and step % self.settings.checkpoint_every == 0:
-            await trainer.backend.save_checkpoint(step, metrics)
+
+    def sync(self) -> None:
+        """Write the log to disk."""
+        if isinstance(self.metrics_logger, ResumableLogger):
+            try:
+                self.metrics_logger.sync()
+            except Exception:
+                logger.exception("the metrics logger could not be synced at step %d; training goes on", self.logged)
+
+    def mark(self) -> Any:
+        """How much was logged, as a JSON value; None if the logger cannot say."""
+        if isinstance(self.metrics_logger, ResumableLogger):
+            try:
+                return self.metrics_logger.mark()
+            except Exception:
+                logger.exception("the metrics logger has no mark at step %d; training goes on", self.logged)
+        return None
+
+    def cut(self, mark: Any, step: int) -> None:
+        """Remove what was logged after the mark of the checkpoint of `step`."""
+        if isinstance(self.metrics_logger, ResumableLogger) and mark is not None:
+            try:
+                self.metrics_logger.cut(mark, step)
+            except Exception:
+                logger.exception("lines after step %d could not be removed from the log; they will be there twice", step)
 
     @staticmethod
     def _optimizer_step(trainer: Trainer) -> float:
@@ -194,10 +250,24 @@ class LoopLog:
             logger.exception("the metrics logger could not finish")
 
 
+class _BeforeCheckpoints:
+    """Adds each step to the log before its checkpoint is written. A `SyncedLogger`."""
+
+    def __init__(self, trainer: Trainer, log: LoopLog, source: Any) -> None:
+        self._trainer, self._log, self._source = trainer, log, source
+
+    def log(self, step: int, stats: Mapping[str, float]) -> None:
+        self._log.add(self._trainer, stats, self._source.facts())
+
+    def sync(self) -> None:
+        self._log.sync()
+
+
 async def train_to_end(trainer: Trainer, log: LoopLog, source: Any) -> list[dict[str, float]]:
     """Train up to `num_steps` steps in all, or until the data end. Returns the metrics of the
     steps that this process took. `source.facts()` are those of its last batch. A failure to
     generate or to publish loses no step: the last one is saved before the error is raised."""
+    trainer.train_logger = _BeforeCheckpoints(trainer, log, source)
     begun = trainer.current_step
     remaining = log.settings.num_steps - begun
     try:
