@@ -65,3 +65,11 @@ def test_the_policy_learns_to_use_the_tool_before_answering(tmp_path: Path) -> N
     assert after["sampled_reward"] >= 0.90
     assert after["greedy_accuracy"] >= 0.94
     assert after["looked_up"] >= 0.90
+
+
+def test_maxent_keeps_the_variety_that_grpo_loses(tmp_path: Path) -> None:
+    maxent, grpo = (trained(tmp_path, "maxent", "--algorithm", name, "steps=60") for name in ("maxent_grpo", "grpo"))
+    assert maxent["before"] == grpo["before"]
+    assert maxent["before"]["sampled_reward"] < 0.35
+    assert min(maxent["after"]["sampled_reward"], grpo["after"]["sampled_reward"]) >= 0.8
+    assert grpo["after"]["distinct_of_32"] < 8 < 10 < maxent["after"]["distinct_of_32"]

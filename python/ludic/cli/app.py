@@ -67,6 +67,7 @@ Hugging Face layout. Ctrl-C stops after the current step and saves the run.
 
 - `ludic train` sorts digits; `ludic train addition` adds with a scratchpad
 - `ludic train tictactoe` plays against an opponent; `ludic train tools` learns to call a tool twice before it answers
+- `ludic train maxent` keeps the variety of right answers; `ludic train maxent --algorithm grpo` is the same run with GRPO
 - `ludic train --algorithm cispo seed=3 trainer.lr=1e-4` sets fields (`--print-config` lists them all)
 - `ludic train my_recipe.yaml` reads a file; its `recipe:` key names the built-in recipe it starts from
 - `ludic train model=path/to/model` trains any causal model on disk, or a hub id

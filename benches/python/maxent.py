@@ -1,0 +1,189 @@
+"""MaxEnt-GRPO and its rivals on rising digits: reward and variety of the right answers.
+
+    python -m benches.python.maxent    # 5 seeds x 5 arms, 10 minutes of CPU
+    python -m benches.python.maxent --seeds 0 0 --arms maxent grpo
+    python -m benches.python.maxent --output runs/maxent --picture maxent.png
+
+An arm is `ludic train maxent` with the settings of `ARMS`; the policy before reinforcement is the
+same for all arms of a seed. With `--output`, runs that are there already are read, not repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import redirect_stdout
+from dataclasses import dataclass, replace
+from functools import partial
+from io import StringIO
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from ludic.cli.train import TrainCommand
+from ludic.cli.training_command import run_command
+from ludic.eval.picture import make_figure
+from ludic.recipes.schema import Recipe
+from ludic.runs.reinforce import RLParts
+from ludic.runs.screen import Screen
+from ludic.training.loss import CompositeLoss, EntropyBonus, LossTerm
+
+REWARD, OF_8, OF_32, ENTROPY = MEASURES = ("sampled_reward", "distinct_of_8", "distinct_of_32", "entropy_of_right")
+EVERY = 10
+"""Steps between two measurements of a run."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One row of the table."""
+
+    label: str
+    settings: Sequence[str]
+    entropy_bonus: float = 0.0
+
+
+ARMS = {
+    "grpo": Arm("GRPO", ["algorithm=grpo"]),
+    "entropy": Arm("GRPO + entropy bonus .05", ["algorithm=grpo"], entropy_bonus=0.05),
+    "kl": Arm("GRPO + .1 KL to the start", ["algorithm=grpo", "algorithm_args.reference_kl=0.1"]),
+    "document": Arm(
+        "MaxEnt as documented: tau .3, beta .1",
+        [
+            "algorithm_args={tau: 0.3, beta: 0.1, sampler_exponent: 0, form: likelihood, baseline: none}",
+            "algorithm_args.kl_level=sequence",
+            "algorithm_args.normalizer=samples",
+        ],
+    ),
+    "maxent": Arm("MaxEnt: tau .1, beta 0, shared among the best", []),
+    "unshared": Arm("MaxEnt: tau .1, beta 0, not shared", ["algorithm_args.sampler_exponent=0"]),
+}
+Point = tuple[int, dict[str, float]]
+
+
+class ArmCommand(TrainCommand):
+    """`ludic train`, with an entropy bonus beside the loss of the recipe."""
+
+    def __init__(self, entropy_bonus: float):
+        super().__init__()
+        self.entropy_bonus = entropy_bonus
+
+    def build(self, recipe: Recipe, screen: Screen) -> RLParts:
+        parts = super().build(recipe, screen)
+        if self.entropy_bonus:
+            terms = [LossTerm("policy", parts.algorithm.loss), LossTerm("entropy", EntropyBonus(self.entropy_bonus))]
+            parts.algorithm = replace(parts.algorithm, loss=CompositeLoss(terms))
+        return parts
+
+
+def train_arm(output: Path, extra: Sequence[str], arm: str, seed: int) -> list[Point]:
+    """The measurements of a run, the one before reinforcement at step 0."""
+    folder = output / f"{arm}-{seed}"
+    if not (folder / "summary.json").is_file():
+        settings = [f"seed={seed}", f"output={output}", f"name={folder.name}", "threads=1", f"trainer.eval_every_n_steps={EVERY}"]
+        chosen = ARMS[arm]
+        arguments = ["maxent", *settings, *chosen.settings, *extra]
+        with redirect_stdout(StringIO()):  # the summary, which is in the folder too
+            run_command(ArmCommand(chosen.entropy_bonus), arguments, resume=None, json_only=True, print_config=False)
+    return read_course(folder)
+
+
+def read_course(folder: Path) -> list[Point]:
+    summary = json.loads((folder / "summary.json").read_text())
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = summary["steps"]
+    between = [(line["step"], pick(line, "eval/")) for line in lines if f"eval/{REWARD}" in line and line["step"] < steps]
+    return [(0, pick(summary["before"])), *between, (steps, pick(summary["after"]))]
+
+
+def pick(values: dict[str, Any], prefix: str = "") -> dict[str, float]:
+    return {name: values[prefix + name] for name in MEASURES}
+
+
+def format_ranges(measured: Sequence[dict[str, float]]) -> str:
+    """The cells of a row: means, and the range over seeds."""
+    cells = []
+    for name, digits in zip(MEASURES, (3, 1, 1, 2), strict=True):
+        values = [rates[name] for rates in measured]
+        cells.append(f"{fmean(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})")
+    return " | ".join(cells)
+
+
+def format_table(courses: dict[str, list[list[Point]]]) -> str:
+    head = "| arm | reward | distinct of 8 | distinct of 32 | entropy of right |\n|---|---|---|---|---|"
+    before = format_ranges([course[0][1] for course in next(iter(courses.values()))])
+    rows = [f"| {ARMS[arm].label} | {format_ranges([course[-1][1] for course in runs])} |" for arm, runs in courses.items()]
+    return "\n".join([head, f"| before | {before} |", *rows])
+
+
+def format_at_equal_reward(courses: dict[str, list[list[Point]]]) -> str:
+    """How many distinct answers the others have, when they first have the reward that MaxEnt ends
+    with, and then MaxEnt's, for each seed."""
+    lines = []
+    for arm in (name for name in courses if name in ("grpo", "entropy", "kl")):
+        pairs = []
+        for ours, theirs in zip(courses["maxent"], courses[arm], strict=True):
+            aim = ours[-1][1]
+            reached = next((rates[OF_32] for _, rates in theirs if rates[REWARD] >= aim[REWARD]), None)
+            pairs.append(f"{'not reached' if reached is None else f'{reached:.1f}'} / {aim[OF_32]:.1f}")
+        lines.append(f"| {ARMS[arm].label} | {' | '.join(pairs)} |")
+    return "\n".join(lines)
+
+
+def format_seeds(courses: dict[str, list[list[Point]]], seeds: Sequence[int]) -> str:
+    """Reward and distinct answers of 32 of every run."""
+    head = f"| arm | {' | '.join(map(str, seeds))} |\n|---|{'---|' * len(seeds)}"
+    rows = [
+        f"| {ARMS[arm].label} | {' | '.join(f'{run[-1][1][REWARD]:.3f} / {run[-1][1][OF_32]:.1f}' for run in runs)} |"
+        for arm, runs in courses.items()
+    ]
+    return "\n".join([head, *rows])
+
+
+def draw(path: Path, courses: dict[str, list[list[Point]]]) -> None:
+    """Reward and distinct answers over steps: each seed thin, the mean of the seeds thick."""
+    figure = make_figure((9, 4))
+    places = figure.subplots(1, 2)
+    for axes, name, title in zip(
+        places, (REWARD, OF_32), ("reward of sampled answers", "distinct right answers of 32"), strict=True
+    ):
+        for colour, arm in enumerate(arm for arm in ("maxent", "grpo") if arm in courses):
+            steps = [step for step, _ in courses[arm][0]]
+            values = [[rates[name] for _, rates in course] for course in courses[arm]]
+            for run in values:
+                axes.plot(steps, run, color=f"C{colour}", alpha=0.25, linewidth=1)
+            label = "MaxEnt-GRPO" if arm == "maxent" else "GRPO"
+            axes.plot(steps, [fmean(at) for at in zip(*values, strict=True)], color=f"C{colour}", linewidth=2, label=label)
+        axes.set(xlabel="step", title=title, ylim=(0, None))
+        axes.grid(alpha=0.3)
+        axes.legend(loc="lower right" if name == REWARD else "lower left")
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, nargs=2, metavar=("FIRST", "LAST"), default=(11, 15))
+    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=[arm for arm in ARMS if arm != "unshared"])
+    parser.add_argument("--output", type=Path, help="folder of the runs; without it, they are not kept")
+    parser.add_argument("--picture", type=Path, help="PNG to write")
+    parser.add_argument("--processes", type=int, default=2)
+    options, extra = parser.parse_known_args()
+    seeds = range(options.seeds[0], options.seeds[1] + 1)
+    with tempfile.TemporaryDirectory() as kept_nowhere:
+        output = options.output or Path(kept_nowhere)
+        with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
+            train = partial(train_arm, output, extra)
+            waiting = {arm: [pool.submit(train, arm, seed) for seed in seeds] for arm in options.arms}
+            courses = {arm: [run.result() for run in runs] for arm, runs in waiting.items()}
+    print(format_table(courses), format_seeds(courses, seeds), sep="\n\n")
+    if "maxent" in courses:
+        print(f"\nDistinct of 32 when MaxEnt's last reward is first reached / MaxEnt's:\n{format_at_equal_reward(courses)}")
+    if options.picture:
+        draw(options.picture, courses)
+
+
+if __name__ == "__main__":
+    main()
