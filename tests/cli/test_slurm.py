@@ -39,6 +39,8 @@ def test_it_prints_the_script_and_the_commands_and_submits_nothing(tmp_path):
         *("inference.url=[http://node1:29525,http://node1:29526]", "inference.trainer_address=node0"),
     ]
     assert "serve here --logprobs-mode raw_logprobs --device auto --host node1 --port 29525 -- --tensor-parallel-size 2" in output
+    assert "# A job has ports of its own, by its number, in place of these" in lines
+    assert "in place of these" not in slurm(*SERVED, "--vllm-port", "29999")[1]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -53,6 +55,7 @@ def test_a_submitted_job_has_its_settings_beside_its_script(tmp_path, monkeypatc
     [script] = (tmp_path / "var" / "artifacts" / "logs").glob("*.sh")
     assert (tmp_path / "asked").read_text().split() == ["--parsable", str(script.relative_to(tmp_path))]
     settings = read_settings(script.with_suffix(".json"))
+    assert settings.ports_of_job
     assert (settings.serve, settings.train, settings.setup) == (False, ["-m", "ludic.cli", "train", "sort"], ["module load x"])
     assert {file.stat().st_mode & 0o777 for file in (script, script.with_suffix(".json"))} == {0o600}
     assert f"ludic.launch.slurm.job {script.with_suffix('.json').relative_to(tmp_path)}" in script.read_text()

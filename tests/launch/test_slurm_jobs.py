@@ -1,20 +1,22 @@
 """The jobs of `ludic slurm`: placement, command lines and script, without Slurm."""
 
 import json
+import os
 import shlex
 import socket
 import subprocess
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 
 import pytest
 from hypothesis import given, strategies as st
 
 from ludic.errors import ConfigError
-from ludic.inference.servers.server_secret import VARIABLE
-from ludic.launch.slurm import Allocation, SlurmSettings, batch_script, place, server_steps, training_step
+from ludic.inference.servers.server_secret import HEADER, VARIABLE
+from ludic.launch.slurm import Allocation, Server, SlurmSettings, batch_script, place, run, run_job, server_steps, training_step
 from ludic.launch.slurm.run import SECRET, describe, find_status, is_healthy
 from ludic.launch.slurm.settings import read_settings, write_settings
 
@@ -211,5 +213,91 @@ def test_a_server_is_healthy_when_it_says_so(monkeypatch):
         assert not is_healthy("127.0.0.1", free.getsockname()[1])
 
 
-def test_the_secret_has_the_name_that_servers_and_clients_read():
-    assert SECRET == VARIABLE
+def test_the_secret_has_the_names_that_servers_and_clients_read():
+    assert (SECRET, run.HEADER) == (VARIABLE, HEADER)
+
+
+class Ended:
+    """A server of the job that has ended with status 1, as one whose port is in use."""
+
+    returncode = 1
+
+    def poll(self):
+        return self.returncode
+
+
+class Running(Ended):
+    returncode = None
+
+
+@contextmanager
+def listening(secret):
+    """A server of another job: healthy, and with a secret of its own. Yields its place."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            is_known = self.path == "/health" or self.headers.get(HEADER) == secret
+            self.send_response(200 if is_known else 401)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield Server("n1", (0,), server.server_port, "127.0.0.1")
+        server.shutdown()
+
+
+def test_a_server_of_another_job_is_not_taken_for_one_of_this_job(monkeypatch, capsys):
+    monkeypatch.setenv(SECRET, "ours")
+    with listening("theirs") as where:
+        fault = run._wait_for_health(SETTINGS, [where], [Ended()], Event())
+        assert fault == f"the server {where.url} ended with status 1, and something else answers at {where.url}"
+        assert "refuses the secret of this job" in run._wait_for_health(SETTINGS, [where], [Running()], Event())
+    assert "healthy" not in capsys.readouterr().out
+    with listening("ours") as where:
+        assert run._wait_for_health(SETTINGS, [where], [Running()], Event()) is None
+
+
+def test_a_job_has_a_secret_of_its_own(monkeypatch):
+    """The shell that submits jobs may have one, which all of them would share."""
+    monkeypatch.setenv(SECRET, "that of the shell")
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    monkeypatch.setattr(run, "find_allocation", lambda *_: Allocation(["n1"], 4))
+    monkeypatch.setattr(run.subprocess, "Popen", lambda *_, **__: pytest.fail("no process is needed"))
+    seen = []
+    monkeypatch.setattr(run, "_started", lambda commands: seen.append(os.environ[SECRET]) or nullcontext([Ended()]))
+    monkeypatch.setattr(run, "_wait_for_health", lambda *_: "not healthy")
+    assert [run_job(SETTINGS), run_job(SETTINGS)] == [1, 1]
+    assert len({*seen, "that of the shell"}) == 3
+    assert {len(secret) for secret in seen} == {64}
+
+
+def test_the_trainer_is_asked_to_save_until_its_step_is_listed(monkeypatch):
+    """The controller lists a step some time after its `srun` has begun."""
+    listings, asked = ["77.0 server-0\n", "77.0 server-0\n77.1 train\n"], []
+
+    def ask(*command):
+        asked.append(command)
+        return listings.pop(0) if command[0] == "squeue" else ""
+
+    clock = [0.0]
+    monkeypatch.setattr(run, "_ask", ask)
+    monkeypatch.setattr(run.time, "monotonic", lambda: clock[0])
+    ending = run._Ending(120, "77", None)
+    for clock[0] in (0.0, 0.25, run.ASK_AGAIN_S, 2 * run.ASK_AGAIN_S, 3 * run.ASK_AGAIN_S):
+        ending.go_on("asked to stop")
+    assert [command[0] for command in asked] == ["squeue", "squeue", "scancel"]
+    assert asked[-1] == ("scancel", "--signal=TERM", "77.1")
+
+
+def test_jobs_on_one_machine_have_ports_of_their_own():
+    def ports(job):
+        made = replace(SETTINGS, ports_of_job=True).with_ports_of(str(job))
+        return {made.master_port, made.group_port, *(server.port for server in plan(made).servers)}
+
+    jobs = [ports(job) for job in range(4_000_500, 4_001_500)]
+    assert len(set.union(*jobs)) == sum(map(len, jobs))
+    assert 1024 < min(set.union(*jobs)) <= max(set.union(*jobs)) < 32768  # below those that Linux gives to clients
+    assert SETTINGS.with_ports_of("77") == SETTINGS

@@ -54,6 +54,8 @@ def slurm_command(
         typer.echo(text)
         typer.echo("\n".join(f"# {line}" for line in describe(placement)))
         typer.echo("\n".join(f"# {shlex.join(command)}" for command in commands))
+        if settings.ports_of_job:
+            typer.echo("# A job has ports of its own, by its number, in place of these")
         typer.echo("# Nothing is submitted; add --submit")
         return 0
     Path(settings.logs).mkdir(parents=True, exist_ok=True)
@@ -79,6 +81,7 @@ def make_settings(
     if recipe.queue.url is not None:
         check_url(recipe.queue.url)
     given = {key: value for key, value in options.items() if value is not None}
+    given["ports_of_job"] = not any(name.endswith("_port") for name in given)
     given["job_name"] = given.get("job_name") or _name_job(recipe)
     serve = choose_kind(recipe.inference) == "vllm" and recipe.inference.url is None
     train, server = list(arguments), _make_server(recipe) if serve else ()

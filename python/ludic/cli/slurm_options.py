@@ -45,9 +45,13 @@ def slurm(
     setup: Annotated[list[str] | None, typer.Option(help="A line of the script before training; may be repeated.")] = None,
     logs: Annotated[str, typer.Option(help="Folder of the logs.")] = "var/artifacts/logs",
     python: Annotated[str, typer.Option(help="The interpreter on the nodes.")] = ".venv/bin/python",
-    server_port: Annotated[int, typer.Option("--server-port", "--vllm-port", help="Port of the first server.")] = 29525,
-    group_port: Annotated[int, typer.Option("--group-port", "--vllm-group-port", help="Kept free.")] = 29535,
-    master_port: Annotated[int, typer.Option(help="Port at which the ranks meet.")] = 6000,
+    server_port: Annotated[
+        int | None, typer.Option("--server-port", "--vllm-port", help="Port of the first server. Default: by the job's number.")
+    ] = None,
+    group_port: Annotated[int | None, typer.Option("--group-port", "--vllm-group-port", help="Kept free.")] = None,
+    master_port: Annotated[
+        int | None, typer.Option(help="Port at which the ranks meet. Default: by the job's number, if no port is set.")
+    ] = None,
     submit: Annotated[bool, typer.Option(help="Submit the job instead of printing it.")] = False,
 ) -> None:
     options = {name: value for name, value in locals().items() if name not in ("arguments", "task", "resume", "submit", "setup")}

@@ -26,11 +26,12 @@ from ludic.launch.slurm.settings import SlurmSettings
 from ludic.launch.slurm.steps import TRAIN, server_steps, training_step
 
 POLL_S = 0.25
+ASK_AGAIN_S = 2.0
 CONTROL_S = 60.0
 """The deadline of a question to Slurm's controller."""
 SERVER_STOP_S = 20.0
-SECRET = "LUDIC_SERVER_SECRET"
-"""The secret that servers on other machines than the trainer's share with it."""
+SECRET, HEADER = "LUDIC_SERVER_SECRET", "X-Ludic-Secret"
+"""The secret that the servers of the job share with its trainer, and where requests have it."""
 _EXIT = re.compile(r"srun: error: (\S+): tasks? \S+: (?:Exited with exit code (\d+)|(\w+))")
 
 Step = subprocess.Popen[Any]
@@ -40,11 +41,12 @@ def run_job(settings: SlurmSettings) -> int:
     """Run the job of this process. Returns the exit status: that of the first rank that failed, or
     1 if a server ended or was not healthy in time. Raises ConfigError if the GPUs are too few."""
     job_id = os.environ["SLURM_JOB_ID"]
+    settings = settings.with_ports_of(job_id)
     placement = place(settings, find_allocation(settings, os.environ))
     commands, train = server_steps(settings, placement, job_id), training_step(settings, placement, job_id)
     for line in describe(placement):
         _say(line)
-    os.environ.setdefault(SECRET, secrets.token_hex(32))
+    os.environ[SECRET] = secrets.token_hex(32)  # one that another server may have too would not tell them apart
     with _asked_to_stop() as stop, _started(commands) as servers:
         fault = _wait_for_health(settings, placement.servers, servers, stop)
         if fault is not None:
@@ -99,9 +101,7 @@ def _train(
     dead: tuple[Server, int] | None = None
     ending = _Ending(settings.stop_before_end_s, job_id, trainer)
     while trainer.poll() is None:
-        dead = dead or next(
-            ((where, s.returncode) for where, s in zip(places, servers, strict=True) if s.poll() is not None), None
-        )
+        dead = dead or _find_ended(places, servers)
         if stop.is_set() or dead is not None:
             ending.go_on("asked to stop" if dead is None else _say_ended(*dead))
         time.sleep(POLL_S)
@@ -115,7 +115,7 @@ class _Ending:
     def __init__(self, patience_s: float, job_id: str, trainer: Step) -> None:
         self._patience_s, self._job_id, self._trainer = patience_s, job_id, trainer
         self._deadline: float | None = None
-        self._is_asked = False
+        self._is_asked, self._next_ask = False, 0.0
 
     def go_on(self, reason: str) -> None:
         """Do what is due. It is called until the trainer has ended."""
@@ -123,54 +123,76 @@ class _Ending:
         if self._deadline is None:
             self._deadline = now + self._patience_s
             _say(f"{reason}; the trainer saves and ends")
-        if not self._is_asked:
+        if not self._is_asked and now >= self._next_ask:
             try:
-                _ask_to_save(self._job_id)
-                self._is_asked = True
-            except LaunchError as error:  # a busy controller: ask again
+                self._is_asked = _ask_to_save(self._job_id)
+            except LaunchError as error:  # a busy controller
                 _say(str(error))
+            self._next_ask = now + ASK_AGAIN_S
         if now > self._deadline:
             _say(f"the trainer has not ended within {self._patience_s:g} s and is killed")
             self._trainer.terminate()
             self._deadline = now + self._patience_s
 
 
-def _ask_to_save(job_id: str) -> None:
-    """SIGTERM to every rank of the training."""
+def _ask_to_save(job_id: str) -> bool:
+    """SIGTERM to every rank of the training. Whether there is its step: the controller lists one
+    some time after its `srun` has begun."""
     listed = _ask("squeue", "--noheader", "--steps", "--jobs", job_id, "--format", "%i %j")
-    for step, _, name in (line.strip().partition(" ") for line in listed.splitlines()):
-        if name.strip() == TRAIN:
-            _ask("scancel", "--signal=TERM", step)
+    steps = [step for step, _, name in (line.strip().partition(" ") for line in listed.splitlines()) if name.strip() == TRAIN]
+    for step in steps:
+        _ask("scancel", "--signal=TERM", step)
+    return bool(steps)
 
 
 def _wait_for_health(
     settings: SlurmSettings, places: Sequence[Server], servers: Sequence[Step], stop: threading.Event
 ) -> str | None:
     """Wait until every server answers. Returns what went wrong; None if nothing did, or if the job
-    is asked to stop."""
+    is asked to stop. Another process may answer at the port: ours ends then, or has another
+    secret."""
     deadline = time.monotonic() + settings.health_timeout_s
     for where in places:
-        while not is_healthy(where.host, where.port):
+        while not (healthy := is_healthy(where.host, where.port)) or _find_ended(places, servers):
             if stop.is_set():
                 return None
-            for other, process in zip(places, servers, strict=True):
-                if process.poll() is not None:
-                    return _say_ended(other, process.returncode)
+            if ended := _find_ended(places, servers):
+                answers = f", and something else answers at {where.url}" if healthy else ""
+                return _say_ended(*ended) + answers
             if time.monotonic() > deadline:
                 return f"the server {where.url} was not healthy within {settings.health_timeout_s:g} s; its log is in {settings.logs}"
             stop.wait(POLL_S)
+        if _is_of_another(where.host, where.port):
+            return (
+                f"what answers at {where.url} refuses the secret of this job: it is another's server; set another --server-port"
+            )
         _say(f"healthy: {where.url}")
     return None
 
 
+def _find_ended(places: Sequence[Server], servers: Sequence[Step]) -> tuple[Server, int] | None:
+    """A server that has ended, and its status."""
+    return next(((where, s.returncode) for where, s in zip(places, servers, strict=True) if s.poll() is not None), None)
+
+
+def _is_of_another(host: str, port: int) -> bool:
+    """Whether the server refuses our secret, which paths that it does not know need too."""
+    return _get(host, port, "/ludic/secret", {HEADER: os.environ[SECRET]}) == http.HTTPStatus.UNAUTHORIZED
+
+
 def is_healthy(host: str, port: int, timeout_s: float = 5.0) -> bool:
     """Whether `GET /health` is answered by 200. Proxies are not asked."""
+    return _get(host, port, "/health", {}, timeout_s) == http.HTTPStatus.OK
+
+
+def _get(host: str, port: int, path: str, headers: Mapping[str, str], timeout_s: float = 5.0) -> int | None:
+    """The status of the answer; None without one."""
     connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
     try:
-        connection.request("GET", "/health")
-        return connection.getresponse().status == http.HTTPStatus.OK
+        connection.request("GET", path, headers=dict(headers))
+        return connection.getresponse().status
     except (OSError, http.client.HTTPException):
-        return False
+        return None
     finally:
         connection.close()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from ludic.errors import ConfigError
@@ -76,6 +76,9 @@ class SlurmSettings:
     """Kept free for launchers that give the exchange of weights a port; ours chooses one itself."""
     master_port: int = 6000
     """Port at which the agents of the ranks meet."""
+    ports_of_job: bool = False
+    """Choose `server_port`, `group_port` and `master_port` by the number of the job, so that jobs
+    on one machine have different ones."""
     health_timeout_s: float = 720.0
     """How long all servers together may take to be healthy."""
     stop_before_end_s: int = 120
@@ -97,6 +100,14 @@ class SlurmSettings:
         self._check_header()
         self._check_environment()
         self._check_setup()
+
+    def with_ports_of(self, job_id: str) -> SlurmSettings:
+        """The settings with the ports of this job, if they are to be chosen. Jobs of up to 18
+        servers whose numbers are less than 1,000 apart share none; job 77 has 11540 to 11559."""
+        if not self.ports_of_job:
+            return self
+        first = 10_000 + int(job_id) % 1000 * 20
+        return replace(self, master_port=first, group_port=first + 1, server_port=first + 2, ports_of_job=False)
 
     def _check_commands(self) -> None:
         for name in ("train", "server", "setup"):
