@@ -244,6 +244,47 @@ async def test_a_server_that_is_given_a_version_is_not_given_it_again(fleet):
     assert fleet.servers[0].versions_served == ["default", "0"]
 
 
+async def test_a_push_does_not_wait_for_a_server_that_is_brought_back(fleet):
+    """It takes long to load, while the trainer goes on with the other one."""
+    fleet, asked, answer = fleet(2), threading.Event(), threading.Event()
+    first, second = fleet.servers
+
+    def take_long(_):
+        asked.set()
+        answer.wait(DEADLINE_S)
+
+    async with fleet.client:
+        await fleet.publisher.publish(WEIGHTS[0], 0)
+        second.restart()
+        second.faults["/update_weights"] = take_long
+        bringing = threading.Thread(target=fleet.publisher.bring_back)
+        bringing.start()
+        try:
+            assert await asyncio.to_thread(asked.wait, DEADLINE_S)
+            await fleet.publisher.publish(WEIGHTS[1], 1)
+            assert (first.version, second.version, answer.is_set()) == ("1", "default", False)
+            assert bringing.is_alive()
+        finally:
+            answer.set()
+            await asyncio.to_thread(bringing.join, DEADLINE_S)
+        second.faults.clear()
+        fleet.publisher.bring_back()
+        assert second.version == "1"
+
+
+async def test_a_server_that_does_not_answer_the_first_question_is_not_asked_for_more(fleet):
+    """The calls of a push have its long deadline."""
+    fleet = fleet(2)
+    async with fleet.client:
+        await fleet.publisher.publish(WEIGHTS[0], 0)
+        first, second = fleet.servers
+        first.faults["/weight_info"] = cut_connection
+        asked = first.paths().count("/collective_rpc:ludic_state")
+        await fleet.publisher.publish(WEIGHTS[1], 1)
+        assert (first.version, second.version) == ("0", "1")
+        assert first.paths().count("/collective_rpc:ludic_state") == asked
+
+
 async def test_a_wait_ends_where_no_server_will_come_back(fleet):
     fleet = fleet(1)
     async with fleet.client:

@@ -68,6 +68,7 @@ class _Supervised:
         self._control: VllmControlPlane | None = None
         self.version: _Version | None = None
         """What it was given last; None if it may have anything."""
+        self._giving = threading.Lock()
 
     @property
     def url(self) -> str:
@@ -87,18 +88,38 @@ class _Supervised:
         """Whether it still has the version that it was given. After a restart it has `default`."""
         return self.version is version and self.control().links[0].endpoints.weight_version() == version.name
 
-    def give(self, version: _Version) -> None:
-        """Have it load the version and serve it. The name changes together with the weights, in
-        the same life of the server, or not at all."""
-        control, self.version = self.control(), None
-        control.prepare()
-        control.expect(version.sent, version.served)
-        control.push_folder(version.folder, version.name)
-        self.version = version
+    def give(self, find_newest: Callable[[], _Version]) -> _Version | None:
+        """Have it load the newest version and serve it, unless it has it. Returns what it was
+        given. The name changes together with the weights, in the same life of the server, or not
+        at all.
+
+        Raises PublishError at once while another thread gives it a version, which may take long.
+        """
+        if not self._giving.acquire(blocking=False):
+            raise PublishError(f"{self.url} is being given a version already")
+        try:
+            version = find_newest()
+            if self.has(version):
+                return None
+            control, self.version = self.control(), None
+            prepare(control)
+            control.expect(version.sent, version.served)
+            control.push_folder(version.folder, version.name)
+            self.version = version
+            return version
+        finally:
+            self._giving.release()
 
     def close(self) -> None:
         if self._control is not None:
             self._control.close()
+
+
+def prepare(control: VllmControlPlane) -> ServerManifest:
+    """Make a server ready for a push. One that is silent is given up after the short deadline of
+    the first question, not after that of a push."""
+    control.links[0].endpoints.weight_version()
+    return control.prepare()
 
 
 class SupervisedServers(Publisher):
@@ -167,7 +188,7 @@ class SupervisedServers(Publisher):
                 failures: dict[_Supervised, Exception] = {}
                 for server in self._servers:
                     try:
-                        self._manifest = server.control().prepare()
+                        self._manifest = prepare(server.control())
                         return
                     except (InferenceError, PublishError) as error:
                         failures[server] = error
@@ -197,7 +218,7 @@ class SupervisedServers(Publisher):
         version = self._current
         assert version is not None
         lacking = [server for server in self._servers if server.version is not version]
-        failures = run_on_all(lacking, lambda server: server.give(version))
+        failures = run_on_all(lacking, lambda server: server.give(lambda: version))
         unknown = {server: error for server, error in failures.items() if not _is_dead(error)}
         if len(failures) == len(self._servers) or (self._is_first and unknown):
             raise PublishError(describe_failures(unknown or failures))
@@ -227,12 +248,10 @@ class SupervisedServers(Publisher):
             return
         for server in self._servers:
             try:
-                if server.has(version):  # asked without the lock, which a push holds
+                if server.has(version):  # asked beside a push, which is not to wait for the answer
                     continue
-                with self._lock:
-                    if self._current is version and not server.has(version):  # a push may have given it meanwhile
-                        server.give(version)
-                        logger.warning("%s is back, with version %s of the weights", server.url, version.name)
+                if (given := server.give(lambda: self._current or version)) is not None:
+                    logger.warning("%s is back, with version %s of the weights", server.url, given.name)
             except (InferenceError, PublishError, OSError) as error:
                 logger.info("%s is not back: %s", server.url, error)
 
