@@ -115,6 +115,68 @@ def test_a_member_has_all_its_calls_again_after_an_outage():
     assert play_jumping(scenario()) == (0, 0)
 
 
+@pytest.mark.parametrize("max_retries", [0, 1, 2])
+def test_a_second_outage_loses_no_group_either(max_retries):
+    """The server is away until 2 s, answers one call, and is away again until 5 s."""
+    answered = []
+
+    async def play(ticket):
+        now = asyncio.get_running_loop().time()
+        if now < 2 or (now < 5 and answered):
+            raise ConnectionError("refused")
+        answered.append(now)
+        return ticket.member
+
+    async def scenario():
+        pool = make_pool(play, groups_per_batch=1, members_per_group=3, max_retries=max_retries)
+        [group] = await pool.next_batch()
+        return group.ordinal, group.members, pool.counts.lost
+
+    assert play_jumping(scenario()) == (0, [0, 1, 2], 0)
+    assert answered[0] < 5 <= answered[1]
+
+
+def test_without_retries_a_call_during_which_another_succeeded_is_not_repeated():
+    failed = []
+
+    async def play(ticket):
+        await asyncio.sleep(1.0 + ticket.member)
+        if (ticket.ordinal, ticket.member) == (0, 1):
+            failed.append(ticket.attempt)
+            raise OSError("a broken game")
+        return ticket.member
+
+    async def scenario():
+        pool = make_pool(play, groups_per_batch=1, max_retries=0)
+        [group] = await pool.next_batch()
+        return group.ordinal, pool.counts.lost, pool.counts.retried
+
+    assert play_jumping(scenario()) == (1, 1, 0)
+    assert failed == [0]
+
+
+@pytest.mark.parametrize("max_retries", [0, 1, 3])
+def test_a_member_that_fails_at_once_is_given_up_though_others_seldom_succeed(max_retries):
+    """The calls of others take 20 s, so that each of their successes looks like the end of an
+    outage; what is played never ends."""
+
+    async def play(ticket):
+        if ticket.ordinal == 0:
+            raise OSError("a broken game")
+        await asyncio.sleep(20.0)
+        return ticket.member
+
+    async def scenario():
+        settings = {"groups_per_batch": 100, "max_concurrency": 2, "outage_patience_s": 60.0}
+        pool = make_pool(play, members_per_group=1, max_retries=max_retries, **settings)
+        batch = await pool.next_batch()
+        return [group.ordinal for group in batch], pool.counts.lost, pool.counts.retried
+
+    ordinals, lost, retried = play_jumping(scenario())
+    assert (ordinals, lost) == (list(range(1, 101)), 1)
+    assert retried <= (max_retries + 2) * (max_retries + 8)  # an outage of 20 s: waits of 1, 2, 4, 8, 8 s
+
+
 def test_an_abort_does_not_wait_for_the_next_call():
     async def scenario():
         loop = asyncio.get_running_loop()
@@ -151,15 +213,22 @@ def test_a_member_that_grows_between_interruptions_is_never_lost_and_one_that_do
     assert [len(ticket.partial) for ticket in tickets[3:5]] == [3, 3]  # what it had is kept
 
 
-@given(st.integers(0, 4), st.floats(0, 60), st.lists(st.tuples(st.floats(0, 3), st.integers(0, 2)), max_size=60))
+WAITS_AND_SUCCESSES = st.tuples(st.floats(0, 3), st.integers(0, 2), st.integers(0, 1))
+"""Seconds until the next call; successes of others before it, and while it runs."""
+
+
+@given(st.integers(0, 4), st.floats(0, 60), st.lists(WAITS_AND_SUCCESSES, max_size=60))
 def test_waits_end_and_a_member_is_given_up_only_for_a_reason(max_retries, patience_s, events):
     """A random series of failures, with successes of other members in between, and then none."""
     outage, now_s = Outage(patience_s), 0.0
     failed, failures = FailedCalls(outage, max_retries), 0
-    for later_s, successes in events:
+    for later_s, successes, successes_during in events:
         for _ in range(successes):
             outage.succeed()
-        wait_s = failed.fail(now_s)
+        before = outage.successes
+        for _ in range(successes_during):
+            outage.succeed()
+        wait_s = failed.fail(now_s, before)
         failures += 1
         if wait_s is None:
             assert failures > max_retries
@@ -167,7 +236,7 @@ def test_waits_end_and_a_member_is_given_up_only_for_a_reason(max_retries, patie
         assert 0 <= wait_s <= 8
         now_s += wait_s + later_s
     for _ in itertools.count():  # no more successes
-        wait_s = failed.fail(now_s)
+        wait_s = failed.fail(now_s, outage.successes)
         failures += 1
         if wait_s is None:
             break

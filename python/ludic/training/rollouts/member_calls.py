@@ -154,6 +154,7 @@ class MemberCalls:
         while True:
             attempt = self._failed[key].number if key in self._failed else 0
             ticket = Ticket(group.ordinal, member, attempt, group.prompt, seed, group.partials.get(member))
+            successes_before = self.outage.successes
             value, error = await self._call(ticket)
             if group.state is not GroupState.OWED or self._running.get(key) is not asyncio.current_task():
                 return  # the group is lost, or this call was given up
@@ -166,15 +167,15 @@ class MemberCalls:
             if error is None:
                 self._fill(group, member, value)
                 return
-            if is_being_cancelled() or not (has_grown or self._may_repeat(group, member, error)):
+            if is_being_cancelled() or not (has_grown or self._may_repeat(group, member, error, successes_before)):
                 return
 
-    def _may_repeat(self, group: Group, member: int, error: Exception) -> bool:
+    def _may_repeat(self, group: Group, member: int, error: Exception, successes_before: int) -> bool:
         """Whether to repeat a call at once that has failed. Otherwise it is repeated later, or the
         member is given up."""
         key, loop = (group.ordinal, member), asyncio.get_running_loop()
         failed = self._failed.setdefault(key, FailedCalls(self.outage, self._max_retries))
-        has_waited, wait_s = failed.is_waiting_out, failed.fail(loop.time())
+        has_waited, wait_s = failed.is_waiting_out, failed.fail(loop.time(), successes_before)
         if wait_s is None:
             self._lose(group, member, error)
             return False

@@ -4,11 +4,14 @@ A member is given up after `max_retries` + 1 failures in a row, except in an out
 no call of any member succeeds: then a server is away, and losing groups would not help.
 
     max_retries = 1, seconds since the first failure of a member
-    0  fails, repeated at once     0  fails again: are there successes of other calls since then?
+    0  fails, repeated at once     0  fails again: are there successes of other calls since then,
+                                      or since this call began?
        yes  it is given up         no  it is repeated after 1, 2, 4, 8, 8 ... s, until the outage
                                        is over or has lasted `patience_s`
 
-After an outage that it has lived through, a member has `max_retries` + 1 failures again.
+After an outage that it has lived through, a member has `max_retries` + 1 failures again, and may
+live through the next one: `max_retries` + 1 in a row, since a member that alone fails at once may
+see what looks like an outage between two slow successes of others.
 """
 
 from __future__ import annotations
@@ -57,23 +60,27 @@ class FailedCalls:
         self._counted = 0
         """Failures since the first one, or since an outage."""
         self._successes = 0
-        """Successes of all members before the first failure."""
+        """Successes of all members before the first of the counted failures."""
+        self._outages = 0
+        """Outages that the member has lived through since its last success."""
         self.is_waiting_out = False
         """Whether the member would be given up, were it not for an outage."""
 
-    def fail(self, now_s: float) -> float | None:
-        """The member's call has failed. Returns how many seconds to wait before the next one, or
-        None to give the member up."""
+    def fail(self, now_s: float, successes_before: int) -> float | None:
+        """The member's call has failed, which began after so many successes of all members.
+        Returns how many seconds to wait before the next one, or None to give the member up."""
         self._outage.fail(now_s)
+        successes = self._outage.successes
         if not self.number:
-            self._successes = self._outage.successes
+            self._successes = successes
         self.number, self._counted = self.number + 1, self._counted + 1
-        if self._outage.successes != self._successes and self.is_waiting_out:
-            self.is_waiting_out, self._counted = False, 1
+        if successes != self._successes and self.is_waiting_out:
+            self.is_waiting_out, self._counted, self._successes = False, 1, successes
+            self._outages += 1
         if self._counted <= self._max_retries:
             return _wait_s(self._counted)
         left_s = self._outage.left_s(now_s)
-        if self._outage.successes != self._successes or not left_s:
+        if successes > min(self._successes, successes_before) or not left_s or self._outages > self._max_retries + 1:
             return None
         self.is_waiting_out = True
         return min(max(FIRST_WAIT_S, _wait_s(self._counted)), left_s)
