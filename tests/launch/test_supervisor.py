@@ -2,6 +2,7 @@
 
 import json
 import signal
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, strategies as st
@@ -121,6 +122,30 @@ def test_trainers_that_need_each_other_are_restarted_together_from_one_budget(tm
     world.place.end("trainer2", signal=9)
     assert world.run(5.0) == 128 + 9
     assert [event["restarts"] for event in world.events("restart")] == [1, 1, 1, 2, 2, 2]
+
+
+@pytest.mark.parametrize("code", [2, 78, 130, 143])
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("restarts", [0, 2])
+def test_an_agent_that_wants_no_restart_ends_the_run_whichever_is_reported_first(tmp_path, code, order, restarts):
+    """Its end is the cause; the other agent only lost it."""
+    agents = [Process(f"trainer{i}", "trainer", ("train",), restarts=restarts) for i in range(2)]
+    world = World(tmp_path, agents).begin()
+    ends = [("trainer0", code), ("trainer1", 75)]
+    for i in order:
+        world.place.end(ends[i][0], code=ends[i][1])
+    ends_the_run = code in (2, 78) or restarts or order == (0, 1)  # else the agent without restarts does
+    assert world.run(5.0) == (code if ends_the_run else 75)
+    assert [len(world.starts(agent.name)) for agent in agents] == [1, 1]
+
+
+def test_an_agent_that_ended_for_good_while_the_others_were_stopped_ends_the_run(tmp_path):
+    world = World(tmp_path, AGENTS).begin()
+    stop = world.place.stop
+    world.place.stop = lambda names, grace_s: [replace(end, code=78, signal=None) for end in stop(names, grace_s)]
+    world.place.end("trainer1", code=75)
+    assert world.run(5.0) == 78
+    assert [len(world.starts(agent.name)) for agent in AGENTS] == [1, 1, 1]
 
 
 def test_an_agent_that_was_done_is_needed_by_one_that_fails_then(tmp_path):

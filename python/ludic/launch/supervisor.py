@@ -147,7 +147,7 @@ class Supervisor:
             if isinstance(report, Started):
                 self._on_started(report)
             elif (found := self._on_ended(report)) is not None:
-                status = found if status is None else status
+                status = found if status is None or (status != DONE and found in FINAL) else status
         if self._signals:
             self._on_signal(self._signals.pop(0))
         if status is None and self._stopped_by is not None:
@@ -197,9 +197,16 @@ class Supervisor:
         """Returns the exit status of the run if it is over."""
         slot = self._slots[ended.name]
         self._record_end(slot, ended)
-        if slot.start_at is not None:
-            return None  # it is restarted with another one that ended before
+        return self._judge(slot, ended)
+
+    def _judge(self, slot: _Slot, ended: Ended) -> int | None:
+        """Do what the end of a process asks for. Returns the exit status of the run if it is
+        over."""
         is_trainer = slot.process.role == self._until
+        if slot.start_at is not None:  # it is to be restarted with another one that ended before
+            if not is_trainer or ended.code not in (*FINAL, *POLITE):
+                return None
+            slot.start_at = None
         if self._stopped_by is not None:
             self._change(slot, "ended")
             return None
@@ -217,10 +224,14 @@ class Supervisor:
         self._schedule(slot, delay)
         together = f" with {', '.join(other.process.name for other in others)}" if others else ""
         self._note(f"{ended.describe()}; restarted{together} {f'after {delay:g} s' if delay else 'at once'}{_indent(ended.tail)}")
-        for end in self._place.stop([other.process.name for other in others if other.is_live], 0.0):
+        ends = self._place.stop([other.process.name for other in others if other.is_live], 0.0)
+        for end in ends:
             self._record_end(self._slots[end.name], end)
         for other in others:
             self._schedule(other, delay)
+        for end in ends:
+            if end.code in FINAL:  # it had ended before, by itself
+                return self._judge(self._slots[end.name], end)
         return None
 
     def _schedule(self, slot: _Slot, delay: float) -> None:
