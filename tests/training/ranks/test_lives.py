@@ -150,6 +150,22 @@ def test_a_rank_that_gives_no_sign_is_lost_once_a_stop_was_asked_for():
     assert looking.look(4 * QUIET_S, stopping=True) is None
 
 
+@on_linux
+def test_a_rank_whose_process_runs_here_needs_no_signs(process, monkeypatch):
+    """It may be too busy for its watchdog. One elsewhere is lost without them."""
+    store = RankStore(HashStore())
+    here, elsewhere, looking = (Lives(store, rank, 3) for rank in range(3))
+    with monkeypatch.context() as patched:
+        patched.setattr(lives.os, "getpid", lambda: process.pid)
+        here.announce()
+    here.give_sign()
+    elsewhere.give_sign()
+    assert looking.look(0.0, stopping=True) is None
+    assert looking.look(QUIET_S + 2, stopping=True).startswith("rank 1 of 3 gave no sign")
+    kill(process)
+    assert looking.look(QUIET_S + 4, stopping=True).startswith("rank 0 of 3 ended without a word")
+
+
 def test_a_wait_after_a_signal_ends_for_want_of_signs(store, monkeypatch):
     monkeypatch.setattr(lives, "LOOK_S", 0.0)
     monkeypatch.setattr(lives, "QUIET_S", 0.0)

@@ -68,18 +68,22 @@ class Lives:
         )
 
     def _find_ended(self) -> list[int]:
-        if self._machine is None or not self._store.has(self._processes_key):
-            return []
-        lines = [map(int, line.split()) for line in self._store.get(self._processes_key).splitlines()]
-        ended = sorted(rank for rank, pid, begin in lines if has_ended(pid, begin))
+        ended = sorted(rank for rank, (pid, begin) in self._find_processes().items() if has_ended(pid, begin))
         return [rank for rank in ended if not self._store.has(f"{LEFT}/{rank}")]
 
+    def _find_processes(self) -> dict[int, tuple[int, int]]:
+        """Rank -> (id of its process, when that began), of the ranks on this machine."""
+        if self._machine is None or not self._store.has(self._processes_key):
+            return {}
+        lines = [map(int, line.split()) for line in self._store.get(self._processes_key).splitlines()]
+        return {rank: (pid, begin) for rank, pid, begin in lines}
+
     def _describe_quiet(self, now: float) -> str | None:
-        """Names the ranks whose last sign of life has been the same for `QUIET_S`. Those that never
-        gave one, and those that have left, do not count."""
-        quiet = []
+        """Names the ranks elsewhere whose last sign of life has been the same for `QUIET_S`. Those
+        that never gave one, and those that have left, do not count."""
+        quiet, here = [], {self._rank, *self._find_processes()}
         for rank in range(self._world_size):
-            if rank == self._rank or not self._store.has(f"alive/{rank}"):
+            if rank in here or not self._store.has(f"alive/{rank}"):
                 continue
             sign = self._store.get(f"alive/{rank}")
             before, since = self._heard.get(rank, (None, now))
