@@ -10,7 +10,8 @@ from jumping_loop import play_jumping
 from pool_playing import Fate, PlayedPool
 from state_edits import edit
 
-from ludic.errors import ConfigError
+from ludic.errors import ConfigError, DataError
+from ludic.training.rollouts.group_ledger import Ledger
 from ludic.training.rollouts.ledger_state import find_prompts, read_state
 
 SETTINGS = {"groups_per_batch": 3, "members_per_group": 2, "over_sampling_factor": 2.0, "patience": 1000}
@@ -136,3 +137,38 @@ def test_members_and_prompts_that_cannot_be_read_are_named():
     pool = new_pool()
     with pytest.raises(ConfigError, match=r"group \d+ is at position \d+, where there is no prompt \(IndexError"):
         find_prompts(pool.read_state(state).ledger, Stumbling())
+
+
+NUMBERS = st.integers() | st.floats()
+PROMPTS = st.recursive(
+    st.none() | st.booleans() | NUMBERS | st.text(),
+    lambda parts: st.lists(parts) | st.tuples(parts) | st.dictionaries(st.text() | st.integers(), parts),
+    max_leaves=8,
+)
+
+
+@given(PROMPTS)
+def test_a_prompt_in_the_state_is_the_prompt_or_an_error(prompt):
+    """`repr` tells 1 from "1", which JSON does not for keys. Tuples are lists in the state."""
+    ledger = Ledger(2)
+    ledger.admit(0, prompt, 0)
+    if has_other_keys(prompt):
+        with pytest.raises(DataError, match="the prompt of group 0 has no form in JSON"):
+            ledger.encode(None, [], with_prompts=True)
+        return
+    [saved] = ledger.encode(None, [], with_prompts=True)["groups"]
+    assert repr(saved["prompt"]) == repr(with_lists(prompt))
+
+
+def has_other_keys(value):
+    """Whether a key is not a text."""
+    if isinstance(value, dict):
+        return any(not isinstance(key, str) or has_other_keys(part) for key, part in value.items())
+    return isinstance(value, list | tuple) and any(map(has_other_keys, value))
+
+
+def with_lists(value):
+    """The value with lists in place of tuples."""
+    if isinstance(value, dict):
+        return {key: with_lists(part) for key, part in value.items()}
+    return [with_lists(part) for part in value] if isinstance(value, list | tuple) else value

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import json
 import logging
+import math
+import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -259,12 +261,29 @@ class Ledger:
 def _encode_prompt(group: Group) -> Any:
     """A copy of the prompt as JSON gives it back. Raises DataError if it has no such form."""
     try:
-        return json.loads(json.dumps(group.prompt))
+        copy = json.loads(json.dumps(group.prompt))
+        if not _has_come_back(group.prompt, copy):
+            raise ValueError(f"it would come back as {reprlib.repr(copy)}")
+        return copy
     except (TypeError, ValueError) as error:
         raise DataError(
             f"the prompt of group {group.ordinal} has no form in JSON ({error}), and must be in the state because prompts are not found "
-            "by position; give the buffer `position` and `at(position)`, or use prompts of texts, numbers, lists and mappings"
+            "by position; give the buffer `position` and `at(position)`, or use prompts of texts, numbers, lists and mappings "
+            "whose keys are texts"
         ) from error
+
+
+def _has_come_back(value: Any, copy: Any) -> bool:
+    """Whether JSON has kept the value, apart from tuples, which become lists. Example: {1: "a"} has
+    come back as {"1": "a"}, which is another value."""
+    if isinstance(value, list | tuple):
+        return isinstance(copy, list) and len(value) == len(copy) and all(map(_has_come_back, value, copy))
+    if isinstance(value, dict):
+        return (
+            isinstance(copy, dict) and value.keys() == copy.keys() and all(_has_come_back(value[key], copy[key]) for key in copy)
+        )
+    is_nan = isinstance(value, float) and math.isnan(value) and isinstance(copy, float) and math.isnan(copy)
+    return is_nan or bool(value == copy)
 
 
 def _encode_members(members: Mapping[int, Any], group: Group, codec: MemberCodec) -> dict[str, Any]:

@@ -619,10 +619,13 @@ def test_a_damaged_state_is_named_and_changes_nothing(change, message):
     assert manager.state_dict() == before
 
 
-def test_a_prompt_without_a_form_in_json_needs_a_buffer_with_positions():
+@pytest.mark.parametrize(
+    "prompt", [{"question": object()}, {1: "a"}, {"rows": [{None: 1}]}, {1: "a", "1": "b"}, [(1, {True: 2})]]
+)
+def test_a_prompt_without_a_form_in_json_needs_a_buffer_with_positions(prompt):
     class Strange(OwnBuffer):
         def get_prompts(self, n):
-            return [{"question": object()}]
+            return [prompt]
 
     async def run():
         manager = AsyncRolloutManager(Strange(), RolloutConfig(1, generate_fn=generate, over_sampling_factor=2.0))
