@@ -31,7 +31,7 @@ def test_beta_moves_towards_less_kl_above_the_target_and_by_at_most_a_step(kl, t
     assert abs(float(beta) / 0.5 - 1) <= step_size / horizon + 1e-12
 
 
-@pytest.mark.parametrize("kl", [None, math.nan])
+@pytest.mark.parametrize("kl", [None, math.nan, math.inf])
 def test_an_unknown_kl_changes_nothing(kl):
     beta = Coefficient(0.1)
     KLController(beta, target=0.07, horizon=1).update(Observation(step=0, kl=kl))

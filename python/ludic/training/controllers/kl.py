@@ -50,7 +50,7 @@ class KLController:
 
     def update(self, seen: Observation) -> dict[str, float]:
         """Set beta. Returns no statistics."""
-        if self.is_on and seen.kl is not None and not math.isnan(seen.kl):
+        if self.is_on and seen.kl is not None and math.isfinite(seen.kl):
             error = min(max(seen.kl / self.target - 1, -self.step_size), self.step_size)
             self.beta.set(float(self.beta) * max(1 + error / self.horizon, 1e-6))
         return {}
