@@ -173,9 +173,18 @@ def test_a_line_of_setup_that_shows_no_secret_is_accepted(line):
     assert replace(SETTINGS, setup=(line,)).setup == (line,)
 
 
-def test_the_environment_is_exported_below_the_folder_of_submission():
-    text = batch_script(replace(SETTINGS, environment={"A": "var/a b", "B": "/abs", "C": "x'y"}), settings_file="s")
-    assert """export A="$PWD"/'var/a b'\nexport B=/abs\nexport C='x'"'"'y'\nmodule load cuda\nexec""" in text
+def test_only_paths_of_the_environment_are_exported_below_the_folder_of_submission():
+    environment = {
+        "A": "./var/a b",
+        "B": "/abs",
+        "C": "x'y",
+        "JUDGE_MODEL": "Qwen/Qwen2.5-7B",
+        "HF_HOME": "var/cache/huggingface",
+        "HF_HUB": "org/var",
+    }
+    text = batch_script(replace(SETTINGS, environment=environment), settings_file="s")
+    assert """export A="$PWD"/'var/a b'\nexport B=/abs\nexport C='x'"'"'y'\nexport JUDGE_MODEL=Qwen/Qwen2.5-7B\n""" in text
+    assert """export HF_HOME="$PWD"/var/cache/huggingface\nexport HF_HUB=org/var\nmodule load cuda\nexec""" in text
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ def batch_script(settings: SlurmSettings, *, settings_file: str) -> str:
     trainer's last step.
     """
     environment = CACHES if settings.environment is None else settings.environment
-    exports = [f"export {name}={_below_submission(value)}" for name, value in environment.items()]
+    exports = [f"export {name}={_export(name, value)}" for name, value in environment.items()]
     command = f"exec {shlex.quote(settings.python)} -m ludic.launch.slurm.job {shlex.quote(settings_file)}"
     parts = [_header(settings), "set -euo pipefail", *exports, *settings.setup, command]
     return "\n".join(parts) + "\n"
@@ -41,8 +41,10 @@ def _header(settings: SlurmSettings) -> str:
     return "\n".join(["#!/bin/bash", *(f"#SBATCH {option}" for option in options), ""])
 
 
-def _below_submission(value: str) -> str:
-    """A path such as `var/cache`, absolute; anything else as it is."""
-    if "/" in value and not value.startswith(("/", "~", "http:", "https:")) and "://" not in value:
-        return f'"$PWD"/{shlex.quote(value)}'
+def _export(name: str, value: str) -> str:
+    """A value of `CACHES`, or one that begins with `./`, below the folder of submission; any other
+    as it is: `Qwen/Qwen2.5-7B` is not a path."""
+    is_cache = CACHES.get(name) == value and "/" in value
+    if is_cache or value.startswith("./"):
+        return f'"$PWD"/{shlex.quote(value.removeprefix("./"))}'
     return shlex.quote(value)
