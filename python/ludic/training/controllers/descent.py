@@ -5,6 +5,7 @@ Adam: arXiv:1412.6980, algorithm 1. AdamW: arXiv:1711.05101, algorithm 2, with w
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 OPTIMIZERS = ("sgd", "adam", "adamw")
@@ -18,6 +19,14 @@ class Moments:
     first: float = 0.0
     second: float = 0.0
     steps: int = 0
+
+    def __post_init__(self) -> None:
+        """Raises TypeError for what is not a number, and ValueError for what no gradients give."""
+        if not (math.isfinite(self.first) and 0 <= self.second < math.inf and self.steps >= 0) or self.steps != int(self.steps):
+            raise ValueError(
+                f"first ({self.first}) must be finite, second ({self.second}) finite and >= 0, and steps ({self.steps}) a whole "
+                "number of at least 0"
+            )
 
     def add(self, gradient: float) -> float:
         """Add a gradient. Returns the direction of Adam's step."""

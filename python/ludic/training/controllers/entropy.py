@@ -148,6 +148,7 @@ class EntropyController:
         return {"tau": float(self.tau), "log_tau": self._log_tau, "ema": self._ema}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.tau.set(float(state["tau"]))
-        self._log_tau = float(state["log_tau"])
-        self._ema = None if state["ema"] is None else float(state["ema"])
+        tau, log_tau = float(state["tau"]), float(state["log_tau"])
+        ema = None if state["ema"] is None else float(state["ema"])
+        self.tau.set(tau)
+        self._log_tau, self._ema = log_tau, ema

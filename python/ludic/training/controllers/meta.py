@@ -200,11 +200,12 @@ class MetaController:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state. One without moments, as of a run without a meta-controller, begins
-        with none."""
+        with none. Raises KeyError, TypeError or ValueError for an invalid one."""
+        moments = {name: Moments(**state.get("moments", {}).get(name, {})) for name in self._parameters}
         for name, parameter in self._parameters.items():
             if name in state:
                 parameter.coefficient.set(float(state[name]))
-            parameter.moments = Moments(**state.get("moments", {}).get(name, {}))
+            parameter.moments = moments[name]
             parameter.last_gradient = float(state.get(f"last_{name}_grad") or 0.0)
 
 

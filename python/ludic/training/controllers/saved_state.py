@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ludic.errors import CheckpointError
+from ludic.errors import CheckpointError, LudicError
 from ludic.files.atomic import read_json, write_json
 from ludic.training.coefficients import Coefficient
+from ludic.training.controllers.entropy import LARGEST_LOG
 from ludic.training.controllers.protocol import Controller
 
 logger = logging.getLogger(__name__)
@@ -48,21 +50,47 @@ def load_controller_state(path: str | Path, controllers: Sequence[Controller], c
     """Set the coefficients and the controllers to what the file has.
 
     A coefficient that the file lacks stays as it is, with a warning, and a controller whose state
-    it lacks begins anew from its coefficient. Settings are not loaded. Raises CheckpointError, and
-    changes nothing, for a file that is not an object of finite numbers.
+    it lacks begins anew from its coefficient. Where log tau is not that of tau, tau counts.
+    Settings are not loaded. Raises CheckpointError, and changes nothing, for a file that is not an
+    object of finite numbers, or lacks a part of a controller's state.
     """
     content = read_json(Path(path))
     version = content.get("schema_version", SCHEMA_VERSION)
     if version != SCHEMA_VERSION:
         raise CheckpointError(f"{path} has schema_version {version}; this version of ludic reads {SCHEMA_VERSION}")
-    values = {name: _number(content, name, path) for name in coefficients if name in content}
+    values = {name: _number(content[name], name, path) for name in coefficients if name in content}
+    if not isinstance(content.get("controllers", {}), dict):
+        raise CheckpointError(f"controllers in {path} must be an object, got {content['controllers']!r}")
     states = {controller.name: _state_of(controller, content, values, path) for controller in controllers}
     if missing := sorted(coefficients.keys() - values.keys()):
         logger.warning("%s lacks %s, which keeps its present value", path, " and ".join(missing))
-    for name, value in values.items():
-        coefficients[name].set(value)
-    for controller in controllers:
-        controller.load_state_dict(states[controller.name])
+    _load(values, states, controllers, coefficients, path)
+
+
+def _load(
+    values: Mapping[str, float],
+    states: Mapping[str, dict[str, Any]],
+    controllers: Sequence[Controller],
+    coefficients: Mapping[str, Coefficient],
+    path: str | Path,
+) -> None:
+    """Set all of it, or raise CheckpointError and leave everything as it was."""
+    present = [controller.state_dict() for controller in controllers]
+    numbers = {name: float(coefficient) for name, coefficient in coefficients.items()}
+    loading = ""
+    try:
+        for name, value in values.items():
+            coefficients[name].set(value)
+        for controller in controllers:
+            loading = controller.name
+            controller.load_state_dict(states[loading])
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, LudicError) as error:
+        for controller, state in zip(controllers, present, strict=True):
+            controller.load_state_dict(state)
+        for name, value in numbers.items():
+            coefficients[name].set(value)
+        what = f"lacks {error}" if isinstance(error, KeyError) else f"is invalid: {error}"
+        raise CheckpointError(f"the state of the controller {loading!r} in {path} {what}") from error
 
 
 def _state_of(
@@ -70,21 +98,50 @@ def _state_of(
 ) -> dict[str, Any]:
     """The controller's state in the file; without one, a state made of the coefficients and the
     keys that other implementations write."""
-    present = {name: float(coefficient) for name, coefficient in controller.coefficients.items()}
-    present |= {name: value for name, value in values.items() if name in present}
+    present = {name: _clip(values.get(name, float(each)), each) for name, each in controller.coefficients.items()}
     saved = content.get("controllers", {}).get(controller.name)
     if saved is not None:
-        return {**saved, **present}
-    if controller.name != "entropy":
-        return present
-    ema = content.get("tau_entropy_ema")
-    known = isinstance(ema, int | float) and math.isfinite(ema)
-    log_tau = _number(content, "tau_log", path) if "tau_log" in content else math.log(max(present["tau"], 1e-300))
-    return {**present, "log_tau": log_tau, "ema": ema if known else None}
+        _check_numbers(saved, controller.state_dict(), f"controllers.{controller.name}", path)
+        state = {**saved, **present}
+    elif controller.name == "entropy":
+        ema = content.get("tau_entropy_ema")
+        missing = ema is None or (isinstance(ema, float) and math.isnan(ema))
+        state = {**present, "ema": None if missing else _number(ema, "tau_entropy_ema", path)}
+        if "tau_log" in content:
+            state["log_tau"] = _number(content["tau_log"], "tau_log", path)
+    else:
+        state = present
+    return {**state, "log_tau": _log_tau(state, path)} if controller.name == "entropy" else state
 
 
-def _number(content: Mapping[str, Any], key: str, path: str | Path) -> float:
-    value = content[key]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise CheckpointError(f"{key} in {path} must be a finite number, got {value!r}")
-    return float(value)
+def _clip(value: float, coefficient: Coefficient) -> float:
+    """What the coefficient makes of the value."""
+    return max(coefficient.least, value if coefficient.most is None else min(value, coefficient.most))
+
+
+def _log_tau(state: Mapping[str, Any], path: str | Path) -> float:
+    """The saved one if it is that of tau, which a file may say otherwise after it was edited."""
+    tau, saved = state["tau"], state.get("log_tau")
+    if not tau > 0:
+        raise CheckpointError(f"tau in {path} must be above 0, since the entropy controller changes its log, got {tau}")
+    if saved is not None and math.isclose(math.exp(min(saved, LARGEST_LOG)), tau, rel_tol=1e-9):
+        return float(saved)
+    return math.log(tau)
+
+
+def _check_numbers(saved: object, present: object, name: str, path: str | Path) -> None:
+    """Raise CheckpointError unless `saved` has objects and finite numbers where the controller has
+    them at present. A number may be null, and a part may be missing: the controller decides."""
+    if isinstance(saved, Mapping) and (present is None or isinstance(present, Mapping)):
+        for key, value in saved.items():
+            _check_numbers(value, (present or {}).get(key), f"{name}.{key}", path)
+    elif isinstance(present, Mapping):
+        raise CheckpointError(f"{name} in {path} must be an object, got {saved!r}")
+    elif saved is not None and not isinstance(present, bool | str | list):
+        _number(saved, name, path)
+
+
+def _number(value: object, name: str, path: str | Path) -> float:
+    if not isinstance(value, bool) and isinstance(value, int | float) and abs(value) <= sys.float_info.max:
+        return float(value)
+    raise CheckpointError(f"{name} in {path} must be a finite number, got {value!r}")
