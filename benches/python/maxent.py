@@ -5,7 +5,8 @@
     python -m benches.python.maxent --output runs/maxent --picture maxent.png
 
 An arm is `ludic train maxent` with the settings of `ARMS`; the policy before reinforcement is the
-same for all arms of a seed. With `--output`, runs that are there already are read, not repeated.
+same for all arms of a seed. With `--output`, runs that are there already are read, not repeated,
+and stopped ones are resumed.
 """
 
 from __future__ import annotations
@@ -82,13 +83,21 @@ class ArmCommand(TrainCommand):
 def train_arm(output: Path, extra: Sequence[str], arm: str, seed: int) -> list[Point]:
     """The measurements of a run, the one before reinforcement at step 0."""
     folder = output / f"{arm}-{seed}"
-    if not (folder / "summary.json").is_file():
+    if not is_finished(folder):
         settings = [f"seed={seed}", f"output={output}", f"name={folder.name}", "threads=1", f"trainer.eval_every_n_steps={EVERY}"]
         chosen = ARMS[arm]
-        arguments = ["maxent", *settings, *chosen.settings, *extra]
+        begun = folder if folder.exists() else None
+        arguments = ["maxent", *settings, *chosen.settings, *extra] if begun is None else []
         with redirect_stdout(StringIO()):  # the summary, which is in the folder too
-            run_command(ArmCommand(chosen.entropy_bonus), arguments, resume=None, json_only=True, print_config=False)
+            run_command(ArmCommand(chosen.entropy_bonus), arguments, resume=begun, json_only=True, print_config=False)
+    if not is_finished(folder):
+        raise SystemExit(f"{folder} was stopped; the same command with --output {output} goes on with it")
     return read_course(folder)
+
+
+def is_finished(folder: Path) -> bool:
+    path = folder / "summary.json"
+    return path.is_file() and json.loads(path.read_text())["status"] == "finished"
 
 
 def read_course(folder: Path) -> list[Point]:
