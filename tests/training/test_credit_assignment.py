@@ -15,6 +15,7 @@ from ludic.training import (
     OverlongPenalty,
     PerStepReward,
 )
+from ludic.training.presets import make_maxent_grpo
 from ludic.types import Rollout, Step, TokenTrace
 
 
@@ -104,6 +105,21 @@ def test_groups_of_another_size_are_errors(make):
         make(0)
     assert flat(make(3, allow_partial=True), 1.0, 1.0) == [0.0, 0.0]
     assert make(2).compute([]) == {}
+
+
+def test_the_preset_of_maxent_grpo_counts_the_rollouts_of_a_group_as_grpo_does():
+    returns = make_maxent_grpo(group_size=3).credit_assigner
+    assert flat(returns, 1.0, 0.0, 0.5) == [1.0, 0.0, 0.5]
+    with pytest.raises(DataError, match="has 2 rollouts, group_size is 3"):
+        returns.compute(group(1.0, 0.0))
+    with pytest.raises(DataError, match="missing group_id"):
+        returns.compute([rollout(1.0)])
+    partial = make_maxent_grpo(group_size=3, allow_partial=True).credit_assigner
+    assert flat(partial, 1.0, 0.0) == [1.0, 0.0]
+    with pytest.raises(DataError, match="has 4 rollouts, group_size is 3"):
+        partial.compute(group(1.0, 0.0, 1.0, 0.0))
+    with pytest.raises(ConfigError, match="group_size must be positive"):
+        EpisodicReturn(0)
 
 
 @given(st.lists(st.lists(st.floats(-1e3, 1e3), min_size=4, max_size=4), min_size=1, max_size=5), st.randoms())

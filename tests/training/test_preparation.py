@@ -2,6 +2,7 @@
 credit does not depend on how the batch is divided."""
 
 import asyncio
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -15,7 +16,7 @@ from training_samples import ListSource, assert_same_tensors, cpu_config, sortin
 
 from ludic.errors import ConfigError, DataError
 from ludic.training import LoraSettings, RLAlgorithm, Trainer, apply_lora, make_cispo, make_dr_grpo, make_grpo, make_scalerl
-from ludic.training.algorithm import forward_batch
+from ludic.training.algorithm import compose_preprocess, forward_batch
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
 from ludic.training.coefficients import Coefficient
 from ludic.training.credit_assignment import ConstantCredit
@@ -89,7 +90,6 @@ def test_weights_computed_on_each_part_alone_would_give_another_gradient():
     of groups, the weights differ."""
     items = episodes(TURNS, seed=7)
     credit = make_maxent_grpo(group_size=GROUP_SIZE).batch_credit
-    credit.allow_partial = True
     whole = credit.weigh(candidates_of(MacroBatch.ingest(items, 120))).weights
     half = credit.weigh(candidates_of(MacroBatch.ingest(items[:4], 120))).weights
     assert np.abs(whole[:4] - half).max() > 0.1
@@ -118,11 +118,48 @@ def test_switched_off_adapters_are_a_reference(name):
     assert adapted.training
 
 
+def over_long(item):
+    """The sample, with a prompt that leaves no room for its answer."""
+    ids = [item.input_ids[0]] * 120
+    return replace(
+        item,
+        input_ids=ids + item.input_ids,
+        attention_mask=[1] * 120 + item.attention_mask,
+        action_mask=[0] * 120 + item.action_mask,
+    )
+
+
+def drop_first(batch):
+    return replace(batch, items=batch.items[1:])
+
+
+@pytest.mark.parametrize("lost", ["by ingest", "by a filter"])
+@pytest.mark.parametrize("form", ["surrogate", "likelihood"])
+def test_a_dropped_sample_is_no_candidate(form, lost):
+    """The step goes on with the weights of the group without it; the other group is as before."""
+    items = episodes(seed=4)
+    algo = make_maxent_grpo(group_size=4, form=form)
+    whole = algo.batch_credit.weigh(candidates_of(MacroBatch.ingest(items, 120)))
+    rest = algo.batch_credit.weigh(candidates_of(MacroBatch.ingest(items[1:], 120)))
+    if lost == "by ingest":
+        items[0] = over_long(items[0])
+    else:
+        algo = replace(algo, preprocess=compose_preprocess(algo.preprocess or (lambda batch: batch), drop_first))
+    _, prepared = gradient_of_the_trainer(algo, items if lost == "by ingest" else items[1:], model())
+    assert len(prepared.macro.items) == 7
+    assert prepared.groups.offsets.tolist() == [0, 3, 7]
+    np.testing.assert_array_equal(prepared.macro.table.weights, rest.weights.astype(np.float32))
+    assert prepared.macro.sample_columns["uniform_weight"].tolist() == [1 / 3] * 3 + [1 / 4] * 4
+    np.testing.assert_array_equal(rest.columns["listwise_weight"][3:], whole.columns["listwise_weight"][4:])
+    cfg = cpu_config(max_seq_len=120, micro_token_budget=4096)
+    stats = Trainer(model=tiny_model(), algo=algo, batch_source=ListSource(items), cfg=cfg).train_step_sync()
+    assert stats["train/num_samples"] == 7
+
+
 @pytest.mark.parametrize("sizes", [(4, 4), (4, 3)])
 def test_for_a_large_tau_the_gradient_is_that_of_dr_grpo(sizes):
     items = episodes((1,) * sum(sizes), seed=2, sizes=sizes)
     tempered = make_maxent_grpo(group_size=4, tau=1e6, scale="tempered", sampler_exponent=0.0, q_epsilon=1e-12)
-    tempered.batch_credit.allow_partial = True
     gradient, _ = gradient_of_the_trainer(tempered, items, model())
     centred = {
         group: np.mean([item.weight for item in items if item.meta["request_meta"]["group_id"] == group]) for group in range(2)

@@ -57,7 +57,7 @@ PARTS = {
     ),
     "grpo": (make_grpo(group_size=G), GroupNormalizedReturn(G, normalize_adv=True), TokenClippedSurrogateLoss(0.2, 0.27)),
     "dr_grpo": (make_dr_grpo(group_size=G), GroupNormalizedReturn(G, normalize_adv=False), TokenClippedSurrogateLoss(0.2, 0.27)),
-    "maxent_grpo": (make_maxent_grpo(group_size=G), EpisodicReturn(), TokenClippedSurrogateLoss(0.2, 0.27)),
+    "maxent_grpo": (make_maxent_grpo(group_size=G), EpisodicReturn(G), TokenClippedSurrogateLoss(0.2, 0.27)),
     "gspo": (
         make_gspo(group_size=G),
         GroupNormalizedReturn(G, normalize_adv=True),

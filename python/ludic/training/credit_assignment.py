@@ -46,9 +46,22 @@ class PerStepReward:
 
 @dataclass
 class EpisodicReturn:
-    """The weight of every step is the undiscounted return of its episode."""
+    """The weight of every step is the undiscounted return of its episode.
+
+    With `group_size` the groups are checked as those of `GroupNormalizedReturn` are: a group of
+    another size is a DataError, a smaller one is fine with `allow_partial`.
+    """
+
+    group_size: int | None = None
+    allow_partial: bool = False
+
+    def __post_init__(self) -> None:
+        if self.group_size is not None:
+            _check_group_size(self.group_size)
 
     def compute(self, rollouts: Sequence[Rollout]) -> Weights:
+        if self.group_size is not None:
+            _group_positions(rollouts, self.group_size, allow_partial=self.allow_partial)
         return _weights_by_step(rollouts, [_episode_return(rollout) for rollout in rollouts])
 
 

@@ -83,8 +83,9 @@ class ListwiseCredit:
 
     def weigh(self, candidates: Candidates) -> Weighed:
         """Raises DataError for groups of another size than `group_size` (smaller ones are fine with
-        `allow_partial`), for rows of a candidate with different utilities, and without the
-        log-probabilities that the weights read."""
+        `allow_partial`, since samples may be dropped after their credit was computed), for rows of
+        a candidate with different utilities, and without the log-probabilities that the weights
+        read."""
         rows = _order(candidates)
         self._check_sizes(rows)
         groups = self._groups(candidates, rows)
@@ -115,7 +116,7 @@ class ListwiseCredit:
         if wrong.any():
             raise DataError(
                 f"Group size mismatch: a group has {sizes[wrong][0]} rollouts, group_size is {self.group_size}; "
-                "use the same number in GRPORequestStrategy, or allow_partial=True for groups that lost rollouts"
+                "use the same number in GRPORequestStrategy, or allow_partial=True for groups that lost rollouts or samples"
             )
 
     def _groups(self, candidates: Candidates, rows: _Rows) -> CandidateGroups:

@@ -53,6 +53,7 @@ def make_maxent_grpo(
     baseline: Baseline = "uniform",
     scale: Scale = "weights",
     info_seed: InfoSeed | None = None,
+    allow_partial: bool = False,
     correction: Correction | str | None = None,
     name: str = "maxent_grpo",
 ) -> RLAlgorithm:
@@ -61,24 +62,22 @@ def make_maxent_grpo(
 
     `form="surrogate"`: these weights minus 1/K are the advantages of GRPO's clipped loss, to which
     `length_normalize` and `normalizer` belong. `form="likelihood"`, the document's: `ListwiseLoss`,
-    and with `clip_coeff` above 0 `ListwiseClipLoss`. `beta` above 0 adds `ReferenceKLLoss` and
-    needs a reference. `tau` and `beta` are coefficients for controllers. Departures, on by default:
-    weights are shared among the best (`sampler_exponent`), 1/K is subtracted (`baseline`).
-    `info_seed` is for batches of `SeedPrompts`, which have `num_seeds` more answers in a group.
+    and with `clip_coeff` above 0 `ListwiseClipLoss`. `beta` above 0 adds `ReferenceKLLoss`.
+    Departures, on by default: `sampler_exponent` shares weights among the best, `baseline`
+    subtracts 1/K. `info_seed`: batches of `SeedPrompts`. `allow_partial`: groups may lack rollouts.
     """
     coefficients = _coefficients(tau, beta)
-    _check_form(form, clip_coeff, normalizer)
     surrogate = TokenClippedSurrogateLoss(clip_eps_low, clip_eps_high, length_normalize, normalizer=normalizer)
     clip = ListwiseClipLoss(clip_coeff, clip_eps_low, clip_eps_high, clip_baseline, clip_ratio_level)
     penalty = ReferenceKLLoss(coefficients["beta"], kl_estimator, kl_level) if "beta" in coefficients else None
     algorithm = RLAlgorithm(
         name=name,
-        credit_assigner=EpisodicReturn(),
-        loss=_add_terms(surrogate if form == "surrogate" else ListwiseLoss(), clip, penalty),
+        credit_assigner=EpisodicReturn(_answers(group_size, info_seed), allow_partial),
+        loss=_add_terms(surrogate if _is_surrogate(form, clip_coeff, normalizer) else ListwiseLoss(), clip, penalty),
         preprocess=validate_actor_logps if form == "surrogate" or sampler_exponent > 0 or clip_coeff > 0 else None,
         correction=resolve_correction(correction),
         batch_credit=ListwiseCredit(
-            group_size=check_group_size(group_size) + (info_seed.num_seeds if info_seed else 0),
+            group_size=_answers(group_size, info_seed),
             tau=coefficients["tau"],
             beta=coefficients.get("beta", beta),
             q_temperature=q_temperature,
@@ -87,6 +86,7 @@ def make_maxent_grpo(
             sampler_exponent=sampler_exponent,
             baseline=baseline,
             scale=scale,
+            allow_partial=True,  # of groups that `credit_assigner` counted, samples may be dropped
         ),
         coefficients=coefficients,
     )
@@ -99,6 +99,11 @@ def _coefficients(tau: float | Coefficient, beta: float | Coefficient) -> dict[s
     return {"tau": as_coefficient(tau), **({"beta": as_coefficient(beta)} if has_beta else {})}
 
 
+def _answers(group_size: int, info_seed: InfoSeed | None) -> int:
+    """The answers to a prompt, with the seeded ones."""
+    return check_group_size(group_size) + (info_seed.num_seeds if info_seed else 0)
+
+
 def _add_terms(loss: Loss, clip: ListwiseClipLoss, penalty: ReferenceKLLoss | None) -> Loss:
     """`loss`, with the clip term unless its coefficient is 0, and with the penalty."""
     terms = [LossTerm("policy", loss)]
@@ -109,7 +114,7 @@ def _add_terms(loss: Loss, clip: ListwiseClipLoss, penalty: ReferenceKLLoss | No
     return CompositeLoss(terms) if len(terms) > 1 else loss
 
 
-def _check_form(form: str, clip_coeff: float, normalizer: Normalizer) -> None:
+def _is_surrogate(form: str, clip_coeff: float, normalizer: Normalizer) -> bool:
     if form not in ("surrogate", "likelihood"):
         raise ConfigError(f"form ({form!r}) must be 'surrogate' or 'likelihood'")
     if clip_coeff < 0:
@@ -118,3 +123,4 @@ def _check_form(form: str, clip_coeff: float, normalizer: Normalizer) -> None:
         raise ConfigError(f"clip_coeff ({clip_coeff}) adds a clip term to form='likelihood'; the surrogate clips its own ratios")
     if form == "likelihood" and normalizer != "samples":
         raise ConfigError(f"normalizer ({normalizer!r}) is of form='surrogate'; the likelihood takes a mean over groups")
+    return form == "surrogate"
