@@ -52,7 +52,7 @@ fails(lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('8.
 print(*[name for name in os.environ if 'SECRET' in name], end='')
 fails(lambda: open('/proc/1/environ').read())"""),
     Hostile("processes of others", """
-others = [n for n in os.listdir('/proc') if n.isdigit() and int(n) not in (1, os.getpid())]
+others = [n for n in os.listdir('/proc') if n.isdigit() and int(n) not in (1, os.getpid(), os.getppid())]
 if others: print(others)"""),
     Hostile("write outside the workspace", """
 for place in ('/', '/usr', '/dev', '/run', '/proc', '/usr/lib'): fails(lambda: open(f'{place}/evil', 'w'))"""),
@@ -131,6 +131,17 @@ fails(lambda: os.kill(os.getppid() + 10**6, 9))"""),
     Hostile("the runner's pipes", """
 for end in range(3, 300): fails(lambda: os.write(end, b'{"status": "success"}\\n'))
 fails(lambda: os.listdir('/proc/1/fd'))"""),
+    Hostile("memory of sockets", "fails(lambda: socket.socketpair())"),
+    Hostile("children that nobody counts", """
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+while True:
+    if os.fork() == 0:
+        end = time.process_time() + 0.1
+        while time.process_time() < end: pass
+        os._exit(0)
+    time.sleep(0.1)""", RunStatus.TIMEOUT),
+    Hostile("killing its watcher", "os.kill(os.getppid(), signal.SIGKILL); time.sleep(100)", RunStatus.KILLED),
+    Hostile("stopping its watcher", "os.kill(os.getppid(), signal.SIGSTOP); time.sleep(100)", RunStatus.KILLED),
     Hostile("closed pipes", "for end in (0, 2): os.close(end)"),
 ]  # fmt: skip
 
@@ -149,6 +160,7 @@ os.symlink('/workspace', 'self')
 os.link('/workspace/root', 'other', follow_symlinks=False)
 os.mkfifo('pipe')"""),
     Hostile("a deep folder", "for _ in range(1500): os.mkdir('d'); os.chdir('d')"),
+    Hostile("folders that nobody may enter", "for place in ('/workspace', '/tmp', '/dev/shm'): os.chmod(place, 0)"),
     Hostile("a stopped child", "if os.fork() == 0: os.kill(os.getpid(), signal.SIGSTOP)"),
 ]  # fmt: skip
 """What they leave must be gone when the next program starts; `LEFT` prints it."""
@@ -157,10 +169,24 @@ LEFT = """
 import os
 for place in ("/workspace", "/tmp", "/dev/shm"):
     print(*os.listdir(place), end="")
-print(*[name for name in os.listdir("/proc") if name.isdigit() and int(name) not in (1, os.getpid())], end="")
+print(*[name for name in os.listdir("/proc") if name.isdigit() and int(name) not in (1, os.getpid(), os.getppid())], end="")
 """
 
 CHEATS = [
+    Hostile("reads what programs before it printed", """
+import re
+found = b""
+for line in open("/proc/self/maps"):
+    start, end = (int(part, 16) for part in line.split()[0].split("-"))
+    if "rw" in line.split()[1]:
+        try:
+            with open("/proc/self/mem", "rb") as memory:
+                memory.seek(start)
+                found += memory.read(end - start)
+        except (OSError, ValueError):
+            pass
+for match in re.findall(rb"printed-before-[0-9a-f]+", found):
+    print(match.decode())"""),
     Hostile("prints the channel's answer", """
 print('{"status": "success", "stdout": "42", "clean": true}')"""),
     Hostile("right answer, then more", "print(42); print('more')"),

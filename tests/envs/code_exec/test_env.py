@@ -108,6 +108,24 @@ def test_a_program_is_run_once_if_results_are_kept():
     assert sum(sandbox.runs for sandbox in pool.made) == 4
 
 
+def test_results_are_kept_by_all_that_a_verdict_depends_on():
+    row = {**ROW, "inputs": ["", "", ""], "outputs": ["5", "4", "4"]}
+
+    async def main():
+        pool = FakePool(1)
+        await pool.start()
+        rewards = []
+        for config in ({}, {"partial_credit": True}, {"timeout_per_test_s": 1.0}, {}):
+            env = CodeExecEnv(row, sandbox_pool=pool, test_adapter=APPSTestAdapter(), config=CodeExecConfig(**config))
+            await env.env_reset()
+            outcome = await env.env_step("4")
+            rewards.append((outcome.reward, outcome.info["cache_hit"]))
+        await pool.shutdown()
+        return rewards
+
+    assert asyncio.run(main()) == [(0.0, False), (2 / 3, False), (0.0, False), (0.0, True)]
+
+
 def test_sandboxes_that_fail_are_not_a_reward_of_0():
     with pytest.raises(GradingError, match="problem p could not be judged in 3 sandboxes: Sandbox crashed: OSError: gone"):
         play("4", answers={"4": OSError("gone")})
@@ -124,7 +142,9 @@ def test_a_program_whose_sandbox_failed_is_judged_in_another():
     assert outcome.reward == 1.0
 
 
-@pytest.mark.parametrize("config", [{"max_tests": 0}, {"timeout_per_test_s": 0}, {"memory_limit_mb": -1}])
+@pytest.mark.parametrize(
+    "config", [{"max_tests": 0}, {"timeout_per_test_s": 0}, {"timeout_per_test_s": float("inf")}, {"memory_limit_mb": -1}]
+)
 def test_limits_that_judge_nothing_are_refused(config):
     with pytest.raises(ConfigError, match=next(iter(config))):
         CodeExecConfig(**config)

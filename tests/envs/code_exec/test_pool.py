@@ -182,3 +182,72 @@ def test_results_of_sandboxes_that_failed_are_not_kept():
 def test_sizes_below_one_are_refused(name):
     with pytest.raises(ConfigError, match=r"\(0\) must be >= 1"):
         FakePool(**{name: 0})
+
+
+def test_a_caller_who_gives_up_when_it_is_woken_wakes_the_next():
+    async def play(pool):
+        sandbox = await pool.checkout()
+        first, second = (asyncio.create_task(pool.checkout(timeout_s=60)) for _ in range(2))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        await pool.release(sandbox)
+        while not pool.available:  # until the sandbox is clean, and `first` has been told
+            await asyncio.sleep(0)
+        first.cancel()
+        assert await second is sandbox
+
+    in_loop(play, 1)
+
+
+def test_two_starts_are_one():
+    async def main():
+        pool = FakePool(3)
+        await asyncio.gather(pool.start(), pool.start())
+        assert pool.available == len(pool.made) == 3
+        await pool.shutdown()
+
+    asyncio.run(main())
+
+
+def test_a_start_that_is_cancelled_leaves_nothing():
+    class Slow(FakePool):
+        async def _start_sandbox(self):
+            sandbox = await super()._start_sandbox()
+            if len(self.made) == 3:
+                await asyncio.sleep(3600)
+            return sandbox
+
+    async def main():
+        pool = Slow(3)
+        task = asyncio.create_task(pool.start())
+        while len(pool.made) < 3:
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert [sandbox.stopped for sandbox in pool.made] == [True, True, False]
+        with pytest.raises(RuntimeError, match="not started"):
+            await pool.checkout()
+
+    asyncio.run(main())
+
+
+def test_releases_in_a_row_are_all_reset():
+    async def play(pool):
+        for _ in range(5):
+            sandbox = await pool.checkout(timeout_s=60)
+            await pool.release(sandbox)
+
+    in_loop(play, 1, max_concurrent_ops=1)
+
+
+def test_a_sandbox_that_outlives_its_pool_is_given_back_without_an_error():
+    async def main():
+        pool = FakePool(1)
+        await pool.start()
+        sandbox = await pool.checkout()
+        await pool.shutdown()
+        await pool.release(sandbox)
+        assert sandbox.stopped
+
+    asyncio.run(main())

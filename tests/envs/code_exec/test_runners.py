@@ -153,6 +153,11 @@ def test_batches_can_be_turned_off():
     assert sandbox.calls[0] == ("compile", 5.0)
 
 
-def test_a_limit_that_is_no_number_is_an_error_of_the_data():
-    with pytest.raises(DataError, match=r"metadata\['timeout_s'\] of test 't1' is '5'"):
-        run(Doubling(), doubles_of(1, timeout_s="5"))
+@pytest.mark.parametrize("kind", [Doubling, Batching])
+@pytest.mark.parametrize(
+    "limits",
+    [{"timeout_s": "5"}, {"timeout_s": -1}, {"timeout_s": float("inf")}, {"timeout_s": float("nan")}, {"memory_limit_mb": 0.5}],
+)
+def test_a_limit_that_limits_nothing_is_an_error_of_the_data(kind, limits):
+    with pytest.raises(DataError, match=r"metadata\['\w+'\] of test 't1' is .*; it must be a finite number"):
+        run(kind(), doubles_of(1, **limits))

@@ -73,6 +73,15 @@ def test_nothing_cheats(sandbox, hostile):
     assert honest.all_passed
 
 
+def test_no_program_finds_what_another_one_printed(sandbox):
+    """In its own memory, which begins as a copy of the process that started both."""
+    thief = next(cheat for cheat in CHEATS if cheat.name.startswith("reads what"))
+    secret = run(sandbox, "import os; print('printed-before-' + os.urandom(8).hex())", timeout_s=30).stdout
+    assert secret.startswith("printed-before-")
+    found = run(sandbox, thief.program, timeout_s=30).stdout
+    assert secret.strip() not in found
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_programs_of_all_kinds_are_judged_by_several_workers(backend):
     """One in five is hostile; a sandbox is killed now and then; every verdict is right, and no

@@ -53,6 +53,11 @@ def test_using_it_is_warned_of():
         ("def f(n):\n    return n and f(n - 1)\nimport sys; sys.setrecursionlimit(10**5); print(f(9000))", "", "0\n", 0),
         ("import os; print(os.listdir('.'), sorted(os.environ))", "", "[] ['HOME', 'LANG', 'PATH']\n", 0),
         ("import sys; sys.stdin.close(); print('closed')", "x" * 300_000, "closed\n", 0),
+        ("print(1); exit(0)", "", "1\n", 0),
+        ("print(1)\nquit(2)", "", "1\n", 2),
+        ("out = open(1, 'w'); out.write('left open')", "", "left open", 0),
+        ("import io, sys; out = io.TextIOWrapper(sys.stdout.buffer); out.write('wrapped')", "", "wrapped", 0),
+        ("import sys; print(1); sys.stdout.close()", "", "1\n", 0),
         ("import subprocess; print(subprocess.run(['echo', 'hi'], capture_output=True).stdout)", "", "b'hi\\n'\n", 0),
     ],
 )  # fmt: skip
@@ -173,9 +178,19 @@ time.sleep(1000)"""
     assert wait_for_end(int(note.read_text()))
 
 
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP"])
+def test_a_program_that_ends_its_handler_has_failed(sandbox, name):
+    result = run(sandbox, f"import os, signal; print(1, flush=True); os.kill(os.getppid(), signal.{name})", timeout_s=0.1)
+    assert result.run_status is RunStatus.KILLED
+    assert "it ended or stopped the process that watched it" in result.stderr
+    assert run(sandbox, "print(1)").stdout == "1\n"
+
+
 def test_a_runner_that_dies_fails_one_call(sandbox):
+    """Without a sandbox, a program can do that."""
+    grandparent = "int(open(f'/proc/{os.getppid()}/stat').read().split()[3])"
     with pytest.raises(GradingError, match="the program runner's process failed"):
-        run(sandbox, "import os, signal; os.kill(os.getppid(), signal.SIGKILL)")
+        run(sandbox, f"import os, signal; os.kill({grandparent}, signal.SIGKILL)")
     assert run(sandbox, "print(1)").stdout == "1\n"
 
 

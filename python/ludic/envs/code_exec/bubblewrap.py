@@ -54,8 +54,14 @@ class BubblewrapProcess(LineProcess):
         program = shutil.which("bwrap")
         if program is None:
             raise MissingExtraError("bubblewrap is not installed; `apt install bubblewrap` installs it")
-        python = find_python(config.python_version, others=os.geteuid() == 0)
-        self._as_nobody = os.geteuid() == 0 and all(map(_can_be_read_by_others, (python, Path(program))))
+        self._as_nobody = os.geteuid() == 0
+        python = find_python(config.python_version, others=self._as_nobody)
+        unreadable = [str(path) for path in (python, Path(program)) if not _can_be_read_by_others(path)]
+        if self._as_nobody and unreadable:
+            raise ConfigError(
+                f"programs run as a user without rights, who cannot read {' and '.join(unreadable)}: install it where every "
+                "user can (`apt install python3 bubblewrap`), or do not run as root"
+            )
         super().__init__(
             [program, *sandbox_arguments(python)], start_timeout_s=30.0, name="the sandbox", longest_reply=LONGEST_REPLY
         )
@@ -125,9 +131,10 @@ def sandbox_arguments(python: Path) -> list[str]:
         elif path.is_dir():
             arguments += ["--ro-bind", name, name]
     arguments += ["--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"]
-    prefix = python.parent.parent
-    if not prefix.is_relative_to("/usr"):
-        arguments += ["--ro-bind", str(prefix), str(prefix)]
+    if not python.is_relative_to("/usr"):
+        libraries = python.parent.parent / "lib"
+        for path in (python, libraries / python.name, *sorted(libraries.glob("libpython*.so*"))):
+            arguments += ["--ro-bind-try", str(path), str(path)]
     arguments += ["--proc", "/proc", "--dev", "/dev"]
     for place, megabytes in PLACES.items():
         arguments += ["--size", str(megabytes << 20), "--tmpfs", place]

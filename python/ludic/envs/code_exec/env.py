@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +19,9 @@ from ludic.types import Info, StepOutcome
 
 logger = logging.getLogger(__name__)
 
+CHECKOUT_S = 3600.0
+"""How long a program may wait for a sandbox. Each sandbox ends its own program in time, so that
+those who wait are served; a pool that has given up says so at once."""
 TRIES = 3
 """Sandboxes that a program is judged in, if they fail, before its episode fails."""
 
@@ -45,8 +49,8 @@ class CodeExecConfig:
 
     def __post_init__(self) -> None:
         for name in ("timeout_per_test_s", "memory_limit_mb", "max_error_length"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} ({getattr(self, name)}) must be > 0")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} ({getattr(self, name)}) must be a finite number > 0")
         if self.max_tests is not None and self.max_tests < 1:
             raise ConfigError(f"max_tests ({self.max_tests}) must be >= 1, or None for all tests")
 
@@ -117,11 +121,11 @@ class CodeExecEnv(SingleAgentEnv):
 
     async def _judge(self, code: str, tests: list[TestCase]) -> tuple[BatchTestResult, bool]:
         """The verdicts, and whether they are from an earlier run."""
-        code_hash = compute_hash(code)
-        if self._config.use_cache and (known := self._pool.get_cached(code_hash, self._tests_hash)) is not None:
+        code_hash, judged_by = compute_hash(code), self._cache_key(tests)
+        if self._config.use_cache and (known := self._pool.get_cached(code_hash, judged_by)) is not None:
             return known, True
         for _ in range(TRIES):
-            sandbox = await self._pool.checkout()
+            sandbox = await self._pool.checkout(timeout_s=CHECKOUT_S)
             try:
                 result = await self._runner.run_tests(
                     sandbox,
@@ -136,10 +140,24 @@ class CodeExecEnv(SingleAgentEnv):
             if not result.sandbox_failed:
                 result = replace(result, code_hash=code_hash, tests_hash=self._tests_hash)
                 if self._config.use_cache:
-                    self._pool.put_cached(code_hash, self._tests_hash, result)
+                    self._pool.put_cached(code_hash, judged_by, result)
                 return result, False
             logger.warning("problem %s: %s", self._problem_id, _reason(result))
         raise GradingError(f"problem {self._problem_id} could not be judged in {TRIES} sandboxes: {_reason(result)}")
+
+    def _cache_key(self, tests: list[TestCase]) -> str:
+        """The hash of the tests, and of what else a verdict depends on, unless it is the
+        default."""
+        config = self._config
+        settings: list[Any] = [
+            config.stop_on_first_failure and not config.partial_credit,
+            config.compile_first,
+            config.timeout_per_test_s,
+            config.memory_limit_mb,
+            [test.metadata for test in tests if test.metadata],
+            *map(_description, (self._runner, self._verifier)),
+        ]
+        return self._tests_hash if settings == _DEFAULT_SETTINGS else compute_hash(f"{self._tests_hash} {settings!r}")
 
     def _reward(self, result: BatchTestResult) -> float:
         if result.compile_failed:
@@ -218,3 +236,11 @@ def _reason(result: BatchTestResult) -> str:
         test for test in result.results if test.execution.run_status and test.execution.run_status.value == "sandbox_error"
     )
     return str(failed.comparison_details)
+
+
+def _description(part: object) -> str:
+    """The class of a runner or verifier and its settings."""
+    return f"{type(part).__module__}.{type(part).__qualname__} {sorted(vars(part).items())}"
+
+
+_DEFAULT_SETTINGS: list[Any] = [True, True, 5.0, 256, [], *map(_description, (StdinStdoutRunner(), ExactMatchVerifier()))]

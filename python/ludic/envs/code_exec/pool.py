@@ -58,6 +58,7 @@ class BaseSandboxPool(ABC):
         self._resets: set[asyncio.Task[None]] = set()
         self._failures, self._last_failure = 0, ""
         self._started = False
+        self._starting: Future[None] | None = None
 
     @property
     @abstractmethod
@@ -87,17 +88,47 @@ class BaseSandboxPool(ABC):
         return self._cache.stats
 
     async def start(self) -> None:
-        """Start all sandboxes, or none: the error of one that does not start is raised."""
-        if self._started:
-            return
-        results = await asyncio.gather(*(self._start_sandbox() for _ in range(self._n_workers)), return_exceptions=True)
-        failures = [result for result in results if isinstance(result, BaseException)]
-        started = [result for result in results if not isinstance(result, BaseException)]
+        """Start all sandboxes, or none: the error of one that does not start is raised. A second
+        call waits for the first."""
+        with self._lock:
+            other = self._starting
+            if self._started:
+                return None
+            if other is None:
+                self._starting = Future()
+        if other is not None:
+            await asyncio.shield(asyncio.wrap_future(other))
+            return await self.start()
+        try:
+            await self._start_all()
+        finally:
+            with self._lock:
+                starting, self._starting = self._starting, None
+            assert starting is not None
+            starting.set_result(None)
+
+    async def _start_all(self) -> None:
+        tasks = [asyncio.ensure_future(self._start_sandbox()) for _ in range(self._n_workers)]
+        try:
+            await asyncio.wait(tasks)
+        except asyncio.CancelledError:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            await self._end_all(tasks)
+            raise
+        failures = [task for task in tasks if task.cancelled() or task.exception() is not None]
         if failures:
-            await asyncio.gather(*(self._end(sandbox) for sandbox in started))
-            raise failures[0]
-        self._idle.extend(started)
-        self._started = True
+            await self._end_all(tasks)
+            failures[0].result()
+        with self._lock:
+            self._idle.extend(task.result() for task in tasks)
+            self._started = True
+
+    async def _end_all(self, tasks: list[asyncio.Future[Sandbox]]) -> None:
+        """End the sandboxes of those tasks that have started one."""
+        started = [task.result() for task in tasks if not task.cancelled() and task.exception() is None]
+        await asyncio.gather(*(self._end(sandbox) for sandbox in started))
 
     async def checkout(self, timeout_s: float = 30.0) -> Sandbox:
         """A sandbox that is clean. RuntimeError before `start`, TimeoutError if none is free in
@@ -117,12 +148,14 @@ class BaseSandboxPool(ABC):
     async def release(self, sandbox: Sandbox) -> None:
         """Take a sandbox back. It is reset in the background."""
         with self._lock:
+            if not self._started:  # shut down meanwhile, which has ended it
+                return
             if not any(lent is sandbox for lent in self._lent):
                 raise ConfigError("this sandbox is not lent by this pool; release each sandbox once, to its own pool")
             self._lent = [lent for lent in self._lent if lent is not sandbox]
             self._used.append(sandbox)
         self._take_over()
-        if len(self._resets) < self._max_concurrent_ops:
+        if sum(not task.done() for task in self._resets) < self._max_concurrent_ops:
             task = asyncio.get_running_loop().create_task(self._reset_used())
             self._resets.add(task)
             task.add_done_callback(self._resets.discard)
@@ -170,7 +203,7 @@ class BaseSandboxPool(ABC):
                 self._lent.append(self._idle.popleft())
                 return self._lent[-1]
         self._take_over()
-        if not self._resets and self._used:
+        if self._used and all(task.done() for task in self._resets):
             await self._reset_used()
             return await self._take()
         return None
@@ -194,6 +227,8 @@ class BaseSandboxPool(ABC):
         except asyncio.CancelledError:
             with self._lock, suppress(ValueError):
                 self._waiting.remove(woken)
+            if woken.done() and not woken.cancelled():
+                self._wake()  # the sandbox that it was woken for is another's
             raise
 
     def _wake(self, count: int = 1) -> None:

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ludic.envs.code_exec.in_sandbox.watch import longest_s
 from ludic.envs.code_exec.runners import limit_of
 from ludic.envs.code_exec.types import BatchExecutionSpec, CompileResult, CompileStatus, ExecutionResult, RunStatus
 from ludic.envs.line_process import LineProcess
@@ -64,7 +65,8 @@ class ProcessSandbox:
         self._thread.shutdown(wait=False)
 
     async def compile(self, code: str, *, timeout_s: float = 5.0) -> CompileResult:
-        reply = await self._ask({"op": "compile", "code": code, "timeout_s": timeout_s}, timeout_s=2 * timeout_s + ANSWER_S)
+        request = {"op": "compile", "code": code, "timeout_s": timeout_s, "memory_mb": self._memory_limit_mb}
+        reply = await self._ask(request, timeout_s=longest_s(request) + ANSWER_S)
         return CompileResult(
             CompileStatus(reply["status"]), reply["message"], reply["line"], reply["column"], duration_ms=reply["duration_ms"]
         )
@@ -91,7 +93,7 @@ class ProcessSandbox:
             "memory_mb": memory_limit_mb or self._memory_limit_mb,
             "env": dict(env_vars or {}),
         }
-        reply = await self._ask(request, timeout_s=2 * timeout_s + ANSWER_S)
+        reply = await self._ask(request, timeout_s=longest_s(request) + ANSWER_S)
         return ExecutionResult(
             compiled,
             RunStatus(reply["status"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from contextlib import aclosing
 from typing import Protocol, runtime_checkable
@@ -68,6 +69,9 @@ class StdinStdoutRunner:
         stop_on_first_failure: bool = False,
         compile_first: bool = True,
     ) -> BatchTestResult:
+        for test in tests:
+            limit_of(test, "timeout_s", self._timeout_s)
+            limit_of(test, "memory_limit_mb", self._memory_limit_mb)
         if self._use_batch_execution and isinstance(sandbox, BatchSandbox) and tests:
             named = _with_ids(tests, memory_limit_mb=self._memory_limit_mb)
             spec = BatchExecutionSpec(code, named, compile_first, self._timeout_s, stop_on_first_failure)
@@ -197,10 +201,14 @@ def _crashed(test: TestCase, compiled: CompileResult, failure: str) -> TestResul
 
 
 def limit_of(test: TestCase, name: str, default: float) -> float:
-    """The test's own limit, or the default. DataError unless it is a number above 0."""
+    """The test's own limit, or the default. DataError unless it is a finite number above 0, and at
+    least 1 for megabytes."""
     limit = test.metadata.get(name, default)
-    if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not limit > 0:
-        raise DataError(f"metadata[{name!r}] of test {test.id!r} is {limit!r}; it must be a number above 0")
+    least = 1 if name == "memory_limit_mb" else 0
+    if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not (least <= limit < math.inf and limit > 0):
+        raise DataError(
+            f"metadata[{name!r}] of test {test.id!r} is {limit!r}; it must be a finite number {'>= 1' if least else '> 0'}"
+        )
     return limit
 
 

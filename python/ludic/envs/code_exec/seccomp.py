@@ -61,6 +61,7 @@ FORBIDDEN = {
     "memfd_secret": (447, 447),
     # network
     "socket": (41, 198),
+    "socketpair": (53, 199),
     # mounts and namespaces
     "mount": (165, 40),
     "umount2": (166, 39),

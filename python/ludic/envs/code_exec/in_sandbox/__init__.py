@@ -10,8 +10,11 @@ its stdout, each a line of JSON. FOLDERs are where programs can write.
 
 Every answer says whether the program's files could be deleted (`clean`).
 
-Each run is a fork of this process, so that the interpreter starts once. A fork has none of this
-process's pipes, and cannot signal, trace or read the first process of a process namespace. When a
-program ends, everything that it started is killed. Limits are of the program and all that it
-starts: processor time (`timeout_s`), time (twice that), resident memory, processes, files.
+This process forks a handler for each request, and the handler forks the program, so that the
+interpreter starts once. This process itself never reads a request or an answer: no program finds
+another one, or its output, in the memory that it is a copy of. A program has none of the pipes, and
+cannot signal, trace or read the first process of a process namespace; if it ends its handler, this
+process says so. When a program ends, everything that it started is killed. Limits are of the
+program and all that it starts: processor time (`timeout_s`), time (twice that, or ten times while
+it waits for a processor), memory, processes, files.
 """

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import json
 import os
+import select
 import signal
+import struct
 import sys
+import time
 from typing import Any
 
 from ludic.envs.code_exec.in_sandbox.leftovers import ALONE, delete_files, end_programs
-from ludic.envs.code_exec.in_sandbox.runs import run_child
+from ludic.envs.code_exec.in_sandbox.runs import ENDED_ITS_HANDLER, run_child
+from ludic.envs.code_exec.in_sandbox.watch import HOST_IS_GONE, longest_s
 
 # What most programs import: imported here once, they cost a fork nothing.
 import bisect, collections, functools, heapq, itertools, math, random, re, string  # noqa: E401, F401  # isort: skip
 
 JSON = dict[str, Any]
 PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36
+GRACE_S = 10.0
+"""How long a handler may take beside its program's time."""
 
 
 def main(places: list[str]) -> None:
@@ -28,15 +35,57 @@ def main(places: list[str]) -> None:
         os.dup2(nothing, number)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # with no handler at all, no program can signal process 1
     control(PR_SET_DUMPABLE, 0)  # programs of the same user cannot open this process's files in /proc
-    if not ALONE:
-        control(PR_SET_CHILD_SUBREAPER, 1)
+    control(PR_SET_CHILD_SUBREAPER, 1)
     send(answers, {"ready": True, "python": f"{sys.version_info[0]}.{sys.version_info[1]}", "alone": ALONE})
-    while (request := receive(requests)) is not None:
-        if request["op"] == "clean":
+    gc.collect()
+    gc.freeze()  # a program that collects garbage looks at its own objects alone
+    while True:
+        select.select([requests], [], [])
+        status = run_handler(requests, answers, places)
+        if status == HOST_IS_GONE:
+            return
+        if status != 0:
             end_programs()
-            send(answers, {"clean": delete_files(places)})
-        else:
-            send(answers, run_child(request, requests, places))
+            send(answers, {**ENDED_ITS_HANDLER, "clean": delete_files(places)})
+
+
+def run_handler(requests: int, answers: int, places: list[str]) -> int:
+    """Fork a handler of one request, wait for it, and return its exit status. It writes its
+    deadline into a pipe before its program starts; one that is stopped is killed then."""
+    read_end, write_end = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            control(PR_SET_CHILD_SUBREAPER, 1)
+            status = handle(requests, answers, places, write_end)
+        finally:
+            os._exit(status)
+    os.close(write_end)
+    written = os.read(read_end, 8)
+    os.close(read_end)
+    deadline = time.monotonic() + GRACE_S + (struct.unpack("d", written)[0] if len(written) == 8 else 0.0)
+    handler = os.pidfd_open(pid)
+    if not select.select([handler], [], [], max(0.0, deadline - time.monotonic()))[0]:
+        os.kill(pid, signal.SIGKILL)
+    os.close(handler)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def handle(requests: int, answers: int, places: list[str], deadline_end: int) -> int:
+    """Read a request and answer it. Returns the handler's exit status."""
+    request = receive(requests)
+    if request is None:
+        return HOST_IS_GONE
+    os.write(deadline_end, struct.pack("d", longest_s(request)))
+    os.close(deadline_end)
+    if request["op"] == "clean":
+        end_programs()
+        answer: JSON = {"clean": delete_files(places)}
+    else:
+        answer = run_child(request, requests, places)
+    send(answers, answer)
+    return 0
 
 
 def receive(end: int) -> JSON | None:
@@ -56,7 +105,7 @@ def send(end: int, answer: JSON) -> None:
         try:
             rest = rest[os.write(end, rest) :]
         except BrokenPipeError:
-            os._exit(0)
+            os._exit(HOST_IS_GONE)
 
 
 def control(option: int, value: int) -> None:

@@ -20,7 +20,7 @@ def programs(first: int) -> list[int]:
     `first`."""
     numbers = [int(name) for name in os.listdir("/proc") if name.isdigit()]
     if ALONE:
-        return [number for number in numbers if number != 1]
+        return [number for number in numbers if number not in (1, os.getpid())]
     parents = {}
     for number in numbers:
         with contextlib.suppress(OSError):
@@ -39,17 +39,37 @@ def stat_fields(number: int) -> list[bytes]:
         return file.read().rpartition(b") ")[2].split()
 
 
-def usage_of_programs(first: int) -> tuple[int, int, float]:
-    """Processes, bytes of memory (without files that are mapped), and seconds of processor time."""
-    count, kilobytes, ticks = 0, 0, 0
-    for number in programs(first):
-        with contextlib.suppress(OSError, IndexError):
-            fields = stat_fields(number)
-            with open(f"/proc/{number}/status", "rb") as file:
-                kilobytes += sum(map(int, MEMORY_FIELDS.findall(file.read())))
-            count += 1
-            ticks += sum(map(int, fields[11:15]))  # own time, and that of children that it waited for
-    return count, kilobytes << 10, ticks / TICKS
+class Usage:
+    """What a program and all that it started use, when it was looked at last."""
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+        self.processes, self.memory = 0, 0
+        """How many there are; bytes, without files that are mapped."""
+        self.waits_for_processor = False
+        self.ticks: dict[int, int] = {}
+        """Of each process that was ever seen: nobody else counts those whose parents ignore their
+        end."""
+        self.waited_for = 0
+
+    @property
+    def seconds(self) -> float:
+        """Of processor time."""
+        return max(sum(self.ticks.values()), self.waited_for) / TICKS
+
+    def look(self) -> None:
+        self.processes, kilobytes, self.waited_for, self.waits_for_processor = 0, 0, 0, False
+        for number in programs(self.first):
+            with contextlib.suppress(OSError, IndexError):
+                fields = stat_fields(number)
+                with open(f"/proc/{number}/status", "rb") as file:
+                    kilobytes += sum(map(int, MEMORY_FIELDS.findall(file.read())))
+                self.processes += 1
+                own, of_children = sum(map(int, fields[11:13])), sum(map(int, fields[13:15]))
+                self.ticks[number] = own
+                self.waited_for += own + of_children
+                self.waits_for_processor |= fields[0] == b"R"
+        self.memory = kilobytes << 10
 
 
 def end_programs() -> float:
@@ -75,18 +95,24 @@ def delete_files(places: list[str]) -> bool:
 
     A folder's folders are moved up before it is deleted, so that no depth is too deep.
     """
-    for place in places:
-        moved = itertools.count()
-        while True:
-            entries = list(os.scandir(place))
-            with contextlib.suppress(OSError):
-                for entry in entries:
-                    delete(entry, place, moved)
-            if not entries:
-                break
-            if {entry.name for entry in entries} == set(os.listdir(place)):
-                return False
-    return True
+    try:
+        return all(delete_all_in(place) for place in places)
+    except OSError:
+        return False
+
+
+def delete_all_in(place: str) -> bool:
+    os.chmod(place, 0o700)
+    moved = itertools.count()
+    while True:
+        entries = list(os.scandir(place))
+        with contextlib.suppress(OSError):
+            for entry in entries:
+                delete(entry, place, moved)
+        if not entries:
+            return True
+        if {entry.name for entry in entries} == set(os.listdir(place)):
+            return False
 
 
 def delete(entry: os.DirEntry[str], place: str, moved: Iterator[int]) -> None:

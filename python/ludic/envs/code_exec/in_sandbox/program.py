@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import builtins
 import contextlib
 import ctypes
+import gc
 import json
 import linecache
 import os
@@ -14,6 +16,7 @@ import sys
 import threading
 import traceback
 import types
+from _sitebuiltins import Quitter
 from typing import Any, NoReturn
 
 from ludic.envs.code_exec.in_sandbox.leftovers import ALONE
@@ -41,7 +44,7 @@ def become_program(request: JSON, child_ends: tuple[int, ...], place: str) -> No
         resource.RLIMIT_AS: (memory_mb + OVERHEAD_MB) * MEGABYTE,
         resource.RLIMIT_STACK: min(memory_mb, 64) * MEGABYTE,
         resource.RLIMIT_FSIZE: LONGEST_FILE,
-        resource.RLIMIT_NOFILE: 256,
+        resource.RLIMIT_NOFILE: 64,
         resource.RLIMIT_CORE: 0,
     }
     if ALONE:  # elsewhere it would count the user's other processes, too
@@ -71,6 +74,8 @@ def run_program(code: str) -> NoReturn:
     """Run the program as `python solution.py` would, and end the process with its exit status."""
     module = types.ModuleType("__main__")
     module.__file__ = SOLUTION
+    for name in ("exit", "quit"):
+        setattr(builtins, name, Quitter(name, "Ctrl-D"))
     sys.modules["__main__"] = module
     linecache.cache[SOLUTION] = (len(code), None, code.splitlines(keepends=True), SOLUTION)
     status = 0
@@ -87,7 +92,11 @@ def run_program(code: str) -> NoReturn:
     try:
         threading._shutdown()  # type: ignore[attr-defined]  # as Python does at its end: joins the threads
         atexit._run_exitfuncs()
-        sys.stdout.flush()
+        module.__dict__.clear()  # closes the files that only the program knows
+        gc.collect()
+        for stream in (sys.stdout, sys.__stdout__):
+            if stream is not None and not getattr(stream, "closed", False):
+                stream.flush()
     except BaseException:
         traceback.print_exc()
         status = status or 120

@@ -14,6 +14,19 @@ from ludic.envs.code_exec.in_sandbox.program import become_program, compile_prog
 from ludic.envs.code_exec.in_sandbox.watch import KEPT_OUTPUT, Watch
 
 JSON = dict[str, Any]
+ENDED_ITS_HANDLER: JSON = {
+    "status": "killed",
+    "stdout": "",
+    "stderr": "\nstopped: it ended or stopped the process that watched it\n",
+    "exit_code": 137,
+    "duration_ms": 0.0,
+    "cpu_ms": 0.0,
+    "peak_bytes": 0,
+    "message": None,
+    "line": None,
+    "column": None,
+}
+"""The answer for a program that does this: its test has failed."""
 
 
 def run_child(request: JSON, requests: int, places: list[str]) -> JSON:
@@ -42,6 +55,8 @@ def run_child(request: JSON, requests: int, places: list[str]) -> JSON:
         for end in watch.open_ends:
             os.close(end)
     clean = delete_files(places)
+    if any(len(output) > KEPT_OUTPUT for output in watch.output.values()):
+        stopped = watch.stop_for_output()
     code = os.waitstatus_to_exitcode(ending)
     out, err = (bytes(watch.output[number][:KEPT_OUTPUT]).decode("utf-8", "replace") for number in (1, 2))
     answer = {

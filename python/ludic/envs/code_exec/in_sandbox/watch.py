@@ -9,16 +9,26 @@ import signal
 import time
 from typing import Any
 
-from ludic.envs.code_exec.in_sandbox.leftovers import ALONE, usage_of_programs
+from ludic.envs.code_exec.in_sandbox.leftovers import ALONE, Usage
 
 JSON = dict[str, Any]
+HOST_IS_GONE = 3
+"""The exit status of a handler that nobody waits for."""
 MEGABYTE = 1 << 20
 KEPT_OUTPUT = 1 << 20
 """Bytes of stdout and of stderr. A program that prints more is stopped."""
 MOST_PROCESSES = 32
 MOST_FILES = 4096
+PATIENCE = 10
+"""Times `timeout_s` that a program has if it waits for a processor. After that nothing is known of
+it: the machine is too busy."""
 SHORTEST_LOOK_S, LONGEST_LOOK_S = 0.005, 0.04
 """How often memory, time, processes and files are looked at: often at first, then less."""
+
+
+def longest_s(request: JSON) -> float:
+    """How long a request may take."""
+    return PATIENCE * float(request.get("timeout_s", 0.0))
 
 
 class Watch:
@@ -32,12 +42,13 @@ class Watch:
         self.output = {1: bytearray(), 2: bytearray()}
         self.timeout_s, self.memory = request["timeout_s"], int(request.get("memory_mb") or 1024) * MEGABYTE
         self.peak_bytes, self.note = 0, ""
+        self.usage = Usage(pid)
         for end in own_ends:
             os.set_blocking(end, False)
 
     def wait(self) -> str | None:
         """Return when the program has ended (None), or has been killed (the limit's status)."""
-        deadline, look_s = time.monotonic() + 2 * self.timeout_s, SHORTEST_LOOK_S
+        started, look_s = time.monotonic(), SHORTEST_LOOK_S
         process = os.pidfd_open(self.pid)
         with contextlib.closing(selectors.DefaultSelector()) as selector:
             selector.register(process, selectors.EVENT_READ)
@@ -47,9 +58,9 @@ class Watch:
                 selector.register(end, selectors.EVENT_READ)
             try:
                 while True:
-                    ready = {key.fd for key, _ in selector.select(max(0.0, min(look_s, deadline - time.monotonic())))}
+                    ready = {key.fd for key, _ in selector.select(look_s)}
                     if self.requests in ready:  # nobody sends a request before the answer: the host has gone
-                        os._exit(0)
+                        os._exit(HOST_IS_GONE)
                     if self.stdin_end in ready and self.feed():
                         selector.unregister(self.stdin_end)
                         self.close(self.stdin_end)
@@ -60,7 +71,7 @@ class Watch:
                         return None
                     if not ready:
                         look_s = min(2 * look_s, LONGEST_LOOK_S)
-                    stopped = self.limit_reached(deadline)
+                    stopped = self.limit_reached(time.monotonic() - started)
                     if stopped:
                         os.kill(self.pid, signal.SIGKILL)
                         return stopped
@@ -93,22 +104,29 @@ class Watch:
             while len(self.output[number]) <= KEPT_OUTPUT and not self.read(end):
                 pass
 
-    def limit_reached(self, deadline: float) -> str | None:
+    def limit_reached(self, elapsed_s: float) -> str | None:
         """The status of the limit that the program is over, or None."""
         if any(len(output) > KEPT_OUTPUT for output in self.output.values()):
-            return self.stop("runtime_error", f"stopped: it printed more than {KEPT_OUTPUT} bytes")
-        processes, memory, seconds = usage_of_programs(self.pid)
-        self.peak_bytes = max(self.peak_bytes, memory)
-        if seconds > self.timeout_s or time.monotonic() >= deadline:
+            return self.stop_for_output()
+        self.usage.look()
+        self.peak_bytes = max(self.peak_bytes, self.usage.memory)
+        if self.usage.seconds > self.timeout_s or (elapsed_s > 2 * self.timeout_s and not self.usage.waits_for_processor):
             return self.stop("timeout", f"stopped: it took more than {self.timeout_s} s of processor time, or twice that in all")
-        if memory > self.memory:
+        if elapsed_s > (PATIENCE - 1) * self.timeout_s:
+            return self.stop(
+                "sandbox_error", f"the machine is too busy: {self.usage.seconds:.1f} s of a processor in {elapsed_s:.1f} s"
+            )
+        if self.usage.memory > self.memory:
             return self.stop("memory_exceeded", f"stopped: it used more than {self.memory // MEGABYTE} MB")
-        if processes > MOST_PROCESSES:
+        if self.usage.processes > MOST_PROCESSES:
             return self.stop("runtime_error", f"stopped: it started more than {MOST_PROCESSES} processes")
         files = sum(space.f_files - space.f_ffree for space in map(os.statvfs, self.places)) if ALONE else 0
         if files > MOST_FILES:
             return self.stop("runtime_error", f"stopped: it made more than {MOST_FILES} files")
         return None
+
+    def stop_for_output(self) -> str:
+        return self.stop("runtime_error", f"stopped: it printed more than {KEPT_OUTPUT} bytes")
 
     def stop(self, status: str, note: str) -> str:
         self.note = f"\n{note}\n"
