@@ -14,7 +14,7 @@ import sys
 import time
 from typing import Any
 
-from ludic.envs.code_exec.in_sandbox.leftovers import ALONE, delete_files, end_programs
+from ludic.envs.code_exec.in_sandbox.leftovers import ALONE, delete_files, end_programs, stat_fields
 from ludic.envs.code_exec.in_sandbox.runs import ENDED_ITS_HANDLER, run_child
 from ludic.envs.code_exec.in_sandbox.watch import HOST_IS_GONE, longest_s
 
@@ -22,7 +22,9 @@ from ludic.envs.code_exec.in_sandbox.watch import HOST_IS_GONE, longest_s
 import bisect, collections, functools, heapq, itertools, math, random, re, string  # noqa: E401, F401  # isort: skip
 
 JSON = dict[str, Any]
-PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 1, 4, 36
+LOOK_S = 0.1
+"""How often a handler is looked at."""
 GRACE_S = 10.0
 """How long a handler may take beside its program's time."""
 
@@ -57,6 +59,7 @@ def run_handler(requests: int, answers: int, places: list[str]) -> int:
     if pid == 0:
         status = 1
         try:
+            control(PR_SET_PDEATHSIG, signal.SIGKILL)
             control(PR_SET_CHILD_SUBREAPER, 1)
             status = handle(requests, answers, places, write_end)
         finally:
@@ -66,8 +69,9 @@ def run_handler(requests: int, answers: int, places: list[str]) -> int:
     os.close(read_end)
     deadline = time.monotonic() + GRACE_S + (struct.unpack("d", written)[0] if len(written) == 8 else 0.0)
     handler = os.pidfd_open(pid)
-    if not select.select([handler], [], [], max(0.0, deadline - time.monotonic()))[0]:
-        os.kill(pid, signal.SIGKILL)
+    while not select.select([handler], [], [], LOOK_S)[0]:
+        if time.monotonic() > deadline or stat_fields(pid)[0] == b"T":  # its program has stopped it
+            os.kill(pid, signal.SIGKILL)
     os.close(handler)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 

@@ -33,7 +33,7 @@ LONGEST_FILE = 64 << 20
 def become_program(request: JSON, child_ends: tuple[int, ...], place: str) -> None:
     """Give the process its own pipes, limits, folder and environment, and nothing else."""
     os.setsid()
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # it ends with the first process
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # it ends with its handler
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number, end in enumerate(child_ends):
         os.dup2(end, number)
