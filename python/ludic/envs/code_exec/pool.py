@@ -7,6 +7,7 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 
@@ -125,7 +126,7 @@ class BaseSandboxPool(ABC):
             self._idle.extend(task.result() for task in tasks)
             self._started = True
 
-    async def _end_all(self, tasks: list[asyncio.Future[Sandbox]]) -> None:
+    async def _end_all(self, tasks: Sequence[asyncio.Future[Sandbox]]) -> None:
         """End the sandboxes of those tasks that have started one."""
         started = [task.result() for task in tasks if not task.cancelled() and task.exception() is None]
         await asyncio.gather(*(self._end(sandbox) for sandbox in started))
