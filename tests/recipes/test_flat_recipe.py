@@ -253,3 +253,10 @@ def test_ludic_train_reads_a_flat_file_and_overrides_by_its_names(tmp_path, capl
     assert (recipe.algorithm, recipe.steps, recipe.trainer.lr, recipe.trainer.eps) == ("grpo", 7, 2e-6, 1e-7)
     assert (recipe.recipe, recipe.rollout.prompts, recipe.reward) == ("data", 4, "pure_accuracy_math")
     assert "force_custom_loop has no effect here: there is one loop, for every objective" in caplog.text
+
+
+def test_a_command_refuses_infoseed_by_the_name_that_the_user_wrote(tmp_path):
+    path = tmp_path / "seed.yaml"
+    path.write_text(yaml.safe_dump({**GRPO, "info_seed_enabled": True, "info_seed_num_seeds": 4}), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"seed\.yaml: info_seed_enabled: true cannot be run by a command"):
+        compose([str(path)])
