@@ -190,7 +190,11 @@ def test_a_run_of_several_processes_saves_before_the_time_limit_and_is_queued_ag
     again = {"Restarts": "1", "JobState": "PENDING"}
     wait_until(lambda: cluster.state(number).items() >= again.items(), "the job is queued again")
     assert (cluster.shared / "saved").exists()
-    cluster.run("scontrol", "update", f"JobId={number}", "StartTime=now")  # Slurm waits two minutes by itself
+    # The end of the first life must not be taken for that of the second, which Slurm by itself
+    # begins two minutes later.
+    wait_until(lambda: f"slurmstepd: [{number}." not in cluster.processes(), "the steps of the first life end")
+    wait_until(lambda: cluster.state(number).items() >= again.items(), "the job waits")
+    cluster.run("scontrol", "update", f"JobId={number}", "StartTime=now")
     assert cluster.wait(number) == 0
     assert log.read_text().count("ready") == 2
     assert "asked to end" in (cluster.shared / "workers" / "actor.log").read_text()
