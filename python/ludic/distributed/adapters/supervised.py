@@ -125,9 +125,10 @@ def prepare(control: VllmControlPlane) -> ServerManifest:
 class SupervisedServers(Publisher):
     """Publishes a version to all servers that answer, and later to those that come back.
 
-    `publish` returns once one server serves the version. The first one of a trainer must reach all
-    servers that have an address where somebody listens: they may have weights of a trainer before
-    it. Raises PublishError after `timeout_s`, and for weights that do not fit.
+    `publish` needs one server that serves the version, and waits for the others that it began to
+    give it to. The first one of a trainer must reach all servers that have an address where
+    somebody listens: they may have weights of a trainer before it. Raises PublishError after
+    `timeout_s`, and for weights that do not fit.
     """
 
     def __init__(

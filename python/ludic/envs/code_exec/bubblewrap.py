@@ -27,6 +27,8 @@ from ludic.errors import ConfigError, MissingExtraError
 PLACES = {"/workspace": 64, "/tmp": 16, "/dev/shm": 16}
 """Where a program can write, and how many megabytes."""
 MODULES = "/run/modules"
+OWN_VERSION = f"{sys.version_info[0]}.{sys.version_info[1]}"
+"""Of this interpreter."""
 NOBODY = 65_534
 """The user that programs run as if this process is root: limits of processes do not hold for
 root."""
@@ -40,7 +42,6 @@ class BubblewrapConfig:
     """As `3.11`; None: this interpreter's."""
     memory_limit_mb: int = 256
     """Of a program, unless its test says otherwise."""
-    working_dir: str = "/workspace"
 
 
 def is_bubblewrap_available() -> bool:
@@ -69,8 +70,8 @@ class BubblewrapProcess(LineProcess):
     def _spawn(self) -> subprocess.Popen[bytes]:
         read_end, write_end = os.pipe()
         try:
-            os.write(write_end, seccomp_filter())
-            os.close(write_end)
+            with open(write_end, "wb") as pipe:
+                pipe.write(seccomp_filter())
             other = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if self._as_nobody else {}
             with ExitStack() as files:
                 opened = {path: files.enter_context(file.open("rb")).fileno() for path, file in files_in_sandbox().items()}
@@ -107,16 +108,10 @@ class BubblewrapSandboxPool(BaseSandboxPool):
 
     @property
     def python_version(self) -> str:
-        return self._config.python_version or f"{sys.version_info[0]}.{sys.version_info[1]}"
+        return self._config.python_version or OWN_VERSION
 
     async def _start_sandbox(self) -> ProcessSandbox:
-        sandbox = ProcessSandbox(BubblewrapProcess(self._config), memory_limit_mb=self._config.memory_limit_mb)
-        try:
-            await sandbox.start()
-        except BaseException:
-            await sandbox.stop()
-            raise
-        return sandbox
+        return await ProcessSandbox.started(BubblewrapProcess(self._config), memory_limit_mb=self._config.memory_limit_mb)
 
 
 def sandbox_arguments(python: Path) -> list[str]:
@@ -149,9 +144,9 @@ def find_python(version: str | None, *, others: bool = False) -> Path:
 
     `others` prefers one that every user of this machine can read. ConfigError if there is none.
     """
-    wanted = version or f"{sys.version_info[0]}.{sys.version_info[1]}"
+    wanted = version or OWN_VERSION
     own = Path(getattr(sys, "_base_executable", None) or sys.executable)
-    names = [own] if wanted == f"{sys.version_info[0]}.{sys.version_info[1]}" else []
+    names = [own] if wanted == OWN_VERSION else []
     names += [Path(folder) / f"python{wanted}" for folder in ("/usr/bin", "/usr/local/bin")]
     if (found := shutil.which(f"python{wanted}")) is not None:
         names.append(Path(found))

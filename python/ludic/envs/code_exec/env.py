@@ -12,7 +12,7 @@ from ludic.envs.code_exec.adapters.base import ExactMatchVerifier, OutputVerifie
 from ludic.envs.code_exec.hashing import compute_hash
 from ludic.envs.code_exec.runners import CodeRunner, StdinStdoutRunner
 from ludic.envs.code_exec.sandbox import SandboxPool
-from ludic.envs.code_exec.types import BatchTestResult, TestCase, TestResult
+from ludic.envs.code_exec.types import BatchTestResult, RunStatus, TestCase, TestResult
 from ludic.envs.single_agent_env import SingleAgentEnv
 from ludic.errors import ConfigError, GradingError
 from ludic.types import Info, StepOutcome
@@ -232,10 +232,7 @@ def _test_info(result: TestResult) -> Info:
 
 
 def _reason(result: BatchTestResult) -> str:
-    failed = next(
-        test for test in result.results if test.execution.run_status and test.execution.run_status.value == "sandbox_error"
-    )
-    return str(failed.comparison_details)
+    return next(str(test.comparison_details) for test in result.results if test.execution.run_status is RunStatus.SANDBOX_ERROR)
 
 
 def _description(part: object) -> str:

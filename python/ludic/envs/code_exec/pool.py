@@ -13,7 +13,7 @@ from contextlib import suppress
 
 from ludic.envs.code_exec.cache import LRUCache
 from ludic.envs.code_exec.sandbox import Sandbox
-from ludic.envs.code_exec.types import BatchTestResult, RunStatus, SandboxPoolExhaustedError
+from ludic.envs.code_exec.types import BatchTestResult, SandboxPoolExhaustedError
 from ludic.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -191,7 +191,7 @@ class BaseSandboxPool(ABC):
 
     def put_cached(self, code_hash: str, tests_hash: str, result: BatchTestResult) -> None:
         """Keep a result, unless a sandbox failed in it: that says nothing about the program."""
-        if not any(one.execution.run_status is RunStatus.SANDBOX_ERROR for one in result.results):
+        if not result.sandbox_failed:
             self._cache.put(code_hash, tests_hash, result)
 
     async def _take(self) -> Sandbox | None:

@@ -51,9 +51,16 @@ class ProcessSandbox:
         """As `3.11`; empty before the first call."""
         return str(self._process.greeting.get("python", ""))
 
-    async def start(self) -> None:
-        """Start the process and wait until it is ready."""
-        await self.reset()
+    @classmethod
+    async def started(cls, process: LineProcess, *, memory_limit_mb: int = 256) -> ProcessSandbox:
+        """A sandbox whose process is ready. If it does not start, nothing is left of it."""
+        sandbox = cls(process, memory_limit_mb=memory_limit_mb)
+        try:
+            await sandbox.reset()
+        except BaseException:
+            await sandbox.stop()
+            raise
+        return sandbox
 
     async def reset(self) -> None:
         await self._ask({"op": "clean"}, timeout_s=ANSWER_S)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import warnings
 from pathlib import Path
 
-from ludic.envs.code_exec.bubblewrap import find_python
+from ludic.envs.code_exec.bubblewrap import OWN_VERSION, find_python
 from ludic.envs.code_exec.pool import BaseSandboxPool
 from ludic.envs.code_exec.process_sandbox import IN_SANDBOX, LONGEST_REPLY, ProcessSandbox, files_in_sandbox
 from ludic.envs.line_process import LineProcess
@@ -26,7 +25,8 @@ class UnsafeProcess(LineProcess):
         super().__init__(command, start_timeout_s=30.0, name="the program runner", longest_reply=LONGEST_REPLY)
 
     def _spawn(self) -> subprocess.Popen[bytes]:
-        self._place.mkdir(parents=True, exist_ok=True)
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        self._place.mkdir(exist_ok=True)
         for path, file in files_in_sandbox().items():
             (self._modules / path).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(file, self._modules / path)
@@ -59,7 +59,7 @@ class UnsafeSubprocessPool(BaseSandboxPool):
         max_concurrent_ops: int = 8,
     ) -> None:
         super().__init__(n_workers, cache_size, auto_replace_failed, max_consecutive_failures, max_concurrent_ops)
-        self._python_version = python_version or f"{sys.version_info[0]}.{sys.version_info[1]}"
+        self._python_version = python_version or OWN_VERSION
         warnings.warn(
             "unsafe_subprocess runs programs without a sandbox: they can do all that this user can", RuntimeWarning, stacklevel=2
         )
@@ -69,10 +69,4 @@ class UnsafeSubprocessPool(BaseSandboxPool):
         return self._python_version
 
     async def _start_sandbox(self) -> ProcessSandbox:
-        sandbox = ProcessSandbox(UnsafeProcess(find_python(self._python_version)))
-        try:
-            await sandbox.start()
-        except BaseException:
-            await sandbox.stop()
-            raise
-        return sandbox
+        return await ProcessSandbox.started(UnsafeProcess(find_python(self._python_version)))

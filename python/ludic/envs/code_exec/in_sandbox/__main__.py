@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import gc
 import json
 import os
@@ -15,6 +13,7 @@ import time
 from typing import Any
 
 from ludic.envs.code_exec.in_sandbox.leftovers import ALONE, delete_files, end_programs, stat_fields
+from ludic.envs.code_exec.in_sandbox.process_control import PR_SET_CHILD_SUBREAPER, PR_SET_DUMPABLE, PR_SET_PDEATHSIG, control
 from ludic.envs.code_exec.in_sandbox.runs import ENDED_ITS_HANDLER, run_child
 from ludic.envs.code_exec.in_sandbox.watch import HOST_IS_GONE, longest_s
 
@@ -22,7 +21,6 @@ from ludic.envs.code_exec.in_sandbox.watch import HOST_IS_GONE, longest_s
 import bisect, collections, functools, heapq, itertools, math, random, re, string  # noqa: E401, F401  # isort: skip
 
 JSON = dict[str, Any]
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 1, 4, 36
 LOOK_S = 0.1
 """How often a handler is looked at."""
 GRACE_S = 10.0
@@ -110,12 +108,6 @@ def send(end: int, answer: JSON) -> None:
             rest = rest[os.write(end, rest) :]
         except BrokenPipeError:
             os._exit(HOST_IS_GONE)
-
-
-def control(option: int, value: int) -> None:
-    """prctl; where there is none, nothing."""
-    with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 if __name__ == "__main__":

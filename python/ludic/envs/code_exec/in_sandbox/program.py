@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import builtins
 import contextlib
-import ctypes
 import gc
 import json
 import linecache
@@ -20,11 +19,11 @@ from _sitebuiltins import Quitter
 from typing import Any, NoReturn
 
 from ludic.envs.code_exec.in_sandbox.leftovers import ALONE
+from ludic.envs.code_exec.in_sandbox.process_control import PR_SET_DUMPABLE, PR_SET_PDEATHSIG, control
 from ludic.envs.code_exec.in_sandbox.watch import MEGABYTE, MOST_PROCESSES
 
 JSON = dict[str, Any]
 SOLUTION = "solution.py"
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4
 OVERHEAD_MB = 96
 """Address space of the interpreter itself."""
 LONGEST_FILE = 64 << 20
@@ -33,7 +32,7 @@ LONGEST_FILE = 64 << 20
 def become_program(request: JSON, child_ends: tuple[int, ...], place: str) -> None:
     """Give the process its own pipes, limits, folder and environment, and nothing else."""
     os.setsid()
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # it ends with its handler
+    control(PR_SET_PDEATHSIG, signal.SIGKILL)  # it ends with its handler
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number, end in enumerate(child_ends):
         os.dup2(end, number)
@@ -53,7 +52,7 @@ def become_program(request: JSON, child_ends: tuple[int, ...], place: str) -> No
         hard = resource.getrlimit(which)[1]
         limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
         resource.setrlimit(which, (limit, limit))
-    ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)  # so that /dev/stdin works
+    control(PR_SET_DUMPABLE, 1)  # so that /dev/stdin works
     modules = os.environ.get("PYTHONPATH")
     os.environ.clear()
     os.environ.update({"PATH": "/usr/bin:/bin", "HOME": place, "LANG": "C.UTF-8", **(request.get("env") or {})})
