@@ -71,7 +71,7 @@ async def test_scores_equal_those_of_transformers_and_of_the_local_engine(served
     assert max(expected) - min(expected) > 1
     assert got == pytest.approx(expected, abs=1e-4)
     assert got == pytest.approx(await LocalRewardModel(served[1]).score_batch(asked, normalize=False), abs=1e-4)
-    assert again == got
+    assert again == pytest.approx(got, abs=1e-5)  # what shares a forward pass depends on when requests arrive
     assert alone == pytest.approx(got[:10], abs=1e-4)
 
 
