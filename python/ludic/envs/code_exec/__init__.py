@@ -5,9 +5,20 @@ read data sets of problems; verifiers compare outputs.
 """
 
 from ludic.envs.code_exec.adapters.base import ExactMatchVerifier, OutputVerifier, TestAdapter
+from ludic.envs.code_exec.backend import (
+    NoSandboxError,
+    SandboxBackend,
+    detect_available_backend,
+    get_backend_info,
+    is_docker_available,
+    is_podman_available,
+    is_podman_hpc_available,
+    is_singularity_available,
+)
 from ludic.envs.code_exec.bubblewrap import BubblewrapConfig, BubblewrapSandboxPool, is_bubblewrap_available
 from ludic.envs.code_exec.cache import LRUCache
 from ludic.envs.code_exec.env import CodeExecConfig, CodeExecEnv
+from ludic.envs.code_exec.factory import create_sandbox_pool
 from ludic.envs.code_exec.hashing import compute_hash, hash_tests
 from ludic.envs.code_exec.runners import CodeRunner, StdinStdoutRunner
 from ludic.envs.code_exec.sandbox import Sandbox, SandboxPool
@@ -34,9 +45,11 @@ __all__ = [
     "ExactMatchVerifier",
     "ExecutionResult",
     "LRUCache",
+    "NoSandboxError",
     "OutputVerifier",
     "RunStatus",
     "Sandbox",
+    "SandboxBackend",
     "SandboxPool",
     "StdinStdoutRunner",
     "TestAdapter",
@@ -44,6 +57,13 @@ __all__ = [
     "TestResult",
     "UnsafeSubprocessPool",
     "compute_hash",
+    "create_sandbox_pool",
+    "detect_available_backend",
+    "get_backend_info",
     "hash_tests",
     "is_bubblewrap_available",
+    "is_docker_available",
+    "is_podman_available",
+    "is_podman_hpc_available",
+    "is_singularity_available",
 ]

@@ -17,6 +17,7 @@ import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ludic.envs.code_exec.pool import BaseSandboxPool
 from ludic.envs.code_exec.process_sandbox import IN_SANDBOX, LONGEST_REPLY, ProcessSandbox, files_in_sandbox
@@ -44,8 +45,25 @@ class BubblewrapConfig:
     """Of a program, unless its test says otherwise."""
 
 
+TRIAL_S = 30.0
+
+
 def is_bubblewrap_available() -> bool:
-    return sys.platform == "linux" and shutil.which("bwrap") is not None
+    """Whether bubblewrap is installed, and this user may make namespaces with it."""
+    program = shutil.which("bwrap")
+    if sys.platform != "linux" or program is None:
+        return False
+    trial = [program, "--unshare-all", "--unshare-user", "--ro-bind", "/", "/", "true"]
+    try:
+        ended = subprocess.run(trial, capture_output=True, stdin=subprocess.DEVNULL, timeout=TRIAL_S, **_nobody())
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return ended.returncode == 0
+
+
+def _nobody() -> dict[str, Any]:
+    """Arguments of Popen that give up the rights of root, if this process has them."""
+    return {"user": NOBODY, "group": NOBODY, "extra_groups": []} if os.geteuid() == 0 else {}
 
 
 class BubblewrapProcess(LineProcess):
@@ -72,7 +90,6 @@ class BubblewrapProcess(LineProcess):
         try:
             with open(write_end, "wb") as pipe:
                 pipe.write(seccomp_filter())
-            other = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if self._as_nobody else {}
             with ExitStack() as files:
                 opened = {path: files.enter_context(file.open("rb")).fileno() for path, file in files_in_sandbox().items()}
                 bound = [part for path, number in opened.items() for part in ("--ro-bind-data", str(number), f"{MODULES}/{path}")]
@@ -85,7 +102,7 @@ class BubblewrapProcess(LineProcess):
                     env={},
                     cwd="/",
                     start_new_session=True,
-                    **other,  # type: ignore[call-overload]
+                    **_nobody(),
                 )
         finally:
             os.close(read_end)
@@ -153,7 +170,8 @@ def find_python(version: str | None, *, others: bool = False) -> Path:
     paths = [path.resolve() for path in names if path.exists()]
     if not paths:
         raise ConfigError(
-            f"there is no python{wanted} for the sandboxes; install it, or choose the version of one that is installed"
+            f"there is no python{wanted} for the sandboxes; install it, or choose the version of one that is installed "
+            f"(None: {OWN_VERSION}, this interpreter's)"
         )
     readable = [path for path in paths if _can_be_read_by_others(path)]
     return readable[0] if others and readable else paths[0]

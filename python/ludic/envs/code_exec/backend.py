@@ -1,0 +1,110 @@
+"""The backends of sandboxes, and which of them work on this machine.
+
+A backend is looked at when it is asked for, so that nothing is imported or started before.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Any
+
+from ludic.envs.code_exec.bubblewrap import is_bubblewrap_available
+from ludic.errors import LudicError
+
+
+class NoSandboxError(LudicError, RuntimeError):
+    """A backend that does not work on this machine. The message says what to install."""
+
+
+class SandboxBackend(StrEnum):
+    AUTO = "auto"
+    """The first that works: bubblewrap, then Docker and Podman, in a Slurm job podman-hpc first."""
+    BUBBLEWRAP = "bubblewrap"
+    DOCKER = "docker"
+    PODMAN = "podman"
+    PODMAN_HPC = "podman-hpc"
+    SINGULARITY = "singularity"
+    """Not there yet."""
+    UNSAFE_SUBPROCESS = "unsafe_subprocess"
+    """No sandbox. Never chosen by `auto`."""
+
+
+REQUIRES = {
+    SandboxBackend.BUBBLEWRAP: "`apt install bubblewrap`, and user namespaces that this user may create",
+    SandboxBackend.DOCKER: "a Docker daemon that this user reaches, and `pip install 'ludic[docker]'`",
+    SandboxBackend.PODMAN: "`apt install podman`",
+    SandboxBackend.PODMAN_HPC: "podman-hpc, which the computing centre installs",
+    SandboxBackend.SINGULARITY: "Singularity or Apptainer",
+}
+NOTES = {SandboxBackend.SINGULARITY: "not yet implemented"}
+
+
+def is_docker_available() -> bool:
+    """Whether the `docker` package is installed and a daemon answers."""
+    try:
+        import docker
+
+        client = docker.from_env(timeout=5)
+    except Exception:  # without the package, or without a daemon at the address
+        return False
+    try:
+        return bool(client.ping())
+    except Exception:
+        return False
+    finally:
+        client.close()
+
+
+def is_podman_available() -> bool:
+    return shutil.which("podman") is not None
+
+
+def is_podman_hpc_available() -> bool:
+    return shutil.which("podman-hpc") is not None
+
+
+def is_singularity_available() -> bool:
+    return shutil.which("singularity") is not None or shutil.which("apptainer") is not None
+
+
+def detect_available_backend() -> SandboxBackend:
+    """The backend that `auto` means here. NoSandboxError, a RuntimeError, if there is none."""
+    for backend in _order():
+        if _checks()[backend]():
+            return backend
+    choices = "; ".join(f"{backend}: {REQUIRES[backend]}" for backend in _order())
+    raise NoSandboxError(
+        f"No sandbox backend available. Programs need one of: {choices}. Trusted programs run without one with "
+        f"backend={SandboxBackend.UNSAFE_SUBPROCESS.value!r}"
+    )
+
+
+def get_backend_info() -> dict[str, Any]:
+    """What works here: `{"environment": {...}, "backends": {name: {"available", "requires"}}}`."""
+    backends = {}
+    for backend, is_available in _checks().items():
+        backends[backend.value] = {"available": is_available(), "requires": REQUIRES[backend]}
+        if backend in NOTES:
+            backends[backend.value]["note"] = NOTES[backend]
+    job = os.environ.get("SLURM_JOB_ID")
+    return {"environment": {"in_slurm": job is not None, "slurm_job_id": job}, "backends": backends}
+
+
+def _order() -> list[SandboxBackend]:
+    containers = [SandboxBackend.DOCKER, SandboxBackend.PODMAN_HPC, SandboxBackend.PODMAN]
+    if "SLURM_JOB_ID" in os.environ:
+        containers = [SandboxBackend.PODMAN_HPC, SandboxBackend.DOCKER, SandboxBackend.PODMAN]
+    return [SandboxBackend.BUBBLEWRAP, *containers]
+
+
+def _checks() -> dict[SandboxBackend, Callable[[], bool]]:
+    return {
+        SandboxBackend.BUBBLEWRAP: is_bubblewrap_available,
+        SandboxBackend.DOCKER: is_docker_available,
+        SandboxBackend.PODMAN: is_podman_available,
+        SandboxBackend.PODMAN_HPC: is_podman_hpc_available,
+        SandboxBackend.SINGULARITY: is_singularity_available,
+    }

@@ -1,0 +1,77 @@
+"""Which backend is chosen, and what is said when there is none."""
+
+import asyncio
+
+import pytest
+
+from ludic.envs.code_exec import backend as backends
+from ludic.envs.code_exec.backend import NoSandboxError, SandboxBackend, detect_available_backend, get_backend_info
+from ludic.envs.code_exec.factory import create_sandbox_pool
+from ludic.errors import ConfigError
+
+CHECKS = {name: f"is_{name.replace('-', '_')}_available" for name in ("bubblewrap", "docker", "podman", "podman-hpc")}
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A machine on which the named backends work."""
+
+    def set_up(*working, job=None):
+        for name, check in CHECKS.items():
+            monkeypatch.setattr(backends, check, lambda name=name: name in working)
+        monkeypatch.setattr("ludic.envs.code_exec.factory.is_bubblewrap_available", lambda: "bubblewrap" in working)
+        monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+        if job is not None:
+            monkeypatch.setenv("SLURM_JOB_ID", job)
+
+    return set_up
+
+
+@pytest.mark.parametrize(
+    ("working", "job", "chosen"),
+    [
+        (["bubblewrap", "docker", "podman", "podman-hpc"], None, "bubblewrap"),
+        (["docker", "podman", "podman-hpc"], None, "docker"),
+        (["docker", "podman", "podman-hpc"], "7", "podman-hpc"),
+        (["docker", "podman"], "7", "docker"),
+        (["podman"], None, "podman"),
+    ],
+)
+def test_the_first_backend_that_works_is_chosen(machine, working, job, chosen):
+    machine(*working, job=job)
+    assert detect_available_backend() == chosen
+    info = get_backend_info()
+    assert info["environment"] == {"in_slurm": job is not None, "slurm_job_id": job}
+    assert {name for name, entry in info["backends"].items() if entry["available"] and name in CHECKS} == set(working)
+
+
+def test_without_a_backend_the_error_says_what_to_install(machine):
+    machine()
+    with pytest.raises(RuntimeError, match=r"No sandbox backend available.*apt install bubblewrap.*ludic\[docker\]") as caught:
+        asyncio.run(create_sandbox_pool())
+    assert isinstance(caught.value, NoSandboxError)
+    with pytest.raises(NoSandboxError, match="bubblewrap does not work here; it needs `apt install bubblewrap`"):
+        asyncio.run(create_sandbox_pool(backend="bubblewrap"))
+
+
+def test_unknown_names_and_settings_without_effect_are_refused():
+    with pytest.raises(ConfigError, match="Unknown backend 'qemu'; it must be one of auto, bubblewrap, docker"):
+        asyncio.run(create_sandbox_pool(backend="qemu"))
+    with pytest.raises(NotImplementedError, match="Singularity backend is not yet implemented"):
+        asyncio.run(create_sandbox_pool(backend="singularity"))
+    with pytest.raises(ConfigError, match=r"workspace_base_dir \('/scratch'\) must be 'auto'"):
+        asyncio.run(create_sandbox_pool(workspace_base_dir="/scratch"))
+
+
+def test_programs_run_without_a_sandbox_only_if_that_is_spelt_out(machine):
+    machine()
+
+    async def play():
+        with pytest.warns(RuntimeWarning, match="without a sandbox"):
+            pool = await create_sandbox_pool(1, SandboxBackend.UNSAFE_SUBPROCESS, python_version=None)
+        try:
+            return await (await pool.checkout()).execute("print(6 * 7)")
+        finally:
+            await pool.shutdown()
+
+    assert asyncio.run(play()).stdout == "42\n"
