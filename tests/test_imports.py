@@ -56,6 +56,7 @@ LAYERS = [
     ],
     [
         "ludic.training.backend",
+        "ludic.training.callbacks",
         "ludic.training.controllers",
         "ludic.training.evaluators",
         "ludic.training.preflight",

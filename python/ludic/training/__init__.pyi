@@ -32,6 +32,14 @@ from ludic.training.batching.pipeline import (
 )
 from ludic.training.batching.shared_batches import SharedBatches as SharedBatches
 from ludic.training.batching.synced_batching import RolloutBatchSource as RolloutBatchSource
+from ludic.training.callbacks import (
+    Callback as Callback,
+    CompletionTable as CompletionTable,
+    KeepBest as KeepBest,
+    PushToHub as PushToHub,
+    StopOnMetric as StopOnMetric,
+    TrainingEvent as TrainingEvent,
+)
 from ludic.training.chat_template_utils import (
     ChatTemplateResult as ChatTemplateResult,
     format_chat_template_text as format_chat_template_text,

@@ -84,6 +84,8 @@ class CheckpointManager:
         self._tokenizer = None if tokenizer is None else TokenizerFiles(tokenizer)
         self.root = Path(cfg.output_dir)
         self.root.mkdir(parents=True, exist_ok=True)
+        self.protected: frozenset[int] = frozenset()
+        """Steps whose checkpoints are not deleted and do not count as `max_to_keep`."""
         self._saved: Path | None = None
         self._verified = VerifiedFolders()
 
@@ -193,10 +195,10 @@ class CheckpointManager:
 
     def _prune(self, written: Path) -> None:
         """Delete the leftovers of interrupted saves, and all checkpoints but `written` and the
-        newest others, `max_to_keep` in total."""
+        newest others, `max_to_keep` in total; those of `protected` remain."""
         clear_unfinished(self.root)
         step = parse_step(written)
-        older = [folder for folder in self._folders() if folder != written]
+        older = [folder for folder in self._folders() if folder != written and parse_step(folder) not in self.protected]
         older.sort(key=lambda folder: (parse_step(folder) <= step, parse_step(folder)))  # steps beyond it were left behind
         for folder in older[: max(0, len(older) - (self.cfg.max_to_keep - 1))]:
             delete_folder(folder)

@@ -28,11 +28,13 @@ from ludic.training.backend.torch import TorchBackend, build_optimizer
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
 from ludic.training.batching.packing import Rows
 from ludic.training.batching.source import PENDING_PATIENCE_S, BatchSourceBase, as_batch_source
+from ludic.training.callbacks.protocol import Callback
 from ludic.training.checkpoint import CheckpointConfig, CheckpointManager
 from ludic.training.config import TrainerConfig
 from ludic.training.controllers.protocol import Controller
 from ludic.training.evaluators.protocol import Evaluator
 from ludic.training.loggers.base import TrainingLogger
+from ludic.training.loop.callbacks import Callbacks
 from ludic.training.loop.control import Control
 from ludic.training.loop.early_stopping import EarlyStopping
 from ludic.training.loop.evaluations import Evaluations
@@ -73,9 +75,9 @@ class Trainer:
     these and the head of a scoring model are trained. `preflight` checks before the first step
     whether trainer and sampler agree, and raises if not. `reference` is for algorithms that read
     one (`training.reference`); None: the model without its adapters. `controllers` set coefficients
-    of the algorithm after each step. `total_training_steps`: length of the learning-rate schedule;
-    None: `num_steps` of the first `train`. With several ranks, the source must return different
-    samples on each rank (`shards_across_ranks`).
+    of the algorithm after each step; `callbacks` are called on the way. `total_training_steps`:
+    length of the learning-rate schedule; None: `num_steps` of the first `train`. With several
+    ranks, the source must return different samples on each rank (`shards_across_ranks`).
 
     >>> trainer = Trainer(model=model, algo=make_grpo(group_size=8), batch_source=source, cfg=cfg)
     >>> trainer.train_sync(num_steps=100)
@@ -103,6 +105,7 @@ class Trainer:
         preflight: Preflight | None = None,
         reference: ReferencePolicy | None = None,
         controllers: Sequence[Controller] = (),
+        callbacks: Sequence[Callback] = (),
     ) -> None:
         self.cfg = TrainerConfig() if cfg is None else cfg
         self.algo, self.batch_source, self.publisher = algo, batch_source, publisher
@@ -120,6 +123,7 @@ class Trainer:
         check_backend(self.cfg, self.backend, checkpoints=self.checkpointer is not None)
         self.reference = resolve_reference(reference, algo, self.backend, self._model)
         self.control = Control(controllers, algo)
+        self.callbacks = Callbacks(callbacks, self)
         self._begin(total_training_steps)
         if resume_from is not None:
             self._resume(resume_from)
@@ -192,28 +196,30 @@ class Trainer:
         """Take `num_steps` steps; None: until the source raises RequestsExhausted, StopRequested or
         StopAsyncIteration. `log_fn` gets the statistics of every `log_every`-th step, `eval_log_fn`
         those of each evaluation. A run that was killed before it evaluated its last step evaluates
-        it first. A run that early stopping ended takes no step unless the patience is raised."""
+        it first. A run that early stopping ended takes no step unless the patience is raised, and
+        one that a callback ended none unless it is asked for more steps than before."""
         last = None if num_steps is None else self._step + num_steps
         self.schedule.begin(last)
         if not self.early_stopping.stopped:
             self.evaluations.undo_restore_best(self._has_checkpoint, self._resume)
-        while not await self._should_stop(eval_log_fn) and (last is None or self._step < last):
-            try:
-                stats = await self.train_step()
-            except (RequestsExhausted, StopRequested, StopAsyncIteration):
-                if last is None:
-                    return
-                raise
-            if log_fn is not None and self._step % log_every == 0:
-                await await_if_needed(log_fn(stats))
+        async with self.callbacks.until_end(last):
+            while not await self._should_stop(eval_log_fn) and (last is None or self._step < last):
+                try:
+                    stats = await self.train_step()
+                except (RequestsExhausted, StopRequested, StopAsyncIteration):
+                    if last is None:
+                        return
+                    raise
+                if log_fn is not None and self._step % log_every == 0:
+                    await await_if_needed(log_fn(stats))
 
     async def _should_stop(self, log_fn: LogFn | None) -> bool:
-        """Whether early stopping ends the run. An evaluation that is due comes first."""
+        """Whether early stopping or a callback ends the run. A due evaluation comes first."""
         if self.evaluations.is_due():
             if self._publish_before_step:
                 await self.publish()  # the evaluator may sample from a server, which needs these weights
-            self.evaluations.record((await self.eval(log_fn=log_fn))["metrics"])
-        return await self.evaluations.end_if_stopped()
+            await self.evaluations.record((await self.eval(log_fn=log_fn))["metrics"])
+        return await self.evaluations.end_if_stopped() or await self.callbacks.end_if_stopped()
 
     def restore_best(self) -> int | None:
         """Set the weights to those of the best evaluation, unpublished; `train` does so if early
@@ -253,6 +259,7 @@ class Trainer:
         if self.sync_every_steps and self._step % self.sync_every_steps == 0:
             await self.publish(timer)
         stats = self._log_step(record, prepared)
+        await self.callbacks.on_step(stats, batch)
         await self._checkpoint()
         return stats
 
@@ -307,7 +314,7 @@ class Trainer:
     async def _checkpoint(self) -> None:
         """Save if a checkpoint is due. The step is logged before, so that no step is in a
         checkpoint and not in the log; the log line of the next step has the seconds."""
-        if self.checkpointer is not None and self.checkpointer.should_save(self._step):
+        if self.checkpointer is not None and (self.callbacks.take_save_request() | self.checkpointer.should_save(self._step)):
             started = time.perf_counter()
             await self._save_with_pending(PENDING_PATIENCE_S)
             self._checkpoint_s = time.perf_counter() - started
@@ -321,8 +328,9 @@ class Trainer:
     @watchdog.watched("save")
     async def _save_with_pending(self, patience_s: float) -> None:
         await self.source.finish_pending(patience_s)
-        self.save_checkpoint()
+        folder = self.save_checkpoint()
         await self.source.checkpoint_saved()
+        await self.callbacks.on_checkpoint(folder)
 
     def _has_checkpoint(self) -> bool:
         """Whether there is an undamaged checkpoint of the current step. All ranks call it."""

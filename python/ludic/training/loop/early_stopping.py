@@ -21,24 +21,26 @@ of both, as `negative_margin_rate` has, small is better."""
 
 
 def metric_direction(cfg: TrainerConfig) -> Literal["min", "max"]:
-    """Whether `early_stopping_metric` is better when it is small ("min") or large ("max").
-    Raises ConfigError where `early_stopping_mode` contradicts the metric's name, and where it is
-    "auto" and the name implies nothing."""
-    words = set(re.split(r"[^a-z]+", cfg.early_stopping_metric.lower()))
+    """`find_direction` of `early_stopping_metric` and `early_stopping_mode`."""
+    settings = {"setting": "early_stopping_metric", "mode_setting": "early_stopping_mode"}
+    return find_direction(cfg.early_stopping_metric, cfg.early_stopping_mode, **settings)
+
+
+def find_direction(metric: str, mode: Literal["auto", "min", "max"], *, setting: str, mode_setting: str) -> Literal["min", "max"]:
+    """Whether the metric is better when it is small ("min") or large ("max"). Raises ConfigError
+    where `mode` contradicts the metric's name, and where it is "auto" and the name implies nothing.
+    Both settings have names for errors."""
+    words = set(re.split(r"[^a-z]+", metric.lower()))
     implied: Literal["min", "max"] | None = "min" if words & _MIN_WORDS else "max" if words & _MAX_WORDS else None
-    if cfg.early_stopping_mode == "auto":
+    if mode == "auto":
         if implied is None:
             raise ConfigError(
-                f"early_stopping_metric ({cfg.early_stopping_metric}) does not tell whether it is better when it is small or large; "
-                "set early_stopping_mode to min or max"
+                f"{setting} ({metric}) does not tell whether it is better when it is small or large; set {mode_setting} to min or max"
             )
         return implied
-    if implied is not None and implied != cfg.early_stopping_mode:
-        raise ConfigError(
-            f"early_stopping_mode ({cfg.early_stopping_mode}) would stop a model whose {cfg.early_stopping_metric} improves; "
-            f"set {implied}, or leave it out"
-        )
-    return cfg.early_stopping_mode
+    if implied is not None and implied != mode:
+        raise ConfigError(f"{mode_setting} ({mode}) would stop a model whose {metric} improves; set {implied}, or leave it out")
+    return mode
 
 
 def check_early_stopping(cfg: TrainerConfig) -> None:

@@ -14,6 +14,7 @@ from ludic.training.config import TrainerConfig
 from ludic.training.evaluators.protocol import Evaluator, runs_on_all_ranks
 from ludic.training.loggers.base import TrainingLogger
 from ludic.training.loop.best_weights import BestWeights
+from ludic.training.loop.callbacks import Callbacks
 from ludic.training.loop.early_stopping import EarlyStopping
 from ludic.training.loop.outputs import log_safely, sync_safely
 from ludic.training.rng import preserved_rng
@@ -30,6 +31,7 @@ class EvaluatedRun(Protocol):
     backend: TrainingBackend
     checkpointer: CheckpointManager | None
     train_logger: TrainingLogger | None
+    callbacks: Callbacks
 
     @property
     def current_step(self) -> int: ...
@@ -86,16 +88,20 @@ class Evaluations:
                     await await_if_needed(log_fn(self.last_eval))
         return {"records": records, "metrics": metrics}
 
-    def record(self, metrics: Mapping[str, float]) -> None:
+    async def record(self, metrics: Mapping[str, float]) -> None:
         """Record the evaluation of the present step, in its checkpoint too, and keep the weights if
-        they are the best so far. The weights before the first step are never kept."""
+        they are the best so far. The weights before the first step are never kept. Callbacks see
+        it, and may have a checkpoint saved."""
         run, step = self._run, self._run.current_step
+        await run.callbacks.on_evaluation(metrics)
         if step > 0 and self.early_stopping.record_evaluation(metrics, step, run.cfg.model_device):
             self.best_weights.keep(step)
         self.evaluated_step = step
         if run.checkpointer is not None:
             sync_safely(run.train_logger, step)
-            run.checkpointer.amend(step, self.state_dict())
+            run.checkpointer.amend(step, {**self.state_dict(), **run.callbacks.state()})
+        if run.callbacks.take_save_request():
+            await run.ensure_checkpoint()
 
     async def end_if_stopped(self) -> bool:
         """Return whether early stopping ends the run. If so, save a checkpoint of the last step,

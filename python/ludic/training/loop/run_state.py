@@ -10,6 +10,7 @@ from ludic.errors import CheckpointError
 from ludic.training import ranks
 from ludic.training.batching.overlapped import PENDING, STATES_AFTER
 from ludic.training.batching.source import BatchSourceBase
+from ludic.training.loop.callbacks import Callbacks
 from ludic.training.loop.control import Control
 from ludic.training.loop.evaluations import Evaluations
 from ludic.training.loop.schedule import RunSchedule
@@ -27,6 +28,7 @@ class ResumableRun(Protocol):
     schedule: RunSchedule
     evaluations: Evaluations
     control: Control
+    callbacks: Callbacks
 
     @property
     def current_step(self) -> int: ...
@@ -34,12 +36,13 @@ class ResumableRun(Protocol):
 
 def run_state(run: ResumableRun, source: BatchSourceBase) -> dict[str, Any]:
     """Schedule, early stopping, last evaluation and its step, random generators, and the states of
-    controllers and of the batch source if there are any. With several ranks, all call this; `ranks`
-    has generators and source of each."""
+    controllers, callbacks and the batch source if there are any. With several ranks, all call this;
+    `ranks` has generators and source of each."""
     state: dict[str, Any] = {
         "scheduler_state_dict": run.schedule.state_dict(run.current_step),
         **run.evaluations.state_dict(),
         "rng_state": rng_state(),
+        **run.callbacks.state(),
     }
     if run.control.controllers:
         state["controllers"] = run.control.state_dict()
@@ -59,6 +62,7 @@ def restore_run(run: ResumableRun, source: BatchSourceBase, metadata: Mapping[st
         run.schedule.resume(int(metadata["scheduler_state_dict"]["total_steps"]))
     run.evaluations.load_state_dict(metadata)
     run.control.load_state_dict(metadata.get("controllers", {}))
+    run.callbacks.load_state(metadata)
     own = _state_of_this_rank(metadata, shared=source.divided_by_trainer)
     if SOURCE in own:
         source.load_state_dict(own[SOURCE])

@@ -1,0 +1,77 @@
+"""Ends a run by a metric."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ludic.errors import ConfigError
+from ludic.training.callbacks.metric import Metric, Mode
+from ludic.training.callbacks.protocol import Callback, TrainingEvent
+
+
+class StopOnMetric(Callback):
+    """Ends a run whose metric is as good as `at`, or was not better than its best for `patience`
+    values in a row.
+
+    A metric of evaluations has a value at each evaluation but the one before the first step;
+    `train/...` has one at each step that is logged. The run ends with the weights of its last step;
+    `TrainerConfig.early_stopping_patience` ends it with those of its best evaluation.
+
+    >>> StopOnMetric("eval/sampled_reward", at=0.95)
+    >>> StopOnMetric("loss", patience=3, min_delta=0.01)
+    """
+
+    def __init__(
+        self,
+        metric: str,
+        *,
+        at: float | None = None,
+        patience: int | None = None,
+        min_delta: float = 0.0,
+        mode: Mode = "auto",
+    ) -> None:
+        """`min_delta`: a value that is better by no more than this is no improvement. `mode`:
+        `min`, `max`, or `auto`, which follows from the metric's name."""
+        if at is None and patience is None:
+            raise ConfigError(f"StopOnMetric({metric!r}) never stops; set at=, patience=, or both")
+        if patience is not None and patience < 1:
+            raise ConfigError(f"patience ({patience}) must be >= 1: the number of values without improvement that end the run")
+        if min_delta < 0:
+            raise ConfigError(f"min_delta ({min_delta}) must be >= 0")
+        self.metric, self.at, self.patience, self.min_delta = Metric(metric, mode), at, patience, min_delta
+        self.best: float | None = None
+        self.stale = 0
+        """Values since the best one."""
+
+    @property
+    def name(self) -> str:
+        return f"stop_on {self.metric.key}"
+
+    def on_step(self, event: TrainingEvent) -> None:
+        if self.metric.is_of_steps:
+            self._see(event)
+
+    def on_evaluation(self, event: TrainingEvent) -> None:
+        if not self.metric.is_of_steps and event.step > 0:
+            self._see(event)
+
+    def _see(self, event: TrainingEvent) -> None:
+        value = self.metric.read(event.stats)
+        if value is None:
+            return
+        if self.metric.is_better(value, self.best, by=self.min_delta):
+            self.best, self.stale = value, 0
+        else:
+            self.stale += 1
+        if self.at is not None and self.metric.reaches(value, self.at):
+            event.stop(f"{self.metric.key} ({value:g}) reached {self.at:g}")
+        elif self.patience is not None and self.stale >= self.patience:
+            best = "was never a number" if self.best is None else f"was not better than {self.best:g}"
+            event.stop(f"{self.metric.key} {best} for {self.stale} {'steps' if self.metric.is_of_steps else 'evaluations'}")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best, "stale": self.stale}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.best, self.stale = state["best"], int(state["stale"])

@@ -1,0 +1,227 @@
+"""Calls the callbacks of a run, keeps their state, and ends the run when one of them asks."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from ludic.errors import ConfigError
+from ludic.event_loop import await_if_needed
+from ludic.training import ranks
+from ludic.training.callbacks.protocol import Callback, TrainingEvent
+from ludic.training.callbacks.run import CalledRun
+from ludic.training.loop.early_stopping import EarlyStopping
+from ludic.training.rng import preserved_rng
+from ludic.training.types import SAWBatch
+
+logger = logging.getLogger(__name__)
+
+KEY = "callbacks"
+"""Under which a checkpoint has the states."""
+
+
+class CallbackRun(CalledRun, Protocol):
+    """The members of a trainer that are read here."""
+
+    @property
+    def early_stopping(self) -> EarlyStopping: ...
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Why a callback ended a run."""
+
+    callback: str
+    """Its name."""
+    reason: str
+    step: int
+    """Number of steps taken."""
+    of_steps: int | None
+    """Number of steps that the run was to take; None: until its data ends."""
+
+
+class Callbacks:
+    """The callbacks of a run. Rank 0 calls them, and all ranks get what they ask for; without
+    callbacks nothing is done.
+
+    A stop is part of the checkpoint: a run that is killed at its end and resumed takes no step
+    either. `begin` with more steps than the stopped run was to take goes on.
+    """
+
+    def __init__(self, callbacks: Sequence[Callback], run: CallbackRun) -> None:
+        """Raises ConfigError for two of one name, and for one that needs checkpoints if there are
+        none."""
+        self.callbacks = tuple(callbacks)
+        self._run = run
+        _check(self.callbacks, has_checkpoints=run.checkpointer is not None)
+        self.stop: Stop | None = None
+        """Why the run ended before its last step; None if no callback ended it."""
+        self.saves = False
+        """Whether a checkpoint of this step was asked for."""
+        self._last: int | None = None
+        self._states: dict[str, Any] = {}
+        self._protect_checkpoints()
+
+    def begin(self, last: int | None) -> None:
+        """Called before the first step. `last`: number of the last step; None: until the data
+        ends."""
+        self._last = last
+        stop = self.stop
+        if stop is not None and last is not None and stop.of_steps is not None and last > stop.of_steps:
+            self.stop = None
+
+    def forget_stop(self) -> None:
+        """Let the run go on that a callback ended."""
+        self.stop = None
+
+    @asynccontextmanager
+    async def until_end(self, last: int | None) -> AsyncIterator[None]:
+        """`begin`, and `on_end` of the callbacks after the block, also if it raises an error."""
+        self.begin(last)
+        try:
+            yield
+        except Exception as error:
+            await self._end(f"{type(error).__name__}: {error}")
+            raise
+        await self._end(self._why_ended())
+
+    def _why_ended(self) -> str:
+        step, last = self._run.current_step, self._last
+        if self.stop is not None:
+            return self.stop.reason
+        if self._run.early_stopping.stopped:
+            return f"{self._run.early_stopping.cfg.early_stopping_metric} did not improve"
+        return (
+            f"step {step} was the last one"
+            if last is not None and step >= last
+            else f"there were no more batches after step {step}"
+        )
+
+    async def _end(self, reason: str) -> None:
+        """`on_end`, on rank 0 alone: after an error the other ranks may be anywhere."""
+        if self.callbacks and ranks.rank() == 0:
+            await self._call("on_end", lambda callback: callback.on_end(self._event(callback, [], reason=reason)))
+
+    async def on_step(self, stats: Mapping[str, float], batch: SAWBatch) -> None:
+        await self._notify("on_step", stats=stats, batch=batch)
+
+    async def on_evaluation(self, metrics: Mapping[str, float]) -> None:
+        """`metrics`: without prefix; those of rank 0, which may be the only rank that has them."""
+        await self._notify("on_evaluation", stats={f"eval/{name}": value for name, value in metrics.items()})
+
+    async def on_checkpoint(self, folder: Path | None) -> None:
+        """Called on all ranks after a checkpoint was saved, which then gets the states that this
+        changed. `folder` is that of rank 0."""
+        before = self.state()
+        asked = self.saves
+        await self._notify("on_checkpoint", checkpoint=folder)
+        self.saves = asked  # it has just been saved
+        changed = bool(self.callbacks) and ranks.ask_rank_0("comparing the states of callbacks", lambda: self.state() != before)
+        if changed and self._run.checkpointer is not None:
+            self._run.checkpointer.amend(self._run.current_step, self.state())
+
+    async def _notify(self, method: str, **facts: Any) -> None:
+        if not self.callbacks:
+            return
+        doing = f"{method} of the callbacks at step {self._run.current_step}"
+        with ranks.rank_0_alone(doing) as shared:
+            if ranks.rank() == 0:
+                asked: list[dict[str, Any]] = []
+                await self._call(method, lambda callback: getattr(callback, method)(self._event(callback, asked, **facts)))
+                shared.extend(asked)
+        self._protect_checkpoints()
+        for wish in shared:
+            if "stop" not in wish:
+                self.saves = True
+            elif self.stop is None:
+                self.stop = Stop(**wish["stop"])
+                logger.info("%s ends the run at step %d: %s", self.stop.callback, self.stop.step, self.stop.reason)
+
+    async def _call(self, method: str, call: Callable[[Callback], Any]) -> None:
+        for callback in self.callbacks:
+            with preserved_rng():
+                try:
+                    await await_if_needed(call(callback))
+                except Exception:
+                    step = self._run.current_step
+                    logger.exception("the callback %s failed in %s at step %d; training goes on", callback.name, method, step)
+
+    def _event(self, callback: Callback, asked: list[dict[str, Any]], **facts: Any) -> TrainingEvent:
+        run = self._run
+
+        def stop(reason: str) -> None:
+            asked.append({"stop": asdict(Stop(callback.name, str(reason), run.current_step, self._last))})
+
+        def save_checkpoint() -> None:
+            if run.checkpointer is None:
+                raise ConfigError("the trainer has no checkpointer; pass checkpointer= or checkpoint_config=")
+            asked.append({"save": True})
+
+        return TrainingEvent(run.current_step, run, stop, save_checkpoint, **{"stats": {}, **facts})
+
+    def take_save_request(self) -> bool:
+        """Whether a checkpoint of this step was asked for. The next call returns False."""
+        asked, self.saves = self.saves, False
+        return asked
+
+    async def end_if_stopped(self) -> bool:
+        """Whether a callback ends the run. If so, save a checkpoint of the last step."""
+        if self.stop is None:
+            return False
+        await self._run.ensure_checkpoint()
+        return True
+
+    def _protect_checkpoints(self) -> None:
+        """Have the checkpoints kept that callbacks need. One that fails to say keeps none."""
+        kept: set[int] = set()
+        for callback in self.callbacks:
+            try:
+                kept |= set(callback.kept_steps)
+            except Exception:
+                logger.exception("the callback %s failed to say which checkpoints it keeps", callback.name)
+        if self.callbacks and self._run.checkpointer is not None:
+            self._run.checkpointer.protected = frozenset(kept)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint has of the callbacks; empty without any. One whose state is not JSON
+        keeps its last one."""
+        if not self.callbacks:
+            return {}
+        for callback in self.callbacks:
+            try:
+                state = callback.state_dict()
+                self._states[callback.name] = json.loads(json.dumps(state))
+            except Exception:
+                logger.exception("the state of the callback %s cannot be saved; the one before is kept", callback.name)
+        return {KEY: {"states": dict(self._states), "stop": None if self.stop is None else asdict(self.stop)}}
+
+    def load_state(self, metadata: Mapping[str, Any]) -> None:
+        """Continue from `state`, which may have other keys too. A callback that the checkpoint
+        lacks begins anew, and so does one that cannot read its state, with a warning."""
+        saved = metadata.get(KEY, {})
+        self.stop = Stop(**saved["stop"]) if saved.get("stop") and self.callbacks else None
+        self._states = dict(saved.get("states", {}))
+        for callback in self.callbacks:
+            if callback.name not in self._states:
+                continue
+            try:
+                callback.load_state_dict(self._states[callback.name])
+            except Exception:
+                logger.exception("the callback %s cannot read its state in the checkpoint, and begins anew", callback.name)
+        self._protect_checkpoints()
+
+
+def _check(callbacks: Sequence[Callback], *, has_checkpoints: bool) -> None:
+    names = [callback.name for callback in callbacks]
+    for callback in callbacks:
+        if names.count(callback.name) > 1:
+            raise ConfigError(
+                f"two callbacks have the name {callback.name!r}, under which a checkpoint has their state; leave one out"
+            )
+        if callback.needs_checkpoints and not has_checkpoints:
+            raise ConfigError(f"the callback {callback.name!r} needs checkpoints; pass checkpointer= or checkpoint_config=")

@@ -1,0 +1,142 @@
+"""Keeping the best checkpoint and stopping by a metric, in runs that are killed and resumed."""
+
+import json
+
+import pytest
+import torch
+from training_samples import DrawingSource, assert_same_tensors, cpu_config, tiny_model, weights_of
+
+from ludic.errors import ConfigError
+from ludic.training import CheckpointConfig, KeepBest, StopOnMetric, Trainer, make_grpo
+from ludic.training.callbacks.metric import Metric
+
+LOSSES = {2: 1.0, 4: 0.5, 6: 0.7, 8: 0.6, 10: 0.55, 12: 0.1}
+"""By step. The third evaluation in a row that is not better, at step 10, is the last."""
+END, BEST = 10, 4
+
+
+class Killed(BaseException):
+    """Like SIGKILL, it is not caught by anything."""
+
+
+class Evaluator:
+    def __init__(self, kill_at):
+        self.trainer, self.kill_at = None, kill_at
+
+    async def eval(self, **_):
+        if self.trainer.current_step == self.kill_at:
+            raise Killed
+        return [], {"loss": LOSSES[self.trainer.current_step]}
+
+
+def run(folder, every, *, kill_at=None, resumed=False):
+    torch.manual_seed(99 if resumed else 7)
+    evaluator = Evaluator(kill_at)
+    callbacks = [KeepBest("loss"), StopOnMetric("eval_loss", patience=3)]
+    trainer = Trainer(
+        model=tiny_model(int(resumed), attention_dropout=0.2),
+        algo=make_grpo(group_size=4),
+        batch_source=DrawingSource(4),
+        cfg=cpu_config(eval_every_n_steps=2, lr_scheduler_type="cosine"),
+        checkpoint_config=CheckpointConfig(folder, every_n_steps=every, max_to_keep=1),
+        resume_from=max(folder.glob("step_*")) if resumed else None,
+        evaluator=evaluator,
+        total_training_steps=12,
+        callbacks=callbacks,
+    )
+    evaluator.trainer = trainer
+    if not resumed:
+        torch.manual_seed(7)
+        __import__("random").seed(7)
+    try:
+        trainer.train_sync(12 - trainer.current_step)
+    except Killed:
+        return None, callbacks
+    return trainer, callbacks
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    return folder, *run(folder, 2)
+
+
+def states(callbacks):
+    return [callback.state_dict() for callback in callbacks]
+
+
+def test_the_run_ends_by_patience_and_keeps_the_best_checkpoint_and_the_last(whole):
+    folder, trainer, callbacks = whole
+    assert trainer.current_step == END
+    assert trainer.callbacks.stop.reason == "eval/loss was not better than 0.5 for 3 evaluations"
+    assert states(callbacks) == [{"best": 0.5, "best_step": BEST}, {"best": 0.5, "stale": 3}]
+    assert sorted(path.name for path in folder.glob("step_*")) == [f"step_{step:06d}" for step in (BEST, END)]
+    named = json.loads((folder / "best.json").read_text())
+    assert named == {"step": BEST, "checkpoint": "step_000004", "metric": "eval/loss", "value": 0.5}
+
+
+@pytest.mark.parametrize(("every", "kill_at"), [(2, 6), (2, 10), (5, 6), (5, 10)])
+def test_a_killed_run_resumes_to_the_same_end_bit_for_bit(whole, tmp_path, every, kill_at):
+    _, uninterrupted, callbacks = whole
+    assert run(tmp_path, every, kill_at=kill_at)[0] is None
+    trainer, again = run(tmp_path, every, resumed=True)
+    assert trainer.current_step == END
+    assert trainer.callbacks.stop == uninterrupted.callbacks.stop
+    assert states(again) == states(callbacks)
+    assert_same_tensors(weights_of(trainer.model), weights_of(uninterrupted.model))
+    assert {"step_000004", "step_000010"} <= {path.name for path in tmp_path.glob("step_*")}
+    resumed, _ = run(tmp_path, every, resumed=True)
+    assert resumed.current_step == END
+
+
+def values_until_stop(callback, values):
+    """How many values it saw until it asked to stop, and what for; None if it did not."""
+    from types import SimpleNamespace
+
+    for number, value in enumerate(values, start=1):
+        asked = []
+        stats = {callback.metric.key: value}
+        event = SimpleNamespace(step=number, stats=stats, stop=asked.append)
+        (callback.on_step if callback.metric.is_of_steps else callback.on_evaluation)(event)
+        if asked:
+            return number, asked[0]
+    return None
+
+
+def test_a_threshold_stops_where_it_is_reached():
+    assert values_until_stop(StopOnMetric("sampled_reward", at=0.9), [0.5, 0.89, 0.9]) == (
+        3,
+        "eval/sampled_reward (0.9) reached 0.9",
+    )
+    assert values_until_stop(StopOnMetric("train/loss", at=0.1), [0.5, 0.2, 0.05])[0] == 3
+    assert values_until_stop(StopOnMetric("train/loss", at=0.1), [float("nan")] * 4) is None
+
+
+def test_patience_counts_values_that_are_not_better_by_min_delta():
+    gains = [1.0, 0.996, 0.992, 0.988]  # each 0.004 better than the one before
+    assert values_until_stop(StopOnMetric("loss", patience=2), gains) is None
+    assert values_until_stop(StopOnMetric("loss", patience=2, min_delta=0.01), gains)[0] == 3
+    assert values_until_stop(StopOnMetric("loss", patience=2), [float("nan")] * 2)[1].startswith("eval/loss was never a number")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: StopOnMetric("loss"), "never stops"),
+        (lambda: StopOnMetric("loss", patience=0), r"patience \(0\)"),
+        (lambda: StopOnMetric("loss", at=1, min_delta=-1), r"min_delta \(-1\)"),
+        (lambda: StopOnMetric("length", patience=1), "set mode to min or max"),
+        (lambda: KeepBest("loss", mode="max"), r"mode \(max\)"),
+        (lambda: KeepBest("loss", mode="best"), r"mode \(best\)"),
+        (lambda: KeepBest("train/loss"), "compares evaluations"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def test_a_metric_that_the_evaluation_lacks_is_an_error_with_those_that_it_has():
+    with pytest.raises(ConfigError, match="must be one of the evaluation's: eval/loss"):
+        Metric("accuracy").read({"eval/loss": 1.0})
+    assert Metric("train/loss").read({"train/step": 1.0}) is None

@@ -1,0 +1,105 @@
+"""Checkpoints are pushed to a hub, without holding up the run and without failing it."""
+
+import inspect
+import threading
+from pathlib import Path
+
+import pytest
+from training_samples import ListSource, cpu_config, sorting_items, tiny_model
+
+from ludic.errors import ConfigError
+from ludic.training import CheckpointConfig, PushToHub, Trainer, make_sft
+from ludic.training.callbacks.hub import OF_THE_RUN
+
+WAIT_S = 60.0
+
+
+class StubHub:
+    """The interface of `huggingface_hub.HfApi`. `gate`: a push waits until it is set."""
+
+    def __init__(self, *, fails=(), gate=None):
+        self.calls, self.fails, self.gate, self.started = [], set(fails), gate, threading.Event()
+
+    def create_repo(self, repo_id, *, private, exist_ok):
+        self.calls.append(("create", repo_id, private, exist_ok))
+
+    def upload_folder(self, *, repo_id, folder_path, commit_message, ignore_patterns):
+        self.started.set()
+        if self.gate is not None:
+            assert self.gate.wait(WAIT_S)
+        if commit_message in self.fails:
+            raise ConnectionError("the hub is away")
+        files = sorted(path.name for path in Path(folder_path).iterdir() if not any(path.match(rule) for rule in ignore_patterns))
+        self.calls.append((commit_message, files))
+
+
+def trainer_of(folder, hub, **options):
+    return Trainer(
+        model=tiny_model(),
+        algo=make_sft(),
+        batch_source=ListSource(sorting_items(2)),
+        cfg=cpu_config(),
+        checkpoint_config=CheckpointConfig(folder, every_n_steps=1, max_to_keep=1),
+        callbacks=[PushToHub("me/mine", api=hub, **options)],
+    )
+
+
+def test_the_repository_is_made_once_and_gets_the_model_without_the_state_of_the_run(tmp_path):
+    hub = StubHub()
+    trainer_of(tmp_path, hub).train_sync(1)
+    assert hub.calls[0] == ("create", "me/mine", True, True)
+    assert hub.calls[1][0] == "step 1"
+    assert {"config.json", "model.safetensors"} <= set(hub.calls[1][1])
+    assert not {"optimizer.json", "optimizer.safetensors", "trainer_state.json", "manifest.json"} & set(hub.calls[1][1])
+
+
+def test_training_goes_on_while_a_checkpoint_is_pushed_which_is_kept_meanwhile(tmp_path):
+    gate = threading.Event()
+    hub = StubHub(gate=gate)
+    trainer = trainer_of(tmp_path, hub)
+    trainer.train_step_sync()
+    assert hub.started.wait(WAIT_S)
+    for _ in range(3):
+        trainer.train_step_sync()
+    assert {path.name for path in tmp_path.glob("step_*")} == {"step_000001", "step_000004", "step_000003"}
+    gate.set()
+    trainer.train_sync(0)
+    assert [call[0] for call in hub.calls] == ["create", "step 1", "step 4"]  # 2 and 3 were left out
+    assert hub.calls[-1][1]
+
+
+def test_a_failed_push_is_logged_and_the_next_one_is_tried(tmp_path, caplog):
+    hub = StubHub(fails={"step 1"})
+    trainer = trainer_of(tmp_path, hub)
+    trainer.train_sync(1)
+    trainer.train_sync(1)
+    assert "the checkpoint of step 1 could not be pushed to me/mine" in caplog.text
+    assert "the hub is away" in caplog.text
+    assert [call[0] for call in hub.calls] == ["create", "step 2"]
+
+
+def test_the_end_waits_for_a_limited_time(tmp_path, caplog):
+    gate = threading.Event()
+    trainer = trainer_of(tmp_path, StubHub(gate=gate), end_patience_s=0.01)
+    trainer.train_sync(1)
+    assert "the checkpoint of step 1 was not pushed to me/mine within 0.01 s" in caplog.text
+    gate.set()
+
+
+def test_a_trainer_without_checkpoints_is_refused():
+    with pytest.raises(ConfigError, match="'PushToHub' needs checkpoints"):
+        Trainer(
+            model=tiny_model(),
+            algo=make_sft(),
+            batch_source=ListSource([]),
+            cfg=cpu_config(),
+            callbacks=[PushToHub("me/mine", api=StubHub())],
+        )
+
+
+def test_the_real_interface_takes_the_arguments_of_the_stub():
+    huggingface_hub = pytest.importorskip("huggingface_hub")
+    api = huggingface_hub.HfApi
+    inspect.signature(api.create_repo).bind(api, "me/mine", private=True, exist_ok=True)
+    uploaded = {"repo_id": "me/mine", "folder_path": "f", "commit_message": "m", "ignore_patterns": OF_THE_RUN}
+    inspect.signature(api.upload_folder).bind(api, **uploaded)
