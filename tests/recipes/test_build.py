@@ -14,6 +14,7 @@ from ludic.recipes.build import build_algorithm, build_task, build_trainer_confi
 from ludic.recipes.compose import compose, to_yaml
 from ludic.recipes.model import build_policy, make_small_model
 from ludic.recipes.schema import TaskSection
+from ludic.recipes.sft.schema import compose_sft
 from ludic.runs.reinforce import RLParts
 from ludic.tasks import DigitSort
 from ludic.training.config import TrainerConfig
@@ -112,6 +113,14 @@ def test_the_error_of_a_count_that_is_too_small_names_it(override: str) -> None:
     key = override.split("=")[0]
     with pytest.raises(ConfigError, match=rf"{key} \(.*\) must be at least"):
         check_numbers(compose([override]))
+
+
+@pytest.mark.parametrize("override", ["checkpoint.layout=deep", "checkpoint.static_files=nowhere"])
+def test_wrong_settings_of_checkpoints_are_refused_before_a_run_begins(override: str) -> None:
+    with pytest.raises(ConfigError, match=override.partition("=")[2]):
+        check_numbers(compose([override]))
+    with pytest.raises(ConfigError, match=override.partition("=")[2]):
+        compose_sft(["data=rows.jsonl", override])
 
 
 def test_a_network_whose_size_is_not_divisible_by_its_heads_is_refused() -> None:

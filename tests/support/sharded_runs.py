@@ -15,15 +15,14 @@ from forked_ranks import run_ranks
 from preference_samples import reward_model, rm_config, sorted_pairs
 from safetensors.torch import load_file, save_file
 from sharded_buffers import find_buffers
+from sharded_exports import find_exports
 from sharded_presets import find_presets
 from small_models import mixture_model
 from training_samples import ListSource, cpu_config, sorting_items, tiny_model
 from transformers import AutoModelForCausalLM
 
-from ludic.distributed.push.folder import VersionFolders
-from ludic.errors import LudicError, PublishError
+from ludic.errors import LudicError
 from ludic.files.checkpoints import find_checkpoint_faults
-from ludic.inference.vllm.in_server.weight_fingerprint import tensor_fingerprint
 from ludic.models import shard_transfer, sharded_files, tensor_files
 from ludic.models.exporting import export_model
 from ludic.models.loading import load_model
@@ -39,7 +38,6 @@ from ludic.training import (
     make_bradley_terry,
     make_grpo,
 )
-from ludic.training.backend.torch import TorchBackend
 
 STEPS, SAMPLES = int(os.environ.get("STEPS", "4")), 16
 HALF = STEPS // 2
@@ -71,7 +69,18 @@ def with_optimizer(base, optimizer):
 
 
 def make_trainer(
-    rank, world, *, kind="policy", settings=None, optimizer="sgd", first=0, folder=None, every=HALF, seed=0, **options
+    rank,
+    world,
+    *,
+    kind="policy",
+    settings=None,
+    optimizer="sgd",
+    first=0,
+    folder=None,
+    every=HALF,
+    seed=0,
+    layout="full",
+    **options,
 ):
     """A trainer of a sharded model, or without `settings` of a whole one, on this rank's part of
     each batch. `first`: batches that were trained already."""
@@ -88,7 +97,7 @@ def make_trainer(
         algo=make_bradley_terry() if kind == "reward" else make_grpo(group_size=4),
         batch_source=ListSource(*parts),
         cfg=config,
-        checkpoint_config=None if folder is None else CheckpointConfig(folder, every_n_steps=every, max_to_keep=9),
+        checkpoint_config=None if folder is None else CheckpointConfig(folder, every, max_to_keep=9, layout=layout),
         **options,
     )
 
@@ -239,12 +248,36 @@ def find_files_of(runs):
         }
         if kind == "policy":
             found["pretrained"] = is_equal(AutoModelForCausalLM.from_pretrained(step), weights)
-            (runs.folder / "exported").mkdir()
-            export_model(step, runs.folder / "exported")
-            found["exported"] = is_equal(AutoModelForCausalLM.from_pretrained(runs.folder / "exported"), weights)
+            found["exported"] = is_exported(step, runs.folder / "exported", weights)
     step = runs.folder / "policy" / "step_000001"
     found["flips"] = {path.name: find_flip(step, path) for path in sorted(step.glob("*.safetensors"))}
-    return found
+    return {**found, "shallow": find_shallow(runs)}
+
+
+def is_exported(step, out, weights):
+    out.mkdir()
+    export_model(step, out)
+    return is_equal(AutoModelForCausalLM.from_pretrained(out), weights)
+
+
+def find_shallow(runs):
+    """A checkpoint of two copies of a model with two shards each, whose ranks wrote what they
+    have."""
+    folder = runs.folder / "shallow"
+    options = {"settings": ShardingSettings("hybrid", shards=2), "folder": str(folder), "optimizer": "adamw"}
+    weights, _ = runs.train(4, steps=1, every=1, layout="shallow", **options)
+    step = folder / "step_000001"
+    parts = sorted(step.glob("weights-*.safetensors"))
+    return {
+        "files": sorted(path.name for path in step.iterdir()),
+        "elements": sum(part.numel() for path in parts for part in load_file(path).values()),
+        "elements of the model": sum(value.numel() for value in weights.values()),
+        "in one process": is_loaded(make_model("policy", 9), step, weights),
+        "on two ranks of another seed": all(run_ranks(2, reads_slices, str(step), "policy", runs.last)),
+        "exported": is_exported(step, runs.folder / "exported shallow", weights),
+        "undamaged": find_checkpoint_faults(step),
+        "flips": {path.name: find_flip(step, path) for path in parts},
+    }
 
 
 def is_equal(model, weights):
@@ -276,63 +309,6 @@ def find_flip(step, path):
     return faults
 
 
-def make_backend():
-    settings = ShardingSettings("full")
-    model = tiny_model(0, vocab_size=4000, hidden_size=512, intermediate_size=1024, num_attention_heads=8)
-    return TorchBackend(shard_model(model, settings, make_mesh(settings, "cpu")), cpu_config(), algo=make_grpo(group_size=4))
-
-
-def measure_export(rank, world, folder, how):
-    """Peak memory above the shards, in MB, of an export: read one by one, or collected by rank 0;
-    and whether the weights are right, in two passes and from a folder of a version."""
-    shard_transfer.BUCKET_BYTES = 4_000_000
-    backend = make_backend()
-
-    def export(read):
-        stream = backend.stream_weights()
-        with stream.shared():
-            return read(stream) if rank == 0 else {}
-
-    before = restart_peak()
-    first = export({"streamed": fingerprint_each, "collected": lambda stream: fingerprint_each(dict(stream).items())}[how])
-    extra = read_memory("VmHWM") - before
-    stored = export(lambda stream: load_file(VersionFolders(folder).write_stream(stream, 1) / "model.safetensors"))
-    twice = export(lambda stream: {"first": fingerprint_each(stream), "second": fingerprint_each(stream)})
-    whole = {name: tensor_fingerprint(gather_tensor(value.detach())) for name, value in backend.model.named_parameters()}
-    right = rank != 0 or whole == first == twice["first"] == twice["second"] == fingerprint_each(stored.items())
-    sizes = [value.numel() * 4 / 1e6 for value in backend.model.parameters()]
-    return {"right": right, "extra_mb": extra, "bucket_mb": 4.0, "largest_mb": max(sizes), "model_mb": sum(sizes)}
-
-
-def fingerprint_each(stream):
-    read = {}
-    for name, tensor in stream:
-        read[name] = tensor_fingerprint(tensor)
-        del tensor
-    return read
-
-
-def read_memory(key):
-    """A line of the memory of this process, in MB."""
-    return int(next(line for line in Path("/proc/self/status").open() if line.startswith(key)).split()[1]) * 1024 / 1e6
-
-
-def restart_peak():
-    """Forget the peak so far. Returns the resident memory, in MB."""
-    Path("/proc/self/clear_refs").write_text("5")
-    return read_memory("VmRSS")
-
-
-def fail_to_publish(rank, world):
-    """The error of this rank when the publisher fails in the middle."""
-    shard_transfer.BUCKET_BYTES = 4_000_000
-    stream = make_backend().stream_weights()
-    with stream.shared():
-        if rank == 0:
-            next(iter(stream))
-            raise PublishError("the server is gone")
-
-
 def start_from_files(rank, world, folder, kind):
     """What a model that was started from files computes."""
     settings = ShardingSettings("full")
@@ -359,13 +335,6 @@ def find_starts(runs):
         model.save_pretrained(folder, max_shard_size="20KB")
         found[name] = {kind: run_ranks(2, start_from_files, folder, kind) for kind in ("whole", "slices")}
     return found
-
-
-def find_exports(runs):
-    return {
-        **{how: run_ranks(2, measure_export, str(runs.folder / "versions"), how) for how in ("streamed", "collected")},
-        "failed": run_ranks(2, fail_to_publish, may_fail=True),
-    }
 
 
 def import_everything():

@@ -424,3 +424,38 @@ def test_a_subclass_of_the_trainer_can_set_its_model():
     trainer = Trainer(model=model, algo=make_grpo(group_size=4), batch_source=ListSource(sorting_items(4)), cfg=cpu_config())
     trainer.model = other = tiny_model(seed=1)
     assert trainer.model is other
+
+
+def test_a_shallow_checkpoint_is_resumed_exactly_and_has_no_tokenizer(tmp_path):
+    model = tiny_model()
+    options = {"optimizer": train_randomly(model), "step": 1}
+    full = CheckpointManager(CheckpointConfig(tmp_path / "full"), tokenizer=make_byte_tokenizer()).save(model, **options)
+    manager = CheckpointManager(CheckpointConfig(tmp_path / "shallow", layout="shallow"), tokenizer=make_byte_tokenizer())
+    shallow = manager.save(model, **options)
+    added = {path.name for path in full.iterdir()} - {path.name for path in shallow.iterdir()}
+    assert added == {path.name for path in full.glob("*token*")} | {path.name for path in full.glob("*.jinja")}
+    other = tiny_model(1)
+    assert manager.load(other, optimizer=torch.optim.AdamW(other.parameters()))["step"] == 1
+    assert_same_tensors(weights_of(other), weights_of(model))
+
+
+@pytest.mark.parametrize("layout", ["full", "shallow"])
+def test_static_files_are_added_where_a_checkpoint_lacks_them(tmp_path, layout):
+    source = tmp_path / "source"
+    make_byte_tokenizer().save_pretrained(source)
+    (source / "config.json").write_text("{}")
+    (source / "generation_config.json").write_text('{"_from_model_config": true, "max_length": 7}')
+    (source / "model.safetensors").write_bytes(b"not copied")
+    model = tiny_model()
+    plain = make_manager(tmp_path / "plain").save(model, optimizer=None, step=1)
+    manager = make_manager(tmp_path / "static", layout=layout, static_files=source)
+    folder = manager.save(model, optimizer=None, step=1)
+    for name in ("config.json", "generation_config.json", "model.safetensors"):  # the model's own
+        assert (folder / name).read_bytes() == (plain / name).read_bytes()
+    assert AutoTokenizer.from_pretrained(folder)("ab")["input_ids"] == [100, 101]
+    assert manager.find(step=1) == folder
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="has no config and no tokenizer"):
+        make_manager(tmp_path / "static", static_files=tmp_path / "empty")
+    with pytest.raises(ConfigError, match=r"layout \(deep\) of checkpoints must be one of full, shallow"):
+        make_manager(tmp_path / "static", layout="deep")

@@ -11,6 +11,7 @@ from pathlib import Path
 import typer
 
 from ludic.errors import CheckpointError
+from ludic.files.atomic import read_json
 from ludic.files.checkpoints import BEST, STEP_NAME, find_checkpoint_faults
 from ludic.files.manifest import MANIFEST
 
@@ -28,6 +29,8 @@ class CheckpointLine:
     """verified, damaged, unverifiable (an older version wrote no manifest), or listed: not read."""
     faults: list[str]
     """What is damaged, one phrase for each file."""
+    layout: str = "full"
+    """full, or shallow: for resuming alone."""
 
 
 def checkpoint_command(path: Path, *, verify: bool, json_only: bool) -> int:
@@ -40,7 +43,8 @@ def checkpoint_command(path: Path, *, verify: bool, json_only: bool) -> int:
         for line in lines:
             shown = f": {', '.join(line.faults)}" if line.faults else ""
             state = "" if line.state == "listed" else f"  {line.state}{shown}"
-            typer.secho(f"{line.path}  {line.saved}  {_readable(line.size)}{state}", fg="red" if line.faults else None)
+            layout = "  shallow" if line.layout == "shallow" else ""
+            typer.secho(f"{line.path}  {line.saved}  {_readable(line.size)}{layout}{state}", fg="red" if line.faults else None)
     return int(any(line.faults for line in lines))
 
 
@@ -61,9 +65,16 @@ def _describe(folder: Path, *, verify: bool) -> CheckpointLine:
     unverifiable = not (folder / MANIFEST).exists()
     state = "damaged" if faults else "unverifiable" if unverifiable else "verified" if verify else "listed"
     saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(folder.stat().st_mtime))
-    return CheckpointLine(
-        str(folder), saved, sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()), state, faults
-    )
+    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    return CheckpointLine(str(folder), saved, size, state, faults, _find_layout(folder))
+
+
+def _find_layout(folder: Path) -> str:
+    """The layout that the manifest names, damaged or not."""
+    try:
+        return str(read_json(folder / MANIFEST).get("layout", "full"))
+    except (CheckpointError, OSError):
+        return "full"
 
 
 def _readable(size: int) -> str:

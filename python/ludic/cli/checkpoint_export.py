@@ -16,14 +16,10 @@ from ludic.files.folders import replace_folder
 from ludic.files.manifest import MANIFEST
 from ludic.models.exporting import export_adapter, export_merged, export_model
 from ludic.models.loading import find_whole_model
+from ludic.models.saving import TOKENIZER_FILES
 from ludic.models.state_files import ADAPTER_CONFIG
 
 DTYPES = ("float32", "bfloat16", "float16")
-TOKENIZER_FILES = (
-    *("tokenizer*.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "vocab.txt", "merges.txt", "*.jinja", "spiece.model"),
-)
-"""Patterns of the files of tokenizers."""
 RUN_FOLDERS = ("model", "base", "adapter")
 """Folders of a run that have its tokenizer."""
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from ludic.errors import CheckpointError
+from ludic.errors import CheckpointError, ConfigError
 from ludic.files.atomic import read_json
 from ludic.files.manifest import MANIFEST, find_faults, read_manifest
 
@@ -16,12 +16,23 @@ BEST = "best"
 """Folder beside the checkpoints: what `TrainingBackend.save` writes without an optimizer, best.json
 with its `step`, and a manifest."""
 INDEX, MODEL, ADAPTER = "model.safetensors.index.json", "model.safetensors", "adapter_model.safetensors"
-WEIGHT_FILES = (INDEX, MODEL, ADAPTER)
+SHARDS = "model.shards.json"
+"""Names the files of weights that are as the ranks had them: parts of tensors."""
+WEIGHT_FILES = (INDEX, MODEL, ADAPTER, SHARDS)
 """Files that decide which weights are read from a folder, where they exist."""
 PICKLED = ("pytorch_model.bin.index.json", "pytorch_model.bin", "pytorch_model.pt", "optimizer.bin", "checkpoint.pt")
 """Files of other libraries that are pickles, or name some."""
 FOREIGN = (*WEIGHT_FILES, "optimizer.safetensors", "optimizer.json", STATE)
 """Files that would be read if somebody put them into a checkpoint."""
+
+LAYOUTS = ("full", "shallow")
+"""Of checkpoints: models that stand alone, or what resuming needs."""
+
+
+def check_layout(layout: str) -> None:
+    """Raise ConfigError for a layout that does not exist."""
+    if layout not in LAYOUTS:
+        raise ConfigError(f"layout ({layout}) of checkpoints must be one of {', '.join(LAYOUTS)}")
 
 
 def find_checkpoint_faults(folder: Path) -> list[str]:

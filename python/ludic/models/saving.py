@@ -7,12 +7,21 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from ludic.errors import ConfigError
 from ludic.files.folders import replace_folder
 from ludic.models.adapters import has_adapters
 from ludic.models.loading import find_whole_model
 from ludic.models.lora import save_adapter, save_merged
 from ludic.models.places import adapter_folder, base_folder
-from ludic.models.state_files import holds_whole_weights
+from ludic.models.weight_files import holds_whole_weights
+
+TOKENIZER_FILES = (
+    *("tokenizer*.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "*.jinja", "spiece.model"),
+)
+"""Patterns of the files of tokenizers."""
+STATIC_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES)
+"""Patterns of the small files that do not change while a model is trained."""
 
 
 def save_policy(model: Any, tokenizer: Any, folder: Path, *, base: str | None = None) -> None:
@@ -54,6 +63,24 @@ class TokenizerFiles:
             place = folder / name
             place.parent.mkdir(exist_ok=True)
             place.write_bytes(content)
+
+
+class StaticFiles:
+    """The small files of a model's folder, which are added to each checkpoint. They are read
+    once."""
+
+    def __init__(self, source: Path) -> None:
+        """Raises ConfigError for a folder without such files."""
+        paths = sorted(path for pattern in STATIC_FILES for path in source.glob(pattern) if path.is_file())
+        if not paths:
+            raise ConfigError(f"static_files ({source}) has no config and no tokenizer; name the folder of a model")
+        self._contents = {path.name: path.read_bytes() for path in paths}
+
+    def write(self, folder: Path) -> None:
+        """Write those that the folder does not have."""
+        for name, content in self._contents.items():
+            if not (folder / name).exists():
+                (folder / name).write_bytes(content)
 
 
 def save_missing_base(model: Any, source: str | None, folder: Path) -> None:

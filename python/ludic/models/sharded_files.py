@@ -7,12 +7,18 @@
     optimizer-00001-of-00002.safetensors   the parts of the optimizer's state that rank 0 has
     optimizer.json                         its other values, its parameter groups, and its files
 
+With `as_held` the weights are written like the optimizer's state, and nothing is sent:
+
+    weights-00001-of-00002.safetensors     the parts of the weights that rank 0 has
+    model.shards.json                      the files with weights
+
 `state_files.read_model` and `read_optimizer` read them on any number of ranks, each its own parts.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -24,7 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from ludic.errors import ConfigError
 from ludic.files.atomic import write_json
-from ludic.files.checkpoints import INDEX, MODEL
+from ludic.files.checkpoints import INDEX, MODEL, SHARDS
 from ludic.models.adapters import has_adapters
 from ludic.models.published import unwrap_model
 from ludic.models.regions import assign_owners
@@ -39,13 +45,18 @@ def name_of_rank(kind: str, rank: int, files: int) -> str:
     return f"{kind}-{rank + 1:05d}-of-{files:05d}.safetensors"
 
 
-def write_sharded(model: nn.Module, optimizer: torch.optim.Optimizer | None, folder: Path, *, agree: Agree) -> None:
+def write_sharded(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, folder: Path, *, agree: Agree, as_held: bool = False
+) -> None:
     """Write this rank's files into the folder, which all ranks see. All ranks call it; `agree` is
-    that of `shard_transfer`. Raises on all ranks if it fails on one while weights are moved."""
+    that of `shard_transfer`. Raises on all ranks if it fails on one while weights are moved.
+    `as_held`: each rank writes the parts of the weights that it has. Adapters are always whole."""
     inner = unwrap_model(model)
     reshard(inner)
     if has_adapters(inner):
         _write_adapters(inner, folder, agree=agree)
+    elif as_held:
+        _write_held_model(inner, folder)
     else:
         _write_model(inner, folder, agree=agree)
     if optimizer is not None:
@@ -74,6 +85,15 @@ def _write_model(model: Any, folder: Path, *, agree: Agree) -> None:
         _write_config(model, folder)
         places = {name: file_of[owner] for name, owner in sorted(owners.items())}
         write_json(folder / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places})
+
+
+def _write_held_model(model: Any, folder: Path) -> None:
+    files = _write_parts(
+        "weights", {name: (number, tensor) for number, (name, tensor) in enumerate(_list_stored(model).items())}, folder
+    )
+    if dist.get_rank() == 0:
+        _write_config(model, folder)
+        write_json(folder / SHARDS, {"shards": files})
 
 
 def _write(file: TensorFileWriter | None, name: str, tensor: Tensor) -> None:
@@ -115,29 +135,35 @@ def _write_adapters(model: Any, folder: Path, *, agree: Agree) -> None:
 
 def _write_optimizer(optimizer: torch.optim.Optimizer, folder: Path) -> None:
     """Write the parts that this rank has, and on rank 0 what all ranks have alike."""
-    rank, world = dist.get_rank(), dist.get_world_size()
     state = optimizer.state_dict()
-    tensors: dict[str, Tensor] = {}
-    for number, entries in state["state"].items():
-        for name, value in entries.items():
-            if isinstance(value, Tensor) and _writes(value, int(number)):
-                tensors[f"{number}/{name}"] = value
-    offsets = {
-        key: [start for start, _ in find_own_region(value)] for key, value in tensors.items() if isinstance(value, DTensor)
+    tensors = {
+        f"{number}/{name}": (int(number), value)
+        for number, entries in state["state"].items()
+        for name, value in entries.items()
+        if isinstance(value, Tensor)
     }
-    parts = {key: get_local(value) for key, value in tensors.items()}
-    path = folder / name_of_rank("optimizer", rank, world)
-    with TensorFileWriter(path, parts, metadata={OFFSETS: json.dumps(offsets)}) as file:
-        for key, part in parts.items():
-            file.write(key, part)
-    if rank == 0:
-        shards = [name_of_rank("optimizer", each, world) for each in range(world)]
+    shards = _write_parts("optimizer", tensors, folder)
+    if dist.get_rank() == 0:
         write_json(folder / "optimizer.json", {**describe_optimizer(optimizer, state), "shards": shards})
 
 
+def _write_parts(kind: str, tensors: Mapping[str, tuple[int, Tensor]], folder: Path) -> list[str]:
+    """Write the parts that this rank has. Returns the names of the files of all ranks. `tensors`:
+    name -> (number, by which `_writes` chooses among copies, tensor)."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    own = {name: tensor for name, (number, tensor) in tensors.items() if _writes(tensor, number)}
+    offsets = {name: [start for start, _ in find_own_region(value)] for name, value in own.items() if isinstance(value, DTensor)}
+    parts = {name: get_local(value) for name, value in own.items()}
+    path = folder / name_of_rank(kind, rank, world)
+    with TensorFileWriter(path, parts, metadata={OFFSETS: json.dumps(offsets)}) as file:
+        for name, part in parts.items():
+            file.write(name, part)
+    return [name_of_rank(kind, each, world) for each in range(world)]
+
+
 def _writes(value: Tensor, number: int) -> bool:
-    """Whether this rank writes its part of the state of a parameter. Of several copies of a hybrid
-    model, one is written: those of the parameters 0, 1, 2, .. in turn."""
+    """Whether this rank writes its part of a tensor of the parameter `number`. Of several copies of
+    a hybrid model, one is written: those of the parameters 0, 1, 2, .. in turn."""
     if not isinstance(value, DTensor):
         return dist.get_rank() == 0
     coordinate = value.device_mesh.get_coordinate()

@@ -17,15 +17,16 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from ludic.errors import CheckpointError, DataError
+from ludic.errors import CheckpointError
 from ludic.files.atomic import read_json, write_json
-from ludic.files.checkpoints import ADAPTER, INDEX, MODEL, PICKLED
+from ludic.files.checkpoints import ADAPTER, INDEX, MODEL
 from ludic.models.adapters import has_adapters
 from ludic.models.fused_experts import FusedExperts, find_fused
 from ludic.models.published import unwrap_model
 from ludic.models.regions import split_in_buckets
 from ludic.models.sharding import find_own_region, get_local, is_sharded, make_shard, reshard
 from ludic.models.tensor_files import StoredTensors
+from ludic.models.weight_files import check_in_folder, find_weight_files, read_indexed
 
 logger = logging.getLogger(__name__)
 
@@ -186,63 +187,13 @@ def _read_stored(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of all weights in the folder, from the shards of an index or else from the
     single file."""
     files, places = find_weight_files(folder)
-    if places is None:
+    if places is not None:
+        yield from read_indexed(folder, files, places)
+    elif files == [MODEL]:
         yield from read_tensors(folder / MODEL).items()
     else:
-        yield from _read_indexed(folder, files, places)
-
-
-def find_weight_files(folder: Path) -> tuple[list[str], dict[str, str] | None]:
-    """(names of the files with weights, name of a tensor -> its file). Without an index: None."""
-    if (folder / INDEX).exists():
-        places = _read_weight_map(folder)
-        return sorted(set(places.values())), places
-    if (folder / MODEL).exists():
-        return [MODEL], None
-    pickled = [name for name in PICKLED if (folder / name).exists()]
-    if pickled:
-        raise CheckpointError(
-            f"{folder} holds {pickled[0]}, which is pickled: reading it can run code. Convert it to safetensors where you trust it"
-        )
-    raise FileNotFoundError(f"{folder} holds no weights: neither {INDEX} nor {MODEL} nor {ADAPTER}")
-
-
-def holds_whole_weights(folder: Path) -> bool:
-    """Whether all files of a model are in the folder, none of them truncated. Reads no tensors."""
-    try:
-        read_json(folder / "config.json")
-        names = set(_read_weight_map(folder).values()) if (folder / INDEX).exists() else {MODEL}
-        for name in names:
-            with safe_open(folder / name, framework="pt"):
-                pass
-    except (OSError, SafetensorError, CheckpointError, DataError):
-        return False
-    return True
-
-
-def _read_weight_map(folder: Path) -> dict[str, str]:
-    places = read_json(folder / INDEX).get("weight_map")
-    if not isinstance(places, dict):
-        raise DataError(f"{folder / INDEX} has no weight_map; the checkpoint is damaged")
-    _check_in_folder(places.values(), folder / INDEX)
-    return places
-
-
-def _check_in_folder(names: Iterable[str], listing: Path) -> None:
-    """Raise CheckpointError if the file `listing` names files outside of its folder."""
-    for name in names:
-        if Path(name).name != name:
-            raise CheckpointError(f"{listing} names the file {name}, which is not in the folder")
-
-
-def _read_indexed(folder: Path, files: Iterable[str], places: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
-    for name in files:
-        with safe_open(folder / name, framework="pt") as shard:
-            stored = set(shard.keys())
-            for key in (key for key, place in places.items() if place == name):
-                if key not in stored:
-                    raise KeyError(f"{key} is not in {folder / name}, where the index puts it; the checkpoint is damaged")
-                yield key, shard.get_tensor(key)
+        with StoredTensors([folder / name for name in files]) as stored:
+            yield from ((name, stored.read(name)) for name in stored.names())
 
 
 def _check_names(model: nn.Module, state: Mapping[str, Tensor], folder: Path) -> None:
@@ -353,7 +304,7 @@ def read_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, folder: P
     for key, entries in stored["values"].items():
         state.setdefault(numbers[key], {}).update(entries)
     files = stored.get("shards", ["optimizer.safetensors"])
-    _check_in_folder(files, folder / "optimizer.json")
+    check_in_folder(files, folder / "optimizer.json")
     with StoredTensors([folder / name for name in files]) as tensors:
         for key, like in tensors.describe().items():
             parameter, name = key.rsplit("/", 1)

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from ludic.errors import ConfigError
+from ludic.recipes.checkpoint_section import check_checkpoints
 from ludic.recipes.compose import check_minimums
 from ludic.recipes.ranks_section import check_ranks
 from ludic.recipes.reference_section import check_reference
@@ -45,9 +46,11 @@ _LEAST = {
 
 
 def check_numbers(recipe: Recipe) -> None:
-    """Raise `ConfigError` for a count or a time that is too small."""
+    """Raise `ConfigError` for a count or a time that is too small, and for wrong settings of
+    checkpoints."""
     check_minimums(recipe, _LEAST)
     check_ranks(recipe.ranks)
+    check_checkpoints(recipe.checkpoint)
 
 
 def build_task(

@@ -11,10 +11,11 @@ from typing import Any, Optional, TypeVar, cast
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from ludic.errors import ConfigError
+from ludic.recipes.checkpoint_section import CheckpointSection, check_checkpoints
 from ludic.recipes.compose import LOADED_MODEL, Override, check_minimums, read_yaml, resolve_layers, split_arguments
 from ludic.recipes.place_section import TrainersSection, check_place
 from ludic.recipes.ranks_section import RanksSection, check_ranks
-from ludic.recipes.schema import CheckpointSection, LoraSection, NetworkSection, TaskSection
+from ludic.recipes.schema import LoraSection, NetworkSection, TaskSection
 from ludic.recipes.sharding_section import ShardingSection
 
 
@@ -91,6 +92,7 @@ def compose_epochs(
     resolved = cast(R, resolve_layers(tree, _read_layers(package, source, overrides), overrides))
     check_minimums(resolved, {**_LEAST, **least})
     check_ranks(resolved.ranks)
+    check_checkpoints(resolved.checkpoint)
     check_place(resolved.place)
     if not 0.0 <= resolved.heldout < 1.0:
         raise ConfigError(f"heldout ({resolved.heldout}) must be a share of the data, from 0 to less than 1")

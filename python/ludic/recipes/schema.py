@@ -13,6 +13,7 @@ from typing import Any, Literal, Optional, Union, get_args, get_origin, get_type
 
 from omegaconf import MISSING
 
+from ludic.recipes.checkpoint_section import CheckpointSection
 from ludic.recipes.controllers_section import ControllersSection
 from ludic.recipes.devices import AUTO
 from ludic.recipes.inference_section import InferenceSection
@@ -140,15 +141,6 @@ class EvaluationSection:
     """An answer counts as right from this total reward on; null: the task's own definition of
     success. With reward functions of your own that is 1 as long as every reward is 0 or 1; with
     other rewards there is no accuracy unless this is set."""
-
-
-@dataclass
-class CheckpointSection:
-    """Checkpoints, from which an interrupted run is resumed in either phase."""
-
-    every_n_steps: int = MISSING
-    """0: only at the end, and when the run is stopped."""
-    max_to_keep: int = MISSING
 
 
 @dataclass

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 from ludic.errors import StopRequested
 from ludic.models.loading import find_whole_model
@@ -116,7 +116,13 @@ class TrainingRun(ABC, Generic[RecipeT, PartsT, DirectoryT]):
         if self.recipe.sharding.activation_checkpointing and self.shared is None:
             options = {**options, "enable_gradient_checkpointing": True}
         kept = self.recipe.checkpoint
-        places = CheckpointConfig(checkpoints, every_n_steps=kept.every_n_steps, max_to_keep=kept.max_to_keep)
+        places = CheckpointConfig(
+            checkpoints,
+            every_n_steps=kept.every_n_steps,
+            max_to_keep=kept.max_to_keep,
+            layout=cast(Any, kept.layout),  # checked when the recipe was
+            static_files=kept.static_files,
+        )
         manager = CheckpointManager(places, tokenizer=self.parts.tokenizer)
         trainer = trainer_class(
             model=self.parts.model if self.shared is None else self.shared.share_out(self.parts.model),

@@ -7,7 +7,7 @@ from ludic.errors import CheckpointError
 from ludic.files.folders import replace_folder
 from ludic.models.adapters import has_adapters
 from ludic.models.lora import save_merged
-from ludic.models.state_files import holds_whole_weights
+from ludic.models.weight_files import holds_whole_weights
 from ludic.recipes.reference_section import switches_adapters_off
 from ludic.recipes.schema import Recipe
 from ludic.runs.base import RunParts

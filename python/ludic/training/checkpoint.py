@@ -10,6 +10,7 @@
         trainer_state.json    {"step", and the state of the run}
         controller_state.json with controllers: tau, beta and the state of their controllers
         manifest.json         size and hash of each file above, written last (`files.manifest`)
+                              and with layout="shallow" that layout
       latest.json             {"last_checkpoint", "step", "manifest"}: its hash
 
 No file is a pickle, and no pickle is read. A checkpoint is written to a temporary folder and
@@ -27,19 +28,20 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from ludic.errors import CheckpointError, ConfigError
 from ludic.files.atomic import clear_unfinished_files, encode_json, read_json, write_json
-from ludic.files.checkpoints import LATEST, STATE, STEP_NAME, find_checkpoint_faults, parse_step
+from ludic.files.checkpoints import LATEST, STATE, STEP_NAME, check_layout, find_checkpoint_faults, parse_step
 from ludic.files.folders import clear_unfinished, delete_folder, replace_folder, restore_replaced
 from ludic.files.manifest import MANIFEST, hash_manifest, replace_listed_json, write_manifest
 from ludic.files.verified import VerifiedFolders
-from ludic.models.saving import TokenizerFiles
+from ludic.models.saving import StaticFiles, TokenizerFiles
 from ludic.models.sharding import is_sharded
 from ludic.models.state_files import read_model, read_optimizer_if_stored
 from ludic.training import ranks
@@ -62,8 +64,15 @@ class CheckpointConfig:
     """Number of checkpoints to keep; older ones are deleted."""
     save_optimizer: bool = True
     """Save the optimizer's state too."""
+    layout: Literal["full", "shallow"] = "full"
+    """`full`: a checkpoint is a model that transformers and vLLM open, with the tokenizer if the
+    manager has one. `shallow`: for resuming alone. Each rank of a sharded model writes the parts
+    that it has, and no tokenizer is written; `ludic checkpoint export` makes a model of it."""
+    static_files: str | Path | None = None
+    """Folder of a model: its config and tokenizer are added to each checkpoint that lacks them."""
 
     def __post_init__(self) -> None:
+        check_layout(self.layout)
         if self.every_n_steps < 0:
             raise ConfigError(f"every_n_steps ({self.every_n_steps}) must be >= 0; 0 saves only on request")
         if self.max_to_keep < 1:
@@ -79,9 +88,14 @@ class CheckpointManager:
     """
 
     def __init__(self, cfg: CheckpointConfig, *, tokenizer: Any = None) -> None:
-        """`tokenizer` is saved with each checkpoint, so that a server can load the folder."""
+        """`tokenizer` is saved with each full checkpoint, so that a server can load the folder."""
         self.cfg = cfg
-        self._tokenizer = None if tokenizer is None else TokenizerFiles(tokenizer)
+        self._is_shallow = cfg.layout == "shallow"
+        self._small_files: list[TokenizerFiles | StaticFiles] = []
+        if tokenizer is not None and not self._is_shallow:
+            self._small_files.append(TokenizerFiles(tokenizer))
+        if cfg.static_files is not None:
+            self._small_files.append(StaticFiles(Path(cfg.static_files)))
         self.root = Path(cfg.output_dir)
         self.root.mkdir(parents=True, exist_ok=True)
         self.protected: frozenset[int] = frozenset()
@@ -116,7 +130,8 @@ class CheckpointManager:
         folder on rank 0, None on other ranks."""
 
         saved = optimizer if self.cfg.save_optimizer else None
-        return self.write(lambda folder: write_weights(model, saved, folder), step, metadata, shared=is_sharded(model))
+        write = partial(write_weights, model, saved, as_held=self._is_shallow)
+        return self.write(write, step, metadata, shared=is_sharded(model))
 
     def save_backend(
         self,
@@ -135,10 +150,12 @@ class CheckpointManager:
                 if folder is not None:
                     _write_files(folder, files)
                 if folder is not None and (folder / MANIFEST).exists():
-                    write_manifest(folder, {"step": step})  # of what the subclass changed after it called `save`
+                    self._write_manifest(folder, step)  # of what the subclass changed after it called `save`
                     self._point_to(folder)
             return folder
         save, shared = backend.save, writes_on_all_ranks(backend)
+        if self._is_shallow and isinstance(backend, TorchBackend):
+            save = backend.save_as_held
         return self.write(
             lambda folder: save(folder, optimizer=self.cfg.save_optimizer).wait(), step, metadata, shared=shared, files=files
         )
@@ -160,11 +177,11 @@ class CheckpointManager:
             with replace_folder_on_ranks(target, write, shared=shared) as written:
                 if written is not None:
                     folder, described = written
-                    if self._tokenizer is not None:
-                        self._tokenizer.write(folder)
+                    for small in self._small_files:
+                        small.write(folder)
                     write_json(folder / STATE, content)
                     _write_files(folder, files)
-                    write_manifest(folder, {"step": step}, described=described)
+                    self._write_manifest(folder, step, described=described)
             if ranks.rank() == 0:
                 self._point_to(target)
                 self._prune(target)
@@ -189,6 +206,9 @@ class CheckpointManager:
             if ranks.rank() == 0:
                 replace_listed_json(self._saved, STATE, {**read_json(self._saved / STATE), **metadata})
                 self._point_to(self._saved)
+
+    def _write_manifest(self, folder: Path, step: int, **options: Any) -> None:
+        write_manifest(folder, {"step": step, **({"layout": self.cfg.layout} if self._is_shallow else {})}, **options)
 
     def _point_to(self, folder: Path) -> None:
         write_json(self.root / LATEST, self._describe_latest(folder))

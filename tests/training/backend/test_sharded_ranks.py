@@ -76,6 +76,19 @@ def test_transformers_opens_the_folder_and_a_changed_byte_in_the_file_of_any_ran
         assert faults == [f"the content of {name} has changed"]
 
 
+def test_a_shallow_checkpoint_has_each_part_once_and_is_read_by_any_number_of_ranks(found):
+    result = found["files"]["shallow"]
+    parts = [f"weights-0000{rank}-of-00004.safetensors" for rank in (1, 2, 3, 4)]
+    assert {"model.shards.json", "config.json", "manifest.json", *parts} <= set(result["files"])
+    assert not [name for name in result["files"] if name.startswith("model") and name != "model.shards.json"]
+    assert result["elements"] == result["elements of the model"]  # of two copies, one
+    assert result["in one process"]
+    assert result["on two ranks of another seed"]
+    assert result["exported"]
+    assert result["undamaged"] == []
+    assert result["flips"] == {name: [f"the content of {name} has changed"] for name in parts}
+
+
 def test_stored_buffers_are_those_of_rank_0(found):
     first, second = found["buffers"]
     assert first["sent"] == second["sent"] == pytest.approx([0.3, -0.5, 0.1, 0.7])

@@ -20,15 +20,17 @@ from ludic.models.state_files import write_model_and_optimizer
 from ludic.training import ranks
 
 
-def write_weights(model: nn.Module, optimizer: torch.optim.Optimizer | None, folder: Path | None) -> None:
+def write_weights(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, folder: Path | None, *, as_held: bool = False
+) -> None:
     """Write the model, and the optimizer if there is one. A rank without a folder writes nothing;
-    of a sharded model every rank needs the folder."""
+    of a sharded model every rank needs the folder. `as_held`: see `write_sharded`."""
     if not is_sharded(model):
         write_model_and_optimizer(model, optimizer, folder)
         return
     with ranks.agree("saving a sharded model"):
         shared = check_all_have_a_folder(folder)
-    write_sharded(model, optimizer, shared, agree=ranks.agree)
+    write_sharded(model, optimizer, shared, agree=ranks.agree, as_held=as_held)
 
 
 Written = tuple[Path, dict[str, dict[str, Any]]]

@@ -262,10 +262,15 @@ class TorchBackend(ModelPasses):
     def save(self, path: str | Path | None, *, optimizer: bool = True) -> TrainFuture[None]:
         return self._run("save", lambda: self._save(None if path is None else Path(path), optimizer))
 
-    def _save(self, folder: Path | None, optimizer: bool) -> None:
+    def save_as_held(self, path: str | Path | None, *, optimizer: bool = True) -> TrainFuture[None]:
+        """`save`, but each rank of a sharded model writes the parts that it has, which no other
+        library opens. `load` reads both."""
+        return self._run("save", lambda: self._save(None if path is None else Path(path), optimizer, as_held=True))
+
+    def _save(self, folder: Path | None, optimizer: bool, as_held: bool = False) -> None:
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
-        write_weights(self.model, self.optimizer if optimizer else None, folder)
+        write_weights(self.model, self.optimizer if optimizer else None, folder, as_held=as_held)
 
     def load(self, path: str | Path, *, optimizer: bool = True) -> TrainFuture[None]:
         return self._run("load", lambda: self._load(Path(path), optimizer))
