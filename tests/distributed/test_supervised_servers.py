@@ -33,11 +33,11 @@ class Fleet:
         self.servers, self.folder = servers, folder
         self.urls = [server.url for server in servers]
         self.client = VLLMChatClient(urls=self.urls, tokenizer=tiny_tokenizer(), timeout_s=DEADLINE_S, backoff_s=0.0)
-        self.end = None
+        self.end, self.is_stopped = None, False
         self.client.follow_restarts(Restarts(self.urls.__getitem__, lambda: self.end, rest_s=0.0, look_s=0.001))
         self.publisher = self.make_publisher(**options)
 
-    def make_publisher(self, timeout_s=DEADLINE_S):
+    def make_publisher(self, timeout_s=DEADLINE_S, **options):
         find_url = self.urls.__getitem__
         return SupervisedServers(
             self.client,
@@ -47,6 +47,8 @@ class Fleet:
             headers={},
             timeout_s=timeout_s,
             find_end=lambda: self.end,
+            is_stopped=lambda: self.is_stopped,
+            **options,
         )
 
     async def sample(self):
@@ -59,6 +61,39 @@ def request():
     from ludic.inference.vllm.requests import TokenRequest
 
     return TokenRequest("tiny", [1, 2, 3], SAMPLING, 0)
+
+
+class Hang:
+    """A fault: the server does not answer until `release`."""
+
+    def __init__(self):
+        self.began, self._answer = threading.Event(), threading.Event()
+
+    def __call__(self, _):
+        self.began.set()
+        self._answer.wait(DEADLINE_S)
+
+    def release(self):
+        self._answer.set()
+
+
+class Clock:
+    """Each look at it takes a second while `goes` is true; else time stands still, so that what
+    waits for a deadline waits forever."""
+
+    def __init__(self):
+        self.now, self.goes = 0, lambda: False
+
+    def __call__(self):
+        self.now += self.goes()
+        return self.now
+
+
+@pytest.fixture
+def hang():
+    hang = Hang()
+    yield hang
+    hang.release()
 
 
 @pytest.fixture
@@ -285,6 +320,104 @@ async def test_a_server_that_does_not_answer_the_first_question_is_not_asked_for
         assert first.paths().count("/collective_rpc:ludic_state") == asked
 
 
+async def test_a_push_waits_shortly_for_a_server_that_hangs_and_later_pushes_do_not(fleet, hang):
+    fleet = fleet(2, clock=(clock := Clock()), wait_s=7)
+    first, second = fleet.servers
+    async with fleet.client:
+        await fleet.publisher.publish(WEIGHTS[0], 0)
+        second.faults["/update_weights"] = hang
+        clock.goes = lambda: hang.began.is_set() and fleet.publisher._servers[0].version is fleet.publisher._current
+        await fleet.publisher.publish(WEIGHTS[1], 1)
+        assert 7 <= clock.now <= 9
+        assert [await fleet.sample() for _ in range(4)] == [(1, ids_of(WEIGHTS[1]))] * 4
+        clock.goes = lambda: False
+        await fleet.publisher.publish(WEIGHTS[2], 2)
+        assert [await fleet.sample() for _ in range(4)] == [(2, ids_of(WEIGHTS[2]))] * 4
+        fleet.publisher.bring_back()  # which does not wait for it either
+        assert (first.version, second.version) == ("2", "0")
+        second.faults.clear()
+        hang.release()
+        async with asyncio.timeout(DEADLINE_S):
+            while second.version != "2":
+                await asyncio.to_thread(fleet.publisher.bring_back)
+            while fleet.client._servers.pool.live != fleet.client._servers.pool.servers:
+                assert await fleet.sample() == (2, ids_of(WEIGHTS[2]))
+
+
+async def test_a_server_that_hangs_does_not_keep_another_from_coming_back(fleet, hang):
+    fleet = fleet(3, clock=Clock(), wait_s=0)
+    async with fleet.client:
+        await fleet.publisher.publish(WEIGHTS[0], 0)
+        fleet.servers[0].faults["/start_weight_update"] = hang
+        await fleet.publisher.publish(WEIGHTS[1], 1)
+        fleet.servers[1].restart()
+        async with asyncio.timeout(DEADLINE_S):
+            while fleet.servers[1].version != "1":
+                await asyncio.to_thread(fleet.publisher.bring_back)
+        assert hang.began.is_set()
+
+
+@pytest.mark.parametrize(("count", "is_first"), [(1, False), (2, False), (2, True)])
+async def test_a_push_that_needs_servers_that_hang_fails(fleet, count, is_first):
+    """All of them; at the first version of a trainer, one is enough."""
+    fleet, clock = fleet(count), Clock()
+    hangs = [Hang() for _ in range(1 if is_first else count)]
+    async with fleet.client:
+        publisher = fleet.make_publisher(clock=clock, answer_s=20, wait_s=3)
+        if not is_first:
+            await publisher.publish(WEIGHTS[0], 0)
+        for server, hang in zip(fleet.servers, hangs, strict=False):
+            server.faults["/finish_weight_update"] = hang
+        clock.goes = lambda: all(hang.began.is_set() for hang in hangs)
+        try:
+            with pytest.raises(PublishError, match=r"version 1 was not published within 20 s: .*raise inference.push_timeout_s"):
+                await publisher.publish(WEIGHTS[1], 1)
+            assert 20 <= clock.now <= 25
+        finally:
+            for hang in hangs:
+                hang.release()
+            publisher.close()
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+async def test_a_push_does_not_wait_for_a_process_that_has_ended(fleet, tmp_path, hang, is_first):
+    """Its machine is lost, and nobody answers on its connections."""
+    fleet = fleet(1, clock=Clock())
+    with StubPolicyServer(tmp_path / "elsewhere") as moved:
+        async with fleet.client:
+            if not is_first:
+                await fleet.publisher.publish(WEIGHTS[0], 0)
+
+            def lose(_):
+                fleet.urls[0] = moved.url
+                hang(_)
+
+            fleet.servers[0].faults["/update_weights"] = lose
+            await fleet.publisher.publish(WEIGHTS[1], 1)
+            assert (fleet.servers[0].version, moved.version) == ("default" if is_first else "0", "1")
+        fleet.publisher.close()
+
+
+async def test_a_push_ends_when_no_server_will_answer_or_the_run_is_stopped(fleet, hang):
+    fleet = fleet(1, clock=(clock := Clock()), wait_s=5)
+    async with fleet.client:
+        await fleet.publisher.publish(WEIGHTS[0], 0)
+
+        def lose(_):
+            fleet.end = "every server has failed"
+            hang(_)
+
+        fleet.servers[0].faults["/update_weights"] = lose
+        with pytest.raises(PublishError, match="version 1 was not published: every server has failed"):
+            await fleet.publisher.publish(WEIGHTS[1], 1)
+        fleet.end, fleet.is_stopped, clock.goes = None, True, lambda: True
+        later = fleet.make_publisher(clock=clock, wait_s=5)
+        fleet.servers[0].faults["/collective_rpc:ludic_state"] = hang
+        with pytest.raises(PublishError, match="no server can be published to: the run was asked to stop"):
+            await later.publish(WEIGHTS[1], 1)
+        later.close()
+
+
 async def test_a_wait_ends_where_no_server_will_come_back(fleet):
     fleet = fleet(1)
     async with fleet.client:
@@ -292,8 +425,8 @@ async def test_a_wait_ends_where_no_server_will_come_back(fleet):
         fleet.end = "every server has failed more often than place.restarts allows"
         with pytest.raises(EngineDeadError, match="every server has failed"):
             await asyncio.wait_for(waiting, DEADLINE_S)
-        fleet.servers[0].faults["/start_weight_update"] = refuse("busy")
-        with pytest.raises(PublishError, match="was not published: every server has failed"):
+        fleet.servers[0].faults["/weight_info"] = refuse("busy")
+        with pytest.raises(PublishError, match="no server can be published to: every server has failed"):
             await fleet.publisher.publish(WEIGHTS[0], 0)
 
 

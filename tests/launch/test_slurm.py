@@ -39,10 +39,19 @@ rm -f "$STEPS/$name"
 exit $status
 """,
     "squeue": """
-for step in "$STEPS"/*; do [[ -f $step ]] && echo "77.${step##*/} ${step##*/}"; done
+for step in "$STEPS"/*; do
+    [[ -f $step ]] || continue
+    name=${step##*/} age=0:04
+    [[ -e $STEPS.$name.listed ]] && age=1:04
+    echo "$age" >>"$STEPS.$name.listed"
+    echo "77.$name $name $age"
+done
 exit 0
 """,
-    "scancel": 'kill -TERM "$(<"$STEPS/${2#77.}")"',
+    "scancel": """
+[[ $1 == --ctld && $(<"$STEPS.${3#77.}.listed") == *1:04* ]] || exit 1 # without: it asks all nodes of the job
+kill -TERM "$(<"$STEPS/${3#77.}")"
+""",
     "scontrol": """
 [[ $1 == show ]] && printf 'node%s\\n' 0 1
 [[ $1 == requeue ]] && echo "$2" >>"$REQUEUED"

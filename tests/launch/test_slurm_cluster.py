@@ -176,7 +176,8 @@ time.sleep(600)
 
 
 def test_a_run_of_several_processes_saves_before_the_time_limit_and_is_queued_again(cluster):
-    """The script of `place=slurm`. A SIGTERM for `srun` itself would kill the step."""
+    """The script of `place=slurm`. A SIGTERM for `srun` itself would kill the step; it is sent only
+    where `scancel` fails."""
     (cluster.shared / "saves.py").write_text(SAVES)
     (cluster.shared / "ends.py").write_text(ENDS)
     commands = [("trainer", "saves.py"), ("actor", "ends.py")]
@@ -198,3 +199,6 @@ def test_a_run_of_several_processes_saves_before_the_time_limit_and_is_queued_ag
     assert cluster.wait(number) == 0
     assert log.read_text().count("ready") == 2
     assert "asked to end" in (cluster.shared / "workers" / "actor.log").read_text()
+    said = (cluster.shared / f"slurm-{number}.log").read_text()
+    assert "Kill job error" not in said
+    assert "Force Terminated" not in said

@@ -284,8 +284,10 @@ def test_a_job_has_a_secret_of_its_own(monkeypatch):
 
 
 def test_the_trainer_is_asked_to_save_until_its_step_is_listed(monkeypatch):
-    """The controller lists a step some time after its `srun` has begun."""
-    listings, asked = ["77.0 server-0\n", "77.0 server-0\n77.1 train\n"], []
+    """The controller lists a step some time after its `srun` has begun, and before its processes
+    have."""
+    server = "77.0 1:00:00 server-0\n"
+    listings, asked = [server, f"{server}77.1 0:04 train\n", f"{server}77.1 0:06 train\n"], []
 
     def ask(*command):
         asked.append(command)
@@ -295,10 +297,10 @@ def test_the_trainer_is_asked_to_save_until_its_step_is_listed(monkeypatch):
     monkeypatch.setattr(run, "_ask", ask)
     monkeypatch.setattr(run.time, "monotonic", lambda: clock[0])
     ending = run._Ending(120, "77", None)
-    for clock[0] in (0.0, 0.25, run.ASK_AGAIN_S, 2 * run.ASK_AGAIN_S, 3 * run.ASK_AGAIN_S):
+    for clock[0] in (0.0, 0.25, *(run.ASK_AGAIN_S * again for again in range(1, 5))):
         ending.go_on("asked to stop")
-    assert [command[0] for command in asked] == ["squeue", "squeue", "scancel"]
-    assert asked[-1] == ("scancel", "--signal=TERM", "77.1")
+    assert [command[0] for command in asked] == ["squeue", "squeue", "squeue", "scancel"]
+    assert asked[-1] == ("scancel", "--ctld", "--signal=TERM", "77.1")
 
 
 def test_jobs_on_one_machine_have_ports_of_their_own():

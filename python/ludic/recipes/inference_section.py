@@ -37,6 +37,12 @@ class InferenceSection:
     other machines."""
     timeout_s: float = 600.0
     """Deadline in seconds for the start of a server and for each of its answers."""
+    push_timeout_s: float = 180.0
+    """Seconds in which a server of `place.servers` must have loaded new weights. If none has, or at
+    the first version not all have, the run ends."""
+    push_wait_s: float = 10.0
+    """Seconds that a push waits for the other servers of `place.servers` once one has the new
+    weights. Those that need longer are sent no requests until they have them."""
     batches_ahead: int = 0
     """Batches that are generated while another trains; samples are then up to that many policy
     versions old. 0: none."""
@@ -66,6 +72,10 @@ def choose_kind(section: InferenceSection) -> Literal["local", "vllm"]:
         raise ConfigError(f"inference.batches_ahead ({section.batches_ahead}) must be >= 0; 0 generates and trains in turn")
     if section.timeout_s <= 0:
         raise ConfigError(f"inference.timeout_s ({section.timeout_s}) must be > 0; a call without a deadline may never end")
+    if section.push_timeout_s <= 0 or section.push_wait_s < 0:
+        raise ConfigError(
+            f"inference.push_timeout_s ({section.push_timeout_s}) must be > 0, and inference.push_wait_s ({section.push_wait_s}) >= 0"
+        )
     return "vllm" if kind == "vllm" else "local"
 
 

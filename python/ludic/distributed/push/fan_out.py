@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Protocol, TypeVar
@@ -54,11 +55,18 @@ def _collect_failures(futures: Mapping[S, Future[Any]]) -> dict[S, Exception]:
     return failures
 
 
-def start_in_thread(call: Callable[[], T]) -> Future[T]:
-    """Start a call in its own thread. Only the call's own deadline ends it."""
-    pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ludic-servers")
-    future = pool.submit(call)
-    pool.shutdown(wait=False)
+def start_in_thread(call: Callable[[], T], *, daemon: bool = False) -> Future[T]:
+    """Start a call in its own thread. Only the call's own deadline ends it; the process waits for
+    it before it ends, unless it is a `daemon`."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="ludic-servers", daemon=daemon).start()
     return future
 
 

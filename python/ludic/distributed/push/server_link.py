@@ -180,7 +180,7 @@ class ServerLink:
     def begin(self, update_info: Mapping[str, Any]) -> None:
         """Ask the server to stage a push. Returns at once."""
         self.endpoints.start_update()
-        self._update = start_in_thread(lambda: self.endpoints.update(update_info, timeout_s=self._deadline_s))
+        self._update = start_in_thread(lambda: self.endpoints.update(update_info, timeout_s=self._deadline_s), daemon=True)
 
     def send(self, tensor: Tensor) -> None:
         """Broadcast the next tensor."""

@@ -23,7 +23,7 @@ from typing import Any
 from ludic.errors import LaunchError
 from ludic.launch.slurm.placement import Allocation, Placement, Server, place
 from ludic.launch.slurm.settings import SlurmSettings
-from ludic.launch.slurm.steps import TRAIN, server_steps, training_step
+from ludic.launch.slurm.steps import TRAIN, YOUNG_S, server_steps, training_step
 
 POLL_S = 0.25
 ASK_AGAIN_S = 2.0
@@ -32,6 +32,8 @@ CONTROL_S = 60.0
 SERVER_STOP_S = 20.0
 SECRET, HEADER = "LUDIC_SERVER_SECRET", "X-Ludic-Secret"
 """The secret that the servers of the job share with its trainer, and where requests have it."""
+_YOUNG = re.compile(f"0:0[0-{YOUNG_S - 1}]")
+"""The age of a step that `squeue` prints in its first `YOUNG_S` seconds."""
 _EXIT = re.compile(r"srun: error: (\S+): tasks? \S+: (?:Exited with exit code (\d+)|(\w+))")
 
 Step = subprocess.Popen[Any]
@@ -136,12 +138,13 @@ class _Ending:
 
 
 def _ask_to_save(job_id: str) -> bool:
-    """SIGTERM to every rank of the training. Whether there is its step: the controller lists one
-    some time after its `srun` has begun."""
-    listed = _ask("squeue", "--noheader", "--steps", "--jobs", job_id, "--format", "%i %j")
-    steps = [step for step, _, name in (line.strip().partition(" ") for line in listed.splitlines()) if name.strip() == TRAIN]
-    for step in steps:
-        _ask("scancel", "--signal=TERM", step)
+    """SIGTERM to every rank of the training. Whether it was sent: the controller lists a step some
+    time after its `srun` has begun, and before its processes have."""
+    listed = _ask("squeue", "--noheader", "--steps", "--jobs", job_id, "--format", "%i %M %j")
+    fields = [line.split() for line in listed.splitlines()]
+    steps = [step for step, age, *name in fields if name == [TRAIN] and not _YOUNG.fullmatch(age)]
+    for step in steps:  # not by `scancel` itself: it asks all nodes of the job, and fails where the step is not
+        _ask("scancel", "--ctld", "--signal=TERM", step)
     return bool(steps)
 
 

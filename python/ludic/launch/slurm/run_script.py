@@ -12,6 +12,7 @@ from ludic.errors import ConfigError
 from ludic.exit_codes import DO_NOT_RETRY, TRY_AGAIN
 from ludic.launch.process import USAGE, Process, check_processes
 from ludic.launch.restarts import LONGEST_DELAY_S
+from ludic.launch.slurm.steps import YOUNG_S
 from ludic.launch.supervisor import POLITE, WINDOW_S
 from ludic.rank_environment import STOP_ONCE
 
@@ -85,6 +86,7 @@ def write_script(processes: Sequence[Process], folder: Path, job: SlurmJob, *, c
         stop=DO_NOT_RETRY,
         steps=steps,
         stop_once=STOP_ONCE,
+        young=YOUNG_S - 1,
     )
 
 
@@ -159,10 +161,15 @@ mkdir -p {logs} || exit 78
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 
 ask() {{ # NAME PID: SIGTERM for the step of that name; one for srun itself would kill the step
-    local step
-    step=$(squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format='%i %j' | awk -v name="$1" '$2 == name {{ print $1 }}')
-    if [[ -z $step ]] || ! scancel --signal=TERM "$step"; then
-        kill -TERM "$2" 2>/dev/null # it has not begun
+    local step age
+    while # a step is listed before its process has begun, which would miss the signal
+        read -r step age < <(squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format='%i %j %M' |
+            awk -v name="$1" '$2 == name {{ print $1, $3 }}')
+        [[ $age == 0:0[0-{young}] ]]
+    do sleep 1; done
+    # Through the controller: scancel itself asks all nodes of the job, and fails where the step is not.
+    if [[ -z $step ]] || ! scancel --ctld --signal=TERM "$step"; then
+        kill -TERM "$2" 2>/dev/null # there is no step yet
     fi
 }}
 

@@ -12,6 +12,9 @@ from ludic.rank_environment import STOP_ONCE
 
 TRAIN = "train"
 """The name of the step that trains."""
+YOUNG_S = 5
+"""At most 9. A step is listed before its processes have begun, and they would miss a signal: one of
+that age is asked to save later."""
 _URL, _ADDRESS = "inference.url=", "inference.trainer_address="
 _RESUME = "--resume"
 

@@ -73,7 +73,10 @@ async def connect_to_servers(
             find_url=find_url,
             headers=addresses.secret_headers(),
             timeout_s=timeout_s,
-            find_end=lambda: "the run was asked to stop" if is_stopped() else find_end(),
+            answer_s=recipe.inference.push_timeout_s,
+            wait_s=recipe.inference.push_wait_s,
+            find_end=find_end,
+            is_stopped=is_stopped,
         )
         try:
             with kept_current(publisher):
