@@ -3,6 +3,7 @@ broken link."""
 
 import importlib
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -57,3 +58,9 @@ def test_every_public_object_stands_on_one_page_under_its_shortest_path(pages):
     objects = {id(getattr(importlib.import_module(module), name)) for module, names in public.items() for name in names}
     shown = [id(getattr(importlib.import_module(path.rpartition(".")[0]), path.rpartition(".")[2])) for path in listed]
     assert sorted(shown) == sorted(objects)
+
+
+def test_the_menu_has_every_page(pages):
+    menu = re.findall(r"(\S+\.md)$", (ROOT / "site" / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    here = {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    assert sorted(menu) == sorted(here | set(pages.ROOT_PAGES.values()))
