@@ -5,9 +5,9 @@ import errno
 import io
 import json
 import os
+import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -36,9 +36,7 @@ def settings(folder: Path, text: str) -> str:
 def test_a_yaml_bomb_is_refused(tmp_path: Path) -> None:
     lines = ["a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12)]
-    started = time.monotonic()
     assert f"more than {MOST_VALUES:,} values" in refused("train", settings(tmp_path, "\n".join(lines)))
-    assert time.monotonic() - started < 20
 
 
 @pytest.mark.parametrize("text", ["&a [*a]", "a: &a {b: *a}", "a: &a\n  <<: *a\n  b: 1"])
@@ -233,7 +231,8 @@ def test_a_missing_local_model_is_not_looked_up_on_the_hub(tmp_path: Path, monke
     (tmp_path / "runs" / "first").mkdir(parents=True)
     (tmp_path / "file").write_text("")
     monkeypatch.chdir(tmp_path)
-    started = time.monotonic()
+    looked_up: list[object] = []
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *address, **_: looked_up.append(address) or [])
     for load in (load_tokenizer, lambda source: load_model(source, "float32")):
         with pytest.raises(ConfigError, match=r"runs/firts does not exist; did you mean runs/first\?"):
             load("runs/firts")
@@ -241,4 +240,4 @@ def test_a_missing_local_model_is_not_looked_up_on_the_hub(tmp_path: Path, monke
             load("file")
         with pytest.raises(ConfigError, match=r"\./nowhere does not exist"):
             load("./nowhere")
-    assert time.monotonic() - started < 10
+    assert not looked_up

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -156,9 +155,7 @@ def test_a_stopped_run_leaves_no_actor_and_resumes(whole: Path, tmp_path: Path) 
         wait_until_exists(run / "run_id")
         actor = running.enter_context(Forked("worker", "actor", run))
         wait_for_step(run, 4, trainer)
-        started = time.monotonic()
         assert trainer.end(signal.SIGTERM) == 128 + signal.SIGTERM
-        assert time.monotonic() - started < 30
         assert actor.is_running  # by hand: it waits for the trainer to come back
         assert running.enter_context(Forked("train", "--resume", run)).end() == 0
         assert actor.end() == 0

@@ -3,7 +3,6 @@ The laws of all logs come first."""
 
 import subprocess
 import threading
-import time
 
 import pytest
 import redis
@@ -143,20 +142,19 @@ def test_waiting_readers_get_an_entry_when_it_is_delivered(redis_log):
     redis_log.offer("trainer", [Work(0, 0)])
     lease = redis_log.lease("actor")
     found = []
-    reader = threading.Thread(target=lambda: found.extend(redis_log.read(None, timeout_s=30.0)))
-    started = time.monotonic()
+    reader = threading.Thread(target=lambda: found.extend(redis_log.read(None, timeout_s=1e6)), daemon=True)
     reader.start()
     redis_log.deliver(lease, b"x")
-    reader.join()
+    reader.join(300)
     assert numbers(found) == [0]
-    assert time.monotonic() - started < 20
 
 
 def test_a_server_that_stops_answering_ends_each_call_at_its_deadline(tmp_path):
     with running_redis(tmp_path) as server:
-        log = owned(server.url, deadline_s=0.5)
-        log.offer("trainer", [Work(0, 0)])
-        lease = log.lease("actor")
+        patient = owned(server.url, deadline_s=300.0)
+        patient.offer("trainer", [Work(0, 0)])
+        lease = patient.lease("actor")
+        log = RedisLog(server.url, "run", deadline_s=0.5)
         server.pause()
         try:
             for call in (
@@ -165,16 +163,12 @@ def test_a_server_that_stops_answering_ends_each_call_at_its_deadline(tmp_path):
                 lambda: log.stats(),
                 lambda: log.renew_claim("trainer"),
             ):
-                started = time.monotonic()
                 with pytest.raises(QueueError, match=r"did not answer within 0\.5 s"):
                     call()
-                assert time.monotonic() - started < 20
         finally:
             server.go_on()
-        deadline = time.monotonic() + 20
-        while not log.read(None) and time.monotonic() < deadline:
-            log.deliver(lease, b"x")  # the lost one may have arrived
-        assert numbers(log.read(None)) == [0]
+        patient.deliver(lease, b"x")  # the lost one may have arrived
+        assert numbers(patient.read(None)) == [0]
 
 
 def test_a_full_server_refuses_entries_and_still_lets_the_trainer_forget(tmp_path):
@@ -221,10 +215,8 @@ def test_passwords_are_used_and_never_shown(tmp_path, caplog):
         assert repr(log) == f"RedisLog('redis://***@{address}', 'run')"
         said = [repr(log)]
         for url in (f"redis://:wrong2secret@{address}", f"redis://{address}", f"redis://nobody:hunter2secret@{address}"):
-            started = time.monotonic()
             with pytest.raises(QueueRefused, match=r"refused a command: (Authentication|NoPermission)") as caught:
-                RedisLog(url, "run").version()
-            assert time.monotonic() - started < 20  # a wrong password is not tried until the deadline
+                RedisLog(url, "run", deadline_s=1e6).version()  # not tried until the deadline
             said.append(str(caught.value))
         with pytest.raises(OwnershipLost) as caught:
             log.claim("other", run="another")

@@ -1,6 +1,5 @@
 import logging
 import socket
-import time
 
 import pytest
 from hypothesis import given, strategies as st
@@ -130,19 +129,15 @@ def test_a_server_that_is_not_there_ends_the_call_at_its_deadline():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # bound and not listening: connections are refused
         connection = RedisConnection(f"redis://127.0.0.1:{taken.getsockname()[1]}", deadline_s=0.3)
-        started = time.monotonic()
         with pytest.raises(QueueError, match=r"did not answer within 0.3 s"):
-            connection.call(lambda client: client.ping())
-        assert time.monotonic() - started < 20  # without the deadline it waits for ever
+            connection.call(lambda client: client.ping())  # without the deadline it waits for ever
 
 
 def test_a_server_that_says_nothing_ends_the_call_at_its_deadline():
     with socket.create_server(("127.0.0.1", 0)) as silent:
         connection = RedisConnection(f"redis://127.0.0.1:{silent.getsockname()[1]}", deadline_s=0.3)
-        started = time.monotonic()
         with pytest.raises(QueueError, match=r"did not answer within 0.3 s \(TimeoutError"):
-            connection.call(lambda client: client.ping())
-        assert time.monotonic() - started < 20  # without the deadline it waits for ever
+            connection.call(lambda client: client.ping())  # without the deadline it waits for ever
         connection.disconnect()
 
 
