@@ -106,6 +106,22 @@ def repair_last_line(path: Path) -> None:
             file.write(b"\n")
 
 
+def measure_log(log: Path) -> int:
+    """The size of the log in bytes; 0 before its first line."""
+    return log.stat().st_size if log.is_file() else 0
+
+
+def truncate_log(log: Path, size: int) -> None:
+    """Remove the lines after the first `size` bytes. If no line ends there, it is a different log
+    and stays as it is."""
+    if not log.is_file() or log.stat().st_size <= size:
+        return
+    with log.open("r+b") as file:
+        file.seek(max(0, size - 1))
+        if size == 0 or file.read(1) == b"\n":
+            file.truncate(size)
+
+
 def _read_last_line(file: BinaryIO) -> tuple[int, bytes]:
     """Where the text behind the last line break begins, and that text.
 

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ludic.files.jsonl import measure_log, truncate_log
 from ludic.recipes.over_sampling import build_group_filter, choose_lag
 from ludic.recipes.schema import Recipe
-from ludic.runs.rollouts import TrainingRequests, measure_log, truncate_log
+from ludic.runs.rollouts import TrainingRequests
 from ludic.training.batching.source import BatchSourceBase
 from ludic.training.rollouts.engine import RolloutEngine
 from ludic.training.rollouts.ledger_state import check_number

@@ -12,6 +12,7 @@ from ludic.agents import Agent
 from ludic.context import GivenDialog
 from ludic.data.passes import Passes, shuffle_range
 from ludic.errors import ConfigError
+from ludic.files.jsonl import measure_log, truncate_log
 from ludic.inference import ChatClient, InferenceSpec, ReturnSpec, SamplingParams
 from ludic.inference.prompts.tokens import PromptTokens
 from ludic.inference.sampling import check_sampling
@@ -170,22 +171,6 @@ class OccasionallyLogged(BatchSourceBase):
 
     def _engines(self) -> dict[str, RolloutEngine]:
         return {"plain": self._plain.engine, "logged": self._logged.engine}
-
-
-def measure_log(log: Path) -> int:
-    """The size of the log in bytes; 0 before its first line."""
-    return log.stat().st_size if log.is_file() else 0
-
-
-def truncate_log(log: Path, size: int) -> None:
-    """Remove the lines after the first `size` bytes. If no line ends there, it is a different log
-    and stays as it is."""
-    if not log.is_file() or log.stat().st_size <= size:
-        return
-    with log.open("r+b") as file:
-        file.seek(max(0, size - 1))
-        if size == 0 or file.read(1) == b"\n":
-            file.truncate(size)
 
 
 class TrainingRequests:

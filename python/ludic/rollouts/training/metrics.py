@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import time
 from collections.abc import Mapping, Sequence
 from itertools import count, takewhile
@@ -13,7 +12,7 @@ from statistics import fmean, pstdev
 from typing import Any, Protocol, runtime_checkable
 
 from ludic.errors import ConfigError, ConfigTypeError, DataError
-from ludic.files.jsonl import parse_object
+from ludic.files.jsonl import parse_object, truncate_log
 from ludic.training.loggers.base import TrainingLogger
 from ludic.training.loggers.jsonl import JSONLLogger as JSONLines
 from ludic.training.loggers.wandb import WandbLogger as WandbRun
@@ -118,7 +117,7 @@ class JSONLLogger:
             return
         for path in reversed(files[1:]):  # the newest first, so that this can be killed and done again
             path.unlink()
-        os.truncate(files[0], mark)
+        truncate_log(files[0], mark)
         files[0].replace(self.path)
         self._num_lines = _count_lines(self.path)
 

@@ -32,6 +32,7 @@ from ludic.errors import ConfigError, ConfigTypeError, DataError
 from ludic.rollouts.training.packed_columns import pack_columns, unpack_columns
 from ludic.training.backend.futures import ImmediateTrainFuture, TrainFuture
 from ludic.training.rollouts.group_filters import COMPARING, name_of_filter
+from ludic.training.rollouts.hand_over import choose_max_lag
 from ludic.types import Message
 
 __all__ = [
@@ -313,20 +314,10 @@ class RolloutConfig(_Config):
         _check_choice(self, "order", Order)
         _check_choice(self, "on_exhausted", OnExhausted)
         _check_seed(self, self.seed)
-        self._check_over_sampling()
-        self._check_functions()
-
-    def _check_over_sampling(self) -> None:
+        choose_max_lag(self.over_sampling_factor, self.max_lag)
         if not 0 <= self.outage_patience_s < math.inf:
             raise ConfigError(f"outage_patience_s ({self.outage_patience_s}) must be >= 0 seconds, and finite")
-        factor, lag = self.over_sampling_factor, self.max_lag
-        if not (math.isfinite(factor) and factor >= 1.0):
-            raise ConfigError(f"over_sampling_factor ({factor}) must be at least 1.0, which keeps exactly one batch in the air")
-        if lag is not None and factor > 1 + lag:
-            raise ConfigError(
-                f"over_sampling_factor ({factor}) must be at most 1 + max_lag ({1 + lag}): more prompts are in the air than {1 + lag} "
-                f"batches train; raise max_lag to {math.ceil(factor - 1)}, or leave it out"
-            )
+        self._check_functions()
 
     def _check_functions(self) -> None:
         if self.generate_fn is None:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ludic.errors import StopRequested
 from ludic.event_loop import await_if_needed
+from ludic.files.jsonl import measure_log, truncate_log
 from ludic.inference.publishing import PolicyPublisher, Publisher, Version, WeightSource, as_publisher
 from ludic.recipes.actors import count_prompts_per_entry
 from ludic.recipes.schema import Recipe
@@ -27,7 +28,6 @@ from ludic.runs.actors.queue import make_run_id, open_queue
 from ludic.runs.actors.supervision import ActorProcesses
 from ludic.runs.checkpoints import read_kept_metadata
 from ludic.runs.directory import RunDirectory
-from ludic.runs.rollouts import measure_log, truncate_log
 from ludic.runs.sampler import Sampler
 from ludic.runs.stop_request import StopRequest
 from ludic.training.batching.source import BatchSourceBase
