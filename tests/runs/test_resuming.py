@@ -137,7 +137,7 @@ def test_a_changed_setting_is_refused_by_name(run: Path, before: str, after: str
 def test_settings_of_output_and_checkpoints_can_be_changed(run: Path) -> None:
     config = run / "config.yaml"
     config.write_text(config.read_text().replace("\nlog_every: ", "\nlog_every: 1"))
-    assert "is finished" in ludic("train", "--resume", str(run))
+    assert "is finished" in ludic("train", "--resume", str(run), "inference.push_timeout_s=600")
 
 
 def test_a_run_with_a_former_setting_name_resumes_with_its_value(run: Path) -> None:
