@@ -31,6 +31,12 @@ os.environ["LUDIC_SERVER_SECRETS"] = tempfile.mkdtemp(
 torch.set_num_threads(1)  # the models of most tests are too small to profit from a second thread
 
 
+def pytest_runtest_teardown():
+    """Each test begins with one thread. A command sets the threads of its run, and those after it
+    would compete with the other processes of tests, and round otherwise than alone."""
+    torch.set_num_threads(1)
+
+
 def pytest_collection_finish():
     """The garbage collector looks at no module or test again, and collects less often: with the
     default of 700 new objects it took a fifteenth of the time of all tests."""

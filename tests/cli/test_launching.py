@@ -195,7 +195,7 @@ def test_two_trainers_save_and_end_after_a_signal_to_the_command(tmp_path):
     run = tmp_path / "run"
     settings = [*SFT, "steps=100000", f"output={tmp_path}", "name=run", "ranks=2", "checkpoint.every_n_steps=5"]
     with Forked("sft", *settings) as command:
-        wait_until_exists(run / "checkpoints")
+        wait_until_exists(run / "checkpoints" / "latest.json")  # both ranks train
         pids = [process["pid"] for process in json.loads((run / "launch.json").read_text())["processes"]]
         assert command.end(signal.SIGTERM) == 128 + signal.SIGTERM
     assert not any(is_running(pid) for pid in pids)

@@ -4,10 +4,10 @@ and the error says who serves what."""
 import asyncio
 import contextlib
 import json
-import socket
 import threading
 
 import pytest
+from free_ports import free_port
 from jumping_loop import play_jumping
 from safetensors.torch import load_file, save_file
 from stub_sglang import StubSGLang
@@ -102,12 +102,6 @@ def fleet(start, sglang):
     fleet = Fleet(start(), sglang())
     yield fleet
     fleet.held.set()
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 VLLM, SGLANG, CUSTOM = range(3)

@@ -2,6 +2,7 @@
 reward."""
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -23,6 +24,7 @@ def example() -> ModuleType:
 
 def test_every_stage_runs(example: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(example, "TASK", example.DigitSort(digits=3, right=0.5, backwards=0.25, num_heldout=2))
+    monkeypatch.setattr(example, "NETWORK", replace(example.NETWORK, hidden_size=32, intermediate_size=64))
     rounds = example.main(sft_steps=20, problems=20, rm_steps=3, rl_steps=1, rounds=2)
     assert [(before.stage, after.stage) for before, after in rounds] == [
         ("round 1, before", "round 1, after"),

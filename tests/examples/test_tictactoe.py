@@ -28,7 +28,11 @@ def load():
 
 @pytest.mark.parametrize("self_play", [False, True])
 def test_the_example_runs(self_play, capsys):
-    before, after = asyncio.run(load().run(warmup=2, steps=1, self_play=self_play))
+    example = load()
+    games, measure = example.training_games, example.measure
+    example.training_games = lambda rng, **settings: games(rng, **settings)[:6]
+    example.measure = lambda client: measure(client, games=20)
+    before, after = asyncio.run(example.run(warmup=2, steps=1, self_play=self_play))
     assert before.keys() == after.keys() == {f"not lost as {mark} ({who})" for mark in "XO" for who in ("random", "perfect")}
     assert "reinforced in" in capsys.readouterr().out
 

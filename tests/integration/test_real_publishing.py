@@ -60,22 +60,34 @@ def test_the_cache_of_old_weights_is_reset(server):
 
 
 def test_a_request_that_spans_a_push_reports_the_version_of_each_token(server):
+    """Requests follow each other until the push is done, so that one is under way at any moment."""
     publisher = create_vllm_publisher(server.url)
     before, after = perturb(server.model, seed=4), perturb(server.model, seed=5)
     publisher.publish(weights(before), version=4)
-    answers = []
-    thread = threading.Thread(target=lambda: answers.append(generate(server, max_tokens=450)))
-    thread.start()
-    while running_requests(server) < 1:
-        assert thread.is_alive()
-    publisher.publish(weights(after), version=5)
-    thread.join(120)
-    ((ids, logprobs, spans),) = answers
-    assert [span["version"] for span in spans] == ["4", "5"]
-    for span, model in zip(spans, (before, after), strict=True):
-        tokens = logprob_differences(model, ids, logprobs)[span["start"] : span["end"]]
-        assert len(tokens)
-        assert tokens.max().item() < CLOSE  # what came before is read again with the new weights
+    answers, is_pushed = [], threading.Event()
+
+    def generate_until_pushed():
+        while not is_pushed.is_set():
+            answers.append(generate(server, max_tokens=450))
+
+    threads = [threading.Thread(target=generate_until_pushed) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        while running_requests(server) < 2:
+            assert all(thread.is_alive() for thread in threads)
+        publisher.publish(weights(after), version=5)
+    finally:
+        is_pushed.set()
+        for thread in threads:
+            thread.join(120)
+    models = {"4": before, "5": after}
+    assert any([span["version"] for span in spans] == ["4", "5"] for _, _, spans in answers)
+    for ids, logprobs, spans in answers:
+        for span in spans:
+            tokens = logprob_differences(models[span["version"]], ids, logprobs)[span["start"] : span["end"]]
+            assert len(tokens)
+            assert tokens.max().item() < CLOSE  # what came before is read again with the new weights
 
 
 def begin(server, count=None, shapes=None):

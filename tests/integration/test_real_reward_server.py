@@ -80,8 +80,8 @@ async def test_text_is_scored_by_its_ids_and_normalised_as_locally(served):
     async with client(served) as using:
         text, tokens = await using.score_batch(["2+2=4", ids], normalize=False)
         [normalised] = await using.score_batch([ids])
-    assert text == tokens
-    assert normalised == pytest.approx(torch.tensor(tokens).sigmoid().item(), abs=1e-6)
+    assert text == pytest.approx(tokens, abs=1e-5)  # each request has a forward pass of its own, or shares one
+    assert normalised == pytest.approx(torch.tensor(tokens).sigmoid().item(), abs=1e-5)
 
 
 @pytest.mark.parametrize("ids", [[], [272], [5] * 129])

@@ -86,7 +86,11 @@ def test_both_endpoints_with_local_or_remote_rendering_give_the_same_tokens(vllm
 
     rendered, completions = run(vllm_server, scenario)
     served, info = run(vllm_server, chat, tokenizer=None)
-    assert rendered.to_trace() == completions.to_trace() == served.to_trace()
+    for other in (completions, served):
+        expected, trace = rendered.to_trace(), other.to_trace()
+        # The prompt is in the prefix cache now: what is computed together is not what it was.
+        assert trace.completion_logprobs == pytest.approx(expected.completion_logprobs, abs=1e-5)
+        assert replace(trace, completion_logprobs=expected.completion_logprobs) == expected
     assert info["policy_version"] == 0
 
 

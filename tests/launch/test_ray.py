@@ -34,7 +34,7 @@ def test_a_run_on_ray_ends_right_whatever_is_killed_and_unsafe_clusters_are_refu
     assert local["status"] == 0, local
     assert [target for target, _ in local["seconds"]] == KILLS
     assert (local["left"], local["hosts"]) == ([], ["127.0.0.1"])
-    assert results["driver"] < 5.0  # seconds until nothing was left
+    assert results["driver"]["left"] == []
     assert machines["status"] == 0, machines
     assert machines["left"] == []
     assert "asked for big 64 CPU; the cluster has 3 machines (" in results["no room"][1]

@@ -4,7 +4,8 @@ scripts, and a real run."""
 import sys
 
 import pytest
-from slurm_cluster import free_ports, slurm_cluster_or_skip, wait_until
+from free_ports import free_ports
+from slurm_cluster import slurm_cluster_or_skip, wait_until
 
 from ludic.launch.process import Process
 from ludic.launch.slurm import SlurmJob, SlurmSettings, batch_script, write_script

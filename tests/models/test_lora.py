@@ -182,11 +182,11 @@ def test_the_head_is_found_behind_adapters():
 # --- merging
 
 
-def test_a_thousand_publications_leave_every_weight_bitwise_unchanged():
+def test_a_hundred_publications_leave_every_weight_bitwise_unchanged():
     model = perturb_trainable(apply_lora(causal_model("Qwen2"), LoraSettings(rank=2)).bfloat16())
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     first = {name: tensor.clone() for name, tensor in published_weights(model).items()}
-    for _ in range(1000):
+    for _ in range(100):
         last = published_weights(model)
     assert_same_tensors(model.state_dict(), before)
     assert_same_tensors(last, first)

@@ -43,7 +43,7 @@ def test_unset_values_are_the_trainers_defaults() -> None:
     assert compose().trainer.max_empty_batches == TrainerConfig().max_empty_batches
 
 
-@settings(max_examples=20)  # each example reads and writes files
+@settings(max_examples=8)  # each example reads and writes files
 @given(lr=st.floats(1e-8, 1.0), seed=st.integers(0, 2**31))
 def test_a_resolved_recipe_survives_writing_and_reading(tmp_path_factory: pytest.TempPathFactory, lr: float, seed: int) -> None:
     recipe = compose(["addition", f"trainer.lr={lr!r}", f"seed={seed}"])

@@ -18,6 +18,7 @@ from ranked_commands import (
     largest_difference,
     ludic_command,
     metrics_of,
+    signal_before_step,
     with_sgd,
 )
 from tiny_recipe import TINY
@@ -130,25 +131,36 @@ def test_a_wrong_setting_on_one_rank_leaves_no_folder_and_is_not_retried(tmp_pat
     assert not (tmp_path / "run").exists()
 
 
+def asked_to_end_before_step_4(environment, signalled, *arguments):
+    """Rank `signalled` gets SIGTERM."""
+    signal_before_step(environment, 4, signalled, signal.SIGTERM)
+    ludic_command(environment, *arguments)
+
+
 @pytest.mark.parametrize("signalled", [0, 1])
 def test_a_signal_to_one_rank_saves_and_ends_all_and_the_run_resumes(signalled, tmp_path):
-    settings = [*SFT, "rows=200", "epochs=2", f"output={tmp_path}"]
-    with Ranks(tmp_path / "log", 2, "sft", *settings, "name=run") as run:
-        run.wait_for(has_steps(tmp_path / "run", 3))
-        run.kill(signalled, signal.SIGTERM)
+    settings = [*SFT, "epochs=2", f"output={tmp_path}"]
+    with Ranks(tmp_path / "log", 2, signalled, "sft", *settings, "name=run", work=asked_to_end_before_step_4) as run:
         assert run.wait() == [128 + signal.SIGTERM] * 2, run.read_all()
     assert json.loads((tmp_path / "run" / "progress.json").read_text())["phase"] == "sft"
     world_size = 2 - signalled  # a run resumes on any number of ranks; on as many it is the same run
     with Ranks(tmp_path / "again", world_size, "sft", "--resume", str(tmp_path / "run")) as run:
         assert run.wait() == [0] * world_size, run.read_all()
     steps = [line["step"] for line in metrics_of(tmp_path / "run") if "train/loss" in line]
-    assert steps == list(range(1, len(steps) + 1))
+    assert steps == list(range(1, 13))  # 36 rows in batches of 6, twice
     assert json.loads((tmp_path / "run" / "progress.json").read_text())["phase"] == "done"
     if world_size == 1:
         return
     with Ranks(tmp_path / "whole-log", 2, "sft", *settings, "name=whole") as run:
         assert run.wait() == [0, 0], run.read_all()
     assert largest_difference(tmp_path / "run", tmp_path / "whole") == 0.0
+
+
+def killed_before_step_6(environment, *arguments):
+    """Rank 1 is killed, and two steps after a checkpoint are lost, or one if rank 0 ends before it
+    has logged the other."""
+    signal_before_step(environment, 6, 1, signal.SIGKILL)
+    ludic_command(environment, *arguments)
 
 
 def begun_again(environment, *arguments):
@@ -158,16 +170,14 @@ def begun_again(environment, *arguments):
 
 
 def test_ranks_that_are_started_again_resume_what_they_began(tmp_path):
-    arguments = ["sft", *SFT, "rows=200", "checkpoint.every_n_steps=2", f"output={tmp_path}", "name=run"]
-    with Ranks(tmp_path / "log", 2, *arguments) as run:
-        run.wait_for(has_steps(tmp_path / "run", 4))
-        run.kill(1)
+    arguments = ["sft", *SFT, "rows=80", "checkpoint.every_n_steps=3", f"output={tmp_path}", "name=run"]
+    with Ranks(tmp_path / "log", 2, *arguments, work=killed_before_step_6) as run:
         assert run.wait() == [75, -signal.SIGKILL]
     with Ranks(tmp_path / "again", 2, *arguments, work=begun_again) as run:
         assert run.wait() == [0, 0], run.read_all()
     steps = [line["step"] for line in metrics_of(tmp_path / "run") if "train/loss" in line]
-    assert steps == list(range(1, len(steps) + 1))
-    assert "steps of sft are repeated" in run.read(0, "out") or len(steps) > 4
+    assert steps == list(range(1, 13))  # 72 rows in batches of 6
+    assert "steps of sft are repeated" in run.read(0, "out")
     with Ranks(tmp_path / "other", 2, *arguments) as run:  # by a launcher that began nothing
         assert set(run.wait()) == {78}
         assert "exists already" in run.read(0, "err")

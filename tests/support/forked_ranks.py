@@ -6,7 +6,6 @@ import json
 import os
 import sys
 import tempfile
-import time
 import traceback
 from pathlib import Path
 
@@ -22,7 +21,7 @@ DEADLINE_S = 120
 def run_ranks(world, function, *arguments, may_fail=False):
     """[result of each rank] of `function(rank, world, *arguments)`, which is JSON, on `world` ranks
     of a gloo group. A rank that raises ends all with an error; with `may_fail` its result is
-    `{"error", "seconds"}`."""
+    `{"error"}`."""
     with tempfile.TemporaryDirectory() as place:
         pids = [_fork(rank, world, Path(place), function, arguments, may_fail) for rank in range(world)]
         codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
@@ -40,13 +39,12 @@ def _fork(rank, world, place, function, arguments, may_fail):
         torch.set_num_threads(1)
         timeout = datetime.timedelta(seconds=60)
         dist.init_process_group("gloo", init_method=f"file://{place}/store", rank=rank, world_size=world, timeout=timeout)
-        started = time.perf_counter()
         try:
             result = function(rank, world, *arguments)
         except Exception as error:
             if not may_fail:
                 raise
-            result = {"error": f"{type(error).__name__}: {error}", "seconds": time.perf_counter() - started}
+            result = {"error": f"{type(error).__name__}: {error}"}
         (place / f"rank{rank}").write_text(json.dumps(result))
         dist.barrier()
         code = 0

@@ -139,7 +139,7 @@ while True:
         end = time.process_time() + 0.1
         while time.process_time() < end: pass
         os._exit(0)
-    time.sleep(0.1)""", RunStatus.TIMEOUT),
+    fails(os.wait, ChildProcessError)""", RunStatus.TIMEOUT),
     Hostile("killing its watcher", "os.kill(os.getppid(), signal.SIGKILL); time.sleep(100)", RunStatus.KILLED),
     Hostile("stopping its watcher", "os.kill(os.getppid(), signal.SIGSTOP); time.sleep(100)", RunStatus.KILLED),
     Hostile("closed pipes", "for end in (0, 2): os.close(end)"),

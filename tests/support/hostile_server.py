@@ -54,8 +54,8 @@ def endless(server, connection):
 
 
 def bomb(server, connection):
-    """Send 100 KB that decompress to 100 MB."""
-    connection.sendall(response_bytes(gzip.compress(b" " * 10**8), content_encoding="gzip"))
+    """Send 100 KB that decompress to 20 MB."""
+    connection.sendall(response_bytes(gzip.compress(b" " * (2 * 10**7), compresslevel=1), content_encoding="gzip"))
 
 
 def redirect(to, status="307 Temporary Redirect"):

@@ -118,10 +118,10 @@ def cheapest(lengths: Sequence[int], budget: int, overhead: int, partitions: Ite
 
 
 def least_seconds(run: Callable[[], Result], tries: int = 5) -> tuple[float, Result]:
-    """Best time of a few runs, since other work runs on the machine."""
+    """Least CPU time of a few runs, since other work runs on the machine."""
     times = []
     for _ in range(tries):
-        begin = time.perf_counter()
+        begin = time.process_time()
         result = run()
-        times.append(time.perf_counter() - begin)
+        times.append(time.process_time() - begin)
     return min(times), result

@@ -5,12 +5,12 @@ import json
 import os
 import shutil
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
 
 from forkserver import FORKSERVER
+from free_ports import free_port
 from tiny_recipe import TINY
 
 from ludic.rank_environment import RankEnvironment
@@ -19,11 +19,6 @@ PATIENCE_S = 120.0
 NETWORK = [argument for argument in TINY if argument.startswith("network.")]
 PAIRS = [*NETWORK, "threads=1", "pairs=40", "task.args.num_heldout=40", "batch_size=6", "epochs=1"]
 REWARD = ["reward=byte_rewards:mean_id", "task.args.max_new_tokens=4", "task.args.num_heldout=3"]
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 class Ranks:
@@ -101,17 +96,23 @@ def with_sgd(environment, *arguments):
 
 def killed_before_step_4(environment, *arguments):
     """`with_sgd`, where rank 1 gets SIGKILL as soon as it begins step 4."""
+    signal_before_step(environment, 4, 1, signal.SIGKILL)
+    with_sgd(environment, *arguments)
+
+
+def signal_before_step(environment, step, rank, signum):
+    """One rank sends itself a signal as soon as it begins this step: at the same moment, however
+    busy the machine is."""
     from ludic.training import Trainer
 
     train_step = Trainer.train_step
 
     async def train_until_then(self):
-        if environment.rank == 1 and self.current_step == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
+        if environment.rank == rank and self.current_step == step - 1:
+            os.kill(os.getpid(), signum)
         return await train_step(self)
 
     Trainer.train_step = train_until_then
-    with_sgd(environment, *arguments)
 
 
 def copied_before_step_3(environment, *arguments):

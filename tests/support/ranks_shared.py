@@ -5,7 +5,6 @@ it found as JSON."""
 import asyncio
 import json
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -35,18 +34,19 @@ class FailingSource(BatchSourceBase):
         raise self.failures.pop(0)
 
 
-class SlowSource(BatchSourceBase):
-    """Takes its time for the first batch and for finishing."""
+class WithheldSource(BatchSourceBase):
+    """Gives its first batch once the file `asked_for` is there."""
 
-    def __init__(self, seconds):
-        self.seconds = seconds
+    def __init__(self, asked_for):
+        self.asked_for = asked_for
 
     async def next_batch(self):
-        await asyncio.sleep(self.seconds)
+        while not self.asked_for.exists():
+            await asyncio.sleep(0.01)
         return SAWBatch(sorting_items(2))
 
     async def finish_pending(self, timeout_s=0.0):
-        await asyncio.sleep(self.seconds)
+        await asyncio.sleep(0.1)
 
 
 def only_on_rank_0(source):
@@ -84,16 +84,17 @@ def find_errors():
     return members, found
 
 
-def find_patience():
-    """A batch that comes too late for the others, who then read it; and one that nobody sends."""
-    source = SharedBatches(only_on_rank_0(SlowSource(1.0)), patience_s=0.2 if ranks.rank() else 60.0)
+def find_patience(folder):
+    """A batch that comes too late for the others, who then read it."""
+    given_up = folder / "given_up"
+    source = SharedBatches(only_on_rank_0(WithheldSource(given_up)), patience_s=0.2 if ranks.rank() else 60.0)
     error = None if ranks.rank() == 0 else error_of(source.next_batch)
     source._patience_s = 60.0
-    started = time.monotonic()
+    if ranks.rank() == 1:
+        given_up.touch()
     batch = asyncio.run(source.next_batch())
-    waited = time.monotonic() - started
     asyncio.run(source.finish_pending(60.0))
-    return error, len(batch.items), waited
+    return error, len(batch.items)
 
 
 def find_stop():
@@ -156,7 +157,7 @@ def main(rank, store, out, world, resume):
     found = {"runs": runs}
     if resume == "no":
         members, errors = find_errors()
-        found |= {"members": members, "errors": errors, "patience": find_patience()}
+        found |= {"members": members, "errors": errors, "patience": find_patience(folder)}
         found |= {"disorder": find_disorder(), "impure": find_impure(folder / "impure")}
         found |= {"stop": find_stop()}  # last, since it is one of the run
     gathered = ranks.gather_json(found)

@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from processes import is_running
+from processes import wait_for_end
 
 TOKEN = "0123456789abcdef0123456789abcdef"
 ROLES = Path(__file__).with_name("ray_roles.py")
@@ -49,13 +49,11 @@ def start_node(environment, *arguments):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def seconds_until_gone(pids):
+def watch_the_end(pids):
+    """Those that still run after a minute, and the seconds until the others had ended."""
     began = time.monotonic()
-    while left := [pid for pid in pids if is_running(pid)]:
-        if time.monotonic() - began > 10:
-            return {pid: Path(f"/proc/{pid}/stat").read_text() for pid in left}
-        time.sleep(0.01)
-    return round(time.monotonic() - began, 2)
+    left = [pid for pid in pids if not wait_for_end(pid)]
+    return {"left": left, "seconds": round(time.monotonic() - began, 2)}
 
 
 def scenarios(folder, targets):
@@ -63,7 +61,7 @@ def scenarios(folder, targets):
     nodes = [target for target in targets if target.startswith("node of ")]
     kills = [target for target in targets if target not in nodes]
     yield "local", play(folder / "local", "local", kills, {}, {"num_cpus": 4})
-    yield "driver", seconds_until_gone(play(folder / "driver", "local", ["driver"], {}, {"num_cpus": 4}))
+    yield "driver", watch_the_end(play(folder / "driver", "local", ["driver"], {}, {"num_cpus": 4}))
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
     start_node(token, "--head", "--port=6399", "--num-cpus=0", "--include-dashboard=false")
     for _ in range(2):

@@ -7,14 +7,14 @@ It needs Linux, root and Debian's archive; where one is missing, tests that ask 
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from free_ports import free_ports
 
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge")
 DEADLINE_S = 120
@@ -122,20 +122,6 @@ class SlurmCluster:
     def processes(self) -> str:
         """The command lines of all processes of the cluster."""
         return self.run("ps", "-eo", "args")
-
-
-def free_ports(count: int) -> int:
-    """The first of so many consecutive ports that nobody listens on."""
-    for _ in range(1000):
-        with ExitStack() as bound:
-            first = bound.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
-            try:
-                for port in range(first + 1, first + count):
-                    bound.enter_context(socket.create_server(("127.0.0.1", port)))
-            except (OSError, OverflowError):
-                continue
-            return first
-    raise AssertionError(f"no {count} consecutive free ports")
 
 
 def wait_until(holds, what: str, deadline_s: float = DEADLINE_S) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from ludic.envs.line_process import LineProcess
 from ludic.envs.maths import MathGrader
 from ludic.envs.maths.grader import GraderCounts, shared_grader
 from ludic.errors import ConfigError, GradingError, MissingExtraError
@@ -98,7 +99,6 @@ def test_a_hanging_comparison_is_stopped_and_the_next_one_is_graded(grader, monk
 
 def test_a_comparison_whose_parent_is_gone_ends_itself(tmp_path):
     """The process enforces the deadline of the request itself, even if nobody waits for it."""
-    from ludic.envs.line_process import LineProcess
     from ludic.envs.maths.grader import WORKER
 
     process = LineProcess([sys.executable, "-P", str(WORKER), "4096"])
@@ -148,12 +148,18 @@ def test_a_process_that_is_never_ready_is_an_error(tmp_path):
     grader.close()
 
 
-def test_many_answers_share_few_processes_and_hanging_ones_fail_alone(tmp_path):
+def test_many_answers_share_few_processes_and_hanging_ones_fail_alone(tmp_path, monkeypatch):
     """40 answers of which every fifth hangs: exact counts, and every other answer gets its own
-    grade."""
+    grade. Only the hanging ones have a short deadline, so that none of the others misses one."""
+    ask = LineProcess.ask
+
+    def ask_within(process, request, *, timeout_s):
+        return ask(process, request, timeout_s=0.1 if request["answer"] == "hang" else timeout_s)
+
+    monkeypatch.setattr(LineProcess, "ask", ask_within)
     body = "time.sleep(60 if request['answer'] == 'hang' else 0)\nprint(json.dumps({'correct': request['answer'] == request['target']}), flush=True)"  # noqa: E501
     processes, files = children(), open_files()
-    grader = MathGrader(command=script(tmp_path, body), workers=4, timeout_s=1.0)
+    grader = MathGrader(command=script(tmp_path, body), workers=4, timeout_s=60.0)
     answers = ["hang" if n % 5 == 0 else str(n) for n in range(40)]
 
     async def all_of_them():

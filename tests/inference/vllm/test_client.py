@@ -428,12 +428,12 @@ def test_an_aborted_request_is_retried_and_never_an_answer(server, path):
 
 def test_requests_wait_during_a_pause_and_continue_after_a_resume(server):
     async def scenario(client):
-        httpx2.post(f"{server.url}/pause?mode=keep", timeout=5)
+        httpx2.post(f"{server.url}/pause?mode=keep", timeout=60)
         asked = asyncio.create_task(client.complete(rl()))
         while not server.bodies(GENERATE):
             await asyncio.sleep(0.001)
         assert not asked.done()
-        httpx2.post(f"{server.url}/resume", timeout=5)
+        httpx2.post(f"{server.url}/resume", timeout=60)
         return await asked
 
     response, _ = run(server, scenario)

@@ -45,7 +45,7 @@ def test_masters_move_where_most_bfloat16_weights_would_round_back():
 
 
 def test_bfloat16_weights_follow_those_of_a_float32_run():
-    """200 steps at 1e-5 move a weight by at most 2e-3, less than half the bfloat16 spacing of most
+    """100 steps at 1e-5 move a weight by at most 1e-3, less than half the bfloat16 spacing of most
     weights. The two runs still stay together."""
     initial = weights_of(half_model())
     ends = {}
@@ -54,7 +54,7 @@ def test_bfloat16_weights_follow_those_of_a_float32_run():
         ("masters", half_model(), True),
         ("bfloat16", half_model(), False),
     ):
-        make_trainer(model, master_weights=master_weights).train_sync(200)
+        make_trainer(model, master_weights=master_weights).train_sync(100)
         ends[name] = weights_of(model)
 
     def along(name):

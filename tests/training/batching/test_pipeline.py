@@ -227,8 +227,13 @@ async def test_what_cannot_be_sent_is_logged_and_left_out(caplog):
 
 async def test_an_actor_ends_when_it_is_cancelled_while_the_queue_is_full():
     log, engine = memory_log(), Engine(*([item("a")] for _ in range(9)))
-    with pytest.raises(TimeoutError):
-        await asyncio.wait_for(run_pipeline_actor(engine, list, EpisodicReturn(), "", log=log, max_entries=1), timeout=0.05)
+    actor = asyncio.create_task(run_pipeline_actor(engine, list, EpisodicReturn(), "", log=log, max_entries=1))
+    async with asyncio.timeout(30):
+        while len(engine.batches) > 7:  # the second batch has no room
+            await asyncio.sleep(0.001)
+    actor.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await actor
     assert log.stats().entries == 1
 
 
@@ -436,7 +441,7 @@ async def test_waiting_for_actors_ends():
 async def test_the_event_loop_goes_on_while_a_source_waits():
     class Slow(MemoryLog):
         def read(self, after, **settings):
-            assert asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(timeout=5) is None  # the loop answers
+            assert asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(timeout=60) is None  # the loop answers
             return MemoryLog.read(self, after, **settings)
 
     loop, log = asyncio.get_running_loop(), Slow(Clock())

@@ -76,11 +76,10 @@ def check_errors(everyone):
         *("RequestsExhausted", "StopRequested", "StopAsyncIteration", "DataError", "OSError", "RankError")
     ]
     assert [text for _, text in second["errors"][:5]] == [text for _, text in first["errors"][:5]]
-    error, samples, waited = second["patience"]
+    error, samples = second["patience"]
     assert error[0] == "RankError"
     assert "for rank 0 (batch 0), which gave none; look for the cause there, or raise patience_s (0.2 s)" in error[1]
     assert (samples, first["patience"][1]) == (2, 2)
-    assert waited > 0.1
     assert first["stop"] == second["stop"] == [9, ["StopRequested", "the run was asked to stop"]]
     assert "waits for rank 0 (finished), which is at another point of the run (batch)" in second["disorder"][1]
     [[impure, failing], [other_impure, other_failing]] = first["impure"], second["impure"]

@@ -75,8 +75,8 @@ class Agent:
     ("work", "status"),
     [
         ("end(0)", 0),
-        ('end(75) if rank == "1" else wait_for(here / "never")', 75),
-        ('os.kill(os.getpid(), 9) if rank == "1" else wait_for(here / "never")', 137),
+        ('wait_for(here / ("ready0" if rank == "1" else "never"))\nend(75)', 75),
+        ('wait_for(here / ("ready0" if rank == "1" else "never"))\nos.kill(os.getpid(), 9)', 137),
     ],
     ids=["done", "try again", "killed"],
 )

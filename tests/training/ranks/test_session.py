@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from free_ports import free_port
 from torch.distributed import TCPStore
 
 from ludic.errors import ConfigError, RankError
@@ -112,8 +113,7 @@ def test_the_store_listens_at_its_address_alone_and_a_port_in_use_is_named():
 
 
 def test_a_store_that_is_not_there_is_named_at_the_deadline():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_port()
     with pytest.raises(RankError, match=rf"rank 1 of 2 found no store at 127.0.0.1:{port} within 0.2 s"):
         session._open_store(RankEnvironment(1, 2, 1, "127.0.0.1", port), 0.2)
 

@@ -6,6 +6,7 @@ import json
 
 import pytest
 from hypothesis import given, strategies as st
+from jumping_loop import play_jumping
 from playing import FOR_RL, Counting, ScriptedClient, play, protocol
 
 from ludic.errors import ConfigError, RolloutError
@@ -176,12 +177,12 @@ def counts(batch):
 def test_a_failing_episode_is_counted_and_the_others_are_played(broken, cause):
     Counting.made.clear()
     eng = engine(episode_timeout_s=0.05)
-    batch = play(eng.generate_batch([request(), broken, request()], credit_assigner=ConstantCredit()))
+    batch = play_jumping(eng.generate_batch([request(), broken, request()], credit_assigner=ConstantCredit()))
     assert counts(batch) == (3, 1, 1, 1)
     assert [item.meta["episode_idx"] for item in batch.items] == [0, 2]
     assert all(env.closed for env in Counting.made)
     with pytest.raises(RolloutError, match=cause):
-        play(eng.generate_rollouts([broken], 1))
+        play_jumping(eng.generate_rollouts([broken], 1))
 
 
 def test_an_episode_without_tokens_is_left_out_of_the_batch_and_not_retried():
@@ -213,7 +214,7 @@ def test_an_interrupt_in_an_environment_ends_the_run():
 
 def test_an_episode_without_a_time_limit_is_not_cut_off():
     with pytest.raises(TimeoutError):
-        play(asyncio.wait_for(engine().generate_rollouts([request("forever")], 1), 0.1))
+        play_jumping(asyncio.wait_for(engine().generate_rollouts([request("forever")], 1), 1e6))
     with pytest.raises(ConfigError, match="episode_timeout_s"):
         engine(episode_timeout_s=0)
 
@@ -221,7 +222,7 @@ def test_an_episode_without_a_time_limit_is_not_cut_off():
 def test_the_time_limit_of_an_episode_starts_when_it_is_played():
     """The second episode starts after the first has used up a whole time limit."""
     eng = engine(episode_timeout_s=0.05, max_retries=0)
-    batch = play(eng.generate_batch([request("forever"), request()], credit_assigner=ConstantCredit(), concurrency=1))
+    batch = play_jumping(eng.generate_batch([request("forever"), request()], credit_assigner=ConstantCredit(), concurrency=1))
     assert counts(batch) == (2, 0, 1, 1)
 
 
