@@ -22,6 +22,7 @@ from ludic.event_loop import await_if_needed
 from ludic.training import ranks
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.backend.protocol import TrainingBackend
+from ludic.training.batching.fractions import refuse_fractions
 from ludic.training.batching.micro_batching import MicroBatch
 from ludic.training.batching.mini_batches import MacroBatch
 from ludic.training.batching.source import BatchSourceBase
@@ -203,7 +204,9 @@ def _own_forward(run: PreparedRun) -> ForwardLogps:
 
 
 def candidates_of(macro: MacroBatch) -> Candidates:
-    """The samples as columns. Raises DataError for a sample without a group."""
+    """The samples as columns. Raises DataError for a sample without a group, and for tokens that
+    count in part."""
+    refuse_fractions(macro.items, "a batch credit compares whole answers")
     groups = [_group(item, macro.name(row)) for row, item in enumerate(macro.items)]
     rollouts = [item.meta.get("rollout_id", ("row", row)) for row, item in enumerate(macro.items)]
     reference = macro.token_columns.get("reference_logps")

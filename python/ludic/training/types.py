@@ -140,11 +140,15 @@ class SampleAttachments:
     """[A] log-probabilities of the action tokens under a reference, computed beforehand: a list of
     floats or a one-dimensional float array. If all samples of a batch have them, no reference
     scores the batch. They do not travel between processes, nor into checkpoints of batches."""
+    action_fractions: list[float] | None = None
+    """[A] what each action token counts for, a number > 0: a token of 0.5 is half a token in sums
+    and in numbers of tokens. A list of floats or a one-dimensional float array. None: 1 each."""
 
     def __post_init__(self) -> None:
-        logps = self.reference_logps
-        if logps is not None and not (is_float_array(logps) or is_list_of(logps, float, int)):
-            raise DataTypeError(f"reference_logps must be a List[float] or a float array, got {type(logps).__name__}")
+        for name in ("reference_logps", "action_fractions"):
+            values = getattr(self, name)
+            if values is not None and not (is_float_array(values) or is_list_of(values, float, int)):
+                raise DataTypeError(f"{name} must be a List[float] or a float array, got {type(values).__name__}")
 
     def check_sendable(self) -> None:
         """Raise DataError for what no codec of samples carries."""

@@ -3,6 +3,7 @@ sample and the remedy."""
 
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
@@ -110,9 +111,15 @@ def test_a_wrong_sample_is_named_with_the_remedy(changes, remedy):
         check_sample(sample(**changes))
 
 
-def test_the_trainer_wants_a_binary_mask_and_something_to_train():
-    with pytest.raises(DataError, match="sample 9 has values other than 0 and 1"):
-        item_of_sample(sample(loss_mask=[0, 0, 0.5, 1]))
+def test_a_mask_with_fractions_is_where_tokens_are_trained_and_what_they_count_for():
+    item = item_of_sample(sample(loss_mask=[0, 0.1, 1, 0.0]))
+    assert (item.action_mask, item.attachments.action_fractions) == ([0, 1, 1, 0], [float(np.float32(0.1)), 1.0])
+    assert item_of_sample(sample(loss_mask=[0, 1.0, 1, 0.0])).attachments.action_fractions is None
+    with pytest.raises(DataError, match="sample 9 has fractions, which an episode cannot have; round them"):
+        rollout_of_sample(sample(loss_mask=[0, 0.1, 1, 1]))
+
+
+def test_the_trainer_wants_something_to_train():
     with pytest.raises(DataError, match="sample 9 has no token to train on"):
         item_of_sample(sample(loss_mask=[0] * 4))
     with pytest.raises(DataError, match="sample 2 has 1 tokens"):

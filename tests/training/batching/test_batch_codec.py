@@ -28,9 +28,9 @@ def items(draw):
     make = draw(st.sampled_from([list, as_array(np.int32), as_array(np.int64)]))
     logps = draw(st.none() | st.lists(st.floats(-50, 0), min_size=sum(mask), max_size=sum(mask)))
     kept = None if logps is None else ActorTokenLogps(draw(st.sampled_from([list, as_array(np.float32)]))(logps))
-    return SAWItem(
-        make(ids), make([1] * len(ids)), make(mask), draw(st.floats(allow_nan=False)), draw(META), SampleAttachments(kept)
-    )
+    fractions = draw(st.none() | st.lists(st.floats(0, 2), min_size=sum(mask), max_size=sum(mask)))
+    attached = SampleAttachments(kept, action_fractions=fractions)
+    return SAWItem(make(ids), make([1] * len(ids)), make(mask), draw(st.floats(allow_nan=False)), draw(META), attached)
 
 
 def content(sequence):
@@ -40,7 +40,7 @@ def content(sequence):
 def facts(item):
     logps = item.attachments.actor_logps
     sequences = [item.input_ids, item.attention_mask, item.action_mask, [] if logps is None else logps.token_logps]
-    return [content(sequence) for sequence in sequences], logps is None, item.weight, item.meta
+    return [content(sequence) for sequence in sequences], logps is None, item.attachments.action_fractions, item.weight, item.meta
 
 
 @given(st.lists(st.tuples(st.lists(items(), max_size=3), META), max_size=3))

@@ -23,6 +23,9 @@ def as_array(dtype):
     return lambda values: np.asarray(values, dtype=dtype)
 
 
+FRACTION = st.floats(2**-20, 8)
+
+
 @st.composite
 def items(draw):
     """Up to 3 samples, all or none of them with log-probabilities."""
@@ -38,14 +41,15 @@ def item(draw, with_logps):
     make = draw(st.sampled_from([list, tuple, as_array(np.int32), as_array(np.int64)]))
     logps = draw(st.lists(st.floats(-50, 0, width=32), min_size=sum(mask), max_size=sum(mask)))
     made = draw(st.sampled_from([list, as_array(np.float32)]))(logps)
-    attached = SampleAttachments(ActorTokenLogps(made) if with_logps else None)
+    fractions = draw(st.none() | st.lists(FRACTION, min_size=sum(mask), max_size=sum(mask)))
+    attached = SampleAttachments(ActorTokenLogps(made) if with_logps else None, action_fractions=fractions)
     weight = draw(st.floats(-1e30, 1e30))
     return SAWItem(make(ids), make(attention), make(mask), weight, draw(META), attached)
 
 
 def facts(item):
-    logps = item.attachments.actor_logps
-    sequences = [item.input_ids, item.attention_mask, item.action_mask]
+    logps, fractions = item.attachments.actor_logps, item.attachments.action_fractions
+    sequences = [item.input_ids, item.attention_mask, item.action_mask, [None] if fractions is None else fractions]
     return [list(each) for each in sequences], None if logps is None else list(logps.token_logps), item.weight, item.meta
 
 
@@ -109,7 +113,7 @@ def test_what_cannot_be_sent_is_named(item, error, message):
 def test_a_message_of_another_version_is_refused():
     head, table = encode_columns(SAWBatch(sorting_items(2)))
     fields = msgspec.msgpack.decode(head)
-    with pytest.raises(DataError, match="version 7, this ludic reads 2"):
+    with pytest.raises(DataError, match="version 7, this ludic reads 3"):
         decode_columns(msgspec.msgpack.encode([7, *fields[1:]]), table)
     for damaged in ((head[:-1], table), (head, table[:-1]), (head, table[:20]), (head, b"no table"), (head, b"no")):
         with pytest.raises(DataError, match="cannot be read"):

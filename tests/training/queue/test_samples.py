@@ -27,7 +27,10 @@ def samples(draw):
         actions,
         draw(FINITE),
         {**draw(META), "rollout_id": "r", "policy_version": draw(st.none() | st.integers(0, 9))},
-        SampleAttachments(None if logps is None else ActorTokenLogps(logps)),
+        SampleAttachments(
+            None if logps is None else ActorTokenLogps(logps),
+            action_fractions=draw(st.none() | st.lists(st.floats(2**-20, 8), min_size=sum(actions), max_size=sum(actions))),
+        ),
     )
 
 
@@ -66,6 +69,8 @@ def test_arrays_come_back_as_lists():
         ([item(input_ids=[5, 6, 2**40])], "cannot be sent"),
         ([item(attachments=SampleAttachments(ActorTokenLogps([-0.5])))], "log-probabilities of 2 tokens"),
         ([item(attachments=SampleAttachments(ActorTokenLogps([-0.5, float("-inf")])))], "must be finite"),
+        ([item(attachments=SampleAttachments(action_fractions=[0.5]))], "of 2 tokens, or their fractions"),
+        ([item(attachments=SampleAttachments(action_fractions=[0.5, 0.0]))], r"action_fractions\[1\] of sample 0 is 0.0"),
         ([item(meta={"total_reward": float("nan")})], "total_reward of a sample is nan"),
         ([item(meta={"policy_version": "3"})], "policy_version of a sample is '3'"),
         ([item(meta={"request_meta": [1]})], "request_meta"),

@@ -1,7 +1,8 @@
 """Converts samples to what is trained, and rollouts to samples and back.
 
     Sample(tokens=[5, 6, 7, 8, 9], loss_mask=[0, 0, 1, 0, 1])
-        item_of_sample       one `SAWItem`: the action mask is the loss mask
+        item_of_sample       one `SAWItem`: the action mask is the loss mask, where that is not 0;
+                             fractions are the item's `action_fractions`
         rollout_of_sample    a `Rollout` of two steps: 5 6 -> 7, and 5 6 7 8 -> 9
 
 This is where lengths, masks, rewards and log-probabilities are checked. Errors name the sample by
@@ -15,12 +16,16 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
+
 from ludic.errors import DataError, shorten_names
 from ludic.rollouts.training.types import Sample, SampleStatus
 from ludic.training.averages import mean_or_zero
 from ludic.training.rollouts.to_samples import check_weight, reward_facts
 from ludic.training.types import ActorTokenLogps, CreditAssigner, SampleAttachments, SAWBatch, SAWItem
 from ludic.types import Rollout, Step, TokenTrace, group_of, is_list_of
+
+LARGEST_MASK = float(np.finfo(np.float32).max)
 
 
 def check_sample(sample: Sample, place: int = 0) -> None:
@@ -37,9 +42,9 @@ def check_sample(sample: Sample, place: int = 0) -> None:
             f"{where} has {len(tokens)} tokens and a loss_mask of {len(mask)}; both cover the prompt and then the response: "
             "tokens=prompt_ids + response_ids, loss_mask=[0] * len(prompt_ids) + [1] * len(response_ids)"
         )
-    wrong = next((value for value in set(mask) if not 0 <= value < math.inf), None)
+    wrong = next((value for value in set(mask) if not 0 <= value <= LARGEST_MASK), None)
     if wrong is not None:
-        raise DataError(f"the loss_mask of {where} has the value {wrong}; 0 is no loss on a token, 1 is loss")
+        raise DataError(f"the loss_mask of {where} has the value {wrong}; 0 is no loss on a token, 1 is loss, 0.5 is half of it")
     if not _is_finite_number(sample.reward):
         raise DataError(f"the reward of {where} is {sample.reward!r}; rewards must be finite numbers")
     if sample.rollout_log_probs is not None:
@@ -83,15 +88,10 @@ def name_sample(sample: Sample, place: int) -> str:
 
 def item_of_sample(sample: Sample, *, weight: float = 1.0, place: int = 0) -> SAWItem:
     """The sample as it is trained, with the credit `weight`. Raises DataError for a sample that
-    `check_sample` refuses, without a token to train on, or with a mask other than 0 and 1."""
+    `check_sample` refuses, or without a token to train on."""
     check_sample(sample, place)
     where, tokens = name_sample(sample, place), sample.tokens
-    if not set(sample.loss_mask) <= {0, 1}:
-        raise DataError(
-            f"the loss_mask of {where} has values other than 0 and 1, which the trainer does not take; round them, or pass such masks to "
-            "the loss functions of rl_losses in a batch of tensors"
-        )
-    mask = [int(value) for value in sample.loss_mask]
+    mask, fractions = split_mask(sample.loss_mask)
     num_actions = sum(mask)
     if not num_actions:
         raise DataError(f"{where} has no token to train on; tokens and loss_mask must have the response with mask 1")
@@ -113,8 +113,17 @@ def item_of_sample(sample: Sample, *, weight: float = 1.0, place: int = 0) -> SA
             "completion_length": num_actions,
             "prompt_length": len(tokens) - num_actions,
         },
-        attachments=SampleAttachments(actor_logps=actor_logps),
+        attachments=SampleAttachments(actor_logps=actor_logps, action_fractions=fractions),
     )
+
+
+def split_mask(loss_mask: Sequence[float]) -> tuple[list[int], list[float] | None]:
+    """A loss mask as the trainer takes it: 1 where it is not 0, and the values there unless all of
+    them are 1. In float32, as a loss computes. Example: [0, 0.5, 1] is [0, 1, 1] and [0.5, 1]."""
+    if set(loss_mask) <= {0, 1}:
+        return [int(value) for value in loss_mask], None
+    values = np.asarray(loss_mask, dtype=np.float32)
+    return (values != 0).astype(int).tolist(), values[values != 0].tolist()
 
 
 def _meta_of(sample: Sample, where: str) -> dict[str, Any]:
@@ -163,6 +172,8 @@ def rollout_of_sample(sample: Sample, *, place: int = 0) -> Rollout:
     that comes before it. The reward is that of the last step. Example: mask 0 0 1 0 1 has two
     steps, with prompts of 2 and 4 tokens."""
     item = item_of_sample(sample, place=place)
+    if item.attachments.action_fractions is not None:
+        raise DataError(f"the loss_mask of {item.meta['rollout_id']} has fractions, which an episode cannot have; round them")
     borders = [0, *(i for i, (a, b) in enumerate(pairwise(item.action_mask), 1) if a != b), len(item.action_mask)]
     runs = [(start, end) for start, end in pairwise(borders) if item.action_mask[start]]
     logps = sample.rollout_log_probs

@@ -26,13 +26,18 @@ _Sequence = list[int] | _Array
 _Floats = list[float | int] | _Array
 
 
-class _Sample(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+class _PlainSample(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     input_ids: _Sequence
     attention_mask: _Sequence
     action_mask: _Sequence
     weight: float
     meta: dict[str, Any]
     actor_logps: _Floats | None
+
+
+class _Sample(_PlainSample, array_like=True, forbid_unknown_fields=True):
+    action_fractions: _Floats | None = None
+    """A sample without them is written as a `_PlainSample`, which earlier versions read."""
 
 
 class _Batch(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -83,11 +88,11 @@ def _encode_batch(batch: SAWBatch) -> _Batch:
     return _Batch([_encode_sample(item) for item in batch.items], batch.meta)
 
 
-def _encode_sample(item: SAWItem) -> _Sample:
+def _encode_sample(item: SAWItem) -> Any:
     _check_plain(item.meta, "meta of a sample")
     item.attachments.check_sendable()
-    logps = item.attachments.actor_logps
-    return _Sample(
+    logps, fractions = item.attachments.actor_logps, item.attachments.action_fractions
+    columns = (
         _encode_sequence(item.input_ids),
         _encode_sequence(item.attention_mask),
         _encode_sequence(item.action_mask),
@@ -95,9 +100,11 @@ def _encode_sample(item: SAWItem) -> _Sample:
         item.meta,
         None if logps is None else _encode_sequence(logps.token_logps),
     )
+    return _PlainSample(*columns) if fractions is None else _Sample(*columns, _encode_sequence(fractions))
 
 
 def _decode_sample(sample: _Sample) -> SAWItem:
+    fractions = None if sample.action_fractions is None else _decode_sequence(sample.action_fractions)
     logps = None if sample.actor_logps is None else ActorTokenLogps(_decode_sequence(sample.actor_logps))
     return SAWItem(
         _decode_sequence(sample.input_ids),
@@ -105,7 +112,7 @@ def _decode_sample(sample: _Sample) -> SAWItem:
         _decode_sequence(sample.action_mask),
         sample.weight,
         sample.meta,
-        SampleAttachments(logps),
+        SampleAttachments(logps, action_fractions=fractions),
     )
 
 

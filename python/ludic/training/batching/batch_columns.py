@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import json
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -22,9 +23,10 @@ from numpy.typing import NDArray
 
 from ludic import _core
 from ludic.errors import DataError
+from ludic.training.batching.fractions import read_fractions
 from ludic.training.types import ActorTokenLogps, SampleAttachments, SAWBatch, SAWItem
 
-VERSION = 2
+VERSION = 3
 _UNIT_KEYS = ("group_id", "pair_id", "rollout_id")
 """What samples are grouped by (`mini_batches.unit_key`); `group_id` is in their `request_meta`."""
 _REFUSED = (TypeError, ValueError, OverflowError, RecursionError)
@@ -39,6 +41,10 @@ class _Head(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """[N] float64; the table has them as float32."""
     action_counts: bytes
     """[N] int32, so that nobody has to count them again."""
+    fractions: bytes
+    """float64 `action_fractions` of all samples that have them, one after another."""
+    has_fractions: bytes
+    """[N] uint8: which samples have them. Empty if none has."""
     item_meta: list[dict[Any, Any]]
     """N dictionaries."""
     meta: dict[Any, Any]
@@ -66,6 +72,7 @@ def encode_columns(batch: SAWBatch) -> tuple[bytes, bytes]:
         version=VERSION,
         weights=np.array([item.weight for item in batch.items], dtype=np.float64).tobytes(),
         action_counts=table.action_counts.tobytes(),
+        **_encode_fractions(batch.items),
         item_meta=[item.meta for item in batch.items],
         meta=batch.meta,
     )
@@ -106,13 +113,17 @@ def decode_columns(head: bytes | memoryview, table: bytes | memoryview) -> SAWBa
     attention = columns.get("attention_mask")
     if attention is None:
         attention = np.ones_like(actions)
+    counts = np.frombuffer(message.action_counts, np.int32)
+    attachments = _attachments(columns.get("actor_logps"), actions, counts)
+    if message.has_fractions:
+        attachments = list(map(_with_fractions, attachments, _decode_fractions(message, counts)))
     parts = zip(
         _split(ids, offsets),
         _split(attention, offsets),
         _split(actions, offsets),
         np.frombuffer(message.weights, np.float64).tolist(),
         map(_restore_tuples, message.item_meta),
-        _attachments(columns.get("actor_logps"), actions, np.frombuffer(message.action_counts, np.int32)),
+        attachments,
         strict=True,
     )
     return SAWBatch([SAWItem(*part) for part in parts], message.meta)
@@ -172,3 +183,27 @@ def _attachments(
         return [SampleAttachments() for _ in action_counts]
     bounds = np.concatenate([[0], action_counts.cumsum()])
     return [SampleAttachments(ActorTokenLogps(part)) for part in _split(logps[actions.view(np.bool_)], bounds)]
+
+
+def _encode_fractions(items: Sequence[SAWItem]) -> dict[str, bytes]:
+    """`_Head.fractions` and `_Head.has_fractions`. Example: fractions None and [0.5, 1] are
+    0.5 1 and 0 1."""
+    given = [item.attachments.action_fractions for item in items]
+    if all(each is None for each in given):
+        return {"fractions": b"", "has_fractions": b""}
+    read_fractions(items)
+    has = np.array([each is not None for each in given], dtype=np.uint8)
+    parts = [np.asarray(each, dtype=np.float64) for each in given if each is not None]
+    return {"fractions": np.concatenate(parts).tobytes(), "has_fractions": has.tobytes()}
+
+
+def _decode_fractions(message: _Head, action_counts: NDArray[np.int32]) -> list[Any]:
+    """[N] the fractions of each sample, or None."""
+    has = np.frombuffer(message.has_fractions, np.uint8)
+    bounds = np.concatenate([[0], (action_counts * has).cumsum()])
+    parts = _split(np.frombuffer(message.fractions, np.float64), bounds)
+    return [part if there else None for part, there in zip(parts, has, strict=True)]
+
+
+def _with_fractions(attachments: SampleAttachments, fractions: Any) -> SampleAttachments:
+    return SampleAttachments(attachments.actor_logps, action_fractions=fractions)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ludic import _core
 from ludic.errors import ConfigError, DataError
+from ludic.training.batching.fractions import count_in_part, read_fractions
 from ludic.training.config import check_budget
 from ludic.training.types import ActorTokenLogps, SampleAttachments, SAWItem
 
@@ -105,12 +106,14 @@ def collate_saw_items(items: Sequence[SAWItem], *, pad_token_id: int, device: to
 
     If the items have sampled log-probabilities, also `actor_logps` float32 `[B, T]`, 0 outside the
     action tokens, and their sums `old_logp_action` `[B]`. Raises DataError if only some items have
-    them, or if an item does not have exactly one per action token.
+    them, or if an item does not have exactly one per action token. With `action_fractions` the mask
+    has them in place of ones, and sums are weighted by them.
     """
     if not items:
         raise DataError("cannot collate an empty list of items")
+    fractions = read_fractions(items)
     table = _core.SampleTable.from_items(items)
-    return to_tensors(table.collate(np.arange(len(items)), pad_token_id), device)
+    return count_in_part(to_tensors(table.collate(np.arange(len(items)), pad_token_id), device), fractions, range(len(items)))
 
 
 def truncate_item(item: SAWItem, max_seq_len: int) -> SAWItem:
@@ -184,12 +187,13 @@ def _truncated_meta(meta: Mapping[str, Any], total: int, retained: int, num_acti
 
 
 def _truncated_attachments(attachments: SampleAttachments, num_actions: int) -> SampleAttachments:
-    logps, reference = attachments.actor_logps, attachments.reference_logps
-    if logps is None and reference is None:
+    logps, reference, fractions = attachments.actor_logps, attachments.reference_logps, attachments.action_fractions
+    if logps is None and reference is None and fractions is None:
         return attachments
     return SampleAttachments(
         None if logps is None else ActorTokenLogps(logps.token_logps[:num_actions]),
         None if reference is None else reference[:num_actions],
+        None if fractions is None else fractions[:num_actions],
     )
 
 
@@ -221,9 +225,10 @@ def collate_micro_batches(
     if not items:
         return []
     table = _core.SampleTable.from_items(items).truncate(max_seq_len)
+    fractions = read_fractions([truncate_item(item, max_seq_len) for item in items])
     plan = _core.plan_greedy(table.lengths, micro_token_budget)
-    collated = ((table.collate(plan[k], pad_token_id), len(plan[k])) for k in range(len(plan)))
-    return [MicroBatch(to_tensors(columns, device), rows) for columns, rows in collated]
+    collated = ((plan[k], to_tensors(table.collate(plan[k], pad_token_id), device)) for k in range(len(plan)))
+    return [MicroBatch(count_in_part(tensors, fractions, rows), len(rows)) for rows, tensors in collated]
 
 
 def check_limits(micro_token_budget: int, max_seq_len: int) -> None:

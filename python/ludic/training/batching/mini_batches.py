@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ludic import _core
 from ludic.training import ranks
+from ludic.training.batching.fractions import Fractions, count_in_part, count_tokens, read_fractions
 from ludic.training.batching.micro_batching import MicroBatch, to_tensors, truncate_and_flag
 from ludic.training.batching.packing import CostliestFirst, Packing, Rows, find_line_bounds, plan_lines
 from ludic.training.batching.rank_plans import PlannedAtoms, RankPlans, RankShare, plan_atoms
@@ -58,6 +59,8 @@ class MacroBatch:
     token_columns: Mapping[str, Mapping[int, Tensor]] = field(default_factory=dict)
     """Name -> row -> [A] values of the sample's action tokens, which micro-batches have in the
     layout of `input_ids`: `proximal_logps` and `reference_logps` (`training.token_columns`)."""
+    fractions: Fractions = field(default_factory=dict)
+    """What the samples' action tokens count for; empty if each counts 1."""
     sample_columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     """Name -> [N] values of the samples, which micro-batches have as [B] tensors in float32: the
     columns of the algorithm's batch credit."""
@@ -79,7 +82,8 @@ class MacroBatch:
             rows = np.flatnonzero(trained)
             dropped = [retained[row] for row in np.flatnonzero(~trained)]
             retained, table = [retained[row] for row in rows], table.select(rows)
-        return cls(retained, table, int((truncated & ~trained).sum()), int((~truncated & ~trained).sum()), dropped)
+        empty, without = int((truncated & ~trained).sum()), int((~truncated & ~trained).sum())
+        return cls(retained, table, empty, without, dropped, fractions=read_fractions(retained))
 
     def counts(self) -> dict[str, float]:
         """Return the numbers of samples that `ingest` dropped, by the key in the log."""
@@ -101,6 +105,8 @@ class MacroBatch:
         halves = [_role_and_label(item.meta) for item in self.items]
         hashed = xxhash.xxh3_64(self.table.to_bytes())
         hashed.update(json.dumps([self.groups(), self.counts(), halves]).encode())
+        for row in sorted(self.fractions):
+            hashed.update(self.fractions[row].numpy().tobytes())
         return hashed.intdigest() >> 11
 
     def divide(self, count: int, *, seed: int, step: int, epoch: int) -> list[Rows]:
@@ -175,7 +181,8 @@ class MiniBatch:
         """Samples that go through the model."""
         self.num_skipped = len(rows) - len(self.rows)
         """Number of samples with weight 0 that do not go through the model."""
-        self.skipped_tokens = int(batch.table.target_counts[rows].sum() - batch.table.target_counts[self.rows].sum())
+        tokens = count_tokens(batch.fractions, batch.table.target_counts)
+        self.skipped_tokens = float(tokens[rows].sum() - tokens[self.rows].sum())
         """Action tokens of the skipped samples."""
         self.totals = self._totals(rows)
         """Totals over all samples, including skipped ones and those of other ranks."""
@@ -282,7 +289,7 @@ class MiniBatch:
         )
         if self._positions is not None:
             tensors |= to_tensors({"position": self._positions[rows]}, self.cfg.model_device)
-        return MicroBatch(tensors, len(rows), names)
+        return MicroBatch(count_in_part(tensors, self.batch.fractions, rows), len(rows), names)
 
     def lockstep(self) -> tuple[float, float]:
         """`RankPlans.lockstep`; zeros if the batch is not divided over ranks."""
@@ -313,7 +320,7 @@ def batch_totals(batch: MacroBatch, rows: Rows, device: torch.device | str, *, n
     """Return the totals of the samples at `rows`, over all ranks. Without `num_pairs`, the
     number of pairs is half the number of samples."""
     pairs = len(rows) / 2 if num_pairs is None else num_pairs
-    weights, targets = batch.table.weights[rows], batch.table.target_counts[rows]
+    weights, targets = batch.table.weights[rows], count_tokens(batch.fractions, batch.table.target_counts)[rows]
     if batch.share is not None or not ranks.is_distributed():
         return BatchTotals.from_columns(weights, targets, num_pairs=pairs)
     wide = weights.astype(np.float64)

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from ludic import _core
 from ludic.errors import shorten_names
 from ludic.training.batching.epochs import ItemBatchSource
+from ludic.training.batching.fractions import refuse_fractions
 from ludic.training.batching.micro_batching import MicroBatch, truncate_and_flag
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch, batch_totals, rows_by_key, unit_key
 from ludic.training.batching.packing import Packing, Rows
@@ -57,6 +58,7 @@ class PreferenceMacroBatch(MacroBatch):
         were identical before are kept and counted.
         """
         validate_preference_batch(items)
+        refuse_fractions(items, "a preference sample has one score")
         pairs, lone = find_pair_rows(items, require_complete=require_complete, drop_incomplete=drop_incomplete)
         full = _core.SampleTable.from_items(items)
         table = full.truncate(max_seq_len)

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 from torch import nn
 
 from ludic.errors import ConfigError
@@ -18,6 +17,7 @@ from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
 from ludic.training.batching.rank_plans import RankShare
 from ludic.training.config import TrainerConfig
 from ludic.training.loss.context import SharedContext
+from ludic.training.loss.functional import weigh_values
 from ludic.training.preflight.padding_free import with_supported_packing
 from ludic.training.types import SAWItem
 
@@ -45,18 +45,18 @@ class HeldOutLoss:
             self._cfg = with_supported_packing(self._cfg, self._model)
         total, tokens = self._sums()
         loss = total / tokens
-        return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "tokens": float(tokens)}
+        return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "tokens": tokens}
 
     async def eval(self, **_: Any) -> tuple[list[dict[str, Any]], dict[str, float]]:
         """(no records, metrics). Reducers and limits have no effect."""
         return [], self.measure()
 
-    def _sums(self) -> tuple[float, int]:
+    def _sums(self) -> tuple[float, float]:
         """Sum of -log pi over the action tokens, in float64, and their number."""
-        total, tokens = 0.0, 0
+        total, tokens = 0.0, 0.0
         for micro_batch in MiniBatch(self._batch, np.arange(len(self._batch.items)), self._cfg):
             logps = self._passes.forward_logprobs(micro_batch, temperature=1.0).wait()
             mask = SharedContext(micro_batch.tensors["input_ids"], micro_batch.tensors).token_mask
-            total -= float(torch.where(mask > 0, logps, 0.0).double().sum())
-            tokens += int(mask.sum())
+            total -= float(weigh_values(logps.double(), mask.double()).sum())
+            tokens += float(mask.sum())
         return total, tokens

@@ -39,7 +39,7 @@ class StepRecord:
         self._steps: list[dict[str, float]] = []
         self._micro_stats: list[dict[str, Any]] = []
         self._micro_sizes: list[float] = []
-        self._skipped: list[tuple[int, int]] = []
+        self._skipped: list[tuple[int, float]] = []
         self._padding = dict.fromkeys(PADDING_KEYS, 0.0)
         self._work = self._time_of_ranks = 0.0
 

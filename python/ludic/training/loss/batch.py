@@ -44,7 +44,8 @@ class Correction(Protocol):
         """Return the [B, T - 1] weights of the tokens' gradients.
 
         `log_ratio` [B, T - 1] is proximal_logp - sampler_logp (`loss.context`), 0 outside the
-        action tokens; `mask` [B, T - 1] is 1 on the action tokens.
+        action tokens; `mask` [B, T - 1] is 1 on the action tokens, or the fraction that they
+        count for, which the loss itself multiplies by.
         """
         ...
 
@@ -55,7 +56,8 @@ class BatchTotals:
 
     num_samples: float
     num_tokens: float
-    """Number of predicted action tokens: those at positions >= 1 of their row."""
+    """Number of predicted action tokens: those at positions >= 1 of their row. Tokens that count in
+    part make it a fraction."""
     weight_mean: float
     weight_std: float
     """Population standard deviation."""
@@ -70,7 +72,7 @@ class BatchTotals:
         wide = np.asarray(weights, dtype=np.float64)
         return cls(
             num_samples=float(len(wide)),
-            num_tokens=float(np.asarray(target_counts, dtype=np.int64).sum()),
+            num_tokens=float(np.asarray(target_counts, dtype=np.float64).sum()),
             weight_mean=float(wide.mean()) if len(wide) else 0.0,
             weight_std=float(wide.std()) if len(wide) else 0.0,
             num_pairs=num_pairs,
@@ -121,10 +123,11 @@ def num_targets(batch: Batch) -> Tensor:
     stays on the device.
 
     Example: padding-free rows [a b c] and [d e], cu_seqlens [0, 3, 5], all five tokens are actions.
-    a and d are first in their row, so 5 - 2 = 3 tokens are predicted.
+    a and d are first in their row, so 5 - 2 = 3 tokens are predicted. If d, e count 1/2 each, it is
+    2.5. In float32 whole numbers are exact up to 2**24.
     """
     mask: Tensor = batch["action_mask"]
     if "cu_seqlens" in batch:
         starts = batch["cu_seqlens"][:-1].long()
-        return mask.sum(dtype=torch.int64) - mask[0, starts].sum(dtype=torch.int64)
-    return mask[:, 1:].sum(dtype=torch.int64)
+        return mask.sum(dtype=torch.float32) - mask[0, starts].sum(dtype=torch.float32)
+    return mask[:, 1:].sum(dtype=torch.float32)

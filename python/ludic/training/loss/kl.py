@@ -13,7 +13,7 @@ from ludic.errors import ConfigError
 from ludic.training.loss.base import Loss
 from ludic.training.loss.batch import Stats
 from ludic.training.loss.context import SharedContext
-from ludic.training.loss.functional import mask_values
+from ludic.training.loss.functional import weigh_values
 from ludic.training.loss.statistics import masked_means, population_std
 
 Estimator = Literal["k1", "k2", "k3"]
@@ -42,7 +42,7 @@ class TokenKLLoss(Loss):
 
     def compute_from(self, shared: SharedContext) -> tuple[Tensor, Stats]:
         mask, kl = shared.token_mask, estimate_kl(shared.log_ratio, self.estimator)
-        sample_kl = mask_values(kl, mask).sum(dim=1)
+        sample_kl = weigh_values(kl, mask).sum(dim=1)
         if self.length_normalize:
             sample_kl = sample_kl / shared.token_counts
         loss = self.coeff * sample_kl.mean()

@@ -43,14 +43,14 @@ def sum_mismatch(shared: SharedContext) -> Stats:
     mask = shared.token_mask
     difference = mask_values(shared.proximal_logp - shared.sampler_logp, mask).detach()
     bounded = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    ratio = bounded.exp() * mask
+    ratio = bounded.exp()
     sums = {
         "tokens": mask.sum(),
-        "abs_sum": difference.abs().sum(),
+        "abs_sum": (difference.abs() * mask).sum(),
         "abs_max": difference.abs().max(),
         "kl_sum": ((torch.expm1(bounded) - bounded) * mask).sum(),
-        "ratio_sum": ratio.sum(),
-        "ratio_square_sum": ratio.square().sum(),
+        "ratio_sum": (ratio * mask).sum(),
+        "ratio_square_sum": (ratio.square() * mask).sum(),
     }
     if shared.has_correction:
         weight = shared.correction_weight * mask

@@ -25,7 +25,7 @@ from ludic.training.coefficients import Coefficient
 from ludic.training.loss.base import Loss
 from ludic.training.loss.batch import Stats
 from ludic.training.loss.context import SharedContext
-from ludic.training.loss.functional import mask_values
+from ludic.training.loss.functional import mask_values, weigh_values
 from ludic.training.loss.kl import Estimator, check_estimator, estimate_kl
 
 KLLevel = Literal["token", "sequence"]
@@ -63,9 +63,9 @@ class ReferenceKLLoss(Loss):
         mask = shared.token_mask
         log_ratio = mask_values(shared.token_logp - shared.reference_logp, mask)
         if self.level == "token":
-            total = mask_values(estimate_kl(log_ratio, self.estimator), mask).sum()
+            total = weigh_values(estimate_kl(log_ratio, self.estimator), mask).sum()
         else:
-            mean = log_ratio.sum(dim=1) / shared.token_counts
+            mean = weigh_values(log_ratio, mask).sum(dim=1) / shared.token_counts
             total = (mask.sum(dim=1) * estimate_kl(mean, self.estimator)).sum()
         loss = float(self.coeff) * total / mask.sum().clamp(min=1.0)
         return loss, {"loss": loss.detach()}
@@ -78,9 +78,9 @@ def sum_reference(shared: SharedContext) -> Stats:
         return {}
     mask = shared.token_mask
     log_ratio = mask_values(shared.current_logp - shared.reference_logp, mask).detach()
-    kl_B = mask_values(estimate_kl(log_ratio, "k3"), mask).sum(dim=1)
+    kl_B = weigh_values(estimate_kl(log_ratio, "k3"), mask).sum(dim=1)
     tokens_B = mask.sum(dim=1)
-    sequence = (tokens_B * estimate_kl(log_ratio.sum(dim=1) / shared.token_counts, "k3")).sum()
+    sequence = (tokens_B * estimate_kl(weigh_values(log_ratio, mask).sum(dim=1) / shared.token_counts, "k3")).sum()
     sums = {"tokens": tokens_B.sum(), "k3_sum": kl_B.sum(), "seq_k3_sum": sequence}
     bucket_B = torch.bucketize(tokens_B, tokens_B.new_tensor(BUCKETS))
     for name, values_B in (("bucket_k3", kl_B), ("bucket_tokens", tokens_B)):

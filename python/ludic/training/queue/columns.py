@@ -41,10 +41,12 @@ def floats_from_bytes(column: bytes, length: int) -> NDArray[np.float64]:
     """The `length` numbers of `floats_to_bytes`, as 64-bit floats. Raises EntryError unless there
     are so many, all finite."""
     if len(column) not in (4 * length, 8 * length):
-        raise EntryError(f"a column of {len(column)} bytes cannot hold the log-probabilities of {length} tokens")
+        raise EntryError(
+            f"a column of {len(column)} bytes cannot hold the log-probabilities of {length} tokens, or their fractions"
+        )
     values = np.frombuffer(column, dtype="<f4" if len(column) == 4 * length else "<f8")
     if not np.isfinite(values).all():
-        raise EntryError("log-probabilities must be finite")
+        raise EntryError("log-probabilities and fractions must be finite")
     return values.astype(np.float64)
 
 

@@ -14,7 +14,8 @@ from typing import Any
 
 import msgspec
 
-from ludic.errors import DataTypeError
+from ludic.errors import DataError, DataTypeError
+from ludic.training.batching.fractions import read_fractions
 from ludic.training.queue.columns import (
     bits_from_bytes,
     bits_to_bytes,
@@ -47,13 +48,17 @@ class SampleGroup:
     """At least one; all have the same group, or none has one."""
 
 
-class _Sample(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+class _PlainSample(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     ids: bytes  # [T] 32-bit integers
     attention: bytes | None  # [T] bits; None for 1 everywhere
     actions: bytes  # [T] bits
     weight: float
     meta: dict[str, Any]
     logps: bytes | None  # [A] floats
+
+
+class _Sample(_PlainSample, array_like=True, forbid_unknown_fields=True):
+    fractions: bytes | None = None  # [A] floats; without them it is sent as a `_PlainSample`
 
 
 class _Samples(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -105,7 +110,7 @@ def split_groups(items: Sequence[SAWItem]) -> list[list[SAWItem]]:
     return list(groups.values())
 
 
-def _encode_sample(item: SAWItem) -> _Sample:
+def _encode_sample(item: SAWItem) -> Any:
     if not len(item.input_ids) == len(item.attention_mask) == len(item.action_mask):
         raise ValueError(
             f"input_ids has {len(item.input_ids)} tokens, attention_mask {len(item.attention_mask)}, action_mask "
@@ -114,7 +119,8 @@ def _encode_sample(item: SAWItem) -> _Sample:
     item.attachments.check_sendable()
     attention = bits_to_bytes(item.attention_mask, "attention_mask")
     logps = None if item.actor_logps is None else floats_to_bytes(item.actor_logps.token_logps)
-    return _Sample(
+    fractions = item.attachments.action_fractions
+    columns = (
         ids_to_bytes(item.input_ids),
         None if all(item.attention_mask) else attention,
         bits_to_bytes(item.action_mask, "action_mask"),
@@ -122,6 +128,7 @@ def _encode_sample(item: SAWItem) -> _Sample:
         item.meta,
         logps,
     )
+    return _PlainSample(*columns) if fractions is None else _Sample(*columns, floats_to_bytes(fractions))
 
 
 def _decode_sample(sample: _Sample, limits: EntryLimits) -> SAWItem:
@@ -133,9 +140,12 @@ def _decode_sample(sample: _Sample, limits: EntryLimits) -> SAWItem:
     _check_meta(sample.meta)
     try:
         logps = None if sample.logps is None else ActorTokenLogps(floats_from_bytes(sample.logps, sum(actions)).tolist())
-    except DataTypeError as error:
+        fractions = None if sample.fractions is None else floats_from_bytes(sample.fractions, sum(actions)).tolist()
+        item = SAWItem(ids, attention, actions, sample.weight, sample.meta, SampleAttachments(logps, action_fractions=fractions))
+        read_fractions([item])
+    except (DataTypeError, DataError) as error:
         raise EntryError(str(error)) from error
-    return SAWItem(ids, attention, actions, sample.weight, sample.meta, SampleAttachments(logps))
+    return item
 
 
 def _check_meta(meta: Mapping[str, Any]) -> None:

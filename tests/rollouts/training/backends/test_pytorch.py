@@ -104,6 +104,50 @@ LAYOUTS = {
 COLUMNS = ("labels", "loss_mask", "advantages")
 
 
+def in_part(batch):
+    """The batch with a loss mask of 0, 0.25, 0.5, ..."""
+    return {**batch, "loss_mask": batch["loss_mask"] * (1 + torch.arange(6) % 4) / 4}
+
+
+def make_ppo(old=None, **extra):
+    old = -1 - torch.rand(3, 6, generator=torch.Generator().manual_seed(5)) if old is None else old
+    return in_part(make_batch(old_log_probs=old, **extra))
+
+
+GRPO, PPO = ("advantages",), ("advantages", "old_log_probs")
+IN_PART = {
+    "supervised": (sft_loss, lambda: {**in_part(make_batch()), "advantages": None}, ()),
+    "GRPO": (grpo_loss, lambda: in_part(make_batch()), GRPO),
+    "PPO": (ppo_loss, make_ppo, PPO),
+    "by row": (partial(ppo_loss, aggregation="sequence", entropy_coef=0.5), make_ppo, PPO),
+    "GSPO": (ppo_loss, lambda: make_ppo(torch.tensor([-4.0, -3.0, -3.5])), PPO),
+    "a function of the user's": (user_loss, lambda: in_part(make_batch()), GRPO),
+}
+
+
+@pytest.mark.parametrize("name", IN_PART)
+async def test_masks_with_fractions_count_as_in_the_functions(tmp_path, name):
+    loss_fn, make, names = IN_PART[name]
+    batch = make()
+    columns = [batch[column] for column in ("labels", "loss_mask", *names)]
+    loss, norm, weights = step_by_hand(batch, lambda logits: loss_fn(logits, *columns))
+    backends = [make_backend(tmp_path / "whole", loss_fn)]
+    if loss_fn is not user_loss:
+        backends.append(make_backend(tmp_path / "split", loss_fn, micro_token_budget=6, max_seq_len=6))
+    for backend in backends:
+        metrics = await backend.forward_backward(batch)
+        assert metrics["loss"] == pytest.approx(loss, rel=1e-6, abs=1e-6)
+        assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
+        await backend.optim_step()
+        assert_same_tensors(weights_of(backend.model), weights, atol=1e-6)
+
+
+async def test_packed_masks_with_fractions_count_as_padded_ones(tmp_path):
+    padded, packed = make_backend(tmp_path / "padded"), make_backend(tmp_path / "packed")
+    metrics = [await padded.forward_backward(in_part(make_batch())), await packed.forward_backward(pack(in_part(make_batch())))]
+    assert metrics[1]["loss"] == pytest.approx(metrics[0]["loss"], abs=1e-6)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 async def test_layouts_of_a_batch_and_forms_of_a_loss_have_the_same_gradient(tmp_path, layout):
     options, loss_fn, make = LAYOUTS[layout]
@@ -276,7 +320,7 @@ async def test_after_a_failure_the_backend_refuses_work_until_reset(tmp_path):
 
 BAD = {
     "shifted labels": ({"labels": torch.roll(make_batch()["labels"], -1, dims=1)}, "do not shift them"),
-    "a fraction": ({"loss_mask": make_batch()["loss_mask"] * 0.5}, "loss_mask of row 0 has a value that is not 0 or 1"),
+    "a negative mask": ({"loss_mask": make_batch()["loss_mask"] * -0.5}, r"loss_mask\[0, 2\] is -0.5; 0 is no loss"),
     "a short mask": ({"loss_mask": torch.ones(3, 5)}, r"loss_mask \(3, 5\) must have the shape of input_ids \(3, 6\)"),
     "too few advantages": ({"advantages": torch.ones(2)}, "one value for each of 3 rows, or one for each token"),
     "an empty row": ({"attention_mask": torch.tensor([[1] * 6, [0] * 6, [1] * 6])}, "row 1 of attention_mask has no token"),

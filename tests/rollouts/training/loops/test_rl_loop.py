@@ -6,6 +6,7 @@ import copy
 import itertools
 import json
 import shutil
+from functools import partial
 
 import pytest
 from document_samples import ListLogger, generate, make_backend, make_sample
@@ -112,6 +113,53 @@ async def test_a_resumed_run_ends_as_if_it_had_not_stopped(tmp_path):
     [last] = await run(resumed, make_manager(), resume=True)
     assert (last["step"], last["loss"], last["mean_reward"]) == (4, expected[3]["loss"], expected[3]["mean_reward"])
     assert_same_tensors(weights_of(resumed.model), weights_of(whole.model))
+
+
+async def generate_in_part(prompts, seeds):
+    """Tokens of an answer count 1/4, 1/2, 3/4, 1, 1/4, ..."""
+    samples = await generate(prompts, seeds)
+    for sample in samples:
+        sample.loss_mask = [value * (1 + place % 4) / 4 for place, value in enumerate(sample.loss_mask)]
+    return samples
+
+
+async def test_masks_with_fractions_are_trained_and_resumed(tmp_path):
+    """The first step is that of its batch by column. At step 2 there are groups in the air."""
+    make = partial(make_manager, generate_fn=generate_in_part, over_sampling_factor=1.5)
+    whole, by_column = (make_backend(tmp_path / name, grpo_loss) for name in ("whole", "by column"))
+    metrics = await run(whole, make())
+    batch = await make().generate_batch(compute_reward)
+    assert any(0 < value < 1 for mask in batch.loss_masks for value in mask)
+    loss = (await by_column.forward_backward(prepare_grpo_batch(batch, batch.rewards, CONFIG)))["loss"]
+    assert metrics[0]["loss"] == pytest.approx(loss, abs=1e-6)
+
+    shutil.copytree(tmp_path / "whole" / "step_000002", tmp_path / "parts" / "step_000002")
+    kept = read_json(tmp_path / "parts" / "step_000002" / "trainer_state.json")["batch_source"]["partial_samples"]
+    assert {sample["loss_mask"]["dtype"] for sample in kept} == {"float64"}
+    resumed = make_backend(tmp_path / "parts", grpo_loss, seed=9)
+    rest = await run(resumed, make(), resume=True)
+    assert [line["loss"] for line in rest] == [line["loss"] for line in metrics[2:]]
+    assert_same_tensors(weights_of(resumed.model), weights_of(whole.model))
+
+
+async def test_a_loop_killed_before_its_first_checkpoint_has_each_step_in_its_log_once(tmp_path, monkeypatch):
+    """After lines of an earlier run, which stay."""
+    config = RLTrainingConfig(num_steps=2, log_every=1, checkpoint_every=1)
+    earlier = JSONLLogger(tmp_path)
+    earlier.log({"loss": 9.0}, step=7)
+    earlier.finish()
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointManager, "save_backend", interrupt)
+        with pytest.raises(InterruptedError):
+            await run(make_backend(tmp_path, ppo_loss), make_manager(), config=config, metrics_logger=JSONLLogger(tmp_path))
+    assert [line["step"] for line in logged(tmp_path)] == [7, 1]
+    backend = make_backend(tmp_path, ppo_loss)
+    await run(backend, make_manager(), config=config, metrics_logger=JSONLLogger(tmp_path), resume=True)
+    assert [line["step"] for line in logged(tmp_path)] == [7, 1, 2]
+
+
+def interrupt(*arguments, **options):
+    raise InterruptedError
 
 
 @pytest.mark.parametrize("is_saved", [False, True])

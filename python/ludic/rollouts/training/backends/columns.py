@@ -20,6 +20,7 @@ from torch import Tensor
 from ludic import _core
 from ludic.errors import DataError
 from ludic.rollouts.training.rl_losses import IGNORED, sum_of_means
+from ludic.training.batching.fractions import Fractions
 from ludic.training.batching.micro_batching import MicroBatch
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
 from ludic.training.batching.packing import Rows
@@ -42,7 +43,8 @@ class ColumnRows:
     """Shape of `input_ids`."""
     table: _core.SampleTable
     extra: dict[str, Tensor]
-    """Name -> [S] values of the tokens, or [N] `old_logp_mean`."""
+    """Name -> [S] values of the tokens, or [N] `old_logp_mean`. `fraction` is the loss mask, if it
+    has other values than 0 and 1."""
 
     @classmethod
     def of(cls, batch: Mapping[str, Any]) -> ColumnRows:
@@ -54,17 +56,16 @@ class ColumnRows:
         advantages, old = _optional(batch, "advantages"), _optional(batch, "old_log_probs")
         weights = torch.ones(len(ends)) if advantages is None or advantages.shape == ids.shape else advantages
         _check_rows("advantages", weights, len(ends))
-        mask = read_loss_mask(batch, ids)
-        if not bool(((mask == 0) | (mask == 1)).all()):
-            row = int(((mask != 0) & (mask != 1)).any(dim=1).nonzero()[0])
+        mask = read_loss_mask(batch, ids).float()
+        if not bool((mask.isfinite() & (mask >= 0)).all()):
+            row, token = (int(index) for index in (~(mask.isfinite() & (mask >= 0))).nonzero()[0])
             raise DataError(
-                f"loss_mask of row {row} has a value that is not 0 or 1; fractions count in the functions of rl_losses, not in a backend: "
-                "round them, or put the fraction into advantages [B, T]"
+                f"loss_mask[{row}, {token}] is {float(mask[row, token])}; 0 is no loss on a token, 1 is loss, 0.5 is half of it"
             )
         per_token = None if old is None or old.ndim == 1 else _check_tokens("old_log_probs", old, ids)
         table = _core.SampleTable.from_columns(
             ids.reshape(-1)[places].numpy(),
-            mask.reshape(-1)[places].to(torch.uint8).numpy(),
+            (mask != 0).reshape(-1)[places].to(torch.uint8).numpy(),
             np.concatenate([[0], ends.numpy()]),
             weights.float().numpy(),
             None if per_token is None else per_token.reshape(-1)[places].float().numpy(),
@@ -80,6 +81,8 @@ class ColumnRows:
         }
         if old is not None and old.ndim == 1:
             columns["old_logp_mean"] = _check_rows("old_log_probs", old, len(ends)).float()
+        if not bool(((mask == 0) | (mask == 1)).all()):
+            columns["fraction"] = mask.reshape(-1)[places]
         return cls(places, ends, (ids.shape[0], ids.shape[1]), table, columns)
 
     def begins(self, row: int) -> int:
@@ -88,6 +91,13 @@ class ColumnRows:
     def tokens(self, column: Tensor, row: int) -> Tensor:
         """The values of one row of a column [S]."""
         return column[self.begins(row) : int(self.ends[row])]
+
+    def fractions(self) -> Fractions:
+        """What the predicted action tokens of each row count for; empty if each counts 1."""
+        if "fraction" not in self.extra:
+            return {}
+        rows = (self.tokens(self.extra["fraction"], row)[1:] for row in range(len(self.ends)))
+        return {row: values[values != 0] for row, values in enumerate(rows)}
 
     def spread(self, logps: Mapping[int, Tensor]) -> Tensor:
         """[B, T] in the layout of `input_ids`, from row -> log-probabilities of its tokens after
@@ -105,7 +115,7 @@ class ColumnMiniBatch(MiniBatch):
     def __init__(self, rows: ColumnRows, cfg: TrainerConfig) -> None:
         self.columns = rows
         names = [SAWItem([], [], [], 0.0, {"rollout_id": f"row {number}"}) for number in range(len(rows.table))]
-        super().__init__(MacroBatch(names, rows.table, 0, 0), np.arange(len(rows.table)), cfg)
+        super().__init__(MacroBatch(names, rows.table, 0, 0, fractions=rows.fractions()), np.arange(len(rows.table)), cfg)
 
     def _micro_batch(self, rows: Rows) -> MicroBatch:
         micro_batch = super()._micro_batch(rows)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ludic.errors import ConfigError, PublishError, RequestsExhausted, RolloutAborted, RolloutError
-from ludic.files.atomic import read_json
+from ludic.files.atomic import read_json, write_json
 from ludic.files.checkpoints import STATE
 from ludic.rollouts.training.backends.foreign import ForeignBackend
 from ludic.rollouts.training.backends.pytorch import WITHOUT_LIMIT, PyTorchTrainingBackend
@@ -37,6 +37,9 @@ PLAIN_KEYS = {"train/loss": "loss", "train/grad_norm": "grad_norm", "train/lr": 
 """Key of the trainer -> name in the metrics of a loop."""
 LOG = "metrics_log"
 """The key in the state of a checkpoint under which it has the mark of the metrics logger."""
+LOG_BEGIN = "log_begin.json"
+"""The file beside the checkpoints that has the mark at the begin of the run, for a run that is
+killed before its first checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +100,14 @@ def build_trainer(
         resume_from=folder,
         total_training_steps=settings.num_steps,
     )
-    if folder is not None and ranks.rank() == 0:
-        log.cut(read_json(Path(folder) / STATE).get(LOG), trainer.current_step)
+    if checkpointer is not None and ranks.rank() == 0:
+        begin = checkpointer.root / LOG_BEGIN
+        if folder is not None:
+            log.cut(read_json(Path(folder) / STATE).get(LOG), trainer.current_step)
+        elif resume and begin.exists():  # killed before its first checkpoint
+            log.cut(read_json(begin).get(LOG), 0)
+        else:
+            log.note_begin(begin)
     return trainer
 
 
@@ -185,6 +194,14 @@ class LoopLog:
             except Exception:
                 logger.exception("the metrics logger has no mark at step %d; training goes on", self.logged)
         return None
+
+    def note_begin(self, path: Path) -> None:
+        """Write to `path` how much was logged before the run."""
+        mark = self.mark()
+        if mark is None:
+            path.unlink(missing_ok=True)
+        else:
+            write_json(path, {LOG: mark})
 
     def cut(self, mark: Any, step: int) -> None:
         """Remove what was logged after the mark of the checkpoint of `step`."""
