@@ -83,7 +83,7 @@ class Sample:
     tokens: list[int] = field(default_factory=list)
     """[T] ids of the prompt, then of the response."""
     loss_mask: list[float] = field(default_factory=list)
-    """[T] 0: no loss on this token, 1: loss."""
+    """[T] 0: no loss on this token, 1: loss, 0.5: half of it. Finite numbers >= 0."""
     reward: float = NO_REWARD
     """0 until the sample is rewarded; `has_reward` tells that from a reward of 0."""
     group_index: int | None = None
