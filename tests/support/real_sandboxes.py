@@ -1,46 +1,76 @@
 """Pools of real sandboxes for tests, which check that nothing is left of them.
 
-A bubblewrap that is not on PATH is taken from target/bubblewrap (`make bubblewrap` fetches it).
+A bubblewrap that is not on PATH is taken from target/bubblewrap (`make bubblewrap` fetches it),
+Docker and Podman from target/containers (`make containers`).
 """
 
 import asyncio
 import os
 import shutil
+import subprocess
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from processes import wait_for_end
+from real_containers import cgroups, changed_environment, docker_daemon, docker_pool, own_podman, podman_pool
 
 from ludic.envs.code_exec.bubblewrap import BubblewrapSandboxPool
 
 FETCHED = Path(__file__).parents[2] / "target" / "bubblewrap"
-BACKENDS = ["bubblewrap"]
+POOLS = {"bubblewrap": BubblewrapSandboxPool, "docker": docker_pool, "podman": podman_pool}
+BACKENDS = list(POOLS)
+GONE_S = 60
 
 
 @contextmanager
-def pool_or_skip(backend):
-    if shutil.which("bwrap", path=f"{os.environ['PATH']}:{FETCHED}") is None:
-        pytest.skip("no bwrap: `make bubblewrap` fetches it")
-    with open_pool(backend, n_workers=1) as pool:
-        yield pool
+def backend_or_skip(backend):
+    """What this backend's pools need is there. Gives the list of its containers."""
+    if backend == "docker":
+        with docker_daemon() as client:
+            yield lambda: [one.name for one in client.containers.list(all=True, ignore_removed=True)]
+    elif backend == "podman":
+        with own_podman() as podman:
+            listing = [podman, "ps", "--all", "--format", "{{.Names}}"]
+            yield lambda: subprocess.run(listing, capture_output=True, text=True, check=True).stdout.split()
+    else:
+        if shutil.which("bwrap", path=f"{os.environ['PATH']}:{FETCHED}") is None:
+            pytest.skip("no bwrap: `make bubblewrap` fetches it")
+        with changed_environment(PATH=f"{os.environ['PATH']}:{FETCHED}"):
+            yield list
 
 
 @contextmanager
-def open_pool(backend, n_workers):
-    """A pool that is started; on exit it is shut down, and none of its processes is left."""
-    before, path = sandbox_processes(), os.environ["PATH"]
-    os.environ["PATH"] = f"{path}:{FETCHED}"
-    try:
-        pool = BubblewrapSandboxPool(n_workers, max_consecutive_failures=50)
+def pool_or_skip(backend, n_workers=1):
+    """A pool that is started; on exit it is shut down, and no process, container or cgroup of it is
+    left."""
+    before = sandbox_processes()
+    with backend_or_skip(backend) as containers:
+        pool = POOLS[backend](n_workers, max_consecutive_failures=50)
         asyncio.run(pool.start())
         try:
             yield pool
         finally:
             asyncio.run(pool.shutdown())
-    finally:
-        os.environ["PATH"] = path
-    assert all(wait_for_end(pid) for pid in sandbox_processes() - before)
+        assert containers() == []
+        assert all(wait_for_end(pid) for pid in sandbox_processes() - before)
+        assert wait_until(lambda: not cgroups_left()), cgroups_left()
+
+
+def wait_until(holds, timeout_s=GONE_S):
+    """Whether it held in time."""
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def cgroups_left():
+    """The cgroups of containers of this process's tests."""
+    return [path for parent in cgroups() for path in parent.iterdir() if path.is_dir() and path.name != "conmon"]
 
 
 def sandbox_processes():

@@ -7,14 +7,40 @@ import json
 import os
 import selectors
 import subprocess
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import IO, Any, Protocol
 
 from ludic.errors import GradingError
 
 LONGEST_REPLY = 1 << 20
 """Bytes."""
+LAST_WORDS = 500
+"""Characters of stderr in an error."""
+
+
+class End(Protocol):
+    """Of a pipe or socket."""
+
+    def fileno(self) -> int: ...
+
+    def close(self) -> None: ...
+
+
+class Running(Protocol):
+    """What is needed of `subprocess.Popen`."""
+
+    @property
+    def stdin(self) -> End | None: ...
+
+    @property
+    def stdout(self) -> End | None: ...
+
+    def kill(self) -> None:
+        """End it, at once or soon. For any thread, and also if it has ended."""
+
+    def wait(self) -> int: ...
 
 
 class LineProcess:
@@ -34,7 +60,9 @@ class LineProcess:
         """`name` is for messages; `longest_reply` is in bytes."""
         self._command, self._start_timeout_s = list(command), start_timeout_s
         self._name, self._longest_reply = name, longest_reply
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Running | None = None
+        self._stderr: IO[bytes] | None = None
+        self._last_words = ""
         self.greeting: dict[str, Any] = {}
         """The first line of the process that runs, or of the last one."""
 
@@ -51,7 +79,9 @@ class LineProcess:
             code = self.end()
             if isinstance(error, TimeoutError):
                 raise
-            raise GradingError(f"{self._name}'s process failed (exit status {code}): {type(error).__name__}: {error}") from error
+            raise GradingError(
+                f"{self._name}'s process failed (exit status {code}): {type(error).__name__}: {error}{self._last_words}"
+            ) from error
         except BaseException:
             self.end()
             raise
@@ -71,25 +101,48 @@ class LineProcess:
             with contextlib.suppress(OSError):  # unsent data has no reader
                 if pipe is not None:
                     pipe.close()
-        return process.wait()
+        code = process.wait()
+        self._keep_last_words()
+        return code
 
-    def _spawn(self) -> subprocess.Popen[bytes]:
+    def _spawn(self) -> Running:
         """Start the process, with pipes for its stdin and stdout."""
         return subprocess.Popen(
             self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
         )
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _new_stderr(self) -> IO[bytes]:
+        """A file for the stderr of a process that starts; its last lines are part of the errors."""
+        self._keep_last_words()
+        self._stderr, self._last_words = tempfile.TemporaryFile(), ""  # noqa: SIM115
+        return self._stderr
+
+    def _keep_last_words(self) -> None:
+        """Of stderr, for an error's message."""
+        if self._stderr is not None:
+            with self._stderr as file:
+                file.seek(0)
+                text = file.read().decode(errors="replace").strip()
+            self._stderr, self._last_words = None, f"; it said: {text[-LAST_WORDS:]}" if text else ""
+
+    def _payload(self, part: bytes) -> bytes:
+        """The bytes of the process's stdout in what was read."""
+        return part
+
+    def _start(self) -> Running:
         process = self._process = self._spawn()
         assert process.stdin is not None
         os.set_blocking(process.stdin.fileno(), False)
         try:
             self.greeting = self._read_line(process, time.monotonic() + self._start_timeout_s, self._start_timeout_s)
         except TimeoutError as error:
-            raise GradingError(f"{self._name}'s process was not ready within {self._start_timeout_s} s") from error
+            self.end()
+            raise GradingError(
+                f"{self._name}'s process was not ready within {self._start_timeout_s} s{self._last_words}"
+            ) from error
         return process
 
-    def _write(self, process: subprocess.Popen[bytes], line: bytes, deadline: float, timeout_s: float) -> None:
+    def _write(self, process: Running, line: bytes, deadline: float, timeout_s: float) -> None:
         assert process.stdin is not None
         end, rest = process.stdin.fileno(), memoryview(line)
         with selectors.DefaultSelector() as selector:
@@ -98,7 +151,7 @@ class LineProcess:
                 self._wait(selector, deadline, timeout_s)
                 rest = rest[os.write(end, rest) :]
 
-    def _read_line(self, process: subprocess.Popen[bytes], deadline: float, timeout_s: float) -> dict[str, Any]:
+    def _read_line(self, process: Running, deadline: float, timeout_s: float) -> dict[str, Any]:
         assert process.stdout is not None
         read = bytearray()
         with selectors.DefaultSelector() as selector:
@@ -108,7 +161,7 @@ class LineProcess:
                 part = os.read(process.stdout.fileno(), 1 << 16)
                 if not part or len(read) > self._longest_reply:
                     raise EOFError("it ended" if not part else "its reply is too long")
-                read += part
+                read += self._payload(part)
         reply: dict[str, Any] = json.loads(read)
         return reply
 

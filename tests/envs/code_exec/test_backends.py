@@ -1,11 +1,14 @@
 """Which backend is chosen, and what is said when there is none."""
 
 import asyncio
+import os
+import shutil
 
 import pytest
 
 from ludic.envs.code_exec import backend as backends
 from ludic.envs.code_exec.backend import NoSandboxError, SandboxBackend, detect_available_backend, get_backend_info
+from ludic.envs.code_exec.bubblewrap import BubblewrapConfig, BubblewrapProcess
 from ludic.envs.code_exec.factory import create_sandbox_pool
 from ludic.errors import ConfigError
 
@@ -75,3 +78,14 @@ def test_programs_run_without_a_sandbox_only_if_that_is_spelt_out(machine):
             await pool.shutdown()
 
     assert asyncio.run(play()).stdout == "42\n"
+
+
+def test_as_root_the_interpreter_must_be_readable_by_all(monkeypatch, tmp_path):
+    """Programs run as a user without rights."""
+    (tmp_path / "home").mkdir(mode=0o700)
+    (tmp_path / "home" / "python3").write_text("")
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/env")
+    monkeypatch.setattr("ludic.envs.code_exec.bubblewrap.find_python", lambda *_, **__: tmp_path / "home" / "python3")
+    with pytest.raises(ConfigError, match=r"cannot read .*home/python3: install it where every user can"):
+        BubblewrapProcess(BubblewrapConfig())

@@ -4,7 +4,7 @@ import pytest
 from fake_sandboxes import FakePool
 
 from ludic.envs.code_exec.adapters import APPSTestAdapter
-from ludic.envs.code_exec.env import CodeExecConfig, CodeExecEnv
+from ludic.envs.code_exec.env import CHECKOUT_S, CodeExecConfig, CodeExecEnv
 from ludic.envs.code_exec.types import CompileResult, CompileStatus, RunStatus
 from ludic.errors import ConfigError, GradingError
 
@@ -129,6 +129,20 @@ def test_results_are_kept_by_all_that_a_verdict_depends_on():
 def test_sandboxes_that_fail_are_not_a_reward_of_0():
     with pytest.raises(GradingError, match="problem p could not be judged in 3 sandboxes: Sandbox crashed: OSError: gone"):
         play("4", answers={"4": OSError("gone")})
+
+
+def test_a_program_waits_for_a_sandbox_as_long_as_it_must(monkeypatch):
+    """Then the episode fails, too: nobody judged its program."""
+    waited = []
+
+    async def checkout(pool, timeout_s=30.0):
+        waited.append(timeout_s)
+        raise TimeoutError("none was free")
+
+    monkeypatch.setattr(FakePool, "checkout", checkout)
+    with pytest.raises(TimeoutError, match="none was free"):
+        play("4")
+    assert waited == [CHECKOUT_S]
 
 
 def test_a_program_whose_sandbox_failed_is_judged_in_another():

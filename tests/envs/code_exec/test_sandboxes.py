@@ -7,8 +7,9 @@ import socket
 from pathlib import Path
 
 import pytest
+from benches.python.hostile_contest import contests, is_right
 from hostile_programs import CHEATS, LEAVES, LEFT, PROGRAMS
-from real_sandboxes import BACKENDS, open_pool, pool_or_skip
+from real_sandboxes import BACKENDS, pool_or_skip
 
 from ludic.envs.code_exec.adapters.base import ExactMatchVerifier
 from ludic.envs.code_exec.runners import StdinStdoutRunner
@@ -34,11 +35,21 @@ def host(tmp_path_factory):
         name = f"ludic-hostile-test-{os.getpid()}"
         abstract.bind(f"\0{name}")
         abstract.listen()
-        yield {"HOST_PORT": str(server.getsockname()[1]), "HOST_SOCKET": name, "HOST_FILE": str(path)}
+        passwords = next(line for line in Path("/etc/passwd").read_text().splitlines() if ":/" in line)
+        yield {
+            "HOST_PASSWORDS": passwords,
+            "HOST_PORT": str(server.getsockname()[1]),
+            "HOST_SOCKET": name,
+            "HOST_FILE": str(path),
+        }
 
 
 def run(sandbox, code, **settings):
-    return asyncio.run(sandbox.execute(code, **settings))
+    """The result. A machine that is too busy says nothing about a program, which runs again."""
+    while True:
+        result = asyncio.run(sandbox.execute(code, **settings))
+        if result.run_status is not RunStatus.SANDBOX_ERROR:
+            return result
 
 
 @pytest.mark.parametrize("hostile", PROGRAMS, ids=lambda one: one.name)
@@ -83,40 +94,13 @@ def test_no_program_finds_what_another_one_printed(sandbox):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_programs_of_all_kinds_are_judged_by_several_workers(backend):
-    """One in five is hostile; a sandbox is killed now and then; every verdict is right, and no
-    process is left."""
-    kinds = [
-        ("print(int(input()) * 2)", True),
-        ("print(int(input()) * 3)", False),
-        ("x = 1 /", False),
-        ("print(2 * int(input()))", True),
-    ]
-    programs = [
-        (hostile.program, False) if n % 5 == 4 else kinds[n % 5] for n, hostile in zip(range(120), PROGRAMS * 3, strict=False)
-    ]
-    runner = StdinStdoutRunner(60.0)
-
-    async def judge_all(pool):
-        async def judge(number, code):
-            limits = {"timeout_s": 1} if number % 5 == 4 else {}  # some only end at their limit
-            tests = [TestCase("2", "4", metadata=limits), TestCase("5", "10", metadata=limits)]
-            for attempt in range(3):
-                sandbox = await pool.checkout(timeout_s=300)
-                if number % 10 == 3 and attempt == 0:
-                    asyncio.get_running_loop().call_later(0.002 * (number % 7), sandbox._process.kill)
-                try:
-                    batch = await runner.run_tests(sandbox, f"{code}\n# {number}", tests, verifier=ExactMatchVerifier())
-                finally:
-                    await pool.release(sandbox)
-                if not batch.sandbox_failed:
-                    return batch.all_passed
-            raise AssertionError(f"program {number} has no verdict")
-
-        return await asyncio.gather(*(judge(number, code) for number, (code, _) in enumerate(programs)))
-
-    with open_pool(backend, n_workers=4) as pool:
-        assert asyncio.run(judge_all(pool)) == [right for _, right in programs]
+def test_nothing_is_lost_or_left(backend):
+    """One in five programs is hostile, a sandbox is killed every second, and at last the run."""
+    finished, killed = contests(backend, count=50, workers=2, kill_every_s=1.0, rounds=1)
+    assert is_right(finished), finished
+    assert finished["programs"] == 50
+    assert is_right(killed), killed
+    assert killed["had_processes"] > 0
 
 
 def test_the_example_of_the_page_runs(capsys):

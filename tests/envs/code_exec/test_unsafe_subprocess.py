@@ -2,16 +2,20 @@
 
 import asyncio
 import os
+import subprocess
 import sys
+import time
 import warnings
 
 import pytest
 from processes import wait_for_end
 
 from ludic.envs.code_exec.adapters.base import ExactMatchVerifier
+from ludic.envs.code_exec.bubblewrap import find_python
+from ludic.envs.code_exec.process_sandbox import ProcessSandbox
 from ludic.envs.code_exec.runners import StdinStdoutRunner
 from ludic.envs.code_exec.types import CompileStatus, RunStatus, TestCase
-from ludic.envs.code_exec.unsafe_subprocess import UnsafeSubprocessPool
+from ludic.envs.code_exec.unsafe_subprocess import UnsafeProcess, UnsafeSubprocessPool
 from ludic.errors import GradingError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
@@ -204,3 +208,45 @@ print(found or "nothing")
     tests = [TestCase("1", "SECRET"), TestCase("2", "nothing")]
     batch = asyncio.run(StdinStdoutRunner().run_tests(sandbox, search, tests, verifier=ExactMatchVerifier()))
     assert [result.actual for result in batch.results] == ["nothing\n", "nothing\n"]
+
+
+def test_compiling_has_a_limit_of_memory():
+    async def compile_large():
+        sandbox = await ProcessSandbox.started(UnsafeProcess(find_python(None)), memory_limit_mb=16)
+        try:
+            return await sandbox.compile(f"x = [{'f(1),' * 300_000}]", timeout_s=60), await sandbox.compile("x = 1")
+        finally:
+            await sandbox.stop()
+
+    large, small = asyncio.run(compile_large())
+    assert large.status is CompileStatus.UNKNOWN_ERROR
+    assert "memory" in large.error_message.lower()
+    assert small.success
+
+
+def test_nothing_is_left_when_the_process_that_runs_programs_is_killed(tmp_path):
+    """Neither its folder, nor a program that runs."""
+    code = f"""
+import asyncio
+from ludic.envs.code_exec.unsafe_subprocess import UnsafeSubprocessPool
+async def main():
+    pool = UnsafeSubprocessPool(1)
+    await pool.start()
+    program = "import os, time; open({str(tmp_path / "pid.new")!r}, 'w').write(f'{{os.getpid()}} {{os.getcwd()}}')"
+    program += "; os.replace({str(tmp_path / "pid.new")!r}, {str(tmp_path / "pid")!r}); open('file', 'w'); time.sleep(1000)"
+    await (await pool.checkout()).execute(program, timeout_s=1000)
+asyncio.run(main())
+"""
+    with subprocess.Popen([sys.executable, "-W", "ignore", "-c", code]) as process:
+        try:
+            while not (tmp_path / "pid").exists():
+                assert process.poll() is None
+                time.sleep(0.005)
+        finally:
+            process.kill()
+    pid, folder = (tmp_path / "pid").read_text().split()
+    assert wait_for_end(int(pid))
+    deadline = time.monotonic() + 60
+    while os.path.exists(folder):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

@@ -4,6 +4,9 @@ A sandbox runs programs; a pool lends sandboxes; a runner judges a program by it
 read data sets of problems; verifiers compare outputs.
 """
 
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
 from ludic.envs.code_exec.adapters.base import ExactMatchVerifier, OutputVerifier, TestAdapter
 from ludic.envs.code_exec.backend import (
     NoSandboxError,
@@ -20,6 +23,7 @@ from ludic.envs.code_exec.cache import LRUCache
 from ludic.envs.code_exec.env import CodeExecConfig, CodeExecEnv
 from ludic.envs.code_exec.factory import create_sandbox_pool
 from ludic.envs.code_exec.hashing import compute_hash, hash_tests
+from ludic.envs.code_exec.podman_sandbox import PodmanConfig, PodmanError, PodmanHPCSandbox, PodmanHPCSandboxPool
 from ludic.envs.code_exec.runners import CodeRunner, StdinStdoutRunner
 from ludic.envs.code_exec.sandbox import Sandbox, SandboxPool
 from ludic.envs.code_exec.types import (
@@ -33,6 +37,11 @@ from ludic.envs.code_exec.types import (
 )
 from ludic.envs.code_exec.unsafe_subprocess import UnsafeSubprocessPool
 
+if TYPE_CHECKING or ((_docker := find_spec("docker")) is not None and _docker.origin is not None):
+    from ludic.envs.code_exec.docker_sandbox import DockerSandbox, DockerSandboxConfig, DockerSandboxPool
+else:  # documented: without the package, the names are None
+    DockerSandbox = DockerSandboxConfig = DockerSandboxPool = None
+
 __all__ = [
     "BatchTestResult",
     "BubblewrapConfig",
@@ -42,11 +51,18 @@ __all__ = [
     "CodeRunner",
     "CompileResult",
     "CompileStatus",
+    "DockerSandbox",
+    "DockerSandboxConfig",
+    "DockerSandboxPool",
     "ExactMatchVerifier",
     "ExecutionResult",
     "LRUCache",
     "NoSandboxError",
     "OutputVerifier",
+    "PodmanConfig",
+    "PodmanError",
+    "PodmanHPCSandbox",
+    "PodmanHPCSandboxPool",
     "RunStatus",
     "Sandbox",
     "SandboxBackend",

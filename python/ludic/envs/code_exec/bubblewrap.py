@@ -14,20 +14,18 @@ import shutil
 import stat
 import subprocess
 import sys
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ludic.envs.code_exec.pool import BaseSandboxPool
-from ludic.envs.code_exec.process_sandbox import IN_SANDBOX, LONGEST_REPLY, ProcessSandbox, files_in_sandbox
+from ludic.envs.code_exec.process_sandbox import LONGEST_REPLY, ProcessSandbox, first_process
 from ludic.envs.code_exec.seccomp import seccomp_filter
 from ludic.envs.line_process import LineProcess
 from ludic.errors import ConfigError, MissingExtraError
 
 PLACES = {"/workspace": 64, "/tmp": 16, "/dev/shm": 16}
 """Where a program can write, and how many megabytes."""
-MODULES = "/run/modules"
 OWN_VERSION = f"{sys.version_info[0]}.{sys.version_info[1]}"
 """Of this interpreter."""
 NOBODY = 65_534
@@ -90,20 +88,17 @@ class BubblewrapProcess(LineProcess):
         try:
             with open(write_end, "wb") as pipe:
                 pipe.write(seccomp_filter())
-            with ExitStack() as files:
-                opened = {path: files.enter_context(file.open("rb")).fileno() for path, file in files_in_sandbox().items()}
-                bound = [part for path, number in opened.items() for part in ("--ro-bind-data", str(number), f"{MODULES}/{path}")]
-                return subprocess.Popen(
-                    [self._command[0], "--seccomp", str(read_end), *bound, *self._command[1:]],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.DEVNULL,
-                    pass_fds=(read_end, *opened.values()),
-                    env={},
-                    cwd="/",
-                    start_new_session=True,
-                    **_nobody(),
-                )
+            return subprocess.Popen(
+                [self._command[0], "--seccomp", str(read_end), *self._command[1:]],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._new_stderr(),
+                pass_fds=(read_end,),
+                env={},
+                cwd="/",
+                start_new_session=True,
+                **_nobody(),
+            )
         finally:
             os.close(read_end)
 
@@ -151,9 +146,9 @@ def sandbox_arguments(python: Path) -> list[str]:
     for place, megabytes in PLACES.items():
         arguments += ["--size", str(megabytes << 20), "--tmpfs", place]
     arguments += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/", "--clearenv"]
-    for name, value in {"PYTHONHASHSEED": "0", "PYTHONPATH": MODULES, "LANG": "C.UTF-8"}.items():
+    for name, value in {"PYTHONHASHSEED": "0", "LANG": "C.UTF-8"}.items():
         arguments += ["--setenv", name, value]
-    return [*arguments, "--", str(python), "-S", "-s", "-B", "-m", IN_SANDBOX, *PLACES]
+    return [*arguments, "--", *first_process(str(python), list(PLACES))]
 
 
 def find_python(version: str | None, *, others: bool = False) -> Path:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from ludic.envs.code_exec.backend import REQUIRES, NoSandboxError, SandboxBackend, detect_available_backend
-from ludic.envs.code_exec.bubblewrap import BubblewrapConfig, BubblewrapSandboxPool, is_bubblewrap_available
+from ludic.envs.code_exec.bubblewrap import OWN_VERSION, BubblewrapConfig, BubblewrapSandboxPool, is_bubblewrap_available
+from ludic.envs.code_exec.docker_sandbox import DockerSandboxConfig, DockerSandboxPool
+from ludic.envs.code_exec.podman_sandbox import PodmanConfig, PodmanHPCSandboxPool
 from ludic.envs.code_exec.pool import BaseSandboxPool
 from ludic.envs.code_exec.unsafe_subprocess import UnsafeSubprocessPool
 from ludic.errors import ConfigError
@@ -53,4 +55,9 @@ def _make_pool(backend: SandboxBackend, python_version: str | None, settings: di
         return BubblewrapSandboxPool(config=config, **settings)
     if backend is SandboxBackend.SINGULARITY:
         raise NotImplementedError("Singularity backend is not yet implemented; bubblewrap needs neither root nor a daemon")
-    raise NoSandboxError(f"{backend} is not there yet")
+    memory_mb = settings.pop("memory_limit_mb", 256)
+    if backend is SandboxBackend.DOCKER:
+        docker = DockerSandboxConfig(python_version or OWN_VERSION, memory_limit=f"{memory_mb}m")
+        return DockerSandboxPool(**{"config": docker, "auto_replace_failed": True, **settings})
+    podman = PodmanConfig(memory_limit=f"{memory_mb}m", command=backend.value)
+    return PodmanHPCSandboxPool(**{"image": f"python:{python_version or OWN_VERSION}-slim", "config": podman, **settings})

@@ -4,7 +4,10 @@ starts."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping
+import base64
+import json
+import zlib
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,22 +16,39 @@ from ludic.envs.code_exec.in_sandbox.watch import longest_s
 from ludic.envs.code_exec.runners import limit_of
 from ludic.envs.code_exec.types import BatchExecutionSpec, CompileResult, CompileStatus, ExecutionResult, RunStatus
 from ludic.envs.line_process import LineProcess
-from ludic.errors import GradingError
+from ludic.errors import ConfigError, GradingError
 
 T = TypeVar("T")
 
 IN_SANDBOX = "ludic.envs.code_exec.in_sandbox"
-"""The module that backends start with `python -m`."""
+MODULES = ("process_control", "leftovers", "watch", "program", "runs", "__main__")
+"""Of the first process. Each imports only those before it."""
+BOOT = """
+import base64, json, sys, types, zlib
+sent = json.loads(zlib.decompress(base64.b64decode(sys.argv.pop())))
+for name, source in sent["modules"].items():
+    module = sys.modules[name] = types.ModuleType(name)
+    exec(compile(source, name, "exec"), module.__dict__)
+module.main(sent["places"], base64.b64decode(sent["filter"]))
+"""
+"""What the interpreter of a sandbox runs: no file of this library needs to be there."""
 LONGEST_REPLY = 16 << 20
 """Bytes: twice a megabyte of output, six bytes for each byte at most, and some more."""
 ANSWER_S = 20.0
 """How long a sandbox has for its answer beside the program's own time."""
 
 
-def files_in_sandbox() -> dict[str, Path]:
-    """Path below a folder of modules -> the file here, for all that the first process imports."""
+def first_process(python: str, places: Sequence[str], *, system_call_filter: bytes = b"") -> list[str]:
+    """The command of the first process. `places` are the folders that programs can write to, and
+    start in the first of; it installs the filter, if there is one, before its first program."""
     here = Path(__file__).with_name("in_sandbox")
-    return {f"{IN_SANDBOX.replace('.', '/')}/{path.name}": path for path in sorted(here.glob("*.py"))}
+    sent = {
+        "modules": {f"{IN_SANDBOX}.{name}": (here / f"{name}.py").read_text(encoding="utf-8") for name in MODULES},
+        "places": list(places),
+        "filter": base64.b64encode(system_call_filter).decode(),
+    }
+    packed = base64.b64encode(zlib.compress(json.dumps(sent).encode())).decode()
+    return [python, "-S", "-s", "-B", "-c", BOOT, IN_SANDBOX, packed]
 
 
 class ProcessSandbox:
@@ -38,8 +58,11 @@ class ProcessSandbox:
     call that is cancelled kills it.
     """
 
-    def __init__(self, process: LineProcess, *, memory_limit_mb: int = 256) -> None:
-        self._process, self._memory_limit_mb = process, memory_limit_mb
+    def __init__(self, process: LineProcess, *, memory_limit_mb: int = 256, most_memory_mb: int | None = None) -> None:
+        """`memory_limit_mb` is a program's, unless a call says otherwise; at most
+        `most_memory_mb`, which what is around the process allows."""
+        self._process, self._memory_limit_mb, self._most_memory_mb = process, memory_limit_mb, most_memory_mb
+        self._stopped = False
         self._was_cancelled = False
         """Whether the process was killed because of that, and must be started again."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ludic-sandbox")
@@ -55,18 +78,25 @@ class ProcessSandbox:
     async def started(cls, process: LineProcess, *, memory_limit_mb: int = 256) -> ProcessSandbox:
         """A sandbox whose process is ready. If it does not start, nothing is left of it."""
         sandbox = cls(process, memory_limit_mb=memory_limit_mb)
-        try:
-            await sandbox.reset()
-        except BaseException:
-            await sandbox.stop()
-            raise
+        await sandbox.start()
         return sandbox
+
+    async def start(self) -> None:
+        """Start the process; if that fails, nothing is left of it."""
+        try:
+            await self.reset()
+        except BaseException:
+            await self.stop()
+            raise
 
     async def reset(self) -> None:
         await self._ask({"op": "clean"}, timeout_s=ANSWER_S)
 
     async def stop(self) -> None:
         """End the process. The sandbox cannot be used again."""
+        if self._stopped:
+            return
+        self._stopped = True
         self._process.kill()
         await self._call(self._process.end)
         self._thread.shutdown(wait=False)
@@ -89,6 +119,12 @@ class ProcessSandbox:
         env_vars: Mapping[str, str] | None = None,
     ) -> ExecutionResult:
         """Run the program. `timeout_s` is processor time; twice that is the limit of time."""
+        memory_mb = memory_limit_mb or self._memory_limit_mb
+        if self._most_memory_mb is not None and memory_mb > self._most_memory_mb:
+            raise ConfigError(
+                f"memory_limit_mb ({memory_mb}) of a program must be <= {self._most_memory_mb}, the memory of its sandbox; "
+                "raise memory_limit of the pool's config"
+            )
         compiled = CompileResult(CompileStatus.SUCCESS) if skip_compile else await self.compile(code, timeout_s=timeout_s)
         if not compiled.success:
             return ExecutionResult(compiled, compile_duration_ms=compiled.duration_ms, total_duration_ms=compiled.duration_ms)
@@ -97,7 +133,7 @@ class ProcessSandbox:
             "code": code,
             "stdin": stdin,
             "timeout_s": timeout_s,
-            "memory_mb": memory_limit_mb or self._memory_limit_mb,
+            "memory_mb": memory_mb,
             "env": dict(env_vars or {}),
         }
         reply = await self._ask(request, timeout_s=longest_s(request) + ANSWER_S)

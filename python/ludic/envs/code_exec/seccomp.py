@@ -108,6 +108,7 @@ FORBIDDEN = {
     "lookup_dcookie": (212, 18),
 }
 """Name -> its number on x86_64 and on aarch64."""
+OF_NETWORK = ("socket", "socketpair")
 CLONE, CLONE3 = (56, 220), (435, 435)
 OF_ANOTHER_PROCESS = {"prlimit64": (302, 261), "sched_setaffinity": (203, 122)}
 """Allowed with process 0, which is the caller."""
@@ -125,9 +126,9 @@ class Machine:
 MACHINES: Mapping[str, Machine] = {"x86_64": Machine(0, 0xC000003E), "aarch64": Machine(1, 0xC00000B7)}
 
 
-def seccomp_filter(machine: str | None = None) -> bytes:
-    """The filter for a kind of processor, by default this one. ConfigError for a kind whose numbers
-    are not known."""
+def seccomp_filter(machine: str | None = None, *, network: bool = False) -> bytes:
+    """The filter for a kind of processor, by default this one; with `network`, sockets are allowed.
+    ConfigError for a kind whose numbers are not known."""
     name = machine or platform.machine()
     if name not in MACHINES:
         raise ConfigError(f"no system call filter is known for {name!r}; sandboxes run on {', '.join(MACHINES)}")
@@ -141,7 +142,9 @@ def seccomp_filter(machine: str | None = None) -> bytes:
     if name == "x86_64":  # the numbers of the x32 interface name the same calls
         program += [(AT_LEAST, 0, 1, 0x40000000), (RETURN, 0, 0, FAIL | errno.ENOSYS)]
     program += [(EQUAL, 0, 1, CLONE3[column]), (RETURN, 0, 0, FAIL | errno.ENOSYS)]  # then C libraries use clone
-    for numbers in FORBIDDEN.values():
+    for call, numbers in FORBIDDEN.items():
+        if network and call in OF_NETWORK:
+            continue
         program += [(EQUAL, 0, 1, numbers[column]), (RETURN, 0, 0, FAIL | errno.EPERM)]
     program += _unless(CLONE[column], 0, ANY_BIT, NEW_NAMESPACES)
     program += _unless(IOCTL[column], 1, EQUAL, TYPE_INTO_TERMINAL)

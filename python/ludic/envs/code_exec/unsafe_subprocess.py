@@ -11,31 +11,27 @@ from pathlib import Path
 
 from ludic.envs.code_exec.bubblewrap import OWN_VERSION, find_python
 from ludic.envs.code_exec.pool import BaseSandboxPool
-from ludic.envs.code_exec.process_sandbox import IN_SANDBOX, LONGEST_REPLY, ProcessSandbox, files_in_sandbox
+from ludic.envs.code_exec.process_sandbox import LONGEST_REPLY, ProcessSandbox, first_process
 from ludic.envs.line_process import LineProcess
 
 
 class UnsafeProcess(LineProcess):
-    """A process of this user, with a folder of its own, which is deleted with it."""
+    """A process of this user, with a folder of its own, which it deletes if this process ends
+    first."""
 
     def __init__(self, python: Path) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="ludic-programs-"))
-        self._modules, self._place = self._folder / "modules", self._folder / "workspace"
-        command = [str(python), "-S", "-s", "-B", "-m", IN_SANDBOX, str(self._place)]
+        command = first_process(str(python), [str(self._folder)])
         super().__init__(command, start_timeout_s=30.0, name="the program runner", longest_reply=LONGEST_REPLY)
 
     def _spawn(self) -> subprocess.Popen[bytes]:
         self._folder.mkdir(mode=0o700, exist_ok=True)
-        self._place.mkdir(exist_ok=True)
-        for path, file in files_in_sandbox().items():
-            (self._modules / path).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(file, self._modules / path)
         return subprocess.Popen(
             self._command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={"PATH": os.defpath, "PYTHONHASHSEED": "0", "PYTHONPATH": str(self._modules), "LANG": "C.UTF-8"},
+            stderr=self._new_stderr(),
+            env={"PATH": os.defpath, "PYTHONHASHSEED": "0", "LANG": "C.UTF-8"},
             start_new_session=True,
         )
 

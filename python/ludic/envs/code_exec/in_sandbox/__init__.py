@@ -1,8 +1,8 @@
 """The first process of a sandbox, which runs programs. It needs Python's standard library alone,
 and imports only itself: a sandbox has no other file of this library.
 
-`python -m ludic.envs.code_exec.in_sandbox FOLDER...` reads requests from its stdin and answers on
-its stdout, each a line of JSON. FOLDERs are where programs can write.
+It reads requests from its stdin and answers on its stdout, each a line of JSON. `process_sandbox`
+has the command that starts it.
 
 - `{"op": "compile", "code", "timeout_s"}` -> `{"status", "message", "line", "column", ...}`
 - `{"op": "run", "code", "stdin", "timeout_s", "memory_mb", "env"}` -> `{"status", "stdout", ...}`

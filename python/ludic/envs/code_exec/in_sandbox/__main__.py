@@ -6,29 +6,36 @@ import gc
 import json
 import os
 import select
+import shutil
 import signal
 import struct
 import sys
 import time
-from typing import Any
 
 from ludic.envs.code_exec.in_sandbox.leftovers import ALONE, delete_files, end_programs, stat_fields
-from ludic.envs.code_exec.in_sandbox.process_control import PR_SET_CHILD_SUBREAPER, PR_SET_DUMPABLE, PR_SET_PDEATHSIG, control
+from ludic.envs.code_exec.in_sandbox.process_control import (
+    JSON,
+    PR_SET_CHILD_SUBREAPER,
+    PR_SET_DUMPABLE,
+    PR_SET_PDEATHSIG,
+    control,
+    install_filter,
+)
 from ludic.envs.code_exec.in_sandbox.runs import ENDED_ITS_HANDLER, run_child
 from ludic.envs.code_exec.in_sandbox.watch import HOST_IS_GONE, longest_s
 
 # What most programs import: imported here once, they cost a fork nothing.
 import bisect, collections, functools, heapq, itertools, math, random, re, string  # noqa: E401, F401  # isort: skip
 
-JSON = dict[str, Any]
 LOOK_S = 0.1
 """How often a handler is looked at."""
 GRACE_S = 10.0
 """How long a handler may take beside its program's time."""
 
 
-def main(places: list[str]) -> None:
-    """`places` are the folders that programs can write to; the first is where they start."""
+def main(places: list[str], system_call_filter: bytes = b"") -> None:
+    """`places` are the folders that programs can write to; the first is where they start. A filter
+    of system calls, if there is one, holds from here on."""
     requests, answers = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1, 2):
@@ -36,6 +43,8 @@ def main(places: list[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # with no handler at all, no program can signal process 1
     control(PR_SET_DUMPABLE, 0)  # programs of the same user cannot open this process's files in /proc
     control(PR_SET_CHILD_SUBREAPER, 1)
+    if system_call_filter:
+        install_filter(system_call_filter)
     send(answers, {"ready": True, "python": f"{sys.version_info[0]}.{sys.version_info[1]}", "alone": ALONE})
     gc.collect()
     gc.freeze()  # a program that collects garbage looks at its own objects alone
@@ -43,10 +52,15 @@ def main(places: list[str]) -> None:
         select.select([requests], [], [])
         status = run_handler(requests, answers, places)
         if status == HOST_IS_GONE:
-            return
+            break
         if status != 0:
             end_programs()
             send(answers, {**ENDED_ITS_HANDLER, "clean": delete_files(places)})
+    if not ALONE:  # otherwise all processes and places end with this one
+        end_programs()
+        delete_files(places)
+        for place in places:
+            shutil.rmtree(place, ignore_errors=True)
 
 
 def run_handler(requests: int, answers: int, places: list[str]) -> int:
@@ -108,7 +122,3 @@ def send(end: int, answer: JSON) -> None:
             rest = rest[os.write(end, rest) :]
         except BrokenPipeError:
             os._exit(HOST_IS_GONE)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -16,13 +16,12 @@ import threading
 import traceback
 import types
 from _sitebuiltins import Quitter
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from ludic.envs.code_exec.in_sandbox.leftovers import ALONE
-from ludic.envs.code_exec.in_sandbox.process_control import PR_SET_DUMPABLE, PR_SET_PDEATHSIG, control
+from ludic.envs.code_exec.in_sandbox.process_control import JSON, PR_SET_DUMPABLE, PR_SET_PDEATHSIG, control
 from ludic.envs.code_exec.in_sandbox.watch import MEGABYTE, MOST_PROCESSES
 
-JSON = dict[str, Any]
 SOLUTION = "solution.py"
 OVERHEAD_MB = 96
 """Address space of the interpreter itself."""
@@ -53,11 +52,12 @@ def become_program(request: JSON, child_ends: tuple[int, ...], place: str) -> No
         limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
         resource.setrlimit(which, (limit, limit))
     control(PR_SET_DUMPABLE, 1)  # so that /dev/stdin works
-    modules = os.environ.get("PYTHONPATH")
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
+        score.write("1000")  # where memory is short, the kernel ends a program, not who watches it
     os.environ.clear()
-    os.environ.update({"PATH": "/usr/bin:/bin", "HOME": place, "LANG": "C.UTF-8", **(request.get("env") or {})})
+    os.environ.update({"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": place, "LANG": "C.UTF-8", **(request.get("env") or {})})
     os.chdir(place)
-    sys.argv, sys.path[:] = [SOLUTION], [place, *(path for path in sys.path[1:] if path != modules)]
+    sys.argv, sys.path[:] = [SOLUTION], [place, *sys.path[1:]]
     # As Python opens them; what the runner had is nothing that a program should get.
     for name, number, mode, errors in (
         ("stdin", 0, "r", "surrogateescape"),

@@ -7,13 +7,12 @@ import os
 import signal
 import time
 import traceback
-from typing import Any
 
 from ludic.envs.code_exec.in_sandbox.leftovers import delete_files, end_programs
+from ludic.envs.code_exec.in_sandbox.process_control import JSON
 from ludic.envs.code_exec.in_sandbox.program import become_program, compile_program, run_program
 from ludic.envs.code_exec.in_sandbox.watch import KEPT_OUTPUT, Watch
 
-JSON = dict[str, Any]
 ENDED_ITS_HANDLER: JSON = {
     "status": "killed",
     "stdout": "",

@@ -7,11 +7,10 @@ import os
 import selectors
 import signal
 import time
-from typing import Any
 
 from ludic.envs.code_exec.in_sandbox.leftovers import ALONE, Usage
+from ludic.envs.code_exec.in_sandbox.process_control import JSON
 
-JSON = dict[str, Any]
 HOST_IS_GONE = 3
 """The exit status of a handler that nobody waits for."""
 MEGABYTE = 1 << 20

@@ -1,0 +1,115 @@
+"""What sandboxes in containers have in common, whichever program makes the containers.
+
+A container's main process is `ludic.envs.code_exec.in_sandbox`, attached to this process by its
+stdin and stdout. So it costs one start, programs cost a fork, and it ends by itself when this
+process ends, because its stdin does. It needs an image with a Python, and no file of this machine.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+from ludic.envs.code_exec.bubblewrap import PLACES
+from ludic.envs.code_exec.in_sandbox.watch import MOST_PROCESSES
+from ludic.envs.code_exec.process_sandbox import first_process
+from ludic.envs.code_exec.seccomp import seccomp_filter
+from ludic.errors import ConfigError
+
+UNITS = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+OWN_MEMORY_MB = 128
+"""Of the processes that run and watch a program."""
+MOST_TASKS = MOST_PROCESSES + 16
+"""Processes and threads of a container. A program with more than MOST_PROCESSES is stopped."""
+FILES_AND_PROCESSES = {"nofile": 1024, "nproc": 256}
+"""Limits of a container's processes."""
+USERS = range(20_000, 60_000)
+"""Each container has a user of its own, because the kernel counts the processes of a user in all
+containers."""
+ENVIRONMENT = {"PYTHONHASHSEED": "0", "LANG": "C.UTF-8"}
+HIDDEN = "/dev/mqueue"
+"""Where files could be made, outside of the places that are cleaned."""
+START_S = 120.0
+"""For the start of a container, on a machine that may be busy."""
+PULL_S = 1800.0
+END_S = 60.0
+
+
+@dataclass(frozen=True)
+class ContainerPlan:
+    """How one container is made."""
+
+    name: str
+    memory_mb: int
+    """Of a program."""
+    working_dir: str
+    network_disabled: bool
+    user: int
+
+    @classmethod
+    def of(cls, prefix: str, memory_limit: str, working_dir: str, network_disabled: bool) -> ContainerPlan:
+        """A plan with a name and a user of its own."""
+        if not working_dir.startswith("/") or working_dir in ("/", "/tmp", "/dev/shm"):
+            raise ConfigError(f"working_dir ({working_dir!r}) must be a folder of its own in the container, such as '/workspace'")
+        name = f"{prefix}-{uuid.uuid4().hex[:12]}"
+        user = random.SystemRandom().choice(USERS)
+        return cls(name, megabytes_of(memory_limit), working_dir, network_disabled, user)
+
+    @property
+    def places(self) -> dict[str, int]:
+        """Where programs can write, and how many megabytes."""
+        return {
+            self.working_dir: PLACES["/workspace"],
+            **{place: size for place, size in PLACES.items() if place != "/workspace"},
+        }
+
+    @property
+    def total_memory_mb(self) -> int:
+        """The limit of the container: of a program, of its files, and of what watches it."""
+        return self.memory_mb + sum(self.places.values()) + OWN_MEMORY_MB
+
+    @property
+    def command(self) -> list[str]:
+        """`python3` of the image, whichever that is, and its arguments."""
+        system_call_filter = seccomp_filter(network=not self.network_disabled)
+        return first_process("python3", list(self.places), system_call_filter=system_call_filter)
+
+
+def megabytes_of(size: str) -> int:
+    """Of a size such as "256m" or "1g". ConfigError for any other text, and below a megabyte."""
+    found = re.fullmatch(r"(\d+)([bkmg]?)b?", size.strip().lower())
+    megabytes = int(found[1]) * UNITS[found[2]] >> 20 if found else 0
+    if megabytes < 1:
+        raise ConfigError(f"memory_limit ({size!r}) must be a number with b, k, m or g, of at least 1m, such as '256m'")
+    return megabytes
+
+
+def this_process() -> str:
+    """A name of this process that no other one has, on this or another machine, until it starts
+    again."""
+    return f"{_machine()} {os.getpid()} {_start_of(os.getpid())}"
+
+
+def has_ended(process: str) -> bool:
+    """Whether the process of this name has ended; False if it is of another machine."""
+    machine, _, rest = process.partition(" ")
+    pid, _, start = rest.partition(" ")
+    return machine == _machine() and pid.isdigit() and _start_of(int(pid)) != start
+
+
+def _machine() -> str:
+    """Of processes that see each other's numbers."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+
+
+def _start_of(pid: int) -> str:
+    """When a process started, in ticks since the machine did; empty if there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[19]
+    except OSError:
+        return ""

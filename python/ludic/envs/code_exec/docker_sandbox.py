@@ -1,0 +1,304 @@
+"""Sandboxes in containers of a Docker daemon, by the package `docker`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import struct
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+from ludic.envs.code_exec.backend import REQUIRES, NoSandboxError, SandboxBackend
+from ludic.envs.code_exec.cache import LRUCache
+from ludic.envs.code_exec.containers import (
+    END_S,
+    ENVIRONMENT,
+    FILES_AND_PROCESSES,
+    HIDDEN,
+    MOST_TASKS,
+    START_S,
+    ContainerPlan,
+    has_ended,
+    megabytes_of,
+    this_process,
+)
+from ludic.envs.code_exec.pool import BaseSandboxPool
+from ludic.envs.code_exec.process_sandbox import LONGEST_REPLY, ProcessSandbox
+from ludic.envs.line_process import LineProcess
+from ludic.errors import ConfigError, GradingError, MissingExtraError
+
+__all__ = ["DockerSandbox", "DockerSandboxConfig", "DockerSandboxPool", "LRUCache"]
+
+logger = logging.getLogger(__name__)
+
+OWNER = "ludic.sandbox.owner"
+"""The label of a container, whose value is the process that made it."""
+FRAME = struct.Struct(">BxxxI")
+"""What precedes each part of a container's output: 1 for stdout, 2 for stderr, and its size."""
+STDOUT = 1
+STREAMS = {"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1}
+CPU_PERIOD_US = 100_000
+
+
+@dataclass(frozen=True)
+class DockerSandboxConfig:
+    """Settings of all containers of a pool."""
+
+    python_version: str = "3.11"
+    base_image: str | None = None
+    """With a `python3`; None: `python:VERSION-slim`."""
+    memory_limit: str = "256m"
+    """Of a program, unless its test asks for less. The container has some more, for files."""
+    cpu_quota: int | None = 50_000
+    """Microseconds of processor time in each 100,000: half a processor; None: no limit."""
+    network_disabled: bool = True
+    """False: the container has Docker's default network, and programs may use sockets."""
+    working_dir: str = "/workspace"
+    """Where programs start, in the container's memory."""
+    create_options: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of `docker`'s `containers.create`, such as `runtime="runsc"`."""
+
+    @property
+    def image(self) -> str:
+        return self.base_image or f"python:{self.python_version}-slim"
+
+
+class AttachedContainer:
+    """A container that runs, by the socket of its stdin and stdout. It ends when that closes."""
+
+    def __init__(self, container: Any, executor: ThreadPoolExecutor) -> None:
+        self._container, self._executor = container, executor
+        self.stdin = self.stdout = container.attach_socket(params=STREAMS)
+        self._socket = self.stdin._sock
+        try:
+            executor.submit(container.start).result()
+        except BaseException:
+            self._socket.close()
+            raise
+
+    def kill(self) -> None:
+        """Close the socket in both directions, which ends the container and wakes who reads."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def wait(self) -> int:
+        """Remove the container, and return when it is gone."""
+        self._socket.close()
+        self._executor.submit(remove_container, self._container).result()
+        return 0
+
+
+class DockerProcess(LineProcess):
+    """The main process of a container that was created and has not started. It starts once."""
+
+    def __init__(self, container: Any, executor: ThreadPoolExecutor) -> None:
+        super().__init__([], start_timeout_s=START_S, name=f"the container {container.name}", longest_reply=LONGEST_REPLY)
+        self._container, self._executor = container, executor
+        self._unread = bytearray()
+
+    def _spawn(self) -> AttachedContainer:
+        container, self._container = self._container, None
+        if container is None:
+            raise EOFError("the container has ended")
+        try:
+            return AttachedContainer(container, self._executor)
+        except BaseException as error:
+            remove_container(container)
+            raise GradingError(f"{self._name} did not start: {type(error).__name__}: {error}") from error
+
+    def _payload(self, part: bytes) -> bytes:
+        """Docker sends stdout and stderr in frames, which reads need not end at."""
+        self._unread += part
+        out = b""
+        while len(self._unread) >= FRAME.size:
+            stream, size = FRAME.unpack_from(self._unread)
+            end = FRAME.size + size
+            if len(self._unread) < end:
+                break
+            text = bytes(self._unread[FRAME.size : end])
+            del self._unread[:end]
+            if stream == STDOUT:
+                out += text
+            else:
+                self._last_words = f"; it said: {text.decode(errors='replace').strip()}"
+        return out
+
+    def end(self) -> int | None:
+        """Also of a container that has not started."""
+        container, self._container = self._container, None
+        if container is not None:
+            remove_container(container)
+        return super().end()
+
+
+class DockerSandbox(ProcessSandbox):
+    """Runs programs in a container that a pool has created. Once it has ended, every call fails."""
+
+    def __init__(self, container: Any, config: DockerSandboxConfig, executor: ThreadPoolExecutor) -> None:
+        """`container` is of the `docker` package. `executor` makes the calls that start and
+        remove it."""
+        memory_mb = megabytes_of(config.memory_limit)
+        super().__init__(DockerProcess(container, executor), memory_limit_mb=memory_mb, most_memory_mb=memory_mb)
+        self._config = config
+
+    @property
+    def python_version(self) -> str:
+        return super().python_version or self._config.python_version
+
+
+class DockerSandboxPool(BaseSandboxPool):
+    """A pool of `n_workers` containers of the Docker daemon of the environment (`DOCKER_HOST`)."""
+
+    def __init__(
+        self,
+        n_workers: int = 4,
+        config: DockerSandboxConfig | None = None,
+        cache_size: int = 10_000,
+        executor_threads: int = 8,
+        auto_replace_failed: bool = False,
+        max_consecutive_failures: int = 5,
+        max_concurrent_ops: int = 8,
+    ) -> None:
+        """At most `executor_threads` containers are created, started or removed at a time."""
+        super().__init__(n_workers, cache_size, auto_replace_failed, max_consecutive_failures, max_concurrent_ops)
+        if executor_threads < 1:
+            raise ConfigError(f"executor_threads ({executor_threads}) must be >= 1")
+        self._config = config or DockerSandboxConfig()
+        self._version = self._config.python_version
+        self._executor = ThreadPoolExecutor(executor_threads, thread_name_prefix="ludic-docker")
+        self._client: Any = None
+        self._client_lock = threading.Lock()
+
+    @property
+    def python_version(self) -> str:
+        """Of the containers, or the config's before they start."""
+        return self._version
+
+    async def start(self) -> None:
+        """Start all containers, or none. The image is pulled first if it is not there, and what a
+        process that was killed has left is removed."""
+        await asyncio.to_thread(self._prepare)
+        await super().start()
+
+    async def shutdown(self) -> None:
+        await super().shutdown()
+        with self._client_lock:
+            client, self._client = self._client, None
+        if client is not None:
+            client.close()
+
+    async def _start_sandbox(self) -> DockerSandbox:
+        create = asyncio.get_running_loop().run_in_executor(self._executor, create_container, self._connected(), self._config)
+        try:
+            container = await asyncio.shield(create)
+        except asyncio.CancelledError:
+            create.add_done_callback(_remove_result)
+            raise
+        sandbox = DockerSandbox(container, self._config, self._executor)
+        await sandbox.start()
+        self._version = sandbox.python_version
+        return sandbox
+
+    def _connected(self) -> Any:
+        with self._client_lock:
+            if self._client is None:
+                self._client = connect()
+            return self._client
+
+    def _prepare(self) -> None:
+        client = self._connected()
+        for container in client.containers.list(all=True, filters={"label": OWNER}, ignore_removed=True):
+            if has_ended(container.labels[OWNER]):
+                remove_container(container)
+        docker = _docker()
+        try:
+            client.images.get(self._config.image)
+        except docker.errors.ImageNotFound:
+            try:
+                client.images.pull(self._config.image)
+            except docker.errors.APIError as error:
+                raise GradingError(f"the image {self._config.image!r} is not there and could not be pulled: {error}") from error
+
+
+def _docker() -> ModuleType:
+    try:
+        import docker
+    except ImportError as error:
+        raise MissingExtraError.for_extra("docker", "docker") from error
+    return docker
+
+
+def connect() -> Any:
+    """A client of the daemon. NoSandboxError if none answers."""
+    docker = _docker()
+    try:
+        client = docker.from_env(timeout=int(START_S))
+        client.ping()
+    except docker.errors.DockerException as error:
+        raise NoSandboxError(f"no Docker daemon answers ({error}); it needs {REQUIRES[SandboxBackend.DOCKER]}") from error
+    if not client.api.base_url.startswith(("http://", "http+docker://localhost")):
+        raise ConfigError(
+            f"containers can be attached to over a Unix socket or plain TCP, not over {client.api.base_url}; forward the "
+            "daemon's socket, for example with `ssh -L`, and set DOCKER_HOST to it"
+        )
+    return client
+
+
+def create_container(client: Any, config: DockerSandboxConfig) -> Any:
+    """A container that is hardened and has not started."""
+    docker = _docker()
+    plan = ContainerPlan.of("ludic-sandbox", config.memory_limit, config.working_dir, config.network_disabled)
+    own = f"uid={plan.user},gid={plan.user},mode=0700"
+    places = {place: f"size={megabytes}m,{own}" for place, megabytes in plan.places.items()}
+    options = {
+        "name": plan.name,
+        "labels": {OWNER: this_process()},
+        "entrypoint": [],
+        "command": plan.command,
+        "environment": ENVIRONMENT,
+        "user": f"{plan.user}:{plan.user}",
+        "working_dir": "/",
+        "stdin_open": True,
+        "auto_remove": True,
+        "read_only": True,
+        "cap_drop": ["ALL"],
+        "security_opt": ["no-new-privileges"],
+        "ipc_mode": "none",
+        "log_config": docker.types.LogConfig(type="none"),
+        "tmpfs": {**places, HIDDEN: "ro,size=4k"},
+        "mem_limit": f"{plan.total_memory_mb}m",
+        "memswap_limit": f"{plan.total_memory_mb}m",
+        "pids_limit": MOST_TASKS,
+        "ulimits": [docker.types.Ulimit(name=name, soft=limit, hard=limit) for name, limit in FILES_AND_PROCESSES.items()],
+        **({"network_mode": "none"} if config.network_disabled else {}),
+        **({} if config.cpu_quota is None else {"cpu_period": CPU_PERIOD_US, "cpu_quota": config.cpu_quota}),
+    }
+    return client.containers.create(config.image, **{**options, **config.create_options})
+
+
+def remove_container(container: Any) -> None:
+    """Kill and remove a container, and return when it is gone. GradingError if it is not in
+    time."""
+    errors = _docker().errors
+    deadline = time.monotonic() + END_S
+    while True:
+        try:
+            return container.remove(force=True)
+        except errors.NotFound:
+            return None
+        except errors.APIError as error:  # it is being removed
+            if time.monotonic() > deadline:
+                raise GradingError(f"the container {container.name} could not be removed: {error}") from error
+        time.sleep(0.02)
+
+
+def _remove_result(created: asyncio.Future[Any]) -> None:
+    if not created.cancelled() and created.exception() is None:
+        remove_container(created.result())

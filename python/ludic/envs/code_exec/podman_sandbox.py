@@ -1,0 +1,239 @@
+"""Sandboxes in containers of Podman, which needs no daemon, or of podman-hpc in a computing centre.
+
+Both are used by their command line, which is the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+from ludic.envs.code_exec.backend import NoSandboxError
+from ludic.envs.code_exec.cache import LRUCache
+from ludic.envs.code_exec.containers import (
+    END_S,
+    ENVIRONMENT,
+    FILES_AND_PROCESSES,
+    HIDDEN,
+    MOST_TASKS,
+    PULL_S,
+    START_S,
+    ContainerPlan,
+    megabytes_of,
+)
+from ludic.envs.code_exec.pool import BaseSandboxPool
+from ludic.envs.code_exec.process_sandbox import LONGEST_REPLY, ProcessSandbox
+from ludic.envs.line_process import LineProcess
+from ludic.errors import ConfigError, GradingError
+
+__all__ = ["LRUCache", "PodmanConfig", "PodmanError", "PodmanHPCSandbox", "PodmanHPCSandboxPool", "PodmanResult"]
+
+COMMANDS = ("podman-hpc", "podman")
+CPU_PERIOD_US = 100_000
+
+
+class PodmanError(GradingError):
+    """A command of Podman failed; the message has what it said."""
+
+
+@dataclass(frozen=True)
+class PodmanResult:
+    """What a command of Podman ended with."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@dataclass(frozen=True)
+class PodmanConfig:
+    """Settings of all containers of a pool."""
+
+    memory_limit: str = "256m"
+    """Of a program, unless its test asks for less. The container has some more, for files."""
+    cpu_quota: int | None = None
+    """Microseconds of processor time in each 100,000; None: no limit."""
+    network_disabled: bool = True
+    """False: the container has Podman's default network, and programs may use sockets."""
+    working_dir: str = "/workspace"
+    """Where programs start, in the container's memory."""
+    gpu: bool = False
+    """Give containers the GPUs, by podman-hpc."""
+    extra_args: list[str] | None = None
+    """Further arguments of `podman run`."""
+    command: str | None = None
+    """`podman` or `podman-hpc`; None: podman-hpc if it is found, else podman."""
+
+
+def find_podman(command: str | None = None) -> str:
+    """The path of the program. NoSandboxError if there is none."""
+    for name in (command,) if command else COMMANDS:
+        if (path := shutil.which(name)) is not None:
+            return path
+    raise NoSandboxError(f"{command or 'podman'} is not installed; `apt install podman` installs Podman")
+
+
+def run_podman(arguments: Sequence[str], *, timeout_s: float) -> PodmanResult:
+    """Run a command to its end. PodmanError if it does not end in time."""
+    try:
+        ended = subprocess.run(
+            arguments, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s, text=True, errors="replace"
+        )
+    except subprocess.TimeoutExpired as error:
+        raise PodmanError(f"`{' '.join(arguments[:3])}` did not end within {timeout_s} s") from error
+    return PodmanResult(ended.returncode, ended.stdout, ended.stderr)
+
+
+class PodmanProcess(LineProcess):
+    """The main process of a container, by the `podman run` that it is attached to."""
+
+    def __init__(self, name: str, image: str, config: PodmanConfig) -> None:
+        self._podman, self._prefix, self._image, self._config = find_podman(config.command), name, image, config
+        self._container_name = ""
+        """Of the container that runs, or ran last."""
+        if config.gpu and not self._podman.endswith("-hpc"):
+            raise ConfigError("gpu=True needs podman-hpc; for podman, give extra_args what your driver asks for")
+        super().__init__([], start_timeout_s=START_S, name=f"the container {name}", longest_reply=LONGEST_REPLY)
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        config = self._config
+        plan = ContainerPlan.of(self._prefix, config.memory_limit, config.working_dir, config.network_disabled)
+        self._container_name = plan.name
+        self._name = f"the container {plan.name}"
+        return subprocess.Popen(
+            [self._podman, *run_arguments(plan, self._image, config)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._new_stderr(),
+            start_new_session=True,
+        )
+
+    def end(self) -> int | None:
+        """Kill and remove the container, too."""
+        started = self._process is not None
+        code = super().end()
+        if started:
+            result = run_podman([self._podman, "rm", "--force", "--time", "0", "--ignore", self._container_name], timeout_s=END_S)
+            if result.returncode != 0:
+                raise PodmanError(f"the container {self._container_name} could not be removed: {result.stderr.strip()}")
+        return code
+
+
+def run_arguments(plan: ContainerPlan, image: str, config: PodmanConfig) -> list[str]:
+    """Of `podman run`."""
+    arguments = ["run", "--interactive", "--rm", "--name", plan.name, "--pull", "never", "--log-driver", "none"]
+    arguments += ["--user", f"{plan.user}:{plan.user}", "--cap-drop", "ALL", "--security-opt", "no-new-privileges"]
+    arguments += ["--read-only", "--read-only-tmpfs=false", "--ipc", "none", "--workdir", "/", "--entrypoint", "[]"]
+    arguments += ["--tmpfs", f"{HIDDEN}:ro,size=4k"]
+    for place, megabytes in plan.places.items():
+        arguments += ["--tmpfs", f"{place}:size={megabytes}m,mode=0700,U"]
+    arguments += ["--memory", f"{plan.total_memory_mb}m", "--memory-swap", f"{plan.total_memory_mb}m"]
+    arguments += ["--pids-limit", str(MOST_TASKS)]
+    for name, limit in FILES_AND_PROCESSES.items():
+        arguments += ["--ulimit", f"{name}={limit}:{limit}"]
+    if config.cpu_quota is not None:
+        arguments += ["--cpu-period", str(CPU_PERIOD_US), "--cpu-quota", str(config.cpu_quota)]
+    arguments += ["--network", "none"] if plan.network_disabled else []
+    arguments += ["--gpu"] if config.gpu else []
+    for name, value in ENVIRONMENT.items():
+        arguments += ["--env", f"{name}={value}"]
+    return [*arguments, *(config.extra_args or []), image, *plan.command]
+
+
+class PodmanHPCSandbox(ProcessSandbox):
+    """Runs programs in a container of `image`, which must be there already.
+
+    It starts at `start` or with the first program. `container_name` begins the name of its
+    container. At most as many sandboxes start or stop at the same time as `exec_semaphore` allows.
+    """
+
+    def __init__(
+        self,
+        container_name: str,
+        image: str,
+        config: PodmanConfig,
+        python_version: str = "3.11",
+        exec_semaphore: asyncio.Semaphore | None = None,
+        workspace_host_dir: str | None = None,
+    ) -> None:
+        if workspace_host_dir is not None:
+            raise ConfigError(f"workspace_host_dir ({workspace_host_dir!r}) must be None: what programs write is in memory")
+        process = PodmanProcess(container_name, image, config)
+        memory_mb = megabytes_of(config.memory_limit)
+        super().__init__(process, memory_limit_mb=memory_mb, most_memory_mb=memory_mb)
+        self._expected_version, self._semaphore = python_version, exec_semaphore
+
+    @property
+    def python_version(self) -> str:
+        return super().python_version or self._expected_version
+
+    async def start(self) -> None:
+        """Start the container; if that fails, nothing is left of it."""
+        async with self._semaphore or nullcontext():
+            await super().start()
+
+    async def stop(self) -> None:
+        async with self._semaphore or nullcontext():
+            await super().stop()
+
+
+class PodmanHPCSandboxPool(BaseSandboxPool):
+    """A pool of `n_workers` containers of Podman, or of podman-hpc where that is found."""
+
+    def __init__(
+        self,
+        n_workers: int = 4,
+        image: str = "python:3.11-slim",
+        config: PodmanConfig | None = None,
+        cache_size: int = 10_000,
+        auto_replace_failed: bool = True,
+        max_consecutive_failures: int = 5,
+        max_concurrent_ops: int = 8,
+        workspace_base_dir: str = "auto",
+    ) -> None:
+        super().__init__(n_workers, cache_size, auto_replace_failed, max_consecutive_failures, max_concurrent_ops)
+        if workspace_base_dir != "auto":
+            raise ConfigError(f"workspace_base_dir ({workspace_base_dir!r}) must be 'auto': what programs write is in memory")
+        self._image, self._config = image, config or PodmanConfig()
+        self._version = self._parse_python_version(image)
+
+    @property
+    def python_version(self) -> str:
+        """Of the containers, or what the image's name says before they start."""
+        return self._version
+
+    async def start(self) -> None:
+        """Start all containers, or none. The image is fetched first if it is not there."""
+        await asyncio.to_thread(fetch_image, find_podman(self._config.command), self._image)
+        await super().start()
+
+    async def _start_sandbox(self) -> PodmanHPCSandbox:
+        sandbox = PodmanHPCSandbox(self._get_container_name_prefix(), self._image, self._config, self._version)
+        await sandbox.start()
+        self._version = sandbox.python_version
+        return sandbox
+
+    @staticmethod
+    def _parse_python_version(image: str) -> str:
+        """Of an image such as `python:3.11-slim`; "3.11" if the name does not say."""
+        found = re.search(r":(\d+\.\d+)", image)
+        return found[1] if found else "3.11"
+
+    @staticmethod
+    def _get_container_name_prefix() -> str:
+        return f"ludic-sandbox-{os.environ.get('SLURM_JOB_ID', 'local')}"
+
+
+def fetch_image(podman: str, image: str) -> None:
+    """Pull the image unless it is there. PodmanError if that fails."""
+    if run_podman([podman, "image", "exists", image], timeout_s=END_S).returncode == 0:
+        return
+    result = run_podman([podman, "pull", "--quiet", image], timeout_s=PULL_S)
+    if result.returncode != 0:
+        raise PodmanError(f"the image {image!r} is not there and could not be pulled: {result.stderr.strip()[-500:]}")
