@@ -32,9 +32,37 @@ class Hostile:
     """Another limit that it may reach first."""
 
     @property
+    def stopped_by(self):
+        return next(reason for reason, names in STOPPED_BY.items() if self.name in names)
+
+    @property
     def program(self):
         return f"{HEAD}{self.code}\nprint('harmless')"
 
+
+STOPPED_BY = {
+    "no sockets: the filter": ["tcp", "udp", "loopback", "abstract socket", "dns", "netlink", "memory of sockets"],
+    "it is not there": ["passwords", "home", "a file of the host"],
+    "the first process cannot be looked into": ["root of process 1", "environment", "memory of process 1", "the runner's pipes"],
+    "a namespace of processes": ["processes of others", "killing the parent"],
+    "it is read-only": ["write outside the workspace", "change the interpreter", "kernel settings"],
+    "no capability": ["device files", "become root"],
+    "the filter": [
+        "ptrace", "mount", "unmount", "nested namespaces", "other namespaces", "bpf and perf", "keys and shared memory",
+        "modules and reboot", "other interface", "raised limits",
+    ],
+    "the limit of address space": ["memory"],
+    "its memory is watched": ["memory of many"],
+    "folders of limited size": ["memory without a process"],
+    "its processes are watched": ["fork bomb"],
+    "its processor time is watched": ["threads", "spinning", "ignored signals", "children that nobody counts"],
+    "its time is watched": ["sleeping"],
+    "its files are watched": ["many files"],
+    "its output is watched": ["huge stdout", "huge stderr"],
+    "the first process watches the watcher": ["killing its watcher", "stopping its watcher"],
+    "stdin that nobody reads is dropped": ["closed pipes"],
+}  # fmt: skip
+"""What stops each of the programs below."""
 
 PROGRAMS = [
     Hostile("tcp", "fails(lambda: socket.create_connection(('1.1.1.1', 80), timeout=3))"),

@@ -19,7 +19,8 @@ from pathlib import Path
 
 import pytest
 
-from ludic.envs.code_exec.docker_sandbox import DockerSandboxConfig, DockerSandboxPool, connect
+from ludic.envs.code_exec.docker_daemon import connect
+from ludic.envs.code_exec.docker_sandbox import DockerSandboxConfig, DockerSandboxPool
 from ludic.envs.code_exec.podman_sandbox import PodmanConfig, PodmanHPCSandboxPool
 
 FETCHED = Path(__file__).parents[2] / "target" / "containers"
@@ -198,7 +199,10 @@ def docker_pool(n_workers, **settings):
     return DockerSandboxPool(n_workers, config, auto_replace_failed=True, **settings)
 
 
+def podman_settings(command=None):
+    arguments = ["--volume", "/usr:/usr:ro", "--cgroup-parent", f"/{CGROUP}"]
+    return {"image": IMAGE, "config": PodmanConfig(extra_args=arguments, command=command)}
+
+
 def podman_pool(n_workers, **settings):
-    return PodmanHPCSandboxPool(
-        n_workers, IMAGE, PodmanConfig(extra_args=["--volume", "/usr:/usr:ro", "--cgroup-parent", f"/{CGROUP}"]), **settings
-    )
+    return PodmanHPCSandboxPool(n_workers, **podman_settings(), **settings)

@@ -7,9 +7,10 @@ import shutil
 import pytest
 
 from ludic.envs.code_exec import backend as backends
-from ludic.envs.code_exec.backend import NoSandboxError, SandboxBackend, detect_available_backend, get_backend_info
+from ludic.envs.code_exec.backend import SandboxBackend, detect_available_backend, get_backend_info
 from ludic.envs.code_exec.bubblewrap import BubblewrapConfig, BubblewrapProcess
 from ludic.envs.code_exec.factory import create_sandbox_pool
+from ludic.envs.code_exec.types import NoSandboxError
 from ludic.errors import ConfigError
 
 CHECKS = {name: f"is_{name.replace('-', '_')}_available" for name in ("bubblewrap", "docker", "podman", "podman-hpc")}

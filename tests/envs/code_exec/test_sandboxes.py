@@ -2,12 +2,10 @@
 
 import asyncio
 import os
-import re
 import socket
 from pathlib import Path
 
 import pytest
-from benches.python.hostile_contest import contests, is_right
 from hostile_programs import CHEATS, LEAVES, LEFT, PROGRAMS
 from real_sandboxes import BACKENDS, pool_or_skip
 
@@ -15,7 +13,15 @@ from ludic.envs.code_exec.adapters.base import ExactMatchVerifier
 from ludic.envs.code_exec.runners import StdinStdoutRunner
 from ludic.envs.code_exec.types import RunStatus, TestCase
 
-PAGE = Path(__file__).parents[3] / "docs" / "code.md"
+NOTES = {
+    "its memory is watched": "it used more than",
+    "its output is watched": "it printed more than",
+    "its files are watched": "it made more than",
+    "its processor time is watched": "it took more than",
+    "its time is watched": "it took more than",
+    "the first process watches the watcher": "it ended or stopped the process that watched it",
+}
+"""What a program's stderr says of a limit."""
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("sandboxes")]
 
 
@@ -61,7 +67,8 @@ def test_nothing_gets_out(sandbox, host, hostile, monkeypatch):
     ends = hostile.status is not RunStatus.TIMEOUT  # by another limit, or by itself
     limit_s = 60 if ends else 1
     result = run(sandbox, code, stdin="x" * 100_000, skip_compile=not ends, timeout_s=limit_s, memory_limit_mb=128)
-    assert result.run_status in (hostile.status, hostile.or_status), result
+    assert result.run_status in (hostile.status, hostile.or_status), (hostile.stopped_by, result)
+    assert NOTES.get(hostile.stopped_by, "") in result.stderr, (hostile.stopped_by, result)
     if hostile.status is RunStatus.SUCCESS:
         assert result.stdout == "harmless\n"
     after = run(sandbox, "print(1)", timeout_s=30)
@@ -91,20 +98,3 @@ def test_no_program_finds_what_another_one_printed(sandbox):
     assert secret.startswith("printed-before-")
     found = run(sandbox, thief.program, timeout_s=30).stdout
     assert secret.strip() not in found
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_nothing_is_lost_or_left(backend):
-    """One in five programs is hostile, a sandbox is killed every second, and at last the run."""
-    finished, killed = contests(backend, count=50, workers=2, kill_every_s=1.0, rounds=1)
-    assert is_right(finished), finished
-    assert finished["programs"] == 50
-    assert is_right(killed), killed
-    assert killed["had_processes"] > 0
-
-
-def test_the_example_of_the_page_runs(capsys):
-    (example,) = re.findall(r"^```py\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
-    with pool_or_skip("bubblewrap"):
-        exec(compile(example, str(PAGE), "exec"), {"__name__": "example"})
-    assert capsys.readouterr().out == "1.0\n0.5\n"

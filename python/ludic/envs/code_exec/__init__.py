@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from ludic.envs.code_exec.adapters.base import ExactMatchVerifier, OutputVerifier, TestAdapter
 from ludic.envs.code_exec.backend import (
-    NoSandboxError,
     SandboxBackend,
     detect_available_backend,
     get_backend_info,
@@ -31,6 +30,7 @@ from ludic.envs.code_exec.types import (
     CompileResult,
     CompileStatus,
     ExecutionResult,
+    NoSandboxError,
     RunStatus,
     TestCase,
     TestResult,

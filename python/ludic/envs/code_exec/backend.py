@@ -12,11 +12,9 @@ from enum import StrEnum
 from typing import Any
 
 from ludic.envs.code_exec.bubblewrap import is_bubblewrap_available
+from ludic.envs.code_exec.docker_daemon import connect
+from ludic.envs.code_exec.types import NoSandboxError
 from ludic.errors import LudicError
-
-
-class NoSandboxError(LudicError, RuntimeError):
-    """A backend that does not work on this machine. The message says what to install."""
 
 
 class SandboxBackend(StrEnum):
@@ -45,17 +43,10 @@ NOTES = {SandboxBackend.SINGULARITY: "not yet implemented"}
 def is_docker_available() -> bool:
     """Whether the `docker` package is installed and a daemon answers."""
     try:
-        import docker
-
-        client = docker.from_env(timeout=5)
-    except Exception:  # without the package, or without a daemon at the address
+        connect(timeout_s=5).close()
+    except LudicError:
         return False
-    try:
-        return bool(client.ping())
-    except Exception:
-        return False
-    finally:
-        client.close()
+    return True
 
 
 def is_podman_available() -> bool:

@@ -12,10 +12,8 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Any
 
-from ludic.envs.code_exec.backend import REQUIRES, NoSandboxError, SandboxBackend
 from ludic.envs.code_exec.cache import LRUCache
 from ludic.envs.code_exec.containers import (
     END_S,
@@ -29,10 +27,11 @@ from ludic.envs.code_exec.containers import (
     megabytes_of,
     this_process,
 )
+from ludic.envs.code_exec.docker_daemon import connect, load_docker
 from ludic.envs.code_exec.pool import BaseSandboxPool
 from ludic.envs.code_exec.process_sandbox import LONGEST_REPLY, ProcessSandbox
 from ludic.envs.line_process import LineProcess
-from ludic.errors import ConfigError, GradingError, MissingExtraError
+from ludic.errors import ConfigError, GradingError
 
 __all__ = ["DockerSandbox", "DockerSandboxConfig", "DockerSandboxPool", "LRUCache"]
 
@@ -209,7 +208,7 @@ class DockerSandboxPool(BaseSandboxPool):
     def _connected(self) -> Any:
         with self._client_lock:
             if self._client is None:
-                self._client = connect()
+                self._client = connect(timeout_s=int(START_S))
             return self._client
 
     def _prepare(self) -> None:
@@ -217,7 +216,7 @@ class DockerSandboxPool(BaseSandboxPool):
         for container in client.containers.list(all=True, filters={"label": OWNER}, ignore_removed=True):
             if has_ended(container.labels[OWNER]):
                 remove_container(container)
-        docker = _docker()
+        docker = load_docker()
         try:
             client.images.get(self._config.image)
         except docker.errors.ImageNotFound:
@@ -227,33 +226,9 @@ class DockerSandboxPool(BaseSandboxPool):
                 raise GradingError(f"the image {self._config.image!r} is not there and could not be pulled: {error}") from error
 
 
-def _docker() -> ModuleType:
-    try:
-        import docker
-    except ImportError as error:
-        raise MissingExtraError.for_extra("docker", "docker") from error
-    return docker
-
-
-def connect() -> Any:
-    """A client of the daemon. NoSandboxError if none answers."""
-    docker = _docker()
-    try:
-        client = docker.from_env(timeout=int(START_S))
-        client.ping()
-    except docker.errors.DockerException as error:
-        raise NoSandboxError(f"no Docker daemon answers ({error}); it needs {REQUIRES[SandboxBackend.DOCKER]}") from error
-    if not client.api.base_url.startswith(("http://", "http+docker://localhost")):
-        raise ConfigError(
-            f"containers can be attached to over a Unix socket or plain TCP, not over {client.api.base_url}; forward the "
-            "daemon's socket, for example with `ssh -L`, and set DOCKER_HOST to it"
-        )
-    return client
-
-
 def create_container(client: Any, config: DockerSandboxConfig) -> Any:
     """A container that is hardened and has not started."""
-    docker = _docker()
+    docker = load_docker()
     plan = ContainerPlan.of("ludic-sandbox", config.memory_limit, config.working_dir, config.network_disabled)
     own = f"uid={plan.user},gid={plan.user},mode=0700"
     places = {place: f"size={megabytes}m,{own}" for place, megabytes in plan.places.items()}
@@ -286,7 +261,7 @@ def create_container(client: Any, config: DockerSandboxConfig) -> Any:
 def remove_container(container: Any) -> None:
     """Kill and remove a container, and return when it is gone. GradingError if it is not in
     time."""
-    errors = _docker().errors
+    errors = load_docker().errors
     deadline = time.monotonic() + END_S
     while True:
         try:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from ludic.envs.code_exec.backend import REQUIRES, NoSandboxError, SandboxBackend, detect_available_backend
+from ludic.envs.code_exec.backend import REQUIRES, SandboxBackend, detect_available_backend
 from ludic.envs.code_exec.bubblewrap import OWN_VERSION, BubblewrapConfig, BubblewrapSandboxPool, is_bubblewrap_available
 from ludic.envs.code_exec.docker_sandbox import DockerSandboxConfig, DockerSandboxPool
 from ludic.envs.code_exec.podman_sandbox import PodmanConfig, PodmanHPCSandboxPool
 from ludic.envs.code_exec.pool import BaseSandboxPool
+from ludic.envs.code_exec.types import NoSandboxError
 from ludic.envs.code_exec.unsafe_subprocess import UnsafeSubprocessPool
 from ludic.errors import ConfigError
 

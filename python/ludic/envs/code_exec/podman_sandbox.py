@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
-from ludic.envs.code_exec.backend import NoSandboxError
 from ludic.envs.code_exec.cache import LRUCache
 from ludic.envs.code_exec.containers import (
     END_S,
@@ -29,6 +28,7 @@ from ludic.envs.code_exec.containers import (
 )
 from ludic.envs.code_exec.pool import BaseSandboxPool
 from ludic.envs.code_exec.process_sandbox import LONGEST_REPLY, ProcessSandbox
+from ludic.envs.code_exec.types import NoSandboxError
 from ludic.envs.line_process import LineProcess
 from ludic.errors import ConfigError, GradingError
 

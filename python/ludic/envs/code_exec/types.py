@@ -14,12 +14,16 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from ludic.errors import GradingError
+from ludic.errors import GradingError, LudicError
 
 
 class SandboxPoolExhaustedError(GradingError):
     """A pool gave up: too many sandboxes in a row could not be started or reset. The message has
     the last failure."""
+
+
+class NoSandboxError(LudicError, RuntimeError):
+    """A backend that does not work on this machine. The message says what to install."""
 
 
 class CompileStatus(StrEnum):

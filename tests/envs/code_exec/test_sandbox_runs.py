@@ -1,0 +1,46 @@
+"""Whole runs in every kind of real sandbox: every verdict is right, and nothing is left."""
+
+import asyncio
+import re
+from pathlib import Path
+
+import pytest
+from benches.python.hostile_contest import contests, is_right
+from real_containers import own_podman, podman_settings
+from real_sandboxes import BACKENDS, pool_or_skip
+
+from ludic.envs.code_exec.factory import create_sandbox_pool
+
+PAGE = Path(__file__).parents[3] / "docs" / "code.md"
+pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("sandboxes")]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nothing_is_lost_or_left(backend):
+    """One in five programs is hostile, a sandbox is killed every second, and at last the run."""
+    finished, killed = contests(backend, count=50, workers=2, kill_every_s=1.0, rounds=1)
+    assert is_right(finished), finished
+    assert finished["programs"] == 50
+    assert is_right(killed), killed
+    assert killed["had_processes"] > 0
+
+
+def test_podman_hpc_is_used_by_its_own_name():
+    async def play():
+        pool = await create_sandbox_pool(1, "podman-hpc", **podman_settings("podman-hpc"))
+        try:
+            return await (await pool.checkout()).execute("print(42)"), pool.python_version
+        finally:
+            await pool.shutdown()
+
+    with own_podman("podman-hpc"):
+        result, version = asyncio.run(play())
+    assert result.stdout == "42\n"
+    assert re.fullmatch(r"3\.\d+", version)
+
+
+def test_the_example_of_the_page_runs(capsys):
+    (example,) = re.findall(r"^```py\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    with pool_or_skip("bubblewrap"):
+        exec(compile(example, str(PAGE), "exec"), {"__name__": "example"})
+    assert capsys.readouterr().out == "1.0\n0.5\n"
