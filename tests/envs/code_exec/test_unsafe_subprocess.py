@@ -6,10 +6,12 @@ import subprocess
 import sys
 import time
 import warnings
+from pathlib import Path
 
 import pytest
 from processes import wait_for_end
 
+from ludic.envs.code_exec import process_sandbox
 from ludic.envs.code_exec.adapters.base import ExactMatchVerifier
 from ludic.envs.code_exec.bubblewrap import find_python
 from ludic.envs.code_exec.process_sandbox import ProcessSandbox
@@ -33,6 +35,11 @@ def sandbox():
 
 def run(sandbox, code, **settings):
     return asyncio.run(sandbox.execute(code, **settings))
+
+
+def test_every_module_of_the_first_process_is_sent():
+    files = Path(process_sandbox.__file__).with_name("in_sandbox").glob("*.py")
+    assert sorted(process_sandbox.MODULES) == sorted(file.stem for file in files if file.stem != "__init__")
 
 
 def test_using_it_is_warned_of():
