@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 from benches.python.hostile_contest import contests, is_right
-from real_containers import own_podman, podman_settings
+from real_containers import IMAGE, docker_daemon, docker_pool, own_podman, podman_settings
 from real_sandboxes import BACKENDS, pool_or_skip
 
+from ludic.envs.code_exec.containers import this_process
+from ludic.envs.code_exec.docker_sandbox import OWNER
 from ludic.envs.code_exec.factory import create_sandbox_pool
+from ludic.envs.code_exec.types import SandboxPoolExhaustedError
 
 PAGE = Path(__file__).parents[3] / "docs" / "code.md"
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("sandboxes")]
@@ -23,6 +26,39 @@ def test_nothing_is_lost_or_left(backend):
     assert finished["programs"] == 50
     assert is_right(killed), killed
     assert killed["had_processes"] > 0
+
+
+def test_what_a_killed_process_has_left_goes_at_the_next_start():
+    ended = f"{this_process().rsplit(' ', 1)[0]} 0"  # another process had this one's number before
+    with docker_daemon() as client:
+        left, kept = (client.containers.create(IMAGE, "true", labels={OWNER: owner}) for owner in (ended, this_process()))
+        pool = docker_pool(1)
+        asyncio.run(pool.start())
+        names = {one.name for one in client.containers.list(all=True)}
+        asyncio.run(pool.shutdown())
+        kept.remove()
+    assert left.name not in names
+    assert kept.name in names
+
+
+def test_a_pool_that_cannot_replace_its_sandbox_says_why():
+    async def play(client):
+        pool = docker_pool(1, max_consecutive_failures=3)
+        await pool.start()
+        try:
+            sandbox = await pool.checkout()
+            client.images.remove(IMAGE, force=True)
+            sandbox._process.kill()
+            await pool.release(sandbox)
+            with pytest.raises(
+                SandboxPoolExhaustedError, match=r"gave up after 3 failures in a row; the last: start: .*[Nn]o such image"
+            ):
+                await pool.checkout(timeout_s=300)
+        finally:
+            await pool.shutdown()
+
+    with docker_daemon() as client:
+        asyncio.run(play(client))
 
 
 def test_podman_hpc_is_used_by_its_own_name():
