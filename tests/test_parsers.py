@@ -10,9 +10,11 @@ from ludic.errors import LudicError
 from ludic.parsers import (
     ParseResult,
     boxed_parser,
+    code_block_parser,
     compose_parsers,
     cot_prefix_parser,
     extract_last_boxed_content,
+    extract_last_code_block,
     think_prefix_parser,
     xml_parser,
     xml_tag_parser,
@@ -252,3 +254,58 @@ def test_parsing_time_is_linear_in_the_text(parser, piece):
     parser(raw)
     parser("<think>" + raw)
     assert time.process_time() - start < 20
+
+
+@pytest.mark.parametrize(
+    ("text", "program"),
+    [
+        ("```python\nx = 1\n```", "x = 1"),
+        ("So:\n```py\nx = 1\n\n  y\n```\nDone.", "x = 1\n\n  y"),
+        ("```\nx = 1\n```", "x = 1"),  # no language
+        ("``` Python title=a\nx = 1\n```", "x = 1"),
+        ("~~~python\nx = 1\n~~~", "x = 1"),
+        ("~~~\nx = '''\n```\n'''\n~~~", "x = '''\n```\n'''"),
+        ("````python\n```\nx\n```\n````", "```\nx\n```"),  # a longer fence holds shorter ones
+        ("```python\nx = 1", "x = 1"),  # not closed
+        ("```python\nx = 1\n`````", "x = 1"),
+        ("```python\nx = 1\n\nSo better:\n```python\nx = 2\n```", "x = 2"),
+        ("```python\nx = 1\n```\n```python\nx = 2\n```", "x = 2"),
+        ("```python\nx = 1\n```\nIt prints\n```\n1\n```", "x = 1"),
+        ("```python\nx = 1\n```\nIt prints\n```text\n1\n```", "x = 1"),
+        ("```text\n1\n```", "1"),
+        ("```markdown\n```python\nx = 1\n```\n```", "x = 1"),
+        ("- so\n   ```python\n   if x:\n       y\n   ```", "if x:\n    y"),
+        ('```python\ndef f():\n    """\n    ```\n    f()\n    ```\n    """\n```', 'def f():\n    """\n    ```\n    f()\n    ```\n    """'),
+        ("<think>```python\nx = 1\n```</think>```python\nx = 2\n```", "x = 2"),
+        ("maybe ```python\nx = 1\n```\n</think>\n```python\nx = 2\n```", "x = 2"),
+        ("<think>```python\nx = 1\n```</think> I give up.", None),
+        ("<think>```python\nx = 1\n```", None),
+        ("```python\nprint('<think>')\n```", "print('<think>')"),
+        ("```python\r\nx = 1\r\n```\r\n", "x = 1"),
+        ("```python\nx = '\x0c'\n```", "x = '\x0c'"),
+        ("Use ```x = 1``` here", None),
+        ("```python\n\n```", None),
+        ("```", None),
+        ("", None),
+        ("x = 1", None),
+    ],
+)  # fmt: skip
+def test_the_last_fenced_block(text, program):
+    assert extract_last_code_block(text) == program
+    result = code_block_parser(text)
+    assert result.action == program
+    assert (result.reward, result.obs is None) == ((0.1, True) if program is not None else (-1.0, False))
+
+
+@given(raw=anything | st.lists(st.sampled_from(["```", "~~~~", "`", "py", "\n", " ", "<think>", "</think>", "x"])).map("".join))
+def test_the_last_fenced_block_is_part_of_the_text(raw):
+    content = extract_last_code_block(raw)
+    assert content is None or (content.strip() and content.split()[0] in raw)
+
+
+@given(st.text("ab \n`~", max_size=30), st.sampled_from(["```", "~~~", "`````"]))
+def test_a_block_is_found_again(content, mark):
+    """Within a fence that is longer than any in it."""
+    fence = mark[0] * 40
+    found = extract_last_code_block(f"{mark[0] * 2} text\n{fence}python\n{content}\n{fence}\n{mark[:2]}")
+    assert found == (content if content.strip() else None)

@@ -18,6 +18,7 @@ OPTIONAL_READS = {
     "distributed/push/target.py": (5, "a user's chat client, adapted"),
     "envs/adapters/openenv.py": (2, "OpenEnv"),
     "envs/code_exec/bubblewrap.py": (1, "the standard library of this platform"),
+    "envs/code_exec/env.py": (1, "a user's runner"),
     "envs/code_exec/in_sandbox/program.py": (1, "what a program made of its stdout"),
     "envs/code_exec/pool.py": (1, "a user's sandbox"),
     "distributed/engines.py": (1, "a user's engine"),

@@ -4,7 +4,7 @@ whatever the text."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -160,3 +160,60 @@ def boxed_parser(raw: str, *, success_reward: float = 0.1, error_reward: float =
     if not content.strip():
         return ParseResult(None, error_reward, r"Invalid boxed answer: Empty \boxed{}.")
     return ParseResult(content.strip(), success_reward, None)
+
+
+_FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,})(.*)")
+PYTHON_TAGS = ("python", "python3", "py", "py3", "{python}", "{.python}")
+_DEEPEST_FENCE = 3
+_THOUGHT = re.compile(r"<(/?)think(?:ing)?>", re.IGNORECASE)
+
+
+def extract_last_code_block(raw: str, *, languages: Sequence[str] = PYTHON_TAGS) -> str | None:
+    """The content of the last fenced block in one of the `languages`, or else of the last without a
+    language, or else of the last one; None if no block has content.
+
+    A fence is three or more backticks or tildes. As many of the same or more close it, unless they
+    are indented by four or more further than it, as in a docstring; a fence that names a language
+    begins a new block, so that one that was not closed, or has blocks inside, is left out. A block
+    at the end need not be closed. What comes before the last `</think>` is no answer, nor is a
+    thought that does not end. Lines lose the indentation of their fence, and `\r`.
+    """
+    thoughts = list(_THOUGHT.finditer(raw))
+    if thoughts and not thoughts[-1][1] and not raw[: thoughts[-1].start()].strip():
+        return None
+    ends = [thought.end() for thought in thoughts if thought[1]]
+    blocks = [block for block in _fenced_blocks(raw[ends[-1] if ends else 0 :]) if block[1].strip()]
+    known = {name.lower() for name in languages}
+    wanted = [block for block in blocks if block[0] in known] or [block for block in blocks if not block[0]] or blocks
+    return wanted[-1][1] if wanted else None
+
+
+def _fenced_blocks(text: str) -> list[tuple[str, str]]:
+    """(language in small letters, content) of each block.
+
+    Example: of "```py", "x = 1", "```", these three lines, it is `[("py", "x = 1")]`.
+    """
+    blocks: list[tuple[str, str]] = []
+    fence, language, indent, lines = "", "", 0, list[str]()
+    for line in text.replace("\r", "").split("\n"):
+        match = _FENCE.match(line)
+        if match is not None and (match[2][0] == "`" and "`" in match[3]):
+            match = None  # code within a line
+        if match is not None and fence and not (match[2].startswith(fence) and len(match[1]) <= indent + _DEEPEST_FENCE):
+            match = None
+        if match is None:
+            lines.append(line[min(indent, len(line) - len(line.lstrip(" \t"))) :])
+        elif fence and not match[3].strip():
+            blocks.append((language, "\n".join(lines)))
+            fence = ""
+        else:
+            fence, language, indent, lines = match[2], (match[3].split() or [""])[0].lower(), len(match[1]), []
+    return [*blocks, (language, "\n".join(lines))] if fence else blocks
+
+
+def code_block_parser(raw: str, *, success_reward: float = 0.1, error_reward: float = -1.0) -> ParseResult:
+    """The program in the last fenced block (`extract_last_code_block`)."""
+    content = extract_last_code_block(raw)
+    if content is None:
+        return ParseResult(None, error_reward, "Invalid code: Expected a program in a ```python block.")
+    return ParseResult(content, success_reward, None)

@@ -8,7 +8,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,7 +62,7 @@ async def _evaluate(recipe: Recipe, settings: EvalSettings, console: Console) ->
     own_task = build_episodic_task(recipe)
     success_of(own_task, recipe.evaluation.solved_at)  # raises for a wrong setting before anything is loaded
     problems = _choose_problems(recipe, settings, own_task, console)
-    async with _open_client(recipe, settings, own_task) as (client, model_name, task):
+    async with aclosing(own_task), _open_client(recipe, settings, own_task) as (client, model_name, task):
         folder = _make_folder(recipe, model_name)
         success = success_of(task, recipe.evaluation.solved_at)
         episodes = len(problems) * recipe.evaluation.samples_per_prompt

@@ -7,6 +7,7 @@ import asyncio
 import json
 import time
 from collections.abc import Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -100,7 +101,8 @@ async def _play_batches(
     log = out.with_name(f"{out.name}.server.log")
     note = partial(console.print, highlight=False, markup=False)
     folder = Path(locate_model(str(recipe.model)))
-    async with open_sampler(recipe, parts.model, parts.tokenizer, folder, log=log, note=note, pushes=False) as sampler:
+    opened = open_sampler(recipe, parts.model, parts.tokenizer, folder, log=log, note=note, pushes=False)
+    async with aclosing(parts.task), opened as sampler:
         await _play_with(sampler, recipe, parts, keep, episodes, out, counts, console)
 
 

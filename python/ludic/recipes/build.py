@@ -17,6 +17,7 @@ from ludic.recipes.ranks_section import check_ranks
 from ludic.recipes.reference_section import check_reference
 from ludic.recipes.schema import NULL_UNLESS_SET, Recipe, TaskSection
 from ludic.tasks import Addition, DigitSort, EpisodicTask, Rising, Task, TicTacToe, Tools, as_episodic
+from ludic.tasks.code_data import CODE_REWARDS, CodeData
 from ludic.tasks.data_task import DataTask
 from ludic.tasks.importing import import_named
 from ludic.tasks.judged import judged_by
@@ -65,6 +66,10 @@ def build_task(
 ) -> Task | EpisodicTask:
     """A built-in task by its name, the user's own class as `package.module:Class`, or a data set
     with reward functions or a reward model (`judged`)."""
+    if section.kind == "data" and isinstance(reward, str) and reward in CODE_REWARDS:
+        if reward_weights is not None or eval_reward is not None:
+            raise ConfigError(f"reward={reward} runs programs, and is the only reward; leave reward_weights and eval_reward out")
+        return _call(CodeData, {**section.args, "data": data, "partial_credit": CODE_REWARDS[reward]}, "task.args")
     if section.kind == "data":
         explicit = {"data": data, "reward": reward, "reward_weights": reward_weights, "judged": judged}
         explicit |= {"eval_reward": eval_reward, "eval_reward_weights": eval_reward_weights}

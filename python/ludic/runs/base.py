@@ -18,11 +18,13 @@ from ludic.recipes.schema import Recipe
 from ludic.recipes.sharding import is_shared_out
 from ludic.runs.checkpoints import find_latest_checkpoint, rewind_logs
 from ludic.runs.directory import DONE, Progress, RunDirectory
+from ludic.runs.execution import ending_task
 from ludic.runs.screen import Screen
 from ludic.runs.seeding import seed_phase
 from ludic.runs.shared_model import HomeEvaluator, SharedModel, describe_precision
 from ludic.runs.stop_request import ImpatientSource, StoppableSource, StopRequest
 from ludic.runs.tracking import run_logger
+from ludic.tasks import EpisodicTask
 from ludic.training import ranks, watchdog
 from ludic.training.batching.shared_batches import SharedBatches
 from ludic.training.batching.source import BatchSourceBase
@@ -53,6 +55,9 @@ class TrainingRun(ABC, Generic[RecipeT, PartsT, DirectoryT]):
     The progress is written when a phase ends, and by the caller when `play` ends or raises.
     """
 
+    task: EpisodicTask | None = None
+    """What is played; None in a run without episodes."""
+
     def __init__(self, recipe: RecipeT, parts: PartsT, directory: DirectoryT, screen: Screen, stop: StopRequest) -> None:
         self.recipe, self.parts, self.directory, self.screen, self.stop = recipe, parts, directory, screen, stop
         self.progress = Progress(**ranks.ask_rank_0("reading the progress", lambda: asdict(directory.read_progress())))
@@ -72,8 +77,9 @@ class TrainingRun(ABC, Generic[RecipeT, PartsT, DirectoryT]):
 
     async def play(self) -> None:
         """Run the phases that are left. Raises `Interrupted` after a stop."""
-        if self.progress.phase != DONE:
-            await self.play_phases()
+        async with ending_task(self.task, self.progress.seconds):
+            if self.progress.phase != DONE:
+                await self.play_phases()
 
     @abstractmethod
     async def play_phases(self) -> None:

@@ -135,7 +135,7 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
         is_placed: bool = False,
     ) -> None:
         super().__init__(recipe, parts, directory, screen, stop)
-        self._is_placed = is_placed
+        self._is_placed, self.task = is_placed, parts.task
         if self.progress.phase == REINFORCE:
             parts.model = self._load_warmed_up()
         place_model(parts.model, recipe.sharding, parts.trainer_cfg.model_device)

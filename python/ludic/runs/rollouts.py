@@ -3,6 +3,8 @@ sampling parameters."""
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from random import Random
@@ -91,7 +93,8 @@ def check_prompts(recipe: Recipe, task: EpisodicTask, tokenizer: Any) -> None:
 
     def length(problem: Episode) -> int:
         context = GivenDialog(recipe.rollout.system_prompt or task.system_prompt)
-        context.on_env_reset(*task.make_env(problem).env_reset())
+        first = task.make_env(problem).env_reset()
+        context.on_env_reset(*(asyncio.run(first) if inspect.iscoroutine(first) else first))
         return len(tokens.encode(context.on_before_act()))
 
     first_chat = next((problem for problem in problems.training if prompt_messages(problem) is not None), None)

@@ -71,7 +71,7 @@ class WrappedTask(EpisodicTask):
         return self.task.show(episode, rollout)
 
 
-@forward_members("_task", (*TaskDefaults.__annotations__, "training_scorer", "rates"))
+@forward_members("_task", (*TaskDefaults.__annotations__, "training_scorer", "rates", "aclose"))
 class OneTurn(TaskDefaults, EpisodicTask):
     """A task of one turn as a task of episodes."""
 

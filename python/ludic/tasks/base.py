@@ -84,6 +84,7 @@ class TaskDefaults:
     measures: Mapping[str, str] = MappingProxyType({})
     scorer: RolloutScorer | None = None
     problem_list: ProblemList | None = None
+    execution_s: float | None = None
     measure_answers: Callable[[Sequence[tuple[Mapping[str, Any], Rollout]]], Mapping[str, float]] | None = None
     """Rates of all sampled answers together, each with its problem; they are also in `rates`."""
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from random import Random
-from typing import Any
+from typing import Any, TypeVar
 
 from ludic.data import DataMixture, DataSet, Row, load_data, load_mixture
 from ludic.envs.prompt_env import PromptEnv, prompt_shown
@@ -18,6 +18,9 @@ PROMPT_COLUMNS = ("prompt", "question", "problem", "instruction")
 """Columns that may hold the prompt, in this order, without `prompt_column`."""
 ANSWER_COLUMNS = ("answer", "solution", "target", "completion")
 """Columns that may hold the right answer. Only the report uses it."""
+
+
+P = TypeVar("P", bound=Problem)
 
 
 class DataProblem(Problem):
@@ -194,16 +197,29 @@ def _lowest_hashes(
 ) -> list[DataProblem]:
     """One problem for each held-out prompt: `requested`, else a `share` of them, else a tenth, at
     most 200."""
-    distinct = {_key(problem): problem for problem in reversed(problems)}
     number = requested
+    if number is None and share is not None:
+        number = max(1, round(share * len({_key(problem) for problem in problems})))
+    return hold_out(problems, number, source, key=_key)
+
+
+def hold_out(problems: Sequence[P], number: int | None, source: str, *, key: Callable[[P], str] | None = None) -> list[P]:
+    """The first of the problems with each of the `number` lowest keys, by default hashes of the
+    questions; None: a tenth of them, at most 200. The same for any order of the problems."""
+    find_key = key or _question_key
+    distinct = {find_key(problem): problem for problem in reversed(problems)}
     if number is None:
-        number = min(200, max(1, len(distinct) // 10)) if share is None else max(1, round(share * len(distinct)))
+        number = min(200, max(1, len(distinct) // 10))
     if not 1 <= number < len(distinct):
         raise ConfigError(
             f"num_heldout ({number}) must be at least 1 and less than the {len(distinct)} different prompts of {source}; or name "
             "a separate file with task.args.heldout_data"
         )
     return [distinct[key] for key in sorted(distinct)[:number]]
+
+
+def _question_key(problem: Problem) -> str:
+    return hashlib.sha256(problem["question"].encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def _key(problem: DataProblem) -> str:

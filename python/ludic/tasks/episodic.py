@@ -152,6 +152,14 @@ class EpisodicTask(ABC):
         """The problems to train on in passes; None: they are drawn."""
         return None
 
+    @property
+    def execution_s(self) -> float | None:
+        """Wall seconds so far in which programs ran to be judged; None: there are none."""
+        return None
+
+    async def aclose(self) -> None:  # noqa: B027  most have nothing to end
+        """End what the episodes have started, such as sandboxes; new episodes start it again."""
+
 
 OPTIONAL_MEMBERS = tuple(
     name for name in vars(EpisodicTask) if not name.startswith("_") and name not in EpisodicTask.__abstractmethods__

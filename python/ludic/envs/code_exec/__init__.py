@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from ludic.envs.code_exec.adapters.base import ExactMatchVerifier, OutputVerifier, TestAdapter
+from ludic.envs.code_exec.adapters.problem_rows import CodingProblemAdapter, read_problem
 from ludic.envs.code_exec.backend import (
     SandboxBackend,
     detect_available_backend,
@@ -19,6 +20,8 @@ from ludic.envs.code_exec.backend import (
 )
 from ludic.envs.code_exec.bubblewrap import BubblewrapConfig, BubblewrapSandboxPool, is_bubblewrap_available
 from ludic.envs.code_exec.cache import LRUCache
+from ludic.envs.code_exec.calls.runner import FunctionCallRunner
+from ludic.envs.code_exec.calls.values import ValueVerifier
 from ludic.envs.code_exec.env import CodeExecConfig, CodeExecEnv
 from ludic.envs.code_exec.factory import create_sandbox_pool
 from ludic.envs.code_exec.hashing import compute_hash, hash_tests
@@ -49,6 +52,7 @@ __all__ = [
     "CodeExecConfig",
     "CodeExecEnv",
     "CodeRunner",
+    "CodingProblemAdapter",
     "CompileResult",
     "CompileStatus",
     "DockerSandbox",
@@ -56,6 +60,7 @@ __all__ = [
     "DockerSandboxPool",
     "ExactMatchVerifier",
     "ExecutionResult",
+    "FunctionCallRunner",
     "LRUCache",
     "NoSandboxError",
     "OutputVerifier",
@@ -72,6 +77,7 @@ __all__ = [
     "TestCase",
     "TestResult",
     "UnsafeSubprocessPool",
+    "ValueVerifier",
     "compute_hash",
     "create_sandbox_pool",
     "detect_available_backend",
@@ -82,4 +88,5 @@ __all__ = [
     "is_podman_available",
     "is_podman_hpc_available",
     "is_singularity_available",
+    "read_problem",
 ]

@@ -78,7 +78,7 @@ class CodeExecEnv(SingleAgentEnv):
         self.sample, self._pool, self._adapter = sample, sandbox_pool, test_adapter
         self._config = config or CodeExecConfig()
         self._runner = code_runner or StdinStdoutRunner(self._config.timeout_per_test_s, self._config.memory_limit_mb)
-        self._verifier = verifier or ExactMatchVerifier()
+        self._verifier = verifier or getattr(self._runner, "default_verifier", None) or ExactMatchVerifier()
         self._system_prompt = system_prompt
         self._problem_id = str(test_adapter.get_problem_id(sample))
         self._tests: list[TestCase] | None = None

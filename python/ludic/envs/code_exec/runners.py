@@ -95,7 +95,7 @@ class StdinStdoutRunner:
                     if isinstance(answer, CompileResult):
                         compiled = answer
                         if not compiled.success:
-                            return [_not_compiled(test, compiled) for test in spec.tests]
+                            return [not_compiled(test, compiled) for test in spec.tests]
                     elif isinstance(answer, ExecutionResult):
                         if (test := by_id.get(answer.cache_key or "")) is not None:
                             seen[test.id] = judge(test, answer, verifier)
@@ -107,7 +107,7 @@ class StdinStdoutRunner:
         except Exception as error:
             failure = f": {type(error).__name__}: {error}"
         stopped = spec.stop_on_first_failure and any(not result.passed for result in seen.values())
-        unseen = _not_run if finished and stopped else lambda test, result: _crashed(test, result, failure)
+        unseen = not_run if finished and stopped else lambda test, result: crashed(test, result, failure)
         return [seen.get(test.id) or unseen(test, compiled) for test in spec.tests]
 
     async def _run_each(
@@ -124,16 +124,16 @@ class StdinStdoutRunner:
             try:
                 compiled = await sandbox.compile(code, timeout_s=self._timeout_s)
             except Exception as error:
-                return [_crashed(test, compiled, f": {type(error).__name__}: {error}") for test in tests]
+                return [crashed(test, compiled, f": {type(error).__name__}: {error}") for test in tests]
             if not compiled.success:
-                return [_not_compiled(test, compiled) for test in tests]
+                return [not_compiled(test, compiled) for test in tests]
         if not stop_on_first_failure:
             return list(await asyncio.gather(*(self._run_one(sandbox, code, test, verifier, compile_first) for test in tests)))
         results: list[TestResult] = []
         for test in tests:
             failed = any(not result.passed for result in results)
             results.append(
-                _not_run(test, compiled) if failed else await self._run_one(sandbox, code, test, verifier, compile_first)
+                not_run(test, compiled) if failed else await self._run_one(sandbox, code, test, verifier, compile_first)
             )
         return results
 
@@ -151,7 +151,7 @@ class StdinStdoutRunner:
                 memory_limit_mb=memory_limit_mb,
             )
         except Exception as error:
-            return _crashed(test, CompileResult(CompileStatus.SUCCESS), f": {type(error).__name__}: {error}")
+            return crashed(test, CompileResult(CompileStatus.SUCCESS), f": {type(error).__name__}: {error}")
         return judge(test, execution, verifier)
 
 
@@ -184,18 +184,18 @@ def _compile_details(compiled: CompileResult) -> str:
     return f"Compilation failed: {compiled.error_message or compiled.status.value}{place}"
 
 
-def _not_compiled(test: TestCase, compiled: CompileResult) -> TestResult:
+def not_compiled(test: TestCase, compiled: CompileResult) -> TestResult:
     execution = ExecutionResult(
         compiled, RunStatus.NOT_RUN, compile_duration_ms=compiled.duration_ms, total_duration_ms=compiled.duration_ms
     )
     return TestResult(test, False, None, execution, _compile_details(compiled))
 
 
-def _not_run(test: TestCase, compiled: CompileResult) -> TestResult:
+def not_run(test: TestCase, compiled: CompileResult) -> TestResult:
     return TestResult(test, False, None, ExecutionResult(compiled, RunStatus.NOT_RUN), "Not run: an earlier test failed")
 
 
-def _crashed(test: TestCase, compiled: CompileResult, failure: str) -> TestResult:
+def crashed(test: TestCase, compiled: CompileResult, failure: str) -> TestResult:
     execution = ExecutionResult(compiled, RunStatus.SANDBOX_ERROR, stderr=failure.removeprefix(": "))
     return TestResult(test, False, None, execution, f"Sandbox crashed{failure}")
 

@@ -194,6 +194,7 @@ async def _sample(recipe: Recipe, directory: RunDirectory, name: str) -> int:
         asyncio.get_running_loop().add_signal_handler(number, stop_on, number)
     parts = ActorParts.build(recipe)
     async with AsyncExitStack() as opened:
+        opened.push_async_callback(parts.task.aclose)
         try:
             client, model_name, weights = await _open_client(recipe, parts, directory, opened, stop)
         except Interrupted:

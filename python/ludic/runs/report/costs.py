@@ -44,6 +44,10 @@ def format_seconds(wall_s: float, phases_s: Mapping[str, float]) -> str:
     return f"[bold]Seconds[/]: {wall_s:.1f} in all; {phases}"
 
 
+def format_execution(wall_s: float, execution_s: float) -> str:
+    return f"[bold]Programs[/] ran during {execution_s:.1f} s, {execution_s / max(wall_s, 1e-9):.0%} of the wall time"
+
+
 def format_padding(padding: Mapping[str, float]) -> str:
     if not padding:
         return "[bold]Padding[/]: there were no training tokens"

@@ -11,7 +11,7 @@ from ludic.files.atomic import write_text
 from ludic.runs.directory import Progress, RunDirectory
 from ludic.runs.held_out import Answer, Evaluation, make_comparable
 from ludic.runs.report.conclusion import Facts, collect_facts, conclude, count_idle
-from ludic.runs.report.costs import format_memory, format_padding, format_seconds, sum_padding, sum_phases
+from ludic.runs.report.costs import format_execution, format_memory, format_padding, format_seconds, sum_padding, sum_phases
 from ludic.runs.report.curve import draw_text_curve, write_picture
 from ludic.runs.report.files import describe_files, show_files
 from ludic.runs.report.provenance import count_lost_episodes, format_lost, provenance
@@ -68,6 +68,9 @@ class Summary:
     """`problems` of the last measurement, and the `answers` that were sampled to them."""
     wall_s: float
     phases_s: dict[str, float]
+    execution_s: float | None
+    """Of `wall_s`: seconds in which at least one program ran, to be judged; left out
+    without programs."""
     padding: dict[str, float]
     memory: dict[str, float]
     """Peaks of this process so far, in MiB: `memory_peaks`."""
@@ -98,7 +101,8 @@ class Summary:
     config_hash: str
 
     def to_json(self) -> str:
-        return json.dumps(vars(self), indent=2) + "\n"
+        content = {name: value for name, value in vars(self).items() if name != "execution_s" or value is not None}
+        return json.dumps(content, indent=2) + "\n"
 
     def write(self, directory: RunDirectory) -> None:
         write_text(directory.summary, self.to_json())
@@ -157,6 +161,7 @@ def build_outcome(
         heldout=_count_heldout(after or before),
         wall_s=round(progress.seconds.get("wall", 0.0), 2),
         phases_s=sum_phases(progress.seconds, reinforce, own=("set_up", "warm_up", "evaluate"), timed=_TRAINER_PHASES),
+        execution_s=round(progress.seconds["execution"], 2) if "execution" in progress.seconds else None,
         padding=sum_padding([*warm_up, *reinforce]),
         memory=memory_peaks(),
         steps=progress.steps,
@@ -240,6 +245,8 @@ def show_report(console: Console, outcome: Outcome, directory: RunDirectory) -> 
     for line in draw_text_curve(outcome.rewards):
         console.print(line, highlight=False, markup=False)
     console.print(format_seconds(outcome.summary.wall_s, outcome.summary.phases_s), highlight=False)
+    if outcome.summary.execution_s is not None:
+        console.print(format_execution(outcome.summary.wall_s, outcome.summary.execution_s), highlight=False)
     console.print(format_padding(outcome.summary.padding), highlight=False)
     console.print(format_memory(outcome.summary.memory), highlight=False)
     if outcome.summary.actors is not None:

@@ -1,0 +1,95 @@
+"""What runs before a program whose functions are called: its text, with a last line that calls
+`main`, is the program that a sandbox gets. It imports nothing of ludic.
+
+Calls come on stdin, as a JSON list of expressions. For each, one line of JSON goes to the stdout
+that the process began with: `{"value": ...}` or `{"raised": "ValueError: ..."}`. What the program
+prints goes nowhere.
+"""
+
+from __future__ import annotations
+
+import json
+import linecache
+import os
+import sys
+import types
+from typing import Any
+
+FILE = "program.py"
+LONGEST_ERROR = 500
+SEQUENCES: tuple[Any, ...] = (list, tuple, set, frozenset)
+
+
+def encode(value: Any) -> Any:
+    """JSON for a value of Python's own types; `values.py` has its inverse. Classes that derive from
+    them count as these.
+
+    Example: `(1, {2.5})` is `{"tuple": [1, {"set": [2.5]}]}`.
+    """
+    if value is None or value is True or value is False or type(value) in (int, float, str):
+        return value
+    if isinstance(value, str):
+        return str.__getitem__(value, slice(None))
+    if isinstance(value, int):
+        return int.__index__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
+    for base in SEQUENCES:
+        if isinstance(value, base):
+            return {base.__name__: [encode(one) for one in base.__iter__(value)]}
+    if isinstance(value, dict):
+        return {"dict": [[encode(key), encode(one)] for key, one in dict.items(value)]}
+    if isinstance(value, (bytes, bytearray)):
+        return {"bytes": bytes(value).hex()}
+    if isinstance(value, complex):
+        return {"complex": [value.real, value.imag]}
+    return {"other": type(value).__name__}
+
+
+def main(program: str, before: str = "", after: str = "") -> None:
+    """Run the program between the two other texts, then the calls."""
+    calls = json.loads(sys.stdin.read())
+    channel, nothing = os.dup(1), os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, 0)
+    os.dup2(nothing, 1)
+    leave, write = os._exit, os.write
+
+    def say(answer: Any) -> None:
+        rest = json.dumps(answer).encode() + b"\n"
+        while rest:
+            rest = rest[write(channel, rest) :]
+
+    try:
+        compiled = compile(program, FILE, "exec", dont_inherit=True)
+    except SyntaxError as error:
+        say({"syntax_error": [error.msg, error.lineno, error.offset]})
+        leave(0)
+    except BaseException as error:
+        say({"syntax_error": [describe(error), None, None]})
+        leave(0)
+    module = types.ModuleType("program")
+    sys.modules["program"] = module
+    names = module.__dict__
+    linecache.cache[FILE] = (len(program), None, program.splitlines(keepends=True), FILE)
+    try:
+        exec(before, names)
+        exec(compiled, names)
+        exec(after, names)
+    except BaseException as error:
+        for _ in calls:
+            say({"raised": f"{describe(error)} (before the call)"})
+        leave(0)
+    for call in calls:
+        try:
+            answer = {"value": encode(eval(call, names))}
+        except BaseException as error:
+            answer = {"raised": describe(error)}
+        say(answer)
+    leave(0)
+
+
+def describe(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"[:LONGEST_ERROR]
+    except BaseException:
+        return type(error).__name__

@@ -1,0 +1,159 @@
+"""Compares the value that a call returned, which came as JSON, with the one that is expected.
+
+Nothing of a sandbox's answer is made an object of a class, a key or a member of a set: it is
+looked up in what is expected, so that no answer costs more than its length.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_SHOWN = 200
+
+
+@dataclass(frozen=True)
+class Near:
+    """A number, or a list or tuple of numbers, that need not be exact: `abs_tol` or `rel_tol` x
+    |expected|, whichever is more, is allowed."""
+
+    value: Any
+    abs_tol: float = 0.0
+    rel_tol: float = 0.0
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """Any of these values."""
+
+    values: tuple[Any, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValueVerifier:
+    """The value equals the expected one, as `==` of Python's own types has it: 1 equals 1.0, and a
+    list equals no tuple, unless `tuples_are_lists`."""
+
+    tuples_are_lists: bool = False
+    """For data sets in JSON."""
+
+    def verify(self, actual: Any, expected: Any) -> tuple[bool, str | None]:
+        """`actual` is the JSON of `in_program.encode`."""
+        if isinstance(expected, OneOf):
+            verdicts = [self.verify(actual, value) for value in expected.values]
+            return next((verdict for verdict in verdicts if verdict[0]), verdicts[0])
+        near = expected if isinstance(expected, Near) else None
+        try:
+            if self._agrees(actual, near.value if near else expected, near):
+                return True, None
+            wanted = f"about {near.value!r}" if near else repr(expected)
+            return False, f"Returned {_cut(show(actual))} instead of {_cut(wanted)}"
+        except RecursionError:
+            return False, "Returned a value that is nested too deeply"
+
+    def _agrees(self, actual: Any, expected: Any, near: Near | None) -> bool:
+        if not isinstance(actual, Mapping):
+            return _is_scalar(expected) and _scalars_agree(actual, expected, near)
+        [(kind, content)] = actual.items() if len(actual) == 1 else [("", None)]
+        if kind == "complex" and isinstance(expected, int | float | complex):
+            return _parts(content) == (expected.real, expected.imag)
+        if kind == "bytes":
+            return isinstance(expected, bytes) and content == expected.hex()
+        if not isinstance(content, list):
+            return False
+        if kind in ("list", "tuple"):
+            return self._sequences_agree(kind, content, expected, near)
+        if kind in ("set", "frozenset"):
+            return isinstance(expected, set | frozenset) and self._members_agree(content, expected)
+        return kind == "dict" and isinstance(expected, Mapping) and self._entries_agree(content, expected, near)
+
+    def _sequences_agree(self, kind: str, content: list[Any], expected: Any, near: Near | None) -> bool:
+        wanted = (list, tuple) if self.tuples_are_lists else {"list": list, "tuple": tuple}[kind]
+        if not isinstance(expected, wanted) or len(content) != len(expected):
+            return False
+        return all(self._agrees(one, other, near) for one, other in zip(content, expected, strict=True))
+
+    def _members_agree(self, content: list[Any], expected: set[Any] | frozenset[Any]) -> bool:
+        """Each is one of those expected, and none comes twice."""
+        if len(content) != len(expected):
+            return False
+        keys = {_key(one) for one in expected}
+        return {key for key in map(self._key_of, content) if key in keys} == keys
+
+    def _entries_agree(self, content: list[Any], expected: Mapping[Any, Any], near: Near | None) -> bool:
+        if len(content) != len(expected) or not all(isinstance(entry, list) and len(entry) == 2 for entry in content):
+            return False
+        by_key = {_key(key): value for key, value in expected.items()}
+        found = set()
+        for written, value in content:
+            key = self._key_of(written)
+            if key not in by_key or not self._agrees(value, by_key[key], near):
+                return False
+            found.add(key)
+        return len(found) == len(by_key)
+
+    def _key_of(self, actual: Any) -> Any:
+        """The same for two values that are equal; None if it cannot be in a set."""
+        if not isinstance(actual, Mapping):
+            return _key(actual)
+        [(kind, content)] = actual.items() if len(actual) == 1 else [("", None)]
+        if kind == "tuple" and isinstance(content, list):
+            return f"({','.join(str(self._key_of(one)) for one in content)})"
+        if kind == "frozenset" and isinstance(content, list):
+            return f"{{{','.join(sorted(str(self._key_of(one)) for one in content))}}}"
+        return f"bytes {content}" if kind == "bytes" else None
+
+
+def _key(value: Any) -> str:
+    """Text that is the same for two scalars, tuples and frozensets if these are equal.
+
+    Example: 1, 1.0 and True are all `1`.
+    """
+    if isinstance(value, tuple):
+        return f"({','.join(map(_key, value))})"
+    if isinstance(value, frozenset):
+        return f"{{{','.join(sorted(map(_key, value)))}}}"
+    if isinstance(value, bytes):
+        return f"bytes {value.hex()}"
+    if isinstance(value, bool | int) or (isinstance(value, float) and value.is_integer()):
+        return str(int(value))
+    return repr(value)
+
+
+def _is_scalar(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float | str | complex)
+
+
+def _scalars_agree(actual: Any, expected: Any, near: Near | None) -> bool:
+    if isinstance(actual, list):
+        return False
+    if near is None or isinstance(expected, str) or expected is None or not isinstance(actual, int | float):
+        return bool(actual == expected)
+    try:
+        return actual == expected or math.isclose(actual, expected, rel_tol=near.rel_tol, abs_tol=near.abs_tol)
+    except (OverflowError, TypeError):
+        return False
+
+
+def _parts(content: Any) -> tuple[Any, ...]:
+    return tuple(content) if isinstance(content, list) else ()
+
+
+def show(actual: Any) -> str:
+    """The value as Python writes it, more or less, for messages."""
+    if not isinstance(actual, Mapping):
+        return repr(actual)
+    [(kind, content)] = actual.items() if len(actual) == 1 else [("", None)]
+    if not isinstance(content, list):
+        return f"a value of type {content}" if kind == "other" else f"{kind} {content}"
+    if kind == "dict":
+        entries = (entry for entry in content if isinstance(entry, list) and len(entry) == 2)
+        return f"{{{', '.join(f'{show(key)}: {show(value)}' for key, value in entries)}}}"
+    inner = ", ".join(map(show, content))
+    return {"list": f"[{inner}]", "tuple": f"({inner})"}.get(str(kind), f"{kind}({inner})")
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

@@ -1,0 +1,126 @@
+"""A pool that many environments share, which is started when the first program is run."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+
+from ludic.envs.code_exec.backend import SandboxBackend, detect_available_backend
+from ludic.envs.code_exec.bubblewrap import OWN_VERSION
+from ludic.envs.code_exec.factory import create_sandbox_pool
+from ludic.envs.code_exec.sandbox import Sandbox, SandboxPool
+from ludic.envs.code_exec.types import BatchTestResult
+
+OpenPool = Callable[[], Awaitable[SandboxPool]]
+MOST_WORKERS = 16
+"""Of those that are chosen by the number of processors."""
+
+
+class SharedSandboxPool:
+    """A SandboxPool that opens another one at the first `checkout`, and counts the time in which
+    programs run. After `shutdown` it can be used again."""
+
+    def __init__(self, open_pool: OpenPool, *, python_version: str = OWN_VERSION) -> None:
+        """`open_pool` returns a pool that is started."""
+        self._open_pool, self._python_version = open_pool, python_version
+        self._lock = threading.Lock()
+        """For all that follows."""
+        self._pool: SandboxPool | None = None
+        self._opening: Future[None] | None = None
+        self._lent, self._since, self._seconds = 0, 0.0, 0.0
+
+    @classmethod
+    def of(cls, pool: SandboxPool) -> SharedSandboxPool:
+        """One that starts this pool."""
+
+        async def open_pool() -> SandboxPool:
+            await pool.start()
+            return pool
+
+        return cls(open_pool, python_version=pool.python_version)
+
+    @property
+    def python_version(self) -> str:
+        return self._python_version if self._pool is None else self._pool.python_version
+
+    @property
+    def available(self) -> int:
+        return 0 if self._pool is None else self._pool.available
+
+    @property
+    def cache_stats(self) -> dict[str, int]:
+        return {} if self._pool is None else self._pool.cache_stats
+
+    @property
+    def seconds(self) -> float:
+        """Wall time in which at least one sandbox was lent: programs ran."""
+        with self._lock:
+            return self._seconds + (time.monotonic() - self._since if self._lent else 0.0)
+
+    async def start(self) -> None:
+        await self._opened()
+
+    async def checkout(self, timeout_s: float = 30.0) -> Sandbox:
+        sandbox = await (await self._opened()).checkout(timeout_s=timeout_s)
+        with self._lock:
+            if self._lent == 0:
+                self._since = time.monotonic()
+            self._lent += 1
+        return sandbox
+
+    async def release(self, sandbox: Sandbox) -> None:
+        with self._lock:
+            self._lent -= 1
+            if self._lent == 0:
+                self._seconds += time.monotonic() - self._since
+            pool = self._pool
+        if pool is not None:  # else shut down meanwhile, which has ended it
+            await pool.release(sandbox)
+
+    async def shutdown(self) -> None:
+        with self._lock:
+            pool, self._pool = self._pool, None
+        if pool is not None:
+            await pool.shutdown()
+
+    def get_cached(self, code_hash: str, tests_hash: str) -> BatchTestResult | None:
+        return None if self._pool is None else self._pool.get_cached(code_hash, tests_hash)
+
+    def put_cached(self, code_hash: str, tests_hash: str, result: BatchTestResult) -> None:
+        if self._pool is not None:
+            self._pool.put_cached(code_hash, tests_hash, result)
+
+    async def _opened(self) -> SandboxPool:
+        """The other pool. Whoever asks while it is being opened waits for that."""
+        while True:
+            with self._lock:
+                if self._pool is not None:
+                    return self._pool
+                other = self._opening
+                if other is None:
+                    self._opening = Future()
+            if other is not None:
+                await asyncio.shield(asyncio.wrap_future(other))
+                continue
+            try:
+                pool = await self._open_pool()
+                with self._lock:
+                    self._pool = pool
+                return pool
+            finally:
+                with self._lock:
+                    opening, self._opening = self._opening, None
+                assert opening is not None
+                opening.set_result(None)
+
+
+def share_sandboxes(n_workers: int | None = None, backend: str = "auto") -> SharedSandboxPool:
+    """The sandboxes of a task or a reward function: `n_workers`, by default one a processor. Raises
+    NoSandboxError at once if `backend` is `auto` and none works."""
+    workers = n_workers or min(MOST_WORKERS, len(os.sched_getaffinity(0)))
+    chosen = detect_available_backend() if backend == SandboxBackend.AUTO else backend
+    return SharedSandboxPool(lambda: create_sandbox_pool(workers, chosen, python_version=None))

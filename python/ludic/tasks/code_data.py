@@ -1,0 +1,185 @@
+"""A task made of a data set of programming problems with tests: the user's own, or a public one."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Mapping, Sequence
+from random import Random
+
+from ludic.data.sources import read_table
+from ludic.envs.code_exec.adapters.apps import APPS_SYSTEM_PROMPT
+from ludic.envs.code_exec.adapters.problem import CodingProblem, OneProblem
+from ludic.envs.code_exec.adapters.problem_rows import read_problem
+from ludic.envs.code_exec.env import CodeExecConfig, CodeExecEnv
+from ludic.envs.code_exec.sandbox import SandboxPool
+from ludic.envs.code_exec.shared_pool import SharedSandboxPool, share_sandboxes
+from ludic.errors import ConfigError, DataError
+from ludic.parsers import extract_last_code_block
+from ludic.tasks.base import Problem
+from ludic.tasks.data_task import hold_out
+from ludic.types import StepOutcome
+
+logger = logging.getLogger(__name__)
+
+CODE_REWARDS = {"code": False, "code_partial": True}
+"""Names for `reward` of a recipe -> whether some of the tests earn a part of the reward."""
+CODE_SYSTEM_PROMPT = (
+    "You solve programming problems in Python. If a problem names a function, define it; else your program reads its input from "
+    "stdin and prints its answer to stdout. Think first, then write the whole program in one ```python block, which must be the "
+    "last one of your answer."
+)
+SHOWN_REFUSALS = 3
+
+
+class CodeDataEnv(CodeExecEnv):
+    """One answer, whose last fenced block is the program. `info["compiled"]`: it is valid."""
+
+    async def env_step(self, action: str) -> StepOutcome:  # type: ignore[override]
+        outcome = await super().env_step(extract_last_code_block(action) or "")
+        info = outcome.info
+        info["compiled"] = info.get("compile_failed") is False
+        info["program_ms"] = info["timing"]["total_run_ms"] if info.get("cache_hit") is False else 0.0
+        return outcome
+
+
+class CodeData:
+    """The problems of a data set whose columns `read_problem` knows. The reward is 1 if all tests
+    pass, else 0; with `partial_credit` the share that passes. An answer without a program earns 0.
+
+    Held out are `num_heldout` problems as in `DataTask`, or those of `heldout_data`. Problems whose
+    tests cannot be judged are left out, and logged with the reason.
+    """
+
+    success_reward = 1.0
+
+    def __init__(
+        self,
+        data: str | None = None,
+        *,
+        partial_credit: bool = False,
+        prompt_column: str | None = None,
+        config: str | None = None,
+        split: str = "train",
+        num_heldout: int | None = None,
+        heldout_data: str | None = None,
+        heldout_split: str = "test",
+        max_new_tokens: int = 1024,
+        timeout_per_test_s: float = 5.0,
+        memory_limit_mb: int = 256,
+        max_tests: int | None = None,
+        workers: int | None = None,
+        backend: str = "auto",
+        pool: SandboxPool | None = None,
+    ) -> None:
+        """`data`: a source of `load_data`. Limits are those of tests for which the data set has
+        none. `workers` sandboxes of `backend` (docs/code.md); None: one for each processor. `pool`:
+        sandboxes of your own, in Python."""
+        if not isinstance(data, str):
+            raise ConfigError(f"data ({data!r}) must be a file, a folder, or a hub id")
+        self.max_new_tokens = max_new_tokens
+        self._settings = CodeExecConfig(
+            timeout_per_test_s=timeout_per_test_s,
+            memory_limit_mb=memory_limit_mb,
+            max_tests=max_tests,
+            partial_credit=partial_credit,
+            compile_failure_reward=0.0,
+        )
+        self._problems: dict[str, CodingProblem] = {}
+        """By the ids of this task."""
+        problems = self._read(data, config, split, prompt_column, "")
+        if heldout_data is None:
+            heldout = hold_out(problems, num_heldout, data)
+        else:
+            heldout = self._read(heldout_data, config, heldout_split, prompt_column, "heldout-")[:num_heldout]
+        seen = {problem["question"] for problem in heldout}
+        self.training: Sequence[Problem] = [problem for problem in problems if problem["question"] not in seen]
+        """The problems to train on, in passes."""
+        if not self.training:
+            raise ConfigError(f"every problem of {data} is held out and none is left to train on; lower task.args.num_heldout")
+        content = [self._problems[problem["id"]] for problem in problems]
+        self.digest = hashlib.sha256(repr(content).encode("utf-8", "surrogatepass")).hexdigest()[:16]
+        """Identifies the content of the data set."""
+        self._heldout = heldout
+        self._pool = share_sandboxes(workers, backend) if pool is None else SharedSandboxPool.of(pool)
+
+    @property
+    def reward_sees(self) -> str:
+        return f"{'how many' if self._settings.partial_credit else 'whether all'} tests of the problem pass"
+
+    @property
+    def system_prompt(self) -> str:
+        """Suggested for recipes without one."""
+        return CODE_SYSTEM_PROMPT if any(problem.calls for problem in self._problems.values()) else APPS_SYSTEM_PROMPT
+
+    @property
+    def facts(self) -> Mapping[str, str]:
+        return {"compiled": "the answer has a valid program"}
+
+    @property
+    def measures(self) -> Mapping[str, str]:
+        return {"program_ms": "milliseconds that its program ran; 0 if it was judged before"}
+
+    @property
+    def rates(self) -> Mapping[str, str]:
+        return self.facts
+
+    @property
+    def execution_s(self) -> float:
+        """Wall time in which programs ran."""
+        return self._pool.seconds
+
+    @property
+    def problem_list(self) -> CodeData:
+        return self
+
+    async def aclose(self) -> None:
+        await self._pool.shutdown()
+
+    def begin_batch(self, number: int) -> None:
+        """Nothing depends on it."""
+
+    def draw(self, rng: Random) -> Problem:
+        return rng.choice(self.training)
+
+    def heldout(self) -> Sequence[Problem]:
+        return self._heldout
+
+    def demonstrate(self, problem: Problem, rng: Random) -> str:
+        """A right program of the row, in a fenced block."""
+        solutions = self._problems[problem["id"]].solutions
+        if not solutions:
+            raise ConfigError(
+                f"a warm-up needs right programs, and problem {problem['id']} has none in `solutions`; disable it with warmup.steps=0"
+            )
+        return f"```python\n{rng.choice(solutions).strip()}\n```"
+
+    def make_env(self, problem: Problem) -> CodeDataEnv:
+        known = self._problems[problem["id"]]
+        return CodeDataEnv(
+            problem,
+            sandbox_pool=self._pool,
+            test_adapter=OneProblem(known),
+            code_runner=known.make_runner(self._settings.timeout_per_test_s, self._settings.memory_limit_mb),
+            config=self._settings,
+        )
+
+    def _read(self, source: str, config: str | None, split: str, prompt_column: str | None, prefix: str) -> list[Problem]:
+        table = read_table(source, config=config, split=split)
+        problems, refusals = [], []
+        for index, row in enumerate(table.rows):
+            try:
+                known = read_problem(row, prompt_column=prompt_column)
+            except DataError as error:
+                refusals.append(f"{table.where(index)}: {error}")
+                continue
+            name = f"{prefix}{index}"
+            self._problems[name] = known
+            answer = next(iter(known.solutions), "")
+            problems.append(Problem(id=name, question=known.prompt, answer=answer))
+        shown = "; ".join(refusals[:SHOWN_REFUSALS])
+        if not problems:
+            raise DataError(f"{source} has no problem that can be judged. {shown}")
+        if refusals:
+            logger.warning("%d of %d problems of %s are left out: %s", len(refusals), len(table.rows), source, shown)
+        return problems
