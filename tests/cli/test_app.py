@@ -36,7 +36,7 @@ def test_a_version_flag_for_vllm_is_passed_on():
 
 def test_the_package_runs_as_a_module():
     shown = subprocess.run(
-        [sys.executable, "-m", "ludic.cli", "version"], capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-m", "ludic.cli", "version"], capture_output=True, text=True, check=True, timeout=600
     )
     assert shown.stdout.strip() == version("ludic")
 

@@ -214,6 +214,6 @@ OUT_OF_MEMORY = textwrap.dedent("""
 @pytest.mark.skipif(sys.platform != "linux", reason="memory limits depend on the operating system")
 def test_a_batch_beyond_available_memory_is_a_memory_error() -> None:
     """12 GB of ids with a limit of 1 GB."""
-    done = subprocess.run([sys.executable, "-c", OUT_OF_MEMORY], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", OUT_OF_MEMORY], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("MemoryError") == 2, done.stdout

@@ -95,7 +95,7 @@ class Cluster:
 
     def run(self, processes):
         job = self.begin(processes)
-        out, _ = job.communicate(timeout=60)
+        out, _ = job.communicate(timeout=300)
         return job.returncode, out
 
     def log(self, name):
@@ -149,7 +149,7 @@ def test_a_trainer_saves_before_the_time_limit_and_the_job_is_queued_again(clust
         assert time.monotonic() < deadline
         time.sleep(0.01)
     job.send_signal(number)
-    job.communicate(timeout=30)
+    job.communicate(timeout=300)
     assert (job.returncode, cluster.is_requeued) == (143, requeued)
     assert cluster.log("trainer") == "ready\nsaved\n"
 
@@ -170,7 +170,7 @@ def test_a_job_that_is_asked_to_end_waits_for_no_restart(cluster):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     job.send_signal(signal.SIGTERM)
-    out, _ = job.communicate(timeout=30)  # also: the child that slept has ended, or the pipe would be open
+    out, _ = job.communicate(timeout=300)  # also: the child that slept has ended, or the pipe would be open
     assert (job.returncode, cluster.is_requeued) == (9, False)
     assert out.count("restart ") == 1
 

@@ -22,7 +22,7 @@ def test_a_module_has_one_identity_under_both_names():
 
 
 def run(code, cwd):
-    done = subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=600)
     return (done.stdout + done.stderr).strip()
 
 

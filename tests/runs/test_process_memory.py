@@ -33,7 +33,7 @@ def faults(**variables):
     """Page faults of a step that creates and frees tensors of several sizes, after identical
     warm-up steps."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
-    done = subprocess.run([sys.executable, "-c", FAULTS], env={**clean, **variables}, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", FAULTS], env={**clean, **variables}, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return int(done.stdout)
 
@@ -53,4 +53,4 @@ def test_objects_that_the_program_froze_stay_frozen():
         "with settle_memory():\n    assert gc.get_freeze_count() == frozen\n"
         "assert gc.get_freeze_count() == frozen > 0\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=600)

@@ -225,7 +225,7 @@ def test_a_task_in_the_current_directory_is_found_by_the_installed_script(tiny: 
     (tmp_path / "my_task.py").write_text("from ludic.tasks import DigitSort\n\n\nclass Mine(DigitSort):\n    pass\n")
     script = Path(sys.executable).with_name("ludic")
     command = [script, "train", *tiny, "task.kind=my_task:Mine", "warmup.steps=0", "steps=0"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
 
 
@@ -331,7 +331,7 @@ def test_ctrl_c_ends_the_process_cleanly(tiny: list[str], tmp_path: Path) -> Non
             if line.startswith("[reinforce]"):
                 break
         process.send_signal(signal.SIGINT)
-        rest, errors = process.communicate(timeout=60)
+        rest, errors = process.communicate(timeout=600)
     assert process.returncode == 130, errors
     assert "Traceback" not in errors
     assert "--resume" in rest

@@ -15,7 +15,7 @@ import torch.distributed.device_mesh
 import torch.distributed.fsdp
 import torch.distributed.tensor
 
-DEADLINE_S = 120
+DEADLINE_S = 600
 
 
 def run_ranks(world, function, *arguments, may_fail=False):
@@ -37,7 +37,7 @@ def _fork(rank, world, place, function, arguments, may_fail):
     try:
         faulthandler.dump_traceback_later(DEADLINE_S, exit=True)
         torch.set_num_threads(1)
-        timeout = datetime.timedelta(seconds=60)
+        timeout = datetime.timedelta(seconds=300)
         dist.init_process_group("gloo", init_method=f"file://{place}/store", rank=rank, world_size=world, timeout=timeout)
         try:
             result = function(rank, world, *arguments)

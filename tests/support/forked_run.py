@@ -9,7 +9,7 @@ from pathlib import Path
 
 from forkserver import FORKSERVER
 
-DEADLINE_S = 240.0
+DEADLINE_S = 600.0
 
 
 class Forked:

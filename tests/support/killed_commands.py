@@ -34,7 +34,7 @@ def list_changes(command, *arguments):
 def _run(moment, arguments, sender=None):
     process = FORKSERVER.Process(target=_command, args=(moment, arguments, sender))
     process.start()
-    process.join(timeout=300)
+    process.join(timeout=600)
     assert process.exitcode in (0, -signal.SIGKILL), process.exitcode
     return process.exitcode
 

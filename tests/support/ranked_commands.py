@@ -15,7 +15,7 @@ from tiny_recipe import TINY
 
 from ludic.rank_environment import RankEnvironment
 
-PATIENCE_S = 120.0
+PATIENCE_S = 600.0
 NETWORK = [argument for argument in TINY if argument.startswith("network.")]
 PAIRS = [*NETWORK, "threads=1", "pairs=40", "task.args.num_heldout=40", "batch_size=6", "epochs=1"]
 REWARD = ["reward=byte_rewards:mean_id", "task.args.max_new_tokens=4", "task.args.num_heldout=3"]

@@ -20,7 +20,7 @@ def start(folder):
 
 @pytest.mark.integration
 def test_a_run_killed_twice_ends_where_the_uninterrupted_run_ends(tmp_path):
-    whole, _ = start(tmp_path / "whole").communicate(timeout=180)
+    whole, _ = start(tmp_path / "whole").communicate(timeout=600)
     *losses, digest = map(json.loads, whole.splitlines())
     loss_by_step = {}
     for lines_before_the_kill in (3, 2):
@@ -29,8 +29,8 @@ def test_a_run_killed_twice_ends_where_the_uninterrupted_run_ends(tmp_path):
             step, loss = json.loads(process.stdout.readline())
             assert loss_by_step.setdefault(step, loss) == loss
         process.send_signal(signal.SIGKILL)
-        process.communicate(timeout=60)
-    rest, _ = start(tmp_path / "killed").communicate(timeout=180)
+        process.communicate(timeout=600)
+    rest, _ = start(tmp_path / "killed").communicate(timeout=600)
     *tail, resumed_digest = map(json.loads, rest.splitlines())
     for step, loss in tail:
         assert loss_by_step.setdefault(step, loss) == loss

@@ -13,7 +13,7 @@ LIBRARIES = ["gymnasium", "textarena", "openenv", "verifiers"]
 
 
 def run(code):
-    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=120).stdout.strip()
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=600).stdout.strip()
 
 
 def test_importing_environments_loads_no_adapter_and_importing_adapters_no_library():

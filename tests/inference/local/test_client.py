@@ -249,7 +249,7 @@ def test_a_batch_leaks_neither_its_thread_nor_torchs_worker_threads():
     """In its own process, because threads of other tests may be ending."""
     path = os.pathsep.join(entry for entry in sys.path if entry)
     done = subprocess.run(
-        [sys.executable, "-c", THREADS_LEFT], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", THREADS_LEFT], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
     before, during, after = map(int, done.stdout.split())

@@ -237,7 +237,7 @@ def test_a_forked_process_uses_its_own_thread_and_exits_cleanly():
             [sys.executable, "-W", "error", "-W", "ignore::DeprecationWarning", "-c", CHILD, server.url],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=600,
         )
     assert (ended.returncode, ended.stderr) == (0, "")
 

@@ -32,7 +32,7 @@ def run_in_subprocess(folder, script):
         "PYTHONPATH": os.pathsep.join([str(root / "python"), str(root)]),
     }
     process = subprocess.run(
-        [sys.executable, "-c", script], env=environment, cwd=folder, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", script], env=environment, cwd=folder, capture_output=True, text=True, timeout=600, check=False
     )
     assert process.returncode == 0, process.stderr
     return json.loads(next(line for line in process.stdout.splitlines() if line.startswith("[")))

@@ -67,7 +67,7 @@ class Agent:
         return int(path.read_text())
 
     def end(self) -> int | None:
-        self.process.join(timeout=120)
+        self.process.join(timeout=600)
         return self.process.exitcode
 
 

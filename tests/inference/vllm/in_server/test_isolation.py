@@ -81,5 +81,5 @@ for name in {MODULES!r}:
     importlib.import_module(f"{PACKAGE}.{{name}}")
     print(name)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert done.stdout.split() == ["alone", *MODULES], done.stderr

@@ -137,7 +137,7 @@ def test_the_module_replaces_itself_with_the_server(tmp_path):
         "VLLM_SERVER_DEV_MODE": "0",
     }
     command = [sys.executable, "-m", "ludic.inference.vllm.in_server.server", "--batch-invariant", "--model", "m"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=env, check=True)
     assert done.stdout.split() == ["1", "0", "--model", "m"]
 
 
@@ -152,7 +152,7 @@ def test_the_module_reports_missing_requirements(tmp_path, environment, message)
     paths = os.pathsep.join([str(tmp_path), str(Path(ludic.__file__).parents[3])])
     command = [sys.executable, "-m", "ludic.inference.vllm.in_server.server", "--model", "m"]
     env = {**os.environ, "PYTHONPATH": paths, **environment}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=env)
     assert done.returncode == 1
     assert done.stderr.startswith("error: ")
     assert message in done.stderr
