@@ -26,6 +26,12 @@ def slurm(*arguments):
     return result.exit_code, result.output
 
 
+def test_the_task_infoseed_is_grpo_with_seeds():
+    code, output = slurm("maxent", "info_seed.num_seeds=2", "--task", "infoseed", "--gpus-per-node", "0")
+    assert code == 0
+    assert "train maxent info_seed.num_seeds=2 algorithm=grpo" in output
+
+
 def test_it_prints_the_script_and_the_commands_and_submits_nothing(tmp_path):
     code, output = slurm(*SERVED, "--nodes", "2", "--dp", "2", "--tp", "2", "--gpus-per-node", "4", "--task", "grpo")
     assert code == 0
@@ -73,6 +79,7 @@ def test_a_submitted_job_has_its_settings_beside_its_script(tmp_path, monkeypatc
         (["sort", "lr=3"], "there is no setting 'lr'"),
         (["sort", "place.actors=2"], "ludic slurm places the processes itself"),
         (["sort", "--task", "dpo"], "--task (dpo) must be one of grpo, maxent, maxent-grpo"),
+        (["maxent", "--task", "infoseed"], "--task infoseed needs seeds; set info_seed.num_seeds=N"),
         ([*SERVED, "queue.url=x.sqlite", "queue.order=nonsense"], "queue.order (nonsense) must be exact or arrival"),
         (["sort", "queue.lease_s=5"], "queue.lease_s has no effect in a run without actors"),
         ([*SERVED, "--setup", "export WANDB_API_KEY=abc"], "setup, line 1: WANDB_API_KEY would be readable in the script"),

@@ -8,6 +8,7 @@ import yaml
 
 from ludic.errors import ConfigError
 from ludic.recipes import flat_keys
+from ludic.recipes.build import build_algorithm
 from ludic.recipes.compose import compose, list_settings
 from ludic.recipes.flat_recipe import KNOWN, from_flat, is_flat, translate_name
 
@@ -200,8 +201,9 @@ def test_prefixes_of_overrides_are_accepted(prefix):
 
 def test_no_key_has_two_meanings_and_targets_are_settings():
     assert len(set(KNOWN)) == len(KNOWN)
-    later = ("controllers.", "reference.", "info_seed.", "algorithm_args.", "task.args.")
+    later = ("controllers.", "reference.", "algorithm_args.", "task.args.")
     targets = {path for path in flat_keys.SHARED.values() if not path.startswith(later)}
+    targets |= {f"info_seed.{name}" for name in flat_keys.SEED.values()}
     assert targets <= set(list_settings())
     assert all(reason and reason[0] == reason[0].lower() for reason in flat_keys.WITHOUT_EFFECT.values())
 
@@ -255,8 +257,15 @@ def test_ludic_train_reads_a_flat_file_and_overrides_by_its_names(tmp_path, capl
     assert "force_custom_loop has no effect here: there is one loop, for every objective" in caplog.text
 
 
-def test_a_command_refuses_infoseed_by_the_name_that_the_user_wrote(tmp_path):
+def test_a_flat_file_with_infoseed_is_a_recipe(tmp_path):
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"problem": "1+1", "answer": "2"}) + "\n")
     path = tmp_path / "seed.yaml"
-    path.write_text(yaml.safe_dump({**GRPO, "info_seed_enabled": True, "info_seed_num_seeds": 4}), encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"seed\.yaml: info_seed_enabled: true cannot be run by a command"):
-        compose([str(path)])
+    seeds = {"info_seed_enabled": True, "info_seed_num_seeds": 4, "info_seed_lambda": 0.02, "info_seed_loss_type": "ce"}
+    dropped = ("init_kl_coeff", "kl_target", "kl_horizon", "kl_ctl_step_size", "maxent_reference_logprobs_source")
+    content = {key: value for key, value in GRPO.items() if key not in dropped} | seeds
+    path.write_text(yaml.safe_dump({**content, "dataset_name": str(tmp_path / "rows.jsonl")}))
+    recipe = compose([str(path), "infoseed.training.info_seed_temperature=0.3", "info_seed.pooling=last"])
+    section = recipe.info_seed
+    assert (section.num_seeds, section.coeff, section.temperature) == (4, 0.02, 0.3)
+    assert (section.loss, section.pooling, section.template) == ("ce", "last", "\n[seed={seed}]")
+    assert build_algorithm(recipe).credit_assigner.group_size == 16 + 4

@@ -26,8 +26,9 @@ from ludic.recipes.queue_section import check_url
 from ludic.recipes.schema import Recipe
 from ludic.runs.directory import RunDirectory
 
-TASKS = {"grpo": "grpo", "maxent": "maxent_grpo", "maxent-grpo": "maxent_grpo"}
+TASKS = {"grpo": "grpo", "maxent": "maxent_grpo", "maxent-grpo": "maxent_grpo", "infoseed": "grpo", "info-seed": "grpo"}
 """`--task` -> algorithm."""
+SEEDED_TASKS = ("infoseed", "info-seed")
 SUBMIT_S = 60.0
 JOB_ID = "JOB"
 """What stands for the number of the job before it is submitted."""
@@ -44,6 +45,8 @@ def slurm_command(
 ) -> int:
     """Print the script and the plan, or submit the job. `options` are fields of `SlurmSettings`."""
     arguments = [*arguments, *([f"algorithm={_find_algorithm(task)}"] if task is not None else [])]
+    if task in SEEDED_TASKS:
+        _check_seeded(arguments, resume, str(task))
     settings = make_settings(arguments, resume=resume, setup=setup, options=options)
     placement = _place(settings)
     commands = [*server_steps(settings, placement, JOB_ID), training_step(settings, placement, JOB_ID)]
@@ -120,6 +123,11 @@ def _make_server(recipe: Recipe) -> tuple[str, ...]:
     flags += ["--lora-rank", str(recipe.lora.rank)] if recipe.lora.rank else []
     own = ["--", *section.server_args] if section.server_args else []
     return ("-m", "ludic.cli", "serve", recipe.model, *flags, *own)
+
+
+def _check_seeded(arguments: Sequence[str], resume: Path | None, task: str) -> None:
+    if resume is None and not compose(arguments).info_seed.num_seeds:
+        raise ConfigError(f"--task {task} needs seeds; set info_seed.num_seeds=N (in a flat file info_seed_enabled: true)")
 
 
 def _find_algorithm(task: str) -> str:

@@ -28,7 +28,7 @@ def slurm(
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="[RECIPE] [KEY=VALUE]...", help="As those of `ludic train`.")
     ] = None,
-    task: Annotated[str | None, typer.Option(help="grpo or maxent: short for algorithm=NAME.")] = None,
+    task: Annotated[str | None, typer.Option(help="grpo or maxent: short for algorithm=NAME. infoseed: grpo with seeds.")] = None,
     resume: Annotated[
         Path | None, typer.Option(metavar="RUN", help="Folder of the run to resume, with servers of the new job.")
     ] = None,

@@ -13,6 +13,7 @@ import torch
 from ludic.errors import ConfigError
 from ludic.recipes.checkpoint_section import check_checkpoints
 from ludic.recipes.compose import check_minimums
+from ludic.recipes.info_seed_section import build_info_seed
 from ludic.recipes.ranks_section import check_ranks
 from ludic.recipes.reference_section import check_reference
 from ludic.recipes.schema import NULL_UNLESS_SET, Recipe, TaskSection
@@ -24,6 +25,7 @@ from ludic.tasks.judged import judged_by
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.config import TrainerConfig
 from ludic.training.presets.registry import REGISTRY
+from ludic.training.presets.seeded import add_info_seed
 
 C = TypeVar("C", bound=TrainerConfig)
 T = TypeVar("T")
@@ -113,15 +115,23 @@ def add_reward_model(recipe: Recipe, task: EpisodicTask, tokenizer: Any) -> Epis
 
 def build_algorithm(recipe: Recipe, *, max_completion_tokens: int | None = None) -> RLAlgorithm:
     """The preset that the recipe names, with `algorithm_args`. The group size is that of the
-    rollouts; `max_completion_tokens`, the token limit of an answer, goes to presets that take
-    it. Raises `ConfigError` for a reference that the run cannot have."""
+    rollouts, and InfoSeed's answers are of the group; `max_completion_tokens`, the token limit of
+    an answer, goes to presets that take it. Raises `ConfigError` for a reference that the run
+    cannot have."""
     check_reference(recipe.reference, has_adapters=bool(recipe.lora.rank))
     make = _look_up(REGISTRY, recipe.algorithm, "algorithm").make
     _check_groups_differ(recipe, make)
     explicit = dict(recipe.algorithm_args)
-    derived = {"group_size": recipe.rollout.group_size, "max_completion_tokens": max_completion_tokens}
-    parameters = inspect.signature(make).parameters
-    return _call(make, {**{name: value for name, value in derived.items() if name in parameters}, **explicit}, "algorithm_args")
+    parameters, info_seed = inspect.signature(make).parameters, build_info_seed(recipe.info_seed)
+    derived: dict[str, Any] = {"group_size": recipe.rollout.group_size, "max_completion_tokens": max_completion_tokens}
+    if info_seed is not None and "info_seed" in parameters:
+        derived["info_seed"] = info_seed
+    elif info_seed is not None:
+        derived["group_size"] += info_seed.num_seeds
+        explicit.pop("group_size", None)  # that of the plain answers, as `check_rollouts` makes sure
+    known = {name: value for name, value in derived.items() if name in parameters}
+    algorithm: RLAlgorithm = _call(make, {**known, **explicit}, "algorithm_args")
+    return algorithm if "info_seed" in known else add_info_seed(algorithm, info_seed)
 
 
 def _check_groups_differ(recipe: Recipe, make: Callable[..., RLAlgorithm]) -> None:

@@ -246,11 +246,6 @@ def _read_file(source: str | None, overrides: list[Override]) -> tuple[DictConfi
         return content, overrides
     own = {override.key: name for override in overrides if (name := translate_name(override.key)) in KNOWN}
     translated = from_flat(plain, replaced={own[o.key]: o.value for o in overrides if o.key in own})
-    if "info_seed" in translated.recipe:
-        raise ConfigError(
-            f"{source}: info_seed_enabled: true cannot be run by a command, only in Python by "
-            "make_maxent_grpo(info_seed=InfoSeed(...)) with SeedPrompts; set info_seed_enabled: false"
-        )
     for key, reason in translated.without_effect.items():
         logger.warning("%s: %s has no effect here: %s", source, key, reason)
     return OmegaConf.create(translated.recipe), [override for override in overrides if override.key not in own]

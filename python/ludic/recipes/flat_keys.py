@@ -105,7 +105,7 @@ _TRACKER = "trackers read their own environment"
 WITHOUT_EFFECT: Mapping[str, str] = {
     "force_custom_loop": _LOOP,
     "controller_meta_objective": "it is informational: each method has its own objective",
-    "info_seed_alpha_entropy": "its gradient is 0; train/seed/entropy_gap shows the value",
+    "info_seed_alpha_entropy": "its gradient is 0: the weights of answers are constants",
     "maxent_logprob_chunk_size": _SCORING,
     "maxent_score_slice_prefetch": _SCORING,
     "maxent_prompt_cache_size": _SCORING,

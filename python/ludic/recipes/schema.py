@@ -17,6 +17,7 @@ from ludic.recipes.checkpoint_section import CheckpointSection
 from ludic.recipes.controllers_section import ControllersSection
 from ludic.recipes.devices import AUTO
 from ludic.recipes.inference_section import InferenceSection
+from ludic.recipes.info_seed_section import InfoSeedSection
 from ludic.recipes.place_section import PlaceSection
 from ludic.recipes.queue_section import QueueSection
 from ludic.recipes.ranks_section import RanksSection
@@ -216,6 +217,7 @@ class Recipe:
     """Fields of `TrainerConfig`, for reinforcement."""
     reference: ReferenceSection = field(default_factory=ReferenceSection)
     controllers: ControllersSection = field(default_factory=ControllersSection)
+    info_seed: InfoSeedSection = field(default_factory=InfoSeedSection)
     inference: InferenceSection = field(default_factory=InferenceSection)
     place: PlaceSection = field(default_factory=PlaceSection)
     queue: QueueSection = field(default_factory=QueueSection)

@@ -76,6 +76,7 @@ class RunDirectory:
         self.model = path / "model"
         self.base, self.adapter = path / "base", path / "adapter"  # with LoRA only
         self.reference = path / "reference"  # with a reference only: the policy that reinforcement began with
+        self.seed_heatmaps = path / "seed_heatmaps"  # with InfoSeed only
         self.checkpoints = path / "checkpoints"
         self.server_log = path / "server.log"
         self.ranks = path / "ranks"  # with several ranks only: the output of those that do not lead

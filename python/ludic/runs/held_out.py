@@ -9,7 +9,7 @@ runs of the task, can be compared. Intervals and means by problem are those of `
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -135,6 +135,8 @@ class HeldOut:
     ) -> None:
         self._engine, self._task, self._section, self._rollout = engine, as_episodic(task), section, rollout
         self.success = success_of(self._task, section.solved_at)
+        self.current_step: Callable[[], int] = lambda: 0
+        """The step of the policy that is measured, where a trainer says it."""
 
     def describe(self) -> str:
         """The number of problems, in words, and whether it is less than `evaluation.prompts`."""

@@ -23,6 +23,7 @@ from ludic.recipes.build import (
     check_numbers,
 )
 from ludic.recipes.inference_section import choose_kind, choose_logprob_convention
+from ludic.recipes.info_seed_section import build_info_seed
 from ludic.recipes.lora import add_adapters, build_lora_settings
 from ludic.recipes.model import build_policy
 from ludic.recipes.over_sampling import check_over_sampling, uses_pool
@@ -36,7 +37,7 @@ from ludic.runs.checkpoints import STOP_PATIENCE_S, has_checkpoint, restore_best
 from ludic.runs.control import check_control, open_control
 from ludic.runs.data.warmup import Warmup
 from ludic.runs.directory import DONE, RunDirectory
-from ludic.runs.held_out import Evaluation, HeldOut, check_early_stopping
+from ludic.runs.held_out import Evaluation, check_early_stopping
 from ludic.runs.over_sampling import OverSampledRollouts, describe_over_sampling
 from ludic.runs.rollouts import (
     OccasionallyLogged,
@@ -44,11 +45,11 @@ from ludic.runs.rollouts import (
     check_prompts,
     check_rollouts,
     make_engine,
-    make_training_inference,
     make_training_requests,
 )
-from ludic.runs.sampler import Sampler, check_inference, open_sampler
+from ludic.runs.sampler import Sampler, check_inference, make_preflight, open_sampler
 from ludic.runs.screen import Screen
+from ludic.runs.seeded import make_held_out
 from ludic.runs.seeding import seed_everything
 from ludic.runs.shared_model import check_sampling, check_sharding_settings, choose_precision, place_model
 from ludic.runs.stop_request import Interrupted, StopRequest
@@ -60,6 +61,7 @@ from ludic.training.batching.overlapped import OverlappedSource
 from ludic.training.batching.synced_batching import RolloutBatchSource
 from ludic.training.config import TrainerConfig
 from ludic.training.loggers import TrainingLogger
+from ludic.training.loop.evaluations import eval_key
 from ludic.training.preflight.check import Preflight
 from ludic.training.presets import make_sft
 from ludic.training.rollouts.engine import RolloutEngine
@@ -141,7 +143,7 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
         place_model(parts.model, recipe.sharding, parts.trainer_cfg.model_device)
         self._preflight: Preflight | None = None
         self._client = LocalChatClient(parts.model, parts.tokenizer, max_batch_size=recipe.rollout.concurrency)
-        self._held_out = HeldOut(self._make_engine(), parts.task, recipe.evaluation, recipe.rollout)
+        self._held_out = make_held_out(recipe, parts.task, self._make_engine(), parts.model, directory)
 
     def _load_warmed_up(self) -> Any:
         """The policy after the warm-up. If the reinforcement has a checkpoint: any model of the
@@ -212,7 +214,7 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
 
     async def _reinforce(self) -> None:
         recipe, parts = self.recipe, self.parts
-        each = f"{recipe.rollout.prompts} problems x {recipe.rollout.group_size} answers"
+        each = f"{recipe.rollout.prompts} problems x {recipe.rollout.group_size + recipe.info_seed.num_seeds} answers"
         self.screen.note(f"Reinforcement with {recipe.algorithm}: {recipe.steps} steps of {each}")
         keys = [*REINFORCE_KEYS, *(f"train/{name}" for name in logged_names(parts.task))]
         running = run_actors(recipe, self.directory.path, self.screen.note, self.stop, is_placed=self._is_placed)
@@ -271,7 +273,7 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
         """Show the held-out rates on the dashboard from the first training step on."""
         if self.progress.before is not None and not trainer.last_eval:
             rates = Evaluation.from_dict(self.progress.before).rates()
-            trainer.evaluations.last_eval = {"eval/step": 0.0, **{f"eval/{name}": rate for name, rate in rates.items()}}
+            trainer.evaluations.last_eval = {"eval/step": 0.0, **{eval_key(name): rate for name, rate in rates.items()}}
         self.screen.show_rates(trainer.last_eval)
 
     def _make_source(
@@ -281,7 +283,8 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
             credit = self.parts.algorithm.credit_assigner
             checkpoints = self.directory.checkpoints / REINFORCE
             return ActorBatches(self.recipe, self.directory, checkpoints, credit, self.stop, actors)
-        requests = make_training_requests(self.parts.task, self.recipe.rollout, seed=self.recipe.seed)
+        info_seed = build_info_seed(self.recipe.info_seed)
+        requests = make_training_requests(self.parts.task, self.recipe.rollout, seed=self.recipe.seed, info_seed=info_seed)
         if uses_pool(self.recipe):
             self.screen.note(describe_over_sampling(self.recipe))
             engine, credit = self._make_engine(trained=True, sampler=sampler), self.parts.algorithm.credit_assigner
@@ -311,8 +314,8 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
         sampler: Sampler | None = None,
     ) -> Trainer:
         """The trainer of a phase, at its last checkpoint if there is one."""
-        self._preflight = None if sampler is None else self._make_preflight(sampler)
-        return self.make_trainer(
+        self._preflight = None if sampler is None else make_preflight(self.recipe, self.parts.task, self.parts.tokenizer, sampler)
+        trainer = self.make_trainer(
             phase,
             Trainer,
             source,
@@ -326,19 +329,8 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
             preflight=self._preflight,
             **open_control(self.recipe, algorithm, self.parts, self.directory, phase, cfg, logger),
         )
-
-    def _make_preflight(self, sampler: Sampler) -> Preflight | None:
-        """The comparison of trainer and sampler before the first step. A sampler in this process is
-        compared, too: it runs the same model with other code."""
-        section = self.recipe.inference
-        if not section.preflight:
-            return None
-        return Preflight(
-            sampling=make_training_inference(self.recipe.rollout, self.parts.task).sampling,
-            tokenizer=self.parts.tokenizer,
-            client=sampler.client,
-            threshold=section.preflight_threshold,
-        )
+        self._held_out.current_step = lambda: trainer.current_step if phase == REINFORCE else 0
+        return trainer
 
     async def _train(self, trainer: Trainer, steps: int, phase: str) -> None:
         """Take the steps that are left, or those until a stop.
@@ -384,6 +376,7 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
             system_prompt=self.recipe.rollout.system_prompt,
             jsonl_path=log,
             trained=trained,
+            info_seed=build_info_seed(self.recipe.info_seed),
         )
 
     def _finish_phase(self, following: str) -> None:

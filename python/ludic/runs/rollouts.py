@@ -13,20 +13,24 @@ from typing import Any
 from ludic.agents import Agent
 from ludic.context import GivenDialog
 from ludic.data.passes import Passes, shuffle_range
+from ludic.envs.single_agent_env import SingleAgentEnv
 from ludic.errors import ConfigError
 from ludic.files.jsonl import measure_log, truncate_log
 from ludic.inference import ChatClient, InferenceSpec, ReturnSpec, SamplingParams
 from ludic.inference.prompts.tokens import PromptTokens
 from ludic.inference.sampling import check_sampling
 from ludic.interaction import SingleAgentProtocol
+from ludic.recipes.actors import uses_queue
+from ludic.recipes.over_sampling import uses_pool
 from ludic.recipes.schema import Recipe, RolloutSection
 from ludic.tasks import Episode, EpisodicTask, Task, as_episodic
 from ludic.tasks.adapters import prompt_messages
 from ludic.tasks.base import ProblemList
 from ludic.training.batching.source import BatchSourceBase
 from ludic.training.batching.synced_batching import RolloutBatchSource
+from ludic.training.info_seed import InfoSeed, SeedPrompts, seed_tagged
 from ludic.training.rollouts.engine import RolloutEngine
-from ludic.training.rollouts.request_groups import GRPORequestStrategy
+from ludic.training.rollouts.request_groups import GRPORequestStrategy, RequestStrategy
 from ludic.training.types import EnvSpec, ProtocolSpec, RolloutRequest, SAWBatch
 
 ENV_KIND, PROTOCOL_KIND = "task", "single_agent"
@@ -40,6 +44,7 @@ def make_engine(
     system_prompt: str | None,
     jsonl_path: Path | None = None,
     trained: bool = False,
+    info_seed: InfoSeed | None = None,
     **settings: Any,
 ) -> RolloutEngine:
     """The engine that plays a task.
@@ -48,7 +53,8 @@ def make_engine(
     environment: it gets the task's penalty and ends an episode of several turns. Reward functions,
     if the task has them, see every answer. `trained`: the rollouts are trained on and therefore
     rewarded by the task's reward model, if it has one. Without a `system_prompt` the task's own is
-    used. `settings` are arguments of `RolloutEngine`, such as `max_retries`."""
+    used. `info_seed`: prompts of requests with a seed name it. `settings` are arguments of
+    `RolloutEngine`, such as `max_retries`."""
     played = as_episodic(task)
     scorer = played.training_scorer if trained else played.scorer
 
@@ -63,8 +69,11 @@ def make_engine(
         )
         return SingleAgentProtocol(agent=agent, stop_on_parse_error=played.max_turns > 1)
 
+    def make_env(problem: Episode) -> SingleAgentEnv:
+        return played.make_env(problem)
+
     return RolloutEngine(
-        env_registry={ENV_KIND: lambda problem: played.make_env(problem)},
+        env_registry={ENV_KIND: make_env if info_seed is None else seed_tagged(make_env, info_seed)},
         protocol_registry={PROTOCOL_KIND: make_protocol},
         jsonl_path=jsonl_path,
         scorer=scorer,
@@ -80,6 +89,15 @@ def check_rollouts(recipe: Recipe, task: EpisodicTask) -> None:
     if group_size != recipe.rollout.group_size:
         raise ConfigError(
             f"algorithm_args.group_size ({group_size}) must be rollout.group_size ({recipe.rollout.group_size}); set only the latter"
+        )
+    if recipe.info_seed.num_seeds and task.max_turns > 1:
+        raise ConfigError(
+            f"info_seed.num_seeds ({recipe.info_seed.num_seeds}) needs a task of one turn; this one has {task.max_turns}"
+        )
+    if recipe.info_seed.num_seeds and (uses_queue(recipe) or uses_pool(recipe)):
+        raise ConfigError(
+            f"info_seed.num_seeds ({recipe.info_seed.num_seeds}) needs whole groups of this process: leave actors, over-sampling and "
+            "group_filter out"
         )
 
 
@@ -177,13 +195,15 @@ class OccasionallyLogged(BatchSourceBase):
 
 
 class TrainingRequests:
-    """The requests of each batch: `prompts` problems with `group_size` episodes each. Batch `k`
-    depends only on the seed and `k`."""
+    """The requests of each batch: `prompts` problems with `group_size` episodes each, and with one
+    for each seed of InfoSeed. Batch `k` depends only on the seed and `k`."""
 
-    def __init__(self, task: EpisodicTask, section: RolloutSection, *, seed: int) -> None:
+    def __init__(self, task: EpisodicTask, section: RolloutSection, *, seed: int, info_seed: InfoSeed | None = None) -> None:
         self._task, self._section, self._seed = task, section, seed
         self._inference = make_training_inference(section, task)
-        self._strategy = GRPORequestStrategy(group_size=section.group_size)
+        self._strategy: RequestStrategy = GRPORequestStrategy(group_size=section.group_size)
+        if info_seed is not None:
+            self._strategy = SeedPrompts(section.group_size, info_seed)
         self.batches = 0
 
     def __call__(self) -> Sequence[RolloutRequest]:
@@ -223,8 +243,10 @@ class PassRequests(TrainingRequests):
     """The requests for a task with a list of problems, `training`: passes over the list, each in
     an order that follows from the seed and the number of the pass."""
 
-    def __init__(self, task: EpisodicTask, problems: ProblemList, section: RolloutSection, *, seed: int) -> None:
-        super().__init__(task, section, seed=seed)
+    def __init__(
+        self, task: EpisodicTask, problems: ProblemList, section: RolloutSection, *, seed: int, info_seed: InfoSeed | None = None
+    ) -> None:
+        super().__init__(task, section, seed=seed, info_seed=info_seed)
         self._data = problems
         self._passes = Passes(len(problems.training), self._shuffle)
 
@@ -253,10 +275,12 @@ class PassRequests(TrainingRequests):
         super().load_state_dict(state)
 
 
-def make_training_requests(task: Task | EpisodicTask, section: RolloutSection, *, seed: int) -> TrainingRequests:
+def make_training_requests(
+    task: Task | EpisodicTask, section: RolloutSection, *, seed: int, info_seed: InfoSeed | None = None
+) -> TrainingRequests:
     """The requests for a task: draws if it generates problems, passes if it has a list of them."""
     played = as_episodic(task)
     problems = played.problem_list
     if problems is None:
-        return TrainingRequests(played, section, seed=seed)
-    return PassRequests(played, problems, section, seed=seed)
+        return TrainingRequests(played, section, seed=seed, info_seed=info_seed)
+    return PassRequests(played, problems, section, seed=seed, info_seed=info_seed)

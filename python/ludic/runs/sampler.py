@@ -18,9 +18,12 @@ from ludic.recipes.inference_section import InferenceSection, choose_kind, choos
 from ludic.recipes.over_sampling import choose_lag
 from ludic.recipes.schema import Recipe
 from ludic.runs.plan import list_servers
+from ludic.runs.rollouts import make_training_inference
 from ludic.runs.servers.connecting import connect_to_servers
 from ludic.runs.servers.starting import SERVED_NAME, start_server
+from ludic.tasks import EpisodicTask
 from ludic.training.loop.timings import PhaseTimer
+from ludic.training.preflight.check import Preflight
 
 if TYPE_CHECKING:
     from ludic.distributed.interfaces import PolicyPublisher
@@ -218,3 +221,17 @@ async def _connect(
 
 def _list_urls(section: InferenceSection) -> list[str]:
     return [section.url] if isinstance(section.url, str) else [str(url) for url in section.url]
+
+
+def make_preflight(recipe: Recipe, task: EpisodicTask, tokenizer: Any, sampler: Sampler) -> Preflight | None:
+    """The comparison of trainer and sampler before the first step. A sampler in this process is
+    compared, too: it runs the same model with other code."""
+    section = recipe.inference
+    if not section.preflight:
+        return None
+    return Preflight(
+        sampling=make_training_inference(recipe.rollout, task).sampling,
+        tokenizer=tokenizer,
+        client=sampler.client,
+        threshold=section.preflight_threshold,
+    )

@@ -62,6 +62,11 @@ def skips_zero_weight(run: PreparedRun) -> bool:
     return run.cfg.skip_zero_weight and adapted_loss(run.algo).zero_weight_is_zero_gradient
 
 
+def select_comparable(algo: RLAlgorithm, items: Sequence[SAWItem]) -> list[SAWItem]:
+    """The samples that were drawn with the prompt that they are trained under."""
+    return [item for item in items if algo.rescores is None or not algo.rescores(item)]
+
+
 async def prepare(run: PreparedRun, macro: MacroBatch) -> Prepared:
     """Replace the log-probabilities of samples that were drawn with another prompt, score the
     samples with the reference if something reads it and not all of them bring its

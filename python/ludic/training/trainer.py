@@ -50,7 +50,7 @@ from ludic.training.loop.timings import PhaseTimer
 from ludic.training.loss.base import adapted_loss
 from ludic.training.preflight.check import Preflight
 from ludic.training.preflight.padding_free import with_supported_packing
-from ludic.training.preparation import Prepared, prepare, skips_zero_weight
+from ludic.training.preparation import Prepared, prepare, select_comparable, skips_zero_weight
 from ludic.training.reference import resolve_reference
 from ludic.training.rng import preserved_rng
 from ludic.training.stats import Reducer, default_reducers
@@ -292,7 +292,7 @@ class Trainer:
         check, self.preflight = self.preflight, None
         if check is not None:
             with preserved_rng():
-                await check(self.backend, self.cfg, macro.items)
+                await check(self.backend, self.cfg, select_comparable(self.algo, macro.items))
 
     @watchdog.watched("publish")
     async def publish(self, timer: PhaseTimer | None = None) -> None:

@@ -1,3 +1,4 @@
+from ludic.training.info_seed.evaluator import SeedEvaluator as SeedEvaluator
 from ludic.training.info_seed.metrics import (
     seed_heatmap as seed_heatmap,
     seed_metrics as seed_metrics,

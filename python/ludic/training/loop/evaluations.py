@@ -23,6 +23,11 @@ from ludic.training.stats import Reducer
 logger = logging.getLogger(__name__)
 
 
+def eval_key(name: str) -> str:
+    """The key under which a metric of an evaluator is logged."""
+    return name if name.startswith("eval_seed/") else f"eval/{name}"
+
+
 class EvaluatedRun(Protocol):
     """The members of a trainer that evaluations read, as they are at each step."""
 
@@ -80,7 +85,7 @@ class Evaluations:
             if ranks.rank() == 0 or together:
                 with preserved_rng():
                     records, metrics = await evaluator.eval(reducers=reducers, **limits)
-                self.last_eval = {f"eval/{name}": value for name, value in metrics.items()} | {
+                self.last_eval = {eval_key(name): value for name, value in metrics.items()} | {
                     "eval/step": float(run.current_step)
                 }
                 log_safely(run.train_logger, run.current_step, self.last_eval)

@@ -1,0 +1,180 @@
+"""How well the seeds of a policy can be told from fresh answers, and how often one of them is
+right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from ludic.errors import ConfigError
+from ludic.inference import InferenceSpec, ReturnSpec, SamplingParams
+from ludic.models.evaluation_mode import evaluation_mode
+from ludic.training.algorithm import forward_batch
+from ludic.training.info_seed.metrics import seed_metrics, write_seed_heatmap
+from ludic.training.info_seed.prompts import SeedPrompts
+from ludic.training.info_seed.settings import InfoSeed
+from ludic.training.info_seed.untagged import seed_of, without_tags
+from ludic.training.loss.info_seed import pool_completions, seed_directions
+from ludic.training.rollouts.to_samples import sample_from_step
+from ludic.training.types import EnvSpec, ProtocolSpec, RolloutRequest, SAWBatch, SAWItem
+from ludic.types import Rollout, group_of
+
+Metrics = dict[str, float]
+ROWS = 64
+"""Answers in one forward pass."""
+SAMPLING_SEED = 2_000_000
+
+
+class SeedTask(Protocol):
+    """The members of a task that are read. `ludic.tasks` has such."""
+
+    @property
+    def max_turns(self) -> int: ...
+
+    @property
+    def max_new_tokens(self) -> int: ...
+
+    @property
+    def success_reward(self) -> float | None: ...
+
+    def suites(self) -> Mapping[str, Sequence[Mapping[str, Any]]]: ...
+
+
+class SeedRollout(Protocol):
+    """The sampling; a `rollout` section of a recipe has these."""
+
+    temperature: float
+    top_p: float
+    max_new_tokens: int | None
+    concurrency: int
+
+
+class PlaysRollouts(Protocol):
+    async def generate_rollouts(
+        self, *, requests: Sequence[RolloutRequest], max_steps: int, timeout_s: float | None, concurrency: int
+    ) -> list[Rollout]: ...
+
+
+class SeedEvaluator:
+    """For each held-out problem, samples an answer to each seed, in an environment that is
+    `seed_tagged`. Its metrics, which the trainer logs under these names:
+
+    - `eval_seed/pass_at_n`: share of problems for which one of the `num_seeds` answers is right
+    - `eval_seed/pred_acc`, `eval_seed/diversity_l2`: see `seed_metrics`; by the loss `ce` with its
+      directions. Chance is 1 / `num_seeds`. Only with `model`, whose hidden states under the plain
+      prompt represent the answers.
+
+    A plain answer is sampled beside them, for its prompt. `prompts`: of how many problems of the
+    first suite; `samples`: answers to each seed. `heatmaps`: folder to write heat maps to, each
+    under the number of its evaluation, or `step`.
+    """
+
+    def __init__(
+        self,
+        engine: PlaysRollouts,
+        task: SeedTask,
+        info_seed: InfoSeed,
+        *,
+        rollout: SeedRollout,
+        model: nn.Module | None = None,
+        prompts: int | None = None,
+        samples: int = 1,
+        heatmaps: str | Path | None = None,
+    ) -> None:
+        if samples < 1:
+            raise ConfigError(f"samples ({samples}) of a SeedEvaluator must be >= 1")
+        if heatmaps is not None and model is None:
+            raise ConfigError("heat maps compare hidden states; pass model=")
+        self.engine, self.task, self.info_seed, self.rollout = engine, task, info_seed, rollout
+        self.model, self.prompts, self.samples, self.heatmaps = model, prompts, samples, heatmaps
+        self.step = 0
+        """Number in the name of the next heat map; counts up."""
+
+    async def eval(
+        self,
+        *,
+        requests: Any = None,
+        reducers: Any = None,
+        max_steps: int | None = None,
+        timeout_s: float | None = None,
+        concurrency: int | None = None,
+    ) -> tuple[list[dict[str, Any]], Metrics]:
+        """([], metrics). `requests`, `reducers` and `max_steps` are ignored: the task has its
+        own."""
+        played = await self.engine.generate_rollouts(
+            requests=self._make_requests(),
+            max_steps=self.task.max_turns,
+            timeout_s=timeout_s,
+            concurrency=concurrency or self.rollout.concurrency,
+        )
+        metrics = {"pass_at_n": self._pass_at_n(played)}
+        if self.model is not None:
+            pooled, seeds = self._represent(played, self.model)
+            head = seed_directions(self.info_seed.num_seeds, pooled.shape[1]).numpy() if self.info_seed.loss == "ce" else None
+            metrics |= seed_metrics(pooled, seeds, head=head)
+            if self.heatmaps is not None:
+                write_seed_heatmap(self.heatmaps, self.step, pooled, seeds)
+        self.step += 1
+        return [], {f"eval_seed/{name}": value for name, value in metrics.items()}
+
+    def _make_requests(self) -> list[RolloutRequest]:
+        section = self.rollout
+        problems = next(iter(self.task.suites().values()))[: self.prompts]
+        tokens = section.max_new_tokens or self.task.max_new_tokens
+        sampling = SamplingParams(temperature=section.temperature, top_p=section.top_p, max_tokens=tokens)
+        inference = InferenceSpec(sampling=sampling, return_=ReturnSpec.for_eval())
+        size = 1 + self.info_seed.num_seeds
+        plain = [
+            RolloutRequest(
+                env=EnvSpec("task", {"problem": problem}),
+                protocol=ProtocolSpec("single_agent"),
+                env_seed=SAMPLING_SEED + place * size,
+                sampling_seed=SAMPLING_SEED + place * size,
+                inference=inference,
+            )
+            for place, problem in enumerate(list(problems) * self.samples)
+        ]
+        return SeedPrompts(1, self.info_seed).expand(plain)
+
+    def _pass_at_n(self, played: Sequence[Rollout]) -> float:
+        """Right from the task's own success on; without one, from any reward above 0 on."""
+        least = self.task.success_reward
+        seeded = [rollout for rollout in played if seed_of(rollout.meta)]
+        right = [
+            any(rollout.total_reward > 0 if least is None else rollout.total_reward >= least for rollout in group)
+            for _, group in groupby(seeded, key=lambda rollout: group_of(rollout.meta))
+        ]
+        return float(np.mean(right)) if right else 0.0
+
+    def _represent(self, played: Sequence[Rollout], model: nn.Module) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+        """[N, D] representations of the answers, and their seeds."""
+        items = [sample_from_step(rollout, step, 0.0) for rollout in played for step in rollout.steps]
+        seeded = [item for item in without_tags(SAWBatch(items)).items if seed_of(item.meta)]
+        device = next(model.parameters()).device
+        pooled = []
+        with torch.no_grad(), evaluation_mode(model):
+            for batch in _collate(seeded, device):
+                _, with_hidden = forward_batch(model, batch, with_hidden=True)
+                pooled.append(pool_completions(with_hidden, self.info_seed.pooling).double().cpu().numpy())
+        rows = np.concatenate(pooled) if pooled else np.zeros((0, self.info_seed.num_seeds))
+        return rows, np.array([seed_of(item.meta) for item in seeded], dtype=np.int64)
+
+
+def _collate(items: Sequence[SAWItem], device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
+    """Padded batches, in order."""
+    for start in range(0, len(items), ROWS):
+        rows = items[start : start + ROWS]
+        width = max(len(item.input_ids) for item in rows)
+        columns = {"input_ids": torch.zeros(len(rows), width, dtype=torch.long)}
+        columns |= {name: torch.zeros(len(rows), width, dtype=torch.long) for name in ("attention_mask", "action_mask")}
+        for row, item in enumerate(rows):
+            for name, tensor in columns.items():
+                tensor[row, : len(item.input_ids)] = torch.as_tensor(np.asarray(getattr(item, name)))
+        yield {name: tensor.to(device) for name, tensor in columns.items()}
