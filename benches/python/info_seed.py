@@ -3,9 +3,9 @@
     python -m benches.python.info_seed              # 3 seeds x 2 arms, 100 steps each
     python -m benches.python.info_seed --seeds 0 0 --steps 40
 
-An arm is `ludic train maxent` with 4 seeds and the coefficient of the loss: 0.1, or 0. A seed stands
-before the question, where this small model, which knows no tags, minds it. The share of held-out
-answers whose seed is predicted is measured every 20 steps; by chance it is 0.25.
+An arm is `ludic train maxent` with 4 seeds and the coefficient of the loss: 0.1, or 0. A seed
+stands before the question, where this small model, which knows no tags, minds it. The share of
+held-out answers whose seed is predicted is measured every 20 steps; by chance it is 0.25.
 """
 
 from __future__ import annotations
