@@ -4,6 +4,7 @@
     python benches/python/learning.py addition --seeds 60 64 threads=1
     python benches/python/learning.py tictactoe --seeds 60 64
     python benches/python/learning.py tools --seeds 60 64
+    python benches/python/learning.py code --seeds 70 74
 
 Each run is a process of its own; settings (`key=value`) are passed on to it. Runs follow one
 another. Seconds are the wall time and the CPU time of the whole process, imports included.
@@ -55,6 +56,7 @@ PLAIN: list[Column] = [
     ("after: sampled / greedy", lambda before, after: _pair(after)),
 ]
 COLUMNS: dict[str, list[Column]] = {
+    "code": [*PLAIN, ("shown test passed", _before_and_after("shown_passed"))],
     "addition": [*PLAIN, ("scratchpad right", _before_and_after("scratchpad_right"))],
     "tools": [*PLAIN, ("both keys looked up", _before_and_after("looked_up"))],
     "tictactoe": [

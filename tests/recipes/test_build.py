@@ -32,7 +32,7 @@ def test_the_small_model_has_the_documented_size() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(REGISTRY))
-@pytest.mark.parametrize("recipe", ["sort", "addition", "maxent", "tictactoe", "tools"])
+@pytest.mark.parametrize("recipe", ["sort", "addition", "code", "maxent", "tictactoe", "tools"])
 def test_every_algorithm_is_built_with_the_settings_of_every_recipe(recipe: str, name: str) -> None:
     assert build_algorithm(compose([recipe, f"algorithm={name}"])).name == name
 

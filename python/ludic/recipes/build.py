@@ -17,7 +17,7 @@ from ludic.recipes.info_seed_section import build_info_seed
 from ludic.recipes.ranks_section import check_ranks
 from ludic.recipes.reference_section import check_reference
 from ludic.recipes.schema import NULL_UNLESS_SET, Recipe, TaskSection
-from ludic.tasks import Addition, DigitSort, EpisodicTask, Rising, Task, TicTacToe, Tools, as_episodic
+from ludic.tasks import Addition, Code, DigitSort, EpisodicTask, Rising, Task, TicTacToe, Tools, as_episodic
 from ludic.tasks.code_data import CODE_REWARDS, CodeData
 from ludic.tasks.data_task import DataTask
 from ludic.tasks.importing import import_named
@@ -33,6 +33,7 @@ T = TypeVar("T")
 TASKS: dict[str, Callable[..., Task | EpisodicTask]] = {
     "sort": DigitSort,
     "addition": Addition,
+    "code": Code,
     "rising": Rising,
     "tictactoe": TicTacToe,
     "tools": Tools,

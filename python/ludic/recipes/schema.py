@@ -31,7 +31,7 @@ class TaskSection:
     """The problems, their teacher and their verifier."""
 
     kind: str = MISSING
-    """`sort`, `addition`, `rising`, `tictactoe`, `tools`, `data` (with `data` and
+    """`sort`, `addition`, `rising`, `code`, `tictactoe`, `tools`, `data` (with `data` and
     `reward`), or a class of your own as `package.module:Class`."""
     args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the task."""
