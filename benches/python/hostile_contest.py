@@ -219,6 +219,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=5, help="of SIGKILL to the run")
     parser.add_argument("--as-run", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends daemons, too
     if options.as_run:
         asyncio.run(play(options.backend, options.programs, options.workers, judged=say_judged))
         return 0
