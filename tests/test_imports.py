@@ -78,6 +78,7 @@ LAYERS = [
     ["ludic.runs"],
     ["ludic.rollouts.training.pipeline"],  # it writes recipes, which commands run in processes of their own
     ["ludic.cli"],
+    ["ludic.trainers"],  # they run recipes as the commands do
 ]
 UPWARD = {
     "ludic.inference.vllm.weight_push imports ludic.distributed.adapters.vllm",  # the documented sync_weights of chat clients

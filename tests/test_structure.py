@@ -64,6 +64,7 @@ OPTIONAL_READS = {
     "runs/sampler.py": (2, "transformers"),
     "tasks/importing.py": (1, "a user's module"),
     "tasks/rewards.py": (2, "a user's reward function"),
+    "trainers/inputs.py": (3, "a user's function"),
     "training/algorithm.py": (4, "transformers"),
     "training/classification_metrics.py": (1, "torch"),
     "training/config.py": (1, "a tokenizer"),

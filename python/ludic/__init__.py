@@ -1,4 +1,22 @@
 """Post-training of language models: reinforcement learning, reward modelling and supervised
-fine-tuning."""
+fine-tuning.
 
-__all__: list[str] = []
+>>> from ludic import GRPO
+>>> GRPO("path/to/model", reward, rows, steps=100).train()
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ludic.trainers import GRPO, SFT, RewardModel
+
+__all__ = ["GRPO", "SFT", "RewardModel"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import an object when it is first read: the servers of a run import this package too."""
+    if name not in __all__:
+        raise AttributeError(f"module 'ludic' has no attribute {name!r}")
+    from ludic import trainers
+
+    return getattr(trainers, name)

@@ -43,6 +43,22 @@ def _close(runner: asyncio.Runner) -> None:
         runner.close()
 
 
+def call_outside_loop(call: Callable[[], T], *, on_interrupt: Callable[[], None]) -> T:
+    """Return `call()`, which may run an event loop: in a thread, if one is running here already, as
+    in a notebook. Ctrl-C then calls `on_interrupt`, which has the call end, and waits for it."""
+    if not _is_running():
+        return call()
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="ludic-run") as executor:
+        result = executor.submit(copy_context().run, call)
+        while True:
+            try:
+                return result.result()
+            except KeyboardInterrupt:
+                if result.done():
+                    raise
+                on_interrupt()
+
+
 def _is_running() -> bool:
     try:
         asyncio.get_running_loop()

@@ -132,6 +132,41 @@ def test_a_run_reports_that_early_stopping_ended_it(tiny, tmp_path):
     assert "Early stopping ended the run at step 2 of 8" in shown
 
 
+def test_a_callback_ends_a_run_and_its_reason_is_in_the_summary(tiny, tmp_path):
+    """The best checkpoint is kept beside the last one, and completions are shown on the way."""
+    settings = [
+        *("callbacks.stop.metric=sampled_reward", "callbacks.stop.patience=1", "callbacks.keep_best=sampled_reward"),
+        *("callbacks.completions_every=2", "callbacks.completions=2", "checkpoint.max_to_keep=1"),
+    ]
+    shown = ludic(
+        "train", *tiny, *settings, "trainer.eval_every_n_steps=1", "steps=8", "trainer.lr=1e-9", "rollout.temperature=0.01"
+    )
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["status"], summary["steps"], summary["stopped_early"]) == ("finished", 2, True)
+    assert (summary["stopped_by"]["callback"], summary["stopped_by"]["of_steps"]) == ("stop_on eval/sampled_reward", 8)
+    assert "Stopped at step 2 of 8 by stop_on eval/sampled_reward: eval/sampled_reward was not better than" in shown
+    assert "stop_on eval/sampled_reward ended the run at step 2 of 8" in shown
+    assert shown.count("Completions of step 2") == 1
+    checkpoints = tmp_path / "run" / "checkpoints" / "reinforce"
+    assert sorted(path.name for path in checkpoints.glob("step_*")) == ["step_000001", "step_000002"]
+    assert json.loads((checkpoints / "best.json").read_text())["step"] == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["callbacks.keep_best=sampled_reward"], "set trainer.eval_every_n_steps"),
+        (["callbacks.keep_best=loss", "trainer.eval_every_n_steps=1"], "callbacks.keep_best (loss) is not measured by this run"),
+        (["callbacks.stop.at=1"], "set callbacks.stop.metric"),
+        (["callbacks.own=json:dumps"], "callbacks.own (json:dumps)"),
+        (["callbacks.own=3"], "callbacks.own (3) must be package.module:name"),
+    ],
+)
+def test_callbacks_that_could_never_act_are_refused_before_the_run(tiny, tmp_path, settings, message):
+    assert message in ludic("train", *tiny, *settings, code=2).replace("\n", " ")
+    assert not (tmp_path / "run").exists()
+
+
 def test_an_empty_held_out_split_is_explained_with_a_remedy():
     """1,500 chats with 25 first questions, 60 chats each: 2 % are 30 rows, fewer than one group."""
     said = explain_no_heldout(1500, 0.02, 25, 60)

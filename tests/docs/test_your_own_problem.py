@@ -6,6 +6,7 @@ import re
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -45,12 +46,25 @@ def run(line: str, *more: str) -> dict:
     return json.loads(result.stdout)
 
 
+def check_the_object() -> None:
+    """The same in Python, with the model that the page has made."""
+    [source] = blocks("py")
+    small = 'steps=1, threads=1, rollout={"prompts": 1, "group_size": 2}, evaluation={"samples_per_prompt": 1}'
+    for printed, run_here in (('"path/to/model"', '"runs/start/model"'), ('name="mine", steps=100', f'name="object", {small}')):
+        assert source.count(printed) == 1
+        source = source.replace(printed, run_here)
+    namespace: dict[str, Any] = {"__name__": "page"}
+    exec("from rewards import exact, length\n" + source, namespace)
+    assert (namespace["summary"]["status"], namespace["grpo"].trainer.current_step) == ("finished", 1)
+
+
 def test_every_step_of_the_page_works(here: Path) -> None:
     template, start, own, both = (block.strip() for block in blocks("sh"))
     run(start, *[setting for setting in TINY if not setting.startswith("steps=")], "warmup.steps=1")
     small = [setting for setting in TINY if not setting.startswith("network.")]
     assert set(run(own, *small)["after"]) == {"sampled_reward", "greedy_accuracy"}
     assert set(run(both, *small)["after"]) == {"sampled_reward", "greedy_accuracy", "rewards/exact", "rewards/length"}
+    check_the_object()
     settings, mixture = blocks("yaml")
     Path("mine.yaml").write_text(settings)
     Path("harder.jsonl").write_text('{"prompt": "97+98=", "answer": "195"}\n{"prompt": "98+99=", "answer": "197"}\n')

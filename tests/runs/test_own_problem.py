@@ -119,7 +119,7 @@ def test_a_data_file_and_a_reward_function_are_enough(here: Path, model: Path) -
     assert "the reward sees what vowels returned for the whole answer" in shown
     assert "demonstrations" not in shown
     assert list(summary()) == [
-        *("status", "model", "algorithm", "versions"),
+        *("status", "stopped_by", "model", "algorithm", "versions"),
         *("before", "after", "solved_at", "intervals", "heldout", "wall_s", "phases_s", "padding", "memory"),
         *("steps", "idle_steps", "stopped_early", "episodes", "clip_fraction"),
         *("mismatch", "weight_sync", "overlap", "actors", "seed", "config_hash"),

@@ -23,7 +23,7 @@ from ludic.tasks.demonstrations import prompt_text
 from ludic.training.presets.registry import REGISTRY
 
 SUMMARY_KEYS = [
-    *("status", "model", "algorithm", "versions"),
+    *("status", "stopped_by", "model", "algorithm", "versions"),
     *("before", "after", "solved_at", "intervals", "heldout", "wall_s", "phases_s", "padding", "memory"),
     *("steps", "idle_steps", "stopped_early", "episodes", "clip_fraction", "mismatch", "weight_sync", "overlap"),
     "actors",

@@ -23,6 +23,7 @@ from ludic.training import SAWItem
 TINY = [*NETWORK, "threads=1", "rows=40", "batch_size=8", "epochs=1", "heldout=0.1"]
 SUMMARY_KEYS = [
     "status",
+    "stopped_by",
     "model",
     "algorithm",
     "versions",

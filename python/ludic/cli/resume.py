@@ -24,6 +24,7 @@ _FREE = (
     *("inference.trainer_address", "inference.timeout_s", "inference.push_", "inference.preflight", "ranks."),
     *("sharding.kind", "sharding.shards", "sharding.cpu_offload", "sharding.activation_checkpointing"),
     *("place.", "queue.url", "queue.lease_s", "queue.patience_s"),
+    *("callbacks.keep_best", "callbacks.push_to_hub", "callbacks.private", "callbacks.completions"),
 )
 """Settings, or prefixes of settings, that may differ on resume: they change where a run executes
 and writes, not its result."""

@@ -59,7 +59,7 @@ _OTHER_NAMES = {
 }
 """Names in other libraries for which the nearest of our names would be misleading."""
 
-_NO_RESULTS = ("name", "output", "report_to", "report_header", "report_aliases", "ranks", "place")
+_NO_RESULTS = ("name", "output", "report_to", "report_header", "report_aliases", "ranks", "place", "callbacks")
 """Settings that change no result."""
 
 RENAMED = {"inference.max_lag": "inference.batches_ahead"}
@@ -152,7 +152,11 @@ def parse_override(text: str) -> Override:
         raise ConfigError(f"override {text!r} is not key=value as Hydra writes it: {error}; quote special characters") from error
     if parsed.is_sweep_override() or parsed.is_delete() or parsed.package is not None:
         raise ConfigError(f"override {text!r} is a sweep or a deletion; give a single value, a list as [1,2], or null")
-    key, value = parsed.key_or_group, parsed.value()
+    return make_override(parsed.key_or_group, parsed.value(), text=text)
+
+
+def make_override(key: str, value: Any, *, text: str) -> Override:
+    """An override of a Python value. `text` is how it was written, for errors."""
     if not isinstance(value, Mapping):
         if key in _SECTIONS_BY_NAME:
             key = f"{key}.{_SECTIONS_BY_NAME[key]}"
@@ -177,13 +181,15 @@ def to_plain_values(recipe: Any) -> dict[str, Any]:
 
 def config_hash(recipe: Any) -> str:
     """16 hex digits over all settings that can change results: all but `name`, `output`, those
-    that begin with `report_`, `ranks`, and where processes run. A device that is left to the
-    processes of a run counts as the one of this machine."""
+    that begin with `report_`, `ranks`, callbacks that end no run, and where processes run. A device
+    that is left to the processes of a run counts as the one of this machine."""
     recipe = deepcopy(recipe)
     choose_devices(recipe)
     content = {key: value for key, value in asdict(recipe).items() if key not in _NO_RESULTS}
     if isinstance(recipe, Recipe):
         content["place"] = {"actors": recipe.place.actors, "restarts": recipe.place.restarts}
+    if recipe.callbacks.stop.metric is not None or recipe.callbacks.own:
+        content["callbacks"] = {"stop": asdict(recipe.callbacks.stop), "own": recipe.callbacks.own}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -11,6 +11,7 @@ from typing import Any, Optional, TypeVar, cast
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from ludic.errors import ConfigError
+from ludic.recipes.callbacks_section import CallbacksSection
 from ludic.recipes.checkpoint_section import CheckpointSection, check_checkpoints
 from ludic.recipes.compose import LOADED_MODEL, Override, check_minimums, read_yaml, resolve_layers, split_arguments
 from ludic.recipes.place_section import TrainersSection, check_place
@@ -63,6 +64,7 @@ class EpochsRecipe:
     trainer: Any = MISSING
     """Fields of the trainer's config."""
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
+    callbacks: CallbacksSection = field(default_factory=CallbacksSection)
     place: TrainersSection = field(default_factory=TrainersSection)
     ranks: RanksSection = field(default_factory=RanksSection)
     sharding: ShardingSection = field(default_factory=ShardingSection)

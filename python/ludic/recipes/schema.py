@@ -13,6 +13,7 @@ from typing import Any, Literal, Optional, Union, get_args, get_origin, get_type
 
 from omegaconf import MISSING
 
+from ludic.recipes.callbacks_section import RLCallbacksSection
 from ludic.recipes.checkpoint_section import CheckpointSection
 from ludic.recipes.controllers_section import ControllersSection
 from ludic.recipes.devices import AUTO
@@ -223,6 +224,7 @@ class Recipe:
     queue: QueueSection = field(default_factory=QueueSection)
     evaluation: EvaluationSection = field(default_factory=EvaluationSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
+    callbacks: RLCallbacksSection = field(default_factory=RLCallbacksSection)
     ranks: RanksSection = field(default_factory=RanksSection)
     sharding: ShardingSection = field(default_factory=ShardingSection)
 

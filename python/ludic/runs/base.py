@@ -4,7 +4,7 @@ request, and the resume."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 from ludic.errors import StopRequested
 from ludic.models.loading import find_whole_model
 from ludic.models.saving import save_missing_base, save_policy
+from ludic.recipes.callbacks import build_callbacks
 from ludic.recipes.epochs_schema import EpochsRecipe
 from ludic.recipes.schema import Recipe
 from ludic.recipes.sharding import is_shared_out
@@ -28,6 +29,7 @@ from ludic.tasks import EpisodicTask
 from ludic.training import ranks, watchdog
 from ludic.training.batching.shared_batches import SharedBatches
 from ludic.training.batching.source import BatchSourceBase
+from ludic.training.callbacks import Callback
 from ludic.training.checkpoint import CheckpointConfig, CheckpointManager
 from ludic.training.evaluators.protocol import Evaluator
 from ludic.training.loggers import TrainingLogger
@@ -66,6 +68,10 @@ class TrainingRun(ABC, Generic[RecipeT, PartsT, DirectoryT]):
         section = recipe.sharding
         self.shared = SharedModel(section, recipe.trainer.model_device) if is_shared_out(section) else None
         """What the ranks train instead of `parts.model`, if they share it out."""
+        self.trainer: Trainer | None = None
+        """That of the present or last phase."""
+        self.callbacks: Sequence[Callback] = ()
+        """Callbacks besides those of the recipe, for all phases but the warm-up."""
         if precision := describe_precision(section):
             screen.note(precision)
         ranks.ask_rank_0("saving the base", lambda: save_missing_base(parts.model, recipe.model, directory.base))
@@ -135,13 +141,18 @@ class TrainingRun(ABC, Generic[RecipeT, PartsT, DirectoryT]):
             batch_source=self._make_stoppable(source),
             checkpointer=manager,
             resume_from=ranks.ask_rank_0("finding the newest checkpoint", lambda: find_latest_checkpoint(manager)),
+            callbacks=() if phase == "warm_up" else self._build_callbacks(),
             **options,
         )
+        self.trainer = trainer
         if self.shared is not None and trainer.current_step:
             self.shared.bring_home(self.parts.model)
         if not self.directory.is_followed:
             rewind_logs(self.directory, phase, trainer, note=self.screen.note)
         return trainer
+
+    def _build_callbacks(self) -> list[Callback]:
+        return [*build_callbacks(self.recipe.callbacks, console=self.screen.console), *self.callbacks]
 
     def evaluator(self, inner: Evaluator | None) -> Evaluator | None:
         """`inner`, which measures `parts.model`; while that is shared out, it gets the trained
@@ -172,9 +183,13 @@ class TrainingRun(ABC, Generic[RecipeT, PartsT, DirectoryT]):
 
     async def take_steps(self, trainer: Trainer, steps: int) -> bool:
         """Train until step `steps`. False if a requested stop left steps undone; early stopping
-        leaves none."""
+        and callbacks leave none."""
         try:
             await trainer.train(steps - trainer.current_step)
         except StopRequested:
             return False
+        stop = trainer.callbacks.stop
+        self.progress.stopped_by = None if stop is None else asdict(stop)
+        if stop is not None:
+            self.screen.note(f"Stopped at step {stop.step} of {steps} by {stop.callback}: {stop.reason}")
         return True

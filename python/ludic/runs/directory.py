@@ -48,6 +48,9 @@ class Progress:
     early_stopping: dict[str, Any] | None = None
     """With early stopping: whether it `stopped` the run, the step whose weights were kept, the
     metric and its best value."""
+    stopped_by: dict[str, Any] | None = None
+    """If a callback ended the run: its name (`callback`), the `reason`, the `step`, and the number
+    of steps that were asked for (`of_steps`)."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Wall seconds of each phase so far, and of the whole run (`wall`)."""
     recipe: dict[str, Any] | None = None

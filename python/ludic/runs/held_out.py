@@ -17,7 +17,8 @@ from ludic.errors import ConfigError
 from ludic.eval.intervals import Interval, mean_interval, share_interval
 from ludic.eval.tally import average_by_key
 from ludic.inference import InferenceSpec
-from ludic.recipes.schema import EvaluationSection, RolloutSection
+from ludic.recipes.callbacks import check_callbacks
+from ludic.recipes.schema import EvaluationSection, Recipe, RolloutSection
 from ludic.runs.rollouts import make_evaluation_inference, make_request
 from ludic.tasks import Episode, EpisodicTask, Task, as_episodic
 from ludic.tasks.episodic import Played, share
@@ -114,16 +115,27 @@ def check_early_stopping(section: str, cfg: TrainerConfig, task: EpisodicTask, e
     `section` is the section of the recipe that `cfg` comes from."""
     if cfg.early_stopping_patience is None:
         return
-    measured = ["sampled_reward", "greedy_reward", *task.rates]
-    success = success_of(task, evaluation.solved_at)
-    if success.reward is not None and not success.is_assumed:
-        measured.insert(1, "greedy_accuracy")
+    measured = list_measured(task, evaluation)
     name = cfg.early_stopping_metric
     if not {name, name.removeprefix("eval_"), name.removeprefix("eval/")} & set(measured):
         raise ConfigError(
             f"{section}.early_stopping_metric ({name}) is not measured by ludic train, which measures {', '.join(measured)}: set "
             f"{section}.early_stopping_metric=sampled_reward {section}.early_stopping_mode=max"
         )
+
+
+def check_watched_metrics(recipe: Recipe, warmup_cfg: TrainerConfig, cfg: TrainerConfig, task: EpisodicTask) -> None:
+    """Raise `ConfigError` for early stopping or callbacks by a metric that is not measured."""
+    check_early_stopping("warmup.trainer", warmup_cfg, task, recipe.evaluation)
+    check_early_stopping("trainer", cfg, task, recipe.evaluation)
+    check_callbacks(recipe.callbacks, cfg, measured=list_measured(task, recipe.evaluation))
+
+
+def list_measured(task: EpisodicTask, evaluation: EvaluationSection) -> list[str]:
+    """The metrics of an evaluation during training."""
+    success = success_of(task, evaluation.solved_at)
+    greedy = ["greedy_accuracy"] if success.reward is not None and not success.is_assumed else []
+    return ["sampled_reward", *greedy, "greedy_reward", *task.rates]
 
 
 class HeldOut:

@@ -37,7 +37,7 @@ from ludic.runs.checkpoints import STOP_PATIENCE_S, has_checkpoint, restore_best
 from ludic.runs.control import check_control, open_control
 from ludic.runs.data.warmup import Warmup
 from ludic.runs.directory import DONE, RunDirectory
-from ludic.runs.held_out import Evaluation, check_early_stopping
+from ludic.runs.held_out import Evaluation, check_watched_metrics
 from ludic.runs.over_sampling import OverSampledRollouts, describe_over_sampling
 from ludic.runs.rollouts import (
     OccasionallyLogged,
@@ -117,8 +117,7 @@ class RLParts:
             model=model,
             tokenizer=tokenizer,
         )
-        check_early_stopping("warmup.trainer", parts.warmup_cfg, task, recipe.evaluation)
-        check_early_stopping("trainer", parts.trainer_cfg, task, recipe.evaluation)
+        check_watched_metrics(recipe, parts.warmup_cfg, parts.trainer_cfg, task)
         return parts
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from ludic.errors import ConfigError
 from ludic.eval.preference_picture import draw_margins, draw_reliability
 from ludic.recipes.build import build_config
+from ludic.recipes.callbacks import check_callbacks
 from ludic.recipes.model import build_tokenizer
 from ludic.recipes.rm.model import build_reward_model, choose_padding_token
 from ludic.recipes.rm.schema import RMRecipe
@@ -53,6 +54,7 @@ class RMParts:
         algorithm = make_bradley_terry(**vars(recipe.loss))
         cfg = build_config(RMTrainerConfig, recipe.trainer, pad_token_id=tokenizer.pad_token_id, seed=recipe.seed)
         cfg = choose_precision(cfg, recipe.sharding)
+        check_callbacks(recipe.callbacks, cfg)
         data = RMData.read(recipe, tokenizer, note=note)
         if not data.heldout and (cfg.eval_every_n_steps or cfg.eval_at_start):
             raise ConfigError(

@@ -9,6 +9,7 @@ from typing import Any
 
 from ludic.errors import ConfigError
 from ludic.recipes.build import build_trainer_config
+from ludic.recipes.callbacks import check_callbacks
 from ludic.recipes.lora import add_adapters
 from ludic.recipes.model import build_model, build_tokenizer
 from ludic.recipes.sft.schema import SFTRecipe
@@ -49,6 +50,7 @@ class SFTParts:
         data = SFTData.read(recipe, tokenizer)
         cfg = build_trainer_config(recipe.trainer, pad_token_id=tokenizer.pad_token_id, seed=recipe.seed)
         cfg = choose_precision(cfg, recipe.sharding)
+        check_callbacks(recipe.callbacks, cfg, measured=("loss", "perplexity"))
         model = place_model(build_model(recipe, tokenizer), recipe.sharding, cfg.model_device)
         model = add_adapters(model, recipe.lora, seed=recipe.seed)
         steps = recipe.epochs * _make_source(data, recipe).num_batches_per_epoch if recipe.steps is None else recipe.steps

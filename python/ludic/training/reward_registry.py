@@ -14,9 +14,10 @@ VERIFIERS: dict[str, MakeReward] = {"gsm8k": gsm8k_reward, "math": math_reward, 
 _OWN: dict[str, MakeReward] = {}
 
 
-def register_reward(name: str, make: MakeReward | None = None) -> Any:
+def register_reward(name: str, make: MakeReward | None = None, *, replace: bool = False) -> Any:
     """Let recipes name a reward. `make` takes no arguments and returns the reward function. Without
-    `make` it is a decorator of that function. Raises ConfigError for a name that is taken.
+    `make` it is a decorator of that function. Raises ConfigError for a name that is taken; with
+    `replace`, only for that of a built-in one.
 
     >>> @register_reward("short")
     ... def make_short():
@@ -24,7 +25,7 @@ def register_reward(name: str, make: MakeReward | None = None) -> Any:
     """
     if not name or ":" in name or not name.isprintable():
         raise ConfigError(f"the name of a reward ({name!r}) must be text without `:`, which separates a module from a function")
-    if name in (*VERIFIERS, *_OWN):
+    if name in VERIFIERS or (name in _OWN and not replace):
         raise ConfigError(f"there is a reward {name!r} already; register yours under another name")
 
     def register(made: MakeReward) -> MakeReward:

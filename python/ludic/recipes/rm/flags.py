@@ -77,15 +77,16 @@ _DIRECTORY = "--output-dir"
 _WITH_LORA = ("--lora-rank", "--lora-alpha", "--lora-dropout", "--lora-target-modules")
 
 
-def parse_flags(arguments: Sequence[str]) -> Iterator[str | Override]:
-    """The arguments in order, with flags turned into overrides.
+def parse_flags(arguments: Sequence[str | Override]) -> Iterator[str | Override]:
+    """The arguments in order, with flags turned into overrides; parsed overrides come last.
 
     Raises ConfigError for an unknown flag, a flag without its value, and LoRA settings without
     `--lora`.
     """
-    remaining = iter(arguments)
-    names = [argument.partition("=")[0] for argument in arguments]
-    _check_lora(names, arguments)
+    written = [argument for argument in arguments if isinstance(argument, str)]
+    remaining = iter(written)
+    names = [argument.partition("=")[0] for argument in written]
+    _check_lora(names, written)
     for argument in remaining:
         name, has_value, value = argument.partition("=")
         if not name.startswith("--"):
@@ -97,6 +98,7 @@ def parse_flags(arguments: Sequence[str]) -> Iterator[str | Override]:
             yield from _make_overrides(name, value if has_value else _take_value(name, remaining))
         else:
             raise ConfigError(_describe_unknown(name, is_switch=name in SWITCHES))
+    yield from (argument for argument in arguments if isinstance(argument, Override))
 
 
 def _make_overrides(name: str, value: str) -> Iterator[Override]:

@@ -72,10 +72,12 @@ class Facts:
     right: tuple[float, float] | None = None
     """Share of right sampled answers, before and after; None if nothing defines a right answer."""
     clip_fraction: float | None = None
+    stopped_by: str = "Early stopping"
+    """What ended the run, if that was before all of its steps."""
 
     @property
     def stopped_early(self) -> bool:
-        """Early stopping ended the run before all of its steps."""
+        """Early stopping or a callback ended the run before all of its steps."""
         return self.measured and 0 < self.steps < self.requested_steps
 
     @property
@@ -120,7 +122,7 @@ def _write_sentences(facts: Facts) -> Iterator[str]:
     elif not facts.steps:
         yield "There was no reinforcement."
     if facts.stopped_early:
-        yield f"Early stopping ended the run at step {facts.steps} of {facts.requested_steps}."
+        yield f"{facts.stopped_by} ended the run at step {facts.steps} of {facts.requested_steps}."
     if facts.idle:
         yield (
             f"Nothing was trained on: no step of {facts.steps} had a signal. Every sampled answer had the weight 0, as it is where all "

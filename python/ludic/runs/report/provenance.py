@@ -18,10 +18,17 @@ _LOST = {
 
 
 def provenance(progress: Progress, *, model: str | None, algorithm: str) -> dict[str, Any]:
-    """`status` is finished or interrupted; `model` is null for a small model that was made;
-    `versions` are those at the start of the run, null in the folder of an older version."""
+    """`status` is finished or interrupted; `stopped_by` is the callback that ended the run, null if
+    none did; `model` is null for a small model that was made; `versions` are those at the start of
+    the run, null in the folder of an older version."""
     status = "finished" if progress.phase == DONE else "interrupted"
-    return {"status": status, "model": model, "algorithm": algorithm, "versions": progress.versions}
+    return {
+        "status": status,
+        "stopped_by": progress.stopped_by,
+        "model": model,
+        "algorithm": algorithm,
+        "versions": progress.versions,
+    }
 
 
 def count_lost_episodes(lines: Sequence[Mapping[str, Any]]) -> dict[str, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ludic.files.atomic import write_text
@@ -49,6 +49,9 @@ class Summary:
 
     status: str
     """finished or interrupted."""
+    stopped_by: dict[str, Any] | None
+    """The `callback` that ended the run, its `reason`, the `step`, and the steps that were asked
+    for (`of_steps`); null if none did."""
     model: str | None
     """The model that was trained; null for a small model that was made."""
     algorithm: str
@@ -79,7 +82,7 @@ class Summary:
     idle_steps: int
     """Steps that had nothing to train on, because every answer had the weight 0."""
     stopped_early: bool
-    """Early stopping ended the run before all its steps."""
+    """Early stopping or a callback ended the run before all its steps."""
     episodes: dict[str, int]
     """Training episodes that `failed`, were `retried` or `cancelled`, and `dropped_groups`, the
     groups that were dropped for a failed episode."""
@@ -150,6 +153,8 @@ def build_outcome(
         reward_is_score=task.reward_is_score,
         clip_fraction=sum(clipped) / len(clipped) if clipped else None,
     )
+    if progress.stopped_by is not None:
+        closing_facts = replace(closing_facts, stopped_by=progress.stopped_by["callback"])
     summary = Summary(
         **provenance(progress, model=recipe.model, algorithm=recipe.algorithm),
         before=before.rates() if before else None,

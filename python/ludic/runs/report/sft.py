@@ -67,7 +67,8 @@ def _show(run: SFTRun, console: Console, summary: dict[str, Any], losses: Sequen
         later = f"{after['loss']:.4f} (perplexity {after['perplexity']:.3f})" if after else "not measured"
         console.print(f"[bold]Held-out loss[/]: {before['loss']:.4f} before, {later} after", highlight=False)
     if run.progress.phase == DONE and summary["steps"] < run.parts.steps:
-        console.print(f"Early stopping ended the run at step {summary['steps']} of {run.parts.steps}.", highlight=False)
+        who = "Early stopping" if run.progress.stopped_by is None else run.progress.stopped_by["callback"]
+        console.print(f"{who} ended the run at step {summary['steps']} of {run.parts.steps}.", highlight=False, markup=False)
     console.print(
         f"[bold]Data[/]: {data['samples']:,} samples of {data['tokens']:,} tokens, {data['trained_tokens']:,} of them trained; "
         f"{data['samples_cut']:,} longer than max_seq_len were cut, {data['samples_cut_empty']:,} of them to nothing",

@@ -39,7 +39,7 @@ class Metric:
     @property
     def key(self) -> str:
         """With its prefix: `eval/loss` for `loss`, `eval_loss` and `eval/loss`."""
-        return self.name if self.is_of_steps else f"eval/{self.name.removeprefix('eval/').removeprefix('eval_')}"
+        return self.name if self.is_of_steps else f"eval/{bare_name(self.name)}"
 
     def read(self, stats: Mapping[str, float]) -> float | None:
         """The value in the statistics of a step; None if the step has none. An evaluation that has
@@ -67,3 +67,8 @@ class Metric:
     @property
     def smaller_is_better(self) -> bool:
         return find_direction(self.name, self.mode, setting="metric", mode_setting="mode") == "min"
+
+
+def bare_name(metric: str) -> str:
+    """`loss` for `loss`, `eval_loss` and `eval/loss`."""
+    return metric.removeprefix("eval/").removeprefix("eval_")

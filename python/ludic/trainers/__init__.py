@@ -1,0 +1,7 @@
+"""One object a method: from a model, data and rewards to a trained model. They run recipes, as the
+commands do."""
+
+from ludic.trainers.base import RecipeTrainer
+from ludic.trainers.methods import GRPO, SFT, RewardModel
+
+__all__ = ["GRPO", "SFT", "RecipeTrainer", "RewardModel"]

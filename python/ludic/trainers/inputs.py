@@ -1,0 +1,90 @@
+"""Python objects as settings of a recipe: rows become a file, and functions get names."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from hashlib import sha256
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from ludic.errors import ConfigError, ConfigTypeError
+from ludic.files.json_values import encode_lines
+from ludic.files.jsonl import write_jsonl
+from ludic.recipes.compose import Override, make_override
+from ludic.training.reward_registry import register_reward
+
+Rows = str | PathLike[str] | Mapping[str, Any] | Iterable[Mapping[str, Any]]
+"""A file, a folder, a hub id or a mixture as in the setting `data`; or rows: a list of mappings, or
+a data set of the `datasets` library."""
+Rewards = str | Callable[..., Any] | Sequence[str | Callable[..., Any]]
+"""Functions `reward(prompts, completions, **columns) -> list of floats`, names as in the setting
+`reward`, or a list of these."""
+
+
+def source_of(data: Rows, folder: Path) -> Any:
+    """The setting `data`. Rows are written to `folder` under a name that follows from their
+    content, so that the same rows are the same data. Raises ConfigTypeError for anything else."""
+    if isinstance(data, str | PathLike):
+        return str(data)
+    if isinstance(data, Mapping):
+        return dict(data)
+    if not isinstance(data, Iterable):
+        raise ConfigTypeError(f"the data ({type(data).__name__}) must be a path, a hub id, or rows: an iterable of mappings")
+    rows = []
+    for number, row in enumerate(data):
+        if not isinstance(row, Mapping):
+            raise ConfigTypeError(f"row {number} of the data is {type(row).__name__}; every row must be a mapping of columns")
+        rows.append(dict(row))
+    if not rows:
+        raise ConfigError("the data has no rows")
+    digest = sha256()
+    for line in encode_lines(rows):
+        digest.update(line)
+    path = folder / f"{digest.hexdigest()[:16]}.jsonl"
+    if not path.is_file():
+        write_jsonl(path, rows)
+    return str(path)
+
+
+def reward_names_of(rewards: Rewards) -> list[str]:
+    """The setting `reward`. A function that another process can import is named by its module;
+    others, such as those of a notebook or a script, are registered under their own name."""
+    listed: Sequence[Any] = [rewards] if isinstance(rewards, str) or callable(rewards) else rewards
+    names = [reward if isinstance(reward, str) else _name(reward) for reward in listed]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"two reward functions have the name {name!r}, by which metrics tell them apart; rename one")
+    return names
+
+
+def _name(function: Any) -> str:
+    if not callable(function):
+        raise ConfigTypeError(f"a reward ({type(function).__name__}) must be a function, or a name such as rewards:exact")
+    name = str(getattr(function, "__name__", type(function).__name__))
+    module = str(getattr(function, "__module__", ""))
+    if _is_importable(function, module, name):
+        return f"{module}:{name}"
+    registered = "reward" if name == "<lambda>" else name
+    register_reward(registered, lambda: function, replace=True)
+    return registered
+
+
+def _is_importable(function: Any, module: str, name: str) -> bool:
+    if module in ("", "__main__", "builtins"):
+        return False
+    try:
+        return getattr(importlib.import_module(module), name, None) is function
+    except Exception:  # a module that was made by hand, or that cannot be imported again
+        return False
+
+
+def overrides_of(settings: Mapping[str, Any]) -> list[Override]:
+    """Settings as overrides of a recipe: `{"steps": 5, "trainer": {"lr": 1e-5}}`, or with the whole
+    path as key: `{"trainer.lr": 1e-5}`."""
+    overrides = []
+    for key, value in settings.items():
+        plain = str(value) if isinstance(value, PathLike) else value
+        overrides.append(make_override(key, plain, text=f"{key}={plain}"))
+    return overrides

@@ -1,0 +1,103 @@
+"""The objects: reinforcement learning, supervised fine-tuning, and a reward model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ludic.cli.sft import SFTCommand
+from ludic.cli.train import TrainCommand
+from ludic.cli.train_rm import TrainRMCommand
+from ludic.trainers.base import RecipeTrainer, settings_of
+from ludic.trainers.inputs import Rewards, Rows, reward_names_of, source_of
+
+if TYPE_CHECKING:
+    from ludic.training.callbacks import Callback
+
+ROWS = ".rows"
+"""Folder of rows that were given as Python objects, in that of all runs."""
+
+
+class GRPO(RecipeTrainer):
+    """`ludic train` on your own problem.
+
+    >>> GRPO("path/to/model", reward, rows, steps=100, trainer={"lr": 1e-5}).train()
+
+    `settings` are those of `ludic train`: by name, sections as mappings or with dots
+    (`**{"trainer.lr": 1e-5}`). `algorithm="rloo"` is one of the others.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None,
+        reward_functions: Rewards | None,
+        dataset: Rows,
+        *,
+        eval_dataset: Rows | None = None,
+        reward_weights: Sequence[float] | None = None,
+        callbacks: Sequence[Callback] = (),
+        **settings: Any,
+    ) -> None:
+        """`model`: a folder or a hub id; None: a small one is made. `reward_functions`: as in TRL,
+        `reward(prompts, completions, **columns) -> list of floats`; the columns are those of
+        `dataset`, whose column `prompt` is text or messages. None: only `reward_model=` judges.
+        `eval_dataset`: held out instead of a tenth of the prompts."""
+        rows = _folder_of_rows(settings)
+        given: dict[str, Any] = {"data": source_of(dataset, rows), "reward": None}
+        if reward_functions is not None:
+            given["reward"] = reward_names_of(reward_functions)
+        given["reward_weights"] = None if reward_weights is None else [float(weight) for weight in reward_weights]
+        if eval_dataset is not None:
+            given["task.args.heldout_data"] = source_of(eval_dataset, rows)
+        super().__init__(TrainCommand(), settings_of(model, settings, **given), callbacks)
+
+
+class SFT(RecipeTrainer):
+    """`ludic sft` on your own rows: conversations (`messages`) or `prompt` and `completion`.
+
+    >>> SFT("path/to/model", rows, epochs=2).train()
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None,
+        dataset: Rows,
+        *,
+        eval_dataset: Rows | None = None,
+        callbacks: Sequence[Callback] = (),
+        **settings: Any,
+    ) -> None:
+        """`eval_dataset`: measured instead of a share of `dataset` (`heldout=`). `settings` are
+        those of `ludic sft`."""
+        super().__init__(SFTCommand(), _over_rows(model, dataset, eval_dataset, settings), callbacks)
+
+
+class RewardModel(RecipeTrainer):
+    """`ludic train-rm` on your own pairs: `prompt`, `chosen` and `rejected`.
+
+    >>> RewardModel("path/to/model", rows).train()
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None,
+        dataset: Rows,
+        *,
+        eval_dataset: Rows | None = None,
+        callbacks: Sequence[Callback] = (),
+        **settings: Any,
+    ) -> None:
+        """`eval_dataset`: measured instead of a share of `dataset` (`heldout=`). `settings` are
+        those of `ludic train-rm`."""
+        super().__init__(TrainRMCommand(), _over_rows(model, dataset, eval_dataset, settings), callbacks)
+
+
+def _over_rows(model: str | Path | None, dataset: Rows, eval_dataset: Rows | None, settings: Mapping[str, Any]) -> Any:
+    rows = _folder_of_rows(settings)
+    heldout = None if eval_dataset is None else source_of(eval_dataset, rows)
+    return settings_of(model, settings, data=source_of(dataset, rows), heldout_data=heldout)
+
+
+def _folder_of_rows(settings: Mapping[str, Any]) -> Path:
+    return Path(str(settings.get("output", "runs"))).expanduser() / ROWS

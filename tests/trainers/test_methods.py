@@ -1,0 +1,147 @@
+"""One object a method: it makes the run that the command makes."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from training_samples import tiny_model
+from typer.testing import CliRunner
+
+import ludic
+from ludic import GRPO, SFT, RewardModel
+from ludic.cli.app import app
+from ludic.errors import ConfigError, ConfigTypeError
+from ludic.models.byte_tokenizer import make_byte_tokenizer
+from ludic.training import Callback
+
+ROWS = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(20)]
+SMALL = {
+    "threads": 1,
+    "steps": 2,
+    "rollout": {"prompts": 2, "group_size": 2},
+    "evaluation": {"prompts": 2, "samples_per_prompt": 1},
+    "task.args.max_new_tokens": 3,
+}
+
+
+def digits(completions, answer, **columns):
+    return [float(sum(char.isdigit() for char in text)) - len(right) for text, right in zip(completions, answer, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tiny_model().save_pretrained(folder)
+    make_byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def weights(run: str) -> dict[str, torch.Tensor]:
+    return load_file(Path("runs", run, "model", "model.safetensors"))
+
+
+def test_the_object_makes_the_run_of_the_command_bit_for_bit(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function of a module has its name there; the rows are a file that the command reads."""
+    Path("door_rewards.py").write_text(
+        "def digits(completions, answer, **columns):\n"
+        "    return [float(sum(c.isdigit() for c in text)) - len(right) for text, right in zip(completions, answer)]\n"
+    )
+    monkeypatch.syspath_prepend(Path.cwd())
+    from door_rewards import digits as importable
+
+    summary = GRPO(model, importable, ROWS, name="object", **SMALL).train()
+    assert (summary["status"], summary["steps"]) == ("finished", 2)
+    result = CliRunner().invoke(app, ["train", "runs/object/config.yaml", "name=command"])
+    assert result.exit_code == 0, result.output
+    ours, theirs = weights("object"), weights("command")
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert {path.name for path in Path("runs/object").iterdir()} == {path.name for path in Path("runs/command").iterdir()}
+
+
+def test_everything_is_reachable_below_it_and_callbacks_are_called(model: Path) -> None:
+    class Watch(Callback):
+        seen: list[int] = []  # noqa: RUF012
+
+        def on_step(self, event):
+            self.seen.append(event.step)
+            event.stop("one is enough")
+
+    grpo = GRPO(str(model), digits, ROWS, callbacks=[Watch()], name="watched", **SMALL)
+    for member in ("trainer", "model", "tokenizer", "folder"):
+        with pytest.raises(ConfigError, match=r"call train\(\)"):
+            getattr(grpo, member)
+    assert grpo.recipe.rollout.group_size == 2
+    summary = grpo.train()
+    assert (Watch.seen, summary["stopped_by"]["reason"]) == ([1], "one is enough")
+    assert grpo.trainer.current_step == 1
+    assert grpo.trainer.model is grpo.model is grpo.run.parts.model
+    assert grpo.tokenizer.decode(grpo.tokenizer("1+1=")["input_ids"]) == "1+1="
+    assert grpo.folder.resolve() == Path("runs/watched").resolve()
+    assert json.loads((grpo.folder / "summary.json").read_text()) == summary
+
+
+def test_a_run_goes_on_with_the_same_settings_or_more_steps_and_with_no_others(model: Path) -> None:
+    same = {**SMALL, "trainer": {"lr_scheduler_type": "constant_with_warmup"}}  # does not depend on the number of steps
+    longer = {**same, "steps": 3}
+    GRPO(model, digits, ROWS, name="whole", **longer).train()
+    first = GRPO(model, digits, ROWS, name="parts", **same)
+    first.train(resume=True)  # there is nothing to go on with yet
+    more = GRPO(model, digits, ROWS, name="parts", **longer)
+    assert more.train(resume=True)["steps"] == 3
+    ours, theirs = weights("parts"), weights("whole")
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    with pytest.raises(ConfigError, match=r"trainer\.lr is"):
+        GRPO(model, digits, ROWS, name="parts", **{**longer, "trainer.lr": 0.5}).train(resume=True)
+    with pytest.raises(ConfigError, match="set name="):
+        GRPO(model, digits, ROWS, **SMALL).train(resume=True)
+
+
+def test_it_runs_where_an_event_loop_is_running_as_in_a_notebook(model: Path) -> None:
+    async def cell():
+        return GRPO(model, lambda completions, **_: [1.0] * len(completions), ROWS, name="cell", **SMALL).train()
+
+    assert asyncio.run(cell())["status"] == "finished"
+
+
+def test_sft_and_a_reward_model_are_one_object_each(model: Path) -> None:
+    pairs = [{"prompt": row["prompt"], "completion": row["answer"]} for row in ROWS]
+    sft = SFT(model, pairs, eval_dataset=pairs[:3], epochs=1, batch_size=8, threads=1).train()
+    assert (sft["algorithm"], sft["steps"], sft["after"]["tokens"] > 0) == ("sft", 3, True)
+    preferences = [{"prompt": row["prompt"], "chosen": row["answer"], "rejected": "no"} for row in ROWS]
+    judge = RewardModel(model, preferences, epochs=1, batch_size=8, threads=1, heldout=0.2).train()
+    assert (judge["algorithm"], judge["status"]) == ("bradley_terry", "finished")
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: GRPO("m", digits, []), ConfigError, "the data has no rows"),
+        (lambda: GRPO("m", digits, ["2+2="]), ConfigTypeError, "row 0 of the data is str"),
+        (lambda: GRPO("m", digits, 3), ConfigTypeError, r"the data \(int\)"),
+        (lambda: GRPO("m", [digits, digits], ROWS), ConfigError, "two reward functions have the name '.*digits'"),
+        (lambda: GRPO("m", [3], ROWS), ConfigTypeError, r"a reward \(int\) must be a function"),
+        (lambda: GRPO(torch.nn.Linear(1, 1), digits, ROWS), ConfigTypeError, r"model \(Linear\) must be a folder or a hub id"),
+        (lambda: GRPO("m", digits, ROWS, learning_rate=1e-5), ConfigError, "it is called trainer.lr"),
+        (lambda: GRPO("m", digits, ROWS, reward="math"), ConfigError, "reward is an argument of its own"),
+        (lambda: SFT("m", ROWS, epochs=0), ConfigError, r"epochs \(0\) must be at least 1"),
+        (lambda: RewardModel("m", ROWS, beta=1), ConfigError, "there is no setting 'beta'"),
+    ],
+)
+def test_wrong_arguments_are_refused_when_the_object_is_made(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_the_package_imports_its_objects_when_they_are_read():
+    assert {"GRPO", "SFT", "RewardModel"} == set(ludic.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'PPO'"):
+        _ = ludic.PPO
