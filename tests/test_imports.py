@@ -84,7 +84,7 @@ UPWARD = {
     "ludic.inference.vllm.weight_push imports ludic.distributed.adapters.vllm",  # the documented sync_weights of chat clients
 }
 """Imports of a higher layer, each with its reason. Remove an entry when its import is gone."""
-ALIASES = {("ludic.training.algorithm", "ludic.training.presets")}
+ALIASES = {("ludic.training.algorithm", "ludic.training.presets"), ("ludic", "ludic.trainers")}
 """Documented names whose module is imported when the first of them is used."""
 CIRCLES: list[set[str]] = []
 """Modules that import each other. Remove an entry when its cycle is gone."""

@@ -153,8 +153,7 @@ def build_outcome(
         reward_is_score=task.reward_is_score,
         clip_fraction=sum(clipped) / len(clipped) if clipped else None,
     )
-    if progress.stopped_by is not None:
-        closing_facts = replace(closing_facts, stopped_by=progress.stopped_by["callback"])
+    closing_facts = replace(closing_facts, stopped_by=(progress.stopped_by or {}).get("callback", closing_facts.stopped_by))
     summary = Summary(
         **provenance(progress, model=recipe.model, algorithm=recipe.algorithm),
         before=before.rates() if before else None,
