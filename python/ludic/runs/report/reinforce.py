@@ -159,9 +159,7 @@ def build_outcome(
         before=before.rates() if before else None,
         after=after.rates() if after else None,
         solved_at=_find_solved_at(before, after),
-        intervals={
-            name: _list_intervals(evaluation) for name, evaluation in (("before", before), ("after", after)) if evaluation
-        },
+        intervals=_intervals_of(before, after),
         heldout=_count_heldout(after or before),
         wall_s=round(progress.seconds.get("wall", 0.0), 2),
         phases_s=sum_phases(progress.seconds, reinforce, own=("set_up", "warm_up", "evaluate"), timed=_TRAINER_PHASES),
@@ -196,6 +194,11 @@ def build_outcome(
 
 def _find_solved_at(*evaluations: Evaluation | None) -> float | None:
     return next((evaluation.solved_at for evaluation in evaluations if evaluation is not None), None)
+
+
+def _intervals_of(before: Evaluation | None, after: Evaluation | None) -> dict[str, dict[str, list[float | None]]]:
+    """`_list_intervals` of the measurements that there are."""
+    return {name: _list_intervals(measured) for name, measured in (("before", before), ("after", after)) if measured}
 
 
 def _list_intervals(evaluation: Evaluation) -> dict[str, list[float | None]]:
