@@ -44,6 +44,7 @@ OPTIONAL_READS = {
     "models/adapters.py": (2, "PEFT"),
     "models/heads.py": (2, "transformers and PEFT"),
     "models/lora.py": (1, "transformers"),
+    "models/output_layer.py": (6, "transformers"),
     "models/packed_attention.py": (4, "transformers and wrappers of torch"),
     "models/published.py": (1, "wrappers of torch"),
     "models/sharded_files.py": (2, "transformers"),

@@ -1,59 +1,23 @@
 """Peak memory of log-probabilities of `[B, T, V]` logits, forward and backward, compared with
 log_softmax and gather.
 
-Bytes are counted, not sampled: every storage counts from the operation that creates it until it is
-freed, so that the numbers are the same on every machine. The ratio is (logits + everything else) /
+Bytes are counted, not sampled (`peak_bytes`). The ratio is (logits + everything else) /
 logits for the loss alone: from the logits to their gradient, without the model.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from benches.python.contest import Contest
+from benches.python.peak_bytes import PeakBytes
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from ludic.training.loss.functional import LogitsUse, compute_token_entropy, compute_token_logp, compute_token_logp_and_entropy
 
 SHAPE = (8, 256, 8192)
 Loss = Callable[[Tensor, Tensor], Tensor]
-
-
-class PeakBytes(TorchDispatchMode):
-    """The largest number of bytes in use at one time by storages that were created inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: dict[int, int] = {}
-        self.now = self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        inputs = {_storage(leaf)._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor) and _storage(leaf)._cdata not in inputs:
-                self._add(_storage(leaf))
-        return out
-
-    def _add(self, storage: Any) -> None:
-        if storage._cdata in self.sizes:
-            return
-        self.sizes[storage._cdata] = storage.nbytes()
-        self.now += storage.nbytes()
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._remove, storage._cdata)
-
-    def _remove(self, key: int) -> None:
-        self.now -= self.sizes.pop(key, 0)
-
-
-def _storage(tensor: Tensor) -> Any:
-    return tensor.untyped_storage()
 
 
 def log_softmax_and_gather(logits: Tensor, ids: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
-"""The gradient of a mini-batch does not depend on packing, on order, or on which samples of weight
-zero are run."""
+"""The gradient of a mini-batch does not depend on packing, on order, on which samples of weight
+zero are run, or on whether logits are computed."""
 
 import asyncio
 from functools import cache
@@ -39,6 +39,7 @@ from ludic.training.loss import (
     ReinforceLoss,
     TokenClippedSurrogateLoss,
     TokenKLLoss,
+    token_scores,
 )
 
 LOSSES = {
@@ -61,6 +62,11 @@ LOSSES = {
     "composite_entropy": CompositeLoss([LossTerm("pg", TokenClippedSurrogateLoss()), LossTerm("h", EntropyBonus(0.1))]),
 }
 COUNT = 12
+
+
+@pytest.fixture(autouse=True)
+def tiles_of_64_columns(monkeypatch):
+    monkeypatch.setattr(token_scores, "TILE_ELEMENTS", 1)
 
 
 @cache
@@ -96,10 +102,11 @@ def unsplit_gradient(name):
     packing=st.sampled_from(["greedy", "optimal", "padding_free"]),
     overhead_tokens=st.sampled_from([0, 64, 256]),
     skip=st.booleans(),
+    logits=st.sampled_from(["full", "chunked"]),
 )
-def test_the_gradient_equals_that_of_the_unsplit_batch(name, order, budget, packing, overhead_tokens, skip):
+def test_the_gradient_equals_that_of_the_unsplit_batch(name, order, budget, packing, overhead_tokens, skip, logits):
     expected, expected_loss = unsplit_gradient(name)
-    cfg = cpu_config(max_seq_len=20, micro_token_budget=budget, packing=packing, overhead_tokens=overhead_tokens)
+    cfg = cpu_config(max_seq_len=20, micro_token_budget=budget, packing=packing, overhead_tokens=overhead_tokens, logits=logits)
     macro = MacroBatch.ingest([samples()[index] for index in order], cfg.max_seq_len)
     skips = skip and LOSSES[name].zero_weight_is_zero_gradient
     mini_batch = MiniBatch(macro, np.arange(COUNT), cfg, skip_zero_weight=skips)
@@ -135,14 +142,15 @@ def gradient_of_one_row_a_turn(name):
     budget=st.integers(70, 260),
     packing=st.sampled_from(["greedy", "optimal", "padding_free"]),
     skip=st.booleans(),
+    logits=st.sampled_from(["full", "chunked"]),
 )
-def test_the_gradient_of_merged_turns_equals_that_of_one_row_per_turn(name, episodes, swapped, budget, packing, skip):
+def test_the_gradient_of_merged_turns_equals_that_of_one_row_per_turn(name, episodes, swapped, budget, packing, skip, logits):
     expected, expected_loss = gradient_of_one_row_a_turn(name)
     begins = np.cumsum((0, *TURNS))
     items = [item for episode in episodes for item in turns()[begins[episode] : begins[episode + 1]]]
     if swapped:  # the last turns first: most of them have their own row again
         items = items[::-1]
-    cfg = cpu_config(max_seq_len=70, micro_token_budget=budget, packing=packing)
+    cfg = cpu_config(max_seq_len=70, micro_token_budget=budget, packing=packing, logits=logits)
     macro = MacroBatch.ingest(items, cfg.max_seq_len, merge_turns=True)
     skips = skip and LOSSES[name].zero_weight_is_zero_gradient
     mini_batch = MiniBatch(macro, np.arange(len(items)), cfg, skip_zero_weight=skips)

@@ -282,12 +282,16 @@ def gradient_of_pairs():
     return gradient_of_the_trainer(PAIRS, episodes((1,) * 8, seed=7), model(), max_seq_len=32)[0]
 
 
-@settings(max_examples=3)
-@given(budget=st.integers(40, 300), packing=st.sampled_from(["greedy", "optimal", "padding_free"]))
-def test_a_loss_over_pairs_of_samples_has_the_gradient_of_the_unsplit_batch(budget, packing):
+@settings(max_examples=4)
+@given(
+    budget=st.integers(40, 300),
+    packing=st.sampled_from(["greedy", "optimal", "padding_free"]),
+    logits=st.sampled_from(["full", "chunked"]),
+)
+def test_a_loss_over_pairs_of_samples_has_the_gradient_of_the_unsplit_batch(budget, packing, logits):
     """Hidden states of all samples are gathered in a first pass; pairs cross micro-batches."""
     whole = gradient_of_pairs()
-    config = {"max_seq_len": 32, "micro_token_budget": budget, "packing": packing}
+    config = {"max_seq_len": 32, "micro_token_budget": budget, "packing": packing, "logits": logits}
     split, _ = gradient_of_the_trainer(PAIRS, episodes((1,) * 8, seed=7), model(), **config)
     largest = max(value.abs().max().item() for value in whole.values())
     assert largest > 1e-3

@@ -11,6 +11,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from ludic.errors import ConfigError, DataError, DataTypeError, shorten_names
+from ludic.models.output_layer import OutputLayer
 from ludic.models.packed_attention import make_packed_keywords, unwrap_transformer
 from ludic.training.coefficients import Coefficient
 from ludic.training.loss.base import Loss, adapted_loss, loss_name, scaled_loss
@@ -18,6 +19,7 @@ from ludic.training.loss.batch import Batch, BatchTotals, Correction, Stats
 from ludic.training.loss.context import SharedContext
 from ludic.training.loss.mismatch import sum_mismatch
 from ludic.training.loss.reference import sum_reference
+from ludic.training.loss.token_scores import TOKEN_SCORES, TokenScores
 from ludic.training.types import BatchCredit, CreditAssigner, SAWBatch, SAWItem, is_float_array
 from ludic.types import group_of, is_list_of
 
@@ -104,17 +106,22 @@ class RLAlgorithm:
         cast_logits_to_fp32: bool = True,
         totals: BatchTotals | None = None,
         temperature: float = 1.0,
+        chunked_logits: bool = False,
     ) -> tuple[Tensor, Stats]:
         """Run one forward pass. Returns the loss of the collated batch times its share of `totals`
         (1 without `totals`), and statistics.
 
         `cast_logits_to_fp32`: compute log-probabilities in float32, chunk by chunk; otherwise in
-        the dtype of the logits. `temperature`: the policy is softmax(logits / temperature). The
-        statistics include the sums of `loss.mismatch` if the batch has sampled log-probabilities
-        and the loss computed the current ones.
+        the dtype of the logits. `temperature`: the policy is softmax(logits / temperature).
+        `chunked_logits`: compute the logits of some tokens of the vocabulary at a time, if the loss
+        has `reads_shared_only`. The statistics include the sums of `loss.mismatch` if the batch has
+        sampled log-probabilities and the loss computed the current ones.
         """
         formula = adapted_loss(self)
-        logits, batch = forward_batch(model, batch, with_hidden=formula.reads_hidden)
+        if chunked_logits:
+            logits, batch = forward_scores(model, batch, formula, temperature=temperature)
+        else:
+            logits, batch = forward_batch(model, batch, with_hidden=formula.reads_hidden)
         shared = SharedContext(
             logits,
             batch,
@@ -156,13 +163,28 @@ def forward_batch(model: nn.Module, batch: Batch, *, with_hidden: bool = False) 
     head = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
     if head is None:
         raise ConfigError(f"a loss reads hidden states, and {type(inner).__name__} has no output layer (get_output_embeddings)")
-    seen: list[Tensor] = []
-    hook = head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
-    try:
+    with OutputLayer(head).captured_inputs(skip=False) as seen:
         logits = forward_logits(model, batch)
-    finally:
-        hook.remove()
     return logits, {**batch, "hidden": seen[0]}
+
+
+def forward_scores(model: nn.Module, batch: Batch, loss: Loss | None = None, *, temperature: float = 1.0) -> tuple[Tensor, Batch]:
+    """Run the model without its output layer. Returns nan in place of the logits, and the batch
+    with `token_scores`, from which a `SharedContext` computes what `loss` reads; without a loss,
+    the log-probabilities of all tokens."""
+    layer = OutputLayer.of(model)
+    with layer.captured_inputs(skip=True) as seen:
+        forward_logits(model, batch)
+    scores = TokenScores(
+        seen[0],
+        layer,
+        batch["input_ids"],
+        mask=batch["action_mask"] if loss is not None and loss.reads_actions_only else None,
+        temperature=temperature,
+        with_entropy=loss is not None and loss.reads_entropy,
+    )
+    hidden = {"hidden": seen[0]} if loss is not None and loss.reads_hidden else {}
+    return scores.placeholder, {**batch, TOKEN_SCORES: scores, **hidden}
 
 
 def compose_preprocess(*fns: PreprocessFn) -> PreprocessFn:

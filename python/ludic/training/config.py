@@ -17,9 +17,11 @@ from typing import Any, Literal, TypeVar, cast, dataclass_transform
 from ludic.errors import BudgetError, ConfigError
 
 Packing = Literal["optimal", "greedy", "padding_free"]
+LogitsPath = Literal["auto", "full", "chunked"]
 SchedulerType = Literal["cosine", "linear", "constant_with_warmup"]
 
 PACKINGS: tuple[str, ...] = ("optimal", "greedy", "padding_free")
+LOGITS_PATHS: tuple[str, ...] = ("auto", "full", "chunked")
 SCHEDULER_TYPES: tuple[str, ...] = ("cosine", "linear", "constant_with_warmup")
 MIXED_PRECISION_DTYPES: tuple[str, ...] = ("bf16",)
 
@@ -133,6 +135,12 @@ class TrainerConfig:
     sampler returns log-probabilities after temperature scaling (vLLM's `processed_logprobs`)."""
     cast_logits_to_fp32: bool = True
     """Compute log-probabilities in float32 for models of any dtype."""
+    logits: LogitsPath = "auto"
+    """full: compute the logits [B, T, V] of a micro-batch. chunked: compute those of the action
+    tokens alone, for some tokens of the vocabulary at a time, and once more in the backward pass;
+    the loss and the gradient are the same up to rounding. It needs a loss with `reads_shared_only`
+    and a model whose output layer is known and whole; otherwise a warning says why all are
+    computed. auto: chunked if `micro_token_budget` times the vocabulary is at least 2^26."""
     max_lag: int | None = None
     """Drop samples of a policy that is more than this many versions old; None: never."""
     reduce_stats_across_ranks: bool = False
@@ -254,6 +262,7 @@ class TrainerConfig:
         _require_int("micro_token_budget", self.micro_token_budget, 1)
         check_budget(self.micro_token_budget, self.max_seq_len)
         _require(self.packing in PACKINGS, "packing", self.packing, f"be one of {', '.join(PACKINGS)}")
+        _require(self.logits in LOGITS_PATHS, "logits", self.logits, f"be one of {', '.join(LOGITS_PATHS)}")
         _require_int("overhead_tokens", self.overhead_tokens, 0)
         _require_int("minibatches_per_batch", self.minibatches_per_batch, 1)
         _require_int("epochs_per_batch", self.epochs_per_batch, 1)

@@ -120,6 +120,7 @@ class PPOLoss(Loss):
     entropy_coef: float = 0.0
 
     reads_shared_only = True
+    reads_actions_only = True
     scales_itself = True  # whether terms are means over tokens or rows depends on the batch
 
     def __post_init__(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import cached_property
 from typing import TypeVar
 
 import torch
@@ -12,8 +13,9 @@ from torch import Tensor, nn
 from ludic.inference.local.sampler import nucleus
 from ludic.models.evaluation_mode import evaluation_mode
 from ludic.models.lora import adapters_off
-from ludic.training.algorithm import forward_logits
+from ludic.training.algorithm import forward_logits, forward_scores
 from ludic.training.backend.futures import TrainFuture
+from ludic.training.backend.logits_path import can_skip_logits
 from ludic.training.backend.precision import autocast
 from ludic.training.backend.protocol import ForwardPasses
 from ludic.training.batching.micro_batching import MicroBatch
@@ -31,6 +33,11 @@ class ModelPasses:
     def __init__(self, model: nn.Module, cfg: TrainerConfig) -> None:
         self.model, self.cfg = model, cfg
 
+    @cached_property
+    def skips_logits(self) -> bool:
+        """Whether log-probabilities are computed without logits, where nothing else reads them."""
+        return can_skip_logits(self.model, self.cfg)
+
     def _run(self, operation: str, compute: Callable[[], T]) -> TrainFuture[T]:
         """The future of an operation, which is computed now. A subclass may compute it later."""
         return TrainFuture.of(operation, compute)
@@ -47,8 +54,10 @@ class ModelPasses:
     def _logprobs(self, batch: MicroBatch, temperature: float | None, top_p: float, adapters: bool) -> Tensor:
         without = nullcontext() if adapters else adapters_off(self.model)
         with without, evaluation_mode(self.model), autocast(self.cfg):
-            logits = forward_logits(self.model, batch.tensors)
             divisor = self.cfg.temperature if temperature is None else temperature
+            if top_p >= 1.0 and self.skips_logits:
+                return SharedContext(*forward_scores(self.model, batch.tensors, temperature=divisor)).token_logp
+            logits = forward_logits(self.model, batch.tensors)
             if top_p < 1.0:
                 logits, divisor = _nucleus_logprobs(logits, divisor, top_p), 1.0
             return SharedContext(logits, batch.tensors, temperature=divisor).token_logp
@@ -56,6 +65,8 @@ class ModelPasses:
     @torch.no_grad()
     def _scores(self, batch: MicroBatch, score_type: ScoreType) -> Tensor:
         with evaluation_mode(self.model), autocast(self.cfg):
+            if score_type == "logprob" and self.skips_logits:
+                return preference_scores(SharedContext(*forward_scores(self.model, batch.tensors)), score_type)
             return preference_scores(SharedContext(forward_logits(self.model, batch.tensors), batch.tensors), score_type)
 
 

@@ -24,10 +24,11 @@ from ludic.models.published import ParamFilter, published_weights, shared_weight
 from ludic.models.sharding import gather_tensor, is_sharded, reshard, set_gradient_sync
 from ludic.models.state_files import read_model, read_optimizer_if_stored
 from ludic.training import ranks
-from ludic.training.algorithm import RLAlgorithm, forward_batch
+from ludic.training.algorithm import RLAlgorithm, forward_batch, forward_scores
 from ludic.training.backend.forward import ModelPasses
 from ludic.training.backend.futures import TrainFuture
 from ludic.training.backend.gradients import sum_gradients
+from ludic.training.backend.logits_path import trains_without_logits
 from ludic.training.backend.master_weights import MasterWeights, check_precision
 from ludic.training.backend.memory import MemoryProfile
 from ludic.training.backend.nonfinite import describe_nonfinite
@@ -96,6 +97,8 @@ class TorchBackend(ModelPasses):
         self._gradient_scale = float(ranks.world_size()) if self._averages else 1.0
         self._pending: list[tuple[MicroBatches, BatchTotals | None]] = []
         self._loss: Tensor | None = None
+        self._chunked_logits = False
+        """Whether the losses of a mini-batch are computed without logits."""
 
     @property
     def has_worker(self) -> bool:
@@ -126,6 +129,7 @@ class TorchBackend(ModelPasses):
     def _forward_backward(self, batch: MicroBatches, totals: BatchTotals | None) -> BackwardResult:
         if not self.model.training:  # a submodule may stay in evaluation mode
             self.model.train()
+        self._chunked_logits = self.skips_logits and trains_without_logits(self.algo, self.cfg)
         totals = self._with_first_pass(batch, totals)
         result = BackwardResult(torch.zeros((), device=self.cfg.model_device))
         for index, micro_batch in enumerate(batch):
@@ -151,7 +155,10 @@ class TorchBackend(ModelPasses):
         rows: dict[str, Tensor] = {}
         with preserved_rng(), autocast(self.cfg):
             for micro_batch in batch:
-                logits, tensors = forward_batch(self.model, micro_batch.tensors, with_hidden=loss.reads_hidden)
+                if self._chunked_logits:
+                    logits, tensors = forward_scores(self.model, micro_batch.tensors, loss)
+                else:
+                    logits, tensors = forward_batch(self.model, micro_batch.tensors, with_hidden=loss.reads_hidden)
                 parts = loss.first_pass(logits, tensors)
                 for name in loss.gathers:
                     _place_rows(rows, name, parts.pop(name), tensors["position"], int(totals.num_samples))
@@ -175,10 +182,11 @@ class TorchBackend(ModelPasses):
         return loss.detach().float(), {**stats, **profile.after_backward()}
 
     @property
-    def _policy(self) -> dict[str, float]:
-        """The arguments of `compute_loss` about the policy. Empty at temperature 1, for algorithms
-        without such arguments."""
-        return {} if self.cfg.temperature == 1.0 else {"temperature": self.cfg.temperature}
+    def _policy(self) -> dict[str, Any]:
+        """The arguments of `compute_loss` about the policy. Empty at temperature 1 with logits, for
+        algorithms without such arguments."""
+        shaped = {} if self.cfg.temperature == 1.0 else {"temperature": self.cfg.temperature}
+        return {**shaped, "chunked_logits": True} if self._chunked_logits else shaped
 
     def _gradient_sync(self, *, last: bool) -> AbstractContextManager[Any]:
         """A context in which ranks exchange gradients only for the last micro-batch."""

@@ -53,7 +53,11 @@ class Loss:
     """Samples with weight 0 have no gradient, so their forward pass can be skipped."""
     reads_shared_only: bool = False
     """The loss reads logits only through `shared`. The backward pass then reuses their memory, and
-    samples may share a row. Set it to False on an instance to keep the logits."""
+    samples may share a row; `logits` may be nan without memory (`TrainerConfig.logits`). Set it to
+    False on an instance to keep the logits."""
+    reads_actions_only: bool = False
+    """Of log-probabilities and entropies, the loss reads those of action tokens alone: others may
+    be 0."""
     reads_entropy: bool = False
     """The loss reads `shared.entropy`, which is then computed together with the log-probabilities.
     Without this flag, reading it costs the memory of two more gradients."""

@@ -29,6 +29,7 @@ class CISPOLoss(Loss):
 
     zero_weight_is_zero_gradient = True
     reads_shared_only = True
+    reads_actions_only = True
 
     def __post_init__(self) -> None:
         check_clip(None, self.clip_eps_high)

@@ -34,6 +34,7 @@ class ClippedSurrogateLoss(Loss):
 
     zero_weight_is_zero_gradient = True
     reads_shared_only = True
+    reads_actions_only = True
 
     def __post_init__(self, clip_eps: float | None) -> None:
         if clip_eps is not None:
@@ -83,6 +84,7 @@ class TokenClippedSurrogateLoss(Loss):
 
     zero_weight_is_zero_gradient = True
     reads_shared_only = True
+    reads_actions_only = True
 
     def __post_init__(self) -> None:
         check_clip(self.clip_eps_low, self.clip_eps_high)

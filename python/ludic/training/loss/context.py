@@ -41,6 +41,7 @@ from ludic.training.loss.functional import (
     scale_gradient,
     weigh_values,
 )
+from ludic.training.loss.token_scores import TOKEN_SCORES, TokenScores
 
 
 class TokenIndex(NamedTuple):
@@ -87,7 +88,8 @@ class SharedContext:
         the backward pass may overwrite them. `wide`: compute in float32 for logits of any dtype.
         `with_entropy`: a loss will read the entropy. `temperature`: the policy is
         softmax(logits / temperature). `correction`: weights the gradient of each token by the
-        difference between trainer and sampler."""
+        difference between trainer and sampler. If the batch has `token_scores`, they decide on
+        the temperature, and no logit is read."""
         self.logits = logits
         self.batch = batch
         self._totals = totals
@@ -136,6 +138,8 @@ class SharedContext:
     def current_logp(self) -> Tensor:
         """[B, T - 1] log-probability of each next token under the current model, without a
         correction."""
+        if self._scores is not None:
+            return self._by_sample(self._scores.logp)
         if self._with_entropy:
             return self._logp_and_entropy[0]
         return self._by_sample(compute_token_logp(self.logits, self.input_ids, use=self._use))
@@ -201,9 +205,22 @@ class SharedContext:
     @cached_property
     def entropy(self) -> Tensor:
         """[B, T - 1] entropy of the distribution of each next token, in nats."""
+        if self._scores is not None:
+            return self._by_sample(self._scores.entropy)
         if self._with_entropy:
             return self._logp_and_entropy[1]
         return self._by_sample(compute_token_entropy(self.logits, use=self._use))
+
+    @property
+    def _scores(self) -> TokenScores | None:
+        """What log-probabilities are computed from if the model computed no logits."""
+        scores: TokenScores | None = self.batch.get(TOKEN_SCORES)
+        return scores
+
+    def zero(self) -> Tensor:
+        """[] float32 0, with gradient 0 for all parameters."""
+        values = self.logits if self._scores is None else self.current_logp
+        return values.to(torch.promote_types(values.dtype, torch.float32)).sum() * 0.0
 
     @cached_property
     def _logp_and_entropy(self) -> tuple[Tensor, Tensor]:

@@ -22,6 +22,7 @@ class EntropyBonus(Loss):
 
     normalizer = "tokens"
     reads_shared_only = True
+    reads_actions_only = True
     reads_entropy = True
 
     def compute_from(self, shared: SharedContext) -> tuple[Tensor, Stats]:

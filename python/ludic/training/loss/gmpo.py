@@ -33,6 +33,7 @@ class GMPOLoss(Loss):
 
     zero_weight_is_zero_gradient = True
     reads_shared_only = True
+    reads_actions_only = True
 
     def __post_init__(self) -> None:
         check_clip(self.clip_eps_low, self.clip_eps_high)

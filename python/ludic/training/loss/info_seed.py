@@ -81,6 +81,7 @@ class SeedLoss(Loss):
 
     scales_itself = True
     reads_shared_only = True
+    reads_actions_only = True
     reads_hidden = True
     needs_first_pass = True
     coeff: float

@@ -36,6 +36,7 @@ class TokenKLLoss(Loss):
     estimator: Estimator = "k1"
 
     reads_shared_only = True
+    reads_actions_only = True
 
     def __post_init__(self) -> None:
         check_estimator(self.estimator)
@@ -72,6 +73,7 @@ class KLLoss(Loss):
     estimator: Estimator = "k1"
 
     reads_shared_only = True
+    reads_actions_only = True
 
     def __post_init__(self) -> None:
         check_estimator(self.estimator)

@@ -40,6 +40,7 @@ class ListwiseLoss(Loss):
 
     zero_weight_is_zero_gradient = True
     reads_shared_only = True
+    reads_actions_only = True
 
     def compute_from(self, shared: SharedContext) -> tuple[Tensor, Stats]:
         advantage, mean_logp = shared.weight, shared.logp_action(length_normalize=True)
@@ -77,6 +78,7 @@ class ListwiseClipLoss(Loss):
     ratio_level: RatioLevel = "sequence_mean"
 
     reads_shared_only = True
+    reads_actions_only = True
 
     def __post_init__(self) -> None:
         check_clip(self.clip_eps_low, self.clip_eps_high)

@@ -78,6 +78,11 @@ class BradleyTerryLoss(Loss):
         return self.score_type == "logprob"
 
     @property
+    def reads_actions_only(self) -> bool:  # type: ignore[override]
+        """True for `logprob`, the log-probability of the action."""
+        return self.score_type == "logprob"
+
+    @property
     def needs_first_pass(self) -> bool:  # type: ignore[override]
         """True for an l2 norm: the root of a sum over all pairs is not a sum over micro-batches."""
         return self.regularization_lambda > 0 and self.regularization_type == "l2"
@@ -90,7 +95,7 @@ class BradleyTerryLoss(Loss):
     def compute_from(self, shared: SharedContext) -> tuple[Tensor, Stats]:
         chosen, rejected, label = self._pair_scores(shared)
         if not len(label):
-            return self._zero_loss(chosen, shared.logits)
+            return self._zero_loss(chosen, shared)
         margin = self.beta * (chosen - rejected)
         target = label * (1 - self.label_smoothing) + self.label_smoothing / 2
         loss = -(target * logsigmoid(margin) + (1 - target) * logsigmoid(-margin)).mean()
@@ -145,12 +150,12 @@ class BradleyTerryLoss(Loss):
             )
         return own.detach()
 
-    def _zero_loss(self, no_scores: Tensor, logits: Tensor) -> tuple[Tensor, Stats]:
+    def _zero_loss(self, no_scores: Tensor, shared: SharedContext) -> tuple[Tensor, Stats]:
         """Return loss 0 with zero gradient, for a batch without a complete pair."""
         names = ["loss", "accuracy", "chosen_score", "rejected_score", "margin", "num_pairs"]
         names += ["score_reg"] if self.score_regularization_lambda > 0 else []
         zero = no_scores.new_zeros(())
-        return logits.to(no_scores.dtype).sum() * 0.0, dict.fromkeys(names, zero)
+        return shared.zero(), dict.fromkeys(names, zero)
 
 
 def check_score_type(score_type: str) -> None:

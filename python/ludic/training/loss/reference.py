@@ -52,6 +52,7 @@ class ReferenceKLLoss(Loss):
 
     normalizer = "tokens"
     reads_shared_only = True
+    reads_actions_only = True
     reads_reference = True
 
     def __post_init__(self) -> None:

@@ -32,6 +32,7 @@ class ReinforceLoss(Loss):
 
     zero_weight_is_zero_gradient = True
     reads_shared_only = True
+    reads_actions_only = True
 
     def __post_init__(self) -> None:
         check_ratio_clip(self.ratio_clip)
@@ -55,6 +56,7 @@ class ReinforceBaselineLoss(Loss):
     ratio_clip: float | None = None
 
     reads_shared_only = True
+    reads_actions_only = True
 
     def __post_init__(self) -> None:
         check_ratio_clip(self.ratio_clip)

@@ -33,6 +33,7 @@ class SAPOLoss(Loss):
 
     zero_weight_is_zero_gradient = True
     reads_shared_only = True
+    reads_actions_only = True
 
     def __post_init__(self) -> None:
         for name, tau in (("tau_pos", self.tau_pos), ("tau_neg", self.tau_neg)):

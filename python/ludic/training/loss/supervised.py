@@ -26,6 +26,7 @@ class MaskedCausalLMCrossEntropyLoss(Loss):
 
     zero_weight_is_zero_gradient = True
     reads_shared_only = True
+    reads_actions_only = True
 
     def __post_init__(self) -> None:
         check_token_normalizer(self.normalizer, self.length_normalize)
