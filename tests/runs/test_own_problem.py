@@ -2,6 +2,7 @@
 
 import json
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -188,7 +189,9 @@ def test_several_functions_with_weights_are_reported_by_name(here: Path, model: 
     assert set(after) == {"sampled_reward", "greedy_accuracy", "rewards/vowels", "rewards/short"}
     assert after["sampled_reward"] == pytest.approx(2 * after["rewards/vowels"] + 0.5 * after["rewards/short"])
     lines = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
-    assert all({"train/rewards/vowels", "train/rewards/short"} <= set(line) for line in lines)
+    for line, name in product(lines, ("train/rewards/vowels", "train/rewards/short")):
+        assert line[f"{name}/mean"] == pytest.approx(line[name])
+        assert 0 <= line[f"{name}/std"] <= 1
 
 
 def test_a_chat_model_gets_the_messages_of_the_data_in_its_template(here: Path, chat_model: Path) -> None:

@@ -18,7 +18,8 @@ from ludic.training import (
     stats as stats_module,
 )
 from ludic.training.loggers.percent import Percent
-from ludic.training.stats import check_reducers, prefix_keys
+from ludic.training.loop.micro_stats import combine_stats, final_values
+from ludic.training.stats import check_reducers, named_reward_stats, prefix_keys
 
 
 def item(**meta):
@@ -273,3 +274,20 @@ def test_means_over_pairs_are_weighted_by_pairs():
     assert (found["accuracy"], found["margin"]) == pytest.approx((1 / 3, -0.5))
     alone = aggregate_stats(micro[2:], [], micro_batch_sizes=[5])
     assert (alone["accuracy"], alone["margin"]) == (0.0, 0.0)
+
+
+def test_each_reward_function_has_a_mean_and_a_deviation_over_the_samples_where_it_applied():
+    # short: 1, 0, 0 and a turn without it; exact applied once
+    items = [item(**{"rewards/short": 1.0, "rewards/exact": 2.0}), item(**{"rewards/short": 0.0}), item(**{"rewards/short": 0})]
+    assert final_values(named_reward_stats([*items, item(reward=1.0)])) == pytest.approx(
+        {"rewards/short/mean": 1 / 3, "rewards/short/std": (2 / 9) ** 0.5, "rewards/exact/mean": 2.0, "rewards/exact/std": 0.0}
+    )
+    assert named_reward_stats([item(reward=1.0)]) == {}
+
+
+@given(st.lists(st.floats(-9, 9), min_size=1, max_size=6), st.lists(st.floats(-9, 9), min_size=1, max_size=6))
+def test_rewards_of_two_ranks_have_the_deviation_of_all(left, right):
+    parts = [named_reward_stats([item(**{"rewards/a": value}) for value in values]) for values in (left, right)]
+    whole = named_reward_stats([item(**{"rewards/a": value}) for value in [*left, *right]])
+    for key, stat in whole.items():
+        assert combine_stats([part[key] for part in parts]).value == pytest.approx(stat.value, abs=1e-9)

@@ -222,6 +222,26 @@ def batch_stats(batches: Sequence[SAWBatch]) -> dict[str, Stat]:
     }
 
 
+def named_reward_stats(items: Sequence[SAWItem]) -> dict[str, Stat]:
+    """Return `rewards/NAME/mean` and `rewards/NAME/std` (population) of each reward that the
+    samples name in their metadata, over the samples that have it. Of several turns, only the last
+    has rewards.
+
+    Example: `rewards/short` of 1.0, 0.0 and None have mean 0.5 and std 0.5.
+    """
+    columns: dict[str, list[float]] = {}
+    for item in items:
+        for key, value in item.meta.items():
+            if key.startswith("rewards/") and isinstance(value, (int, float)):
+                columns.setdefault(key, []).append(float(value))
+    stats: dict[str, Stat] = {}
+    for key, values in columns.items():
+        mean, weight = mean_or_zero(values), float(len(values))
+        stats[f"{key}/mean"] = Stat(mean, weight)
+        stats[f"{key}/std"] = Stat(float(np.std(values)), weight, "std", mean)
+    return stats
+
+
 def reducer_stats(items: Sequence[SAWItem], reducers: Mapping[str, Reducer], rollouts: int) -> dict[str, Stat]:
     """Apply the reducers to the samples of one training step. If a reducer raises, the error is
     logged and the reducer is left out: the optimizer step has already been taken."""

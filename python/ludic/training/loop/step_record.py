@@ -16,7 +16,7 @@ from ludic.training.config import TrainerConfig
 from ludic.training.loop.micro_stats import Stat, combine_micro_stats, copy_to_host, final_values, reduce_over_ranks
 from ludic.training.loop.timings import PhaseTimer
 from ludic.training.loss.mismatch import is_mismatch_sum
-from ludic.training.stats import SAMPLED_REWARD, Reducer, batch_stats, mark_percents, reducer_stats
+from ludic.training.stats import SAMPLED_REWARD, Reducer, batch_stats, mark_percents, named_reward_stats, reducer_stats
 from ludic.training.types import SAWBatch
 
 logger = logging.getLogger(__name__)
@@ -77,8 +77,8 @@ class StepRecord:
         statistics of the passes are reduced."""
         shared = self.macro.share is not None
         passes = reduce_over_ranks(self._loss_stats(), cfg.model_device) if shared else self._loss_stats()
-        measured = {**passes, **batch_stats([self.batch]), **self._rollout_stats()}
         everyone = [*self.batch.items, *self.macro.dropped]
+        measured = {**passes, **batch_stats([self.batch]), **named_reward_stats(everyone), **self._rollout_stats()}
         reduced = reducer_stats(everyone, reducers, int(measured["target_rollouts"].value))
         for name in measured.keys() & reduced.keys():
             _warn_of_name(name)
