@@ -51,7 +51,7 @@ def main() -> None:
 
 def _measure(name: str, settings: list[str], run: Path) -> str:
     """One row of the table."""
-    subprocess.run([sys.executable, "-m", "ludic.cli.app", "train", *settings, "--json"], stdout=subprocess.PIPE, check=True)
+    subprocess.run([sys.executable, "-m", "ludic.cli", "train", *settings, "--json"], stdout=subprocess.PIPE, check=True)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if line["phase"] == "reinforce" and "perf/step_s" in line][SKIPPED:]
     seconds = statistics.median(line["perf/step_s"] for line in steps)

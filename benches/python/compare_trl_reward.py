@@ -64,7 +64,7 @@ COLUMNS: dict[str, Callable[[dict[str, float]], str]] = {
 def compare(work: Path, seed: int, args: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Train with both from one model on one file of pairs. Returns the metrics of each."""
     start = [f"seed={seed}", f"output={work}", "name=start", "steps=0", "threads=1", *args.settings]
-    subprocess.run([sys.executable, "-m", "ludic.cli.app", "train-rm", "--json", *start], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([sys.executable, "-m", "ludic.cli", "train-rm", "--json", *start], check=True, stdout=subprocess.DEVNULL)
     results = {}
     for side in ("ludic", "trl") if seed % 2 == 0 else ("trl", "ludic"):
         python = sys.executable if side == "ludic" else args.trl_python

@@ -25,7 +25,7 @@ from typing import Any
 
 def run(recipe: str, algorithm: str, seed: int, settings: list[str], output: str) -> dict[str, Any]:
     """Run one seed. Returns its summary with its wall and CPU seconds."""
-    command = [sys.executable, "-m", "ludic.cli.app", "train", recipe, "--algorithm", algorithm, "--json"]
+    command = [sys.executable, "-m", "ludic.cli", "train", recipe, "--algorithm", algorithm, "--json"]
     cpu_before, started = _cpu_seconds(), time.perf_counter()
     finished = subprocess.run(
         [*command, f"seed={seed}", f"output={output}", *settings], stdout=subprocess.PIPE, text=True, check=True

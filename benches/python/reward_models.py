@@ -35,7 +35,7 @@ COLUMNS = {
 
 def run(seed: int, settings: list[str], output: str) -> dict[str, Any]:
     """Run one seed. Returns its summary with the wall and CPU seconds of its process."""
-    command = [sys.executable, "-m", "ludic.cli.app", "train-rm", "--json", f"seed={seed}", f"output={output}", *settings]
+    command = [sys.executable, "-m", "ludic.cli", "train-rm", "--json", f"seed={seed}", f"output={output}", *settings]
     started = time.perf_counter()
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert child.stdout is not None

@@ -290,7 +290,7 @@ def serving(tmp_path, mode, *options):
     env = {**os.environ, "FAKE_VLLM": mode, "FAKE_VLLM_FACTS": str(facts), "PYTHONPATH": str(Path(ludic.__file__).parents[1])}
     port = free_port()
     python = fake_vllm.install(tmp_path / "venv")
-    command = [sys.executable, "-m", "ludic.cli.app", "serve", "tiny", "--port", str(port), "--python", python, *options]
+    command = [sys.executable, "-m", "ludic.cli", "serve", "tiny", "--port", str(port), "--python", python, *options]
     return subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True), facts, port
 
 

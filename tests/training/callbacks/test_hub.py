@@ -97,6 +97,18 @@ def test_a_trainer_without_checkpoints_is_refused():
         )
 
 
+def test_checkpoints_that_are_no_models_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="'PushToHub' needs whole models, not layout=shallow"):
+        Trainer(
+            model=tiny_model(),
+            algo=make_sft(),
+            batch_source=ListSource([]),
+            cfg=cpu_config(),
+            checkpoint_config=CheckpointConfig(tmp_path, layout="shallow"),
+            callbacks=[PushToHub("me/mine", api=StubHub())],
+        )
+
+
 def test_the_real_interface_takes_the_arguments_of_the_stub():
     huggingface_hub = pytest.importorskip("huggingface_hub")
     api = huggingface_hub.HfApi

@@ -36,6 +36,7 @@ class PushToHub(Callback):
     """
 
     needs_checkpoints = True
+    needs_full_checkpoints = True
 
     def __init__(
         self,

@@ -53,6 +53,8 @@ class Callback:
 
     needs_checkpoints = False
     """Whether a trainer without a checkpointer is refused."""
+    needs_full_checkpoints = False
+    """Whether one whose checkpoints have the layout `shallow` is refused too."""
 
     @property
     def name(self) -> str:

@@ -15,6 +15,7 @@ from ludic.event_loop import await_if_needed
 from ludic.training import ranks
 from ludic.training.callbacks.protocol import Callback, TrainingEvent
 from ludic.training.callbacks.run import CalledRun
+from ludic.training.checkpoint import CheckpointManager
 from ludic.training.loop.early_stopping import EarlyStopping
 from ludic.training.rng import preserved_rng
 from ludic.training.types import SAWBatch
@@ -58,7 +59,7 @@ class Callbacks:
         none."""
         self.callbacks = tuple(callbacks)
         self._run = run
-        _check(self.callbacks, has_checkpoints=run.checkpointer is not None)
+        _check(self.callbacks, run.checkpointer)
         self.stop: Stop | None = None
         """Why the run ended before its last step; None if no callback ended it."""
         self.saves = False
@@ -216,12 +217,14 @@ class Callbacks:
         self._protect_checkpoints()
 
 
-def _check(callbacks: Sequence[Callback], *, has_checkpoints: bool) -> None:
+def _check(callbacks: Sequence[Callback], checkpointer: CheckpointManager | None) -> None:
     names = [callback.name for callback in callbacks]
     for callback in callbacks:
         if names.count(callback.name) > 1:
             raise ConfigError(
                 f"two callbacks have the name {callback.name!r}, under which a checkpoint has their state; leave one out"
             )
-        if callback.needs_checkpoints and not has_checkpoints:
+        if callback.needs_checkpoints and checkpointer is None:
             raise ConfigError(f"the callback {callback.name!r} needs checkpoints; pass checkpointer= or checkpoint_config=")
+        if callback.needs_full_checkpoints and checkpointer is not None and checkpointer.cfg.layout == "shallow":
+            raise ConfigError(f"the callback {callback.name!r} needs whole models, not layout=shallow; set layout=full")
