@@ -11,6 +11,9 @@ from ludic.recipes import flat_keys
 from ludic.recipes.build import build_algorithm
 from ludic.recipes.compose import compose, list_settings
 from ludic.recipes.flat_recipe import KNOWN, from_flat, is_flat, translate_name
+from ludic.training.loss import CompositeLoss, ListwiseLoss, ReferenceKLLoss
+from ludic.training.maxent.credit import ListwiseCredit
+from ludic.training.presets import make_maxent_grpo
 
 COMMON = {
     "model_name_or_path": "Qwen/Qwen2.5-1.5B-Instruct",
@@ -104,6 +107,7 @@ SHARED = {
     "checkpoint": {"every_n_steps": 50},
     "reference": {"source": "model"},
 }
+DOCUMENT_FORM = {"form": "likelihood", "baseline": "none", "sampler_exponent": 0.0}
 KL = {"target": 0.07, "horizon": 500, "step_size": 1.0}
 
 
@@ -112,7 +116,13 @@ def test_the_grpo_recipe_of_the_pair():
     assert translated.recipe == {
         **SHARED,
         "algorithm": "grpo",
-        "algorithm_args": {"reference_kl": 0.5, "clip_eps_low": 0.05, "clip_eps_high": 0.05, "group_normalize_adv": False},
+        "algorithm_args": {
+            "reference_kl": 0.5,
+            "kl_level": "sequence",
+            "clip_eps_low": 0.05,
+            "clip_eps_high": 0.05,
+            "group_normalize_adv": False,
+        },
         "controllers": {"kl": KL},
     }
     named = {"dataset_solution_column", "evaluation_strategy", "per_device_eval_batch_size", "vllm_stop_sequences"}
@@ -127,8 +137,9 @@ def test_the_maxent_recipe_of_the_pair():
         "algorithm_args": {
             "tau": 1e-4,
             "beta": 0.5,
+            "kl_level": "sequence",
             "q_temperature": 0.7,
-            "form": "likelihood",
+            **DOCUMENT_FORM,
             "clip_coeff": 1.0,
             "clip_baseline": 0.25,
             "clip_eps_low": 0.05,
@@ -151,6 +162,20 @@ def test_the_maxent_recipe_of_the_pair():
     }
 
 
+def test_the_objective_is_the_documents():
+    """L = -mean sum w l + beta L_kl, with the L_kl of whole answers."""
+    algorithm = make_maxent_grpo(
+        group_size=4, **from_flat({**MAXENT, "maxent_use_clip_objective": False}).recipe["algorithm_args"]
+    )
+    assert isinstance(algorithm.batch_credit, ListwiseCredit)
+    assert (algorithm.batch_credit.baseline, algorithm.batch_credit.sampler_exponent) == ("none", 0.0)
+    assert isinstance(algorithm.loss, CompositeLoss)
+    policy, penalty = [term.loss for term in algorithm.loss.terms]
+    assert isinstance(policy, ListwiseLoss)
+    assert isinstance(penalty, ReferenceKLLoss)
+    assert penalty.level == "sequence"
+
+
 def test_the_pair_differs_in_the_algorithm_and_its_controllers_alone():
     pair = [from_flat(content).recipe for content in (GRPO, MAXENT)]
     different = {key for key in pair[0] | pair[1] if pair[0].get(key) != pair[1].get(key)}
@@ -159,7 +184,8 @@ def test_the_pair_differs_in_the_algorithm_and_its_controllers_alone():
 
 def test_a_key_that_a_switch_makes_idle_is_named():
     idle = from_flat({**MAXENT, "maxent_use_clip_objective": False, "vllm_url": "http://a:1", "maxent_tau_min": 0.0})
-    assert idle.recipe["algorithm_args"] == {"tau": 1e-4, "beta": 0.5, "q_temperature": 0.7, "form": "likelihood"}
+    plain = {"tau": 1e-4, "beta": 0.5, "kl_level": "sequence", "q_temperature": 0.7, **DOCUMENT_FORM}
+    assert idle.recipe["algorithm_args"] == plain
     assert "inference" not in idle.recipe
     assert "least" not in idle.recipe["controllers"]["entropy"]
     assert {"clip_range", "maxent_clip_adv_baseline", "vllm_url", "maxent_tau_min"} <= set(idle.without_effect)

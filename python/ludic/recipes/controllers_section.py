@@ -8,8 +8,8 @@ from typing import Optional
 
 @dataclass
 class KLControllerSection:
-    """Keeps `reference/kl` at a target: changes `beta`, or the coefficient of `reference_kl`. Off
-    while one of the three is 0."""
+    """Keeps `reference/kl`, or `reference/sequence_kl` with `kl_level=sequence`, at a target:
+    changes `beta`, or the coefficient of `reference_kl`. Off while one of the three is 0."""
 
     target: float = 0.0
     """KL between policy and reference, in nats per token."""

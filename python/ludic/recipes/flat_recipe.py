@@ -30,6 +30,8 @@ _DEFAULTS: Mapping[str, Any] = {
     "trainer.minibatches_per_batch": 1,
 }
 """What the document does where a file says nothing."""
+_DOCUMENT_FORM = {"form": "likelihood", "baseline": "none", "sampler_exponent": 0.0}
+"""The document's MaxEnt: l weighted by w itself, and nothing divided by the sampler."""
 KNOWN = (*_SPECIAL, *BETA_NAMES, *SHARED, *MAXENT_ONLY, *META, *SEED, *WITHOUT_EFFECT)
 """Every key of the document."""
 
@@ -134,10 +136,12 @@ def _translate_beta(flat: Mapping[str, Any], settings: dict[str, Any], is_maxent
         )
     if given:
         settings["algorithm_args.beta" if is_maxent else "algorithm_args.reference_kl"] = next(iter(given.values()))
+        settings["algorithm_args.kl_level"] = "sequence"
 
 
 def _translate_clip(flat: Mapping[str, Any], settings: dict[str, Any], is_maxent: bool) -> None:
-    """The document's MaxEnt is the likelihood form; its clip term is on if it is asked for."""
+    """The document's MaxEnt is the likelihood form, without our departures; its clip term is on if
+    it is asked for."""
     own = flat.get("maxent_clip_range")
     width = own if own is not None else flat.get("clip_range")
     if width is not None:
@@ -145,7 +149,7 @@ def _translate_clip(flat: Mapping[str, Any], settings: dict[str, Any], is_maxent
     if not is_maxent:
         settings["algorithm_args.group_normalize_adv"] = False  # the document's advantages are centred, not scaled
         return
-    settings["algorithm_args.form"] = "likelihood"
+    settings |= {f"algorithm_args.{name}": value for name, value in _DOCUMENT_FORM.items()}
     if flat.get("maxent_use_clip_objective"):
         settings.setdefault("algorithm_args.clip_coeff", 1.0)
     else:

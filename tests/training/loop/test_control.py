@@ -49,6 +49,16 @@ def test_a_step_logs_the_coefficients_that_it_used_and_their_change():
     assert stats["weight_entropy_error"] == pytest.approx(0.6)
 
 
+def test_controllers_see_the_kl_that_the_loss_penalises():
+    """The target is .1: .2 raises beta by a tenth, .05 lowers it by a twentieth."""
+    stats = {"reference/kl": 0.2, "reference/sequence_kl": 0.05}
+    for level, beta in (("token", 0.11), ("sequence", 0.095)):
+        algo = make_maxent_grpo(group_size=4, beta=0.1, kl_level=level)
+        control = Control([KLController(algo.coefficients["beta"], target=0.1, horizon=10)], algo)
+        update(control, stats=stats)
+        assert control.values()["beta"] == pytest.approx(beta)
+
+
 def test_what_a_step_did_not_measure_is_not_seen():
     control = make()
     assert update(control, stats={})["delta_tau"] == 0

@@ -27,7 +27,8 @@ class Observation:
     entropy: float | None = None
     """Mean entropy of the groups' weights, in nats. None if unknown."""
     kl: float | None = None
-    """KL between policy and reference, as `reference/kl` logs it. None if unknown."""
+    """KL between policy and reference: `reference/kl`, or `reference/sequence_kl` where the loss
+    penalises that. None if unknown."""
     groups: CandidateGroups | None = None
     """The groups of this rank. None if the algorithm has none."""
     sum_over_ranks: SumOverRanks = tuple

@@ -18,13 +18,16 @@ from ludic.training.controllers.entropy import check_reachable
 from ludic.training.controllers.protocol import Controller, Observation
 from ludic.training.controllers.saved_state import FILE_NAME, controller_state
 from ludic.training.loop.schedule import RunSchedule
+from ludic.training.loss.base import Loss
+from ludic.training.loss.composite import CompositeLoss
+from ludic.training.loss.reference import ReferenceKLLoss
 from ludic.training.maxent.credit import ListwiseCredit
 from ludic.training.preparation import Prepared
 
 logger = logging.getLogger(__name__)
 
-ENTROPY, KL = "weight_entropy", "reference/kl"
-"""Statistics of a step that controllers see."""
+ENTROPY = "weight_entropy"
+"""The statistic of a step that controllers see, beside that of `kl_statistic`."""
 
 
 class Control:
@@ -33,6 +36,7 @@ class Control:
     def __init__(self, controllers: Sequence[Controller], algo: RLAlgorithm) -> None:
         """Raises ConfigError for controllers that do not fit the algorithm or each other."""
         self.controllers, self.coefficients = tuple(controllers), algo.coefficients
+        self._kl = kl_statistic(algo.loss)
         check_names(self.controllers)
         check_coefficients(self.controllers, self.coefficients)
         reading = [controller.name for controller in self.controllers if controller.reads_kl]
@@ -60,7 +64,7 @@ class Control:
             lr_factor=schedule.factor(step),
             warmup_steps=schedule.warmup_steps,
             entropy=stats.get(ENTROPY),
-            kl=stats.get(KL),
+            kl=stats.get(self._kl),
             groups=prepared.groups,
             sum_over_ranks=tuple if prepared.macro.share is not None else lambda sums: ranks.sum_over_ranks(sums, device),
         )
@@ -97,6 +101,14 @@ class Control:
         if not self.controllers:
             return {}
         return {"files": {FILE_NAME: controller_state(self.controllers, self.coefficients, step=step)}}
+
+
+def kl_statistic(loss: Loss) -> str:
+    """The KL to the reference that controllers see, which is the one that the loss penalises: that
+    of whole answers with `kl_level="sequence"`, else that of tokens."""
+    parts = [term.loss for term in loss.terms] if isinstance(loss, CompositeLoss) else [loss]
+    levels = {part.level for part in parts if isinstance(part, ReferenceKLLoss)}
+    return "reference/sequence_kl" if levels == {"sequence"} else "reference/kl"
 
 
 def check_names(controllers: Sequence[Controller]) -> None:
