@@ -132,6 +132,7 @@ def test_a_source_that_the_run_does_not_have_is_an_error() -> None:
     check_reference(ReferenceSection(), has_adapters=False)
     for section, adapters, words in (
         (ReferenceSection("copy"), True, "reference.source"),
+        (ReferenceSection("attached"), True, r"in Python .*AttachedReference"),
         (ReferenceSection("adapters_off"), False, r"lora.rank"),
         (ReferenceSection("adapters_off", "folder"), True, "reference.model"),
     ):

@@ -25,6 +25,12 @@ class ReferenceSection:
 
 def check_reference(section: ReferenceSection, *, has_adapters: bool) -> None:
     """Raise `ConfigError` for a source that does not exist or that this run does not have."""
+    if section.source == "attached":
+        raise ConfigError(
+            "reference.source (attached) needs samples that bring their reference log-probabilities, and those of a recipe are new "
+            "answers of the policy; set reference.source=model, or in Python SampleAttachments.reference_logps on each sample and "
+            "Trainer(reference=AttachedReference())"
+        )
     if section.source not in SOURCES:
         raise ConfigError(f"reference.source ({section.source}) must be one of {', '.join(SOURCES)}")
     if section.source == "adapters_off" and not has_adapters:
