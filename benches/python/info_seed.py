@@ -3,7 +3,7 @@
     python -m benches.python.info_seed              # 3 seeds x 2 arms, 100 steps each
     python -m benches.python.info_seed --seeds 0 0 --steps 40
 
-An arm is `ludic train maxent` with 4 seeds and the coefficient of the loss: 0.1, or 0. A seed
+An arm is `ludic train maxent` with 4 seeds and a coefficient of the loss: 0.1, and 0. A seed
 stands before the question, where this small model, which knows no tags, minds it. The share of
 held-out answers whose seed is predicted is measured every 20 steps; by chance it is 0.25.
 """
@@ -65,10 +65,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs=2, metavar=("FIRST", "LAST"), default=(0, 2))
     parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--coeffs", type=float, nargs="+", default=(COEFF, 0.0), help="coefficients of the loss: 0.1 and 0")
     options = parser.parse_args()
     print("| coefficient | seed | step: predicted | right of one of 4 | reward |\n|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
-        for coeff in (COEFF, 0.0):
+        for coeff in options.coeffs:
             for seed in range(options.seeds[0], options.seeds[1] + 1):
                 course = measure(Path(folder), seed=seed, steps=options.steps, coeff=coeff)
                 predicted = ", ".join(f"{point.step}: {point.pred_acc:.3f}" for point in course)
