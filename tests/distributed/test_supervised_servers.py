@@ -344,6 +344,124 @@ async def test_a_push_waits_shortly_for_a_server_that_hangs_and_later_pushes_do_
                 assert await fleet.sample() == (2, ids_of(WEIGHTS[2]))
 
 
+async def test_a_late_server_that_gives_no_answer_is_still_not_waited_for(fleet, hang):
+    """Its connection breaks, and it hangs again at the next version."""
+    fleet = fleet(2, clock=(clock := Clock()), wait_s=7)
+    first, second = fleet.publisher._servers
+    faults, again = fleet.servers[1].faults, Hang()
+
+    def hang_up(body):
+        hang(body)
+        cut_connection(body)
+
+    async with fleet.client:
+        await fleet.publisher.publish(WEIGHTS[0], 0)
+        faults["/update_weights"] = hang_up
+        clock.goes = lambda: hang.began.is_set() and first.version is fleet.publisher._current
+        try:
+            await fleet.publisher.publish(WEIGHTS[1], 1)
+            fleet.publisher.bring_back()  # which is told at once that it has not answered
+            faults["/update_weights"] = again
+            hang.release()
+            async with asyncio.timeout(DEADLINE_S):
+                while second._life._busy.locked():
+                    await asyncio.sleep(0.001)
+            before = clock.now
+            await fleet.publisher.publish(WEIGHTS[2], 2)
+            assert clock.now - before < 7
+        finally:
+            again.release()
+
+
+async def test_a_thread_that_starts_late_gives_the_newest_version(fleet):
+    """The address of the server is read from a slow disk."""
+    fleet = fleet(2, clock=Clock(), wait_s=0)
+    server, slow, gone_on = fleet.publisher._servers[1], threading.Event(), threading.Event()
+
+    def find_url(number):
+        if slow.is_set() and threading.current_thread().name == "ludic-servers":
+            gone_on.wait(DEADLINE_S)
+        return fleet.urls[number]
+
+    async with fleet.client:
+        await fleet.publisher.publish(WEIGHTS[0], 0)
+        before = set(threading.enumerate())
+        server._find_url = find_url
+        slow.set()
+        for version in (1, 2):
+            await fleet.publisher.publish(WEIGHTS[version], version)
+        late = [thread for thread in threading.enumerate() if thread not in before and thread.name == "ludic-servers"]
+        assert len(late) == 2
+        gone_on.set()
+        for thread in late:
+            await asyncio.to_thread(thread.join, DEADLINE_S)
+        fleet.publisher.bring_back()
+    assert fleet.servers[1].versions_served == ["default", "0", "2"]
+
+
+async def test_a_server_that_loads_a_version_too_late_comes_back(fleet):
+    """It has loaded it when nobody waits for the answer any more."""
+    fleet = fleet(2)
+    first, second = fleet.servers
+
+    def answer_nobody(body):
+        second.on_finish_weight_update(None, body)
+        cut_connection(body)
+
+    async with fleet.client:
+        await fleet.publisher.publish(WEIGHTS[0], 0)
+        second.faults["/finish_weight_update"] = answer_nobody
+        await fleet.publisher.publish(WEIGHTS[1], 1)
+        assert (second.version, second.paused) == ("1", "abort")
+        assert [await fleet.sample() for _ in range(4)] == [(1, ids_of(WEIGHTS[1]))] * 4
+        second.faults.clear()
+        fleet.publisher.bring_back()
+        assert (second.version, second.paused) == ("1", None)
+        await fleet.publisher.publish(WEIGHTS[2], 2)
+        assert (first.version, second.version) == ("2", "2")
+
+
+async def test_a_warning_says_which_server_does_not_come_back(fleet, caplog):
+    """Once, until something else fails."""
+    fleet = fleet(2)
+    url, faults = fleet.urls[1], fleet.servers[1].faults
+
+    def warnings():
+        return [record.getMessage() for record in caplog.records if record.msg.startswith("%s is not back, and")]
+
+    async with fleet.client:
+        await fleet.publisher.publish(WEIGHTS[0], 0)
+        faults["/update_weights"] = refuse("out of memory")
+        await fleet.publisher.publish(WEIGHTS[1], 1)
+        for _ in range(3):
+            fleet.publisher.bring_back()
+        (warning,) = warnings()
+        assert warning.startswith(f"{url} is not back, and gets no requests: ")
+        assert "out of memory" in warning
+        assert warning.endswith("; this is tried again; end its process to have it restarted")
+        faults["/update_weights"] = refuse("no such file")
+        fleet.publisher.bring_back()
+        assert "no such file" in warnings()[1]
+        faults.clear()
+        fleet.publisher.bring_back()
+        assert fleet.servers[1].version == "1"
+
+
+async def test_a_server_that_hangs_does_not_keep_the_process_from_ending(fleet, hang):
+    """Not even while it loads a version, which Ctrl-C does not interrupt."""
+    fleet = fleet(2, clock=Clock(), wait_s=0)
+    async with fleet.client:
+        await fleet.publisher.publish(WEIGHTS[0], 0)
+        before = set(threading.enumerate())
+        fleet.servers[1].faults["/finish_weight_update"] = hang
+        publishing = asyncio.create_task(fleet.publisher.publish(WEIGHTS[1], 1))
+        assert await asyncio.to_thread(hang.began.wait, DEADLINE_S)
+        await publishing
+        held = [thread for thread in threading.enumerate() if thread not in before and thread.name.startswith("ludic-servers")]
+        assert held
+        assert all(thread.daemon for thread in held)
+
+
 async def test_a_server_that_hangs_does_not_keep_another_from_coming_back(fleet, hang):
     fleet = fleet(3, clock=Clock(), wait_s=0)
     async with fleet.client:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 RETRY_S = 0.2
 """How long to wait for a server that is not back yet."""
+NOT_BACK = "this is tried again; end its process to have it restarted"
 
 
 class SupervisedServers(Publisher):
@@ -147,7 +149,7 @@ class SupervisedServers(Publisher):
         version = self._current
         assert version is not None
         lacking = [server for server in self._servers if server.version is not version]
-        asked = [server.ask(lambda life: life.give(lambda: version)) for server in lacking]
+        asked = [server.ask(lambda life: life.give(self._find_newest)) for server in lacking]
 
         def is_served() -> bool:
             return any(server.version is version for server in self._servers)
@@ -164,6 +166,10 @@ class SupervisedServers(Publisher):
         self._is_first = False
         for server, error in failures.items():
             logger.warning("%s does not serve version %s yet: %s", server.url, version.name, error)
+
+    def _find_newest(self) -> ServedVersion:
+        assert self._current is not None
+        return self._current
 
     def _wait(
         self, asked: Sequence[AskedServer[Any]], is_enough: Callable[[], bool], *, forever: bool = False
@@ -210,19 +216,29 @@ class SupervisedServers(Publisher):
         if version is None:
             return
 
-        def give(life: ServerLife) -> None:
-            if life.has(version):  # asked beside a push, which is not to wait for the answer
-                return
-            if (given := life.give(lambda: self._current or version)) is not None:
-                logger.warning("%s is back, with version %s of the weights", life.url, given.name)
-
         asked = []
         for server in self._servers:
             if server.returning is None or server.returning.done():
-                asked.append(server.ask(give))
+                asked.append(server.ask(partial(self._return, server, version)))
                 server.returning = asked[-1].future
         for server, error in self._wait(asked, lambda: True).items():
             logger.info("%s is not back: %s", server.url, error)
+
+    def _return(self, server: SupervisedServer, version: ServedVersion, life: ServerLife) -> None:
+        """Give a server the newest version, which was `version`, unless it has it. A failure is
+        logged as a warning, once, unless the server has ended or is being talked to."""
+        try:
+            if life.has(version):  # asked beside a push, which is not to wait for the answer
+                return
+            given = life.give(self._find_newest)
+        except Exception as error:
+            if not isinstance(error, HangsError) and not is_dead(error) and str(error) != server.warned:
+                logger.warning("%s is not back, and gets no requests: %s; %s", life.url, error, NOT_BACK)
+                server.warned = str(error)
+            raise
+        server.warned = ""
+        if given is not None:
+            logger.warning("%s is back, with version %s of the weights", life.url, given.name)
 
     def expect_change(self, expected: bool) -> None:
         self._unchanged.change_expected = expected

@@ -76,7 +76,8 @@ class ServerLife:
     def give(self, find_newest: Callable[[], ServedVersion]) -> ServedVersion | None:
         """Have it load the newest version and serve it, unless it has it. Returns what it was
         given. The name changes together with the weights, in the same life of the server, or not
-        at all."""
+        at all. `find_newest` is called once nobody else talks to the server, so that no version is
+        followed by one before it."""
         with self._alone():
             version = find_newest()
             if self.has(version):
@@ -110,10 +111,12 @@ class SupervisedServer:
         self._life: ServerLife | None = None
         self._lock = threading.Lock()
         self.is_late = False
-        """Whether it had not answered when the last wait for it ended. It is not waited for again
-        until it has answered."""
+        """Whether it had not answered when a wait for it ended. It is not waited for again until it
+        has taken a step."""
         self.returning: Future[None] | None = None
         """The last attempt to bring it back."""
+        self.warned = ""
+        """The last failure to bring it back that was logged as a warning; empty once it is back."""
 
     @property
     def url(self) -> str:
@@ -141,10 +144,9 @@ class SupervisedServer:
         of its calls. The thread ends with the process."""
 
         def answer() -> T:
-            try:
-                return step(self.life())
-            finally:
-                self.is_late = False
+            taken = step(self.life())
+            self.is_late = False
+            return taken
 
         return AskedServer(self, self._find_url(self._number), start_in_thread(answer, daemon=True))
 
@@ -181,8 +183,10 @@ class AskedServer(Generic[T]):
 
 def prepare(control: VllmControlPlane) -> ServerManifest:
     """Make a server ready for a push. One that is silent is given up after the short deadline of
-    the first question, not after that of a push."""
+    the first question, not after that of a push. One that was taken out of service, because it did
+    not say in time that it had loaded a version, is asked again: it is given all weights."""
     control.links[0].endpoints.weight_version()
+    control.links[0].drained = False
     return control.prepare()
 
 

@@ -72,8 +72,9 @@ def start_in_thread(call: Callable[[], T], *, daemon: bool = False) -> Future[T]
 
 def complete_before_interrupt(call: Callable[[], T], *, what: str) -> T:
     """Run a call in a thread and return its result. A Ctrl-C during the call is raised after it. A
-    second one is raised at once, but the process still ends only after the call."""
-    future = start_in_thread(call)
+    second one is raised at once, but the process still ends only after the call, unless it is made
+    in a daemon thread, which Ctrl-C does not reach and which ends with the process."""
+    future = start_in_thread(call, daemon=threading.current_thread().daemon)
     try:
         wait([future])
     except BaseException as interrupt:
