@@ -49,6 +49,19 @@ def test_the_first_backend_that_works_is_chosen(machine, working, job, chosen):
     assert {name for name, entry in info["backends"].items() if entry["available"] and name in CHECKS} == set(working)
 
 
+@pytest.mark.parametrize("name", ["podman", "podman-hpc"])
+def test_a_podman_that_cannot_run_is_not_available(name, monkeypatch, tmp_path):
+    is_available = getattr(backends, CHECKS[name])
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert not is_available()
+    for body, works in [("[ $1 = info ]", True), ("exit 125", False), ("exec /bin/sleep 600", False)]:
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+        if "sleep" in body:
+            monkeypatch.setattr(backends, "TRIAL_S", 0.01)
+        assert is_available() == works
+
+
 def test_without_a_backend_the_error_says_what_to_install(machine):
     machine()
     with pytest.raises(RuntimeError, match=r"No sandbox backend available.*apt install bubblewrap.*ludic\[docker\]") as caught:

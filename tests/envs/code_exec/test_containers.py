@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import os
 import struct
 import subprocess
 import sys
@@ -9,7 +10,8 @@ import sys
 import pytest
 from hypothesis import given, strategies as st
 
-from ludic.envs.code_exec.containers import USERS, ContainerPlan, has_ended, megabytes_of, this_process
+from ludic.envs.code_exec import containers
+from ludic.envs.code_exec.containers import USERS, ContainerPlan, Users, has_ended, megabytes_of, this_process
 from ludic.envs.code_exec.docker_sandbox import DockerProcess, DockerSandboxConfig, DockerSandboxPool
 from ludic.envs.code_exec.factory import create_sandbox_pool
 from ludic.envs.code_exec.podman_sandbox import PodmanConfig, PodmanHPCSandbox, PodmanHPCSandboxPool, run_arguments
@@ -32,10 +34,16 @@ def test_sizes_that_are_refused(size):
 def test_each_container_has_a_name_and_a_user_of_its_own():
     plans = [ContainerPlan.of("p", "100m", "/work", True) for _ in range(20)]
     assert len({plan.name for plan in plans}) == 20
-    assert len({plan.user for plan in plans}) > 10
     assert all(plan.user in USERS for plan in plans)
     assert plans[0].places == {"/work": 64, "/tmp": 16, "/dev/shm": 16}
     assert plans[0].total_memory_mb == 100 + 96 + 128  # a program, its files, and what watches it
+
+
+def test_no_two_containers_of_a_pool_have_the_same_user():
+    users = Users()
+    plans = [ContainerPlan.of("p", "100m", "/work", True, users) for _ in range(2_000)]
+    assert len({plan.user for plan in plans}) == 2_000
+    assert {users.draw() for _ in USERS} == set(USERS)  # also past the last one
 
 
 @pytest.mark.parametrize("folder", ["/", "/tmp", "work"])
@@ -51,6 +59,40 @@ def test_whether_the_process_that_made_a_container_has_ended():
     assert has_ended(f"{machine} {2**22 + 1} 5")
     assert not has_ended(f"other/machine {2**22 + 1} 5")
     assert not has_ended("")
+
+
+@pytest.mark.parametrize("hidden", [FileNotFoundError, PermissionError])
+def test_a_process_that_cannot_be_seen_has_not_ended(monkeypatch, hidden):
+    """As on a /proc with `hidepid`, where others' processes are not there, or not readable."""
+    machine, _, start = this_process().rsplit(" ", 2)
+    see = containers._start_of
+
+    def see_own(pid):
+        if pid != os.getpid():
+            raise hidden(pid)
+        return see(pid)
+
+    monkeypatch.setattr(containers, "_start_of", see_own)
+    assert not has_ended(f"{machine} {os.getppid()} {start}")
+
+
+def test_a_process_that_may_not_be_read_has_not_ended(monkeypatch):
+    machine, _, start = this_process().rsplit(" ", 2)
+
+    def see(pid):
+        if pid == 1:
+            return "5"
+        raise PermissionError(pid)
+
+    monkeypatch.setattr(containers, "_start_of", see)
+    assert not has_ended(f"{machine} 77 {start}")
+
+
+def test_containers_of_another_user_are_left_alone(monkeypatch):
+    machine = this_process().rsplit(" ", 2)[0]
+    other = os.getuid() + 1
+    monkeypatch.setattr(os, "getuid", lambda: other)
+    assert not has_ended(f"{machine} {2**22 + 1} 5")
 
 
 def test_what_podman_is_asked_for():

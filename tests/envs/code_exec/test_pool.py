@@ -2,6 +2,7 @@ import asyncio
 
 import pytest
 from fake_sandboxes import FakePool, Scripted
+from jumping_loop import play_jumping
 
 from ludic.envs.code_exec.sandbox import SandboxPool
 from ludic.envs.code_exec.types import (
@@ -26,7 +27,7 @@ def in_loop(play, *arguments, **settings):
         assert all(sandbox.stopped for sandbox in pool.made)
         return pool
 
-    return asyncio.run(main())
+    return play_jumping(main())
 
 
 def test_sandboxes_are_lent_reset_and_lent_again():
@@ -129,6 +130,36 @@ def test_a_pool_that_cannot_replace_a_sandbox_gives_up_and_says_why():
             await pool.checkout()
 
     in_loop(play, 1, max_consecutive_failures=3)
+
+
+@pytest.mark.parametrize(("away_s", "is_served"), [(2.0, True), (600.0, False)])
+def test_a_daemon_that_starts_again_is_waited_for(away_s, is_served):
+    """All sandboxes fail at once, and so does every start while it is away."""
+    ended_at = []
+
+    class Away(FakePool):
+        async def _start_sandbox(self):
+            if len(self.made) >= 4 and asyncio.get_running_loop().time() < away_s:
+                raise OSError("no daemon")
+            return await super()._start_sandbox()
+
+    async def main():
+        pool = Away(4)
+        await pool.start()
+        for sandbox in [await pool.checkout() for _ in range(4)]:
+            sandbox.reset_failures = 1
+            await pool.release(sandbox)
+        if is_served:
+            await pool.drain_pending_resets()
+            assert pool.available == 4
+        else:
+            with pytest.raises(SandboxPoolExhaustedError, match="gave up after 5 failures in a row"):
+                await pool.checkout(timeout_s=60)
+        ended_at.append(asyncio.get_running_loop().time())
+        await pool.shutdown()
+
+    play_jumping(main())
+    assert ended_at == [3.0 if is_served else 7.0]  # waits of 1 and 2 s; and of 4 s
 
 
 def test_the_last_sandbox_that_is_not_replaced_ends_the_pool():

@@ -48,6 +48,8 @@ HUMAN_EVAL = {
 CALL_ROWS = {
     "apps": ({"question": "q", "input_output": {"fn_name": "g", "inputs": [[1, None]], "outputs": [[3]]}},
              [(f"{ONE_CALL}(*[1, None])", OneOf(([3], 3)))]),
+    "apps, a list": ({"question": "q", "input_output": {"fn_name": "g", "inputs": [[1]], "outputs": [[0, 0, 0]]}},
+                     [(f"{ONE_CALL}(*[1])", [0, 0, 0])]),
     "live code bench": ({"question_content": "d", "metadata": '{"func_name": "g"}', "public_test_cases": json.dumps(
         [{"input": '[1]\n"a"', "output": "true", "testtype": "functional"}])}, [(f"{ONE_CALL}(*[[1], 'a'])", True)]),
     "columns": ({"question": "q", "function": "g", "inputs": [[1]], "outputs": [2]}, [(f"{ONE_CALL}(*[1])", 2)]),
@@ -81,6 +83,24 @@ def test_a_prompt_names_the_function():
     assert "Write a function `g`." in read_problem(CALL_ROWS["apps"][0]).prompt
     starter = {**CALL_ROWS["live code bench"][0], "starter_code": "class Solution:"}
     assert "```python\nclass Solution:\n```" in read_problem(starter).prompt
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "p", "tests": "import math\nassert math.floor(f(2.5)) == 2"},
+        {"prompt": "p", "tests": ["import math", "from solution import f\nassert math.floor(f(2.5)) == 2"]},
+        {**MBPP, "test_list": ["import math\nassert math.floor(f(2.5)) == 2"], "test_setup_code": "", "challenge_test_list": []},
+        {**HUMAN_EVAL, "prompt": "def f(x):\n", "test": "import math\ndef check(f):\n assert math.floor(f(2.5)) == 2"},
+        {**HUMAN_EVAL, "prompt": "def f(x):\n", "test": "def check(f):\n import math\n assert math.floor(f(2.5)) == 2"},
+    ],
+)
+def test_what_tests_import_is_there(row):
+    problem = read_problem(row)
+    names = {}
+    exec(problem.before, names)
+    exec("def f(x): return x", names)
+    assert [eval(test.input, names) for test in problem.tests] == [2]
 
 
 def test_the_adapter_reads_rows_and_problems():

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 from fake_sandboxes import FakePool
+from jumping_loop import play_jumping
 
 from ludic.envs.code_exec import shared_pool
 from ludic.envs.code_exec.sandbox import SandboxPool
@@ -45,6 +46,100 @@ def test_a_pool_that_does_not_start_is_tried_again():
         asyncio.run(shared.start())
     asyncio.run(shared.start())
     assert shared.available == 1
+
+
+def test_all_who_wait_share_the_error_of_an_opening():
+    opened = []
+
+    async def open_pool():
+        opened.append(1)
+        await asyncio.sleep(60)
+        raise OSError("no room")
+
+    async def main():
+        shared = SharedSandboxPool(open_pool)
+        return await asyncio.gather(*(shared.checkout(timeout_s=90) for _ in range(5)), return_exceptions=True)
+
+    assert [str(error) for error in play_jumping(main())] == ["no room"] * 5
+    assert len(opened) == 1
+
+
+def test_a_checkout_does_not_wait_longer_for_the_opening_which_goes_on():
+    pool, opened = FakePool(1), []
+
+    async def open_pool():
+        opened.append(1)
+        await asyncio.sleep(60)
+        await pool.start()
+        return pool
+
+    async def main():
+        shared, loop = SharedSandboxPool(open_pool), asyncio.get_running_loop()
+        for _ in range(2):
+            with pytest.raises(TimeoutError, match=r"did not start within 20 s"):
+                await shared.checkout(timeout_s=20)
+        assert loop.time() == 40.0
+        sandbox = await shared.checkout(timeout_s=30)
+        assert (loop.time(), len(opened)) == (60.0, 1)
+        with pytest.raises(TimeoutError, match="no sandbox was free"):
+            await shared.checkout(timeout_s=5)
+        assert loop.time() == 65.0
+        await shared.release(sandbox)
+        await shared.shutdown()
+
+    play_jumping(main())
+
+
+@pytest.mark.parametrize("stubborn", [False, True])
+def test_a_shutdown_during_the_opening_leaves_nothing_running(stubborn):
+    pool, started = FakePool(2), []
+
+    async def open_pool():
+        await pool.start()
+        try:
+            started.append(1)
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            if not stubborn:  # else it opens all the same
+                await pool.shutdown()
+                raise
+        return pool
+
+    async def main():
+        shared = SharedSandboxPool(open_pool)
+        waiting = asyncio.ensure_future(shared.checkout(timeout_s=60))
+        while not started:
+            await asyncio.sleep(0)
+        await shared.shutdown()
+        assert len(pool.made) == 2
+        assert all(sandbox.stopped for sandbox in pool.made)
+        with pytest.raises(RuntimeError, match="shut down while they started"):
+            await waiting
+
+    play_jumping(main())
+
+
+def test_an_opening_that_ends_with_its_event_loop_is_done_again():
+    pool, opened = FakePool(1), []
+
+    async def open_pool():
+        opened.append(1)
+        if len(opened) == 1:
+            await asyncio.sleep(3600)
+        await pool.start()
+        return pool
+
+    shared = SharedSandboxPool(open_pool)
+
+    async def give_up():
+        starting = asyncio.ensure_future(shared.start())
+        while not opened:
+            await asyncio.sleep(0)
+        assert not starting.done()
+
+    play_jumping(give_up())
+    play_jumping(shared.start())
+    assert (len(opened), shared.available) == (2, 1)
 
 
 def test_the_time_counts_in_which_some_sandbox_is_lent(monkeypatch):

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import Any
 
-from ludic.envs.code_exec.bubblewrap import is_bubblewrap_available
+from ludic.envs.code_exec.bubblewrap import TRIAL_S, is_bubblewrap_available
 from ludic.envs.code_exec.docker_daemon import connect
+from ludic.envs.code_exec.podman_sandbox import run_podman
 from ludic.envs.code_exec.types import NoSandboxError
 from ludic.errors import LudicError
 
@@ -33,8 +34,8 @@ class SandboxBackend(StrEnum):
 REQUIRES = {
     SandboxBackend.BUBBLEWRAP: "`apt install bubblewrap`, and user namespaces that this user may create",
     SandboxBackend.DOCKER: "a Docker daemon that this user reaches, and `pip install 'ludic[docker]'`",
-    SandboxBackend.PODMAN: "`apt install podman`",
-    SandboxBackend.PODMAN_HPC: "podman-hpc, which the computing centre installs",
+    SandboxBackend.PODMAN: "`apt install podman`, and `podman info` succeeds",
+    SandboxBackend.PODMAN_HPC: "podman-hpc, which the computing centre installs, and `podman-hpc info` succeeds",
     SandboxBackend.SINGULARITY: "Singularity or Apptainer",
 }
 NOTES = {SandboxBackend.SINGULARITY: "not yet implemented"}
@@ -50,11 +51,11 @@ def is_docker_available() -> bool:
 
 
 def is_podman_available() -> bool:
-    return shutil.which("podman") is not None
+    return _works("podman")
 
 
 def is_podman_hpc_available() -> bool:
-    return shutil.which("podman-hpc") is not None
+    return _works("podman-hpc")
 
 
 def is_singularity_available() -> bool:
@@ -82,6 +83,16 @@ def get_backend_info() -> dict[str, Any]:
             backends[backend.value]["note"] = NOTES[backend]
     job = os.environ.get("SLURM_JOB_ID")
     return {"environment": {"in_slurm": job is not None, "slurm_job_id": job}, "backends": backends}
+
+
+def _works(podman: str) -> bool:
+    """Whether it is installed, and says so of itself in time: this user may be without namespaces,
+    or a folder for its images."""
+    path = shutil.which(podman)
+    try:
+        return path is not None and run_podman([path, "info"], timeout_s=TRIAL_S).returncode == 0
+    except (OSError, LudicError):
+        return False
 
 
 def _order() -> list[SandboxBackend]:

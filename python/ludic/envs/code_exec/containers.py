@@ -7,6 +7,7 @@ process ends, because its stdin does. It needs an image with a Python, and no fi
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import re
@@ -39,6 +40,17 @@ PULL_S = 1800.0
 END_S = 60.0
 
 
+class Users:
+    """Draws the users of a pool's containers: all of USERS, in order from one at random, before any
+    comes again."""
+
+    def __init__(self) -> None:
+        self._places = itertools.count(random.SystemRandom().randrange(len(USERS)))
+
+    def draw(self) -> int:
+        return USERS[next(self._places) % len(USERS)]
+
+
 @dataclass(frozen=True)
 class ContainerPlan:
     """How one container is made."""
@@ -51,13 +63,14 @@ class ContainerPlan:
     user: int
 
     @classmethod
-    def of(cls, prefix: str, memory_limit: str, working_dir: str, network_disabled: bool) -> ContainerPlan:
-        """A plan with a name and a user of its own."""
+    def of(
+        cls, prefix: str, memory_limit: str, working_dir: str, network_disabled: bool, users: Users | None = None
+    ) -> ContainerPlan:
+        """A plan with a name of its own, and the next of `users`, or any user."""
         if not working_dir.startswith("/") or working_dir in ("/", "/tmp", "/dev/shm"):
             raise ConfigError(f"working_dir ({working_dir!r}) must be a folder of its own in the container, such as '/workspace'")
         name = f"{prefix}-{uuid.uuid4().hex[:12]}"
-        user = random.SystemRandom().choice(USERS)
-        return cls(name, megabytes_of(memory_limit), working_dir, network_disabled, user)
+        return cls(name, megabytes_of(memory_limit), working_dir, network_disabled, (users or Users()).draw())
 
     @property
     def places(self) -> dict[str, int]:
@@ -95,21 +108,34 @@ def this_process() -> str:
 
 
 def has_ended(process: str) -> bool:
-    """Whether the process of this name has ended; False if it is of another machine."""
+    """Whether the process of this name has ended; False if that is not known: it is of another
+    machine or user, or processes are hidden from this one."""
     machine, _, rest = process.partition(" ")
     pid, _, start = rest.partition(" ")
-    return machine == _machine() and pid.isdigit() and _start_of(int(pid)) != start
+    if machine != _machine() or not pid.isdigit() or not _sees_processes():
+        return False
+    try:
+        return _start_of(int(pid)) != start
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    except OSError:
+        return False
 
 
 def _machine() -> str:
-    """Of processes that see each other's numbers."""
+    """Of processes of one user that see each other's numbers."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+    return f"{boot}/{os.readlink('/proc/self/ns/pid')}/{os.getuid()}"
+
+
+def _sees_processes() -> bool:
+    """Whether /proc shows others' processes: with `hidepid` they look as if they had ended."""
+    try:
+        return bool(_start_of(1))
+    except OSError:
+        return False
 
 
 def _start_of(pid: int) -> str:
-    """When a process started, in ticks since the machine did; empty if there is none."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[19]
-    except OSError:
-        return ""
+    """When a process started, in ticks since the machine did. OSError if it cannot be seen."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[19]

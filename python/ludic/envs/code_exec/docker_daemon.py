@@ -24,6 +24,14 @@ def load_docker() -> ModuleType:
     return docker
 
 
+def daemon_errors() -> tuple[type[Exception], ...]:
+    """What a call to the daemon may raise. One that hangs or has ended is an OSError of requests,
+    or an error of urllib3 while a reply is read."""
+    from urllib3.exceptions import HTTPError  # comes with the package
+
+    return (load_docker().errors.DockerException, OSError, HTTPError)
+
+
 def connect(*, timeout_s: int = 60) -> Any:
     """A client of the daemon at DOCKER_HOST. NoSandboxError if none answers."""
     docker = load_docker()

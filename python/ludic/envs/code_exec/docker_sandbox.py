@@ -10,7 +10,7 @@ import struct
 import threading
 import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,13 +21,15 @@ from ludic.envs.code_exec.containers import (
     FILES_AND_PROCESSES,
     HIDDEN,
     MOST_TASKS,
+    PULL_S,
     START_S,
     ContainerPlan,
+    Users,
     has_ended,
     megabytes_of,
     this_process,
 )
-from ludic.envs.code_exec.docker_daemon import connect, load_docker
+from ludic.envs.code_exec.docker_daemon import connect, daemon_errors, load_docker
 from ludic.envs.code_exec.pool import BaseSandboxPool
 from ludic.envs.code_exec.process_sandbox import LONGEST_REPLY, ProcessSandbox
 from ludic.envs.line_process import LineProcess
@@ -174,6 +176,7 @@ class DockerSandboxPool(BaseSandboxPool):
         self._executor = ThreadPoolExecutor(executor_threads, thread_name_prefix="ludic-docker")
         self._client: Any = None
         self._client_lock = threading.Lock()
+        self._users = Users()
 
     @property
     def python_version(self) -> str:
@@ -194,11 +197,12 @@ class DockerSandboxPool(BaseSandboxPool):
             client.close()
 
     async def _start_sandbox(self) -> DockerSandbox:
-        create = asyncio.get_running_loop().run_in_executor(self._executor, create_container, self._connected(), self._config)
+        create = self._executor.submit(create_container, self._connected(), self._config, self._users)
         try:
-            container = await asyncio.shield(create)
+            container = await asyncio.wrap_future(create)
         except asyncio.CancelledError:
-            create.add_done_callback(_remove_result)
+            if not create.cancel():
+                self._executor.submit(_remove_result, create)  # this event loop may be closed by then
             raise
         sandbox = DockerSandbox(container, self._config, self._executor)
         await sandbox.start()
@@ -220,16 +224,34 @@ class DockerSandboxPool(BaseSandboxPool):
         try:
             client.images.get(self._config.image)
         except docker.errors.ImageNotFound:
-            try:
-                client.images.pull(self._config.image)
-            except docker.errors.APIError as error:
-                raise GradingError(f"the image {self._config.image!r} is not there and could not be pulled: {error}") from error
+            pull_image(client, self._config.image)
 
 
-def create_container(client: Any, config: DockerSandboxConfig) -> Any:
+def pull_image(client: Any, image: str, *, timeout_s: float = PULL_S) -> None:
+    """GradingError if that fails or is not done in time."""
+    pulled: Future[None] = Future()
+
+    def pull() -> None:
+        try:
+            client.images.pull(image)
+        except Exception as error:
+            pulled.set_exception(error)
+        else:
+            pulled.set_result(None)
+
+    threading.Thread(target=pull, name="ludic-pull", daemon=True).start()  # the package has no deadline for it
+    try:
+        pulled.result(timeout_s)
+    except TimeoutError as error:
+        raise GradingError(f"the image {image!r} is not there and was not pulled within {timeout_s} s") from error
+    except daemon_errors() as error:
+        raise GradingError(f"the image {image!r} is not there and could not be pulled: {error}") from error
+
+
+def create_container(client: Any, config: DockerSandboxConfig, users: Users) -> Any:
     """A container that is hardened and has not started."""
     docker = load_docker()
-    plan = ContainerPlan.of("ludic-sandbox", config.memory_limit, config.working_dir, config.network_disabled)
+    plan = ContainerPlan.of("ludic-sandbox", config.memory_limit, config.working_dir, config.network_disabled, users)
     own = f"uid={plan.user},gid={plan.user},mode=0700"
     places = {place: f"size={megabytes}m,{own}" for place, megabytes in plan.places.items()}
     options = {
@@ -261,19 +283,22 @@ def create_container(client: Any, config: DockerSandboxConfig) -> Any:
 def remove_container(container: Any) -> None:
     """Kill and remove a container, and return when it is gone. GradingError if it is not in
     time."""
-    errors = load_docker().errors
+    not_found, failures = load_docker().errors.NotFound, daemon_errors()
     deadline = time.monotonic() + END_S
     while True:
         try:
             return container.remove(force=True)
-        except errors.NotFound:
+        except not_found:
             return None
-        except errors.APIError as error:  # it is being removed
+        except failures as error:  # it is being removed, or the daemon starts again
             if time.monotonic() > deadline:
                 raise GradingError(f"the container {container.name} could not be removed: {error}") from error
         time.sleep(0.02)
 
 
-def _remove_result(created: asyncio.Future[Any]) -> None:
-    if not created.cancelled() and created.exception() is None:
-        remove_container(created.result())
+def _remove_result(created: Future[Any]) -> None:
+    if created.exception() is None:
+        try:
+            remove_container(created.result())
+        except GradingError as error:
+            logger.warning("%s", error)

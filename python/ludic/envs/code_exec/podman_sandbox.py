@@ -24,6 +24,7 @@ from ludic.envs.code_exec.containers import (
     PULL_S,
     START_S,
     ContainerPlan,
+    Users,
     megabytes_of,
 )
 from ludic.envs.code_exec.pool import BaseSandboxPool
@@ -93,9 +94,9 @@ def run_podman(arguments: Sequence[str], *, timeout_s: float) -> PodmanResult:
 class PodmanProcess(LineProcess):
     """The main process of a container, by the `podman run` that it is attached to."""
 
-    def __init__(self, name: str, image: str, config: PodmanConfig) -> None:
+    def __init__(self, name: str, image: str, config: PodmanConfig, users: Users) -> None:
         self._podman, self._prefix, self._image, self._config = find_podman(config.command), name, image, config
-        self._container_name = ""
+        self._users, self._container_name = users, ""
         """Of the container that runs, or ran last."""
         if config.gpu and not self._podman.endswith("-hpc"):
             raise ConfigError("gpu=True needs podman-hpc; for podman, give extra_args what your driver asks for")
@@ -103,7 +104,7 @@ class PodmanProcess(LineProcess):
 
     def _spawn(self) -> subprocess.Popen[bytes]:
         config = self._config
-        plan = ContainerPlan.of(self._prefix, config.memory_limit, config.working_dir, config.network_disabled)
+        plan = ContainerPlan.of(self._prefix, config.memory_limit, config.working_dir, config.network_disabled, self._users)
         self._container_name = plan.name
         self._name = f"the container {plan.name}"
         return subprocess.Popen(
@@ -161,10 +162,11 @@ class PodmanHPCSandbox(ProcessSandbox):
         python_version: str = "3.11",
         exec_semaphore: asyncio.Semaphore | None = None,
         workspace_host_dir: str | None = None,
+        users: Users | None = None,
     ) -> None:
         if workspace_host_dir is not None:
             raise ConfigError(f"workspace_host_dir ({workspace_host_dir!r}) must be None: what programs write is in memory")
-        process = PodmanProcess(container_name, image, config)
+        process = PodmanProcess(container_name, image, config, users or Users())
         memory_mb = megabytes_of(config.memory_limit)
         super().__init__(process, memory_limit_mb=memory_mb, most_memory_mb=memory_mb)
         self._expected_version, self._semaphore = python_version, exec_semaphore
@@ -200,7 +202,7 @@ class PodmanHPCSandboxPool(BaseSandboxPool):
         super().__init__(n_workers, cache_size, auto_replace_failed, max_consecutive_failures, max_concurrent_ops)
         if workspace_base_dir != "auto":
             raise ConfigError(f"workspace_base_dir ({workspace_base_dir!r}) must be 'auto': what programs write is in memory")
-        self._image, self._config = image, config or PodmanConfig()
+        self._image, self._config, self._users = image, config or PodmanConfig(), Users()
         self._version = self._parse_python_version(image)
 
     @property
@@ -214,7 +216,8 @@ class PodmanHPCSandboxPool(BaseSandboxPool):
         await super().start()
 
     async def _start_sandbox(self) -> PodmanHPCSandbox:
-        sandbox = PodmanHPCSandbox(self._get_container_name_prefix(), self._image, self._config, self._version)
+        name = self._get_container_name_prefix()
+        sandbox = PodmanHPCSandbox(name, self._image, self._config, self._version, users=self._users)
         await sandbox.start()
         self._version = sandbox.python_version
         return sandbox

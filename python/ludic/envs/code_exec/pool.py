@@ -18,13 +18,18 @@ from ludic.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+FIRST_WAIT_S = 1.0
+"""Before a start that follows a failed one. It doubles with each."""
+LONGEST_WAIT_S = 30.0
+
 
 class BaseSandboxPool(ABC):
     """A pool of `n_workers` sandboxes. A backend implements `_start_sandbox` and `python_version`.
 
     `release` returns at once; the sandbox is reset in the background, at most `max_concurrent_ops`
-    at the same time. One that cannot be reset is stopped and, if `auto_replace_failed`, replaced.
-    After `max_consecutive_failures` failures with no success between them, every `checkout` raises
+    at the same time. One that cannot be reset is stopped and, if `auto_replace_failed`, replaced,
+    with waits of 1, 2, 4 ... s between starts that fail. After `max_consecutive_failures` failures
+    with no success between them, where those of the same time are one, every `checkout` raises
     SandboxPoolExhaustedError. Sandboxes are used by any number of event loops, one after another.
     """
 
@@ -272,15 +277,18 @@ class BaseSandboxPool(ABC):
             self._failures = 0
             return sandbox
         except Exception as error:
-            self._count_failure("reset", error)
+            self._count_failure("reset", error, before=0 if self._auto_replace_failed else self._failures)
         await self._end(sandbox)
         while self._auto_replace_failed and self._failures < self._max_consecutive_failures:
+            before = self._failures
+            if before > 1:
+                await asyncio.sleep(min(LONGEST_WAIT_S, FIRST_WAIT_S * 2.0 ** (before - 2)))
             try:
                 fresh = await self._start_sandbox()
                 self._failures = 0
                 return fresh
             except Exception as error:
-                self._count_failure("start", error)
+                self._count_failure("start", error, before)
         return None
 
     def _give_up_without_sandboxes(self) -> None:
@@ -291,8 +299,10 @@ class BaseSandboxPool(ABC):
         if self._failures >= self._max_consecutive_failures:
             self._wake(len(self._waiting))
 
-    def _count_failure(self, what: str, error: Exception) -> None:
-        self._failures += 1
+    def _count_failure(self, what: str, error: Exception, before: int) -> None:
+        """One more than `before`, the failures when this was begun: a daemon that is away fails
+        every sandbox at once, which counts once."""
+        self._failures = max(self._failures, before + 1)
         self._last_failure = f"{what}: {type(error).__name__}: {error}"
         logger.warning("a sandbox failed (%d in a row): %s", self._failures, self._last_failure)
 

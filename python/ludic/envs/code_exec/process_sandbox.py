@@ -97,9 +97,11 @@ class ProcessSandbox:
         if self._stopped:
             return
         self._stopped = True
-        self._process.kill()
-        await self._call(self._process.end)
-        self._thread.shutdown(wait=False)
+        try:
+            self._process.kill()
+            await self._call(self._process.end)
+        finally:
+            self._thread.shutdown(wait=False)
 
     async def compile(self, code: str, *, timeout_s: float = 5.0) -> CompileResult:
         request = {"op": "compile", "code": code, "timeout_s": timeout_s, "memory_mb": self._memory_limit_mb}

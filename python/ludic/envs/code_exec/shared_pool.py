@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from typing import Any
 
 from ludic.envs.code_exec.backend import SandboxBackend, detect_available_backend
 from ludic.envs.code_exec.bubblewrap import OWN_VERSION
@@ -15,7 +17,7 @@ from ludic.envs.code_exec.factory import create_sandbox_pool
 from ludic.envs.code_exec.sandbox import Sandbox, SandboxPool
 from ludic.envs.code_exec.types import BatchTestResult
 
-OpenPool = Callable[[], Awaitable[SandboxPool]]
+OpenPool = Callable[[], Coroutine[Any, Any, SandboxPool]]
 MOST_WORKERS = 16
 """Of those that are chosen by the number of processors."""
 
@@ -30,7 +32,10 @@ class SharedSandboxPool:
         self._lock = threading.Lock()
         """For all that follows."""
         self._pool: SandboxPool | None = None
-        self._opening: Future[None] | None = None
+        self._opening: tuple[Future[SandboxPool | None], asyncio.Task[SandboxPool]] | None = None
+        """What all who need the pool wait for, and what opens it."""
+        self._closing = False
+        """Whether it was shut down while it was being opened."""
         self._lent, self._since, self._seconds = 0, 0.0, 0.0
 
     @classmethod
@@ -65,7 +70,19 @@ class SharedSandboxPool:
         await self._opened()
 
     async def checkout(self, timeout_s: float = 30.0) -> Sandbox:
-        sandbox = await (await self._opened()).checkout(timeout_s=timeout_s)
+        """A sandbox that is clean. `timeout_s` includes the opening, which goes on after it."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        try:
+            async with asyncio.timeout_at(deadline) as limit:
+                pool = await self._opened()
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise TimeoutError(
+                f"the sandboxes did not start within {timeout_s} s, and go on starting; raise timeout_s"
+            ) from error
+        sandbox = await pool.checkout(timeout_s=max(0.0, deadline - loop.time()))
         with self._lock:
             if self._lent == 0:
                 self._since = time.monotonic()
@@ -82,6 +99,15 @@ class SharedSandboxPool:
             await pool.release(sandbox)
 
     async def shutdown(self) -> None:
+        """End all sandboxes. An opening is cancelled first, and whoever waits for it is told so."""
+        with self._lock:
+            opening = self._opening
+            self._closing = opening is not None
+        if opening is not None:
+            opened, task = opening
+            task.get_loop().call_soon_threadsafe(task.cancel)
+            with contextlib.suppress(Exception):
+                await asyncio.shield(asyncio.wrap_future(opened))
         with self._lock:
             pool, self._pool = self._pool, None
         if pool is not None:
@@ -95,27 +121,34 @@ class SharedSandboxPool:
             self._pool.put_cached(code_hash, tests_hash, result)
 
     async def _opened(self) -> SandboxPool:
-        """The other pool. Whoever asks while it is being opened waits for that."""
+        """The other pool. Whoever asks while it is being opened waits for that, and shares its
+        error."""
         while True:
             with self._lock:
                 if self._pool is not None:
                     return self._pool
-                other = self._opening
-                if other is None:
-                    self._opening = Future()
-            if other is not None:
-                await asyncio.shield(asyncio.wrap_future(other))
-                continue
-            try:
-                pool = await self._open_pool()
-                with self._lock:
-                    self._pool = pool
+                if self._opening is None:
+                    opened: Future[SandboxPool | None] = Future()
+                    task = asyncio.ensure_future(self._open_pool())
+                    task.add_done_callback(self._settle)
+                    self._opening = (opened, task)
+                opened = self._opening[0]
+            if (pool := await asyncio.shield(asyncio.wrap_future(opened))) is not None:
                 return pool
-            finally:
-                with self._lock:
-                    opening, self._opening = self._opening, None
-                assert opening is not None
-                opening.set_result(None)
+
+    def _settle(self, task: asyncio.Task[SandboxPool]) -> None:
+        failure = None if task.cancelled() else task.exception()
+        pool = None if task.cancelled() or failure is not None else task.result()
+        with self._lock:
+            assert self._opening is not None
+            opened, self._opening, self._pool = self._opening[0], None, pool
+            closing, self._closing = self._closing, False
+        if closing:
+            failure = failure or RuntimeError("the sandboxes were shut down while they started")
+        if failure is not None:
+            opened.set_exception(failure)
+        else:
+            opened.set_result(pool)  # None: the event loop that opened it has ended, and another one may
 
 
 def share_sandboxes(n_workers: int | None = None, backend: str = "auto") -> SharedSandboxPool:

@@ -41,6 +41,17 @@ def read_asserts(source: str, *, rename: dict[str, str] | None = None) -> list[T
     return tests
 
 
+def read_imports(source: str) -> str:
+    """The imports of a source of asserts, also those in its functions, for what runs before the
+    program. One that fails is left out, as `from solution import f` is of the program itself.
+
+    Example: `import math` gives that line, in a `try` of its own.
+    """
+    imports = [node for node in ast.walk(_parse(source)) if isinstance(node, ast.Import | ast.ImportFrom)]
+    lines = [ast.unparse(node) for node in imports if not (isinstance(node, ast.ImportFrom) and node.module == "__future__")]
+    return "".join(f"try:\n    {line}\nexcept ImportError:\n    pass\n" for line in dict.fromkeys(lines))
+
+
 def read_check_function(source: str, *, name: str = "check", entry_point: str) -> list[TestCase]:
     """The tests of a function of asserts, such as HumanEval's `def check(candidate)`."""
     functions = [part for part in _parse(source).body if isinstance(part, ast.FunctionDef) and part.name == name]

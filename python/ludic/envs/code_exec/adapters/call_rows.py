@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ludic.envs.code_exec.adapters.asserts import read_asserts, read_check_function
+from ludic.envs.code_exec.adapters.asserts import read_asserts, read_check_function, read_imports
 from ludic.envs.code_exec.adapters.problem import CodingProblem
 from ludic.envs.code_exec.adapters.stdin_rows import LIVE_CODE_BENCH, live_code_bench_tests, parse_column, zip_tests
 from ludic.envs.code_exec.calls.values import OneOf
@@ -25,7 +25,7 @@ def read_call_tests(row: Mapping[str, Any], problem: CodingProblem) -> CodingPro
         return _read_human_eval(row, problem)
     tests = parse_tests(row["tests"]) if row.get("tests") else []
     if tests and all(isinstance(test, str) for test in tests):
-        before = str(row.get("before") or "")
+        before = _join([*map(read_imports, tests), str(row.get("before") or "")])
         return replace(problem, tests=_number(tests), calls=True, before=before)
     return _read_json_calls(row, problem)
 
@@ -38,6 +38,10 @@ def parse_tests(value: Any) -> Sequence[Any]:
     return tests if isinstance(tests, list) else [tests]
 
 
+def _join(texts: Sequence[str]) -> str:
+    return "\n".join(filter(None, texts)).strip()
+
+
 def _number(sources: Sequence[str]) -> list[TestCase]:
     tests = [test for source in sources for test in read_asserts(source)]
     return [replace(test, id=f"test_{place}") for place, test in enumerate(tests)]
@@ -48,7 +52,7 @@ def _read_mbpp(row: Mapping[str, Any], problem: CodingProblem) -> CodingProblem:
     too."""
     sources = [*row["test_list"], *(row.get("challenge_test_list") or [])]
     imports = row.get("test_imports") or []
-    before = "\n".join([*imports, str(row.get("test_setup_code") or "")]).strip()
+    before = _join([*imports, *map(read_imports, sources), str(row.get("test_setup_code") or "")])
     shown = f"{problem.prompt}\n\nThe program must pass this test, and others:\n{row['test_list'][0]}"
     return replace(problem, prompt=shown, tests=_number(sources), calls=True, before=before)
 
@@ -58,7 +62,7 @@ def _read_human_eval(row: Mapping[str, Any], problem: CodingProblem) -> CodingPr
     program is the whole function."""
     tests = read_check_function(row["test"], entry_point=row["entry_point"])
     shown = f"Complete this function. Write all of it, with its imports:\n\n```python\n{problem.prompt.rstrip()}\n```"
-    before = f"{problem.prompt.rstrip()}\n    pass\n"
+    before = f"{problem.prompt.rstrip()}\n    pass\n{read_imports(row['test'])}"
     return replace(problem, prompt=shown, tests=tests, calls=True, before=before)
 
 
@@ -98,8 +102,8 @@ def _named_calls(row: Mapping[str, Any]) -> tuple[str | None, list[tuple[list[An
 
 
 def _in_a_list(expected: Any) -> Any:
-    """Some outputs of APPS are the value, others the value in a list."""
-    return OneOf((expected, expected[0])) if isinstance(expected, list) and expected else expected
+    """Some outputs of APPS are the value, others the value in a list of its own."""
+    return OneOf((expected, expected[0])) if isinstance(expected, list) and len(expected) == 1 else expected
 
 
 def _literal(arguments: Any) -> str:
