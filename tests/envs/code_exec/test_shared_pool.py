@@ -9,6 +9,7 @@ from jumping_loop import play_jumping
 from ludic.envs.code_exec import shared_pool
 from ludic.envs.code_exec.sandbox import SandboxPool
 from ludic.envs.code_exec.shared_pool import SharedSandboxPool, share_sandboxes
+from ludic.errors import LudicError
 
 
 def test_it_starts_the_pool_once_when_it_is_first_needed():
@@ -168,3 +169,21 @@ def test_without_a_backend_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere")
     with pytest.raises(RuntimeError, match=r"No sandbox backend available.*apt install bubblewrap"):
         share_sandboxes()
+
+
+@pytest.mark.parametrize(
+    ("backend", "message"),
+    [
+        ("bubblewarp", r"Unknown backend 'bubblewarp'; it must be one of auto, bubblewrap"),
+        ("bubblewrap", r"bubblewrap does not work here.*apt install bubblewrap"),
+        ("docker", r"docker does not work here.*a Docker daemon"),
+        ("podman-hpc", r"podman-hpc does not work here"),
+        ("singularity", r"singularity is not yet implemented"),
+    ],
+)
+def test_a_backend_that_cannot_work_is_refused_before_a_program_runs(monkeypatch, backend, message):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere")
+    with pytest.raises(LudicError, match=message):
+        share_sandboxes(2, backend)
+    assert share_sandboxes(2, "unsafe_subprocess").available == 0

@@ -15,7 +15,7 @@ from ludic.envs.code_exec.bubblewrap import TRIAL_S, is_bubblewrap_available
 from ludic.envs.code_exec.docker_daemon import connect
 from ludic.envs.code_exec.podman_sandbox import run_podman
 from ludic.envs.code_exec.types import NoSandboxError
-from ludic.errors import LudicError
+from ludic.errors import ConfigError, LudicError
 
 
 class SandboxBackend(StrEnum):
@@ -72,6 +72,27 @@ def detect_available_backend() -> SandboxBackend:
         f"No sandbox backend available. Programs need one of: {choices}. Trusted programs run without one with "
         f"backend={SandboxBackend.UNSAFE_SUBPROCESS.value!r}"
     )
+
+
+def parse_backend(name: str) -> SandboxBackend:
+    """ConfigError for an unknown name."""
+    try:
+        return SandboxBackend(name)
+    except ValueError:
+        raise ConfigError(f"Unknown backend {name!r}; it must be one of {', '.join(SandboxBackend)}") from None
+
+
+def choose_backend(name: str) -> SandboxBackend:
+    """The backend of this name, which for `auto` is one that works. ConfigError for an unknown
+    name, NoSandboxError if it does not work here."""
+    chosen = parse_backend(name)
+    if chosen is SandboxBackend.AUTO:
+        return detect_available_backend()
+    if chosen is SandboxBackend.SINGULARITY:
+        raise NoSandboxError(f"the backend {chosen} is {NOTES[chosen]}; bubblewrap needs neither root nor a daemon")
+    if chosen is not SandboxBackend.UNSAFE_SUBPROCESS and not _checks()[chosen]():
+        raise NoSandboxError(f"the backend {chosen} does not work here; it needs {REQUIRES[chosen]}")
+    return chosen
 
 
 def get_backend_info() -> dict[str, Any]:

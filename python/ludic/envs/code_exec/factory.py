@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ludic.envs.code_exec.backend import REQUIRES, SandboxBackend, detect_available_backend
+from ludic.envs.code_exec.backend import REQUIRES, SandboxBackend, detect_available_backend, parse_backend
 from ludic.envs.code_exec.bubblewrap import OWN_VERSION, BubblewrapConfig, BubblewrapSandboxPool, is_bubblewrap_available
 from ludic.envs.code_exec.docker_sandbox import DockerSandboxConfig, DockerSandboxPool
 from ludic.envs.code_exec.podman_sandbox import PodmanConfig, PodmanHPCSandboxPool
@@ -34,10 +34,7 @@ async def create_sandbox_pool(
         raise ConfigError(
             f"workspace_base_dir ({workspace_base_dir!r}) must be 'auto': what programs write is in memory, of limited size"
         )
-    try:
-        chosen = SandboxBackend(backend)
-    except ValueError:
-        raise ConfigError(f"Unknown backend {backend!r}; it must be one of {', '.join(SandboxBackend)}") from None
+    chosen = parse_backend(backend)
     if chosen is SandboxBackend.AUTO:
         chosen = detect_available_backend()
     settings = {"n_workers": n_workers, "cache_size": cache_size, "max_concurrent_ops": max_concurrent_ops, **backend_kwargs}

@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any
 
-from ludic.envs.code_exec.backend import SandboxBackend, detect_available_backend
+from ludic.envs.code_exec.backend import choose_backend
 from ludic.envs.code_exec.bubblewrap import OWN_VERSION
 from ludic.envs.code_exec.factory import create_sandbox_pool
 from ludic.envs.code_exec.sandbox import Sandbox, SandboxPool
@@ -153,7 +153,7 @@ class SharedSandboxPool:
 
 def share_sandboxes(n_workers: int | None = None, backend: str = "auto") -> SharedSandboxPool:
     """The sandboxes of a task or a reward function: `n_workers`, by default one a processor. Raises
-    NoSandboxError at once if `backend` is `auto` and none works."""
+    at once if `backend` is unknown (ConfigError) or does not work here (NoSandboxError)."""
     workers = n_workers or min(MOST_WORKERS, len(os.sched_getaffinity(0)))
-    chosen = detect_available_backend() if backend == SandboxBackend.AUTO else backend
+    chosen = choose_backend(backend)
     return SharedSandboxPool(lambda: create_sandbox_pool(workers, chosen, python_version=None))
