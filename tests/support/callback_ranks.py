@@ -7,6 +7,7 @@ import sys
 from forked_ranks import run_ranks
 from training_samples import ListSource, cpu_config, sorting_items, tiny_model
 
+from ludic.errors import LudicError
 from ludic.training import Callback, CheckpointConfig, KeepBest, StopOnMetric, Trainer, make_sft
 from ludic.training.batching.shared_batches import SharedBatches
 
@@ -50,6 +51,22 @@ def run(rank, world, folder, resume_from=None):
     return {"step": trainer.current_step, "stop": None if stop is None else stop.reason, "seen": failing.seen}
 
 
+def run_unequal(rank, world):
+    """The error that a rank raises if rank 0 alone has a callback."""
+    try:
+        Trainer(
+            model=tiny_model(),
+            algo=make_sft(),
+            batch_source=SharedBatches(ListSource(sorting_items(4)) if rank == 0 else None),
+            cfg=cpu_config(),
+            callbacks=[Failing()] if rank == 0 else [],
+        )
+    except LudicError as error:
+        return str(error)
+    return "none"
+
+
 if __name__ == "__main__":
     whole = run_ranks(2, run, sys.argv[1])
-    print(json.dumps({"whole": whole, "resumed": run_ranks(2, run, sys.argv[1], 4)}))
+    resumed = run_ranks(2, run, sys.argv[1], 4)
+    print(json.dumps({"whole": whole, "resumed": resumed, "unequal": run_ranks(2, run_unequal)}))

@@ -15,9 +15,6 @@ from ludic.training import ranks
 from ludic.training.checkpoint import CheckpointConfig, CheckpointManager
 from ludic.training.trainer import Trainer
 
-STOP_PATIENCE_S = 20.0
-"""How long the last checkpoint of a run waits for batches that are being generated."""
-
 
 def read_kept_metadata(checkpoints: Path) -> list[dict[str, Any]]:
     """The metadata of the checkpoints in the folder, without those that cannot be read."""

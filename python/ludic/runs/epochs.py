@@ -7,10 +7,11 @@ from typing import Any, Protocol, TypeVar
 
 from ludic.recipes.epochs_schema import EpochsRecipe
 from ludic.runs.base import RunParts, TrainerT, TrainingRun
-from ludic.runs.checkpoints import STOP_PATIENCE_S, restore_best_weights
+from ludic.runs.checkpoints import restore_best_weights
 from ludic.runs.directory import RunDirectory
 from ludic.runs.stop_request import Interrupted
 from ludic.training.batching.epochs import ItemBatchSource
+from ludic.training.batching.source import STOP_PATIENCE_S
 
 
 class EpochsParts(RunParts, Protocol):

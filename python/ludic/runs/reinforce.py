@@ -33,7 +33,7 @@ from ludic.runs.actors.policy_versions import PolicyVersions
 from ludic.runs.actors.supervision import ActorProcesses, run_actors
 from ludic.runs.actors.trainer_side import ActorBatches
 from ludic.runs.base import TrainingRun
-from ludic.runs.checkpoints import STOP_PATIENCE_S, has_checkpoint, restore_best_weights
+from ludic.runs.checkpoints import has_checkpoint, restore_best_weights
 from ludic.runs.control import check_control, open_control
 from ludic.runs.data.warmup import Warmup
 from ludic.runs.directory import DONE, RunDirectory
@@ -58,6 +58,7 @@ from ludic.tasks.measures import logged_names, task_reducers
 from ludic.training import ranks, watchdog
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.batching.overlapped import OverlappedSource
+from ludic.training.batching.source import STOP_PATIENCE_S
 from ludic.training.batching.synced_batching import RolloutBatchSource
 from ludic.training.config import TrainerConfig
 from ludic.training.loggers import TrainingLogger

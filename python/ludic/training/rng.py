@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import base64
 import random
-from collections.abc import Iterator, Mapping
+import types
+from collections.abc import Coroutine, Generator, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 def rng_state() -> dict[str, Any]:
@@ -56,6 +59,26 @@ def preserved_rng() -> Iterator[None]:
         yield
     finally:
         set_rng_state(state)
+
+
+@types.coroutine
+def await_preserving_rng(work: Coroutine[Any, Any, T]) -> Generator[Any, Any, T]:
+    """Await `work` with the generators restored whenever it pauses, and at its end: neither do its
+    draws change those of other tasks, nor are theirs undone."""
+    error: BaseException | None = None
+    value: Any = None
+    while True:
+        try:
+            with preserved_rng():
+                pause = work.send(value) if error is None else work.throw(error)
+        except StopIteration as done:
+            result: T = done.value
+            return result
+        value = error = None
+        try:
+            value = yield pause
+        except BaseException as thrown:
+            error = thrown
 
 
 def _encode(raw: bytes) -> str:

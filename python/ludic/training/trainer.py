@@ -197,7 +197,7 @@ class Trainer:
         StopAsyncIteration. `log_fn` gets the statistics of every `log_every`-th step, `eval_log_fn`
         those of each evaluation. A run that was killed before it evaluated its last step evaluates
         it first. A run that early stopping ended takes no step unless the patience is raised, and
-        one that a callback ended none unless it is asked for more steps than before."""
+        one that a callback ended none unless its last step is to be later than before."""
         last = None if num_steps is None else self._step + num_steps
         self.schedule.begin(last)
         if not self.early_stopping.stopped:
@@ -206,8 +206,9 @@ class Trainer:
             while not await self._should_stop(eval_log_fn) and (last is None or self._step < last):
                 try:
                     stats = await self.train_step()
-                except (RequestsExhausted, StopRequested, StopAsyncIteration):
+                except (RequestsExhausted, StopRequested, StopAsyncIteration) as error:
                     if last is None:
+                        await self.callbacks.end_if_requested(error)
                         return
                     raise
                 if log_fn is not None and self._step % log_every == 0:

@@ -1,6 +1,7 @@
 """Keeping the best checkpoint and stopping by a metric, in runs that are killed and resumed."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -87,6 +88,18 @@ def test_a_killed_run_resumes_to_the_same_end_bit_for_bit(whole, tmp_path, every
     assert {"step_000004", "step_000010"} <= {path.name for path in tmp_path.glob("step_*")}
     resumed, _ = run(tmp_path, every, resumed=True)
     assert resumed.current_step == END
+
+
+def test_a_best_whose_checkpoint_is_gone_is_forgotten(tmp_path, caplog):
+    """As after a fall back to a checkpoint before the one for which the best was deleted."""
+    assert run(tmp_path, 2, kill_at=8)[0] is None
+    shutil.rmtree(tmp_path / "step_000004")
+    _, (keep, _) = run(tmp_path, 2, resumed=True)
+    assert "the best checkpoint, of step 4, is missing or damaged" in caplog.text
+    assert (keep.best, keep.best_step) == (0.55, 10)
+    named = json.loads((tmp_path / "best.json").read_text())
+    assert named["checkpoint"] == "step_000010"
+    assert (tmp_path / "step_000010").is_dir()
 
 
 def values_until_stop(callback, values):

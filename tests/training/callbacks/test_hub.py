@@ -1,14 +1,17 @@
 """Checkpoints are pushed to a hub, without holding up the run and without failing it."""
 
+import asyncio
 import inspect
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from training_samples import ListSource, cpu_config, sorting_items, tiny_model
 
-from ludic.errors import ConfigError
+from ludic.errors import ConfigError, StopRequested
 from ludic.training import CheckpointConfig, PushToHub, Trainer, make_sft
+from ludic.training.callbacks import hub as hub_module
 from ludic.training.callbacks.hub import OF_THE_RUN
 
 WAIT_S = 60.0
@@ -33,13 +36,14 @@ class StubHub:
         self.calls.append((commit_message, files))
 
 
-def trainer_of(folder, hub, **options):
+def trainer_of(folder, hub, *, every=1, resume_from=None, source=None, **options):
     return Trainer(
         model=tiny_model(),
         algo=make_sft(),
-        batch_source=ListSource(sorting_items(2)),
+        batch_source=source or ListSource(sorting_items(2)),
         cfg=cpu_config(),
-        checkpoint_config=CheckpointConfig(folder, every_n_steps=1, max_to_keep=1),
+        checkpoint_config=CheckpointConfig(folder, every_n_steps=every, max_to_keep=1),
+        resume_from=resume_from,
         callbacks=[PushToHub("me/mine", api=hub, **options)],
     )
 
@@ -78,12 +82,77 @@ def test_a_failed_push_is_logged_and_the_next_one_is_tried(tmp_path, caplog):
     assert [call[0] for call in hub.calls] == ["create", "step 2"]
 
 
-def test_the_end_waits_for_a_limited_time(tmp_path, caplog):
+class Waits:
+    """Stands for the clock and the waiting of the module: a wait only moves the clock."""
+
+    def __init__(self, monkeypatch):
+        self.now, self.seconds = 1000.0, []
+        monkeypatch.setattr(hub_module, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(hub_module, "join_thread", self.join)
+
+    async def join(self, thread, seconds):
+        self.seconds.append(seconds)
+        self.now += seconds
+
+
+def test_the_end_waits_for_a_limited_time_in_total(tmp_path, caplog, monkeypatch):
     gate = threading.Event()
-    trainer = trainer_of(tmp_path, StubHub(gate=gate), end_patience_s=0.01)
-    trainer.train_sync(1)
-    assert "the checkpoint of step 1 was not pushed to me/mine within 0.01 s" in caplog.text
+    waits = Waits(monkeypatch)
+    trainer = trainer_of(tmp_path, StubHub(gate=gate), every=2, end_patience_s=600.0)
+    trainer.train_sync(3)
+    assert waits.seconds == [600.0]
+    assert "the checkpoint of step 2 was not pushed to me/mine within 600 s" in caplog.text
+    asyncio.run(trainer.ensure_checkpoint())  # as the commands do after the end
+    assert (tmp_path / "step_000003").is_dir()
+    assert waits.seconds == [600.0]
     gate.set()
+
+
+def test_the_event_loop_goes_on_while_the_end_waits(tmp_path, caplog, monkeypatch):
+    gate = threading.Event()
+    hub, real = StubHub(gate=gate), hub_module.join_thread
+
+    async def join(thread, seconds):
+        asyncio.get_running_loop().call_soon(gate.set)
+        await real(thread, seconds)
+
+    monkeypatch.setattr(hub_module, "join_thread", join)
+    trainer_of(tmp_path, hub, end_patience_s=WAIT_S / 2).train_sync(1)
+    assert [call[0] for call in hub.calls] == ["create", "step 1"]
+    assert "was not pushed" not in caplog.text
+
+
+class Stopping(ListSource):
+    """Asked to stop after its first batch."""
+
+    async def next_batch(self):
+        if self.position == 1:
+            raise StopRequested("the run was asked to stop")
+        return await super().next_batch()
+
+
+@pytest.mark.parametrize("steps", [5, None])
+def test_a_run_that_is_asked_to_stop_saves_and_waits_for_no_push(tmp_path, monkeypatch, steps):
+    gate = threading.Event()
+    hub, waits = StubHub(gate=gate), Waits(monkeypatch)
+    trainer = trainer_of(tmp_path, hub, every=100, source=Stopping(sorting_items(2)))
+    if steps is None:
+        trainer.train_sync(steps)
+    else:
+        with pytest.raises(StopRequested):
+            trainer.train_sync(steps)
+    assert (tmp_path / "step_000001" / "manifest.json").is_file()
+    assert waits.seconds == []
+    gate.set()
+
+
+def test_a_resumed_run_pushes_at_its_end_what_was_not_pushed(tmp_path):
+    trainer_of(tmp_path, StubHub(fails={"step 1"})).train_sync(1)
+    resumed, again = StubHub(), StubHub()
+    trainer_of(tmp_path, resumed, resume_from=1).train_sync(0)
+    assert [call[0] for call in resumed.calls] == ["create", "step 1"]
+    trainer_of(tmp_path, again, resume_from=1).train_sync(0)
+    assert again.calls == []
 
 
 def test_a_trainer_without_checkpoints_is_refused():

@@ -12,9 +12,9 @@ import pytest
 import torch
 from training_samples import DrawingSource, ListSource, assert_same_tensors, cpu_config, sorting_items, tiny_model, weights_of
 
-from ludic.errors import ConfigError
+from ludic.errors import ConfigError, StopRequested
 from ludic.files.atomic import read_json
-from ludic.training import Callback, CheckpointConfig, Trainer, make_grpo, make_sft
+from ludic.training import Callback, CheckpointConfig, Trainer, make_grpo, make_sft, ranks
 
 
 class Recorder(Callback):
@@ -196,6 +196,41 @@ def test_the_end_is_seen_after_an_error_too():
     assert (seen.seen[-1], seen.last.reason) == (("end", 1), "ValueError: the disk is gone")
 
 
+@pytest.mark.parametrize("steps", [3, None])
+def test_a_request_to_stop_saves_a_checkpoint_before_the_end_is_seen(tmp_path, steps):
+    class Stopped(ListSource):
+        async def next_batch(self):
+            if self.position == 1:
+                raise StopRequested("Ctrl-C")
+            return await super().next_batch()
+
+    seen = Recorder()
+    trainer = trainer_of(seen, folder=tmp_path, source=Stopped(sorting_items(2)))
+    if steps is None:
+        trainer.train_sync()
+    else:
+        with pytest.raises(StopRequested):
+            trainer.train_sync(steps)
+    assert seen.seen == [("step", 1), ("checkpoint", 1), ("end", 1)]
+    assert (seen.last.reason, seen.last.is_interrupted) == ("StopRequested: Ctrl-C", True)
+
+
+@pytest.mark.parametrize("ask", [lambda event: event.stop("late"), lambda event: event.save_checkpoint()])
+def test_what_is_asked_for_at_the_end_is_refused(tmp_path, caplog, ask):
+    trainer = trainer_of(Recorder({("end", 1): ask}), folder=tmp_path)
+    trainer.train_sync(1)
+    assert "Recorder failed in on_end" in caplog.text
+    assert "the run has ended" in caplog.text
+    assert trainer.callbacks.stop is None
+
+
+@pytest.mark.parametrize("at_rank_0", [[], ["Recorder", "named"]])
+def test_other_callbacks_than_those_of_rank_0_are_refused(monkeypatch, at_rank_0):
+    monkeypatch.setattr(ranks, "ask_rank_0", lambda doing, question: at_rank_0)
+    with pytest.raises(ConfigError, match=r"has the callbacks \['Recorder'\], and rank 0 \["):
+        trainer_of(Recorder())
+
+
 def test_callbacks_that_draw_random_numbers_do_not_change_the_run():
     class Drawing(Callback):
         def on_step(self, event):
@@ -247,5 +282,7 @@ def test_two_ranks_stop_together_and_rank_0_alone_calls(tmp_path):
     ended = {"step": 4, "stop": "eval/loss was not better than 0.4 for 2 evaluations"}
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["whole"] == [{**ended, "seen": [1, 2, 3, 4]}, {**ended, "seen": []}]
+    assert "rank 1 has the callbacks [], and rank 0 ['Failing']" in found["unequal"][1]
+    assert "rank 1 has the callbacks [], and rank 0 ['Failing']" in found["unequal"][0]
     assert found["resumed"] == [{**ended, "seen": []}, {**ended, "seen": []}]
     assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_000002", "step_000004"]

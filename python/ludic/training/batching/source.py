@@ -15,6 +15,8 @@ from ludic.training.types import BatchSource, SAWBatch
 
 PENDING_PATIENCE_S = 600.0
 """How long a checkpoint waits for batches that are being generated."""
+STOP_PATIENCE_S = 20.0
+"""How long the last checkpoint of a run does."""
 
 
 class BatchSourceBase:

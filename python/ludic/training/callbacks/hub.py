@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Collection
+import time
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from ludic.errors import MissingExtraError
+from ludic.errors import CheckpointError, MissingExtraError
+from ludic.event_loop import run_in_daemon_thread
+from ludic.files.atomic import read_json, write_json
+from ludic.files.checkpoints import parse_step
 from ludic.training.callbacks.protocol import Callback, TrainingEvent
 
 logger = logging.getLogger(__name__)
@@ -16,6 +20,8 @@ logger = logging.getLogger(__name__)
 OF_THE_RUN = ["optimizer*", "trainer_state.json", "controller_state.json", "manifest.json"]
 """Files of a checkpoint from which only its run resumes."""
 END_PATIENCE_S = 600.0
+PUSHED = "pushed.json"
+"""Beside the checkpoints: the last one that was pushed, as {"repo_id": "me/mine", "step": 40}."""
 
 
 class HubInterface(Protocol):
@@ -31,8 +37,10 @@ class PushToHub(Callback):
     needs. The repository is made if it is missing.
 
     A push runs in a thread. A checkpoint that is saved meanwhile is left out, unless it is the
-    last one. A push that fails is logged, and the run goes on. The end of the run waits for the
-    last push for at most `end_patience_s` seconds.
+    last one. A push that fails is logged, and the run goes on. At its end, the run pushes its
+    newest checkpoint if that was not pushed, also by an earlier process, and waits for at most
+    `end_patience_s` seconds in total. After an error or a request to stop it waits for nothing: the
+    resumed run pushes at its end.
     """
 
     needs_checkpoints = True
@@ -54,10 +62,13 @@ class PushToHub(Callback):
         self._api = _open_hub(token) if api is None else api
         self._thread: threading.Thread | None = None
         self._pushing: int | None = None
+        self._begun: int | None = None
+        """The step whose push began last."""
         self._is_made = False
         self._last: tuple[int, Path] | None = None
         """The newest checkpoint that was not pushed."""
-        self._has_ended = False
+        self._wait_until: float | None = None
+        """Once the run has ended: until when pushes are waited for, on the monotonic clock."""
         self.pushed_steps: list[int] = []
         """Steps whose checkpoints this process has pushed."""
 
@@ -68,42 +79,73 @@ class PushToHub(Callback):
         return (*waiting, *(() if self._pushing is None else (self._pushing,)))
 
     def on_step(self, event: TrainingEvent) -> None:
-        self._has_ended = False
+        self._wait_until = None
 
-    def on_checkpoint(self, event: TrainingEvent) -> None:
+    async def on_checkpoint(self, event: TrainingEvent) -> None:
         if event.checkpoint is None:
             return
         self._last = event.step, event.checkpoint
         self._begin()
-        if self._has_ended:  # it is the last one: nothing else waits for it
-            self._finish()
+        if self._wait_until is not None:  # it is the last one: nothing else waits for it
+            await self._finish(event)
 
-    def on_end(self, event: TrainingEvent) -> None:
-        self._has_ended = True
-        self._finish()
+    async def on_end(self, event: TrainingEvent) -> None:
+        self._wait_until = time.monotonic() + (0.0 if event.is_interrupted else self.end_patience_s)
+        if not event.is_interrupted:
+            await self._finish(event)
 
-    def _finish(self) -> None:
-        """Push the newest checkpoint, if it was left out, and wait."""
-        self._wait()
+    async def _finish(self, event: TrainingEvent) -> None:
+        """Push the newest checkpoint, if it was not, and wait."""
+        if not await self._wait():
+            return
+        if self._last is None:
+            self._last = self._find_unpushed(event)
         self._begin()
-        self._wait()
+        await self._wait()
+
+    def _find_unpushed(self, event: TrainingEvent) -> tuple[int, Path] | None:
+        """The newest checkpoint, unless it is the one that was pushed last."""
+        manager = event.trainer.checkpointer
+        if manager is None or (self.pushed_steps and self.pushed_steps[-1] == self._begun):
+            return None
+        try:
+            folder = manager.find()
+        except (CheckpointError, FileNotFoundError):
+            return None
+        step = parse_step(folder)
+        return None if self._read_pushed(folder) == self._describe(step) else (step, folder)
+
+    def _describe(self, step: int) -> dict[str, Any]:
+        return {"repo_id": self.repo_id, "step": step}
+
+    @staticmethod
+    def _read_pushed(folder: Path) -> Mapping[str, Any] | None:
+        try:
+            return read_json(folder.parent / PUSHED)
+        except (CheckpointError, OSError):
+            return None
 
     def _begin(self) -> None:
         if self._last is None or (self._thread is not None and self._thread.is_alive()):
             return
         (step, folder), self._last = self._last, None
-        self._pushing = step
+        self._pushing = self._begun = step
         self._thread = threading.Thread(target=self._push, args=(step, folder), name="push to hub", daemon=True)
         self._thread.start()
 
-    def _wait(self) -> None:
-        if self._thread is None:
-            return
-        self._thread.join(self.end_patience_s)
-        if self._thread.is_alive():
+    async def _wait(self) -> bool:
+        """Wait for the push that runs. False if it still does."""
+        thread, until = self._thread, self._wait_until
+        if thread is None or until is None:
+            return True
+        left = until - time.monotonic()
+        if left > 0 and thread.is_alive():
+            await join_thread(thread, left)
+        if thread.is_alive():
             logger.error(
-                "the checkpoint of step %s was not pushed to %s within %g s", self._pushing, self.repo_id, self.end_patience_s
+                "the checkpoint of step %s was not pushed to %s within %g s", self._begun, self.repo_id, self.end_patience_s
             )
+        return not thread.is_alive()
 
     def _push(self, step: int, folder: Path) -> None:
         try:
@@ -111,11 +153,17 @@ class PushToHub(Callback):
                 self._api.create_repo(self.repo_id, private=self.private, exist_ok=True)
                 self._is_made = True
             push_folder(self._api, self.repo_id, folder, f"step {step}")
+            write_json(folder.parent / PUSHED, self._describe(step))
             self.pushed_steps.append(step)
         except Exception:
             logger.exception("the checkpoint of step %d could not be pushed to %s; training goes on", step, self.repo_id)
         finally:
             self._pushing = None
+
+
+async def join_thread(thread: threading.Thread, seconds: float) -> None:
+    """Wait for the thread's end, for at most `seconds`, while the event loop goes on."""
+    await run_in_daemon_thread(lambda: thread.join(seconds), name="wait for a push")
 
 
 def push_folder(api: HubInterface, repo_id: str, folder: Path, message: str) -> None:

@@ -23,10 +23,10 @@ class TrainingEvent:
     """The trainer. Do not train, publish or save with it here: the other ranks do not."""
     stop: Callable[[str], None]
     """Ends the run after this step, for the reason given: a sentence. A checkpoint is saved. The
-    first callback that asks decides."""
+    first callback that asks decides. Raises ConfigError at the end."""
     save_checkpoint: Callable[[], None]
     """Has a checkpoint of this step saved after all callbacks were called. Raises ConfigError
-    without a checkpointer."""
+    without a checkpointer, and at the end."""
     stats: Mapping[str, float]
     """Of a step, what was logged of it, with prefixed keys such as `train/loss`; only `train/step`
     if it is not logged (`log_every`). Of an evaluation, its metrics: `eval/loss`. Else empty."""
@@ -36,6 +36,9 @@ class TrainingEvent:
     """Of a checkpoint, its folder."""
     reason: str = ""
     """Of the end, why: a sentence."""
+    is_interrupted: bool = False
+    """Of the end, whether an error or a request to stop, such as Ctrl-C, is its cause. The process
+    may be killed soon: wait for nothing."""
 
 
 class Callback:
@@ -43,7 +46,7 @@ class Callback:
 
     With several ranks, rank 0 alone calls it, and what it asks for holds for all of them. A
     callback that raises is logged with its traceback, and the run goes on. Random generators keep
-    their state, so that a callback does not change what is sampled.
+    their state, so that a callback does not change what is sampled; tasks that it starts may.
 
     >>> class Alarm(Callback):
     ...     def on_step(self, event):
@@ -76,7 +79,8 @@ class Callback:
         """Called after each checkpoint that the training loop saved."""
 
     def on_end(self, event: TrainingEvent) -> Any:
-        """Called when `Trainer.train` returns or fails."""
+        """Called when `Trainer.train` returns or fails; after a request to stop, once a checkpoint
+        is saved."""
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next calls depend on, as JSON. It is saved in checkpoints."""

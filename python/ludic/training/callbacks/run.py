@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from ludic.training.algorithm import RLAlgorithm
+from ludic.training.batching.source import PENDING_PATIENCE_S
 from ludic.training.checkpoint import CheckpointManager
 from ludic.training.config import TrainerConfig
 
@@ -22,4 +23,4 @@ class CalledRun(Protocol):
     @property
     def last_eval(self) -> dict[str, float]: ...
 
-    async def ensure_checkpoint(self) -> None: ...
+    async def ensure_checkpoint(self, *, patience_s: float = PENDING_PATIENCE_S) -> None: ...

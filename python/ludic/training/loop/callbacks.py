@@ -10,14 +10,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from ludic.errors import ConfigError
+from ludic.errors import ConfigError, StopRequested
 from ludic.event_loop import await_if_needed
 from ludic.training import ranks
+from ludic.training.batching.source import STOP_PATIENCE_S
 from ludic.training.callbacks.protocol import Callback, TrainingEvent
 from ludic.training.callbacks.run import CalledRun
 from ludic.training.checkpoint import CheckpointManager
 from ludic.training.loop.early_stopping import EarlyStopping
-from ludic.training.rng import preserved_rng
+from ludic.training.rng import await_preserving_rng
 from ludic.training.types import SAWBatch
 
 logger = logging.getLogger(__name__)
@@ -51,27 +52,36 @@ class Callbacks:
     callbacks nothing is done.
 
     A stop is part of the checkpoint: a run that is killed at its end and resumed takes no step
-    either. `begin` with more steps than the stopped run was to take goes on.
+    either. `begin` with a later last step than the stopped run was to have goes on.
+
+    >>> # stopped at step 30 of train(100), and resumed there
+    >>> await trainer.train(100 - trainer.current_step)  # until step 100: takes no step
+    >>> await trainer.train(100)  # until step 130: goes on
     """
 
     def __init__(self, callbacks: Sequence[Callback], run: CallbackRun) -> None:
-        """Raises ConfigError for two of one name, and for one that needs checkpoints if there are
-        none."""
+        """Raises ConfigError for two of one name, for one that needs checkpoints if there are none,
+        and for ranks with different ones."""
         self.callbacks = tuple(callbacks)
         self._run = run
-        _check(self.callbacks, run.checkpointer)
+        at_rank_0 = ranks.ask_rank_0("listing the callbacks", lambda: [callback.name for callback in self.callbacks])
+        with ranks.agree("comparing the callbacks of the ranks"):
+            _check(self.callbacks, run.checkpointer)
+            _check_same(self.callbacks, at_rank_0)
         self.stop: Stop | None = None
         """Why the run ended before its last step; None if no callback ended it."""
         self.saves = False
         """Whether a checkpoint of this step was asked for."""
         self._last: int | None = None
         self._states: dict[str, Any] = {}
+        self._has_ended = False
+        """Whether `on_end` was called for this `train`."""
         self._protect_checkpoints()
 
     def begin(self, last: int | None) -> None:
         """Called before the first step. `last`: number of the last step; None: until the data
         ends."""
-        self._last = last
+        self._last, self._has_ended = last, False
         stop = self.stop
         if stop is not None and last is not None and stop.of_steps is not None and last > stop.of_steps:
             self.stop = None
@@ -86,10 +96,22 @@ class Callbacks:
         self.begin(last)
         try:
             yield
+        except StopRequested as error:
+            await self.end_if_requested(error)
+            raise
         except Exception as error:
-            await self._end(f"{type(error).__name__}: {error}")
+            await self._end(_describe(error), is_interrupted=True)
             raise
         await self._end(self._why_ended())
+
+    async def end_if_requested(self, error: BaseException) -> None:
+        """After StopRequested, which all ranks raise: `on_end`, once a checkpoint is saved. Nothing
+        may come before that, because the process may be killed soon."""
+        if isinstance(error, StopRequested) and self.callbacks:
+            try:
+                await self._run.ensure_checkpoint(patience_s=STOP_PATIENCE_S)
+            finally:
+                await self._end(_describe(error), is_interrupted=True)
 
     def _why_ended(self) -> str:
         step, last = self._run.current_step, self._last
@@ -103,10 +125,15 @@ class Callbacks:
             else f"there were no more batches after step {step}"
         )
 
-    async def _end(self, reason: str) -> None:
+    async def _end(self, reason: str, *, is_interrupted: bool = False) -> None:
         """`on_end`, on rank 0 alone: after an error the other ranks may be anywhere."""
+        if self._has_ended:
+            return
+        self._has_ended = True
         if self.callbacks and ranks.rank() == 0:
-            await self._call("on_end", lambda callback: callback.on_end(self._event(callback, [], reason=reason)))
+            facts = {"reason": reason, "is_interrupted": is_interrupted}
+            await self._call("on_end", lambda callback: callback.on_end(self._event(callback, None, **facts)))
+            self._protect_checkpoints()  # a save may follow
 
     async def on_step(self, stats: Mapping[str, float], batch: SAWBatch) -> None:
         await self._notify("on_step", stats=stats, batch=batch)
@@ -144,21 +171,28 @@ class Callbacks:
                 logger.info("%s ends the run at step %d: %s", self.stop.callback, self.stop.step, self.stop.reason)
 
     async def _call(self, method: str, call: Callable[[Callback], Any]) -> None:
-        for callback in self.callbacks:
-            with preserved_rng():
-                try:
-                    await await_if_needed(call(callback))
-                except Exception:
-                    step = self._run.current_step
-                    logger.exception("the callback %s failed in %s at step %d; training goes on", callback.name, method, step)
+        async def call_one(callback: Callback) -> None:
+            await await_if_needed(call(callback))
 
-    def _event(self, callback: Callback, asked: list[dict[str, Any]], **facts: Any) -> TrainingEvent:
+        for callback in self.callbacks:
+            try:
+                await await_preserving_rng(call_one(callback))
+            except Exception:
+                step = self._run.current_step
+                logger.exception("the callback %s failed in %s at step %d; training goes on", callback.name, method, step)
+
+    def _event(self, callback: Callback, asked: list[dict[str, Any]] | None, **facts: Any) -> TrainingEvent:
+        """`asked`: gets what the callback asks for; None: it is too late to ask."""
         run = self._run
 
         def stop(reason: str) -> None:
+            if asked is None:
+                raise ConfigError("the run has ended and cannot be stopped; call event.stop in another method than on_end")
             asked.append({"stop": asdict(Stop(callback.name, str(reason), run.current_step, self._last))})
 
         def save_checkpoint() -> None:
+            if asked is None:
+                raise ConfigError("the run has ended and saves nothing; call event.save_checkpoint in another method than on_end")
             if run.checkpointer is None:
                 raise ConfigError("the trainer has no checkpointer; pass checkpointer= or checkpoint_config=")
             asked.append({"save": True})
@@ -215,6 +249,19 @@ class Callbacks:
             except Exception:
                 logger.exception("the callback %s cannot read its state in the checkpoint, and begins anew", callback.name)
         self._protect_checkpoints()
+
+
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _check_same(callbacks: Sequence[Callback], at_rank_0: Sequence[str]) -> None:
+    names = [callback.name for callback in callbacks]
+    if names != list(at_rank_0):
+        raise ConfigError(
+            f"rank {ranks.rank()} has the callbacks {names}, and rank 0 {list(at_rank_0)}; pass the same callbacks on all"
+            " ranks: rank 0 alone calls them"
+        )
 
 
 def _check(callbacks: Sequence[Callback], checkpointer: CheckpointManager | None) -> None:
