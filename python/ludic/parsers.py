@@ -165,6 +165,7 @@ def boxed_parser(raw: str, *, success_reward: float = 0.1, error_reward: float =
 _FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,})(.*)")
 PYTHON_TAGS = ("python", "python3", "py", "py3", "{python}", "{.python}")
 _DEEPEST_FENCE = 3
+_VERSION = re.compile(r"^(python|py)[\d.]+$")
 _THOUGHT = re.compile(r"<(/?)think(?:ing)?>", re.IGNORECASE)
 
 
@@ -176,23 +177,54 @@ def extract_last_code_block(raw: str, *, languages: Sequence[str] = PYTHON_TAGS)
     are indented by four or more further than it, as in a docstring; a fence that names a language
     begins a new block, so that one that was not closed, or has blocks inside, is left out. A block
     at the end need not be closed. What comes before the last `</think>` is no answer, nor is a
-    thought that does not end. Lines lose the indentation of their fence, and `\r`.
+    thought that does not end; one within a line of a block that follows the thought is the
+    program's. Lines lose the indentation of their fence, and `\r`. `python3.11` counts as `python`.
     """
     thoughts = list(_THOUGHT.finditer(raw))
     if thoughts and not thoughts[-1][1] and not raw[: thoughts[-1].start()].strip():
         return None
-    ends = [thought.end() for thought in thoughts if thought[1]]
-    blocks = [block for block in _fenced_blocks(raw[ends[-1] if ends else 0 :]) if block[1].strip()]
+    blocks = [block for block in _fenced_blocks(raw[_end_of_thoughts(raw, thoughts) :]) if block[1].strip()]
     known = {name.lower() for name in languages}
-    wanted = [block for block in blocks if block[0] in known] or [block for block in blocks if not block[0]] or blocks
+    wanted = (
+        [block for block in blocks if known & {block[0], _VERSION.sub(r"\1", block[0])}]
+        or [block for block in blocks if not block[0]]
+        or blocks
+    )
     return wanted[-1][1] if wanted else None
 
 
+def _end_of_thoughts(raw: str, tags: Sequence[re.Match[str]]) -> int:
+    """Where the answer begins: after the last `</think>` that is not part of a program.
+
+    Example: 16 for "<think>a</think>", also if the lines "```py", "print('</think>')" follow.
+    """
+    end, is_thinking = 0, False
+    for tag in tags:
+        is_in_block = not is_thinking and _scan_fences(raw[end : tag.start()])[1] is not None
+        if is_in_block and _line_of(raw, tag).strip() != tag[0]:
+            break
+        if tag[1]:
+            end = tag.end()
+        is_thinking = not tag[1]
+    return end
+
+
+def _line_of(text: str, match: re.Match[str]) -> str:
+    stop = text.find("\n", match.end())
+    return text[text.rfind("\n", 0, match.start()) + 1 : None if stop < 0 else stop]
+
+
 def _fenced_blocks(text: str) -> list[tuple[str, str]]:
-    """(language in small letters, content) of each block.
+    """(language in small letters, content) of each block, also of one that is not closed.
 
     Example: of "```py", "x = 1", "```", these three lines, it is `[("py", "x = 1")]`.
     """
+    blocks, unclosed = _scan_fences(text)
+    return blocks if unclosed is None else [*blocks, unclosed]
+
+
+def _scan_fences(text: str) -> tuple[list[tuple[str, str]], tuple[str, str] | None]:
+    """(the blocks that are closed, the one that the text ends in or None)."""
     blocks: list[tuple[str, str]] = []
     fence, language, indent, lines = "", "", 0, list[str]()
     for line in text.replace("\r", "").split("\n"):
@@ -208,7 +240,7 @@ def _fenced_blocks(text: str) -> list[tuple[str, str]]:
             fence = ""
         else:
             fence, language, indent, lines = match[2], (match[3].split() or [""])[0].lower(), len(match[1]), []
-    return [*blocks, (language, "\n".join(lines))] if fence else blocks
+    return blocks, (language, "\n".join(lines)) if fence else None
 
 
 def code_block_parser(raw: str, *, success_reward: float = 0.1, error_reward: float = -1.0) -> ParseResult:

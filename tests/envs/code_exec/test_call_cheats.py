@@ -8,8 +8,10 @@ import pytest
 from commands import NETWORK, ludic
 from real_sandboxes import BACKENDS, pool_or_skip
 
+from ludic.envs.code_exec.adapters.asserts import read_asserts
 from ludic.envs.code_exec.calls.runner import FunctionCallRunner
 from ludic.envs.code_exec.types import TestCase
+from ludic.errors import DataError
 
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("sandboxes")]
 
@@ -126,6 +128,34 @@ def test_no_value_is_faked(sandbox, name):
     assert batch.passed_count == 0
     honest = judge(sandbox, "f = lambda n: {1: 271828, 2: 314159}[n]")
     assert honest.all_passed
+
+
+OBLIGING = """
+class Any(int):
+    __eq__ = __lt__ = __le__ = __contains__ = lambda self, other: True
+    __hash__ = lambda self: 3
+    __sub__ = __rsub__ = lambda self, other: 0
+f = lambda n: Any(1)"""
+ASSERTS = (
+    "(f(2) == 3) == True", "isinstance(f(2), str) == True", "any(f(2) == x for x in (3, 4)) == True", "f(2) - 3 == 0",
+    "(lambda y: y == 3)(f(2)) == True", "[3].count(f(2)) == 1", "len({f(2), 3}) == 1", "f(2).__eq__(3)", "f(2) == 3", "3 == f(2)",
+    "f(2) is True", "abs(f(2) - 3) < 1e-3", "abs(f(2) - 3) == 0",
+)  # fmt: skip
+
+
+def test_no_assert_is_judged_by_what_an_object_says(sandbox):
+    """An object that agrees with everything: each assert is refused, or the program fails it."""
+    tests = []
+    for condition in ASSERTS:
+        try:
+            tests += read_asserts(f"assert {condition}")
+        except DataError:
+            continue
+    assert [test.input for test in tests] == ["f(2)"] * 4
+    runner = FunctionCallRunner(20.0)
+    batch = asyncio.run(runner.run_tests(sandbox, OBLIGING, tests, verifier=runner.default_verifier))
+    assert not batch.sandbox_failed, batch
+    assert batch.passed_count == 0
 
 
 def test_a_run_reports_how_long_programs_ran(tmp_path):

@@ -7,6 +7,7 @@ import warnings
 import pytest
 from fake_sandboxes import VALID, FakePool, Scripted
 
+from ludic.envs.code_exec.adapters.problem_rows import read_problem
 from ludic.envs.code_exec.calls.runner import FunctionCallRunner
 from ludic.envs.code_exec.env import CodeExecConfig, CodeExecEnv
 from ludic.envs.code_exec.types import ExecutionResult, RunStatus, TestCase
@@ -56,6 +57,19 @@ CALLS = [("f([3, 5])", 8), ("f([])", 0), ("f((1.5,))", 1.5)]
 )
 def test_each_call_has_its_own_verdict(sandbox, code, verdicts):
     assert passed(judge(sandbox, code, CALLS)) == verdicts
+
+
+def test_a_long_number_takes_no_other_call_with_it(sandbox):
+    batch = judge(sandbox, "f = lambda n: [{-10**n}]", [("f(2)", [{-100}]), ("f(5000)", 0), ("f(3)", [{-1000}])])
+    assert passed(batch) == [True, False, True]
+    assert batch.results[1].execution.run_status is RunStatus.SUCCESS
+
+
+def test_a_value_that_is_no_json_is_raised(sandbox):
+    code = "import sys\nsys.set_int_max_str_digits(640)\nf = lambda n: 10**n"
+    batch = judge(sandbox, code, [("f(1)", 10), ("f(1000)", 0), ("f(2)", 100)])
+    assert passed(batch) == [True, False, True]
+    assert batch.results[1].execution.run_status is RunStatus.RUNTIME_ERROR
 
 
 def test_a_program_that_is_not_valid_did_not_compile(sandbox):
@@ -131,6 +145,34 @@ ANSWER = '{"value": 8}\n'
 def test_only_values_one_for_each_call_are_heard(stdout, verdicts):
     sandbox = scripted(lambda calls, timeout_s: (stdout if len(calls) == 3 else "", RunStatus.SUCCESS))
     assert passed(judge(sandbox, "f = 1", CALLS)) == verdicts
+
+
+CASES = json.dumps([{"input": "[3, 1]", "output": "4", "testtype": "functional"}])
+LEET_CODE = {
+    "question_content": "Add.", "metadata": '{"func_name": "add"}', "public_test_cases": CASES,
+    "starter_code": "class Solution:\n    def add(self, a: List[int]) -> Optional[int]:\n        ",
+}  # fmt: skip
+HUMAN_EVAL = {
+    "prompt": "import math\ndef half(x):\n    return x / 2\n\ndef f(x):\n    '''Do nothing.'''\n", "entry_point": "f",
+    "test": "def check(candidate):\n    assert candidate(1) == None\n",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("row", "code", "passes"),
+    [
+        (LEET_CODE, f"{LEET_CODE['starter_code']}return sum(Counter(a).elements())", True),
+        (LEET_CODE, "def add(a: List[int]): return reduce(operator.add, a) if a else math.inf", True),
+        ({**LEET_CODE, "metadata": '{"func_name": "prod"}', "public_test_cases": CASES.replace("4", "3")}, "# later", False),
+        (HUMAN_EVAL, "def f(x):\n    half(math.floor(x))", True),
+        (HUMAN_EVAL, "# later", False),
+    ],
+)
+def test_the_prompt_gives_imports_but_not_the_function(sandbox, row, code, passes):
+    problem = read_problem(row)
+    runner = problem.make_runner(60.0, 256)
+    batch = asyncio.run(runner.run_tests(sandbox, code, problem.tests, verifier=runner.default_verifier))
+    assert passed(batch) == [passes]
 
 
 def test_a_sandbox_that_fails_gives_no_verdict():

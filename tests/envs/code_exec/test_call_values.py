@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from ludic.envs.code_exec.calls.in_program import encode
-from ludic.envs.code_exec.calls.values import Near, OneOf, ValueVerifier
+from ludic.envs.code_exec.calls.values import Near, OneOf, Same, ValueVerifier
 
 scalars = (
     st.none() | st.booleans() | st.integers(-3, 3) | st.sampled_from([0.5, 1.0, -0.0, 1e300]) | st.sampled_from(["", "a", "1"])
@@ -53,6 +53,13 @@ def test_values_agree_if_python_says_so(one, other):
         ({1: {2}}, {1: {2}}, True),
         ({1: 2, 3: 4}, {1: 2}, False),
         (10**4000, 10**4000, True),
+        ({(object(),)}, {(None,)}, False),
+        ({frozenset([object()])}, {frozenset([None])}, False),
+        ({(object(),): 1}, {("None",): 1}, False),
+        (True, Same(True), True),
+        (1, Same(True), False),
+        (False, Same(True), False),
+        (0, Same(False), False),
         (object(), object(), False),
         (1.0000001, Near(1.0, abs_tol=1e-3), True),
         (1.1, Near(1.0, abs_tol=1e-3), False),
@@ -65,6 +72,16 @@ def test_values_agree_if_python_says_so(one, other):
 )
 def test_pairs_worked_by_hand(value, expected, agrees):
     assert verify(value, expected) is agrees
+
+
+def test_numbers_too_long_for_python_to_write():
+    """Over 4,300 digits."""
+    long = 10**5000
+    assert verify(long, long)
+    assert verify({(long, 1): [-long]}, {(long, 1): [-long]})
+    assert not verify({long}, {1})
+    assert not verify(long, 1)
+    assert not verify(long, Near(1.0, rel_tol=1.0))
 
 
 def test_data_sets_in_json_have_lists_alone():
@@ -125,7 +142,8 @@ def test_classes_that_derive_from_pythons_own_are_values():
     "written",
     [
         {}, {"list": 3}, {"list": [1], "tuple": [1]}, {"dict": [[1]]}, {"dict": {"a": 1}}, {"set": [[1], [1]]}, {"complex": 1},
-        {"bytes": 5}, {"other": "int"}, [1], {"": [1]}, {"set": [{"list": [1]}]}, {"tuple": "ab"},
+        {"bytes": 5}, {"int": "x"}, {"int": 1}, {"set": [{"int": "x"}]}, {"set": [{"tuple": [{"other": "int"}]}]},
+        {"other": "int"}, [1], {"": [1]}, {"set": [{"list": [1]}]}, {"tuple": "ab"},
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("expected", [1, [1], (1,), {1}, {1: 1}, "1", b"1", 1j, frozenset([1]), None])

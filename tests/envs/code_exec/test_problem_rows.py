@@ -13,7 +13,7 @@ from ludic.envs.code_exec.adapters.limits import read_limits
 from ludic.envs.code_exec.adapters.problem import OneProblem
 from ludic.envs.code_exec.adapters.problem_rows import CodingProblemAdapter, read_problem
 from ludic.envs.code_exec.calls.runner import FunctionCallRunner
-from ludic.envs.code_exec.calls.values import Near, OneOf
+from ludic.envs.code_exec.calls.values import Near, OneOf, Same
 from ludic.envs.code_exec.runners import StdinStdoutRunner
 from ludic.errors import DataError, DataKeyError
 
@@ -80,6 +80,7 @@ def test_a_prompt_names_the_function():
     assert read_problem(MBPP).prompt == "Add.\n\nThe program must pass this test, and others:\nassert f(1)==2"
     assert read_problem(MBPP).before == "import re\nimport math"
     assert "def f(x):" in read_problem(HUMAN_EVAL).prompt
+    assert read_problem(HUMAN_EVAL).before == "import math\n"
     assert "Write a function `g`." in read_problem(CALL_ROWS["apps"][0]).prompt
     starter = {**CALL_ROWS["live code bench"][0], "starter_code": "class Solution:"}
     assert "```python\nclass Solution:\n```" in read_problem(starter).prompt
@@ -129,6 +130,7 @@ def test_the_adapter_reads_rows_and_problems():
         ({"question": "q", "private_test_cases": "%%"}, "neither JSON nor packed"),
         ({"question": "q", "public_test_cases": SHOWN, "time_limit": "soon"}, "time_limit ('soon') must be"),
         ({**HUMAN_EVAL, "test": "x = 1"}, "no function check"),
+        ({**HUMAN_EVAL, "prompt": "Add 1."}, "the prompt must be Python"),
     ],
 )
 def test_what_cannot_be_judged_is_refused_with_the_reason(row, error):
@@ -182,6 +184,11 @@ def test_limits_of_the_data_are_those_of_its_tests(row, limits):
         ("assert math.isclose(f(1), 2.5, rel_tol=0.1)", [("f(1)", Near(2.5, rel_tol=0.1))]),
         ("assert isclose(2.5, f(1))", [("f(1)", Near(2.5, rel_tol=1e-9))]),
         ("assert set(f(1)) == set([1, 2])", [("set(f(1))", {1, 2})]),
+        ("assert f(1) == True", [("f(1)", True)]),
+        ("assert False is f(1)", [("f(1)", Same(False))]),
+        ("assert round(f(2 - 1), 2) == 0.5", [("round(f(2 - 1), 2)", 0.5)]),
+        ("assert f([x for x in range(3)])[0] == 1", [("f([x for x in range(3)])[0]", 1)]),
+        ("assert ', '.join(f([1, 2][0])) == 'a, b'", [("', '.join(f([1, 2][0]))", "a, b")]),
         ("assert f(1) == float('inf')", [("f(1)", float("inf"))]),
         ("assert sorted(f('a == b')) == ['a']", [("sorted(f('a == b'))", ["a"])]),
     ],
@@ -195,6 +202,12 @@ def test_asserts_are_taken_apart(source, tests):
     [
         "assert f(1) == g(1)", "assert f(1) != 2", "assert f(1) in (1, 2)", "assert f(1) > 2", "assert 1 < f(1) < 3",
         "assert isinstance(f(1), int)", "assert all(f(i) == i for i in range(3))", "assert f(1) == 1 or f(1) == 2", "assert 1 == 1",
+        "assert (f(2) == 3) == True", "assert isinstance(f(1), int) == True", "assert any(f(2)==x for x in (3,4)) == True",
+        "assert (lambda y: y==3)(f(1)) == True", "assert [f(1) == 3] == [True]", "assert (f(1) and 3) == 3",
+        "assert [isinstance(f(1), int)] == [True]", "assert (1 if f(1) else 2) == 1", "assert (not f(1)) == False",
+        "assert f(1) - 3 == 0", "assert abs(f(1) - 3) == 0", "assert abs((f(1) - 3) - 0) < 1", "assert len({f(1), 3}) == 1",
+        "assert [3].count(f(1)) == 1", "assert {3: 1}[f(1)] == 1", "assert f(1).__eq__(3)", "assert max(f(1), 3) == 3",
+        "assert operator.eq(f(1), 3) is True", "assert math.isclose(f(1), 3) == True", "assert np.allclose(f(1), [3])",
         "assert f(lambda x: x == 3)", "for i in range(3):\n    assert f(i) == i", "x = f(1)\nassert x == 1", "assert f(1",
     ],
 )  # fmt: skip

@@ -11,11 +11,18 @@ import ast
 import builtins
 from typing import Any
 
-from ludic.envs.code_exec.calls.values import Near
+from ludic.envs.code_exec.calls.values import Near, Same
 from ludic.envs.code_exec.types import TestCase
 from ludic.errors import DataError
 
-_JUDGES = (ast.Compare, ast.BoolOp, ast.IfExp, ast.Lambda, ast.comprehension)
+_JUDGES = (ast.Compare, ast.BoolOp, ast.IfExp, ast.Lambda, ast.Not)
+_DISPLAYS = (ast.List, ast.Tuple, ast.Set, ast.Dict)
+_COMBINE = (ast.BinOp, ast.Set, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+"""Judge nothing, unless the program's values are among what they combine."""
+_PREDICATES = frozenset(
+    ("all", "allclose", "any", "array_equal", "callable", "eq", "hasattr", "is_", "isclose", "isinstance", "issubclass")
+)
+_JUDGED_INSIDE = "would be judged in the sandbox, by what a program could replace"
 DEFAULT_REL_TOL = 1e-9
 """Of `math.isclose`."""
 
@@ -37,6 +44,8 @@ def read_asserts(source: str, *, rename: dict[str, str] | None = None) -> list[T
         whole = statement.test
         for part in whole.values if isinstance(whole, ast.BoolOp) and isinstance(whole.op, ast.And) else [whole]:
             call, expected = _separate(statement, part)
+            if any(map(_judges, ast.walk(call))):
+                raise _refusal(statement, _JUDGED_INSIDE)
             tests.append(TestCase(ast.unparse(_Renamed(rename or {}).visit(call)), expected, id=f"test_{len(tests)}"))
     return tests
 
@@ -79,7 +88,10 @@ def _separate(statement: ast.Assert, test: ast.expr) -> tuple[ast.expr, Any]:
     for call, value in ((left, right), (right, left)):
         known, expected = _literal(value)
         if known and _calls(call):
-            return call, expected
+            if not isinstance(expected, bool):
+                return call, expected
+            _truth(statement, call)
+            return call, Same(expected) if isinstance(operator, ast.Is) else expected
     raise _refusal(statement, "compares with a value that is not written out")
 
 
@@ -115,10 +127,38 @@ def _is_close(test: ast.Call) -> tuple[ast.expr, Near] | None:
 
 def _truth(statement: ast.Assert, expression: ast.expr) -> ast.expr:
     """`f(x)` itself; not `isinstance(f(x), int)`, which a program could replace, nor `all(...)`."""
-    builtin = isinstance(expression, ast.Call) and isinstance(expression.func, ast.Name) and expression.func.id in vars(builtins)
-    if not isinstance(expression, ast.Call) or builtin or any(isinstance(node, _JUDGES) for node in ast.walk(expression)):
-        raise _refusal(statement, "would be judged in the sandbox, by what a program could replace")
+    if not isinstance(expression, ast.Call) or _is_builtin(expression.func):
+        raise _refusal(statement, _JUDGED_INSIDE)
     return ast.Call(ast.Name("bool", ast.Load()), [expression], [])
+
+
+def _judges(node: ast.AST) -> bool:
+    """Whether this part of a call compares or tests what the program returns, so that an object's
+    own `__eq__`, `__sub__` or the like would decide.
+
+    Example: `any(...)`, `f(1) - 3`, `[3].count(f(1))`, `f(1).__eq__(3)`; not `f(10 - 3)`.
+    """
+    if isinstance(node, _JUDGES):
+        return True
+    if isinstance(node, _COMBINE):
+        return _calls_program(node)
+    if isinstance(node, ast.Subscript):
+        return isinstance(node.value, _DISPLAYS) and _calls_program(node)
+    if not isinstance(node, ast.Call):
+        return False
+    if isinstance(node.func, ast.Attribute):
+        of_display = isinstance(node.func.value, _DISPLAYS) and _calls_program(node)
+        return of_display or node.func.attr in _PREDICATES or node.func.attr.startswith("__")
+    name = node.func.id if isinstance(node.func, ast.Name) else ""
+    return name in _PREDICATES or (name in ("max", "min") and len(node.args) > 1 and _calls_program(node))
+
+
+def _is_builtin(function: ast.expr) -> bool:
+    return isinstance(function, ast.Name) and function.id in vars(builtins)
+
+
+def _calls_program(expression: ast.AST) -> bool:
+    return any(isinstance(node, ast.Call) and not _is_builtin(node.func) for node in ast.walk(expression))
 
 
 def _literal(expression: ast.expr) -> tuple[bool, Any]:

@@ -3,6 +3,7 @@ that is from LeetCode."""
 
 from __future__ import annotations
 
+import ast
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,6 +15,18 @@ from ludic.envs.code_exec.adapters.stdin_rows import LIVE_CODE_BENCH, live_code_
 from ludic.envs.code_exec.calls.values import OneOf
 from ludic.envs.code_exec.types import TestCase
 from ludic.errors import DataError
+
+USUAL_IMPORTS = """\
+import bisect, collections, functools, heapq, itertools, math, operator, random, re, string, typing
+from bisect import *
+from collections import *
+from functools import *
+from heapq import *
+from itertools import *
+from math import ceil, comb, factorial, floor, gcd, inf, isqrt, lcm, log, log2, perm, pi, prod, sqrt
+from typing import *
+"""
+"""What LeetCode imports before a program; its starters need `List`."""
 
 
 def read_call_tests(row: Mapping[str, Any], problem: CodingProblem) -> CodingProblem | None:
@@ -58,12 +71,26 @@ def _read_mbpp(row: Mapping[str, Any], problem: CodingProblem) -> CodingProblem:
 
 
 def _read_human_eval(row: Mapping[str, Any], problem: CodingProblem) -> CodingProblem:
-    """The prompt, which has imports and perhaps other functions, runs before the program; the
-    program is the whole function."""
+    """The prompt's imports and other functions run before the program; the program is the whole
+    function, of which nothing is defined before."""
     tests = read_check_function(row["test"], entry_point=row["entry_point"])
     shown = f"Complete this function. Write all of it, with its imports:\n\n```python\n{problem.prompt.rstrip()}\n```"
-    before = f"{problem.prompt.rstrip()}\n    pass\n{read_imports(row['test'])}"
+    before = _without_function(problem.prompt, row["entry_point"]) + read_imports(row["test"])
     return replace(problem, prompt=shown, tests=tests, calls=True, before=before)
+
+
+def _without_function(prompt: str, name: str) -> str:
+    """The Python of a prompt that ends in a function without its body, but for that function.
+
+    Example: `import math`, then `def f(x):`, gives `import math` for the name `f`.
+    """
+    try:
+        statements = ast.parse(f"{prompt.rstrip()}\n    pass\n").body
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+        raise DataError(f"the prompt must be Python that ends in a function without its body: {error}") from error
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    kept = [part for part in statements if not (isinstance(part, functions) and part.name == name)]
+    return f"{ast.unparse(ast.Module(body=kept, type_ignores=[]))}\n"
 
 
 def _read_json_calls(row: Mapping[str, Any], problem: CodingProblem) -> CodingProblem | None:
@@ -79,7 +106,8 @@ def _read_json_calls(row: Mapping[str, Any], problem: CodingProblem) -> CodingPr
     ]
     starter = str(row.get("starter_code") or "").strip()
     shown = f"Begin with:\n```python\n{starter}\n```" if starter else f"Write a function `{name}`."
-    return replace(problem, prompt=f"{problem.prompt}\n\n{shown}", tests=tests, calls=True, tuples_are_lists=True)
+    prompt, before = f"{problem.prompt}\n\n{shown}", f"{USUAL_IMPORTS}globals().pop({name!r}, None)\n"
+    return replace(problem, prompt=prompt, tests=tests, calls=True, before=before, tuples_are_lists=True)
 
 
 def _named_calls(row: Mapping[str, Any]) -> tuple[str | None, list[tuple[list[Any], Any]]]:

@@ -17,6 +17,8 @@ from typing import Any
 
 FILE = "program.py"
 LONGEST_ERROR = 500
+LONGEST_INT = 14_000
+"""Bits. Python neither writes nor reads numbers over 4,300 digits, which is 14,284 bits."""
 SEQUENCES: tuple[Any, ...] = (list, tuple, set, frozenset)
 
 
@@ -24,14 +26,15 @@ def encode(value: Any) -> Any:
     """JSON for a value of Python's own types; `values.py` has its inverse. Classes that derive from
     them count as these.
 
-    Example: `(1, {2.5})` is `{"tuple": [1, {"set": [2.5]}]}`.
+    Example: `(1, {2.5})` is `{"tuple": [1, {"set": [2.5]}]}`; a long int is `{"int": "0x..."}`.
     """
-    if value is None or value is True or value is False or type(value) in (int, float, str):
+    if value is None or value is True or value is False or type(value) in (float, str):
         return value
     if isinstance(value, str):
         return str.__getitem__(value, slice(None))
     if isinstance(value, int):
-        return int.__index__(value)
+        number = int.__index__(value)
+        return number if number.bit_length() <= LONGEST_INT else {"int": hex(number)}
     if isinstance(value, float):
         return float.__float__(value)
     for base in SEQUENCES:
@@ -55,7 +58,10 @@ def main(program: str, before: str = "", after: str = "") -> None:
     leave, write = os._exit, os.write
 
     def say(answer: Any) -> None:
-        rest = json.dumps(answer).encode() + b"\n"
+        write_line(json.dumps(answer))
+
+    def write_line(text: str) -> None:
+        rest = text.encode() + b"\n"
         while rest:
             rest = rest[write(channel, rest) :]
 
@@ -81,10 +87,10 @@ def main(program: str, before: str = "", after: str = "") -> None:
         leave(0)
     for call in calls:
         try:
-            answer = {"value": encode(eval(call, names))}
+            answer = json.dumps({"value": encode(eval(call, names))})
         except BaseException as error:
-            answer = {"raised": describe(error)}
-        say(answer)
+            answer = json.dumps({"raised": describe(error)})
+        write_line(answer)
     leave(0)
 
 

@@ -31,6 +31,13 @@ class OneOf:
     values: tuple[Any, ...]
 
 
+@dataclass(frozen=True)
+class Same:
+    """True or False itself, as `is` has it: not 1 or 0."""
+
+    value: bool
+
+
 @dataclass(frozen=True, kw_only=True)
 class ValueVerifier:
     """The value equals the expected one, as `==` of Python's own types has it: 1 equals 1.0, and a
@@ -44,6 +51,9 @@ class ValueVerifier:
         if isinstance(expected, OneOf):
             verdicts = [self.verify(actual, value) for value in expected.values]
             return next((verdict for verdict in verdicts if verdict[0]), verdicts[0])
+        if isinstance(expected, Same):
+            right = actual is expected.value
+            return right, None if right else f"Returned {_cut(show(actual))}, which is not {expected.value}"
         near = expected if isinstance(expected, Near) else None
         try:
             if self._agrees(actual, near.value if near else expected, near):
@@ -57,6 +67,9 @@ class ValueVerifier:
         if not isinstance(actual, Mapping):
             return _is_scalar(expected) and _scalars_agree(actual, expected, near)
         [(kind, content)] = actual.items() if len(actual) == 1 else [("", None)]
+        if kind == "int":
+            number = _long_int(content)
+            return number is not None and _is_scalar(expected) and _scalars_agree(number, expected, near)
         if kind == "complex" and isinstance(expected, int | float | complex):
             return _parts(content) == (expected.real, expected.imag)
         if kind == "bytes":
@@ -99,17 +112,20 @@ class ValueVerifier:
         if not isinstance(actual, Mapping):
             return _key(actual)
         [(kind, content)] = actual.items() if len(actual) == 1 else [("", None)]
-        if kind == "tuple" and isinstance(content, list):
-            return f"({','.join(str(self._key_of(one)) for one in content)})"
-        if kind == "frozenset" and isinstance(content, list):
-            return f"{{{','.join(sorted(str(self._key_of(one)) for one in content))}}}"
+        if kind in ("tuple", "frozenset") and isinstance(content, list):
+            inner = [self._key_of(one) for one in content]
+            if None in inner:
+                return None
+            return f"({','.join(inner)})" if kind == "tuple" else f"{{{','.join(sorted(inner))}}}"
+        if kind == "int":
+            return None if (number := _long_int(content)) is None else _key(number)
         return f"bytes {content}" if kind == "bytes" else None
 
 
 def _key(value: Any) -> str:
     """Text that is the same for two scalars, tuples and frozensets if these are equal.
 
-    Example: 1, 1.0 and True are all `1`.
+    Example: 1, 1.0 and True are all `0x1`.
     """
     if isinstance(value, tuple):
         return f"({','.join(map(_key, value))})"
@@ -118,8 +134,16 @@ def _key(value: Any) -> str:
     if isinstance(value, bytes):
         return f"bytes {value.hex()}"
     if isinstance(value, bool | int) or (isinstance(value, float) and value.is_integer()):
-        return str(int(value))
+        return hex(int(value))
     return repr(value)
+
+
+def _long_int(written: Any) -> int | None:
+    """Example: `"0x1f"` is 31. None for what is none."""
+    try:
+        return int(written, 16) if isinstance(written, str) else None
+    except ValueError:
+        return None
 
 
 def _is_scalar(value: Any) -> bool:
