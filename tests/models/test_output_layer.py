@@ -1,5 +1,7 @@
 """The output layer as sums of products has the logits of the model."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from small_models import CAUSAL, LLAMA, causal_model, make_from_config
@@ -87,6 +89,24 @@ def test_without_its_output_layer_the_model_returns_no_logits():
         assert model(input_ids=IDS).logits.shape == (1, 0, 64)
     assert seen[0].shape == (1, 8, 16)
     assert model(input_ids=IDS).logits.shape == (1, 8, 64)
+
+
+def run_in_a_thread(function):
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result(timeout=60)
+
+
+def test_another_thread_has_the_logits_of_the_model_meanwhile():
+    model = causal_model("Llama")
+    layer = OutputLayer.of(model)
+    with torch.no_grad():
+        logits = model(input_ids=IDS).logits
+    with layer.replaced_output(layer.probe(8)):
+        assert (model(input_ids=IDS).logits - layer.probe(8)).abs().max() == 0
+        torch.testing.assert_close(run_in_a_thread(lambda: model(input_ids=IDS).logits.detach()), logits)
+    with layer.captured_inputs(skip=True) as seen:
+        torch.testing.assert_close(run_in_a_thread(lambda: model(input_ids=IDS).logits.detach()), logits)
+        assert not seen
 
 
 def test_a_layer_of_another_kind_is_refused():

@@ -107,18 +107,20 @@ class OutputLayer:
 
     @contextmanager
     def replaced_output(self, values: Tensor) -> Iterator[None]:
-        """Inside, the layer returns `values`: the model shows what it does with them."""
-        hook = self.module.register_forward_hook(lambda *_: values)
+        """Inside, the layer returns `values` in this thread: the model shows what it does with
+        them."""
+        owner = threading.get_ident()
+        hook = self.module.register_forward_hook(lambda *_: values if threading.get_ident() == owner else None)
         try:
             yield
         finally:
             hook.remove()
 
     def probe(self, positions: int) -> Tensor:
-        """[1, positions, V] values as the layer could return them, small and large ones."""
+        """[1, positions, V] float32 values as the layer could return them, small and large ones."""
         weight = self.weight
-        row = torch.linspace(-LARGEST_PROBE, LARGEST_PROBE, len(weight), device=weight.device)
-        return row.to(weight.dtype).expand(1, positions, -1)
+        row = torch.linspace(-LARGEST_PROBE, LARGEST_PROBE, len(weight), dtype=torch.float32, device=weight.device)
+        return row.expand(1, positions, -1)
 
 
 Adapter = tuple[nn.Linear, nn.Linear, float, nn.Module]
@@ -137,11 +139,11 @@ def _read_layer(module: Any) -> tuple[nn.Linear, list[Adapter]]:
             raise ConfigError(f"the output layer is a {type(module).__module__}.{type(module).__name__}, not a Linear")
         return module, []
     linear, _ = _read_layer(module.base_layer)
+    if any(name in module.lora_variant or module.lora_B[name].bias is not None for name in module.lora_A):
+        raise ConfigError("the output layer has adapters other than plain LoRA")  # also while they are off
     if module.disable_adapters or module.merged:
         return linear, []
     names = [name for name in module.active_adapters if name in module.lora_A]
-    if any(name in module.lora_variant or module.lora_B[name].bias is not None for name in names):
-        raise ConfigError("the output layer has adapters other than plain LoRA")
     return linear, [(module.lora_A[name], module.lora_B[name], module.scaling[name], module.lora_dropout[name]) for name in names]
 
 

@@ -154,16 +154,19 @@ def forward_logits(model: nn.Module, batch: Batch) -> Tensor:
     return logits
 
 
-def forward_batch(model: nn.Module, batch: Batch, *, with_hidden: bool = False) -> tuple[Tensor, Batch]:
+def forward_batch(
+    model: nn.Module, batch: Batch, *, with_hidden: bool = False, skip_logits: bool = False
+) -> tuple[Tensor, Batch]:
     """`forward_logits` and the batch; `with_hidden` adds to it `hidden`, the inputs of the output
-    layer, with gradient. No other layer's states are kept."""
+    layer, with gradient. No other layer's states are kept. `skip_logits`: the output layer computes
+    nothing, and the logits are empty; for `with_hidden` alone."""
     if not with_hidden:
         return forward_logits(model, batch), batch
     inner = unwrap_transformer(model)
     head = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
     if head is None:
         raise ConfigError(f"a loss reads hidden states, and {type(inner).__name__} has no output layer (get_output_embeddings)")
-    with OutputLayer(head).captured_inputs(skip=False) as seen:
+    with OutputLayer(head).captured_inputs(skip=skip_logits) as seen:
         logits = forward_logits(model, batch)
     return logits, {**batch, "hidden": seen[0]}
 

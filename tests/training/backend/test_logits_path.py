@@ -2,12 +2,14 @@
 
 import asyncio
 import logging
+from contextlib import contextmanager
 from functools import cache
 
 import numpy as np
 import pytest
 import torch
 from loss_batches import Bigram
+from peft import LoraConfig
 from preference_samples import sorted_pairs
 from small_models import LLAMA, causal_model, make_from_config
 from training_samples import ListSource, assert_same_tensors, cpu_config, dialogues, gradients_of, sorting_items, tiny_model
@@ -52,21 +54,35 @@ def algorithm(loss=WITH_ENTROPY, **settings):
     return RLAlgorithm("test", ConstantCredit(1.0), loss, **settings)
 
 
-def backward(model, algo, mini_batch, cfg):
-    """Gradients, loss and statistics of a mini-batch."""
+@contextmanager
+def computed_tokens(model):
+    """A list that gets how many tokens the output layer computes in each pass inside."""
+    seen = []
+    hook = model.get_output_embeddings().register_forward_hook(lambda _, __, output: seen.append(output.shape[1]))
+    yield seen
+    hook.remove()
+
+
+def backward(model, algo, mini_batch, cfg, *, chunked):
+    """Gradients, loss and statistics of a mini-batch, computed without logits if `chunked`."""
     backend = TorchBackend(model, cfg, algo=algo)
+    assert backend.skips_logits == (cfg.logits == "chunked")  # the check runs the model, too
     model.zero_grad(set_to_none=True)
     torch.manual_seed(5)  # dropout
-    result = asyncio.run(backend.forward_backward(mini_batch, totals=mini_batch.totals).result())
+    with computed_tokens(model) as tokens:
+        result = asyncio.run(backend.forward_backward(mini_batch, totals=mini_batch.totals).result())
+    assert tokens
+    assert [count == 0 for count in tokens] == [chunked] * len(tokens)
     stats = [{name: float(value) for name, value in micro.items()} for micro in result.micro_stats]
     return gradients_of(model), result.loss.item(), stats
 
 
-def assert_both_paths_agree(model, algo, make_batch, config, **settings):
+def assert_both_paths_agree(model, algo, make_batch, config, *, chunks=True, **settings):
+    """`chunks`: whether logits="chunked" computes no logits, as the loss may need them."""
     results = []
     for path in ("full", "chunked"):
         cfg = config(logits=path, **settings)
-        results.append(backward(model, algo, make_batch(cfg), cfg))
+        results.append(backward(model, algo, make_batch(cfg), cfg, chunked=chunks and path == "chunked"))
     (full, full_loss, full_stats), (chunked, loss, stats) = results
     largest = max(value.abs().max().item() for value in full.values())
     assert largest > 1e-3
@@ -137,19 +153,35 @@ def test_models_with_more_than_a_product_behind_their_states_give_the_same_step(
 def test_all_log_probabilities_of_a_forward_pass_are_the_same():
     model = tiny_model()
     full, chunked = (TorchBackend(model, cpu_config(logits=path), algo=algorithm()) for path in ("full", "chunked"))
+    assert (full.skips_logits, chunked.skips_logits) == (False, True)
     for micro_batch in mini_batch_of(items())(cpu_config()):
         for options in ({}, {"temperature": 0.5}, {"temperature": 0.5, "top_p": 0.7}):
-            want, got = (backend.forward_logprobs(micro_batch, **options).wait() for backend in (full, chunked))
+            want = full.forward_logprobs(micro_batch, **options).wait()
+            with computed_tokens(model) as tokens:
+                got = chunked.forward_logprobs(micro_batch, **options).wait()
+            assert [count == 0 for count in tokens] == ["top_p" not in options]
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
-        scores = [backend.forward_scores(micro_batch, score_type="logprob").wait() for backend in (full, chunked)]
-        torch.testing.assert_close(*scores, rtol=1e-5, atol=1e-5)
+        want = full.forward_scores(micro_batch, score_type="logprob").wait()
+        with computed_tokens(model) as tokens:
+            got = chunked.forward_scores(micro_batch, score_type="logprob").wait()
+        assert tokens == [0]
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 def test_evaluations_are_the_same():
     def measured(path):
-        held_out = HeldOutLoss(tiny_model(), list(items()), cpu_config(logits=path)).measure()
+        measurements, model = {}, tiny_model()
         cfg = RMTrainerConfig(model_device="cpu", max_seq_len=23, micro_token_budget=60, logits=path)
-        return {**held_out, **PreferenceEvaluator(tiny_model(), sorted_pairs(3), cfg, score_type="logprob").measure()}
+        for evaluator in (
+            HeldOutLoss(model, list(items()), cpu_config(logits=path)),
+            PreferenceEvaluator(model, sorted_pairs(3), cfg, score_type="logprob"),
+        ):
+            evaluator.measure()  # the check runs the model, too
+            with computed_tokens(model) as tokens:
+                measurements |= evaluator.measure()
+            assert tokens
+            assert [count == 0 for count in tokens] == [path == "chunked"] * len(tokens)
+        return measurements
 
     assert measured("chunked") == pytest.approx(measured("full"), rel=1e-5)
 
@@ -158,7 +190,7 @@ def shapes_of_logits(model, cfg, loss=WITH_ENTROPY):
     """The shapes of what the output layer computes in a training step of two micro-batches."""
     seen = []
     trainer = Trainer(model=model, algo=algorithm(loss), batch_source=ListSource(list(items())), cfg=cfg)
-    assert trainer.backend.skips_logits in (True, False)  # the check runs the model, too
+    assert trainer.backend.skips_logits == (cfg.logits == "chunked")  # the check runs the model, too
     trainer.model.get_output_embeddings().register_forward_hook(lambda _, __, out: seen.append(tuple(out.shape[:2])))
     trainer.train_step_sync()
     return seen
@@ -200,7 +232,7 @@ class ReadsLogits(Loss):
 
 def test_a_loss_that_reads_logits_gets_them_and_one_line_says_so(caplog):
     with caplog.at_level(logging.WARNING):
-        assert_both_paths_agree(tiny_model(), algorithm(ReadsLogits()), mini_batch_of(items()), cpu_config)
+        assert_both_paths_agree(tiny_model(), algorithm(ReadsLogits()), mini_batch_of(items()), cpu_config, chunks=False)
     assert [record.message.partition(": ")[2] for record in caplog.records] == ["ReadsLogits reads logits"]
 
 
@@ -210,7 +242,7 @@ def test_an_algorithm_with_a_loss_of_its_own_is_not_asked_for_it():
             return super().compute_loss(model, batch, totals=totals)
 
     algo = Own("own", ConstantCredit(1.0), TokenClippedSurrogateLoss())
-    assert_both_paths_agree(tiny_model(), algo, mini_batch_of(items()), cpu_config)
+    assert_both_paths_agree(tiny_model(), algo, mini_batch_of(items()), cpu_config, chunks=False)
 
 
 def shift(_, __, output):
@@ -235,6 +267,57 @@ def test_a_cap_that_small_logits_hardly_show_is_found():
     model = tiny_model()
     model.register_forward_hook(lambda _, __, output: setattr(output, "logits", torch.tanh(output.logits / 50) * 50))
     assert not can_skip_logits(model, cpu_config(logits="chunked"))
+
+
+@pytest.mark.parametrize("name", ["soft cap", "scale", "divisor", "bias", "adapters on the head"])
+def test_models_in_bfloat16_are_checked_up_to_its_rounding(name, caplog):
+    assert can_skip_logits(MODELS[name]().bfloat16(), cpu_config(logits="chunked")), caplog.text
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("change", [lambda logits: logits / 0.98, lambda logits: logits.clamp(-59, 59)])
+def test_a_change_of_two_percent_is_found_in_half_precision(change, dtype):
+    model = tiny_model().to(dtype)
+    assert can_skip_logits(model, cpu_config(logits="chunked"))
+    model.register_forward_hook(lambda _, __, output: setattr(output, "logits", change(output.logits).to(dtype)))
+    assert not can_skip_logits(model, cpu_config(logits="chunked"))
+
+
+def test_logits_that_are_not_finite_are_named(caplog):
+    model = tiny_model()
+    torch.nn.init.constant_(model.lm_head.weight, torch.nan)
+    assert not can_skip_logits(model, cpu_config(logits="chunked"))
+    assert "Qwen2ForCausalLM has logits that are not finite" in caplog.text
+
+
+@pytest.mark.parametrize("adapters_first", [False, True])
+def test_adapters_of_another_kind_use_all_logits_whichever_pass_is_first(adapters_first, caplog):
+    """The base without adapters, as a reference, could be computed without logits; the policy could
+    not."""
+    dora = LoraConfig(r=2, target_modules=["lm_head"], use_dora=True)
+    model = apply_lora(tiny_model(tie_word_embeddings=False), dora)
+    cfg = cpu_config(logits="chunked")
+    mini_batch = mini_batch_of(items())(cfg)
+    backend = TorchBackend(model, cfg, algo=algorithm())
+    for adapters in (adapters_first, not adapters_first):
+        backend.forward_logprobs(next(iter(mini_batch)), adapters=adapters).wait()
+    assert not backend.skips_logits
+    assert "adapters other than plain LoRA" in caplog.text
+    assert backend.forward_backward(mini_batch, totals=mini_batch.totals).wait().loss.isfinite()
+
+
+def test_the_choice_is_made_with_the_adapters_on():
+    model = apply_lora(tiny_model(tie_word_embeddings=False), LoraSettings(rank=2, target_modules=["lm_head"]))
+    adapter = model.get_output_embeddings()
+    off = []
+    adapter.register_forward_hook(lambda module, _, __: off.append(module.disable_adapters))
+    cfg = cpu_config(logits="chunked")
+    backend = TorchBackend(model, cfg, algo=algorithm())
+    backend.forward_logprobs(next(iter(mini_batch_of(items())(cfg))), adapters=False).wait()
+    *check, last = off
+    assert check
+    assert not any(check)
+    assert last
 
 
 def test_a_layer_whose_output_a_hook_changes_is_found():
@@ -274,7 +357,11 @@ def test_a_run_of_a_preset_learns_alike_on_both_paths():
             batch_source=ListSource(sorting_items(8)),
             cfg=cpu_config(logits=path),
         )
-        trainer.train_sync(num_steps=2)
+        assert trainer.backend.skips_logits == (path == "chunked")
+        with computed_tokens(trainer.model) as tokens:
+            trainer.train_sync(num_steps=2)
+        assert tokens
+        assert [count == 0 for count in tokens] == [path == "chunked"] * len(tokens)
         return {name: value.detach() for name, value in trainer.model.named_parameters()}
 
     assert_same_tensors(weights("chunked"), weights("full"), atol=1e-3)  # AdamW enlarges the last digit of small gradients

@@ -91,7 +91,11 @@ def test_a_problem_counts_if_one_seeded_answer_is_right():
 def test_answers_are_represented_under_the_plain_prompt(tmp_path, loss, pooling):
     """One answer at a time, with the states by hand: batches and padding change nothing."""
     model = tiny_model()
+    computed = []
+    hook = model.lm_head.register_forward_hook(lambda _, __, output: computed.append(output.numel()))
     engine, evaluator, metrics = evaluate(model=model, samples=9, heatmaps=tmp_path, settings={"pooling": pooling, "loss": loss})
+    hook.remove()
+    assert computed == [0, 0]  # no logits
     rows, seeds = [], []
     for request in engine.requests[:-1]:
         played = engine.play(request)

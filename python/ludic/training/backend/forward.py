@@ -52,10 +52,11 @@ class ModelPasses:
 
     @torch.no_grad()
     def _logprobs(self, batch: MicroBatch, temperature: float | None, top_p: float, adapters: bool) -> Tensor:
+        skips = top_p >= 1.0 and self.skips_logits  # decided with the adapters on, whichever call is first
         without = nullcontext() if adapters else adapters_off(self.model)
         with without, evaluation_mode(self.model), autocast(self.cfg):
             divisor = self.cfg.temperature if temperature is None else temperature
-            if top_p >= 1.0 and self.skips_logits:
+            if skips:
                 return SharedContext(*forward_scores(self.model, batch.tensors, temperature=divisor)).token_logp
             logits = forward_logits(self.model, batch.tensors)
             if top_p < 1.0:

@@ -1,7 +1,8 @@
 """Decides whether a run computes log-probabilities without logits (`loss.token_scores`).
 
-The choice depends on settings and model alone: it is the same on all ranks, for all micro-batches
-and after a resume.
+The choice depends on the settings, the model and the weights that it has at the first pass: all
+ranks make the same one, once, for all micro-batches. It is the same after a resume, unless the
+logits of one of the two are not finite.
 """
 
 from __future__ import annotations
@@ -28,6 +29,12 @@ CHUNKED_FROM = 1 << 26
 """`auto` computes no logits if a full micro-batch would have at least this many: 256 MiB in
 float32."""
 CHECKED_TOKENS = 8
+SAME = 1e-4
+"""Largest difference of two computations in float32, relative to the largest logit."""
+ROUNDED = 2.0**-7
+"""The same where the model rounds its logits to bfloat16 or float16, two or three times."""
+SUMMED = 3e-2
+"""The same where the output layer and its adapters are summed in bfloat16 or float16."""
 _said: set[str] = set()
 """Warnings that have been logged."""
 
@@ -97,23 +104,25 @@ def _find_difference(model: nn.Module, layer: OutputLayer) -> str | None:
         return f"{kind} does not run without its output layer ({type(error).__name__}: {error})"
     if len(seen) != 1 or seen[0].shape[:2] != ids.shape or skipped.numel():
         return f"{kind} does not call its output layer once on all tokens"
-    if not _nearly_equal(layer.transform(probe), changed):
+    if not _nearly_equal(layer.transform(probe), changed, rounded=ROUNDED):
         return f"{kind} changes its logits behind the output layer in another way than its configuration says"
+    if not logits.isfinite().all():
+        return f"{kind} has logits that are not finite"
     products = layer.products(seen[0][0])
     pairs = zip(products.inputs, products.weights, strict=True)
     sums = sum((inputs.float() @ weights.float().T for inputs, weights in pairs), torch.zeros(()))
     sums = sums if products.bias is None else sums + products.bias.float()
-    if not _nearly_equal(layer.transform(sums)[None], logits):
+    if not _nearly_equal(layer.transform(sums)[None], logits, rounded=SUMMED):
         return f"{kind} has other logits than its output layer"
     return None
 
 
-def _nearly_equal(ours: torch.Tensor, model: torch.Tensor) -> bool:
+def _nearly_equal(ours: torch.Tensor, model: torch.Tensor, *, rounded: float) -> bool:
     if ours.shape != model.shape:
         return False
-    half = model.dtype in (torch.bfloat16, torch.float16) or ours.dtype in (torch.bfloat16, torch.float16)
+    tolerance = rounded if model.dtype in (torch.bfloat16, torch.float16) else SAME
     scale = float(model.abs().max().float())
-    return bool((ours.float() - model.float()).abs().max() <= (3e-2 if half else 1e-4) * scale)
+    return bool((ours.float() - model.float()).abs().max() <= tolerance * scale)
 
 
 def _warn(reason: str) -> None:

@@ -161,7 +161,7 @@ class SeedEvaluator:
         pooled = []
         with torch.no_grad(), evaluation_mode(model):
             for batch in _collate(seeded, device):
-                _, with_hidden = forward_batch(model, batch, with_hidden=True)
+                _, with_hidden = forward_batch(model, batch, with_hidden=True, skip_logits=True)
                 pooled.append(pool_completions(with_hidden, self.info_seed.pooling).double().cpu().numpy())
         rows = np.concatenate(pooled) if pooled else np.zeros((0, self.info_seed.num_seeds))
         return rows, np.array([seed_of(item.meta) for item in seeded], dtype=np.int64)
