@@ -1,10 +1,12 @@
 """Running coroutines from synchronous code, and work that a cancellation must not interrupt."""
 
 import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from ludic.event_loop import EventLoop, await_if_needed, is_being_cancelled, run_to_completion
+from ludic.event_loop import EventLoop, await_if_needed, call_outside_loop, is_being_cancelled, run_to_completion
 
 
 async def current_loop():
@@ -88,3 +90,44 @@ def test_a_task_knows_that_it_is_being_cancelled():
 
     asyncio.run(run())
     assert seen == [False, True]
+
+
+@pytest.mark.parametrize("interrupts", [1, 2])
+def test_a_call_in_a_thread_is_asked_to_end_and_left_alone_after_a_second_interrupt(monkeypatch, interrupts):
+    may_end, asked, started = threading.Event(), [], []
+
+    class Interrupted(ThreadPoolExecutor):
+        def submit(self, *arguments):
+            future = super().submit(*arguments)
+            wait, left = future.result, [KeyboardInterrupt] * interrupts
+
+            def result():
+                if left:
+                    raise left.pop()
+                may_end.set()
+                return wait()
+
+            future.result = result
+            started.append(future)
+            return future
+
+    def call():
+        assert may_end.wait(60)
+        return 7
+
+    async def cell():
+        return call_outside_loop(call, on_interrupt=lambda: asked.append("end"))
+
+    monkeypatch.setattr("ludic.event_loop.ThreadPoolExecutor", Interrupted)
+    loop = asyncio.new_event_loop()
+    try:
+        if interrupts == 1:
+            assert loop.run_until_complete(cell()) == 7
+        else:
+            with pytest.raises(KeyboardInterrupt):
+                loop.run_until_complete(cell())
+            assert not started[0].done()  # nobody waited for it
+    finally:
+        may_end.set()
+        loop.close()
+    assert asked == ["end"]

@@ -45,18 +45,22 @@ def _close(runner: asyncio.Runner) -> None:
 
 def call_outside_loop(call: Callable[[], T], *, on_interrupt: Callable[[], None]) -> T:
     """Return `call()`, which may run an event loop: in a thread, if one is running here already, as
-    in a notebook. Ctrl-C then calls `on_interrupt`, which has the call end, and waits for it."""
+    in a notebook. The first Ctrl-C then calls `on_interrupt`, which has the call end, and waits for
+    it; the second is raised, while the thread ends by itself."""
     if not _is_running():
         return call()
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="ludic-run") as executor:
+    executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ludic-run")
+    try:
         result = executor.submit(copy_context().run, call)
-        while True:
-            try:
-                return result.result()
-            except KeyboardInterrupt:
-                if result.done():
-                    raise
-                on_interrupt()
+        try:
+            return result.result()
+        except KeyboardInterrupt:
+            if result.done():
+                raise
+            on_interrupt()
+            return result.result()
+    finally:
+        executor.shutdown(wait=False)
 
 
 def _is_running() -> bool:

@@ -20,7 +20,8 @@ SEEDED = [
 
 
 def test_a_run_trains_and_measures_seeded_answers(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["train", "maxent", *SEEDED, f"output={tmp_path}", "name=run"])
+    watched = ["trainer.early_stopping_patience=9", "trainer.early_stopping_metric=eval_seed/pass_at_n"]
+    result = CliRunner().invoke(app, ["train", "maxent", *SEEDED, *watched, f"output={tmp_path}", "name=run"])
     assert result.exit_code == 0, result.output
     assert "3 steps of 2 problems x 6 answers" in result.output
     run = tmp_path / "run"
@@ -35,6 +36,7 @@ def test_a_run_trains_and_measures_seeded_answers(tmp_path: Path) -> None:
     assert written == [f"seed_heatmap_step{step}.json" for step in (0, 2, 3)]
     summary = json.loads((run / "summary.json").read_text())
     assert summary["after"]["eval_seed/pass_at_n"] >= 0
+    assert json.loads((run / "progress.json").read_text())["early_stopping"]["metric"] == "eval_seed/pass_at_n"
     tags = [json.loads(line)["meta"]["request_meta"].get("seed_id") for line in (run / "rollouts.jsonl").read_text().splitlines()]
     assert tags[:6] == [None, None, None, None, 1, 2]
 

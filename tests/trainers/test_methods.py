@@ -13,9 +13,12 @@ from typer.testing import CliRunner
 import ludic
 from ludic import GRPO, SFT, RewardModel
 from ludic.cli.app import app
+from ludic.cli.train import TrainCommand
 from ludic.errors import ConfigError, ConfigTypeError
 from ludic.models.byte_tokenizer import make_byte_tokenizer
 from ludic.training import Callback
+from ludic.training.reward_functions import register_reward, reward_names
+from ludic.training.reward_registry import given_rewards, make_reward
 
 ROWS = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(20)]
 SMALL = {
@@ -112,6 +115,75 @@ def test_it_runs_where_an_event_loop_is_running_as_in_a_notebook(model: Path) ->
     assert asyncio.run(cell())["status"] == "finished"
 
 
+def test_each_object_trains_on_its_own_functions_whatever_their_names(model: Path) -> None:
+    """Lambdas all have one name, and so have the methods of two objects."""
+    called = []
+
+    def objects_own(number):
+        return lambda completions, **_: [float(called.append(number) or number)] * len(completions)
+
+    first = GRPO(model, objects_own(1), ROWS, name="first", **{**SMALL, "steps": 1})
+    GRPO(model, objects_own(2), ROWS, name="second", **SMALL)
+    first.train()
+    assert set(called) == {1}
+    assert "reward" not in reward_names()  # nothing is left behind
+
+
+def test_functions_of_an_object_are_seen_inside_its_block_alone() -> None:
+    with given_rewards({"mine": digits}):
+        assert make_reward("mine") is digits
+        assert "mine" in reward_names()
+    assert "mine" not in reward_names()
+
+
+def test_a_registered_reward_is_not_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ludic.training.reward_registry._OWN", {})
+    register_reward("reward", lambda: digits)
+    with pytest.raises(ConfigError, match="there is a reward 'reward' already"):
+        GRPO("m", lambda completions: [1.0] * len(completions), ROWS)
+    assert make_reward("reward") is digits
+
+
+def test_a_second_run_begins_with_callbacks_as_the_first_did(model: Path) -> None:
+    class Count(Callback):
+        steps = 5
+        ends: list[int] = []  # noqa: RUF012
+
+        def on_step(self, event):
+            self.steps += 1
+
+        def on_end(self, event):
+            self.ends.append(self.steps)
+
+        def state_dict(self):
+            return {"steps": self.steps}
+
+        def load_state_dict(self, state):
+            self.steps = state["steps"]
+
+    grpo = GRPO(model, digits, ROWS, callbacks=[Count()], **{**SMALL, "steps": 1})
+    grpo.train()
+    grpo.train()
+    assert Count.ends == [6, 6]
+
+
+def test_a_stop_while_the_model_is_loaded_ends_the_run_before_its_first_step(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grpo = GRPO(model, digits, ROWS, name="early", **{**SMALL, "steps": 1})
+    build = TrainCommand.build
+
+    def build_while_stopped(*arguments):
+        grpo.stop()
+        return build(*arguments)
+
+    monkeypatch.setattr(TrainCommand, "build", build_while_stopped)
+    summary = grpo.train()
+    assert (summary["status"], summary["steps"]) == ("interrupted", 0)
+    monkeypatch.setattr(TrainCommand, "build", build)
+    assert grpo.train(resume=True)["status"] == "finished"  # the request was of the first
+
+
 def test_sft_and_a_reward_model_are_one_object_each(model: Path) -> None:
     pairs = [{"prompt": row["prompt"], "completion": row["answer"]} for row in ROWS]
     sft = SFT(model, pairs, eval_dataset=pairs[:3], epochs=1, batch_size=8, threads=1).train()
@@ -132,6 +204,9 @@ def test_sft_and_a_reward_model_are_one_object_each(model: Path) -> None:
         (lambda: GRPO(torch.nn.Linear(1, 1), digits, ROWS), ConfigTypeError, r"model \(Linear\) must be a folder or a hub id"),
         (lambda: GRPO("m", digits, ROWS, learning_rate=1e-5), ConfigError, "it is called trainer.lr"),
         (lambda: GRPO("m", digits, ROWS, reward="math"), ConfigError, "reward is an argument of its own"),
+        (lambda: GRPO("m", digits, ROWS, trainers=2), ConfigError, r"place\.trainers \(2\) has a launcher .* run `ludic train`"),
+        (lambda: SFT("m", ROWS, place={"on": "slurm"}), ConfigError, r"place\.on \(slurm\) .* run `ludic sft`"),
+        (lambda: GRPO("m", lambda **_: [], ROWS, place={"actors": 1}), ConfigError, "actors cannot import the reward 'reward'"),
         (lambda: SFT("m", ROWS, epochs=0), ConfigError, r"epochs \(0\) must be at least 1"),
         (lambda: RewardModel("m", ROWS, beta=1), ConfigError, "there is no setting 'beta'"),
     ],

@@ -18,6 +18,7 @@ from ludic.eval.intervals import Interval, mean_interval, share_interval
 from ludic.eval.tally import average_by_key
 from ludic.inference import InferenceSpec
 from ludic.recipes.callbacks import check_callbacks
+from ludic.recipes.info_seed_section import InfoSeedSection
 from ludic.recipes.schema import EvaluationSection, Recipe, RolloutSection
 from ludic.runs.rollouts import make_evaluation_inference, make_request
 from ludic.tasks import Episode, EpisodicTask, Task, as_episodic
@@ -110,12 +111,11 @@ def make_comparable(before: Evaluation | None, after: Evaluation | None) -> tupl
     return before.without_accuracy(), after.without_accuracy()
 
 
-def check_early_stopping(section: str, cfg: TrainerConfig, task: EpisodicTask, evaluation: EvaluationSection) -> None:
+def check_early_stopping(section: str, cfg: TrainerConfig, measured: Sequence[str]) -> None:
     """Raise `ConfigError` for early stopping by a metric that `ludic train` does not measure.
     `section` is the section of the recipe that `cfg` comes from."""
     if cfg.early_stopping_patience is None:
         return
-    measured = list_measured(task, evaluation)
     name = cfg.early_stopping_metric
     if not {name, name.removeprefix("eval_"), name.removeprefix("eval/")} & set(measured):
         raise ConfigError(
@@ -126,9 +126,11 @@ def check_early_stopping(section: str, cfg: TrainerConfig, task: EpisodicTask, e
 
 def check_watched_metrics(recipe: Recipe, warmup_cfg: TrainerConfig, cfg: TrainerConfig, task: EpisodicTask) -> None:
     """Raise `ConfigError` for early stopping or callbacks by a metric that is not measured."""
-    check_early_stopping("warmup.trainer", warmup_cfg, task, recipe.evaluation)
-    check_early_stopping("trainer", cfg, task, recipe.evaluation)
-    check_callbacks(recipe.callbacks, cfg, measured=list_measured(task, recipe.evaluation))
+    measured = list_measured(task, recipe.evaluation)
+    with_seeds = [*measured, *_list_measured_by_seed(recipe.info_seed)]
+    check_early_stopping("warmup.trainer", warmup_cfg, with_seeds)
+    check_early_stopping("trainer", cfg, with_seeds)
+    check_callbacks(recipe.callbacks, cfg, measured=measured)
 
 
 def list_measured(task: EpisodicTask, evaluation: EvaluationSection) -> list[str]:
@@ -136,6 +138,14 @@ def list_measured(task: EpisodicTask, evaluation: EvaluationSection) -> list[str
     success = success_of(task, evaluation.solved_at)
     greedy = ["greedy_accuracy"] if success.reward is not None and not success.is_assumed else []
     return ["sampled_reward", *greedy, "greedy_reward", *task.rates]
+
+
+def _list_measured_by_seed(section: InfoSeedSection) -> list[str]:
+    """The metrics of an evaluation of the seeds."""
+    if not (section.num_seeds and section.eval_samples):
+        return []
+    between = ("pred_acc", "diversity_l2") if section.num_seeds > 1 else ()
+    return [f"eval_seed/{name}" for name in ("pass_at_n", *between)]
 
 
 class HeldOut:

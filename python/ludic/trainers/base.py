@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,9 +13,14 @@ from typing import TYPE_CHECKING, Any
 from ludic.cli.training_command import TrainingCommand, run_command
 from ludic.errors import ConfigError, ConfigTypeError
 from ludic.event_loop import call_outside_loop
+from ludic.rank_environment import read_rank_environment
+from ludic.recipes.actors import uses_queue
 from ludic.recipes.compose import Override
+from ludic.recipes.place_section import needs_launcher
+from ludic.recipes.schema import Recipe
 from ludic.runs.directory import run_path
 from ludic.trainers.inputs import overrides_of
+from ludic.training.reward_registry import given_rewards
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,6 +32,8 @@ if TYPE_CHECKING:
     from ludic.training.callbacks import Callback
     from ludic.training.trainer import Trainer
 
+logger = logging.getLogger(__name__)
+
 
 class RecipeTrainer:
     """Runs a recipe as its command does: the same settings and checks, the same folder, the same
@@ -36,14 +44,29 @@ class RecipeTrainer:
     phase.
     """
 
-    def __init__(self, command: TrainingCommand[Any, Any], overrides: Sequence[Override], callbacks: Sequence[Callback]) -> None:
-        """Raises ConfigError for settings that cannot be."""
+    def __init__(
+        self,
+        command: TrainingCommand[Any, Any],
+        overrides: Sequence[Override],
+        callbacks: Sequence[Callback],
+        rewards: Mapping[str, Callable[..., Any]] | None = None,
+    ) -> None:
+        """`rewards`: functions that the settings name, and that only this object knows. Raises
+        ConfigError for settings that cannot be."""
         self.callbacks = tuple(callbacks)
-        """Called besides those that the settings name."""
+        """Called besides those that the settings name. Each `train` begins with their state of the
+        first one's beginning."""
         self.recipe: Any = command.compose(overrides)  # type: ignore[arg-type]
         self.run: TrainingRun[Any, Any, Any] | None = None
         """The run; None before `train`."""
         self._command = _PreparedCommand(command, self)
+        self._rewards = dict(rewards or {})
+        self._states: list[dict[str, Any] | None] | None = None
+        self._is_stopped = False
+        """Whether the present `train` was asked to end."""
+        self._is_set_up = False
+        """Whether `run` is that of the present `train`."""
+        self._check_place()
 
     @property
     def folder(self) -> Path:
@@ -75,23 +98,69 @@ class RecipeTrainer:
         `resume`: True to go on with the run of this name (`name=`), if there is one; a path to go
         on with the run in that folder. Settings that differ from those that it began with are
         errors, but for more `steps` and for those that change no result. In a notebook this blocks
-        too; the run is then in another thread.
+        too; the run is then in another thread, and a second interrupt returns at once, while that
+        thread still ends the run.
         """
+        self._check_place()
         place = self._find_resumed(resume)
         arguments = [] if place is None else self._more_steps(place)
-        call_outside_loop(
-            lambda: run_command(self._command, arguments, resume=place, json_only=False, print_config=False),
-            on_interrupt=self.stop,
-        )
+        self._reset_callbacks()
+        self._is_stopped = self._is_set_up = False
+        with given_rewards(self._rewards):
+            call_outside_loop(
+                lambda: run_command(self._command, arguments, resume=place, json_only=False, print_config=False),
+                on_interrupt=self.stop,
+            )
         if self.run is None:
             return {}
         summary = self.run.directory.summary
         return json.loads(summary.read_text(encoding="utf-8")) if summary.is_file() else {}
 
     def stop(self) -> None:
-        """Have `train`, which is running in another thread, end after this step, as Ctrl-C does."""
-        if self.run is not None and not self.run.stop:
+        """Have `train`, which is running in another thread, end after this step, as Ctrl-C does;
+        while the model is loaded, before the first step."""
+        self._is_stopped = True
+        self._apply_stop()
+
+    def _apply_stop(self) -> None:
+        if self._is_stopped and self._is_set_up and self.run is not None and not self.run.stop:
             self.run.stop.signum = signal.SIGINT
+
+    def _begin(self, run: TrainingRun[Any, Any, Any]) -> None:
+        """Called with the run of the present `train` when it is set up."""
+        run.callbacks = self.callbacks
+        self.run, self._is_set_up = run, True
+        self._apply_stop()
+
+    def _check_place(self) -> None:
+        """Raise ConfigError for processes that would know neither this object's callbacks nor its
+        functions."""
+        place, command = self.recipe.place, f"ludic {self._command.directory.command}"
+        if needs_launcher(place) and read_rank_environment() is None:
+            setting = f"place.trainers ({place.trainers})" if place.on == "local" else f"place.on ({place.on})"
+            raise ConfigError(
+                f"{setting} has a launcher start the trainers, and {type(self).__name__} trains in this process; run `{command}`, with "
+                "reward=module:function and callbacks.own=module:name for what is yours"
+            )
+        if self._rewards and isinstance(self.recipe, Recipe) and uses_queue(self.recipe):
+            raise ConfigError(
+                f"the actors cannot import the reward {next(iter(self._rewards))!r} of this process; move the function to a module, "
+                "or leave place.actors and queue.url out"
+            )
+
+    def _reset_callbacks(self) -> None:
+        """Give the callbacks the state in which the first `train` found them. One that a checkpoint
+        has gets that state later."""
+        if self._states is None:
+            self._states = [_read_state(callback) for callback in self.callbacks]
+            return
+        for callback, state in zip(self.callbacks, self._states, strict=True):
+            if state is None:
+                continue
+            try:
+                callback.load_state_dict(deepcopy(state))
+            except Exception:
+                logger.exception("the callback %s cannot read its first state, and keeps its present one", callback.name)
 
     def _find_resumed(self, resume: bool | str | Path) -> Path | None:
         if resume is False:
@@ -141,12 +210,20 @@ class _PreparedCommand:
 
     def run(self, recipe: Any, parts: Any, directory: Any, screen: Screen, stop: StopRequest) -> TrainingRun[Any, Any, Any]:
         run: TrainingRun[Any, Any, Any] = self._inner.run(recipe, parts, directory, screen, stop)
-        run.callbacks = self._owner.callbacks
-        self._owner.run = run
+        self._owner._begin(run)
         return run
 
     def conclude(self, run: Any, console: Console) -> str:
         return self._inner.conclude(run, console)
+
+
+def _read_state(callback: Callback) -> dict[str, Any] | None:
+    """A copy of its state; None, with the error logged, if it cannot say it."""
+    try:
+        return deepcopy(callback.state_dict())
+    except Exception:
+        logger.exception("the callback %s cannot say its state, and keeps it in the next run", callback.name)
+        return None
 
 
 def settings_of(model: object, settings: Mapping[str, Any], **given: Any) -> list[Override]:

@@ -13,7 +13,7 @@ from ludic.errors import ConfigError, ConfigTypeError
 from ludic.files.json_values import encode_lines
 from ludic.files.jsonl import write_jsonl
 from ludic.recipes.compose import Override, make_override
-from ludic.training.reward_registry import register_reward
+from ludic.training.reward_registry import reward_names
 
 Rows = str | PathLike[str] | Mapping[str, Any] | Iterable[Mapping[str, Any]]
 """A file, a folder, a hub id or a mixture as in the setting `data`; or rows: a list of mappings, or
@@ -48,15 +48,19 @@ def source_of(data: Rows, folder: Path) -> Any:
     return str(path)
 
 
-def reward_names_of(rewards: Rewards) -> list[str]:
-    """The setting `reward`. A function that another process can import is named by its module;
-    others, such as those of a notebook or a script, are registered under their own name."""
+def name_rewards(rewards: Rewards) -> tuple[list[str], dict[str, Callable[..., Any]]]:
+    """The setting `reward`, and those of its functions that only this process knows, such as those
+    of a notebook or a script: they have their own name. Another process can import the others,
+    which are named by their module. Raises ConfigError for a name that is taken."""
     listed: Sequence[Any] = [rewards] if isinstance(rewards, str) or callable(rewards) else rewards
     names = [reward if isinstance(reward, str) else _name(reward) for reward in listed]
+    own = {name: reward for name, reward in zip(names, listed, strict=True) if not isinstance(reward, str) and ":" not in name}
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(f"two reward functions have the name {name!r}, by which metrics tell them apart; rename one")
-    return names
+        if name in own and name in reward_names():
+            raise ConfigError(f"there is a reward {name!r} already; give your function another name with def")
+    return names, own
 
 
 def _name(function: Any) -> str:
@@ -66,9 +70,7 @@ def _name(function: Any) -> str:
     module = str(getattr(function, "__module__", ""))
     if _is_importable(function, module, name):
         return f"{module}:{name}"
-    registered = "reward" if name == "<lambda>" else name
-    register_reward(registered, lambda: function, replace=True)
-    return registered
+    return "reward" if name == "<lambda>" else name
 
 
 def _is_importable(function: Any, module: str, name: str) -> bool:

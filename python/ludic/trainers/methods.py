@@ -10,7 +10,7 @@ from ludic.cli.sft import SFTCommand
 from ludic.cli.train import TrainCommand
 from ludic.cli.train_rm import TrainRMCommand
 from ludic.trainers.base import RecipeTrainer, settings_of
-from ludic.trainers.inputs import Rewards, Rows, reward_names_of, source_of
+from ludic.trainers.inputs import Rewards, Rows, name_rewards, source_of
 
 if TYPE_CHECKING:
     from ludic.training.callbacks import Callback
@@ -44,13 +44,12 @@ class GRPO(RecipeTrainer):
         `dataset`, whose column `prompt` is text or messages. None: only `reward_model=` judges.
         `eval_dataset`: held out instead of a tenth of the prompts."""
         rows = _folder_of_rows(settings)
-        given: dict[str, Any] = {"data": source_of(dataset, rows), "reward": None}
-        if reward_functions is not None:
-            given["reward"] = reward_names_of(reward_functions)
+        given: dict[str, Any] = {"data": source_of(dataset, rows)}
+        given["reward"], own = (None, {}) if reward_functions is None else name_rewards(reward_functions)
         given["reward_weights"] = None if reward_weights is None else [float(weight) for weight in reward_weights]
         if eval_dataset is not None:
             given["task.args.heldout_data"] = source_of(eval_dataset, rows)
-        super().__init__(TrainCommand(), settings_of(model, settings, **given), callbacks)
+        super().__init__(TrainCommand(), settings_of(model, settings, **given), callbacks, own)
 
 
 class SFT(RecipeTrainer):

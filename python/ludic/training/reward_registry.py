@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from ludic.envs.maths import TaggedMathReward, gsm8k_reward, math_reward
@@ -12,6 +14,8 @@ MakeReward = Callable[[], Callable[..., Any]]
 VERIFIERS: dict[str, MakeReward] = {"gsm8k": gsm8k_reward, "math": math_reward, "pure_accuracy_math": TaggedMathReward}
 """The built-in ones: 1 for a right answer, 0 for any other."""
 _OWN: dict[str, MakeReward] = {}
+_GIVEN: ContextVar[Mapping[str, Callable[..., Any]]] = ContextVar("_GIVEN", default={})  # noqa: B039  never changed in place
+"""Functions that the present run was given as objects."""
 
 
 def register_reward(name: str, make: MakeReward | None = None, *, replace: bool = False) -> Any:
@@ -37,11 +41,23 @@ def register_reward(name: str, make: MakeReward | None = None, *, replace: bool 
     return register if make is None else register(make)
 
 
+@contextmanager
+def given_rewards(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Inside the block, and in the threads and tasks that it starts, these have their names too;
+    elsewhere nobody sees them."""
+    token = _GIVEN.set(dict(functions))
+    try:
+        yield
+    finally:
+        _GIVEN.reset(token)
+
+
 def reward_names() -> list[str]:
     """All names, sorted."""
-    return sorted((*VERIFIERS, *_OWN))
+    return sorted({*VERIFIERS, *_OWN, *_GIVEN.get()})
 
 
 def make_reward(name: str) -> Callable[..., Any]:
     """The reward function of that name. Raises KeyError for an unknown one."""
-    return (_OWN[name] if name in _OWN else VERIFIERS[name])()
+    given = _GIVEN.get()
+    return given[name] if name in given else (_OWN[name] if name in _OWN else VERIFIERS[name])()
