@@ -258,6 +258,24 @@ def test_a_checkpoint_that_is_asked_for_is_saved_once_and_kept_while_it_is_prote
     assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_000002", "step_000009", "step_000012"]
 
 
+class OfAnotherLibrary(Callback):
+    def on_step_end(self, *_):
+        """Never called."""
+
+
+@pytest.mark.parametrize(
+    ("callback", "message"),
+    [
+        ("Recorder", "'Recorder' is not a ludic.training.Callback; pass an object"),
+        (Recorder, "Recorder'> is not a ludic.training.Callback; pass an object"),
+        (OfAnotherLibrary(), "OfAnotherLibrary.on_step_end is never called; a callback has on_checkpoint, on_end"),
+    ],
+)
+def test_what_would_never_be_called_is_refused(callback, message):
+    with pytest.raises(ConfigError, match=message):
+        trainer_of(callback)
+
+
 def test_two_callbacks_of_one_name_and_missing_checkpoints_are_refused():
     class Saving(Callback):
         needs_checkpoints = True

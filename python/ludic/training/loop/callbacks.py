@@ -60,11 +60,11 @@ class Callbacks:
     """
 
     def __init__(self, callbacks: Sequence[Callback], run: CallbackRun) -> None:
-        """Raises ConfigError for two of one name, for one that needs checkpoints if there are none,
-        and for ranks with different ones."""
+        """Raises ConfigError for what is no callback, two of one name, one that needs checkpoints
+        if there are none, and ranks with different ones."""
         self.callbacks = tuple(callbacks)
         self._run = run
-        at_rank_0 = ranks.ask_rank_0("listing the callbacks", lambda: [callback.name for callback in self.callbacks])
+        at_rank_0 = ranks.ask_rank_0("listing the callbacks", lambda: _list_names(self.callbacks))
         with ranks.agree("comparing the callbacks of the ranks"):
             _check(self.callbacks, run.checkpointer)
             _check_same(self.callbacks, at_rank_0)
@@ -255,8 +255,20 @@ def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
+def _list_names(callbacks: Sequence[Callback]) -> list[str]:
+    """Raises ConfigError for what is no callback, and for an `on_` method that is never called."""
+    called = [name for name in dir(Callback) if name.startswith("on_")]
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            raise ConfigError(f"{callback!r} is not a ludic.training.Callback; pass an object of a class derived from it")
+        unknown = [name for name in dir(callback) if name.startswith("on_") and name not in called]
+        if unknown:
+            raise ConfigError(f"{type(callback).__name__}.{unknown[0]} is never called; a callback has {', '.join(called)}")
+    return [callback.name for callback in callbacks]
+
+
 def _check_same(callbacks: Sequence[Callback], at_rank_0: Sequence[str]) -> None:
-    names = [callback.name for callback in callbacks]
+    names = _list_names(callbacks)
     if names != list(at_rank_0):
         raise ConfigError(
             f"rank {ranks.rank()} has the callbacks {names}, and rank 0 {list(at_rank_0)}; pass the same callbacks on all"
@@ -265,7 +277,7 @@ def _check_same(callbacks: Sequence[Callback], at_rank_0: Sequence[str]) -> None
 
 
 def _check(callbacks: Sequence[Callback], checkpointer: CheckpointManager | None) -> None:
-    names = [callback.name for callback in callbacks]
+    names = _list_names(callbacks)
     for callback in callbacks:
         if names.count(callback.name) > 1:
             raise ConfigError(
