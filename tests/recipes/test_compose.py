@@ -12,7 +12,7 @@ from ludic.training.config import TrainerConfig
 
 
 def test_the_built_in_recipes_are_complete_and_have_their_name() -> None:
-    assert list_builtin_recipes() == ["addition", "data", "maxent", "sort", "tictactoe", "tools"]
+    assert list_builtin_recipes() == ["addition", "code", "data", "maxent", "sort", "tictactoe", "tools"]
     for name in list_builtin_recipes():
         recipe = compose([name])
         assert recipe.recipe == name
