@@ -2,16 +2,20 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 from stub_openai_server import HANG, StubOpenAIServer, completion
 from typer.testing import CliRunner
 
 from ludic.cli.app import app
-from ludic.cli.evaluate_settings import resolve
+from ludic.cli.evaluate import _choose_problems
+from ludic.cli.evaluate_settings import EvalSettings, resolve
 from ludic.errors import ConfigError
 from ludic.eval.picture import draw_measurements
 from ludic.eval.tally import measure
+from ludic.recipes.compose import compose
 from ludic.tasks import DigitSort
 from ludic.types import Rollout, Step
 
@@ -214,6 +218,15 @@ def test_a_missing_number_of_problems_is_reported(run, tmp_path):
     there = json.loads(summary.read_text())["num_problems"]
     assert there < 100000
     assert f"The task has only {there} held-out problems, not 100000" in shown
+
+
+def test_of_your_own_problems_more_can_be_held_out():
+    recipe = compose(["data=problems.jsonl", "reward=math", "evaluation.prompts=200"])
+    task = SimpleNamespace(suites=lambda: {"heldout": [{"id": "1"}, {"id": "2"}]})
+    console = Console(record=True, width=200)
+    assert len(_choose_problems(recipe, EvalSettings(), task, console)) == 2
+    expected = "has only 2 held-out problems, not 200; task.args.num_heldout=N holds out more of your own"
+    assert expected in console.export_text()
 
 
 def test_an_existing_output_name_is_an_error(run, tmp_path):

@@ -203,6 +203,7 @@ def test_sft_and_a_reward_model_are_one_object_each(model: Path) -> None:
         (lambda: GRPO("m", [3], ROWS), ConfigTypeError, r"a reward \(int\) must be a function"),
         (lambda: GRPO(torch.nn.Linear(1, 1), digits, ROWS), ConfigTypeError, r"model \(Linear\) must be a folder or a hub id"),
         (lambda: GRPO("m", digits, ROWS, learning_rate=1e-5), ConfigError, "it is called trainer.lr"),
+        (lambda: GRPO("m", digits, ROWS, num_generations=4), ConfigError, "it is called rollout.group_size"),
         (lambda: GRPO("m", digits, ROWS, reward="math"), ConfigError, "reward is an argument of its own"),
         (lambda: GRPO("m", digits, ROWS, trainers=2), ConfigError, r"place\.trainers \(2\) has a launcher .* run `ludic train`"),
         (lambda: SFT("m", ROWS, place={"on": "slurm"}), ConfigError, r"place\.on \(slurm\) .* run `ludic sft`"),

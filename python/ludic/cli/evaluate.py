@@ -183,7 +183,8 @@ def _choose_problems(recipe: Recipe, settings: EvalSettings, task: EpisodicTask,
         raise ConfigError(f"suite ({settings.suite}) must be one of {', '.join(suites)}")
     requested, available = recipe.evaluation.prompts, suites[settings.suite or next(iter(suites))]
     if len(available) < requested:
-        console.print(f"The task has only {len(available)} held-out problems, not {requested}", highlight=False)
+        more = "; task.args.num_heldout=N holds out more of your own" if recipe.data is not None else ""
+        console.print(f"The task has only {len(available)} held-out problems, not {requested}{more}", highlight=False)
     problems = available[:requested]
     repeated = Counter(problem["id"] for problem in problems)
     return [

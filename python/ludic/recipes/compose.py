@@ -51,10 +51,12 @@ _SECTIONS_BY_NAME = {"inference": "kind", "sharding": "kind", "reference": "sour
 
 _OTHER_NAMES = {
     **dict.fromkeys(
-        ("grad_accum_steps", "gradient_accumulation_steps", "micro_batch_size"),
+        ("grad_accum_steps", "gradient_accumulation_steps", "micro_batch_size", "per_device_train_batch_size"),
         "micro-batches follow from tokens: set trainer.max_seq_len and trainer.micro_token_budget",
     ),
     "learning_rate": "it is called trainer.lr",
+    "num_generations": "it is called rollout.group_size",
+    "max_completion_length": "it is called rollout.max_new_tokens",
     "pad_token_id": "it is the tokenizer's",
 }
 """Names in other libraries for which the nearest of our names would be misleading."""
