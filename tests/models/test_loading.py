@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from training_samples import tiny_model
+from transformers import Qwen2Config
 
 from ludic.errors import ConfigError
 from ludic.models.byte_tokenizer import make_byte_tokenizer
@@ -24,6 +25,13 @@ def test_the_error_of_an_empty_folder_says_what_is_missing(tmp_path: Path) -> No
         load_tokenizer(str(tmp_path))
     with pytest.raises(ConfigError, match=r"has no config\.json and no adapter_config\.json; give a folder"):
         load_model(str(tmp_path), "float32")
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
+    """Transformers would make one without words, to which every text is empty."""
+    Qwen2Config(hidden_size=16, num_hidden_layers=1, num_attention_heads=2).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"has no tokenizer; set tokenizer=PATH"):
+        load_tokenizer(str(tmp_path))
 
 
 def test_the_error_of_a_classifier_without_a_head_names_the_missing_weights(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def load_classifier(source: str, dtype: str, *, description: str, **options: Any
 
 def load_tokenizer(source: str) -> Any:
     """The tokenizer of `source`. One without a padding token pads with its end token. Raises
-    ConfigError for one without an end token."""
+    ConfigError for one without an end token, and if there is none."""
     from transformers import AutoTokenizer
 
     place = locate_model(source, "tokenizer_config.json", "config.json", ADAPTER_CONFIG)
@@ -87,6 +87,11 @@ def load_tokenizer(source: str) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ConfigError(f"the tokenizer of {source} could not be loaded: {error}; set tokenizer=PATH") from error
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # what transformers makes of a folder without one
+        raise ConfigError(
+            f"{source} has no tokenizer; set tokenizer=PATH. A checkpoint with layout=shallow has none: the run's folder"
+            " `model` has it"
+        )
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"the tokenizer of {source} has no end token; the policy could never end an answer")
     if tokenizer.pad_token_id is None:
