@@ -24,11 +24,12 @@ sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 from hostile_programs import PROGRAMS  # noqa: E402
 from processes import wait_for_end  # noqa: E402
-from real_containers import CGROUP  # noqa: E402
+from real_containers import CGROUP, READY_S  # noqa: E402
 from real_sandboxes import BACKENDS, POOLS, backend_or_skip, cgroups_left, wait_until  # noqa: E402
 
 from ludic.envs.code_exec.adapters.base import ExactMatchVerifier  # noqa: E402
 from ludic.envs.code_exec.docker_daemon import connect  # noqa: E402
+from ludic.envs.code_exec.podman_sandbox import find_podman, run_podman  # noqa: E402
 from ludic.envs.code_exec.process_sandbox import IN_SANDBOX  # noqa: E402
 from ludic.envs.code_exec.runners import StdinStdoutRunner  # noqa: E402
 from ludic.envs.code_exec.types import TestCase  # noqa: E402
@@ -158,7 +159,7 @@ def kill_run(backend, count, workers, after):
 
 def count_left(backend, processes, containers, mounts):
     """What is left, once it has had time to end. A run that is killed between the creation and the
-    start of a container of Docker leaves it to the next pool (`made_and_left`)."""
+    start of a container leaves it to the next pool (`made_and_left`)."""
     alive = [pid for pid in processes if not wait_for_end(pid)]
     wait_until(lambda: not set(containers()) - not_started(backend))
     made_and_left = len(containers())
@@ -171,8 +172,11 @@ def count_left(backend, processes, containers, mounts):
 
 def not_started(backend):
     """The names of containers that were created only."""
-    if backend != "docker":
+    if backend == "bubblewrap":
         return set()
+    if backend == "podman":
+        listed = run_podman([find_podman(), "ps", "--all", "--format", "json"], timeout_s=READY_S)
+        return {one["Names"][0] for one in json.loads(listed.stdout or "[]") if one["State"] in ("created", "initialized")}
     client = connect()
     try:
         found = client.containers.list(all=True, filters={"status": "created"}, ignore_removed=True)

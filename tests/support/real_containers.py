@@ -189,8 +189,11 @@ exec {program} {options} "$@"
         wrapper.chmod(0o755)
         (folder / "image.tar").write_bytes(root_folder())
         subprocess.run([wrapper, "import", folder / "image.tar", IMAGE], check=True, capture_output=True, timeout=READY_S)
-        with changed_environment(PATH=f"{folder / 'bin'}:{os.environ['PATH']}"):
-            yield wrapper
+        try:
+            with changed_environment(PATH=f"{folder / 'bin'}:{os.environ['PATH']}"):
+                yield wrapper
+        finally:  # also what a test that failed has left
+            subprocess.run([wrapper, "rm", "--all", "--force"], check=True, capture_output=True, timeout=READY_S)
 
 
 def docker_pool(n_workers, **settings):

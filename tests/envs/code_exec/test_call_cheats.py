@@ -6,7 +6,7 @@ import re
 
 import pytest
 from commands import NETWORK, ludic
-from real_sandboxes import BACKENDS, pool_or_skip
+from real_sandboxes import BACKENDS, backend_or_skip, pool_or_skip
 
 from ludic.envs.code_exec.adapters.asserts import read_asserts
 from ludic.envs.code_exec.calls.runner import FunctionCallRunner
@@ -165,7 +165,7 @@ def test_a_run_reports_how_long_programs_ran(tmp_path):
     data.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     settings = ["warmup.steps=2", "steps=2", "rollout.prompts=2", "rollout.group_size=2", "threads=1", "task.args.workers=1"]
     settings += ["task.args.num_heldout=2", "rollout.max_new_tokens=20", "evaluation.samples_per_prompt=1"]
-    with pool_or_skip("bubblewrap"):
+    with backend_or_skip("bubblewrap"):
         printed = ludic("train", f"data={data}", "reward=code", *settings, *NETWORK, f"output={tmp_path / 'runs'}")
     assert re.search(r"Programs ran during \d+\.\d s, \d+% of the wall time", printed)
     [folder] = (tmp_path / "runs").iterdir()

@@ -6,6 +6,8 @@ import os
 import struct
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 from hypothesis import given, strategies as st
@@ -14,7 +16,7 @@ from ludic.envs.code_exec import containers
 from ludic.envs.code_exec.containers import USERS, ContainerPlan, Users, has_ended, megabytes_of, this_process
 from ludic.envs.code_exec.docker_sandbox import DockerProcess, DockerSandboxConfig, DockerSandboxPool
 from ludic.envs.code_exec.factory import create_sandbox_pool
-from ludic.envs.code_exec.podman_sandbox import PodmanConfig, PodmanHPCSandbox, PodmanHPCSandboxPool, run_arguments
+from ludic.envs.code_exec.podman_sandbox import PodmanConfig, PodmanHPCSandbox, PodmanHPCSandboxPool, PodmanProcess, run_arguments
 from ludic.envs.code_exec.process_sandbox import ProcessSandbox
 from ludic.envs.code_exec.types import NoSandboxError
 from ludic.errors import ConfigError, MissingExtraError
@@ -191,3 +193,28 @@ def test_without_the_package_the_names_of_docker_are_none():
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ended.stdout == "None None\n"
+
+
+def test_a_client_that_makes_a_container_ends_by_itself(tmp_path, monkeypatch):
+    """If it were killed, no command would find what it has made."""
+    client = tmp_path / "podman"
+    client.write_text(f'#!/bin/sh\n[ "$1" = run ] || exit 0\ncat\necho whole > {tmp_path}/ended\n')
+    client.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    process = PodmanProcess("name", "image", PodmanConfig(command="podman"), Users())
+    failures = []
+
+    def start():
+        try:
+            process._start()
+        except (EOFError, OSError) as error:
+            failures.append(error)
+
+    starting = threading.Thread(target=start)
+    starting.start()
+    while process._client is None and starting.is_alive():
+        time.sleep(0.01)
+    process.end()
+    starting.join(60)
+    assert (tmp_path / "ended").read_text() == "whole\n"
+    assert failures

@@ -2,15 +2,15 @@
 
 import asyncio
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
 from benches.python.hostile_contest import contests, is_right
-from real_containers import IMAGE, docker_daemon, docker_pool, own_podman, podman_settings
+from real_containers import CGROUP, IMAGE, docker_daemon, docker_pool, own_podman, podman_pool, podman_settings
 from real_sandboxes import BACKENDS, pool_or_skip
 
-from ludic.envs.code_exec.containers import this_process
-from ludic.envs.code_exec.docker_sandbox import OWNER
+from ludic.envs.code_exec.containers import OWNER, this_process
 from ludic.envs.code_exec.factory import create_sandbox_pool
 from ludic.envs.code_exec.types import SandboxPoolExhaustedError
 
@@ -26,6 +26,36 @@ def test_nothing_is_lost_or_left(backend):
     assert finished["programs"] == 50
     assert is_right(killed), killed
     assert killed["had_processes"] > 0
+
+
+def test_what_a_killed_process_has_left_goes_at_the_next_start_of_podman():
+    """A container that was created and not started: its process waits for the start."""
+    ended = f"{this_process().rsplit(' ', 1)[0]} 0"  # another process had this one's number before
+    with own_podman() as podman:
+
+        def run(*arguments):
+            return subprocess.run([podman, *arguments], check=True, capture_output=True, text=True, timeout=300).stdout.split()
+
+        placed = [
+            "--volume",
+            "/usr:/usr:ro",
+            "--cgroup-parent",
+            f"/{CGROUP}",
+            "--ulimit",
+            "nofile=1024:1024",
+            "--ulimit",
+            "nproc=256:256",
+        ]
+        for name, owner in (("left", ended), ("kept", this_process())):
+            run("create", "--name", name, "--network", "none", "--label", f"{OWNER}={owner}", *placed, IMAGE, "true")
+            run("init", name)
+        pool = podman_pool(1)
+        asyncio.run(pool.start())
+        names = run("ps", "--all", "--format", "{{.Names}}")
+        asyncio.run(pool.shutdown())
+        run("rm", "--force", "kept")
+    assert "left" not in names
+    assert "kept" in names
 
 
 def test_what_a_killed_process_has_left_goes_at_the_next_start():

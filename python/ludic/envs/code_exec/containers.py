@@ -37,6 +37,8 @@ HIDDEN = "/dev/mqueue"
 START_S = 120.0
 """For the start of a container, on a machine that may be busy."""
 PULL_S = 1800.0
+OWNER = "ludic.sandbox.owner"
+"""Label of a container, whose value is `this_process()`."""
 END_S = 60.0
 
 

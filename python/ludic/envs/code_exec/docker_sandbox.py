@@ -21,6 +21,7 @@ from ludic.envs.code_exec.containers import (
     FILES_AND_PROCESSES,
     HIDDEN,
     MOST_TASKS,
+    OWNER,
     PULL_S,
     START_S,
     ContainerPlan,
@@ -39,7 +40,6 @@ __all__ = ["DockerSandbox", "DockerSandboxConfig", "DockerSandboxPool", "LRUCach
 
 logger = logging.getLogger(__name__)
 
-OWNER = "ludic.sandbox.owner"
 """The label of a container, whose value is the process that made it."""
 FRAME = struct.Struct(">BxxxI")
 """What precedes each part of a container's output: 1 for stdout, 2 for stderr, and its size."""

@@ -6,6 +6,8 @@ Both are used by their command line, which is the same.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import os
 import re
 import shutil
@@ -21,16 +23,19 @@ from ludic.envs.code_exec.containers import (
     FILES_AND_PROCESSES,
     HIDDEN,
     MOST_TASKS,
+    OWNER,
     PULL_S,
     START_S,
     ContainerPlan,
     Users,
+    has_ended,
     megabytes_of,
+    this_process,
 )
 from ludic.envs.code_exec.pool import BaseSandboxPool
 from ludic.envs.code_exec.process_sandbox import LONGEST_REPLY, ProcessSandbox
 from ludic.envs.code_exec.types import NoSandboxError
-from ludic.envs.line_process import LineProcess
+from ludic.envs.line_process import LineProcess, Running
 from ludic.errors import ConfigError, GradingError
 
 __all__ = ["LRUCache", "PodmanConfig", "PodmanError", "PodmanHPCSandbox", "PodmanHPCSandboxPool", "PodmanResult"]
@@ -98,6 +103,8 @@ class PodmanProcess(LineProcess):
         self._podman, self._prefix, self._image, self._config = find_podman(config.command), name, image, config
         self._users, self._container_name = users, ""
         """Of the container that runs, or ran last."""
+        self._client: subprocess.Popen[bytes] | None = None
+        """That makes and starts a container; None once the container has answered."""
         if config.gpu and not self._podman.endswith("-hpc"):
             raise ConfigError("gpu=True needs podman-hpc; for podman, give extra_args what your driver asks for")
         super().__init__([], start_timeout_s=START_S, name=f"the container {name}", longest_reply=LONGEST_REPLY)
@@ -107,28 +114,58 @@ class PodmanProcess(LineProcess):
         plan = ContainerPlan.of(self._prefix, config.memory_limit, config.working_dir, config.network_disabled, self._users)
         self._container_name = plan.name
         self._name = f"the container {plan.name}"
-        return subprocess.Popen(
+        self._client = subprocess.Popen(
             [self._podman, *run_arguments(plan, self._image, config)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._new_stderr(),
             start_new_session=True,
         )
+        return self._client
+
+    def _start(self) -> Running:
+        process = super()._start()
+        self._client = None
+        return process
+
+    def kill(self) -> None:
+        """Ends the container. One that has not answered only loses its input, and then ends: a
+        client that is killed while it makes a container leaves what no command finds."""
+        if (client := self._client) is None:
+            super().kill()
+        elif client.stdin is not None:
+            with contextlib.suppress(OSError):
+                client.stdin.close()
 
     def end(self) -> int | None:
         """Kill and remove the container, too."""
+        if (client := self._client) is not None:
+            self.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                client.wait(END_S)
+            self._client = None
         started = self._process is not None
         code = super().end()
         if started:
-            result = run_podman([self._podman, "rm", "--force", "--time", "0", "--ignore", self._container_name], timeout_s=END_S)
-            if result.returncode != 0:
-                raise PodmanError(f"the container {self._container_name} could not be removed: {result.stderr.strip()}")
+            _remove(self._podman, self._container_name)
         return code
 
 
 def run_arguments(plan: ContainerPlan, image: str, config: PodmanConfig) -> list[str]:
     """Of `podman run`."""
-    arguments = ["run", "--interactive", "--rm", "--name", plan.name, "--pull", "never", "--log-driver", "none"]
+    arguments = [
+        "run",
+        "--interactive",
+        "--rm",
+        "--name",
+        plan.name,
+        "--label",
+        f"{OWNER}={this_process()}",
+        "--pull",
+        "never",
+        "--log-driver",
+        "none",
+    ]
     arguments += ["--user", f"{plan.user}:{plan.user}", "--cap-drop", "ALL", "--security-opt", "no-new-privileges"]
     arguments += ["--read-only", "--read-only-tmpfs=false", "--ipc", "none", "--workdir", "/", "--entrypoint", "[]"]
     arguments += ["--tmpfs", f"{HIDDEN}:ro,size=4k"]
@@ -212,7 +249,9 @@ class PodmanHPCSandboxPool(BaseSandboxPool):
 
     async def start(self) -> None:
         """Start all containers, or none. The image is fetched first if it is not there."""
-        await asyncio.to_thread(fetch_image, find_podman(self._config.command), self._image)
+        podman = find_podman(self._config.command)
+        await asyncio.to_thread(remove_leftovers, podman)
+        await asyncio.to_thread(fetch_image, podman, self._image)
         await super().start()
 
     async def _start_sandbox(self) -> PodmanHPCSandbox:
@@ -231,6 +270,23 @@ class PodmanHPCSandboxPool(BaseSandboxPool):
     @staticmethod
     def _get_container_name_prefix() -> str:
         return f"ludic-sandbox-{os.environ.get('SLURM_JOB_ID', 'local')}"
+
+
+def remove_leftovers(podman: str) -> None:
+    """Remove the containers of processes that have ended. One that is killed between the creation
+    and the start of a container leaves it."""
+    listed = run_podman([podman, "ps", "--all", "--filter", f"label={OWNER}", "--format", "json"], timeout_s=END_S)
+    if listed.returncode != 0:
+        raise PodmanError(f"the containers could not be listed: {listed.stderr.strip()[-500:]}")
+    for container in json.loads(listed.stdout or "[]"):
+        if has_ended(container["Labels"][OWNER]):
+            _remove(podman, container["Id"])
+
+
+def _remove(podman: str, container: str) -> None:
+    result = run_podman([podman, "rm", "--force", "--time", "0", "--ignore", container], timeout_s=END_S)
+    if result.returncode != 0:
+        raise PodmanError(f"the container {container} could not be removed: {result.stderr.strip()}")
 
 
 def fetch_image(podman: str, image: str) -> None:
