@@ -36,7 +36,7 @@ def test_the_commands_of_the_page_run(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_the_settings_of_the_page_exist() -> None:
     shown = [arguments for arguments in commands("") if arguments[0] == "sft" and "settings.yaml" not in arguments]
     settings = [[a for a in arguments[1:] if "=" in a] for arguments in shown]
-    assert len(settings) == 5
+    assert len(settings) == 6
     for given in [*settings, re.findall(r"`(\w[\w.]*=[\w.]+)`", PAGE)]:
         sft_keys = [setting for setting in given if not setting.startswith(("rollout.", "step_to_item"))]
         compose_sft(sft_keys)
@@ -48,5 +48,8 @@ def test_the_rows_of_the_page_are_accepted() -> None:
         for row in re.findall(r"^\| `(\{.*?\})` \|", PAGE, re.MULTILINE)
         if "..." not in row and "[messages]" not in row
     ]
-    assert [list(row) for row in rows] == [["messages"], ["prompt", "completion"]]
-    assert len(SFTItems(chat_tokenizer(CHATML)).of((str(n), row) for n, row in enumerate(rows))) == 2
+    assert [list(row) for row in rows] == [
+        *(["messages"], ["prompt", "completion"], ["text"]),
+        *(["instruction", "input", "output"], ["conversations", "system"]),
+    ]
+    assert len(SFTItems(chat_tokenizer(CHATML)).of((str(n), row) for n, row in enumerate(rows))) == 5

@@ -238,8 +238,8 @@ def test_an_invalid_setting_is_a_one_line_error_and_leaves_no_folder(
 
 
 def test_an_invalid_row_is_named_before_anything_is_written(tiny: list[str], tmp_path: Path) -> None:
-    data = write_rows(tmp_path / "data.jsonl", *pairs(2), {"text": "free"})
-    assert "data.jsonl, line 3 has the keys text" in refused(*tiny, f"data={data}")
+    data = write_rows(tmp_path / "data.jsonl", *pairs(2), {"body": "free"})
+    assert "data.jsonl, line 3 has the columns body, which are no format" in refused(*tiny, f"data={data}")
     assert not (tmp_path / "run").exists()
 
 
@@ -324,3 +324,27 @@ def test_print_config_shows_every_field_and_runs_nothing(tmp_path: Path) -> None
     assert "assistant_turns: all" in shown
     assert "packing:" in shown
     assert not list(tmp_path.iterdir())
+
+
+def test_rows_of_other_libraries_are_trained_on_and_named(tiny: list[str], tmp_path: Path, chat_model: Path) -> None:
+    alpaca = write_rows(tmp_path / "alpaca.jsonl", *({"instruction": f"{n}+1=", "output": str(n + 1)} for n in range(8)))
+    turns = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]
+    sharegpt = write_rows(tmp_path / "sharegpt.jsonl", *([{"conversations": turns}] * 8))
+    shown = sft(*tiny, f"model={chat_model}", f"data=[{alpaca},{sharegpt}]", "heldout=0")
+    assert "8 rows of alpaca (instruction, output)" in shown
+    assert "8 rows of sharegpt (conversations)" in shown
+    assert summary_of(tmp_path / "run")["data"]["trained_tokens"] == 8 * 2 + 8 * 3  # digit and end; y, o and end
+    mixed = write_rows(tmp_path / "mixed.jsonl", {"instruction": "a", "output": "b"}, {"text": "c"})
+    assert "line 1 is a row of alpaca (instruction), and" in refused(*tiny, "name=other", f"data={mixed}")
+    assert "data_format (csv) must be auto or one of" in refused(*tiny, "data_format=csv")
+
+
+def test_plain_texts_are_trained_whole_and_held_out_by_text(tiny: list[str], tmp_path: Path) -> None:
+    """20 texts of 30 bytes and an end token, in pieces of 16 tokens: 16 + 16 tokens with one in
+    both, 30 of them trained. A tenth of the texts, not of the pieces, is held out."""
+    data = write_rows(tmp_path / "texts.jsonl", *({"text": f"{n:02d}" + "abcdefg " * 3 + "done"} for n in range(20)))
+    sft(*tiny, f"data={data}", "trainer.max_seq_len=16")
+    counts = summary_of(tmp_path / "run")["data"]
+    assert (counts["samples"], counts["heldout_samples"]) == (36, 4)
+    assert (counts["tokens"], counts["trained_tokens"], counts["samples_cut"]) == (18 * 32, 18 * 30, 0)
+    assert counts["samples_without_end"] == 0  # the pieces that go on are none

@@ -14,6 +14,8 @@ import typer
 from typer.core import TyperGroup
 
 from ludic.cli.checkpoint_commands import AsJson, checkpoints
+from ludic.cli.sft_options import SFT_HELP, SFTTyperCommand, sft
+from ludic.cli.shared_options import make_lr_setting, refuse_flags_in
 from ludic.cli.slurm_options import HELP as SLURM_HELP, slurm
 from ludic.cli.user_errors import find_rank, report_user_errors
 from ludic.cli.worker import workers
@@ -93,46 +95,14 @@ def train(
 ) -> None:
     from ludic.cli.train import train_command
 
-    settings = [*(arguments or ()), *([f"algorithm={algorithm}"] if algorithm else ()), *_make_lr_setting(lr)]
+    settings = [*(arguments or ()), *([f"algorithm={algorithm}"] if algorithm else ()), *make_lr_setting(lr)]
     with report_user_errors():
-        _refuse_flags(arguments)
+        refuse_flags_in(arguments)
         code = train_command(settings, resume=resume, json_only=json_only, print_config=print_config)
     raise typer.Exit(code)
 
 
-_SFT_HELP = """Supervised fine-tuning: a data file in, a model out.
-
-A row of the JSONL file has `messages`, or `prompt` and `completion`, or is a rollout written by `ludic rollout`. The loss covers only
-the assistant's tokens. Everything is written to `runs/NAME/`: config.yaml, metrics.jsonl, summary.json, loss.png and the model in
-Hugging Face layout. Ctrl-C stops after the current step and saves the run.
-
-**Examples**
-
-- `ludic sft` teaches a small model to sort digits, from demonstrations
-- `ludic sft model=path/to/model data=chats.jsonl epochs=2 trainer.lr=1e-5` (`--print-config` lists all fields)
-- `ludic sft settings.yaml trainer.packing=padding_free` reads a settings file
-- `ludic sft --resume runs/NAME` resumes an interrupted run
-"""
-
-
-@app.command(help=_SFT_HELP, context_settings={"ignore_unknown_options": True})
-def sft(
-    arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[FILE.yaml] [KEY=VALUE]...", help="A settings file, and fields to set.")
-    ] = None,
-    resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Folder of the run to resume.")] = None,
-    lr: Annotated[float | None, typer.Option(help="Learning rate; short for trainer.lr=RATE.")] = None,
-    json_only: Annotated[bool, typer.Option("--json", help="Print only summary.json on standard output.")] = False,
-    print_config: Annotated[bool, typer.Option(help="Print the resolved settings as YAML and stop.")] = False,
-) -> None:
-    from ludic.cli.sft import sft_command
-
-    with report_user_errors():
-        _refuse_flags(arguments)
-        code = sft_command(
-            [*(arguments or ()), *_make_lr_setting(lr)], resume=resume, json_only=json_only, print_config=print_config
-        )
-    raise typer.Exit(code)
+app.command("sft", help=SFT_HELP, cls=SFTTyperCommand, context_settings={"ignore_unknown_options": True})(sft)
 
 
 _TRAIN_RM_HELP = """Train a reward model on preference pairs, and measure it on held-out pairs.
@@ -203,17 +173,6 @@ def rollout(
     with report_user_errors():
         code = rollout_command(arguments or (), episodes=episodes, keep=keep, out=out, json_only=json_only)
     raise typer.Exit(code)
-
-
-def _make_lr_setting(lr: float | None) -> list[str]:
-    return [] if lr is None else [f"trainer.lr={lr}"]
-
-
-def _refuse_flags(arguments: list[str] | None) -> None:
-    if any(argument.startswith("-") for argument in arguments or ()):
-        from ludic.recipes.compose import list_settings, refuse_flags
-
-        refuse_flags(arguments or (), list_settings())
 
 
 _EVAL_HELP = """Measure a model on the held-out problems of a task: accuracy (avg@k) and pass@k with confidence intervals.

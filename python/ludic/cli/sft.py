@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ludic.cli.console import quiet_libraries, run_with_console
 from ludic.cli.training_command import run_command
+from ludic.errors import ConfigError
 from ludic.recipes.compose import config_hash
 from ludic.runs.directory import SFTDirectory
 
@@ -22,6 +25,24 @@ if TYPE_CHECKING:
 def sft_command(arguments: Sequence[str], *, resume: Path | None, json_only: bool, print_config: bool) -> int:
     """Returns the exit status, see `run_command`."""
     return run_command(SFTCommand(), arguments, resume=resume, json_only=json_only, print_config=print_config)
+
+
+def preview_command(arguments: Sequence[str], *, rows: int, json_only: bool) -> int:
+    """Show what would be trained on. Loads the tokenizer and no model, and writes nothing."""
+    if rows < 1:
+        raise ConfigError(f"--preview ({rows}) must be at least 1 row")
+    recipe = SFTCommand().compose(arguments)
+
+    def work(console: Console) -> tuple[int, str]:
+        from ludic.runs.data.preview import preview
+        from ludic.runs.sft import load_tokenizer
+
+        quiet_libraries()
+        shown = preview(recipe, load_tokenizer(recipe), rows)
+        shown.show(console)
+        return 0, json.dumps(shown.to_dict(), indent=2, ensure_ascii=False) + "\n"
+
+    return run_with_console(work, json_only=json_only)
 
 
 class SFTCommand:

@@ -80,6 +80,8 @@ class WarmupSection:
     data: Any = None
     """Rows as `ludic sft` takes them: a file, or a list of files; null: demonstrations of the
     task."""
+    data_format: str = "auto"
+    """Format of the rows of `data`, as for `ludic sft`."""
     epochs: Optional[int] = None  # noqa: UP045
     """Passes over `data`, instead of `steps`."""
     batch_size: int = MISSING

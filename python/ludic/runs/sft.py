@@ -46,7 +46,7 @@ class SFTParts:
         """Build the parts from a recipe. Seeds all random generators first (`seed_everything`)."""
         check_sharding_settings(recipe.sharding, recipe.trainer.model_device)
         seed_everything(recipe)
-        tokenizer = _load_tokenizer(recipe)
+        tokenizer = load_tokenizer(recipe)
         data = SFTData.read(recipe, tokenizer)
         cfg = build_trainer_config(recipe.trainer, pad_token_id=tokenizer.pad_token_id, seed=recipe.seed)
         cfg = choose_precision(cfg, recipe.sharding)
@@ -64,6 +64,8 @@ class SFTRun(EpochsRun[SFTRecipe, SFTParts, SFTDirectory]):
     """Held-out loss, training, and the loss again."""
 
     async def play_phases(self) -> None:
+        for line in self.parts.data.formats:
+            self.screen.note(line)
         ranks.ask_rank_0("writing the demonstrations", self._write_demonstrations)
         if self.progress.before is None:
             self.progress.before = self._measure()
@@ -99,7 +101,8 @@ def _make_source(data: SFTData, recipe: SFTRecipe) -> ItemBatchSource:
     return source
 
 
-def _load_tokenizer(recipe: SFTRecipe) -> Any:
+def load_tokenizer(recipe: SFTRecipe) -> Any:
+    """The tokenizer of a recipe, with its chat template."""
     tokenizer = build_tokenizer(recipe)
     if recipe.chat_template is not None:
         path = Path(recipe.chat_template).expanduser()

@@ -53,7 +53,8 @@ class GRPO(RecipeTrainer):
 
 
 class SFT(RecipeTrainer):
-    """`ludic sft` on your own rows: conversations (`messages`) or `prompt` and `completion`.
+    """`ludic sft` on your own rows: conversations (`messages`), `prompt` and `completion`, `text`,
+    or those of Alpaca or ShareGPT. `preview()` shows what is trained of them.
 
     >>> SFT("path/to/model", rows, epochs=2).train()
     """
@@ -70,6 +71,16 @@ class SFT(RecipeTrainer):
         """`eval_dataset`: measured instead of a share of `dataset` (`heldout=`). `settings` are
         those of `ludic sft`."""
         super().__init__(SFTCommand(), _over_rows(model, dataset, eval_dataset, settings), callbacks)
+
+    def preview(self, rows: int = 3) -> None:
+        """Print the first rows as they would be trained on: after the chat template, with the
+        trained tokens marked. Loads the tokenizer and no model."""
+        from rich.console import Console
+
+        from ludic.runs.data.preview import preview
+        from ludic.runs.sft import load_tokenizer
+
+        preview(self.recipe, load_tokenizer(self.recipe), rows).show(Console(soft_wrap=True))
 
 
 class RewardModel(RecipeTrainer):

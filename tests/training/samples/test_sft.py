@@ -1,10 +1,12 @@
 """Rows of every format as samples: which tokens they have and which of them are trained."""
 
+import itertools
 import json
 
 import numpy as np
 import pytest
 from chat_tokenizers import CHATML, chat_tokenizer, merging_tokenizer
+from hypothesis import given, strategies as st
 
 from ludic.errors import DataError
 from ludic.files.jsonl import read_jsonl
@@ -86,7 +88,11 @@ def test_token_ids_and_masks_are_used_as_they_are():
 @pytest.mark.parametrize(
     ("row", "expected"),
     [
-        ({"text": "a"}, "has the keys text; a row has messages"),
+        ({"body": "a"}, "has the columns body, which are no format"),
+        ({"text": ""}, "empty text"),
+        ({"text": 3}, "text must be text, not int"),
+        ({"instruction": "a"}, "its output .None. must be text"),
+        ({"conversations": [{"from": "human", "value": "a"}]}, "no assistant message"),
         ({}, "none"),
         ({"prompt": "a"}, "both be text or both be lists of messages, not str and NoneType"),
         ({"prompt": "a", "completion": [{"role": "assistant", "content": "b"}]}, "not str and list"),
@@ -119,3 +125,54 @@ def test_errors_number_the_lines_and_blank_lines_are_skipped(tmp_path):
     path.write_text(json.dumps({}) + "\n" + "[" * 100_000)
     with pytest.raises(DataError, match=r"rows\.jsonl:2 is nested too deeply"):
         list(read_jsonl(path))
+
+
+def test_alpaca_rows_train_the_output() -> None:
+    row = {"instruction": "Add.", "input": "2 2", "output": "4"}
+    tokenizer = chat_tokenizer(CHATML)
+    [item] = items_of(row, tokenizer)
+    assert tokenizer.decode(item.input_ids).startswith("<|im_start|>user\nAdd.\n2 2<|im_end|>")
+    assert tokenizer.decode(item.input_ids[item.action_mask == 1]) == "4<|im_end|>"
+    [plain] = items_of(row)
+    assert make_byte_tokenizer().decode(plain.input_ids[plain.action_mask == 1]) == "4<eos>"
+
+
+CALLS = CHATML.replace("{{ m.content }}", "{{ m.content }}{% for c in m.tool_calls or [] %}<{{ c.function.name }}>{% endfor %}")
+
+
+def test_sharegpt_rows_train_answers_and_calls_but_no_observations() -> None:
+    turns = [
+        *({"from": "human", "value": "a"}, {"from": "function_call", "value": '{"name": "look", "arguments": {}}'}),
+        *({"from": "observation", "value": "7"}, {"from": "gpt", "value": "b"}),
+    ]
+    tokenizer = chat_tokenizer(CALLS)
+    [item] = items_of({"conversations": turns}, tokenizer)
+    assert tokenizer.decode(item.input_ids[item.action_mask == 1]) == "<look><|im_end|>b<|im_end|>"
+    with pytest.raises(DataError, match=r"data\.jsonl:1 has tool calls, which the chat template leaves out"):
+        items_of({"conversations": turns}, chat_tokenizer(CHATML))
+
+
+def test_all_tokens_of_a_text_are_trained_but_the_first() -> None:
+    [item] = items_of({"text": "abc"})
+    assert item.input_ids.tolist() == [*ids("abc"), 2]
+    assert item.action_mask.tolist() == [0, 1, 1, 1]
+
+
+@given(st.text("ab", min_size=1, max_size=40), st.integers(2, 12))
+def test_a_long_text_is_divided_and_each_token_is_trained_once(text: str, max_tokens: int) -> None:
+    items = items_of({"text": text}, max_tokens=max_tokens)
+    assert all(len(item.input_ids) <= max_tokens for item in items)
+    trained = [token for item in items for token in item.input_ids[item.action_mask == 1].tolist()]
+    assert [*items[0].input_ids[:1].tolist(), *trained] == [*ids(text), 2]
+    for before, after in itertools.pairwise(items):
+        assert before.input_ids[-1] == after.input_ids[0]  # the context of its first trained token
+    assert len({item.meta["prompt_digest"] for item in items}) == 1
+    assert [item.meta["is_continued"] for item in items] == [True] * (len(items) - 1) + [False]
+
+
+def test_the_format_of_a_row_can_be_named() -> None:
+    row = {"prompt": "a", "completion": "b", "text": "cd"}
+    assert items_of(row)[0].input_ids.tolist() == [*ids("ab"), 2]
+    assert items_of(row, row_format="text")[0].input_ids.tolist() == [*ids("cd"), 2]
+    with pytest.raises(DataError, match="messages must be a list"):
+        items_of(row, row_format="messages")

@@ -10,6 +10,7 @@ from typing import Any, Optional
 
 from omegaconf import MISSING
 
+from ludic.data.sft_formats import check_format_name
 from ludic.errors import ConfigError
 from ludic.recipes.epochs_schema import EpochsRecipe, compose_epochs
 from ludic.recipes.schema import make_trainer_section
@@ -26,6 +27,9 @@ class SFTRecipe(EpochsRecipe):
     the run's folder."""
     heldout_data: Any = MISSING
     """JSONL file, or a list of them, to measure on instead of a share of `data`."""
+    data_format: str = MISSING
+    """Format of the rows: messages, prompt_completion, alpaca, sharegpt, text, rollout, tokens, or
+    auto, by the columns of each file."""
     assistant_turns: str = MISSING
     """The messages of the assistant that are trained in a conversation: all, last, or each in a
     sample of its own."""
@@ -41,6 +45,7 @@ def compose_sft(arguments: Sequence[str] = ()) -> SFTRecipe:
     recipe = compose_epochs(SFTRecipe, arguments, package="ludic.recipes.sft", trainer=make_trainer_section(), least={"rows": 2})
     if recipe.assistant_turns not in ASSISTANT_TURNS:
         raise ConfigError(f"assistant_turns ({recipe.assistant_turns}) must be one of {', '.join(ASSISTANT_TURNS)}")
+    check_format_name(recipe.data_format)
     return recipe
 
 

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from ludic.data.sft_formats import AUTO, count_formats
 from ludic.data.sources import read_table
 from ludic.errors import ConfigError
 from ludic.files.jsonl import write_jsonl
@@ -34,20 +35,24 @@ class SFTData:
     """Empty if nothing is measured."""
     why_no_heldout: str = ""
     """Why `heldout` is empty."""
+    formats: tuple[str, ...] = ()
+    """For each file, the formats of its rows in words."""
 
     @classmethod
     def read(cls, recipe: SFTRecipe, tokenizer: Any) -> SFTData:
         """Read and tokenize all rows, so that a wrong one is found before anything is written."""
-        make = SFTItems(tokenizer, cast(AssistantTurns, recipe.assistant_turns))
-        rows = read_rows(recipe.data, "data") if recipe.data is not None else _generate_rows(recipe, tokenizer)
+        make = make_items(recipe, tokenizer)
+        rows, formats = read_training_rows(recipe, tokenizer)
         items = [make.of_row(row, where) for where, row in rows]
         if recipe.heldout_data is not None:
-            return cls([item for of_row in items for item in of_row], make.of(read_rows(recipe.heldout_data, "heldout_data")))
+            measured, its_formats = read_rows(recipe.heldout_data, "heldout_data", recipe.data_format)
+            return cls([item for of_row in items for item in of_row], make.of(measured), "", formats + its_formats)
         train, heldout = split_by_prompt(items, recipe.heldout)
         if heldout:
-            return cls(train, heldout)
+            return cls(train, heldout, "", formats)
         prompts = Counter(identify_prompt(of_row[0]) for of_row in items)
-        return cls(train, heldout, explain_no_heldout(len(items), recipe.heldout, len(prompts), min(prompts.values())))
+        why = explain_no_heldout(len(items), recipe.heldout, len(prompts), min(prompts.values()))
+        return cls(train, heldout, why, formats)
 
     def counts(self, max_seq_len: int, end_tokens: frozenset[int]) -> dict[str, int]:
         """Numbers of samples and tokens; of training samples that are cut to `max_seq_len`, and
@@ -60,11 +65,13 @@ class SFTData:
             "trained_tokens": sum(item.meta["completion_length"] for item in self.train),
             "samples_cut": len(longer),
             "samples_cut_empty": sum(not np.any(item.action_mask[1:max_seq_len]) for item in longer),
-            "samples_without_end": sum(not _teaches_end(item, max_seq_len, end_tokens) for item in self.train),
+            "samples_without_end": sum(
+                not item.meta.get("is_continued") and not teaches_end(item, max_seq_len, end_tokens) for item in self.train
+            ),
         }
 
 
-def _teaches_end(item: SAWItem, max_seq_len: int, end_tokens: frozenset[int]) -> bool:
+def teaches_end(item: SAWItem, max_seq_len: int, end_tokens: frozenset[int]) -> bool:
     """Whether the last run of trained tokens has an end token.
 
     Trained positions 2, 3, 6, 7 are the runs [2, 3] and [6, 7]; the last one counts."""
@@ -96,15 +103,31 @@ def write_demonstrations(recipe: SFTRecipe, tokenizer: Any, path: Path) -> None:
     write_jsonl(path, make_demonstrations(recipe, tokenizer))
 
 
-def _generate_rows(recipe: SFTRecipe, tokenizer: Any) -> Rows:
-    return [(f"demonstration {number}", row) for number, row in enumerate(make_demonstrations(recipe, tokenizer), 1)]
+def make_items(recipe: SFTRecipe, tokenizer: Any) -> SFTItems:
+    """What makes samples of rows by the settings of a recipe."""
+    turns = cast(AssistantTurns, recipe.assistant_turns)
+    return SFTItems(tokenizer, turns, row_format=recipe.data_format, max_tokens=recipe.trainer.max_seq_len)
 
 
-def read_rows(setting: Any, name: str) -> Rows:
-    """(place, row) of each row of the files that the setting `name` names."""
+def read_training_rows(recipe: SFTRecipe, tokenizer: Any) -> tuple[Rows, tuple[str, ...]]:
+    """The rows of `data`, or demonstrations, and their formats in words."""
+    if recipe.data is not None:
+        return read_rows(recipe.data, "data", recipe.data_format)
+    return [(f"demonstration {number}", row) for number, row in enumerate(make_demonstrations(recipe, tokenizer), 1)], ()
+
+
+def read_rows(setting: Any, name: str, row_format: str = AUTO) -> tuple[Rows, tuple[str, ...]]:
+    """(place, row) of each row of the files that the setting `name` names; and for each file, the
+    formats of its rows in words. Raises DataError for a file that mixes formats."""
     paths: Sequence[Path] = list_data_files(setting, name)
-    tables = [read_table(str(path)) for path in paths]
-    rows: Rows = [(table.where(index), row) for table in tables for index, row in enumerate(table.rows)]
+    rows: Rows = []
+    formats = []
+    for path in paths:
+        table = read_table(str(path))
+        of_file = [(table.where(index), row) for index, row in enumerate(table.rows)]
+        rows += of_file
+        if of_file:
+            formats.append(count_formats(of_file, table.name, row_format).describe())
     if not rows:
         raise ConfigError(f"{name}: there are no rows in {', '.join(map(str, paths))}")
-    return rows
+    return rows, tuple(formats)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ludic.data.sft_formats import check_format_name
 from ludic.recipes.schema import Recipe
 from ludic.runs.data.sft import read_rows
 from ludic.tasks import EpisodicTask
@@ -22,6 +23,8 @@ class Warmup:
     items: list[SAWItem] | None
     """None: demonstrations, without end."""
     steps: int
+    formats: tuple[str, ...] = ()
+    """For each file, the formats of its rows in words."""
 
     @classmethod
     def read(cls, recipe: Recipe, tokenizer: Any) -> Warmup:
@@ -29,11 +32,14 @@ class Warmup:
         section = recipe.warmup
         if section.data is None:
             return cls(None, section.steps)
-        items = SFTItems(tokenizer).of(read_rows(section.data, "warmup.data"))
+        check_format_name(section.data_format, "warmup.data_format")
+        rows, formats = read_rows(section.data, "warmup.data", section.data_format)
+        make = SFTItems(tokenizer, row_format=section.data_format, max_tokens=section.trainer.max_seq_len)
+        items = make.of(rows)
         if section.epochs is None and section.steps:
-            return cls(items, section.steps)
+            return cls(items, section.steps, formats)
         epochs = 1 if section.epochs is None else section.epochs
-        return cls(items, epochs * -(-len(items) // section.batch_size))
+        return cls(items, epochs * -(-len(items) // section.batch_size), formats)
 
     def make_source(self, recipe: Recipe, task: EpisodicTask, tokenizer: Any) -> DemonstrationSource | ItemBatchSource:
         """The batches, which follow from the seed: a resumed run gets the same."""
@@ -48,4 +54,4 @@ class Warmup:
     def describe(self) -> str:
         if self.items is None:
             return f"Warm-up: {self.steps} steps on demonstrations of an imperfect teacher"
-        return f"Warm-up: {self.steps} steps on {len(self.items):,} samples"
+        return f"Warm-up: {self.steps} steps on {len(self.items):,} samples of {'; '.join(self.formats)}"

@@ -231,6 +231,26 @@ def apply_template(tokenizer: Any, messages: Sequence[Message], *, prompt: bool,
     return list(rendered["input_ids"] if isinstance(rendered, Mapping) or hasattr(rendered, "keys") else rendered)
 
 
+def check_calls_are_rendered(
+    tokenizer: Any, messages: Sequence[Message], tools: Any, template_args: Mapping[str, Any], where: str
+) -> None:
+    """Raise DataError if the template leaves out the messages' tool calls: the model would be
+    trained on empty answers."""
+    if not any(message.get("tool_calls") for message in messages):
+        return
+    arguments = {**template_args, **({"tools": tools} if tools else {})}
+    without = [{key: value for key, value in message.items() if key != "tool_calls"} for message in messages]
+    try:
+        plain = apply_template(tokenizer, without, prompt=False, where=where, **arguments)
+    except DataError:
+        return  # it asks for them
+    if plain == apply_template(tokenizer, messages, prompt=False, where=where, **arguments):
+        raise DataError(
+            f"{where} has tool calls, which the chat template leaves out, so that nothing of them would be trained; set "
+            "chat_template=FILE.jinja to a template that renders tool_calls"
+        )
+
+
 def find_end_of_turn(tokenizer: Any, ids: Sequence[int], start: int) -> int:
     """Return the end of the assistant's message that begins at `start`: the index after its last
     end token. What templates add after it, such as a line break, is never sampled. Without an

@@ -13,6 +13,12 @@ A row has one of these forms:
         A rollout: the loss is on the sampled tokens.
     {"input_ids": [...], "action_mask": [...]}
         Tokens and their mask, used unchanged.
+    {"instruction": "Add.", "input": "2 2", "output": "4"}
+        Alpaca: the loss is on the output.
+    {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]}
+        ShareGPT: the loss is on what gpt says, and on its function calls.
+    {"text": "..."}
+        Plain text: the loss is on every token after the first.
 
 Conversations can also have `tools` and `chat_template_kwargs`, which are passed to the template.
 """
@@ -21,15 +27,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any
 
 import numpy as np
 
+from ludic.data.sft_formats import (
+    AUTO,
+    convert_alpaca,
+    convert_alpaca_to_text,
+    convert_sharegpt,
+    detect_format,
+    list_formats,
+    read_tools,
+)
 from ludic.errors import DataError
 from ludic.training.rollouts.log import parse_rollout
 from ludic.training.rollouts.to_samples import sample_from_step
-from ludic.training.samples.conversations import AssistantTurns, ChatTokenizer, ChatTokens
-from ludic.training.samples.text import tokenize_prompt_completion
+from ludic.training.samples.conversations import (
+    AssistantTurns,
+    ChatTokenizer,
+    ChatTokens,
+    check_calls_are_rendered,
+    read_template,
+)
+from ludic.training.samples.text import tokenize_document, tokenize_prompt_completion
 from ludic.training.types import SAWItem
 from ludic.types import is_list_of
 
@@ -49,6 +71,11 @@ class SFTItems:
     assistant_turns: AssistantTurns = "all"
     """Which assistant messages of a conversation are trained; see `ChatTokenizer`."""
 
+    row_format: str = AUTO
+    """The format of all rows, one of `ludic.data.sft_formats.FORMATS`; `auto`: by the columns."""
+    max_tokens: int | None = None
+    """Longer plain texts are divided into samples of at most so many tokens."""
+
     def of(self, rows: Iterable[tuple[str, Row]]) -> list[SAWItem]:
         """Return the samples of all `(name, row)` pairs. Raises DataError, naming the row, for a
         row of another form."""
@@ -58,30 +85,52 @@ class SFTItems:
         """Return the samples of one row; `where` is its name."""
         tokenizers: dict[str, Callable[[Row, str], list[ChatTokens]]] = {
             "messages": self._tokenize_messages,
-            "prompt": self._tokenize_prompt_completion,
-            "steps": _read_rollout,
-            "input_ids": _read_ids,
+            "sharegpt": self._tokenize_sharegpt,
+            "prompt_completion": self._tokenize_prompt_completion,
+            "alpaca": self._tokenize_alpaca,
+            "rollout": _read_rollout,
+            "tokens": _read_ids,
+            "text": self._tokenize_text,
         }
-        for key, tokenize in tokenizers.items():
-            if row.get(key) is not None:
-                return [_make_item(tokens, where, index) for index, tokens in enumerate(tokenize(row, where))]
-        raise DataError(
-            f"{where} has the keys {', '.join(row) or '(none)'}; a row has messages, prompt and completion, steps (a rollout), or "
-            "input_ids and action_mask"
-        )
+        name = detect_format(row) if self.row_format == AUTO else self.row_format
+        if name is None:
+            raise DataError(f"{where} has the columns {', '.join(row) or '(none)'}, which are no format ({list_formats()})")
+        items = [_make_item(tokens, where, index) for index, tokens in enumerate(tokenizers[name](row, where))]
+        if name == "text":  # each text is a prompt of its own, and stays whole when rows are held out
+            digest = sha256(row["text"].encode()).hexdigest()[:16]
+            for item in items:
+                item.meta.update(prompt_digest=digest, is_continued=item is not items[-1])
+        return items
 
     def _tokenize_messages(self, row: Row, where: str) -> list[ChatTokens]:
-        return self._tokenize_conversation(row["messages"], row, where)
+        return self._tokenize_conversation(row.get("messages"), row, where)
+
+    def _tokenize_sharegpt(self, row: Row, where: str) -> list[ChatTokens]:
+        return self._tokenize_conversation(convert_sharegpt(row, where), {**row, "tools": read_tools(row, where)}, where)
+
+    def _tokenize_alpaca(self, row: Row, where: str) -> list[ChatTokens]:
+        if read_template(self.tokenizer):
+            return self._tokenize_conversation(convert_alpaca(row, where), {}, where)
+        return [tokenize_prompt_completion(self.tokenizer, *convert_alpaca_to_text(row, where), where)]
+
+    def _tokenize_text(self, row: Row, where: str) -> list[ChatTokens]:
+        text = row.get("text")
+        if not isinstance(text, str):
+            raise DataError(f"{where}: its text must be text, not {type(text).__name__}")
+        return tokenize_document(self.tokenizer, text, self.max_tokens, where)
 
     def _tokenize_conversation(self, messages: Any, row: Row, where: str, first: int = 0) -> list[ChatTokens]:
         """Tokenise a conversation; messages before index `first` are not trained."""
         if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
             raise DataError(f'{where}: messages must be a list of {{"role": ..., "content": ...}}')
-        chat = ChatTokenizer(self.tokenizer, self.assistant_turns, row.get("chat_template_kwargs") or {})
-        return chat.tokenize(messages, tools=row.get("tools"), first=first, where=where)
+        template_args = row.get("chat_template_kwargs") or {}
+        chat = ChatTokenizer(self.tokenizer, self.assistant_turns, template_args)
+        samples = chat.tokenize(messages, tools=row.get("tools"), first=first, where=where)
+        check_calls_are_rendered(self.tokenizer, messages, row.get("tools"), template_args, where)
+        return samples
 
     def _tokenize_prompt_completion(self, row: Row, where: str) -> list[ChatTokens]:
-        prompt, completion = row["prompt"], row.get("completion")
+        prompt, completion = row.get("prompt"), row.get("completion")
         if isinstance(prompt, list) and isinstance(completion, list):
             return self._tokenize_conversation([*prompt, *completion], row, where, first=len(prompt))
         if not isinstance(prompt, str) or not isinstance(completion, str):
@@ -99,7 +148,7 @@ def _read_rollout(row: Row, where: str) -> list[ChatTokens]:
 
 
 def _read_ids(row: Row, where: str) -> list[ChatTokens]:
-    ids: Any = row["input_ids"]
+    ids: Any = row.get("input_ids")
     mask: Any = row.get("action_mask")
     if not is_list_of(ids, int) or not is_list_of(mask, int) or len(mask) != len(ids):
         raise DataError(

@@ -21,6 +21,26 @@ def append_eos(tokenizer: Any, ids: list[int]) -> list[int]:
     return ids if eos is None or ids[-1:] == [eos] else [*ids, eos]
 
 
+def tokenize_document(tokenizer: Any, text: str, max_tokens: int | None, where: str) -> list[ChatTokens]:
+    """Return a plain text as samples whose tokens are all trained but the first, which nothing
+    precedes. Special tokens that the tokenizer begins a text with, and the end token, belong to it.
+
+    A text of more than `max_tokens` tokens is divided: each further sample begins with the last
+    token of the one before it, as context, so that each token is trained once. Raises RowError,
+    naming the row `where`, for an empty text.
+
+    Example: ids [5, 6, 7, 8, 2] with `max_tokens` 3 are [5, 6, 7] with mask [0, 1, 1] and
+    [7, 8, 2] with mask [0, 1, 1].
+    """
+    if not text:
+        raise RowError(f"{where} has an empty text; leave the row out", reason="empty_response")
+    ids = append_eos(tokenizer, list(tokenizer(text, verbose=False)["input_ids"]))
+    longest = max(2, len(ids) if max_tokens is None else max_tokens)
+    starts = range(0, max(1, len(ids) - 1), longest - 1)
+    pieces = [ids[start : start + longest] for start in starts]
+    return [ChatTokens(piece, [0] + [1] * (len(piece) - 1)) for piece in pieces]
+
+
 def tokenize_prompt_completion(tokenizer: Any, prompt: str, completion: str, where: str) -> ChatTokens:
     """Return the ids of prompt, completion and end token; completion and end token are the action.
 

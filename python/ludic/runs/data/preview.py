@@ -1,0 +1,131 @@
+"""What a supervised run would train on: rows after the chat template, with the trained tokens
+marked."""
+
+from __future__ import annotations
+
+import unicodedata
+from dataclasses import asdict, dataclass
+from itertools import groupby, islice
+from typing import TYPE_CHECKING, Any
+
+from ludic.recipes.sft.schema import SFTRecipe
+from ludic.runs.data.sft import make_items, read_training_rows
+from ludic.training.types import SAWItem
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+ROWS = 3
+"""Rows that are shown unless a number is given."""
+OPEN, CLOSE = "⟦", "⟧"
+"""Around trained text where there are no colours."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Consecutive tokens that are all trained, or all not."""
+
+    text: str
+    trained: bool
+
+
+@dataclass(frozen=True)
+class SamplePreview:
+    """One sample. Tokens from `max_seq_len` on are cut: they are counted, and in no span."""
+
+    row: str
+    """The place of its row."""
+    tokens: int
+    """Tokens that are kept."""
+    trained_tokens: int
+    """Tokens that are kept and trained."""
+    cut_tokens: int
+    cut_trained_tokens: int
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True)
+class Preview:
+    """The first rows of the data of a run."""
+
+    formats: tuple[str, ...]
+    """For each file, the formats of its rows in words."""
+    rows: int
+    """Rows of all files."""
+    samples: tuple[SamplePreview, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The preview as plain values, for JSON."""
+        return asdict(self)
+
+    def show(self, console: Console) -> None:
+        """Print it: trained text is green on a terminal with colours, else in `⟦⟧`."""
+        for line in self.formats:
+            console.print(line, highlight=False, markup=False)
+        for sample in self.samples:
+            _show_sample(sample, console)
+        tokens, trained = (sum(getattr(sample, name) for sample in self.samples) for name in ("tokens", "trained_tokens"))
+        console.print(
+            f"\n{len({sample.row for sample in self.samples}):,} of {self.rows:,} rows: {len(self.samples):,} samples, {trained:,} of "
+            f"{tokens:,} tokens trained ({trained / max(1, tokens):.0%})",
+            highlight=False,
+            markup=False,
+        )
+
+
+def preview(recipe: SFTRecipe, tokenizer: Any, rows: int = ROWS) -> Preview:
+    """The samples of the first `rows` rows. The formats are those of all rows; only the rows that
+    are shown are tokenised."""
+    make = make_items(recipe, tokenizer)
+    all_rows, formats = read_training_rows(recipe, tokenizer)
+    items = [item for where, row in islice(all_rows, rows) for item in make.of_row(row, where)]
+    return Preview(formats, len(all_rows), tuple(_sample(item, tokenizer, recipe.trainer.max_seq_len) for item in items))
+
+
+def _sample(item: SAWItem, tokenizer: Any, max_seq_len: int) -> SamplePreview:
+    """Example: ids of `2+2=4<eos>` with the mask 000011 and `max_seq_len` 5 are the spans `2+2=`
+    and `4`, trained; one trained token is cut."""
+    ids, mask = [int(token) for token in item.input_ids], [int(trained) for trained in item.action_mask]
+    kept = list(zip(ids, mask, strict=True))[:max_seq_len]
+    spans = [
+        Span(tokenizer.decode([token for token, _ in run], skip_special_tokens=False), bool(trained))
+        for trained, run in ((trained, list(run)) for trained, run in groupby(kept, key=lambda pair: pair[1]))
+    ]
+    return SamplePreview(
+        row=str(item.meta["rollout_id"]),
+        tokens=len(kept),
+        trained_tokens=sum(mask[:max_seq_len]),
+        cut_tokens=len(ids) - len(kept),
+        cut_trained_tokens=sum(mask[max_seq_len:]),
+        spans=tuple(spans),
+    )
+
+
+def _show_sample(sample: SamplePreview, console: Console) -> None:
+    from rich.text import Text
+
+    has_colours = console.is_terminal and not console.no_color
+    text = Text()
+    for span in sample.spans:
+        shown = escape_controls(span.text)
+        if has_colours:
+            text.append(shown, style="green" if span.trained else "dim")
+        else:
+            text.append(f"{OPEN}{shown}{CLOSE}" if span.trained else shown)
+    console.print(f"\n{sample.row}: {sample.tokens:,} tokens, {sample.trained_tokens:,} trained", highlight=False, markup=False)
+    console.print(text, highlight=False, markup=False)
+    if sample.cut_tokens:
+        console.print(
+            f"... {sample.cut_tokens:,} tokens beyond trainer.max_seq_len are cut, {sample.cut_trained_tokens:,} of them trained",
+            highlight=False,
+            markup=False,
+        )
+
+
+def escape_controls(text: str) -> str:
+    """The text with control characters written out, but line breaks and tabs: no text of a data set
+    can change the terminal. Example: the escape character becomes `\\x1b`."""
+    return "".join(
+        character if character in "\n\t" or unicodedata.category(character) not in ("Cc", "Cf") else repr(character)[1:-1]
+        for character in text
+    )
