@@ -175,6 +175,44 @@ def test_the_prompt_gives_imports_but_not_the_function(sandbox, row, code, passe
     assert passed(batch) == [passes]
 
 
+HEIGHT = """
+class Node:
+    def __init__(self, value): self.value, self.left, self.right = value, None, None
+def height(node): return 1 + max(height(node.left), height(node.right)) if node else 0
+"""
+TREE = {"prompt": "p", "test_list": ["assert height(root) == 2"], "test_setup_code": "root = Node(1)\nroot.left = Node(2)"}
+OF_NODES = {
+    "prompt": "p",
+    "test_list": ["assert f(Node(3)) == 3"],
+    "test_setup_code": "class Node:\n    def __init__(self, v): self.v = v",
+}
+POW = {"question": "q", "function": "pow", "inputs": [[2, 3]], "outputs": [8]}
+SUM = {"prompt": "p", "test_list": ["assert sum(1, 2) == 3"]}
+
+
+@pytest.mark.parametrize(
+    ("row", "code", "passes"),
+    [
+        (TREE, HEIGHT, True),  # the setup uses the program's class
+        (TREE, HEIGHT.replace("1 +", "2 +"), False),
+        (TREE, "", False),
+        (OF_NODES, "def f(node: Node): return node.v", True),  # the program uses the setup's, when it is defined
+        (OF_NODES, "def g(node): return node.v", False),
+        (POW, "", False),  # Python's own `pow` is no answer
+        (POW, "def pow(a, b): return a ** b", True),
+        (POW, "class Solution:\n    def pow(self, a, b): return a ** b", True),
+        (SUM, "", False),
+        (SUM, "def sum(a, b): return a + b", True),
+        (SUM, "import builtins\nbuiltins.globals = lambda: {'sum': lambda a, b: 4}", False),
+    ],
+)
+def test_the_program_alone_defines_what_is_tested(sandbox, row, code, passes):
+    problem = read_problem(row)
+    runner = problem.make_runner(60.0, 256)
+    batch = asyncio.run(runner.run_tests(sandbox, code, problem.tests, verifier=runner.default_verifier))
+    assert batch.all_passed is passes, batch
+
+
 def test_a_sandbox_that_fails_gives_no_verdict():
     def run(calls, timeout_s):
         raise OSError("gone")

@@ -162,3 +162,23 @@ def test_a_program_whose_sandbox_failed_is_judged_in_another():
 def test_limits_that_judge_nothing_are_refused(config):
     with pytest.raises(ConfigError, match=next(iter(config))):
         CodeExecConfig(**config)
+
+
+def test_tests_are_hashed_once_for_all_programs(monkeypatch):
+    """By their adapter: they may be megabytes."""
+    hashed = []
+    for name in ("hashing.json.dumps", "hashing.hash_calls"):
+        monkeypatch.setattr(f"ludic.envs.code_exec.{name}", lambda *_, **__: pytest.fail("hashed again"))
+    hash_tests = APPSTestAdapter.hash_tests
+    monkeypatch.setattr(APPSTestAdapter, "hash_tests", lambda self, tests: hashed.append(1) or hash_tests(self, tests))
+
+    async def main():
+        pool = FakePool(1)
+        await pool.start()
+        env = CodeExecEnv(ROW, sandbox_pool=pool, test_adapter=APPSTestAdapter())
+        await env.env_reset()
+        return [(await env.env_step(program)).info["tests_hash"] for program in ("4", "5", "6")]
+
+    hashes = asyncio.run(main())
+    assert hashes == [hash_tests(APPSTestAdapter(), APPSTestAdapter().get_tests(ROW))] * 3
+    assert len(hashed) == 1

@@ -78,7 +78,7 @@ def test_functions_that_are_called(row, tests):
 
 def test_a_prompt_names_the_function():
     assert read_problem(MBPP).prompt == "Add.\n\nThe program must pass this test, and others:\nassert f(1)==2"
-    assert read_problem(MBPP).before == "import re\nimport math"
+    assert read_problem(MBPP).before.startswith("import re\n")
     assert "def f(x):" in read_problem(HUMAN_EVAL).prompt
     assert read_problem(HUMAN_EVAL).before == "import math\n"
     assert "Write a function `g`." in read_problem(CALL_ROWS["apps"][0]).prompt
@@ -234,3 +234,52 @@ def test_what_is_expected_is_in_no_call():
     ):
         for test in read_asserts(f"assert {form.format(secret)}"):
             assert str(secret) not in test.input
+
+
+NODES = "class Node:\n    def __init__(self, value): self.value = value\n"
+
+
+def asserts(test, **texts):
+    return {"prompt": "p", "test_list": [f"assert {test}"], **texts}
+
+
+@pytest.mark.parametrize(
+    ("row", "expression"),
+    [
+        ({"question": "q", "function": "pow", "inputs": [[2, 3]], "outputs": [8]},
+         "(Solution().pow if 'Solution' in globals() else globals()['pow'])(*[2, 3])"),
+        (asserts("sum(10, 15) == 6"), "globals()['sum'](10, 15)"),
+        (asserts("set(f(1)) == {1}"), "set(f(1))"),
+        (asserts("abs(sum(1, 2) - 3) < 0.1"), "globals()['sum'](1, 2)"),
+        ({**HUMAN_EVAL, "prompt": "def sorted(x):\n", "entry_point": "sorted",
+          "test": "def check(candidate):\n    assert list(candidate([1])) == [1]"}, "list(globals()['sorted']([1]))"),
+        (asserts("height(root) == 3", test_setup_code="root = Node(1)"), "height(root)"),
+        (asserts("same(f(1), 3) == 4", test_setup_code="def same(a, b): return a + b"), "same(f(1), 3)"),
+        (asserts("probe() == 3", test_setup_code="def probe(): return f(3)"), "probe()"),
+    ],
+)  # fmt: skip
+def test_a_test_needs_something_of_the_program(row, expression):
+    assert [test.input for test in read_problem(row).tests] == [expression]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        asserts("f(2) == 4", test_setup_code="def f(x):\n    return 2 * x"),
+        asserts("f(2) == 4", test_setup_code="f = lambda x: 2 * x"),
+        asserts("value(2) == 2", test_setup_code=f"{NODES}def value(x): return Node(x).value"),
+        asserts("floor(2.5) == 2", test_setup_code="from math import floor"),
+        asserts("sum(2, 3) == 5", test_setup_code="def sum(a, b): return a + b"),
+        asserts("max(list([1])) == 1"),
+        asserts("'a'.upper() == 'A'"),
+        {"prompt": "p", "tests": ["assert f(2) == 4"], "before": "def f(x):\n    return 2 * x"},
+    ],
+)
+def test_a_test_that_would_pass_without_the_program_is_refused(row):
+    with pytest.raises(DataError, match="needs nothing of the program, and would pass with any"):
+        read_problem(row)
+
+
+def test_a_setup_that_is_not_python_is_refused():
+    with pytest.raises(DataError, match="not Python"):
+        read_problem(asserts("f(2) == 4", test_setup_code="x ="))

@@ -1,6 +1,6 @@
 import pytest
 
-from ludic.envs.code_exec.hashing import compute_hash, hash_tests
+from ludic.envs.code_exec.hashing import HashedTests, compute_hash, hash_calls, hash_tests
 from ludic.envs.code_exec.types import (
     BatchTestResult,
     CompileResult,
@@ -63,3 +63,8 @@ def test_hashes_depend_on_inputs_outputs_and_order_but_not_on_ids():
     assert hash_tests([one, other]) == hash_tests([TestCase("1", "2"), TestCase("3", "4", id="c")])
     assert len({hash_tests([one, other]), hash_tests([other, one]), hash_tests([one])}) == 3
     assert compute_hash("\ud800") == compute_hash("\ud800")  # a lone surrogate is no error
+
+
+def test_tests_whose_hash_is_known_are_not_hashed_again():
+    known = HashedTests([TestCase("1", "2")], "known")
+    assert hash_tests(known) == hash_calls(known) == "known"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ludic.envs.code_exec.adapters.base import ExactMatchVerifier, OutputVerifier, TestAdapter
-from ludic.envs.code_exec.hashing import compute_hash
+from ludic.envs.code_exec.hashing import HashedTests, compute_hash
 from ludic.envs.code_exec.runners import CodeRunner, StdinStdoutRunner
 from ludic.envs.code_exec.sandbox import SandboxPool
 from ludic.envs.code_exec.types import BatchTestResult, RunStatus, TestCase, TestResult
@@ -81,8 +81,8 @@ class CodeExecEnv(SingleAgentEnv):
         self._verifier = verifier or getattr(self._runner, "default_verifier", None) or ExactMatchVerifier()
         self._system_prompt = system_prompt
         self._problem_id = str(test_adapter.get_problem_id(sample))
-        self._tests: list[TestCase] | None = None
-        self._tests_hash, self._obs = "", "Error: call reset() before the first observation"
+        self._tests: HashedTests | None = None
+        self._obs = "Error: call reset() before the first observation"
 
     @property
     def suggested_sysprompt(self) -> str | None:
@@ -90,16 +90,16 @@ class CodeExecEnv(SingleAgentEnv):
 
     async def env_reset(self, *, seed: int | None = None) -> tuple[str, Info]:  # type: ignore[override]  # the protocol awaits it
         """The problem; the same at every reset, for any seed."""
-        self._tests = list(self._adapter.get_tests(self.sample))[: self._config.max_tests]
-        if not self._tests:
+        tests = list(self._adapter.get_tests(self.sample))[: self._config.max_tests]
+        self._tests = HashedTests(tests, self._adapter.hash_tests(tests) if tests else "")
+        if not tests:
             self._obs = f"Error: problem {self._problem_id} has no tests"
             return self._obs, {"problem_id": self._problem_id, "error": "no_tests_extracted"}
-        self._tests_hash = self._adapter.hash_tests(self._tests)
         self._obs = self._adapter.get_prompt(self.sample)
         return self._obs, {
             "problem_id": self._problem_id,
-            "num_tests": len(self._tests),
-            "tests_hash": self._tests_hash,
+            "num_tests": len(tests),
+            "tests_hash": self._tests.tests_hash,
             "python_version": self._pool.python_version,
         }
 
@@ -119,7 +119,7 @@ class CodeExecEnv(SingleAgentEnv):
     def env_current_obs(self) -> str:
         return self._obs
 
-    async def _judge(self, code: str, tests: list[TestCase]) -> tuple[BatchTestResult, bool]:
+    async def _judge(self, code: str, tests: HashedTests) -> tuple[BatchTestResult, bool]:
         """The verdicts, and whether they are from an earlier run."""
         code_hash, judged_by = compute_hash(code), self._cache_key(tests)
         if self._config.use_cache and (known := self._pool.get_cached(code_hash, judged_by)) is not None:
@@ -138,14 +138,14 @@ class CodeExecEnv(SingleAgentEnv):
             finally:
                 await self._pool.release(sandbox)
             if not result.sandbox_failed:
-                result = replace(result, code_hash=code_hash, tests_hash=self._tests_hash)
+                result = replace(result, code_hash=code_hash, tests_hash=tests.tests_hash)
                 if self._config.use_cache:
                     self._pool.put_cached(code_hash, judged_by, result)
                 return result, False
             logger.warning("problem %s: %s", self._problem_id, _reason(result))
         raise GradingError(f"problem {self._problem_id} could not be judged in {TRIES} sandboxes: {_reason(result)}")
 
-    def _cache_key(self, tests: list[TestCase]) -> str:
+    def _cache_key(self, tests: HashedTests) -> str:
         """The hash of the tests, and of what else a verdict depends on, unless it is the
         default."""
         config = self._config
@@ -157,7 +157,7 @@ class CodeExecEnv(SingleAgentEnv):
             [test.metadata for test in tests if test.metadata],
             *map(_description, (self._runner, self._verifier)),
         ]
-        return self._tests_hash if settings == _DEFAULT_SETTINGS else compute_hash(f"{self._tests_hash} {settings!r}")
+        return tests.tests_hash if settings == _DEFAULT_SETTINGS else compute_hash(f"{tests.tests_hash} {settings!r}")
 
     def _reward(self, result: BatchTestResult) -> float:
         if result.compile_failed:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from ludic.envs.code_exec.adapters.asserts import read_asserts, read_check_function, read_imports
+from ludic.envs.code_exec.adapters.needs import need_the_program, own_function
 from ludic.envs.code_exec.adapters.problem import CodingProblem
 from ludic.envs.code_exec.adapters.stdin_rows import LIVE_CODE_BENCH, live_code_bench_tests, parse_column, zip_tests
 from ludic.envs.code_exec.calls.values import OneOf
@@ -39,7 +40,7 @@ def read_call_tests(row: Mapping[str, Any], problem: CodingProblem) -> CodingPro
     tests = parse_tests(row["tests"]) if row.get("tests") else []
     if tests and all(isinstance(test, str) for test in tests):
         before = _join([*map(read_imports, tests), str(row.get("before") or "")])
-        return replace(problem, tests=_number(tests), calls=True, before=before)
+        return _with_asserts(problem, _number(tests), before)
     return _read_json_calls(row, problem)
 
 
@@ -55,6 +56,16 @@ def _join(texts: Sequence[str]) -> str:
     return "\n".join(filter(None, texts)).strip()
 
 
+def _with_asserts(problem: CodingProblem, tests: Sequence[TestCase], before: str, after: str = "") -> CodingProblem:
+    try:
+        needed = need_the_program(tests, f"{before}\n{after}")
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"what runs before or after the program is not Python: {error}") from error
+    return replace(problem, tests=needed, calls=True, before=before, after=after)
+
+
 def _number(sources: Sequence[str]) -> list[TestCase]:
     tests = [test for source in sources for test in read_asserts(source)]
     return [replace(test, id=f"test_{place}") for place, test in enumerate(tests)]
@@ -62,12 +73,19 @@ def _number(sources: Sequence[str]) -> list[TestCase]:
 
 def _read_mbpp(row: Mapping[str, Any], problem: CodingProblem) -> CodingProblem:
     """The first assert is shown, because it alone names the function; `challenge_test_list` counts
-    too."""
+    too. The setup runs before the program, which may name its classes, and again after it, because
+    it may use the program's; what the tests need of the program it may not define."""
     sources = [*row["test_list"], *(row.get("challenge_test_list") or [])]
     imports = row.get("test_imports") or []
-    before = _join([*imports, *map(read_imports, sources), str(row.get("test_setup_code") or "")])
+    setup = str(row.get("test_setup_code") or "")
+    before = _join([*imports, *map(read_imports, sources), _as_far_as_it_goes(setup)])
     shown = f"{problem.prompt}\n\nThe program must pass this test, and others:\n{row['test_list'][0]}"
-    return replace(problem, prompt=shown, tests=_number(sources), calls=True, before=before)
+    return _with_asserts(replace(problem, prompt=shown), _number(sources), before, setup)
+
+
+def _as_far_as_it_goes(source: str) -> str:
+    """Python that runs the source, and goes on where it fails: it may need the program's classes."""
+    return f"try:\n    exec({source!r}, globals())\nexcept Exception:\n    pass" if source.strip() else ""
 
 
 def _read_human_eval(row: Mapping[str, Any], problem: CodingProblem) -> CodingProblem:
@@ -76,7 +94,8 @@ def _read_human_eval(row: Mapping[str, Any], problem: CodingProblem) -> CodingPr
     tests = read_check_function(row["test"], entry_point=row["entry_point"])
     shown = f"Complete this function. Write all of it, with its imports:\n\n```python\n{problem.prompt.rstrip()}\n```"
     before = _without_function(problem.prompt, row["entry_point"]) + read_imports(row["test"])
-    return replace(problem, prompt=shown, tests=tests, calls=True, before=before)
+    needed = need_the_program(tests, before, functions=[row["entry_point"]])
+    return replace(problem, prompt=shown, tests=needed, calls=True, before=before)
 
 
 def _without_function(prompt: str, name: str) -> str:
@@ -99,7 +118,7 @@ def _read_json_calls(row: Mapping[str, Any], problem: CodingProblem) -> CodingPr
         return None
     if not name.isidentifier():
         raise DataError(f"the function's name ({name!r}) must be one of Python's")
-    calls = f"(Solution().{name} if 'Solution' in globals() else {name})"
+    calls = f"(Solution().{name} if 'Solution' in globals() else {own_function(name)})"
     tests = [
         TestCase(f"{calls}(*{_literal(arguments)})", expected, id=f"test_{place}")
         for place, (arguments, expected) in enumerate(pairs)

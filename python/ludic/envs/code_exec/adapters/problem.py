@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ludic.envs.code_exec.calls.runner import FunctionCallRunner, hash_calls
+from ludic.envs.code_exec.calls.runner import FunctionCallRunner
 from ludic.envs.code_exec.calls.values import ValueVerifier
+from ludic.envs.code_exec.hashing import hash_calls
 from ludic.envs.code_exec.runners import CodeRunner, StdinStdoutRunner
 from ludic.envs.code_exec.types import TestCase
 
@@ -24,6 +25,8 @@ class CodingProblem:
     """Each test is the call of a function, not a run of the whole program."""
     before: str = ""
     """Python that runs before the program, such as imports. With `calls` only."""
+    after: str = ""
+    """Python that runs after the program and before the calls, such as objects of its classes."""
     tuples_are_lists: bool = False
     """What is expected is from JSON, which has lists alone."""
     solutions: Sequence[str] = field(default=(), repr=False)
@@ -33,7 +36,7 @@ class CodingProblem:
         if not self.calls:
             return StdinStdoutRunner(timeout_s, memory_limit_mb)
         verifier = ValueVerifier(tuples_are_lists=self.tuples_are_lists)
-        return FunctionCallRunner(timeout_s, memory_limit_mb, before=self.before, verifier=verifier)
+        return FunctionCallRunner(timeout_s, memory_limit_mb, before=self.before, after=self.after, verifier=verifier)
 
 
 class OneProblem:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ludic.envs.code_exec.adapters.base import OutputVerifier
 from ludic.envs.code_exec.calls.values import ValueVerifier
-from ludic.envs.code_exec.hashing import compute_hash
+from ludic.envs.code_exec.hashing import compute_hash, hash_calls
 from ludic.envs.code_exec.runners import STDERR_LINES, crashed, judge, limit_of, not_compiled, not_run
 from ludic.envs.code_exec.sandbox import Sandbox
 from ludic.envs.code_exec.types import (
@@ -89,11 +89,6 @@ class FunctionCallRunner:
                 compiled = results[failed].execution.compile_result
                 results = results[: failed + 1] + [not_run(test, compiled) for test in tests[failed + 1 :]]
         return BatchTestResult(results, compute_hash(code), hash_calls(tests))
-
-
-def hash_calls(tests: Sequence[TestCase]) -> str:
-    """The hash of calls and expected values in their order. A list and a tuple differ."""
-    return compute_hash(repr([(test.input, test.expected) for test in tests]))
 
 
 def _judge_all(tests: Sequence[TestCase], execution: ExecutionResult, verifier: OutputVerifier) -> list[TestResult]:
