@@ -11,6 +11,7 @@ from ludic.errors import ConfigError, DataError
 from ludic.recipes.build import build_task
 from ludic.recipes.schema import TaskSection
 from ludic.tasks.code_data import CodeData
+from ludic.tasks.task_data import TaskData
 
 ROWS = [
     {"question": f"Print {n}.", "inputs": ["", ""], "outputs": [str(n), str(n % 2)], "solutions": [f"print({n})"]}
@@ -38,7 +39,7 @@ def play(task, problem, answer):
 
 
 def test_the_last_block_of_an_answer_is_judged(data):
-    task = CodeData(data, pool=FakePool(1), num_heldout=3)
+    task = CodeData(TaskData(data, num_heldout=3), pool=FakePool(1))
     problem = next(one for one in [*task.training, *task.heldout()] if one["question"] == "Print 1.")
     assert play(task, problem, "So:\n```python\n2\n```\nno:\n```python\n1\n```").reward == 1.0
     assert play(task, problem, "```python\n2\n```").reward == 0.0
@@ -47,17 +48,17 @@ def test_the_last_block_of_an_answer_is_judged(data):
 
 
 def test_partial_credit_is_the_share_of_the_tests(data):
-    task = CodeData(data, pool=FakePool(1), num_heldout=3, partial_credit=True)
+    task = CodeData(TaskData(data, num_heldout=3), pool=FakePool(1), partial_credit=True)
     problem = next(one for one in [*task.training, *task.heldout()] if one["question"] == "Print 3.")
     outcome = play(task, problem, "```\n3\n```")
     assert (outcome.reward, outcome.info["compiled"]) == (0.5, True)
 
 
 def test_problems_are_held_out_whatever_their_order(data, tmp_path):
-    one = CodeData(data, pool=FakePool(1), num_heldout=4)
+    one = CodeData(TaskData(data, num_heldout=4), pool=FakePool(1))
     path = tmp_path / "reversed.jsonl"
     path.write_text("".join(f"{json.dumps(row)}\n" for row in ROWS[::-1]))
-    other = CodeData(str(path), pool=FakePool(1), num_heldout=4)
+    other = CodeData(TaskData(str(path), num_heldout=4), pool=FakePool(1))
     held = [{problem["question"] for problem in task.heldout()} for task in (one, other)]
     assert held[0] == held[1]
     assert len(held[0]) == 4
@@ -68,7 +69,7 @@ def test_problems_are_held_out_whatever_their_order(data, tmp_path):
 def test_a_file_of_its_own_is_held_out(data, tmp_path):
     path = tmp_path / "heldout.jsonl"
     path.write_text(json.dumps(ROWS[0]) + "\n")
-    task = CodeData(data, pool=FakePool(1), heldout_data=str(path))
+    task = CodeData(TaskData(data, heldout_data=str(path)), pool=FakePool(1))
     assert [problem["question"] for problem in task.heldout()] == ["Print 0."]
     assert len(task.training) == 11
 
@@ -77,7 +78,7 @@ def test_problems_that_cannot_be_judged_are_left_out_and_logged(tmp_path, caplog
     path = tmp_path / "problems.jsonl"
     bad = {"question": "Bad.", "tests": ["assert f(1) == g(1)"]}
     path.write_text("".join(f"{json.dumps(row)}\n" for row in [*ROWS, bad]))
-    task = CodeData(str(path), pool=FakePool(1), num_heldout=1)
+    task = CodeData(TaskData(str(path), num_heldout=1), pool=FakePool(1))
     assert len(task.training) == 11
     assert "1 of 13 problems" in caplog.text
     assert "line 13: `assert f(1) == g(1)`" in caplog.text
@@ -90,17 +91,17 @@ def test_a_folder_of_a_data_set_is_read(tmp_path):
     from datasets import Dataset
 
     Dataset.from_list(ROWS).to_parquet(str(tmp_path / "train.parquet"))
-    task = CodeData(str(tmp_path), pool=FakePool(1), num_heldout=2)
+    task = CodeData(TaskData(str(tmp_path), num_heldout=2), pool=FakePool(1))
     assert len(task.training) == 10
 
 
 def test_a_warm_up_shows_right_programs(data, tmp_path):
-    task = CodeData(data, pool=FakePool(1), num_heldout=2)
+    task = CodeData(TaskData(data, num_heldout=2), pool=FakePool(1))
     shown = task.demonstrate(task.training[0], Random(0))
     assert shown == f"```python\n{task.training[0]['answer']}\n```"
     path = tmp_path / "problems.jsonl"
     path.write_text("".join(f"{json.dumps({**row, 'solutions': []})}\n" for row in ROWS))
-    task = CodeData(str(path), pool=FakePool(1), num_heldout=2)
+    task = CodeData(TaskData(str(path), num_heldout=2), pool=FakePool(1))
     with pytest.raises(ConfigError, match=r"warmup\.steps=0"):
         task.demonstrate(task.training[0], Random(0))
 

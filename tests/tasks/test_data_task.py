@@ -18,6 +18,7 @@ from ludic.runs.rollouts import PassRequests
 from ludic.tasks import as_episodic
 from ludic.tasks.data_task import DataTask
 from ludic.tasks.rewards import build_rewards
+from ludic.tasks.task_data import TaskData
 
 
 def one(completions, **columns):
@@ -66,8 +67,9 @@ def test_a_tenth_is_held_out_and_the_rest_is_for_training(tmp_path):
 @given(order=st.permutations(range(12)), repeats=st.lists(st.integers(0, 11), max_size=8), wanted=st.integers(1, 5))
 def test_the_held_out_split_does_not_depend_on_row_order_and_is_never_trained_on(tmp_path, order, repeats, wanted):
     rows = [{"prompt": f"{n}?", "answer": n} for n in [*order, *repeats]]
-    task = DataTask(write(tmp_path / "p.jsonl", rows), ONE, num_heldout=wanted)
-    plain = DataTask(write(tmp_path / "q.jsonl", [{"prompt": f"{n}?", "answer": n} for n in range(12)]), ONE, num_heldout=wanted)
+    task = DataTask(TaskData(write(tmp_path / "p.jsonl", rows), num_heldout=wanted), ONE)
+    rows = [{"prompt": f"{n}?", "answer": n} for n in range(12)]
+    plain = DataTask(TaskData(write(tmp_path / "q.jsonl", rows), num_heldout=wanted), ONE)
     assert prompts(task.heldout()) == prompts(plain.heldout())
     assert len(task.heldout()) == wanted
     assert not set(prompts(task.training)) & set(prompts(task.heldout()))
@@ -77,7 +79,7 @@ def test_the_held_out_split_does_not_depend_on_row_order_and_is_never_trained_on
 
 def test_a_separate_held_out_file_removes_its_prompts_from_training(tmp_path):
     held = write(tmp_path / "t.jsonl", [{"prompt": "0+1=", "answer": "1"}, {"prompt": "new", "answer": "x"}])
-    task = DataTask(write_numbered(tmp_path / "p.jsonl", 3), ONE, heldout_data=held)
+    task = DataTask(TaskData(write_numbered(tmp_path / "p.jsonl", 3), heldout_data=held), ONE)
     assert (prompts(task.heldout()), prompts(task.training)) == (["0+1=", "new"], ["1+1=", "2+1="])
     assert not {problem["id"] for problem in task.heldout()} & {problem["id"] for problem in task.training}
 
@@ -86,7 +88,9 @@ def test_the_prompt_column_can_have_any_of_its_usual_names(tmp_path):
     for name in ("question", "problem", "instruction"):
         task = DataTask(write(tmp_path / "p.jsonl", [{name: "a", "x": 1}, {name: "b", "x": 2}]), ONE)
         assert {*prompts(task.heldout()), *prompts(task.training)} == {"a", "b"}
-    task = DataTask(write(tmp_path / "p.jsonl", [{"q": "a", "prompt": "c"}, {"q": "b", "prompt": "d"}]), ONE, prompt_column="q")
+    task = DataTask(
+        TaskData(write(tmp_path / "p.jsonl", [{"q": "a", "prompt": "c"}, {"q": "b", "prompt": "d"}]), prompt_column="q"), ONE
+    )
     assert {*prompts(task.heldout()), *prompts(task.training)} == {"a", "b"}
 
 
@@ -229,9 +233,9 @@ def test_incompatible_settings_are_refused_when_the_task_is_built(tmp_path):
     with pytest.raises(ConfigError, match="half asks for answer, which the data does not have"):
         DataTask(write(tmp_path / "a.jsonl", [{"prompt": "a"}, {"prompt": "b"}]), HALF)
     with pytest.raises(ConfigError, match=r"num_heldout \(40\) must be at least 1 and less than the 40 different prompts"):
-        DataTask(source, ONE, num_heldout=40)
+        DataTask(TaskData(source, num_heldout=40), ONE)
     with pytest.raises(ConfigError, match=r"every prompt of .* is held out"):
-        DataTask(source, ONE, heldout_data=source)
+        DataTask(TaskData(source, heldout_data=source), ONE)
     with pytest.raises(DataError, match=r"p\.jsonl, line 1: the solution '1' has no number after ####"):
         DataTask(source, "gsm8k")
     with pytest.raises(ConfigError, match=r"task\.args\.num_held: DataTask has no such argument; did you mean num_heldout\?"):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, fields
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
@@ -22,6 +22,7 @@ from ludic.tasks.code_data import CODE_REWARDS, CodeData
 from ludic.tasks.data_task import DataTask
 from ludic.tasks.importing import import_named
 from ludic.tasks.judged import judged_by
+from ludic.tasks.task_data import TaskData
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.config import TrainerConfig
 from ludic.training.presets.registry import REGISTRY
@@ -72,11 +73,11 @@ def build_task(
     if section.kind == "data" and isinstance(reward, str) and reward in CODE_REWARDS:
         if reward_weights is not None or eval_reward is not None:
             raise ConfigError(f"reward={reward} runs programs, and is the only reward; leave reward_weights and eval_reward out")
-        return _call(CodeData, {**section.args, "data": data, "partial_credit": CODE_REWARDS[reward]}, "task.args")
+        return _call_with_data(CodeData, section.args, data, {"partial_credit": CODE_REWARDS[reward]})
     if section.kind == "data":
-        explicit = {"data": data, "reward": reward, "reward_weights": reward_weights, "judged": judged}
+        explicit = {"reward": reward, "reward_weights": reward_weights, "judged": judged}
         explicit |= {"eval_reward": eval_reward, "eval_reward_weights": eval_reward_weights}
-        return _call(DataTask, {**section.args, **explicit}, "task.args")
+        return _call_with_data(DataTask, section.args, data, explicit)
     if data is not None or reward is not None or eval_reward is not None:
         raise ConfigError(f"data and reward make a task of their own (task.kind=data); task.kind is {section.kind}")
     return build_named(TASKS, section)
@@ -187,9 +188,19 @@ def _look_up(registry: dict[str, T], name: str, setting: str) -> T:
     raise ConfigError(f"{setting} ({name}) is not known; {remedy}")
 
 
-def _call(make: Callable[..., Any], arguments: dict[str, Any], setting: str) -> Any:
-    """`make(**arguments)`. An argument that it does not take is a ConfigError with a suggestion."""
-    accepted = list(inspect.signature(make).parameters)
+def _call_with_data(make: Callable[..., Any], args: dict[str, Any], data: Any, explicit: dict[str, Any]) -> Any:
+    """`make` with the arguments of `task.args`, those that say which rows there are as a
+    `TaskData`."""
+    names = [field.name for field in fields(TaskData) if field.name != "source"]
+    rows = TaskData(data, **{name: value for name, value in args.items() if name in names})
+    rest = {name: value for name, value in args.items() if name not in names}
+    return _call(make, {**rest, **explicit, "data": rows}, "task.args", also=names)
+
+
+def _call(make: Callable[..., Any], arguments: dict[str, Any], setting: str, *, also: Sequence[str] = ()) -> Any:
+    """`make(**arguments)`. An argument that it does not take is a ConfigError with a suggestion,
+    which may be one of `also`."""
+    accepted = [*inspect.signature(make).parameters, *also]
     for name in arguments:
         if name not in accepted:
             near = get_close_matches(name, accepted, n=1)

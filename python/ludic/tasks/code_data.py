@@ -17,7 +17,7 @@ from ludic.envs.code_exec.shared_pool import SharedSandboxPool, share_sandboxes
 from ludic.errors import ConfigError, DataError
 from ludic.parsers import extract_last_code_block
 from ludic.tasks.base import Problem
-from ludic.tasks.data_task import hold_out
+from ludic.tasks.task_data import TaskData, hash_text
 from ludic.types import StepOutcome
 
 logger = logging.getLogger(__name__)
@@ -47,23 +47,16 @@ class CodeData:
     """The problems of a data set whose columns `read_problem` knows. The reward is 1 if all tests
     pass, else 0; with `partial_credit` the share that passes. An answer without a program earns 0.
 
-    Held out are `num_heldout` problems as in `DataTask`, or those of `heldout_data`. Problems whose
-    tests cannot be judged are left out, and logged with the reason.
+    Problems whose tests cannot be judged are left out, and logged with the reason.
     """
 
     success_reward = 1.0
 
     def __init__(
         self,
-        data: str | None = None,
+        data: TaskData | str | None = None,
         *,
         partial_credit: bool = False,
-        prompt_column: str | None = None,
-        config: str | None = None,
-        split: str = "train",
-        num_heldout: int | None = None,
-        heldout_data: str | None = None,
-        heldout_split: str = "test",
         max_new_tokens: int = 1024,
         timeout_per_test_s: float = 5.0,
         memory_limit_mb: int = 256,
@@ -72,11 +65,14 @@ class CodeData:
         backend: str = "auto",
         pool: SandboxPool | None = None,
     ) -> None:
-        """`data`: a source of `load_data`. Limits are those of tests for which the data set has
-        none. `workers` sandboxes of `backend` (docs/code.md); None: one for each processor. `pool`:
-        sandboxes of your own, in Python."""
-        if not isinstance(data, str):
-            raise ConfigError(f"data ({data!r}) must be a file, a folder, or a hub id")
+        """Limits are those of tests for which the data set has none. `workers` sandboxes of
+        `backend` (docs/code.md); None: one for each processor. `pool`: sandboxes of your own, in
+        Python."""
+        rows = TaskData.of(data)
+        if not isinstance(rows.source, str):
+            raise ConfigError(
+                f"data ({rows.source!r}) must be one file, folder or hub id: programs are judged by the tests of its rows"
+            )
         self.max_new_tokens = max_new_tokens
         self._settings = CodeExecConfig(
             timeout_per_test_s=timeout_per_test_s,
@@ -87,20 +83,16 @@ class CodeData:
         )
         self._problems: dict[str, CodingProblem] = {}
         """By the ids of this task."""
-        problems = self._read(data, config, split, prompt_column, "")
-        if heldout_data is None:
-            heldout = hold_out(problems, num_heldout, data)
-        else:
-            heldout = self._read(heldout_data, config, heldout_split, prompt_column, "heldout-")[:num_heldout]
-        seen = {problem["question"] for problem in heldout}
-        self.training: Sequence[Problem] = [problem for problem in problems if problem["question"] not in seen]
+
+        def read(source: str, split: str, prefix: str) -> list[Problem]:
+            return self._read(rows, source, split, prefix)
+
+        problems, training, self._heldout = rows.divide(read, key=lambda problem: hash_text(problem["question"]))
+        self.training: Sequence[Problem] = training
         """The problems to train on, in passes."""
-        if not self.training:
-            raise ConfigError(f"every problem of {data} is held out and none is left to train on; lower task.args.num_heldout")
         content = [self._problems[problem["id"]] for problem in problems]
         self.digest = hashlib.sha256(repr(content).encode("utf-8", "surrogatepass")).hexdigest()[:16]
         """Identifies the content of the data set."""
-        self._heldout = heldout
         self._pool = share_sandboxes(workers, backend) if pool is None else SharedSandboxPool.of(pool)
 
     @property
@@ -164,12 +156,12 @@ class CodeData:
             config=self._settings,
         )
 
-    def _read(self, source: str, config: str | None, split: str, prompt_column: str | None, prefix: str) -> list[Problem]:
-        table = read_table(source, config=config, split=split)
+    def _read(self, rows: TaskData, source: str, split: str, prefix: str) -> list[Problem]:
+        table = read_table(source, config=rows.config, split=split)
         problems, refusals = [], []
         for index, row in enumerate(table.rows):
             try:
-                known = read_problem(row, prompt_column=prompt_column)
+                known = read_problem(row, prompt_column=rows.prompt_column)
             except DataError as error:
                 refusals.append(f"{table.where(index)}: {error}")
                 continue

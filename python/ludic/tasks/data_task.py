@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from random import Random
-from typing import Any, TypeVar
+from typing import Any
 
 from ludic.data import DataMixture, DataSet, Row, load_data, load_mixture
 from ludic.envs.prompt_env import PromptEnv, prompt_shown
 from ludic.errors import ConfigError, DataError
 from ludic.tasks.base import Problem
 from ludic.tasks.rewards import DataRewards, NoRewards, build_rewards, is_one_verifier
+from ludic.tasks.task_data import TaskData, hash_text
 
 PROMPT_COLUMNS = ("prompt", "question", "problem", "instruction")
 """Columns that may hold the prompt, in this order, without `prompt_column`."""
 ANSWER_COLUMNS = ("answer", "solution", "target", "completion")
 """Columns that may hold the right answer. Only the report uses it."""
-
-
-P = TypeVar("P", bound=Problem)
 
 
 class DataProblem(Problem):
@@ -30,36 +27,24 @@ class DataProblem(Problem):
 
 
 class DataTask:
-    """The prompts of a data set, rewarded by reward functions.
-
-    The `num_heldout` prompts with the lowest hashes are held out: the same for any order of the
-    file and any seed of the run. All rows of a held-out prompt are held out. `heldout_data` names a
-    separate file instead.
-    """
+    """The prompts of a data set, rewarded by reward functions."""
 
     def __init__(
         self,
-        data: str | Mapping[str, Any] | DataMixture | None = None,
+        data: TaskData | str | Mapping[str, Any] | DataMixture | None = None,
         reward: Any = None,
         reward_weights: Any = None,
         *,
-        prompt_column: str | None = None,
-        config: str | None = None,
-        split: str = "train",
-        num_heldout: int | None = None,
-        heldout_data: str | None = None,
-        heldout_split: str = "test",
         max_new_tokens: int = 256,
         reward_timeout_s: float = 600.0,
         judged: bool = False,
         eval_reward: Any = None,
         eval_reward_weights: Any = None,
     ) -> None:
-        """`data`: a source of `load_data`, or a mixture. `num_heldout` None: a tenth of the
-        prompts, at most 200. `config` and `split` are for ids of the `datasets` library. `judged`:
-        a reward model scores the answers, so that `reward` is optional. `eval_reward` rewards the
-        held-out answers; None: `reward` with its weights."""
-        if data is None or (reward is None and not judged):
+        """`judged`: a reward model scores the answers, so that `reward` is optional. `eval_reward`
+        rewards the held-out answers; None: `reward` with its weights."""
+        source = data.source if isinstance(data, TaskData) else data
+        if source is None or (reward is None and not judged):
             raise ConfigError("a problem of your own needs data=FILE and reward=MODULE:FUNCTION, or reward_model=DIRECTORY")
         self.training_scorer = (
             NoRewards() if reward is None else build_rewards(reward, reward_weights, timeout_s=reward_timeout_s)
@@ -70,28 +55,17 @@ class DataTask:
         measured_by = reward if eval_reward is None else eval_reward
         self._is_verified = is_one_verifier(measured_by) and self.scorer.weights == [1.0]
         self.max_new_tokens = max_new_tokens
-        data = DataMixture.from_mapping(data) if isinstance(data, Mapping) else data
-        if not isinstance(data, str | DataMixture):
-            raise ConfigError(
-                f"data ({data!r}) must be a file, a folder, a hub id, or {{datasets: [{{id: a.jsonl}}, {{id: b.jsonl}}]}}"
-            )
-        share = data.test_split_size if isinstance(data, DataMixture) else None
-        loaded = _load(data, prompt_column, config, split)
-        problems = self._problems(loaded, "")
-        if heldout_data is None:
-            heldout = _lowest_hashes(problems, num_heldout, loaded.table.name, share=share)
-        else:
-            heldout = self._problems(_load(heldout_data, prompt_column, config, heldout_split), "heldout-")[:num_heldout]
-        seen = {_key(problem) for problem in heldout}
-        self.training: Sequence[DataProblem] = [problem for problem in problems if _key(problem) not in seen]
+        rows = TaskData.of(data)
+        loaded = _load(rows, rows.source, rows.split)
+
+        def read(source: str | DataMixture, split: str, prefix: str) -> list[DataProblem]:
+            return self._problems(_load(rows, source, split) if prefix else loaded, prefix)
+
+        _, training, self._held = rows.divide(read, key=_key, name=loaded.table.name)
+        self.training: Sequence[DataProblem] = training
         """The problems to train on, in passes: each once before any is repeated."""
-        if not self.training:
-            raise ConfigError(
-                f"every prompt of {loaded.table.name} is held out and none is left to train on; lower task.args.num_heldout"
-            )
         self.digest = loaded.digest()
         """Identifies the content of the data set."""
-        self._held = heldout
 
     @property
     def reward_sees(self) -> str:
@@ -185,42 +159,12 @@ def _list_measures(scorer: DataRewards) -> dict[str, str]:
     return {f"rewards/{name}": f"{name}, its mean" for name in scorer.names} if len(scorer.names) > 1 else {}
 
 
-def _load(source: str | DataMixture, prompt_column: str | None, config: str | None, split: str) -> DataSet:
-    columns = {"prompt": prompt_column or PROMPT_COLUMNS}
+def _load(rows: TaskData, source: str | DataMixture, split: str) -> DataSet:
+    columns = {"prompt": rows.prompt_column or PROMPT_COLUMNS}
     if isinstance(source, DataMixture):
         return load_mixture(source, columns=columns)
-    return load_data(source, kind="prompt", columns=columns, config=config, split=split)
-
-
-def _lowest_hashes(
-    problems: Sequence[DataProblem], requested: int | None, source: str, *, share: float | None
-) -> list[DataProblem]:
-    """One problem for each held-out prompt: `requested`, else a `share` of them, else a tenth, at
-    most 200."""
-    number = requested
-    if number is None and share is not None:
-        number = max(1, round(share * len({_key(problem) for problem in problems})))
-    return hold_out(problems, number, source, key=_key)
-
-
-def hold_out(problems: Sequence[P], number: int | None, source: str, *, key: Callable[[P], str] | None = None) -> list[P]:
-    """The first of the problems with each of the `number` lowest keys, by default hashes of the
-    questions; None: a tenth of them, at most 200. The same for any order of the problems."""
-    find_key = key or _question_key
-    distinct = {find_key(problem): problem for problem in reversed(problems)}
-    if number is None:
-        number = min(200, max(1, len(distinct) // 10))
-    if not 1 <= number < len(distinct):
-        raise ConfigError(
-            f"num_heldout ({number}) must be at least 1 and less than the {len(distinct)} different prompts of {source}; or name "
-            "a separate file with task.args.heldout_data"
-        )
-    return [distinct[key] for key in sorted(distinct)[:number]]
-
-
-def _question_key(problem: Problem) -> str:
-    return hashlib.sha256(problem["question"].encode("utf-8", "surrogatepass")).hexdigest()
+    return load_data(source, kind="prompt", columns=columns, config=rows.config, split=split)
 
 
 def _key(problem: DataProblem) -> str:
-    return hashlib.sha256(json.dumps(problem["row"]["prompt"], sort_keys=True).encode()).hexdigest()
+    return hash_text(json.dumps(problem["row"]["prompt"], sort_keys=True))

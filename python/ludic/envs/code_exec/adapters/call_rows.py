@@ -84,7 +84,7 @@ def _read_mbpp(row: Mapping[str, Any], problem: CodingProblem) -> CodingProblem:
 
 
 def _as_far_as_it_goes(source: str) -> str:
-    """Python that runs the source, and goes on where it fails: it may need the program's classes."""
+    """Python that runs the source up to where it fails: it may need the program's classes."""
     return f"try:\n    exec({source!r}, globals())\nexcept Exception:\n    pass" if source.strip() else ""
 
 
