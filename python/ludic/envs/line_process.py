@@ -97,13 +97,12 @@ class LineProcess:
         if process is None:
             return None
         process.kill()
-        for pipe in (process.stdin, process.stdout):
-            with contextlib.suppress(OSError):  # unsent data has no reader
-                if pipe is not None:
-                    pipe.close()
-        code = process.wait()
-        self._keep_last_words()
-        return code
+        try:
+            _close(process.stdin)
+            return process.wait()
+        finally:
+            _close(process.stdout)  # what it still writes has had a reader
+            self._keep_last_words()
 
     def _spawn(self) -> Running:
         """Start the process, with pipes for its stdin and stdout."""
@@ -168,3 +167,9 @@ class LineProcess:
     def _wait(self, selector: selectors.BaseSelector, deadline: float, timeout_s: float) -> None:
         if not selector.select(max(0.0, deadline - time.monotonic())):
             raise TimeoutError(f"{self._name} did not answer within {timeout_s} s")
+
+
+def _close(end: End | None) -> None:
+    with contextlib.suppress(OSError):  # unsent data has no reader
+        if end is not None:
+            end.close()

@@ -198,7 +198,7 @@ def test_without_the_package_the_names_of_docker_are_none():
 def test_a_client_that_makes_a_container_ends_by_itself(tmp_path, monkeypatch):
     """If it were killed, no command would find what it has made."""
     client = tmp_path / "podman"
-    client.write_text(f'#!/bin/sh\n[ "$1" = run ] || exit 0\ncat\necho whole > {tmp_path}/ended\n')
+    client.write_text(f'#!/bin/sh\n[ "$1" = run ] || exit 0\ntouch {tmp_path}/begun\ncat\necho whole > {tmp_path}/ended\n')
     client.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     process = PodmanProcess("name", "image", PodmanConfig(command="podman"), Users())
@@ -212,7 +212,7 @@ def test_a_client_that_makes_a_container_ends_by_itself(tmp_path, monkeypatch):
 
     starting = threading.Thread(target=start)
     starting.start()
-    while process._client is None and starting.is_alive():
+    while not (tmp_path / "begun").exists() and starting.is_alive():
         time.sleep(0.01)
     process.end()
     starting.join(60)

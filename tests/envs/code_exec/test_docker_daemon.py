@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from ludic.envs.code_exec import docker_sandbox
-from ludic.envs.code_exec.docker_sandbox import DockerSandboxPool, pull_image, remove_container
+from ludic.envs.code_exec.docker_sandbox import DockerEngine, DockerSandboxPool, pull_image
 from ludic.envs.code_exec.process_sandbox import ProcessSandbox
 from ludic.errors import GradingError
 
@@ -16,35 +16,39 @@ requests = pytest.importorskip("requests")
 WAIT_S = 60
 
 
-class Container:
-    """Its removals fail with these errors, then one succeeds."""
-
-    name = "fake"
+class Client:
+    """Of a daemon whose removals fail with these errors, then one succeeds."""
 
     def __init__(self, *failures):
         self.failures, self.removed = list(failures), threading.Event()
+        self.api = self
 
-    def remove(self, force):
+    def remove_container(self, name, *, force):
         if self.failures:
             raise self.failures.pop(0)
+        assert (name, force) == ("fake", True)
         self.removed.set()
+
+
+def remove(client):
+    DockerEngine(lambda: client).remove("fake")
 
 
 FAILURES = [requests.ReadTimeout("hung"), requests.ConnectionError("away"), docker.errors.APIError("in progress")]
 
 
 def test_a_removal_is_tried_again_until_the_daemon_answers():
-    container = Container(*FAILURES)
-    remove_container(container)
-    assert container.removed.is_set()
-    remove_container(Container(docker.errors.NotFound("gone")))
+    client = Client(*FAILURES)
+    remove(client)
+    assert client.removed.is_set()
+    remove(Client(docker.errors.NotFound("gone")))
 
 
 @pytest.mark.parametrize("failure", FAILURES)
 def test_a_removal_that_never_succeeds_is_an_error(failure, monkeypatch):
     monkeypatch.setattr(docker_sandbox, "END_S", -1.0)
     with pytest.raises(GradingError, match="the container fake could not be removed"):
-        remove_container(Container(failure))
+        remove(Client(failure))
 
 
 def test_a_pull_has_a_deadline():
@@ -66,12 +70,12 @@ def test_a_pull_that_fails_says_so(failure):
 
 
 def test_a_container_that_is_created_after_its_loop_has_ended_is_removed(monkeypatch):
-    begun, release, container = threading.Event(), threading.Event(), Container()
+    begun, release, client = threading.Event(), threading.Event(), Client()
 
     def create(*_):
         begun.set()
         assert release.wait(WAIT_S)
-        return container
+        return SimpleNamespace(name="fake")
 
     async def main(pool):
         task = asyncio.create_task(pool._start_sandbox())
@@ -82,10 +86,10 @@ def test_a_container_that_is_created_after_its_loop_has_ended_is_removed(monkeyp
 
     monkeypatch.setattr(docker_sandbox, "create_container", create)
     pool = DockerSandboxPool(1)
-    pool._client = object()
+    pool._client = client
     asyncio.run(main(pool))
     release.set()
-    assert container.removed.wait(WAIT_S)
+    assert client.removed.wait(WAIT_S)
 
 
 def test_the_thread_of_a_sandbox_ends_though_its_process_does_not():

@@ -9,7 +9,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,21 +26,20 @@ from ludic.envs.code_exec.containers import (
     START_S,
     ContainerPlan,
     Users,
-    has_ended,
     megabytes_of,
     this_process,
 )
 from ludic.envs.code_exec.docker_daemon import connect, daemon_errors, load_docker
 from ludic.envs.code_exec.pool import BaseSandboxPool
 from ludic.envs.code_exec.process_sandbox import LONGEST_REPLY, ProcessSandbox
+from ludic.envs.code_exec.removal import Remover
 from ludic.envs.line_process import LineProcess
-from ludic.errors import ConfigError, GradingError
+from ludic.errors import ConfigError, GradingError, LudicError
 
 __all__ = ["DockerSandbox", "DockerSandboxConfig", "DockerSandboxPool", "LRUCache"]
 
 logger = logging.getLogger(__name__)
 
-"""The label of a container, whose value is the process that made it."""
 FRAME = struct.Struct(">BxxxI")
 """What precedes each part of a container's output: 1 for stdout, 2 for stderr, and its size."""
 STDOUT = 1
@@ -71,11 +70,39 @@ class DockerSandboxConfig:
         return self.base_image or f"python:{self.python_version}-slim"
 
 
+class DockerEngine:
+    """The containers of a daemon."""
+
+    def __init__(self, connected: Callable[[], Any]) -> None:
+        """`connected` returns a client of the daemon."""
+        self._connected = connected
+
+    def list_owners(self) -> dict[str, str]:
+        try:
+            listed = self._connected().api.containers(all=True, filters={"label": OWNER})
+        except daemon_errors() as error:
+            raise GradingError(f"the containers could not be listed: {error}") from error
+        return {one["Names"][0].removeprefix("/"): one["Labels"][OWNER] for one in listed if one["Names"]}
+
+    def remove(self, container: str) -> None:
+        not_found, failures = load_docker().errors.NotFound, daemon_errors()
+        deadline = time.monotonic() + END_S
+        while True:
+            try:
+                return self._connected().api.remove_container(container, force=True)
+            except not_found:
+                return None
+            except failures as error:  # it is being removed, or the daemon starts again
+                if time.monotonic() > deadline:
+                    raise GradingError(f"the container {container} could not be removed: {error}") from error
+            time.sleep(0.02)
+
+
 class AttachedContainer:
     """A container that runs, by the socket of its stdin and stdout. It ends when that closes."""
 
-    def __init__(self, container: Any, executor: ThreadPoolExecutor) -> None:
-        self._container, self._executor = container, executor
+    def __init__(self, container: Any, executor: ThreadPoolExecutor, remover: Remover) -> None:
+        self._container, self._executor, self._remover = container, executor, remover
         self.stdin = self.stdout = container.attach_socket(params=STREAMS)
         self._socket = self.stdin._sock
         try:
@@ -92,16 +119,16 @@ class AttachedContainer:
     def wait(self) -> int:
         """Remove the container, and return when it is gone."""
         self._socket.close()
-        self._executor.submit(remove_container, self._container).result()
+        self._executor.submit(self._remover.remove, self._container.name).result()
         return 0
 
 
 class DockerProcess(LineProcess):
     """The main process of a container that was created and has not started. It starts once."""
 
-    def __init__(self, container: Any, executor: ThreadPoolExecutor) -> None:
+    def __init__(self, container: Any, executor: ThreadPoolExecutor, remover: Remover) -> None:
         super().__init__([], start_timeout_s=START_S, name=f"the container {container.name}", longest_reply=LONGEST_REPLY)
-        self._container, self._executor = container, executor
+        self._container, self._executor, self._remover = container, executor, remover
         self._unread = bytearray()
 
     def _spawn(self) -> AttachedContainer:
@@ -109,9 +136,9 @@ class DockerProcess(LineProcess):
         if container is None:
             raise EOFError("the container has ended")
         try:
-            return AttachedContainer(container, self._executor)
+            return AttachedContainer(container, self._executor, self._remover)
         except BaseException as error:
-            remove_container(container)
+            self._remover.remove(container.name)
             raise GradingError(f"{self._name} did not start: {type(error).__name__}: {error}") from error
 
     def _payload(self, part: bytes) -> bytes:
@@ -135,18 +162,21 @@ class DockerProcess(LineProcess):
         """Also of a container that has not started."""
         container, self._container = self._container, None
         if container is not None:
-            remove_container(container)
+            self._remover.remove(container.name)
         return super().end()
 
 
 class DockerSandbox(ProcessSandbox):
     """Runs programs in a container that a pool has created. Once it has ended, every call fails."""
 
-    def __init__(self, container: Any, config: DockerSandboxConfig, executor: ThreadPoolExecutor) -> None:
-        """`container` is of the `docker` package. `executor` makes the calls that start and
-        remove it."""
+    def __init__(
+        self, container: Any, config: DockerSandboxConfig, executor: ThreadPoolExecutor, remover: Remover | None = None
+    ) -> None:
+        """`container` is of the `docker` package. `executor` makes the calls that start it, and of
+        `remover` those that remove it."""
         memory_mb = megabytes_of(config.memory_limit)
-        super().__init__(DockerProcess(container, executor), memory_limit_mb=memory_mb, most_memory_mb=memory_mb)
+        remover = remover or Remover(DockerEngine(lambda: container.client))
+        super().__init__(DockerProcess(container, executor, remover), memory_limit_mb=memory_mb, most_memory_mb=memory_mb)
         self._config = config
 
     @property
@@ -176,7 +206,7 @@ class DockerSandboxPool(BaseSandboxPool):
         self._executor = ThreadPoolExecutor(executor_threads, thread_name_prefix="ludic-docker")
         self._client: Any = None
         self._client_lock = threading.Lock()
-        self._users = Users()
+        self._users, self._remover = Users(), Remover(DockerEngine(self._connected))
 
     @property
     def python_version(self) -> str:
@@ -186,11 +216,15 @@ class DockerSandboxPool(BaseSandboxPool):
     async def start(self) -> None:
         """Start all containers, or none. The image is pulled first if it is not there, and what a
         process that was killed has left is removed."""
-        await asyncio.to_thread(self._prepare)
+        client = await asyncio.to_thread(self._connected)
+        await asyncio.to_thread(self._remover.remove_leftovers)
+        await asyncio.to_thread(fetch_image, client, self._config.image)
         await super().start()
 
     async def shutdown(self) -> None:
         await super().shutdown()
+        if self._remover.failed:
+            await asyncio.to_thread(self._remover.remove_leftovers)
         with self._client_lock:
             client, self._client = self._client, None
         if client is not None:
@@ -202,9 +236,9 @@ class DockerSandboxPool(BaseSandboxPool):
             container = await asyncio.wrap_future(create)
         except asyncio.CancelledError:
             if not create.cancel():
-                self._executor.submit(_remove_result, create)  # this event loop may be closed by then
+                self._executor.submit(self._remove_result, create)  # this event loop may be closed by then
             raise
-        sandbox = DockerSandbox(container, self._config, self._executor)
+        sandbox = DockerSandbox(container, self._config, self._executor, self._remover)
         await sandbox.start()
         self._version = sandbox.python_version
         return sandbox
@@ -215,16 +249,20 @@ class DockerSandboxPool(BaseSandboxPool):
                 self._client = connect(timeout_s=int(START_S))
             return self._client
 
-    def _prepare(self) -> None:
-        client = self._connected()
-        for container in client.containers.list(all=True, filters={"label": OWNER}, ignore_removed=True):
-            if has_ended(container.labels[OWNER]):
-                remove_container(container)
-        docker = load_docker()
-        try:
-            client.images.get(self._config.image)
-        except docker.errors.ImageNotFound:
-            pull_image(client, self._config.image)
+    def _remove_result(self, created: Future[Any]) -> None:
+        if created.exception() is None:
+            try:
+                self._remover.remove(created.result().name)
+            except LudicError as error:
+                logger.warning("%s", error)
+
+
+def fetch_image(client: Any, image: str) -> None:
+    """Pull the image unless it is there. GradingError if that fails."""
+    try:
+        client.images.get(image)
+    except load_docker().errors.ImageNotFound:
+        pull_image(client, image)
 
 
 def pull_image(client: Any, image: str, *, timeout_s: float = PULL_S) -> None:
@@ -278,27 +316,3 @@ def create_container(client: Any, config: DockerSandboxConfig, users: Users) -> 
         **({} if config.cpu_quota is None else {"cpu_period": CPU_PERIOD_US, "cpu_quota": config.cpu_quota}),
     }
     return client.containers.create(config.image, **{**options, **config.create_options})
-
-
-def remove_container(container: Any) -> None:
-    """Kill and remove a container, and return when it is gone. GradingError if it is not in
-    time."""
-    not_found, failures = load_docker().errors.NotFound, daemon_errors()
-    deadline = time.monotonic() + END_S
-    while True:
-        try:
-            return container.remove(force=True)
-        except not_found:
-            return None
-        except failures as error:  # it is being removed, or the daemon starts again
-            if time.monotonic() > deadline:
-                raise GradingError(f"the container {container.name} could not be removed: {error}") from error
-        time.sleep(0.02)
-
-
-def _remove_result(created: Future[Any]) -> None:
-    if created.exception() is None:
-        try:
-            remove_container(created.result())
-        except GradingError as error:
-            logger.warning("%s", error)

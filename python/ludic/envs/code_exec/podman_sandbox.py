@@ -15,6 +15,7 @@ import subprocess
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import IO
 
 from ludic.envs.code_exec.cache import LRUCache
 from ludic.envs.code_exec.containers import (
@@ -28,12 +29,12 @@ from ludic.envs.code_exec.containers import (
     START_S,
     ContainerPlan,
     Users,
-    has_ended,
     megabytes_of,
     this_process,
 )
 from ludic.envs.code_exec.pool import BaseSandboxPool
 from ludic.envs.code_exec.process_sandbox import LONGEST_REPLY, ProcessSandbox
+from ludic.envs.code_exec.removal import Remover
 from ludic.envs.code_exec.types import NoSandboxError
 from ludic.envs.line_process import LineProcess, Running
 from ludic.errors import ConfigError, GradingError
@@ -96,59 +97,78 @@ def run_podman(arguments: Sequence[str], *, timeout_s: float) -> PodmanResult:
     return PodmanResult(ended.returncode, ended.stdout, ended.stderr)
 
 
+class PodmanEngine:
+    """The containers of Podman."""
+
+    def __init__(self, podman: str) -> None:
+        self._podman = podman
+
+    def list_owners(self) -> dict[str, str]:
+        listed = run_podman([self._podman, "ps", "--all", "--filter", f"label={OWNER}", "--format", "json"], timeout_s=END_S)
+        if listed.returncode != 0:
+            raise PodmanError(f"the containers could not be listed: {listed.stderr.strip()[-500:]}")
+        return {one["Names"][0]: one["Labels"][OWNER] for one in json.loads(listed.stdout or "[]")}
+
+    def remove(self, container: str) -> None:
+        result = run_podman([self._podman, "rm", "--force", "--time", "0", "--ignore", container], timeout_s=END_S)
+        if result.returncode != 0:
+            raise PodmanError(f"the container {container} could not be removed: {result.stderr.strip()}")
+
+
+class PodmanClient:
+    """The `podman run` that a container is attached to. Its container is removed with it."""
+
+    def __init__(self, command: Sequence[str], stderr: IO[bytes], container: str, remover: Remover) -> None:
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, start_new_session=True
+        )
+        self.stdin, self.stdout = self._process.stdin, self._process.stdout
+        self._container, self._remover = container, remover
+        self.has_answered = False
+        """Whether the container runs."""
+
+    def kill(self) -> None:
+        """Until the container has answered, the client only loses its input, with which both end: a
+        client that is killed while it makes a container leaves what no command finds."""
+        if self.has_answered:
+            self._process.kill()
+        elif self.stdin is not None:
+            with contextlib.suppress(OSError):
+                self.stdin.close()
+
+    def wait(self) -> int:
+        """Remove the container, and return the client's exit status when both are gone."""
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+        code = self._process.wait()
+        self._remover.remove(self._container)
+        return code
+
+
 class PodmanProcess(LineProcess):
     """The main process of a container, by the `podman run` that it is attached to."""
 
-    def __init__(self, name: str, image: str, config: PodmanConfig, users: Users) -> None:
+    def __init__(self, name: str, image: str, config: PodmanConfig, users: Users, remover: Remover | None = None) -> None:
         self._podman, self._prefix, self._image, self._config = find_podman(config.command), name, image, config
-        self._users, self._container_name = users, ""
-        """Of the container that runs, or ran last."""
-        self._client: subprocess.Popen[bytes] | None = None
-        """That makes and starts a container; None once the container has answered."""
+        self._users, self._remover = users, remover or Remover(PodmanEngine(self._podman))
         if config.gpu and not self._podman.endswith("-hpc"):
             raise ConfigError("gpu=True needs podman-hpc; for podman, give extra_args what your driver asks for")
         super().__init__([], start_timeout_s=START_S, name=f"the container {name}", longest_reply=LONGEST_REPLY)
 
-    def _spawn(self) -> subprocess.Popen[bytes]:
+    def _spawn(self) -> PodmanClient:
         config = self._config
         plan = ContainerPlan.of(self._prefix, config.memory_limit, config.working_dir, config.network_disabled, self._users)
-        self._container_name = plan.name
         self._name = f"the container {plan.name}"
-        self._client = subprocess.Popen(
-            [self._podman, *run_arguments(plan, self._image, config)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._new_stderr(),
-            start_new_session=True,
-        )
-        return self._client
+        command = [self._podman, *run_arguments(plan, self._image, config)]
+        return PodmanClient(command, self._new_stderr(), plan.name, self._remover)
 
     def _start(self) -> Running:
-        process = super()._start()
-        self._client = None
-        return process
-
-    def kill(self) -> None:
-        """Ends the container. One that has not answered only loses its input, and then ends: a
-        client that is killed while it makes a container leaves what no command finds."""
-        if (client := self._client) is None:
-            super().kill()
-        elif client.stdin is not None:
-            with contextlib.suppress(OSError):
-                client.stdin.close()
-
-    def end(self) -> int | None:
-        """Kill and remove the container, too."""
-        if (client := self._client) is not None:
-            self.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                client.wait(END_S)
-            self._client = None
-        started = self._process is not None
-        code = super().end()
-        if started:
-            _remove(self._podman, self._container_name)
-        return code
+        client = super()._start()
+        assert isinstance(client, PodmanClient)
+        client.has_answered = True
+        return client
 
 
 def run_arguments(plan: ContainerPlan, image: str, config: PodmanConfig) -> list[str]:
@@ -200,10 +220,11 @@ class PodmanHPCSandbox(ProcessSandbox):
         exec_semaphore: asyncio.Semaphore | None = None,
         workspace_host_dir: str | None = None,
         users: Users | None = None,
+        remover: Remover | None = None,
     ) -> None:
         if workspace_host_dir is not None:
             raise ConfigError(f"workspace_host_dir ({workspace_host_dir!r}) must be None: what programs write is in memory")
-        process = PodmanProcess(container_name, image, config, users or Users())
+        process = PodmanProcess(container_name, image, config, users or Users(), remover)
         memory_mb = megabytes_of(config.memory_limit)
         super().__init__(process, memory_limit_mb=memory_mb, most_memory_mb=memory_mb)
         self._expected_version, self._semaphore = python_version, exec_semaphore
@@ -241,6 +262,7 @@ class PodmanHPCSandboxPool(BaseSandboxPool):
             raise ConfigError(f"workspace_base_dir ({workspace_base_dir!r}) must be 'auto': what programs write is in memory")
         self._image, self._config, self._users = image, config or PodmanConfig(), Users()
         self._version = self._parse_python_version(image)
+        self._remover: Remover | None = None
 
     @property
     def python_version(self) -> str:
@@ -250,13 +272,20 @@ class PodmanHPCSandboxPool(BaseSandboxPool):
     async def start(self) -> None:
         """Start all containers, or none. The image is fetched first if it is not there."""
         podman = find_podman(self._config.command)
-        await asyncio.to_thread(remove_leftovers, podman)
+        if self._remover is None:
+            self._remover = Remover(PodmanEngine(podman))
+        await asyncio.to_thread(self._remover.remove_leftovers)
         await asyncio.to_thread(fetch_image, podman, self._image)
         await super().start()
 
+    async def shutdown(self) -> None:
+        await super().shutdown()
+        if self._remover is not None and self._remover.failed:
+            await asyncio.to_thread(self._remover.remove_leftovers)
+
     async def _start_sandbox(self) -> PodmanHPCSandbox:
         name = self._get_container_name_prefix()
-        sandbox = PodmanHPCSandbox(name, self._image, self._config, self._version, users=self._users)
+        sandbox = PodmanHPCSandbox(name, self._image, self._config, self._version, users=self._users, remover=self._remover)
         await sandbox.start()
         self._version = sandbox.python_version
         return sandbox
@@ -270,23 +299,6 @@ class PodmanHPCSandboxPool(BaseSandboxPool):
     @staticmethod
     def _get_container_name_prefix() -> str:
         return f"ludic-sandbox-{os.environ.get('SLURM_JOB_ID', 'local')}"
-
-
-def remove_leftovers(podman: str) -> None:
-    """Remove the containers of processes that have ended. One that is killed between the creation
-    and the start of a container leaves it."""
-    listed = run_podman([podman, "ps", "--all", "--filter", f"label={OWNER}", "--format", "json"], timeout_s=END_S)
-    if listed.returncode != 0:
-        raise PodmanError(f"the containers could not be listed: {listed.stderr.strip()[-500:]}")
-    for container in json.loads(listed.stdout or "[]"):
-        if has_ended(container["Labels"][OWNER]):
-            _remove(podman, container["Id"])
-
-
-def _remove(podman: str, container: str) -> None:
-    result = run_podman([podman, "rm", "--force", "--time", "0", "--ignore", container], timeout_s=END_S)
-    if result.returncode != 0:
-        raise PodmanError(f"the container {container} could not be removed: {result.stderr.strip()}")
 
 
 def fetch_image(podman: str, image: str) -> None:
