@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import selectors
 import subprocess
 import tempfile
@@ -85,6 +86,15 @@ class LineProcess:
         except BaseException:
             self.end()
             raise
+
+    def is_silent(self) -> bool:
+        """Whether the process runs, as far as is known at once, and has written nothing that nobody
+        asked for."""
+        if self._process is None or self._process.stdout is None:
+            return False
+        poll = select.poll()
+        poll.register(self._process.stdout, select.POLLIN)
+        return not poll.poll(0)
 
     def kill(self) -> None:
         """Kill the process if it runs. Another thread may be asking it: that call fails."""

@@ -65,6 +65,8 @@ class ProcessSandbox:
         self._stopped = False
         self._was_cancelled = False
         """Whether the process was killed because of that, and must be started again."""
+        self._is_clean = False
+        """Whether the process has said that nothing is left, and waits for any program."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ludic-sandbox")
         """The one caller of the process. It lives as long as the sandbox, and so does the process,
         which is killed with the thread that started it."""
@@ -90,7 +92,10 @@ class ProcessSandbox:
             raise
 
     async def reset(self) -> None:
-        await self._ask({"op": "clean"}, timeout_s=ANSWER_S)
+        """Nothing is left of a program that has ended, so that its process is only asked where one
+        may be left, or has more tests."""
+        if not (self._is_clean and await self._call(self._process.is_silent)):
+            await self._ask({"op": "clean"}, timeout_s=ANSWER_S)
 
     async def stop(self) -> None:
         """End the process. The sandbox cannot be used again."""
@@ -105,10 +110,7 @@ class ProcessSandbox:
 
     async def compile(self, code: str, *, timeout_s: float = 5.0) -> CompileResult:
         request = {"op": "compile", "code": code, "timeout_s": timeout_s, "memory_mb": self._memory_limit_mb}
-        reply = await self._ask(request, timeout_s=longest_s(request) + ANSWER_S)
-        return CompileResult(
-            CompileStatus(reply["status"]), reply["message"], reply["line"], reply["column"], duration_ms=reply["duration_ms"]
-        )
+        return _compile_result(await self._ask(request, timeout_s=longest_s(request) + ANSWER_S))
 
     async def execute(
         self,
@@ -121,24 +123,51 @@ class ProcessSandbox:
         env_vars: Mapping[str, str] | None = None,
     ) -> ExecutionResult:
         """Run the program. `timeout_s` is processor time; twice that is the limit of time."""
+        memory_mb = self._checked_memory(memory_limit_mb)
+        request = {"stdin": stdin, "timeout_s": timeout_s, "memory_mb": memory_mb, "env": dict(env_vars or {})}
+        return await self._run(code, request, compile_first=not skip_compile, more=False)
+
+    async def execute_batch(
+        self, spec: BatchExecutionSpec
+    ) -> AsyncGenerator[CompileResult | ExecutionResult | dict[str, Any], None]:
+        """Each test runs when its answer is asked for, so the caller, who alone knows what is
+        expected, can stop at the first wrong one."""
+        if spec.compile_first and not spec.tests:
+            yield await self.compile(spec.code, timeout_s=spec.timeout_s)
+        for place, test in enumerate(spec.tests):
+            request = {
+                "stdin": str(test.input),
+                "timeout_s": limit_of(test, "timeout_s", spec.timeout_s),
+                "memory_mb": self._checked_memory(int(limit_of(test, "memory_limit_mb", self._memory_limit_mb))),
+                "env": {},
+            }
+            compiles = spec.compile_first and place == 0
+            result = await self._run(spec.code, request, compile_first=compiles, more=place < len(spec.tests) - 1)
+            if compiles:
+                yield result.compile_result
+            if not result.compiled:
+                yield {"type": "done", "total_tests": len(spec.tests), "compile_failed": True}
+                return
+            result.cache_key = test.id
+            yield result
+        yield {"type": "done", "total_tests": len(spec.tests), "compile_failed": False}
+
+    def _checked_memory(self, memory_limit_mb: int | None) -> int:
         memory_mb = memory_limit_mb or self._memory_limit_mb
         if self._most_memory_mb is not None and memory_mb > self._most_memory_mb:
             raise ConfigError(
                 f"memory_limit_mb ({memory_mb}) of a program must be <= {self._most_memory_mb}, the memory of its sandbox; "
                 "raise memory_limit of the pool's config"
             )
-        compiled = CompileResult(CompileStatus.SUCCESS) if skip_compile else await self.compile(code, timeout_s=timeout_s)
+        return memory_mb
+
+    async def _run(self, code: str, settings: Mapping[str, Any], *, compile_first: bool, more: bool) -> ExecutionResult:
+        """`more`: the next request is of the same program."""
+        request = {"op": "run", "code": code, **settings, "compile_first": compile_first, "more": more}
+        reply = await self._ask(request, timeout_s=longest_s(request) + ANSWER_S)
+        compiled = _compile_result(reply)
         if not compiled.success:
             return ExecutionResult(compiled, compile_duration_ms=compiled.duration_ms, total_duration_ms=compiled.duration_ms)
-        request = {
-            "op": "run",
-            "code": code,
-            "stdin": stdin,
-            "timeout_s": timeout_s,
-            "memory_mb": memory_mb,
-            "env": dict(env_vars or {}),
-        }
-        reply = await self._ask(request, timeout_s=longest_s(request) + ANSWER_S)
         return ExecutionResult(
             compiled,
             RunStatus(reply["status"]),
@@ -146,41 +175,22 @@ class ProcessSandbox:
             stderr=reply["stderr"],
             exit_code=reply["exit_code"],
             compile_duration_ms=compiled.duration_ms,
-            run_duration_ms=reply["duration_ms"],
-            total_duration_ms=compiled.duration_ms + reply["duration_ms"],
+            run_duration_ms=reply["duration_ms"] - compiled.duration_ms,
+            total_duration_ms=reply["duration_ms"],
             peak_memory_bytes=reply["peak_bytes"],
             cpu_time_ms=reply["cpu_ms"],
         )
-
-    async def execute_batch(
-        self, spec: BatchExecutionSpec
-    ) -> AsyncGenerator[CompileResult | ExecutionResult | dict[str, Any], None]:
-        """Each test runs when its answer is asked for, so the caller, who alone knows what is
-        expected, can stop at the first wrong one."""
-        if spec.compile_first:
-            compiled = await self.compile(spec.code, timeout_s=spec.timeout_s)
-            yield compiled
-            if not compiled.success:
-                yield {"type": "done", "total_tests": len(spec.tests), "compile_failed": True}
-                return
-        for test in spec.tests:
-            result = await self.execute(
-                spec.code,
-                stdin=str(test.input),
-                skip_compile=True,
-                timeout_s=limit_of(test, "timeout_s", spec.timeout_s),
-                memory_limit_mb=int(limit_of(test, "memory_limit_mb", self._memory_limit_mb)),
-            )
-            result.cache_key = test.id
-            yield result
-        yield {"type": "done", "total_tests": len(spec.tests), "compile_failed": False}
 
     async def _ask(self, request: Mapping[str, Any], *, timeout_s: float) -> dict[str, Any]:
         def ask() -> dict[str, Any]:
             if self._was_cancelled:
                 self._process.end()
                 self._was_cancelled = False
+            self._is_clean = False
             reply = self._process.ask(request, timeout_s=timeout_s)
+            if reply.get("again"):  # the handler was another program's
+                reply = self._process.ask(request, timeout_s=timeout_s)
+            self._is_clean = bool(reply.get("clean")) and not request.get("more")
             if not reply.get("clean"):
                 self._process.end()  # files are left, which the next program must not see: it gets a fresh process
             if "clean" not in reply:
@@ -198,3 +208,15 @@ class ProcessSandbox:
             self._was_cancelled = True
             self._process.kill()
             raise
+
+
+def _compile_result(reply: Mapping[str, Any]) -> CompileResult:
+    """GradingError if nothing is known of the program, because the machine was too busy."""
+    found = reply.get("compiled")
+    if found is None:  # it was not compiled apart
+        return CompileResult(CompileStatus.SUCCESS)
+    if found["status"] == RunStatus.SANDBOX_ERROR:
+        raise GradingError(f"the program was not compiled in time: {str(reply['stderr']).strip()}")
+    return CompileResult(
+        CompileStatus(found["status"]), found["message"], found["line"], found["column"], duration_ms=found["duration_ms"]
+    )

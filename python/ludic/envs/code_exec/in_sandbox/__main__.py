@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import select
 import shutil
@@ -25,7 +26,7 @@ from ludic.envs.code_exec.in_sandbox.runs import ENDED_ITS_HANDLER, run_child
 from ludic.envs.code_exec.in_sandbox.watch import HOST_IS_GONE, longest_s
 
 # What most programs import: imported here once, they cost a fork nothing.
-import bisect, collections, functools, heapq, itertools, math, random, re, string  # noqa: E401, F401  # isort: skip
+import bisect, collections, functools, heapq, itertools, random, re, string  # noqa: E401, F401  # isort: skip
 
 LOOK_S = 0.1
 """How often a handler is looked at."""
@@ -64,44 +65,62 @@ def main(places: list[str], system_call_filter: bytes = b"") -> None:
 
 
 def run_handler(requests: int, answers: int, places: list[str]) -> int:
-    """Fork a handler of one request, wait for it, and return its exit status. It writes its
-    deadline into a pipe before its program starts; one that is stopped is killed then."""
+    """Fork a handler, wait for it, and return its exit status. It writes into a pipe how long each
+    request may take before its program starts; one that is over that, or is stopped, is killed."""
     read_end, write_end = os.pipe()
     pid = os.fork()
     if pid == 0:
         status = 1
         try:
+            os.close(read_end)
             control(PR_SET_PDEATHSIG, signal.SIGKILL)
             control(PR_SET_CHILD_SUBREAPER, 1)
             status = handle(requests, answers, places, write_end)
         finally:
             os._exit(status)
     os.close(write_end)
-    written = os.read(read_end, 8)
-    os.close(read_end)
-    deadline = time.monotonic() + GRACE_S + (struct.unpack("d", written)[0] if len(written) == 8 else 0.0)
-    handler = os.pidfd_open(pid)
+    os.set_blocking(read_end, False)
+    handler, deadline = os.pidfd_open(pid), math.inf
     while not select.select([handler], [], [], LOOK_S)[0]:
+        if (longest := last_number(read_end)) is not None:
+            deadline = time.monotonic() + GRACE_S + longest
         if time.monotonic() > deadline or stat_fields(pid)[0] == b"T":  # its program has stopped it
             os.kill(pid, signal.SIGKILL)
     os.close(handler)
+    os.close(read_end)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def handle(requests: int, answers: int, places: list[str], deadline_end: int) -> int:
-    """Read a request and answer it. Returns the handler's exit status."""
-    request = receive(requests)
-    if request is None:
-        return HOST_IS_GONE
-    os.write(deadline_end, struct.pack("d", longest_s(request)))
-    os.close(deadline_end)
-    if request["op"] == "clean":
-        end_programs()
-        answer: JSON = {"clean": delete_files(places)}
-    else:
-        answer = run_child(request, requests, places)
-    send(answers, answer)
-    return 0
+def last_number(end: int) -> float | None:
+    """The last of the numbers that were written into a pipe, or None if there are none."""
+    try:
+        written = os.read(end, 1 << 16)
+    except BlockingIOError:
+        return None
+    return struct.unpack("d", written[-8:])[0] if written else None
+
+
+def handle(requests: int, answers: int, places: list[str], times: int) -> int:
+    """Answer the requests of one program, to the last of them. Returns the handler's exit
+    status."""
+    program = None
+    while True:
+        request = receive(requests)
+        if request is None:
+            return HOST_IS_GONE
+        os.write(times, struct.pack("d", longest_s(request)))
+        if request["op"] == "clean":
+            end_programs()
+            answer: JSON = {"clean": delete_files(places)}
+        elif program not in (None, request["code"]):
+            answer = {"again": True}  # this process's memory is the other program's to read
+        else:
+            program = request["code"]
+            answer = run_child(request, requests, places)
+        send(answers, answer)
+        if not request.get("more") or "again" in answer:
+            return 0
+        os.write(times, struct.pack("d", math.inf))
 
 
 def receive(end: int) -> JSON | None:

@@ -1,4 +1,4 @@
-"""What the child does: it becomes a program, or compiles one. It does not return."""
+"""What the child does: it becomes a program, compiles it, and runs it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import resource
 import signal
 import sys
 import threading
+import time
 import traceback
 import types
 from _sitebuiltins import Quitter
@@ -28,14 +29,20 @@ OVERHEAD_MB = 96
 LONGEST_FILE = 64 << 20
 
 
-def become_program(request: JSON, child_ends: tuple[int, ...], place: str) -> None:
-    """Give the process its own pipes, limits, folder and environment, and nothing else."""
+VERDICT = 3
+"""Where the process says whether the program is valid. It is closed before the program runs."""
+LONGEST_MESSAGE = 1000
+
+
+def become_program(request: JSON, child_ends: list[int], place: str) -> None:
+    """Give the process its own pipes, limits, folder and environment, and nothing else.
+    `child_ends` become its stdin, stdout, stderr and VERDICT."""
     os.setsid()
     control(PR_SET_PDEATHSIG, signal.SIGKILL)  # it ends with its handler
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number, end in enumerate(child_ends):
         os.dup2(end, number)
-    os.closerange(3, 4096)
+    os.closerange(len(child_ends), 4096)
     timeout_s, memory_mb = request["timeout_s"], int(request.get("memory_mb") or 1024)
     limits = {
         resource.RLIMIT_CPU: int(timeout_s) + 2,  # should nobody look: the first process stops it sooner
@@ -52,8 +59,10 @@ def become_program(request: JSON, child_ends: tuple[int, ...], place: str) -> No
         limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
         resource.setrlimit(which, (limit, limit))
     control(PR_SET_DUMPABLE, 1)  # so that /dev/stdin works
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
-        score.write("1000")  # where memory is short, the kernel ends a program, not who watches it
+    with contextlib.suppress(OSError):
+        score = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
+        os.write(score, b"1000")  # where memory is short, the kernel ends a program, not who watches it
+        os.close(score)
     os.environ.clear()
     os.environ.update({"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": place, "LANG": "C.UTF-8", **(request.get("env") or {})})
     os.chdir(place)
@@ -69,8 +78,9 @@ def become_program(request: JSON, child_ends: tuple[int, ...], place: str) -> No
         setattr(sys, f"__{name}__", stream)
 
 
-def run_program(code: str) -> NoReturn:
-    """Run the program as `python solution.py` would, and end the process with its exit status."""
+def run_program(code: str, compiled: types.CodeType | None) -> NoReturn:
+    """Run the program as `python solution.py` would, and end the process with its exit status.
+    Without `compiled`, it is compiled first."""
     module = types.ModuleType("__main__")
     module.__file__ = SOLUTION
     for name in ("exit", "quit"):
@@ -79,7 +89,7 @@ def run_program(code: str) -> NoReturn:
     linecache.cache[SOLUTION] = (len(code), None, code.splitlines(keepends=True), SOLUTION)
     status = 0
     try:
-        exec(compile(code, SOLUTION, "exec", dont_inherit=True), module.__dict__)
+        exec(compiled or compile(code, SOLUTION, "exec", dont_inherit=True), module.__dict__)
     except SystemExit as error:
         status = exit_status(error.code)
     except BaseException as error:
@@ -112,13 +122,17 @@ def exit_status(code: object) -> int:
     return 1
 
 
-def compile_program(code: str) -> NoReturn:
-    """Print what is wrong with the program as JSON, or nothing, and end the process."""
+def compile_program(code: str) -> types.CodeType | None:
+    """The program if it is valid. What is found goes to VERDICT, as JSON, which is then closed."""
+    started, compiled = time.monotonic(), None
+    found: JSON = {"status": "success"}
     try:
-        compile(code, SOLUTION, "exec", dont_inherit=True)
+        compiled = compile(code, SOLUTION, "exec", dont_inherit=True)
     except SyntaxError as error:
-        print(json.dumps({"status": "syntax_error", "message": error.msg, "line": error.lineno, "column": error.offset}))
+        found = {"status": "syntax_error", "message": error.msg, "line": error.lineno, "column": error.offset}
     except BaseException as error:
-        print(json.dumps({"status": "unknown_error", "message": f"{type(error).__name__}: {error}"}))
-    sys.stdout.flush()
-    os._exit(0)
+        found = {"status": "unknown_error", "message": f"{type(error).__name__}: {error}"[:LONGEST_MESSAGE]}
+    found["duration_ms"] = (time.monotonic() - started) * 1e3
+    os.write(VERDICT, json.dumps(found).encode())
+    os.close(VERDICT)
+    return compiled

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 import traceback
+from typing import NoReturn
 
 from ludic.envs.code_exec.in_sandbox.leftovers import delete_files, end_programs
 from ludic.envs.code_exec.in_sandbox.process_control import JSON
@@ -29,19 +30,19 @@ ENDED_ITS_HANDLER: JSON = {
 
 
 def run_child(request: JSON, requests: int, places: list[str]) -> JSON:
-    """Fork a child that compiles or runs the code, wait for its end, and return what it did."""
+    """Fork a child that compiles or runs the code, or both, wait for its end, and return what it
+    did."""
     started = time.monotonic()
     (stdin, to_stdin), (from_stdout, stdout), (from_stderr, stderr) = os.pipe(), os.pipe(), os.pipe()
-    child_ends, own_ends = (stdin, stdout, stderr), (to_stdin, from_stdout, from_stderr)
+    child_ends, own_ends = [stdin, stdout, stderr], (to_stdin, from_stdout, from_stderr)
+    compiles = request["op"] == "compile" or bool(request.get("compile_first"))
+    from_compiler = -1
+    if compiles:
+        from_compiler, compiler = os.pipe()
+        child_ends.append(compiler)
     pid = os.fork()
     if pid == 0:
-        try:
-            become_program(request, child_ends, places[0])
-            (compile_program if request["op"] == "compile" else run_program)(request["code"])
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(125)
+        be_child(request, child_ends, places[0], compiles)
     for end in child_ends:
         os.close(end)
     watch = Watch(pid, own_ends, request, requests, places)
@@ -54,7 +55,7 @@ def run_child(request: JSON, requests: int, places: list[str]) -> JSON:
         for end in watch.open_ends:
             os.close(end)
     clean = delete_files(places)
-    if any(len(output) > KEPT_OUTPUT for output in watch.output.values()):
+    if watch.printed_too_much():
         stopped = watch.stop_for_output()
     code = os.waitstatus_to_exitcode(ending)
     out, err = (bytes(watch.output[number][:KEPT_OUTPUT]).decode("utf-8", "replace") for number in (1, 2))
@@ -68,20 +69,33 @@ def run_child(request: JSON, requests: int, places: list[str]) -> JSON:
         "peak_bytes": max(used.ru_maxrss << 10, watch.peak_bytes),
         "clean": clean,
     }
-    return compile_answer(answer) if request["op"] == "compile" else answer
+    return {**answer, "compiled": compiler_answer(from_compiler, answer)} if compiles else answer
 
 
-def compile_answer(answer: JSON) -> JSON:
-    """The answer to `compile`, from the run of `compile_program`."""
-    found = {"status": "success"}
-    if answer["status"] == "timeout":
-        found = {"status": "timeout", "message": "compiling took too long"}
-    elif answer["status"] != "success":
+def be_child(request: JSON, child_ends: list[int], place: str, compiles: bool) -> NoReturn:
+    try:
+        become_program(request, child_ends, place)
+        compiled = compile_program(request["code"]) if compiles else None
+        if request["op"] == "run" and (compiled is not None or not compiles):
+            run_program(request["code"], compiled)
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(125)
+
+
+def compiler_answer(end: int, answer: JSON) -> JSON:
+    """What the compiler has written, or, if it did not get that far, what it ended with."""
+    with open(end, "rb") as pipe:
+        written = pipe.read()
+    if written:
+        found = json.loads(written)
+    elif answer["status"] in ("timeout", "sandbox_error"):
+        found = {"status": answer["status"], "message": "compiling took too long"}
+    else:
         found = {"status": "unknown_error", "message": f"the compiler ended with {answer['status']}"}
-    elif answer["stdout"]:
-        found = json.loads(answer["stdout"])
-    kept = {"duration_ms": answer["duration_ms"], "clean": answer["clean"]}
-    return {"message": None, "line": None, "column": None, **found, **kept}
+    return {"message": None, "line": None, "column": None, "duration_ms": answer["duration_ms"], **found}
 
 
 def status_of(code: int, stderr: str) -> str:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import selectors
+import select
 import signal
 import time
 
@@ -47,35 +46,40 @@ class Watch:
 
     def wait(self) -> str | None:
         """Return when the program has ended (None), or has been killed (the limit's status)."""
-        started, look_s = time.monotonic(), SHORTEST_LOOK_S
         process = os.pidfd_open(self.pid)
-        with contextlib.closing(selectors.DefaultSelector()) as selector:
-            selector.register(process, selectors.EVENT_READ)
-            selector.register(self.requests, selectors.EVENT_READ)
-            selector.register(self.stdin_end, selectors.EVENT_WRITE)
-            for end in self.numbers:
-                selector.register(end, selectors.EVENT_READ)
-            try:
-                while True:
-                    ready = {key.fd for key, _ in selector.select(look_s)}
-                    if self.requests in ready:  # nobody sends a request before the answer: the host has gone
-                        os._exit(HOST_IS_GONE)
-                    if self.stdin_end in ready and self.feed():
-                        selector.unregister(self.stdin_end)
-                        self.close(self.stdin_end)
-                    for end in ready & set(self.numbers):
-                        if self.read(end):
-                            selector.unregister(end)
-                    if process in ready:
-                        return None
-                    if not ready:
-                        look_s = min(2 * look_s, LONGEST_LOOK_S)
-                    stopped = self.limit_reached(time.monotonic() - started)
-                    if stopped:
-                        os.kill(self.pid, signal.SIGKILL)
-                        return stopped
-            finally:
-                os.close(process)
+        try:
+            return self.wait_for(process)
+        finally:
+            os.close(process)
+
+    def wait_for(self, process: int) -> str | None:
+        started, look_s = time.monotonic(), SHORTEST_LOOK_S
+        next_look = started + look_s
+        poll = select.poll()
+        for end in (process, self.requests, *self.numbers):
+            poll.register(end, select.POLLIN)
+        poll.register(self.stdin_end, select.POLLOUT)
+        while True:
+            now = time.monotonic()
+            ready = {end for end, _ in poll.poll(max(0.0, next_look - now) * 1e3)}
+            if self.requests in ready:  # nobody sends a request before the answer: the host has gone
+                os._exit(HOST_IS_GONE)
+            if self.stdin_end in ready and self.feed():
+                poll.unregister(self.stdin_end)
+                self.close(self.stdin_end)
+            for end in ready & set(self.numbers):
+                if self.read(end):
+                    poll.unregister(end)
+            if process in ready:
+                return None
+            stopped = self.stop_for_output() if self.printed_too_much() else None
+            if stopped is None and (now := time.monotonic()) >= next_look:
+                stopped = self.limit_reached(now - started)
+                look_s = min(2 * look_s, LONGEST_LOOK_S)
+                next_look = time.monotonic() + look_s
+            if stopped:
+                os.kill(self.pid, signal.SIGKILL)
+                return stopped
 
     def feed(self) -> bool:
         """Write some stdin; True when there is no more to write, or nobody reads it."""
@@ -105,8 +109,6 @@ class Watch:
 
     def limit_reached(self, elapsed_s: float) -> str | None:
         """The status of the limit that the program is over, or None."""
-        if any(len(output) > KEPT_OUTPUT for output in self.output.values()):
-            return self.stop_for_output()
         self.usage.look()
         self.peak_bytes = max(self.peak_bytes, self.usage.memory)
         if self.usage.seconds > self.timeout_s or (elapsed_s > 2 * self.timeout_s and not self.usage.waits_for_processor):
@@ -123,6 +125,9 @@ class Watch:
         if files > MOST_FILES:
             return self.stop("runtime_error", f"stopped: it made more than {MOST_FILES} files")
         return None
+
+    def printed_too_much(self) -> bool:
+        return any(len(output) > KEPT_OUTPUT for output in self.output.values())
 
     def stop_for_output(self) -> str:
         return self.stop("runtime_error", f"stopped: it printed more than {KEPT_OUTPUT} bytes")
