@@ -1,12 +1,14 @@
-"""Programs judged in sandboxes: how many a second, against a bare process for each test.
+"""Programs judged in sandboxes: how many a second, against a process for each test.
 
     python -m benches.python.programs                 # 1, 10 and 100 tests each; 1 to 16 workers
     python -m benches.python.programs --seconds 1 --tests 10 --workers 1
 
-A program doubles numbers. "process": `subprocess.run([python, "-c", program])` for each
-test, with no sandbox and no limit; "stdin": `StdinStdoutRunner` in a sandbox; "calls":
+A program doubles numbers. "process": `subprocess.run([sys.executable, FILE])` for each test, with
+no sandbox and no limit; "bare": the same with `-S -s` and no virtual environment, which is as fast
+as an interpreter starts; "stdin": `StdinStdoutRunner` in a sandbox; "calls":
 `FunctionCallRunner`. Every program is new, so that none is known. The contenders take turns;
-"ratio" is the median over rounds of the programs a second against "process" in the same round.
+a ratio is the median over rounds of the programs a second against "process", and against "bare", in
+the same round. The whole takes two to three minutes on an idle machine.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ import argparse
 import asyncio
 import itertools
 import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from statistics import median
@@ -34,11 +38,13 @@ def stdin_program() -> str:
     return f"print(2 * int(input()))  # {next(NUMBERS)}"
 
 
-async def judge_by_processes(tests: int) -> None:
-    program = stdin_program()
-    for number in range(tests):
-        ended = subprocess.run([PYTHON, "-c", program], input=str(number), capture_output=True, text=True)
-        assert ended.stdout.strip() == str(2 * number), ended
+async def judge_by_processes(command: list[str], tests: int) -> None:
+    with tempfile.NamedTemporaryFile("w", suffix=".py") as file:
+        file.write(stdin_program())
+        file.flush()
+        for number in range(tests):
+            ended = subprocess.run([*command, file.name], input=str(number), capture_output=True, text=True)
+            assert ended.stdout.strip() == str(2 * number), ended
 
 
 async def judge_by_stdin(pool: BaseSandboxPool, tests: int) -> None:
@@ -77,7 +83,8 @@ async def compare(tests: int, seconds: float, rounds: int) -> str:
     """A row of the first table."""
     pool = await create_sandbox_pool(1, python_version=None)
     judges: dict[str, Judge] = {
-        "process": lambda: judge_by_processes(tests),
+        "process": lambda: judge_by_processes([sys.executable], tests),
+        "bare": lambda: judge_by_processes([PYTHON, "-S", "-s"], tests),
         "stdin": lambda: judge_by_stdin(pool, tests),
         "calls": lambda: judge_by_calls(pool, tests),
     }
@@ -86,9 +93,12 @@ async def compare(tests: int, seconds: float, rounds: int) -> str:
         for name, judge in judges.items():
             rates[name].append(await measure(judge, seconds))
     await pool.shutdown()
-    ratios = {name: median(a / b for a, b in zip(rates[name], rates["process"], strict=True)) for name in ("stdin", "calls")}
-    cells = [str(tests), *(f"{median(rates[name]):.1f}" for name in judges), *(f"{ratio:.1f}x" for ratio in ratios.values())]
-    return f"| {' | '.join(cells)} |"
+    ratios = [
+        f"{median(a / b for a, b in zip(rates[name], rates[other], strict=True)):.1f}x"
+        for name in ("stdin", "calls")
+        for other in ("process", "bare")
+    ]
+    return f"| {' | '.join([str(tests), *(f'{median(rates[name]):.1f}' for name in judges), *ratios])} |"
 
 
 async def scale(workers: int, tests: int, seconds: float) -> tuple[float, float]:
@@ -104,10 +114,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tests", type=int, nargs="+", default=[1, 10, 100])
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4, 8, 16])
-    parser.add_argument("--seconds", type=float, default=2.0, help="for each contender in each round")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=1.0, help="for each contender in each round")
+    parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
-    print("| tests | process, programs/s | stdin | calls | ratio of stdin | ratio of calls |\n|---|---|---|---|---|---|")
+    print("| tests | process, programs/s | bare | stdin | calls | stdin: process | : bare | calls: process | : bare |")
+    print("|---" * 9 + "|")
     for tests in options.tests:
         print(asyncio.run(compare(tests, options.seconds, options.rounds)), flush=True)
     print("\n10 tests each:\n\n| workers | stdin, programs/s | calls |\n|---|---|---|")

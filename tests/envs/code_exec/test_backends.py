@@ -71,6 +71,18 @@ def test_without_a_backend_the_error_says_what_to_install(machine):
         asyncio.run(create_sandbox_pool(backend="bubblewrap"))
 
 
+def test_in_a_checkout_the_error_says_how_bubblewrap_is_fetched(machine, tmp_path):
+    machine()
+    (tmp_path / ".ci").mkdir()
+    assert backends._in_a_checkout(tmp_path) == ""
+    (tmp_path / ".ci" / "get-program").write_text("")
+    assert f"`make -C {tmp_path} bubblewrap && export PATH={tmp_path}/target/bubblewrap:$PATH`" in backends._in_a_checkout(
+        tmp_path
+    )
+    with pytest.raises(NoSandboxError, match=r"make -C .* bubblewrap"):  # the tests are of a checkout
+        detect_available_backend()
+
+
 def test_unknown_names_and_settings_without_effect_are_refused():
     with pytest.raises(ConfigError, match="Unknown backend 'qemu'; it must be one of auto, bubblewrap, docker"):
         asyncio.run(create_sandbox_pool(backend="qemu"))

@@ -212,7 +212,7 @@ def test_a_client_that_makes_a_container_ends_by_itself(tmp_path, monkeypatch):
 
     starting = threading.Thread(target=start)
     starting.start()
-    while not (tmp_path / "begun").exists() and starting.is_alive():
+    while starting.is_alive() and not (process._process and (tmp_path / "begun").exists()):
         time.sleep(0.01)
     process.end()
     starting.join(60)

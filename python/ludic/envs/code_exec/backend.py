@@ -9,6 +9,7 @@ import os
 import shutil
 from collections.abc import Callable
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 from ludic.envs.code_exec.bubblewrap import TRIAL_S, is_bubblewrap_available
@@ -38,6 +39,8 @@ REQUIRES = {
     SandboxBackend.PODMAN_HPC: "podman-hpc, which the computing centre installs, and `podman-hpc info` succeeds",
     SandboxBackend.SINGULARITY: "Singularity or Apptainer",
 }
+ROOT = Path(__file__).parents[4]
+"""Of a checkout, if this file is in one."""
 NOTES = {SandboxBackend.SINGULARITY: "not yet implemented"}
 
 
@@ -69,7 +72,7 @@ def detect_available_backend() -> SandboxBackend:
             return backend
     choices = "; ".join(f"{backend}: {REQUIRES[backend]}" for backend in _order())
     raise NoSandboxError(
-        f"No sandbox backend available. Programs need one of: {choices}. Trusted programs run without one with "
+        f"No sandbox backend available. Programs need one of: {choices}.{_in_a_checkout()} Trusted programs run without one with "
         f"backend={SandboxBackend.UNSAFE_SUBPROCESS.value!r}"
     )
 
@@ -114,6 +117,13 @@ def _works(podman: str) -> bool:
         return path is not None and run_podman([path, "info"], timeout_s=TRIAL_S).returncode == 0
     except (OSError, LudicError):
         return False
+
+
+def _in_a_checkout(root: Path = ROOT) -> str:
+    """How bubblewrap is had without installing it, which a checkout of this library knows."""
+    if not (root / ".ci" / "get-program").exists():
+        return ""
+    return f" Here, `make -C {root} bubblewrap && export PATH={root / 'target' / 'bubblewrap'}:$PATH` fetches bubblewrap and uses it."
 
 
 def _order() -> list[SandboxBackend]:

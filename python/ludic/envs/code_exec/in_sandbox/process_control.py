@@ -17,9 +17,11 @@ INSTRUCTION_BYTES = 8
 def _find_prctl() -> Any:
     """The function of the C library, once for all processes that are forked; None if it has
     none."""
-    prctl = getattr(ctypes.CDLL(None, use_errno=True), "prctl", None)
-    if prctl is not None:
-        prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
+    try:
+        prctl = ctypes.CDLL(None, use_errno=True).prctl
+    except AttributeError:
+        return None
+    prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
     return prctl
 
 
