@@ -13,11 +13,12 @@ from seeded_batches import PLAIN, SEEDS, preprocessed, rescored_gradient, seeded
 from training_samples import ListSource, assert_same_tensors, cpu_config, tiny_model, weights_of
 
 from ludic.errors import ConfigError, DataError
-from ludic.training import Trainer, make_maxent_grpo
+from ludic.training import Trainer, make_grpo, make_maxent_grpo
 from ludic.training.info_seed import InfoSeed, seed_of
 from ludic.training.loss.context import SharedContext, split_actions
 from ludic.training.loss.info_seed import FixedSeedHead, seed_directions
 from ludic.training.preparation import prepare
+from ludic.training.presets.seeded import add_info_seed
 
 SPLITS = [*product((120, 180, 250, 350, 500, 4096), ("greedy", "optimal", "padding_free"))]
 QUICK = {("infonce", 120, "greedy"), ("infonce", 250, "padding_free"), ("ce", 180, "optimal")}
@@ -81,6 +82,10 @@ def test_a_step_reports_the_term_and_leaves_plain_batches_alone():
     stats = trainer.train_step_sync()
     assert stats["train/seed/info_nce"] > 0
     assert stats["train/seed/weight"] == 1.0
+    assert 0 <= stats["train/seed/pred_acc"] <= 1
+    assert stats["train/seed/diversity_l2"] > 0
+    assert stats["train/seed/seeded_frac"] == SEEDS / (PLAIN + SEEDS)
+    assert stats["train/seed/without_plain"] == 0.0
 
     plain = [
         replace(item, meta={**item.meta, "request_meta": {"group_id": index // 4}})
@@ -89,6 +94,31 @@ def test_a_step_reports_the_term_and_leaves_plain_batches_alone():
     with_term, _ = gradient_of_the_trainer(algo, plain, tiny_model())
     without, _ = gradient_of_the_trainer(make_maxent_grpo(group_size=PLAIN + SEEDS), plain, tiny_model())
     assert_same_tensors(with_term, without, atol=1e-7)
+
+
+def test_the_entropy_gap_of_a_step_by_hand():
+    """tau 1 and beta 0: w = q, the softmax of the utilities 1, .5 (plain) and 0, 1 (seeded), up to
+    q_epsilon. Plain: e and e^.5 have the shares .62245933 and .37754067, whose logs are -.47407698 and
+    -.97407698: entropy .29509363 + .36775368 = .66284732. Seeded: 1 and e have .26894142 and
+    .73105858, logs -1.31326169 and -.31326169: .35319047 + .22901264 = .58220311."""
+    algo = make(tau=1.0, sampler_exponent=0.0, q_epsilon=1e-12)
+    items = [
+        replace(item, weight=weight)
+        for item, weight in zip(preprocessed(algo, seeded_episodes(groups=1)), (1.0, 0.5, 0.0, 1.0), strict=True)
+    ]
+    trainer = Trainer(model=tiny_model(), algo=algo, batch_source=ListSource(items), cfg=cpu_config(max_seq_len=120))
+    stats = asyncio.run(prepare(trainer, trainer._ingest(items))).stats
+    assert stats["seed/plain_entropy"] == pytest.approx(0.66284732, abs=1e-7)
+    assert stats["seed/seeded_entropy"] == pytest.approx(0.58220311, abs=1e-7)
+    assert stats["seed/entropy_gap"] == pytest.approx(0.08064421, abs=1e-7)
+
+
+def test_advantages_of_grpo_have_no_entropy():
+    algo = add_info_seed(make_grpo(group_size=PLAIN + SEEDS), InfoSeed(SEEDS))
+    items = preprocessed(algo, seeded_episodes())
+    trainer = Trainer(model=tiny_model(), algo=algo, batch_source=ListSource(items), cfg=cpu_config(max_seq_len=120))
+    stats = asyncio.run(prepare(trainer, trainer._ingest(items))).stats
+    assert {key: value for key, value in stats.items() if key.startswith("seed/")} == {"seed/seeded_frac": 0.5}
 
 
 def test_steps_repeat_bit_for_bit():

@@ -27,6 +27,8 @@ from ludic.training.batching.micro_batching import MicroBatch
 from ludic.training.batching.mini_batches import MacroBatch
 from ludic.training.batching.source import BatchSourceBase
 from ludic.training.config import TrainerConfig
+from ludic.training.info_seed.untagged import SEED_ID
+from ludic.training.info_seed.weight_entropies import sum_weight_entropies
 from ludic.training.loop.operations import run_operation
 from ludic.training.loss.base import adapted_loss
 from ludic.training.token_columns import ForwardLogps, add_token_column, score_rows
@@ -94,7 +96,26 @@ async def prepare(run: PreparedRun, macro: MacroBatch) -> Prepared:
     if run.algo.sample_columns:
         facts = {name: np.array([read(item) for item in macro.items]) for name, read in run.algo.sample_columns.items()}
         macro = replace(macro, sample_columns={**macro.sample_columns, **facts})
+        stats |= _measure_seeds(run, macro)
     return Prepared(await _add_proximal(run, macro), stats, groups)
+
+
+def _measure_seeds(run: PreparedRun, macro: MacroBatch) -> dict[str, float]:
+    """Statistics of InfoSeed over all ranks: the share of the samples with a seed, and with
+    listwise weights how those of plain and of seeded answers are spread."""
+    if SEED_ID not in macro.sample_columns:
+        return {}
+    seeds = macro.sample_columns[SEED_ID]
+    seeded, total = _sum_over_ranks(run, macro, [float((seeds >= 1).sum()), float(len(seeds))])
+    stats = {"seed/seeded_frac": seeded / max(total, 1.0)}
+    weights = macro.sample_columns.get("listwise_weight")
+    if weights is not None:
+        groups = _number([_group(item, macro.name(row)) for row, item in enumerate(macro.items)])
+        plain, tagged, count = _sum_over_ranks(run, macro, list(sum_weight_entropies(weights, groups, seeds)))
+        if count:
+            stats["seed/plain_entropy"], stats["seed/seeded_entropy"] = plain / count, tagged / count
+            stats["seed/entropy_gap"] = (plain - tagged) / count
+    return stats
 
 
 def _read_attached(run: PreparedRun, macro: MacroBatch) -> dict[int, Tensor] | None:

@@ -7,7 +7,8 @@ from hypothesis import given, settings, strategies as st
 from ludic.errors import ConfigError, DataKeyError
 from ludic.training.loss import BatchTotals, SeedClassificationLoss, SeedContrastiveLoss
 from ludic.training.loss.context import SharedContext
-from ludic.training.loss.info_seed import contrast_seeds, pool_completions
+from ludic.training.info_seed import seed_metrics
+from ludic.training.loss.info_seed import contrast_seeds, pool_completions, seed_stats
 
 H = torch.tensor([[1.0, 0.2], [0.8, 0.5], [-0.3, 1.0], [0.1, 0.9], [0.6, -0.4]], dtype=torch.float64)
 SEEDS = torch.tensor([1, 1, 2, 2, -1])
@@ -75,6 +76,13 @@ def test_the_contrastive_loss_is_the_mean_over_ordered_pairs_of_one_seed(seeds, 
     pooled = torch.randn(len(seeds), 3, dtype=torch.float64, generator=torch.Generator().manual_seed(draw))
     found = contrast_seeds(pooled, torch.tensor(seeds), temperature)
     assert float(found) == pytest.approx(slow_contrast(pooled, seeds, temperature), abs=1e-9)
+
+
+@given(st.lists(st.integers(-1, 3), min_size=1, max_size=9), st.integers(0, 99))
+def test_the_statistics_are_those_of_the_evaluator(seeds, draw):
+    pooled = torch.randn(len(seeds), 3, dtype=torch.float64, generator=torch.Generator().manual_seed(draw))
+    found = {name: float(value) for name, value in seed_stats(pooled, torch.tensor(seeds)).items()}
+    assert found == pytest.approx(seed_metrics(pooled.numpy(), seeds), abs=1e-9)
 
 
 def test_completions_are_pooled_without_prompt_and_padding():

@@ -25,8 +25,8 @@ def without_tags(batch: SAWBatch) -> SAWBatch:
     """Replace the prompt of each seeded sample by that of a plain sample of its group. Nothing is
     tokenized: the ids are copied. Changes `batch.items`.
 
-    A seeded sample whose group has no plain sample left is dropped, and counted in
-    `batch.meta["seed/without_plain"]`. Raises DataError for samples of several turns.
+    A seeded sample whose group has no plain sample left is dropped. Their number is
+    `batch.meta["seed/without_plain"]`, which the trainer logs. Raises DataError for samples of several turns.
 
     Example: plain [p q | a], seeded [p q s | b c] becomes [p q | b c].
     """
@@ -41,8 +41,7 @@ def without_tags(batch: SAWBatch) -> SAWBatch:
         for item in batch.items
         if not seed_of(item.meta) or group_of(item.meta) in prompts
     ]
-    if len(items) < len(batch.items):
-        batch.meta[WITHOUT_PLAIN] = len(batch.items) - len(items)
+    batch.meta[WITHOUT_PLAIN] = len(batch.items) - len(items)
     batch.items = items
     return batch
 

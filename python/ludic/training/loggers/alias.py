@@ -19,6 +19,12 @@ DOCUMENT_NAMES: Mapping[str, str] = MappingProxyType(
         "train/max_completion_length": "train/completions/max_length_sampled",
         "train/completion_truncated_rate": "train/completions/clipped_frac",
         "train/clip_frac": "train/clip_ratio",
+        "train/seed/seeded_frac": "train/seed/seed_aug_frac",
+        "train/seed/pred_acc": "train/seed/seed_pred_acc",
+        "train/seed/diversity_l2": "train/seed/seed_diversity_l2",
+        "train/seed/plain_entropy": "train/seed/entropy/orig",
+        "train/seed/seeded_entropy": "train/seed/entropy/seed_aug",
+        "eval_seed/pass_at_n": "eval_seed/pass_at_1",
     }
 )
 """Our names of metrics -> those of MaxEnt-GRPO's training guide, where they differ."""

@@ -13,6 +13,7 @@ from ludic.training.averages import mean_or_zero
 from ludic.training.backend.protocol import BackwardResult
 from ludic.training.batching.mini_batches import PADDING_KEYS, MacroBatch, MiniBatch
 from ludic.training.config import TrainerConfig
+from ludic.training.info_seed.untagged import WITHOUT_PLAIN
 from ludic.training.loop.micro_stats import Stat, combine_micro_stats, copy_to_host, final_values, reduce_over_ranks
 from ludic.training.loop.timings import PhaseTimer
 from ludic.training.loss.mismatch import is_mismatch_sum
@@ -122,7 +123,7 @@ class StepRecord:
         """Statistics of the batch: its rollouts, and what was dropped."""
         meta = self.batch.meta
         counts = {**self.macro.counts(), "zero_weight_skipped": float(sum(count for count, _ in self._skipped))}
-        counts |= {key: float(meta[key]) for key in ("played_rollouts", *EPISODE_KEYS) if key in meta}
+        counts |= {key: float(meta[key]) for key in ("played_rollouts", WITHOUT_PLAIN, *EPISODE_KEYS) if key in meta}
         stats = {key: Stat(value, rule="sum") for key, value in counts.items()}
         rollouts = float(meta.get("played_rollouts", meta.get("target_rollouts", len(self.batch.items))))
         stats |= {key: Stat(float(meta[key]), rollouts) for key in ("zvp_filter_frac", "frac_reward_zero_std") if key in meta}

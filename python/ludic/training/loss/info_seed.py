@@ -76,6 +76,27 @@ def contrast_seeds(pooled: Tensor, seed_ids: Tensor, temperature: float) -> Tens
     return -F.log_softmax(similarity.masked_fill(own, float("-inf")), dim=1)[positive].mean()
 
 
+def seed_stats(pooled: Tensor, seed_ids: Tensor) -> Stats:
+    """`pred_acc`, the share of the rows with a seed whose seed has the nearest mean direction, the
+    row's own left out; `diversity_l2`, the mean distance between the means of two seeds. Empty for
+    fewer than two seeds. `training.info_seed.seed_metrics` computes the same outside of training.
+
+    pooled: [N, D]; seed_ids: [N], below 1 for a row without a seed.
+    """
+    rows = seed_ids >= 1
+    states, (seeds, index) = pooled[rows].detach(), torch.unique(seed_ids[rows], return_inverse=True)
+    if len(seeds) < 2:
+        return {}
+    x, own = F.normalize(states, dim=1), F.one_hot(index, len(seeds)).to(states.dtype)
+    others = (own.T @ x)[None] - own[:, :, None] * x[:, None]
+    cosines = F.cosine_similarity(x[:, None], others, dim=2).masked_fill(own.sum(dim=0)[None] == own, float("-inf"))
+    means = own.T @ states / own.sum(dim=0)[:, None]
+    return {
+        "pred_acc": (cosines.argmax(dim=1) == index).to(states.dtype).mean(),
+        "diversity_l2": torch.pdist(means).mean(),
+    }
+
+
 class SeedLoss(Loss):
     """What both losses share. `coeff` is the factor of the loss."""
 
@@ -125,7 +146,8 @@ class SeedContrastiveLoss(SeedLoss):
         measured = {} if shared is None else shared.totals.measured
         if POOLED not in measured:
             loss = contrast_seeds(pooled, _seeds(batch, pooled), self.temperature)
-            return self.coeff * loss, {"loss": self.coeff * loss.detach(), "info_nce": loss.detach()}
+            stats = {"loss": self.coeff * loss.detach(), "info_nce": loss.detach()}
+            return self.coeff * loss, {**stats, **seed_stats(pooled, _seeds(batch, pooled))}
         with torch.enable_grad():
             everyone = measured[POOLED].detach().requires_grad_()
             whole = contrast_seeds(everyone, measured[IDS], self.temperature)
@@ -133,7 +155,8 @@ class SeedContrastiveLoss(SeedLoss):
         own = (gradient[batch[POSITION]] * pooled).sum()
         trained = (SharedContext(batch["input_ids"], batch).token_mask.sum(dim=1) > 0).sum()
         value = self.coeff * (own - own.detach() + whole.detach() * trained / len(everyone))
-        return value, {"loss": value.detach(), "info_nce": whole.detach()}
+        stats = {"loss": value.detach(), "info_nce": whole.detach()}
+        return value, {**stats, **seed_stats(measured[POOLED], measured[IDS])}
 
 
 @cache
