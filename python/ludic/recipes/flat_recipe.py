@@ -23,6 +23,7 @@ _SPECIAL = (
     *("train_grpo_objective", "maxent_reference_logprobs_source", "maxent_use_clip_objective", "clip_range", "maxent_clip_range"),
     *("controller_meta_enabled", "info_seed_enabled", "use_vllm", "vllm_mode", "adam_beta1", "adam_beta2", "num_processes"),
     *("per_device_train_batch_size", "gradient_accumulation_steps", "output_dir", "bf16", "max_prompt_length"),
+    *("vllm_server_host", "vllm_server_port"),
 )
 _DEFAULTS: Mapping[str, Any] = {
     "reward": "pure_accuracy_math",
@@ -30,6 +31,7 @@ _DEFAULTS: Mapping[str, Any] = {
     "trainer.minibatches_per_batch": 1,
 }
 """What the document does where a file says nothing."""
+_SERVER_URL, _SERVER_ADDRESS = ("vllm_url", "vllm_server_base_url"), ("vllm_server_host", "vllm_server_port")
 _DOCUMENT_FORM = {"form": "likelihood", "baseline": "none", "sampler_exponent": 0.0}
 """The document's MaxEnt: l weighted by w itself, and nothing divided by the sampler."""
 KNOWN = (*_SPECIAL, *BETA_NAMES, *SHARED, *MAXENT_ONLY, *META, *SEED, *WITHOUT_EFFECT)
@@ -164,7 +166,11 @@ def _list_idle(flat: Mapping[str, Any], is_maxent: bool) -> dict[str, str]:
         clip = ("clip_range", "maxent_clip_range", "maxent_clip_objective_coef", "maxent_clip_adv_baseline")
         idle |= dict.fromkeys(clip, "maxent_use_clip_objective is off")
     if not flat.get("use_vllm"):
-        idle |= dict.fromkeys(("vllm_url", "vllm_mode"), "use_vllm is off")
+        idle |= dict.fromkeys((*_SERVER_URL, *_SERVER_ADDRESS, "vllm_mode"), "use_vllm is off")
+    else:
+        idle["vllm_mode"] = "inference.url names a running server, and inference.python starts one"
+        if any(flat.get(key) is not None for key in _SERVER_URL):
+            idle |= dict.fromkeys(_SERVER_ADDRESS, "the url of the server has the address")
     if not flat.get("controller_meta_enabled"):
         idle |= dict.fromkeys(META, "controller_meta_enabled is off")
     if flat.get("maxent_tau_min") == 0:
@@ -190,12 +196,7 @@ def _translate_rest(flat: Mapping[str, Any], settings: dict[str, Any]) -> None:
     betas = [flat.get("adam_beta1"), flat.get("adam_beta2")]
     if any(beta is not None for beta in betas):
         settings["trainer.betas"] = [default if beta is None else beta for beta, default in zip(betas, (0.9, 0.999), strict=True)]
-    if flat.get("use_vllm"):
-        if flat.get("vllm_mode", "server") not in ("server", "colocate"):
-            raise ConfigError(f"vllm_mode ({flat['vllm_mode']}) must be server or colocate")
-        settings["inference.kind"] = "vllm"
-    else:
-        settings.pop("inference.url", None)
+    _translate_server(flat, settings)
     if flat.get("output_dir") is not None:
         folder = PurePath(str(flat["output_dir"]))
         settings |= {"output": str(folder.parent), "name": folder.name}
@@ -220,6 +221,21 @@ def _translate_rest(flat: Mapping[str, Any], settings: dict[str, Any]) -> None:
         )
     if isinstance(reward := settings.get("reward"), list) and len(reward) == 1:
         settings["reward"] = reward[0]
+
+
+def _translate_server(flat: Mapping[str, Any], settings: dict[str, Any]) -> None:
+    """The document's `vllm_url` may end with the path of its own endpoint, `/generate`."""
+    url = settings.pop("inference.url", None)
+    if not flat.get("use_vllm"):
+        return
+    if flat.get("vllm_mode", "server") not in ("server", "colocate"):
+        raise ConfigError(f"vllm_mode ({flat['vllm_mode']}) must be server or colocate")
+    settings["inference.kind"] = "vllm"
+    host, port = (flat.get(key) for key in _SERVER_ADDRESS)
+    if url is None and (host is not None or port is not None):
+        url = f"http://{host or '127.0.0.1'}:{port or 8000}"
+    if url is not None:
+        settings["inference.url"] = str(url).rstrip("/").removesuffix("/generate")
 
 
 def _rename(flat: Mapping[str, Any], names: Mapping[str, str], prefix: str = "") -> dict[str, Any]:
