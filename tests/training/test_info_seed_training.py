@@ -98,8 +98,8 @@ def test_a_step_reports_the_term_and_leaves_plain_batches_alone():
 
 def test_the_entropy_gap_of_a_step_by_hand():
     """tau 1 and beta 0: w = q, the softmax of the utilities 1, .5 (plain) and 0, 1 (seeded), up to
-    q_epsilon. Plain: e and e^.5 have the shares .62245933 and .37754067, whose logs are -.47407698 and
-    -.97407698: entropy .29509363 + .36775368 = .66284732. Seeded: 1 and e have .26894142 and
+    q_epsilon. Plain: e and e^.5 have the shares .62245933 and .37754067, whose logs are -.47407698
+    and -.97407698: entropy .29509363 + .36775368 = .66284732. Seeded: 1 and e have .26894142 and
     .73105858, logs -1.31326169 and -.31326169: .35319047 + .22901264 = .58220311."""
     algo = make(tau=1.0, sampler_exponent=0.0, q_epsilon=1e-12)
     items = [

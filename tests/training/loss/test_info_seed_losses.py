@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from ludic.errors import ConfigError, DataKeyError
+from ludic.training.info_seed import seed_metrics
 from ludic.training.loss import BatchTotals, SeedClassificationLoss, SeedContrastiveLoss
 from ludic.training.loss.context import SharedContext
-from ludic.training.info_seed import seed_metrics
 from ludic.training.loss.info_seed import contrast_seeds, pool_completions, seed_stats
 
 H = torch.tensor([[1.0, 0.2], [0.8, 0.5], [-0.3, 1.0], [0.1, 0.9], [0.6, -0.4]], dtype=torch.float64)

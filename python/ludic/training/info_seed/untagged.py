@@ -26,7 +26,8 @@ def without_tags(batch: SAWBatch) -> SAWBatch:
     tokenized: the ids are copied. Changes `batch.items`.
 
     A seeded sample whose group has no plain sample left is dropped. Their number is
-    `batch.meta["seed/without_plain"]`, which the trainer logs. Raises DataError for samples of several turns.
+    `batch.meta["seed/without_plain"]`, which the trainer logs. Raises DataError for samples of
+    several turns.
 
     Example: plain [p q | a], seeded [p q s | b c] becomes [p q | b c].
     """
