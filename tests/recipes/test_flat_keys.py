@@ -12,6 +12,7 @@ META = {**MAXENT, "controller_meta_enabled": True, "controller_meta_lr": 0.1}
 SEEDED = {**GRPO, "info_seed_enabled": True, "info_seed_num_seeds": 4}
 SERVED = {**GRPO, "use_vllm": True}
 BATCHED = {**GRPO, "per_device_train_batch_size": 2, "num_generations": 2}
+STEERED = {**GRPO, "kl_target": 0.07, "kl_horizon": 500, "kl_ctl_step_size": 1.0}
 LONG = {**GRPO, "max_prompt_length": 64, "max_completion_length": 64}
 
 REQUIRED = {
@@ -41,11 +42,8 @@ PAIR = {
     "max_steps": 30,
     "num_train_epochs": 2,
     "clip_range": 0.1,
-    "kl_target": 0.07,
-    "kl_horizon": 500,
-    "kl_ctl_step_size": 0.5,
-    "gen_temperature": 0.8,
-    "gen_top_p": 0.9,
+    "gen_temperature": 0.7,
+    "gen_top_p": 0.95,
     "gen_top_k": 5,
     "gen_stop_sequences": ["</answer>"],
     "force_custom_loop": True,
@@ -159,6 +157,7 @@ INFO_SEED = {
     "info_seed_alpha_entropy": 0.5,
 }
 BATCH = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 3, "num_processes": 2}
+KL = {"kl_target": 0.08, "kl_horizon": 300, "kl_ctl_step_size": 0.5}
 LENGTHS = {"max_prompt_length": 128, "max_completion_length": 128}
 ALONE = {
     "dataset_mixture": {"datasets": [{"id": "e"}]},
@@ -170,7 +169,7 @@ ALONE = {
 """Keys that cannot stand beside another name of the same setting."""
 KEYS = [
     *((GRPO, REQUIRED), (GRPO, PAIR), (GRPO, SHARED), (SERVED, SERVER), (MAXENT, OBJECTIVE), (META, CONTROLLER)),
-    *((SEEDED, INFO_SEED), (BATCHED, BATCH), (LONG, LENGTHS)),
+    *((SEEDED, INFO_SEED), (BATCHED, BATCH), (LONG, LENGTHS), (STEERED, KL)),
     ({"train_grpo_objective": True}, ALONE),
     ({"train_grpo_objective": False}, {name: value for name, value in ALONE.items() if name != "dataset_mixture"}),
 ]
@@ -203,6 +202,24 @@ def test_the_address_of_the_server_has_several_names(keys, url):
     translated = from_flat({**SERVED, **keys})
     assert translated.recipe["inference"] == {"kind": "vllm", "url": url}
     assert set(translated.without_effect) == ({"vllm_server_host"} if "vllm_server_base_url" in keys else set())
+
+
+def test_what_a_file_leaves_out_is_as_in_the_document():
+    """Its defaults, where ours are others: clipping .2 on both sides, temperature .8 and top-p .9,
+    InfoSeed's coefficient 0, and no control of beta without all three settings."""
+    recipe = from_flat(SEEDED | {"kl_target": 0.07, "kl_horizon": 500}).recipe
+    assert recipe["algorithm_args"]["clip_eps_low"] == recipe["algorithm_args"]["clip_eps_high"] == 0.2
+    assert (recipe["rollout"]["temperature"], recipe["rollout"]["top_p"]) == (0.8, 0.9)
+    assert recipe["info_seed"] == {"num_seeds": 4, "coeff": 0.0}
+    assert "controllers" not in recipe
+    named = from_flat({**GRPO, "kl_target": 0.07, "kl_ctl_step_size": 0}).without_effect
+    assert set(named) == {"kl_target", "kl_ctl_step_size"}
+
+
+def test_a_rate_of_0_of_the_meta_controller_is_that_of_both():
+    translated = from_flat({**META, "controller_meta_tau_lr": 0.0, "controller_meta_beta_lr": 0.3, "maxent_tau_lr": 0.1})
+    assert translated.recipe["controllers"]["meta"] == {"method": "analytic", "lr": 0.1, "beta_lr": 0.3}
+    assert set(translated.without_effect) == {"controller_meta_tau_lr", "maxent_tau_lr"}
 
 
 def without_dependents(content, key, value):

@@ -7,6 +7,10 @@ import pytest
 from typer.testing import CliRunner
 
 from ludic.cli.app import app
+from ludic.errors import ConfigError
+from ludic.recipes.build import build_algorithm
+from ludic.recipes.compose import compose
+from ludic.runs.control import check_control
 
 KL = ("controllers.kl.target=0.001", "controllers.kl.horizon=5")
 MAXENT = ("algorithm=maxent_grpo", "algorithm_args.beta=0.1")
@@ -35,3 +39,13 @@ def test_settings_that_do_not_fit_are_refused_before_anything_is_written(tiny: l
     assert done.exit_code != 0
     assert "controllers.kl controls beta" in " ".join(done.output.split())
     assert not (tmp_path / "run").exists()
+
+
+def test_the_seeded_answers_of_infoseed_count_in_the_largest_entropy() -> None:
+    """log(4 + 4) = 2.079, log 4 = 1.386."""
+    settings = ["maxent", "rollout.group_size=4", "controllers.entropy.target=2.0", "controllers.entropy.lr=0.1"]
+    seeded = compose([*settings, "info_seed.num_seeds=4"])
+    check_control(seeded, build_algorithm(seeded))
+    plain = compose(settings)
+    with pytest.raises(ConfigError, match=r"the entropy target \(2 nats\) must be at most log\(group_size\) = log\(4\)"):
+        check_control(plain, build_algorithm(plain))

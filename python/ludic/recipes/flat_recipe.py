@@ -27,10 +27,19 @@ _SPECIAL = (
 )
 _DEFAULTS: Mapping[str, Any] = {
     "reward": "pure_accuracy_math",
+    "rollout.temperature": 0.8,
+    "rollout.top_p": 0.9,
     "trainer.lr_scheduler_type": "cosine",
     "trainer.minibatches_per_batch": 1,
 }
 """What the document does where a file says nothing."""
+_CLIP_RANGE = 0.2
+"""Its `clip_range`."""
+_OWN_RATES = ("controller_meta_tau_lr", "controller_meta_beta_lr")
+_LAWS = ("kl_horizon", "kl_ctl_step_size", "maxent_tau_lr", "maxent_tau_warmup_steps")
+"""Settings of the two laws that the meta-controller does not read."""
+_KL_LAW = ("kl_target", "kl_horizon", "kl_ctl_step_size")
+"""Without one of them its controller of beta is off."""
 _SERVER_URL, _SERVER_ADDRESS = ("vllm_url", "vllm_server_base_url"), ("vllm_server_host", "vllm_server_port")
 _DOCUMENT_FORM = {"form": "likelihood", "baseline": "none", "sampler_exponent": 0.0}
 """The document's MaxEnt: l weighted by w itself, and nothing divided by the sampler."""
@@ -76,9 +85,10 @@ def from_flat(content: Mapping[str, Any], *, task: str | None = None, replaced: 
     _translate_batch(flat, settings)
     _translate_rest(flat, settings)
     without = {key: WITHOUT_EFFECT[key] for key in flat if key in WITHOUT_EFFECT} | _list_idle(flat, is_maxent)
-    if flat.get("controller_meta_enabled"):
-        settings |= {"controllers.meta.method": "analytic", **_rename(flat, META, "controllers.meta.")}
-    settings |= _rename(flat, SEED, "info_seed.") if flat.get("info_seed_enabled") else _refuse_seed(flat)
+    _translate_controllers(flat, settings)
+    settings |= (
+        {"info_seed.coeff": 0.0, **_rename(flat, SEED, "info_seed.")} if flat.get("info_seed_enabled") else _refuse_seed(flat)
+    )
     if task in ("infoseed", "info-seed") and not flat.get("info_seed_enabled"):
         raise ConfigError(f"task {task} needs info_seed_enabled: true")
     return FlatRecipe(_nest({**_DEFAULTS, **settings}), without)
@@ -146,6 +156,8 @@ def _translate_clip(flat: Mapping[str, Any], settings: dict[str, Any], is_maxent
     it is asked for."""
     own = flat.get("maxent_clip_range")
     width = own if own is not None else flat.get("clip_range")
+    if width is None and not is_maxent:
+        width = _CLIP_RANGE
     if width is not None:
         settings |= {"algorithm_args.clip_eps_low": width, "algorithm_args.clip_eps_high": width}
     if not is_maxent:
@@ -157,6 +169,21 @@ def _translate_clip(flat: Mapping[str, Any], settings: dict[str, Any], is_maxent
     else:
         for name in ("clip_coeff", "clip_baseline", "clip_eps_low", "clip_eps_high"):
             settings.pop(f"algorithm_args.{name}", None)
+
+
+def _translate_controllers(flat: Mapping[str, Any], settings: dict[str, Any]) -> None:
+    """A rate of the meta-controller that is 0 leaves `controller_meta_lr` as it is. Without the
+    meta-controller, the law of beta needs all three of its settings."""
+    if flat.get("controller_meta_enabled"):
+        rates = {key: value for key, value in flat.items() if key not in _OWN_RATES or value}
+        settings |= {"controllers.meta.method": "analytic", **_rename(rates, META, "controllers.meta.")}
+    elif not _has_kl_law(flat):
+        for key in _KL_LAW:
+            settings.pop(SHARED[key], None)
+
+
+def _has_kl_law(flat: Mapping[str, Any]) -> bool:
+    return all(flat.get(key) for key in _KL_LAW)
 
 
 def _list_idle(flat: Mapping[str, Any], is_maxent: bool) -> dict[str, str]:
@@ -173,6 +200,11 @@ def _list_idle(flat: Mapping[str, Any], is_maxent: bool) -> dict[str, str]:
             idle |= dict.fromkeys(_SERVER_ADDRESS, "the url of the server has the address")
     if not flat.get("controller_meta_enabled"):
         idle |= dict.fromkeys(META, "controller_meta_enabled is off")
+        if not _has_kl_law(flat):
+            idle |= dict.fromkeys(_KL_LAW, f"the controller of beta needs {', '.join(_KL_LAW)}, each above 0")
+    else:
+        idle |= {key: "controller_meta_lr stands in for a rate of 0" for key in _OWN_RATES if not flat.get(key)}
+        idle |= dict.fromkeys(_LAWS, "the meta-controller replaces the controllers of beta and tau")
     if flat.get("maxent_tau_min") == 0:
         idle["maxent_tau_min"] = "tau never reaches 0; its least value is 1e-6"
     return {key: reason for key, reason in idle.items() if key in flat}

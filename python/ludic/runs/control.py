@@ -24,7 +24,7 @@ from ludic.training.loggers import TeeLogger, TrainingLogger
 def check_control(recipe: Recipe, algorithm: RLAlgorithm) -> None:
     """Raise `ConfigError` for wrong settings of `reference` and `controllers`."""
     check_reference(recipe.reference, has_adapters=bool(recipe.lora.rank))
-    build_controllers(recipe.controllers, algorithm, group_size=recipe.rollout.group_size)
+    build_controllers(recipe.controllers, algorithm, group_size=_answers(recipe))
 
 
 def open_control(
@@ -40,11 +40,16 @@ def open_control(
     algorithm without coefficients, as that of the warm-up, has no controllers."""
     controllers: list[Controller] = []
     if algorithm.coefficients:
-        controllers = build_controllers(recipe.controllers, algorithm, group_size=recipe.rollout.group_size)
+        controllers = build_controllers(recipe.controllers, algorithm, group_size=_answers(recipe))
     if controllers and logger is not None:
         logger = TeeLogger(logger, ControllerStateLogger(directory.path / FILE_NAME, controllers, algorithm.coefficients))
     reference = open_reference(recipe, algorithm, parts, directory, phase, cfg)
     return {"reference": reference, "controllers": controllers, "train_logger": logger}
+
+
+def _answers(recipe: Recipe) -> int:
+    """The answers to a problem, with the seeded ones of InfoSeed."""
+    return recipe.rollout.group_size + recipe.info_seed.num_seeds
 
 
 class ControllerStateLogger:
