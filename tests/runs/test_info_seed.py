@@ -3,8 +3,9 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
-from benches.python.info_seed import is_above_chance, measure
+from benches.python.info_seed import best_guess, is_above_chance, measure
 from tiny_recipe import TINY
 from typer.testing import CliRunner
 
@@ -39,6 +40,13 @@ def test_a_run_trains_and_measures_seeded_answers(tmp_path: Path) -> None:
     assert json.loads((run / "progress.json").read_text())["early_stopping"]["metric"] == "eval_seed/pass_at_n"
     tags = [json.loads(line)["meta"]["request_meta"].get("seed_id") for line in (run / "rollouts.jsonl").read_text().splitlines()]
     assert tags[:6] == [None, None, None, None, 1, 2]
+
+
+def test_the_best_guess_by_hand() -> None:
+    """Question 1: the larger of .5 .1 and of .2 .6 are .5 + .6, over 2 seeds .55; .3 of each seed's
+    answers are not listed. Question 2: equal seeds, (.5 + .5) / 2."""
+    probabilities = np.array([[[0.5, 0.2], [0.1, 0.6]], [[0.5, 0.5], [0.5, 0.5]]])
+    assert best_guess(probabilities) == pytest.approx((0.525, 0.525 + 0.15))
 
 
 @pytest.mark.integration
