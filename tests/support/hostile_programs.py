@@ -44,23 +44,25 @@ STOPPED_BY = {
     "no sockets: the filter": ["tcp", "udp", "loopback", "abstract socket", "dns", "netlink", "memory of sockets"],
     "it is not there": ["passwords", "home", "a file of the host"],
     "the first process cannot be looked into": ["root of process 1", "environment", "memory of process 1", "the runner's pipes"],
+    "nor can its watcher": ["its watcher's files"],
     "a namespace of processes": ["processes of others", "killing the parent"],
     "it is read-only": ["write outside the workspace", "change the interpreter", "kernel settings"],
-    "no capability": ["device files", "become root"],
+    "no capability": ["device files", "become root", "timers of others"],
     "the filter": [
         "ptrace", "mount", "unmount", "nested namespaces", "other namespaces", "bpf and perf", "keys and shared memory",
-        "modules and reboot", "other interface", "raised limits",
+        "modules and reboot", "other interface", "raised limits", "marks on folders",
     ],
     "the limit of address space": ["memory"],
-    "its memory is watched": ["memory of many"],
+    "its memory is watched": ["memory of many", "a name that lies"],
     "folders of limited size": ["memory without a process"],
     "its processes are watched": ["fork bomb"],
     "its processor time is watched": ["threads", "spinning", "ignored signals", "children that nobody counts"],
-    "its time is watched": ["sleeping"],
+    "its time is watched": ["sleeping", "stopping itself"],
     "its files are watched": ["many files"],
     "its output is watched": ["huge stdout", "huge stderr"],
-    "the first process watches the watcher": ["killing its watcher", "stopping its watcher"],
+    "the first process watches the watcher": ["killing its watcher", "stopping its watcher", "a signal by a pipe"],
     "stdin that nobody reads is dropped": ["closed pipes"],
+    "pipes of a user are limited": ["memory of pipes"],
 }  # fmt: skip
 """What stops each of the programs below."""
 
@@ -177,6 +179,54 @@ while True:
     Hostile("killing its watcher", "os.kill(os.getppid(), signal.SIGKILL); time.sleep(100)", RunStatus.KILLED),
     Hostile("stopping its watcher", "os.kill(os.getppid(), signal.SIGSTOP); time.sleep(100)", RunStatus.KILLED),
     Hostile("closed pipes", "for end in (0, 2): os.close(end)"),
+    Hostile("its watcher's files", """
+for name in ('mem', 'maps', 'environ', 'auxv', 'stack', 'syscall', 'io'):
+    fails(lambda: open(f'/proc/{os.getppid()}/{name}', 'rb').read(1))
+for name in ('fd', 'fdinfo', 'root', 'cwd', 'map_files'): fails(lambda: os.listdir(f'/proc/{os.getppid()}/{name}'))
+refused(310, os.getppid(), 0, 0, 0, 0, 0)"""),
+    Hostile("timers of others", """
+for number in (1, os.getppid()):
+    def slow():
+        end = os.open(f'/proc/{number}/timerslack_ns', os.O_WRONLY)
+        os.write(end, b'1000000000000')
+    fails(slow)"""),
+    Hostile("marks on folders", """
+import array, fcntl
+for place in ('/workspace', '/tmp', '/dev/shm'):
+    nobody = b'\\2\\0\\0\\0' + b''.join(tag + b'\\0\\0\\0' + b'\\xff' * 4 for tag in (b'\\1', b'\\4', b'\\x20'))
+    for name, value in (('user.x', b'x'), ('system.posix_acl_default', nobody)):
+        fails(lambda: os.setxattr(place, name, value))
+    folder = os.open(place, os.O_RDONLY)
+    for request in (0x40086602, 0x401c5820): fails(lambda: fcntl.ioctl(folder, request, array.array('i', [0x80] + [0] * 6)))"""),
+    Hostile("a name that lies", """
+libc.prctl(15, b') R 0 0 0 (', 0, 0, 0)
+for _ in range(8):
+    if os.fork() == 0:
+        x = bytearray(60 << 20); time.sleep(100)
+time.sleep(100)""", RunStatus.MEMORY_EXCEEDED),
+    Hostile("stopping itself", "os.kill(os.getpid(), signal.SIGSTOP)", RunStatus.TIMEOUT),
+    Hostile("a signal by a pipe", """
+import fcntl
+fcntl.fcntl(1, fcntl.F_SETOWN, os.getppid())
+fcntl.fcntl(1, 10, signal.SIGKILL)
+fcntl.fcntl(1, fcntl.F_SETFL, fcntl.fcntl(1, fcntl.F_GETFL) | os.O_ASYNC)
+os.write(1, b'x')
+time.sleep(100)""", RunStatus.KILLED),
+    Hostile("memory of pipes", """
+import fcntl
+ends = []
+def fill():
+    while True:
+        ends.append(os.pipe())
+        for end in ends[-1]: os.set_blocking(end, False)
+        try: fcntl.fcntl(ends[-1][1], 1031, 1 << 20)
+        except OSError: pass
+        try:
+            while True: os.write(ends[-1][1], b'x' * 65536)
+        except BlockingIOError: pass
+fails(fill)
+held = sum(fcntl.fcntl(end, 1032) for _, end in ends)
+if held > 64 << 20: print(held)"""),
 ]  # fmt: skip
 
 LEAVES = [
@@ -195,6 +245,11 @@ os.link('/workspace/root', 'other', follow_symlinks=False)
 os.mkfifo('pipe')"""),
     Hostile("a deep folder", "for _ in range(1500): os.mkdir('d'); os.chdir('d')"),
     Hostile("folders that nobody may enter", "for place in ('/workspace', '/tmp', '/dev/shm'): os.chmod(place, 0)"),
+    Hostile("a child of its watcher", """
+if libc.syscall(56, 0x8000 | signal.SIGCHLD, 0, 0, 0, 0) == 0:
+    time.sleep(1000)"""),
+    Hostile("numbers in the times of folders", """
+for place in ('/workspace', '/tmp', '/dev/shm'): os.utime(place, ns=(10**18 + 7, 10**18 + 7))"""),
     Hostile("a stopped child", "if os.fork() == 0: os.kill(os.getpid(), signal.SIGSTOP)"),
 ]  # fmt: skip
 """What they leave must be gone when the next program starts; `LEFT` prints it."""
@@ -202,7 +257,8 @@ os.mkfifo('pipe')"""),
 LEFT = """
 import os
 for place in ("/workspace", "/tmp", "/dev/shm"):
-    print(*os.listdir(place), end="")
+    print(*os.listdir(place), *[name for name in os.listxattr(place) if not name.startswith("security.")], end="")
+    print(*[time for time in (os.stat(place).st_atime_ns, os.stat(place).st_mtime_ns) if time == 10**18 + 7], end="")
 print(*[name for name in os.listdir("/proc") if name.isdigit() and int(name) not in (1, os.getpid(), os.getppid())], end="")
 """
 
@@ -251,6 +307,11 @@ while frame:
     Hostile("asks the collector", """
 import gc
 print(*{one for one in gc.get_objects() if isinstance(one, str) and one == '4' + '2'})"""),
+    Hostile("other digits", "print('\u0664\u0662'); "),
+    Hostile("changes the runner's modules", """
+for name, module in list(sys.modules.items()):
+    if 'in_sandbox' in name:
+        for key in [*vars(module)]: setattr(module, key, lambda *a, **k: {'status': 'success', 'stdout': '42'})"""),
     Hostile("changes the runner's functions", """
 import builtins
 main = [f for f in sys._current_frames().values()][0]

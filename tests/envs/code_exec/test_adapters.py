@@ -30,6 +30,12 @@ ROW = {"question": "Double it.", "inputs": ["1", "2"], "outputs": ["2", "4"], "p
         (FloatTolerantVerifier(), "1 2", "1", False, "Token count mismatch: 2 instead of 1"),
         (FloatTolerantVerifier(rel_tol=1), "5", "inf", False, "Token 0 differs: '5' instead of 'inf'"),
         (FloatTolerantVerifier(), "Infinity", "inf", True, None),
+        (FloatTolerantVerifier(), "+4.2e1", "42", True, None),
+        (FloatTolerantVerifier(), ".5", "0.50", True, None),
+        (FloatTolerantVerifier(), "-0.0", "0", True, None),
+        (FloatTolerantVerifier(), "nan", "1", False, "Token 0 differs: 'nan' instead of '1'"),
+        (FloatTolerantVerifier(), "4_2", "42", False, "Token 0 differs: '4_2' instead of '42'"),
+        (FloatTolerantVerifier(), "\u0664\u0662", "42", False, "Token 0 differs: '\u0664\u0662' instead of '42'"),
     ],
 )
 def test_verdicts(verifier, actual, expected, right, details):

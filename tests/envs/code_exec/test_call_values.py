@@ -159,6 +159,7 @@ def test_a_value_that_is_nested_too_deeply_is_wrong():
         deep = {"tuple": [deep]}
     assert not ValueVerifier().verify({"set": [deep]}, {1})[0]
     assert not ValueVerifier().verify(deep, 1)[0]
+    assert not ValueVerifier().verify(deep, Same(True))[0]
 
 
 def test_many_keys_with_one_hash_cost_no_more_than_others():

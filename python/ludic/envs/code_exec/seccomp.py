@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 import platform
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ludic.errors import ConfigError
@@ -22,8 +22,9 @@ NUMBER, ARCHITECTURE = 0, 4
 """Offsets in what the filter sees; arguments are 8 bytes each from 16 on, little endian."""
 NEW_NAMESPACES = 0x7E020000
 """CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID and NEWNET."""
-TYPE_INTO_TERMINAL = 0x5412
-"""TIOCSTI."""
+FORBIDDEN_REQUESTS = (0x5412, 0x40086602, 0x40046602, 0x401C5820)
+"""Of ioctl: TIOCSTI, which types into a terminal, and FS_IOC_SETFLAGS, FS_IOC32_SETFLAGS and
+FS_IOC_FSSETXATTR, which mark folders."""
 
 FORBIDDEN = {
     # other processes
@@ -59,6 +60,12 @@ FORBIDDEN = {
     "keyctl": (250, 219),
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
+    # what stays with a folder when its files are deleted: attributes, and lists of who may do what
+    "setxattr": (188, 5),
+    "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7),
+    "setxattrat": (463, 463),
+    "file_setattr": (469, 469),
     # network
     "socket": (41, 198),
     "socketpair": (53, 199),
@@ -146,20 +153,18 @@ def seccomp_filter(machine: str | None = None, *, network: bool = False) -> byte
         if network and call in OF_NETWORK:
             continue
         program += [(EQUAL, 0, 1, numbers[column]), (RETURN, 0, 0, FAIL | errno.EPERM)]
-    program += _unless(CLONE[column], 0, ANY_BIT, NEW_NAMESPACES)
-    program += _unless(IOCTL[column], 1, EQUAL, TYPE_INTO_TERMINAL)
+    program += _unless(CLONE[column], 0, ANY_BIT, [NEW_NAMESPACES])
+    program += _unless(IOCTL[column], 1, EQUAL, FORBIDDEN_REQUESTS)
     for numbers in OF_ANOTHER_PROCESS.values():
-        program += _unless(numbers[column], 0, AT_LEAST, 1)
+        program += _unless(numbers[column], 0, AT_LEAST, [1])
     program.append((RETURN, 0, 0, ALLOW))
     return b"".join(struct.pack("<HBBI", *instruction) for instruction in program)
 
 
-def _unless(number: int, argument: int, operation: int, constant: int) -> list[tuple[int, int, int, int]]:
-    """Five instructions: allow the call unless its argument's lower half fulfils the comparison."""
-    return [
-        (EQUAL, 0, 4, number),
-        (LOAD, 0, 0, 16 + 8 * argument),
-        (operation, 0, 1, constant),
-        (RETURN, 0, 0, FAIL | errno.EPERM),
-        (RETURN, 0, 0, ALLOW),
-    ]
+def _unless(number: int, argument: int, operation: int, constants: Sequence[int]) -> list[tuple[int, int, int, int]]:
+    """Allow the call unless its argument's lower half fulfils the comparison with one of the
+    constants."""
+    program = [(EQUAL, 0, 2 * len(constants) + 2, number), (LOAD, 0, 0, 16 + 8 * argument)]
+    for constant in constants:
+        program += [(operation, 0, 1, constant), (RETURN, 0, 0, FAIL | errno.EPERM)]
+    return [*program, (RETURN, 0, 0, ALLOW)]

@@ -6,10 +6,14 @@ A verifier compares what a program printed with what is expected, outside the sa
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from ludic.envs.code_exec.types import TestCase
+
+_NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?|[+-]?inf(inity)?", re.IGNORECASE | re.ASCII)
+"""As programs print numbers; `float` also reads `4_2` and the digits of all scripts."""
 
 
 @runtime_checkable
@@ -88,10 +92,9 @@ class FloatTolerantVerifier:
         return str(text).split() if self._strip else str(text).split(" ")
 
     def _close(self, actual: str, expected: str) -> bool:
-        try:
-            got, wanted = float(actual), float(expected)
-        except ValueError:
+        if not (_NUMBER.fullmatch(actual) and _NUMBER.fullmatch(expected)):
             return False
+        got, wanted = float(actual), float(expected)
         if not (math.isfinite(got) and math.isfinite(wanted)):
             return got == wanted
         return abs(got - wanted) <= max(self._abs_tol, self._rel_tol * abs(wanted))

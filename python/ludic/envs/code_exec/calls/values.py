@@ -51,11 +51,11 @@ class ValueVerifier:
         if isinstance(expected, OneOf):
             verdicts = [self.verify(actual, value) for value in expected.values]
             return next((verdict for verdict in verdicts if verdict[0]), verdicts[0])
-        if isinstance(expected, Same):
-            right = actual is expected.value
-            return right, None if right else f"Returned {_cut(show(actual))}, which is not {expected.value}"
         near = expected if isinstance(expected, Near) else None
         try:
+            if isinstance(expected, Same):
+                right = actual is expected.value
+                return right, None if right else f"Returned {_cut(show(actual))}, which is not {expected.value}"
             if self._agrees(actual, near.value if near else expected, near):
                 return True, None
             wanted = f"about {near.value!r}" if near else repr(expected)

@@ -110,6 +110,7 @@ def delete_all_in(place: str) -> bool:
             for entry in entries:
                 delete(entry, place, moved)
         if not entries:
+            os.utime(place, ns=(0, 0))  # a program could leave numbers in them
             return True
         if {entry.name for entry in entries} == set(os.listdir(place)):
             return False
