@@ -60,6 +60,10 @@ class MissingExtraError(LudicError, ImportError):
         return cls(f"{package} is not installed; `pip install 'ludic[{extra}]'` installs it")
 
 
+INPUT_ERRORS = (ConfigError, ConfigTypeError, DataError, DataKeyError, DataTypeError, MissingExtraError)
+"""Errors in what the user gave: the message says which setting, row or package is wrong."""
+
+
 class RolloutError(LudicError, RuntimeError):
     """Episodes failed, and the remaining ones cannot form a batch."""
 

@@ -22,6 +22,11 @@ SEEDED = [
 
 def test_a_run_trains_and_measures_seeded_answers(tmp_path: Path) -> None:
     watched = ["trainer.early_stopping_patience=9", "trainer.early_stopping_metric=eval_seed/pass_at_n"]
+    watched += [
+        "callbacks.keep_best=eval_seed/pass_at_n",
+        "callbacks.stop.metric=eval_seed/pred_acc",
+        "callbacks.stop.patience=9",
+    ]
     result = CliRunner().invoke(app, ["train", "maxent", *SEEDED, *watched, f"output={tmp_path}", "name=run"])
     assert result.exit_code == 0, result.output
     assert "3 steps of 2 problems x 6 answers" in result.output
@@ -38,6 +43,8 @@ def test_a_run_trains_and_measures_seeded_answers(tmp_path: Path) -> None:
     summary = json.loads((run / "summary.json").read_text())
     assert summary["after"]["eval_seed/pass_at_n"] >= 0
     assert json.loads((run / "progress.json").read_text())["early_stopping"]["metric"] == "eval_seed/pass_at_n"
+    best = json.loads((run / "checkpoints" / "reinforce" / "best.json").read_text())
+    assert (best["metric"], best["value"]) == ("eval_seed/pass_at_n", measured["eval_seed/pass_at_n"])
     tags = [json.loads(line)["meta"]["request_meta"].get("seed_id") for line in (run / "rollouts.jsonl").read_text().splitlines()]
     assert tags[:6] == [None, None, None, None, 1, 2]
 

@@ -194,6 +194,20 @@ def test_several_functions_with_weights_are_reported_by_name(here: Path, model: 
         assert 0 <= line[f"{name}/std"] <= 1
 
 
+def test_prompts_that_nearly_fill_the_context_are_told_with_numbers(here: Path, model: Path, caplog) -> None:
+    """Each prompt has 2 tokens (one a byte), the system prompt 17 and the empty line between them 2: 21
+    of 25, so that 4 of the 4 tokens of an answer fit, and one more does not."""
+    given = [f"model={model}", "data=problems.jsonl", "reward=own_problem_rewards:vowels", "steps=1"]
+    tight = ["rollout.system_prompt=Answer in letters", "trainer.max_seq_len=25"]
+    trained(*given, *tight, "name=fits")
+    assert "prompts leave" not in caplog.text
+    trained(*given, *tight, "rollout.max_new_tokens=5", "name=tight")
+    [said] = [record.getMessage() for record in caplog.records if "prompts leave" in record.getMessage()]
+    assert "7 of the first 7 prompts leave less than the 5 tokens that an answer may have" in said
+    assert "trainer.max_seq_len is 25 tokens, and the longest prompt has 21, 19 of them from the system prompt" in said
+    assert "raise trainer.max_seq_len" in said
+
+
 def test_a_chat_model_gets_the_messages_of_the_data_in_its_template(here: Path, chat_model: Path) -> None:
     messages = [[{"role": "system", "content": "S"}, {"role": "user", "content": row["prompt"]}] for row in ROWS]
     write(here / "chat.jsonl", [{"prompt": prompt} for prompt in messages])

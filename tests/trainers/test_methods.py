@@ -14,9 +14,9 @@ import ludic
 from ludic import GRPO, SFT, RewardModel
 from ludic.cli.app import app
 from ludic.cli.train import TrainCommand
-from ludic.errors import ConfigError, ConfigTypeError
+from ludic.errors import CheckpointError, ConfigError, ConfigTypeError
 from ludic.models.byte_tokenizer import make_byte_tokenizer
-from ludic.training import Callback
+from ludic.training import Callback, KeepBest, StopOnMetric
 from ludic.training.reward_functions import register_reward, reward_names
 from ludic.training.reward_registry import given_rewards, make_reward
 
@@ -215,6 +215,50 @@ def test_sft_and_a_reward_model_are_one_object_each(model: Path) -> None:
 def test_wrong_arguments_are_refused_when_the_object_is_made(make, error, message):
     with pytest.raises(error, match=message):
         make()
+
+
+def test_a_row_without_a_column_that_a_reward_asks_for_is_refused_at_once():
+    rows = [dict(row) for row in ROWS]
+    del rows[3]["answer"]
+    with pytest.raises(ConfigError, match="row 3 of the data has no answer, which the reward function digits asks for"):
+        GRPO("m", digits, rows)
+    with pytest.raises(ConfigError, match="row 0 of the data has no answer"):
+        GRPO("m", digits, ROWS, eval_dataset=[{"prompt": "2+2="}, {"prompt": "1+1=", "answer": "2"}])
+    with pytest.raises(ConfigError, match="digits asks for answer, which the data does not have; it has none but the prompt"):
+        GRPO("m", digits, [{"prompt": "2+2="}])
+    rows[3]["answer"] = None  # which says that there is none
+    GRPO("m", [digits, lambda completions, hint="": []], rows)
+
+
+def test_tracebacks_of_wrong_input_end_at_the_users_line(model: Path) -> None:
+    """Regression test: a wrong setting printed 15 frames of the library before its sentence."""
+    with pytest.raises(ConfigError, match="tempo") as caught:
+        GRPO(model, digits, ROWS, tempo=3)
+    frames = [entry.path.name for entry in caught.traceback]
+    assert (frames, caught.value.__cause__, caught.value.__suppress_context__) == (["test_methods.py", "errors.py"], None, True)
+    with pytest.raises(ConfigError, match="must be at least") as caught:
+        GRPO(model, digits, ROWS, **{**SMALL, "task.args.num_heldout": 0}).train()
+    assert [entry.path.name for entry in caught.traceback] == ["test_methods.py", "errors.py"]
+
+
+def test_the_name_of_an_earlier_run_is_refused_before_the_model_is_loaded(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    GRPO(model, digits, ROWS, name="once", **{**SMALL, "steps": 0}).train()
+    monkeypatch.setattr(TrainCommand, "build", lambda *_: pytest.fail("it was built"))
+    with pytest.raises(CheckpointError, match=r"exists already.*in Python train\(resume=True\)"):
+        GRPO(model, digits, ROWS, name="once", **SMALL).train()
+
+
+@pytest.mark.parametrize(
+    ("callback", "settings", "message"),
+    [
+        (KeepBest("sampled_reward"), {}, "of evaluations, and there are none"),
+        (StopOnMetric("accuracy", at=1), {"trainer.eval_every_n_steps": 1}, "it measures sampled_reward, greedy_reward"),
+    ],
+)
+def test_a_callback_that_would_never_act_is_refused_before_the_run(model: Path, callback, settings, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        GRPO(model, digits, ROWS, callbacks=[callback], name="watched", **SMALL, **settings).train()
+    assert not Path("runs/watched").exists()
 
 
 def test_the_package_imports_its_objects_when_they_are_read():

@@ -20,7 +20,7 @@ from ludic.cli.resume import parse_changes
 from ludic.rank_environment import read_rank_environment
 from ludic.recipes.devices import choose_devices
 from ludic.recipes.place_section import needs_launcher
-from ludic.runs.directory import DONE, run_path
+from ludic.runs.directory import DONE, check_name
 from ludic.runs.process_memory import settle_memory
 from ludic.runs.versions import collect_versions
 
@@ -114,7 +114,8 @@ def _train(
         return launch(recipe, lambda: begin_run(command, recipe), directory, console)
     choose_devices(recipe)
     try:
-        run_path(recipe.output, recipe.name, "run")  # raises for an invalid name
+        if directory is None:
+            check_name(recipe.output, recipe.name)
         console.print("Loading torch and transformers", highlight=False)
         screen, parts = _build_parts(command, recipe, console)
         is_new = directory is None

@@ -46,18 +46,7 @@ def find_rank() -> RankEnvironment | None:
 
 def exit_status(error: Exception) -> int:
     """The exit status of a command that ends with this error."""
-    from ludic.errors import (
-        ConfigError,
-        ConfigTypeError,
-        DataError,
-        DataKeyError,
-        DataTypeError,
-        MissingExtraError,
-        OwnershipLost,
-        QueueError,
-        QueueRefused,
-        RankError,
-    )
+    from ludic.errors import INPUT_ERRORS, OwnershipLost, QueueError, QueueRefused, RankError
 
     if isinstance(error, RankError):
         return error.exit_code
@@ -65,8 +54,7 @@ def exit_status(error: Exception) -> int:
         return STOP
     if isinstance(error, QueueError):
         return RETRY
-    is_input = isinstance(error, (ConfigError, ConfigTypeError, DataError, DataKeyError, DataTypeError, MissingExtraError))
-    return WRONG_INPUT if is_input else FAILED
+    return WRONG_INPUT if isinstance(error, INPUT_ERRORS) else FAILED
 
 
 def rank_exit_status(error: BaseException) -> int:

@@ -18,7 +18,7 @@ from ludic.recipes.ranks_section import check_ranks
 from ludic.recipes.reference_section import check_reference
 from ludic.recipes.schema import NULL_UNLESS_SET, Recipe, TaskSection
 from ludic.tasks import Addition, Code, DigitSort, EpisodicTask, Rising, Task, TicTacToe, Tools, as_episodic
-from ludic.tasks.code_data import CODE_REWARDS, CodeData
+from ludic.tasks.code_data import CodeData
 from ludic.tasks.data_task import DataTask
 from ludic.tasks.importing import import_named
 from ludic.tasks.judged import judged_by
@@ -27,6 +27,7 @@ from ludic.training.algorithm import RLAlgorithm
 from ludic.training.config import TrainerConfig
 from ludic.training.presets.registry import REGISTRY
 from ludic.training.presets.seeded import add_info_seed
+from ludic.training.reward_registry import CODE_REWARDS
 
 C = TypeVar("C", bound=TrainerConfig)
 T = TypeVar("T")

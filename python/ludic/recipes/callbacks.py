@@ -9,8 +9,9 @@ from ludic.errors import ConfigError
 from ludic.recipes.callbacks_section import CallbacksSection, RLCallbacksSection
 from ludic.tasks.importing import import_named
 from ludic.training.callbacks import Callback, CompletionTable, KeepBest, PushToHub, StopOnMetric
-from ludic.training.callbacks.metric import bare_name
 from ludic.training.config import TrainerConfig
+from ludic.training.loop.callbacks import check_watched
+from ludic.training.loop.metric_names import bare_name
 
 
 def build_callbacks(section: CallbacksSection, *, console: Any = None) -> list[Callback]:
@@ -31,7 +32,7 @@ def build_callbacks(section: CallbacksSection, *, console: Any = None) -> list[C
 def check_callbacks(section: CallbacksSection, cfg: TrainerConfig, *, measured: Sequence[str] | None = None) -> None:
     """Raise ConfigError for callbacks that could never act: a metric of evaluations that do not
     take place or, if they are known, do not measure it."""
-    build_callbacks(section)
+    built = build_callbacks(section)
     for setting, name in (("callbacks.keep_best", section.keep_best), ("callbacks.stop.metric", section.stop.metric)):
         if name is None or name.startswith("train/"):
             continue
@@ -41,6 +42,7 @@ def check_callbacks(section: CallbacksSection, cfg: TrainerConfig, *, measured: 
             )
         if measured is not None and bare_name(name) not in measured:
             raise ConfigError(f"{setting} ({name}) is not measured by this run, which measures {', '.join(measured)}")
+    check_watched(built, cfg.eval_every_n_steps, measured=measured)
 
 
 def _build_stop(section: CallbacksSection) -> StopOnMetric | None:

@@ -77,6 +77,11 @@ class TrainingRun(ABC, Generic[RecipeT, PartsT, DirectoryT]):
         ranks.ask_rank_0("saving the base", lambda: save_missing_base(parts.model, recipe.model, directory.base))
 
     @property
+    def measured(self) -> Sequence[str] | None:
+        """The metrics of an evaluation; None if they are not known before one."""
+        return None
+
+    @property
     def title(self) -> str:
         """The name of the run in its first line of output."""
         return self.directory.command

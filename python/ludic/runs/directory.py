@@ -293,9 +293,22 @@ def _move_to_free_name(folder: Path, path: Path, *, is_chosen: bool) -> Path:
         except OSError as error:  # another process made it first
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
+    raise _taken(path)
+
+
+def check_name(output: str, name: str | None) -> None:
+    """Raise ConfigError for a name that no folder can have, CheckpointError for one that is
+    taken."""
+    path = run_path(output, name, "run")
+    if name is not None and (path.exists() or path.is_symlink()):
+        raise _taken(path)
+
+
+def _taken(path: Path) -> CheckpointError:
     is_run = (path / "progress.json").is_file()
-    remedy = f", or resume it with --resume {path}" if is_run else " (it holds no run that --resume could continue), or delete it"
-    raise CheckpointError(f"{path} exists already; choose another name={remedy}")
+    can_resume = f", or resume it with --resume {path}, in Python train(resume=True)"
+    remedy = can_resume if is_run else " (it holds no run that --resume could continue), or delete it"
+    return CheckpointError(f"{path} exists already; choose another name={remedy}")
 
 
 def _list_candidates(path: Path) -> Iterator[Path]:

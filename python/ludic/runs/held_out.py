@@ -25,6 +25,7 @@ from ludic.tasks import Episode, EpisodicTask, Task, as_episodic
 from ludic.tasks.episodic import Played, share
 from ludic.tasks.success import success_of
 from ludic.training.config import TrainerConfig
+from ludic.training.loop.metric_names import bare_name
 from ludic.training.reward_scorer import SCORE_INFO
 from ludic.training.rollouts.engine import RolloutEngine
 from ludic.training.rollouts.played import PlayedRollouts
@@ -117,7 +118,7 @@ def check_early_stopping(section: str, cfg: TrainerConfig, measured: Sequence[st
     if cfg.early_stopping_patience is None:
         return
     name = cfg.early_stopping_metric
-    if not {name, name.removeprefix("eval_"), name.removeprefix("eval/")} & set(measured):
+    if not {name, bare_name(name)} & set(measured):
         raise ConfigError(
             f"{section}.early_stopping_metric ({name}) is not measured by ludic train, which measures {', '.join(measured)}: set "
             f"{section}.early_stopping_metric=sampled_reward {section}.early_stopping_mode=max"
@@ -126,11 +127,15 @@ def check_early_stopping(section: str, cfg: TrainerConfig, measured: Sequence[st
 
 def check_watched_metrics(recipe: Recipe, warmup_cfg: TrainerConfig, cfg: TrainerConfig, task: EpisodicTask) -> None:
     """Raise `ConfigError` for early stopping or callbacks by a metric that is not measured."""
-    measured = list_measured(task, recipe.evaluation)
-    with_seeds = [*measured, *_list_measured_by_seed(recipe.info_seed)]
-    check_early_stopping("warmup.trainer", warmup_cfg, with_seeds)
-    check_early_stopping("trainer", cfg, with_seeds)
+    measured = list_all_measured(recipe, task)
+    check_early_stopping("warmup.trainer", warmup_cfg, measured)
+    check_early_stopping("trainer", cfg, measured)
     check_callbacks(recipe.callbacks, cfg, measured=measured)
+
+
+def list_all_measured(recipe: Recipe, task: EpisodicTask) -> list[str]:
+    """The metrics of an evaluation of this run, those of its seeds too."""
+    return [*list_measured(task, recipe.evaluation), *_list_measured_by_seed(recipe.info_seed)]
 
 
 def list_measured(task: EpisodicTask, evaluation: EvaluationSection) -> list[str]:

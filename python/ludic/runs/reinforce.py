@@ -37,12 +37,12 @@ from ludic.runs.checkpoints import has_checkpoint, restore_best_weights
 from ludic.runs.control import check_control, open_control
 from ludic.runs.data.warmup import Warmup
 from ludic.runs.directory import DONE, RunDirectory
-from ludic.runs.held_out import Evaluation, check_watched_metrics
+from ludic.runs.held_out import Evaluation, check_watched_metrics, list_all_measured
 from ludic.runs.over_sampling import OverSampledRollouts, describe_over_sampling
+from ludic.runs.prompt_room import check_prompts
 from ludic.runs.rollouts import (
     OccasionallyLogged,
     TrainingRequests,
-    check_prompts,
     check_rollouts,
     make_engine,
     make_training_requests,
@@ -62,7 +62,7 @@ from ludic.training.batching.source import STOP_PATIENCE_S
 from ludic.training.batching.synced_batching import RolloutBatchSource
 from ludic.training.config import TrainerConfig
 from ludic.training.loggers import TrainingLogger
-from ludic.training.loop.evaluations import eval_key
+from ludic.training.loop.metric_names import eval_key
 from ludic.training.preflight.check import Preflight
 from ludic.training.presets import make_sft
 from ludic.training.rollouts.engine import RolloutEngine
@@ -102,7 +102,7 @@ class RLParts:
         seed_everything(recipe)
         build_lora_settings(recipe.lora)  # raises for wrong settings before the model is loaded
         model, tokenizer = build_policy(recipe)
-        check_prompts(recipe, task, tokenizer)
+        check_prompts(recipe, task, tokenizer, model)
         task = add_reward_model(recipe, task, tokenizer)
         if recipe.model is not None:
             model = add_adapters(model, recipe.lora, seed=recipe.seed)
@@ -144,6 +144,10 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
         self._preflight: Preflight | None = None
         self._client = LocalChatClient(parts.model, parts.tokenizer, max_batch_size=recipe.rollout.concurrency)
         self._held_out = make_held_out(recipe, parts.task, self._make_engine(), parts.model, directory)
+
+    @property
+    def measured(self) -> list[str]:
+        return list_all_measured(self.recipe, self.parts.task)
 
     def _load_warmed_up(self) -> Any:
         """The policy after the warm-up. If the reinforcement has a checkpoint: any model of the

@@ -3,8 +3,6 @@ sampling parameters."""
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from random import Random
@@ -17,14 +15,12 @@ from ludic.envs.single_agent_env import SingleAgentEnv
 from ludic.errors import ConfigError
 from ludic.files.jsonl import measure_log, truncate_log
 from ludic.inference import ChatClient, InferenceSpec, ReturnSpec, SamplingParams
-from ludic.inference.prompts.tokens import PromptTokens
 from ludic.inference.sampling import check_sampling
 from ludic.interaction import SingleAgentProtocol
 from ludic.recipes.actors import uses_queue
 from ludic.recipes.over_sampling import uses_pool
 from ludic.recipes.schema import Recipe, RolloutSection
 from ludic.tasks import Episode, EpisodicTask, Task, as_episodic
-from ludic.tasks.adapters import prompt_messages
 from ludic.tasks.base import ProblemList
 from ludic.training.batching.source import BatchSourceBase
 from ludic.training.batching.synced_batching import RolloutBatchSource
@@ -99,35 +95,6 @@ def check_rollouts(recipe: Recipe, task: EpisodicTask) -> None:
             f"info_seed.num_seeds ({recipe.info_seed.num_seeds}) needs whole groups of this process: leave actors, over-sampling and "
             "group_filter out"
         )
-
-
-def check_prompts(recipe: Recipe, task: EpisodicTask, tokenizer: Any) -> None:
-    """Raise `ConfigError` if the tokenizer cannot encode the prompts of a data set, or if no
-    prompt leaves room for an answer."""
-    problems = task.problem_list
-    if problems is None or recipe.steps == 0:
-        return
-    tokens, limit = PromptTokens(tokenizer), recipe.trainer.max_seq_len
-
-    def length(problem: Episode) -> int:
-        context = GivenDialog(recipe.rollout.system_prompt or task.system_prompt)
-        first = task.make_env(problem).env_reset()
-        context.on_env_reset(*(asyncio.run(first) if inspect.iscoroutine(first) else first))
-        return len(tokens.encode(context.on_before_act()))
-
-    first_chat = next((problem for problem in problems.training if prompt_messages(problem) is not None), None)
-    if first_chat is not None:
-        length(first_chat)
-    shortest = 0
-    for problem in problems.training:
-        tokens_used = length(problem)
-        if tokens_used < limit:
-            return
-        shortest = min(shortest or tokens_used, tokens_used)
-    raise ConfigError(
-        f"trainer.max_seq_len ({limit}) leaves no room for an answer to any of {len(problems.training)} prompts: the shortest has "
-        f"{shortest} tokens; raise it"
-    )
 
 
 def make_request(problem: Episode, *, inference: InferenceSpec, seed: int | None, **meta: Any) -> RolloutRequest:

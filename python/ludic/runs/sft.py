@@ -26,6 +26,8 @@ from ludic.training.presets import make_sft
 from ludic.training.trainer import Trainer
 
 KEYS = ["train/loss", "train/grad_norm", "train/seq_len_truncated_rate"]
+MEASURED = ("loss", "perplexity")
+"""The metrics of an evaluation."""
 
 
 @dataclass
@@ -50,7 +52,7 @@ class SFTParts:
         data = SFTData.read(recipe, tokenizer)
         cfg = build_trainer_config(recipe.trainer, pad_token_id=tokenizer.pad_token_id, seed=recipe.seed)
         cfg = choose_precision(cfg, recipe.sharding)
-        check_callbacks(recipe.callbacks, cfg, measured=("loss", "perplexity"))
+        check_callbacks(recipe.callbacks, cfg, measured=MEASURED)
         model = place_model(build_model(recipe, tokenizer), recipe.sharding, cfg.model_device)
         model = add_adapters(model, recipe.lora, seed=recipe.seed)
         steps = recipe.epochs * _make_source(data, recipe).num_batches_per_epoch if recipe.steps is None else recipe.steps
@@ -62,6 +64,10 @@ class SFTParts:
 
 class SFTRun(EpochsRun[SFTRecipe, SFTParts, SFTDirectory]):
     """Held-out loss, training, and the loss again."""
+
+    @property
+    def measured(self) -> tuple[str, ...]:
+        return MEASURED
 
     async def play_phases(self) -> None:
         for line in self.parts.data.formats:

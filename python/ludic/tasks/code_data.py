@@ -22,8 +22,6 @@ from ludic.types import StepOutcome
 
 logger = logging.getLogger(__name__)
 
-CODE_REWARDS = {"code": False, "code_partial": True}
-"""Names for `reward` of a recipe -> whether some of the tests earn a part of the reward."""
 CODE_SYSTEM_PROMPT = (
     "You solve programming problems in Python. If a problem names a function, define it; else your program reads its input from "
     "stdin and prints its answer to stdout. Think first, then write the whole program in one ```python block, which must be the "

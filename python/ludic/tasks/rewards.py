@@ -10,7 +10,7 @@ from typing import Any
 from ludic.errors import ConfigError
 from ludic.tasks.importing import import_named
 from ludic.training.reward_functions import RewardFunction, RewardFunctions, TrainerState
-from ludic.training.reward_registry import VERIFIERS, make_reward, reward_names
+from ludic.training.reward_registry import CODE_REWARDS, VERIFIERS, make_reward, reward_names
 from ludic.types import Rollout
 
 
@@ -66,8 +66,8 @@ def build_rewards(reward: Any, weights: Any, *, timeout_s: float, setting: str =
         reward, weights = list(reward), list(reward.values())
     names = [reward] if isinstance(reward, str) else reward
     if not isinstance(names, Sequence) or not names or not all(isinstance(name, str) for name in names):
-        known = " or ".join(reward_names())
-        raise ConfigError(f"{setting} ({reward!r}) must be module:function, {known}, or a list of such names")
+        known = ", ".join(sorted({*reward_names(), *CODE_REWARDS}))
+        raise ConfigError(f"{setting} ({reward!r}) must be module:function, one of {known}, or a list of such names")
     return DataRewards([_function(name, setting) for name in names], _numbers(weights, setting), timeout_s=timeout_s)
 
 
@@ -81,8 +81,16 @@ def _function(name: str, setting: str) -> RewardFunction:
     if ":" not in name:
         if name in reward_names():
             return make_reward(name)
-        near = get_close_matches(name, reward_names(), n=1)
-        remedy = f"did you mean {near[0]}?" if near else f"write module:function, or one of {', '.join(reward_names())}"
+        if name in CODE_REWARDS:
+            raise ConfigError(
+                f"{setting} ({name}) runs programs, and is the only reward: write reward={name} alone, not in a list"
+            )
+        known = sorted({*reward_names(), *CODE_REWARDS})
+        near = get_close_matches(name, known, n=1)
+        meant = f"did you mean {near[0]}? Else " if near else ""
+        remedy = (
+            f"{meant}write module:function, such as rewards:{name} for `{name}` of ./rewards.py, or one of {', '.join(known)}"
+        )
         raise ConfigError(f"{setting} ({name}) is not known; {remedy}")
     function = import_named(name, setting)
     if not callable(function) or inspect.isclass(function):

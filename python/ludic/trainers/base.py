@@ -19,6 +19,7 @@ from ludic.recipes.compose import Override
 from ludic.recipes.place_section import needs_launcher
 from ludic.recipes.schema import Recipe
 from ludic.runs.directory import run_path
+from ludic.trainers.errors import with_short_errors
 from ludic.trainers.inputs import overrides_of
 from ludic.training.reward_registry import given_rewards
 
@@ -91,6 +92,7 @@ class RecipeTrainer:
         """Its tokenizer. Raises ConfigError before `train`."""
         return self._require_run().parts.tokenizer
 
+    @with_short_errors
     def train(self, *, resume: bool | str | Path = False) -> dict[str, Any]:
         """Run to the end, and return the content of summary.json. After Ctrl-C it has `status`
         interrupted.
@@ -128,6 +130,9 @@ class RecipeTrainer:
 
     def _begin(self, run: TrainingRun[Any, Any, Any]) -> None:
         """Called with the run of the present `train` when it is set up."""
+        from ludic.training.loop.callbacks import check_watched
+
+        check_watched(self.callbacks, run.recipe.trainer.eval_every_n_steps, measured=run.measured)
         run.callbacks = self.callbacks
         self.run, self._is_set_up = run, True
         self._apply_stop()

@@ -13,6 +13,7 @@ from ludic.errors import ConfigError, ConfigTypeError
 from ludic.files.json_values import encode_lines
 from ludic.files.jsonl import write_jsonl
 from ludic.recipes.compose import Override, make_override
+from ludic.training.reward_functions import describe_missing, needed_columns
 from ludic.training.reward_registry import reward_names
 
 Rows = str | PathLike[str] | Mapping[str, Any] | Iterable[Mapping[str, Any]]
@@ -23,9 +24,10 @@ Rewards = str | Callable[..., Any] | Sequence[str | Callable[..., Any]]
 `reward`, or a list of these."""
 
 
-def source_of(data: Rows, folder: Path) -> Any:
+def source_of(data: Rows, folder: Path, *, rewards: Rewards = ()) -> Any:
     """The setting `data`. Rows are written to `folder` under a name that follows from their
-    content, so that the same rows are the same data. Raises ConfigTypeError for anything else."""
+    content, so that the same rows are the same data. Raises ConfigTypeError for anything else, and
+    ConfigError for rows that lack a column which one of the functions `rewards` asks for."""
     if isinstance(data, str | PathLike):
         return str(data)
     if isinstance(data, Mapping):
@@ -39,6 +41,9 @@ def source_of(data: Rows, folder: Path) -> Any:
         rows.append(dict(row))
     if not rows:
         raise ConfigError("the data has no rows")
+    for reward in _listed(rewards):
+        if not isinstance(reward, str):
+            _check_columns(reward, rows)
     digest = sha256()
     for line in encode_lines(rows):
         digest.update(line)
@@ -52,7 +57,7 @@ def name_rewards(rewards: Rewards) -> tuple[list[str], dict[str, Callable[..., A
     """The setting `reward`, and those of its functions that only this process knows, such as those
     of a notebook or a script: they have their own name. Another process can import the others,
     which are named by their module. Raises ConfigError for a name that is taken."""
-    listed: Sequence[Any] = [rewards] if isinstance(rewards, str) or callable(rewards) else rewards
+    listed = _listed(rewards)
     names = [reward if isinstance(reward, str) else _name(reward) for reward in listed]
     own = {name: reward for name, reward in zip(names, listed, strict=True) if not isinstance(reward, str) and ":" not in name}
     for name in names:
@@ -61,6 +66,24 @@ def name_rewards(rewards: Rewards) -> tuple[list[str], dict[str, Callable[..., A
         if name in own and name in reward_names():
             raise ConfigError(f"there is a reward {name!r} already; give your function another name with def")
     return names, own
+
+
+def _listed(rewards: Rewards) -> Sequence[Any]:
+    return [rewards] if isinstance(rewards, str) or callable(rewards) else rewards
+
+
+def _check_columns(function: Callable[..., Any], rows: Sequence[Mapping[str, Any]]) -> None:
+    name = str(getattr(function, "__name__", type(function).__name__))
+    for column in needed_columns(function):
+        without = next((number for number, row in enumerate(rows) if column not in row), None)
+        if without is None:
+            continue
+        columns = list(dict.fromkeys(key for row in rows for key in row if key not in ("prompt", "completion")))
+        if column not in columns:
+            raise ConfigError(describe_missing(name, [column], columns))
+        raise ConfigError(
+            f"row {without} of the data has no {column}, which the reward function {name} asks for; where there is none, write None"
+        )
 
 
 def _name(function: Any) -> str:

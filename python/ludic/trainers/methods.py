@@ -10,6 +10,7 @@ from ludic.cli.sft import SFTCommand
 from ludic.cli.train import TrainCommand
 from ludic.cli.train_rm import TrainRMCommand
 from ludic.trainers.base import RecipeTrainer, settings_of
+from ludic.trainers.errors import with_short_errors
 from ludic.trainers.inputs import Rewards, Rows, name_rewards, source_of
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ class GRPO(RecipeTrainer):
     (`**{"trainer.lr": 1e-5}`). `algorithm="rloo"` is one of the others.
     """
 
+    @with_short_errors
     def __init__(
         self,
         model: str | Path | None,
@@ -44,11 +46,13 @@ class GRPO(RecipeTrainer):
         `dataset`, whose column `prompt` is text or messages. None: only `reward_model=` judges.
         `eval_dataset`: held out instead of a tenth of the prompts."""
         rows = _folder_of_rows(settings)
-        given: dict[str, Any] = {"data": source_of(dataset, rows)}
+        given: dict[str, Any] = {}
         given["reward"], own = (None, {}) if reward_functions is None else name_rewards(reward_functions)
+        given["data"] = source_of(dataset, rows, rewards=reward_functions or ())
         given["reward_weights"] = None if reward_weights is None else [float(weight) for weight in reward_weights]
         if eval_dataset is not None:
-            given["task.args.heldout_data"] = source_of(eval_dataset, rows)
+            judging = None if settings.get("eval_reward") is not None else reward_functions
+            given["task.args.heldout_data"] = source_of(eval_dataset, rows, rewards=judging or ())
         super().__init__(TrainCommand(), settings_of(model, settings, **given), callbacks, own)
 
 
@@ -59,6 +63,7 @@ class SFT(RecipeTrainer):
     >>> SFT("path/to/model", rows, epochs=2).train()
     """
 
+    @with_short_errors
     def __init__(
         self,
         model: str | Path | None,
@@ -89,6 +94,7 @@ class RewardModel(RecipeTrainer):
     >>> RewardModel("path/to/model", rows).train()
     """
 
+    @with_short_errors
     def __init__(
         self,
         model: str | Path | None,

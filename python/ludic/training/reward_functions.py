@@ -91,10 +91,7 @@ class RewardFunctions:
         for name, function in zip(self.names, self.functions, strict=True):
             missing = [needed for needed in _required_arguments(function) if needed not in available]
             if missing:
-                raise ConfigError(
-                    f"reward function {name} asks for {' and '.join(missing)}, which the data does not have; its columns are "
-                    f"{', '.join(columns)}"
-                )
+                raise ConfigError(describe_missing(name, missing, columns))
 
     async def score(self, rollouts: Sequence[Rollout]) -> dict[str, Exception]:
         """Reward the rollouts in place. Returns rollout id -> error for those that could not be
@@ -255,6 +252,18 @@ def build_completion(rollout: Rollout, *, conversational: bool) -> str | list[Me
         if step.next_obs is not None:
             messages.append({"role": "user", "content": step.next_obs})
     return messages
+
+
+def needed_columns(function: RewardFunction) -> list[str]:
+    """The columns of the data without which the function cannot be called."""
+    return [needed for needed in _required_arguments(function) if needed not in _PROVIDED]
+
+
+def describe_missing(name: str, missing: Sequence[str], columns: Sequence[str]) -> str:
+    """The error for columns that the function of this name needs and the data does not have.
+    `columns`: those that it has, without the prompt."""
+    known = f"its columns are {', '.join(columns)}" if columns else "it has none but the prompt"
+    return f"reward function {name} asks for {' and '.join(missing)}, which the data does not have; {known}"
 
 
 def _checked_rewards(returned: Any, expected: int) -> list[Reward]:

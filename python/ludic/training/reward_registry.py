@@ -13,6 +13,9 @@ from ludic.errors import ConfigError
 MakeReward = Callable[[], Callable[..., Any]]
 VERIFIERS: dict[str, MakeReward] = {"gsm8k": gsm8k_reward, "math": math_reward, "pure_accuracy_math": TaggedMathReward}
 """The built-in ones: 1 for a right answer, 0 for any other."""
+CODE_REWARDS = {"code": False, "code_partial": True}
+"""Names for `reward` that are a task of their own, which runs programs -> whether some of the tests
+earn a part of the reward."""
 _OWN: dict[str, MakeReward] = {}
 _GIVEN: ContextVar[Mapping[str, Callable[..., Any]]] = ContextVar("_GIVEN", default={})  # noqa: B039  never changed in place
 """Functions that the present run was given as objects."""

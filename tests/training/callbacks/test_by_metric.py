@@ -149,6 +149,31 @@ def test_settings_that_cannot_work_are_refused(make, message):
         make()
 
 
+@pytest.mark.parametrize("name", ["eval_seed/pass_at_n", "eval_seed/pred_acc"])
+def test_the_metrics_of_seeds_are_read_under_their_own_prefix(name):
+    """Regression test: they were looked for as eval/seed/..., so that every evaluation failed."""
+    metric = Metric(name)
+    assert (metric.key, metric.smaller_is_better) == (name, False)
+    assert metric.read({name: 0.25, "eval/loss": 1.0}) == 0.25
+
+
+@pytest.mark.parametrize(("every", "has_evaluator"), [(None, True), (2, False)])
+@pytest.mark.parametrize("callback", [KeepBest("loss"), StopOnMetric("eval/loss", patience=1)])
+def test_a_metric_of_evaluations_is_refused_where_there_are_none(tmp_path, callback, every, has_evaluator):
+    """Regression test: the callback did nothing, and nothing said so."""
+    with pytest.raises(ConfigError, match=r"'.* eval/loss' reads (eval/)?loss of evaluations, and there are none"):
+        Trainer(
+            model=tiny_model(),
+            algo=make_grpo(group_size=4),
+            batch_source=DrawingSource(4),
+            cfg=cpu_config(eval_every_n_steps=every),
+            checkpoint_config=CheckpointConfig(tmp_path),
+            evaluator=Evaluator(None) if has_evaluator else None,
+            callbacks=[callback],
+        )
+    StopOnMetric("train/loss", at=0.0)  # of steps, which are always there
+
+
 def test_a_metric_that_the_evaluation_lacks_is_an_error_with_those_that_it_has():
     with pytest.raises(ConfigError, match="must be one of the evaluation's: eval/loss"):
         Metric("accuracy").read({"eval/loss": 1.0})

@@ -70,8 +70,22 @@ def trainer_of(*callbacks, folder=None, every=0, steps=None, config=None, **opti
 def test_callbacks_see_steps_evaluations_checkpoints_and_the_end_in_order(tmp_path):
     seen = Recorder()
     trainer_of(seen, folder=tmp_path, every=2, evaluator=Evaluator(), config={"eval_every_n_steps": 2}).train_sync(3)
-    assert seen.seen == [("step", 1), ("step", 2), ("checkpoint", 2), ("evaluation", 2), ("step", 3), ("end", 3)]
+    assert seen.seen == [
+        *[("step", 1), ("step", 2), ("checkpoint", 2), ("evaluation", 2)],
+        *[("step", 3), ("checkpoint", 3), ("end", 3)],  # the last checkpoint comes before the end
+    ]
     assert seen.last.reason == "step 3 was the last one"
+
+
+def test_the_last_checkpoint_comes_before_the_end_which_finds_it(tmp_path):
+    found = []
+
+    class Finder(Callback):
+        def on_end(self, event):
+            found.append(event.trainer.checkpointer.find().name)
+
+    trainer_of(Finder(), folder=tmp_path, every=2).train_sync(3)
+    assert found == ["step_000003"]
 
 
 def test_events_have_the_statistics_the_batch_and_the_checkpoint(tmp_path):

@@ -44,6 +44,10 @@ class KeepBest(Callback):
         return f"keep_best {self.metric.key}"
 
     @property
+    def watched_metric(self) -> str:
+        return self.metric.name
+
+    @property
     def kept_steps(self) -> Collection[int]:
         return () if self.best_step is None else (self.best_step,)
 

@@ -9,13 +9,15 @@ from typing import Literal
 
 from ludic.errors import ConfigError
 from ludic.training.loop.early_stopping import find_direction
+from ludic.training.loop.metric_names import bare_name, eval_key
 
 Mode = Literal["auto", "min", "max"]
 
 
 @dataclass(frozen=True)
 class Metric:
-    """`train/loss` is of steps; all others are of evaluations, with or without `eval/`."""
+    """`train/loss` is of steps; all others are of evaluations: `loss`, `eval_loss`, `eval/loss`, or
+    `eval_seed/pass_at_n`."""
 
     name: str
     mode: Mode = "auto"
@@ -39,7 +41,7 @@ class Metric:
     @property
     def key(self) -> str:
         """With its prefix: `eval/loss` for `loss`, `eval_loss` and `eval/loss`."""
-        return self.name if self.is_of_steps else f"eval/{bare_name(self.name)}"
+        return self.name if self.is_of_steps else eval_key(bare_name(self.name))
 
     def read(self, stats: Mapping[str, float]) -> float | None:
         """The value in the statistics of a step; None if the step has none. An evaluation that has
@@ -67,8 +69,3 @@ class Metric:
     @property
     def smaller_is_better(self) -> bool:
         return find_direction(self.name, self.mode, setting="metric", mode_setting="mode") == "min"
-
-
-def bare_name(metric: str) -> str:
-    """`loss` for `loss`, `eval_loss` and `eval/loss`."""
-    return metric.removeprefix("eval/").removeprefix("eval_")

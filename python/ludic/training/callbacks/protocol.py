@@ -60,6 +60,12 @@ class Callback:
     """Whether one whose checkpoints have the layout `shallow` is refused too."""
 
     @property
+    def watched_metric(self) -> str | None:
+        """The metric of evaluations without which it does nothing, so that a run without it is
+        refused; None: it needs none."""
+        return None
+
+    @property
     def name(self) -> str:
         """Under which a checkpoint has its state. Two callbacks of a trainer have two names."""
         return type(self).__name__
@@ -79,8 +85,8 @@ class Callback:
         """Called after each checkpoint that the training loop saved."""
 
     def on_end(self, event: TrainingEvent) -> Any:
-        """Called when `Trainer.train` returns or fails; after a request to stop, once a checkpoint
-        is saved."""
+        """Called when `Trainer.train` returns or fails. If there is a checkpointer, a checkpoint of
+        the last step is saved before, unless an error ended the run."""
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next calls depend on, as JSON. It is saved in checkpoints."""

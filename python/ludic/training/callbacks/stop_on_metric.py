@@ -48,6 +48,10 @@ class StopOnMetric(Callback):
     def name(self) -> str:
         return f"stop_on {self.metric.key}"
 
+    @property
+    def watched_metric(self) -> str | None:
+        return None if self.metric.is_of_steps else self.metric.name
+
     def on_step(self, event: TrainingEvent) -> None:
         if self.metric.is_of_steps:
             self._see(event)

@@ -17,7 +17,9 @@ from ludic.training.batching.source import STOP_PATIENCE_S
 from ludic.training.callbacks.protocol import Callback, TrainingEvent
 from ludic.training.callbacks.run import CalledRun
 from ludic.training.checkpoint import CheckpointManager
+from ludic.training.evaluators.protocol import Evaluator
 from ludic.training.loop.early_stopping import EarlyStopping
+from ludic.training.loop.metric_names import bare_name, eval_key
 from ludic.training.rng import await_preserving_rng
 from ludic.training.types import SAWBatch
 
@@ -29,6 +31,8 @@ KEY = "callbacks"
 
 class CallbackRun(CalledRun, Protocol):
     """The members of a trainer that are read here."""
+
+    evaluator: Evaluator | None
 
     @property
     def early_stopping(self) -> EarlyStopping: ...
@@ -67,6 +71,7 @@ class Callbacks:
         at_rank_0 = ranks.ask_rank_0("listing the callbacks", lambda: _list_names(self.callbacks))
         with ranks.agree("comparing the callbacks of the ranks"):
             _check(self.callbacks, run.checkpointer)
+            check_watched(self.callbacks, run.cfg.eval_every_n_steps if run.evaluator is not None else None)
             _check_same(self.callbacks, at_rank_0)
         self.stop: Stop | None = None
         """Why the run ended before its last step; None if no callback ended it."""
@@ -92,10 +97,13 @@ class Callbacks:
 
     @asynccontextmanager
     async def until_end(self, last: int | None) -> AsyncIterator[None]:
-        """`begin`, and `on_end` of the callbacks after the block, also if it raises an error."""
+        """`begin`, and after the block a checkpoint of the last step and `on_end` of the callbacks;
+        `on_end` also if the block raises an error."""
         self.begin(last)
         try:
             yield
+            if self.callbacks:
+                await self._run.ensure_checkpoint()
         except StopRequested as error:
             await self.end_if_requested(error)
             raise
@@ -139,8 +147,9 @@ class Callbacks:
         await self._notify("on_step", stats=stats, batch=batch)
 
     async def on_evaluation(self, metrics: Mapping[str, float]) -> None:
-        """`metrics`: without prefix; those of rank 0, which may be the only rank that has them."""
-        await self._notify("on_evaluation", stats={f"eval/{name}": value for name, value in metrics.items()})
+        """`metrics`: as the evaluator named them; those of rank 0, which may be the only rank that
+        has them."""
+        await self._notify("on_evaluation", stats={eval_key(name): value for name, value in metrics.items()})
 
     async def on_checkpoint(self, folder: Path | None) -> None:
         """Called on all ranks after a checkpoint was saved, which then gets the states that this
@@ -287,3 +296,22 @@ def _check(callbacks: Sequence[Callback], checkpointer: CheckpointManager | None
             raise ConfigError(f"the callback {callback.name!r} needs checkpoints; pass checkpointer= or checkpoint_config=")
         if callback.needs_full_checkpoints and checkpointer is not None and checkpointer.cfg.layout == "shallow":
             raise ConfigError(f"the callback {callback.name!r} needs whole models, not layout=shallow; set layout=full")
+
+
+def check_watched(callbacks: Sequence[Callback], every: int | None, *, measured: Sequence[str] | None = None) -> None:
+    """Raise ConfigError for a callback whose metric no evaluation will give: there are none or, if
+    it is known what they measure, they measure others. `every`: steps between evaluations; None:
+    there are none."""
+    for callback in callbacks:
+        metric = callback.watched_metric
+        if metric is None:
+            continue
+        if not every:
+            raise ConfigError(
+                f"the callback {callback.name!r} reads {metric} of evaluations, and there are none; set eval_every_n_steps (in a recipe "
+                "trainer.eval_every_n_steps), and pass an evaluator to a Trainer"
+            )
+        if measured is not None and bare_name(metric) not in measured:
+            raise ConfigError(
+                f"the callback {callback.name!r} reads {metric}, which this run does not measure; it measures {', '.join(measured)}"
+            )

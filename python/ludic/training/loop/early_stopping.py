@@ -13,9 +13,25 @@ import torch
 from ludic.errors import ConfigError
 from ludic.training import ranks
 from ludic.training.config import TrainerConfig
+from ludic.training.loop.metric_names import bare_name
 
 _MIN_WORDS = {"loss", "perplexity", "nll", "ece", "error", "errors", "fpr", "fnr", "negative", "failed", "incomplete"}
-_MAX_WORDS = {"accuracy", "auc", "auroc", "reward", "pass", "score", "tpr", "margin", "correct", "right", "solved", "won", "win"}
+_MAX_WORDS = {
+    "accuracy",
+    "acc",
+    "auc",
+    "auroc",
+    "reward",
+    "pass",
+    "score",
+    "tpr",
+    "margin",
+    "correct",
+    "right",
+    "solved",
+    "won",
+    "win",
+}
 """Words in the names of metrics that are better when they are small, or large. If a name has words
 of both, as `negative_margin_rate` has, small is better."""
 
@@ -87,7 +103,7 @@ class EarlyStopping:
         if self.cfg.early_stopping_patience is None:
             return False
         name = self.cfg.early_stopping_metric
-        for key in (name, name.removeprefix("eval_"), name.removeprefix("eval/")):
+        for key in (name, bare_name(name)):
             if key in metrics:
                 return self.update(float(metrics[key]))[0]
         raise ConfigError(f"early_stopping_metric ({name}) must be a metric of the evaluator: {', '.join(sorted(metrics))}")

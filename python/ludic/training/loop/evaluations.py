@@ -16,16 +16,12 @@ from ludic.training.loggers.base import TrainingLogger
 from ludic.training.loop.best_weights import BestWeights
 from ludic.training.loop.callbacks import Callbacks
 from ludic.training.loop.early_stopping import EarlyStopping
+from ludic.training.loop.metric_names import eval_key
 from ludic.training.loop.outputs import log_safely, sync_safely
 from ludic.training.rng import preserved_rng
 from ludic.training.stats import Reducer
 
 logger = logging.getLogger(__name__)
-
-
-def eval_key(name: str) -> str:
-    """The key under which a metric of an evaluator is logged."""
-    return name if name.startswith("eval_seed/") else f"eval/{name}"
 
 
 class EvaluatedRun(Protocol):

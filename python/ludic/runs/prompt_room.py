@@ -1,0 +1,75 @@
+"""Whether the prompts of a data set leave room for an answer, before a run begins."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import Any
+
+from ludic.context import GivenDialog
+from ludic.errors import ConfigError
+from ludic.inference.prompts.tokens import PromptTokens
+from ludic.recipes.schema import Recipe
+from ludic.tasks import Episode, EpisodicTask
+from ludic.tasks.adapters import prompt_messages
+
+logger = logging.getLogger(__name__)
+
+MODEL = "the context of the model"
+MEASURED = 1000
+"""Prompts that are measured for the warning, in the order of the data."""
+
+
+def check_prompts(recipe: Recipe, task: EpisodicTask, tokenizer: Any, model: Any) -> None:
+    """Raise `ConfigError` if the tokenizer cannot encode the prompts of a data set, or if no prompt
+    leaves room for an answer. Log a warning, with numbers, if some leave less room than an answer
+    may take."""
+    problems = task.problem_list
+    if problems is None or recipe.steps == 0:
+        return
+    system_prompt = recipe.rollout.system_prompt or task.system_prompt
+    tokens = PromptTokens(tokenizer)
+
+    def length(problem: Episode, *, system_prompt: str | None = system_prompt) -> int:
+        context = GivenDialog(system_prompt)
+        first = task.make_env(problem).env_reset()
+        context.on_env_reset(*(asyncio.run(first) if inspect.iscoroutine(first) else first))
+        return len(tokens.encode(context.on_before_act()))
+
+    first_chat = next((problem for problem in problems.training if prompt_messages(problem) is not None), None)
+    if first_chat is not None:
+        length(first_chat)
+    _require_room(problems.training, length, recipe.trainer.max_seq_len)
+    context = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    limits = {"trainer.max_seq_len": recipe.trainer.max_seq_len, MODEL: context}
+    setting, limit = min(((name, size) for name, size in limits.items() if size), key=lambda pair: pair[1])
+    answer = recipe.rollout.max_new_tokens or task.max_new_tokens
+    measured = [(length(problem), problem) for problem in islice(problems.training, MEASURED)]
+    tight = [used for used, _ in measured if used + answer > limit]
+    if not tight:
+        return
+    longest, problem = max(measured, key=lambda pair: pair[0])
+    added = longest - length(problem, system_prompt=None) if system_prompt else 0
+    logger.warning(
+        "%d of the first %d prompts leave less than the %d tokens that an answer may have (rollout.max_new_tokens): %s is %d tokens, and "
+        "the longest prompt has %d%s. What does not fit is cut off; %s",
+        *(len(tight), len(measured), answer, setting, limit, longest),
+        f", {added} of them from the system prompt" if added > 0 else "",
+        "shorten prompts or answers" if setting == MODEL else f"raise {setting}, or shorten prompts or answers",
+    )
+
+
+def _require_room(problems: Sequence[Episode], length: Callable[[Episode], int], limit: int) -> None:
+    shortest = 0
+    for problem in problems:
+        used = length(problem)
+        if used < limit:
+            return
+        shortest = min(shortest or used, used)
+    raise ConfigError(
+        f"trainer.max_seq_len ({limit}) leaves no room for an answer to any of {len(problems)} prompts: the shortest has "
+        f"{shortest} tokens; raise it"
+    )
