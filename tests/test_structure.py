@@ -25,6 +25,7 @@ OPTIONAL_READS = {
     "distributed/push/engine_sessions.py": (3, "a user's engine"),
     "envs/adapters/plain_values.py": (3, "numpy and pydantic"),
     "envs/adapters/textarena.py": (1, "TextArena"),
+    "runs/prompt_room.py": (2, "a model of transformers, or of a user"),
     "envs/maths/worker.py": (1, "the standard library of this platform"),
     "eval/cli.py": (1, "a user's argparse.Namespace"),
     "files/json_values.py": (1, "numpy and torch"),

@@ -195,8 +195,8 @@ def test_several_functions_with_weights_are_reported_by_name(here: Path, model: 
 
 
 def test_prompts_that_nearly_fill_the_context_are_told_with_numbers(here: Path, model: Path, caplog) -> None:
-    """Each prompt has 2 tokens (one a byte), the system prompt 17 and the empty line between them 2: 21
-    of 25, so that 4 of the 4 tokens of an answer fit, and one more does not."""
+    """A prompt has 2 tokens (one a byte), the system prompt 17, the empty line between them 2:
+    21 of 25, so that 4 of the 4 tokens of an answer fit, and one more does not."""
     given = [f"model={model}", "data=problems.jsonl", "reward=own_problem_rewards:vowels", "steps=1"]
     tight = ["rollout.system_prompt=Answer in letters", "trainer.max_seq_len=25"]
     trained(*given, *tight, "name=fits")

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from ludic.cli.app import app
 from ludic.errors import ConfigError
 from ludic.recipes.compose import compose, config_hash
+from ludic.recipes.sft.schema import compose_sft
 from ludic.runs.directory import RunDirectory
 from ludic.runs.screen import Screen
 from ludic.runs.tracking import parse_trackers, run_logger
@@ -209,5 +210,33 @@ def test_trackers_can_be_a_name_a_list_or_none(given: Any, names: list[str]) -> 
 
 def test_trackers_are_not_part_of_the_hash_of_a_run() -> None:
     assert config_hash(compose(["report_to=wandb"])) == config_hash(compose([]))
-    with pytest.raises(ConfigError, match="one or a list of tensorboard, trackio, wandb, or none"):
-        parse_trackers(["mlflow"])
+    with pytest.raises(ConfigError, match="one or a list of mlflow, tensorboard, trackio, wandb, or none"):
+        parse_trackers(["clearml"])
+
+
+def test_log_is_the_short_name() -> None:
+    assert compose(["log=[wandb,mlflow]"]).report_to == ["wandb", "mlflow"]
+    assert compose_sft(["data=rows.jsonl", "log=tensorboard"]).report_to == "tensorboard"
+
+
+def test_every_tracker_and_the_terminal_get_what_tells_how_a_run_goes(
+    tiny: list[str], tmp_path: Path, wandb: OwnWandb, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    shown = ludic("train", *tiny, "log=[wandb,tensorboard,mlflow]", "warmup.steps=1", "log_every=1", "steps=2")
+    lengths = [f"train/{which}_completion_length" for which in ("avg", "min", "max")]
+    signal = ["train/reward_std", "train/frac_reward_zero_std", "train/entropy"]
+    expected = {*signal, *lengths, "perf/tokens_per_s", "perf/time_left_s"}
+    [*_, last] = [line for line in lines_of(tmp_path / "run") if line["phase"] == "reinforce" and "train/loss" in line]
+    assert expected <= last.keys()
+    assert last["perf/tokens_per_s"] == pytest.approx(last["perf/real_tokens"] / last["perf/step_s"])
+    assert last["perf/time_left_s"] == 0.0
+    assert expected <= wandb.logged[-1][1].keys()
+    assert expected <= scalars_of(tmp_path / "run" / "tensorboard" / "reinforce", monkeypatch).keys()
+    client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'mlflow.db'}")
+    found = {run.info.run_name: run for run in client.search_runs([client.get_experiment_by_name("Ludic").experiment_id])}
+    assert set(found) == {"run-warm-up", "run"}
+    assert expected <= found["run"].data.metrics.keys()
+    assert found["run"].data.params["rollout.group_size"] == "4"
+    assert all(f"{key}=" in shown for key in expected)
+    assert f"mlflow ui --backend-store-uri sqlite:///{tmp_path / 'mlflow.db'}" in shown.replace("\n", "")

@@ -175,7 +175,6 @@ def test_rewards_can_be_a_name_a_list_or_names_with_weights(reward, weights, nam
         ("gms8k", None, r"reward \(gms8k\) is not known; did you mean gsm8k\?"),
         ("exact", None, r"such as rewards:exact .* or one of code, code_partial, gsm8k, math, pure_accuracy_math"),
         (["code", "math"], None, r"reward \(code\) runs programs, and is the only reward"),
-        ("exact", None, r"write module:function, or one of gsm8k, math"),
         (f"{__name__}:NUMBER", None, r"is int; name a function"),
         (f"{__name__}:Judge", None, r"is a class; name a function"),
         ([], None, r"reward \(\[\]\) must be module:function"),

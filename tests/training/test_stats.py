@@ -19,7 +19,8 @@ from ludic.training import (
 )
 from ludic.training.loggers.percent import Percent
 from ludic.training.loop.micro_stats import combine_stats, final_values
-from ludic.training.stats import check_reducers, named_reward_stats, prefix_keys
+from ludic.training.stats import check_reducers, entropy_stat, named_reward_stats, prefix_keys
+from ludic.training.types import ActorTokenLogps, SampleAttachments
 
 
 def item(**meta):
@@ -66,6 +67,20 @@ def test_python_floats_of_a_composite_loss_pass_through():
 def test_a_wrong_number_of_sizes_is_refused():
     with pytest.raises(DataError, match=r"micro_batch_sizes \(1\)"):
         aggregate_stats([{}, {}], [], micro_batch_sizes=[1])
+
+
+def test_entropy_is_the_mean_of_minus_log_p_over_the_sampled_tokens():
+    """Of three tokens (1.0 + 3.0 + 4.0) / 3 = 8 / 3; the mean of the two samples' means would be 3."""
+
+    def sampled(logps):
+        attachments = SampleAttachments(actor_logps=ActorTokenLogps(logps))
+        return SAWItem([1, *range(len(logps))], [1] * (len(logps) + 1), [0] + [1] * len(logps), 1.0, {}, attachments)
+
+    plain = SAWItem([5, 6], [1, 1], [0, 1], 1.0, {})
+    found = entropy_stat([sampled([-1.0, -3.0]), sampled([-4.0]), plain])["entropy"]
+    assert (found.value, found.weight) == (pytest.approx(8 / 3), 3.0)
+    assert entropy_stat([sampled([-1.0, -3.0]), sampled([-2.0])])["entropy"].value == 2.0
+    assert entropy_stat([plain]) == {}
 
 
 def test_batch_statistics_are_means_over_samples():

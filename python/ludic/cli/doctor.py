@@ -14,6 +14,7 @@ REQUIRED = ("ludic", "torch", "transformers", "peft", "numpy", "safetensors", "h
 # extra: (modules that it installs, what it adds); without extras that `ludic` itself does not use
 EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "wandb": (("wandb",), "WandbLogger sends metrics to Weights & Biases"),
+    "mlflow": (("mlflow",), "MlflowLogger writes metrics to MLflow"),
     "tensorboard": (("tensorboard",), "TensorboardLogger writes metrics for TensorBoard"),
     "trackio": (("trackio",), "TrackioLogger sends metrics to Trackio, local or remote"),
     "datasets": (("datasets",), "training data by hub id, from parquet files and from folders"),

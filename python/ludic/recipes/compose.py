@@ -61,6 +61,8 @@ _OTHER_NAMES = {
 }
 """Names in other libraries for which the nearest of our names would be misleading."""
 
+_SHORT_NAMES = {**SHORT_FORMS, "log": "report_to"}
+
 _NO_RESULTS = ("name", "output", "report_to", "report_header", "report_aliases", "ranks", "place", "callbacks")
 """Settings that change no result."""
 
@@ -164,7 +166,7 @@ def make_override(key: str, value: Any, *, text: str) -> Override:
             key = f"{key}.{_SECTIONS_BY_NAME[key]}"
         elif key == "place":
             value = parse_place(value)
-        key = SHORT_FORMS.get(key, key)
+        key = _SHORT_NAMES.get(key, key)
     return Override(key=key, value=value, text=text)
 
 

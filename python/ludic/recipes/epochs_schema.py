@@ -56,7 +56,8 @@ class EpochsRecipe:
     log_every: int = MISSING
     """Without a terminal, one line is printed every so many steps. metrics.jsonl has every step."""
     report_to: Any = None
-    """Experiment trackers: wandb, tensorboard, trackio, or a list of these; null: none."""
+    """Experiment trackers: wandb, tensorboard, trackio, mlflow, or a list of these; null: none. Its
+    short name is `log`: `log=[wandb,mlflow]`."""
     task: TaskSection = field(default_factory=TaskSection)
     """The task that generates data if `data` is null."""
     network: NetworkSection = field(default_factory=NetworkSection)

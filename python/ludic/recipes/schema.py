@@ -205,7 +205,8 @@ class Recipe:
     log_every: int = MISSING
     """Without a terminal, one line is printed every so many steps. metrics.jsonl has every step."""
     report_to: Any = None
-    """Experiment trackers: wandb, tensorboard, trackio, or a list of these; null: none."""
+    """Experiment trackers: wandb, tensorboard, trackio, mlflow, or a list of these; null: none. Its
+    short name is `log`: `log=[wandb,mlflow]`."""
     report_header: bool = False
     """Add `run/git_sha`, `run/git_dirty` and `run/recipe_path` to every line of metrics.jsonl."""
     report_aliases: bool = False

@@ -71,7 +71,11 @@ from ludic.training.trainer import Trainer
 
 WARM_UP, REINFORCE = "warm_up", "reinforce"
 WARM_UP_KEYS = ["train/loss", "train/grad_norm"]
-REINFORCE_KEYS = [f"train/{SAMPLED_REWARD}", "train/loss", "train/grad_norm", "train/clip_frac"]
+REINFORCE_KEYS = [
+    *(f"train/{SAMPLED_REWARD}", "train/reward_std", "train/frac_reward_zero_std", "train/loss", "train/grad_norm"),
+    *("train/clip_frac", "train/entropy"),
+    *("train/avg_completion_length", "train/min_completion_length", "train/max_completion_length"),
+]
 
 
 @dataclass

@@ -10,9 +10,11 @@ from rich.console import Console
 from ludic.runs.loggers import ThinnedLogger
 from ludic.training.loggers import PrintLogger, RichLiveLogger, TrainingLogger
 
+PROGRESS_KEYS = ["perf/tokens_per_s", "perf/time_left_s"]
+"""Shown of each phase, in plain lines too."""
 DASHBOARD_KEYS = [
-    *("lr", "nll_mean", "kl_actor_policy", "reward_std", "frac_reward_zero_std"),
-    *("avg_completion_length", "completion_truncated_rate", "zero_weight_skipped"),
+    *("lr", "nll_mean", "entropy", "kl_actor_policy", "reward_std", "frac_reward_zero_std", "avg_completion_length"),
+    *("min_completion_length", "max_completion_length", "completion_truncated_rate", "zero_weight_skipped"),
     *("rollout_s", "batching_s", "forward_backward_s", "optimizer_s", "publish_s", "step_s", "real_tokens", "padded_tokens"),
 ]
 MEASURED_KEYS = [
@@ -44,6 +46,7 @@ class Screen:
     @contextmanager
     def logger(self, title: str, *, keys: list[str], spark_key: str, last_step: int) -> Iterator[TrainingLogger]:
         """`keys` are shown in plain lines; the dashboard shows more, and draws `spark_key`."""
+        keys = [*keys, *PROGRESS_KEYS]
         measured = list(dict.fromkeys([*MEASURED_KEYS, *(f"eval/{key.removeprefix('train/')}" for key in keys)]))
         if self.console.is_terminal:
             with RichLiveLogger(keys=[*keys, *measured, *DASHBOARD_KEYS], spark_key=spark_key, console=self.console) as live:

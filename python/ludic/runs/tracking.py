@@ -20,6 +20,7 @@ from ludic.runs.screen import Screen
 from ludic.training.loggers import (
     AliasLogger,
     JSONLLogger,
+    MlflowLogger,
     TeeLogger,
     TensorboardLogger,
     TrackioLogger,
@@ -27,7 +28,7 @@ from ludic.training.loggers import (
     WandbLogger,
 )
 
-Tracker = TensorboardLogger | TrackioLogger | WandbLogger
+Tracker = MlflowLogger | TensorboardLogger | TrackioLogger | WandbLogger
 NONE = "none"
 
 
@@ -61,12 +62,29 @@ def _make_trackio(run: TrackerRun) -> Tracker:
     return TrackioLogger(**run.common, resume="allow" if run.is_resumed else "never")
 
 
+def _make_mlflow(run: TrackerRun) -> Tracker:
+    """Unless the user names a server, the data is in a database beside the runs."""
+    place = None if os.environ.get("MLFLOW_TRACKING_URI") else f"sqlite:///{run.directory.path.resolve().parent / 'mlflow.db'}"
+    known = run.directory.path / f"mlflow_run_{run.phase}"
+    logger = MlflowLogger(
+        tracking_uri=place,
+        name=run.name,
+        config=asdict(run.recipe),
+        tags={"group": run.directory.path.name},
+        run_id=known.read_text(encoding="utf-8").strip() if known.is_file() else None,
+    )
+    logger.start()
+    write_text(known, f"{logger.run_id}\n")
+    return logger
+
+
 def _make_wandb(run: TrackerRun) -> Tracker:
     resume = {"id": f"{run.run_id}-{run.phase}", "resume": "allow"}
     return WandbLogger(init_kwargs=resume, **run.common, dir=str(run.directory.path))
 
 
 TRACKERS: dict[str, Callable[[TrackerRun], Tracker]] = {
+    "mlflow": _make_mlflow,
     "tensorboard": _make_tensorboard,
     "trackio": _make_trackio,
     "wandb": _make_wandb,
@@ -89,6 +107,7 @@ def parse_trackers(report_to: Any) -> list[str]:
 def check_trackers(report_to: Any) -> None:
     """Raise ConfigError for an unknown tracker, MissingExtraError for one that is not installed."""
     makers: dict[str, Callable[[], Tracker]] = {
+        "mlflow": MlflowLogger,
         "tensorboard": lambda: TensorboardLogger("."),
         "trackio": TrackioLogger,
         "wandb": WandbLogger,
@@ -134,9 +153,17 @@ def _start_tracker(opened: ExitStack, name: str, run: TrackerRun, screen: Screen
             f"report_to: {name} could not begin a run ({type(error).__name__}: {error}); log in to it, or leave it out of report_to"
         ) from error
     opened.callback(tracker.close)
-    where = f"tensorboard --logdir {tracker.log_dir.parent}" if isinstance(tracker, TensorboardLogger) else f"run {run.name}"
-    screen.note(f"Reporting to {name}: {where}")
+    screen.note(f"Reporting to {name}: {_describe_place(tracker, run)}")
     return tracker
+
+
+def _describe_place(tracker: Tracker, run: TrackerRun) -> str:
+    """How to look at it."""
+    if isinstance(tracker, TensorboardLogger):
+        return f"tensorboard --logdir {tracker.log_dir.parent}"
+    if isinstance(tracker, MlflowLogger) and tracker.tracking_uri is not None:
+        return f"mlflow ui --backend-store-uri {tracker.tracking_uri}"
+    return f"run {run.name}"
 
 
 def _read_or_make_id(directory: RunDirectory) -> tuple[str, bool]:

@@ -73,7 +73,7 @@ def _listed(rewards: Rewards) -> Sequence[Any]:
 
 
 def _check_columns(function: Callable[..., Any], rows: Sequence[Mapping[str, Any]]) -> None:
-    name = str(getattr(function, "__name__", type(function).__name__))
+    name = _own_name(function)
     for column in needed_columns(function):
         without = next((number for number, row in enumerate(rows) if column not in row), None)
         if without is None:
@@ -89,11 +89,15 @@ def _check_columns(function: Callable[..., Any], rows: Sequence[Mapping[str, Any
 def _name(function: Any) -> str:
     if not callable(function):
         raise ConfigTypeError(f"a reward ({type(function).__name__}) must be a function, or a name such as rewards:exact")
-    name = str(getattr(function, "__name__", type(function).__name__))
+    name = _own_name(function)
     module = str(getattr(function, "__module__", ""))
     if _is_importable(function, module, name):
         return f"{module}:{name}"
     return "reward" if name == "<lambda>" else name
+
+
+def _own_name(function: Callable[..., Any]) -> str:
+    return str(getattr(function, "__name__", type(function).__name__))
 
 
 def _is_importable(function: Any, module: str, name: str) -> bool:

@@ -71,6 +71,7 @@ from ludic.training.filters import (
 )
 from ludic.training.loggers import (
     JSONLLogger as JSONLLogger,
+    MlflowLogger as MlflowLogger,
     PrintLogger as PrintLogger,
     RichLiveLogger as RichLiveLogger,
     TeeLogger as TeeLogger,

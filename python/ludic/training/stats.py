@@ -8,6 +8,7 @@ docs/metrics.md explains each key.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -75,7 +76,7 @@ RESERVED_KEYS = frozenset(
     {
         *("step", "loss", "reported_loss", "grad_norm", "lr", "optimizer_steps"),
         *("num_samples", "target_rollouts", "played_rollouts", "effective_rollouts"),
-        *("avg_total_reward", SAMPLED_REWARD, "reward_std", "frac_reward_zero_std"),
+        *("avg_total_reward", SAMPLED_REWARD, "reward_std", "frac_reward_zero_std", "entropy"),
         *("avg_completion_length", "min_completion_length", "max_completion_length"),
         *("tau", "beta", "weight_entropy", "weight_entropy_min", "weight_entropy_max", "frac_zero_signal"),
         *("q_entropy_mean", "q_entropy_std", "q_entropy_min", "q_entropy_max"),
@@ -219,7 +220,23 @@ def batch_stats(batches: Sequence[SAWBatch]) -> dict[str, Stat]:
         ),
         "avg_total_reward": Stat(mean_or_zero(rewards), float(len(rewards))),
         "avg_completion_length": Stat(mean_or_zero(lengths), float(len(lengths))),
+        **entropy_stat(items),
     }
+
+
+def entropy_stat(items: Sequence[SAWItem]) -> dict[str, Stat]:
+    """Return `entropy`, in nats a token: the mean of -log p(token) over the tokens that were
+    sampled, p being the distribution that they were sampled from, after temperature and top_p. Its
+    expectation over samples is the entropy of p (Monte Carlo); it needs no logits. Without
+    log-probabilities it is empty.
+
+    Example: log-probabilities -1.0, -3.0 and -2.0 of two samples: 6.0 / 3 = 2.0.
+    """
+    sampled = [item.actor_logps.token_logps for item in items if item.actor_logps is not None]
+    count = sum(map(len, sampled))
+    if not count:
+        return {}
+    return {"entropy": Stat(-math.fsum(float(np.sum(logps, dtype=np.float64)) for logps in sampled) / count, float(count))}
 
 
 def named_reward_stats(items: Sequence[SAWItem]) -> dict[str, Stat]:

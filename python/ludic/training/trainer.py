@@ -200,6 +200,7 @@ class Trainer:
         one that a callback ended none unless its last step is to be later than before."""
         last = None if num_steps is None else self._step + num_steps
         self.schedule.begin(last)
+        self._step_log.begin(last)
         if not self.early_stopping.stopped:
             self.evaluations.undo_restore_best(self._has_checkpoint, self._resume)
         async with self.callbacks.until_end(last):

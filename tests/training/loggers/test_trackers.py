@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ludic.errors import MissingExtraError
-from ludic.training import TensorboardLogger, TrackioLogger, WandbLogger
+from ludic.training import MlflowLogger, TensorboardLogger, TrackioLogger, WandbLogger
 from ludic.training.loggers.percent import Percent
 
 STATS = [
@@ -43,6 +43,45 @@ def log_all(logger):
         for step, stats in enumerate(STATS, 1):
             logger.log(step, stats)
         logger.log(2, EVALUATION)
+
+
+# --- mlflow
+
+
+def test_mlflow_has_every_scalar_with_its_step_and_the_settings(tmp_path):
+    pytest.importorskip("mlflow")
+    found = run_in_subprocess(
+        tmp_path,
+        f"""
+import json, warnings
+warnings.simplefilter("ignore")
+from mlflow import MlflowClient
+from ludic.training import MlflowLogger
+from tests.training.loggers.test_trackers import log_all
+here = "sqlite:///{tmp_path / "store.db"}"
+config = {{"trainer": {{"lr": 0.5}}, "reward": None, "notes": "x" * 9000}}
+logger = MlflowLogger(tracking_uri=here, name="first", config=config, tags={{"group": "all"}})
+log_all(logger)
+again = MlflowLogger(tracking_uri=here, run_id=logger.run_id)
+with again:
+    again.log(3, {{"reference/kl_bucket/257+": float("nan"), "train/loss": 0.0}})
+client = MlflowClient(tracking_uri=here)
+run = client.get_run(logger.run_id)
+history = {{key: [(m.step, m.value) for m in client.get_metric_history(logger.run_id, key)] for key in run.data.metrics}}
+experiment = client.get_experiment(run.info.experiment_id).name
+params = {{key: value[:3] for key, value in run.data.params.items()}}
+print(json.dumps([history, params, run.data.tags["group"], run.info.run_name, run.info.status, experiment]))
+""",
+    )
+    history, *others = found
+    bucket = history.pop("reference/kl_bucket/257_")
+    assert [step for step, _ in bucket] == [3]
+    assert history == {
+        "train/loss": [[1, 0.5], [2, 0.125], [3, 0.0]],
+        "train/clip_rate": [[1, 0.25], [2, 0.5]],
+        "eval/accuracy": [[2, 0.75]],
+    }
+    assert others == [{"trainer.lr": "0.5", "reward": "Non", "notes": "xxx"}, "all", "first", "FINISHED", "Ludic"]
 
 
 # --- tensorboard
@@ -87,7 +126,11 @@ def test_a_closed_logger_continues_in_another_file(tmp_path, accumulator):
 
 
 @pytest.mark.parametrize(
-    ("module", "make"), [("tensorboard", lambda: TensorboardLogger("x")), ("trackio", TrackioLogger), ("wandb", WandbLogger)]
+    ("module", "make"),
+    [
+        *[("tensorboard", lambda: TensorboardLogger("x")), ("trackio", TrackioLogger)],
+        *[("wandb", WandbLogger), ("mlflow", MlflowLogger)],
+    ],
 )
 def test_without_the_package_the_error_names_the_extra(monkeypatch, module, make):
     monkeypatch.setitem(sys.modules, module, None)

@@ -3,6 +3,7 @@
 from ludic.training.loggers.alias import AliasLogger
 from ludic.training.loggers.base import TrainingLogger
 from ludic.training.loggers.jsonl import JSONLLogger
+from ludic.training.loggers.mlflow import MlflowLogger
 from ludic.training.loggers.print import PrintLogger
 from ludic.training.loggers.rich_live import RichLiveLogger
 from ludic.training.loggers.tee import TeeLogger
@@ -13,6 +14,7 @@ from ludic.training.loggers.wandb import WandbLogger
 __all__ = [
     "AliasLogger",
     "JSONLLogger",
+    "MlflowLogger",
     "PrintLogger",
     "RichLiveLogger",
     "TeeLogger",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from ludic.training.loggers.duration import Duration
 from ludic.training.loggers.percent import Percent
 
 
@@ -45,5 +46,5 @@ def without_prefix(name: str) -> str:
 
 def plain_values(stats: Mapping[str, Any]) -> dict[str, Any]:
     """Convert the statistics for services that accept only floats: a `Percent` becomes its
-    fraction."""
-    return {key: float(value) if isinstance(value, Percent) else value for key, value in stats.items()}
+    fraction, a `Duration` its seconds."""
+    return {key: float(value) if isinstance(value, Percent | Duration) else value for key, value in stats.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ludic.training.loggers.base import select_stats
+from ludic.training.loggers.duration import Duration
 from ludic.training.loggers.percent import Percent
 
 
@@ -38,6 +39,8 @@ class PrintLogger:
         print("\n".join(lines), flush=True)
 
     def _text(self, value: object) -> str:
+        if isinstance(value, Duration):
+            return value.as_text()
         if isinstance(value, Percent):
             return value.as_percentage(max(0, self.precision - 2))
         return f"{value:.{self.precision}f}" if isinstance(value, float) else str(value)

@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ludic.training.loggers.base import select_stats, without_prefix
+from ludic.training.loggers.duration import Duration
 from ludic.training.loggers.percent import Percent
 
 SECTIONS = {"train": "green", "eval": "magenta", "perf": "cyan"}
@@ -154,6 +155,8 @@ class RichLiveLogger:
     def _number(self, value: float) -> str:
         if not math.isfinite(value):
             return str(value)
+        if isinstance(value, Duration):
+            return value.as_text()
         if isinstance(value, Percent):
             return value.as_percentage(max(1, self.precision - 2))
         value = float(value)

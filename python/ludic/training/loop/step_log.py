@@ -12,6 +12,7 @@ from ludic.training.loop.outputs import log_safely
 from ludic.training.loop.rank_times import RankTimes
 from ludic.training.loop.schedule import RunSchedule
 from ludic.training.loop.step_record import StepRecord
+from ludic.training.loop.timings import TimeLeft
 from ludic.training.preparation import Prepared
 from ludic.training.stats import Reducer, prefix_keys
 
@@ -35,6 +36,12 @@ class StepLog:
     def __init__(self, run: LoggedRun) -> None:
         self._run = run
         self._rank_times = RankTimes()
+        self._time_left = TimeLeft()
+
+    def begin(self, last: int | None) -> None:
+        """Called before the first step of `train`. `last`: number of the last step; None: until the
+        data ends."""
+        self._time_left.begin(self._run.current_step, last)
 
     def log(self, record: StepRecord, prepared: Prepared) -> dict[str, float]:
         """Log the step that was just taken if it is due; returns what was logged, or only its
@@ -48,6 +55,8 @@ class StepLog:
         if not is_logged:
             return {"train/step": float(step)}
         waited = self._rank_times.compare(record.timer.seconds("forward_backward"), run.cfg.model_device)
+        left = self._time_left.after(step)
+        waited |= {} if left is None else {"perf/time_left_s": left}
         grouped = prefix_keys({"train_step": float(step), **stats, **waited})
         log_safely(run.train_logger, step, grouped)
         return grouped

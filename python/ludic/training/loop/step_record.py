@@ -87,13 +87,16 @@ class StepRecord:
         if (cfg.reduce_stats_across_ranks or of_all_ranks) and not shared:
             stats = reduce_over_ranks(stats, cfg.model_device)
         percents = {name: reducer for name, reducer in reducers.items() if name not in measured}
+        times = self.timer.stats()
+        speed = {"perf/tokens_per_s": self._padding["perf/real_tokens"] / times["perf/step_s"]} if times["perf/step_s"] else {}
         lockstep = {"ranks/lockstep": self._work / self._time_of_ranks} if self._time_of_ranks else {}
         return {
             **mark_percents(final_values(stats), percents),
             **self._prepared,
             **self._padding,
             **lockstep,
-            **self.timer.stats(),
+            **times,
+            **speed,
         }
 
     def _loss_stats(self) -> dict[str, Stat]:

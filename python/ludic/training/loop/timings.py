@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+from ludic.training.loggers.duration import Duration
 
 
 class PhaseTimer:
@@ -41,3 +44,33 @@ class PhaseTimer:
         """`perf/<phase>_s` of each phase, and `perf/step_s` since the timer was created."""
         whole = time.perf_counter() - self._started
         return {**{f"perf/{name}_s": seconds for name, seconds in self._seconds.items()}, "perf/step_s": whole}
+
+
+class TimeLeft:
+    """Estimates the seconds until the last step from the wall time of the latest steps, with the
+    evaluations and checkpoints between them.
+
+    Example: steps 10 to 30 took 40 s, and step 100 is the last: 70 * 40 / 20 = 140 s.
+    """
+
+    WINDOW = 20
+    """Number of earlier calls that the estimate reaches back to."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._last: int | None = None
+        self._marks: deque[tuple[int, float]] = deque(maxlen=self.WINDOW + 1)
+
+    def begin(self, step: int, last: int | None) -> None:
+        """Called at `step`, before the next one. `last`: number of the last step; None: unknown."""
+        self._last = last
+        self._marks.clear()
+        self._marks.append((step, self._clock()))
+
+    def after(self, step: int) -> Duration | None:
+        """The estimate after `step`; None if the last step is unknown."""
+        if self._last is None or not self._marks:
+            return None
+        self._marks.append((step, self._clock()))
+        (first, began), (_, now) = self._marks[0], self._marks[-1]
+        return Duration(max(0, self._last - step) * (now - began) / (step - first)) if step > first else None
