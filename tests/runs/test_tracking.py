@@ -4,6 +4,7 @@ import io
 import json
 import sys
 import types
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,7 @@ class OwnWandb(types.ModuleType):
 
     def __init__(self) -> None:
         super().__init__("wandb")
+        self.__spec__ = ModuleSpec("wandb", None)  # other libraries look for it when they are imported
         self.begun: list[dict[str, Any]] = []
         self.logged: list[tuple[int, dict[str, Any]]] = []
         self.ended = 0

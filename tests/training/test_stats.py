@@ -70,7 +70,7 @@ def test_a_wrong_number_of_sizes_is_refused():
 
 
 def test_entropy_is_the_mean_of_minus_log_p_over_the_sampled_tokens():
-    """Of three tokens (1.0 + 3.0 + 4.0) / 3 = 8 / 3; the mean of the two samples' means would be 3."""
+    """Of three tokens (1.0 + 3.0 + 4.0) / 3 = 8 / 3; the mean of the samples' means would be 3."""
 
     def sampled(logps):
         attachments = SampleAttachments(actor_logps=ActorTokenLogps(logps))

@@ -225,7 +225,7 @@ def batch_stats(batches: Sequence[SAWBatch]) -> dict[str, Stat]:
 
 
 def entropy_stat(items: Sequence[SAWItem]) -> dict[str, Stat]:
-    """Return `entropy`, in nats a token: the mean of -log p(token) over the tokens that were
+    """Return `entropy`, in nats per token: the mean of -log p(token) over the tokens that were
     sampled, p being the distribution that they were sampled from, after temperature and top_p. Its
     expectation over samples is the entropy of p (Monte Carlo); it needs no logits. Without
     log-probabilities it is empty.

@@ -16,8 +16,8 @@ def test_a_timer_adds_to_the_given_totals_and_counts_a_failing_phase() -> None:
 
 
 def test_the_time_left_is_that_of_the_steps_left_at_the_pace_of_the_latest() -> None:
-    """A first step of 50 s, then 2 s each. After step 11 of 100 the pace is (50 + 10 * 2) / 11 s; the
-    window of 20 steps forgets the first: after step 31 it is 2 s, and 69 * 2 = 138 s are left."""
+    """A first step of 50 s, then 2 s each. After step 11 of 100 the pace is (50 + 10 * 2) / 11 s.
+    The window of 20 steps forgets the first: after step 31 it is 2 s, and 69 * 2 = 138 s remain."""
     now = [0.0]
     left = TimeLeft(clock=lambda: now[0])
     assert left.after(1) is None  # `begin` was not called: a loop of one's own
