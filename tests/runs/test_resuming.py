@@ -14,7 +14,9 @@ from killed_commands import killed_at
 from typer.testing import CliRunner
 
 from ludic.cli.app import app
+from ludic.cli.resume import Changes, find_steps
 from ludic.errors import CheckpointError, ConfigError
+from ludic.recipes.compose import compose
 from ludic.runs.directory import RunDirectory
 from ludic.runs.lock import RunLock
 from ludic.runs.reinforce import RLRun
@@ -75,6 +77,10 @@ def test_a_run_killed_before_its_first_reinforced_checkpoint_has_its_weights_in_
         assert CliRunner().invoke(app, ["train", *arguments]).exit_code != 0
     assert len(seen) == 2
     assert seen[0] == seen[1]
+
+
+def metrics_by_step(run: Path) -> list[tuple[int, float]]:
+    return [(line["step"], line["train/loss"]) for line in metrics_of(run)]
 
 
 @pytest.mark.parametrize("moment", [1, 2])
@@ -185,11 +191,62 @@ def test_supervised_runs_can_be_continued_for_more_steps(tmp_path: Path) -> None
     assert same_weights(tmp_path / "run", tmp_path / "whole")
 
 
-def test_more_steps_are_refused_if_the_schedule_depends_on_them(tmp_path: Path) -> None:
-    ludic("sft", *SFT, "trainer.lr_scheduler_type=cosine", "steps=2", f"output={tmp_path}", "name=run")
+def test_steps_can_be_added_to_those_that_a_run_was_asked_for(tmp_path: Path) -> None:
+    ludic("sft", *SFT, "steps=5", f"output={tmp_path}", "name=whole")
+    ludic("sft", *SFT, "steps=2", f"output={tmp_path}", "name=run")
+    assert "\nsteps: 3\n" in ludic("sft", "--resume", str(tmp_path / "run"), "steps=+1", "--print-config")
+    ludic("sft", "--resume", str(tmp_path / "run"), "steps=+3")
+    assert same_weights(tmp_path / "run", tmp_path / "whole")
+    assert metrics_by_step(tmp_path / "run") == metrics_by_step(tmp_path / "whole")
+    found, wanted = summary_of(tmp_path / "run"), summary_of(tmp_path / "whole")
+    assert all(found[key] == wanted[key] for key in ("status", "before", "after", "steps", "config_hash"))
+
+
+def test_an_interrupted_run_takes_more_steps_than_it_was_asked_for(tmp_path: Path) -> None:
+    ludic("sft", *SFT, "steps=6", f"output={tmp_path}", "name=whole")
+    assert train_until("sft", 2, [*SFT, "steps=4", f"output={tmp_path}", "name=run"]) == 130
+    ludic("sft", "--resume", str(tmp_path / "run"), "steps=+2")  # 4 + 2, although only 2 were taken
+    assert same_weights(tmp_path / "run", tmp_path / "whole")
+
+
+@pytest.mark.parametrize("more", [["steps=+0"], ["steps=+1", "steps=9"], ["steps=+1", "steps=+1"]])
+def test_steps_are_given_once(run: Path, more: list[str]) -> None:
+    assert "takes one number of steps" in refused("train", "--resume", str(run), *more)
+
+
+def test_steps_cannot_be_added_to_those_of_unfinished_epochs(tmp_path: Path) -> None:
+    assert train_until("sft", 1, [*SFT, "epochs=1", f"output={tmp_path}", "name=run"]) == 130
+    said = refused("sft", "--resume", str(tmp_path / "run"), "steps=+2")
+    assert "needs a finished run" in said
+    assert "was asked for epochs=1" in said
+
+
+def test_ranks_refuse_to_add_steps_since_they_may_start_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    directory = RunDirectory.open_to_read(run)
+    with pytest.raises(ConfigError, match="set steps=N, for N in all"):
+        find_steps(Changes(more_steps=2), compose([str(directory.config)]), directory)
+
+
+def test_a_decaying_schedule_is_kept_and_more_steps_stay_at_its_minimum(tmp_path: Path) -> None:
+    """A linear decay of the factor from 1 at step 0 to 0.25 at step 3: 1 - 0.75 * step / 3 = 1, .75
+    and .5 for the steps that the run began with, and 0.25 for all others."""
+    decay = ["trainer.lr_scheduler_type=linear", "trainer.warmup_steps=0", "trainer.lr_min_ratio=0.25", "trainer.lr=0.004"]
+    ludic("sft", *SFT, *decay, "steps=3", f"output={tmp_path}", "name=run")
+    before = metrics_by_step(tmp_path / "run")
+    said = ludic("sft", "--resume", str(tmp_path / "run"), "steps=+2")
+    assert "keeps their linear schedule: from step 4 on the learning rate is 0.001" in " ".join(said.split())
+    lines = metrics_of(tmp_path / "run")
+    assert [line["train/lr"] for line in lines] == pytest.approx([0.004, 0.003, 0.002, 0.001, 0.001])
+    assert metrics_by_step(tmp_path / "run")[:3] == before
+
+
+def test_more_steps_are_refused_if_the_schedule_has_ended_at_zero(tmp_path: Path) -> None:
+    settings = ["trainer.lr_scheduler_type=cosine", "trainer.lr_min_ratio=0", "steps=2", f"output={tmp_path}", "name=run"]
+    ludic("sft", *SFT, *settings)
     said = refused("sft", "--resume", str(tmp_path / "run"), "steps=5")
-    assert "trainer.lr_scheduler_type (cosine) depends on the number of steps" in said
-    assert "A run with trainer.lr_scheduler_type=constant_with_warmup" in said
+    assert "trainer.lr_scheduler_type (cosine) with trainer.lr_min_ratio=0 ends at a learning rate of 0" in said
     assert summary_of(tmp_path / "run")["steps"] == 2
 
 
@@ -229,8 +286,13 @@ def test_a_run_that_fails_later_records_it_in_its_folder(run: Path, tmp_path: Pa
         patch.setattr("ludic.runs.held_out.HeldOut.measure", _fails)
         CliRunner().invoke(app, ["train", "--resume", str(run), "steps=4"])
     assert RunDirectory(run).read_progress().failed == "ZeroDivisionError: by design"
+    summary = summary_of(run)
+    assert (summary["status"], summary["failed"], summary["algorithm"]) == ("failed", "ZeroDivisionError: by design", "grpo")
+    assert summary["samples"]["trained"] == 4 * 2 * 4  # steps, prompts, answers to each
     ludic("train", "--resume", str(run))
     assert RunDirectory(run).read_progress().failed is None
+    assert summary_of(run)["status"] == "finished"
+    assert summary_of(run)["samples"]["trained"] == 4 * 2 * 4
 
 
 async def _fails(*_: object, **__: object) -> None:

@@ -21,6 +21,7 @@ from ludic.recipes.rm.model import choose_padding_token
 from ludic.recipes.rm.schema import compose_rm
 from ludic.runs.data.reward_model import RMData
 from ludic.runs.report import reward_model as report
+from ludic.runs.report.scores import decode_scores
 
 TINY = [*NETWORK, "threads=1", "pairs=40", "batch_size=8", "train_sample=16", "task.args.num_heldout=20"]
 EVALUATED = {
@@ -70,6 +71,8 @@ def test_a_run_writes_every_documented_file(tiny: list[str], tmp_path: Path) -> 
     assert summary.keys() >= EVALUATED | PROMISED
     assert (summary["steps"], summary["epochs"], summary["seed"]) == (5, 1.0, 0)
     assert (summary["data"]["pairs"], summary["data"]["heldout_pairs"], summary["eval_num_pairs"]) == (40, 20, 20)
+    scores = decode_scores(json.loads((run / "heldout_scores.json").read_text()))
+    assert (scores.num_pairs, scores.compute()["pairwise_accuracy"]) == (20, summary["eval_pairwise_accuracy"])
 
 
 def test_the_reported_metrics_are_those_of_the_saved_model(tiny: list[str], tmp_path: Path) -> None:

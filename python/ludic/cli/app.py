@@ -1,5 +1,5 @@
-"""The command `ludic`: train, eval, sft, train-rm, rollout, serve, slurm, checkpoint, status,
-doctor, version.
+"""The command `ludic`: train, eval, sft, train-rm, rollout, runs, view, serve, slurm, checkpoint,
+status, doctor, version.
 
 Each command imports what it needs when it runs, so that `--help` is fast.
 """
@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from ludic.cli.checkpoint_commands import AsJson, checkpoints
+from ludic.cli.reports import RUNS_HELP, VIEW_HELP, runs, view
 from ludic.cli.sft_options import SFT_HELP, SFTTyperCommand, sft
 from ludic.cli.shared_options import make_lr_setting, refuse_flags_in
 from ludic.cli.slurm_options import HELP as SLURM_HELP, slurm
@@ -76,7 +77,7 @@ Hugging Face layout. Ctrl-C stops after the current step and saves the run.
 - `ludic train model=path/to/model data=problems.jsonl reward=rewards:exact` trains it on your prompts with the reward function `exact`
 of `rewards.py`
 - `ludic train inference=vllm` starts a vLLM server, samples from it and updates its weights (`inference.url=URL`: a running server)
-- `ludic train --resume runs/NAME` resumes an interrupted run
+- `ludic train --resume runs/NAME` resumes an interrupted run; with `steps=+100`, a finished one takes 100 steps more
 - `ludic train --json > summary.json` prints only the summary
 """
 
@@ -281,6 +282,8 @@ def serve(
 app.add_typer(checkpoints, name="checkpoint")
 app.add_typer(workers, name="worker")
 app.command("slurm", help=SLURM_HELP)(slurm)
+app.command("runs", help=RUNS_HELP)(runs)
+app.command("view", help=VIEW_HELP)(view)
 
 
 @app.command(

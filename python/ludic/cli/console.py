@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -45,3 +45,9 @@ def quiet_libraries() -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+
+
+def align(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The rows as lines with aligned columns."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -20,7 +20,7 @@ from ludic.launch.supervisor import Supervisor
 from ludic.recipes.actors import check_actors, uses_queue
 from ludic.recipes.schema import Recipe
 from ludic.runs.directory import run_path
-from ludic.runs.lock import RunLock
+from ludic.runs.lock import LAUNCH_LOCK, RunLock
 from ludic.runs.places import describe_lacking_gpus, describe_submission, open_place, write_job
 from ludic.runs.plan import TRAINER, plan_processes
 
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
     from ludic.runs.directory import RunDirectory
 
-LAUNCH_LOCK = ".launch_lock"
 SIGNALLED = 128
 """Exit statuses from here on are those of a process that a signal ended or asked to stop."""
 

@@ -107,8 +107,8 @@ def _read_start_time(process: int) -> str:
 def _resume(command: OpeningCommand[D], resume: Path, changes: Changes) -> tuple[Any, D]:
     directory = command.directory.resume(resume)
     try:
-        recipe = command.compose([str(directory.config), *(override.text for override in changes.settings)])
-        recipe = resume_recipe(recipe, directory, changes.steps)
+        recipe = command.compose([str(directory.config), *changes.texts])
+        recipe = resume_recipe(recipe, directory, changes)
         save_changes(changes, recipe, directory)
         return recipe, directory
     except BaseException:

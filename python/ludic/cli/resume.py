@@ -1,8 +1,9 @@
-"""Checks of `--resume`: a run resumes with the settings that it began with; `steps` may be raised
-where the first steps stay the same."""
+"""Checks of `--resume`: a run resumes with the settings that it began with; `steps` may be
+raised."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from omegaconf import OmegaConf
 
 from ludic.errors import ConfigError
 from ludic.files.atomic import write_text
+from ludic.rank_environment import read_rank_environment
 from ludic.recipes.actors import check_actors
 from ludic.recipes.compose import RENAMED, Override, parse_override, read_yaml, to_plain_values, to_yaml
 from ludic.recipes.devices import AUTO, SETTINGS
@@ -28,7 +30,10 @@ _FREE = (
 )
 """Settings, or prefixes of settings, that may differ on resume: they change where a run executes
 and writes, not its result."""
+DECAYING = ("cosine", "linear")
+"""Schedules that reach their minimum at the number of steps that the run began with."""
 _FOLDER = ("name", "output")
+_MORE = re.compile(r"steps=\+(\d{1,12})")
 
 
 @dataclass(frozen=True)
@@ -36,13 +41,23 @@ class Changes:
     """What the command line of `--resume` changes in a run."""
 
     steps: int | None = None
+    """The steps that the run shall have in all."""
+    more_steps: int | None = None
+    """Steps besides those that it was asked for so far."""
     settings: tuple[Override, ...] = ()
     """Other settings, each of which may differ on resume."""
 
+    @property
+    def texts(self) -> list[str]:
+        """The other settings as arguments."""
+        return [override.text for override in self.settings]
+
 
 def parse_changes(arguments: Sequence[str], command: str) -> Changes:
-    """`steps=N`, and settings that may differ on resume but for the name of the run's folder.
-    Raises ConfigError for any other argument."""
+    """`steps=N` or `steps=+N`, and settings that may differ on resume but for the name of the run's
+    folder. Raises ConfigError for any other argument."""
+    more = [int(found[1]) for argument in arguments if (found := _MORE.fullmatch(argument))]
+    arguments = [argument for argument in arguments if not _MORE.fullmatch(argument)]
     overrides = [parse_override(argument) for argument in arguments if "=" in argument]
     steps = [override.value for override in overrides if override.key == "steps"]
     others = tuple(override for override in overrides if override.key != "steps")
@@ -52,11 +67,13 @@ def parse_changes(arguments: Sequence[str], command: str) -> Changes:
         or not all(_may_change(override) for override in others)
     ):
         raise ConfigError(
-            f"--resume uses the settings that the run began with and accepts only steps=N, for more steps, and where the run executes and "
-            f"writes (ranks, place, queue.url, inference.url, checkpoint.*, log_every and others), not {' '.join(arguments)}; start a new "
-            f"run with `ludic {command}` to change others"
+            f"--resume uses the settings that the run began with and accepts only steps=N, for more steps, or steps=+N, and where the run "
+            f"executes and writes (ranks, place, queue.url, inference.url, checkpoint.*, log_every and others), not {' '.join(arguments)}; "
+            f"start a new run with `ludic {command}` to change others"
         )
-    return Changes(steps[-1] if steps else None, others)
+    if len(steps) + len(more) > 1 or more == [0]:
+        raise ConfigError("--resume takes one number of steps: steps=N for N in all, or steps=+N for N more, with N at least 1")
+    return Changes(steps[0] if steps else None, more[0] if more else None, others)
 
 
 def _may_change(override: Override) -> bool:
@@ -79,13 +96,15 @@ def save_changes(changes: Changes, recipe: Any, directory: RunDirectory) -> None
     write_text(directory.config, OmegaConf.to_yaml(tree))
 
 
-def resume_recipe(recipe: Any, directory: RunDirectory, steps: int | None) -> Any:
-    """`recipe`, which was read from the run's config.yaml, with `steps` steps if that is not None.
+def resume_recipe(recipe: Any, directory: RunDirectory, changes: Changes) -> Any:
+    """`recipe`, which was read from the run's config.yaml, with the steps of `changes` if it has
+    any.
 
     Raises ConfigError, which names the setting, if the recipe differs from the one that the run
     began with.
     """
     progress = directory.read_progress()
+    steps = find_steps(changes, recipe, directory)
     original = None if progress.recipe is None else dict(progress.recipe)
     if steps is not None:
         _check_more(recipe, progress, directory, steps)
@@ -126,16 +145,35 @@ def _check_same_samplers(before: Mapping[str, Any], now: Mapping[str, Any], dire
         )
 
 
+def find_steps(changes: Changes, recipe: Any, directory: RunDirectory) -> int | None:
+    """The steps that the run shall have in all: `more_steps` are added to those that its `recipe`
+    asks for. None if they stay as they are. Raises ConfigError where that number is not known, and
+    for one of several ranks: started again, it would add them again."""
+    more, progress = changes.more_steps, directory.read_progress()
+    if more is None:
+        return changes.steps
+    if read_rank_environment() is not None:
+        raise ConfigError(
+            f"steps=+{more} would be added again whenever a launcher starts the ranks again; set steps=N, for N in all"
+        )
+    if recipe.steps is not None:
+        return int(recipe.steps) + more
+    if progress.phase != DONE:
+        raise ConfigError(
+            f"steps=+{more} needs a finished run, or one with steps: {directory.path} was asked for epochs={recipe.epochs}; set steps=N, "
+            "for N in all"
+        )
+    return progress.steps + more
+
+
 def _check_more(recipe: Any, progress: Progress, directory: RunDirectory, steps: int) -> None:
     if steps < progress.steps or (progress.phase == DONE and steps == progress.steps):
         raise ConfigError(f"steps ({steps}) must be more than the {progress.steps} that {directory.path} has taken")
     trainer = recipe.trainer
-    kind, ratio = trainer.lr_scheduler_type, trainer.warmup_ratio if not trainer.warmup_steps else None
-    if kind in ("cosine", "linear") or (kind is not None and ratio):
+    if trainer.lr_scheduler_type in DECAYING and not trainer.lr_min_ratio and progress.phase in (directory.last_phase, DONE):
         raise ConfigError(
-            f"trainer.lr_scheduler_type ({kind}) depends on the number of steps, so with steps={steps} the steps taken so far would have "
-            f"had other learning rates; start a new run with model={directory.model}. A run with "
-            "trainer.lr_scheduler_type=constant_with_warmup can take more steps"
+            f"trainer.lr_scheduler_type ({trainer.lr_scheduler_type}) with trainer.lr_min_ratio=0 ends at a learning rate of 0, which more "
+            f"steps would keep: they would train nothing. Start a new run with model={directory.model} instead"
         )
 
 

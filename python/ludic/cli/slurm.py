@@ -75,7 +75,8 @@ def make_settings(
     `ludic train` would refuse, so that it does not wait in the queue first."""
     source, replaced, command = [], [], ["-m", "ludic.cli", "train"]
     if resume is not None:
-        parse_changes(arguments, "train")
+        if (more := parse_changes(arguments, "train").more_steps) is not None:
+            raise ConfigError(f"steps=+{more} would be added again whenever the job starts again; set steps=N, for N in all")
         source, command = [str(RunDirectory.open_to_read(resume).config)], [*command, "--resume", str(resume)]
         replaced = _replace_servers(source[0], arguments)
     recipe = compose([*source, *arguments, *replaced])

@@ -12,6 +12,7 @@ from typing import Any
 
 import typer
 
+from ludic.cli.console import align
 from ludic.cli.queue_status import QueueStatus, describe_queue, read_queue
 from ludic.errors import CheckpointError
 from ludic.files.atomic import read_json
@@ -90,8 +91,7 @@ def describe(status: RunStatus, *, now: float) -> list[str]:
     lines.append(f"supervisor: process {launch.pid} on {launch.host}, {launch.place}, {_describe_supervisor(status)}")
     rows: list[tuple[str, ...]] = [("NAME", "ROLE", "STATE", "FOR", "RESTARTS", "PROCESS", "LAST END")]
     rows += [_row(process, now) for process in launch.processes]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return lines + ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return lines + align(rows)
 
 
 def _describe_supervisor(status: RunStatus) -> str:

@@ -16,7 +16,7 @@ from ludic.cli.launching import launch
 from ludic.cli.opening import begin_run, open_run
 from ludic.cli.print_config import format_recipe
 from ludic.cli.ranked_command import run_on_ranks
-from ludic.cli.resume import parse_changes
+from ludic.cli.resume import find_steps, parse_changes
 from ludic.rank_environment import read_rank_environment
 from ludic.recipes.devices import choose_devices
 from ludic.recipes.place_section import needs_launcher
@@ -78,8 +78,6 @@ def run_command(
     started = time.perf_counter()
     environment = read_rank_environment()
     if print_config:
-        if resume is not None:
-            parse_changes(arguments, command.directory.command)
         if environment is None or environment.rank == 0:
             print(format_recipe(command.compose(_list_sources(command, arguments, resume))), end="")
         return 0
@@ -96,7 +94,12 @@ def run_command(
 def _list_sources(command: TrainingCommand[D, R], arguments: Sequence[str], resume: Path | None) -> Sequence[str]:
     """The arguments from which the recipe is composed: for a run that is resumed, its settings
     first."""
-    return arguments if resume is None else [str(command.directory.open_to_read(resume).config), *arguments]
+    if resume is None:
+        return arguments
+    directory = command.directory.open_to_read(resume)
+    changes = parse_changes(arguments, directory.command)
+    steps = find_steps(changes, command.compose([str(directory.config)]), directory)
+    return [str(directory.config), *changes.texts, *([] if steps is None else [f"steps={steps}"])]
 
 
 def _train(
@@ -182,14 +185,16 @@ def _note_state(run: TrainingRun[Any, Any, Any]) -> None:
     if progress.phase == DONE:
         run.screen.note(
             f"{path} is finished, with {progress.steps} steps; this is its report. For more steps: "
-            f"`ludic {run.directory.command} --resume {path} steps=N`"
+            f"`ludic {run.directory.command} --resume {path} steps=+N`"
         )
 
 
 @contextmanager
 def _record_failure(directory: RunDirectory, *, is_new: bool) -> Iterator[None]:
     """Delete the folder of a run that fails before its first step, unless it has a server's log.
-    Otherwise write the error to progress.json. Another rank than 0 leaves both to rank 0."""
+    Otherwise write the error to progress.json and summary.json. Another rank than 0 leaves both to
+    rank 0."""
+    from ludic.runs.report.provenance import write_failure
     from ludic.training import ranks
 
     try:
@@ -205,6 +210,7 @@ def _record_failure(directory: RunDirectory, *, is_new: bool) -> Iterator[None]:
                 progress = directory.read_progress()
                 progress.failed = f"{type(error).__name__}: {error}"
                 directory.write_progress(progress)
+                write_failure(directory, progress)
         if error is caught:
             raise
         raise error from caught

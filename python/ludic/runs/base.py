@@ -17,7 +17,7 @@ from ludic.recipes.callbacks import build_callbacks
 from ludic.recipes.epochs_schema import EpochsRecipe
 from ludic.recipes.schema import Recipe
 from ludic.recipes.sharding import is_shared_out
-from ludic.runs.checkpoints import find_latest_checkpoint, rewind_logs
+from ludic.runs.checkpoints import describe_kept_schedule, find_latest_checkpoint, rewind_logs
 from ludic.runs.directory import DONE, Progress, RunDirectory
 from ludic.runs.execution import ending_task
 from ludic.runs.screen import Screen
@@ -150,6 +150,8 @@ class TrainingRun(ABC, Generic[RecipeT, PartsT, DirectoryT]):
             **options,
         )
         self.trainer = trainer
+        if (schedule := describe_kept_schedule(trainer, options.get("total_training_steps"))) is not None:
+            self.screen.note(schedule)
         if self.shared is not None and trainer.current_step:
             self.shared.bring_home(self.parts.model)
         if not self.directory.is_followed:

@@ -13,6 +13,7 @@ from ludic.files.checkpoints import STATE
 from ludic.runs.directory import Progress, RunDirectory
 from ludic.training import ranks
 from ludic.training.checkpoint import CheckpointConfig, CheckpointManager
+from ludic.training.loop.schedule import depends_on_total
 from ludic.training.trainer import Trainer
 
 
@@ -51,6 +52,20 @@ def rewind_logs(directory: RunDirectory, phase: str, trainer: Trainer, *, note: 
     if lost:
         since = f"the checkpoint of step {step}" if step else "the start of the phase, because there is no checkpoint"
         note(f"{lost} steps of {phase} are repeated, from {since}")
+
+
+def describe_kept_schedule(trainer: Trainer, steps: int | None) -> str | None:
+    """What the learning rate does in a run of `steps` steps that was begun for fewer, and whose
+    schedule depends on their number: the checkpoint's schedule is kept, and stays at its end
+    value. None for any other run."""
+    kept = trainer.schedule.total_steps
+    if steps is None or not trainer.current_step or kept >= steps or not depends_on_total(trainer.cfg):
+        return None
+    last = trainer.cfg.lr * trainer.schedule.factor(steps)
+    return (
+        f"The run was begun for {kept} steps and keeps their {trainer.cfg.lr_scheduler_type} schedule: from step {kept + 1} on the "
+        f"learning rate is {last:.3g}"
+    )
 
 
 def restore_best_weights(trainer: Trainer, progress: Progress, *, note: Callable[[str], None]) -> None:

@@ -244,6 +244,7 @@ class RMDirectory(RunDirectory):
         self.picture = path / "training.png"
         self.reliability = path / "reliability.png"
         self.margins = path / "margins.png"
+        self.scores = path / "heldout_scores.json"
         self.pairs = path / "data.jsonl"
         self.heldout_pairs = path / "heldout.jsonl"
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from ludic.errors import ConfigError
 from ludic.eval.preference_picture import draw_margins, draw_reliability
+from ludic.files.atomic import write_text
 from ludic.recipes.build import build_config
 from ludic.recipes.callbacks import check_callbacks
 from ludic.recipes.model import build_tokenizer
@@ -18,6 +19,7 @@ from ludic.recipes.sharding import is_shared_out
 from ludic.runs.data.reward_model import RMData
 from ludic.runs.directory import DONE, RMDirectory
 from ludic.runs.epochs import EpochsRun
+from ludic.runs.report.scores import encode_scores
 from ludic.runs.seeding import seed_everything
 from ludic.runs.shared_model import check_sharding_settings, choose_precision, place_model
 from ludic.training import ranks, watchdog
@@ -109,6 +111,7 @@ class RMRun(EpochsRun[RMRecipe, RMParts, RMDirectory]):
         title = f"{self.directory.path.name}, held-out pairs"
         draw_reliability(self.directory.reliability, metrics, title=title)
         draw_margins(self.directory.margins, metrics, title=title)
+        write_text(self.directory.scores, encode_scores(metrics))
 
 
 def _make_source(data: RMData, recipe: RMRecipe) -> ItemBatchSource:

@@ -1,12 +1,17 @@
 """The parts of a summary besides the results: how the run ended, what was trained, library
-versions, and lost episodes."""
+versions, lost episodes and cut samples."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ludic.runs.directory import DONE, Progress
+from ludic.files.atomic import write_text
+from ludic.runs.directory import DONE, Progress, RunDirectory
+
+FINISHED, INTERRUPTED, FAILED = "finished", "interrupted", "failed"
+"""How a run ended, or was left."""
 
 _LOST = {
     "failed": "num_failed_episodes",
@@ -15,15 +20,17 @@ _LOST = {
     "dropped_groups": "num_dropped_groups",
 }
 """Name in the summary to name in metrics.jsonl."""
+_CUT = {"answers_cut": "completion_truncated_rate", "cut_to_max_seq_len": "seq_len_truncated_rate"}
+_ALGORITHMS = {"sft": "sft", "train-rm": "bradley_terry"}
+"""Command to the algorithm of all of its runs."""
 
 
-def provenance(progress: Progress, *, model: str | None, algorithm: str) -> dict[str, Any]:
-    """`status` is finished or interrupted; `stopped_by` is the callback that ended the run, null if
-    none did; `model` is null for a small model that was made; `versions` are those at the start of
-    the run, null in the folder of an older version."""
-    status = "finished" if progress.phase == DONE else "interrupted"
+def provenance(progress: Progress, *, model: str | None, algorithm: str | None) -> dict[str, Any]:
+    """`status` is finished, interrupted or failed; `stopped_by` is the callback that ended the run,
+    null if none did; `model` is null for a small model that was made; `versions` are those at the
+    start of the run, null in the folder of an older version."""
     return {
-        "status": status,
+        "status": find_status(progress),
         "stopped_by": progress.stopped_by,
         "model": model,
         "algorithm": algorithm,
@@ -31,10 +38,59 @@ def provenance(progress: Progress, *, model: str | None, algorithm: str) -> dict
     }
 
 
+def find_status(progress: Progress) -> str:
+    """finished, interrupted or failed, as progress.json has it; that a process works on the run is
+    not in it."""
+    if progress.failed is not None:
+        return FAILED
+    return FINISHED if progress.phase == DONE else INTERRUPTED
+
+
+def find_algorithm(progress: Progress) -> str | None:
+    """The algorithm of the run's settings; null in the folder of an older version."""
+    return _ALGORITHMS.get(progress.command) or (progress.recipe or {}).get("algorithm")
+
+
+def write_failure(directory: RunDirectory, progress: Progress) -> None:
+    """Write the summary.json of a run that has failed: `status`, the error as `failed`, and what is
+    known of it without its objects. It replaces that of an earlier attempt, whose results the run
+    has gone beyond."""
+    lines = [line for line in directory.read_metrics(directory.last_phase) if "train/loss" in line]
+    recipe = progress.recipe or {}
+    content = {
+        **provenance(progress, model=recipe.get("model"), algorithm=find_algorithm(progress)),
+        "failed": progress.failed,
+        "steps": lines[-1]["step"] if lines else 0,
+        "episodes": count_lost_episodes(lines),
+        "samples": count_samples(lines),
+        "wall_s": round(progress.seconds.get("wall", 0.0), 2),
+        "seed": recipe.get("seed"),
+    }
+    write_text(directory.summary, json.dumps(content, indent=2) + "\n")
+
+
 def count_lost_episodes(lines: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     """The number of episodes that failed, were retried or were cancelled in all logged steps,
     and of groups that were dropped for them."""
     return {name: int(sum(line.get(f"train/{key}") or 0 for line in lines)) for name, key in _LOST.items()}
+
+
+def count_samples(lines: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """The samples of all logged steps: how many were `trained`; of those, in how many the answer
+    reached its token limit (`answers_cut`), and how many were cut to `max_seq_len`; and how many
+    were dropped because the cut left nothing (`cut_to_nothing`).
+
+    A line has shares of its samples. Example: a share of 0.25 of 8 samples is 2.
+    """
+    cut = {
+        name: sum(round((line.get(f"train/{key}") or 0) * (line.get("train/num_samples") or 0)) for line in lines)
+        for name, key in _CUT.items()
+    }
+    return {
+        "trained": int(sum(line.get("train/num_samples") or 0 for line in lines)),
+        **cut,
+        "cut_to_nothing": int(sum(line.get("train/seq_len_truncated_empty") or 0 for line in lines)),
+    }
 
 
 def format_lost(lost: Mapping[str, int]) -> str | None:

@@ -14,7 +14,7 @@ from ludic.runs.report.conclusion import Facts, collect_facts, conclude, count_i
 from ludic.runs.report.costs import format_execution, format_memory, format_padding, format_seconds, sum_padding, sum_phases
 from ludic.runs.report.curve import draw_text_curve, write_picture
 from ludic.runs.report.files import describe_files, show_files
-from ludic.runs.report.provenance import count_lost_episodes, format_lost, provenance
+from ludic.runs.report.provenance import count_lost_episodes, count_samples, format_lost, provenance
 from ludic.runs.report.sampling import (
     format_actors,
     summarize_actors,
@@ -48,7 +48,7 @@ class Summary:
     """The content of summary.json."""
 
     status: str
-    """finished or interrupted."""
+    """finished or interrupted; that of a run that failed has only what `write_failure` knows."""
     stopped_by: dict[str, Any] | None
     """The `callback` that ended the run, its `reason`, the `step`, and the steps that were asked
     for (`of_steps`); null if none did."""
@@ -86,6 +86,8 @@ class Summary:
     episodes: dict[str, int]
     """Training episodes that `failed`, were `retried` or `cancelled`, and `dropped_groups`, the
     groups that were dropped for a failed episode."""
+    samples: dict[str, int]
+    """Samples of the steps of reinforcement, and how many of them were cut: `count_samples`."""
     clip_fraction: float | None
     """Mean over the steps; null for an algorithm without clipping."""
     mismatch: dict[str, Any] | None
@@ -170,6 +172,7 @@ def build_outcome(
         idle_steps=closing_facts.idle_steps,
         stopped_early=closing_facts.stopped_early,
         episodes=count_lost_episodes(reinforce),
+        samples=count_samples(reinforce),
         clip_fraction=closing_facts.clip_fraction,
         mismatch=summarize_mismatch(reinforce, progress.preflight),
         weight_sync=summarize_weight_sync(reinforce),

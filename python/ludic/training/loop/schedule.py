@@ -112,6 +112,11 @@ class RunSchedule:
         return self._schedule.factor(step)
 
     @property
+    def total_steps(self) -> int:
+        """The number of steps that the schedule is made for."""
+        return self._schedule.total_steps
+
+    @property
     def warmup_steps(self) -> int:
         """Steps until the rate is whole."""
         return 0 if self._schedule.kind is None else self._schedule.warmup_steps

@@ -110,7 +110,9 @@ class RolloutEngine:
         all calls of the engine, so no batch repeats another.
         """
         gate = gate or asyncio.Semaphore(max(1, concurrency))
-        return await self._play_all(requests, max_steps, timeout_s, gate, for_training=for_training)
+        rollouts = await self._play_all(requests, max_steps, timeout_s, gate, for_training=for_training)
+        await self._write_log(rollouts)
+        return rollouts
 
     async def generate_batch(
         self,
@@ -128,7 +130,10 @@ class RolloutEngine:
         assigner = select_credit_assigner(algorithm, credit_assigner)
         gate = asyncio.Semaphore(max(1, concurrency))
         rollouts = await self._play_all(requests, max_steps, timeout_s, gate, for_training=True)
-        return batch_from_played(rollouts, assigner, sample_filter)
+        try:
+            return batch_from_played(rollouts, assigner, sample_filter)
+        finally:
+            await self._write_log(rollouts)  # with their credit
 
     def state_dict(self) -> dict[str, int]:
         """Return the number of episodes started so far, which seeds that are None depend on."""
@@ -162,9 +167,11 @@ class RolloutEngine:
         self.totals += counts
         played = drop_failed_groups(episodes, counts)
         self._warn_of_max_steps(played, max_steps)
-        if self._jsonl_path is not None and played:
-            await asyncio.to_thread(append_rollouts, self._jsonl_path, played)
         return played
+
+    async def _write_log(self, rollouts: PlayedRollouts) -> None:
+        if self._jsonl_path is not None and rollouts:
+            await asyncio.to_thread(append_rollouts, self._jsonl_path, rollouts)
 
     def _warn_of_max_steps(self, played: PlayedRollouts, max_steps: int) -> None:
         """Warn once if all episodes are cut off by `max_steps`: the limit is probably too low by

@@ -1,0 +1,106 @@
+"""`ludic runs`: the runs in a folder, one a line, with their results and the settings in which they
+differ."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from ludic.cli.console import align
+from ludic.cli.status import format_duration
+from ludic.errors import CheckpointError, ConfigError
+from ludic.runs.reading import RunRecord, find_runs, list_differences, read_run
+
+OUTPUT = Path("runs")
+SHOWN_SETTINGS = 8
+"""Differing settings in the table; `--json` has all."""
+_COLUMNS = ("RUN", "STATUS", "STEPS", "ALGORITHM", "HELD OUT", "BEFORE", "AFTER", "TIME")
+
+
+def runs_command(folders: Sequence[Path], *, json_only: bool) -> int:
+    """Print the runs in the folders. Returns the exit status."""
+    records, damaged = read_runs(folders or [OUTPUT])
+    differences = list_differences(records)
+    if json_only:
+        typer.echo(json.dumps([_describe(record, differences, place) for place, record in enumerate(records)], indent=2))
+    elif records:
+        show(records, differences)
+    else:
+        typer.echo(f"There are no runs in {', '.join(map(str, folders or [OUTPUT]))}; `ludic train` makes one")
+    for line in damaged:
+        typer.secho(f"ludic: {line}", err=True, fg="red")
+    return int(bool(damaged))
+
+
+def read_runs(folders: Sequence[Path]) -> tuple[list[RunRecord], list[str]]:
+    """The runs, each once, and one line for each run that cannot be read."""
+    paths = {path.resolve(): path for folder in folders for path in find_runs(folder)}
+    records, damaged = [], []
+    for path in paths.values():
+        try:
+            records.append(read_run(path))
+        except (CheckpointError, ConfigError, OSError) as error:
+            damaged.append(str(error))
+    return records, damaged
+
+
+def show(records: Sequence[RunRecord], differences: dict[str, list[Any]]) -> None:
+    """Print two tables: the runs, and the settings in which they differ. Lines are as long as they
+    need to be, so that they can be searched and piped."""
+    typer.echo("\n".join(align([_COLUMNS, *map(_make_row, records)])))
+    for record in records:
+        if record.failed is not None:
+            typer.echo(f"{record.name} failed: {record.failed.splitlines()[0]}")
+    if not differences:
+        return
+    shown = dict(list(differences.items())[:SHOWN_SETTINGS])
+    typer.echo("\nSettings that differ")
+    rows = [[record.name, *(_format_setting(row[place]) for row in shown.values())] for place, record in enumerate(records)]
+    typer.echo("\n".join(align([["RUN", *shown], *rows])))
+    if len(differences) > len(shown):
+        typer.echo(f"and {len(differences) - len(shown)} more; --json and `ludic view` have all")
+
+
+def _make_row(record: RunRecord) -> list[str]:
+    name, before, after = record.held_out or ("", None, None)
+    steps = f"{record.steps}" if record.steps_asked in (None, record.steps) else f"{record.steps} of {record.steps_asked}"
+    cells = [steps, record.algorithm or "", name, _format_number(before), _format_after(record, name, after)]
+    return [record.name, record.status, *cells, format_duration(record.wall_s)]
+
+
+def _describe(record: RunRecord, differences: dict[str, list[Any]], place: int) -> dict[str, Any]:
+    return {
+        "run": str(record.path),
+        "command": record.command,
+        "status": record.status,
+        "failed": record.failed,
+        "algorithm": record.algorithm,
+        "model": record.model,
+        "steps": record.steps,
+        "steps_asked": record.steps_asked,
+        "before": dict(record.before),
+        "after": dict(record.after),
+        "intervals": record.intervals,
+        "wall_s": round(record.wall_s, 2),
+        "settings": {key: row[place] for key, row in differences.items()},
+    }
+
+
+def _format_number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
+
+
+def _format_after(record: RunRecord, name: str, value: float | None) -> str:
+    """Example: `0.979 (0.971 to 0.985)`."""
+    low, high = (record.intervals.get("after", {}).get(name) or [None, None])[:2]
+    interval = "" if low is None or high is None else f" ({low:.3f} to {high:.3f})"
+    return "" if value is None else f"{value:.3f}{interval}"
+
+
+def _format_setting(value: Any) -> str:
+    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."

@@ -1,0 +1,179 @@
+"""The folder of a run as others read it: how it ended, what it measured, and its settings. Nothing
+in the folder is changed, and a run of any command and age can be read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ludic.errors import CheckpointError, ConfigError
+from ludic.files.atomic import read_json
+from ludic.recipes.compose import read_yaml
+from ludic.runs.directory import DONE
+from ludic.runs.lock import LAUNCH_LOCK, is_locked
+
+RUNNING = "running"
+HELD_OUT = ("sampled_reward", "loss", "eval_pairwise_accuracy")
+"""The measurement that stands for a run in a table, of `train`, `sft` and `train-rm`."""
+PLACES = ("name", "output")
+"""Settings in which all runs differ."""
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What the files of a run say."""
+
+    path: Path
+    command: str
+    """train, sft or train-rm."""
+    status: str
+    """running, finished, interrupted or failed."""
+    algorithm: str | None
+    model: str | None
+    steps: int
+    """Steps that were taken, without the warm-up."""
+    steps_asked: int | None
+    """Steps that the settings ask for; None for a run that counts epochs."""
+    before: Mapping[str, Any]
+    """Held-out rates before training; empty if they were not measured."""
+    after: Mapping[str, Any]
+    """Held-out rates at the end."""
+    intervals: Mapping[str, Mapping[str, Sequence[float | None]]]
+    """95 % intervals `[low, high]` by rate, for `before` and `after`."""
+    wall_s: float
+    failed: str | None
+    """The error that ended it."""
+    settings: Mapping[str, Any]
+    """The settings, flat: `trainer.lr` to its value."""
+    summary: Mapping[str, Any]
+    """The content of summary.json; empty before the first report."""
+    started: float
+    """Seconds since 1970 when config.yaml was last written."""
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def held_out(self) -> tuple[str, float | None, float | None] | None:
+        """(name of the rate that stands for the run, before, after); None if nothing was
+        measured."""
+        name = next((name for name in HELD_OUT if name in self.before or name in self.after), None)
+        return None if name is None else (name, self.before.get(name), self.after.get(name))
+
+
+def is_run(path: Path) -> bool:
+    """Whether a run was begun in the folder."""
+    return (path / "config.yaml").is_file() and (path / "progress.json").is_file()
+
+
+def find_runs(folder: Path) -> list[Path]:
+    """The folder itself if it is a run's; otherwise the runs in it, the oldest first. Raises
+    ConfigError for a folder that does not exist."""
+    if is_run(folder):
+        return [folder]
+    if not folder.is_dir():
+        raise ConfigError(f"there is no folder {folder}; name the folder of a run, or one with runs such as runs/")
+    runs = [path for path in folder.iterdir() if is_run(path) and not path.name.startswith(".")]
+    return sorted(runs, key=lambda path: ((path / "config.yaml").stat().st_mtime, path.name))
+
+
+def read_run(path: Path) -> RunRecord:
+    """Read the small files of the run. Raises CheckpointError for a folder without a run, or with
+    damaged files."""
+    if not is_run(path):
+        raise CheckpointError(f"{path} is not the folder of a run: it has no config.yaml and progress.json")
+    progress = read_json(path / "progress.json")
+    summary = read_json(path / "summary.json") if (path / "summary.json").is_file() else {}
+    settings = dict(_flatten(_read_settings(path / "config.yaml")))
+    command = str(progress.get("command", "train"))
+    before, after = (_read_rates(summary.get(name), progress.get(name)) for name in ("before", "after"))
+    if command == "train-rm":
+        after = {key: value for key, value in (progress.get("after") or {}).items() if isinstance(value, int | float)}
+    status = _find_status(path, progress)
+    return RunRecord(
+        path=path,
+        command=command,
+        status=status,
+        algorithm=summary.get("algorithm") or {"sft": "sft", "train-rm": "bradley_terry"}.get(command, settings.get("algorithm")),
+        model=settings.get("model"),
+        steps=_count_steps(path, progress, status),
+        steps_asked=settings.get("steps"),
+        before=before,
+        after=after,
+        intervals=_read_intervals(summary),
+        wall_s=float((progress.get("seconds") or {}).get("wall", 0.0)),
+        failed=progress.get("failed") if status == "failed" else None,
+        settings=settings,
+        summary=summary,
+        started=(path / "config.yaml").stat().st_mtime,
+    )
+
+
+def list_differences(records: Sequence[RunRecord]) -> dict[str, list[Any]]:
+    """Setting -> its value in each run (None if a run does not have it), for those settings in
+    which the runs differ. Names and places are left out."""
+    keys = dict.fromkeys(key for record in records for key in record.settings if key not in PLACES)
+    values = {key: [record.settings.get(key) for record in records] for key in keys}
+    return {key: row for key, row in values.items() if any(value != row[0] for value in row)}
+
+
+def _read_settings(path: Path) -> Mapping[str, Any]:
+    from omegaconf import OmegaConf
+
+    tree = OmegaConf.to_container(read_yaml(path), resolve=False)
+    return {str(key): value for key, value in tree.items()} if isinstance(tree, dict) else {}
+
+
+def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _read_rates(from_summary: Any, from_progress: Any) -> dict[str, float]:
+    """The rates of a measurement; before there is a summary, those that progress.json has."""
+    source = from_summary or from_progress or {}
+    return {key: value for key, value in source.items() if isinstance(value, int | float) and not isinstance(value, bool)}
+
+
+def _read_intervals(summary: Mapping[str, Any]) -> dict[str, dict[str, list[float | None]]]:
+    found = summary.get("intervals") or {}
+    return {when: dict(rates) for when, rates in found.items() if when in ("before", "after")}
+
+
+def _find_status(path: Path, progress: Mapping[str, Any]) -> str:
+    if is_locked(path) or is_locked(path, LAUNCH_LOCK):
+        return RUNNING
+    if progress.get("failed"):
+        return "failed"
+    return "finished" if progress.get("phase") == DONE else "interrupted"
+
+
+def _count_steps(path: Path, progress: Mapping[str, Any], status: str) -> int:
+    """The steps of progress.json, which a run writes when a phase ends; for a run that was cut off
+    or goes on, the last step in metrics.jsonl."""
+    done = int(progress.get("steps") or 0)
+    if status == "finished":
+        return done
+    return max([done, *(int(line["step"]) for line in read_steps(path) if line.get("phase") not in (None, "warm_up"))])
+
+
+def read_steps(path: Path) -> Iterator[dict[str, Any]]:
+    """The complete lines of metrics.jsonl, in the order of the file. Each has `step`."""
+    metrics = path / "metrics.jsonl"
+    if not metrics.is_file():
+        return
+    with metrics.open("rb") as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+            except ValueError:  # the last line of a run that goes on or was killed
+                continue
+            if isinstance(record, dict) and isinstance(record.get("step"), int):
+                yield record

@@ -1,0 +1,1 @@
+"""The page of `ludic view`: the data of runs as one HTML file."""

@@ -1,0 +1,131 @@
+"""One HTML file with everything that `ludic view` shows of some runs. It needs no network.
+
+Texts of a model are data: they stand in a script element that no browser executes, with every `<`
+escaped, and the page's own script sets them as text only. The page's content security policy names
+the hashes of the one script and the one style sheet that the file has; a browser executes no other.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from importlib.resources import files
+from typing import Any
+
+from ludic.errors import CheckpointError, ConfigError, DataError
+from ludic.files.atomic import read_json
+from ludic.runs.reading import RunRecord, list_differences
+from ludic.runs.report.scores import decode_scores, describe_preferences
+from ludic.runs.view.episodes import EpisodeTable
+from ludic.runs.view.series import read_series, round_number
+from ludic.runs.view.tokens import find_decoder
+
+SCRIPTS = ("elements.js", "charts.js", "tables.js", "episodes.js", "preferences.js", "page.js")
+"""In the order in which they stand in the file; each uses names of those before it."""
+
+
+def build_page(records: Sequence[RunRecord], *, episodes: int) -> str:
+    """The HTML of a page. `episodes`: of each run at most."""
+    return format_page(collect(records, episodes=episodes), title=", ".join(record.name for record in records))
+
+
+def format_page(data: dict[str, Any], *, title: str) -> str:
+    """The HTML of a page that shows `data`, as `collect` makes it."""
+    script = "(() => {\n'use strict';\n" + "".join(_read_asset(name) for name in SCRIPTS) + "})();\n"
+    style = _read_asset("page.css")
+    parts = {
+        "TITLE": html.escape(title),
+        "POLICY": (
+            f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; img-src data:; "
+            "base-uri 'none'; form-action 'none'"
+        ),
+        "STYLE": style,
+        "SCRIPT": script,
+        "DATA": encode_data(data),
+    }
+    page = _read_asset("page.html")
+    before, *rest = page.split("{{")  # each part is put in once: what it holds is not looked at again
+    filled = [parts[name] + after for name, after in (piece.split("}}", 1) for piece in rest)]
+    return before + "".join(filled)
+
+
+def encode_data(data: Any) -> str:
+    """JSON that can stand in a script element: it has no `<`, so that nothing in it ends the
+    element or begins a comment."""
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    text = text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+    return text.encode("utf-8", errors="replace").decode("utf-8")  # half of a surrogate pair becomes "?"
+
+
+def collect(records: Sequence[RunRecord], *, episodes: int) -> dict[str, Any]:
+    """Everything that the page shows. A number of a run is its place in `runs`."""
+    table = EpisodeTable(episodes)
+    for number, record in enumerate(records):
+        log = record.path / "rollouts.jsonl"
+        table.add(number, log, find_decoder(record.path) if log.is_file() else None)
+    keys = dict.fromkeys(key for record in records for key in record.settings)
+    return {
+        "version": version("ludic"),
+        "made": time.strftime("%Y-%m-%d %H:%M"),
+        "runs": [_describe(record, table.counts.get(number, 0)) for number, record in enumerate(records)],
+        "settings": {key: [record.settings.get(key) for record in records] for key in keys},
+        "differing": list(list_differences(records)),
+        "episodes": table.rows,
+        "pieces": table.pieces,
+    }
+
+
+def _describe(record: RunRecord, logged: int) -> dict[str, Any]:
+    return {
+        "name": record.name,
+        "path": str(record.path),
+        "command": record.command,
+        "status": record.status,
+        "failed": record.failed,
+        "algorithm": record.algorithm,
+        "model": record.model,
+        "steps": record.steps,
+        "asked": record.steps_asked,
+        "seconds": record.wall_s,
+        "versions": record.summary.get("versions") or {},
+        "heldout": record.summary.get("heldout") or {},
+        "lost": record.summary.get("episodes") or {},
+        "samples": record.summary.get("samples") or {},
+        "solved": record.summary.get("solved_at"),
+        "before": _round_all(record.before),
+        "after": _round_all(record.after),
+        "intervals": record.intervals,
+        "series": read_series(record.path),
+        "logged": logged,
+        "preferences": _read_preferences(record),
+    }
+
+
+def _round_all(rates: Any) -> dict[str, float]:
+    return {name: round_number(value) for name, value in rates.items()}
+
+
+def _read_preferences(record: RunRecord) -> dict[str, Any] | None:
+    """The margins and the calibration of a reward model; None for any other run, and for one of an
+    older version."""
+    path = record.path / "heldout_scores.json"
+    if not path.is_file():
+        return None
+    try:
+        metrics = decode_scores(read_json(path))
+        return describe_preferences(metrics) if metrics.num_pairs else None
+    except (CheckpointError, ConfigError, DataError, KeyError, TypeError, ValueError):
+        return None
+
+
+def _read_asset(name: str) -> str:
+    return (files("ludic.runs.view") / "assets" / name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"

@@ -1,0 +1,75 @@
+"""`ludic runs` and `ludic view` on the command line."""
+
+import json
+
+import pytest
+from commands import ludic
+from run_folders import make_run
+from typer.testing import CliRunner
+
+from ludic.cli.app import app
+from ludic.cli.view import MAX_RUNS
+
+
+@pytest.fixture
+def folder(tmp_path):
+    make_run(tmp_path / "a")
+    make_run(tmp_path / "b", algorithm="cispo", lr=0.2, phase="reinforce", failed="OSError: no space\nmore")
+    return tmp_path
+
+
+def test_runs_are_a_table_with_the_settings_that_differ(folder):
+    assert ludic("runs", str(folder)).splitlines() == [
+        "RUN  STATUS    STEPS  ALGORITHM  HELD OUT        BEFORE  AFTER                   TIME",
+        "a    finished  4      grpo       sampled_reward  0.250   0.750 (0.700 to 0.800)  62 s",
+        "b    failed    4      cispo      sampled_reward  0.250   0.750 (0.700 to 0.800)  62 s",
+        "b failed: OSError: no space",
+        "",
+        "Settings that differ",
+        "RUN  algorithm  trainer.lr",
+        "a    grpo       0.1",
+        "b    cispo      0.2",
+    ]
+
+
+def test_json_has_every_run_once(folder):
+    found = json.loads(ludic("runs", str(folder), str(folder / "a"), "--json"))
+    assert [run["run"] for run in found] == [str(folder / "a"), str(folder / "b")]
+    assert found[1]["settings"] == {"algorithm": "cispo", "trainer.lr": 0.2}
+    assert (found[0]["status"], found[0]["after"], found[0]["wall_s"]) == ("finished", {"sampled_reward": 0.75}, 61.5)
+    assert found[1]["failed"] == "OSError: no space\nmore"
+
+
+def test_a_damaged_run_does_not_hide_the_others(folder):
+    (folder / "b" / "progress.json").write_text("{")
+    result = CliRunner().invoke(app, ["runs", str(folder)])
+    assert result.exit_code == 1
+    assert "\na    finished" in result.stdout
+    assert "progress.json is not JSON" in result.stderr
+
+
+def test_a_folder_without_runs_says_how_to_make_one(tmp_path):
+    assert "There are no runs in" in ludic("runs", str(tmp_path))
+
+
+def test_a_page_is_written_beside_the_run_or_where_it_is_wanted(folder, monkeypatch):
+    assert str(folder / "a" / "report.html") in ludic("view", str(folder / "a"))
+    assert (folder / "a" / "report.html").read_text().startswith("<!doctype html>")
+    monkeypatch.chdir(folder)
+    assert "report.html: 2 runs" in ludic("view", str(folder))
+    assert (folder / "report.html").is_file()
+    ludic("view", str(folder / "a"), "-o", str(folder / "new" / "page.html"))
+    assert (folder / "new" / "page.html").is_file()
+
+
+def test_a_page_of_nothing_or_too_much_is_refused(folder):
+    for number in range(MAX_RUNS):
+        make_run(folder / "many" / f"run{number}")
+    for wrong, said in (
+        ([str(folder / "nothing")], "there is no folder"),
+        ([str(folder / "many"), str(folder / "a")], "25 runs are too many for one page"),
+        ([str(folder / "a"), "-o", str(folder)], "is a folder; name a file"),
+    ):
+        result = CliRunner().invoke(app, ["view", *wrong])
+        assert result.exit_code == 2, result.output
+        assert said in " ".join(result.stderr.split())

@@ -1,0 +1,192 @@
+"""The data of the page of `ludic view`, and how it is put into the file."""
+
+import base64
+import hashlib
+import json
+import re
+from html.parser import HTMLParser
+from importlib.resources import files
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+from run_folders import log_rollouts, make_rollout, make_run
+
+from ludic.runs.reading import read_run
+from ludic.runs.report.scores import decode_scores, describe_preferences, encode_scores
+from ludic.runs.view.episodes import BLOCK, EpisodeTable
+from ludic.runs.view.page import SCRIPTS, build_page, encode_data
+from ludic.runs.view.series import MAX_POINTS, read_series
+from ludic.training.classification_metrics import PreferenceMetrics
+
+HOSTILE = "</script><script>alert(1)</script><!--<img src=x onerror=alert(2)>{{SCRIPT}}\u2028]]>"
+
+
+class Elements(HTMLParser):
+    """Collects (name, attributes, text) of script, style, title and meta elements."""
+
+    def __init__(self):
+        super().__init__(convert_charrefs=True)
+        self.found, self._open = [], None
+
+    def handle_starttag(self, tag, attributes):
+        if tag in ("script", "style", "title", "meta"):
+            self._open = [tag, dict(attributes), ""]
+            self.found.append(self._open)
+
+    def handle_data(self, text):
+        if self._open is not None:
+            self._open[2] += text
+
+    def handle_endtag(self, tag):
+        self._open = None
+
+    def of(self, tag):
+        return [(attributes, text) for name, attributes, text in self.found if name == tag]
+
+
+def parse(page):
+    parser = Elements()
+    parser.feed(page)
+    return parser
+
+
+TEXTS = st.text(st.characters(codec="utf-8"))
+
+
+@given(st.recursive(TEXTS | st.integers() | st.none(), lambda inner: st.lists(inner) | st.dictionaries(TEXTS, inner)))
+def test_data_in_a_script_element_is_read_back_and_cannot_end_it(value):
+    text = encode_data(value)
+    assert json.loads(text) == value
+    assert not re.search("[<\u2028\u2029]", text)
+
+
+def test_half_of_a_surrogate_pair_does_not_break_the_page():
+    assert json.loads(encode_data(["a\ud800b"])) == ["a?b"]
+
+
+def test_the_page_has_one_script_that_its_policy_names_and_no_other_source(tmp_path):
+    run = make_run(tmp_path / "run")
+    log_rollouts(run, [make_rollout(0, prompt=HOSTILE, answer=HOSTILE)])
+    page = parse(build_page([read_run(run)], episodes=10))
+    (data_attributes, data), (attributes, script) = page.of("script")
+    assert (data_attributes["type"], attributes) == ("application/json", {})
+    assert json.loads(data)["episodes"][0][6][0][1] == HOSTILE
+    policy = next(found["content"] for found, _ in page.of("meta") if found.get("http-equiv") == "Content-Security-Policy")
+    rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
+    style = page.of("style")[0][1]
+    hashes = [f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in (script, style)]
+    assert (rules["default-src"], rules["script-src"], rules["style-src"]) == ("'none'", *hashes)
+    assert "unsafe" not in policy
+
+
+def test_the_name_of_a_run_is_text(tmp_path):
+    run = make_run(tmp_path / "<img src=x onerror=alert(1)>")
+    page = build_page([read_run(run)], episodes=10)
+    assert "<img" not in page
+    assert parse(page).of("title")[0][1] == "<img src=x onerror=alert(1)> - ludic"
+
+
+def test_the_script_never_parses_html_and_never_evaluates_text():
+    assets = files("ludic.runs.view") / "assets"
+    for name in SCRIPTS:
+        script = (assets / name).read_text()
+        assert len(script.splitlines()) < 200
+        assert not re.search(
+            r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|Function\(|srcdoc|javascript:|fetch\(|XMLHttp", script
+        )
+
+
+def test_a_metric_has_a_value_for_each_step_and_evaluations_only_where_they_were_made(tmp_path):
+    run = make_run(tmp_path / "run")
+    lines = [
+        {"step": 1, "phase": "warm_up", "train/loss": 3.0},
+        {"step": 1, "phase": "reinforce", "train/loss": 2.0},
+        {"step": 2, "phase": "reinforce", "train/loss": 9.0},  # repeated below, after a kill
+        {"step": 2, "phase": "reinforce", "train/loss": 1.0, "name": "text", "bad": None, "flag": True},
+        {"step": 2, "phase": "reinforce", "eval/step": 2, "eval/reward": 0.5},
+        {"step": 3, "phase": "reinforce", "train/loss": 0.123456789, "eval/step": 2, "eval/reward": 0.5},
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 4, "pha')
+    assert read_series(run) == {
+        "warm_up": {"steps": [1], "values": {"train/loss": [3.0]}},
+        "reinforce": {"steps": [1, 2, 3], "values": {"train/loss": [2.0, 1.0, 0.123457], "eval/reward": [None, 0.5, None]}},
+    }
+
+
+def test_long_runs_are_thinned_but_keep_their_end_and_every_evaluation(tmp_path):
+    run, count = make_run(tmp_path / "run"), 3 * MAX_POINTS
+    lines = [
+        {"step": step, "phase": "reinforce", "a": step, **({"eval/x": 1.0} if step % 1000 == 999 else {})}
+        for step in range(count)
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    series = read_series(run)["reinforce"]
+    assert len(series["steps"]) <= MAX_POINTS + 1 + count // 1000
+    assert series["steps"][-1] == count - 1
+    assert sum(value is not None for value in series["values"]["eval/x"]) == count // 1000
+    assert series["values"]["a"] == series["steps"]
+
+
+def make_table(run, limit=100, decode=chr):
+    table = EpisodeTable(limit)
+    table.add(0, run / "rollouts.jsonl", decode)
+    return table
+
+
+def test_an_episode_is_a_row_with_its_turns_tokens_and_flags(tmp_path):
+    run = make_run(tmp_path / "run")
+    log_rollouts(
+        run, [make_rollout(0, answer="44", group="g"), make_rollout(1, answer="45", reward=0.0, finish="length", group="g")]
+    )
+    table = make_table(run)
+    assert table.pieces == ["4", "5"]
+    assert table.rows == [
+        [0, 0, "p0", 0, 1.0, "", [["2+2=", "44", None, 1.0, 0.5, "", [0, 0], [50, 50]]]],
+        [0, 1, "p1", 0, 0.0, "c", [["2+2=", "45", None, 0.0, -0.5, "c", [0, 1], [50, 50]]]],
+    ]
+    assert make_table(run, decode=None).rows[0][6][0][6] == []
+
+
+def test_a_log_of_any_content_is_read_as_far_as_it_goes(tmp_path):
+    run = make_run(tmp_path / "run")
+    odd = ['{"steps": 3}', '{"meta": [], "steps": [{"reward": "x", "trace": 5, "info": null}]}', "[]", "{"]
+    (run / "rollouts.jsonl").write_text("\n".join(odd[1:]) + "\n")
+    rows = make_table(run).rows
+    assert [len(row[6]) for row in rows] == [1]
+    assert rows[0][6][0] == ["", "", None, 0.0, None, "", [], []]
+
+
+def test_of_a_long_log_whole_blocks_are_kept_and_the_number_of_all_is_known(tmp_path):
+    run = make_run(tmp_path / "run")
+    log_rollouts(run, [make_rollout(number) for number in range(6 * BLOCK)])
+    table = make_table(run, limit=2 * BLOCK)
+    assert [row[1] for row in table.rows] == [*range(BLOCK), *range(3 * BLOCK, 4 * BLOCK)]
+    assert table.counts == {0: 6 * BLOCK}
+
+
+SCORES = st.lists(st.tuples(*(st.floats(-20, 20),) * 2, st.sampled_from([0.0, 0.25, 0.75, 1.0])), min_size=1, max_size=40)
+
+
+@given(SCORES, st.booleans())
+def test_scores_are_read_back_and_every_pair_is_in_the_pictures(pairs, both_orders):
+    metrics = PreferenceMetrics(both_orders=both_orders)
+    metrics.update(*(np.round(column, 6) for column in zip(*pairs, strict=True)))
+    again = decode_scores(json.loads(encode_scores(metrics)))
+    assert again.compute() == metrics.compute()
+    found = describe_preferences(again)
+    assert sum(found["margins"]["counts"]) == pytest.approx(len(pairs))
+    assert found["margins"]["negative"] == pytest.approx(metrics.compute()["negative_margin_rate"])
+    assert sum(found["calibration"]["counts"]) == len(pairs) * (2 if both_orders else 1)
+    assert found["calibration"]["error"] == metrics.compute()["ece"]
+
+
+def test_margins_are_counted_by_hand():
+    """Margins 2, -1 and 1 reach to 2, in 40 bins of 0.1 from -2. Bin k has [-2 + k / 10, its end):
+    -1 is in bin 10, 1 in bin 30, and 2 in the last, which has its upper end."""
+    metrics = PreferenceMetrics()
+    metrics.update([2.0, 0.0, 1.0], [0.0, 1.0, 0.0], [1.0, 1.0, 1.0])
+    margins = describe_preferences(metrics)["margins"]
+    assert len(margins["edges"]) == 41
+    assert {place: count for place, count in enumerate(margins["counts"]) if count} in ({10: 1, 30: 1, 39: 1},)
+    assert (margins["median"], margins["negative"]) == (1.0, pytest.approx(1 / 3))
