@@ -51,6 +51,7 @@ LAYERS = [
         "ludic.training.queue",
         "ludic.training.chat_template_utils",
         "ludic.training.preference_utils",
+        "ludic.training.reward_deadline",
         "ludic.training.reward_functions",
         "ludic.training.reward_registry",
         "ludic.training.reward_scorer",

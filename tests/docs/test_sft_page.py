@@ -36,7 +36,7 @@ def test_the_commands_of_the_page_run(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_the_settings_of_the_page_exist() -> None:
     shown = [arguments for arguments in commands("") if arguments[0] == "sft" and "settings.yaml" not in arguments]
     settings = [[a for a in arguments[1:] if "=" in a] for arguments in shown]
-    assert len(settings) == 6
+    assert len(settings) == 7
     for given in [*settings, re.findall(r"`(\w[\w.]*=[\w.]+)`", PAGE)]:
         sft_keys = [setting for setting in given if not setting.startswith(("rollout.", "step_to_item"))]
         compose_sft(sft_keys)

@@ -10,8 +10,7 @@ from ludic.runs.base import RunParts, TrainerT, TrainingRun
 from ludic.runs.checkpoints import restore_best_weights
 from ludic.runs.directory import RunDirectory
 from ludic.runs.stop_request import Interrupted
-from ludic.training.batching.epochs import ItemBatchSource
-from ludic.training.batching.source import STOP_PATIENCE_S
+from ludic.training.batching.source import STOP_PATIENCE_S, BatchSourceBase
 
 
 class EpochsParts(RunParts, Protocol):
@@ -29,7 +28,7 @@ DirectoryT = TypeVar("DirectoryT", bound=RunDirectory)
 class EpochsRun(TrainingRun[RecipeT, PartsT, DirectoryT]):
     """A run of one phase over a fixed set of samples."""
 
-    async def train(self, trainer_class: Callable[..., TrainerT], source: ItemBatchSource, *, keys: list[str]) -> TrainerT:
+    async def train(self, trainer_class: Callable[..., TrainerT], source: BatchSourceBase, *, keys: list[str]) -> TrainerT:
         """Take the steps that are left, or those until a stop, and save the model. Raises
         `Interrupted` after a stop.
 

@@ -14,12 +14,13 @@ from ludic.recipes.lora import add_adapters
 from ludic.recipes.model import build_model, build_tokenizer
 from ludic.recipes.sft.schema import SFTRecipe
 from ludic.runs.data.sft import SFTData, write_demonstrations
+from ludic.runs.data.streamed_sft import StreamedSFTData
 from ludic.runs.directory import DONE, SFTDirectory
 from ludic.runs.epochs import EpochsRun
 from ludic.runs.seeding import seed_everything
 from ludic.runs.shared_model import check_sharding_settings, choose_precision, place_model
 from ludic.training import ranks, watchdog
-from ludic.training.batching.epochs import ItemBatchSource
+from ludic.training.batching.source import BatchSourceBase
 from ludic.training.config import TrainerConfig
 from ludic.training.evaluators.heldout_loss import HeldOutLoss
 from ludic.training.presets import make_sft
@@ -37,7 +38,7 @@ class SFTParts:
 
     model: Any
     tokenizer: Any
-    data: SFTData
+    data: SFTData | StreamedSFTData
     cfg: TrainerConfig
     steps: int
     """Batches in the whole run."""
@@ -49,13 +50,13 @@ class SFTParts:
         check_sharding_settings(recipe.sharding, recipe.trainer.model_device)
         seed_everything(recipe)
         tokenizer = load_tokenizer(recipe)
-        data = SFTData.read(recipe, tokenizer)
+        data = (StreamedSFTData if recipe.streaming else SFTData).read(recipe, tokenizer)
         cfg = build_trainer_config(recipe.trainer, pad_token_id=tokenizer.pad_token_id, seed=recipe.seed)
         cfg = choose_precision(cfg, recipe.sharding)
         check_callbacks(recipe.callbacks, cfg, measured=MEASURED)
         model = place_model(build_model(recipe, tokenizer), recipe.sharding, cfg.model_device)
         model = add_adapters(model, recipe.lora, seed=recipe.seed)
-        steps = recipe.epochs * _make_source(data, recipe).num_batches_per_epoch if recipe.steps is None else recipe.steps
+        steps = data.count_steps(recipe) if recipe.steps is None else recipe.steps
         heldout = HeldOutLoss(model, data.heldout, cfg) if data.heldout else None
         if heldout is None and (cfg.eval_every_n_steps or cfg.eval_at_start):
             raise ConfigError(f"trainer.eval_every_n_steps needs held-out rows, and there are none: {data.why_no_heldout}")
@@ -64,6 +65,9 @@ class SFTParts:
 
 class SFTRun(EpochsRun[SFTRecipe, SFTParts, SFTDirectory]):
     """Held-out loss, training, and the loss again."""
+
+    source: BatchSourceBase | None = None
+    """The batches; None before training."""
 
     @property
     def measured(self) -> tuple[str, ...]:
@@ -88,9 +92,10 @@ class SFTRun(EpochsRun[SFTRecipe, SFTParts, SFTDirectory]):
         recipe, parts = self.recipe, self.parts
         if parts.heldout is None:
             self.screen.note(f"No rows are held out, and nothing is measured: {parts.data.why_no_heldout}")
-        self.screen.note(f"Training on {len(parts.data.train):,} samples: {parts.steps} steps of {recipe.batch_size}")
+        self.screen.note(f"Training on {parts.data.describe()}: {parts.steps} steps of {recipe.batch_size}")
         trainer_class = partial(Trainer, algo=make_sft(normalizer="tokens"), evaluator=self.evaluator(parts.heldout))
-        await self.train(trainer_class, _make_source(parts.data, recipe), keys=KEYS)
+        self.source = parts.data.make_source(recipe)
+        await self.train(trainer_class, self.source, keys=KEYS)
 
     def _measure(self) -> dict[str, float] | None:
         if self.parts.heldout is None:
@@ -99,12 +104,6 @@ class SFTRun(EpochsRun[SFTRecipe, SFTParts, SFTDirectory]):
             measured = ranks.ask_rank_0("the held-out loss", self.parts.heldout.measure)
         self.screen.note(f"Held-out loss {measured['loss']:.4f} on {len(self.parts.data.heldout):,} samples")
         return measured
-
-
-def _make_source(data: SFTData, recipe: SFTRecipe) -> ItemBatchSource:
-    source = ItemBatchSource(data.train, batch_size=recipe.batch_size, seed=recipe.seed, name="sft")
-    source.unshard()  # all ranks share its batches
-    return source
 
 
 def load_tokenizer(recipe: SFTRecipe) -> Any:

@@ -36,13 +36,15 @@ class DataTask:
         reward_weights: Any = None,
         *,
         max_new_tokens: int = 256,
-        reward_timeout_s: float = 600.0,
+        reward_timeout_s: float | None = None,
         judged: bool = False,
         eval_reward: Any = None,
         eval_reward_weights: Any = None,
     ) -> None:
-        """`judged`: a reward model scores the answers, so that `reward` is optional. `eval_reward`
-        rewards the held-out answers; None: `reward` with its weights."""
+        """`reward_timeout_s`: the deadline of a call of a reward function with all completions of a
+        batch; None: 600 s for coroutine functions, and none for plain ones, which run in a thread
+        of their own if it is set. `judged`: a reward model scores the answers, so that `reward` is
+        optional. `eval_reward` rewards the held-out answers; None: `reward` with its weights."""
         source = data.source if isinstance(data, TaskData) else data
         if source is None or (reward is None and not judged):
             raise ConfigError("a problem of your own needs data=FILE and reward=MODULE:FUNCTION, or reward_model=DIRECTORY")

@@ -22,7 +22,7 @@ class DataRewards(RewardFunctions):
         functions: Sequence[RewardFunction],
         weights: Sequence[float] | None = None,
         *,
-        timeout_s: float,
+        timeout_s: float | None,
         trainer_state: TrainerState | None = None,
         is_eval: bool = False,
     ) -> None:
@@ -46,7 +46,7 @@ class NoRewards(DataRewards):
     """No reward function: the reward is 0 until a reward model gives one."""
 
     def __init__(self) -> None:
-        super().__init__([lambda completions: [0.0] * len(completions)], timeout_s=1.0)
+        super().__init__([lambda completions: [0.0] * len(completions)], timeout_s=None)
         self.functions, self.weights, self.names = [], [], []
 
     def for_evaluation(self) -> DataRewards:
@@ -56,7 +56,7 @@ class NoRewards(DataRewards):
         return {}
 
 
-def build_rewards(reward: Any, weights: Any, *, timeout_s: float, setting: str = "reward") -> DataRewards:
+def build_rewards(reward: Any, weights: Any, *, timeout_s: float | None, setting: str = "reward") -> DataRewards:
     """The reward functions of a recipe. `reward`: one name, a list of names, or names with their
     weights. A name is `module:function`, a built-in verifier, or a name of `register_reward`.
     `setting` is the setting's name, for errors; that of the weights is `setting_weights`."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -22,8 +23,18 @@ from typing import Any
 from ludic.envs.prompt_env import prompt_shown
 from ludic.errors import ConfigError, DataError, GradingError, LudicError, RolloutError, error_location
 from ludic.interaction.containment import describe_error
+from ludic.training.reward_deadline import (
+    COROUTINE_TIMEOUT_S,
+    MAX_HUNG_CALLS,
+    RewardDeadlineExceeded,
+    RewardsHung,
+    ThreadedCalls,
+    report_slow_call,
+)
 from ludic.training.reward_registry import register_reward as register_reward, reward_names as reward_names
 from ludic.types import Message, Rollout, group_of
+
+logger = logging.getLogger(__name__)
 
 RewardFunction = Callable[..., Any]
 Reward = float | None | Exception
@@ -52,10 +63,14 @@ class RewardFunctions:
 
     A missing reward is an error of its rollout and never counts as 0: if no function applied, if an
     element is not finite or is an exception, or if a function raised. A function that raises is
-    called again for each group, so only the groups on which it fails are lost. A function that
-    exceeds `timeout_s` is not called again. The deadline applies only to coroutine functions: plain
-    functions run in the thread of the event loop, where they can use signals, as the timeout of
-    math-verify does.
+    called again for each group, so only the groups on which it fails are lost.
+
+    **Deadline.** A coroutine function that exceeds `timeout_s`, 600 s if that is None, is cancelled
+    and not called again. A plain function has a deadline only if `timeout_s` is set: it then runs
+    in a thread of its own, and is called again for each group after the deadline, so that one hung
+    group does not cost the batch. The thread cannot be ended; with more than `max_hung` of them
+    `score` raises RewardsHung. Without `timeout_s`, plain functions run in the thread of the event
+    loop, where they can use signals, as the timeout of math-verify does; in a thread they cannot.
     """
 
     def __init__(
@@ -63,12 +78,13 @@ class RewardFunctions:
         functions: RewardFunction | Sequence[RewardFunction],
         weights: Sequence[float] | None = None,
         *,
-        timeout_s: float = 600.0,
+        timeout_s: float | None = None,
         trainer_state: TrainerState | None = None,
         is_eval: bool = False,
+        max_hung: int = MAX_HUNG_CALLS,
     ) -> None:
-        """`is_eval`: the rollouts are measured and not trained on. Functions with an argument of
-        that name get it."""
+        """`timeout_s`: seconds for one call with all completions of a batch. `is_eval`: the
+        rollouts are measured and not trained on. Functions with an argument of that name get it."""
         self.functions = list(functions) if isinstance(functions, Sequence) else [functions]
         self.weights = [1.0] * len(self.functions) if weights is None else [float(weight) for weight in weights]
         if not self.functions:
@@ -83,7 +99,10 @@ class RewardFunctions:
         self.trainer_state = trainer_state or TrainerState()
         """Passed to functions with this argument."""
         self.is_eval = is_eval
+        if timeout_s is not None and not 0 < timeout_s < math.inf:
+            raise ConfigError(f"timeout_s ({timeout_s}) must be above 0 seconds, or None")
         self.timeout_s = timeout_s
+        self._threads, self._slow = ThreadedCalls(max_hung), set[str]()
 
     def check_columns(self, columns: Sequence[str]) -> None:
         """Raise ConfigError if a function has a required argument that is not in `columns`."""
@@ -113,45 +132,63 @@ class RewardFunctions:
 
     async def _all_rewards(self, inputs: Sequence[_FunctionInput]) -> list[list[Reward]]:
         """Return the rewards, indexed by function and completion."""
-        results = [self._start(function, inputs) for function in self.functions]
+        named = zip(self.names, self.functions, strict=True)
+        results = [self._start(name, function, inputs) for name, function in named]
         first = await asyncio.gather(*results)
         return [
             await self._retry_by_group(name, function, inputs, result) if isinstance(result, Exception) else result
             for name, function, result in zip(self.names, self.functions, first, strict=True)
         ]
 
-    def _start(self, function: RewardFunction, inputs: Sequence[_FunctionInput]) -> Awaitable[list[Reward] | Exception]:
+    def _start(
+        self, name: str, function: RewardFunction, inputs: Sequence[_FunctionInput]
+    ) -> Awaitable[list[Reward] | Exception]:
         """Call the function now. Awaiting the result returns its rewards or its error."""
+        log = _Log(inputs)
+        arguments = self._arguments(function, inputs, log)
+        if self.timeout_s is not None and not _is_coroutine_function(function):
+            call = self._threads.call(name, lambda: function(**arguments), self.timeout_s)
+            return self._finish(call, inputs, log, has_deadline=True)
         try:
-            returned = function(**self._arguments(function, inputs))
+            with report_slow_call(name, self._slow):
+                returned = function(**arguments)
         except Exception as error:
             returned = error
         except SystemExit as error:
             returned = _exit(error)
-        return self._finish(returned, inputs)
+        return self._finish(returned, inputs, log)
 
-    async def _finish(self, returned: Any, inputs: Sequence[_FunctionInput]) -> list[Reward] | Exception:
+    async def _finish(
+        self, returned: Any, inputs: Sequence[_FunctionInput], log: _Log, *, has_deadline: bool = False
+    ) -> list[Reward] | Exception:
         try:
             if isinstance(returned, Exception):
                 raise returned
+            if has_deadline:
+                returned = await returned
             if inspect.isawaitable(returned):
                 returned = await self._await_result(returned)
             return _checked_rewards(returned, len(inputs))
+        except RewardsHung:
+            raise
         except Exception as error:
             return error
         except SystemExit as error:
             return _exit(error)
+        finally:
+            log.is_open = False
 
     async def _await_result(self, returned: Awaitable[Any]) -> Any:
-        """Return the coroutine's result. Raises _DeadlineExceeded at the deadline; a
+        """Return the coroutine's result. Raises _CoroutineExceeded at the deadline; a
         TimeoutError that the function itself raises is an ordinary error."""
-        deadline = asyncio.timeout(self.timeout_s)
+        timeout_s = COROUTINE_TIMEOUT_S if self.timeout_s is None else self.timeout_s
+        deadline = asyncio.timeout(timeout_s)
         try:
             async with deadline:
                 return await returned
         except TimeoutError as error:
             if deadline.expired():
-                raise _DeadlineExceeded(f"it took longer than {self.timeout_s} s") from error
+                raise _CoroutineExceeded(f"it took longer than {timeout_s:g} s") from error
             raise
 
     async def _retry_by_group(
@@ -162,15 +199,17 @@ class RewardFunctions:
         for index, entry in enumerate(inputs):
             groups.setdefault(entry.group, []).append(index)
         rewards: list[Reward] = [_failure(name, function, error)] * len(inputs)
-        if len(groups) == 1 or isinstance(error, _DeadlineExceeded):
+        if len(groups) == 1 or isinstance(error, _CoroutineExceeded):
             return rewards
+        if isinstance(error, RewardDeadlineExceeded):
+            logger.warning("reward function %s: %s; it is called again for each of the %d groups", name, error, len(groups))
         for members in groups.values():
-            result = await self._start(function, [inputs[index] for index in members])
+            result = await self._start(name, function, [inputs[index] for index in members])
             for position, index in enumerate(members):
                 rewards[index] = _failure(name, function, result, error) if isinstance(result, Exception) else result[position]
         return rewards
 
-    def _arguments(self, function: RewardFunction, inputs: Sequence[_FunctionInput]) -> dict[str, Any]:
+    def _arguments(self, function: RewardFunction, inputs: Sequence[_FunctionInput], log: _Log) -> dict[str, Any]:
         rows = [entry.row for entry in inputs]
         names = dict.fromkeys(name for row in rows for name in row if name not in ("prompt", "completion", "completion_ids"))
         arguments: dict[str, Any] = {name: [row.get(name) for row in rows] for name in names}
@@ -180,8 +219,8 @@ class RewardFunctions:
             "completion_ids": [entry.completion_ids for entry in inputs],
             "trainer_state": self.trainer_state,
             "is_eval": self.is_eval,
-            "log_extra": lambda column, values: _log_each(inputs, column, values),
-            "log_metric": lambda name, value: _log_each(inputs, name, [value] * len(inputs)),
+            "log_extra": log.add,
+            "log_metric": lambda name, value: log.add(name, [value] * len(inputs)),
         }
         return {name: value for name, value in arguments.items() if _accepts(function, name)}
 
@@ -203,8 +242,21 @@ class RewardFunctions:
         return None
 
 
-class _DeadlineExceeded(TimeoutError):
+class _CoroutineExceeded(RewardDeadlineExceeded):
     """A coroutine function exceeded `timeout_s`."""
+
+
+class _Log:
+    """What a call of a function logs. A call beyond its deadline logs nothing any more."""
+
+    def __init__(self, inputs: Sequence[_FunctionInput]) -> None:
+        self._inputs = inputs
+        self.is_open = True
+
+    def add(self, column: str, values: Sequence[Any]) -> None:
+        if self.is_open:
+            for entry, value in zip(self._inputs, values, strict=True):
+                entry.rollout.steps[-1].info.setdefault("reward_log", {})[column] = value
 
 
 class _NoReward(GradingError):
@@ -301,7 +353,7 @@ def _failure(name: str, function: RewardFunction, error: Exception, first: Excep
 
 
 def _reason(function: RewardFunction, error: Exception) -> str:
-    if isinstance(error, LudicError | _DeadlineExceeded):
+    if isinstance(error, LudicError | RewardDeadlineExceeded):
         return str(error)
     code = getattr(inspect.unwrap(getattr(function, "func", function)), "__code__", None)
     place = error_location(error, None if code is None else code.co_filename)
@@ -319,11 +371,6 @@ def _shown_prompt(rollout: Rollout) -> str:
     return f"the prompt {text if len(text) <= SHOWN_PROMPT else text[: SHOWN_PROMPT - 3] + '...'!r}"
 
 
-def _log_each(inputs: Sequence[_FunctionInput], column: str, values: Sequence[Any]) -> None:
-    for entry, value in zip(inputs, values, strict=True):
-        entry.rollout.steps[-1].info.setdefault("reward_log", {})[column] = value
-
-
 def _names(functions: Sequence[RewardFunction]) -> list[str]:
     """Return distinct names of the functions: `exact`, and `exact_2` for a second function with
     that name."""
@@ -337,6 +384,11 @@ def _names(functions: Sequence[RewardFunction]) -> list[str]:
         seen[name] += 1
         names.append(name if seen[name] == 1 else f"{name}_{seen[name]}")
     return names
+
+
+def _is_coroutine_function(function: RewardFunction) -> bool:
+    inner = getattr(function, "func", function)  # functools.partial
+    return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)
 
 
 def _parameters(function: RewardFunction) -> Mapping[str, inspect.Parameter]:

@@ -30,6 +30,12 @@ class SFTRecipe(EpochsRecipe):
     data_format: str = MISSING
     """Format of the rows: messages, prompt_completion, alpaca, sharegpt, text, rollout, tokens, or
     auto, by the columns of each file."""
+    streaming: bool = False
+    """Read `data` while training instead of all before it: JSONL and parquet files, folders of
+    such, and ids of the hub, of any size."""
+    shuffle_buffer: int = 10_000
+    """Rows that are in memory with `streaming`: each such block is shuffled by itself. The share
+    `heldout` is taken from the first block."""
     assistant_turns: str = MISSING
     """The messages of the assistant that are trained in a conversation: all, last, or each in a
     sample of its own."""
@@ -42,7 +48,9 @@ class SFTRecipe(EpochsRecipe):
 
 def compose_sft(arguments: Sequence[str] = ()) -> SFTRecipe:
     """`arguments`: at most one YAML file, and any number of `key=value`, as for `ludic train`."""
-    recipe = compose_epochs(SFTRecipe, arguments, package="ludic.recipes.sft", trainer=make_trainer_section(), least={"rows": 2})
+    recipe = compose_epochs(
+        SFTRecipe, arguments, package="ludic.recipes.sft", trainer=make_trainer_section(), least={"rows": 2, "shuffle_buffer": 1}
+    )
     if recipe.assistant_turns not in ASSISTANT_TURNS:
         raise ConfigError(f"assistant_turns ({recipe.assistant_turns}) must be one of {', '.join(ASSISTANT_TURNS)}")
     check_format_name(recipe.data_format)

@@ -19,6 +19,8 @@ from ludic.recipes.build import build_task
 from ludic.recipes.sft.schema import SFTRecipe, list_data_files
 from ludic.runs.data.split import explain_no_heldout, identify_prompt, split_by_prompt
 from ludic.tasks import as_episodic
+from ludic.training.batching.epochs import ItemBatchSource
+from ludic.training.batching.source import BatchSourceBase
 from ludic.training.samples.conversations import AssistantTurns
 from ludic.training.samples.sft import Row, SFTItems
 from ludic.training.types import SAWItem
@@ -54,21 +56,46 @@ class SFTData:
         why = explain_no_heldout(len(items), recipe.heldout, len(prompts), min(prompts.values()))
         return cls(train, heldout, why, formats)
 
-    def counts(self, max_seq_len: int, end_tokens: frozenset[int]) -> dict[str, int]:
-        """Numbers of samples and tokens; of training samples that are cut to `max_seq_len`, and
-        that lose all trained tokens; and of samples that do not teach the model to end."""
-        longer = [item for item in self.train if len(item.input_ids) > max_seq_len]
-        return {
-            "samples": len(self.train),
-            "heldout_samples": len(self.heldout),
-            "tokens": sum(len(item.input_ids) for item in self.train),
-            "trained_tokens": sum(item.meta["completion_length"] for item in self.train),
-            "samples_cut": len(longer),
-            "samples_cut_empty": sum(not np.any(item.action_mask[1:max_seq_len]) for item in longer),
-            "samples_without_end": sum(
-                not item.meta.get("is_continued") and not teaches_end(item, max_seq_len, end_tokens) for item in self.train
-            ),
-        }
+    def make_source(self, recipe: SFTRecipe) -> ItemBatchSource:
+        """The batches of this process; all ranks share them."""
+        source = ItemBatchSource(self.train, batch_size=recipe.batch_size, seed=recipe.seed, name="sft")
+        source.unshard()
+        return source
+
+    def count_steps(self, recipe: SFTRecipe) -> int:
+        """Batches in `epochs` passes."""
+        return recipe.epochs * self.make_source(recipe).num_batches_per_epoch
+
+    def describe(self) -> str:
+        """What is trained on, in words."""
+        return f"{len(self.train):,} samples"
+
+    def count_epochs(self, source: BatchSourceBase | None, steps: int, batch_size: int) -> float:
+        """Passes over the data in `steps` batches."""
+        return steps * batch_size / len(self.train)
+
+    def count(self, source: BatchSourceBase | None, max_seq_len: int, end_tokens: frozenset[int]) -> dict[str, int]:
+        """Sums of `count_sample` over all samples."""
+        total: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
+        for item in self.train:
+            total.update(count_sample(item, max_seq_len, end_tokens))
+        return {"samples": len(self.train), "heldout_samples": len(self.heldout), **total}
+
+
+COUNTS = ("tokens", "trained_tokens", "samples_cut", "samples_cut_empty", "samples_without_end")
+
+
+def count_sample(item: SAWItem, max_seq_len: int, end_tokens: frozenset[int]) -> dict[str, int]:
+    """Numbers of tokens, and of those that are trained; whether it is cut to `max_seq_len`, and
+    loses all trained tokens; and whether it does not teach the model to end."""
+    is_cut = len(item.input_ids) > max_seq_len
+    return {
+        "tokens": len(item.input_ids),
+        "trained_tokens": item.meta["completion_length"],
+        "samples_cut": int(is_cut),
+        "samples_cut_empty": int(is_cut and not np.any(item.action_mask[1:max_seq_len])),
+        "samples_without_end": int(not item.meta.get("is_continued") and not teaches_end(item, max_seq_len, end_tokens)),
+    }
 
 
 def teaches_end(item: SAWItem, max_seq_len: int, end_tokens: frozenset[int]) -> bool:

@@ -37,6 +37,10 @@ def conclude(run: SFTRun, console: Console, *, config_hash: str) -> str:
 def build_summary(run: SFTRun, lines: Sequence[dict[str, Any]], *, config_hash: str) -> dict[str, Any]:
     """The content of summary.json. `before` and `after` are null if nothing is held out, `after`
     also if the run was stopped."""
+    if run.recipe.streaming and run.source is None and run.directory.summary.is_file():  # a finished run is shown again
+        earlier: dict[str, Any] = json.loads(run.directory.summary.read_text(encoding="utf-8"))
+        return earlier
+    data = run.parts.data
     return {
         **provenance(run.progress, model=run.recipe.model, algorithm="sft"),
         "before": run.progress.before,
@@ -47,8 +51,8 @@ def build_summary(run: SFTRun, lines: Sequence[dict[str, Any]], *, config_hash: 
         "memory": memory_peaks(),
         "steps": run.progress.steps,
         "early_stopping": run.progress.early_stopping,
-        "epochs": round(run.progress.steps * run.recipe.batch_size / len(run.parts.data.train), 3),
-        "data": run.parts.data.counts(run.parts.cfg.max_seq_len, end_token_ids(run.parts.model, run.parts.tokenizer)),
+        "epochs": round(data.count_epochs(run.source, run.progress.steps, run.recipe.batch_size), 3),
+        "data": data.count(run.source, run.parts.cfg.max_seq_len, end_token_ids(run.parts.model, run.parts.tokenizer)),
         "seed": run.recipe.seed,
         "config_hash": config_hash,
     }

@@ -113,7 +113,7 @@ class ItemBatchSource(BatchSourceBase):
         samples = [self._passes.at(number * self._samples_per_rank + offset) for offset in offsets]
         items = [self.items[row] for sample in samples for row in self._item_rows(sample)]
         self.batches += 1
-        return SAWBatch(items, _batch_meta(items, epoch=number, source=self._name))
+        return SAWBatch(items, batch_meta(items, epoch=number, source=self._name))
 
     def _item_rows(self, sample: int) -> range:
         """Return the indices of a sample in `items`. Example: units [2, 1, 1] end at [2, 3, 4];
@@ -165,7 +165,7 @@ def _digest(items: Sequence[SAWItem]) -> str:
     return digest.hexdigest()
 
 
-def _batch_meta(items: Sequence[SAWItem], *, epoch: int, source: str) -> dict[str, Any]:
+def batch_meta(items: Sequence[SAWItem], *, epoch: int, source: str) -> dict[str, Any]:
     """Return statistics of a batch. `target_rollouts` is its number of distinct rollouts; the mean
     reward is included only if every rollout has a reward."""
     rewards = {item.meta.get("rollout_id", row): item.meta.get("total_reward") for row, item in enumerate(items)}

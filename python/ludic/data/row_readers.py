@@ -1,0 +1,236 @@
+"""Readers of rows from a position on, for data that is larger than memory.
+
+A position is a JSON value that only its reader understands; None is the beginning, or the end. No
+file is open between two reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Protocol
+
+from ludic.data.formats import Row
+from ludic.data.places import is_local
+from ludic.errors import DataError, MissingExtraError
+from ludic.files.jsonl import parse_json
+
+_PARQUET_ROWS = 1024
+"""Rows that are decoded at a time."""
+_HASHED_BYTES = 65_536
+
+
+class RowReader(Protocol):
+    """One file, or one data set of the `datasets` library."""
+
+    @property
+    def name(self) -> str: ...
+
+    def read(self, position: Any, rows: int) -> tuple[list[tuple[str, Any]], Any]:
+        """Up to `rows` of (place, raw row) from `position` on, and where the next row begins; None
+        if there is none."""
+
+    def parse(self, raw: Any, place: str) -> Row:
+        """The row. Raises DataError, naming the place, if it is none."""
+
+    def count(self) -> int | None:
+        """All rows; None if that is not known without reading them as a stream."""
+
+    def identity(self) -> Any:
+        """Changes with the content, as far as can be seen without reading it whole."""
+
+
+def open_readers(sources: Sequence[str], *, config: str | None = None, split: str = "train") -> list[RowReader]:
+    """The readers of files, folders of files, and ids. Raises DataError for what cannot be read as
+    a stream."""
+    readers: list[RowReader] = []
+    for source in sources:
+        path = Path(source).expanduser()
+        if path.is_dir() and not _is_saved_data_set(path):
+            shards = sorted(shard for shard in path.iterdir() if shard.suffix in _FILES)
+            if not shards:
+                raise DataError(f"{source} has no files that can be streamed ({', '.join(_FILES)})")
+            readers += [_FILES[shard.suffix](str(shard), shard) for shard in shards]
+        elif path.suffix.lower() in _FILES:
+            if not path.is_file():
+                raise DataError(f"{source} does not exist; paths are relative to {Path.cwd()}")
+            readers.append(_FILES[path.suffix.lower()](source, path))
+        elif path.is_dir() or not is_local(source):
+            readers.append(DatasetsReader(source, config, split))
+        else:
+            raise DataError(
+                f"{source} cannot be read as a stream; files that can end in {', '.join(_FILES)}, folders have such, and ids are of the "
+                "hub; or set streaming=false"
+            )
+    return readers
+
+
+def _identify_file(path: Path) -> tuple[str, int, str]:
+    """Its name, its size, and a hash of its first and last bytes."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        head = file.read(_HASHED_BYTES)
+        file.seek(max(0, size - _HASHED_BYTES))
+        return path.name, size, sha256(head + file.read()).hexdigest()[:16]
+
+
+def _is_saved_data_set(path: Path) -> bool:
+    return (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
+
+
+class JSONLReader:
+    """One object a line. A position is [bytes, lines] before the next line."""
+
+    def __init__(self, name: str, path: Path) -> None:
+        self.name, self._path = name, path
+
+    def read(self, position: Any, rows: int) -> tuple[list[tuple[str, Any]], Any]:
+        offset, number = position or (0, 0)
+        found: list[tuple[str, Any]] = []
+        with self._path.open("rb") as file:
+            file.seek(offset)
+            while len(found) < rows:
+                line = file.readline()
+                if not line:
+                    return found, None
+                offset, number = offset + len(line), number + 1
+                if line.strip():
+                    found.append((f"{self.name}, line {number}", line))
+        return found, [offset, number]
+
+    def parse(self, raw: Any, place: str) -> Row:
+        try:
+            text = raw.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise DataError(f"{place} is not UTF-8: {error.reason} at byte {error.start} of the line") from error
+        row = parse_json(text, place)
+        if not isinstance(row, dict):
+            raise DataError(f"{place} must be an object with columns as keys, not {type(row).__name__}")
+        return row
+
+    def count(self) -> int:
+        with self._path.open("rb") as file:
+            return sum(not line.isspace() for line in file)
+
+    def identity(self) -> Any:
+        return _identify_file(self._path)
+
+
+class ParquetReader:
+    """A position is [row group, row in it]."""
+
+    def __init__(self, name: str, path: Path) -> None:
+        self.name, self._path = name, path
+
+    def read(self, position: Any, rows: int) -> tuple[list[tuple[str, Any]], Any]:
+        group, skipped = position or (0, 0)
+        found: list[tuple[str, Any]] = []
+        with self._open() as file:
+            groups = file.metadata.num_row_groups
+            before = sum(file.metadata.row_group(index).num_rows for index in range(group))
+            while group < groups and len(found) < rows:
+                size = file.metadata.row_group(group).num_rows
+                taken = min(size - skipped, rows - len(found))
+                for offset, row in _rows_of_group(file, group, skipped, taken):
+                    found.append((f"{self.name}, row {before + offset + 1}", row))
+                skipped += taken
+                if skipped == size:
+                    group, skipped, before = group + 1, 0, before + size
+        return found, [group, skipped] if group < groups else None
+
+    def _open(self) -> Any:
+        try:
+            import pyarrow.parquet as parquet
+        except ImportError as error:
+            raise MissingExtraError.for_extra("pyarrow", "datasets") from error
+        try:
+            return parquet.ParquetFile(self._path)
+        except (OSError, ValueError) as error:  # pyarrow's errors are these
+            raise DataError(f"{self.name} is not a parquet file: {error}") from error
+
+    def parse(self, raw: Any, place: str) -> Row:
+        row: Row = raw
+        return row
+
+    def count(self) -> int:
+        with self._open() as file:
+            rows: int = file.metadata.num_rows
+            return rows
+
+    def identity(self) -> Any:
+        return _identify_file(self._path)
+
+
+def _rows_of_group(file: Any, group: int, skipped: int, taken: int) -> Iterator[tuple[int, Row]]:
+    """(number in the group, row) of `taken` rows after the first `skipped`."""
+    number = 0
+    for batch in file.iter_batches(batch_size=_PARQUET_ROWS, row_groups=[group]):
+        first, last = max(skipped - number, 0), min(skipped + taken - number, batch.num_rows)
+        if first < last:
+            for offset, row in enumerate(batch.slice(first, last - first).to_pylist()):
+                yield number + first + offset, row
+        number += batch.num_rows
+        if number >= skipped + taken:
+            return
+
+
+class DatasetsReader:
+    """A data set that the `datasets` library streams, from the hub or from a folder. A position is
+    {"rows": number of rows before, "state": the library's}."""
+
+    def __init__(self, name: str, config: str | None, split: str) -> None:
+        self.name, self._config, self._split = name, config, split
+        self._data: Any = None
+        self._rows: Iterator[Any] | None = None
+        self._at: Any = None
+        """Where `_rows` is."""
+
+    def read(self, position: Any, rows: int) -> tuple[list[tuple[str, Any]], Any]:
+        try:
+            return self._take(position, rows)
+        except (DataError, MissingExtraError):
+            raise
+        except Exception as error:  # its exceptions have no common base
+            raise DataError(
+                f"{self.name} (config {self._config}, split {self._split}) could not be streamed: {type(error).__name__}: {error}"
+            ) from error
+
+    def _take(self, position: Any, rows: int) -> tuple[list[tuple[str, Any]], Any]:
+        number = 0 if position is None else int(position["rows"])
+        if self._rows is None or position != self._at or position is None:
+            self._data = self._load()
+            if position is not None:
+                self._data.load_state_dict(position["state"])
+            self._rows = iter(self._data)
+        found: list[tuple[str, Any]] = []
+        for row in self._rows:
+            found.append((f"{self.name}, row {number + len(found) + 1}", row))
+            if len(found) == rows:
+                self._at = {"rows": number + rows, "state": self._data.state_dict()}
+                return found, self._at
+        self._rows = self._at = None
+        return found, None
+
+    def _load(self) -> Any:
+        try:
+            import datasets
+        except ImportError as error:
+            raise MissingExtraError.for_extra("datasets", "datasets") from error
+        path = Path(self.name).expanduser()
+        if _is_saved_data_set(path):
+            loaded = datasets.load_from_disk(str(path))
+            return (loaded[self._split] if isinstance(loaded, datasets.DatasetDict) else loaded).to_iterable_dataset()
+        return datasets.load_dataset(self.name, self._config, split=self._split, streaming=True)
+
+    def parse(self, raw: Any, place: str) -> Row:
+        return dict(raw)
+
+    def count(self) -> None:
+        return None
+
+    def identity(self) -> Any:
+        return (self.name, self._config, self._split)
+
+
+_FILES: dict[str, Any] = {".jsonl": JSONLReader, ".ndjson": JSONLReader, ".parquet": ParquetReader}
