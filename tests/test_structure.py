@@ -62,6 +62,7 @@ OPTIONAL_READS = {
     "rollouts/training/rollout_gen/generate_calls.py": (1, "a user's function"),
     "rollouts/training/rollout_gen/rollout_generation.py": (1, "a user's buffer"),
     "runs/data/sft.py": (1, "a tokenizer"),
+    "runs/memory_estimate.py": (2, "a config of transformers"),
     "runs/process_memory.py": (1, "the C library"),
     "runs/sampler.py": (2, "transformers"),
     "tasks/importing.py": (1, "a user's module"),

@@ -301,13 +301,31 @@ def status(
     raise typer.Exit(code)
 
 
-@app.command(help="Print versions, devices, and the optional extras with what each adds.")
+_DOCTOR_HELP = """Print versions, devices, and the optional extras with what each adds; with settings of `ludic train`, what such a run
+needs of memory, whether it fits, and which settings help. No weights are loaded.
+
+**Examples**
+
+- `ludic doctor`
+- `ludic doctor model=path/to/model trainer.max_seq_len=4096`
+- `ludic doctor model=path/to/model lora.rank=16 dtype=bfloat16 --json`
+"""
+
+
+@app.command(help=_DOCTOR_HELP)
 def doctor(
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[RECIPE] [KEY=VALUE]...", help="As those of `ludic train`.")
+    ] = None,
     json_only: AsJson = False,
 ) -> None:
-    from ludic.cli.doctor import examine, show
+    from ludic.cli.doctor import examine, show, show_memory
 
-    show(examine(), as_json=json_only)
+    with report_user_errors():
+        if arguments:
+            show_memory(arguments, as_json=json_only)
+        else:
+            show(examine(), as_json=json_only)
 
 
 @app.command(help="Print the version.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
@@ -58,6 +59,20 @@ def show(report: dict[str, Any], *, as_json: bool) -> None:
     for name, extra in report["extras"].items():
         state = "[green]installed[/]" if extra["installed"] else f"pip install 'ludic\\[{name}]'"
         console.print(f"  {name:<14}{extra['adds']}: {state}")
+
+
+def show_memory(arguments: Sequence[str], *, as_json: bool) -> None:
+    """Print what a run with these settings needs of memory, as a table or as one JSON object."""
+    from ludic.cli.console import open_console, quiet_libraries
+    from ludic.cli.doctor_memory import advise, show_advice
+
+    quiet_libraries()
+    with open_console(as_json) as console:
+        report = advise(arguments)
+        if not as_json:
+            show_advice(report, console)
+    if as_json:
+        print(json.dumps(report, indent=2))
 
 
 def _find_version(name: str) -> str | None:

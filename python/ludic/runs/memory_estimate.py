@@ -1,0 +1,255 @@
+"""What a run needs of memory, from its configuration alone: no weight is loaded or made.
+
+The model is built of fake tensors, which have a shape and no content, and runs forward once on a
+full micro-batch, while autograd's saved tensors are counted. Weights, gradients and optimizer
+follow from the parameters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ludic.errors import ConfigError
+from ludic.models.loading import check_dtype, find_adapter_base, holds_only_adapters, locate_model
+from ludic.models.lora import apply_lora
+from ludic.recipes.lora import build_lora_settings
+from ludic.recipes.model import build_tokenizer, make_small_config
+from ludic.recipes.schema import LoraSection, Recipe
+from ludic.training.backend.logits_path import CHUNKED_FROM
+from ludic.training.loss.token_scores import TILE_ELEMENTS
+
+WIDE = 4
+"""Bytes of float32."""
+OPTIMIZER_STATE = 2 * WIDE
+"""AdamW's two moments of each trained parameter, in float32."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What memory depends on."""
+
+    dtype: str
+    """float32, bfloat16, float16, or auto."""
+    lora_rank: int
+    """0: every weight is trained."""
+    micro_token_budget: int
+    max_seq_len: int
+    logits: str
+    """full, chunked or auto."""
+    checkpointing: bool
+    """Whether activations are recomputed in the backward pass."""
+    concurrency: int
+    """Sequences that are sampled at once in this process; 0: none are."""
+    lora: LoraSection
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> Settings:
+        """Those of a recipe of `ludic train`."""
+        trainer = recipe.trainer
+        return cls(
+            dtype=recipe.dtype,
+            lora_rank=recipe.lora.rank,
+            micro_token_budget=trainer.micro_token_budget,
+            max_seq_len=trainer.max_seq_len,
+            logits=trainer.logits,
+            checkpointing=bool(recipe.sharding.activation_checkpointing),
+            concurrency=recipe.rollout.concurrency if recipe.inference.kind in (None, "local") else 0,
+            lora=recipe.lora,
+        )
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes, at the peak of each."""
+
+    settings: Settings
+    parameters: int
+    """Number of weights, those of adapters included."""
+    trained: int
+    """Number of them that are trained."""
+    weights: int
+    gradients: int
+    optimizer: int
+    """AdamW's state, and float32 masters of trained weights in half precision."""
+    activations: int
+    """What the backward pass of a full micro-batch needs."""
+    logits: int
+    """The logits of a full micro-batch with their gradient, or a tile of them."""
+    chunked: bool
+    """Whether no logits are kept."""
+    kv_cache: int
+    """Keys and values of all sequences that are sampled at once, at their full length."""
+
+    @property
+    def training(self) -> int:
+        """The peak of a training step."""
+        return self.weights + self.gradients + self.optimizer + self.activations + self.logits
+
+    @property
+    def sampling(self) -> int:
+        """The peak while sampling; gradients are freed then."""
+        return self.weights + self.optimizer + self.kv_cache
+
+    @property
+    def peak(self) -> int:
+        return max(self.training, self.sampling)
+
+
+class MemoryEstimator:
+    """Estimates for one model, under any settings."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        """Raises ConfigError for a model whose config cannot be read."""
+        check_dtype(recipe.dtype)
+        self.name = recipe.model or "the small model that is made"
+        self.config = _read_config(recipe)
+
+    def estimate(self, settings: Settings) -> MemoryEstimate:
+        """The memory of a run with `settings`. Raises ConfigError for settings of adapters that
+        the model cannot have."""
+        dtype = self._dtype(settings.dtype)
+        tokens = max(1, settings.micro_token_budget // settings.max_seq_len) * settings.max_seq_len
+        empty = self._build(dtype, settings)
+        with FakeTensorMode():
+            model = _fill_with_fakes(empty)
+            parameters = list(model.parameters())
+            saved = _count_saved_bytes(model, tokens // settings.max_seq_len, settings.max_seq_len)
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        count = sum(parameter.numel() for parameter in trained)
+        half = sum(parameter.numel() for parameter in trained if parameter.dtype != torch.float32)
+        text = self.config.get_text_config()
+        is_chunked = _is_chunked(settings, tokens, text.vocab_size)
+        return MemoryEstimate(
+            settings=settings,
+            parameters=sum(parameter.numel() for parameter in parameters),
+            trained=count,
+            weights=_count_bytes(parameters),
+            gradients=_count_bytes(trained),
+            optimizer=OPTIMIZER_STATE * count + 2 * WIDE * half,  # a master, and its gradient
+            activations=_with_checkpointing(saved, tokens, text, dtype) if settings.checkpointing else saved,
+            logits=_count_logits_bytes(tokens * text.vocab_size, dtype, is_chunked=is_chunked),
+            chunked=is_chunked,
+            kv_cache=settings.concurrency * settings.max_seq_len * _kv_bytes_per_token(text, dtype),
+        )
+
+    def list_remedies(self, settings: Settings) -> list[tuple[str, Settings]]:
+        """(what to set, the settings then): single changes that save memory, and all together."""
+        changes: list[tuple[str, dict[str, Any]]] = []
+        if self._dtype(settings.dtype) == torch.float32:
+            changes.append(("dtype=bfloat16", {"dtype": "bfloat16"}))
+        if not settings.lora_rank:
+            changes.append(("lora.rank=16", {"lora_rank": 16, "lora": replace(settings.lora, rank=16)}))
+        if settings.micro_token_budget > settings.max_seq_len:
+            changes.append((f"trainer.micro_token_budget={settings.max_seq_len}", {"micro_token_budget": settings.max_seq_len}))
+        if not settings.checkpointing:
+            changes.append(("sharding.activation_checkpointing=true", {"checkpointing": True}))
+        if settings.logits == "full":
+            changes.append(("trainer.logits=chunked", {"logits": "chunked"}))
+        if settings.concurrency > 8:
+            changes.append(("rollout.concurrency=8", {"concurrency": 8}))
+        remedies = [(name, replace(settings, **change)) for name, change in changes]
+        if len(changes) > 1:
+            together: dict[str, Any] = {key: value for _, change in changes for key, value in change.items()}
+            remedies.append(("all of these", replace(settings, **together)))
+        return remedies
+
+    def _dtype(self, name: str) -> torch.dtype:
+        dtype: torch.dtype = (self.config.dtype or torch.float32) if name == "auto" else getattr(torch, name)
+        return dtype
+
+    def _build(self, dtype: torch.dtype, settings: Settings) -> nn.Module:
+        from transformers import AutoModelForCausalLM
+
+        with torch.device("meta"):
+            model: nn.Module = AutoModelForCausalLM.from_config(self.config, dtype=dtype, trust_remote_code=False)
+        model.train()
+        adapters = build_lora_settings(settings.lora)
+        return model if adapters is None else apply_lora(model, adapters)
+
+
+def _fill_with_fakes(model: nn.Module) -> nn.Module:
+    """The model with tensors of the current fake mode instead of those on the device `meta`. Ties
+    stay ties."""
+    made: dict[int, Any] = {}
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if id(parameter) not in made:
+                    made[id(parameter)] = nn.Parameter(fake(parameter), requires_grad=parameter.requires_grad)
+                module._parameters[name] = made[id(parameter)]
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else fake(buffer)
+    return model
+
+
+def _read_config(recipe: Recipe) -> Any:
+    from transformers import AutoConfig
+
+    if recipe.model is None:
+        return make_small_config(recipe.network, build_tokenizer(recipe))
+    place = locate_model(recipe.model)
+    if holds_only_adapters(place):  # their model is merged
+        place = locate_model(find_adapter_base(Path(place)))
+    try:
+        return AutoConfig.from_pretrained(place, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the config of model ({recipe.model}) could not be read: {error}") from error
+
+
+def _count_bytes(parameters: list[nn.Parameter]) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+
+
+def _count_saved_bytes(model: nn.Module, rows: int, tokens: int) -> int:
+    """Bytes that autograd saves in a forward pass of [rows, tokens], each storage once, without
+    parameters."""
+    own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+    saved: dict[int, int] = {}
+    kept: list[torch.Tensor] = []  # so that no storage is freed and its address used again
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own:
+            saved[storage._cdata] = storage.nbytes()
+            kept.append(tensor)
+        return tensor
+
+    ids = torch.zeros(rows, tokens, dtype=torch.long)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(input_ids=ids, use_cache=False)
+    return sum(saved.values())
+
+
+def _with_checkpointing(saved: int, tokens: int, text: Any, dtype: torch.dtype) -> int:
+    """The input of each block, and what one block saves when it is computed again."""
+    layers = text.num_hidden_layers
+    return layers * tokens * text.hidden_size * dtype.itemsize + saved // layers
+
+
+def _count_logits_bytes(logits: int, dtype: torch.dtype, *, is_chunked: bool) -> int:
+    """Of all logits with their gradient; or of three tiles in float32."""
+    return 3 * WIDE * min(TILE_ELEMENTS, logits) if is_chunked else 2 * logits * dtype.itemsize
+
+
+def _is_chunked(settings: Settings, tokens: int, vocabulary: int) -> bool:
+    if settings.logits == "auto":
+        return settings.micro_token_budget * vocabulary >= CHUNKED_FROM
+    return settings.logits == "chunked"
+
+
+def _kv_bytes_per_token(text: Any, dtype: torch.dtype) -> int:
+    """Keys and values of one token in all layers. Example: 24 layers, 2 heads of 64 values, in
+    bfloat16: 24 * 2 * 2 * 64 * 2 = 12,288 bytes."""
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return int(text.num_hidden_layers * 2 * heads * width * dtype.itemsize)
