@@ -76,7 +76,7 @@ OPTIONAL_READS = {
     "training/loop/setup_checks.py": (1, "a user's backend"),
     "training/loss/base.py": (1, "a user's loss, adapted"),
     "training/preflight/causes.py": (2, "a tokenizer"),
-    "training/reward_functions.py": (5, "a user's reward function"),
+    "training/reward_functions.py": (6, "a user's reward function"),
     "training/reward_scorer.py": (2, "a tokenizer"),
     "training/rm_trainer.py": (1, "transformers"),
     "training/rollouts/engine.py": (1, "a user's environment"),
