@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import sys
 import threading
@@ -26,6 +27,10 @@ SLOW_CALL_S = 60.0
 
 class RewardDeadlineExceeded(TimeoutError):
     """A reward function took longer than `timeout_s`."""
+
+
+class CoroutineDeadlineExceeded(RewardDeadlineExceeded):
+    """A coroutine function did, and was cancelled."""
 
 
 class RewardsHung(LudicError, RuntimeError):
@@ -80,6 +85,12 @@ class ThreadedCalls:
             raise RewardDeadlineExceeded(
                 f"it took longer than {timeout_s:g} s (reward_timeout_s); its thread cannot be ended and goes on"
             ) from error
+
+
+def is_coroutine_function(function: Callable[..., object]) -> bool:
+    """Whether a call returns a coroutine, and so cannot block."""
+    inner = getattr(function, "func", function)  # functools.partial
+    return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)
 
 
 @contextmanager

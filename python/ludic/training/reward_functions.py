@@ -26,9 +26,11 @@ from ludic.interaction.containment import describe_error
 from ludic.training.reward_deadline import (
     COROUTINE_TIMEOUT_S,
     MAX_HUNG_CALLS,
+    CoroutineDeadlineExceeded,
     RewardDeadlineExceeded,
     RewardsHung,
     ThreadedCalls,
+    is_coroutine_function,
     report_slow_call,
 )
 from ludic.training.reward_registry import register_reward as register_reward, reward_names as reward_names
@@ -146,7 +148,7 @@ class RewardFunctions:
         """Call the function now. Awaiting the result returns its rewards or its error."""
         log = _Log(inputs)
         arguments = self._arguments(function, inputs, log)
-        if self.timeout_s is not None and not _is_coroutine_function(function):
+        if self.timeout_s is not None and not is_coroutine_function(function):
             call = self._threads.call(name, lambda: function(**arguments), self.timeout_s)
             return self._finish(call, inputs, log, has_deadline=True)
         try:
@@ -179,7 +181,7 @@ class RewardFunctions:
             log.is_open = False
 
     async def _await_result(self, returned: Awaitable[Any]) -> Any:
-        """Return the coroutine's result. Raises _CoroutineExceeded at the deadline; a
+        """Return the coroutine's result. Raises CoroutineDeadlineExceeded at the deadline; a
         TimeoutError that the function itself raises is an ordinary error."""
         timeout_s = COROUTINE_TIMEOUT_S if self.timeout_s is None else self.timeout_s
         deadline = asyncio.timeout(timeout_s)
@@ -188,7 +190,7 @@ class RewardFunctions:
                 return await returned
         except TimeoutError as error:
             if deadline.expired():
-                raise _CoroutineExceeded(f"it took longer than {timeout_s:g} s") from error
+                raise CoroutineDeadlineExceeded(f"it took longer than {timeout_s:g} s") from error
             raise
 
     async def _retry_by_group(
@@ -199,7 +201,7 @@ class RewardFunctions:
         for index, entry in enumerate(inputs):
             groups.setdefault(entry.group, []).append(index)
         rewards: list[Reward] = [_failure(name, function, error)] * len(inputs)
-        if len(groups) == 1 or isinstance(error, _CoroutineExceeded):
+        if len(groups) == 1 or isinstance(error, CoroutineDeadlineExceeded):
             return rewards
         if isinstance(error, RewardDeadlineExceeded):
             logger.warning("reward function %s: %s; it is called again for each of the %d groups", name, error, len(groups))
@@ -240,10 +242,6 @@ class RewardFunctions:
         last.reward += math.fsum(weight * reward for _, weight, reward in applied)
         last.info.update({f"rewards/{name}": reward for name, _, reward in applied})
         return None
-
-
-class _CoroutineExceeded(RewardDeadlineExceeded):
-    """A coroutine function exceeded `timeout_s`."""
 
 
 class _Log:
@@ -384,11 +382,6 @@ def _names(functions: Sequence[RewardFunction]) -> list[str]:
         seen[name] += 1
         names.append(name if seen[name] == 1 else f"{name}_{seen[name]}")
     return names
-
-
-def _is_coroutine_function(function: RewardFunction) -> bool:
-    inner = getattr(function, "func", function)  # functools.partial
-    return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)
 
 
 def _parameters(function: RewardFunction) -> Mapping[str, inspect.Parameter]:
