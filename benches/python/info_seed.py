@@ -2,7 +2,7 @@
 
     python -m benches.python.info_seed              # 3 seeds x 2 arms, 100 steps each
     python -m benches.python.info_seed --seeds 0 0 --steps 40
-    python -m benches.python.info_seed --coeffs 0 1 info_seed.loss=ce
+    python -m benches.python.info_seed info_seed.loss=ce --coeffs 0 1
 
 An arm is `ludic train maxent` with 4 seeds and a coefficient of the loss: 0.1, and 0. A seed
 stands before the question, where this small model, which knows no tags, minds it. The share of

@@ -15,10 +15,12 @@ from training_samples import ListSource, assert_same_tensors, cpu_config, tiny_m
 from ludic.errors import ConfigError, DataError
 from ludic.training import Trainer, make_grpo, make_maxent_grpo
 from ludic.training.info_seed import InfoSeed, seed_of
+from ludic.training.loggers.alias import DOCUMENT_NAMES
 from ludic.training.loss.context import SharedContext, split_actions
 from ludic.training.loss.info_seed import FixedSeedHead, seed_directions
 from ludic.training.preparation import prepare
 from ludic.training.presets.seeded import add_info_seed
+from ludic.training.reference import FrozenModel
 
 SPLITS = [*product((120, 180, 250, 350, 500, 4096), ("greedy", "optimal", "padding_free"))]
 QUICK = {("infonce", 120, "greedy"), ("infonce", 250, "padding_free"), ("ce", 180, "optimal")}
@@ -94,6 +96,21 @@ def test_a_step_reports_the_term_and_leaves_plain_batches_alone():
     with_term, _ = gradient_of_the_trainer(algo, plain, tiny_model())
     without, _ = gradient_of_the_trainer(make_maxent_grpo(group_size=PLAIN + SEEDS), plain, tiny_model())
     assert_same_tensors(with_term, without, atol=1e-7)
+
+
+@pytest.mark.parametrize("budget", [4096, 120])
+def test_the_terms_of_the_loss_add_up_to_it_however_it_is_split(budget):
+    """Under the document's names, too."""
+    algo = make(form="likelihood", clip_coeff=1.0, beta=0.1)
+    cfg = cpu_config(max_seq_len=120, micro_token_budget=budget)
+    source, reference = ListSource(preprocessed(algo, seeded_episodes())), FrozenModel(tiny_model(1), cfg)
+    stats = Trainer(model=tiny_model(), algo=algo, batch_source=source, cfg=cfg, reference=reference).train_step_sync()
+    assert (stats["perf/micro_batches"] > 1) == (budget == 120)
+    seen = {DOCUMENT_NAMES[name]: value for name, value in stats.items() if name in DOCUMENT_NAMES}
+    parts = [seen[f"train/loss/{part}"] for part in ("policy", "clip", "weighted_kl", "seed")]
+    assert stats["train/loss"] == pytest.approx(sum(parts), abs=1e-5)
+    assert seen["train/loss/seed"] == pytest.approx(stats["train/seed/info_nce"], abs=1e-5)
+    assert seen["train/loss/weighted_kl"] == pytest.approx(0.1 * stats["reference/kl"], abs=1e-5)
 
 
 def test_the_entropy_gap_of_a_step_by_hand():

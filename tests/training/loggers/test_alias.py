@@ -2,6 +2,7 @@
 
 from ludic.training.loggers import AliasLogger
 from ludic.training.loggers.alias import DOCUMENT_NAMES
+from ludic.training.loss.reference import BUCKET_NAMES
 
 
 class Log:
@@ -33,6 +34,10 @@ def test_a_name_of_the_step_is_never_replaced():
 def test_no_two_metrics_have_one_alias():
     assert len(set(DOCUMENT_NAMES.values())) == len(DOCUMENT_NAMES)
     assert not set(DOCUMENT_NAMES.values()) & set(DOCUMENT_NAMES)
+
+
+def test_the_ranges_are_those_of_the_metric():
+    assert {name.removeprefix("reference/kl_bucket/") for name in DOCUMENT_NAMES if "bucket" in name} == set(BUCKET_NAMES)
 
 
 def test_the_inner_logger_is_synced():

@@ -151,6 +151,21 @@ def test_the_entropy_is_between_zero_and_log_k(drawn):
     assert weight_entropy([1.0, 0.0]).tolist() == [0.0]
 
 
+@pytest.mark.parametrize(
+    ("tau", "beta", "weights", "entropy"),
+    [
+        (0.5, 0.5, [0.37973001, 0.11437302, 0.16230304, 0.34359393], 1.27785807),
+        (2.0, 0.0, [0.31122939, 0.18877061, 0.18877061, 0.31122939], 1.35599478),
+    ],
+)
+def test_the_first_group_with_other_coefficients(tau, beta, weights, entropy):
+    """tau 2 and beta 0 by hand: q^(1/2) of .36552883 and .13447117 are .60459 and .36670, of which
+    two each sum to 1.94258: .31123 and .18877."""
+    w = listwise_weights(listwise_q(U[:4]), R[:4], tau=tau, beta=beta)
+    np.testing.assert_allclose(w, weights, atol=1e-8, rtol=0)
+    np.testing.assert_allclose(weight_entropy(w), [entropy], atol=1e-8, rtol=0)
+
+
 def test_the_worked_example_to_eight_digits():
     q = listwise_q(U, OFFSETS)
     np.testing.assert_allclose(q, Q, atol=1e-8, rtol=0)

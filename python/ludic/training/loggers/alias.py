@@ -7,6 +7,8 @@ from types import MappingProxyType
 
 from ludic.training.loggers.base import SyncedLogger, TrainingLogger
 
+_BUCKETS = ("0-32", "33-64", "65-128", "129-256", "257+")
+"""Ranges of tokens of `reference/kl_bucket`."""
 DOCUMENT_NAMES: Mapping[str, str] = MappingProxyType(
     {
         "train/beta": "train/kl_coeff",
@@ -25,6 +27,13 @@ DOCUMENT_NAMES: Mapping[str, str] = MappingProxyType(
         "train/seed/plain_entropy": "train/seed/entropy/orig",
         "train/seed/seeded_entropy": "train/seed/entropy/seed_aug",
         "eval_seed/pass_at_n": "eval_seed/pass_at_1",
+        "eval/sampled_reward": "eval/mean_reward",
+        "train/policy/loss": "train/loss/policy",
+        "train/clip/loss": "train/loss/clip",
+        "train/reference_kl/loss": "train/loss/weighted_kl",
+        "train/seed/loss": "train/loss/seed",
+        "reference/sequence_kl": "train/loss/kl",
+        **{f"reference/kl_bucket/{tokens}": f"train/kl_per_token_bucket/{tokens}" for tokens in _BUCKETS},
     }
 )
 """Our names of metrics -> those of MaxEnt-GRPO's training guide, where they differ."""

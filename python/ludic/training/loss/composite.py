@@ -104,7 +104,18 @@ class CompositeLoss(Loss):
             scaled = term.weight * share * value
             total = scaled if total is None else total + scaled
             stats.update({f"{term.name}/{key}": stat for key, stat in term_stats.items()})
-            stats[f"{term.name}/loss"] = value.detach()
+            stats[f"{term.name}/loss"] = value.detach() * self._sample_factor(share, shared)
             stats[f"{term.name}/weight"] = term.weight
         assert total is not None
         return total, {"loss": total.detach(), **stats}
+
+    def _sample_factor(self, share: float | Tensor, shared: SharedContext) -> float | Tensor:
+        """What a term's value is multiplied by, so that the mean over micro-batches, by samples, is
+        the term's value of the whole mini-batch. `share`: of the mini-batch, in the normaliser of
+        the term. 1 where samples of weight 0 are skipped, which the means leave out.
+
+        Example: micro-batches of 1 and 3 samples have 2 and 2 of the tokens, and means 4 and 8 over
+        these. 1/4 (2 x 4) + 3/4 (2/3 x 8) = 6 is the mean over all tokens.
+        """
+        samples = shared.mini_batch_share("samples")
+        return 1.0 if self.zero_weight_is_zero_gradient or not samples else share / samples
