@@ -32,7 +32,7 @@ function drawCalibration({calibration, pairs}, run) {
 }
 
 function drawMargins({margins, pairs}, run) {
-  const [svg, node] = frame('margins', run, `Score of the preferred response less the other's. Median ${format(margins.median)}; ${format(margins.negative * 100)} % are negative (hatched), of ${format(pairs)} pairs.`);
+  const [svg, node] = frame('margins', run, `Score of the preferred response less the other's. Median ${format(margins.median)}; ${format(margins.negative * 100)} % are negative (hollow), of ${format(pairs)} pairs.`);
   const [low, high] = [margins.edges[0], margins.edges.at(-1)], most = Math.max(...margins.counts);
   const x = (value) => LEFT + ((value - low) / (high - low)) * (WIDTH - LEFT - RIGHT), y = (count) => HEIGHT - BOTTOM - (count / most) * (HEIGHT - TOP - BOTTOM);
   for (const mark of ticks(0, most, 4)) {
