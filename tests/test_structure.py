@@ -34,6 +34,7 @@ OPTIONAL_READS = {
     "inference/local/decode.py": (6, "transformers"),
     "inference/local/prefixes.py": (3, "transformers and PEFT"),
     "inference/local/reward.py": (9, "transformers"),
+    "inference/local/shared_attention.py": (5, "transformers, PEFT and wrappers of torch"),
     "inference/local/weights.py": (1, "PEFT"),
     "inference/prompts/template.py": (1, "a tokenizer"),
     "inference/vllm/in_server/weight_receiver.py": (1, "torch"),

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, strategies as st
 
 from ludic.inference import SamplingParams
-from ludic.inference.local.sampler import BLOCK, Sampler, stream_key
+from ludic.inference.local import sampler as module
+from ludic.inference.local.sampler import BLOCK, TILE, Sampler, _invert, nucleus, stream_key
 
 CPU = torch.device("cpu")
 
@@ -129,3 +130,66 @@ def test_large_vocabularies_are_processed_in_chunks(monkeypatch):
         results.append([torch.stack([part.double() for part in rows.draw(logits, i)]) for i in range(3)])
     for whole, parts in zip(*results, strict=True):
         torch.testing.assert_close(whole, parts)
+
+
+@given(
+    vocabulary=st.integers(1, 3 * TILE + 5),
+    kind=st.sampled_from(["even", "peaked", "mostly zero"]),
+    uniforms=st.lists(st.floats(0, 1, exclude_max=True), min_size=1, max_size=5),
+    seed=st.integers(0, 999),
+)
+def test_a_token_is_looked_up_as_in_the_cumulative_sum_of_all_tokens(vocabulary, kind, uniforms, seed):
+    generator = torch.Generator().manual_seed(seed)
+    p = {
+        "even": lambda: torch.ones(vocabulary),
+        "peaked": lambda: torch.softmax(20 * torch.randn(vocabulary, generator=generator), dim=-1),
+        "mostly zero": lambda: (torch.rand(vocabulary, generator=generator) < 0.02).float(),
+    }[kind]()
+    if not p.any():
+        p[vocabulary // 2] = 1.0
+    tokens = _invert(p.repeat(len(uniforms), 1), torch.tensor(uniforms, dtype=torch.float64)).tolist()
+    cumulative = np.cumsum(p.double().numpy())
+    for uniform, token in zip(uniforms, tokens, strict=True):
+        target = uniform * cumulative[-1]
+        assert p[token] > 0
+        # Between its two boundaries, up to the rounding of float32 sums.
+        assert cumulative[token] - p[token].item() - 1e-5 * cumulative[-1] <= target <= cumulative[token] + 1e-5 * cumulative[-1]
+
+
+def slow_nucleus(logits, top_p):
+    """The smallest set by a stable sort of the whole row."""
+    p = torch.softmax(logits, dim=-1)
+    ordered, order = p.sort(dim=-1, descending=True, stable=True)
+    dropped = torch.zeros_like(p, dtype=torch.bool)
+    return logits.masked_fill(dropped.scatter(1, order, ordered.cumsum(-1) - ordered >= top_p[:, None]), -torch.inf)
+
+
+@given(
+    rows=st.lists(st.lists(st.integers(-4, 4), min_size=12, max_size=12), min_size=1, max_size=5),
+    top_p=st.lists(st.sampled_from([0.05, 0.3, 0.5, 0.8, 0.99]), min_size=5, max_size=5),
+    head=st.integers(1, 14),
+)
+def test_the_nucleus_is_that_of_a_whole_stable_sort_also_of_equal_probabilities(rows, top_p, head):
+    logits, top_p = torch.tensor(rows).float(), torch.tensor(top_p[: len(rows)])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "HEAD", head)
+        assert torch.equal(nucleus(logits, top_p), slow_nucleus(logits, top_p))
+
+
+def test_of_equal_probabilities_the_first_are_kept():
+    # Four tokens of 1/4, top-p 0.5: those before token 2 have 1/2, which is not below 0.5.
+    kept = nucleus(torch.zeros(1, 4), torch.tensor([0.5]))
+    assert kept.tolist() == [[0.0, 0.0, -torch.inf, -torch.inf]]
+
+
+def test_rows_without_top_p_are_unchanged_beside_rows_with_it():
+    logits = torch.tensor([[3.0, 1.0, -torch.inf], [3.0, 1.0, 0.0]])
+    assert nucleus(logits, torch.tensor([1.0, 0.5])).tolist() == [[3.0, 1.0, -torch.inf], [3.0, -torch.inf, -torch.inf]]
+
+
+def test_an_unlikely_token_has_its_log_probability_though_its_probability_is_below_float32():
+    # At temperature 200 both tokens are about as likely, at temperature 1 the second has e^-200.
+    rows = sampler(SamplingParams(temperature=200.0), 64)
+    tokens, raw, _ = rows.draw(torch.tensor([[0.0, -200.0]]).repeat(64, 1), 0)
+    assert tokens.unique().tolist() == [0, 1]
+    torch.testing.assert_close(raw, torch.where(tokens == 1, -200.0, 0.0))

@@ -81,6 +81,11 @@ class LocalChatClient:
     them; `"processed"` those of the distribution sampled from, after penalties, temperature and
     top-p. At temperature 1 and top-p 1 both are equal.
 
+    Each distinct prompt of a batch is read once. Its keys and values are then read by all of its
+    rows, without a copy for each, if the model is in float32 and its attention is `sdpa` through
+    transformers' interface, with nothing but a scale and a mask; the first pass shows whether it
+    is. Rows leave the batch soon after they have ended.
+
     In episodes of a `RolloutEngine`, each turn reuses the keys and values of the previous turns
     while the weights are unchanged; the cache takes at most `prefix_cache_bytes`.
 

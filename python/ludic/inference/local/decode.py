@@ -16,10 +16,13 @@ from torch import Tensor, nn
 
 from ludic.errors import InferenceError
 from ludic.inference.current_episode import Episode
-from ludic.inference.local.prefixes import Match, Prefix, PrefixCache, Snapshot, is_separable, join_prefixes
+from ludic.inference.local.prefixes import Match, Prefix, PrefixCache, Snapshot, is_plain, is_separable, join_prefixes
 from ludic.inference.local.sampler import Sampler, stream_key
 from ludic.inference.sampling import SamplingParams
 from ludic.models.evaluation_mode import evaluation_mode
+
+LEAST_SHARED_TOKENS = 4096
+"""Cached tokens that sharing prompts must save; it costs some operations in each layer."""
 
 
 @dataclass
@@ -102,7 +105,10 @@ def decode(
     afterwards. With `prefixes`, a request of an episode reuses the keys and values of its earlier
     turns.
     """
-    with evaluation_mode(model), torch.no_grad():  # tensors of inference mode could not be used in a later backward pass
+    from ludic.inference.local.shared_attention import shareable_attention
+
+    # Tensors of inference mode could not be used in a later backward pass.
+    with evaluation_mode(model), torch.no_grad(), shareable_attention(model):
         if prefixes is None or not any(request.episode for request in requests):
             return _Decoding(model, requests, eos_ids, pad_id).run()
         prefixes.clear_if_changed(model)
@@ -131,7 +137,7 @@ def _forward_keywords(model: Any) -> frozenset[str]:
 
 class _Decoding:
     """The state of one batch. Row i of the tensors belongs to request `rows[i]`; ended rows are
-    dropped when they are the majority."""
+    dropped, at once if that copies only the rows that take their places."""
 
     def __init__(
         self,
@@ -154,6 +160,8 @@ class _Decoding:
         self.sampler = Sampler([request.sampling for request in requests], keys, self.device)
         self.eos = torch.tensor(sorted(eos_ids), dtype=torch.long, device=self.device)
         self.cache: Any = None
+        self.has_row_cache = False
+        """Whether the cache is a `RowCache`; after the prompts."""
         self.limits = [request.limit for request in requests]
         self.limit = torch.tensor(self.limits, device=self.device)
         prompts = [tuple(request.prompt_ids) for request in requests]
@@ -162,6 +170,7 @@ class _Decoding:
         """[N] index into the distinct prompts, each of which the model reads once. Prompts a, b, a
         give [0, 1, 0]."""
         if matches:  # each row has its own cache
+            self.prompt_of_row = torch.arange(len(prompts), device=self.device)
             self.cache, prefix_mask = join_prefixes(matches)
             self.ids, mask = self._pad([p[match.length :] for p, match in zip(prompts, matches, strict=True)], pad_id)
             self.mask = torch.cat([prefix_mask, mask], dim=1)
@@ -180,9 +189,7 @@ class _Decoding:
         alive = torch.ones(len(self.rows), dtype=torch.bool, device=self.device)
         for step in range(max(self.limits)):
             # 1. Run the model; in the first step, copy each distinct prompt's logits to its rows.
-            logits = self._forward()
-            if step == 0:
-                logits = self._expand_to_rows(logits)
+            logits = self._read_prompts() if step == 0 else self._forward()
             # 2. Draw a token for each row.
             self.drawn.append(self.sampler.draw(logits, step))
             tokens = self.drawn[-1][0]
@@ -193,24 +200,21 @@ class _Decoding:
             alive = self._drop_abandoned(alive & (self.limit > step + 1))
             num_alive = int(alive.sum())
             if num_alive == 0:
-                self._save_snapshot(step)
+                self._save_snapshot(torch.ones_like(alive), step)
                 break
-            # 4. Append the tokens to the model's input, and drop ended rows if they are the
-            #    majority.
+            # 4. Append the tokens to the model's input, and drop ended rows.
             self._append(tokens)
-            if num_alive * 2 <= len(self.rows):
+            if self._pays_to_drop(len(self.rows) - num_alive):
                 alive = self._compact(alive, step)
         self._collect_drawn()
         return [self._cut_after_end(result, limit) for result, limit in zip(self.results, self.limits, strict=True)]
 
     def prefixes(self) -> Iterator[tuple[Episode, Prefix]]:
         """After `run`: the tokens of each episode's dialogue whose keys and values are cached."""
-        done = set[int]()
-        for snapshot, rows, num_sampled in reversed(self.snapshots):  # a row is in every snapshot before its last one
+        for snapshot, rows, num_sampled in self.snapshots:
             for i, row in enumerate(rows):
                 request = self.requests[row]
-                if row not in done and request.episode is not None:
-                    done.add(row)
+                if request.episode is not None:
                     ids = [*request.prompt_ids, *self.results[row].token_ids[:num_sampled]]
                     yield request.episode, Prefix(snapshot, i, ids)
 
@@ -222,18 +226,43 @@ class _Decoding:
             arguments["attention_mask"] = self.mask
             arguments["position_ids"] = position[:, -self.ids.shape[1] :]
         arguments = {name: value for name, value in arguments.items() if name in self.keywords}
-        output = self.model(input_ids=self.ids, **arguments)
+        output = self._run_model(arguments)
         self.cache = getattr(output, "past_key_values", None)
         logits: Tensor = output.logits[:, -1].float()
         return logits
 
-    def _expand_to_rows(self, logits: Tensor) -> Tensor:
-        """Logits, input and cache from one row for each distinct prompt to one for each request."""
-        if len(self.rows) == len(logits):
-            return logits
-        self.ids, self.mask = self.ids[self.prompt_of_row], self.mask[self.prompt_of_row]
-        if self.cache is not None:
+    def _run_model(self, arguments: dict[str, Any]) -> Any:
+        """The model's output; from whole rows if its attention is not that of the first pass, and
+        so does not read shared prompts."""
+        if not (self.has_row_cache and self.cache.shares):
+            return self.model(input_ids=self.ids, **arguments)
+        length = self.cache.get_seq_length()
+        try:
+            output = self.model(input_ids=self.ids, **arguments)
+        except RuntimeError:  # of shapes, if there is a mask
+            if not self.cache.has_unread_columns():
+                raise
+        else:
+            if not self.cache.has_unread_columns():
+                return output
+        self.cache.unshare(length)
+        return self.model(input_ids=self.ids, **arguments)
+
+    def _read_prompts(self) -> Tensor:
+        """Logits [N, V] after the prompts. Input and cache then have a row for each request."""
+        from ludic.inference.local.row_cache import RowCache
+        from ludic.inference.local.shared_attention import record_reads
+
+        with record_reads() as reads:
+            logits = self._forward()
+        if is_plain(self.cache, self.device):
+            tokens_saved = (len(self.rows) - len(logits)) * self.cache.get_seq_length()
+            share = tokens_saved >= LEAST_SHARED_TOKENS and reads.are_of(self.cache)
+            self.has_row_cache = True
+            self.cache = RowCache(self.cache, self.prompt_of_row, limit=max(self.limits), share=share)
+        elif self.cache is not None and len(self.rows) > len(logits):
             self.cache.batch_select_indices(self.prompt_of_row)
+        self.ids, self.mask = self.ids[self.prompt_of_row], self.mask[self.prompt_of_row]
         return logits[self.prompt_of_row]
 
     def _append(self, tokens: Tensor) -> None:
@@ -254,29 +283,38 @@ class _Decoding:
             result.drawn_logprobs += drawn
         self.drawn.clear()
 
+    def _pays_to_drop(self, num_ended: int) -> bool:
+        """A copy of all other rows pays if the majority has ended; else the fixed cost counts."""
+        least = len(self.rows) / (8 if self.has_row_cache else 2)
+        return num_ended >= max(1, least)
+
     def _compact(self, alive: Tensor, num_sampled: int) -> Tensor:
         """Keep only the rows that are alive. The cache holds `num_sampled` sampled tokens.
 
         Rows of requests [0, 2, 5] and alive [T, F, T] become rows of requests [0, 5].
         """
         self._collect_drawn()
-        self._save_snapshot(num_sampled)
-        keep = alive.nonzero().squeeze(1)
+        self._save_snapshot(~alive, num_sampled)
+        if self.has_row_cache:
+            keep = self.cache.keep(alive)
+        else:
+            keep = alive.nonzero().squeeze(1)
+            if self.cache is not None:
+                self.cache.batch_select_indices(keep)
         self.rows = [self.rows[i] for i in keep.tolist()]
         self.ids, self.mask, self.limit = (t[keep] for t in (self.ids, self.mask, self.limit))
         self.sampler.keep(keep)
-        if self.cache is not None:
-            self.cache.batch_select_indices(keep)
         return alive[keep]
 
-    def _save_snapshot(self, num_sampled: int) -> None:
-        """Keep the cache of the current rows, if its rows can be reused and it is small enough."""
-        if not self.snapshot_bytes or not is_separable(self.model, self.cache, self.device):
+    def _save_snapshot(self, leaving: Tensor, num_sampled: int) -> None:
+        """Keep the cache of the rows that leave, if they can be reused and it is small enough."""
+        if not self.snapshot_bytes or not is_separable(self.model, self.cache):
             return
-        snapshot = Snapshot.of(self.cache, self.mask[:, : self.cache.get_seq_length()])
-        if snapshot.nbytes <= self.snapshot_bytes:
+        places = leaving.nonzero().squeeze(1)
+        if self.cache.nbytes_of_rows(len(places)) <= self.snapshot_bytes:
+            snapshot = Snapshot.of(self.cache.read_rows(places), self.mask[places, : self.cache.get_seq_length()])
             self.snapshot_bytes -= snapshot.nbytes
-            self.snapshots.append((snapshot, list(self.rows), num_sampled))
+            self.snapshots.append((snapshot, [self.rows[i] for i in places.tolist()], num_sampled))
 
     def _end_at_stop_strings(self, alive: Tensor) -> Tensor:
         """End the rows whose text now contains a stop string."""

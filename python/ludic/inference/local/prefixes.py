@@ -40,8 +40,8 @@ class Snapshot:
     number: int
 
     @classmethod
-    def of(cls, cache: Any, mask: Tensor) -> Snapshot:
-        return cls(tuple((layer.keys, layer.values) for layer in cache.layers), mask.bool(), next(_numbers))
+    def of(cls, layers: tuple[tuple[Tensor, Tensor], ...], mask: Tensor) -> Snapshot:
+        return cls(layers, mask.bool(), next(_numbers))
 
     @property
     def nbytes(self) -> int:
@@ -131,17 +131,24 @@ class PrefixCache:
                 prefixes[:] = [p for p in prefixes if p.snapshot.number not in dropped]
 
 
-def is_separable(model: Any, cache: Any, device: torch.device) -> bool:
-    """Whether rows of the cache can be separated and joined with rows of others. For that, every
-    layer must keep every token, all on one device, and positions must be rotary and depend neither
-    on the columns between two tokens nor on the final length of the dialogue."""
+def is_plain(cache: Any, device: torch.device) -> bool:
+    """Whether every layer of the cache keeps the keys and values of every token, on this device."""
     from transformers.cache_utils import DynamicCache, DynamicLayer
 
     return (
-        _rope_types(getattr(model, "config", None)) <= PREFIX_STABLE_ROPE
-        and type(cache) is DynamicCache
-        and all(type(layer) is DynamicLayer and layer.keys.device == device for layer in cache.layers)
+        type(cache) is DynamicCache
+        and len(cache.layers) > 0
+        and all(type(layer) is DynamicLayer and layer.keys is not None and layer.keys.device == device for layer in cache.layers)
     )
+
+
+def is_separable(model: Any, cache: Any) -> bool:
+    """Whether rows of the cache can be separated and joined with rows of others. For that, every
+    layer must keep every token, all on one device, as in a `RowCache`, and positions must be rotary
+    and depend neither on the columns between two tokens nor on the final length of the dialogue."""
+    from ludic.inference.local.row_cache import RowCache
+
+    return isinstance(cache, RowCache) and _rope_types(getattr(model, "config", None)) <= PREFIX_STABLE_ROPE
 
 
 def _rope_types(config: Any) -> set[str]:

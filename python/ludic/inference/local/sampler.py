@@ -24,8 +24,12 @@ from torch import Tensor
 
 from ludic.inference.sampling import SamplingParams
 
-CHUNK_ELEMENTS = 1 << 22
+CHUNK_ELEMENTS = 1 << 20
 """Probabilities processed at once."""
+TILE = 128
+"""Tokens whose probabilities are summed first when a uniform number is looked up."""
+HEAD = 1024
+"""Most likely tokens that top-p sorts before it sorts a whole row."""
 BLOCK = 64
 """Uniforms drawn from each stream at once; a multiple of four."""
 
@@ -77,6 +81,7 @@ class Sampler:
         self.uniforms = torch.empty((len(params), 0), dtype=torch.float64, device=device)
         self.counts: Tensor | None = None
         self._plain = all(p.temperature == 1.0 and p.top_p == 1.0 for p in params)
+        self._greedy = any(p.temperature == 0.0 for p in params)
         self._cut = any(p.top_p < 1.0 for p in params)
         self._penalised = any(p.frequency_penalty != 0 or p.presence_penalty != 0 for p in params)
 
@@ -99,33 +104,39 @@ class Sampler:
             block = np.stack([self._uniforms.block(key, position // BLOCK) for key in self._keys])
             self.uniforms = torch.from_numpy(block).to(self._device)
         uniform = self.uniforms[:, position % BLOCK]
-        tokens, raw, drawn = [], [], []
+        parts: list[tuple[Tensor, Tensor, Tensor]] = []
         rows = max(1, CHUNK_ELEMENTS // logits_NV.shape[1])
         for start in range(0, logits_NV.shape[0], rows):
             part = slice(start, start + rows)
-            logp = torch.log_softmax(logits_NV[part], dim=-1)
-            shaped = logp if self._plain and not self._penalised else self._shape_logprobs(logits_NV[part], part)
-            token = _invert(shaped, uniform[part])
-            tokens.append(token)
-            raw.append(logp.gather(1, token[:, None]).squeeze(1))
-            drawn.append(shaped.gather(1, token[:, None]).squeeze(1))
-        all_tokens = torch.cat(tokens)
-        self._count(all_tokens, logits_NV.shape[1])
-        return all_tokens, torch.cat(raw), torch.cat(drawn)
+            parts.append(self._draw_part(logits_NV[part], part, uniform[part]))
+        tokens, raw, drawn = (torch.cat(column) for column in zip(*parts, strict=True))
+        self._count(tokens, logits_NV.shape[1])
+        return tokens, raw, drawn
 
-    def _shape_logprobs(self, logits: Tensor, part: slice) -> Tensor:
-        """Log-probabilities after penalties, temperature and top-p. A greedy row puts all mass on
-        one token."""
+    def _draw_part(self, logits: Tensor, part: slice, uniform: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens and both log-probabilities of some rows."""
+        is_plain = self._plain and not self._penalised
+        shaped = logits if is_plain else self._shape_logits(logits, part)
+        p = torch.softmax(shaped, dim=-1)
+        token = _invert(p, uniform)
+        drawn = _gather_logp(shaped, p, token)
+        return token, drawn if is_plain else _gather_logp(logits, torch.softmax(logits, dim=-1), token), drawn
+
+    def _shape_logits(self, logits: Tensor, part: slice) -> Tensor:
+        """Logits after penalties, temperature and top-p. A greedy row puts all mass on one
+        token."""
         if self.counts is not None:
             counts = self.counts[part]
             logits = logits - self.frequency[part, None] * counts - self.presence[part, None] * (counts > 0)
         temperature = self.temperature[part, None]
         greedy = temperature == 0
-        logp = torch.log_softmax(logits / torch.where(greedy, 1.0, temperature), dim=-1)
+        shaped = logits / torch.where(greedy, 1.0, temperature)
         if self._cut:
-            logp = nucleus(logp, self.top_p[part, None])
-        point = torch.full_like(logp, -torch.inf).scatter_(1, logits.argmax(dim=-1, keepdim=True), 0.0)
-        return torch.where(greedy, point, logp)
+            shaped = nucleus(shaped, self.top_p[part])
+        if self._greedy:
+            point = torch.full_like(shaped, -torch.inf).scatter_(1, logits.argmax(dim=-1, keepdim=True), 0.0)
+            shaped = torch.where(greedy, point, shaped)
+        return shaped
 
     def _count(self, tokens: Tensor, vocabulary: int) -> None:
         if not self._penalised:
@@ -135,22 +146,73 @@ class Sampler:
         self.counts.scatter_add_(1, tokens[:, None], torch.ones_like(tokens[:, None], dtype=torch.float32))
 
 
-def _invert(logp_NV: Tensor, uniform_N: Tensor) -> Tensor:
+def _gather_logp(logits_NV: Tensor, p_NV: Tensor, token_N: Tensor) -> Tensor:
+    """The log-probability of each row's token: its logit, minus the largest, plus the logarithm of
+    the largest probability."""
+    largest = logits_NV.amax(dim=-1)
+    return (logits_NV.gather(1, token_N[:, None]).squeeze(1) - largest) + p_NV.amax(dim=-1).log()
+
+
+def _invert(p_NV: Tensor, uniform_N: Tensor) -> Tensor:
     """The first token whose cumulative probability exceeds the uniform times the total; never a
     token of probability 0.
 
-    Probabilities [0.2, 0.3, 0.5] and uniform 0.4 give token 1: 0.2 <= 0.4 < 0.5.
+    Probabilities [0.2, 0.3, 0.5] and uniform 0.4 give token 1: 0.2 <= 0.4 < 0.5. First the tile of
+    tokens is found by the tiles' sums, then the token in it. Cumulative sums are float64.
     """
-    cumulative = logp_NV.double().exp().cumsum(dim=-1)
+    vocabulary = p_NV.shape[1]
+    whole = vocabulary - vocabulary % TILE
+    sums = p_NV[:, :whole].unflatten(1, (-1, TILE)).sum(dim=-1) if whole else p_NV[:, :0]
+    cumulative = torch.cat([sums, p_NV[:, whole:].sum(dim=-1, keepdim=True)], dim=1).double().cumsum(dim=-1)
+    target = uniform_N[:, None] * cumulative[:, -1:]
+    tile = _first_above(cumulative, target)
+    before = torch.cat([torch.zeros_like(target), cumulative], dim=1).gather(1, tile)
+    columns = tile * TILE + torch.arange(TILE, device=tile.device)
+    inside = p_NV.gather(1, columns.clamp(max=vocabulary - 1)).double().masked_fill_(columns >= vocabulary, 0.0)
+    token = _first_above(inside.cumsum(dim=-1), target - before)
+    return (tile * TILE + token).squeeze(1).clamp(max=vocabulary - 1)
+
+
+def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
+    """[N, 1] the first column whose cumulative sum exceeds the target; where none does, because of
+    rounding, the last that adds something."""
     total = cumulative[:, -1:]
-    target = torch.minimum(uniform_N[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, target, right=True).squeeze(1).clamp(max=logp_NV.shape[1] - 1)  # NaN sorts last
+    target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, target, right=True).clamp(max=cumulative.shape[1] - 1)  # NaN sorts last
 
 
-def nucleus(logp: Tensor, top_p: Tensor) -> Tensor:
-    """Keep the smallest set of most likely tokens whose probability reaches top_p, and
-    renormalise (Holtzman et al. 2020)."""
-    ordered, order = logp.sort(dim=-1, descending=True, stable=True)
-    before = ordered.exp().cumsum(dim=-1) - ordered.exp()
-    dropped = torch.zeros_like(before, dtype=torch.bool).scatter_(1, order, (before >= top_p) & (top_p < 1))
-    return torch.log_softmax(logp.masked_fill(dropped, -torch.inf), dim=-1)
+def nucleus(logits_NV: Tensor, top_p_N: Tensor) -> Tensor:
+    """Keep the logits of the smallest set of most likely tokens whose probability reaches top_p,
+    and set the others to -inf (Holtzman et al. 2020). Of equal probabilities the first are kept.
+
+    The set is looked for among the `HEAD` most likely tokens, and among all in rows where these
+    have too little probability.
+    """
+    p_NV = torch.softmax(logits_NV, dim=-1)
+    least_N, extra_N = torch.zeros_like(p_NV[:, 0]), torch.zeros_like(top_p_N, dtype=torch.long)
+    rows = (top_p_N < 1).nonzero().squeeze(1)
+    for size in (HEAD, p_NV.shape[1]):
+        if len(rows) == 0:
+            break
+        p = p_NV if len(rows) == len(p_NV) else p_NV[rows]
+        least, extra, is_found = _nucleus_border(p, top_p_N[rows], min(size, p_NV.shape[1]))
+        least_N[rows], extra_N[rows] = least, extra
+        rows = rows[~is_found]
+    kept_NV = logits_NV.masked_fill(p_NV < least_N[:, None], -torch.inf)
+    for row in extra_N.nonzero().squeeze(1).tolist():
+        equal = (p_NV[row] == least_N[row]).nonzero().squeeze(1)
+        kept_NV[row, equal[len(equal) - int(extra_N[row]) :]] = -torch.inf
+    return kept_NV
+
+
+def _nucleus_border(p: Tensor, top_p: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each row: the least probability in the nucleus, how many tokens of this probability are
+    outside, and whether this is certain: the nucleus has fewer than `size` tokens, or `size` is the
+    vocabulary."""
+    ordered = p.topk(size, dim=-1).values if size < p.shape[1] else p.sort(dim=-1, descending=True).values
+    num_kept = (ordered.cumsum(dim=-1) - ordered < top_p[:, None]).sum(dim=-1)
+    least = ordered.gather(1, num_kept[:, None] - 1)
+    is_certain = (num_kept < size) | (size == p.shape[1])
+    extra = (ordered >= least).sum(dim=-1) - num_kept
+    cut_by_size = extra.bool() & (ordered[:, -1] == least.squeeze(1)) & (size < p.shape[1])
+    return least.squeeze(1), extra, is_certain & ~cut_by_size
