@@ -29,6 +29,12 @@ def test_print_keeps_the_order_of_explicit_keys_and_finds_them_with_any_prefix(c
     assert capsys.readouterr().out == "[x] step=1 train/avg_total_reward=0.500 train/loss=0.123\n"
 
 
+def test_a_key_that_is_named_twice_is_shown_once(capsys):
+    """Regression test: the dashboard had a row for `entropy` and one for `train/entropy`."""
+    PrintLogger(prefix="[x]", keys=["train/loss", "loss", "train/loss"], precision=3).log(1, STATS)
+    assert capsys.readouterr().out == "[x] step=1 train/loss=0.123\n"
+
+
 def test_print_without_statistics_prints_the_step(capsys):
     PrintLogger().log(2, {})
     assert capsys.readouterr().out == "[trainer] step=2\n"

@@ -33,8 +33,9 @@ class ClosableLogger(Protocol):
 
 def select_stats(stats: Mapping[str, float], keys: Sequence[str]) -> list[tuple[str, float]]:
     """Return the (name, value) pairs with the full name, or the name without prefix, in `keys`,
-    in the order of `keys`."""
-    return [(name, stats[name]) for key in keys for name in stats if key in (name, without_prefix(name))]
+    in the order of `keys`, each once."""
+    names = dict.fromkeys(name for key in keys for name in stats if key in (name, without_prefix(name)))
+    return [(name, stats[name]) for name in names]
 
 
 def without_prefix(name: str) -> str:
