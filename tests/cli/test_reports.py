@@ -40,6 +40,17 @@ def test_json_has_every_run_once(folder):
     assert found[1]["failed"] == "OSError: no space\nmore"
 
 
+def test_json_is_read_by_any_reader_if_a_run_has_diverged(tmp_path):
+    for name, value in (("a", ".inf"), ("b", ".nan")):
+        run = make_run(tmp_path / name, lr=value)
+        (run / "summary.json").write_text('{"after": {"loss": NaN}}')
+    found = json.loads(ludic("runs", str(tmp_path), "--json"), parse_constant=pytest.fail)
+    assert [(run["settings"], run["after"]) for run in found] == [
+        ({"trainer.lr": "inf"}, {"loss": None}),
+        ({"trainer.lr": "nan"}, {"loss": None}),
+    ]
+
+
 def test_a_damaged_run_does_not_hide_the_others(folder):
     (folder / "b" / "progress.json").write_text("{")
     result = CliRunner().invoke(app, ["runs", str(folder)])

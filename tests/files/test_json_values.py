@@ -7,7 +7,7 @@ from enum import Enum
 import numpy as np
 from hypothesis import given, strategies as st
 
-from ludic.files.json_values import DEEPEST, encode_lines
+from ludic.files.json_values import DEEPEST, encode_lines, is_finite
 from ludic.types import Step
 
 
@@ -124,3 +124,8 @@ def test_deep_nesting_is_cut_at_a_readable_depth():
 def test_many_such_records_give_one_warning(caplog):
     assert len(list(encode_lines([{"info": self_containing()}] * 40))) == 40
     assert [record.getMessage()[:10] for record in caplog.records] == ["40 records"]
+
+
+def test_a_finite_number_is_one_that_a_float_can_hold():
+    assert all(map(is_finite, [0, -2.5, 10**308]))
+    assert not any(map(is_finite, [10**309, float("nan"), float("-inf"), True, "1", None]))

@@ -10,7 +10,7 @@ from ludic.types import Rollout, Step, TokenTrace
 SETTINGS = "recipe: sort\nname: {name}\noutput: runs\nalgorithm: {algorithm}\nmodel: null\nsteps: 4\ntrainer:\n  lr: {lr}\n"
 
 
-def make_run(folder: Path, *, command: str = "train", algorithm: str = "grpo", lr: float = 0.1, **progress: Any) -> Path:
+def make_run(folder: Path, *, command: str = "train", algorithm: str = "grpo", lr: float | str = 0.1, **progress: Any) -> Path:
     """A finished run with two steps in metrics.jsonl, and held-out rates."""
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(SETTINGS.format(name=json.dumps(folder.name), algorithm=algorithm, lr=lr))

@@ -13,6 +13,7 @@ import typer
 from ludic.cli.console import align
 from ludic.cli.status import format_duration
 from ludic.errors import CheckpointError, ConfigError
+from ludic.files.json_values import make_encodable
 from ludic.runs.reading import RunRecord, find_runs, list_differences, read_run
 
 OUTPUT = Path("runs")
@@ -26,7 +27,8 @@ def runs_command(folders: Sequence[Path], *, json_only: bool) -> int:
     records, damaged = read_runs(folders or [OUTPUT])
     differences = list_differences(records)
     if json_only:
-        typer.echo(json.dumps([_describe(record, differences, place) for place, record in enumerate(records)], indent=2))
+        content = [_describe(record, differences, place) for place, record in enumerate(records)]
+        typer.echo(json.dumps(make_encodable(content), indent=2, allow_nan=False))
     elif records:
         show(records, differences)
     else:

@@ -52,6 +52,20 @@ def to_builtin(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
+def is_finite(value: Any) -> bool:
+    """Whether the value is a number that a float can hold; a truth value is none."""
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an integer beyond 1.8e308
+        return False
+
+
+def make_encodable(value: Any) -> Any:
+    """`value` made of what JSON can express, by the rules of `encode_lines`: a number that is not
+    finite is None."""
+    return _make_encodable(value, ())
+
+
 _ENCODER = msgspec.json.Encoder(enc_hook=to_builtin)
 
 

@@ -4,6 +4,7 @@ in the folder is changed, and a run of any command and age can be read."""
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,7 +134,15 @@ def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
         if isinstance(value, Mapping):
             yield from _flatten(value, f"{prefix}{key}.")
         else:
-            yield f"{prefix}{key}", value
+            yield f"{prefix}{key}", _name_numbers(value)
+
+
+def _name_numbers(value: Any) -> Any:
+    """`value` with texts in place of numbers that are not finite, which are not equal to themselves
+    (nan) and have no form in JSON. Example: inf is "inf"."""
+    if isinstance(value, list):
+        return [_name_numbers(part) for part in value]
+    return value if not isinstance(value, float) or math.isfinite(value) else str(value)
 
 
 def _read_rates(from_summary: Any, from_progress: Any) -> dict[str, float]:
@@ -173,7 +182,7 @@ def read_steps(path: Path) -> Iterator[dict[str, Any]]:
         for line in file:
             try:
                 record = json.loads(line)
-            except ValueError:  # the last line of a run that goes on or was killed
+            except (ValueError, RecursionError):  # the last line of a run that goes on or was killed
                 continue
             if isinstance(record, dict) and isinstance(record.get("step"), int):
                 yield record

@@ -65,6 +65,34 @@ def test_half_of_a_surrogate_pair_does_not_break_the_page():
     assert json.loads(encode_data(["a\ud800b"])) == ["a?b"]
 
 
+def read_data(run):
+    return json.loads(parse(build_page([read_run(run)], episodes=10)).of("script")[0][1], parse_constant=pytest.fail)
+
+
+def test_numbers_that_are_not_finite_or_too_large_do_not_prevent_a_page(tmp_path):
+    """A diverged run has a held-out loss of nan, and `trainer.max_grad_norm=inf` is a setting."""
+    run = make_run(tmp_path / "run")
+    with (run / "config.yaml").open("a") as config:
+        config.write("  max_grad_norm: .inf\n")
+    nan = float("nan")
+    summary = {"before": {"loss": 2.5}, "after": {"loss": nan}, "intervals": {"after": {"loss": [nan, 1.0]}}}
+    (run / "summary.json").write_text(json.dumps(summary))
+    (run / "metrics.jsonl").write_text(f'{{"step": 1, "a": {10**400}, "b": 1e999, "c": 2}}\n{"[" * 100_000}\n')
+    (run / "rollouts.jsonl").write_text(
+        f'{{"meta": {{"policy_version": NaN}}, "steps": [{{"action": "x", "reward": {10**400}}}]}}\n'
+    )
+    data = read_data(run)
+    shown = data["runs"][0]
+    assert data["settings"]["trainer.max_grad_norm"] == ["inf"]
+    assert (shown["before"], shown["after"], shown["intervals"]["after"]) == (
+        {"loss": 2.5},
+        {"loss": None},
+        {"loss": [None, 1.0]},
+    )
+    assert shown["series"] == {"train": {"steps": [1], "values": {"c": [2.0]}}}
+    assert (data["episodes"][0][1], data["episodes"][0][4]) == (None, 0.0)
+
+
 def test_the_page_has_one_script_that_its_policy_names_and_no_other_source(tmp_path):
     run = make_run(tmp_path / "run")
     log_rollouts(run, [make_rollout(0, prompt=HOSTILE, answer=HOSTILE)])

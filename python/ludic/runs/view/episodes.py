@@ -3,12 +3,12 @@ text of a token is stored once, log-probabilities as whole hundredths of a nat."
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ludic.errors import DataError
+from ludic.files.json_values import is_finite
 from ludic.files.jsonl import parse_object
 from ludic.types import group_of
 
@@ -125,8 +125,7 @@ def _count_lines(log: Path) -> int:
 
 def _number(value: Any) -> float:
     """The number; 0 for what is none."""
-    is_number = isinstance(value, int | float) and math.isfinite(value)
-    return float(value) if is_number else 0.0
+    return float(value) if isinstance(value, bool) or is_finite(value) else 0.0
 
 
 def _round(value: float) -> float:

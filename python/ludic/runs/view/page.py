@@ -19,6 +19,7 @@ from typing import Any
 
 from ludic.errors import CheckpointError, ConfigError, DataError
 from ludic.files.atomic import read_json
+from ludic.files.json_values import make_encodable
 from ludic.runs.reading import RunRecord, list_differences
 from ludic.runs.report.scores import decode_scores, describe_preferences
 from ludic.runs.view.episodes import EpisodeTable
@@ -56,10 +57,17 @@ def format_page(data: dict[str, Any], *, title: str) -> str:
 
 def encode_data(data: Any) -> str:
     """JSON that can stand in a script element: it has no `<`, so that nothing in it ends the
-    element or begins a comment."""
-    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    element or begins a comment. A number that is not finite is null."""
+    try:
+        text = _format(data)
+    except ValueError:  # looking at each number beforehand would cost every page seconds
+        text = _format(make_encodable(data))
     text = text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
     return text.encode("utf-8", errors="replace").decode("utf-8")  # half of a surrogate pair becomes "?"
+
+
+def _format(data: Any) -> str:
+    return json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
 def collect(records: Sequence[RunRecord], *, episodes: int) -> dict[str, Any]:

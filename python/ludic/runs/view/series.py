@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
+from ludic.files.json_values import is_finite
 from ludic.runs.reading import read_steps
 
 MAX_POINTS = 4000
@@ -27,7 +27,7 @@ def read_series(run: Path) -> dict[str, dict[str, Any]]:
             key: round_number(value)
             for key, value in line.items()
             if key not in ("step", "train/step", "eval/step")
-            and _is_number(value)
+            and is_finite(value)
             and (is_evaluated or not key.startswith(_OF_EVALUATIONS))
         }
         steps.setdefault(line["step"], {}).update(numbers)
@@ -48,10 +48,6 @@ def _thin(by_step: dict[int, dict[str, float]]) -> list[int]:
         for place, step in enumerate(steps)
         if place % stride == 0 or place == len(steps) - 1 or any(key.startswith(_OF_EVALUATIONS) for key in by_step[step])
     ]
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def round_number(value: float) -> float:

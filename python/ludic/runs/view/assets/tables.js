@@ -65,7 +65,7 @@ function drawRate(run, name, low, high) {
   const svg = drawn('svg', {viewBox: '0 0 260 22', width: 260, 'aria-hidden': 'true'}, drawn('line', {class: 'grid', x1: 6, x2: 254, y1: 11, y2: 11}));
   [['before', 7], ['after', 15]].forEach(([when, y]) => {
     const value = data.runs[run][when][name], interval = findInterval(run, when, name);
-    if (value === undefined) return;
+    if (value === undefined || value === null) return;
     if (interval) svg.append(drawn('line', {x1: x(interval[0]), x2: x(interval[1]), y1: y, y2: y, stroke: colour(run), 'stroke-width': 2}));
     svg.append(drawn('circle', {cx: x(value), cy: y, r: 3.5, stroke: colour(run), 'stroke-width': 1.5, fill: when === 'after' ? colour(run) : 'var(--paper)'}));
   });
