@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from ludic.runs.directory import Progress, RMDirectory, RunDirectory, SFTDirectory
+from ludic.runs.directory import DONE, Progress, RMDirectory, RunDirectory, SFTDirectory
 from ludic.runs.report.provenance import count_samples, find_status, write_failure
 
 RECIPE = {"model": "a/model", "algorithm": "grpo", "seed": 3}
@@ -69,3 +69,14 @@ def test_a_run_that_fails_says_so_with_what_is_known_of_it(tmp_path, kind, phase
     }
     assert (summary["episodes"]["failed"], summary["samples"]["trained"]) == (2, 8)
     assert "after" not in summary
+
+
+@pytest.mark.parametrize(("before", "status"), [("finished", "finished"), ("failed", "failed"), (None, "failed")])
+def test_a_finished_run_whose_report_fails_again_keeps_its_results(tmp_path, before, status):
+    directory = RunDirectory(tmp_path)
+    if before is not None:
+        directory.summary.write_text(json.dumps({"status": before, "failed": "an earlier error", "after": {"loss": 0.1}}))
+    write_failure(directory, Progress(DONE, failed="OSError: disk"))
+    summary = json.loads(directory.summary.read_text())
+    assert (summary["status"], "after" in summary) == (status, status == "finished")
+    assert summary["failed"] == ("an earlier error" if status == "finished" else "OSError: disk")

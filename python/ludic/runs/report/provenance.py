@@ -7,7 +7,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ludic.files.atomic import write_text
+from ludic.errors import CheckpointError
+from ludic.files.atomic import read_json, write_text
 from ludic.runs.directory import DONE, Progress, RunDirectory
 
 FINISHED, INTERRUPTED, FAILED = "finished", "interrupted", "failed"
@@ -54,7 +55,9 @@ def find_algorithm(progress: Progress) -> str | None:
 def write_failure(directory: RunDirectory, progress: Progress) -> None:
     """Write the summary.json of a run that has failed: `status`, the error as `failed`, and what is
     known of it without its objects. It replaces that of an earlier attempt, whose results the run
-    has gone beyond."""
+    has gone beyond; that of a finished run, which was only looked at again, stays."""
+    if progress.phase == DONE and _has_finished(directory):
+        return
     lines = [line for line in directory.read_metrics(directory.last_phase) if "train/loss" in line]
     recipe = progress.recipe or {}
     content = {
@@ -67,6 +70,14 @@ def write_failure(directory: RunDirectory, progress: Progress) -> None:
         "seed": recipe.get("seed"),
     }
     write_text(directory.summary, json.dumps(content, indent=2) + "\n")
+
+
+def _has_finished(directory: RunDirectory) -> bool:
+    """Whether summary.json is that of a finished run."""
+    try:
+        return read_json(directory.summary).get("status") == FINISHED
+    except (CheckpointError, OSError):  # damaged, or not written yet
+        return False
 
 
 def count_lost_episodes(lines: Sequence[Mapping[str, Any]]) -> dict[str, int]:
