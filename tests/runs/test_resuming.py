@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from commands import NETWORK, ludic, metrics_of, refused, same_weights, summary_of, train_until
 from killed_commands import killed_at
+from run_folders import make_run
 from typer.testing import CliRunner
 
 from ludic.cli.app import app
@@ -219,6 +220,11 @@ def test_steps_cannot_be_added_to_those_of_unfinished_epochs(tmp_path: Path) -> 
     said = refused("sft", "--resume", str(tmp_path / "run"), "steps=+2")
     assert "needs a finished run" in said
     assert "was asked for epochs=1" in said
+
+
+def test_fewer_steps_than_a_killed_run_has_logged_are_refused(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", phase="reinforce", steps=0)  # 4 steps are logged, none noted in progress.json
+    assert "steps (3) must be more than the 4 that" in " ".join(refused("train", "--resume", str(run), "steps=3").split())
 
 
 def test_ranks_refuse_to_add_steps_since_they_may_start_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -167,8 +167,10 @@ def find_steps(changes: Changes, recipe: Any, directory: RunDirectory) -> int | 
 
 
 def _check_more(recipe: Any, progress: Progress, directory: RunDirectory, steps: int) -> None:
-    if steps < progress.steps or (progress.phase == DONE and steps == progress.steps):
-        raise ConfigError(f"steps ({steps}) must be more than the {progress.steps} that {directory.path} has taken")
+    logged = directory.read_metrics(directory.last_phase)  # a run that was killed has not noted its steps
+    taken = max([progress.steps, *(line["step"] for line in logged[-1:])])
+    if steps < taken or (progress.phase == DONE and steps == taken):
+        raise ConfigError(f"steps ({steps}) must be more than the {taken} that {directory.path} has taken")
     trainer = recipe.trainer
     if trainer.lr_scheduler_type in DECAYING and not trainer.lr_min_ratio and progress.phase in (directory.last_phase, DONE):
         raise ConfigError(

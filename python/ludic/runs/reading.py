@@ -41,7 +41,7 @@ class RunRecord:
     before: Mapping[str, Any]
     """Held-out rates before training; empty if they were not measured."""
     after: Mapping[str, Any]
-    """Held-out rates at the end."""
+    """Held-out rates at the end; empty until the run has finished all steps it was asked for."""
     intervals: Mapping[str, Mapping[str, Sequence[float | None]]]
     """95 % intervals `[low, high]` by rate, for `before` and `after`."""
     wall_s: float
@@ -94,6 +94,9 @@ def read_run(path: Path) -> RunRecord:
     before, after = (_read_rates(summary.get(name), progress.get(name)) for name in ("before", "after"))
     if command == "train-rm":
         after = {key: value for key, value in (progress.get("after") or {}).items() if isinstance(value, int | float)}
+    intervals = _read_intervals(summary)
+    if progress.get("phase") != DONE:  # steps were added: summary.json is that of the shorter run
+        after, intervals = {}, {when: rates for when, rates in intervals.items() if when != "after"}
     status = _find_status(path, progress)
     return RunRecord(
         path=path,
@@ -105,7 +108,7 @@ def read_run(path: Path) -> RunRecord:
         steps_asked=settings.get("steps"),
         before=before,
         after=after,
-        intervals=_read_intervals(summary),
+        intervals=intervals,
         wall_s=float((progress.get("seconds") or {}).get("wall", 0.0)),
         failed=progress.get("failed") if status == "failed" else None,
         settings=settings,
