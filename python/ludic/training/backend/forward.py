@@ -79,5 +79,5 @@ def as_forward_passes(model: nn.Module | ForwardPasses, cfg: TrainerConfig) -> F
 def _nucleus_logprobs(logits: Tensor, temperature: float, top_p: float) -> Tensor:
     """[B, T, V] float32 log-probabilities at `temperature`, renormalised over the smallest set of
     tokens that reaches `top_p`."""
-    rows = [nucleus(torch.log_softmax(row.float() / temperature, dim=-1), torch.tensor(top_p)) for row in logits]
-    return torch.stack(rows)
+    top_p_T = torch.full(logits.shape[1:2], top_p, device=logits.device)
+    return torch.stack([nucleus(torch.log_softmax(row.float() / temperature, dim=-1), top_p_T) for row in logits])
