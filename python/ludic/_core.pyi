@@ -83,6 +83,9 @@ class SampleTable:
     @property
     def has_actor_logps(self) -> bool: ...
     @property
+    def has_partial_attention(self) -> bool:
+        """Whether a sample has a 0 in its attention mask, also one that this view leaves out."""
+    @property
     def lengths(self) -> NDArray[np.int32]:
         """[N] tokens of each sample, after truncation."""
     @property
@@ -132,6 +135,27 @@ class SampleTable:
         1], `max_seqlen` (an `int`: the length of the longest row, for variable-length
         attention), `weight` f32 [B]; with actor log-probs also `actor_logps` f32 [1, S] and
         `old_logp_action` f32 [B]. A sample with a 0 in its attention mask is refused."""
+    def plan_trees(
+        self, indices: Sequence[int] | NDArray[np.int64], micro_token_budget: int, min_shared: int = 1
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int32]]:
+        """Orders samples so that those with a common prefix are neighbours, and divides them into
+        *lines* of at most `micro_token_budget` tokens, in which each common prefix of at least
+        `min_shared` tokens counts once. Returns `order` i64 [N], the indices; `shared` i64 [N], how
+        many tokens each sample of `order` shares with the one before it; `bounds` i64 [L + 1],
+        where each line begins in `order`; `tokens` i32 [L], what each line computes.
+
+        The order is lexicographic by tokens, from the largest down. Ids [1, 2, 5] and [1, 2, 3, 4]
+        are one line of 5 tokens, in which the second shares 2. O(n log n) comparisons of ids."""
+    def collate_trees(
+        self,
+        indices: Sequence[int] | NDArray[np.int64],
+        shared: Sequence[int] | NDArray[np.int64],
+        arena: Arena | None = None,
+    ) -> dict[str, NDArray[Any]]:
+        """The prefix trees of samples, each of which shares its first `shared` [N] tokens with the
+        one before it: `input_ids` and `position_ids` i64 [1, U] have each token once, in the order
+        in which samples add them, and `places` i64 [S] has the index of each token of each sample
+        in them. Raises `ConfigError` if samples do not have that many tokens in common."""
     def collate_compact(
         self, indices: Sequence[int] | NDArray[np.int64], pad_token_id: int, arena: Arena | None = None
     ) -> dict[str, NDArray[Any]]:

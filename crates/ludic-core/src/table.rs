@@ -174,6 +174,12 @@ impl SampleTable {
         self.columns.logps.is_some()
     }
 
+    /// Whether a sample of the columns has a 0 in its attention mask, also one that a view leaves
+    /// out.
+    pub fn has_partial_attention(&self) -> bool {
+        self.columns.attention.is_some()
+    }
+
     /// The number of tokens of each sample, after truncation.
     pub fn lengths(&self) -> Vec<i32> {
         self.rows.iter().map(|row| row.len as i32).collect()

@@ -12,6 +12,7 @@ mod ranks;
 mod reduce;
 mod sequences;
 mod table;
+mod trees;
 
 use pyo3::prelude::*;
 

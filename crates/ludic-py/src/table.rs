@@ -14,6 +14,7 @@ use crate::errors::{Error, Result, is_recoverable, ludic_error, replace_conversi
 use crate::fields::{Field, repr_of, type_name};
 use crate::lists::is_list_of_ones;
 use crate::sequences::{FloatReader, IntReader};
+use crate::trees;
 
 /// The largest number of items. Reading an item costs about half a microsecond per object; columns
 /// have no such cost.
@@ -118,6 +119,12 @@ impl SampleTable {
         Self(self.0.chained())
     }
 
+    /// Whether a sample of the columns has a 0 in its attention mask.
+    #[getter]
+    fn has_partial_attention(&self) -> bool {
+        self.0.has_partial_attention()
+    }
+
     /// The same samples, cut on the right to at most `max_seq_len` tokens. No token is copied.
     fn truncate(&self, max_seq_len: Count) -> Result<Self> {
         Ok(Self(self.0.truncate(max_seq_len.0)?))
@@ -158,6 +165,30 @@ impl SampleTable {
         arena: Option<&Bound<'py, Arena>>,
     ) -> Result<Bound<'py, PyDict>> {
         collate::padding_free(py, &self.0, &indices.0, lock_arena(arena)?.as_deref_mut())
+    }
+
+    /// The samples at `indices` in the order of their prefix trees; see `trees.rs` of the core.
+    #[pyo3(signature = (indices, micro_token_budget, min_shared = Count(1)), text_signature = "(indices, micro_token_budget, min_shared=1)")]
+    fn plan_trees<'py>(
+        &self,
+        py: Python<'py>,
+        indices: Indices,
+        micro_token_budget: Count,
+        min_shared: Count,
+    ) -> Result<trees::PlanArrays<'py>> {
+        trees::plan(py, &self.0, &indices.0, micro_token_budget.0, min_shared.0)
+    }
+
+    /// The tree layout: `input_ids` and `position_ids` i64 [1, U], `places` i64 [S].
+    #[pyo3(signature = (indices, shared, arena = None))]
+    fn collate_trees<'py>(
+        &self,
+        py: Python<'py>,
+        indices: Indices,
+        shared: Indices,
+        arena: Option<&Bound<'py, Arena>>,
+    ) -> Result<Bound<'py, PyDict>> {
+        trees::collate(py, &self.0, &indices.0, &shared.0, lock_arena(arena)?.as_deref_mut())
     }
 
     /// The compact layout: `input_ids` i32, `action_mask` u8 [B, T], `lengths` i32 [B], `weight`

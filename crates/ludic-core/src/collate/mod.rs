@@ -345,6 +345,6 @@ fn check_pad(pad_token_id: i64) -> Result<i32, CoreError> {
 }
 
 /// Checks that an output array has exactly the size that is written.
-fn check_output<T>(name: &'static str, out: &[T], expected: usize) -> Result<(), CoreError> {
+pub(crate) fn check_output<T>(name: &'static str, out: &[T], expected: usize) -> Result<(), CoreError> {
     if out.len() == expected { Ok(()) } else { Err(CoreError::OutputLength { name, length: out.len(), expected }) }
 }
