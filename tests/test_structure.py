@@ -69,6 +69,7 @@ OPTIONAL_READS = {
     "tasks/importing.py": (1, "a user's module"),
     "tasks/rewards.py": (2, "a user's reward function"),
     "trainers/inputs.py": (3, "a user's function"),
+    "training/backend/prefix_sharing.py": (1, "transformers"),
     "training/algorithm.py": (4, "transformers"),
     "training/classification_metrics.py": (1, "torch"),
     "training/config.py": (1, "a tokenizer"),

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from benches.python.contest import format_table, run_contest
 
-SUBJECTS = ["collation", "planning", "reduction", "loss_memory", "packing", "table_bytes", "lockstep"]
+SUBJECTS = ["collation", "planning", "reduction", "loss_memory", "packing", "prefix_trees", "table_bytes", "lockstep"]
 
 
 def main() -> None:

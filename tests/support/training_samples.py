@@ -82,6 +82,29 @@ def dialogues(turns, seed=0):
     return [item for index, count in enumerate(turns) for item in dialogue(index, draw, count)]
 
 
+def branching_item(index, draw, prompt, *, group):
+    """One of few answers to `prompt`, with its own behaviour log-probabilities and weight."""
+    answer = [draw.randint(1, 2) for _ in range(draw.randint(1, 12))]
+    return SAWItem(
+        input_ids=prompt + answer,
+        attention_mask=[1] * (len(prompt) + len(answer)),
+        action_mask=[0] * len(prompt) + [1] * len(answer),
+        weight=draw.choice([-1.0, 0.0, 0.5, 1.5]),
+        meta={"rollout_id": f"b{index}", "step_index": 0, "request_meta": {"group_id": group}},
+        attachments=SampleAttachments(ActorTokenLogps([-0.2 - 5 * draw.random() for _ in answer])),
+    )
+
+
+def branching_items(groups, seed=0):
+    """Groups of `groups[i]` answers. Prompts and answers begin alike or are the same, since they
+    are made of two tokens; the ids stay below 64."""
+    draw, items = random.Random(seed), []
+    for group, count in enumerate(groups):
+        prompt = [1, 2, 2, 1, 1, 2, 1, 1, *(draw.randint(1, 2) for _ in range(draw.randint(0, 12)))]
+        items += [branching_item(len(items) + number, draw, prompt, group=group) for number in range(count)]
+    return items
+
+
 class ListSource:
     """Returns deep copies of the batches in turn, over and over."""
 

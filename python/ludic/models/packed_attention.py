@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ludic.models.prefix_trees import Branches
+
 PACKED = "ludic_packed"
 """The name under which transformers knows this attention."""
 
@@ -118,14 +120,23 @@ def packed_attention(
     attention_mask: Tensor | None,
     *,
     sequence_groups: SequenceGroups | None = None,
+    prefix_branches: Branches | None = None,
     sliding_window: int | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention within each sequence: [1, S, H, D] from `query` [1, H, S, D] and `key`,
     `value` [1, H_kv, S, D]. With `sliding_window` each token sees that many tokens, itself
-    included. Without `sequence_groups` it is transformers' sdpa."""
+    included. `prefix_branches`: within each path of a tree instead. Without both it is
+    transformers' sdpa."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+    if prefix_branches is not None:
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+            part: Tensor = sdpa_attention_forward(module, q, k, v, mask, **options)[0]
+            return part
+
+        return prefix_branches.attend(attend, query, key, value, sliding_window), None
     if sequence_groups is None:
         attended, _ = sdpa_attention_forward(module, query, key, value, attention_mask, sliding_window=sliding_window, **options)
         return attended, None

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from ludic.errors import ConfigError, DataError, DataTypeError, shorten_names
 from ludic.models.output_layer import OutputLayer
 from ludic.models.packed_attention import make_packed_keywords, unwrap_transformer
+from ludic.models.prefix_trees import PREFIX_TREES, PrefixTrees
 from ludic.training.coefficients import Coefficient
 from ludic.training.loss.base import Loss, adapted_loss, loss_name, scaled_loss
 from ludic.training.loss.batch import Batch, BatchTotals, Correction, Stats
 from ludic.training.loss.context import SharedContext
 from ludic.training.loss.mismatch import sum_mismatch
 from ludic.training.loss.reference import sum_reference
-from ludic.training.loss.token_scores import TOKEN_SCORES, TokenScores
+from ludic.training.loss.token_scores import TOKEN_SCORES, LogitScores, TokenScores
 from ludic.training.types import BatchCredit, CreditAssigner, SAWBatch, SAWItem, is_float_array
 from ludic.types import group_of, is_list_of
 
@@ -118,10 +119,9 @@ class RLAlgorithm:
         sampled log-probabilities and the loss computed the current ones.
         """
         formula = adapted_loss(self)
-        if chunked_logits:
-            logits, batch = forward_scores(model, batch, formula, temperature=temperature)
-        else:
-            logits, batch = forward_batch(model, batch, with_hidden=formula.reads_hidden)
+        logits, batch = forward_for_loss(
+            model, batch, formula, chunked_logits=chunked_logits, temperature=temperature, wide=cast_logits_to_fp32
+        )
         shared = SharedContext(
             logits,
             batch,
@@ -138,18 +138,21 @@ class RLAlgorithm:
 
 def forward_logits(model: nn.Module, batch: Batch) -> Tensor:
     """Return the logits: [B, T, V] of a padded batch, [1, S, V] of a padding-free batch, in which
-    position ids separate the sequences.
+    position ids separate the sequences, and [1, U, V] of the row of a batch with prefix trees.
 
     A transformers model is called with `use_cache=False`: with a key-value cache it would not
     separate the sequences.
     """
     has_cache_setting = hasattr(getattr(unwrap_transformer(model), "config", None), "use_cache")
     keywords: dict[str, Any] = {"use_cache": False} if has_cache_setting else {}
-    if "cu_seqlens" in batch:
+    trees: PrefixTrees | None = batch.get(PREFIX_TREES)
+    if trees is not None:
+        keywords |= trees.keywords()
+    elif "cu_seqlens" in batch:
         keywords |= make_packed_keywords(model, batch)
     else:
         keywords |= {"attention_mask": batch["attention_mask"]}
-    output = model(input_ids=batch["input_ids"], **keywords)
+    output = model(input_ids=batch["input_ids"] if trees is None else trees.input_ids, **keywords)
     logits: Tensor = output.logits if hasattr(output, "logits") else output
     return logits
 
@@ -168,7 +171,37 @@ def forward_batch(
         raise ConfigError(f"a loss reads hidden states, and {type(inner).__name__} has no output layer (get_output_embeddings)")
     with OutputLayer(head).captured_inputs(skip=skip_logits) as seen:
         logits = forward_logits(model, batch)
-    return logits, {**batch, "hidden": seen[0]}
+    return logits, {**batch, "hidden": _by_token(seen[0], batch)}
+
+
+def forward_for_loss(
+    model: nn.Module, batch: Batch, loss: Loss, *, chunked_logits: bool = False, temperature: float = 1.0, wide: bool = True
+) -> tuple[Tensor, Batch]:
+    """`forward_scores` with `chunked_logits`, otherwise `forward_batch`. Logits of prefix trees are
+    not those of the samples' tokens: the batch then has `token_scores` made of them, in float32
+    unless not `wide`."""
+    if chunked_logits:
+        return forward_scores(model, batch, loss, temperature=temperature)
+    logits, batch = forward_batch(model, batch, with_hidden=loss.reads_hidden)
+    trees: PrefixTrees | None = batch.get(PREFIX_TREES)
+    if trees is None:
+        return logits, batch
+    scores = LogitScores(
+        logits,
+        batch["input_ids"],
+        trees.places,
+        mask=batch["action_mask"] if loss.reads_actions_only else None,
+        temperature=temperature,
+        with_entropy=loss.reads_entropy,
+        wide=wide,
+    )
+    return scores.placeholder, {**batch, TOKEN_SCORES: scores}
+
+
+def _by_token(hidden: Tensor, batch: Batch) -> Tensor:
+    """Hidden states in the layout of `input_ids`: of prefix trees [1, U, D], [1, S, D]."""
+    trees: PrefixTrees | None = batch.get(PREFIX_TREES)
+    return hidden if trees is None else hidden.index_select(1, trees.places)
 
 
 def forward_scores(model: nn.Module, batch: Batch, loss: Loss | None = None, *, temperature: float = 1.0) -> tuple[Tensor, Batch]:
@@ -178,6 +211,7 @@ def forward_scores(model: nn.Module, batch: Batch, loss: Loss | None = None, *, 
     layer = OutputLayer.of(model)
     with layer.captured_inputs(skip=True) as seen:
         forward_logits(model, batch)
+    trees: PrefixTrees | None = batch.get(PREFIX_TREES)
     scores = TokenScores(
         seen[0],
         layer,
@@ -185,8 +219,9 @@ def forward_scores(model: nn.Module, batch: Batch, loss: Loss | None = None, *, 
         mask=batch["action_mask"] if loss is not None and loss.reads_actions_only else None,
         temperature=temperature,
         with_entropy=loss is not None and loss.reads_entropy,
+        places=None if trees is None else trees.places,
     )
-    hidden = {"hidden": seen[0]} if loss is not None and loss.reads_hidden else {}
+    hidden = {"hidden": _by_token(seen[0], batch)} if loss is not None and loss.reads_hidden else {}
     return scores.placeholder, {**batch, TOKEN_SCORES: scores, **hidden}
 
 

@@ -18,10 +18,12 @@ from ludic.errors import BudgetError, ConfigError
 
 Packing = Literal["optimal", "greedy", "padding_free"]
 LogitsPath = Literal["auto", "full", "chunked"]
+PrefixSharing = Literal["auto", "off", "tree"]
 SchedulerType = Literal["cosine", "linear", "constant_with_warmup"]
 
 PACKINGS: tuple[str, ...] = ("optimal", "greedy", "padding_free")
 LOGITS_PATHS: tuple[str, ...] = ("auto", "full", "chunked")
+PREFIX_SHARINGS: tuple[str, ...] = ("auto", "off", "tree")
 SCHEDULER_TYPES: tuple[str, ...] = ("cosine", "linear", "constant_with_warmup")
 MIXED_PRECISION_DTYPES: tuple[str, ...] = ("bf16",)
 
@@ -200,6 +202,11 @@ class TrainerConfig:
     """Run turns of an episode as one row if each prompt continues the previous turn, token by
     token. The gradient is the same as with one row per turn. Applies only to a loss that reads
     logits exclusively through its shared context (`Loss.reads_shared_only`)."""
+    prefix_sharing: PrefixSharing = "off"
+    """tree: compute the tokens that samples begin with in common once, in rows that hold a tree.
+    The gradient is that of separate rows. It needs a transformers model with sdpa that keeps the
+    branches apart, and a loss with `reads_shared_only` and `reads_actions_only`; otherwise a
+    warning says why not. auto: where it saves at least a tenth of a mini-batch's tokens."""
     seed: int = 0
     """Seed of the order of samples in mini-batches."""
     learning_rate: InitVar[float | None] = None
@@ -263,6 +270,8 @@ class TrainerConfig:
         check_budget(self.micro_token_budget, self.max_seq_len)
         _require(self.packing in PACKINGS, "packing", self.packing, f"be one of {', '.join(PACKINGS)}")
         _require(self.logits in LOGITS_PATHS, "logits", self.logits, f"be one of {', '.join(LOGITS_PATHS)}")
+        sharing = self.prefix_sharing
+        _require(sharing in PREFIX_SHARINGS, "prefix_sharing", sharing, f"be one of {', '.join(PREFIX_SHARINGS)}")
         _require_int("overhead_tokens", self.overhead_tokens, 0)
         _require_int("minibatches_per_batch", self.minibatches_per_batch, 1)
         _require_int("epochs_per_batch", self.epochs_per_batch, 1)

@@ -28,6 +28,7 @@ from ludic.training.backend.torch import TorchBackend, build_optimizer
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
 from ludic.training.batching.packing import Rows
 from ludic.training.batching.source import PENDING_PATIENCE_S, BatchSourceBase, as_batch_source
+from ludic.training.batching.tree_batches import TreeMiniBatch
 from ludic.training.callbacks.protocol import Callback
 from ludic.training.checkpoint import CheckpointConfig, CheckpointManager
 from ludic.training.config import TrainerConfig
@@ -274,7 +275,8 @@ class Trainer:
     def _make_mini_batch(self, macro: MacroBatch, rows: Rows) -> MiniBatch:
         """The samples at `rows`, split into micro-batches, which are collated one by one."""
         gathers = bool(adapted_loss(self.algo).gathers)
-        return MiniBatch(macro, rows, self.cfg, skip_zero_weight=skips_zero_weight(self), with_positions=gathers)
+        kind = TreeMiniBatch if isinstance(self.backend, TorchBackend) and self.backend.shares_prefixes else MiniBatch
+        return kind(macro, rows, self.cfg, skip_zero_weight=skips_zero_weight(self), with_positions=gathers)
 
     async def _optimize(self, mini_batch: MiniBatch, record: StepRecord, *, first_epoch: bool) -> None:
         at_start = first_epoch and (record.optimizer_steps == 0 or "proximal_logps" in mini_batch.batch.token_columns)
@@ -289,8 +291,7 @@ class Trainer:
         return await run_operation(self.backend, operation, overlaps=self.source.overlaps)
 
     async def _check_sampler(self, macro: MacroBatch) -> None:
-        """Run `preflight` once, on the first samples to train on. If it fails on one rank, all
-        stop."""
+        """Run `preflight` once, on the first samples to train on; if one rank fails, all stop."""
         check, self.preflight = self.preflight, None
         if check is not None:
             with preserved_rng():

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ludic.inference.local.sampler import nucleus
 from ludic.models.evaluation_mode import evaluation_mode
 from ludic.models.lora import adapters_off
+from ludic.models.prefix_trees import PREFIX_TREES
 from ludic.training.algorithm import forward_logits, forward_scores
 from ludic.training.backend.futures import TrainFuture
 from ludic.training.backend.logits_path import can_skip_logits
@@ -58,10 +59,11 @@ class ModelPasses:
             divisor = self.cfg.temperature if temperature is None else temperature
             if skips:
                 return SharedContext(*forward_scores(self.model, batch.tensors, temperature=divisor)).token_logp
-            logits = forward_logits(self.model, batch.tensors)
+            tensors = {name: value for name, value in batch.tensors.items() if name != PREFIX_TREES}
+            logits = forward_logits(self.model, tensors)
             if top_p < 1.0:
                 logits, divisor = _nucleus_logprobs(logits, divisor, top_p), 1.0
-            return SharedContext(logits, batch.tensors, temperature=divisor).token_logp
+            return SharedContext(logits, tensors, temperature=divisor).token_logp
 
     @torch.no_grad()
     def _scores(self, batch: MicroBatch, score_type: ScoreType) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,7 +25,7 @@ from ludic.models.published import ParamFilter, published_weights, shared_weight
 from ludic.models.sharding import gather_tensor, is_sharded, reshard, set_gradient_sync
 from ludic.models.state_files import read_model, read_optimizer_if_stored
 from ludic.training import ranks
-from ludic.training.algorithm import RLAlgorithm, forward_batch, forward_scores
+from ludic.training.algorithm import RLAlgorithm, forward_for_loss
 from ludic.training.backend.forward import ModelPasses
 from ludic.training.backend.futures import TrainFuture
 from ludic.training.backend.gradients import sum_gradients
@@ -34,6 +35,7 @@ from ludic.training.backend.memory import MemoryProfile
 from ludic.training.backend.nonfinite import describe_nonfinite
 from ludic.training.backend.parameter_groups import parameter_groups
 from ludic.training.backend.precision import autocast
+from ludic.training.backend.prefix_sharing import can_share_prefixes
 from ludic.training.backend.protocol import BackwardResult, MicroBatches
 from ludic.training.backend.saving import write_weights
 from ludic.training.backend.serial_worker import SerialWorker
@@ -100,6 +102,11 @@ class TorchBackend(ModelPasses):
         self._chunked_logits = False
         """Whether the losses of a mini-batch are computed without logits."""
 
+    @cached_property
+    def shares_prefixes(self) -> bool:
+        """Whether mini-batches may be rows of prefix trees (`TreeMiniBatch`)."""
+        return can_share_prefixes(self.model, self.algo, self.cfg)
+
     @property
     def has_worker(self) -> bool:
         """Whether operations run in a thread of their own."""
@@ -155,10 +162,8 @@ class TorchBackend(ModelPasses):
         rows: dict[str, Tensor] = {}
         with preserved_rng(), autocast(self.cfg):
             for micro_batch in batch:
-                if self._chunked_logits:
-                    logits, tensors = forward_scores(self.model, micro_batch.tensors, loss)
-                else:
-                    logits, tensors = forward_batch(self.model, micro_batch.tensors, with_hidden=loss.reads_hidden)
+                chunked = self._chunked_logits
+                logits, tensors = forward_for_loss(self.model, micro_batch.tensors, loss, chunked_logits=chunked)
                 parts = loss.first_pass(logits, tensors)
                 for name in loss.gathers:
                     _place_rows(rows, name, parts.pop(name), tensors["position"], int(totals.num_samples))

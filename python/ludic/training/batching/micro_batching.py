@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ludic import _core
 from ludic.errors import ConfigError, DataError
+from ludic.models.prefix_trees import PREFIX_TREES
 from ludic.training.batching.fractions import count_in_part, read_fractions
 from ludic.training.config import check_budget
 from ludic.training.types import ActorTokenLogps, SampleAttachments, SAWItem
@@ -33,8 +34,9 @@ class MicroBatch:
 
     tensors: dict[str, Any]
     """Padded `[B, T]`, or padding-free `[1, S]` with `cu_seqlens` `[B + 1]` and the `int`
-    `max_seqlen`. If samples share a row, `turns` `[N, 3]` has the row, begin and end of each.
-    Preference samples have a `meta` beside their tensors."""
+    `max_seqlen`; then also `prefix_trees`, if the model computes these. If samples share a row,
+    `turns` `[N, 3]` has the row, begin and end of each. Preference samples have a `meta` beside
+    their tensors."""
     num_items: int
     """N: number of samples; equal to the number of rows unless samples share one."""
     sample_names: tuple[str, ...] = ()
@@ -67,7 +69,7 @@ def _select_row(tensors: Mapping[str, Any], row: int, sample: int) -> dict[str, 
     value per sample.
 
     Padding-free example: `cu_seqlens` [0, 3, 5] are rows of 3 and 2 tokens. Row 1 is the slice 3:5
-    of `[1, 5]`, with `cu_seqlens` [0, 2] and `max_seqlen` 2.
+    of `[1, 5]`, with `cu_seqlens` [0, 2] and `max_seqlen` 2. It is in no tree.
     """
     if "cu_seqlens" not in tensors:
         return {name: value[row : row + 1] if value.ndim == 2 else value[sample : sample + 1] for name, value in tensors.items()}
@@ -76,7 +78,7 @@ def _select_row(tensors: Mapping[str, Any], row: int, sample: int) -> dict[str, 
     alone = {
         name: value[:, start:end] if value.ndim == 2 else value[sample : sample + 1]
         for name, value in tensors.items()
-        if name not in ("cu_seqlens", "max_seqlen")
+        if name not in ("cu_seqlens", "max_seqlen", PREFIX_TREES)
     }
     return {**alone, "cu_seqlens": bounds.new_tensor([0, end - start]), "max_seqlen": end - start}
 

@@ -188,17 +188,26 @@ class MiniBatch:
         """Totals over all samples, including skipped ones and those of other ranks."""
         self.collate_s = 0.0
         """Seconds spent on collation so far."""
-        self.line_bounds = find_line_bounds(batch.table.chains[self.rows])
-        """[L + 1] index in `rows` at which each line begins, and the end of the last line. Example:
-        two lines of 2 samples and 1 sample have [0, 2, 3]."""
-        self.lengths = np.ascontiguousarray(batch.table.lengths[self.rows[self.line_bounds[1:] - 1]])
-        """[L] number of tokens of each line: that of its last sample, which contains the others."""
+        self._find_lines()
         self.plan: Packing | None = self._make_plan() if len(self.rows) else None
         # If all samples have weight 0 and are skipped, one row without weight replaces them, so
         # that the optimizer still takes its step.
         own = len(self.plan) if self.plan is not None else min(1, len(rows))
         self.num_micro_batches = own if batch.share is not None else int(ranks.max_over_ranks([own], cfg.model_device)[0])
         """The same on all ranks: a rank with fewer micro-batches adds some without weight."""
+
+    def _find_lines(self) -> None:
+        """Divide the samples into lines. A subclass may order them first."""
+        self.line_bounds = find_line_bounds(self.batch.table.chains[self.rows])
+        """[L + 1] index in `rows` at which each line begins, and the end of the last line. Example:
+        two lines of 2 samples and 1 sample have [0, 2, 3]."""
+        self.lengths = np.ascontiguousarray(self.batch.table.lengths[self.rows[self.line_bounds[1:] - 1]])
+        """[L] number of tokens of each line: that of its last sample, which contains the others."""
+
+    @property
+    def unshared_lengths(self) -> NDArray[np.int32]:
+        """[L'] number of tokens of each line as it would be without prefix trees."""
+        return self.lengths
 
     def __len__(self) -> int:
         return self.num_micro_batches
@@ -260,7 +269,7 @@ class MiniBatch:
 
     def _plan_lines_greedily(self) -> Packing:
         """Return the greedy plan; statistics compare it with the configured one."""
-        return _core.plan_greedy(self.lengths, self.cfg.micro_token_budget)
+        return _core.plan_greedy(self.unshared_lengths, self.cfg.micro_token_budget)
 
     def _collate(self, index: int) -> MicroBatch:
         rows = self.micro_batch_rows(index)
@@ -296,19 +305,22 @@ class MiniBatch:
         return self.plan.lockstep() if isinstance(self.plan, RankPlans) else (0.0, 0.0)
 
     def padding(self) -> dict[str, float]:
-        """Return `PADDING_KEYS`: real tokens; computed tokens, padding included; computed tokens
-        under the greedy plan; computed tokens with all samples padded to the longest; and the
-        number of micro-batches. The tokens of a shared batch are those of all ranks."""
+        """Return `PADDING_KEYS`: real tokens; tokens that samples share, which are computed once;
+        computed tokens, padding included; computed tokens under the greedy plan, and with all
+        samples padded to the longest, both without trees; and the number of micro-batches. The
+        tokens of a shared batch are those of all ranks."""
         if self.plan is None:
             return dict.fromkeys(PADDING_KEYS, 0.0)
         greedy = self._plan_lines_greedily()
-        unpacked = len(self.lengths) * int(self.lengths.max())
-        counts = (self.plan.num_tokens, self.plan.padded_tokens, greedy.padded_tokens, unpacked, len(self.plan))
+        unpacked = len(self.unshared_lengths) * int(self.unshared_lengths.max())
+        shared = int(self.batch.table.lengths[self.rows].sum(dtype=np.int64)) - self.plan.num_tokens
+        counts = (self.plan.num_tokens, shared, self.plan.padded_tokens, greedy.padded_tokens, unpacked, len(self.plan))
         return dict(zip(PADDING_KEYS, map(float, counts), strict=True))
 
 
 PADDING_KEYS = (
     "perf/real_tokens",
+    "perf/shared_tokens",
     "perf/padded_tokens",
     "perf/padded_tokens_greedy",
     "perf/padded_tokens_unpacked",

@@ -116,12 +116,19 @@ def compute_token_logp_and_entropy(logits: Tensor, input_ids: Tensor, *, use: Lo
     """Compute `compute_token_logp` and `compute_token_entropy` together: with one reader of the
     logits their gradient takes one tensor instead of three."""
     _check_shapes(logits, input_ids)
-    use = use or LogitsUse()
-    use.read(logits)
     index = pad(input_ids[:, 1:], (0, 1)).reshape(-1)
-    both: tuple[Tensor, Tensor] = _SelectedLogpAndEntropy.apply(logits.reshape(-1, logits.shape[-1]), index, use)
+    both = select_logp_and_entropy(logits.reshape(-1, logits.shape[-1]), index, use=use)
     logp, entropy = (flat.view(input_ids.shape)[:, :-1] for flat in both)
     return logp, entropy
+
+
+def select_logp_and_entropy(logits_NV: Tensor, index_N: Tensor, *, use: LogitsUse | None = None) -> tuple[Tensor, Tensor]:
+    """[N] `selective_log_softmax`, and [N] the entropy of each distribution, with one reader of the
+    logits."""
+    use = use or LogitsUse()
+    use.read(logits_NV)
+    both: tuple[Tensor, Tensor] = _SelectedLogpAndEntropy.apply(logits_NV, index_N, use)
+    return both
 
 
 def mask_values(values: Tensor, mask: Tensor) -> Tensor:

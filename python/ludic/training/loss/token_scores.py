@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ludic.models.output_layer import OutputLayer, Products
+from ludic.training.loss.functional import LogitsUse, select_logp_and_entropy, selective_log_softmax
 
 TILE_ELEMENTS = 1 << 22
 """Number of logits in a tile: 16 MiB in float32."""
@@ -50,12 +51,14 @@ class TokenScores:
         mask: Tensor | None = None,
         temperature: float = 1.0,
         with_entropy: bool = False,
+        places: Tensor | None = None,
     ) -> None:
         """hidden [B, T, D]: the inputs of the output layer; input_ids [B, T]. mask [B, T]: only
         next tokens at which it is not 0 have scores, the others have 0; None: all have.
         `temperature`: the policy is softmax(logits / temperature). `with_entropy`: the entropy will
-        be read, and is computed together with the log-probabilities."""
-        self.hidden, self.layer, self.input_ids = hidden, layer, input_ids
+        be read, and is computed together with the log-probabilities. places [B * T]: where the
+        hidden state of each token is in `hidden`; None: at its own place."""
+        self.hidden, self.layer, self.input_ids, self.places = hidden, layer, input_ids, places
         self.mask, self.temperature, self.with_entropy = mask, temperature, with_entropy
 
     @property
@@ -81,11 +84,13 @@ class TokenScores:
         # Shifted value i of rows of T - 1 values belongs to hidden state i + i // (T - 1) of rows
         # of T. Example: T = 3, values 0 1 | 2 3, states 0 1 . | 3 4 .
         states = self._positions + self._positions // (self.input_ids.shape[1] - 1)
-        chosen_ND = self.hidden.flatten(0, 1).index_select(0, states)
+        chosen_ND = self.hidden.flatten(0, 1).index_select(0, states if self.places is None else self.places[states])
         index_N = self.input_ids[:, 1:].flatten()[self._positions]
-        return compute_scores(
-            self.layer, self.layer.products(chosen_ND), index_N, temperature=self.temperature, with_entropy=with_entropy
-        )
+        return self._score(chosen_ND, index_N, with_entropy)
+
+    def _score(self, chosen_ND: Tensor, index_N: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor]:
+        products = self.layer.products(chosen_ND)
+        return compute_scores(self.layer, products, index_N, temperature=self.temperature, with_entropy=with_entropy)
 
     @cached_property
     def _positions(self) -> Tensor:
@@ -98,6 +103,39 @@ class TokenScores:
     def _spread(self, values_N: Tensor) -> Tensor:
         shape = self.input_ids[:, 1:].shape
         return values_N.new_zeros(shape.numel()).index_copy(0, self._positions, values_N).view(shape)
+
+
+class LogitScores(TokenScores):
+    """The same from logits that the model computed for another row than that of the samples."""
+
+    def __init__(
+        self,
+        logits: Tensor,
+        input_ids: Tensor,
+        places: Tensor,
+        *,
+        mask: Tensor | None = None,
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+        wide: bool = True,
+    ) -> None:
+        """logits [1, U, V]; input_ids [1, S]; places [S]: where the logits of each token are.
+        `wide`: compute in float32 for logits of any dtype."""
+        self.hidden, self.input_ids, self.places = logits, input_ids, places
+        self.mask, self.temperature, self.with_entropy, self.wide = mask, temperature, with_entropy, wide
+
+    @property
+    def placeholder(self) -> Tensor:
+        """[1, S, V] nan, which takes no memory."""
+        return self.hidden.new_full((), torch.nan).expand(*self.input_ids.shape, self.hidden.shape[-1])
+
+    def _score(self, chosen_ND: Tensor, index_N: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor]:
+        # The chosen logits are a copy, which nothing else reads.
+        use = LogitsUse(consume=True, wide=self.wide, temperature=self.temperature)
+        if with_entropy:
+            return select_logp_and_entropy(chosen_ND, index_N, use=use)
+        logp = selective_log_softmax(chosen_ND, index_N, use=use)
+        return logp, torch.zeros_like(logp)
 
 
 def compute_scores(

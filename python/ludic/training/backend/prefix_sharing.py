@@ -1,0 +1,93 @@
+"""Decides whether a run computes rows of prefix trees (`batching.tree_batches`); if not, samples
+have rows of their own.
+
+The choice depends on the settings, the model and the loss, so it is the same on all ranks and after
+a resume.
+"""
+
+from __future__ import annotations
+
+import logging
+from weakref import WeakSet
+
+import numpy as np
+import torch
+from torch import nn
+
+from ludic import _core
+from ludic.models.evaluation_mode import evaluation_mode
+from ludic.models.packed_attention import PACKED, get_attention, set_attention, unwrap_transformer
+from ludic.models.prefix_trees import PREFIX_TREES, PrefixTrees
+from ludic.training.algorithm import RLAlgorithm, forward_logits
+from ludic.training.backend.precision import autocast
+from ludic.training.config import TrainerConfig
+from ludic.training.loss.base import adapted_loss, loss_name
+
+logger = logging.getLogger(__name__)
+
+DIFFERENCE = 0.05
+"""How much the logits of a tree may differ from those of separate rows, as a fraction of the change
+by another first token. Rounding errors are smaller."""
+SAMPLES = ([1, 2, 1, 2, 2, 1, 1, 2], [1, 2, 1, 2, 1, 1], [1, 2, 2, 2, 1], [2, 2, 1, 2, 2, 1, 1, 2])
+"""A tree of three samples, and the first of them with another first token."""
+_said: WeakSet[nn.Module] = WeakSet()
+"""Models for which the reason has been logged."""
+
+
+def can_share_prefixes(model: nn.Module, algo: RLAlgorithm, cfg: TrainerConfig) -> bool:
+    """Whether `algo` can train `model` on rows of prefix trees. A model with sdpa gets the
+    attention function of packed sequences. If not, one line says why: a warning with
+    `prefix_sharing="tree"`. Runs the model on a few tokens."""
+    if cfg.prefix_sharing == "off":
+        return False
+    reason = _find_loss_reason(algo) or _prepare(model, cfg)
+    if reason is not None and model not in _said:
+        _said.add(model)
+        level = logging.WARNING if cfg.prefix_sharing == "tree" else logging.INFO
+        logger.log(level, "each sample is computed as a whole, without sharing prefixes: %s", reason)
+    return reason is None
+
+
+def _find_loss_reason(algo: RLAlgorithm) -> str | None:
+    loss = adapted_loss(algo)
+    if type(algo).compute_loss is not RLAlgorithm.compute_loss:
+        return f"{algo.name} has its own compute_loss"
+    if not (loss.reads_shared_only and loss.reads_actions_only):
+        return f"{loss_name(loss)} reads logits, or those of tokens that are no actions"
+    return None
+
+
+def _prepare(model: nn.Module, cfg: TrainerConfig) -> str | None:
+    """Make the model keep the branches of a tree apart. Returns the reason if it cannot."""
+    name, kind = get_attention(model), type(unwrap_transformer(model)).__name__
+    if name not in ("sdpa", PACKED):
+        return f"the attention of {kind} is {name}, not sdpa"
+    if getattr(unwrap_transformer(model).config, "attention_chunk_size", None):
+        return f"{kind} attends in chunks"
+    set_attention(model, PACKED)
+    try:
+        difference, own = _measure_difference(model, cfg)
+        reason = None if difference <= DIFFERENCE * own else f"{kind} has other logits for trees than for separate rows"
+    except Exception as error:
+        reason = f"{kind} does not accept trees ({type(error).__name__}: {error})"
+    if reason is not None:
+        set_attention(model, name)
+    return reason
+
+
+@torch.no_grad()
+def _measure_difference(model: nn.Module, cfg: TrainerConfig) -> tuple[float, float]:
+    """The largest difference of logits between the tree and separate rows, and how much they change
+    with the first token."""
+    lengths = np.array([len(ids) for ids in SAMPLES])
+    offsets = np.concatenate([[0], lengths.cumsum()])
+    table = _core.SampleTable.from_columns(np.concatenate(SAMPLES), np.ones(offsets[-1], dtype=np.uint8), offsets)
+    order, shared, _, _ = table.plan_trees([0, 1, 2], int(offsets[-1]))
+    trees = PrefixTrees.from_arrays(table.collate_trees(order, shared), lengths[order], shared, cfg.model_device)
+    padded = {name: torch.from_numpy(column).to(cfg.model_device) for name, column in table.collate(range(4), 0).items()}
+    with evaluation_mode(model), autocast(cfg):
+        row = forward_logits(model, {"input_ids": trees.input_ids, PREFIX_TREES: trees})[0].float()
+        apart = forward_logits(model, padded).float()
+    parts = row[trees.places].split(lengths[order].tolist())
+    differences = [(part - apart[sample, : len(part)]).abs().max() for sample, part in zip(order, parts, strict=True)]
+    return float(torch.stack(differences).max()), float((apart[0] - apart[3])[1:].abs().max())

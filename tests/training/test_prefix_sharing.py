@@ -1,0 +1,387 @@
+"""Rows of prefix trees have the losses, statistics and gradients of separate rows, for every loss
+and for models of many architectures."""
+
+import asyncio
+import logging
+import re
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from loss_batches import Bigram
+from small_models import CAUSAL, LLAMA, causal_model, make_from_config, mixture_model
+from torch import nn
+from training_samples import (
+    ListSource,
+    assert_same_tensors,
+    branching_items,
+    cpu_config,
+    dialogues,
+    gradients_of,
+    sorting_items,
+    tiny_model,
+    weights_of,
+)
+
+from ludic.errors import ConfigError
+from ludic.models.packed_attention import get_attention
+from ludic.models.prefix_trees import PREFIX_TREES
+from ludic.training import RLAlgorithm, Trainer, collate_saw_items, make_grpo
+from ludic.training.algorithm import forward_for_loss
+from ludic.training.backend.torch import TorchBackend, enable_checkpointing
+from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
+from ludic.training.batching.rank_plans import RankShare
+from ludic.training.batching.tree_batches import TreeMiniBatch
+from ludic.training.credit_assignment import ConstantCredit
+from ludic.training.loss import (
+    CISPOLoss,
+    ClippedSurrogateLoss,
+    CompositeLoss,
+    EntropyBonus,
+    KLLoss,
+    LossTerm,
+    MaskedCausalLMCrossEntropyLoss,
+    ReinforceBaselineLoss,
+    ReinforceLoss,
+    TokenClippedSurrogateLoss,
+    TokenKLLoss,
+)
+from ludic.training.loss.correction import TruncatedImportanceSampling
+from ludic.training.loss.gmpo import GMPOLoss
+from ludic.training.loss.sapo import SAPOLoss
+
+LOSSES = {
+    "reinforce": ReinforceLoss(length_normalize=True),
+    "reinforce_baseline": ReinforceBaselineLoss(normalize=True),
+    "gspo": ClippedSurrogateLoss(clip_eps_low=0.5, clip_eps_high=0.5, length_normalize=True),
+    "grpo": TokenClippedSurrogateLoss(ratio_clip=10.0),
+    "dapo": TokenClippedSurrogateLoss(normalizer="tokens"),
+    "cispo": CISPOLoss(),
+    "gmpo": GMPOLoss(),
+    "sapo": SAPOLoss(),
+    "token_kl": TokenKLLoss(coeff=1.0),
+    "kl": KLLoss(length_normalize=True),
+    "entropy": EntropyBonus(coeff=1.0),
+    "supervised": MaskedCausalLMCrossEntropyLoss(),
+    "composite_entropy": CompositeLoss([LossTerm("pg", CISPOLoss()), LossTerm("h", EntropyBonus(0.1))]),
+}
+WITH_ENTROPY = LOSSES["composite_entropy"]
+
+
+def algorithm(loss=WITH_ENTROPY, **options):
+    return RLAlgorithm("test", ConstantCredit(1.0), loss, **options)
+
+
+def backward(model, algo, mini_batch, cfg):
+    """Gradients, loss and statistics."""
+    backend = TorchBackend(model, cfg, algo=algo)
+    assert backend.shares_prefixes == (cfg.prefix_sharing != "off")
+    model.zero_grad(set_to_none=True)
+    result = asyncio.run(backend.forward_backward(mini_batch, totals=mini_batch.totals).result())
+    return gradients_of(model), result.loss.item(), result.micro_stats
+
+
+def largest(gradients):
+    return max(gradient.abs().max().item() for gradient in gradients.values())
+
+
+def assert_same_step(model, algo, items, *, atol=1e-5, **options):
+    """The gradient of trees equals that of one padded batch. Returns the micro-batches of trees."""
+    longest = max(len(item.input_ids) for item in items)
+    base = {"max_seq_len": longest, "micro_token_budget": len(items) * longest}
+    macro = MacroBatch.ingest(items, longest)
+    cfg = cpu_config(**{**options, **base, "logits": "full"})
+    plain = MiniBatch(macro, np.arange(len(macro.items)), cfg)
+    want, want_loss, _ = backward(model, algo, plain, cfg)
+    cfg = cpu_config(**{**base, **options, "prefix_sharing": "tree"})
+    shared = TreeMiniBatch(macro, np.arange(len(macro.items)), cfg)
+    got, got_loss, _ = backward(model, algo, shared, cfg)
+    assert_same_tensors(got, want, atol=atol * max(1.0, largest(want)))
+    assert got_loss == pytest.approx(want_loss, rel=1e-5, abs=1e-5)
+    return list(shared)
+
+
+@cache
+def model():
+    return tiny_model()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@settings(max_examples=6, deadline=None)
+@given(
+    groups=st.lists(st.integers(1, 6), min_size=1, max_size=4),
+    seed=st.integers(0, 1000),
+    turns=st.lists(st.integers(1, 4), max_size=2),
+    spare=st.integers(0, 120),
+    logits=st.sampled_from(["full", "chunked"]),
+    temperature=st.sampled_from([1.0, 0.7]),
+)
+def test_the_gradient_of_trees_equals_that_of_separate_rows(name, groups, seed, turns, spare, logits, temperature):
+    items = [*branching_items(groups, seed), *dialogues(turns, seed)]
+    longest = max(len(item.input_ids) for item in items)
+    micro_batches = assert_same_step(
+        model(), algorithm(LOSSES[name]), items, micro_token_budget=longest + spare, logits=logits, temperature=temperature
+    )
+    assert sum(batch.num_items for batch in micro_batches) == len(items)
+    for batch in micro_batches:
+        assert batch.tensors[PREFIX_TREES].input_ids.numel() <= longest + spare
+
+
+def test_the_expected_gradients_are_not_zero():
+    items = branching_items((6, 6), 1)
+    cfg = cpu_config(micro_token_budget=1000)
+    for name, loss in LOSSES.items():
+        mini_batch = MiniBatch(MacroBatch.ingest(items, 32), np.arange(12), cfg)
+        assert largest(backward(model(), algorithm(loss), mini_batch, cfg)[0]) > 1e-4, name
+
+
+@settings(max_examples=6, deadline=None)
+@given(seed=st.integers(0, 1000), logits=st.sampled_from(["full", "chunked"]))
+def test_a_correction_weights_the_tokens_of_trees_as_those_of_rows(seed, logits):
+    algo = algorithm(correction=TruncatedImportanceSampling(2.0))
+    assert_same_step(model(), algo, branching_items((4, 3), seed), logits=logits)
+
+
+WINDOWS = {"sliding_window": 5, "use_sliding_window": True, "max_window_layers": 0}
+MODELS = {
+    **{name: lambda name=name: causal_model(name) for name in CAUSAL if name not in ("Falcon", "Bloom")},
+    "Qwen3": lambda: make_from_config("Qwen3", "ForCausalLM", {**LLAMA, "head_dim": 8}, 0),
+    "Gemma3": lambda: make_from_config("Gemma3Text", "ForCausalLM", {**LLAMA, "head_dim": 8, "sliding_window": 5}, 0),
+    "Olmo2": lambda: make_from_config("Olmo2", "ForCausalLM", LLAMA, 0),
+    "Qwen2 with windows": lambda: causal_model("Qwen2", **WINDOWS),
+    "Mistral with windows": lambda: make_from_config("Mistral", "ForCausalLM", {**LLAMA, "sliding_window": 5}, 0),
+    "DeepseekV3": lambda: mixture_model("DeepseekV3"),
+}
+small = cache(lambda name: MODELS[name]())
+
+
+@pytest.mark.parametrize("name", MODELS)
+@settings(max_examples=3, deadline=None)
+@given(groups=st.lists(st.integers(1, 5), min_size=1, max_size=3), seed=st.integers(0, 1000), spare=st.integers(0, 200))
+def test_every_architecture_has_the_gradient_of_separate_rows(name, groups, seed, spare):
+    items = branching_items(groups, seed)
+    longest = max(len(item.input_ids) for item in items)
+    network = small(name).eval()
+    for module in network.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    assert_same_step(network, algorithm(), items, micro_token_budget=longest + spare)
+
+
+def test_recomputed_activations_have_the_same_gradient():
+    network = tiny_model().train()
+    enable_checkpointing(network)
+    assert_same_step(network, algorithm(), branching_items((5, 4), 3))
+
+
+def bias():
+    """Attends to all tokens of a row, whatever it is told."""
+    network = tiny_model()
+    for layer in network.model.layers:
+        inner = layer.forward
+        layer.forward = lambda hidden, *args, inner=inner, **options: inner(
+            hidden + hidden.mean(dim=1, keepdim=True), *args, **options
+        )
+    return network
+
+
+def mamba():
+    from transformers import MambaConfig, MambaForCausalLM
+
+    torch.manual_seed(0)
+    network = MambaForCausalLM(MambaConfig(vocab_size=259, hidden_size=16, num_hidden_layers=2, initializer_range=0.2))
+    network.config._attn_implementation = "sdpa"  # which it has none of
+    return network
+
+
+def eager():
+    network = tiny_model()
+    network.set_attn_implementation("eager")
+    return network
+
+
+class ReadsLogits(TokenClippedSurrogateLoss):
+    reads_shared_only = False
+
+
+@pytest.mark.parametrize(
+    ("make", "loss", "reason"),
+    [
+        (Bigram, None, "the attention of Bigram is None, not sdpa"),
+        (mamba, None, "MambaForCausalLM (has other logits|does not accept)"),
+        (bias, None, "Qwen2ForCausalLM has other logits for trees"),
+        (eager, None, "the attention of Qwen2ForCausalLM is eager, not sdpa"),
+        (lambda: causal_model("Bloom"), None, "BloomForCausalLM"),
+        (tiny_model, ReadsLogits(), "ReadsLogits reads logits"),
+    ],
+)
+@pytest.mark.parametrize("sharing", ["tree", "auto"])
+def test_unsupported_models_have_rows_of_their_own_and_one_line_says_why(make, loss, reason, sharing, caplog):
+    network = make()
+    before = get_attention(network)
+    algo = algorithm(loss or TokenClippedSurrogateLoss())
+    cfg = cpu_config(prefix_sharing=sharing)
+    with caplog.at_level(logging.INFO, "ludic.training.backend.prefix_sharing"):
+        trainer = Trainer(model=network, algo=algo, batch_source=ListSource(branching_items((4, 4))), cfg=cfg)
+        trainer.train_sync(2)
+    [line] = [record for record in caplog.records if "sharing prefixes" in record.getMessage()]
+    assert re.search(reason, line.getMessage())
+    assert line.levelno == (logging.WARNING if sharing == "tree" else logging.INFO)
+    assert get_attention(network) == before
+
+
+class DescentTrainer(Trainer):
+    """Gradient descent with learning rate 1, so the step is the gradient."""
+
+    def initialize_optimizer(self):
+        return torch.optim.SGD([p for p in self.model.parameters() if p.requires_grad], lr=1.0)
+
+
+def step_of(items, **options):
+    """What a step of the trainer subtracts from the weights, and its statistics."""
+    network = tiny_model()
+    before = weights_of(network)
+    cfg = cpu_config(max_grad_norm=None, **options)
+    trainer = DescentTrainer(model=network, algo=algorithm(), batch_source=ListSource(items), cfg=cfg)
+    stats = trainer.train_step_sync()
+    return {name: before[name] - weight for name, weight in weights_of(network).items()}, stats
+
+
+@pytest.mark.parametrize("packing", ["greedy", "optimal", "padding_free"])
+@pytest.mark.parametrize("logits", ["full", "chunked"])
+def test_a_step_of_the_trainer_has_the_statistics_of_separate_rows(packing, logits):
+    items = branching_items((6, 5, 1), 7)
+    want, plain = step_of(items, packing=packing)
+    got, shared = step_of(items, packing=packing, prefix_sharing="tree", logits=logits)
+    assert_same_tensors(got, want, atol=1e-5 * max(1.0, largest(want)))
+    for key, value in plain.items():
+        if not key.startswith(("perf/", "train/max_ratio")):
+            assert shared[key] == pytest.approx(value, rel=1e-4, abs=1e-5), key
+    tokens = sum(len(item.input_ids) for item in items)
+    assert shared["perf/real_tokens"] == shared["perf/padded_tokens"] < 0.7 * tokens
+    assert shared["perf/real_tokens"] + shared["perf/shared_tokens"] == tokens == plain["perf/real_tokens"]
+    assert plain["perf/shared_tokens"] == 0
+    assert shared["perf/padded_tokens_unpacked"] == plain["perf/padded_tokens_unpacked"]
+
+
+def test_auto_shares_prefixes_where_that_saves_a_tenth_of_the_tokens():
+    """The prompts of the first batch have at least 8 tokens in common, those of the second fewer:
+    they are digits."""
+    alike, different = branching_items((6, 6), 1), sorting_items(12, seed=4)
+    assert step_of(alike, prefix_sharing="auto")[1]["perf/shared_tokens"] > 50
+    assert step_of(different, prefix_sharing="auto")[1]["perf/shared_tokens"] == 0
+
+
+def test_a_sample_with_an_attention_mask_has_a_row_of_its_own():
+    items = branching_items((4,), 2)
+    items[1].attention_mask[2] = 0
+    cfg = cpu_config(prefix_sharing="tree")
+    macro = MacroBatch.ingest(items, 32)
+    assert all(PREFIX_TREES not in batch.tensors for batch in TreeMiniBatch(macro, np.arange(4), cfg))
+
+
+def test_truncated_samples_share_what_is_left_of_them():
+    """Cut behind the second token of the answer, the samples are the prompt, one or two tokens of
+    two kinds behind it, and up to two behind each of these: 6 tokens more than the prompt."""
+    items = branching_items((6,), 5)
+    prompt = items[0].action_mask.index(1)
+    cfg = cpu_config(prefix_sharing="tree", max_seq_len=prompt + 2)
+    macro = MacroBatch.ingest(items, prompt + 2)
+    assert macro.table.lengths.max() == prompt + 2 < max(len(item.input_ids) for item in items)
+    [batch] = TreeMiniBatch(macro, np.arange(len(macro.items)), cfg)
+    prefixes = {tuple(item.input_ids[:end]) for item in macro.items for end in range(1, len(item.input_ids) + 1)}
+    assert batch.tensors[PREFIX_TREES].input_ids.numel() == len(prefixes) <= prompt + 6
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo", "composite_entropy"])
+def test_the_samples_of_a_tree_can_be_separated(name):
+    items = branching_items((4, 2), 3)
+    cfg = cpu_config(prefix_sharing="tree", micro_token_budget=1000)
+    algo, network = algorithm(LOSSES[name]), tiny_model()
+    assert TorchBackend(network, cfg, algo=algo).shares_prefixes
+    [batch] = TreeMiniBatch(MacroBatch.ingest(items, 32), np.arange(len(items)), cfg)
+    by_name = {f"{item.meta['rollout_id']}/0": item for item in items}
+    for index, sample_name in enumerate(batch.sample_names):
+        alone = collate_saw_items([by_name[sample_name]], pad_token_id=0, device="cpu")
+        want, _ = algo.compute_loss(network, alone)
+        got, _ = algo.compute_loss(network, batch.row(index).tensors)
+        assert got.item() == pytest.approx(want.item(), rel=1e-5, abs=1e-6)
+
+
+def test_the_log_probabilities_of_a_tree_are_those_of_its_samples():
+    items = branching_items((4, 2), 3)
+    cfg = cpu_config(prefix_sharing="tree", micro_token_budget=1000)
+    backend = TorchBackend(tiny_model(), cfg, algo=algorithm())
+    assert backend.shares_prefixes
+    macro = MacroBatch.ingest(items, 32)
+    mini_batch = TreeMiniBatch(macro, np.arange(len(items)), cfg)
+    [tree] = mini_batch
+    got = backend.forward_logprobs(tree).wait()
+    for row, logps in zip(mini_batch.rows, got, strict=True):
+        [alone] = MiniBatch(macro, np.array([row]), cfg)
+        want = backend.forward_logprobs(alone).wait()[0]
+        torch.testing.assert_close(logps[: len(want)], want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_loss_reads_the_hidden_states_of_its_samples(chunked):
+    class ReadsHidden(TokenClippedSurrogateLoss):
+        reads_hidden = True
+
+    cfg = cpu_config(prefix_sharing="tree", micro_token_budget=1000)
+    backend = TorchBackend(tiny_model(), cfg, algo=algorithm())
+    assert backend.shares_prefixes
+    items = branching_items((4, 2), 3)
+    [tree] = TreeMiniBatch(MacroBatch.ingest(items, 32), np.arange(len(items)), cfg)
+    rows = {name: value for name, value in tree.tensors.items() if name != PREFIX_TREES}
+    with torch.no_grad():
+        got, want = (
+            forward_for_loss(backend.model, batch, ReadsHidden(), chunked_logits=chunked)[1]["hidden"]
+            for batch in (tree.tensors, rows)
+        )
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_the_ranks_of_a_shared_batch_divide_its_trees(world):
+    items = branching_items((5, 4, 3, 1, 1), 11)
+    cfg = cpu_config(prefix_sharing="tree", micro_token_budget=40)
+    macro = MacroBatch.ingest(items, 32)
+    alone = TreeMiniBatch(macro, np.arange(len(items)), cfg)
+    rows, lengths = [], set()
+    for rank in range(world):
+        shared = MacroBatch(macro.items, macro.table, 0, 0, share=RankShare(rank, world))
+        part = TreeMiniBatch(shared, np.arange(len(items)), cfg)
+        lengths.add(len(part))
+        assert part.padding()["perf/real_tokens"] == alone.padding()["perf/real_tokens"]
+        for index, batch in enumerate(part):
+            own = part.micro_batch_rows(index)
+            rows += own.tolist()
+            assert batch.num_items == len(own)
+            assert batch.tensors[PREFIX_TREES].input_ids.numel() <= 40
+    assert sorted(rows) == list(range(len(items)))
+    assert len(lengths) == 1
+
+
+def test_an_unknown_way_to_share_is_refused():
+    with pytest.raises(ConfigError, match=r"prefix_sharing \(trie\) must be one of auto, off, tree"):
+        cpu_config(prefix_sharing="trie")
+
+
+def test_grpo_takes_the_same_steps_with_and_without_trees():
+    items = branching_items((4, 4), 9)
+
+    def weights(sharing):
+        network = tiny_model()
+        trainer = Trainer(
+            model=network,
+            algo=make_grpo(group_size=4),
+            batch_source=ListSource(items),
+            cfg=cpu_config(prefix_sharing=sharing, minibatches_per_batch=2, epochs_per_batch=2, eps=1e-3),
+        )
+        trainer.train_sync(3)
+        return weights_of(network)
+
+    assert_same_tensors(weights("tree"), weights("off"), atol=1e-4)
