@@ -168,7 +168,7 @@ impl SampleTable {
     }
 
     /// The samples at `indices` in the order of their prefix trees; see `trees.rs` of the core.
-    #[pyo3(signature = (indices, micro_token_budget, min_shared = Count(1)), text_signature = "(indices, micro_token_budget, min_shared=1)")]
+    #[pyo3(signature = (indices, micro_token_budget, min_shared = Count(1)), text_signature = "($self, indices, micro_token_budget, min_shared=1)")]
     fn plan_trees<'py>(
         &self,
         py: Python<'py>,
