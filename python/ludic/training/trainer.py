@@ -172,8 +172,7 @@ class Trainer:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
-        """The optimizer of a `TorchBackend`; None with another backend, which does not show its
-        own."""
+        """The optimizer of a `TorchBackend`; None with another backend."""
         return self.backend.optimizer if isinstance(self.backend, TorchBackend) else None
 
     @property
@@ -267,8 +266,7 @@ class Trainer:
         return stats
 
     def _ingest(self, items: Sequence[SAWItem]) -> MacroBatch:
-        """Truncate the samples and drop those without actions. A subclass may keep samples
-        together."""
+        """Truncate the samples and drop those without actions. A subclass may keep some together."""
         merge_turns = self.cfg.merge_turns and adapted_loss(self.algo).reads_shared_only
         return MacroBatch.ingest(items, self.cfg.max_seq_len, merge_turns=merge_turns)
 
