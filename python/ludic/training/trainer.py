@@ -266,7 +266,7 @@ class Trainer:
         return stats
 
     def _ingest(self, items: Sequence[SAWItem]) -> MacroBatch:
-        """Truncate the samples and drop those without actions. A subclass may keep some together."""
+        """Truncate samples and drop those without actions. A subclass may keep some together."""
         merge_turns = self.cfg.merge_turns and adapted_loss(self.algo).reads_shared_only
         return MacroBatch.ingest(items, self.cfg.max_seq_len, merge_turns=merge_turns)
 
