@@ -50,17 +50,21 @@ def test_every_command_has_settings_that_there_are(command: str) -> None:
         pytest.fail(f"ludic {command}: {error}")
 
 
-def test_the_first_program_of_the_readme_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its model is replaced by a tiny one, and its 100 steps by 1."""
+@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
+def test_the_first_program_of_a_page_trains(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the first reward function of the page. Its model is replaced by a tiny one, and its 100
+    steps by 1."""
     monkeypatch.chdir(tmp_path)
     tiny_model().save_pretrained("tiny")
     make_byte_tokenizer().save_pretrained("tiny")
-    source = block((ROOT / "README.md").read_text(encoding="utf-8"), "python hub")
+    text = (ROOT / page).read_text(encoding="utf-8")
+    reward = re.findall(r"^def exact\(.*?(?=^```|^$)", text, re.DOTALL | re.MULTILINE)[0]
+    source = f"{reward}\n{block(text, 'python hub')}"
     small = 'steps=1, threads=1, rollout={"prompts": 2, "group_size": 2, "max_new_tokens": 3}, evaluation={"prompts": 2}'
     for old, new in (('"Qwen/Qwen2.5-0.5B-Instruct"', '"tiny"'), ("steps=100", small)):
         assert source.count(old) == 1
         source = source.replace(old, new)
-    exec(compile(source, "README.md", "exec"), {"__name__": "example"})
+    exec(compile(source, page, "exec"), {"__name__": "example"})
     assert Path("runs/first/summary.json").is_file()
 
 

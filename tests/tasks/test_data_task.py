@@ -233,6 +233,12 @@ def test_incompatible_settings_are_refused_when_the_task_is_built(tmp_path):
         DataTask(source)
     with pytest.raises(ConfigError, match="half asks for answer, which the data does not have"):
         DataTask(write(tmp_path / "a.jsonl", [{"prompt": "a"}, {"prompt": "b"}]), HALF)
+    same = write(tmp_path / "same.jsonl", [{"prompt": "a", "right": "1"}] * 5)
+    with pytest.raises(
+        ConfigError, match=r"same\.jsonl has one prompt \(rows: 5\), and at least one is held out .*; add a second"
+    ):
+        DataTask(same, ONE)
+    assert DataTask(TaskData(same, heldout_data=source), ONE)
     with pytest.raises(ConfigError, match=r"num_heldout \(40\) must be at least 1 and less than the 40 different prompts"):
         DataTask(TaskData(source, num_heldout=40), ONE)
     with pytest.raises(ConfigError, match=r"every prompt of .* is held out"):

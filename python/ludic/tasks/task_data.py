@@ -80,6 +80,11 @@ def hold_out(problems: Sequence[P], number: int | None, source: str, *, key: Cal
     """The first of the problems with each of the `number` lowest keys; None: a tenth of them, at
     most 200. The same for any order of the problems."""
     distinct = {key(problem): problem for problem in reversed(problems)}
+    if len(distinct) == 1:
+        raise ConfigError(
+            f"{source} has one prompt (rows: {len(problems)}), and at least one is held out for evaluation; add a second "
+            "prompt, or name a separate file with task.args.heldout_data"
+        )
     if number is None:
         number = min(MOST_HELD_OUT, max(1, len(distinct) // 10))
     if not 1 <= number < len(distinct):
