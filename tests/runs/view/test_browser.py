@@ -226,3 +226,16 @@ def test_the_page_is_painted_in_both_schemes(browser, tmp_path, scheme):
     background = browser.evaluate("getComputedStyle(document.body).backgroundColor")
     assert background == {"light": "rgb(255, 255, 255)", "dark": "rgb(20, 23, 27)"}[scheme]
     assert len(browser.screenshot()) > 10_000  # an empty page compresses to less
+
+
+def test_a_run_that_diverged_and_tokens_without_log_probabilities_are_shown(browser, tmp_path, monkeypatch):
+    run = make_run(tmp_path / "run")
+    (run / "summary.json").write_text('{"before": {"loss": 2.5}, "after": {"loss": NaN}}')
+    log_rollouts(run, [make_rollout(0, answer="abc")])
+    log = run / "rollouts.jsonl"
+    log.write_text(log.read_text().replace("[-0.5,-0.5,-0.5]", "null"))
+    assert "-0.5,-0.5" not in log.read_text()
+    monkeypatch.setattr("ludic.runs.view.page.find_decoder", lambda run: chr)
+    show(browser, tmp_path, run)
+    assert "3 t" in browser.text(".row")
+    assert browser.evaluate("document.querySelectorAll('#heldout circle').length") == 1  # of before; nan has no place

@@ -10,7 +10,7 @@ const meanLogp = (row) => {
   for (const turn of row[TURNS]) for (const value of turn[7]) { sum -= value / 100; count++; }
   return count ? sum / count : null;
 };
-const countTokens = (row) => row[TURNS].reduce((sum, turn) => sum + turn[7].length, 0);
+const countTokens = (row) => row[TURNS].reduce((sum, turn) => sum + Math.max(turn[6].length, turn[7].length), 0);;
 const isRight = (row) => (data.runs[row[RUN]].solved === null || data.runs[row[RUN]].solved === undefined ? null : row[REWARD] >= data.runs[row[RUN]].solved);
 
 const FILTERS = {
