@@ -8,9 +8,9 @@ fine-tuning.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ludic.trainers import GRPO, SFT, RewardModel
+    from ludic.trainers import DPO, GRPO, SFT, RewardModel
 
-__all__ = ["GRPO", "SFT", "RewardModel"]
+__all__ = ["DPO", "GRPO", "SFT", "RewardModel"]
 
 
 def __getattr__(name: str) -> Any:

@@ -19,7 +19,7 @@ from ludic.errors import DataError
 from ludic.models.byte_tokenizer import make_byte_tokenizer
 from ludic.recipes.rm.model import choose_padding_token
 from ludic.recipes.rm.schema import compose_rm
-from ludic.runs.data.reward_model import RMData
+from ludic.runs.data.pairs import PairData
 from ludic.runs.report import reward_model as report
 from ludic.runs.report.scores import decode_scores
 
@@ -207,7 +207,7 @@ def test_conversations_and_text_are_rendered_by_the_models_template(tiny: list[s
     plain = compose_rm([*tiny, f"data={write_rows(tmp_path / 'text.jsonl', *text)}", "heldout=0"])
     rendered = compose_rm([*tiny, f"data={tmp_path / 'text.jsonl'}", "heldout=0", "chat_template=true"])
     tokenizer = AutoTokenizer.from_pretrained(model)
-    ids = [[list(item.input_ids) for item in RMData.read(r, tokenizer, note=print).train] for r in (recipe, plain, rendered)]
+    ids = [[list(item.input_ids) for item in PairData.read(r, tokenizer, note=print).train] for r in (recipe, plain, rendered)]
     assert ids[0] == ids[2]
     assert ids[0] != ids[1]
 
@@ -216,7 +216,7 @@ def test_columns_can_have_other_names_and_labels_can_be_soft(tiny: list[str], tm
     content = [{"q": f"{n}?", "better": "a", "worse": "b", "sure": 0.75} for n in range(3)]
     named = ["columns.prompt=q", "columns.chosen=better", "columns.rejected=worse", "columns.label=sure", "heldout=0"]
     recipe = compose_rm([*tiny, f"data={write_rows(tmp_path / 'data.jsonl', *content)}", *named])
-    chosen, rejected, *_ = RMData.read(recipe, make_byte_tokenizer(), note=print).train
+    chosen, rejected, *_ = PairData.read(recipe, make_byte_tokenizer(), note=print).train
     assert make_byte_tokenizer().decode(list(chosen.input_ids)) == "0?a<eos>"
     assert (chosen.meta["role"], rejected.meta["role"], chosen.meta["label"]) == ("chosen", "rejected", 0.75)
 
@@ -224,7 +224,7 @@ def test_columns_can_have_other_names_and_labels_can_be_soft(tiny: list[str], tm
 def test_pairs_with_one_prompt_are_held_out_together(tiny: list[str], tmp_path: Path) -> None:
     content = [{"prompt": f"{n // 4}?", "chosen": f"a{n}", "rejected": f"b{n}"} for n in range(40)]
     recipe = compose_rm([*tiny, f"data={write_rows(tmp_path / 'data.jsonl', *content)}", "heldout=0.2"])
-    data = RMData.read(recipe, make_byte_tokenizer(), note=print)
+    data = PairData.read(recipe, make_byte_tokenizer(), note=print)
     prompts = [{bytes(item.input_ids[:2]) for item in part} for part in (data.train, data.heldout)]
     assert (len(data.train), len(data.heldout)) == (64, 16)
     assert not prompts[0] & prompts[1]
@@ -239,7 +239,7 @@ def test_pairs_with_one_prompt_stay_together_after_truncation(tiny: list[str], t
     ]
     settings = ["heldout=0.2", "trainer.max_seq_len=32"]
     recipe = compose_rm([*tiny, f"data={write_rows(tmp_path / 'data.jsonl', *content)}", *settings])
-    data = RMData.read(recipe, make_byte_tokenizer(), note=print)
+    data = PairData.read(recipe, make_byte_tokenizer(), note=print)
     prompts = [{item.meta["prompt_digest"] for item in part} for part in (data.train, data.heldout)]
     assert (len(prompts[0]), len(prompts[1])) == (8, 2)
     assert not prompts[0] & prompts[1]
@@ -286,7 +286,7 @@ def test_responses_with_equal_scores_are_counted_among_the_drawn_rows(tiny: list
     for limit in (None, 8, 10):
         recipe = compose_rm([*tiny, f"data={data}", f"limit={'null' if limit is None else limit}", "heldout=0", "seed=3"])
         drawn = Draw(limit, seed=3).of(12)
-        read = RMData.read(recipe, make_byte_tokenizer(), note=print)
+        read = PairData.read(recipe, make_byte_tokenizer(), note=print)
         assert read.left_out["equal_scores"] == len({0, 3, 6, 9} & set(drawn))
         assert len(read.train) // 2 == len(drawn) - read.left_out["equal_scores"]
 
@@ -296,7 +296,7 @@ def test_a_limit_draws_randomly_from_the_whole_data_set(tiny: list[str], tmp_pat
     data = write_rows(tmp_path / "sorted.jsonl", *content)
 
     def prompts(*more: str) -> list[str]:
-        read = RMData.read(compose_rm([*tiny, f"data={data}", "limit=30", *more]), make_byte_tokenizer(), note=print)
+        read = PairData.read(compose_rm([*tiny, f"data={data}", "limit=30", *more]), make_byte_tokenizer(), note=print)
         return [bytes(token - 3 for token in item.input_ids[:2] if token > 2).decode() for item in read.train[::2]]
 
     first = prompts("heldout=0", "seed=1")
@@ -318,7 +318,7 @@ def test_an_invalid_label_is_an_error_and_not_a_skipped_row(tiny: list[str], tmp
     content = [{"prompt": "1?", "chosen": "a", "rejected": "b", "sure": sure} for sure in (1, 80)]
     recipe = compose_rm([*tiny, f"data={write_rows(tmp_path / 'data.jsonl', *content)}", "columns.label=sure", "heldout=0"])
     with pytest.raises(DataError, match=r"line 2 \(80\) must be in \[0, 1\]"):
-        RMData.read(recipe, make_byte_tokenizer(), note=print)
+        PairData.read(recipe, make_byte_tokenizer(), note=print)
 
 
 def test_a_reward_model_does_not_pad_with_the_end_token() -> None:
@@ -453,9 +453,9 @@ def test_print_config_shows_every_field_and_runs_nothing(tmp_path: Path) -> None
 def test_a_run_that_was_killed_between_its_files_of_pairs_gets_the_other_one(tmp_path: Path) -> None:
     """A file that is there stays as it is."""
     train, held = tmp_path / "data.jsonl", tmp_path / "heldout.jsonl"
-    whole = RMData([], [], rows=rows(2), heldout_rows=rows(1))
+    whole = PairData([], [], rows=rows(2), heldout_rows=rows(1))
     whole.write_missing_rows(train, held)
     wanted = [path.read_text() for path in (train, held)]
     held.unlink()
-    RMData([], [], rows=rows(3), heldout_rows=rows(1)).write_missing_rows(train, held)
+    PairData([], [], rows=rows(3), heldout_rows=rows(1)).write_missing_rows(train, held)
     assert [path.read_text() for path in (train, held)] == wanted

@@ -29,8 +29,8 @@ def _check_has_task(folder: Path) -> None:
         command = json.loads((folder / "progress.json").read_text(encoding="utf-8")).get("command", "train")
     except (OSError, ValueError, AttributeError):
         return
-    if command == "sft":
-        raise ConfigError(f"{folder} is a run of `ludic sft`, which has no task; say which, such as: sort model={folder}")
+    if command in ("sft", "dpo"):
+        raise ConfigError(f"{folder} is a run of `ludic {command}`, which has no task; say which, such as: sort model={folder}")
     if command == "train-rm":
         raise ConfigError(
             f"{folder} is a run of `ludic train-rm`: a reward model scores and does not answer; its own measurement is in "

@@ -1,5 +1,5 @@
-"""What `ludic train`, `ludic sft` and `ludic train-rm` share: resolve the settings, set up, run,
-report, and handle Ctrl-C."""
+"""What `ludic train`, `sft`, `train-rm` and `dpo` share: resolve the settings, set up, run, report,
+and handle Ctrl-C."""
 
 from __future__ import annotations
 

@@ -62,6 +62,7 @@ def trainer(run: _Run) -> None:
 def _find_command(run: Path) -> TrainingCommand[Any, Any]:
     """The command that began the run; `ludic train` says what is wrong with a folder without
     one."""
+    from ludic.cli.dpo import DPOCommand
     from ludic.cli.sft import SFTCommand
     from ludic.cli.train import TrainCommand
     from ludic.cli.train_rm import TrainRMCommand
@@ -73,5 +74,6 @@ def _find_command(run: Path) -> TrainingCommand[Any, Any]:
         TrainCommand(is_placed=True),
         SFTCommand(is_placed=True),
         TrainRMCommand(is_placed=True),
+        DPOCommand(is_placed=True),
     ]
     return next((command for command in commands if command.directory.command == name), commands[0])

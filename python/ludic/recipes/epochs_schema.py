@@ -1,4 +1,4 @@
-"""The settings that `ludic sft` and `ludic train-rm` have in common, and how they are resolved."""
+"""The settings that `ludic sft`, `train-rm` and `dpo` have in common, and how they are resolved."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from ludic.recipes.phases import has_warmup
 from ludic.recipes.sharding import has_no_weights
 
 if TYPE_CHECKING:
+    from ludic.recipes.dpo.schema import DPORecipe
     from ludic.recipes.rm.schema import RMRecipe
     from ludic.recipes.schema import NetworkSection, Recipe
     from ludic.recipes.sft.schema import SFTRecipe
@@ -33,7 +34,7 @@ def build_policy(recipe: Recipe) -> tuple[Any, Any]:
     return build_model(recipe, tokenizer), tokenizer
 
 
-def build_model(recipe: Recipe | SFTRecipe, tokenizer: Any) -> Any:
+def build_model(recipe: Recipe | SFTRecipe | DPORecipe, tokenizer: Any) -> Any:
     """The model that `recipe.model` names, else a small one over the tokens of `tokenizer`. A
     rank that gets its weights from rank 0 reads none from files."""
     if recipe.model is not None:
@@ -42,7 +43,7 @@ def build_model(recipe: Recipe | SFTRecipe, tokenizer: Any) -> Any:
     return make_small_model(recipe.network, tokenizer).to(dtype)
 
 
-def build_tokenizer(recipe: Recipe | SFTRecipe | RMRecipe) -> Any:
+def build_tokenizer(recipe: Recipe | SFTRecipe | DPORecipe | RMRecipe) -> Any:
     """The tokenizer that the recipe names, else that of its model, else that of the small model."""
     source = recipe.tokenizer or recipe.model
     return _make_small_tokenizer(recipe.network) if source is None else load_tokenizer(source)

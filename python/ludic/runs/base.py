@@ -101,13 +101,18 @@ class TrainingRun(ABC, Generic[RecipeT, PartsT, DirectoryT]):
         self.progress.phase = following
         self.directory.write_progress(self.progress)
 
+    @property
+    def adapted_base(self) -> str | None:
+        """The model that the adapters adapt; None if it is in the run's folder `base`."""
+        return find_whole_model(self.recipe.model)
+
     def save_model(self) -> None:
         """Write model and tokenizer in Hugging Face layout, on rank 0. What a phase trained must be
         in `parts.model`: see `end_training`."""
-        base = find_whole_model(self.recipe.model)
+        base, parts = self.adapted_base, self.parts
         with watchdog.phase("save"):
             ranks.ask_rank_0(
-                "saving the model", lambda: save_policy(self.parts.model, self.parts.tokenizer, self.directory.model, base=base)
+                "saving the model", lambda: save_policy(parts.model, parts.tokenizer, self.directory.model, base=base)
             )
 
     def open_logger(

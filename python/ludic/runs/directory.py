@@ -33,7 +33,7 @@ class Progress:
 
     phase: str = "warm_up"
     """The phase to resume with: warm_up or reinforce for `ludic train`, sft for `ludic sft`, rm
-    for `ludic train-rm`; done at the end."""
+    for `ludic train-rm`, warm_up or dpo for `ludic dpo`; done at the end."""
     command: str = "train"
     """The command of `ludic` that made the folder and can resume it."""
     before: dict[str, Any] | None = None
@@ -247,6 +247,22 @@ class RMDirectory(RunDirectory):
         self.scores = path / "heldout_scores.json"
         self.pairs = path / "data.jsonl"
         self.heldout_pairs = path / "heldout.jsonl"
+
+
+class DPODirectory(RunDirectory):
+    """The folder of a run of direct preference optimization."""
+
+    command, first_phase, last_phase = "dpo", "warm_up", "dpo"
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.picture = path / "training.png"
+        self.reliability = path / "reliability.png"
+        self.margins = path / "margins.png"
+        self.pairs = path / "data.jsonl"
+        self.heldout_pairs = path / "heldout.jsonl"
+        self.answers = path / "answers.jsonl"
+        self.reference_logps = path / "reference.logps"
 
 
 def run_path(output: str, name: str | None, default_name: str) -> Path:

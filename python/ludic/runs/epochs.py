@@ -1,4 +1,4 @@
-"""Training over a fixed set of samples: what `ludic sft` and `ludic train-rm` have in common."""
+"""Training over a fixed set of samples: what `ludic sft`, `train-rm` and `dpo` have in common."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ DirectoryT = TypeVar("DirectoryT", bound=RunDirectory)
 
 
 class EpochsRun(TrainingRun[RecipeT, PartsT, DirectoryT]):
-    """A run of one phase over a fixed set of samples."""
+    """A run whose last phase goes over a fixed set of samples."""
 
     async def train(self, trainer_class: Callable[..., TrainerT], source: BatchSourceBase, *, keys: list[str]) -> TrainerT:
-        """Take the steps that are left, or those until a stop, and save the model. Raises
-        `Interrupted` after a stop.
+        """Take the steps of the last phase that are left, or those until a stop, and save the
+        model. Raises `Interrupted` after a stop.
 
         `trainer_class` makes the trainer, with the arguments of this kind of run bound; `keys` are
         the statistics of the plain lines.
         """
-        parts, directory, phase = self.parts, self.directory, self.directory.first_phase
+        parts, directory, phase = self.parts, self.directory, self.directory.last_phase
         with (
             self.open_logger(phase, keys=keys, spark_key="loss", last_step=parts.steps) as logger,
             self.timer.phase("train"),

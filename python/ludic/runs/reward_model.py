@@ -16,7 +16,7 @@ from ludic.recipes.model import build_tokenizer
 from ludic.recipes.rm.model import build_reward_model, choose_padding_token
 from ludic.recipes.rm.schema import RMRecipe
 from ludic.recipes.sharding import is_shared_out
-from ludic.runs.data.reward_model import RMData
+from ludic.runs.data.pairs import PairData
 from ludic.runs.directory import DONE, RMDirectory
 from ludic.runs.epochs import EpochsRun
 from ludic.runs.report.scores import encode_scores
@@ -40,7 +40,7 @@ class RMParts:
 
     model: Any
     tokenizer: Any
-    data: RMData
+    data: PairData
     algorithm: RLAlgorithm
     cfg: RMTrainerConfig
     steps: int
@@ -57,7 +57,7 @@ class RMParts:
         cfg = build_config(RMTrainerConfig, recipe.trainer, pad_token_id=tokenizer.pad_token_id, seed=recipe.seed)
         cfg = choose_precision(cfg, recipe.sharding)
         check_callbacks(recipe.callbacks, cfg)
-        data = RMData.read(recipe, tokenizer, note=note)
+        data = PairData.read(recipe, tokenizer, note=note)
         if not data.heldout and (cfg.eval_every_n_steps or cfg.eval_at_start):
             raise ConfigError(
                 "trainer.eval_every_n_steps needs held-out pairs; raise heldout, or give heldout_data or heldout_split"
@@ -114,7 +114,7 @@ class RMRun(EpochsRun[RMRecipe, RMParts, RMDirectory]):
         write_text(self.directory.scores, encode_scores(metrics))
 
 
-def _make_source(data: RMData, recipe: RMRecipe) -> ItemBatchSource:
+def _make_source(data: PairData, recipe: RMRecipe) -> ItemBatchSource:
     source = preference_batches(data.train, batch_size=recipe.batch_size, seed=recipe.seed)
     source.unshard()  # all ranks share its batches
     return source

@@ -19,7 +19,18 @@ DASHBOARD_KEYS = [
 ]
 MEASURED_KEYS = [
     f"eval/{name}"
-    for name in ("sampled_reward", "greedy_accuracy", "loss", "perplexity", "pairwise_accuracy", "mean_margin", "roc_auc", "ece")
+    for name in (
+        "sampled_reward",
+        "greedy_accuracy",
+        "loss",
+        "perplexity",
+        "pairwise_accuracy",
+        "mean_margin",
+        "rewards/accuracies",
+        "rewards/margins",
+        "roc_auc",
+        "ece",
+    )
 ]
 """The metrics of an evaluation that are shown, in addition to the facts of the task. metrics.jsonl
 has all of them."""

@@ -2,6 +2,6 @@
 commands do."""
 
 from ludic.trainers.base import RecipeTrainer
-from ludic.trainers.methods import GRPO, SFT, RewardModel
+from ludic.trainers.methods import DPO, GRPO, SFT, RewardModel
 
-__all__ = ["GRPO", "SFT", "RecipeTrainer", "RewardModel"]
+__all__ = ["DPO", "GRPO", "SFT", "RecipeTrainer", "RewardModel"]

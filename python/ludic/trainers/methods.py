@@ -1,4 +1,4 @@
-"""The objects: reinforcement learning, supervised fine-tuning, and a reward model."""
+"""The objects: reinforcement learning, supervised fine-tuning, DPO, and a reward model."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ludic.cli.dpo import DPOCommand
 from ludic.cli.sft import SFTCommand
 from ludic.cli.train import TrainCommand
 from ludic.cli.train_rm import TrainRMCommand
@@ -86,6 +87,29 @@ class SFT(RecipeTrainer):
         from ludic.runs.sft import load_tokenizer
 
         preview(self.recipe, load_tokenizer(self.recipe), rows).show(Console(soft_wrap=True))
+
+
+class DPO(RecipeTrainer):
+    """`ludic dpo` on your own pairs: `prompt`, `chosen` and `rejected`.
+
+    >>> DPO("path/to/model", rows, loss={"beta": 0.1}).train()
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None,
+        dataset: Rows,
+        *,
+        ref_model: str | Path | None = None,
+        eval_dataset: Rows | None = None,
+        callbacks: Sequence[Callback] = (),
+        **settings: Any,
+    ) -> None:
+        """`ref_model`: a folder or a hub id; None: `model` itself, as it is before the first step.
+        `eval_dataset`: measured instead of a share of `dataset` (`heldout=`). `settings` are those
+        of `ludic dpo`."""
+        reference = {} if ref_model is None else {"reference.model": str(ref_model)}
+        super().__init__(DPOCommand(), _over_rows(model, dataset, eval_dataset, {**settings, **reference}), callbacks)
 
 
 class RewardModel(RecipeTrainer):

@@ -59,6 +59,8 @@ from ludic.training.credit_assignment import (
     OverlongPenalty as OverlongPenalty,
     PerStepReward as PerStepReward,
 )
+from ludic.training.dpo_trainer import DPOTrainer as DPOTrainer, DPOTrainerConfig as DPOTrainerConfig
+from ludic.training.evaluators.implicit_rewards import ImplicitRewardEvaluator as ImplicitRewardEvaluator
 from ludic.training.evaluators.preferences import PreferenceEvaluator as PreferenceEvaluator
 from ludic.training.filters import (
     any_of as any_of,
@@ -87,6 +89,7 @@ from ludic.training.loss import (
     CISPOLoss as CISPOLoss,
     ClippedSurrogateLoss as ClippedSurrogateLoss,
     CompositeLoss as CompositeLoss,
+    DPOLoss as DPOLoss,
     EntropyBonus as EntropyBonus,
     GMPOLoss as GMPOLoss,
     IcePop as IcePop,
@@ -108,6 +111,7 @@ from ludic.training.loss import (
     selective_log_softmax as selective_log_softmax,
 )
 from ludic.training.maxent import ListwiseCredit as ListwiseCredit
+from ludic.training.precomputed_reference import PrecomputedReference as PrecomputedReference
 from ludic.training.preference_utils import (
     create_preference_saw_items as create_preference_saw_items,
     load_preference_items as load_preference_items,
@@ -119,6 +123,7 @@ from ludic.training.presets import (
     make_bradley_terry as make_bradley_terry,
     make_cispo as make_cispo,
     make_dapo as make_dapo,
+    make_dpo as make_dpo,
     make_dr_grpo as make_dr_grpo,
     make_gmpo as make_gmpo,
     make_grpo as make_grpo,

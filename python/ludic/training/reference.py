@@ -34,6 +34,9 @@ from ludic.training.types import HasTensors, ReferencePolicy
 
 logger = logging.getLogger(__name__)
 
+KEY_BYTES = 16
+"""Length of a `sample_key`."""
+
 
 class FrozenModel:
     """A copy of `model`: without gradient, in evaluation mode, at the temperature of `cfg`.
@@ -105,7 +108,7 @@ class CachedReference:
 
     async def logps(self, micro_batch: HasTensors) -> Tensor:
         tensors = micro_batch.tensors
-        keys = _sample_keys(micro_batch)
+        keys = sample_keys(micro_batch)
         missing = float(any(key not in self._kept for key in keys))
         if ranks.max_over_ranks([missing], tensors["input_ids"].device)[0]:
             self.misses += 1
@@ -119,25 +122,27 @@ class CachedReference:
             self._kept.move_to_end(key)
         while len(self._kept) > self.max_samples:
             self._kept.popitem(last=False)
-        return _place_actions(rows, micro_batch)
+        return place_actions(rows, micro_batch)
 
 
-def _sample_keys(micro_batch: HasTensors) -> list[bytes]:
-    """The digest of each sample: its ids up to its end, and where its actions are."""
+def sample_keys(micro_batch: HasTensors) -> list[bytes]:
+    """The `sample_key` of each sample."""
     batch = MicroBatch(micro_batch.tensors, num_rows(micro_batch.tensors))
-    return [_digest(row) for row in batch.parts()]
+    return [sample_key(row.tensors["input_ids"][0], row.tensors["action_mask"][0]) for row in batch.parts()]
 
 
-def _digest(row: MicroBatch) -> bytes:
-    ids, mask = row.tensors["input_ids"][0], row.tensors["action_mask"][0] != 0
+def sample_key(input_ids: Tensor, action_mask: Tensor) -> bytes:
+    """The digest of a sample, [T] int64 ids and [T] mask: of its ids up to its end, and of where
+    its actions are. Padding does not change it."""
+    mask = action_mask != 0
     end = int(mask.nonzero().max()) + 1 if mask.any() else 0  # nothing after the last action changes a log-probability
-    digest = blake2b(digest_size=16)
-    for column in (ids[:end], mask[:end].to(torch.uint8)):
+    digest = blake2b(digest_size=KEY_BYTES)
+    for column in (input_ids[:end], mask[:end].to(torch.uint8)):
         digest.update(column.cpu().numpy().tobytes())
     return digest.digest()
 
 
-def _place_actions(rows: list[Tensor], micro_batch: HasTensors) -> Tensor:
+def place_actions(rows: list[Tensor], micro_batch: HasTensors) -> Tensor:
     """[B, T - 1] the values at the action tokens of their samples, 0 elsewhere."""
     mask = SharedContext(micro_batch.tensors["input_ids"], micro_batch.tensors).token_mask
     placed = torch.zeros_like(mask)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ludic.errors import BudgetError, ConfigError
+from ludic.errors import ConfigError
 from ludic.training.config import TrainerConfig, config_dataclass
+from ludic.training.pair_limits import check_pair_budget
 from ludic.training.samples.pair_facts import PREFERENCE_KEYS
 
 
@@ -46,11 +47,8 @@ class RMTrainerConfig(TrainerConfig):
     def validate(self) -> None:
         """Raise `ConfigError` for an invalid value or combination."""
         super().validate()
-        if self.rm_pair_aware and self.micro_token_budget < 2 * self.max_seq_len:
-            raise BudgetError(
-                f"micro_token_budget ({self.micro_token_budget}) must be >= 2 * max_seq_len ({self.max_seq_len}): a pair has two rows; "
-                "raise the budget or lower max_seq_len"
-            )
+        if self.rm_pair_aware:
+            check_pair_budget(self)
         if self.packing == "padding_free":
             raise ConfigError(
                 "packing=padding_free gives a reward model one score for all samples of a row; use optimal or greedy"

@@ -55,13 +55,13 @@ async def score_rows(
             zip(map(int, whole.micro_batch_rows(index)), values, strict=False)
         )  # padding rows belong to no sample
     if batch.share is not None:
-        logps_by_row = _exchange(logps_by_row, batch, cfg.model_device)
+        logps_by_row = exchange_rows(logps_by_row, batch, cfg.model_device)
     return logps_by_row
 
 
-def _exchange(own: dict[int, Tensor], batch: MacroBatch, device: torch.device | str) -> dict[int, Tensor]:
-    """The log-probabilities of all rows. Each rank has computed some, and later mini-batches give
-    it others.
+def exchange_rows(own: dict[int, Tensor], batch: MacroBatch, device: torch.device | str) -> dict[int, Tensor]:
+    """Row -> [A] values of all rows of a batch that all ranks have. Each rank has computed some,
+    and later mini-batches give it others.
 
     Example: 3 rows of 2, 1 and 2 tokens, of which rank 0 has the first and rank 1 the others:
     [a b 0 0 0] + [0 0 c d e] = [a b c d e] is divided at 2 and 3.

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Optional
 
 from omegaconf import MISSING
 
-from ludic.recipes.epochs_schema import EpochsRecipe, compose_epochs
+from ludic.recipes.epochs_schema import compose_epochs
+from ludic.recipes.pairs_schema import PAIRS_LEAST, PairsRecipe
 from ludic.recipes.rm.flags import parse_flags
 from ludic.recipes.schema import make_trainer_section
 from ludic.training.rm_trainer import RMTrainerConfig
@@ -32,46 +32,12 @@ class LossSection:
 
 
 @dataclass
-class ColumnsSection:
-    """The columns of the data, if they have other names."""
-
-    prompt: Optional[str] = None  # noqa: UP045
-    chosen: Optional[str] = None  # noqa: UP045
-    rejected: Optional[str] = None  # noqa: UP045
-    label: Optional[str] = None  # noqa: UP045
-    """The probability that the chosen response is better; null: 1 for every pair."""
-
-
-@dataclass
-class RMRecipe(EpochsRecipe):
+class RMRecipe(PairsRecipe):
     """A run of `ludic train-rm`: a model with a scalar head, trained on preference pairs and
     measured on held-out pairs."""
 
-    data: Optional[str] = MISSING  # noqa: UP045  OmegaConf reads this annotation at run time
-    """JSONL, JSON, CSV or parquet file, folder, or hub id; null: `pairs` pairs drawn by `task`:
-    `digits`, or a class of your own as `package.module:Class`."""
-    data_config: Optional[str] = MISSING  # noqa: UP045
-    """The configuration of a hub id."""
-    split: str = MISSING
-    """The split of a hub id or folder to train on."""
-    limit: Optional[int] = MISSING  # noqa: UP045
-    """Rows to read at most, drawn at random by `seed`; null: all."""
-    heldout_data: Optional[str] = MISSING  # noqa: UP045
-    """File, folder or hub id to measure on instead of a share of the data."""
-    heldout_split: Optional[str] = MISSING  # noqa: UP045
-    """Split of `heldout_data`, or of `data`, to measure on. Files have no splits."""
-    heldout_limit: Optional[int] = MISSING  # noqa: UP045
-    """Held-out rows at most, the same in every run; null: all."""
-    columns: ColumnsSection = field(default_factory=ColumnsSection)
-    chat_template: bool = MISSING
-    """Apply the tokenizer's chat template to prompts and answers in plain text, too;
-    conversations always have it."""
-    system_prompt: Optional[str] = MISSING  # noqa: UP045
-    """System prompt of every conversation."""
     train_sample: int = MISSING
     """Training pairs at most on which `train_pairwise_accuracy` is measured."""
-    pairs: int = MISSING
-    """Pairs to generate if `data` is null."""
     loss: LossSection = field(default_factory=LossSection)
     gradient_checkpointing: bool = MISSING
     """Recompute activations in the backward pass: less memory, more time."""
@@ -85,5 +51,5 @@ def compose_rm(arguments: Sequence[str] = ()) -> RMRecipe:
         list(parse_flags(arguments)),
         package="ludic.recipes.rm",
         trainer=make_trainer_section(RMTrainerConfig),
-        least=dict.fromkeys(("limit", "heldout_limit", "train_sample", "pairs"), 1),
+        least={**PAIRS_LEAST, "train_sample": 1},
     )

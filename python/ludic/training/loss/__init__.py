@@ -13,6 +13,7 @@ from ludic.training.loss.correction import (
     TruncatedImportanceSampling,
     resolve_correction,
 )
+from ludic.training.loss.dpo import DPOLoss
 from ludic.training.loss.entropy import EntropyBonus
 from ludic.training.loss.functional import (
     compute_logp_action,
@@ -39,6 +40,7 @@ __all__ = [
     "ClippedSurrogateLoss",
     "CompositeLoss",
     "Correction",
+    "DPOLoss",
     "EntropyBonus",
     "GMPOLoss",
     "IcePop",

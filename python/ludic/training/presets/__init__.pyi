@@ -14,6 +14,7 @@ from ludic.training.presets.policy_gradient import (
     make_reinforce_plus_plus as make_reinforce_plus_plus,
     make_rloo as make_rloo,
 )
+from ludic.training.presets.preference import make_dpo as make_dpo
 from ludic.training.presets.registry import PRESETS as PRESETS, REGISTRY as REGISTRY, Preset as Preset
 from ludic.training.presets.reward_models import (
     make_bradley_terry as make_bradley_terry,

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from ludic.training.algorithm import RLAlgorithm
 
-Kind = Literal["reinforcement", "with_reward_model", "supervised", "reward_model"]
+Kind = Literal["reinforcement", "with_reward_model", "supervised", "reward_model", "preference"]
 """Where it is used. `reinforcement`: `ludic train algorithm=NAME`. `with_reward_model`: in Python
 only; on the command line use `reward_model=` and its `mode`. `supervised`: `ludic sft`.
-`reward_model`: `ludic train-rm`."""
+`reward_model`: `ludic train-rm`. `preference`: `ludic dpo`."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,7 @@ PRESETS: dict[str, Preset] = {
     "bradley_terry": Preset("reward_models:make_bradley_terry", "Bradley and Terry 1952", "reward_model"),
     "cispo": Preset("cispo:make_cispo", "arXiv:2506.13585"),
     "dapo": Preset("group_relative:make_dapo", "arXiv:2503.14476"),
+    "dpo": Preset("preference:make_dpo", "arXiv:2305.18290", "preference"),
     "dr_grpo": Preset("group_relative:make_dr_grpo", "arXiv:2503.20783"),
     "gmpo": Preset("group_relative:make_gmpo", "arXiv:2507.20673"),
     "grpo": Preset("group_relative:make_grpo", "arXiv:2402.03300"),

@@ -1,4 +1,4 @@
-"""The pairs of a reward-model run as samples, from a data set or a built-in task."""
+"""The pairs of a run as samples, from a data set or a built-in task."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ludic.data.sources import Draw
 from ludic.errors import ConfigError
 from ludic.files.jsonl import write_jsonl
 from ludic.recipes.build import build_named
-from ludic.recipes.rm.schema import RMRecipe
+from ludic.recipes.pairs_schema import PairsRecipe
 from ludic.runs.data.split import split_by_prompt
 from ludic.tasks import DigitPreferences
 from ludic.tasks.preferences import bayes_accuracy, drawn_accuracy
@@ -29,7 +29,7 @@ Pairs = list[SAWItem]
 
 
 @dataclass(frozen=True)
-class RMData:
+class PairData:
     """The samples of a run."""
 
     train: Pairs
@@ -49,9 +49,11 @@ class RMData:
     either part."""
     heldout_left_out: Mapping[str, int] = field(default_factory=dict)
     """The same for the rows of held-out data."""
+    task: Any = None
+    """What generated the pairs; None for data."""
 
     @classmethod
-    def read(cls, recipe: RMRecipe, tokenizer: Any, *, note: Callable[[str], None]) -> RMData:
+    def read(cls, recipe: PairsRecipe, tokenizer: Any, *, note: Callable[[str], None]) -> PairData:
         """Read and tokenize all pairs, so that a wrong one is found before anything is written.
         `note` receives a remark if `heldout_split` has no meaning for a file."""
         if recipe.data is None:
@@ -86,7 +88,7 @@ class RMData:
                 write_jsonl(path, rows)
 
 
-def _generate_pairs(recipe: RMRecipe, tokenizer: Any) -> RMData:
+def _generate_pairs(recipe: PairsRecipe, tokenizer: Any) -> PairData:
     """Generated pairs. The training pairs depend on the seed; the heldout_rows-out pairs do not."""
     if recipe.heldout_data is not None or recipe.heldout_split is not None:
         raise ConfigError("heldout_data and heldout_split are for data of your own; give data, too")
@@ -97,22 +99,23 @@ def _generate_pairs(recipe: RMRecipe, tokenizer: Any) -> RMData:
         preference_dataset_to_saw_items(part, tokenizer, strict=True, **_tokenizer_options(recipe))
         for part in (rows, heldout_rows)
     )
-    return RMData(train, heldout, bayes_accuracy(heldout_rows), drawn_accuracy(heldout_rows), rows, heldout_rows)
+    accuracies = bayes_accuracy(heldout_rows), drawn_accuracy(heldout_rows)
+    return PairData(train, heldout, *accuracies, rows, heldout_rows, task=task)
 
 
-def _read_pairs(recipe: RMRecipe, tokenizer: Any) -> RMData:
+def _read_pairs(recipe: PairsRecipe, tokenizer: Any) -> PairData:
     data = str(recipe.data)
     train, left_out = _load_pairs(recipe, tokenizer, data, recipe.split, Draw(recipe.limit, recipe.seed))
     if recipe.heldout_data is not None or (recipe.heldout_split is not None and not _is_file(data)):
         source, split = recipe.heldout_data or data, recipe.heldout_split or recipe.split
         heldout, heldout_left_out = _load_pairs(recipe, tokenizer, source, split, Draw(recipe.heldout_limit))
-        return RMData(train, heldout, left_out=left_out, heldout_left_out=heldout_left_out)
+        return PairData(train, heldout, left_out=left_out, heldout_left_out=heldout_left_out)
     train, heldout = split_by_prompt([list(pair) for pair in zip(train[::2], train[1::2], strict=True)], recipe.heldout)
     measured = Draw(recipe.heldout_limit).of(len(heldout) // 2)
-    return RMData(train, [item for pair in measured for item in heldout[2 * pair : 2 * pair + 2]], left_out=left_out)
+    return PairData(train, [item for pair in measured for item in heldout[2 * pair : 2 * pair + 2]], left_out=left_out)
 
 
-def _load_pairs(recipe: RMRecipe, tokenizer: Any, source: str, split: str, draw: Draw) -> tuple[Pairs, Counter[str]]:
+def _load_pairs(recipe: PairsRecipe, tokenizer: Any, source: str, split: str, draw: Draw) -> tuple[Pairs, Counter[str]]:
     """(pairs, number of skipped rows by reason)."""
     left_out: Counter[str] = Counter()
     renamed = {name: column for name, column in asdict(recipe.columns).items() if column is not None}
@@ -132,7 +135,7 @@ def _load_pairs(recipe: RMRecipe, tokenizer: Any, source: str, split: str, draw:
     return pairs, left_out
 
 
-def _tokenizer_options(recipe: RMRecipe) -> dict[str, Any]:
+def _tokenizer_options(recipe: PairsRecipe) -> dict[str, Any]:
     """How a pair becomes tokens. Samples are cut here, where the end of the prompt is known."""
     return {
         "max_length": recipe.trainer.max_seq_len,

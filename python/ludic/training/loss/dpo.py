@@ -1,0 +1,118 @@
+"""Direct preference optimization: losses of preference pairs that need no reward model. Shapes: B
+samples, P pairs, T tokens."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from torch import Tensor, where
+from torch.nn.functional import logsigmoid
+
+from ludic.errors import ConfigError
+from ludic.training.loss.base import Loss, ScoreType
+from ludic.training.loss.batch import Stats
+from ludic.training.loss.context import SharedContext
+from ludic.training.loss.functional import mask_values, weigh_values
+from ludic.training.loss.preference import Index, find_pairs
+
+DPOLossType = Literal["sigmoid", "ipo", "robust"]
+STATISTICS = (
+    *("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"),
+    *("logps/chosen", "logps/rejected", "num_pairs"),
+)
+
+
+@dataclass
+class DPOLoss(Loss):
+    """L = mean_p y l(h) + (1 - y) l(-h), with h = rho_c - rho_r, the difference of the two samples'
+    log-ratios rho = sum_t log pi(a_t) - log pi_ref(a_t), and y = label (1 - eps) + (1 - label) eps.
+
+    - `sigmoid`: l(h) = -log sigma(beta h). Rafailov et al. 2023 (arXiv:2305.18290), eq. 7. With
+      eps, the probability that a label is wrong, it is conservative DPO (Mitchell 2023).
+    - `ipo`: l(h) = (h - 1 / (2 beta))^2. Azar et al. 2023 (arXiv:2310.12036), eq. 17, where beta is
+      tau. As in TRL, each log-ratio is divided by the number of action tokens of its sample, which
+      the equation does not have: without it the target would be reached by length alone.
+    - `robust`: l(h) = -[(1 - eps) log sigma(beta h) - eps log sigma(-beta h)] / (1 - 2 eps) with
+      y = label: the sigmoid loss of the true labels, without bias, if a share eps of them is wrong.
+      rDPO of Chowdhury et al. 2024 (arXiv:2403.00409).
+
+    The log-probabilities of the reference are constants; nothing else is detached. The rewards in
+    the statistics are the implicit ones of eq. 5, beta rho, for each of the three with sums over
+    tokens. The batch needs `meta` with `pair_id`, `role` and `label`, and `reference_logps`.
+    Samples of incomplete pairs are ignored.
+    """
+
+    beta: float = 0.1
+    """How much the policy is held to the reference: less moves it further."""
+    loss_type: DPOLossType = "sigmoid"
+    label_smoothing: float = 0.0
+    """eps: the probability that a label is wrong. In [0, 0.5)."""
+    length_normalize: bool | None = None
+    """Divide each log-ratio by the number of action tokens. None: for `ipo` alone. True with
+    `sigmoid` is TRL's `sigmoid_norm`."""
+
+    normalizer = "pairs"
+    reads_shared_only = True
+    reads_actions_only = True
+    reads_reference = True
+    score_type: ScoreType = "logprob"
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.beta) and self.beta > 0):
+            raise ConfigError(
+                f"beta ({self.beta}) must be a finite number > 0; it holds the policy to the reference, and 0.1 is customary"
+            )
+        if self.loss_type not in get_args(DPOLossType):
+            raise ConfigError(f"loss_type ({self.loss_type!r}) must be one of {', '.join(get_args(DPOLossType))}")
+        if not 0 <= self.label_smoothing < 0.5:
+            raise ConfigError(
+                f"label_smoothing ({self.label_smoothing}) must be in [0, 0.5): the probability that a label is wrong"
+            )
+
+    @property
+    def divides_by_length(self) -> bool:
+        """Whether each log-ratio in the loss is divided by the number of action tokens."""
+        return self.loss_type == "ipo" if self.length_normalize is None else self.length_normalize
+
+    def of_differences(self, h: Tensor, label: Tensor) -> Tensor:
+        """[P] the loss of each pair, from [P] differences h and [P] labels."""
+        preferred, other = self._one_order(h), self._one_order(-h)
+        eps = 0.0 if self.loss_type == "robust" else self.label_smoothing
+        y = label * (1 - eps) + (1 - label) * eps
+        return y * preferred + (1 - y) * other
+
+    def _one_order(self, h: Tensor) -> Tensor:
+        if self.loss_type == "ipo":
+            return (h - 1 / (2 * self.beta)).square()
+        if self.loss_type == "sigmoid":
+            return -logsigmoid(self.beta * h)
+        eps = self.label_smoothing
+        return -((1 - eps) * logsigmoid(self.beta * h) - eps * logsigmoid(-self.beta * h)) / (1 - 2 * eps)
+
+    def compute_from(self, shared: SharedContext) -> tuple[Tensor, Stats]:
+        chosen, rejected, labels = find_pairs(shared.batch)
+        if not labels:
+            zero = shared.zero()
+            return zero, {"loss": zero.detach(), **dict.fromkeys(STATISTICS, zero.detach())}
+        ratio = weigh_values(mask_values(shared.token_logp - shared.reference_logp, shared.token_mask), shared.token_mask).sum(
+            dim=1
+        )
+        used = ratio / shared.token_counts if self.divides_by_length else ratio
+        label = ratio.new_tensor(labels)
+        loss = self.of_differences(used[chosen] - used[rejected], label).mean()
+        return loss, {"loss": loss.detach(), **self._statistics(ratio, shared.logp_action(), chosen, rejected, label)}
+
+    def _statistics(self, ratio: Tensor, logp: Tensor, chosen: Index, rejected: Index, label: Tensor) -> Stats:
+        rewards, logp = self.beta * ratio.detach(), logp.detach()
+        margin = rewards[chosen] - rewards[rejected]
+        return {
+            "rewards/chosen": rewards[chosen].mean(),
+            "rewards/rejected": rewards[rejected].mean(),
+            "rewards/margins": margin.mean(),
+            "rewards/accuracies": where(label > 0.5, margin > 0, margin < 0).float().mean(),  # a tie is wrong
+            "logps/chosen": logp[chosen].mean(),
+            "logps/rejected": logp[rejected].mean(),
+            "num_pairs": margin.new_tensor(float(len(label))),
+        }
