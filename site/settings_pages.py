@@ -12,6 +12,7 @@ import yaml
 from ludic.cli.evaluate_settings import EvalSettings
 from ludic.cli.print_config import read_field_docs
 from ludic.recipes.compose import compose, list_builtin_recipes, to_plain_values
+from ludic.recipes.dpo.schema import compose_dpo
 from ludic.recipes.rm.schema import compose_rm
 from ludic.recipes.sft.schema import compose_sft
 
@@ -19,7 +20,7 @@ from ludic.recipes.sft.schema import compose_sft
 @cache
 def write_settings_pages() -> dict[str, str]:
     """Path -> text."""
-    recipes = {"train": compose(["sort"]), "sft": compose_sft([]), "train-rm": compose_rm([])}
+    recipes = {"train": compose(["sort"]), "sft": compose_sft([]), "train-rm": compose_rm([]), "dpo": compose_dpo([])}
     pages = {f"settings/{name}.md": write_page(f"ludic {name}", recipe) for name, recipe in recipes.items()}
     own = "\n".join(_write_table(EvalSettings, vars(EvalSettings()), ""))
     note = "All settings of [ludic train](train.md), and:"

@@ -33,17 +33,17 @@ COLUMNS = {
 }
 
 
-def run(seed: int, settings: list[str], output: str) -> dict[str, Any]:
+def run(seed: int, settings: list[str], output: str, *, command: str = "train-rm") -> dict[str, Any]:
     """Run one seed. Returns its summary with the wall and CPU seconds of its process."""
-    command = [sys.executable, "-m", "ludic.cli", "train-rm", "--json", f"seed={seed}", f"output={output}", *settings]
+    line = [sys.executable, "-m", "ludic.cli", command, "--json", f"seed={seed}", f"output={output}", *settings]
     started = time.perf_counter()
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    child = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert child.stdout is not None
     output_text = child.stdout.read()
     _, status, usage = os.wait4(child.pid, 0)
     child.returncode = os.waitstatus_to_exitcode(status)
     if child.returncode:
-        raise SystemExit(f"{' '.join(command)} ended with {child.returncode}")
+        raise SystemExit(f"{' '.join(line)} ended with {child.returncode}")
     summary: dict[str, Any] = json.loads(output_text)
     return {**summary, "process_s": time.perf_counter() - started, "cpu_s": usage.ru_utime + usage.ru_stime}
 

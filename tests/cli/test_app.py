@@ -25,7 +25,7 @@ def test_the_version_flag_prints_what_the_version_command_prints():
     assert ludic("--version") == ludic("version") == version("ludic")
 
 
-@pytest.mark.parametrize("command", ["train", "sft", "train-rm", "eval", "rollout", "doctor"])
+@pytest.mark.parametrize("command", ["train", "sft", "train-rm", "dpo", "eval", "rollout", "doctor"])
 def test_the_version_flag_works_after_a_command(command):
     assert ludic(command, "--version") == version("ludic")
 

@@ -189,17 +189,16 @@ def test_an_output_path_that_is_a_file_is_a_one_line_error(tmp_path: Path) -> No
         ("dtype=float16", "load the model in bfloat16"),
     ],
 )
-@pytest.mark.parametrize("command", ["train", "sft", "train-rm"])
+@pytest.mark.parametrize("command", ["train", "sft", "train-rm", "dpo"])
 def test_missing_devices_and_model_features_are_refused_before_a_folder_is_created(
     tmp_path: Path, command: str, given: str, said: str
 ) -> None:
     tiny_model().save_pretrained(tmp_path / "small")
     TOKENIZER.save_pretrained(tmp_path / "small")
     rank = ["lora.rank=2", f"model={tmp_path / 'small'}"] if given.startswith("lora") else []
-    size = {"train": ["warmup.steps=0", "steps=0"], "sft": ["rows=10"], "train-rm": ["pairs=4", "task.args.num_heldout=4"]}[
-        command
-    ]
-    assert said in refused(command, "threads=1", *NETWORK, *size, *rank, given, f"output={tmp_path}/runs")
+    pairs = ["pairs=4", "task.args.num_heldout=4"]
+    sizes = {"train": ["warmup.steps=0", "steps=0"], "sft": ["rows=10"], "train-rm": pairs, "dpo": pairs}
+    assert said in refused(command, "threads=1", *NETWORK, *sizes[command], *rank, given, f"output={tmp_path}/runs")
     assert not (tmp_path / "runs").exists()
 
 

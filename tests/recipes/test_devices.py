@@ -5,6 +5,7 @@ import torch
 
 from ludic.recipes.compose import compose, config_hash, to_yaml
 from ludic.recipes.devices import choose_devices
+from ludic.recipes.dpo.schema import compose_dpo
 from ludic.recipes.rm.schema import compose_rm
 from ludic.recipes.sft.schema import compose_sft
 
@@ -14,7 +15,7 @@ def have_gpu(monkeypatch, answer):
 
 
 @pytest.mark.parametrize("place", ["ranks=2", "place=ray", "place=slurm"])
-@pytest.mark.parametrize("make", [compose, compose_sft, compose_rm])
+@pytest.mark.parametrize("make", [compose, compose_sft, compose_rm, compose_dpo])
 def test_the_recipe_of_a_launcher_leaves_the_device_to_its_processes(tmp_path, monkeypatch, make, place):
     have_gpu(monkeypatch, False)  # a login node
     config = tmp_path / "config.yaml"

@@ -5,6 +5,7 @@ import pytest
 from ludic.errors import ConfigError
 from ludic.recipes.actors import check_actors
 from ludic.recipes.compose import compose, config_hash
+from ludic.recipes.dpo.schema import compose_dpo
 from ludic.recipes.place_section import PlaceSection, TrainersSection, check_place, needs_launcher
 from ludic.recipes.rm.schema import compose_rm
 from ludic.recipes.sft.schema import compose_sft
@@ -30,7 +31,11 @@ def test_a_mapping_is_the_section_of_the_short_name():
 
 
 def test_supervised_runs_have_the_settings_of_trainers():
-    for recipe in (compose_sft(["ranks=2", "place=ray"]), compose_rm(["ranks=2", "place=ray"])):
+    for recipe in (
+        compose_sft(["ranks=2", "place=ray"]),
+        compose_rm(["ranks=2", "place=ray"]),
+        compose_dpo(["ranks=2", "place=ray"]),
+    ):
         assert (recipe.place.trainers, recipe.place.on) == (2, "ray")
     with pytest.raises(ConfigError, match=r"there is no setting 'place\.actors'"):
         compose_sft(["actors=2"])

@@ -6,6 +6,7 @@ import torch
 from ludic.errors import ConfigError
 from ludic.models.sharding import ShardingSettings
 from ludic.recipes.compose import compose
+from ludic.recipes.dpo.schema import compose_dpo
 from ludic.recipes.rm.schema import compose_rm
 from ludic.recipes.sft.schema import compose_sft
 from ludic.recipes.sharding import build_sharding, has_no_weights, is_shared_out
@@ -22,7 +23,7 @@ def test_a_section_is_the_settings_of_the_model():
     )
 
 
-@pytest.mark.parametrize("compose_any", [compose, compose_sft, compose_rm])
+@pytest.mark.parametrize("compose_any", [compose, compose_sft, compose_rm, compose_dpo])
 def test_every_training_command_has_the_section_and_one_word_sets_its_kind(compose_any):
     assert compose_any([]).sharding == ShardingSection()
     assert compose_any(["sharding=full", "sharding.param_dtype=bfloat16"]).sharding == ShardingSection(

@@ -11,6 +11,7 @@ SHORTEST = {
     "train": ["warmup.steps=0", "steps=0", "evaluation.prompts=1", "evaluation.samples_per_prompt=1"],
     "sft": ["steps=0", "rows=10"],
     "train-rm": ["steps=0", "pairs=4", "task.args.num_heldout=4"],
+    "dpo": ["steps=0", "pairs=4", "task.args.num_heldout=4", "warmup.steps=0", "answers=0"],
 }
 
 

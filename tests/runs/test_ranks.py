@@ -1,5 +1,5 @@
-"""`ludic train`, `sft` and `train-rm` as one run of two ranks: equal to one process, ended together
-by an error, a kill, a hang or a signal."""
+"""`ludic train`, `sft`, `train-rm` and `dpo` as one run of two ranks: equal to one process, ended
+together by an error, a kill, a hang or a signal."""
 
 import json
 import os
@@ -26,6 +26,7 @@ from tiny_recipe import TINY
 pytestmark = pytest.mark.integration
 
 SFT = [*NETWORK, "threads=1", "rows=40", "batch_size=6", "epochs=1", "heldout=0.1"]
+DPO = [*(setting for setting in PAIRS if not setting.startswith("train_sample")), "warmup.steps=3", "answers=4"]
 LONG = ["steps=100000", "epochs=1", "checkpoint.every_n_steps=5"]
 
 
@@ -38,7 +39,7 @@ def prompts(tmp_path):
     return path
 
 
-@pytest.mark.parametrize("command", ["train", "sft", "train-rm"])
+@pytest.mark.parametrize("command", ["train", "sft", "train-rm", "dpo"])
 def test_a_run_on_two_ranks_is_that_of_one_process(command, prompts, tmp_path):
     own_data = [
         *TINY,
@@ -48,7 +49,7 @@ def test_a_run_on_two_ranks_is_that_of_one_process(command, prompts, tmp_path):
         "inference.batches_ahead=1",
         "trainer.minibatches_per_batch=2",
     ]
-    settings = {"train": own_data, "sft": SFT, "train-rm": PAIRS}[command]
+    settings = {"train": own_data, "sft": SFT, "train-rm": PAIRS, "dpo": DPO}[command]
     for name, world_size, work in (("one", 1, alone), ("two", 2, with_sgd)):
         with Ranks(
             tmp_path / f"log-{name}", world_size, command, *settings, f"output={tmp_path}", f"name={name}", work=work

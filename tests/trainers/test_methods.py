@@ -11,7 +11,7 @@ from training_samples import tiny_model
 from typer.testing import CliRunner
 
 import ludic
-from ludic import GRPO, SFT, RewardModel
+from ludic import DPO, GRPO, SFT, RewardModel
 from ludic.cli.app import app
 from ludic.cli.train import TrainCommand
 from ludic.errors import CheckpointError, ConfigError, ConfigTypeError
@@ -193,6 +193,16 @@ def test_sft_and_a_reward_model_are_one_object_each(model: Path) -> None:
     assert (judge["algorithm"], judge["status"]) == ("bradley_terry", "finished")
 
 
+def test_dpo_is_one_object_with_another_model_as_its_reference(model: Path) -> None:
+    preferences = [{"prompt": row["prompt"], "chosen": row["answer"], "rejected": "no"} for row in ROWS]
+    small = {"epochs": 1, "batch_size": 8, "threads": 1, "heldout": 0.2, "max_new_tokens": 3}
+    policy = DPO(model, preferences, ref_model=model, loss={"beta": 0.3}, **small)
+    summary = policy.train()
+    assert (summary["algorithm"], summary["status"], summary["beta"]) == ("dpo", "finished", 0.3)
+    assert policy.recipe.reference.model == str(model)
+    assert len(policy.trainer.reference_logps) == 40
+
+
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
@@ -209,6 +219,11 @@ def test_sft_and_a_reward_model_are_one_object_each(model: Path) -> None:
         (lambda: SFT("m", ROWS, place={"on": "slurm"}), ConfigError, r"place\.on \(slurm\) .* run `ludic sft`"),
         (lambda: GRPO("m", lambda **_: [], ROWS, place={"actors": 1}), ConfigError, "actors cannot import the reward 'reward'"),
         (lambda: SFT("m", ROWS, epochs=0), ConfigError, r"epochs \(0\) must be at least 1"),
+        (
+            lambda: DPO("m", ROWS, ref_model="r", **{"reference.model": "q"}),
+            ConfigError,
+            r"reference\.model is an argument of its own",
+        ),
         (lambda: RewardModel("m", ROWS, beta=1), ConfigError, "there is no setting 'beta'"),
     ],
 )
@@ -262,6 +277,6 @@ def test_a_callback_that_would_never_act_is_refused_before_the_run(model: Path, 
 
 
 def test_the_package_imports_its_objects_when_they_are_read():
-    assert {"GRPO", "SFT", "RewardModel"} == set(ludic.__all__)
+    assert {"DPO", "GRPO", "SFT", "RewardModel"} == set(ludic.__all__)
     with pytest.raises(AttributeError, match="no attribute 'PPO'"):
         _ = ludic.PPO

@@ -12,7 +12,10 @@ SETTINGS = ("trainer.model_device", "warmup.trainer.model_device")
 
 def choose_devices(recipe: Any) -> None:
     """Replace `auto` by the device of this process, in place."""
-    sections = [recipe.trainer, *([recipe.warmup.trainer] if "warmup" in vars(recipe) and "trainer" in vars(recipe.warmup) else [])]
+    sections = [
+        recipe.trainer,
+        *([recipe.warmup.trainer] if "warmup" in vars(recipe) and "trainer" in vars(recipe.warmup) else []),
+    ]
     for section in sections:
         if section.model_device == AUTO:
             section.model_device = choose_device()

@@ -108,8 +108,8 @@ class DPO(RecipeTrainer):
         """`ref_model`: a folder or a hub id; None: `model` itself, as it is before the first step.
         `eval_dataset`: measured instead of a share of `dataset` (`heldout=`). `settings` are those
         of `ludic dpo`."""
-        reference = {} if ref_model is None else {"reference.model": str(ref_model)}
-        super().__init__(DPOCommand(), _over_rows(model, dataset, eval_dataset, {**settings, **reference}), callbacks)
+        given = {"reference.model": None if ref_model is None else str(ref_model)}
+        super().__init__(DPOCommand(), _over_rows(model, dataset, eval_dataset, settings, **given), callbacks)
 
 
 class RewardModel(RecipeTrainer):
@@ -133,10 +133,12 @@ class RewardModel(RecipeTrainer):
         super().__init__(TrainRMCommand(), _over_rows(model, dataset, eval_dataset, settings), callbacks)
 
 
-def _over_rows(model: str | Path | None, dataset: Rows, eval_dataset: Rows | None, settings: Mapping[str, Any]) -> Any:
+def _over_rows(
+    model: str | Path | None, dataset: Rows, eval_dataset: Rows | None, settings: Mapping[str, Any], **given: Any
+) -> Any:
     rows = _folder_of_rows(settings)
     heldout = None if eval_dataset is None else source_of(eval_dataset, rows)
-    return settings_of(model, settings, data=source_of(dataset, rows), heldout_data=heldout)
+    return settings_of(model, settings, data=source_of(dataset, rows), heldout_data=heldout, **given)
 
 
 def _folder_of_rows(settings: Mapping[str, Any]) -> Path:

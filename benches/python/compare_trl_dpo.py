@@ -1,0 +1,177 @@
+"""Compares the value, the gradient and the metrics of ludic's DPO loss with those of TRL's
+DPOTrainer, on the same tokens, model and reference.
+
+    PYTHONPATH=python .venv-trl/bin/python -m benches.python.compare_trl_dpo
+
+TRL is not a dependency: it needs an environment of its own (`pip install trl==1.16.0 -r
+pyproject.toml -c constraints.txt`), into which this imports ludic from the source tree. The batch
+is TRL's own; ludic packs its samples into micro-batches of pairs. Differences are the largest over
+the elements, each relative to the largest element of TRL's, or to 1 if that is smaller. TRL's
+`sigmoid` takes no label smoothing; its `robust` does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import random
+import tempfile
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+PAIRS, BUDGET = 24, 128
+CASES = [
+    ("sigmoid", {"loss_type": "sigmoid", "beta": 0.1}),
+    ("sigmoid, beta 1", {"loss_type": "sigmoid", "beta": 1.0}),
+    ("ipo", {"loss_type": "ipo", "beta": 0.1}),
+    ("ipo, beta 0.5", {"loss_type": "ipo", "beta": 0.5}),
+    ("robust, eps 0.1", {"loss_type": "robust", "beta": 0.1, "label_smoothing": 0.1}),
+    ("sigmoid by length", {"loss_type": "sigmoid", "beta": 2.0, "length_normalize": True}),
+]
+METRICS = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "logps/chosen", "logps/rejected")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs=2, metavar=("FIRST", "LAST"), default=(0, 4))
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    print("| loss | value | gradient | metrics | micro-batches |\n|---|---|---|---|---|")
+    for name, settings in CASES:
+        worst = np.zeros(3)
+        for seed in range(options.seeds[0], options.seeds[1] + 1):
+            *differences, micro_batches = compare(settings, seed)
+            worst = np.maximum(worst, differences)
+        print(f"| {name} | {worst[0]:.1e} | {worst[1]:.1e} | {worst[2]:.1e} | {micro_batches} |", flush=True)
+
+
+def compare(settings: Mapping[str, Any], seed: int) -> tuple[float, float, float, int]:
+    """The differences of value, gradient and metrics, and the number of ludic's micro-batches."""
+    model, reference = make_model(seed), make_model(seed + 1000)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer, batch = prepare_trl(folder, model, reference, settings, seed)
+        expected = trainer.compute_loss(model, batch)
+        expected.backward()
+        theirs = gradients(model)
+        logged = {name: values[-1] for name, values in trainer._metrics["train"].items()}
+    model.zero_grad()
+    value, stats, micro_batches = run_ludic(model, reference, list(read_items(batch)), settings)
+    ours = gradients(model)
+    scale = max(1.0, *(gradient.abs().max().item() for gradient in theirs.values()))
+    gradient = max((ours[name] - theirs[name]).abs().max().item() for name in theirs) / scale
+    metrics = max(abs(stats[f"train/{name}"] - logged[name]) / max(1.0, abs(logged[name])) for name in METRICS)
+    return abs(value - expected.item()) / max(1.0, abs(expected.item())), gradient, metrics, micro_batches
+
+
+def prepare_trl(folder: str, model: Any, reference: Any, settings: Mapping[str, Any], seed: int) -> tuple[Any, dict[str, Tensor]]:
+    """TRL's trainer, and one of its batches."""
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
+    from ludic.models.byte_tokenizer import make_byte_tokenizer
+
+    loss_type = "sigmoid_norm" if settings.get("length_normalize") else settings["loss_type"]
+    config = DPOConfig(
+        output_dir=folder,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        per_device_train_batch_size=PAIRS,
+        beta=settings["beta"],
+        loss_type=[loss_type],
+        label_smoothing=settings.get("label_smoothing", 0.0),
+        report_to=[],
+        disable_tqdm=True,
+    )
+    tokenizer = make_byte_tokenizer()
+    data = Dataset.from_list(list(draw_rows(seed)))
+    trainer = DPOTrainer(
+        model=model, ref_model=copy.deepcopy(reference), args=config, train_dataset=data, processing_class=tokenizer
+    )
+    return trainer, dict(next(iter(trainer.get_train_dataloader())))
+
+
+def draw_rows(seed: int) -> Iterator[dict[str, str]]:
+    draw = random.Random(seed)
+    for number in range(PAIRS):
+        chosen, rejected = ("".join(draw.choices("0123456789", k=draw.randint(1, 20))) for _ in range(2))
+        yield {"prompt": f"{number}{draw.choice(['high', 'low'])}>", "chosen": chosen, "rejected": rejected + "x"}
+
+
+def read_items(batch: Mapping[str, Tensor]) -> Iterator[Any]:
+    """TRL's rows, all chosen ones and then all rejected ones, as ludic's samples."""
+    from ludic.training import SAWItem
+
+    half = len(batch["input_ids"]) // 2
+    for row in range(2 * half):
+        kept = batch["attention_mask"][row].bool()
+        ids, mask = (batch[name][row][kept].tolist() for name in ("input_ids", "completion_mask"))
+        meta = {"pair_id": row % half, "role": "chosen" if row < half else "rejected", "label": 1.0}
+        yield SAWItem(ids, [1] * len(ids), mask, 1.0, meta)
+
+
+def run_ludic(model: Any, reference: Any, items: list[Any], settings: Mapping[str, Any]) -> tuple[float, dict[str, float], int]:
+    """One step with learning rate 0: its loss, statistics and number of micro-batches. The gradient
+    stays in the model."""
+    from ludic.training import DPOTrainer, DPOTrainerConfig, FrozenModel, make_dpo
+
+    class Source:
+        async def next_batch(self) -> Any:
+            from ludic.training import SAWBatch
+
+            return SAWBatch(items)
+
+    class KeepsGradient(DPOTrainer):
+        def initialize_optimizer(self) -> torch.optim.Optimizer:
+            optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
+            optimizer.register_step_pre_hook(lambda *_: kept.update(gradients(self.model)))
+            return optimizer
+
+    kept: dict[str, Tensor] = {}
+    cfg = DPOTrainerConfig(
+        model_device="cpu", max_seq_len=64, micro_token_budget=BUDGET, max_grad_norm=None, sync_every_steps=0, lr=0.0
+    )
+    trainer = KeepsGradient(
+        model=model,
+        algo=make_dpo(**settings),
+        batch_source=Source(),
+        pairs=items,
+        cfg=cfg,
+        reference=FrozenModel(reference, cfg),
+    )
+    stats = trainer.train_step_sync()
+    for name, parameter in model.named_parameters():
+        parameter.grad = kept[name]
+    return stats["train/loss"], stats, int(stats["perf/micro_batches"])
+
+
+def make_model(seed: int) -> Any:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from ludic.models.byte_tokenizer import VOCAB_SIZE
+
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=64,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        initializer_range=0.1,
+    )
+    return Qwen2ForCausalLM(config)
+
+
+def gradients(model: Any) -> dict[str, Tensor]:
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+if __name__ == "__main__":
+    main()
