@@ -1,5 +1,5 @@
-"""The command `ludic`: train, eval, sft, train-rm, rollout, runs, view, serve, slurm, checkpoint,
-status, doctor, version.
+"""The command `ludic`: train, eval, sft, train-rm, dpo, rollout, runs, view, serve, slurm,
+checkpoint, status, doctor, version.
 
 Each command imports what it needs when it runs, so that `--help` is fast.
 """
@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from ludic.cli.checkpoint_commands import AsJson, checkpoints
+from ludic.cli.dpo_options import HELP as DPO_HELP, dpo
 from ludic.cli.reports import RUNS_HELP, VIEW_HELP, runs, view
 from ludic.cli.sft_options import SFT_HELP, SFTTyperCommand, sft
 from ludic.cli.shared_options import make_lr_setting, refuse_flags_in
@@ -143,39 +144,7 @@ def train_rm(
     raise typer.Exit(code)
 
 
-_DPO_HELP = """Train a policy on preference pairs, without a reward model: DPO or IPO. Measure it on held-out pairs and by its answers.
-
-A row of the data has `prompt`, `chosen` and `rejected`, as text or as messages. The reference is the model as it is given, or
-`reference.model`; it scores every pair once. Everything is written to `runs/NAME/`: config.yaml, metrics.jsonl, summary.json,
-answers.jsonl, plots, and the model in Hugging Face layout. Ctrl-C stops after the current step and saves the run.
-
-**Examples**
-
-- `ludic dpo` warms up a small model and trains it on generated preferences with a known best possible accuracy
-- `ludic dpo model=path/to/model data=pairs.jsonl trainer.lr=5e-7 lora.rank=8` (`--print-config` lists all fields)
-- `ludic dpo model=path/to/model data=pairs.jsonl loss.loss_type=ipo loss.beta=0.05` is IPO
-- `ludic dpo --resume runs/NAME` resumes an interrupted run
-"""
-
-
-@app.command(help=_DPO_HELP, context_settings={"ignore_unknown_options": True})
-def dpo(
-    arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[FILE.yaml] [KEY=VALUE]...", help="A settings file, and fields to set.")
-    ] = None,
-    resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Folder of the run to resume.")] = None,
-    lr: Annotated[float | None, typer.Option(help="Learning rate; short for trainer.lr=RATE.")] = None,
-    json_only: Annotated[bool, typer.Option("--json", help="Print only summary.json on standard output.")] = False,
-    print_config: Annotated[bool, typer.Option(help="Print the resolved settings as YAML and stop.")] = False,
-) -> None:
-    from ludic.cli.dpo import dpo_command
-
-    settings = [*(arguments or ()), *_make_lr_setting(lr)]
-    with report_user_errors():
-        _refuse_flags(arguments)
-        code = dpo_command(settings, resume=resume, json_only=json_only, print_config=print_config)
-    raise typer.Exit(code)
-
+app.command("dpo", help=DPO_HELP, context_settings={"ignore_unknown_options": True})(dpo)
 
 _ROLLOUT_HELP = """Play episodes of a recipe's task with a model and write them to a file, with token traces. `ludic sft` reads it.
 
