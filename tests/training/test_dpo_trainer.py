@@ -275,6 +275,8 @@ def test_wrong_parts_are_refused():
         dpo_config(packing="padding_free")
     with pytest.raises(ConfigError, match="no pairs to evaluate"):
         trainer_of(items).evaluate()
+    with pytest.raises(ConfigError, match="both say what to evaluate"):
+        trainer_of(items, eval_items=items, evaluator=object())
 
 
 def test_a_plain_trainer_without_reference_says_what_is_missing():

@@ -85,6 +85,8 @@ class DPOTrainer(Trainer):
         cfg = DPOTrainerConfig() if cfg is None else cfg
         if not isinstance(cfg, DPOTrainerConfig):
             raise ConfigTypeError(f"DPOTrainer needs a DPOTrainerConfig, which has room for pairs, not a {type(cfg).__name__}")
+        if eval_items and options.get("evaluator") is not None:
+            raise ConfigError("evaluator and eval_items both say what to evaluate; give one of them")
         self._loss = _require_dpo(algo)
         if lora_config is not None:
             model = apply_lora(require_model(model), lora_config)
