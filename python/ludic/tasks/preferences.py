@@ -77,9 +77,10 @@ class DigitPreferences:
         return _SIGN[prompt] * sum(map(int, response)) / len(response)
 
     def judge(self, prompt: str, response: str) -> float | None:
-        """The quality of any text; None unless it is `min_digits` to `max_digits` digits."""
+        """The quality of any text less that of random digits: at random 0, at best 4.5. None unless
+        it is `min_digits` to `max_digits` digits."""
         is_response = response.isascii() and response.isdigit() and self.min_digits <= len(response) <= self.max_digits
-        return self.quality(prompt, response) if is_response else None
+        return self.quality(prompt, response) - _SIGN[prompt] * 4.5 if is_response else None
 
     def probability(self, prompt: str, first: str, second: str) -> float:
         """Probability that `first` is preferred: sigmoid((quality of first - quality of second) /

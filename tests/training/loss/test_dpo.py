@@ -85,6 +85,16 @@ def test_ipo_divides_each_log_ratio_by_its_tokens():
     assert whole.item() == pytest.approx(0.04, abs=1e-6)
 
 
+def test_the_likelihood_of_the_chosen_answers_is_added_per_token():
+    logits, batch = pair_batch([[0.5, 0.25], [-0.25], [0.0], [0.5]])
+    plain, _ = DPOLoss(beta=2.0).compute(logits, batch)
+    loss, stats = DPOLoss(beta=2.0, nll_coeff=0.4).compute(logits, batch)
+    # log pi of the chosen answers: (-0.5 - 0.75) / 2 = -0.625 and -1 / 1; their mean is -0.8125
+    assert stats["nll_loss"].item() == pytest.approx(0.8125, abs=1e-6)
+    assert loss.item() == pytest.approx(plain.item() + 0.4 * 0.8125, abs=1e-6)
+    assert stats["loss"].item() == loss.item()
+
+
 def test_sigmoid_with_length_normalize_is_that_of_the_means():
     logits, batch = pair_batch([[0.5, 0.25, 0.15], [-0.25, -0.05]])
     loss, _ = DPOLoss(beta=4.0, length_normalize=True).compute(logits, batch)
@@ -139,14 +149,17 @@ def test_a_policy_that_is_its_reference_has_loss_log_2_and_no_right_pair():
 
 def oracle(model, samples, settings):
     """The loss of whole pairs in float64, token by token, from the formulas of the papers."""
-    beta, loss_type, eps = settings
+    beta, loss_type, eps, nll_coeff = settings
     table = model.table.double()
-    losses = []
+    losses, nll = [], []
     for chosen, rejected in zip(samples[::2], samples[1::2], strict=True):
         ratios = []
         for sample in (chosen, rejected):
             ids, mask, reference = sample["input_ids"], sample["action_mask"], sample["actor_logps"].double()
             taken = [t for t in range(1, len(ids)) if mask[t]]
+            if sample is chosen:
+                own = [table[ids[t - 1]].log_softmax(0)[ids[t]] for t in taken]
+                nll.append(-sum(own, start=table.sum() * 0) / max(1, len(taken)))
             total = sum((table[ids[t - 1]].log_softmax(0)[ids[t]] - reference[t] for t in taken), start=table.sum() * 0)
             ratios.append(total / max(1, len(taken)) if loss_type == "ipo" else total)
         h = ratios[0] - ratios[1]
@@ -157,7 +170,7 @@ def oracle(model, samples, settings):
             losses.append(((1 - eps) * right - eps * wrong) / (1 - 2 * eps))
         else:
             losses.append((1 - eps) * right + eps * wrong)
-    return torch.stack(losses).mean()
+    return torch.stack(losses).mean() + nll_coeff * torch.stack(nll).mean()
 
 
 def collate_pairs(pairs):
@@ -184,13 +197,18 @@ def divided_pairs(draw):
 
 
 @pytest.mark.parametrize("loss_type", TYPES)
-@given(divided=divided_pairs(), beta=st.sampled_from([0.05, 0.1, 1.0]), eps=st.sampled_from([0.0, 0.1, 0.3]))
-def test_value_and_gradient_are_those_of_the_oracle_for_any_split(loss_type, divided, beta, eps):
+@given(
+    divided=divided_pairs(),
+    beta=st.sampled_from([0.05, 0.1, 1.0]),
+    eps=st.sampled_from([0.0, 0.1, 0.3]),
+    nll=st.sampled_from([0.0, 0.5]),
+)
+def test_value_and_gradient_are_those_of_the_oracle_for_any_split(loss_type, divided, beta, eps, nll):
     samples, parts = divided
     slow = Bigram()
-    expected = oracle(slow, samples, (beta, loss_type, eps))
+    expected = oracle(slow, samples, (beta, loss_type, eps, nll))
     expected.backward()
-    model, algorithm = Bigram(), RLAlgorithm("dpo", ConstantCredit(1.0), DPOLoss(beta, loss_type, eps))
+    model, algorithm = Bigram(), RLAlgorithm("dpo", ConstantCredit(1.0), DPOLoss(beta, loss_type, eps, nll_coeff=nll))
     totals = BatchTotals(float(len(samples)), 1.0, 0.0, 0.0, num_pairs=len(samples) / 2)
     value = 0.0
     for part in parts:
@@ -217,6 +235,11 @@ def test_unknown_losses_and_impossible_smoothing_are_refused():
     for eps in (-0.1, 0.5, 1.0):
         with pytest.raises(ConfigError, match=r"in \[0, 0\.5\)"):
             make_dpo(label_smoothing=eps)
+
+
+def test_a_negative_weight_of_the_likelihood_is_refused():
+    with pytest.raises(ConfigError, match=r"nll_coeff \(-1\)"):
+        make_dpo(nll_coeff=-1)
 
 
 def test_a_batch_without_reference_or_pairs_says_what_it_lacks():

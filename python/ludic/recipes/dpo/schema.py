@@ -30,6 +30,8 @@ class DPOLossSection:
     """The probability that a label is wrong, in [0, 0.5)."""
     length_normalize: Optional[bool] = MISSING  # noqa: UP045  OmegaConf reads this annotation at run time
     """Divide the log-ratios by the number of answer tokens; null: for ipo alone, as in TRL."""
+    nll_coeff: float = MISSING
+    """Weight of the negative log-likelihood of the chosen answers, per token; 0: without it."""
 
 
 @dataclass

@@ -29,9 +29,10 @@ class ImplicitRewardEvaluator(PreferenceEvaluator):
     over its action tokens (Rafailov et al. 2023, eq. 5), by TRL's names. As the evaluator of a
     `Trainer` it logs `eval/rewards/accuracies` and so on.
 
-    `loss` is that of the training, with its label smoothing. `ece` and the percentiles of the
-    margins are those of `PreferenceMetrics` for the probability sigmoid(margin), which is what the
-    sigmoid loss fits. With several ranks each scores its share, and all get the metrics.
+    `loss` is that of the training, with its label smoothing and without `nll_coeff`. `ece` and the
+    percentiles of the margins are those of `PreferenceMetrics` for the probability sigmoid(margin),
+    which is what the sigmoid loss fits. With several ranks each scores its share, and all get the
+    metrics.
     """
 
     def __init__(

@@ -52,6 +52,10 @@ class DPOLoss(Loss):
     length_normalize: bool | None = None
     """Divide each log-ratio by the number of action tokens. None: for `ipo` alone. True with
     `sigmoid` is TRL's `sigmoid_norm`."""
+    nll_coeff: float = 0.0
+    """Weight of a second term, the mean over pairs of -log pi of the chosen answer divided by its
+    action tokens: Pang et al. 2024 (arXiv:2404.19733), eq. 1, where it is alpha. It keeps the
+    chosen answers likely; DPO alone may make both answers of a pair unlikely."""
 
     normalizer = "pairs"
     reads_shared_only = True
@@ -70,6 +74,9 @@ class DPOLoss(Loss):
             raise ConfigError(
                 f"label_smoothing ({self.label_smoothing}) must be in [0, 0.5): the probability that a label is wrong"
             )
+
+        if not (math.isfinite(self.nll_coeff) and self.nll_coeff >= 0):
+            raise ConfigError(f"nll_coeff ({self.nll_coeff}) must be a finite number >= 0; 0 leaves the term out")
 
     @property
     def divides_by_length(self) -> bool:
@@ -95,14 +102,19 @@ class DPOLoss(Loss):
         chosen, rejected, labels = find_pairs(shared.batch)
         if not labels:
             zero = shared.zero()
-            return zero, {"loss": zero.detach(), **dict.fromkeys(STATISTICS, zero.detach())}
+            names = [*STATISTICS, *(["nll_loss"] if self.nll_coeff else [])]
+            return zero, {"loss": zero.detach(), **dict.fromkeys(names, zero.detach())}
         ratio = weigh_values(mask_values(shared.token_logp - shared.reference_logp, shared.token_mask), shared.token_mask).sum(
             dim=1
         )
         used = ratio / shared.token_counts if self.divides_by_length else ratio
         label = ratio.new_tensor(labels)
         loss = self.of_differences(used[chosen] - used[rejected], label).mean()
-        return loss, {"loss": loss.detach(), **self._statistics(ratio, shared.logp_action(), chosen, rejected, label)}
+        stats = self._statistics(ratio, shared.logp_action(), chosen, rejected, label)
+        if self.nll_coeff:
+            nll = -shared.logp_action(length_normalize=True)[chosen].mean()
+            loss, stats = loss + self.nll_coeff * nll, {**stats, "nll_loss": nll.detach()}
+        return loss, {"loss": loss.detach(), **stats}
 
     def _statistics(self, ratio: Tensor, logp: Tensor, chosen: Index, rejected: Index, label: Tensor) -> Stats:
         rewards, logp = self.beta * ratio.detach(), logp.detach()

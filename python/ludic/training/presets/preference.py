@@ -13,6 +13,7 @@ def make_dpo(
     loss_type: DPOLossType = "sigmoid",
     label_smoothing: float = 0.0,
     length_normalize: bool | None = None,
+    nll_coeff: float = 0.0,
     name: str = "dpo",
 ) -> RLAlgorithm:
     """Direct preference optimization (arXiv:2305.18290) for `DPOTrainer`; `loss_type="ipo"` is IPO
@@ -20,5 +21,5 @@ def make_dpo(
     return RLAlgorithm(
         name=name,
         credit_assigner=ConstantCredit(1.0),
-        loss=DPOLoss(beta=beta, loss_type=loss_type, label_smoothing=label_smoothing, length_normalize=length_normalize),
+        loss=DPOLoss(beta, loss_type, label_smoothing, length_normalize, nll_coeff),
     )
