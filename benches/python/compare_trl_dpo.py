@@ -7,7 +7,8 @@ TRL is not a dependency: it needs an environment of its own (`pip install trl==1
 pyproject.toml -c constraints.txt`), into which this imports ludic from the source tree. The batch
 is TRL's own; ludic packs its samples into micro-batches of pairs. Differences are the largest over
 the elements, each relative to the largest element of TRL's, or to 1 if that is smaller. TRL's
-`sigmoid` takes no label smoothing; its `robust` does.
+`sigmoid` takes no label smoothing; its `robust` does. Both compute in float32: the last two columns
+are the differences of each one's value and gradient from the equation, row by row in float64.
 """
 
 from __future__ import annotations
@@ -40,17 +41,16 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs=2, metavar=("FIRST", "LAST"), default=(0, 4))
     options = parser.parse_args()
     torch.set_num_threads(1)
-    print("| loss | value | gradient | metrics | micro-batches |\n|---|---|---|---|---|")
+    print("| loss | value | gradient | metrics | ludic and float64 | TRL and float64 |\n|---|---|---|---|---|---|")
     for name, settings in CASES:
-        worst = np.zeros(3)
+        worst = np.zeros(5)
         for seed in range(options.seeds[0], options.seeds[1] + 1):
-            *differences, micro_batches = compare(settings, seed)
-            worst = np.maximum(worst, differences)
-        print(f"| {name} | {worst[0]:.1e} | {worst[1]:.1e} | {worst[2]:.1e} | {micro_batches} |", flush=True)
+            worst = np.maximum(worst, compare(settings, seed))
+        print(f"| {name} | {' | '.join(f'{difference:.1e}' for difference in worst)} |", flush=True)
 
 
-def compare(settings: Mapping[str, Any], seed: int) -> tuple[float, float, float, int]:
-    """The differences of value, gradient and metrics, and the number of ludic's micro-batches."""
+def compare(settings: Mapping[str, Any], seed: int) -> tuple[float, ...]:
+    """The differences of value, gradient and metrics, and of each side from float64."""
     model, reference = make_model(seed), make_model(seed + 1000)
     with tempfile.TemporaryDirectory() as folder:
         trainer, batch = prepare_trl(folder, model, reference, settings, seed)
@@ -59,12 +59,55 @@ def compare(settings: Mapping[str, Any], seed: int) -> tuple[float, float, float
         theirs = gradients(model)
         logged = {name: values[-1] for name, values in trainer._metrics["train"].items()}
     model.zero_grad()
-    value, stats, micro_batches = run_ludic(model, reference, list(read_items(batch)), settings)
+    items = list(read_items(batch))
+    exact_value, exact = exact_step(make_model(seed).double(), make_model(seed + 1000).double(), items, settings)
+    value, stats, micro_batches = run_ludic(model, reference, items, settings)
+    assert micro_batches > 1
     ours = gradients(model)
-    scale = max(1.0, *(gradient.abs().max().item() for gradient in theirs.values()))
-    gradient = max((ours[name] - theirs[name]).abs().max().item() for name in theirs) / scale
-    metrics = max(abs(stats[f"train/{name}"] - logged[name]) / max(1.0, abs(logged[name])) for name in METRICS)
-    return abs(value - expected.item()) / max(1.0, abs(expected.item())), gradient, metrics, micro_batches
+    metrics = max(relative(stats[f"train/{name}"], logged[name]) for name in METRICS)
+    return (
+        relative(value, expected.item()),
+        largest_difference(ours, theirs),
+        metrics,
+        max(relative(value, exact_value), largest_difference(ours, exact)),
+        max(relative(expected.item(), exact_value), largest_difference(theirs, exact)),
+    )
+
+
+def relative(value: float, other: float) -> float:
+    return abs(value - other) / max(1.0, abs(other))
+
+
+def largest_difference(some: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> float:
+    """Relative to the largest element of the others, or to 1 if that is smaller."""
+    scale = max(1.0, *(gradient.abs().max().item() for gradient in others.values()))
+    return max((some[name] - others[name]).abs().max().item() for name in others) / scale
+
+
+def exact_step(model: Any, reference: Any, items: list[Any], settings: Mapping[str, Any]) -> tuple[float, dict[str, Tensor]]:
+    """The value and the gradient of the equation, each row by itself in float64, with nothing
+    of ludic or TRL."""
+
+    def log_ratio(item: Any) -> Tensor:
+        ids, mask = torch.tensor([item.input_ids]), torch.tensor(item.action_mask)[1:].bool()
+        policy, fixed = (
+            one(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[mask, 0].sum() for one in (model, reference)
+        )
+        normalize = settings["loss_type"] == "ipo" or settings.get("length_normalize", False)
+        return (policy - fixed.detach()) / (mask.sum() if normalize else 1)
+
+    beta, eps = settings["beta"], settings.get("label_smoothing", 0.0)
+    half, value = len(items) // 2, 0.0
+    for chosen, rejected in zip(items[:half], items[half:], strict=True):
+        h = log_ratio(chosen) - log_ratio(rejected)
+        if settings["loss_type"] == "ipo":
+            loss = (h - 1 / (2 * beta)) ** 2
+        else:
+            right, wrong = (torch.log1p(torch.exp(-sign * beta * h)) for sign in (1, -1))
+            loss = ((1 - eps) * right - eps * wrong) / (1 - 2 * eps)
+        (loss / half).backward()
+        value += loss.item() / half
+    return value, gradients(model)
 
 
 def prepare_trl(folder: str, model: Any, reference: Any, settings: Mapping[str, Any], seed: int) -> tuple[Any, dict[str, Tensor]]:

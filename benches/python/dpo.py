@@ -1,7 +1,7 @@
 """What `ludic dpo` learns from the built-in preferences, per seed: the table of docs/dpo.md.
 
-    python -m benches.python.dpo --seeds 60 64 threads=1
-    python -m benches.python.dpo --seeds 60 64 loss.loss_type=ipo loss.beta=0.1 threads=1
+    python -m benches.python.dpo --seeds 70 74 threads=1
+    python -m benches.python.dpo --seeds 70 74 loss.loss_type=ipo loss.beta=0.1 threads=1
 
 Each run is a process of its own; settings (`key=value`) are passed on to it. Runs follow one
 another. `--from FOLDER` reads finished runs instead. A run learnt if its held-out accuracy is above
@@ -45,7 +45,7 @@ def has_learnt(summary: dict[str, Any]) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs=2, metavar=("FIRST", "LAST"), default=(60, 64))
+    parser.add_argument("--seeds", type=int, nargs=2, metavar=("FIRST", "LAST"), default=(70, 74))
     parser.add_argument("--from", dest="finished", type=Path, metavar="FOLDER", help="folder of runs that are finished")
     options, settings = parser.parse_known_args()
     print(f"| seed | {' | '.join(COLUMNS)} |\n|{'---|' * (len(COLUMNS) + 1)}")

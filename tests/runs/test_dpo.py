@@ -188,7 +188,7 @@ def test_conversations_are_rendered_by_the_template_and_need_one(tmp_path: Path,
     bare = tmp_path / "bare"
     tiny_model().save_pretrained(bare)
     make_byte_tokenizer().save_pretrained(bare)
-    assert "template" in refused(f"model={bare}", *settings, "name=bare")
+    assert "template" in refused(f"model={bare}", *settings, "name=bare-run")
     assert not (tmp_path / "bare-run").exists()
 
 
