@@ -122,7 +122,7 @@ def test_a_data_file_and_a_reward_function_are_enough(here: Path, model: Path) -
     assert list(summary()) == [
         *("status", "stopped_by", "model", "algorithm", "versions"),
         *("before", "after", "solved_at", "intervals", "heldout", "wall_s", "phases_s", "padding", "memory"),
-        *("steps", "idle_steps", "stopped_early", "episodes", "clip_fraction"),
+        *("steps", "idle_steps", "stopped_early", "episodes", "samples", "clip_fraction"),
         *("mismatch", "weight_sync", "overlap", "actors", "seed", "config_hash"),
     ]
     assert set(summary()["before"]) == set(summary()["after"]) == {"sampled_reward", "greedy_accuracy"}

@@ -25,7 +25,8 @@ from ludic.training.presets.registry import REGISTRY
 SUMMARY_KEYS = [
     *("status", "stopped_by", "model", "algorithm", "versions"),
     *("before", "after", "solved_at", "intervals", "heldout", "wall_s", "phases_s", "padding", "memory"),
-    *("steps", "idle_steps", "stopped_early", "episodes", "clip_fraction", "mismatch", "weight_sync", "overlap"),
+    *("steps", "idle_steps", "stopped_early", "episodes", "samples", "clip_fraction"),
+    *("mismatch", "weight_sync", "overlap"),
     "actors",
     *("seed", "config_hash"),
 ]
