@@ -162,7 +162,7 @@ def test_a_template_from_a_file_is_used_and_saved(tiny: list[str], tmp_path: Pat
     shown = sft(*tiny, f"data={data}", f"chat_template={tmp_path / 'chat.jinja'}", "heldout=0")
     assert AutoTokenizer.from_pretrained(tmp_path / "run" / "model").chat_template == template
     assert "4 samples do not end with <eos>: after these the model is not taught to stop" in " ".join(shown.split())
-    assert "does not exist" in refused(*tiny, f"data={data}", "chat_template=/nowhere.jinja")
+    assert "does not exist" in refused(*tiny, f"data={data}", "chat_template=/nowhere.jinja", "name=other")
 
 
 def test_rows_of_all_formats_can_be_mixed_and_come_from_several_files(tiny: list[str], tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def hangs_on(word, release):
 def test_a_hung_call_fails_its_group_alone(release):
     began = time.monotonic()
     judge = hangs_on("bad", release)
-    rewards, errors = score(judge, rollout("a", 1), rollout("bad", 2), rollout("bb", 2), rollout("ccc", 3), timeout_s=0.5)
+    rewards, errors = score(judge, rollout("a", 1), rollout("bad", 2), rollout("bb", 2), rollout("ccc", 3), plain_timeout_s=0.5)
     assert time.monotonic() - began < LONG_S / 2
     assert rewards == [1.0, 0.0, 0.0, 3.0]
     assert [error is None for error in errors] == [True, False, False, True]
@@ -52,7 +52,7 @@ def test_without_a_deadline_a_plain_function_runs_in_this_thread_and_with_one_in
         return [0.0] * len(completions)
 
     score(judge, rollout("a"))
-    score(judge, rollout("a"), timeout_s=LONG_S)
+    score(judge, rollout("a"), plain_timeout_s=LONG_S)
     assert threads[0] is threading.main_thread()
     assert threads[1] is not threading.main_thread()
     assert threads[1].daemon  # the process can end without it
@@ -62,19 +62,19 @@ def test_an_error_in_a_thread_keeps_its_file_and_line():
     def judge(completions):
         raise KeyError("bad")
 
-    _, (error,) = score(judge, rollout("a"), timeout_s=LONG_S)
+    _, (error,) = score(judge, rollout("a"), plain_timeout_s=LONG_S)
     line = judge.__code__.co_firstlineno + 1
     assert str(error) == f"reward function judge failed: KeyError: 'bad' ({__file__}:{line}, in judge)"
 
     def gives_up(completions):
         raise TimeoutError("the judge is away")
 
-    _, (error,) = score(gives_up, rollout("a"), timeout_s=LONG_S)
+    _, (error,) = score(gives_up, rollout("a"), plain_timeout_s=LONG_S)
     assert "TimeoutError: the judge is away" in str(error)  # its own, not that of the deadline
 
 
 async def test_too_many_hung_calls_end_the_run(release):
-    scorer = RewardFunctions(hangs_on("bad", release), timeout_s=0.05, max_hung=2)
+    scorer = RewardFunctions(hangs_on("bad", release), plain_timeout_s=0.05, max_hung=2)
     for _ in range(2):
         errors = await scorer.score([rollout("bad")])
         assert [type(error) for error in errors.values()] == [GradingError]
@@ -107,7 +107,7 @@ def test_a_late_call_logs_nothing(release):
         return [1.0]
 
     played = rollout("a")
-    score(judge, played, timeout_s=0.05)
+    score(judge, played, plain_timeout_s=0.05)
     release.set()
     assert done.wait(LONG_S)
     assert "reward_log" not in played.steps[-1].info
@@ -117,7 +117,7 @@ def test_a_coroutine_that_a_plain_function_returns_is_awaited():
     async def judge(completions):
         return [2.0] * len(completions)
 
-    rewards, _ = score(lambda completions: judge(completions), rollout("a"), timeout_s=LONG_S)
+    rewards, _ = score(lambda completions: judge(completions), rollout("a"), plain_timeout_s=LONG_S)
     assert rewards == [2.0]
 
 
@@ -143,7 +143,8 @@ def test_a_slow_call_without_a_deadline_is_reported_once_with_its_line(caplog):
     assert "set reward_timeout_s to give it a deadline" in record.getMessage()
 
 
-@pytest.mark.parametrize("timeout_s", [0, -1.0, float("inf"), float("nan")])
-def test_a_deadline_is_above_zero(timeout_s):
-    with pytest.raises(ConfigError, match="timeout_s"):
-        RewardFunctions(lambda completions: [0.0], timeout_s=timeout_s)
+@pytest.mark.parametrize("name", ["timeout_s", "plain_timeout_s"])
+@pytest.mark.parametrize("seconds", [0, -1.0, float("inf"), float("nan")])
+def test_a_deadline_is_above_zero(name, seconds):
+    with pytest.raises(ConfigError, match=rf"^{name} "):
+        RewardFunctions(lambda completions: [0.0], **{name: seconds})

@@ -26,7 +26,9 @@ class DataRewards(RewardFunctions):
         trainer_state: TrainerState | None = None,
         is_eval: bool = False,
     ) -> None:
-        super().__init__(functions, weights, timeout_s=timeout_s, trainer_state=trainer_state, is_eval=is_eval)
+        super().__init__(functions, weights, plain_timeout_s=timeout_s, trainer_state=trainer_state, is_eval=is_eval)
+        if timeout_s is not None:
+            self.timeout_s = timeout_s
         prompts = (getattr(function, "system_prompt", None) for function in functions)
         self.system_prompt: str | None = next((prompt for prompt in prompts if prompt), None)
         """That of the first function that has one."""
@@ -39,7 +41,9 @@ class DataRewards(RewardFunctions):
 
     def for_evaluation(self) -> DataRewards:
         """The same functions and weights, which are told that answers are measured."""
-        return DataRewards(self.functions, self.weights, timeout_s=self.timeout_s, trainer_state=self.trainer_state, is_eval=True)
+        return DataRewards(
+            self.functions, self.weights, timeout_s=self.plain_timeout_s, trainer_state=self.trainer_state, is_eval=True
+        )
 
 
 class NoRewards(DataRewards):

@@ -18,8 +18,6 @@ from ludic.event_loop import run_in_daemon_thread
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-COROUTINE_TIMEOUT_S = 600.0
-"""Deadline of coroutine functions if none is set."""
 MAX_HUNG_CALLS = 8
 SLOW_CALL_S = 60.0
 """After so long, a call without a deadline is reported, once for each function."""

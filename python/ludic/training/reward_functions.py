@@ -24,7 +24,6 @@ from ludic.envs.prompt_env import prompt_shown
 from ludic.errors import ConfigError, DataError, GradingError, LudicError, RolloutError, error_location
 from ludic.interaction.containment import describe_error
 from ludic.training.reward_deadline import (
-    COROUTINE_TIMEOUT_S,
     MAX_HUNG_CALLS,
     CoroutineDeadlineExceeded,
     RewardDeadlineExceeded,
@@ -67,12 +66,12 @@ class RewardFunctions:
     element is not finite or is an exception, or if a function raised. A function that raises is
     called again for each group, so only the groups on which it fails are lost.
 
-    **Deadline.** A coroutine function that exceeds `timeout_s`, 600 s if that is None, is cancelled
-    and not called again. A plain function has a deadline only if `timeout_s` is set: it then runs
-    in a thread of its own, and is called again for each group after the deadline, so that one hung
-    group does not cost the batch. The thread cannot be ended; with more than `max_hung` of them
-    `score` raises RewardsHung. Without `timeout_s`, plain functions run in the thread of the event
-    loop, where they can use signals, as the timeout of math-verify does; in a thread they cannot.
+    **Deadline.** A coroutine function that exceeds `timeout_s` is cancelled and not called again.
+    A plain function has a deadline only if `plain_timeout_s` is set: it then runs in a thread of
+    its own, and is called again for each group after the deadline, so that one hung group does not
+    cost the batch. The thread cannot be ended; with more than `max_hung` of them `score` raises
+    RewardsHung. Without it, plain functions run in the thread of the event loop, where they can use
+    signals, as the timeout of math-verify does; in a thread they cannot.
     """
 
     def __init__(
@@ -80,12 +79,13 @@ class RewardFunctions:
         functions: RewardFunction | Sequence[RewardFunction],
         weights: Sequence[float] | None = None,
         *,
-        timeout_s: float | None = None,
+        timeout_s: float = 600.0,
+        plain_timeout_s: float | None = None,
         trainer_state: TrainerState | None = None,
         is_eval: bool = False,
         max_hung: int = MAX_HUNG_CALLS,
     ) -> None:
-        """`timeout_s`: seconds for one call with all completions of a batch. `is_eval`: the
+        """Both deadlines: seconds for one call with all completions of a batch. `is_eval`: the
         rollouts are measured and not trained on. Functions with an argument of that name get it."""
         self.functions = list(functions) if isinstance(functions, Sequence) else [functions]
         self.weights = [1.0] * len(self.functions) if weights is None else [float(weight) for weight in weights]
@@ -101,9 +101,10 @@ class RewardFunctions:
         self.trainer_state = trainer_state or TrainerState()
         """Passed to functions with this argument."""
         self.is_eval = is_eval
-        if timeout_s is not None and not 0 < timeout_s < math.inf:
-            raise ConfigError(f"timeout_s ({timeout_s}) must be above 0 seconds, or None")
-        self.timeout_s = timeout_s
+        for name, seconds in (("timeout_s", timeout_s), ("plain_timeout_s", plain_timeout_s)):
+            if seconds is not None and not 0 < seconds < math.inf:
+                raise ConfigError(f"{name} ({seconds}) must be above 0 seconds")
+        self.timeout_s, self.plain_timeout_s = timeout_s, plain_timeout_s
         self._threads, self._slow = ThreadedCalls(max_hung), set[str]()
 
     def check_columns(self, columns: Sequence[str]) -> None:
@@ -148,8 +149,8 @@ class RewardFunctions:
         """Call the function now. Awaiting the result returns its rewards or its error."""
         log = _Log(inputs)
         arguments = self._arguments(function, inputs, log)
-        if self.timeout_s is not None and not is_coroutine_function(function):
-            call = self._threads.call(name, lambda: function(**arguments), self.timeout_s)
+        if self.plain_timeout_s is not None and not is_coroutine_function(function):
+            call = self._threads.call(name, lambda: function(**arguments), self.plain_timeout_s)
             return self._finish(call, inputs, log, has_deadline=True)
         try:
             with report_slow_call(name, self._slow):
@@ -183,14 +184,13 @@ class RewardFunctions:
     async def _await_result(self, returned: Awaitable[Any]) -> Any:
         """Return the coroutine's result. Raises CoroutineDeadlineExceeded at the deadline; a
         TimeoutError that the function itself raises is an ordinary error."""
-        timeout_s = COROUTINE_TIMEOUT_S if self.timeout_s is None else self.timeout_s
-        deadline = asyncio.timeout(timeout_s)
+        deadline = asyncio.timeout(self.timeout_s)
         try:
             async with deadline:
                 return await returned
         except TimeoutError as error:
             if deadline.expired():
-                raise CoroutineDeadlineExceeded(f"it took longer than {timeout_s:g} s") from error
+                raise CoroutineDeadlineExceeded(f"it took longer than {self.timeout_s:g} s") from error
             raise
 
     async def _retry_by_group(
