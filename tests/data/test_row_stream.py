@@ -175,3 +175,20 @@ def test_memory_is_that_of_the_buffer_and_not_of_the_file(tmp_path: Path) -> Non
     count, grown_kb = map(int, shown.stdout.split())
     assert count == 8192
     assert grown_kb < size_kb / 4, f"the process grew by {grown_kb} KiB over a file of {size_kb} KiB"
+
+
+@pytest.mark.parametrize("name", ["more.jsonl.gz", "more.json", "more.txt", "test-0.jsonl", "Validation.jsonl"])
+def test_a_folder_with_files_that_would_be_left_out_or_are_held_out_is_refused(tmp_path: Path, name: str) -> None:
+    write_shards(tmp_path / "rows", [2])
+    (tmp_path / "rows" / name).write_text('{"n": 1}\n')
+    with pytest.raises(DataError, match=f"has {name}, which .* name the files"):
+        RowStream([str(tmp_path / "rows")], buffer_rows=4, seed=0)
+
+
+def test_a_folder_is_read_whole_whatever_the_case_of_its_names_and_with_a_readme(tmp_path: Path) -> None:
+    folder = tmp_path / "rows"
+    write_shards(folder, [2])
+    (folder / "MORE.JSONL").write_text('{"n": 7}\n')
+    (folder / "README.md").write_text("rows")
+    (folder / ".hidden").write_text("x")
+    assert sorted(numbers(RowStream([str(folder)], buffer_rows=4, seed=0), 3)) == [0, 1, 7]

@@ -16,6 +16,7 @@ from ludic.cli.app import app
 from ludic.errors import ConfigError
 from ludic.recipes.compose import compose, config_hash
 from ludic.recipes.sft.schema import compose_sft
+from ludic.runs import tracking
 from ludic.runs.directory import RunDirectory
 from ludic.runs.screen import Screen
 from ludic.runs.tracking import parse_trackers, run_logger
@@ -68,6 +69,27 @@ def test_lines_have_the_commit_and_other_names_if_asked(tmp_path: Path, monkeypa
     header = {"run/git_sha": "abc1234", "run/recipe_path": str(tmp_path / "config.yaml")}
     assert lines_of(tmp_path) == [{"step": 1, "phase": "reinforce", **header, "train/lr": 0.5, "train/learning_rate": 0.5}]
     assert config_hash(recipe) == config_hash(compose([]))
+
+
+def test_a_tracker_that_cannot_end_its_run_does_not_end_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Gone:
+        def start(self) -> None: ...
+
+        def log(self, step: int, stats: dict[str, float]) -> None: ...
+
+        def close(self) -> None:
+            raise ConnectionError("the server is away")
+
+    monkeypatch.setitem(tracking.TRACKERS, "mlflow", lambda run: Gone())
+    monkeypatch.setattr(tracking, "_describe_place", lambda tracker, run: "nowhere")
+    recipe, directory = compose(["report_to=mlflow"]), RunDirectory(tmp_path)
+    screen = Screen(Console(file=io.StringIO()), every=1)
+    with run_logger(recipe, directory, screen, "reinforce", keys=["train/lr"], spark_key="lr", last_step=1) as logger:
+        logger.log(1, {"train/lr": 0.5})
+    assert "mlflow did not end its run" in caplog.text
+    assert "the server is away" in caplog.text
 
 
 def test_the_dashboard_shows_training_beside_the_first_and_the_latest_evaluation() -> None:

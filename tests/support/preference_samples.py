@@ -1,11 +1,12 @@
 """Preference pairs in byte-tokenizer ids, and a reward model of 10,000 parameters."""
 
 import random
+from dataclasses import replace
 
 import torch
 
 from ludic.models.byte_tokenizer import PAD_ID, VOCAB_SIZE, make_byte_tokenizer
-from ludic.training import RMTrainerConfig, SAWItem
+from ludic.training import DPOTrainerConfig, RMTrainerConfig, SAWItem
 
 TOKENIZER = make_byte_tokenizer()
 
@@ -55,6 +56,16 @@ def sorted_pairs(count, seed=0):
         right, wrong = "".join(sorted(digits)), "".join(sorted(digits, reverse=True))[: draw.randint(1, 9)]
         items += pair(f"p{index}", f"{digits}>", right, wrong, label=draw.choice([1.0, 1.0, 0.75]))
     return items
+
+
+def with_reference(macro):
+    """The batch with log-probabilities of a reference: -1 for the first token, -2 for the next."""
+    counts = macro.table.target_counts.tolist()
+    return replace(macro, token_columns={"reference_logps": {row: -torch.arange(1.0, 1 + n) for row, n in enumerate(counts)}})
+
+
+def dpo_config(**changes):
+    return DPOTrainerConfig(**{"model_device": "cpu", "max_seq_len": 32, "micro_token_budget": 128, "lr": 1e-2, **changes})
 
 
 def rm_config(**changes):

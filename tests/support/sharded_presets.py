@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 from forked_ranks import run_ranks
-from preference_samples import reward_model, rm_config, sorted_pairs
+from preference_samples import dpo_config, reward_model, rm_config, sorted_pairs, with_reference
 from training_samples import cpu_config, sorting_items, tiny_model
 
 from ludic.models.sharding import ShardingSettings, gather_tensor, make_mesh, shard_model
@@ -29,6 +29,10 @@ def make_batch(name, share):
     if preset.kind == "reward_model":
         cfg = rm_config(micro_token_budget=70)
         macro = PreferenceMacroBatch.ingest_pairs(sorted_pairs(15, seed=3), cfg.max_seq_len)
+        return algo, cfg, PreferenceMiniBatch(replace(macro, share=share), np.arange(len(macro.items)), cfg)
+    if name == "dpo":
+        cfg = dpo_config(micro_token_budget=70)
+        macro = with_reference(PreferenceMacroBatch.ingest_pairs(sorted_pairs(15, seed=3), cfg.max_seq_len))
         return algo, cfg, PreferenceMiniBatch(replace(macro, share=share), np.arange(len(macro.items)), cfg)
     cfg = cpu_config(micro_token_budget=60)
     items = sorting_items(40, seed=3)

@@ -7,14 +7,13 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
-from preference_samples import pair, sorted_pairs
+from preference_samples import dpo_config, pair, sorted_pairs
 from training_samples import ListSource, assert_same_tensors, gradients_of, tiny_model, weights_of
 
 from ludic.errors import BudgetError, CheckpointError, ConfigError, ConfigTypeError, DataError
 from ludic.training import (
     CheckpointConfig,
     DPOTrainer,
-    DPOTrainerConfig,
     FrozenModel,
     LoraSettings,
     PrecomputedReference,
@@ -29,10 +28,6 @@ from ludic.training.batching.pair_batches import PreferenceMacroBatch
 from ludic.training.batching.preference import collate_preference_items
 from ludic.training.loss.context import SharedContext
 from ludic.training.precomputed_reference import item_key
-
-
-def dpo_config(**changes):
-    return DPOTrainerConfig(**{"model_device": "cpu", "max_seq_len": 32, "micro_token_budget": 128, "lr": 1e-2, **changes})
 
 
 def trainer_of(items=None, *, model=None, algo=None, config=None, source=None, kind=DPOTrainer, **options):

@@ -28,7 +28,7 @@ from training_samples import (
 from ludic.errors import ConfigError
 from ludic.models.packed_attention import get_attention
 from ludic.models.prefix_trees import PREFIX_TREES
-from ludic.training import RLAlgorithm, Trainer, collate_saw_items, make_grpo
+from ludic.training import DPOTrainerConfig, RLAlgorithm, Trainer, collate_saw_items, make_grpo
 from ludic.training.algorithm import forward_for_loss
 from ludic.training.backend.torch import TorchBackend, enable_checkpointing
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
@@ -127,6 +127,14 @@ def test_the_gradient_of_trees_equals_that_of_separate_rows(name, groups, seed, 
     assert sum(batch.num_items for batch in micro_batches) == len(items)
     for batch in micro_batches:
         assert batch.tensors[PREFIX_TREES].input_ids.numel() <= longest + spare
+
+
+def test_settings_for_pairs_do_not_keep_plain_samples_from_sharing():
+    items = branching_items((4,), 1)
+    cfg = DPOTrainerConfig(model_device="cpu", max_seq_len=64, micro_token_budget=1000, prefix_sharing="tree")
+    (batch,) = TreeMiniBatch(MacroBatch.ingest(items, 64), np.arange(4), cfg)
+    assert batch.tensors[PREFIX_TREES].input_ids.numel() < sum(len(item.input_ids) for item in items)
+    assert cfg.packing != "padding_free"
 
 
 def test_the_expected_gradients_are_not_zero():

@@ -34,13 +34,13 @@ def hangs_on(word, release):
 def test_a_hung_call_fails_its_group_alone(release):
     began = time.monotonic()
     judge = hangs_on("bad", release)
-    rewards, errors = score(judge, rollout("a", 1), rollout("bad", 2), rollout("bb", 2), rollout("ccc", 3), plain_timeout_s=0.5)
+    rewards, errors = score(judge, rollout("a", 1), rollout("bad", 2), rollout("bb", 2), rollout("ccc", 3), plain_timeout_s=3.0)
     assert time.monotonic() - began < LONG_S / 2
     assert rewards == [1.0, 0.0, 0.0, 3.0]
     assert [error is None for error in errors] == [True, False, False, True]
     assert isinstance(errors[1], GradingError)
     assert str(errors[1]) == (
-        "reward function judge failed: it took longer than 0.5 s (reward_timeout_s); its thread cannot be ended and goes on"
+        "reward function judge failed: it took longer than 3 s (reward_timeout_s); its thread cannot be ended and goes on"
     )
 
 

@@ -6,6 +6,7 @@ file is open between two reads.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
@@ -19,6 +20,7 @@ from ludic.files.jsonl import parse_json
 _PARQUET_ROWS = 1024
 """Rows that are decoded at a time."""
 _HASHED_BYTES = 65_536
+_HELD_OUT = re.compile(r"(test|val|valid|validation|dev)[-_.]", re.IGNORECASE)
 
 
 class RowReader(Protocol):
@@ -48,10 +50,7 @@ def open_readers(sources: Sequence[str], *, config: str | None = None, split: st
     for source in sources:
         path = Path(source).expanduser()
         if path.is_dir() and not _is_saved_data_set(path):
-            shards = sorted(shard for shard in path.iterdir() if shard.suffix in _FILES)
-            if not shards:
-                raise DataError(f"{source} has no files that can be streamed ({', '.join(_FILES)})")
-            readers += [_FILES[shard.suffix](str(shard), shard) for shard in shards]
+            readers += [_FILES[shard.suffix.lower()](str(shard), shard) for shard in _list_shards(path, source)]
         elif path.suffix.lower() in _FILES:
             if not path.is_file():
                 raise DataError(f"{source} does not exist; paths are relative to {Path.cwd()}")
@@ -64,6 +63,21 @@ def open_readers(sources: Sequence[str], *, config: str | None = None, split: st
                 "hub; or set streaming=false"
             )
     return readers
+
+
+def _list_shards(folder: Path, source: str) -> list[Path]:
+    """The files of a folder, by name. Raises DataError if one of them would not be read."""
+    inside = sorted(path for path in folder.iterdir() if not path.name.startswith((".", "_", "README")))
+    left = [path.name for path in inside if path.suffix.lower() not in _FILES]
+    tests = [path.name for path in inside if _HELD_OUT.match(path.name)]
+    if left or tests:
+        raise DataError(
+            f"{source} has {(left or tests)[0]}, which {'cannot be streamed' if left else 'looks like held-out rows'}; name the files to "
+            f"train on one by one ({', '.join(_FILES)})"
+        )
+    if not inside:
+        raise DataError(f"{source} has no files that can be streamed ({', '.join(_FILES)})")
+    return inside
 
 
 def _identify_file(path: Path) -> tuple[str, int, str]:

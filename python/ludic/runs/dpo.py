@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -178,23 +177,26 @@ class DPORun(EpochsRun[DPORecipe, DPOParts, DPODirectory]):
             f"{recipe.loss.loss_type} loss, beta {recipe.loss.beta:g}, on {len(parts.data.train) // 2:,} pairs: {parts.steps} steps of "
             f"{recipe.batch_size}"
         )
-        trainer_class = partial(
-            DPOTrainer,
-            algo=parts.algorithm,
-            pairs=parts.data.train,
-            eval_items=parts.data.heldout or None,
+        return await self.train(self._make_dpo_trainer, _make_source(parts.data, recipe), keys=KEYS)
+
+    def _make_dpo_trainer(self, **options: Any) -> DPOTrainer:
+        """The reference is loaded here, so that nothing holds it once it has scored the pairs."""
+        return DPOTrainer(
+            algo=self.parts.algorithm,
+            pairs=self.parts.data.train,
+            eval_items=self.parts.data.heldout or None,
             reference=self._load_reference(),
             reference_file=self.directory.reference_logps,
-            enable_gradient_checkpointing=recipe.gradient_checkpointing,
+            enable_gradient_checkpointing=self.recipe.gradient_checkpointing,
+            **options,
         )
-        return await self.train(trainer_class, _make_source(parts.data, recipe), keys=KEYS)
 
     def _load_reference(self) -> FrozenModel | None:
         """The model of `reference.model`, unless its log-probabilities are there already."""
         source, file = self.recipe.reference.model, self.directory.reference_logps
         if source is None or ranks.ask_rank_0("looking for the reference log-probabilities", file.is_file):
             return None
-        return FrozenModel.from_pretrained(source, self.parts.cfg)
+        return FrozenModel.from_pretrained(source, self.parts.cfg, dtype=self.recipe.dtype)
 
     def _measure(self, trainer: DPOTrainer) -> dict[str, float]:
         """The `eval_` metrics on the held-out pairs, which are also drawn."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 from collections.abc import Callable, Iterator
@@ -30,6 +31,7 @@ from ludic.training.loggers import (
 
 Tracker = MlflowLogger | TensorboardLogger | TrackioLogger | WandbLogger
 NONE = "none"
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -152,9 +154,17 @@ def _start_tracker(opened: ExitStack, name: str, run: TrackerRun, screen: Screen
         raise ConfigError(
             f"report_to: {name} could not begin a run ({type(error).__name__}: {error}); log in to it, or leave it out of report_to"
         ) from error
-    opened.callback(tracker.close)
+    opened.callback(_close, tracker, name)
     screen.note(f"Reporting to {name}: {_describe_place(tracker, run)}")
     return tracker
+
+
+def _close(tracker: Tracker, name: str) -> None:
+    """A service that is away when a run ends does not cost the trained model."""
+    try:
+        tracker.close()
+    except Exception:
+        logger.exception("report_to: %s did not end its run; what it has received stays there", name)
 
 
 def _describe_place(tracker: Tracker, run: TrackerRun) -> str:

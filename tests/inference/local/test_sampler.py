@@ -182,6 +182,12 @@ def test_of_equal_probabilities_the_first_are_kept():
     assert kept.tolist() == [[0.0, 0.0, -torch.inf, -torch.inf]]
 
 
+def test_a_row_with_nan_does_not_change_the_others():
+    kept = nucleus(torch.tensor([[3.0, 1.0, 0.0], [torch.nan, 1.0, 0.0]]), torch.tensor([0.5, 0.5]))
+    assert kept[0].tolist() == [3.0, -torch.inf, -torch.inf]
+    assert kept[1].isnan().any()
+
+
 def test_rows_without_top_p_are_unchanged_beside_rows_with_it():
     logits = torch.tensor([[3.0, 1.0, -torch.inf], [3.0, 1.0, 0.0]])
     assert nucleus(logits, torch.tensor([1.0, 0.5])).tolist() == [[3.0, 1.0, -torch.inf], [3.0, -torch.inf, -torch.inf]]

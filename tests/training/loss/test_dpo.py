@@ -185,6 +185,16 @@ def collate_pairs(pairs):
     return {**batch, "reference_logps": batch["actor_logps"], "meta": meta}
 
 
+def test_a_label_below_a_half_makes_the_other_answer_the_preferred_one():
+    samples = rows(2, seed=1)
+    algorithm = RLAlgorithm("dpo", ConstantCredit(1.0), DPOLoss(0.5, nll_coeff=0.5))
+    given = collate_pairs([(0, *samples)])
+    swapped = collate_pairs([(0, *samples[::-1])])
+    given["meta"]["label"], swapped["meta"]["label"] = [0.25, 0.25], [0.75, 0.75]
+    values = [algorithm.compute_loss(Bigram(), batch)[0].item() for batch in (given, swapped)]
+    assert values[0] == pytest.approx(values[1], rel=1e-6)
+
+
 @st.composite
 def divided_pairs(draw):
     """Samples in pairs, and the pairs in random order, cut at random places."""

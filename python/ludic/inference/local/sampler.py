@@ -210,9 +210,9 @@ def _nucleus_border(p: Tensor, top_p: Tensor, size: int) -> tuple[Tensor, Tensor
     outside, and whether this is certain: the nucleus has fewer than `size` tokens, or `size` is the
     vocabulary."""
     ordered = p.topk(size, dim=-1).values if size < p.shape[1] else p.sort(dim=-1, descending=True).values
-    num_kept = (ordered.cumsum(dim=-1) - ordered < top_p[:, None]).sum(dim=-1)
+    num_kept = (ordered.cumsum(dim=-1) - ordered < top_p[:, None]).sum(dim=-1).clamp(min=1)  # 0 of a row with NaN
     least = ordered.gather(1, num_kept[:, None] - 1)
     is_certain = (num_kept < size) | (size == p.shape[1])
-    extra = (ordered >= least).sum(dim=-1) - num_kept
+    extra = ((ordered >= least).sum(dim=-1) - num_kept).clamp(min=0)
     cut_by_size = extra.bool() & (ordered[:, -1] == least.squeeze(1)) & (size < p.shape[1])
     return least.squeeze(1), extra, is_certain & ~cut_by_size

@@ -22,7 +22,7 @@ _LOST = {
 }
 """Name in the summary to name in metrics.jsonl."""
 _CUT = {"answers_cut": "completion_truncated_rate", "cut_to_max_seq_len": "seq_len_truncated_rate"}
-_ALGORITHMS = {"sft": "sft", "train-rm": "bradley_terry"}
+_ALGORITHMS = {"sft": "sft", "train-rm": "bradley_terry", "dpo": "dpo"}
 """Command to the algorithm of all of its runs."""
 
 

@@ -22,6 +22,7 @@ from ludic.training.algorithm import RLAlgorithm, forward_logits
 from ludic.training.backend.precision import autocast
 from ludic.training.config import TrainerConfig
 from ludic.training.loss.base import adapted_loss, loss_name
+from ludic.training.ranks.collectives import max_over_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,8 @@ def can_share_prefixes(model: nn.Module, algo: RLAlgorithm, cfg: TrainerConfig) 
     if cfg.prefix_sharing == "off":
         return False
     reason = _find_loss_reason(algo) or _prepare(model, cfg)
+    if any(max_over_ranks([float(reason is not None)], cfg.model_device)):  # all ranks divide a batch in one way
+        reason = reason or "another rank cannot share them"
     if reason is not None and model not in _said:
         _said.add(model)
         level = logging.WARNING if cfg.prefix_sharing == "tree" else logging.INFO

@@ -112,7 +112,8 @@ class DPOLoss(Loss):
         loss = self.of_differences(used[chosen] - used[rejected], label).mean()
         stats = self._statistics(ratio, shared.logp_action(), chosen, rejected, label)
         if self.nll_coeff:
-            nll = -shared.logp_action(length_normalize=True)[chosen].mean()
+            logp = shared.logp_action(length_normalize=True)
+            nll = -where(label >= 0.5, logp[chosen], logp[rejected]).mean()
             loss, stats = loss + self.nll_coeff * nll, {**stats, "nll_loss": nll.detach()}
         return loss, {"loss": loss.detach(), **stats}
 
