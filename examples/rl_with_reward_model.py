@@ -15,10 +15,9 @@ task's own reward:
 
 Before and after, two numbers are measured on held-out problems: the score, which is trained on, and
 the share of right answers, which is wanted. Where the first rises and the second falls, the reward
-model is over-optimised, and the end says so. It does not take much: measured with seed 0, the first
-15 steps of GRPO raise the share of right answers from 0.20 to 0.46. Three more rounds (`--rounds
-4`), each with a reward model that has also seen the policy's new answers, raise the score every
-time, and right answers fall to 0.21, 0.09 and 0.19.
+model is over-optimised, and the end says so. It does not take much: 5 steps of GRPO raise the share
+of right answers from about 0.2 to about 0.5, and 15 steps raise the score further and lose them
+all again (docs/reward-models-in-rl.md has three seeds).
 """
 
 import argparse
@@ -215,7 +214,7 @@ def verdict(rounds: list[tuple[Measured, Measured]]) -> str:
 
 
 def main(
-    seed: int = 0, *, sft_steps: int = 300, problems: int = 600, rm_steps: int = 250, rl_steps: int = 15, rounds: int = 1
+    seed: int = 0, *, sft_steps: int = 300, problems: int = 600, rm_steps: int = 250, rl_steps: int = 5, rounds: int = 1
 ) -> list[tuple[Measured, Measured]]:
     """The measurements before and after each round."""
     torch.manual_seed(seed)
@@ -240,7 +239,7 @@ def main(
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("--seed", 0), ("--rounds", 1), ("--rl-steps", 15)):
+    for name, default in (("--seed", 0), ("--rounds", 1), ("--rl-steps", 5)):
         parser.add_argument(name, type=int, default=default)
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # with more threads than free cores a small model is slower
