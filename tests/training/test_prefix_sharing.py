@@ -132,9 +132,11 @@ def test_the_gradient_of_trees_equals_that_of_separate_rows(name, groups, seed, 
 def test_settings_for_pairs_do_not_keep_plain_samples_from_sharing():
     items = branching_items((4,), 1)
     cfg = DPOTrainerConfig(model_device="cpu", max_seq_len=64, micro_token_budget=1000, prefix_sharing="tree")
-    (batch,) = TreeMiniBatch(MacroBatch.ingest(items, 64), np.arange(4), cfg)
+    mini_batch = TreeMiniBatch(MacroBatch.ingest(items, 64), np.arange(4), cfg)
+    [batch] = mini_batch
     assert batch.tensors[PREFIX_TREES].input_ids.numel() < sum(len(item.input_ids) for item in items)
-    assert cfg.packing != "padding_free"
+    assert mini_batch.cfg is cfg
+    assert (mini_batch.packing, cfg.packing) == ("padding_free", "optimal")
 
 
 def test_the_expected_gradients_are_not_zero():

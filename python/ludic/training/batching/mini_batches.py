@@ -29,7 +29,7 @@ from ludic.training.batching.fractions import Fractions, count_in_part, count_to
 from ludic.training.batching.micro_batching import MicroBatch, to_tensors, truncate_and_flag
 from ludic.training.batching.packing import CostliestFirst, Packing, Rows, find_line_bounds, plan_lines
 from ludic.training.batching.rank_plans import PlannedAtoms, RankPlans, RankShare, plan_atoms
-from ludic.training.config import TrainerConfig
+from ludic.training.config import Packing as PackingName, TrainerConfig
 from ludic.training.loss import BatchTotals
 from ludic.training.loss.context import collate_actions
 from ludic.training.types import SAWItem
@@ -176,6 +176,8 @@ class MiniBatch:
         self, batch: MacroBatch, rows: Rows, cfg: TrainerConfig, *, skip_zero_weight: bool = False, with_positions: bool = False
     ) -> None:
         self.batch, self.cfg = batch, cfg
+        self.packing: PackingName = cfg.packing
+        """How lines are planned and laid out. A subclass may change it in `_find_lines`."""
         self._positions = self._number(rows) if with_positions else None
         self.rows = rows[batch.table.weights[rows] != 0] if skip_zero_weight else rows
         """Samples that go through the model."""
@@ -247,25 +249,25 @@ class MiniBatch:
         share = self.batch.share
         if share is None or share.world == 1:
             return self._sort_by_cost(self._plan_lines())
-        padding_free = self.cfg.packing == "padding_free"
+        padding_free = self.packing == "padding_free"
         return RankPlans(self._plan_ranks(share.world), self.lengths, share, padding_free=padding_free)
 
     def _plan_ranks(self, world: int) -> list[PlannedAtoms]:
         """Plan the lines for all ranks. A subclass may plan several lines as one atom, which stays
         on one rank."""
-        return [plan_atoms(np.arange(len(self.lengths))[:, None], self.lengths, self.cfg, world)]
+        return [plan_atoms(np.arange(len(self.lengths))[:, None], self.lengths, self.cfg, world, self.packing)]
 
     def _sort_by_cost(self, plan: Packing) -> CostliestFirst:
         """Sort the micro-batches by computed tokens, then by the longest line (attention is
         quadratic in its length). Example: lines of 2 and 3 tokens compute 3*2 = 6 tokens with
         padding, 2+3 = 5 without."""
         lengths = [self.lengths[plan[index]] for index in range(len(plan))]
-        padded = self.cfg.packing != "padding_free"
+        padded = self.packing != "padding_free"
         computed = [int(each.max()) * len(each) if padded else int(each.sum()) for each in lengths]
         return CostliestFirst(plan, [(tokens, int(each.max())) for tokens, each in zip(computed, lengths, strict=True)])
 
     def _plan_lines(self) -> Packing:
-        return plan_lines(self.lengths, self.cfg)
+        return plan_lines(self.lengths, self.cfg, self.packing)
 
     def _plan_lines_greedily(self) -> Packing:
         """Return the greedy plan; statistics compare it with the configured one."""
@@ -285,7 +287,7 @@ class MiniBatch:
 
     def _micro_batch(self, rows: Rows) -> MicroBatch:
         table = self.batch.table
-        if self.cfg.packing == "padding_free":
+        if self.packing == "padding_free":
             columns = table.collate_padding_free(rows)
         else:
             columns = table.collate(rows, self.cfg.pad_token_id)

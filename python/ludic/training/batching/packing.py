@@ -14,17 +14,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ludic import _core
-from ludic.training.config import TrainerConfig
+from ludic.training.config import Packing as PackingName, TrainerConfig
 
 Rows = NDArray[np.int64]
 """Indices of samples."""
 
 
-def plan_lines(lengths: NDArray[np.int32], cfg: TrainerConfig) -> _core.Plan:
-    """Plan micro-batches for lines of these lengths with the algorithm `cfg.packing`."""
-    if cfg.packing == "padding_free":
+def plan_lines(lengths: NDArray[np.int32], cfg: TrainerConfig, packing: PackingName | None = None) -> _core.Plan:
+    """Plan micro-batches for lines of these lengths with the algorithm `packing`; None: that of
+    `cfg`."""
+    packing = packing or cfg.packing
+    if packing == "padding_free":
         return _core.plan_padding_free(lengths, cfg.micro_token_budget)
-    if cfg.packing == "greedy":
+    if packing == "greedy":
         return _core.plan_greedy(lengths, cfg.micro_token_budget)
     return _core.plan_optimal(lengths, cfg.micro_token_budget, cfg.overhead_tokens)
 

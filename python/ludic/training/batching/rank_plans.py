@@ -20,7 +20,7 @@ from ludic import _core
 from ludic.errors import RankError
 from ludic.training import ranks
 from ludic.training.batching.packing import Rows
-from ludic.training.config import TrainerConfig
+from ludic.training.config import Packing as PackingName, TrainerConfig
 
 _PRICES = inspect.signature(_core.plan_ranks).parameters
 LINEAR, QUADRATIC = int(_PRICES["linear"].default), int(_PRICES["quadratic"].default)
@@ -59,16 +59,18 @@ class PlannedAtoms:
         return self.lines[self.plans[rank][number]].reshape(-1)
 
 
-def plan_atoms(lines: Rows, lengths: NDArray[np.int32], cfg: TrainerConfig, world: int) -> PlannedAtoms:
+def plan_atoms(
+    lines: Rows, lengths: NDArray[np.int32], cfg: TrainerConfig, world: int, packing: PackingName | None = None
+) -> PlannedAtoms:
     """Plan the atoms `lines` [A, W], whose longest lines have `lengths` [A] tokens, for `world`
-    ranks.
+    ranks, with the algorithm `packing`; None: that of `cfg`.
 
     W lines of one atom, which are padded to the same length, cost W times one of them: the budget
     and the overhead of a micro-batch are divided by W instead.
     """
     width = lines.shape[1]
     budget, overhead = cfg.micro_token_budget // width, cfg.overhead_tokens // width
-    plans = _core.plan_ranks(np.ascontiguousarray(lengths), budget, world, cfg.packing, overhead)
+    plans = _core.plan_ranks(np.ascontiguousarray(lengths), budget, world, packing or cfg.packing, overhead)
     return PlannedAtoms(plans, lines)
 
 

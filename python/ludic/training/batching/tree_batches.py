@@ -8,8 +8,6 @@ normalizers are those of separate rows.
 
 from __future__ import annotations
 
-import copy
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -51,8 +49,7 @@ class TreeMiniBatch(MiniBatch):
         self._shared = np.zeros(len(table), dtype=np.int64)
         self._shared[order] = shared
         self.rows, self.line_bounds, self.lengths = order, bounds, tokens
-        self.cfg = copy.copy(self.cfg)  # `replace` checks the settings, and those of pairs refuse rows without padding
-        self.cfg.packing = "padding_free"
+        self.packing = "padding_free"
 
     @property
     def unshared_lengths(self) -> NDArray[np.int32]:
