@@ -78,6 +78,7 @@ OPTIONAL_READS = {
     "training/loop/setup_checks.py": (1, "a user's backend"),
     "training/loss/base.py": (1, "a user's loss, adapted"),
     "training/preflight/causes.py": (2, "a tokenizer"),
+    "training/reference.py": (1, "a user's reference or backend"),
     "training/reward_deadline.py": (1, "a user's reward function"),
     "training/reward_functions.py": (5, "a user's reward function"),
     "training/reward_scorer.py": (2, "a tokenizer"),

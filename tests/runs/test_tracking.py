@@ -253,7 +253,9 @@ def test_every_tracker_and_the_terminal_get_what_tells_how_a_run_goes(
     expected = {*signal, *lengths, "perf/tokens_per_s", "perf/time_left_s"}
     [*_, last] = [line for line in lines_of(tmp_path / "run") if line["phase"] == "reinforce" and "train/loss" in line]
     assert expected <= last.keys()
-    assert last["perf/tokens_per_s"] == pytest.approx(last["perf/real_tokens"] / last["perf/step_s"])
+    assert last["perf/tokens_per_s"] == pytest.approx(
+        (last["perf/real_tokens"] + last["perf/shared_tokens"]) / last["perf/step_s"]
+    )
     assert last["perf/time_left_s"] == 0.0
     assert expected <= wandb.logged[-1][1].keys()
     assert expected <= scalars_of(tmp_path / "run" / "tensorboard" / "reinforce", monkeypatch).keys()

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
+from policy_losses import LOSSES
 from preference_samples import reward_model, rm_config, sorted_pairs
 from training_samples import (
     ListSource,
@@ -22,51 +23,29 @@ from training_samples import (
 
 from ludic.training import RLAlgorithm, Trainer, collate_saw_items, make_grpo
 from ludic.training.backend.torch import TorchBackend
+from ludic.training.batching import tree_batches
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
 from ludic.training.batching.pair_batches import PreferenceMacroBatch, PreferenceMiniBatch
 from ludic.training.batching.preference import collate_preference_items
+from ludic.training.batching.tree_batches import TreeMiniBatch
 from ludic.training.credit_assignment import ConstantCredit
 from ludic.training.loss import (
     BradleyTerryLoss,
-    CISPOLoss,
-    ClippedSurrogateLoss,
-    CompositeLoss,
-    EntropyBonus,
-    KLLoss,
-    LossTerm,
-    MaskedCausalLMCrossEntropyLoss,
-    ReinforceBaselineLoss,
-    ReinforceLoss,
     TokenClippedSurrogateLoss,
-    TokenKLLoss,
     token_scores,
 )
 
-LOSSES = {
-    "reinforce": ReinforceLoss(length_normalize=True),
-    "reinforce_baseline": ReinforceBaselineLoss(length_normalize=True),
-    "reinforce_baseline_normalized": ReinforceBaselineLoss(normalize=True, length_normalize=True),
-    "gspo": ClippedSurrogateLoss(clip_eps_low=0.5, clip_eps_high=0.5, length_normalize=True),
-    "grpo": TokenClippedSurrogateLoss(ratio_clip=10.0),
-    "grpo_by_row": TokenClippedSurrogateLoss(length_normalize=True),
-    "dapo": TokenClippedSurrogateLoss(normalizer="tokens"),
-    "cispo": CISPOLoss(),
-    "cispo_tokens": CISPOLoss(length_normalize=False, normalizer="tokens"),
-    "token_kl": TokenKLLoss(coeff=1.0),
-    "kl": KLLoss(length_normalize=True),
-    "entropy": EntropyBonus(coeff=1.0),
-    "supervised": MaskedCausalLMCrossEntropyLoss(),
-    "composite": CompositeLoss(
-        [LossTerm("pg", CISPOLoss(length_normalize=False, normalizer="tokens")), LossTerm("kl", TokenKLLoss(), 0.5)]
-    ),
-    "composite_entropy": CompositeLoss([LossTerm("pg", TokenClippedSurrogateLoss()), LossTerm("h", EntropyBonus(0.1))]),
-}
 COUNT = 12
 
 
 @pytest.fixture(autouse=True)
 def tiles_of_64_columns(monkeypatch):
     monkeypatch.setattr(token_scores, "TILE_ELEMENTS", 1)
+
+
+@pytest.fixture(autouse=True)
+def every_common_token_is_shared(monkeypatch):
+    monkeypatch.setattr(tree_batches, "MIN_SHARED", 1)
 
 
 @cache
@@ -99,18 +78,22 @@ def unsplit_gradient(name):
 @given(
     order=st.permutations(range(COUNT)),
     budget=st.integers(20, 260),
-    packing=st.sampled_from(["greedy", "optimal", "padding_free"]),
+    layout=st.sampled_from(["greedy", "optimal", "padding_free", "trees"]),
     overhead_tokens=st.sampled_from([0, 64, 256]),
     skip=st.booleans(),
     logits=st.sampled_from(["full", "chunked"]),
 )
-def test_the_gradient_equals_that_of_the_unsplit_batch(name, order, budget, packing, overhead_tokens, skip, logits):
+def test_the_gradient_equals_that_of_the_unsplit_batch(name, order, budget, layout, overhead_tokens, skip, logits):
     expected, expected_loss = unsplit_gradient(name)
-    cfg = cpu_config(max_seq_len=20, micro_token_budget=budget, packing=packing, overhead_tokens=overhead_tokens, logits=logits)
+    trees = layout == "trees"
+    packed = {"prefix_sharing": "tree"} if trees else {"packing": layout}
+    cfg = cpu_config(max_seq_len=20, micro_token_budget=budget, overhead_tokens=overhead_tokens, logits=logits, **packed)
     macro = MacroBatch.ingest([samples()[index] for index in order], cfg.max_seq_len)
     skips = skip and LOSSES[name].zero_weight_is_zero_gradient
-    mini_batch = MiniBatch(macro, np.arange(COUNT), cfg, skip_zero_weight=skips)
+    mini_batch = (TreeMiniBatch if trees else MiniBatch)(macro, np.arange(COUNT), cfg, skip_zero_weight=skips)
+    assert (mini_batch.padding()["perf/shared_tokens"] > 0) == trees
     backend = TorchBackend(model(), cfg, algo=algorithm(name))
+    assert backend.shares_prefixes == trees
     model().zero_grad(set_to_none=True)
     result = asyncio.run(backend.forward_backward(mini_batch, totals=mini_batch.totals).result())
     assert_same_tensors(gradients_of(model()), expected, atol=1e-6 * max(1.0, largest(expected)))

@@ -3,7 +3,9 @@ and for models of many architectures."""
 
 import asyncio
 import logging
+import random
 import re
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from loss_batches import Bigram
+from policy_losses import LOSSES
 from small_models import CAUSAL, LLAMA, causal_model, make_from_config, mixture_model
 from torch import nn
 from training_samples import (
@@ -28,45 +31,17 @@ from training_samples import (
 from ludic.errors import ConfigError
 from ludic.models.packed_attention import get_attention
 from ludic.models.prefix_trees import PREFIX_TREES
-from ludic.training import DPOTrainerConfig, RLAlgorithm, Trainer, collate_saw_items, make_grpo
+from ludic.training import RLAlgorithm, Trainer, collate_saw_items, make_grpo
 from ludic.training.algorithm import forward_for_loss
 from ludic.training.backend.torch import TorchBackend, enable_checkpointing
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
-from ludic.training.batching.rank_plans import RankShare
 from ludic.training.batching.tree_batches import TreeMiniBatch
 from ludic.training.credit_assignment import ConstantCredit
-from ludic.training.loss import (
-    CISPOLoss,
-    ClippedSurrogateLoss,
-    CompositeLoss,
-    EntropyBonus,
-    KLLoss,
-    LossTerm,
-    MaskedCausalLMCrossEntropyLoss,
-    ReinforceBaselineLoss,
-    ReinforceLoss,
-    TokenClippedSurrogateLoss,
-    TokenKLLoss,
-)
+from ludic.training.loss import TokenClippedSurrogateLoss
+from ludic.training.loss.context import split_actions
 from ludic.training.loss.correction import TruncatedImportanceSampling
-from ludic.training.loss.gmpo import GMPOLoss
-from ludic.training.loss.sapo import SAPOLoss
+from ludic.training.types import ActorTokenLogps, SampleAttachments
 
-LOSSES = {
-    "reinforce": ReinforceLoss(length_normalize=True),
-    "reinforce_baseline": ReinforceBaselineLoss(normalize=True),
-    "gspo": ClippedSurrogateLoss(clip_eps_low=0.5, clip_eps_high=0.5, length_normalize=True),
-    "grpo": TokenClippedSurrogateLoss(ratio_clip=10.0),
-    "dapo": TokenClippedSurrogateLoss(normalizer="tokens"),
-    "cispo": CISPOLoss(),
-    "gmpo": GMPOLoss(),
-    "sapo": SAPOLoss(),
-    "token_kl": TokenKLLoss(coeff=1.0),
-    "kl": KLLoss(length_normalize=True),
-    "entropy": EntropyBonus(coeff=1.0),
-    "supervised": MaskedCausalLMCrossEntropyLoss(),
-    "composite_entropy": CompositeLoss([LossTerm("pg", CISPOLoss()), LossTerm("h", EntropyBonus(0.1))]),
-}
 WITH_ENTROPY = LOSSES["composite_entropy"]
 
 
@@ -127,16 +102,6 @@ def test_the_gradient_of_trees_equals_that_of_separate_rows(name, groups, seed, 
     assert sum(batch.num_items for batch in micro_batches) == len(items)
     for batch in micro_batches:
         assert batch.tensors[PREFIX_TREES].input_ids.numel() <= longest + spare
-
-
-def test_settings_for_pairs_do_not_keep_plain_samples_from_sharing():
-    items = branching_items((4,), 1)
-    cfg = DPOTrainerConfig(model_device="cpu", max_seq_len=64, micro_token_budget=1000, prefix_sharing="tree")
-    mini_batch = TreeMiniBatch(MacroBatch.ingest(items, 64), np.arange(4), cfg)
-    [batch] = mini_batch
-    assert batch.tensors[PREFIX_TREES].input_ids.numel() < sum(len(item.input_ids) for item in items)
-    assert mini_batch.cfg is cfg
-    assert (mini_batch.packing, cfg.packing) == ("padding_free", "optimal")
 
 
 def test_the_expected_gradients_are_not_zero():
@@ -277,33 +242,37 @@ def test_a_step_of_the_trainer_has_the_statistics_of_separate_rows(packing, logi
     assert shared["perf/padded_tokens_unpacked"] == plain["perf/padded_tokens_unpacked"]
 
 
+def test_the_speed_counts_the_tokens_of_the_samples_and_a_factor_says_how_many_were_shared():
+    """As an example 3 samples of 4 tokens, of which 3 are shared: 3 + 3 computed, a factor of 2."""
+    items = branching_items((6, 5), 7)
+    tokens = sum(len(item.input_ids) for item in items)
+    for sharing in ("off", "tree"):
+        stats = step_of(items, prefix_sharing=sharing)[1]
+        assert stats["perf/tokens_per_s"] == pytest.approx(tokens / stats["perf/step_s"])
+        assert stats["perf/sharing_factor"] == pytest.approx(tokens / stats["perf/real_tokens"])
+        assert (stats["perf/sharing_factor"] > 1.4) == (sharing == "tree")
+
+
+def test_a_loss_that_is_replaced_decides_anew():
+    """As `reads_shared_only` is read at each step."""
+    items = branching_items((6, 5), 7)
+    algo = algorithm(TokenClippedSurrogateLoss())
+    trainer = Trainer(
+        model=tiny_model(), algo=algo, batch_source=ListSource(items), cfg=cpu_config(prefix_sharing="tree", lr=0.0)
+    )
+    shared = []
+    for loss in (algo.loss, ReadsLogits(), TokenClippedSurrogateLoss()):
+        algo.loss = loss
+        shared.append(trainer.train_step_sync()["perf/shared_tokens"])
+    assert shared[0] == shared[2] > 0 == shared[1]
+
+
 def test_auto_shares_prefixes_where_that_saves_a_tenth_of_the_tokens():
     """The prompts of the first batch have at least 8 tokens in common, those of the second fewer:
     they are digits."""
     alike, different = branching_items((6, 6), 1), sorting_items(12, seed=4)
     assert step_of(alike, prefix_sharing="auto")[1]["perf/shared_tokens"] > 50
     assert step_of(different, prefix_sharing="auto")[1]["perf/shared_tokens"] == 0
-
-
-def test_a_sample_with_an_attention_mask_has_a_row_of_its_own():
-    items = branching_items((4,), 2)
-    items[1].attention_mask[2] = 0
-    cfg = cpu_config(prefix_sharing="tree")
-    macro = MacroBatch.ingest(items, 32)
-    assert all(PREFIX_TREES not in batch.tensors for batch in TreeMiniBatch(macro, np.arange(4), cfg))
-
-
-def test_truncated_samples_share_what_is_left_of_them():
-    """Cut behind the second token of the answer, the samples are the prompt, one or two tokens of
-    two kinds behind it, and up to two behind each of these: 6 tokens more than the prompt."""
-    items = branching_items((6,), 5)
-    prompt = items[0].action_mask.index(1)
-    cfg = cpu_config(prefix_sharing="tree", max_seq_len=prompt + 2)
-    macro = MacroBatch.ingest(items, prompt + 2)
-    assert macro.table.lengths.max() == prompt + 2 < max(len(item.input_ids) for item in items)
-    [batch] = TreeMiniBatch(macro, np.arange(len(macro.items)), cfg)
-    prefixes = {tuple(item.input_ids[:end]) for item in macro.items for end in range(1, len(item.input_ids) + 1)}
-    assert batch.tensors[PREFIX_TREES].input_ids.numel() == len(prefixes) <= prompt + 6
 
 
 @pytest.mark.parametrize("name", ["grpo", "gspo", "composite_entropy"])
@@ -321,19 +290,44 @@ def test_the_samples_of_a_tree_can_be_separated(name):
         assert got.item() == pytest.approx(want.item(), rel=1e-5, abs=1e-6)
 
 
-def test_the_log_probabilities_of_a_tree_are_those_of_its_samples():
+@pytest.mark.parametrize("logits", ["full", "chunked"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_log_probabilities_of_a_tree_are_those_of_its_samples(logits, temperature):
     items = branching_items((4, 2), 3)
-    cfg = cpu_config(prefix_sharing="tree", micro_token_budget=1000)
+    cfg = cpu_config(prefix_sharing="tree", micro_token_budget=1000, logits=logits)
     backend = TorchBackend(tiny_model(), cfg, algo=algorithm())
-    assert backend.shares_prefixes
+    assert backend.computes_trees
     macro = MacroBatch.ingest(items, 32)
     mini_batch = TreeMiniBatch(macro, np.arange(len(items)), cfg)
     [tree] = mini_batch
-    got = backend.forward_logprobs(tree).wait()
+    got = split_actions(backend.forward_logprobs(tree, temperature=temperature).wait(), tree.tensors)
     for row, logps in zip(mini_batch.rows, got, strict=True):
         [alone] = MiniBatch(macro, np.array([row]), cfg)
-        want = backend.forward_logprobs(alone).wait()[0]
-        torch.testing.assert_close(logps[: len(want)], want, rtol=1e-5, atol=1e-5)
+        want = backend.forward_logprobs(alone, temperature=temperature).wait()
+        assert len(logps) == sum(items[row].action_mask)
+        torch.testing.assert_close(logps, split_actions(want, alone.tensors)[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@settings(max_examples=4, deadline=None)
+@given(copies=st.integers(2, 5), seed=st.integers(0, 1000), logits=st.sampled_from(["full", "chunked"]))
+def test_equal_answers_are_computed_once_and_each_has_its_own_loss(name, copies, seed, logits):
+    """They differ in weights and in sampled log-probabilities. A row has as many tokens as one."""
+    draw = random.Random(seed)
+    [first, other] = branching_items((2,), seed)
+    items = [
+        replace(
+            first,
+            weight=draw.choice([-1.0, -0.5, 0.5, 1.5]),
+            meta={**first.meta, "rollout_id": f"copy {number}"},
+            attachments=SampleAttachments(ActorTokenLogps([-0.2 - 5 * draw.random() for _ in first.actor_logps.token_logps])),
+        )
+        for number in range(copies)
+    ]
+    [batch] = assert_same_step(model(), algorithm(LOSSES[name]), items, logits=logits)
+    assert batch.tensors[PREFIX_TREES].input_ids.tolist() == [list(first.input_ids)]
+    assert batch.tensors["input_ids"].numel() == copies * len(first.input_ids)
+    assert_same_step(model(), algorithm(LOSSES[name]), [*items, other], logits=logits)
 
 
 @pytest.mark.parametrize("chunked", [False, True])
@@ -353,27 +347,6 @@ def test_a_loss_reads_the_hidden_states_of_its_samples(chunked):
             for batch in (tree.tensors, rows)
         )
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_the_ranks_of_a_shared_batch_divide_its_trees(world):
-    items = branching_items((5, 4, 3, 1, 1), 11)
-    cfg = cpu_config(prefix_sharing="tree", micro_token_budget=40)
-    macro = MacroBatch.ingest(items, 32)
-    alone = TreeMiniBatch(macro, np.arange(len(items)), cfg)
-    rows, lengths = [], set()
-    for rank in range(world):
-        shared = MacroBatch(macro.items, macro.table, 0, 0, share=RankShare(rank, world))
-        part = TreeMiniBatch(shared, np.arange(len(items)), cfg)
-        lengths.add(len(part))
-        assert part.padding()["perf/real_tokens"] == alone.padding()["perf/real_tokens"]
-        for index, batch in enumerate(part):
-            own = part.micro_batch_rows(index)
-            rows += own.tolist()
-            assert batch.num_items == len(own)
-            assert batch.tensors[PREFIX_TREES].input_ids.numel() <= 40
-    assert sorted(rows) == list(range(len(items)))
-    assert len(lengths) == 1
 
 
 def test_an_unknown_way_to_share_is_refused():

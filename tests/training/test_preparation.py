@@ -12,17 +12,20 @@ from gathering_loss import PairLoss
 from hypothesis import HealthCheck, given, settings, strategies as st
 from loss_batches import Bigram
 from maxent_batches import GROUP_SIZE, episodes, gradient_by_hand, gradient_of_the_trainer
-from training_samples import ListSource, assert_same_tensors, cpu_config, sorting_items, tiny_model, weights_of
+from training_samples import ListSource, assert_same_tensors, branching_items, cpu_config, sorting_items, tiny_model, weights_of
 
 from ludic.errors import ConfigError, DataError
+from ludic.models.prefix_trees import PREFIX_TREES
 from ludic.training import LoraSettings, RLAlgorithm, Trainer, apply_lora, make_cispo, make_dr_grpo, make_grpo, make_scalerl
 from ludic.training.algorithm import compose_preprocess, forward_batch
+from ludic.training.backend.torch import TorchBackend
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
 from ludic.training.coefficients import Coefficient
 from ludic.training.credit_assignment import ConstantCredit
+from ludic.training.loss.correction import TruncatedImportanceSampling
 from ludic.training.preparation import candidates_of, prepare
 from ludic.training.presets import make_maxent_grpo
-from ludic.training.reference import FrozenModel
+from ludic.training.reference import CachedReference, FrozenModel, WithoutAdapters
 
 MAXENT = {"group_size": GROUP_SIZE, "tau": 0.3, "beta": 0.1}
 ALGORITHMS = {
@@ -116,6 +119,80 @@ def test_switched_off_adapters_are_a_reference(name):
     assert_same_tensors(weights_of(adapted), before)
     assert all(has_gradient == trainable or not trainable for trainable, has_gradient in ((t, not n) for t, n in flags.values()))
     assert adapted.training
+
+
+class Recorded:
+    """A reference that notes whether it was asked about prefix trees."""
+
+    def __init__(self, inner):
+        self.inner, self.computes_trees, self.asked = inner, inner.computes_trees, []
+
+    def logps(self, micro_batch):
+        self.asked.append(PREFIX_TREES in micro_batch.tensors)
+        return self.inner.logps(micro_batch)
+
+
+def token_columns(items, sharing, logits, budget):
+    """The columns of an algorithm that reads a reference, corrects, and rescores every second
+    sample; and whether each pass had trees."""
+    cfg = cpu_config(prefix_sharing=sharing, logits=logits, micro_token_budget=budget, minibatches_per_batch=2)
+    algo = replace(
+        make_grpo(group_size=4, reference_kl=0.2),
+        correction=TruncatedImportanceSampling(2.0),
+        rescores=lambda item: int(item.meta["rollout_id"][1:]) % 2 == 0,
+    )
+    reference = Recorded(FrozenModel(frozen(), cfg))
+    trainer = Trainer(model=model(), algo=algo, batch_source=ListSource(items), cfg=cfg, reference=reference)
+    passes = []
+    inner = trainer.backend.forward_logprobs
+    trainer.backend.forward_logprobs = lambda batch: (passes.append(PREFIX_TREES in batch.tensors), inner(batch))[1]
+    columns = asyncio.run(prepare(trainer, trainer._ingest(items))).macro.token_columns
+    return columns, passes + reference.asked
+
+
+@settings(max_examples=5, deadline=None)
+@given(
+    groups=st.lists(st.integers(2, 5), min_size=1, max_size=3),
+    seed=st.integers(0, 1000),
+    budget=st.integers(40, 200),
+    logits=st.sampled_from(["full", "chunked"]),
+)
+def test_trees_score_samples_as_rows_of_their_own_do(groups, seed, budget, logits):
+    items = branching_items(groups, seed)
+    want, apart = token_columns(items, "off", logits, budget)
+    got, shared = token_columns(items, "tree", logits, budget)
+    assert not any(apart)
+    assert len(shared) >= 3
+    assert all(shared)
+    assert got.keys() == want.keys() == {"actor_logps", "reference_logps", "proximal_logps"}
+    for name, rows in want.items():
+        assert got[name].keys() == rows.keys()
+        for row, values in rows.items():
+            torch.testing.assert_close(got[name][row], values, rtol=1e-5, atol=1e-5)
+
+
+def test_a_reference_that_does_not_name_trees_gets_rows_of_their_own():
+    class Mine:
+        def logps(self, micro_batch):
+            assert PREFIX_TREES not in micro_batch.tensors
+            return inner.logps(micro_batch)
+
+    cfg = cpu_config(prefix_sharing="tree")
+    inner = FrozenModel(frozen(), cfg)
+    items = branching_items((4, 4), 1)
+    algo = make_grpo(group_size=4, reference_kl=0.2)
+    trainer = Trainer(model=tiny_model(), algo=algo, batch_source=ListSource(items), cfg=cfg, reference=Mine())
+    assert trainer.train_step_sync()["perf/shared_tokens"] > 0
+
+
+@pytest.mark.parametrize("wrap", [lambda reference: reference, CachedReference])
+def test_references_compute_trees_if_their_model_does(wrap):
+    cfg = cpu_config(prefix_sharing="auto")
+    assert wrap(FrozenModel(frozen(), cfg)).computes_trees
+    assert not wrap(FrozenModel(frozen(), cpu_config(prefix_sharing="off"))).computes_trees
+    assert not wrap(FrozenModel(Bigram(), cfg)).computes_trees
+    backend = TorchBackend(apply_lora(tiny_model(), LoraSettings(rank=2)), cfg, algo=make_grpo(group_size=4))
+    assert wrap(WithoutAdapters(backend)).computes_trees
 
 
 def over_long(item):

@@ -31,6 +31,7 @@ from ludic.training.info_seed.untagged import SEED_ID
 from ludic.training.info_seed.weight_entropies import sum_weight_entropies
 from ludic.training.loop.operations import run_operation
 from ludic.training.loss.base import adapted_loss
+from ludic.training.reference import computes_trees
 from ludic.training.token_columns import ForwardLogps, add_token_column, score_rows
 from ludic.training.types import BatchCredit, CandidateGroups, Candidates, ReferencePolicy, SAWItem, Weighed
 from ludic.types import group_of
@@ -149,7 +150,7 @@ async def _rescore(run: PreparedRun, macro: MacroBatch, rescores: Callable[[SAWI
     rows = np.flatnonzero([has_logps and rescores(item) for item in macro.items])
     if not _sum_over_ranks(run, macro, [float(len(rows))])[0]:
         return macro
-    own = await score_rows(macro, rows, run.cfg, _own_forward(run))
+    own = await score_rows(macro, rows, run.cfg, _own_forward(run), trees=computes_trees(run.backend))
     if not has_logps:  # those of other ranks have
         return macro
     named = {int(row) for row in rows}
@@ -177,7 +178,9 @@ async def _add_reference(run: PreparedRun, macro: MacroBatch) -> MacroBatch:
         logps: Tensor = await await_if_needed(scored)
         return logps
 
-    return await add_token_column(macro, "reference_logps", run.cfg, forward, skip_zero_weight=False)
+    return await add_token_column(
+        macro, "reference_logps", run.cfg, forward, skip_zero_weight=False, trees=computes_trees(reference)
+    )
 
 
 def _weigh(run: PreparedRun, credit: BatchCredit, macro: MacroBatch) -> Weighed:
@@ -215,7 +218,8 @@ async def _add_proximal(run: PreparedRun, macro: MacroBatch) -> MacroBatch:
     them after the first optimizer step."""
     if run.algo.correction is None or run.cfg.minibatches_per_batch * run.cfg.epochs_per_batch == 1:
         return macro
-    return await add_token_column(macro, "proximal_logps", run.cfg, _own_forward(run), skip_zero_weight=skips_zero_weight(run))
+    skips, trees = skips_zero_weight(run), computes_trees(run.backend)
+    return await add_token_column(macro, "proximal_logps", run.cfg, _own_forward(run), skip_zero_weight=skips, trees=trees)
 
 
 def _own_forward(run: PreparedRun) -> ForwardLogps:

@@ -63,6 +63,10 @@ class FrozenModel:
         self.model = model.eval().to(cfg.model_device)
         self._passes = ModelPasses(self.model, cfg)
 
+    @property
+    def computes_trees(self) -> bool:
+        return self._passes.computes_trees
+
     def logps(self, micro_batch: HasTensors) -> TrainFuture[Tensor]:
         return self._passes.forward_logprobs(MicroBatch(micro_batch.tensors, 0, micro_batch.sample_names))
 
@@ -72,6 +76,10 @@ class WithoutAdapters:
 
     def __init__(self, backend: TrainingBackend) -> None:
         self.backend = backend
+
+    @property
+    def computes_trees(self) -> bool:
+        return computes_trees(self.backend)
 
     def logps(self, micro_batch: HasTensors) -> TrainFuture[Tensor]:
         return self.backend.forward_logprobs(MicroBatch(micro_batch.tensors, 0, micro_batch.sample_names), adapters=False)
@@ -106,6 +114,10 @@ class CachedReference:
         self.hits = self.misses = 0
         """Micro-batches that were known, and that were scored."""
 
+    @property
+    def computes_trees(self) -> bool:
+        return computes_trees(self.inner)
+
     async def logps(self, micro_batch: HasTensors) -> Tensor:
         tensors = micro_batch.tensors
         keys = sample_keys(micro_batch)
@@ -123,6 +135,11 @@ class CachedReference:
         while len(self._kept) > self.max_samples:
             self._kept.popitem(last=False)
         return place_actions(rows, micro_batch)
+
+
+def computes_trees(scorer: object) -> bool:
+    """Whether a reference or a backend says that it scores rows of prefix trees."""
+    return bool(getattr(scorer, "computes_trees", False))
 
 
 def sample_keys(micro_batch: HasTensors) -> list[bytes]:

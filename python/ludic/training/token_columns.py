@@ -24,6 +24,7 @@ from ludic.training import ranks
 from ludic.training.batching.micro_batching import MicroBatch
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
 from ludic.training.batching.packing import Rows
+from ludic.training.batching.tree_batches import TreeMiniBatch
 from ludic.training.config import TrainerConfig
 from ludic.training.loss.context import split_actions
 
@@ -32,21 +33,28 @@ ForwardLogps = Callable[[MicroBatch], Awaitable[Tensor]]
 
 
 async def add_token_column(
-    batch: MacroBatch, name: str, cfg: TrainerConfig, forward: ForwardLogps, *, skip_zero_weight: bool
+    batch: MacroBatch, name: str, cfg: TrainerConfig, forward: ForwardLogps, *, skip_zero_weight: bool, trees: bool
 ) -> MacroBatch:
     """The batch with the token column `name`: what `forward` computes for every sample, or with
     `skip_zero_weight` for those of another weight than 0."""
     rows = np.arange(len(batch.items))
-    scored = await score_rows(batch, rows, cfg, forward, skip_zero_weight=skip_zero_weight)
+    scored = await score_rows(batch, rows, cfg, forward, skip_zero_weight=skip_zero_weight, trees=trees)
     return replace(batch, token_columns={**batch.token_columns, name: scored})
 
 
 async def score_rows(
-    batch: MacroBatch, rows: Rows, cfg: TrainerConfig, forward: ForwardLogps, *, skip_zero_weight: bool = False
+    batch: MacroBatch,
+    rows: Rows,
+    cfg: TrainerConfig,
+    forward: ForwardLogps,
+    *,
+    skip_zero_weight: bool = False,
+    trees: bool = False,
 ) -> dict[int, Tensor]:
-    """Row -> [A] what `forward` computes for the samples at `rows`. All ranks call it. Of a batch
-    that all ranks have, the result has every row, and zeros for those that were not computed."""
-    whole = MiniBatch(batch, rows, cfg, skip_zero_weight=skip_zero_weight)
+    """Row -> [A] what `forward` computes for the samples at `rows`; with `trees` it may get rows of
+    prefix trees. All ranks call it. Of a batch that all ranks have, the result has every row, and
+    zeros for those that were not computed."""
+    whole = (TreeMiniBatch if trees else MiniBatch)(batch, rows, cfg, skip_zero_weight=skip_zero_weight)
     logps_by_row: dict[int, Tensor] = {}
     for index, micro_batch in enumerate(whole):
         logps = await forward(micro_batch)

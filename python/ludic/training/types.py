@@ -322,7 +322,8 @@ class ReferencePolicy(Protocol):
 
     def logps(self, micro_batch: HasTensors) -> Tensor | Awaitable[Tensor]:
         """[B, T - 1] log-probability of each next token, without gradient; only those of action
-        tokens are read. With several ranks, all call it equally often."""
+        tokens are read. With several ranks, all call it equally often. A reference with
+        `computes_trees = True` also gets micro-batches with prefix trees."""
         ...
 
 

@@ -14,18 +14,25 @@ from ludic.inference.local.sampler import nucleus
 from ludic.models.evaluation_mode import evaluation_mode
 from ludic.models.lora import adapters_off
 from ludic.models.prefix_trees import PREFIX_TREES
-from ludic.training.algorithm import forward_logits, forward_scores
+from ludic.training.algorithm import forward_for_loss, forward_logits, forward_scores
 from ludic.training.backend.futures import TrainFuture
 from ludic.training.backend.logits_path import can_skip_logits
 from ludic.training.backend.precision import autocast
+from ludic.training.backend.prefix_sharing import can_compute_trees
 from ludic.training.backend.protocol import ForwardPasses
 from ludic.training.batching.micro_batching import MicroBatch
 from ludic.training.config import TrainerConfig
-from ludic.training.loss import SharedContext
+from ludic.training.loss import Loss, SharedContext
 from ludic.training.loss.base import ScoreType
 from ludic.training.loss.preference import preference_scores
 
 T = TypeVar("T")
+
+
+class ReadsActions(Loss):
+    """Stands for what reads the log-probabilities of action tokens alone."""
+
+    reads_actions_only = True
 
 
 class ModelPasses:
@@ -38,6 +45,11 @@ class ModelPasses:
     def skips_logits(self) -> bool:
         """Whether log-probabilities are computed without logits, where nothing else reads them."""
         return can_skip_logits(self.model, self.cfg)
+
+    @cached_property
+    def computes_trees(self) -> bool:
+        """Whether micro-batches may be rows of prefix trees. All ranks read it."""
+        return can_compute_trees(self.model, self.cfg)
 
     def _run(self, operation: str, compute: Callable[[], T]) -> TrainFuture[T]:
         """The future of an operation, which is computed now. A subclass may compute it later."""
@@ -57,13 +69,13 @@ class ModelPasses:
         without = nullcontext() if adapters else adapters_off(self.model)
         with without, evaluation_mode(self.model), autocast(self.cfg):
             divisor = self.cfg.temperature if temperature is None else temperature
-            if skips:
-                return SharedContext(*forward_scores(self.model, batch.tensors, temperature=divisor)).token_logp
+            if top_p >= 1.0:
+                reads = ReadsActions() if PREFIX_TREES in batch.tensors else Loss()
+                scored = forward_for_loss(self.model, batch.tensors, reads, chunked_logits=skips, temperature=divisor)
+                return SharedContext(*scored, temperature=divisor).token_logp
             tensors = {name: value for name, value in batch.tensors.items() if name != PREFIX_TREES}
             logits = forward_logits(self.model, tensors)
-            if top_p < 1.0:
-                logits, divisor = _nucleus_logprobs(logits, divisor, top_p), 1.0
-            return SharedContext(logits, tensors, temperature=divisor).token_logp
+            return SharedContext(_nucleus_logprobs(logits, divisor, top_p), tensors).token_logp
 
     @torch.no_grad()
     def _scores(self, batch: MicroBatch, score_type: ScoreType) -> Tensor:

@@ -1,14 +1,14 @@
-"""Decides whether a run computes rows of prefix trees (`batching.tree_batches`); if not, samples
+"""Decides whether a model computes rows of prefix trees (`batching.tree_batches`); if not, samples
 have rows of their own.
 
-The choice depends on the settings, the model and the loss, so it is the same on all ranks and after
-a resume.
+The choice depends on the settings, the model and, in passes with gradient, the loss, so it is the
+same on all ranks and after a resume.
 """
 
 from __future__ import annotations
 
 import logging
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -31,24 +31,39 @@ DIFFERENCE = 0.05
 by another first token. Rounding errors are smaller."""
 SAMPLES = ([1, 2, 1, 2, 2, 1, 1, 2], [1, 2, 1, 2, 1, 1], [1, 2, 2, 2, 1], [2, 2, 1, 2, 2, 1, 1, 2])
 """A tree of three samples, and the first of them with another first token."""
-_said: WeakSet[nn.Module] = WeakSet()
-"""Models for which the reason has been logged."""
+_said: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
+"""The reasons that have been logged."""
 
 
-def can_share_prefixes(model: nn.Module, algo: RLAlgorithm, cfg: TrainerConfig) -> bool:
-    """Whether `algo` can train `model` on rows of prefix trees. A model with sdpa gets the
-    attention function of packed sequences. If not, one line says why: a warning with
-    `prefix_sharing="tree"`. Runs the model on a few tokens."""
+def can_compute_trees(model: nn.Module, cfg: TrainerConfig) -> bool:
+    """Whether `model` computes rows of prefix trees. One with sdpa gets the attention function of
+    packed sequences. If not, one line says why: a warning with `prefix_sharing="tree"`. Runs the
+    model on a few tokens; all ranks call it."""
     if cfg.prefix_sharing == "off":
         return False
-    reason = _find_loss_reason(algo) or _prepare(model, cfg)
+    reason = _prepare(model, cfg)
     if any(max_over_ranks([float(reason is not None)], cfg.model_device)):  # all ranks divide a batch in one way
         reason = reason or "another rank cannot share them"
-    if reason is not None and model not in _said:
-        _said.add(model)
+    _say(reason, model, cfg)
+    return reason is None
+
+
+def can_train_on_trees(model: nn.Module, algo: RLAlgorithm, cfg: TrainerConfig) -> bool:
+    """Whether the loss of `algo` allows rows of prefix trees; if not, one line says why."""
+    if cfg.prefix_sharing == "off":
+        return False
+    reason = _find_loss_reason(algo)
+    _say(reason, model, cfg)
+    return reason is None
+
+
+def _say(reason: str | None, model: nn.Module, cfg: TrainerConfig) -> None:
+    """Log a reason of a model once."""
+    said = _said.setdefault(model, set())
+    if reason is not None and reason not in said:
+        said.add(reason)
         level = logging.WARNING if cfg.prefix_sharing == "tree" else logging.INFO
         logger.log(level, "each sample is computed as a whole, without sharing prefixes: %s", reason)
-    return reason is None
 
 
 def _find_loss_reason(algo: RLAlgorithm) -> str | None:

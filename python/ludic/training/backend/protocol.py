@@ -50,7 +50,8 @@ class ForwardPasses(Protocol):
     ) -> TrainFuture[Tensor]:
         """[B, T - 1] log-probability of each next token at `temperature` (None: the policy's),
         renormalised over the smallest set of tokens that reaches `top_p`. `adapters=False`: under
-        the model without its adapters; given only where a reference needs it."""
+        the model without its adapters; given only where a reference needs it. Of a batch with
+        prefix trees, those of action tokens; the others are 0."""
 
     def forward_scores(self, batch: MicroBatch, *, score_type: ScoreType = "reward") -> TrainFuture[Tensor]:
         """[B] score of each row: the reward of a reward model, or a log-probability of the

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,7 +34,7 @@ from ludic.training.backend.memory import MemoryProfile
 from ludic.training.backend.nonfinite import describe_nonfinite
 from ludic.training.backend.parameter_groups import parameter_groups
 from ludic.training.backend.precision import autocast
-from ludic.training.backend.prefix_sharing import can_share_prefixes
+from ludic.training.backend.prefix_sharing import can_train_on_trees
 from ludic.training.backend.protocol import BackwardResult, MicroBatches
 from ludic.training.backend.saving import write_weights
 from ludic.training.backend.serial_worker import SerialWorker
@@ -102,10 +101,11 @@ class TorchBackend(ModelPasses):
         self._chunked_logits = False
         """Whether the losses of a mini-batch are computed without logits."""
 
-    @cached_property
+    @property
     def shares_prefixes(self) -> bool:
-        """Whether mini-batches may be rows of prefix trees (`TreeMiniBatch`)."""
-        return can_share_prefixes(self.model, self.algo, self.cfg)
+        """Whether the mini-batches of `forward_backward` may be rows of prefix trees
+        (`TreeMiniBatch`). It follows the loss, which may be replaced between steps."""
+        return can_train_on_trees(self.model, self.algo, self.cfg) and self.computes_trees
 
     @property
     def has_worker(self) -> bool:

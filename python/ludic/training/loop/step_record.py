@@ -88,16 +88,26 @@ class StepRecord:
             stats = reduce_over_ranks(stats, cfg.model_device)
         percents = {name: reducer for name, reducer in reducers.items() if name not in measured}
         times = self.timer.stats()
-        speed = {"perf/tokens_per_s": self._padding["perf/real_tokens"] / times["perf/step_s"]} if times["perf/step_s"] else {}
+        speed = {"perf/tokens_per_s": self._sample_tokens / times["perf/step_s"]} if times["perf/step_s"] else {}
         lockstep = {"ranks/lockstep": self._work / self._time_of_ranks} if self._time_of_ranks else {}
         return {
             **mark_percents(final_values(stats), percents),
             **self._prepared,
             **self._padding,
+            **self._sharing(),
             **lockstep,
             **times,
             **speed,
         }
+
+    @property
+    def _sample_tokens(self) -> float:
+        """Tokens of the samples that went through the model, shared or not."""
+        return self._padding["perf/real_tokens"] + self._padding["perf/shared_tokens"]
+
+    def _sharing(self) -> dict[str, float]:
+        computed = self._padding["perf/real_tokens"]
+        return {"perf/sharing_factor": self._sample_tokens / computed} if computed else {}
 
     def _loss_stats(self) -> dict[str, Stat]:
         """Statistics of the passes and the optimizer steps. `loss` and `grad_norm` are means over
