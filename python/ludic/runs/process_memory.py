@@ -3,12 +3,11 @@ the system and asking for it again would cost several more."""
 
 from __future__ import annotations
 
-import ctypes
 import gc
-import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from ludic.training.backend.freed_memory import find_allocator_function
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
 """Parameters of glibc's mallopt(3)."""
@@ -24,7 +23,8 @@ def settle_memory() -> Iterator[None]:
 
     Inside, the garbage collector runs less often and ignores all objects that existed before
     (`gc.freeze`), unless the program has frozen objects itself. Freed tensors go back to the
-    allocator and not to the system, also afterwards, unless `MALLOC_*` or `GLIBC_TUNABLES` are set.
+    allocator and not to the system, also afterwards, unless `MALLOC_*` or `GLIBC_TUNABLES` are set;
+    the backend returns them every few seconds (`FreedMemory`).
     """
     _keep_freed_tensors()
     thresholds = gc.get_threshold()
@@ -42,9 +42,6 @@ def settle_memory() -> Iterator[None]:
 
 
 def _keep_freed_tensors() -> None:
-    if sys.platform != "linux" or any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
-        return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # only glibc has it
-    if mallopt is not None:
+    if (mallopt := find_allocator_function("mallopt")) is not None:
         for parameter, value in MALLOC.items():
             mallopt(parameter, value)

@@ -164,3 +164,13 @@ async def test_a_model_in_evaluation_mode_is_trained_in_training_mode():
     mini_batch = mini_batch_of(sorting_items(4))
     await backend.forward_backward(mini_batch, totals=mini_batch.totals).result()
     assert all(module.training for module in backend.model.modules())
+
+
+async def test_freed_memory_is_returned_before_the_passes_and_after_the_step(monkeypatch):
+    done = []
+    mini_batch = mini_batch_of(sorting_items(4))
+    backend = backend_of()
+    monkeypatch.setattr(backend._freed, "return_to_system", lambda: done.append(len(gradients_of(backend.model))))
+    await backend.forward_backward(mini_batch, totals=mini_batch.totals).result()
+    await backend.optim_step().result()
+    assert done == [0, 0]  # there is no gradient at either time

@@ -26,6 +26,7 @@ from ludic.models.state_files import read_model, read_optimizer_if_stored
 from ludic.training import ranks
 from ludic.training.algorithm import RLAlgorithm, forward_for_loss
 from ludic.training.backend.forward import ModelPasses
+from ludic.training.backend.freed_memory import FreedMemory
 from ludic.training.backend.futures import TrainFuture
 from ludic.training.backend.gradients import sum_gradients
 from ludic.training.backend.logits_path import trains_without_logits
@@ -96,6 +97,7 @@ class TorchBackend(ModelPasses):
             group.setdefault("initial_lr", group["lr"])
         self._averages = is_sharded(model) or isinstance(model, DistributedDataParallel)
         self._gradient_scale = float(ranks.world_size()) if self._averages else 1.0
+        self._freed = FreedMemory()
         self._pending: list[tuple[MicroBatches, BatchTotals | None]] = []
         self._loss: Tensor | None = None
         self._chunked_logits = False
@@ -136,6 +138,7 @@ class TorchBackend(ModelPasses):
     def _forward_backward(self, batch: MicroBatches, totals: BatchTotals | None) -> BackwardResult:
         if not self.model.training:  # a submodule may stay in evaluation mode
             self.model.train()
+        self._freed.return_to_system()  # what sampling used
         self._chunked_logits = self.skips_logits and trains_without_logits(self.algo, self.cfg)
         totals = self._with_first_pass(batch, totals)
         result = BackwardResult(torch.zeros((), device=self.cfg.model_device))
@@ -217,6 +220,7 @@ class TorchBackend(ModelPasses):
         self.optimizer.step()
         self._masters.write_back()
         self._clear_gradients()
+        self._freed.return_to_system()  # activations and gradients, around the optimizer's state
         return {"grad_norm": norm, "lr": self.optimizer.param_groups[0]["lr"]}
 
     def note_step(self, step: int) -> None:
