@@ -18,7 +18,7 @@ from ludic.training.rollouts.requests import make_dataset_sequence_requests_fn
 def test_every_pass_has_every_sample_once_in_the_order_of_its_number(length, number):
     passes = Passes(length, lambda number: shuffle_range(length, str(number)))
     order = [passes.at(number * length + offset) for offset in range(length)]
-    assert order == shuffle_range(length, str(number))
+    assert order == list(shuffle_range(length, str(number)))
     assert sorted(order) == list(range(length))
 
 

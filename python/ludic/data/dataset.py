@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, overload
 
 from ludic.data.formats import (
@@ -19,6 +20,7 @@ from ludic.data.formats import (
     find_fault,
     is_conversational,
 )
+from ludic.data.rows_on_disk import Changed, open_table
 from ludic.data.scored_responses import convert_scores, has_scored_responses
 from ludic.data.sources import Draw, Table, read_table
 from ludic.errors import ConfigError, DataError
@@ -37,7 +39,7 @@ class DataSet(Sequence[Row]):
     table: Table
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> Sequence[Row]:
         """All rows have the same columns, in order of first appearance; missing values are None."""
         return self.table.rows
 
@@ -51,7 +53,11 @@ class DataSet(Sequence[Row]):
 
     def digest(self) -> str:
         """A hash of all rows, 16 hex digits. Depends on content and order."""
-        return hashlib.sha256(json.dumps(self.rows, default=str).encode()).hexdigest()[:16]
+        hashed = hashlib.sha256(b"[")
+        for index, row in enumerate(self.rows):
+            hashed.update((", " if index else "").encode() + json.dumps(row, default=str).encode())
+        hashed.update(b"]")
+        return hashed.hexdigest()[:16]
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -60,9 +66,9 @@ class DataSet(Sequence[Row]):
     def __getitem__(self, index: int) -> Row: ...
 
     @overload
-    def __getitem__(self, index: slice) -> list[Row]: ...
+    def __getitem__(self, index: slice) -> Sequence[Row]: ...
 
-    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+    def __getitem__(self, index: int | slice) -> Row | Sequence[Row]:
         return self.rows[index]
 
     def __repr__(self) -> str:
@@ -79,6 +85,7 @@ def load_data(
     split: str = "train",
     limit: int | None = None,
     seed: int = 0,
+    streaming: bool = False,
 ) -> DataSet:
     """A JSONL, JSON, CSV or parquet file, a folder, or an id for the `datasets` library, in one of
     TRL's formats.
@@ -87,7 +94,9 @@ def load_data(
     source's column, `{"prompt": "question"}`; of several candidates the first that exists is used.
     `config` and `split` are for ids and folders. Rows of two responses with scores, as in SHP,
     become preferences (see `scored_responses`). `limit` is the maximum number of rows; they are
-    sampled at random with `seed` and stay in order.
+    sampled at random with `seed` and stay in order. `streaming` leaves the rows on disk: each is
+    checked once now, and read again when it is asked for. It takes JSONL and parquet files, folders
+    and ids, a `kind` that is given, and no `limit`.
 
     Raises DataError, naming file and row, for rows that do not fit the format; ConfigError for an
     unknown kind or a missing column.
@@ -96,10 +105,16 @@ def load_data(
         raise ConfigError(f"limit ({limit}) must be at least 1; None reads every row")
     if kind is not None and kind not in KINDS:
         raise ConfigError(f"kind ({kind!r}) must be one of {', '.join(KINDS)}")
-    table = read_table(source, config=config, split=split, draw=Draw(limit, seed))
+    if streaming:
+        if kind in (None, "preference") or limit is not None:
+            raise ConfigError(f"streaming needs a kind other than preference ({kind}), and no limit ({limit})")
+        table = open_table(source, config=config, split=split)
+    else:
+        table = read_table(source, config=config, split=split, draw=Draw(limit, seed))
     if not table.rows:
         raise DataError(f"{source} has no rows")
-    rows = _copy_columns(_fill_columns(table.rows), columns or {}, source)
+    fill = _fill_columns(table.rows, columns or {}, source)
+    rows = _change(table.rows, fill, streaming)
     if kind in (None, "preference") and has_scored_responses(rows[0]):
         table = convert_scores(Table(table.name, table.unit, rows, table.numbers))
         rows = table.rows
@@ -112,24 +127,36 @@ def load_data(
     table = replace(table, rows=rows)
     conversational = is_conversational(kind, rows[0])
     _check(table, kind, conversational)
-    return DataSet(kind, conversational, replace(table, rows=[_drop_empty_keys(kind, row) for row in rows]))
+    clean = partial(_drop_empty_keys, kind)
+    return DataSet(kind, conversational, replace(table, rows=_change(rows, clean, streaming)))
 
 
-def _fill_columns(rows: Sequence[Row]) -> list[Row]:
-    """The rows, each with the columns of all."""
+def _change(rows: Sequence[Row], change: Callable[[Row], Row], streaming: bool) -> Sequence[Row]:
+    return Changed(rows, lambda _, row: change(row)) if streaming else [change(row) for row in rows]
+
+
+def _fill_columns(rows: Sequence[Row], columns: Mapping[str, str | Sequence[str]], source: str) -> Callable[[Row], Row]:
+    """A function that gives a row the columns of all rows, and the copies that `columns` asks
+    for."""
     names = dict.fromkeys(name for row in rows for name in row)
-    return [{name: row.get(name) for name in names} for row in rows]
-
-
-def _copy_columns(rows: list[Row], columns: Mapping[str, str | Sequence[str]], source: str) -> list[Row]:
+    present, copies = list(names), dict[str, str]()
     for name, originals in columns.items():
         candidates = [originals] if isinstance(originals, str) else list(originals)
-        original = next((candidate for candidate in candidates if candidate in rows[0]), None)
+        original = next((candidate for candidate in candidates if candidate in present), None)
         if original is None:
             expected = " or ".join(repr(candidate) for candidate in candidates)
-            raise ConfigError(f"{source} has no column {expected} to be its {name}; it has {', '.join(rows[0])}")
-        rows = [{**row, name: row[original]} for row in rows] if original != name else rows
-    return rows
+            raise ConfigError(f"{source} has no column {expected} to be its {name}; it has {', '.join(present)}")
+        if original != name:
+            copies[name] = original
+            present += [name] if name not in present else []
+
+    def fill(row: Row) -> Row:
+        filled = {name: row.get(name) for name in names}
+        for name, original in copies.items():
+            filled[name] = filled[original]
+        return filled
+
+    return fill
 
 
 def _detect_kind(rows: Sequence[Row], source: str) -> Kind:

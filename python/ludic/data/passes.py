@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from random import Random
@@ -118,8 +119,8 @@ class Passes:
         self._stretches, self.position, self._number = stretches, int(state["position"]), -1
 
 
-def shuffle_range(length: int, key: str) -> list[int]:
-    """`range(length)` in a random order that depends only on `key`."""
-    order = list(range(length))
+def shuffle_range(length: int, key: str) -> Sequence[int]:
+    """`range(length)` in a random order that depends only on `key`. 8 bytes a number."""
+    order = array("q", range(length))
     Random(key).shuffle(order)
     return order

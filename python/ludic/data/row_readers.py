@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 from ludic.data.formats import Row
 from ludic.data.places import is_local
+from ludic.data.sources import parse_line
 from ludic.errors import DataError, MissingExtraError
-from ludic.files.jsonl import parse_json
 
 _PARQUET_ROWS = 1024
 """Rows that are decoded at a time."""
@@ -114,14 +114,7 @@ class JSONLReader:
         return found, [offset, number]
 
     def parse(self, raw: Any, place: str) -> Row:
-        try:
-            text = raw.decode("utf-8-sig")
-        except UnicodeDecodeError as error:
-            raise DataError(f"{place} is not UTF-8: {error.reason} at byte {error.start} of the line") from error
-        row = parse_json(text, place)
-        if not isinstance(row, dict):
-            raise DataError(f"{place} must be an object with columns as keys, not {type(row).__name__}")
-        return row
+        return parse_line(raw, place)
 
     def count(self) -> int:
         with self._path.open("rb") as file:

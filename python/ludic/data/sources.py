@@ -24,8 +24,8 @@ class Table:
     """The file, folder or id."""
     unit: str
     """The unit of `numbers`: `line` or `row`, counted from 1."""
-    rows: list[Row]
-    numbers: list[int]
+    rows: Sequence[Row]
+    numbers: Sequence[int]
     equal_scores: list[int] = field(default_factory=list)
     """Numbers of the rows that were left out because their two scores are equal."""
 
@@ -145,7 +145,14 @@ READERS: dict[str, Callable[[str, Path, Draw], Table]] = {
 
 
 def _load_datasets(name: str, source: str, config: str | None, split: str, draw: Draw) -> Table:
-    """Load with the `datasets` library, which runs no code of the data set."""
+    loaded = open_arrow(name, source, config, split)
+    drawn = draw.of(len(loaded))
+    return _number_rows(name, (loaded if len(drawn) == len(loaded) else loaded.select(drawn)).to_list(), drawn)
+
+
+def open_arrow(name: str, source: str, config: str | None, split: str) -> Any:
+    """A parquet file, a folder or an id as a data set of the `datasets` library, whose rows stay on
+    disk. The library runs no code of the data set."""
     try:
         import datasets
     except ImportError as error:
@@ -153,16 +160,14 @@ def _load_datasets(name: str, source: str, config: str | None, split: str, draw:
     try:
         if (Path(source) / "state.json").is_file() or (Path(source) / "dataset_dict.json").is_file():
             loaded = datasets.load_from_disk(source)
-            loaded = loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
-        else:
-            loaded = datasets.load_dataset(source, config, split=split)
-        drawn = draw.of(len(loaded))
-        rows = (loaded if len(drawn) == len(loaded) else loaded.select(drawn)).to_list()
+            return loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
+        if Path(source).is_file():
+            return datasets.load_dataset("parquet", data_files=source, split="train")
+        return datasets.load_dataset(source, config, split=split)
     except Exception as error:  # its exceptions have no common base
         raise DataError(
             f"{name} (config {config}, split {split}) could not be loaded: {type(error).__name__}: {error}"
         ) from error
-    return _number_rows(name, rows, drawn)
 
 
 def _number_rows(name: str, rows: list[Row], drawn: Sequence[int]) -> Table:
@@ -177,6 +182,15 @@ def _read_text(name: str, path: Path) -> str:
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise DataError(f"{name}, line {line} is not UTF-8: {error.reason} at byte {error.start}") from error
+
+
+def parse_line(line: bytes, where: str) -> Row:
+    """The row of a line of a JSONL file. Raises DataError for anything but an object in UTF-8."""
+    try:
+        text = line.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where} is not UTF-8: {error.reason} at byte {error.start} of the line") from error
+    return _check_object(parse_json(text, where), where)
 
 
 def _check_object(value: Any, where: str) -> Row:

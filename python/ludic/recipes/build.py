@@ -63,6 +63,7 @@ def build_task(
     section: TaskSection,
     *,
     data: Any = None,
+    streaming: bool = False,
     reward: Any = None,
     reward_weights: Any = None,
     eval_reward: Any = None,
@@ -74,13 +75,15 @@ def build_task(
     if section.kind == "data" and isinstance(reward, str) and reward in CODE_REWARDS:
         if reward_weights is not None or eval_reward is not None:
             raise ConfigError(f"reward={reward} runs programs, and is the only reward; leave reward_weights and eval_reward out")
-        return _call_with_data(CodeData, section.args, data, {"partial_credit": CODE_REWARDS[reward]})
+        return _call_with_data(CodeData, section.args, data, streaming, {"partial_credit": CODE_REWARDS[reward]})
     if section.kind == "data":
         explicit = {"reward": reward, "reward_weights": reward_weights, "judged": judged}
         explicit |= {"eval_reward": eval_reward, "eval_reward_weights": eval_reward_weights}
-        return _call_with_data(DataTask, section.args, data, explicit)
+        return _call_with_data(DataTask, section.args, data, streaming, explicit)
     if data is not None or reward is not None or eval_reward is not None:
         raise ConfigError(f"data and reward make a task of their own (task.kind=data); task.kind is {section.kind}")
+    if streaming:
+        raise ConfigError(f"streaming=true leaves the rows of data=FILE on disk; task.kind={section.kind} makes its own problems")
     return build_named(TASKS, section)
 
 
@@ -94,7 +97,12 @@ def build_named(registry: dict[str, Callable[..., Any]], section: TaskSection) -
 
 def build_episodic_task(recipe: Recipe) -> EpisodicTask:
     """The task of a recipe, of any kind, as an `EpisodicTask`."""
-    settings = {"data": recipe.data, "reward": recipe.reward, "reward_weights": recipe.reward_weights}
+    settings = {
+        "data": recipe.data,
+        "streaming": recipe.streaming,
+        "reward": recipe.reward,
+        "reward_weights": recipe.reward_weights,
+    }
     settings |= {"eval_reward": recipe.eval_reward, "eval_reward_weights": recipe.eval_reward_weights}
     return as_episodic(build_task(recipe.task, **settings, judged=recipe.reward_model is not None))
 
@@ -189,11 +197,11 @@ def _look_up(registry: dict[str, T], name: str, setting: str) -> T:
     raise ConfigError(f"{setting} ({name}) is not known; {remedy}")
 
 
-def _call_with_data(make: Callable[..., Any], args: dict[str, Any], data: Any, explicit: dict[str, Any]) -> Any:
+def _call_with_data(make: Callable[..., Any], args: dict[str, Any], data: Any, streaming: bool, explicit: dict[str, Any]) -> Any:
     """`make` with the arguments of `task.args`, those that say which rows there are as a
     `TaskData`."""
-    names = [field.name for field in fields(TaskData) if field.name != "source"]
-    rows = TaskData(data, **{name: value for name, value in args.items() if name in names})
+    names = [field.name for field in fields(TaskData) if field.name not in ("source", "streaming")]
+    rows = TaskData(data, streaming=streaming, **{name: value for name, value in args.items() if name in names})
     rest = {name: value for name, value in args.items() if name not in names}
     return _call(make, {**rest, **explicit, "data": rows}, "task.args", also=names)
 

@@ -176,6 +176,9 @@ class Recipe:
     """Your own problems: a JSONL, JSON, CSV or parquet file with a column `prompt`, a folder, or
     a hub id; or a mixture of these, as `{datasets: [{id: FILE, weight: 0.5}, {id: FILE}], seed:
     0}`. A weight up to 1 takes that share of the rows, a higher one repeats rows."""
+    streaming: bool = False
+    """Leave the rows of `data` on disk, of any size: they are checked once, and each is read again
+    when its problem is played. Trains on the same batches as without."""
     reward: Any = None
     """Reward functions for `data`: `module:function`, `gsm8k`, `math`, `pure_accuracy_math` (an
     answer between `<answer>` tags), or a list of these."""

@@ -223,7 +223,7 @@ class PassRequests(TrainingRequests):
     def _choose_problem(self, rng: Random, number: int, position: int) -> Episode:
         return self._data.training[self._passes.at(number * self._section.prompts + position)]
 
-    def _shuffle(self, number: int) -> list[int]:
+    def _shuffle(self, number: int) -> Sequence[int]:
         """The order of pass `number`."""
         return shuffle_range(len(self._data.training), f"pass {self._seed} {number}")
 

@@ -71,6 +71,8 @@ class CodeData:
             raise ConfigError(
                 f"data ({rows.source!r}) must be one file, folder or hub id: programs are judged by the tests of its rows"
             )
+        if rows.streaming:
+            raise ConfigError("streaming=true is for prompts with reward functions; the tests of programs are read into memory")
         self.max_new_tokens = max_new_tokens
         self._settings = CodeExecConfig(
             timeout_per_test_s=timeout_per_test_s,

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from random import Random
 from typing import Any
 
 from ludic.data import DataMixture, DataSet, Row, load_data, load_mixture
+from ludic.data.rows_on_disk import Changed
 from ludic.envs.prompt_env import PromptEnv, prompt_shown
 from ludic.errors import ConfigError, DataError
 from ludic.tasks.base import Problem
@@ -60,11 +62,10 @@ class DataTask:
         rows = TaskData.of(data)
         loaded = _load(rows, rows.source, rows.split)
 
-        def read(source: str | DataMixture, split: str, prefix: str) -> list[DataProblem]:
-            return self._problems(_load(rows, source, split) if prefix else loaded, prefix)
+        def read(source: str | DataMixture, split: str, prefix: str) -> Sequence[DataProblem]:
+            return self._make_problems(_load(replace(rows, streaming=False), source, split) if prefix else loaded, prefix)
 
-        _, training, self._held = rows.divide(read, key=_key, name=loaded.table.name)
-        self.training: Sequence[DataProblem] = training
+        _, self.training, self._held = rows.divide(read, key=_key, name=loaded.table.name)
         """The problems to train on, in passes: each once before any is repeated."""
         self.digest = loaded.digest()
         """Identifies the content of the data set."""
@@ -129,22 +130,25 @@ class DataTask:
         row: Row = problem["row"]  # type: ignore[typeddict-item]
         return PromptEnv(row, system_prompt=self.system_prompt)
 
-    def _problems(self, loaded: DataSet, prefix: str) -> list[DataProblem]:
-        """The problems of the rows. Raises DataError, naming the row, if a reward function
-        cannot judge it."""
+    def _make_problems(self, loaded: DataSet, prefix: str) -> Sequence[DataProblem]:
+        """The problems of the rows; of rows on disk, made when they are asked for. Raises
+        DataError, naming the row, if a reward function cannot judge it."""
         scorers = (self.training_scorer, self.scorer)
         for scorer in scorers:
             scorer.check_columns([name for name in loaded.columns if name not in ("prompt", "completion")])
-        problems = []
         for index, row in enumerate(loaded.rows):
             try:
                 for scorer in scorers:
                     scorer.check_row(row)
             except DataError as error:
                 raise DataError(f"{loaded.where(index)}: {error}") from error
+
+        def make(index: int, row: Row) -> DataProblem:
             shown = next((str(row[name]) for name in ANSWER_COLUMNS if row.get(name) is not None), "")
-            problems.append(DataProblem(id=f"{prefix}{index}", question=prompt_shown(row["prompt"]), answer=shown, row=row))
-        return problems
+            return DataProblem(id=f"{prefix}{index}", question=prompt_shown(row["prompt"]), answer=shown, row=row)
+
+        problems = Changed(loaded.rows, make)
+        return list(problems) if isinstance(loaded.rows, list) else problems
 
 
 def _make_heldout_scorer(training: DataRewards, reward: Any, weights: Any) -> DataRewards:
@@ -164,8 +168,12 @@ def _list_measures(scorer: DataRewards) -> dict[str, str]:
 def _load(rows: TaskData, source: str | DataMixture, split: str) -> DataSet:
     columns = {"prompt": rows.prompt_column or PROMPT_COLUMNS}
     if isinstance(source, DataMixture):
+        if rows.streaming:
+            raise ConfigError(
+                "streaming=true reads one file, folder or hub id, and not a mixture of several; or set streaming=false"
+            )
         return load_mixture(source, columns=columns)
-    return load_data(source, kind="prompt", columns=columns, config=rows.config, split=split)
+    return load_data(source, kind="prompt", columns=columns, config=rows.config, split=split, streaming=rows.streaming)
 
 
 def _key(problem: DataProblem) -> str:

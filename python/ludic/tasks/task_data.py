@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ludic.data import DataMixture
+from ludic.data.rows_on_disk import Changed
 from ludic.errors import ConfigError
 from ludic.tasks.base import Problem
 
 P = TypeVar("P", bound=Problem)
 Source = str | DataMixture
+Keys = NDArray[np.bytes_]
 MOST_HELD_OUT = 200
 """Of those that are chosen by their number."""
 
 
 @dataclass(frozen=True)
 class TaskData:
-    """The data set of a task. Its fields but `source` are settings of `task.args`.
+    """The data set of a task. Its fields but `source` and `streaming` are settings of
+    `task.args`.
 
     Example: `TaskData("problems.jsonl", num_heldout=50)`.
     """
@@ -37,6 +44,9 @@ class TaskData:
     heldout_data: str | None = None
     """Data that is held out instead, its first `num_heldout` rows if that is given."""
     heldout_split: str = "test"
+    streaming: bool = False
+    """Leave the rows of `source` on disk, and read each again when its problem is played. A setting
+    of its own in a recipe."""
 
     @classmethod
     def of(cls, data: TaskData | Source | Mapping[str, Any] | None) -> TaskData:
@@ -52,37 +62,46 @@ class TaskData:
         return given
 
     def divide(
-        self, read: Callable[[Any, str, str], list[P]], *, key: Callable[[P], str], name: str | None = None
-    ) -> tuple[list[P], list[P], list[P]]:
+        self, read: Callable[[Any, str, str], Sequence[P]], *, key: Callable[[P], str], name: str | None = None
+    ) -> tuple[Sequence[P], Sequence[P], Sequence[P]]:
         """(all problems of the source, those to train on, those held out).
 
         `read` returns the problems of (a source, its split, a prefix of their ids); problems with
-        the same `key` have the same prompt. `name` is the source's in messages.
+        the same `key`, a hash in hex digits, have the same prompt. `name` is the source's in
+        messages.
         """
         problems = read(self.source, self.split, "")
         shown = name or str(self.source)
+        keys = _list_keys(problems, key)
         if self.heldout_data is not None:
             heldout = read(self.heldout_data, self.heldout_split, "heldout-")[: self.num_heldout]
+            held_keys = _list_keys(heldout, key)
         else:
             number = self.num_heldout
             share = self.source.test_split_size if isinstance(self.source, DataMixture) else None
             if number is None and share is not None:
-                number = max(1, round(share * len(set(map(key, problems)))))
-            heldout = hold_out(problems, number, shown, key=key)
-        seen = set(map(key, heldout))
-        training = [problem for problem in problems if key(problem) not in seen]
+                number = max(1, round(share * len(np.unique(keys))))
+            held_keys, rows = hold_out(keys, number, shown)
+            heldout = [problems[row] for row in rows]
+        kept = np.flatnonzero(~np.isin(keys, held_keys))
+        training: Sequence[P] = Changed(array("q", kept.tolist()), lambda _, row: problems[row])
+        if not self.streaming:
+            training = list(training)
         if not training:
             raise ConfigError(f"every prompt of {shown} is held out and none is left to train on; lower task.args.num_heldout")
         return problems, training, heldout
 
 
-def hold_out(problems: Sequence[P], number: int | None, source: str, *, key: Callable[[P], str]) -> list[P]:
-    """The first of the problems with each of the `number` lowest keys; None: a tenth of them, at
-    most 200. The same for any order of the problems."""
-    distinct = {key(problem): problem for problem in reversed(problems)}
+def hold_out(keys: Keys, number: int | None, source: str) -> tuple[Keys, list[int]]:
+    """(the `number` lowest keys, the first row that has each); None: a tenth of the different keys,
+    at most 200. The same prompts for any order of the rows.
+
+    Example: the keys c a b a and number 2 are (a b, rows 1 and 2).
+    """
+    distinct, first = np.unique(keys, return_index=True)
     if len(distinct) == 1:
         raise ConfigError(
-            f"{source} has one prompt (rows: {len(problems)}), and at least one is held out for evaluation; add a second "
+            f"{source} has one prompt (rows: {len(keys)}), and at least one is held out for evaluation; add a second "
             "prompt, or name a separate file with task.args.heldout_data"
         )
     if number is None:
@@ -92,7 +111,12 @@ def hold_out(problems: Sequence[P], number: int | None, source: str, *, key: Cal
             f"num_heldout ({number}) must be at least 1 and less than the {len(distinct)} different prompts of {source}; or name "
             "a separate file with task.args.heldout_data"
         )
-    return [distinct[key] for key in sorted(distinct)[:number]]
+    return distinct[:number], first[:number].tolist()
+
+
+def _list_keys(problems: Sequence[P], key: Callable[[P], str]) -> Keys:
+    """The first 16 bytes of each key, in its order."""
+    return np.fromiter((bytes.fromhex(key(problem)[:32]) for problem in problems), "S16", len(problems))
 
 
 def hash_text(text: str) -> str:

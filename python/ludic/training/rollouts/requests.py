@@ -143,7 +143,7 @@ class SequenceRequests:
         index = self._passes.at(position)
         return index, self._samples[index]
 
-    def _shuffle(self, number: int) -> list[int]:
+    def _shuffle(self, number: int) -> Sequence[int]:
         """The order of pass `number`."""
         return shuffle_range(len(self._samples), f"{self._rng_seed}/{number}")
 

@@ -1,0 +1,147 @@
+"""Rows of a data set that stay on disk, read when they are asked for: only where each one begins is
+in memory.
+
+    a.jsonl    {"prompt": "1+1="}⏎ ⏎ {"prompt": "2+2="}⏎
+    starts     0, 20                 bytes before each row, 8 bytes a row
+    numbers    1, 3                  lines, 8 bytes a row
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, Generic, TypeVar, overload
+
+from ludic.data.formats import Row
+from ludic.data.places import is_local
+from ludic.data.sources import Table, open_arrow, parse_line
+from ludic.errors import DataError
+
+S = TypeVar("S")
+T = TypeVar("T")
+LINES = (".jsonl", ".ndjson")
+
+
+class Lazy(Sequence[T], ABC):
+    """A sequence whose values are made by `read` when they are asked for, and not kept."""
+
+    @abstractmethod
+    def read(self, index: int) -> T:
+        """The value at an index from 0 to `len(self) - 1`."""
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[T]: ...
+
+    def __getitem__(self, index: int | slice) -> T | list[T]:
+        numbers = range(len(self))[index]
+        return self.read(numbers) if isinstance(numbers, int) else [self.read(number) for number in numbers]
+
+
+class Changed(Lazy[T], Generic[S, T]):
+    """`change(index, value)` of each value of a sequence.
+
+    >>> list(Changed([5, 7], lambda index, value: index + value))
+    [5, 8]
+    """
+
+    def __init__(self, values: Sequence[S], change: Callable[[int, S], T]) -> None:
+        self._values, self._change = values, change
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def read(self, index: int) -> T:
+        return self._change(index, self._values[index])
+
+    def __iter__(self) -> Iterator[T]:
+        return (self._change(index, value) for index, value in enumerate(self._values))
+
+
+class LineRows(Lazy[Row]):
+    """The rows of a JSONL file. Raises DataError, naming file and line, for a line that is no
+    object, when it is read, and if the file changes after it was opened."""
+
+    def __init__(self, name: str, path: Path) -> None:
+        self._name, self._path = name, path
+        self._starts, self.numbers = array("q"), array("q")
+        """`numbers`: the line of each row, from 1."""
+        with path.open("rb") as file:
+            self._stamp = _stamp(file)
+            position = 0
+            for number, line in enumerate(file, 1):
+                if not line.isspace():
+                    self._starts.append(position)
+                    self.numbers.append(number)
+                position += len(line)
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def read(self, index: int) -> Row:
+        with self._open() as file:
+            file.seek(self._starts[index])
+            return self._parse(file.readline(), self.numbers[index])
+
+    def __iter__(self) -> Iterator[Row]:
+        with self._open() as file:
+            for number, line in enumerate(file, 1):
+                if not line.isspace():
+                    yield self._parse(line, number)
+
+    def _open(self) -> BinaryIO:
+        file = self._path.open("rb")
+        if _stamp(file) != self._stamp:
+            file.close()
+            raise DataError(
+                f"{self._name} was changed while it was in use; put the old content back and resume, or begin a new run"
+            )
+        return file
+
+    def _parse(self, line: bytes, number: int) -> Row:
+        return parse_line(line, f"{self._name}, line {number}")
+
+
+class _ArrowRows(Lazy[Row]):
+    """The rows of a data set of the `datasets` library, which maps them from its files."""
+
+    def __init__(self, loaded: Any) -> None:
+        self._loaded = loaded
+
+    def __len__(self) -> int:
+        return len(self._loaded)
+
+    def read(self, index: int) -> Row:
+        return dict(self._loaded[index])
+
+    def __iter__(self) -> Iterator[Row]:
+        return map(dict, self._loaded)
+
+
+def open_table(source: str, *, config: str | None = None, split: str = "train") -> Table:
+    """The rows of a JSONL file, a parquet file, a folder or a hub id, left on disk. `config` and
+    `split` are for ids and folders. Raises DataError for what is none of these."""
+    path = Path(source).expanduser()
+    if path.suffix.lower() in LINES and not path.is_dir():
+        if not path.is_file():
+            raise DataError(f"{source} does not exist; paths are relative to {Path.cwd()}")
+        rows = LineRows(source, path)
+        return Table(source, "line", rows, rows.numbers)
+    if path.is_file() and path.suffix.lower() != ".parquet":
+        raise DataError(
+            f"{source} cannot stay on disk; {', '.join(LINES)}, .parquet, folders and ids of the hub can, or set streaming=false"
+        )
+    if not path.exists() and is_local(source):
+        raise DataError(f"{source} does not exist, seen from {Path.cwd()}")
+    loaded = open_arrow(source, str(path) if path.exists() else source, config, split)
+    return Table(source, "row", _ArrowRows(loaded), range(1, len(loaded) + 1))
+
+
+def _stamp(file: BinaryIO) -> tuple[int, int]:
+    found = os.fstat(file.fileno())
+    return found.st_size, found.st_mtime_ns
