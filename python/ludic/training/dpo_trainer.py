@@ -21,7 +21,7 @@ from ludic.models.published import unwrap_model
 from ludic.models.sharding import is_sharded
 from ludic.training import ranks
 from ludic.training.algorithm import RLAlgorithm
-from ludic.training.backend.forward import as_forward_passes
+from ludic.training.backend.forward import as_forward_passes, forward_action_logprobs
 from ludic.training.backend.futures import TrainFuture
 from ludic.training.backend.protocol import ForwardPasses, TrainingBackend
 from ludic.training.batching.epochs import ItemBatchSource
@@ -164,7 +164,7 @@ def _open_reference(
     def forward(batch: MicroBatch) -> Tensor:
         if reference is not None:
             return _wait(reference.logps(batch))
-        return passes.forward_logprobs(batch, adapters=not adapted).wait()
+        return forward_action_logprobs(passes, batch, adapters=not adapted).wait()
 
     known = PrecomputedReference.score(batches, cfg, forward)
     if file is not None:

@@ -21,6 +21,7 @@ from ludic.errors import DataError
 from ludic.event_loop import await_if_needed
 from ludic.training import ranks
 from ludic.training.algorithm import RLAlgorithm
+from ludic.training.backend.forward import forward_action_logprobs
 from ludic.training.backend.protocol import TrainingBackend
 from ludic.training.batching.fractions import refuse_fractions
 from ludic.training.batching.micro_batching import MicroBatch
@@ -227,7 +228,7 @@ def _own_forward(run: PreparedRun) -> ForwardLogps:
 
     async def forward(micro_batch: MicroBatch) -> Tensor:
         return await run_operation(
-            run.backend, lambda backend: backend.forward_logprobs(micro_batch), overlaps=run.source.overlaps
+            run.backend, lambda backend: forward_action_logprobs(backend, micro_batch), overlaps=run.source.overlaps
         )
 
     return forward

@@ -23,7 +23,7 @@ from ludic.models.published import unwrap_model
 from ludic.models.sharding import is_sharded
 from ludic.training import ranks
 from ludic.training.algorithm import RLAlgorithm
-from ludic.training.backend.forward import ModelPasses
+from ludic.training.backend.forward import ModelPasses, forward_action_logprobs
 from ludic.training.backend.futures import TrainFuture
 from ludic.training.backend.protocol import TrainingBackend
 from ludic.training.batching.micro_batching import MicroBatch
@@ -68,7 +68,7 @@ class FrozenModel:
         return self._passes.computes_trees
 
     def logps(self, micro_batch: HasTensors) -> TrainFuture[Tensor]:
-        return self._passes.forward_logprobs(MicroBatch(micro_batch.tensors, 0, micro_batch.sample_names))
+        return forward_action_logprobs(self._passes, _without_size(micro_batch))
 
 
 class WithoutAdapters:
@@ -82,7 +82,11 @@ class WithoutAdapters:
         return computes_trees(self.backend)
 
     def logps(self, micro_batch: HasTensors) -> TrainFuture[Tensor]:
-        return self.backend.forward_logprobs(MicroBatch(micro_batch.tensors, 0, micro_batch.sample_names), adapters=False)
+        return forward_action_logprobs(self.backend, _without_size(micro_batch), adapters=False)
+
+
+def _without_size(micro_batch: HasTensors) -> MicroBatch:
+    return MicroBatch(micro_batch.tensors, 0, micro_batch.sample_names)
 
 
 class AttachedReference:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cached_property
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from ludic.training.batching.micro_batching import MicroBatch
 from ludic.training.config import TrainerConfig
 from ludic.training.loss import Loss, SharedContext
 from ludic.training.loss.base import ScoreType
+from ludic.training.loss.functional import mask_values
 from ludic.training.loss.preference import preference_scores
 
 T = TypeVar("T")
@@ -56,33 +58,50 @@ class ModelPasses:
         return TrainFuture.of(operation, compute)
 
     def forward_logprobs(
-        self, batch: MicroBatch, *, temperature: float | None = None, top_p: float = 1.0, adapters: bool = True
+        self,
+        batch: MicroBatch,
+        *,
+        temperature: float | None = None,
+        top_p: float = 1.0,
+        adapters: bool = True,
+        actions_only: bool = False,
     ) -> TrainFuture[Tensor]:
-        return self._run("forward_logprobs", lambda: self._logprobs(batch, temperature, top_p, adapters))
+        return self._run("forward_logprobs", lambda: self._logprobs(batch, temperature, top_p, adapters, actions_only))
 
     def forward_scores(self, batch: MicroBatch, *, score_type: ScoreType = "reward") -> TrainFuture[Tensor]:
         return self._run("forward_scores", lambda: self._scores(batch, score_type))
 
     @torch.no_grad()
-    def _logprobs(self, batch: MicroBatch, temperature: float | None, top_p: float, adapters: bool) -> Tensor:
+    def _logprobs(
+        self, batch: MicroBatch, temperature: float | None, top_p: float, adapters: bool, actions_only: bool = False
+    ) -> Tensor:
         skips = top_p >= 1.0 and self.skips_logits  # decided with the adapters on, whichever call is first
         without = nullcontext() if adapters else adapters_off(self.model)
         with without, evaluation_mode(self.model), autocast(self.cfg):
             divisor = self.cfg.temperature if temperature is None else temperature
             if top_p >= 1.0:
-                reads = ReadsActions() if PREFIX_TREES in batch.tensors else Loss()
+                reads = ReadsActions() if actions_only or PREFIX_TREES in batch.tensors else Loss()
                 scored = forward_for_loss(self.model, batch.tensors, reads, chunked_logits=skips, temperature=divisor)
-                return SharedContext(*scored, temperature=divisor).token_logp
-            tensors = {name: value for name, value in batch.tensors.items() if name != PREFIX_TREES}
-            logits = forward_logits(self.model, tensors)
-            return SharedContext(_nucleus_logprobs(logits, divisor, top_p), tensors).token_logp
+                shared = SharedContext(*scored, temperature=divisor)
+            else:
+                tensors = {name: value for name, value in batch.tensors.items() if name != PREFIX_TREES}
+                shared = SharedContext(_nucleus_logprobs(forward_logits(self.model, tensors), divisor, top_p), tensors)
+            return mask_values(shared.token_logp, shared.token_mask) if actions_only else shared.token_logp
 
     @torch.no_grad()
     def _scores(self, batch: MicroBatch, score_type: ScoreType) -> Tensor:
         with evaluation_mode(self.model), autocast(self.cfg):
             if score_type == "logprob" and self.skips_logits:
-                return preference_scores(SharedContext(*forward_scores(self.model, batch.tensors)), score_type)
+                return preference_scores(SharedContext(*forward_scores(self.model, batch.tensors, ReadsActions())), score_type)
             return preference_scores(SharedContext(forward_logits(self.model, batch.tensors), batch.tensors), score_type)
+
+
+def forward_action_logprobs(passes: ForwardPasses, batch: MicroBatch, **options: Any) -> TrainFuture[Tensor]:
+    """`forward_logprobs` for callers that read action tokens alone. `passes` of yours without the
+    argument `actions_only` score all tokens."""
+    parameters = inspect.signature(passes.forward_logprobs).parameters
+    known = "actions_only" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    return passes.forward_logprobs(batch, **options, **({"actions_only": True} if known else {}))
 
 
 def as_forward_passes(model: nn.Module | ForwardPasses, cfg: TrainerConfig) -> ForwardPasses:

@@ -46,12 +46,19 @@ class ForwardPasses(Protocol):
     """Forward passes in evaluation mode and without gradient: all that an evaluator needs."""
 
     def forward_logprobs(
-        self, batch: MicroBatch, *, temperature: float | None = None, top_p: float = 1.0, adapters: bool = True
+        self,
+        batch: MicroBatch,
+        *,
+        temperature: float | None = None,
+        top_p: float = 1.0,
+        adapters: bool = True,
+        actions_only: bool = False,
     ) -> TrainFuture[Tensor]:
         """[B, T - 1] log-probability of each next token at `temperature` (None: the policy's),
         renormalised over the smallest set of tokens that reaches `top_p`. `adapters=False`: under
-        the model without its adapters; given only where a reference needs it. Of a batch with
-        prefix trees, those of action tokens; the others are 0."""
+        the model without its adapters; given only where a reference needs it. `actions_only`: 0
+        where the next token is no action; given only to backends that have this argument. Of a
+        batch with prefix trees it is always so."""
 
     def forward_scores(self, batch: MicroBatch, *, score_type: ScoreType = "reward") -> TrainFuture[Tensor]:
         """[B] score of each row: the reward of a reward model, or a log-probability of the

@@ -11,7 +11,7 @@ import numpy as np
 from torch import nn
 
 from ludic.errors import ConfigError
-from ludic.training.backend.forward import as_forward_passes
+from ludic.training.backend.forward import as_forward_passes, forward_action_logprobs
 from ludic.training.backend.protocol import ForwardPasses
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
 from ludic.training.batching.rank_plans import RankShare
@@ -55,7 +55,7 @@ class HeldOutLoss:
         """Sum of -log pi over the action tokens, in float64, and their number."""
         total, tokens = 0.0, 0.0
         for micro_batch in MiniBatch(self._batch, np.arange(len(self._batch.items)), self._cfg):
-            logps = self._passes.forward_logprobs(micro_batch, temperature=1.0).wait()
+            logps = forward_action_logprobs(self._passes, micro_batch, temperature=1.0).wait()
             mask = SharedContext(micro_batch.tensors["input_ids"], micro_batch.tensors).token_mask
             total -= float(weigh_values(logps.double(), mask.double()).sum())
             tokens += float(mask.sum())

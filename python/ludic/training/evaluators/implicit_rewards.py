@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ludic.training.backend.forward import forward_action_logprobs
 from ludic.training.backend.protocol import ForwardPasses
 from ludic.training.batching.pair_batches import DROP_REASONS
 from ludic.training.classification_metrics import PreferenceMetrics
@@ -80,7 +81,7 @@ class ImplicitRewardEvaluator(PreferenceEvaluator):
     def _sums(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """[N] float64 sums of the log-probabilities and of the log-ratios of each sample, and its
         number of action tokens."""
-        own = score_actions(self.batch, self._cfg, lambda batch: self._passes.forward_logprobs(batch).wait())
+        own = score_actions(self.batch, self._cfg, lambda batch: forward_action_logprobs(self._passes, batch).wait())
         known = [self._reference.of_item(item) for item in self.batch.items]
         ratios = [_sum(logps.double() - before.double()) for logps, before in zip(own, known, strict=True)]
         return np.array([_sum(logps.double()) for logps in own]), np.array(ratios), np.array([max(1, len(each)) for each in own])

@@ -8,9 +8,12 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from ludic.training.averages import array_mean_or_zero
+from ludic.training.backend.forward import forward_action_logprobs
 from ludic.training.backend.protocol import TrainingBackend
 from ludic.training.batching.micro_batching import MicroBatch, collate_saw_items
 from ludic.training.config import TrainerConfig
@@ -34,7 +37,8 @@ class Comparison:
     sampler_logps: list[Floats]
     trainer_logps: list[Floats]
     all_trainer_logps: list[Floats]
-    """The trainer's log-probabilities of all tokens of a sample except the first."""
+    """The trainer's log-probabilities of all tokens of a sample except the first; 0 for those that
+    are neither actions nor next to one."""
 
     @cached_property
     def differences(self) -> list[Floats]:
@@ -72,11 +76,12 @@ async def compare(
     temperature: float | None = None,
     top_p: float = 1.0,
 ) -> Comparison:
-    """Compute the trainer's log-probabilities of the samples, in one forward pass. `temperature`
-    and `top_p`: those of `forward_logprobs`."""
+    """Compute the trainer's log-probabilities of the samples' actions and of the tokens next to
+    them, in one forward pass. `temperature` and `top_p`: those of `forward_logprobs`."""
     shaping: dict[str, Any] = {} if temperature is None and top_p == 1.0 else {"temperature": temperature, "top_p": top_p}
     tensors = collate_saw_items(items, pad_token_id=cfg.pad_token_id, device=cfg.model_device)
-    logps = await backend.forward_logprobs(MicroBatch(tensors, len(items)), **shaping).result()
+    tensors["action_mask"] = _with_neighbours(tensors["action_mask"])
+    logps = await forward_action_logprobs(backend, MicroBatch(tensors, len(items)), **shaping).result()
     table = logps.double().cpu().numpy()
     rows = [table[i, : len(item.input_ids) - 1] for i, item in enumerate(items)]
     actions = [np.flatnonzero(np.asarray(item.action_mask)) for item in items]
@@ -88,6 +93,14 @@ async def compare(
         trainer_logps=[row[positions[positions > 0] - 1] for row, positions in zip(rows, actions, strict=True)],
         all_trainer_logps=rows,
     )
+
+
+def _with_neighbours(mask: Tensor) -> Tensor:
+    """[B, T] 1 at the tokens of the mask and at those before and after them.
+
+    Example: [0, 0, 1, 0, 0] gives [0, 1, 1, 1, 0].
+    """
+    return torch.nn.functional.max_pool1d((mask != 0).float()[:, None], 3, stride=1, padding=1)[:, 0]
 
 
 def mean_absolute(parts: Sequence[Floats]) -> float:

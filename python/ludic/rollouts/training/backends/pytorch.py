@@ -154,20 +154,28 @@ class PyTorchTrainingBackend(TorchBackend):
         self.weight_version = step
 
     def forward_logprobs(
-        self, batch: Any, *, temperature: float | None = None, top_p: float = 1.0, adapters: bool = True
+        self,
+        batch: Any,
+        *,
+        temperature: float | None = None,
+        top_p: float = 1.0,
+        adapters: bool = True,
+        actions_only: bool = False,
     ) -> TrainFuture[Tensor]:
         """Of a batch by column: [B, T] float32 log-probability of each token, aligned with
         `input_ids` and 0 at the first token of a row: `old_log_probs` of later steps. Of a
-        micro-batch as in `ForwardPasses`."""
+        micro-batch as in `ForwardPasses`. `actions_only`: 0 for tokens outside the loss mask."""
         if not isinstance(batch, Mapping):
-            return super().forward_logprobs(batch, temperature=temperature, top_p=top_p, adapters=adapters)
+            return super().forward_logprobs(
+                batch, temperature=temperature, top_p=top_p, adapters=adapters, actions_only=actions_only
+            )
 
         def compute() -> Tensor:
             rows = ColumnRows.of(batch)
             mini_batch = ColumnMiniBatch(rows, self._column_config)
             logps: dict[int, Tensor] = {}
             for index, micro_batch in enumerate(mini_batch):
-                values = self._logprobs(micro_batch, temperature, top_p, adapters)
+                values = self._logprobs(micro_batch, temperature, top_p, adapters, actions_only)
                 logps.update(zip(map(int, mini_batch.micro_batch_rows(index)), values, strict=False))
             return rows.spread(logps)
 
