@@ -7,6 +7,8 @@ One product is the layer itself, or the embedding that it is tied to. LoRA adapt
 with inputs x A^T and weights B. `scale` and `cap` are read from the configuration: `logit_scale`
 (Cohere), 1 / `logits_scaling` (Granite), `final_logit_softcapping` (Gemma).
 
+A layer that is cut along the vocabulary (tensor-parallel) has the products of this rank's columns.
+
 Shapes: N positions, D width of the hidden states, V vocabulary.
 """
 
@@ -24,6 +26,8 @@ from torch.distributed.tensor import DTensor
 
 from ludic.errors import ConfigError
 from ludic.models.packed_attention import unwrap_transformer
+from ludic.models.sharding import get_local, is_sharded
+from ludic.models.vocabulary_shard import VocabularyShard
 
 LARGEST_PROBE = 60.0
 """Logits up to this size are sent through what the model does behind its output layer."""
@@ -39,6 +43,14 @@ class Products:
     """[V, d_i] each."""
     bias: Tensor | None
     """[V]."""
+    shard: VocabularyShard | None = None
+    """The columns that `weights` and `bias` are, if they are not all: V is then their number."""
+
+    @property
+    def columns(self) -> slice:
+        """Where the columns of `weights` are in the vocabulary."""
+        start = 0 if self.shard is None else self.shard.start
+        return slice(start, start + len(self.weights[0]))
 
 
 @dataclass(frozen=True)
@@ -63,18 +75,25 @@ class OutputLayer:
         if not isinstance(scale, int | float):
             raise ConfigError(f"logit_scale ({scale!r}) of {type(inner).__name__} is not a number")
         layer = cls(module, float(scale), getattr(config, "final_logit_softcapping", None) or None)
-        if isinstance(layer.weight, DTensor):
-            raise ConfigError("the output layer is sharded")
+        weight = layer.weight
+        if isinstance(weight, DTensor) and not is_sharded(model):
+            VocabularyShard.of(weight)
         return layer
 
     @property
     def weight(self) -> Tensor:
-        """[V, D] weights of the layer without adapters."""
+        """[V, D] weights of the layer without adapters; of a sharded one a DTensor."""
         return _read_layer(self.module)[0].weight
 
     def products(self, hidden: Tensor) -> Products:
-        """The layer at [N, D] hidden states. Adapters apply their dropout here."""
+        """The layer at [N, D] hidden states. Adapters apply their dropout here. The weights of a
+        model sharded by FSDP2 must be whole (`models.sharding.unshard`)."""
         linear, adapters = _read_layer(self.module)
+        if isinstance(linear.weight, DTensor):
+            if adapters:
+                raise ConfigError("the output layer is cut along the vocabulary, and has adapters")
+            bias = None if linear.bias is None else get_local(linear.bias)
+            return Products((hidden,), (linear.weight.to_local(),), bias, VocabularyShard.of(linear.weight))
         inputs, weights = [hidden], [linear.weight]
         for down, up, scaling, dropout in adapters:
             inputs.append(down(dropout(hidden.to(down.weight.dtype))) * scaling)
@@ -89,7 +108,9 @@ class OutputLayer:
     @contextmanager
     def captured_inputs(self, *, skip: bool) -> Iterator[list[Tensor]]:
         """A list that gets the layer's inputs when the model runs in this thread inside. `skip`:
-        the layer itself computes nothing, and the model's logits are empty: [B, 0, V]."""
+        the layer itself computes nothing, and the model's logits are empty: [B, 0, V]. They depend
+        on the layer's inputs, not on its weights. A layer that is cut along the vocabulary computes
+        one token of one row."""
         seen: list[Tensor] = []
         owner = threading.get_ident()  # another thread may sample from the same model
 
@@ -97,13 +118,24 @@ class OutputLayer:
             if threading.get_ident() != owner:
                 return None
             seen.append(inputs[0])
-            return (inputs[0][:, :0], *inputs[1:]) if skip else None
+            if not skip:
+                return None
+            first = 1 if isinstance(self.weight, DTensor) else 0  # torch cannot place products of no rows
+            return (inputs[0][:first, :first] if first else inputs[0][:, :0], *inputs[1:])
 
-        hook = self.module.register_forward_pre_hook(capture)
+        def detach(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
+            if threading.get_ident() != owner or any(isinstance(each, DTensor) for each in (inputs[0], output)):
+                return None
+            return output.detach() + inputs[0][..., :1]
+
+        hooks = [self.module.register_forward_pre_hook(capture)]
+        if skip:
+            hooks.append(self.module.register_forward_hook(detach))
         try:
             yield seen
         finally:
-            hook.remove()
+            for hook in hooks:
+                hook.remove()
 
     @contextmanager
     def replaced_output(self, values: Tensor) -> Iterator[None]:
@@ -135,7 +167,7 @@ def _read_layer(module: Any) -> tuple[nn.Linear, list[Adapter]]:
             return _read_layer(module.original_module)
         return _read_layer(module.modules_to_save[module.active_adapters[0]])
     if not _is_peft(module, "Linear"):
-        if type(module) is not nn.Linear:
+        if type(module) is not nn.Linear and not (is_sharded(module) and nn.Linear in type(module).__bases__):
             raise ConfigError(f"the output layer is a {type(module).__module__}.{type(module).__name__}, not a Linear")
         return module, []
     linear, _ = _read_layer(module.base_layer)

@@ -188,6 +188,18 @@ def reshard(model: nn.Module) -> None:
         module.reshard()
 
 
+def unshard(model: nn.Module, module: nn.Module) -> None:
+    """Make the weights of `module` in `model` whole on this rank, until the next backward pass or
+    `reshard`. Does nothing where they are whole."""
+    place = next((name for name, each in model.named_modules() if each is module), "")
+    owner: Any = None
+    for name, each in model.named_modules():  # outer modules first
+        if is_sharded(each) and (not name or f"{place}.".startswith(f"{name}.")):
+            owner = each
+    if owner is not None:
+        owner.unshard()
+
+
 def gather_tensor(tensor: Tensor) -> Tensor:
     """The whole tensor, gathered if it is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

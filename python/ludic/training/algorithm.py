@@ -14,6 +14,7 @@ from ludic.errors import ConfigError, DataError, DataTypeError, shorten_names
 from ludic.models.output_layer import OutputLayer
 from ludic.models.packed_attention import make_packed_keywords, unwrap_transformer
 from ludic.models.prefix_trees import PREFIX_TREES, PrefixTrees
+from ludic.models.sharding import gather_tensor, is_sharded, unshard
 from ludic.training.coefficients import Coefficient
 from ludic.training.loss.base import Loss, adapted_loss, loss_name, scaled_loss
 from ludic.training.loss.batch import Batch, BatchTotals, Correction, Stats
@@ -209,19 +210,24 @@ def forward_scores(model: nn.Module, batch: Batch, loss: Loss | None = None, *, 
     with `token_scores`, from which a `SharedContext` computes what `loss` reads; without a loss,
     the log-probabilities of all tokens."""
     layer = OutputLayer.of(model)
+    sharded = is_sharded(model)
     with layer.captured_inputs(skip=True) as seen:
-        forward_logits(model, batch)
+        empty = forward_logits(model, batch)
+    if sharded:
+        unshard(model, layer.module)
     trees: PrefixTrees | None = batch.get(PREFIX_TREES)
+    states = gather_tensor(seen[0])
     scores = TokenScores(
-        seen[0],
+        states,
         layer,
         batch["input_ids"],
         mask=batch["action_mask"] if loss is not None and loss.reads_actions_only else None,
         temperature=temperature,
         with_entropy=loss is not None and loss.reads_entropy,
         places=None if trees is None else trees.places,
+        anchor=empty if sharded else None,
     )
-    hidden = {"hidden": _by_token(seen[0], batch)} if loss is not None and loss.reads_hidden else {}
+    hidden = {"hidden": _by_token(states, batch)} if loss is not None and loss.reads_hidden else {}
     return scores.placeholder, {**batch, TOKEN_SCORES: scores, **hidden}
 
 

@@ -17,7 +17,7 @@ from ludic.errors import ConfigError
 from ludic.models.evaluation_mode import evaluation_mode
 from ludic.models.output_layer import OutputLayer
 from ludic.models.published import unwrap_model
-from ludic.models.sharding import is_sharded
+from ludic.models.sharding import gather_tensor, unshard
 from ludic.training.algorithm import RLAlgorithm, forward_logits
 from ludic.training.config import TrainerConfig
 from ludic.training.loss.base import adapted_loss, loss_name
@@ -75,8 +75,6 @@ def _find_layer(model: nn.Module, cfg: TrainerConfig) -> OutputLayer:
     """Raises ConfigError if there is no output layer that can be computed in chunks."""
     if not cfg.cast_logits_to_fp32:
         raise ConfigError("cast_logits_to_fp32=False computes log-probabilities in the dtype of the logits")
-    if is_sharded(model):
-        raise ConfigError("the model is sharded")
     return OutputLayer.of(model)
 
 
@@ -95,24 +93,31 @@ def _find_difference(model: nn.Module, layer: OutputLayer) -> str | None:
         with preserved_rng(), evaluation_mode(model), torch.autocast(layer.weight.device.type, enabled=False):
             probe = layer.probe(CHECKED_TOKENS)
             with layer.replaced_output(probe):
-                changed = forward_logits(inner, batch)
+                changed = gather_tensor(forward_logits(inner, batch))
             with layer.captured_inputs(skip=False) as seen:
-                logits = forward_logits(inner, batch)
+                logits = gather_tensor(forward_logits(inner, batch))
             with layer.captured_inputs(skip=True):
                 skipped = forward_logits(inner, batch)
+            unshard(model, layer.module)
     except Exception as error:
         return f"{kind} does not run without its output layer ({type(error).__name__}: {error})"
-    if len(seen) != 1 or seen[0].shape[:2] != ids.shape or skipped.numel():
+    if len(seen) != 1 or seen[0].shape[:2] != ids.shape or skipped.shape[:2].numel() > 1:
         return f"{kind} does not call its output layer once on all tokens"
     if not _nearly_equal(layer.transform(probe), changed, rounded=ROUNDED):
         return f"{kind} changes its logits behind the output layer in another way than its configuration says"
     if not logits.isfinite().all():
         return f"{kind} has logits that are not finite"
-    products = layer.products(seen[0][0])
+    try:
+        products = layer.products(gather_tensor(seen[0])[0])
+    except ConfigError as error:
+        return str(error)
     pairs = zip(products.inputs, products.weights, strict=True)
     sums = sum((inputs.float() @ weights.float().T for inputs, weights in pairs), torch.zeros(()))
     sums = sums if products.bias is None else sums + products.bias.float()
-    if not _nearly_equal(layer.transform(sums)[None], logits, rounded=SUMMED):
+    equal = _nearly_equal(layer.transform(sums)[None], logits[..., products.columns], rounded=SUMMED)
+    if products.shard is not None:  # all ranks make one choice
+        equal = not products.shard.largest(torch.tensor(float(not equal), device=logits.device))
+    if not equal:
         return f"{kind} has other logits than its output layer"
     return None
 

@@ -127,6 +127,7 @@ class TorchBackend(ModelPasses):
 
     def _clear(self) -> None:
         self._pending, self._loss = [], None
+        reshard(self.model)  # after a pass without gradient, parameters are not those with the gradients
         self._clear_gradients()
 
     def forward_backward(

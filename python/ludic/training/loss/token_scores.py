@@ -13,6 +13,9 @@ A tile of columns with a larger maximum m' = m + d changes the sums so far to s 
 s = 1, t = -ln 2; the last column adds 1 and 0. So log p = -2 ln 2, -2 ln 2, -ln 2, and
 H = ln 2 + ln 2 / 2 = 1.04 nats.
 
+The columns of an output layer that is cut along the vocabulary over ranks are tiles, too: each rank
+reduces its own, and sums are exchanged.
+
 Shapes: B rows, T tokens, N positions, D width of the hidden states, V vocabulary, C columns of a
 tile.
 """
@@ -29,6 +32,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ludic.models.output_layer import OutputLayer, Products
+from ludic.models.vocabulary_shard import VocabularyShard
 from ludic.training.loss.functional import LogitsUse, select_logp_and_entropy, selective_log_softmax
 
 TILE_ELEMENTS = 1 << 22
@@ -52,12 +56,15 @@ class TokenScores:
         temperature: float = 1.0,
         with_entropy: bool = False,
         places: Tensor | None = None,
+        anchor: Tensor | None = None,
     ) -> None:
         """hidden [B, T, D]: the inputs of the output layer; input_ids [B, T]. mask [B, T]: only
         next tokens at which it is not 0 have scores, the others have 0; None: all have.
         `temperature`: the policy is softmax(logits / temperature). `with_entropy`: the entropy will
         be read, and is computed together with the log-probabilities. places [B * T]: where the
-        hidden state of each token is in `hidden`; None: at its own place."""
+        hidden state of each token is in `hidden`; None: at its own place. anchor [B, 0, V]: the
+        model's output, for backward hooks that wait for a gradient of it, as those of FSDP2."""
+        self.anchor = anchor
         self.hidden, self.layer, self.input_ids, self.places = hidden, layer, input_ids, places
         self.mask, self.temperature, self.with_entropy = mask, temperature, with_entropy
 
@@ -90,7 +97,11 @@ class TokenScores:
 
     def _score(self, chosen_ND: Tensor, index_N: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor]:
         products = self.layer.products(chosen_ND)
-        return compute_scores(self.layer, products, index_N, temperature=self.temperature, with_entropy=with_entropy)
+        logp_N, entropy_N = compute_scores(self.layer, products, index_N, temperature=self.temperature, with_entropy=with_entropy)
+        if self.anchor is None:
+            return logp_N, entropy_N
+        zero = self.anchor.sum().to(logp_N.dtype)
+        return logp_N + zero, entropy_N + zero
 
     @cached_property
     def _positions(self) -> Tensor:
@@ -148,7 +159,8 @@ def compute_scores(
     """
     device = products.inputs[0].device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    rule = _Rule(layer.scale, layer.cap, temperature, with_entropy, dtype)
+    rule = _Rule(layer.scale, layer.cap, temperature, with_entropy, dtype, products.shard)
+    index_N = index_N - products.columns.start
     both: tuple[Tensor, Tensor] = _Scores.apply(rule, index_N, products.bias, *products.inputs, *products.weights)
     return both
 
@@ -163,6 +175,8 @@ class _Rule:
     with_entropy: bool
     dtype: torch.dtype | None
     """dtype of the products; None: their own."""
+    shard: VocabularyShard | None = None
+    """The columns of this rank, if they are not all."""
 
     def cast(self, tensor: Tensor) -> Tensor:
         return tensor if self.dtype is None else tensor.to(self.dtype)
@@ -224,6 +238,7 @@ class _Scores(torch.autograd.Function):
                 scaled_NC = tile_NC if ctx.rule.temperature == 1.0 else tile_NC / ctx.rule.temperature
                 grad_NC = _gradient(scaled_NC, index_N - columns.start, logsumexp_N, entropy_N, grads, ctx.rule.with_entropy)
                 sums.add(columns, ctx.rule.slope(tile_NC, grad_NC))
+            sums.exchange()
         inputs = (None if grad is None else grad.to(dtype) for grad, dtype in zip(sums.inputs, ctx.input_dtypes, strict=True))
         return None, None, sums.bias, *inputs, *sums.weights
 
@@ -258,6 +273,13 @@ def _reduce_tiles(rule: _Rule, products: Products, index_N: Tensor) -> tuple[Ten
             weighted_N += weights_NC.mul_(tile_NC.clamp_(min=torch.finfo(dtype).min)).sum(dim=1)
         else:
             sum_N = sum_N * decay_N + tile_NC.exp_().sum(dim=1)
+    if rule.shard is not None:
+        rise_N = largest_N.neg()
+        largest_N = rule.shard.largest(largest_N)
+        rise_N += largest_N
+        own_3N = torch.stack([sum_N, weighted_N - rise_N * sum_N, selected_N])
+        own_3N[:2] *= rise_N.neg().exp_()
+        sum_N, weighted_N, selected_N = rule.shard.add(own_3N)
     log_sum_N = sum_N.log()
     entropy_N = log_sum_N - weighted_N / sum_N if rule.with_entropy else zeros_N
     logsumexp_N = largest_N + log_sum_N
@@ -317,3 +339,10 @@ class _GradientSums:
                     input_sum += narrow_NC @ part
             if weight_grad is not None:
                 weight_grad[columns] = narrow_NC.T @ inputs
+
+    def exchange(self) -> None:
+        """Add what the columns of other ranks contribute to the gradient of the inputs."""
+        if self.rule.shard is not None:
+            for input_sum in self.inputs:
+                if input_sum is not None:
+                    self.rule.shard.add(input_sum)
