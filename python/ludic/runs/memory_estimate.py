@@ -22,7 +22,7 @@ from ludic.recipes.lora import build_lora_settings
 from ludic.recipes.model import build_tokenizer, make_small_config
 from ludic.recipes.schema import LoraSection, Recipe
 from ludic.training.backend.logits_path import CHUNKED_FROM
-from ludic.training.loss.token_scores import TILE_ELEMENTS
+from ludic.training.loss.token_scores import count_tile_elements
 
 WIDE = 4
 """Bytes of float32."""
@@ -238,7 +238,8 @@ def _with_checkpointing(saved: int, tokens: int, text: Any, dtype: torch.dtype) 
 
 def _count_logits_bytes(logits: int, dtype: torch.dtype, *, is_chunked: bool) -> int:
     """Of all logits with their gradient; or of three tiles in float32."""
-    return 3 * WIDE * min(TILE_ELEMENTS, logits) if is_chunked else 2 * logits * dtype.itemsize
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return 3 * WIDE * min(count_tile_elements(device), logits) if is_chunked else 2 * logits * dtype.itemsize
 
 
 def _is_chunked(settings: Settings, tokens: int, vocabulary: int) -> bool:

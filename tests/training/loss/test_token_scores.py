@@ -134,6 +134,51 @@ def test_under_autocast_the_products_are_in_bfloat16_as_those_of_the_model():
         torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-2 * theirs.abs().max().item())
 
 
+def test_tiles_on_a_gpu_are_four_times_as_large_and_cover_the_vocabulary():
+    def tiles(device):
+        hidden, weights = torch.empty(4096, 2, device=device), torch.empty(151_936, 2, device=device)
+        return token_scores._tiles(Products((hidden,), (weights,), None))
+
+    assert [len(tiles(device)) for device in ("cpu", "meta")] == [149, 38]  # 151936 / (2^22 / 2^12) and / (2^24 / 2^12)
+    for parts in (tiles("cpu"), tiles("meta")):
+        assert [part.start for part in parts] == [0, *(part.stop for part in parts[:-1])]
+        assert parts[-1].stop == 151_936
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    seed=st.integers(0, 1000),
+    columns=st.integers(1, V),
+    cap=st.sampled_from([None, 5.0]),
+    temperature=st.sampled_from([1.0, 0.6]),
+)
+def test_in_half_precision_scores_are_those_of_the_rounded_logits(monkeypatch, dtype, seed, columns, cap, temperature):
+    """The logits are rounded once to the dtype, as the model's own are; all else is in float32."""
+    monkeypatch.setattr(token_scores, "LEAST_COLUMNS", columns)
+    monkeypatch.setattr(token_scores, "TILE_ELEMENTS", 1)
+    generator = torch.Generator().manual_seed(seed)
+    hidden, weights = (torch.randn(n, D, generator=generator).to(dtype).requires_grad_() for n in (N, V))
+    index = torch.randint(0, V, (N,), generator=generator)
+    layer = OutputLayer(nn.Identity(), 1.0, cap)
+    logp, entropy = compute_scores(
+        layer, Products((hidden,), (weights,), None), index, temperature=temperature, with_entropy=True
+    )
+    logits = (hidden @ weights.T).detach()
+    logits = (logits if cap is None else torch.tanh(logits / cap) * cap).float().requires_grad_()
+    every = torch.log_softmax(logits / temperature, dim=-1)
+    want, spread = every.gather(1, index[:, None]).squeeze(1), -(every.exp() * every).sum(dim=1)
+    torch.testing.assert_close((logp, entropy), (want, spread), rtol=0, atol=1e-5)
+    factors = torch.randn(2, N, generator=generator)
+    got = torch.autograd.grad((logp * factors[0] + entropy * factors[1]).sum(), [hidden, weights])
+    (of_logits,) = torch.autograd.grad((want * factors[0] + spread * factors[1]).sum(), logits)
+    slope = 1.0 if cap is None else 1 - (logits.detach() / cap) ** 2
+    rounding = 4 * torch.finfo(dtype).eps
+    for mine, theirs in zip(got, (of_logits * slope @ weights.float(), (of_logits * slope).T @ hidden.float()), strict=True):
+        assert mine.dtype == dtype
+        torch.testing.assert_close(mine.float(), theirs, rtol=0, atol=rounding * max(1.0, float(theirs.detach().abs().max())))
+
+
 def test_memory_is_a_fraction_of_that_of_the_logits(monkeypatch):
     monkeypatch.setattr(token_scores, "TILE_ELEMENTS", 1 << 14)
     shape = (4, 64, 16, 8192)

@@ -37,6 +37,8 @@ from ludic.training.loss.functional import LogitsUse, select_logp_and_entropy, s
 
 TILE_ELEMENTS = 1 << 22
 """Number of logits in a tile: 16 MiB in float32."""
+GPU_TILE_ELEMENTS = 1 << 24
+"""At least so many on a GPU: there an operation on a small tile is mostly its start."""
 LEAST_COLUMNS = 64
 TOKEN_SCORES = "token_scores"
 """Name of the `TokenScores` of a batch whose logits were not computed."""
@@ -243,9 +245,14 @@ class _Scores(torch.autograd.Function):
         return None, None, sums.bias, *inputs, *sums.weights
 
 
+def count_tile_elements(device: torch.device) -> int:
+    """The number of logits in a tile on `device`."""
+    return TILE_ELEMENTS if device.type == "cpu" else max(TILE_ELEMENTS, GPU_TILE_ELEMENTS)
+
+
 def _tiles(products: Products) -> list[slice]:
     rows, vocabulary = len(products.inputs[0]), len(products.weights[0])
-    columns = max(LEAST_COLUMNS, TILE_ELEMENTS // max(1, rows))
+    columns = max(LEAST_COLUMNS, count_tile_elements(products.weights[0].device) // max(1, rows))
     return [slice(start, min(start + columns, vocabulary)) for start in range(0, vocabulary, columns)]
 
 
