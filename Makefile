@@ -73,7 +73,7 @@ lint: setup ## Formatting, lint, types, and the stub of the extension.
 
 bench: setup ## Reproduce docs/performance.md.
 	@cargo bench --quiet
-	@$(BIN)/python -m benches.python
+	@$(BIN)/python -m benches.python --everything
 
 clean: ## Remove what was built.
 	rm -rf $(VENV) $(VLLM_VENV) target runs
