@@ -139,14 +139,20 @@ MODELS = {
 }
 
 
+@pytest.mark.parametrize("layout", ["padded", "padding-free turns"])
 @pytest.mark.parametrize("name", MODELS)
-def test_models_with_more_than_a_product_behind_their_states_give_the_same_step(name, caplog):
+def test_models_with_more_than_a_product_behind_their_states_give_the_same_step(name, layout, caplog):
     model = MODELS[name]()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
-    assert_both_paths_agree(model, algorithm(), mini_batch_of(items()), cpu_config)
+    if layout == "padded":
+        assert_both_paths_agree(model, algorithm(), mini_batch_of(items()), cpu_config)
+    else:
+        settings = {"max_seq_len": 60, "micro_token_budget": 120, "packing": "padding_free", "temperature": 0.6}
+        turns = mini_batch_of(dialogues((3, 1, 2), seed=5), merge_turns=True)
+        assert_both_paths_agree(model, algorithm(), turns, cpu_config, **settings)
     assert "all logits" not in caplog.text
 
 
