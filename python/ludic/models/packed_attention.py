@@ -15,10 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ludic.models.prefix_trees import Branches
+from ludic.models.prefix_intervals import PrefixIntervals
+from ludic.models.prefix_trees import PREFIX_FLEX, Branches
 
 PACKED = "ludic_packed"
 """The name under which transformers knows this attention."""
+OWN = (PACKED, PREFIX_FLEX)
+"""This attention under both of its names. With `PREFIX_FLEX` prefix trees are left to
+FlexAttention; all else is the same."""
 
 
 @dataclass(frozen=True)
@@ -84,14 +88,14 @@ def get_attention(model: nn.Module) -> str | None:
 
 
 def set_attention(model: nn.Module, name: str) -> None:
-    """Set the attention implementation of a transformers model to `name`, and register `PACKED`
-    if it is that."""
-    if name == PACKED:
+    """Set the attention implementation of a transformers model to `name`, and register it if it is
+    one of `OWN`."""
+    if name in OWN:
         from transformers import AttentionInterface, AttentionMaskInterface
         from transformers.masking_utils import sdpa_mask
 
-        AttentionInterface.register(PACKED, packed_attention)
-        AttentionMaskInterface.register(PACKED, sdpa_mask)
+        AttentionInterface.register(name, packed_attention)
+        AttentionMaskInterface.register(name, sdpa_mask)
     unwrap_transformer(model).config._attn_implementation = name
 
 
@@ -100,12 +104,12 @@ def make_packed_keywords(model: nn.Module, batch: Mapping[str, Any]) -> dict[str
     of the sequences if the model's attention uses them."""
     keywords: dict[str, Any] = {"position_ids": batch["position_ids"], "attention_mask": None}
     name = get_attention(model) or ""
-    if name != PACKED and "flash" not in name:
+    if name not in OWN and "flash" not in name:
         return keywords
     bounds = batch["cu_seqlens"].to(torch.int32)
     longest = batch["max_seqlen"] if "max_seqlen" in batch else int(bounds.diff().max())
     keywords |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
-    if name == PACKED:
+    if name in OWN:
         # transformers passes a 4D mask on unchanged; an empty one cannot be used by mistake.
         keywords["attention_mask"] = bounds.new_empty(1, 1, 0, 0, dtype=torch.bool)
         keywords["sequence_groups"] = SequenceGroups.from_lengths(bounds.diff().tolist(), bounds.device)
@@ -121,15 +125,20 @@ def packed_attention(
     *,
     sequence_groups: SequenceGroups | None = None,
     prefix_branches: Branches | None = None,
+    prefix_intervals: PrefixIntervals | None = None,
     sliding_window: int | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention within each sequence: [1, S, H, D] from `query` [1, H, S, D] and `key`,
     `value` [1, H_kv, S, D]. With `sliding_window` each token sees that many tokens, itself
-    included. `prefix_branches`: within each path of a tree instead. Without both it is
-    transformers' sdpa."""
+    included. `prefix_branches` or `prefix_intervals`: within each path of a tree instead. Without
+    all of these it is transformers' sdpa."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+    if prefix_intervals is not None:
+        dtype = _find_compute_dtype(query)
+        parts = (tensor.to(dtype) for tensor in (query, key, value))
+        return prefix_intervals.attend(*parts, window=sliding_window, **options), None
     if prefix_branches is not None:
 
         def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ludic.models.prefix_intervals import PrefixIntervals, find_ends
+
 PREFIX_TREES = "prefix_trees"
 """Name of the `PrefixTrees` of a batch."""
+PREFIX_FLEX = "ludic_packed_flex"
+"""Name of the attention of a model that computes trees with FlexAttention."""
 Ints = NDArray[np.int64]
 
 
@@ -54,7 +59,9 @@ class BranchGroup:
             return None
         begins = self.queries.new_zeros(self.shape[0]) if self.begins is None else self.begins
         place = torch.arange(max(queries, keys), device=self.queries.device)
-        behind = (begins[:, None] + place[:queries])[:, :, None] - place[:keys]
+        # A query of the padding may lie behind all keys. It sees the last one: with none, some
+        # kernels return nan, and its gradient reaches the keys.
+        behind = (begins[:, None] + place[:queries]).clamp(max=keys - 1)[:, :, None] - place[:keys]
         seen = behind >= 0 if window is None else (behind >= 0) & (behind < window)
         return seen[:, None]
 
@@ -139,20 +146,36 @@ class PrefixTrees:
     """[1, U] the position of each token in its samples."""
     places: Tensor
     """[S] the place in the row of each token of the samples, which are concatenated."""
-    branches: Branches
+    arrays: Mapping[str, Ints]
+    """Positions and places as `SampleTable.collate_trees` makes them."""
+    lengths: Ints
+    """[N] tokens of each sample."""
+    shared: Ints
+    """[N] how many of them it shares with the one before it."""
 
     @classmethod
     def from_arrays(
         cls, arrays: Mapping[str, Ints], lengths: Sequence[int] | NDArray[Any], shared: Ints, device: torch.device | str
     ) -> PrefixTrees:
         """`arrays`: those of `SampleTable.collate_trees`; `lengths` and `shared` [N]."""
-        places = arrays["places"]
-        branches = Branches.of_samples(np.asarray(lengths, dtype=np.int64), shared, places, device)
-        ids, positions = (torch.from_numpy(arrays[name]).to(device) for name in ("input_ids", "position_ids"))
-        return cls(ids, positions, torch.from_numpy(places).to(device), branches)
+        ids, positions, places = (torch.from_numpy(arrays[name]).to(device) for name in ("input_ids", "position_ids", "places"))
+        return cls(ids, positions, places, arrays, np.asarray(lengths, dtype=np.int64), shared)
 
-    def keywords(self) -> dict[str, Any]:
-        """The keywords of a forward pass over the row, for a model whose attention is `PACKED`."""
+    @cached_property
+    def branches(self) -> Branches:
+        """The attention by sdpa."""
+        return Branches.of_samples(self.lengths, self.shared, self.arrays["places"], self.places.device)
+
+    @cached_property
+    def intervals(self) -> PrefixIntervals:
+        """The attention by FlexAttention."""
+        ends = find_ends(self.lengths, self.shared)
+        return PrefixIntervals(ends, self.arrays["position_ids"][0], self.places.device)
+
+    def keywords(self, attention: str | None) -> dict[str, Any]:
+        """The keywords of a forward pass over the row, for a model whose attention is one of
+        `packed_attention.OWN`."""
         # transformers passes a 4D mask on unchanged; an empty one cannot be used by mistake.
         empty = torch.empty(1, 1, 0, 0, dtype=torch.bool, device=self.places.device)
-        return {"position_ids": self.position_ids, "attention_mask": empty, "prefix_branches": self.branches}
+        paths = {"prefix_intervals": self.intervals} if attention == PREFIX_FLEX else {"prefix_branches": self.branches}
+        return {"position_ids": self.position_ids, "attention_mask": empty, **paths}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ludic.errors import ConfigError, DataError, DataTypeError, shorten_names
 from ludic.models.output_layer import OutputLayer
-from ludic.models.packed_attention import make_packed_keywords, unwrap_transformer
+from ludic.models.packed_attention import get_attention, make_packed_keywords, unwrap_transformer
 from ludic.models.prefix_trees import PREFIX_TREES, PrefixTrees
 from ludic.models.sharding import gather_tensor, is_sharded, unshard
 from ludic.training.coefficients import Coefficient
@@ -148,7 +148,7 @@ def forward_logits(model: nn.Module, batch: Batch) -> Tensor:
     keywords: dict[str, Any] = {"use_cache": False} if has_cache_setting else {}
     trees: PrefixTrees | None = batch.get(PREFIX_TREES)
     if trees is not None:
-        keywords |= trees.keywords()
+        keywords |= trees.keywords(get_attention(model))
     elif "cu_seqlens" in batch:
         keywords |= make_packed_keywords(model, batch)
     else:

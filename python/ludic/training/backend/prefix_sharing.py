@@ -15,14 +15,15 @@ import torch
 from torch import nn
 
 from ludic import _core
-from ludic.models.evaluation_mode import evaluation_mode
-from ludic.models.packed_attention import PACKED, get_attention, set_attention, unwrap_transformer
-from ludic.models.prefix_trees import PREFIX_TREES, PrefixTrees
+from ludic.models.evaluation_mode import evaluation_mode, training_mode
+from ludic.models.packed_attention import OWN, PACKED, get_attention, set_attention, unwrap_transformer
+from ludic.models.prefix_trees import PREFIX_FLEX, PREFIX_TREES, PrefixTrees
 from ludic.training.algorithm import RLAlgorithm, forward_logits
 from ludic.training.backend.precision import autocast
 from ludic.training.config import TrainerConfig
 from ludic.training.loss.base import adapted_loss, loss_name
 from ludic.training.ranks.collectives import max_over_ranks
+from ludic.training.rng import preserved_rng
 
 logger = logging.getLogger(__name__)
 
@@ -76,20 +77,39 @@ def _find_loss_reason(algo: RLAlgorithm) -> str | None:
 
 
 def _prepare(model: nn.Module, cfg: TrainerConfig) -> str | None:
-    """Make the model keep the branches of a tree apart. Returns the reason if it cannot."""
+    """Make the model keep the branches of a tree apart: on a GPU by FlexAttention, elsewhere or if
+    that fails by sdpa. Returns the reason if it cannot."""
     name, kind = get_attention(model), type(unwrap_transformer(model)).__name__
-    if name not in ("sdpa", PACKED):
+    if name not in ("sdpa", *OWN):
         return f"the attention of {kind} is {name}, not sdpa"
     if getattr(unwrap_transformer(model).config, "attention_chunk_size", None):
         return f"{kind} attends in chunks"
-    set_attention(model, PACKED)
+    if _is_on_gpu(cfg):
+        reason = _try_attention(model, PREFIX_FLEX, cfg)
+        if reason is None:
+            return None
+        if model not in _said:
+            logger.info("prefix trees are computed by sdpa, not by FlexAttention: %s", reason)
+    return _try_attention(model, PACKED, cfg)
+
+
+def _is_on_gpu(cfg: TrainerConfig) -> bool:
+    return torch.device(cfg.model_device).type == "cuda"
+
+
+def _try_attention(model: nn.Module, name: str, cfg: TrainerConfig) -> str | None:
+    """Set the model's attention to `name`. Returns why it cannot be used, and then leaves it as it
+    was."""
+    before, kind = get_attention(model), type(unwrap_transformer(model)).__name__
+    assert before is not None
+    set_attention(model, name)
     try:
         difference, own = _measure_difference(model, cfg)
         reason = None if difference <= DIFFERENCE * own else f"{kind} has other logits for trees than for separate rows"
     except Exception as error:
         reason = f"{kind} does not accept trees ({type(error).__name__}: {error})"
     if reason is not None:
-        set_attention(model, name)
+        set_attention(model, before)
     return reason
 
 
@@ -103,9 +123,13 @@ def _measure_difference(model: nn.Module, cfg: TrainerConfig) -> tuple[float, fl
     order, shared, _, _ = table.plan_trees([0, 1, 2], int(offsets[-1]))
     trees = PrefixTrees.from_arrays(table.collate_trees(order, shared), lengths[order], shared, cfg.model_device)
     padded = {name: torch.from_numpy(column).to(cfg.model_device) for name, column in table.collate(range(4), 0).items()}
+    row_of_trees = {"input_ids": trees.input_ids, PREFIX_TREES: trees}
     with evaluation_mode(model), autocast(cfg):
-        row = forward_logits(model, {"input_ids": trees.input_ids, PREFIX_TREES: trees})[0].float()
+        row = forward_logits(model, row_of_trees)[0].float()
         apart = forward_logits(model, padded).float()
+    if get_attention(model) == PREFIX_FLEX:  # an error for dropout, which evaluation does without
+        with training_mode(model), autocast(cfg), preserved_rng():
+            forward_logits(model, row_of_trees)
     parts = row[trees.places].split(lengths[order].tolist())
     differences = [(part - apart[sample, : len(part)]).abs().max() for sample, part in zip(order, parts, strict=True)]
     return float(torch.stack(differences).max()), float((apart[0] - apart[3])[1:].abs().max())

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ludic.models.evaluation_mode import evaluation_mode
-from ludic.models.packed_attention import PACKED, get_attention, set_attention
+from ludic.models.packed_attention import OWN, PACKED, get_attention, set_attention
 from ludic.training.algorithm import forward_logits
 from ludic.training.backend.precision import autocast
 from ludic.training.config import TrainerConfig
@@ -47,7 +47,7 @@ def _prepare(model: nn.Module, cfg: TrainerConfig) -> str | None:
     name, kind = get_attention(model), type(model).__name__
     if name is None:
         return f"{kind} is not a transformers model, so it is unknown whether it separates the sequences of a row"
-    if name not in ("sdpa", PACKED) and "flash" not in name:
+    if name not in ("sdpa", *OWN) and "flash" not in name:
         return (
             f'attn_implementation="{name}" would build a mask of [tokens, tokens]; load the model with "sdpa" or flash attention'
         )
