@@ -91,14 +91,11 @@ class PrefixIntervals:
         ends, positions = (torch.from_numpy(array.astype(np.int32)).to(self._device) for array in (self._ends, self._positions))
 
         def is_seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return (query >= key) & (query < ends[key])
-
-        def is_near(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return (query >= key) & (query < ends[key]) & (positions[query] - positions[key] < window)
+            seen = (query >= key) & (query < ends[key])
+            return seen if window is None else seen & (positions[query] - positions[key] < window)
 
         size = len(self._ends)
-        seen = is_seen if window is None else is_near
-        return BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=BLOCK, mask_mod=seen, seq_lengths=(size, size))
+        return BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=BLOCK, mask_mod=is_seen, seq_lengths=(size, size))
 
     def _find_blocks(self, window: int | None) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
         """[P / 128, P / 128] whether some query of a block may see some key of the other, and
@@ -132,4 +129,5 @@ def _make_cap(softcap: float) -> Callable[..., Tensor]:
 @cache
 def _flex_attention(kind: str) -> Callable[..., Any]:
     """Compiled once for rows of all lengths. On a CPU as it is: torch has no gradient there."""
-    return flex_attention if kind == "cpu" else torch.compile(flex_attention, dynamic=True)
+    attend: Callable[..., Any] = flex_attention
+    return attend if kind == "cpu" else torch.compile(attend, dynamic=True)
