@@ -84,10 +84,10 @@ def measure_scores(place: Place) -> Rows:
     head = torch.nn.Parameter(weight)
     ids = torch.randint(0, vocabulary, (rows, tokens), generator=generator).to(place.device)
     mask = (torch.arange(tokens) >= tokens - tokens // 4).float().expand(rows, -1).contiguous().to(place.device)
-    default = token_scores.TILE_ELEMENTS
+    kept, default = token_scores.TILE_ELEMENTS, token_scores.GPU_TILE_ELEMENTS
 
     def run(way: Callable[..., Tensor], elements: int) -> float:
-        token_scores.TILE_ELEMENTS = elements
+        token_scores.TILE_ELEMENTS = token_scores.GPU_TILE_ELEMENTS = elements
         hidden.grad = head.grad = None
         total = way(hidden, head, ids, mask)
         total.backward()
@@ -97,7 +97,7 @@ def measure_scores(place: Place) -> Rows:
         ("all logits", with_logits, default),
         ("no logits, action tokens (`chunked`)", without_logits, default),
     ]
-    ways += [(f"the same, tiles of 2^{power} logits", without_logits, 1 << power) for power in (24, 26, 28)]
+    ways += [(f"the same, tiles of 2^{power} logits", without_logits, 1 << power) for power in (22, 25, 26)]
     ways.append(("Liger's fused linear cross-entropy, action tokens", with_liger, default))
     found: Rows = []
     for name, way, elements in ways:
@@ -107,7 +107,7 @@ def measure_scores(place: Place) -> Rows:
             row["value"] = run(way, elements)
             row["norm"] = 0.0 if hidden.grad is None else float(hidden.grad.float().norm())
         found.append(row)
-    token_scores.TILE_ELEMENTS = default
+    token_scores.TILE_ELEMENTS, token_scores.GPU_TILE_ELEMENTS = kept, default
     return found
 
 

@@ -29,6 +29,7 @@ from ludic.training.algorithm import forward_logits
 from ludic.training.backend.memory import MIB
 from ludic.training.backend.torch import TorchBackend
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
+from ludic.training.loss import token_scores
 from ludic.training.loss.token_scores import TokenScores
 
 pytestmark = pytest.mark.gpu
@@ -158,8 +159,11 @@ def test_a_resumed_run_on_a_gpu_equals_the_uninterrupted_one_bit_for_bit(tmp_pat
     assert losses[2] != losses[3]
 
 
-def test_the_profile_of_memory_counts_the_passes_of_a_gpu():
-    """A float32 logit of 16,384 words for 128 tokens takes 8 MiB, and so does its gradient."""
+def test_the_profile_of_memory_counts_the_passes_of_a_gpu(monkeypatch):
+    """The float32 logits of 128 tokens and 16,384 words take 8 MiB, and so does their gradient; a
+    tile takes 1 MiB."""
+    for name in ("TILE_ELEMENTS", "GPU_TILE_ELEMENTS"):
+        monkeypatch.setattr(token_scores, name, 1 << 18)
     model = policy(vocab_size=16_384)
     items = sorting_items(12, seed=3)
     found = {}
@@ -170,7 +174,7 @@ def test_the_profile_of_memory_counts_the_passes_of_a_gpu():
         macro = MacroBatch.ingest(items, 32)
         mini_batch = MiniBatch(macro, np.arange(len(macro.items)), cfg)
         result = asyncio.run(backend.forward_backward(mini_batch, totals=mini_batch.totals).result())
-        found[logits] = result.micro_stats
+        [found[logits]] = result.micro_stats
     for stats in found.values():
         assert stats["gpu_mem_peak_mb"] >= stats["gpu_forward_peak_mb"] >= stats["gpu_forward_activation_peak_mb"] > 0
         assert stats["gpu_mem_peak_mb"] <= torch.cuda.get_device_properties(0).total_memory / MIB

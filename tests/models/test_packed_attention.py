@@ -3,6 +3,7 @@ for models that keep sequences apart."""
 
 import logging
 import re
+from itertools import pairwise
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from training_samples import ListSource, assert_same_tensors, cpu_config, gradients_of, sorting_items, tiny_model
 
 from ludic import _core
+from ludic.models import packed_attention as kernels
 from ludic.models.packed_attention import (
     PACKED,
     SequenceGroups,
@@ -232,3 +234,60 @@ def test_a_model_that_ignores_position_ids_gets_padded_batches():
     positions = absolute.transformer.wpe.forward
     absolute.transformer.wpe.forward = lambda ids: positions(torch.arange(ids.shape[1])[None])
     assert with_supported_packing(cpu_config(packing="padding_free"), absolute).packing == "optimal"
+
+
+def stub_varlen(shares_heads):
+    """`varlen_attn` of torch 2.13, and without `enable_gqa` that of 2.11, by sdpa."""
+
+    def attend(q, k, v, bounds_q, bounds_k, most_q, most_k, *, scale, window_size, enable_gqa=False):
+        assert enable_gqa or q.shape[1] == k.shape[1]
+        assert window_size == (-1, 0)
+        parts = []
+        for begin, end in pairwise(bounds_q.tolist()):
+            one = (tensor[begin:end].transpose(0, 1)[None] for tensor in (q, k, v))
+            parts.append(
+                torch.nn.functional.scaled_dot_product_attention(*one, is_causal=True, scale=scale, enable_gqa=enable_gqa)
+            )
+        return torch.cat(parts, dim=2)[0].transpose(0, 1)
+
+    def attend_2_11(q, k, v, bounds_q, bounds_k, most_q, most_k, *, scale, window_size):
+        return attend(q, k, v, bounds_q, bounds_k, most_q, most_k, scale=scale, window_size=window_size)
+
+    return attend if shares_heads else attend_2_11
+
+
+@pytest.mark.parametrize("shares_heads", [True, False])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_the_kernel_of_a_gpu_is_called_with_and_without_shared_heads(monkeypatch, shares_heads, kv_heads):
+    from torch.nn.attention import varlen
+
+    def logits():
+        with torch.no_grad():
+            return forward_logits(model, packed)
+
+    torch.manual_seed(0)
+    model = tiny_model(hidden_size=32, num_attention_heads=4, num_key_value_heads=kv_heads)
+    set_attention(model, PACKED)
+    packed = packed_batch(sorting_items(6, seed=1))
+    want = logits()
+    called = []
+    kernel = stub_varlen(shares_heads)
+    monkeypatch.setattr(varlen, "varlen_attn", kernel)
+    monkeypatch.setattr(kernels, "_has_kernel", lambda *args: called.append(args) or True)
+    kernels._find_varlen.cache_clear()
+    try:
+        torch.testing.assert_close(logits(), want)
+    finally:
+        kernels._find_varlen.cache_clear()
+    assert called
+
+
+def test_a_torch_whose_kernel_has_no_windows_is_left_to_sdpa(monkeypatch):
+    from torch.nn.attention import varlen
+
+    monkeypatch.setattr(varlen, "varlen_attn", lambda q, k, v, is_causal: q)
+    kernels._find_varlen.cache_clear()
+    try:
+        assert kernels._find_varlen() == (None, False)
+    finally:
+        kernels._find_varlen.cache_clear()

@@ -8,8 +8,10 @@ padding-free go to transformers' own sdpa, so that a model can keep this attenti
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -176,7 +178,7 @@ def _has_kernel(query: Tensor, value: Tensor, options: Mapping[str, Any]) -> boo
     """Whether `varlen_attn`, torch's kernel for sequences of different lengths, supports this."""
     half = _find_compute_dtype(query) in (torch.bfloat16, torch.float16)
     plain = not options.get("dropout") and options.get("position_bias") is None and options.get("softcap") is None
-    return query.is_cuda and half and plain and query.shape[-1] == value.shape[-1] <= 256
+    return query.is_cuda and half and plain and query.shape[-1] == value.shape[-1] <= 256 and _find_varlen()[0] is not None
 
 
 def _find_compute_dtype(query: Tensor) -> torch.dtype:
@@ -185,23 +187,32 @@ def _find_compute_dtype(query: Tensor) -> torch.dtype:
 
 
 def _attend_varlen(query: Tensor, key: Tensor, value: Tensor, sliding_window: int | None, options: Mapping[str, Any]) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
+    attend, shares_heads = _find_varlen()
+    assert attend is not None
     dtype = _find_compute_dtype(query)
     q, k, v = (tensor[0].transpose(0, 1).to(dtype) for tensor in (query, key, value))
     bounds, longest = options["cu_seq_lens_q"], options["max_length_q"]
     left = -1 if sliding_window is None else sliding_window - 1
-    attended: Any = varlen_attn(
-        q,
-        k,
-        v,
-        bounds,
-        bounds,
-        longest,
-        longest,
-        scale=options.get("scaling"),
-        window_size=(left, 0),
-        enable_gqa=q.shape[1] != k.shape[1],
-    )
-    row: Tensor = attended[None]
+    rest: dict[str, Any] = {"scale": options.get("scaling"), "window_size": (left, 0)}
+    if q.shape[1] != k.shape[1]:
+        if shares_heads:
+            rest["enable_gqa"] = True
+        else:
+            k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for tensor in (k, v))
+    row: Tensor = attend(q, k, v, bounds, bounds, longest, longest, **rest)[None]
     return row
+
+
+@cache
+def _find_varlen() -> tuple[Callable[..., Tensor] | None, bool]:
+    """torch's `varlen_attn` and whether it has `enable_gqa`, which that of torch 2.11 has not.
+    (None, False) for a torch that has no `varlen_attn` with windows."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None, False
+    names = inspect.signature(varlen_attn).parameters
+    if not {"scale", "window_size"} <= names.keys():
+        return None, False
+    attend: Any = varlen_attn
+    return attend, "enable_gqa" in names
