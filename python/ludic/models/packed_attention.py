@@ -139,8 +139,8 @@ def packed_attention(
 
     if prefix_intervals is not None:
         dtype = _find_compute_dtype(query)
-        parts = (tensor.to(dtype) for tensor in (query, key, value))
-        return prefix_intervals.attend(*parts, window=sliding_window, **options), None
+        cast = (tensor.to(dtype) for tensor in (query, key, value))
+        return prefix_intervals.attend(*cast, window=sliding_window, **options), None
     if prefix_branches is not None:
 
         def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
