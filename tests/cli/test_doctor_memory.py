@@ -39,3 +39,26 @@ def test_what_to_set_is_said(fits: tuple[bool, ...], expected: str) -> None:
 
 def test_a_model_that_is_not_there_is_named() -> None:
     assert "nosuch" in commands.refused("doctor", "model=runs/nosuch")
+
+
+def test_pages_of_files_do_not_count_as_used(tmp_path) -> None:
+    """A limit of 1000, of which 900 are used and 600 of these are files that nothing reads: 700 are
+    left."""
+    (tmp_path / "memory.max").write_text("1000\n")
+    (tmp_path / "memory.current").write_text("900\n")
+    assert doctor_memory._list_limits(tmp_path) == [100]
+    (tmp_path / "memory.stat").write_text("anon 300\ninactive_file 600\nactive_file 0\n")
+    assert doctor_memory._list_limits(tmp_path) == [700]
+    (tmp_path / "memory.max").write_text("max\n")
+    assert doctor_memory._list_limits(tmp_path) == []
+
+
+def test_a_system_that_does_not_say_what_is_free_gives_all_of_its_memory(tmp_path, monkeypatch) -> None:
+    """macOS has no /proc and no SC_AVPHYS_PAGES."""
+    memory = tmp_path / "meminfo"
+    memory.write_text("MemTotal: 2000 kB\nMemAvailable: 1500 kB\nHugePages_Total: 0\n")
+    assert doctor_memory._find_free(memory) == 1500 * 1024
+    sizes = {"SC_PHYS_PAGES": 7, "SC_PAGE_SIZE": 4096}
+    monkeypatch.setattr(doctor_memory.os, "sysconf_names", dict.fromkeys(sizes, 0))
+    monkeypatch.setattr(doctor_memory.os, "sysconf", sizes.__getitem__)
+    assert doctor_memory._find_free(tmp_path / "none") == 7 * 4096

@@ -1,6 +1,7 @@
 """`ludic runs` and `ludic view` on the command line."""
 
 import json
+import os
 
 import pytest
 from commands import ludic
@@ -84,3 +85,31 @@ def test_a_page_of_nothing_or_too_much_is_refused(folder):
         result = CliRunner().invoke(app, ["view", *wrong])
         assert result.exit_code == 2, result.output
         assert said in " ".join(result.stderr.split())
+
+
+def test_without_a_run_the_newest_is_shown(folder, tmp_path, monkeypatch):
+    """`folder` is a folder of runs; the default one is `runs` here."""
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    result = CliRunner().invoke(app, ["view"])
+    assert (result.exit_code, "there are no runs in runs" in " ".join(result.stderr.split())) == (2, True)
+    for number, name in enumerate(("new", "old", "older")):
+        config = make_run(tmp_path / "work" / "runs" / name) / "config.yaml"
+        os.utime(config, (1e9 - number, 1e9 - number))
+    assert "runs/new/report.html: 1 run" in ludic("view")
+
+
+def test_what_a_run_holds_cannot_change_the_terminal(tmp_path):
+    run = make_run(tmp_path / "runs" / "a\x1b[2J", phase="reinforce", failed="KeyError: \x1b]0;title\x07\nmore")
+    make_run(tmp_path / "runs" / "b", lr='"\\e[31m"')
+    (run.parent / "c\x1b[1m").mkdir()
+    shown = CliRunner().invoke(app, ["runs", str(tmp_path / "runs")])
+    assert not {"\x1b", "\x07"} & set(shown.output)
+    assert "a\\x1b[2J failed: KeyError: \\x1b]0;title\\x07\n" in shown.output
+    assert "b     " in shown.output
+    (run / "progress.json").write_text("{")
+    damaged = CliRunner().invoke(app, ["runs", str(tmp_path / "runs")])
+    assert damaged.exit_code == 1
+    assert "\x1b[2J" not in damaged.output
+    refused = CliRunner().invoke(app, ["view", str(tmp_path / "no\x1b[2J")])
+    assert "no\\x1b[2J" in refused.output

@@ -1,11 +1,16 @@
 """What `ludic runs` and `ludic view` read of a run."""
 
+import json
+
 import pytest
+from hypothesis import HealthCheck, given, settings, strategies as st
 from run_folders import make_run
 
+from ludic.cli.runs import read_runs, show
 from ludic.errors import CheckpointError, ConfigError
 from ludic.runs.lock import RunLock, is_locked
-from ludic.runs.reading import find_runs, list_differences, read_run
+from ludic.runs.reading import PROGRESS, SUMMARY, find_runs, list_differences, read_run
+from ludic.runs.view.page import build_page
 
 
 @pytest.mark.parametrize(
@@ -55,4 +60,49 @@ def test_damaged_files_are_an_error_that_names_them(tmp_path, file, content):
     run = make_run(tmp_path / "run")
     (run / file).write_text(content)
     with pytest.raises((CheckpointError, ConfigError), match=file):
+        read_run(run)
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**400), 10**400) | st.floats() | st.text(max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["before", "after", "wall", "x"]), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.sampled_from([("summary.json", SUMMARY), ("progress.json", PROGRESS)]), st.data(), VALUES)
+def test_a_file_with_values_of_any_type_is_shown_or_named_as_damaged(tmp_path, file, data, value):
+    """Never a traceback: the page is built, or the error says which file and key."""
+    (name, types), run = file, tmp_path / "run"
+    if not run.exists():
+        make_run(run)
+        (run / "whole").mkdir()
+        for each in ("summary.json", "progress.json"):
+            (run / "whole" / each).write_text((run / each).read_text())
+    for each in ("summary.json", "progress.json"):
+        (run / each).write_text((run / "whole" / each).read_text())
+    key = data.draw(st.sampled_from(sorted(types)))
+    content = json.loads((run / name).read_text())
+    (run / name).write_text(json.dumps({**content, key: value}))
+    records, damaged = read_runs([run])
+    assert [name in line and (key in line or "wall" in line) for line in damaged] == [True] * (1 - len(records))
+    build_page(records, episodes=10)
+    show(records, list_differences(records))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"before": [1]}, r"before \(\[1\]\) must be an object"),
+        ({"solved_at": "1"}, r'solved_at \("1"\) must be a number'),
+        ({"intervals": {"after": {"loss": [1]}}}, "intervals.after .* must have two numbers for each rate"),
+    ],
+)
+def test_a_summary_of_wrong_types_is_an_error_that_names_the_key(tmp_path, content, message):
+    run = make_run(tmp_path / "run")
+    (run / "summary.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=message):
         read_run(run)

@@ -42,7 +42,7 @@ def make_rollout(
     trace = TokenTrace([7], [ord(letter) % 1000 for letter in answer], [-0.5] * len(answer), finish)
     step = Step(0, prompt, answer, None, reward, False, True, {"finish_reason": finish}, trace)
     request = {} if group is None else {"group_id": group}
-    meta = {"problem_id": f"p{number}", "policy_version": number, "credit": [reward - 0.5], "request_meta": request}
+    meta = {"problem_id": f"p{number}", "policy_version": number, "engine": {"credit": [reward - 0.5]}, "request_meta": request}
     return Rollout(f"r{number}", [step], meta)
 
 

@@ -1,6 +1,8 @@
 """One object a method: it makes the run that the command makes."""
 
 import asyncio
+import dataclasses
+import inspect
 import json
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from ludic.cli.app import app
 from ludic.cli.train import TrainCommand
 from ludic.errors import CheckpointError, ConfigError, ConfigTypeError
 from ludic.models.byte_tokenizer import make_byte_tokenizer
+from ludic.trainers.trl_names import INSTEAD
 from ludic.training import Callback, KeepBest, StopOnMetric
 from ludic.training.reward_functions import register_reward, reward_names
 from ludic.training.reward_registry import given_rewards, make_reward
@@ -280,3 +283,35 @@ def test_the_package_imports_its_objects_when_they_are_read():
     assert {"DPO", "GRPO", "SFT", "RewardModel"} == set(ludic.__all__)
     with pytest.raises(AttributeError, match="no attribute 'PPO'"):
         _ = ludic.PPO
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: GRPO(model="m", reward_funcs=digits, train_dataset=ROWS),
+            "reward_funcs is an argument of TRL; write reward_functions; t",
+        ),
+        (lambda: GRPO("m", digits, train_dataset=ROWS), "train_dataset is an argument of TRL; write dataset"),
+        (lambda: GRPO("m", digits, ROWS, args=object()), r"args is an argument of TRL; write the settings themselves"),
+        (lambda: GRPO("m", digits, ROWS, peft_config=object()), r"peft_config is an argument of TRL; write lora=\{'rank': 16"),
+        (
+            lambda: GRPO("m", digits, ROWS, tokenizer=make_byte_tokenizer()),
+            "tokenizer is an argument of TRL; write tokenizer= with a folder",
+        ),
+        (lambda: SFT(model="m", train_dataset=ROWS), "write dataset"),
+        (lambda: DPO(model="m", train_dataset=ROWS, processing_class=None), "processing_class is an argument of TRL"),
+        (lambda: RewardModel(model="m", train_dataset=ROWS), "write dataset"),
+    ],
+)
+def test_an_argument_of_trl_is_answered_with_ours(make, message):
+    with pytest.raises(ConfigTypeError, match=message):
+        make()
+
+
+def test_every_name_of_trl_that_is_refused_is_none_of_our_arguments_or_settings():
+    """But for `tokenizer` and `reward_model`, whose values here are paths."""
+    ours = {name for method in (GRPO, SFT, DPO, RewardModel) for name in inspect.signature(method.__init__).parameters}
+    assert not set(INSTEAD) & ours
+    settings = {field.name for field in dataclasses.fields(TrainCommand().compose(["sort"]))}
+    assert set(INSTEAD) & settings <= {"tokenizer", "reward_model"}

@@ -102,18 +102,31 @@ def find_memory(device: str) -> tuple[str, int]:
     if device.startswith("cuda") and torch.cuda.is_available():
         free, _ = torch.cuda.mem_get_info(torch.device(device))
         return "cuda", int(free)
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    memory = Path("/proc/meminfo")
+    return "cpu", min([_find_free(), *_list_limits()])
+
+
+def _find_free(memory: Path = Path("/proc/meminfo")) -> int:
+    """Bytes that programs can still have. Where the system does not say, as on macOS, all of its
+    memory."""
     if memory.is_file():
-        lines = (line.split() for line in memory.read_text(encoding="ascii").splitlines())
-        free = next((int(words[1]) * 1024 for words in lines if words[0] == "MemAvailable:"), free)
-    return "cpu", min([free, *_list_limits()])
+        available = _read_fields(memory).get("MemAvailable:")
+        if available is not None:
+            return available * 1024
+    pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
+    return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
-def _list_limits() -> list[int]:
-    """What the control group leaves, if it has a limit."""
-    group = Path("/sys/fs/cgroup")
-    limit, used = group / "memory.max", group / "memory.current"
+def _list_limits(group: Path = Path("/sys/fs/cgroup")) -> list[int]:
+    """What the control group leaves, if it has a limit. Pages of files that nothing has used of
+    late (`inactive_file`) are given up when memory is needed, so they count as free."""
+    limit, used, parts = group / "memory.max", group / "memory.current", group / "memory.stat"
     if not limit.is_file() or not used.is_file() or not limit.read_text().strip().isdecimal():
         return []
-    return [max(0, int(limit.read_text()) - int(used.read_text()))]
+    cached = _read_fields(parts).get("inactive_file", 0) if parts.is_file() else 0
+    return [max(0, int(limit.read_text()) - int(used.read_text()) + cached)]
+
+
+def _read_fields(path: Path) -> dict[str, int]:
+    """The lines `NAME NUMBER ...` of a file of the kernel."""
+    lines = (line.split() for line in path.read_text(encoding="ascii").splitlines())
+    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdecimal()}

@@ -24,6 +24,7 @@ sampled episodes turn by turn with their tokens, and a reward model's margins an
 
 **Examples**
 
+- `ludic view` shows the newest run in `runs/`
 - `ludic view runs/NAME` writes `runs/NAME/report.html`
 - `ludic view runs/a runs/b -o compare.html` lays two runs over each other
 - `ludic view runs` shows all runs in the folder
@@ -44,7 +45,9 @@ def runs(
 
 
 def view(
-    folders: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Runs, or folders with runs.")],
+    folders: Annotated[
+        list[Path] | None, typer.Argument(metavar="[RUN]...", help="Runs, or folders with runs. Default: the newest in runs.")
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option("--out", "-o", metavar="FILE", help="Default: report.html in the run's folder, or here for several runs."),
@@ -54,5 +57,5 @@ def view(
     from ludic.cli.view import view_command
 
     with report_user_errors():
-        code = view_command(folders, out=out, episodes=episodes)
+        code = view_command(folders or [], out=out, episodes=episodes)
     raise typer.Exit(code)

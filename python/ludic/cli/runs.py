@@ -12,6 +12,7 @@ import typer
 
 from ludic.cli.console import align
 from ludic.cli.status import format_duration
+from ludic.control_characters import escape_controls
 from ludic.errors import CheckpointError, ConfigError
 from ludic.files.json_values import make_encodable
 from ludic.runs.reading import RunRecord, find_runs, list_differences, read_run
@@ -34,7 +35,7 @@ def runs_command(folders: Sequence[Path], *, json_only: bool) -> int:
     else:
         typer.echo(f"There are no runs in {', '.join(map(str, folders or [OUTPUT]))}; `ludic train` makes one")
     for line in damaged:
-        typer.secho(f"ludic: {line}", err=True, fg="red")
+        typer.secho(f"ludic: {_shown(line)}", err=True, fg="red")
     return int(bool(damaged))
 
 
@@ -53,18 +54,23 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[RunRecord], list[str]]:
 def show(records: Sequence[RunRecord], differences: dict[str, list[Any]]) -> None:
     """Print two tables: the runs, and the settings in which they differ. Lines are as long as they
     need to be, so that they can be searched and piped."""
-    typer.echo("\n".join(align([_COLUMNS, *map(_make_row, records)])))
+    typer.echo("\n".join(align([_COLUMNS, *(list(map(_shown, _make_row(record))) for record in records)])))
     for record in records:
         if record.failed is not None:
-            typer.echo(f"{record.name} failed: {record.failed.splitlines()[0]}")
+            typer.echo(_shown(f"{record.name} failed: {next(iter(record.failed.splitlines()), '')}"))
     if not differences:
         return
     shown = dict(list(differences.items())[:SHOWN_SETTINGS])
     typer.echo("\nSettings that differ")
     rows = [[record.name, *(_format_setting(row[place]) for row in shown.values())] for place, record in enumerate(records)]
-    typer.echo("\n".join(align([["RUN", *shown], *rows])))
+    typer.echo("\n".join(align([list(map(_shown, cells)) for cells in [["RUN", *shown], *rows]])))
     if len(differences) > len(shown):
         typer.echo(f"and {len(differences) - len(shown)} more; --json and `ludic view` have all")
+
+
+def _shown(text: str) -> str:
+    """A cell or a line: what a run was named or raised cannot change the terminal."""
+    return escape_controls(text, keep="")
 
 
 def _make_row(record: RunRecord) -> list[str]:

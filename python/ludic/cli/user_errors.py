@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import typer
 
+from ludic.control_characters import escape_controls
 from ludic.errors import ConfigError
 from ludic.exit_codes import DO_NOT_RETRY, TRY_AGAIN
 from ludic.rank_environment import RankEnvironment, read_rank_environment
@@ -31,7 +32,7 @@ def report_user_errors() -> Iterator[None]:
             raise
         environment = find_rank()
         who = "" if environment is None else f"rank {environment.rank} of {environment.world_size}: "
-        typer.secho(f"ludic: {who}{line}", err=True, fg="red")
+        typer.secho(f"ludic: {who}{escape_controls(line)}", err=True, fg="red")
         raise typer.Exit(exit_status(error) if environment is None else rank_exit_status(error)) from error
 
 

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import typer
 
-from ludic.cli.runs import read_runs
+from ludic.cli.runs import OUTPUT, read_runs
 from ludic.errors import CheckpointError, ConfigError
 from ludic.files.atomic import write_text
+from ludic.runs.reading import find_runs
 
 MAX_RUNS = 24
 """More curves than this cannot be told apart."""
@@ -17,10 +18,11 @@ REPORT = "report.html"
 
 
 def view_command(folders: Sequence[Path], *, out: Path | None, episodes: int) -> int:
-    """Write the page and print its path. Returns the exit status."""
+    """Write the page and print its path. Without folders it is that of the newest run. Returns the
+    exit status."""
     from ludic.runs.view.page import build_page
 
-    records, damaged = read_runs(folders)
+    records, damaged = read_runs(folders or [_find_newest(OUTPUT)])
     if damaged:
         raise CheckpointError("; ".join(damaged))
     if not records:
@@ -36,3 +38,13 @@ def view_command(folders: Sequence[Path], *, out: Path | None, episodes: int) ->
     runs = "1 run" if len(records) == 1 else f"{len(records)} runs"
     typer.echo(f"{place}: {runs}, {len(page.encode()) / 1e6:.1f} MB; open it in a browser: {place.resolve().as_uri()}")
     return 0
+
+
+def _find_newest(folder: Path) -> Path:
+    """The run whose config.yaml was written last. Raises ConfigError if there is none."""
+    runs = find_runs(folder) if folder.is_dir() else []
+    if not runs:
+        raise ConfigError(
+            f"there are no runs in {folder}; name a run, as in `ludic view path/to/run`, or make one: `ludic train`"
+        )
+    return runs[-1]

@@ -19,6 +19,7 @@ from ludic.training.config import TrainerConfig
 from ludic.training.controllers import Controller, save_controller_state
 from ludic.training.controllers.saved_state import FILE_NAME
 from ludic.training.loggers import TeeLogger, TrainingLogger
+from ludic.training.loop.token_log import TokenLog
 
 
 def check_control(recipe: Recipe, algorithm: RLAlgorithm) -> None:
@@ -36,15 +37,20 @@ def open_control(
     cfg: TrainerConfig,
     logger: TrainingLogger | None,
 ) -> dict[str, Any]:
-    """The arguments `reference`, `controllers` and `train_logger` of the trainer of a phase. An
-    algorithm without coefficients, as that of the warm-up, has no controllers."""
+    """The arguments `reference`, `controllers`, `train_logger` and `token_log` of the trainer of a
+    phase. An algorithm without coefficients, as that of the warm-up, has no controllers."""
     controllers: list[Controller] = []
     if algorithm.coefficients:
         controllers = build_controllers(recipe.controllers, algorithm, group_size=_answers(recipe))
     if controllers and logger is not None:
         logger = TeeLogger(logger, ControllerStateLogger(directory.path / FILE_NAME, controllers, algorithm.coefficients))
     reference = open_reference(recipe, algorithm, parts, directory, phase, cfg)
-    return {"reference": reference, "controllers": controllers, "train_logger": logger}
+    return {
+        "reference": reference,
+        "controllers": controllers,
+        "train_logger": logger,
+        "token_log": TokenLog(directory.token_logps, recipe.rollout.log_every) if phase == directory.last_phase else None,
+    }
 
 
 def _answers(recipe: Recipe) -> int:

@@ -74,6 +74,8 @@ class RunDirectory:
         self.config = path / "config.yaml"
         self.metrics = path / "metrics.jsonl"
         self.rollouts = path / "rollouts.jsonl"
+        self.token_logps = path / "token_logps.jsonl"  # of its tokens, by the trainer
+        self.failed_episodes = path / "failed_episodes.jsonl"
         self.summary = path / "summary.json"
         self.picture = path / "reward.png"
         self.model = path / "model"

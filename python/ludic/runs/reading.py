@@ -12,6 +12,7 @@ from typing import Any
 
 from ludic.errors import CheckpointError, ConfigError
 from ludic.files.atomic import read_json
+from ludic.files.json_values import is_finite
 from ludic.recipes.compose import read_yaml
 from ludic.runs.directory import DONE
 from ludic.runs.lock import LAUNCH_LOCK, is_locked
@@ -21,6 +22,17 @@ HELD_OUT = ("sampled_reward", "loss", "eval_pairwise_accuracy")
 """The measurement that stands for a run in a table, of `train`, `sft` and `train-rm`."""
 PLACES = ("name", "output")
 """Settings in which all runs differ."""
+
+
+_NAMES = {dict: "an object", str: "a text", int: "a whole number", float: "a number"}
+"""Types of values in a JSON file, as messages name them. A whole number is a number too."""
+PROGRESS = {"command": str, "phase": str, "failed": str, "steps": int, "seconds": dict, "before": dict, "after": dict}
+SUMMARY = {
+    **dict.fromkeys(("before", "after", "intervals", "versions", "heldout", "episodes", "samples"), dict),
+    "algorithm": str,
+    "solved_at": float,
+}
+"""Keys that are read of the two files, each with the type of its value unless it is null."""
 
 
 @dataclass(frozen=True)
@@ -87,14 +99,14 @@ def read_run(path: Path) -> RunRecord:
     damaged files."""
     if not is_run(path):
         raise CheckpointError(f"{path} is not the folder of a run: it has no config.yaml and progress.json")
-    progress = read_json(path / "progress.json")
-    summary = read_json(path / "summary.json") if (path / "summary.json").is_file() else {}
+    progress = _read_object(path / "progress.json", PROGRESS)
+    summary = _read_object(path / "summary.json", SUMMARY) if (path / "summary.json").is_file() else {}
     settings = dict(_flatten(_read_settings(path / "config.yaml")))
     command = str(progress.get("command", "train"))
     before, after = (_read_rates(summary.get(name), progress.get(name)) for name in ("before", "after"))
     if command == "train-rm":
-        after = {key: value for key, value in (progress.get("after") or {}).items() if isinstance(value, int | float)}
-    intervals = _read_intervals(summary)
+        after = _read_rates(progress.get("after"), None)
+    intervals = _read_intervals(summary, path / "summary.json")
     if progress.get("phase") != DONE:  # steps were added: summary.json is that of the shorter run
         after, intervals = {}, {when: rates for when, rates in intervals.items() if when != "after"}
     status = _find_status(path, progress)
@@ -102,14 +114,15 @@ def read_run(path: Path) -> RunRecord:
         path=path,
         command=command,
         status=status,
-        algorithm=summary.get("algorithm") or {"sft": "sft", "train-rm": "bradley_terry"}.get(command, settings.get("algorithm")),
-        model=settings.get("model"),
+        algorithm=summary.get("algorithm")
+        or {"sft": "sft", "train-rm": "bradley_terry"}.get(command, _text(settings, "algorithm")),
+        model=_text(settings, "model"),
         steps=_count_steps(path, progress, status),
         steps_asked=settings.get("steps"),
         before=before,
         after=after,
         intervals=intervals,
-        wall_s=float((progress.get("seconds") or {}).get("wall", 0.0)),
+        wall_s=_read_number(progress.get("seconds") or {}, "wall", path / "progress.json"),
         failed=progress.get("failed") if status == "failed" else None,
         settings=settings,
         summary=summary,
@@ -151,12 +164,61 @@ def _name_numbers(value: Any) -> Any:
 def _read_rates(from_summary: Any, from_progress: Any) -> dict[str, float]:
     """The rates of a measurement; before there is a summary, those that progress.json has."""
     source = from_summary or from_progress or {}
-    return {key: value for key, value in source.items() if isinstance(value, int | float) and not isinstance(value, bool)}
+    return {key: value for key, value in source.items() if _is_number(value)}
 
 
-def _read_intervals(summary: Mapping[str, Any]) -> dict[str, dict[str, list[float | None]]]:
+def _read_object(path: Path, types: Mapping[str, type]) -> dict[str, Any]:
+    """The JSON object in a file of a run. Raises CheckpointError for a value of another type than
+    `types` has for its key."""
+    content = read_json(path)
+    for key, kind in types.items():
+        value = content.get(key)
+        is_kind = _is_number(value) if kind is float else isinstance(value, kind) and not isinstance(value, bool)
+        if value is not None and not is_kind:
+            raise CheckpointError(
+                f"{path}: {key} ({_shorten(value)}) must be {_NAMES[kind]}; the file is damaged, or no run wrote it"
+            )
+    return content
+
+
+def _text(settings: Mapping[str, Any], key: str) -> str | None:
+    value = settings.get(key)
+    return None if value is None else str(value)
+
+
+def _read_number(content: Mapping[str, Any], key: str, path: Path) -> float:
+    value = content.get(key, 0.0)
+    if not is_finite(value):
+        raise CheckpointError(f"{path}: {key} ({_shorten(value)}) must be a number; the file is damaged, or no run wrote it")
+    return float(value)
+
+
+def _shorten(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def _read_intervals(summary: Mapping[str, Any], path: Path) -> dict[str, dict[str, list[float | None]]]:
+    """Each interval is two numbers, or nulls where there is none."""
     found = summary.get("intervals") or {}
-    return {when: dict(rates) for when, rates in found.items() if when in ("before", "after")}
+    read: dict[str, dict[str, list[float | None]]] = {}
+    for when in ("before", "after"):
+        rates = found.get(when) or {}
+        if not isinstance(rates, dict) or not all(map(_is_interval, rates.values())):
+            raise CheckpointError(f"{path}: intervals.{when} ({_shorten(rates)}) must have two numbers for each rate")
+        if when in found:
+            read[when] = dict(rates)
+    return read
+
+
+def _is_interval(value: Any) -> bool:
+    pair = [None, None] if value is None else value
+    return isinstance(pair, list) and len(pair) == 2 and all(bound is None or _is_number(bound) for bound in pair)
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is one that a float can hold, or one of a run that diverged: nan or infinite."""
+    return isinstance(value, float) or is_finite(value)
 
 
 def _find_status(path: Path, progress: Mapping[str, Any]) -> str:

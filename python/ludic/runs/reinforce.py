@@ -299,8 +299,7 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
             turns, log = self.parts.task.max_turns, self.directory.rollouts
             return OverSampledRollouts(self.recipe, engine, requests, credit, max_steps=turns, log=log)
         plain, logged = (self._make_rollout_source(requests, log, sampler) for log in (None, self.directory.rollouts))
-        every, log = self.recipe.rollout.log_every, self.directory.rollouts
-        source = OccasionallyLogged(plain, logged, requests, every=every, log=log)
+        source = OccasionallyLogged(plain, logged, requests, every=self.recipe.rollout.log_every, log=self.directory.rollouts)
         return OverlappedSource(source, max_lag=self.recipe.inference.batches_ahead)
 
     def _make_rollout_source(self, requests: TrainingRequests, log: Path | None, sampler: Sampler) -> RolloutBatchSource:
@@ -383,6 +382,7 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
             model_name=self.recipe.model or "small" if sampler is None else sampler.model_name,
             system_prompt=self.recipe.rollout.system_prompt,
             jsonl_path=log,
+            failures_path=self.directory.failed_episodes if trained else None,
             trained=trained,
             info_seed=build_info_seed(self.recipe.info_seed),
         )

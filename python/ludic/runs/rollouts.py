@@ -50,7 +50,7 @@ def make_engine(
     if the task has them, see every answer. `trained`: the rollouts are trained on and therefore
     rewarded by the task's reward model, if it has one. Without a `system_prompt` the task's own is
     used. `info_seed`: prompts of requests with a seed name it. `settings` are arguments of
-    `RolloutEngine`, such as `max_retries`."""
+    `RolloutEngine`, such as `max_retries` and `failures_path`."""
     played = as_episodic(task)
     scorer = played.training_scorer if trained else played.scorer
 

@@ -13,6 +13,7 @@ from ludic.cli.train_rm import TrainRMCommand
 from ludic.trainers.base import RecipeTrainer, settings_of
 from ludic.trainers.errors import with_short_errors
 from ludic.trainers.inputs import Rewards, Rows, name_rewards, source_of
+from ludic.trainers.trl_names import without_trl_names
 
 if TYPE_CHECKING:
     from ludic.training.callbacks import Callback
@@ -31,6 +32,7 @@ class GRPO(RecipeTrainer):
     """
 
     @with_short_errors
+    @without_trl_names
     def __init__(
         self,
         model: str | Path | None,
@@ -65,6 +67,7 @@ class SFT(RecipeTrainer):
     """
 
     @with_short_errors
+    @without_trl_names
     def __init__(
         self,
         model: str | Path | None,
@@ -95,6 +98,8 @@ class DPO(RecipeTrainer):
     >>> DPO("path/to/model", rows, loss={"beta": 0.1}).train()
     """
 
+    @with_short_errors
+    @without_trl_names
     def __init__(
         self,
         model: str | Path | None,
@@ -119,6 +124,7 @@ class RewardModel(RecipeTrainer):
     """
 
     @with_short_errors
+    @without_trl_names
     def __init__(
         self,
         model: str | Path | None,

@@ -31,6 +31,7 @@ from ludic.training.config import TrainerConfig
 from ludic.training.info_seed.untagged import SEED_ID
 from ludic.training.info_seed.weight_entropies import sum_weight_entropies
 from ludic.training.loop.operations import run_operation
+from ludic.training.loop.token_log import TokenLog
 from ludic.training.loss.base import adapted_loss
 from ludic.training.reference import computes_trees
 from ludic.training.token_columns import ForwardLogps, add_token_column, score_rows
@@ -45,6 +46,10 @@ class PreparedRun(Protocol):
     cfg: TrainerConfig
     backend: TrainingBackend
     reference: ReferencePolicy | None
+    token_log: TokenLog | None
+
+    @property
+    def current_step(self) -> int: ...
 
     @property
     def source(self) -> BatchSourceBase: ...
@@ -75,7 +80,7 @@ async def prepare(run: PreparedRun, macro: MacroBatch) -> Prepared:
     """Replace the log-probabilities of samples that were drawn with another prompt, score the
     samples with the reference if something reads it and not all of them bring its
     log-probabilities, then weigh them, then add the log-probabilities that the step begins with if
-    a correction needs them later."""
+    a correction needs them later. Those are logged too, of the batches that the log is for."""
     stats: dict[str, float] = {}
     if run.algo.rescores is not None:
         macro = await _rescore(run, macro, run.algo.rescores)
@@ -99,7 +104,9 @@ async def prepare(run: PreparedRun, macro: MacroBatch) -> Prepared:
         facts = {name: np.array([read(item) for item in macro.items]) for name, read in run.algo.sample_columns.items()}
         macro = replace(macro, sample_columns={**macro.sample_columns, **facts})
         stats |= _measure_seeds(run, macro)
-    return Prepared(await _add_proximal(run, macro), stats, groups)
+    macro = await _add_proximal(run, macro)
+    await _log_tokens(run, macro)
+    return Prepared(macro, stats, groups)
 
 
 def _measure_seeds(run: PreparedRun, macro: MacroBatch) -> dict[str, float]:
@@ -221,6 +228,15 @@ async def _add_proximal(run: PreparedRun, macro: MacroBatch) -> MacroBatch:
         return macro
     skips, trees = skips_zero_weight(run), computes_trees(run.backend)
     return await add_token_column(macro, "proximal_logps", run.cfg, _own_forward(run), skip_zero_weight=skips, trees=trees)
+
+
+async def _log_tokens(run: PreparedRun, macro: MacroBatch) -> None:
+    """Log the log-probabilities with which the step begins, on rank 0."""
+    if run.token_log is None or not run.token_log.is_due(run.current_step):
+        return
+    logps = await score_rows(macro, np.arange(len(macro.items)), run.cfg, _own_forward(run))
+    if ranks.rank() == 0:
+        run.token_log.write(macro, logps)
 
 
 def _own_forward(run: PreparedRun) -> ForwardLogps:

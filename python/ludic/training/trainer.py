@@ -48,6 +48,7 @@ from ludic.training.loop.setup_checks import check_backend, check_setup, require
 from ludic.training.loop.step_log import StepLog
 from ludic.training.loop.step_record import StepRecord
 from ludic.training.loop.timings import PhaseTimer
+from ludic.training.loop.token_log import TokenLog
 from ludic.training.loss.base import adapted_loss
 from ludic.training.preflight.check import Preflight
 from ludic.training.preflight.padding_free import with_supported_packing
@@ -76,9 +77,10 @@ class Trainer:
     these and the head of a scoring model are trained. `preflight` checks before the first step
     whether trainer and sampler agree, and raises if not. `reference` is for algorithms that read
     one (`training.reference`); None: the model without its adapters. `controllers` set coefficients
-    of the algorithm after each step; `callbacks` are called on the way. `total_training_steps`:
-    length of the learning-rate schedule; None: `num_steps` of the first `train`. With several
-    ranks, the source must return different samples on each rank (`shards_across_ranks`).
+    of the algorithm after each step; `callbacks` are called on the way; `token_log` gets the
+    log-probabilities of some batches. `total_training_steps`: length of the learning-rate schedule;
+    None: `num_steps` of the first `train`. With several ranks, the source must return different
+    samples on each rank (`shards_across_ranks`).
 
     >>> trainer = Trainer(model=model, algo=make_grpo(group_size=8), batch_source=source, cfg=cfg)
     >>> trainer.train_sync(num_steps=100)
@@ -107,12 +109,13 @@ class Trainer:
         reference: ReferencePolicy | None = None,
         controllers: Sequence[Controller] = (),
         callbacks: Sequence[Callback] = (),
+        token_log: TokenLog | None = None,
     ) -> None:
         self.cfg = TrainerConfig() if cfg is None else cfg
         self.algo, self.batch_source, self.publisher = algo, batch_source, publisher
         self.evaluator, self.train_logger, self.param_filter = evaluator, train_logger, param_filter
         self.reducers = default_reducers() if reducers is None else reducers
-        self.preflight = preflight
+        self.preflight, self.token_log = preflight, token_log
         check_setup(self.cfg, self.reducers, publisher, evaluator, batch_source)
         if resume_from is not None and not (checkpointer or checkpoint_config):
             raise ConfigError(f"resume_from ({resume_from}) needs a checkpointer; pass checkpointer= or checkpoint_config=")
@@ -123,8 +126,7 @@ class Trainer:
         self.checkpointer = checkpointer or (CheckpointManager(checkpoint_config) if checkpoint_config else None)
         check_backend(self.cfg, self.backend, checkpoints=self.checkpointer is not None)
         self.reference = resolve_reference(reference, algo, self.backend, self._model)
-        self.control = Control(controllers, algo)
-        self.callbacks = Callbacks(callbacks, self)
+        self.control, self.callbacks = Control(controllers, algo), Callbacks(callbacks, self)
         self._begin(total_training_steps)
         if resume_from is not None:
             self._resume(resume_from)
@@ -149,8 +151,7 @@ class Trainer:
         self._has_new_gradient = False
         """Whether a gradient other than 0 was applied since the last push."""
         self._checkpoint_s = 0.0
-        self._step_log = StepLog(self)
-        self._event_loop = EventLoop()
+        self._step_log, self._event_loop = StepLog(self), EventLoop()
 
     def initialize_optimizer(self) -> torch.optim.Optimizer:
         """Return the optimizer for the model on its device. A subclass can override this."""

@@ -12,7 +12,7 @@ from rich.console import Console
 from ludic import SFT
 from ludic.models.byte_tokenizer import make_byte_tokenizer
 from ludic.recipes.sft.schema import compose_sft
-from ludic.runs.data.preview import escape_controls, preview
+from ludic.runs.data.preview import Preview, SamplePreview, Span, preview
 
 ROWS = [{"instruction": f"{n}+1=", "output": str(n + 1)} for n in range(5)]
 
@@ -70,4 +70,9 @@ def test_the_object_has_a_preview(capsys: pytest.CaptureFixture[str], tmp_path: 
 
 
 def test_no_text_of_the_data_reaches_the_terminal_as_a_command() -> None:
-    assert escape_controls("a\x1b[2J\nb\tc\u202e\x07") == "a\\x1b[2J\nb\tc\\u202e\\x07"
+    """Neither a text, nor a column or a file that a line names."""
+    sample = SamplePreview("f\x1b[1m:1", 2, 1, 0, 0, (Span("a\x1b[2J\nb\tc", False), Span("\u202e\x07", True)))
+    file = io.StringIO()
+    Preview(("column \x1b]0;title\x07",), 1, (sample,)).show(Console(file=file, soft_wrap=True))
+    assert not {"\x1b", "\x07", "\u202e"} & set(file.getvalue())
+    assert "a\\x1b[2J\nb" in file.getvalue()

@@ -1,6 +1,7 @@
 """The page of `ludic view` in a real browser: what a reader sees, and that nothing in the texts of
 a model is ever run."""
 
+import json
 import time
 
 import pytest
@@ -12,6 +13,8 @@ from ludic.runs.reading import read_run
 from ludic.runs.report.scores import encode_scores
 from ludic.runs.view.page import build_page
 from ludic.training.classification_metrics import PreferenceMetrics
+from ludic.training.rollouts.log import append_failures
+from ludic.training.rollouts.played import EpisodeFailure
 
 pytestmark = pytest.mark.integration
 
@@ -155,6 +158,52 @@ def test_tokens_are_coloured_by_log_probability_and_by_advantage(browser, tmp_pa
     assert browser.text("#episodes > .readout") == '"b" log-probability -3.00, probability 5.0 %'
     choose(browser, "colour of tokens", "credit")
     assert browser.evaluate(classes) == ["token p1", "token p1"]
+
+
+def test_tokens_are_coloured_by_mismatch_and_the_largest_is_found_first(browser, tmp_path):
+    """Differences of 0, -0.125 and 2 nats: none, the third shade below 0 and the fourth above."""
+    run = make_run(tmp_path / "run")
+    log_rollouts(run, [make_rollout(n, answer="abc") for n in range(3)])
+    line = {"id": "r2", "step": 0, "skipped": 0, "logps": [-0.5, -0.625, 1.5]}
+    (run / "token_logps.jsonl").write_text(json.dumps(line) + "\n")
+    (run / "model").mkdir()
+    save_byte_tokenizer(run / "model")
+    show(browser, tmp_path, run)
+    choose(browser, "order", "mismatch")
+    browser.evaluate("document.querySelector('.row').click()")
+    choose(browser, "colour of tokens", "mismatch")
+    classes = "[...document.querySelectorAll('.token')].map((node) => node.className.trim())"
+    assert browser.evaluate(classes) == ["token", "token n3", "token p4"]
+    assert "largest mismatch 2" in browser.text(".detail")
+    browser.evaluate("document.querySelectorAll('.token')[1].dispatchEvent(new MouseEvent('mouseenter'))")
+    assert browser.text("#episodes > .readout").endswith("trainer minus sampler -0.125")
+
+
+def test_an_episode_that_an_error_ended_is_found_and_says_it(browser, tmp_path):
+    run = make_run(tmp_path / "run")
+    log_rollouts(run, [make_rollout(n, group="g") for n in range(5)])
+    failures = [
+        EpisodeFailure(7, "task", None, f"KeyError: {HOSTILE[1]}", 2, {"problem_id": "p7"}, "2+2=", HOSTILE[0]),
+        EpisodeFailure(8, "task", None, "TimeoutError: 5 s", 2, {}),
+    ]
+    append_failures(run / "failed_episodes.jsonl", failures)
+    show(browser, tmp_path, run)
+    assert "7 of 7 episodes" in browser.text("#episodes")
+    choose(browser, "filter", "error")
+    assert rows(browser) == 2
+    assert browser.text(".row .flag") == "error"
+    assert browser.text(".detail .error") == f"KeyError: {HOSTILE[1]}"
+    assert browser.text(".detail .answer") == HOSTILE[0]
+    assert "null" not in browser.text(".detail")
+    for order in ("low", "high", "surprise", "mismatch", "long"):
+        choose(browser, "order", order)
+        assert rows(browser) == 2
+    browser.evaluate("document.querySelectorAll('.row')[1].click()")
+    assert browser.evaluate("window.hacked") is None
+    choose(browser, "filter", "failed")
+    assert rows(browser) == 2
+    choose(browser, "filter", "wrong")
+    assert rows(browser) == 0
 
 
 def save_byte_tokenizer(folder):

@@ -18,6 +18,8 @@ from ludic.runs.view.episodes import BLOCK, EpisodeTable
 from ludic.runs.view.page import SCRIPTS, build_page, encode_data
 from ludic.runs.view.series import MAX_POINTS, read_series
 from ludic.training.classification_metrics import PreferenceMetrics
+from ludic.training.rollouts.log import append_failures
+from ludic.training.rollouts.played import EpisodeFailure
 
 HOSTILE = "</script><script>alert(1)</script><!--<img src=x onerror=alert(2)>{{SCRIPT}}\u2028]]>"
 
@@ -170,8 +172,8 @@ def test_an_episode_is_a_row_with_its_turns_tokens_and_flags(tmp_path):
     table = make_table(run)
     assert table.pieces == ["4", "5"]
     assert table.rows == [
-        [0, 0, "p0", 0, 1.0, "", [["2+2=", "44", None, 1.0, 0.5, "", [0, 0], [50, 50]]]],
-        [0, 1, "p1", 0, 0.0, "c", [["2+2=", "45", None, 0.0, -0.5, "c", [0, 1], [50, 50]]]],
+        [0, 0, "p0", 0, 1.0, "", [["2+2=", "44", None, 1.0, 0.5, "", [0, 0], [50, 50], []]]],
+        [0, 1, "p1", 0, 0.0, "c", [["2+2=", "45", None, 0.0, -0.5, "c", [0, 1], [50, 50], []]]],
     ]
     assert make_table(run, decode=None).rows[0][6][0][6] == []
 
@@ -182,7 +184,58 @@ def test_a_log_of_any_content_is_read_as_far_as_it_goes(tmp_path):
     (run / "rollouts.jsonl").write_text("\n".join(odd[1:]) + "\n")
     rows = make_table(run).rows
     assert [len(row[6]) for row in rows] == [1]
-    assert rows[0][6][0] == ["", "", None, 0.0, None, "", [], []]
+    assert rows[0][6][0] == ["", "", None, 0.0, None, "", [], [], []]
+
+
+def test_log_probabilities_that_are_not_finite_are_none_and_not_certainty(tmp_path):
+    """The log has null for them: 0 would be shown as a probability of 100 %."""
+    run, rollout = make_run(tmp_path / "run"), make_rollout(0, answer="abc")
+    rollout.steps[0].trace.completion_logprobs[:] = [-0.5, float("-inf"), float("nan")]
+    log_rollouts(run, [rollout])
+    assert make_table(run).rows[0][6][0][7] == [50, None, None]
+
+
+def write_token_log(run, lines):
+    (run / "token_logps.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"id": "r')
+
+
+def test_the_mismatch_of_a_token_is_the_trainers_log_probability_minus_the_samplers(tmp_path):
+    """The sampler gave each token -0.5. Of r0 the trainer's values are -0.5, -0.625 and -0.25: 0,
+    -125 and 250 thousandths. r1 begins with an action token, which has no prediction; its last one
+    was cut off. The later of two lines counts, as after a resume. r2 was not logged."""
+    run = make_run(tmp_path / "run")
+    log_rollouts(run, [make_rollout(number, answer="abc") for number in range(3)])
+    line = {"step": 0, "skipped": 0}
+    write_token_log(
+        run,
+        [
+            {"id": "r0", **line, "logps": [-9.0, -9.0, -9.0]},
+            {"id": "r0", **line, "logps": [-0.5, -0.625, -0.25]},
+            {"id": "r1", **line, "skipped": 1, "logps": [-0.501]},
+            {"id": "r0", **line, "step": 1, "logps": [-9.0]},
+            {"id": "r0", **line, "step": [], "logps": [-9.0]},
+        ],
+    )
+    table = EpisodeTable(100)
+    table.add(0, run / "rollouts.jsonl", chr, run / "token_logps.jsonl")
+    assert [row[6][0][8] for row in table.rows] == [[0, -125, 250], [None, -1], []]
+    assert read_data(run)["episodes"][0][6][0][8] == [0, -125, 250]
+
+
+def test_failed_episodes_are_rows_with_their_error_and_what_was_answered(tmp_path):
+    """The line of an episode that was played again after a resume and failed again counts once."""
+    run = make_run(tmp_path / "run")
+    log_rollouts(run, [make_rollout(0)])
+    failed = EpisodeFailure(3, "task", None, "KeyError: 'boom'", 2, {"problem_id": "p3"}, "2+2=", "5")
+    append_failures(run / "failed_episodes.jsonl", [failed, failed])
+    append_failures(run / "failed_episodes.jsonl", [EpisodeFailure(4, "task", None, "TimeoutError", 2, {})])
+    data = read_data(run)
+    turn = ["2+2=", "5", None, 0.0, None, "", [], [], []]
+    assert data["episodes"][1:] == [
+        [0, None, "p3", None, None, "", [turn], "KeyError: 'boom'"],
+        [0, None, "", None, None, "", [], "TimeoutError"],
+    ]
+    assert data["runs"][0]["logged"] == 3
 
 
 def test_of_a_long_log_whole_blocks_are_kept_and_the_number_of_all_is_known(tmp_path):

@@ -4,13 +4,12 @@ command."""
 import io
 
 import pytest
-from hypothesis import given, strategies as st
 from rich.console import Console
 from training_samples import ListSource, cpu_config, sorting_items, tiny_model
 
 from ludic.errors import ConfigError
 from ludic.training import CompletionTable, SAWItem, Trainer, make_sft
-from ludic.training.callbacks.completion_table import escape_controls, make_table, spread
+from ludic.training.callbacks.completion_table import make_table, spread
 
 
 def sample(text, reward, **meta):
@@ -34,11 +33,6 @@ def test_control_characters_and_markup_are_shown_as_they_are():
     text = shown(sample("\x1b[2J\x1b]0;title\x07[red]x[/] \u202eabc", 0.0))
     assert not {"\x1b", "\x07", "\u202e"} & set(text)
     assert [shown for shown in ("\\x1b[2J", "[red]x[/]") if shown not in text] == []
-
-
-@given(st.text())
-def test_escaped_text_has_only_printable_characters_and_line_breaks(text):
-    assert all(char == "\n" or char.isprintable() for char in escape_controls(text))
 
 
 def test_items_are_spread_from_the_best_reward_to_the_worst():

@@ -48,6 +48,16 @@ def log_all(logger):
 # --- mlflow
 
 
+def test_a_server_of_mlflow_that_is_away_is_given_up_soon_unless_the_user_says_otherwise(monkeypatch):
+    """Its own 7 retries with growing pauses halt every logged step for minutes."""
+    monkeypatch.setitem(sys.modules, "mlflow", types.ModuleType("mlflow"))
+    retries, timeout = "MLFLOW_HTTP_REQUEST_MAX_RETRIES", "MLFLOW_HTTP_REQUEST_TIMEOUT"
+    monkeypatch.delenv(retries, raising=False)
+    monkeypatch.setenv(timeout, "77")
+    MlflowLogger()
+    assert (os.environ[retries], os.environ[timeout]) == ("2", "77")
+
+
 def test_mlflow_has_every_scalar_with_its_step_and_the_settings(tmp_path):
     pytest.importorskip("mlflow")
     found = run_in_subprocess(

@@ -21,6 +21,7 @@ from ludic.training import (
     RolloutRequest,
     drop_truncated,
 )
+from ludic.training.rollouts.cut_off import CutOffWarnings
 from ludic.types import Rollout, Step, TokenTrace
 
 
@@ -116,14 +117,23 @@ def test_a_limit_that_truncates_every_episode_is_reported_once(caplog):
     rollouts(eng, [request(goal=2, episodes=3)], max_steps=1)
     assert cut(caplog.records) == [
         "all 3 episodes were cut off after max_steps (1) before the environment (Counting) ended them; raise max_steps if episodes "
-        "have more turns"
+        "have more turns: without it a batch source plays one turn"
+    ]
+
+
+def test_an_episode_that_the_default_limit_cuts_off_is_reported(caplog):
+    """One of two ended by itself: with the limit 1, which nobody may have chosen, that is
+    enough."""
+    rollouts(engine(), [request(goal=2), request(goal=1)], max_steps=1)
+    assert [message.split(" before")[0] for message in cut(caplog.records)] == [
+        "1 of 2 episodes were cut off after max_steps (1)"
     ]
 
 
 @pytest.mark.parametrize(
     ("requests", "settings"),
     [
-        ([request(goal=2), request(goal=1)], {"max_steps": 1}),  # one episode ended by itself
+        ([request(goal=3), request(goal=2)], {"max_steps": 2}),  # one episode ended by itself
         ([request(goal=2, truncate=True)], {"max_steps": 2}),  # its environment truncated it
     ],
 )
@@ -135,6 +145,49 @@ def test_a_limit_that_some_episode_fits_into_is_not_reported(requests, settings,
 def test_an_answer_that_did_not_reach_the_environment_does_not_count_for_the_limit(caplog):
     rollouts(engine(ScriptedClient("ab", finish_reason="length")), [request(goal=1)], max_steps=1)
     assert cut(caplog.records) == []
+
+
+def rejected(records):
+    return [record.getMessage() for record in records if "token limit" in record.getMessage()]
+
+
+@pytest.mark.parametrize(("cut_off", "others", "expected"), [(1, 9, 1), (1, 10, 0), (2, 0, 1), (0, 3, 0)])
+def test_answers_that_reach_the_token_limit_are_reported_once_from_a_tenth_on(cut_off, others, expected, caplog):
+    def played(number, reason):
+        step = Step(0, "q", "a", None, -0.1, False, True, {"incomplete_completion": True} if reason == "length" else {}, None)
+        return Rollout(f"r{number}", [step], {})
+
+    warnings = CutOffWarnings()
+    answers = [played(n, "length") for n in range(cut_off)] + [played(n, "stop") for n in range(others)]
+    for _ in range(2):
+        warnings.look_at(answers, max_steps=5)
+    assert len(rejected(caplog.records)) == expected
+    if expected:
+        start = (
+            f"{cut_off} of {cut_off + others} answers reached their token limit: no parser, environment or verifier saw them, "
+        )
+        assert rejected(caplog.records)[0].startswith(start + "and each earned -0.1 instead; raise max_tokens")
+
+
+def test_the_penalty_of_an_agent_for_such_an_answer_is_the_one_reported(caplog):
+    rollouts(engine(ScriptedClient("ab", finish_reason="length")), [request(goal=1)], max_steps=1)
+    assert rejected(caplog.records)[0].startswith("1 of 1 answers reached their token limit")
+
+
+def test_failed_episodes_are_logged_with_their_error_and_their_request(flaky, tmp_path):
+    """Every batch, also one of which no group is left; with the fields of the failures that the
+    batch reports."""
+    path = tmp_path / "logs" / "failed.jsonl"
+    eng = engine(envs=flaky, failures_path=path)
+    requests = [request(), request("flaky", name="f", failures=9, meta={"problem_id": "p7"})]
+    got = play(eng.generate_rollouts(requests, 5))
+    with pytest.raises(RolloutError):
+        play(eng.generate_rollouts([request("flaky", name="g", failures=9)], 5))
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["episode_idx"] for line in lines] == [1, 2]
+    assert lines[0] == vars(got.failures[0])
+    assert lines[0]["meta"]["problem_id"] == "p7"
+    assert lines[0]["error"]
 
 
 def test_an_engine_counts_the_outcomes_of_all_its_episodes(flaky):

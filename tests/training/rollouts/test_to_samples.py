@@ -120,6 +120,14 @@ def test_each_step_has_its_own_credit():
     assert [item.weight for item in batch.items] == [0.75, 1.0]
 
 
+def test_the_credit_for_the_log_overwrites_nothing_of_the_user():
+    rollout = two_steps()
+    rollout.meta |= {"credit": "to my mother", "engine": {"env_kind": "count"}}
+    batch = batch_from_rollouts([rollout], MonteCarloReturn(gamma=0.5))
+    assert rollout.meta["credit"] == batch.items[0].meta["credit"] == "to my mother"
+    assert rollout.meta["engine"] == {"env_kind": "count", "credit": [0.75, 1.0]}
+
+
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
 def test_values_that_are_not_finite_are_named(number):
     rollout = two_steps()

@@ -34,6 +34,7 @@ from ludic.training.batching.source import BatchSourceBase
 from ludic.training.queue.entries import Group
 from ludic.training.queue.source import QueueBatchSource
 from ludic.training.queue.to_batch import BatchFromGroups
+from ludic.training.rollouts.log import append_failures
 from ludic.training.types import CreditAssigner, SAWBatch
 
 logger = logging.getLogger(__name__)
@@ -46,20 +47,23 @@ LOGGED_BYTES = "logged_bytes"
 
 class OccasionallyLoggedGroups:
     """Makes batches of entries, and writes the rollouts of every `every`-th batch to `log`; 0 means
-    never."""
+    never. `failures` gets the failed episodes of all batches."""
 
-    def __init__(self, credit_assigner: CreditAssigner, *, rollouts_per_entry: int, log: Path, every: int) -> None:
+    def __init__(
+        self, credit_assigner: CreditAssigner, *, rollouts_per_entry: int, log: Path, every: int, failures: Path
+    ) -> None:
         self._plain, self._logged = (
             BatchFromGroups(rollouts_per_group=rollouts_per_entry, credit_assigner=credit_assigner, jsonl_path=path)
             for path in (None, log)
         )
-        self._every = every
+        self._every, self._failures = every, failures
         self.batches = 0
         """Batches that were made."""
 
     async def __call__(self, entries: Sequence[Group]) -> SAWBatch:
         due = self._every > 0 and self.batches % self._every == 0
         self.batches += 1
+        append_failures(self._failures, [failure for group in entries for failure in group.played.failures])
         return await (self._logged if due else self._plain)(entries)
 
 
@@ -86,7 +90,11 @@ class ActorBatches(BatchSourceBase):
         run_id = make_run_id(directory.path)
         self._log, self._checkpoints, self._stop, self._actors = directory.rollouts, checkpoints, stop, actors
         self._to_batch = OccasionallyLoggedGroups(
-            credit_assigner, rollouts_per_entry=per_entry * rollout.group_size, log=self._log, every=rollout.log_every
+            credit_assigner,
+            rollouts_per_entry=per_entry * rollout.group_size,
+            log=self._log,
+            every=rollout.log_every,
+            failures=directory.failed_episodes,
         )
         self._every = recipe.trainer.sync_every_steps or sys.maxsize
         self._queue = open_queue(recipe.queue, directory.path)

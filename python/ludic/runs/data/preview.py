@@ -3,11 +3,11 @@ marked."""
 
 from __future__ import annotations
 
-import unicodedata
 from dataclasses import asdict, dataclass
 from itertools import groupby, islice
 from typing import TYPE_CHECKING, Any
 
+from ludic.control_characters import escape_controls
 from ludic.recipes.sft.schema import SFTRecipe
 from ludic.runs.data.sft import make_items, read_training_rows
 from ludic.training.types import SAWItem
@@ -61,7 +61,7 @@ class Preview:
     def show(self, console: Console) -> None:
         """Print it: trained text is green on a terminal with colours, else in `⟦⟧`."""
         for line in self.formats:
-            console.print(line, highlight=False, markup=False)
+            console.print(escape_controls(line), highlight=False, markup=False)
         for sample in self.samples:
             _show_sample(sample, console)
         tokens, trained = (sum(getattr(sample, name) for sample in self.samples) for name in ("tokens", "trained_tokens"))
@@ -107,12 +107,13 @@ def _show_sample(sample: SamplePreview, console: Console) -> None:
     has_colours = console.is_terminal and not console.no_color
     text = Text()
     for span in sample.spans:
-        shown = escape_controls(span.text)
+        shown = escape_controls(span.text, keep="\n\t")
         if has_colours:
             text.append(shown, style="green" if span.trained else "dim")
         else:
             text.append(f"{OPEN}{shown}{CLOSE}" if span.trained else shown)
-    console.print(f"\n{sample.row}: {sample.tokens:,} tokens, {sample.trained_tokens:,} trained", highlight=False, markup=False)
+    row = escape_controls(sample.row)
+    console.print(f"\n{row}: {sample.tokens:,} tokens, {sample.trained_tokens:,} trained", highlight=False, markup=False)
     console.print(text, highlight=False, markup=False)
     if sample.cut_tokens:
         console.print(
@@ -120,12 +121,3 @@ def _show_sample(sample: SamplePreview, console: Console) -> None:
             highlight=False,
             markup=False,
         )
-
-
-def escape_controls(text: str) -> str:
-    """The text with control characters written out, but line breaks and tabs: no text of a data set
-    can change the terminal. Example: the escape character becomes `\\x1b`."""
-    return "".join(
-        character if character in "\n\t" or unicodedata.category(character) not in ("Cc", "Cf") else repr(character)[1:-1]
-        for character in text
-    )

@@ -1,5 +1,6 @@
-"""The sampled episodes of a run, from rollouts.jsonl, in a form that a page of 10,000 can hold: the
-text of a token is stored once, log-probabilities as whole hundredths of a nat."""
+"""The sampled episodes of a run, from rollouts.jsonl, and the failed ones, in a form that a page of
+10,000 can hold: the text of a token is stored once, log-probabilities as whole hundredths of a
+nat."""
 
 from __future__ import annotations
 
@@ -19,6 +20,8 @@ BLOCK = 32
 
 Decode = Callable[[int], str]
 """The text of one token."""
+TrainerLogps = dict[tuple[str, int], list[Any]]
+"""(id of a rollout, index of a step) -> log-probabilities of its sampled tokens, by the trainer."""
 
 
 class EpisodeTable:
@@ -30,14 +33,18 @@ class EpisodeTable:
         self.rows: list[list[Any]] = []
         """[run, policy version, problem, group, reward, flags, turns] of each episode. `turns` are
         lists: [observation, action, next observation, reward, credit, flags, token numbers,
-        log-probabilities in -0.01 nats]; a number refers to `pieces`."""
+        log-probabilities in -0.01 nats, mismatches in 0.001 nats]; a number refers to `pieces`. A
+        mismatch is the trainer's log-probability minus the sampler's; there are none of a batch
+        that the trainer did not log. None: not a finite number. An episode that failed has no
+        group, the reward None, no turn or one, and its error at the end."""
         self.pieces: list[str] = []
         """Texts of tokens."""
         self.counts: dict[int, int] = {}
         """Run -> episodes in its log."""
 
-    def add(self, number: int, log: Path, decode: Decode | None) -> None:
-        """Add the episodes of run `number`. Without `decode` the tokens have no text."""
+    def add(self, number: int, log: Path, decode: Decode | None, trainer_logps: Path | None = None) -> None:
+        """Add the episodes of run `number`. Without `decode` the tokens have no text.
+        `trainer_logps`: what a `TokenLog` wrote."""
         if not log.is_file():
             return
         total = _count_lines(log)
@@ -45,22 +52,47 @@ class EpisodeTable:
         stride, size = max(1, -(-total // self.limit)), 0
         known: dict[int, int] = {}
         groups: dict[Any, int] = {}
+        own = {} if trainer_logps is None else _read_token_log(trainer_logps)
         for record, length in _read_blocks(log, stride):
             size += length
             if size > MAX_BYTES:
                 break
-            self.rows.append(self._make_row(number, record, groups, known, decode))
+            self.rows.append(self._make_row(number, record, groups, known, decode, own))
+
+    def add_failed(self, number: int, log: Path) -> None:
+        """Add the failed episodes of run `number`: those that a resumed run failed to play again
+        once."""
+        if not log.is_file():
+            return
+        lines = dict.fromkeys(log.read_bytes().splitlines())
+        self.counts[number] = self.counts.get(number, 0) + len(lines)
+        for place, line in enumerate(list(lines)[-self.limit :]):
+            try:
+                self.rows.append(_make_failed_row(number, parse_object(line, f"{log}:{place + 1}")))
+            except DataError:
+                continue
 
     def _make_row(
-        self, number: int, record: Mapping[str, Any], groups: dict[Any, int], known: dict[int, int], decode: Decode | None
+        self,
+        number: int,
+        record: Mapping[str, Any],
+        groups: dict[Any, int],
+        known: dict[int, int],
+        decode: Decode | None,
+        trainer_logps: TrainerLogps,
     ) -> list[Any]:
-        meta = record.get("meta") if isinstance(record.get("meta"), dict) else {}
-        assert isinstance(meta, dict)
+        meta = _read_object(record, "meta")
         group, steps = group_of(meta), [step for step in record.get("steps") or () if isinstance(step, dict)]
-        logged = meta.get("credit")
+        logged = _read_object(meta, "engine").get("credit", meta.get("credit"))  # the latter: up to 0.1.0
         credit = logged if isinstance(logged, list) else []
         turns = [
-            self._make_turn(step, credit[place] if place < len(credit) else None, known, decode)
+            self._make_turn(
+                step,
+                credit[place] if place < len(credit) else None,
+                trainer_logps.get((str(record.get("id")), place), []),
+                known,
+                decode,
+            )
             for place, step in enumerate(steps)
         ]
         return [
@@ -73,10 +105,11 @@ class EpisodeTable:
             turns,
         ]
 
-    def _make_turn(self, step: Mapping[str, Any], credit: Any, known: dict[int, int], decode: Decode | None) -> list[Any]:
-        trace = step.get("trace") if isinstance(step.get("trace"), dict) else {}
-        assert isinstance(trace, dict)
-        ids, logps = trace.get("completion_token_ids") or [], trace.get("completion_logprobs") or []
+    def _make_turn(
+        self, step: Mapping[str, Any], credit: Any, own: Sequence[Any], known: dict[int, int], decode: Decode | None
+    ) -> list[Any]:
+        trace = _read_object(step, "trace")
+        ids, logps = (_read_list(trace, key) for key in ("completion_token_ids", "completion_logprobs"))
         pieces = [] if decode is None else [self._find_piece(token, known, decode) for token in ids if isinstance(token, int)]
         return [
             str(step.get("prev_obs") or ""),
@@ -86,7 +119,11 @@ class EpisodeTable:
             None if credit is None else _round(_number(credit)),
             _find_flags([step], {}),
             pieces,
-            [round(-100 * _number(logp)) for logp in logps],
+            [round(-100 * logp) if is_finite(logp) else None for logp in logps],
+            [
+                round(1000 * (mine - logp)) if is_finite(mine) and is_finite(logp) else None
+                for mine, logp in zip(own, logps, strict=False)
+            ],
         ]
 
     def _find_piece(self, token: int, known: dict[int, int], decode: Decode) -> int:
@@ -94,6 +131,42 @@ class EpisodeTable:
             known[token] = len(self.pieces)
             self.pieces.append(decode(token))
         return known[token]
+
+
+def _read_object(content: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """The object under the key; an empty one for anything else."""
+    value = content.get(key)
+    return value if isinstance(value, dict) else {}
+
+
+def _read_list(content: Mapping[str, Any], key: str) -> list[Any]:
+    value = content.get(key)
+    return value if isinstance(value, list) else []
+
+
+def _read_token_log(path: Path) -> TrainerLogps:
+    """The last line of each step. Tokens that the trainer has no value for are None."""
+    if not path.is_file():
+        return {}
+    found: TrainerLogps = {}
+    for line in path.read_bytes().splitlines():
+        try:
+            record = parse_object(line, str(path))
+        except DataError:
+            continue
+        logps, skipped, step = record.get("logps"), record.get("skipped"), record.get("step")
+        if isinstance(logps, list) and isinstance(step, int):
+            found[str(record.get("id")), step] = [None] * (skipped if skipped in (0, 1) else 0) + logps
+    return found
+
+
+def _make_failed_row(number: int, record: Mapping[str, Any]) -> list[Any]:
+    """The row of a line that `append_failures` wrote."""
+    problem = _read_object(record, "meta").get("problem_id")
+    seen, answer, error = (record.get(key) for key in ("seen", "answer", "error"))
+    turn: list[Any] = [str(seen or ""), str(answer or ""), None, 0.0, None, "", [], [], []]
+    turns = [] if seen is None and answer is None else [turn]
+    return [number, None, "" if problem is None else str(problem), None, None, "", turns, str(error or "unknown error")]
 
 
 def _find_flags(steps: Sequence[Mapping[str, Any]], meta: Mapping[str, Any]) -> str:

@@ -75,7 +75,8 @@ def collect(records: Sequence[RunRecord], *, episodes: int) -> dict[str, Any]:
     table = EpisodeTable(episodes)
     for number, record in enumerate(records):
         log = record.path / "rollouts.jsonl"
-        table.add(number, log, find_decoder(record.path) if log.is_file() else None)
+        table.add(number, log, find_decoder(record.path) if log.is_file() else None, record.path / "token_logps.jsonl")
+        table.add_failed(number, record.path / "failed_episodes.jsonl")
     keys = dict.fromkeys(key for record in records for key in record.settings)
     return {
         "version": version("ludic"),

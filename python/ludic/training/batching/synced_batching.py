@@ -33,7 +33,8 @@ class RolloutBatchSource(BatchSourceBase):
     `credit_assigner`, or else from `algorithm`.
 
     `max_steps`: maximum turns of an episode; 1 is a question and an answer. A longer episode is cut
-    off and marked as truncated; the engine warns once if this happens to all of them.
+    off and marked as truncated; the engine warns once if this happens to all of them, or with a
+    limit of 1 to any.
 
     The source does not divide prompts among ranks: the same `requests_fn` on every rank plays the
     same prompts with the same seeds. If `requests_fn` returns different prompts on each rank, set

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from ludic.control_characters import escape_controls
 from ludic.errors import ConfigError
 from ludic.training.callbacks.protocol import Callback, TrainingEvent
 from ludic.training.types import SAWItem
@@ -71,12 +72,6 @@ def make_table(items: Sequence[SAWItem], title: str) -> Table:
         prompt, completion = item.meta.get("prev_obs", ""), item.meta["action"]
         table.add_row(Text(_shorten(prompt, keep_end=True)), Text(_shorten(completion)), *numbers)
     return table
-
-
-def escape_controls(text: str) -> str:
-    """The text with every character that is not printable as an escape, but for line breaks: no
-    text moves the cursor, changes colours or its direction."""
-    return "".join(char if char == "\n" or char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def _reward_of(item: SAWItem) -> float:

@@ -17,6 +17,9 @@ from ludic.training.loggers.base import plain_values
 DEFAULT_EXPERIMENT = "Ludic"
 NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_\-. :/]")
 """What MLflow refuses in the name of a metric; `_` stands for it."""
+ENVIRONMENT = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
+"""Variables of MLflow that are set unless they are. Its own values, 7 retries with growing pauses
+and 120 s, halt a run for minutes at every logged step while the server is away."""
 MOST_METRICS = 1000
 """Metrics in one call, at most."""
 MOST_PARAMS = 100
@@ -28,7 +31,9 @@ LONGEST_PARAM = 6000
 class MlflowLogger:
     """Logs to a run of its own, which the first `log` starts; the active run of `mlflow` is left
     alone. Nothing is sent but to the tracking server: MLflow's telemetry is off unless
-    `MLFLOW_DISABLE_TELEMETRY` is set.
+    `MLFLOW_DISABLE_TELEMETRY` is set. A server that is away delays a step by seconds:
+    `MLFLOW_HTTP_REQUEST_MAX_RETRIES` is 2 and `MLFLOW_HTTP_REQUEST_TIMEOUT` 10 s unless they are
+    set.
 
     >>> with MlflowLogger(name="first", tracking_uri="sqlite:///mlflow.db") as logger:
     ...     logger.log(1, {"train/loss": 0.5})
@@ -48,7 +53,8 @@ class MlflowLogger:
         server; None: `MLFLOW_TRACKING_URI`, else MLflow's default, `mlflow.db` in the current
         folder. `experiment`: None for `MLFLOW_EXPERIMENT_NAME`, else `Ludic`. `run_id`: continue
         this run. `config` becomes the parameters of a new run, nested keys joined with dots."""
-        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        for name, value in ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
         try:
             self._mlflow = importlib.import_module("mlflow")
         except ImportError as error:

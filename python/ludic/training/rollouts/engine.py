@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ludic.envs.env import LudicEnv
-from ludic.errors import ConfigError, DataError
+from ludic.errors import ConfigError, DataError, RolloutError
 from ludic.event_loop import await_if_needed, is_being_cancelled, run_to_completion
 from ludic.inference.current_episode import new_episode
 from ludic.inference.request import ReturnSpec
@@ -17,9 +17,10 @@ from ludic.interaction.base import InteractionProtocol
 from ludic.interaction.containment import describe_error, run_contained
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.rollouts.check import GarbageError, check_rollouts
+from ludic.training.rollouts.cut_off import CutOffWarnings
 from ludic.training.rollouts.episodes import Episode, count_episodes, drop_failed_groups, group_episodes
-from ludic.training.rollouts.log import append_rollouts
-from ludic.training.rollouts.played import PlayedRollouts, RolloutCounts, ran_out_of_steps
+from ludic.training.rollouts.log import append_failures, append_rollouts
+from ludic.training.rollouts.played import PlayedRollouts, RolloutCounts
 from ludic.training.rollouts.to_samples import batch_from_played, require_trace
 from ludic.training.types import CreditAssigner, RolloutRequest, RolloutScorer, SampleFilter, SAWBatch
 from ludic.types import Rollout
@@ -56,8 +57,9 @@ class RolloutEngine:
     changes their rewards. If it cannot reward a rollout, the episode has failed and is not played
     again.
 
-    `jsonl_path`: every rollout is appended to this file, with its token traces. `on_episode` is
-    called when an episode ends, with or without success.
+    `jsonl_path`: every rollout is appended to this file, with its token traces; `failures_path`:
+    the error of every episode that failed (`rollouts.log`). `on_episode` is called when an episode
+    ends, with or without success.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class RolloutEngine:
         env_registry: Mapping[str, EnvFactory],
         protocol_registry: Mapping[str, ProtocolFactory],
         jsonl_path: str | Path | None = None,
+        failures_path: str | Path | None = None,
         max_retries: int = 1,
         episode_timeout_s: float | None = None,
         cancel_siblings: bool = True,
@@ -78,18 +81,19 @@ class RolloutEngine:
             raise ConfigError(f"episode_timeout_s ({episode_timeout_s}) must be > 0, or None for episodes without a limit")
         self._envs = dict(env_registry)
         self._protocols = dict(protocol_registry)
-        self._jsonl_path = None if jsonl_path is None else Path(jsonl_path)
+        self._jsonl_path, self._failures_path = (None if path is None else Path(path) for path in (jsonl_path, failures_path))
         self._max_retries = max_retries
         self._episode_timeout_s = episode_timeout_s
         self._cancel_siblings = cancel_siblings
         self._on_episode = on_episode
         self._scorer = scorer
         self._episodes = 0
-        self._warned_of_max_steps = False
+        self._warner = CutOffWarnings()
         self.totals = RolloutCounts()
         """Outcomes of the episodes of all calls so far."""
-        if self._jsonl_path is not None:
-            self._jsonl_path.parent.mkdir(parents=True, exist_ok=True)
+        for path in (self._jsonl_path, self._failures_path):
+            if path is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
 
     async def generate_rollouts(
         self,
@@ -165,26 +169,23 @@ class RolloutEngine:
             await _score_episodes(self._scorer, episodes)
         counts = count_episodes(episodes)
         self.totals += counts
-        played = drop_failed_groups(episodes, counts)
-        self._warn_of_max_steps(played, max_steps)
+        try:
+            played = drop_failed_groups(episodes, counts)
+        except RolloutError as error:
+            if isinstance(error.played, PlayedRollouts):
+                await self._log_failures(error.played)
+            raise
+        await self._log_failures(played)
+        self._warner.look_at(played, max_steps)
         return played
 
     async def _write_log(self, rollouts: PlayedRollouts) -> None:
         if self._jsonl_path is not None and rollouts:
             await asyncio.to_thread(append_rollouts, self._jsonl_path, rollouts)
 
-    def _warn_of_max_steps(self, played: PlayedRollouts, max_steps: int) -> None:
-        """Warn once if all episodes are cut off by `max_steps`: the limit is probably too low by
-        mistake."""
-        if not self._warned_of_max_steps and ran_out_of_steps(played):
-            self._warned_of_max_steps = True
-            logger.warning(
-                "all %d episodes were cut off after max_steps (%d) before the environment (%s) ended them; raise max_steps if episodes "
-                "have more turns",
-                len(played),
-                max_steps,
-                played[0].meta.get("env_name", "of its own"),
-            )
+    async def _log_failures(self, played: PlayedRollouts) -> None:
+        if self._failures_path is not None and played.failures:
+            await asyncio.to_thread(append_failures, self._failures_path, played.failures)
 
     def _report_episode(self, _task: asyncio.Task[None]) -> None:
         if self._on_episode is not None:

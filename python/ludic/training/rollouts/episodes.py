@@ -107,6 +107,7 @@ def _log_failures(failed: Sequence[Episode]) -> None:
 
 
 def _describe_failure(episode: Episode) -> EpisodeFailure:
+    played = episode.rollouts[0].steps if episode.rollouts else []
     return EpisodeFailure(
         episode_idx=episode.index,
         env_kind=episode.request.env.kind,
@@ -114,4 +115,6 @@ def _describe_failure(episode: Episode) -> EpisodeFailure:
         error=describe_error(episode.error),
         attempts=episode.retries + 1,
         meta=dict(episode.request.meta),
+        seen=played[-1].prev_obs if played else None,
+        answer=played[-1].action if played else None,
     )

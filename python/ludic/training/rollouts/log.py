@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ludic.errors import DataError
 from ludic.files.jsonl import append_jsonl, read_jsonl
+from ludic.training.rollouts.played import EpisodeFailure
 from ludic.types import Rollout, Step, TokenTrace
 
 
@@ -27,6 +28,14 @@ def rollout_record(rollout: Rollout) -> dict[str, Any]:
         "length": rollout.length,
         "duration_ns": rollout.duration_ns,
     }
+
+
+def append_failures(path: Path, failures: Iterable[EpisodeFailure]) -> None:
+    """Append one line per episode that failed after all retries, with the fields of
+    `EpisodeFailure`; `meta` is that of its request."""
+    records = [vars(failure) for failure in failures]
+    if records:
+        append_jsonl(path, records)
 
 
 def read_rollouts(path: str | Path) -> list[Rollout]:

@@ -40,13 +40,11 @@ class EpisodeFailure:
     attempts: int
     meta: dict[str, Any]
     """The meta of the request."""
-
-
-def ran_out_of_steps(rollouts: Sequence[Rollout]) -> bool:
-    """Whether `max_steps` cut off all episodes, except those that ended with a parse error.
-    False if there are no others."""
-    answered = [rollout for rollout in rollouts if rollout.steps and not rollout.steps[-1].info.get("parse_error")]
-    return bool(answered) and all(rollout.meta.get("truncation_reason") == "max_steps" for rollout in answered)
+    seen: str | None = None
+    """The last observation that was answered, of an episode that was played and could not be
+    rewarded; None of another."""
+    answer: str | None = None
+    """The answer to it."""
 
 
 class PlayedRollouts(list[Rollout]):

@@ -29,7 +29,8 @@ def batch_from_rollouts(
     rollouts: Sequence[Rollout], credit_assigner: CreditAssigner, sample_filter: SampleFilter | None = None
 ) -> SAWBatch:
     """Return a batch with one sample for each step that passes the filter, and with statistics in
-    its meta. `rollout.meta["credit"]` then has the weights of the rollout's steps, for the log.
+    its meta. `rollout.meta["engine"]["credit"]` then has the weights of the rollout's steps, for
+    the log.
 
     Raises KeyError for a step without a weight; DataError for a weight or reward that is not
     finite, and for a step without a token trace or without the requested log-probabilities.
@@ -39,7 +40,8 @@ def batch_from_rollouts(
         sample_from_step(rollout, step, _require_weight(weights, rollout, step)) for rollout in rollouts for step in rollout.steps
     ]
     for rollout in rollouts:
-        rollout.meta["credit"] = [float(weights[rollout.id, step.index]) for step in rollout.steps]
+        credit = [float(weights[rollout.id, step.index]) for step in rollout.steps]
+        rollout.meta["engine"] = {**(rollout.meta.get("engine") or {}), "credit": credit}
     retained = items if sample_filter is None else [item for item in items if sample_filter(item)]
     meta = {
         "target_rollouts": len(rollouts),

@@ -1,24 +1,28 @@
 // Sampled episodes: a list of any length, of which only the visible rows exist, and one episode turn by turn.
 const ROW = 30;
-const [RUN, POLICY, PROBLEM, GROUP, REWARD, FLAGS, TURNS] = [0, 1, 2, 3, 4, 5, 6];
+const [RUN, POLICY, PROBLEM, GROUP, REWARD, FLAGS, TURNS, ERROR] = [0, 1, 2, 3, 4, 5, 6, 7];
 const FLAG_NAMES = {c: ['cut off', 'an answer reached its token limit'], p: ['refused', 'the parser refused an answer'],
   t: ['truncated', 'the episode was ended before its end']};
-const ORDERS = {log: 'as logged', low: 'lowest reward first', high: 'highest reward first', surprise: 'most surprising tokens first', long: 'longest first'};
+const ORDERS = {log: 'as logged', low: 'lowest reward first', high: 'highest reward first', surprise: 'most surprising tokens first',
+  mismatch: 'largest mismatch first', long: 'longest first'};
 
 const meanLogp = (row) => {
   let sum = 0, count = 0;
-  for (const turn of row[TURNS]) for (const value of turn[7]) { sum -= value / 100; count++; }
+  for (const turn of row[TURNS]) for (const value of turn[7]) if (value !== null) { sum -= value / 100; count++; }
   return count ? sum / count : null;
 };
-const countTokens = (row) => row[TURNS].reduce((sum, turn) => sum + Math.max(turn[6].length, turn[7].length), 0);;
-const isRight = (row) => (data.runs[row[RUN]].solved === null || data.runs[row[RUN]].solved === undefined ? null : row[REWARD] >= data.runs[row[RUN]].solved);
+const countTokens = (row) => row[TURNS].reduce((sum, turn) => sum + Math.max(turn[6].length, turn[7].length), 0);
+const worstMismatch = (row) => row[TURNS].reduce((worst, turn) => turn[8].reduce((most, value) => Math.max(most, Math.abs(value ?? 0)), worst), 0) / 1000;
+const hasFailed = (row) => row[ERROR] !== undefined;
+const isRight = (row) => (hasFailed(row) || data.runs[row[RUN]].solved === null || data.runs[row[RUN]].solved === undefined ? null : row[REWARD] >= data.runs[row[RUN]].solved);
 
 const FILTERS = {
   all: ['all', () => true],
-  failed: ['failed: wrong, cut off or refused', (row) => isRight(row) === false || /[cp]/.test(row[FLAGS])],
+  failed: ['failed: wrong, cut off, refused or an error', (row) => isRight(row) === false || /[cp]/.test(row[FLAGS]) || hasFailed(row)],
   right: ['right', (row) => isRight(row) === true],
   wrong: ['wrong', (row) => isRight(row) === false],
   cut: ['cut off at the token limit', (row) => row[FLAGS].includes('c')],
+  error: ['ended by an error', hasFailed],
   refused: ['refused by the parser', (row) => row[FLAGS].includes('p')],
   turns: ['of several turns', (row) => row[TURNS].length > 1],
   praised: ['reward above its group', (row) => row[GROUP] !== null && row[REWARD] > groupMean(row) + 1e-9],
@@ -41,7 +45,7 @@ class Browser {
     this.chosen = null;
     this.filter = choice('filter', Object.entries(FILTERS).map(([key, [name]]) => [key, name]), () => this.apply());
     this.order = choice('order', Object.entries(ORDERS), () => this.apply());
-    this.colours = choice('colour of tokens', [['logp', 'log-probability'], ['credit', 'advantage'], ['none', 'none']], () => this.open(this.chosen));
+    this.colours = choice('colour of tokens', [['logp', 'log-probability'], ['credit', 'advantage'], ['mismatch', 'mismatch'], ['none', 'none']], () => this.open(this.chosen));
     this.search = element('input', {type: 'search', placeholder: 'text of an answer or prompt', 'aria-label': 'search in episodes', input: () => this.apply()});
     this.count = element('span', {class: 'soft small', 'aria-live': 'polite'});
     this.inner = element('div', {});
@@ -56,12 +60,13 @@ class Browser {
     const keep = FILTERS[this.filter.value][1], wanted = this.search.value.toLowerCase();
     this.places = [];
     data.episodes.forEach((row, place) => {
-      if (shown.has(row[RUN]) && keep(row) && (!wanted || row[TURNS].some((turn) => turn[1].toLowerCase().includes(wanted) || turn[0].toLowerCase().includes(wanted)))) this.places.push(place);
+      if (shown.has(row[RUN]) && keep(row) && (!wanted || row[ERROR]?.toLowerCase().includes(wanted) || row[TURNS].some((turn) => turn[1].toLowerCase().includes(wanted) || turn[0].toLowerCase().includes(wanted)))) this.places.push(place);
     });
-    const key = {low: (row) => row[REWARD], high: (row) => -row[REWARD], surprise: (row) => meanLogp(row) ?? 0, long: (row) => -countTokens(row)}[this.order.value];
+    const key = {low: (row) => row[REWARD] ?? -Infinity, high: (row) => -(row[REWARD] ?? -Infinity), surprise: (row) => meanLogp(row) ?? 0,
+      mismatch: (row) => -worstMismatch(row), long: (row) => -countTokens(row)}[this.order.value];
     if (key) {
       const keys = new Map(this.places.map((place) => [place, key(data.episodes[place])]));
-      this.places.sort((one, two) => keys.get(one) - keys.get(two) || one - two);
+      this.places.sort((one, two) => (keys.get(one) > keys.get(two)) - (keys.get(one) < keys.get(two)) || one - two);
     }
     const total = data.runs.reduce((sum, run) => sum + run.logged, 0);
     const of = total > data.episodes.length ? `; the logs have ${format(total)}` : '';
@@ -80,10 +85,11 @@ class Browser {
     const row = data.episodes[place], right = isRight(row), logp = meanLogp(row);
     const node = element('div', {class: 'row', role: 'option', id: `row${number}`, 'aria-selected': String(place === this.chosen), 'aria-setsize': this.places.length,
       'aria-posinset': number + 1, click: () => { this.open(place); this.list.focus(); }},
-    swatch(row[RUN]), element('span', {class: 'value', title: 'reward'}, `${right === null ? '' : right ? '✓ ' : '✗ '}${format(row[REWARD])}`),
+    swatch(row[RUN]), element('span', {class: 'value', title: 'reward'}, hasFailed(row) ? '' : `${right === null ? '' : right ? '✓ ' : '✗ '}${format(row[REWARD])}`),
     element('span', {class: 'value soft', title: 'mean log-probability of a token'}, logp === null ? '' : logp.toFixed(2)),
     element('span', {class: 'value soft', title: 'tokens'}, `${countTokens(row)} t`),
-    element('span', {class: 'what'}, `${lastLine(row[TURNS].at(0)?.[0] ?? '')} → ${row[TURNS].map((turn) => turn[1]).join(' | ')}`.replace(/\s+/g, ' ').slice(0, 200)),
+    element('span', {class: 'what'}, `${row[TURNS].length ? `${lastLine(row[TURNS][0][0])} → ${row[TURNS].map((turn) => turn[1]).join(' | ')}` : row[ERROR] ?? ''}`.replace(/\s+/g, ' ').slice(0, 200)),
+    hasFailed(row) ? element('span', {class: 'flag', title: row[ERROR]}, 'error') : null,
     [...row[FLAGS]].filter((flag) => flag !== 't').map((flag) => element('span', {class: 'flag', title: FLAG_NAMES[flag][1]}, FLAG_NAMES[flag][0])));
     node.style.setProperty('top', `${number * ROW}px`);
     return node;
@@ -107,11 +113,12 @@ class Browser {
     this.readout.textContent = '';
     if (place === null || place === undefined) return void this.detail.replaceChildren(element('p', {class: 'soft'}, 'No episode passes the filter.'));
     const row = data.episodes[place], logp = meanLogp(row);
-    const facts = [`reward ${format(row[REWARD])}`, `${countTokens(row)} tokens`, logp === null ? null : `mean log-probability ${format(logp)}`,
+    const facts = [hasFailed(row) ? 'failed after all retries, and in no reward' : `reward ${format(row[REWARD])}`, hasFailed(row) ? null : `${countTokens(row)} tokens`,
+      worstMismatch(row) ? `largest mismatch ${format(worstMismatch(row))}` : null, logp === null ? null : `mean log-probability ${format(logp)}`,
       row[POLICY] === null ? null : `policy version ${row[POLICY]}`, row[PROBLEM] ? `problem ${row[PROBLEM]}` : null, ...[...row[FLAGS]].map((flag) => FLAG_NAMES[flag][0])];
-    this.detail.replaceChildren(element('h3', {}, swatch(row[RUN]), ` ${data.runs[row[RUN]].name}`),
+    this.detail.replaceChildren(...[element('h3', {}, swatch(row[RUN]), ` ${data.runs[row[RUN]].name}`),
       element('p', {class: 'small soft'}, facts.filter(Boolean).join(' · ')), this.makeSiblings(row, place),
-      ...row[TURNS].flatMap((turn, number) => this.makeTurn(turn, number, row)));
+      ...row[TURNS].flatMap((turn, number) => this.makeTurn(turn, number, row)), hasFailed(row) ? element('div', {class: 'text error'}, row[ERROR]) : null].filter(Boolean));
     this.detail.scrollTop = 0;
   }
 
@@ -122,28 +129,30 @@ class Browser {
       element('div', {class: 'siblings'}, group.map((other) => element('button', {type: 'button', 'aria-current': String(other === place), click: () => this.open(other)}, format(data.episodes[other][REWARD])))));
   }
 
-  makeTurn([seen, action, next, reward, credit, flags, pieces, logps], number, row) {
+  makeTurn([seen, action, next, reward, credit, flags, pieces, logps, mismatches], number, row) {
     const several = row[TURNS].length > 1;
     const facts = [several ? `turn ${number + 1}` : null, several ? `reward ${format(reward)}` : null, credit === null ? null : `advantage ${format(credit)}`,
       ...[...flags].filter((flag) => flag !== 't').map((flag) => FLAG_NAMES[flag][0])].filter(Boolean).join(' · ');
     const isLast = number === row[TURNS].length - 1;
     return [number === 0 || row[TURNS][number - 1][2] !== seen ? element('div', {class: 'text'}, seen) : null,
-      element('div', {class: 'small soft'}, facts), element('div', {class: 'text answer'}, this.makeTokens(action, pieces, logps, credit)),
+      element('div', {class: 'small soft'}, facts), element('div', {class: 'text answer'}, this.makeTokens(action, pieces, logps, credit, mismatches)),
       next && (!isLast || !row[FLAGS].includes('c')) ? element('div', {class: 'text'}, next) : null].filter(Boolean);
   }
 
-  makeTokens(action, pieces, logps, credit) {
+  makeTokens(action, pieces, logps, credit, mismatches) {
     if (!pieces.length || pieces.length !== logps.length) return action;
     const tokens = pieces.map((piece, place) => {
-      const text = data.pieces[piece], logp = -logps[place] / 100;
-      const tell = () => { this.readout.textContent = `${JSON.stringify(text)}  log-probability ${logp.toFixed(2)}, probability ${(100 * Math.exp(logp)).toFixed(1)} %`; };
-      return element('span', {class: `token ${this.shade(logp, credit)}${action.includes(text) ? '' : ' unsaid'}`, mouseenter: tell}, text);
+      const text = data.pieces[piece], logp = logps[place] === null ? null : -logps[place] / 100, gap = mismatches[place] ?? null;
+      const known = logp === null ? 'no finite log-probability' : `log-probability ${logp.toFixed(2)}, probability ${(100 * Math.exp(logp)).toFixed(1)} %`;
+      const tell = () => { this.readout.textContent = `${JSON.stringify(text)}  ${known}${gap === null ? '' : `, trainer minus sampler ${(gap / 1000).toFixed(3)}`}`; };
+      return element('span', {class: `token ${this.shade(logp, credit, gap)}${action.includes(text) ? '' : ' unsaid'}`, mouseenter: tell}, text);
     });
     return tokens;
   }
 
-  shade(logp, credit) {
-    if (this.colours.value === 'logp') return `s${Math.min(8, Math.floor(-logp * 1.6))}`;
+  shade(logp, credit, gap) {
+    if (this.colours.value === 'logp') return logp === null ? 's8' : `s${Math.min(8, Math.floor(-logp * 1.6))}`;
+    if (this.colours.value === 'mismatch') return gap === null || Math.abs(gap) < 1 ? '' : `${gap > 0 ? 'p' : 'n'}${Math.min(4, 1 + Math.floor(Math.log10(Math.abs(gap))))}`;
     if (this.colours.value !== 'credit' || !credit) return '';
     return `${credit > 0 ? 'p' : 'n'}${Math.min(4, Math.ceil(Math.abs(credit) * 2))}`;
   }
@@ -158,8 +167,10 @@ function choice(label, options, change) {
 function makeLegend() {
   const heat = [0, 1, 2, 3, 4, 5, 6, 7, 8].map((level) => element('span', {class: `s${level}`}, level % 4 ? '\u00a0' : `${(-level / 1.6).toFixed(1)}`));
   const credit = ['n4', 'n2', '', 'p2', 'p4'].map((level, place) => element('span', {class: level}, ['≤ -2', '', '0', '', '≥ 2'][place] || '\u00a0'));
+  const gaps = ['n4', 'n3', 'n2', 'n1', '', 'p1', 'p2', 'p3', 'p4'].map((level, place) => element('span', {class: level}, {0: '≤ -1', 2: '-0.01', 4: '0', 6: '0.01', 8: '≥ 1'}[place] ?? '\u00a0'));
   return element('div', {class: 'bar small soft'}, element('span', {}, 'log-probability ', element('span', {class: 'legend'}, heat)),
-    element('span', {}, 'advantage ', element('span', {class: 'legend'}, credit)));
+    element('span', {}, 'advantage ', element('span', {class: 'legend'}, credit)),
+    element('span', {title: 'trainer\'s log-probability minus the sampler\'s, in nats'}, 'mismatch ', element('span', {class: 'legend'}, gaps)));
 }
 
 function makeEpisodes() {
