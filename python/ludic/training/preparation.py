@@ -235,8 +235,9 @@ async def _log_tokens(run: PreparedRun, macro: MacroBatch) -> None:
     if run.token_log is None or not run.token_log.is_due(run.current_step):
         return
     logps = await score_rows(macro, np.arange(len(macro.items)), run.cfg, _own_forward(run))
-    if ranks.rank() == 0:
-        run.token_log.write(macro, logps)
+    with ranks.agree("logging the tokens of a batch"):
+        if ranks.rank() == 0:
+            run.token_log.write(macro, logps)
 
 
 def _own_forward(run: PreparedRun) -> ForwardLogps:
