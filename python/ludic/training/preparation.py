@@ -234,7 +234,8 @@ async def _log_tokens(run: PreparedRun, macro: MacroBatch) -> None:
     """Log the log-probabilities with which the step begins, on rank 0."""
     if run.token_log is None or not run.token_log.is_due(run.current_step):
         return
-    logps = await score_rows(macro, np.arange(len(macro.items)), run.cfg, _own_forward(run))
+    rows, trees = np.arange(len(macro.items)), computes_trees(run.backend)
+    logps = await score_rows(macro, rows, run.cfg, _own_forward(run), trees=trees)
     with ranks.agree("logging the tokens of a batch"):
         if ranks.rank() == 0:
             run.token_log.write(macro, logps)
