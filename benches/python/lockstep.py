@@ -40,7 +40,7 @@ def contests() -> Iterator[Contest]:
 
 
 def report() -> str:
-    return "\n".join([*_report_lockstep(), "", *_report_plans(), "", *_report_bookkeeping()])
+    return "\n".join([*_report_lockstep(), "", *_report_imbalance(), "", *_report_plans(), "", *_report_bookkeeping()])
 
 
 def _config(packing: str) -> TrainerConfig:
@@ -105,6 +105,44 @@ def _lockstep_of_each(lengths: NDArray[np.int32], packing: str, world: int) -> f
         computed = sorted((int(c.sum() if packing == "padding_free" else len(c) * c.max()) for c in costs), reverse=True)
         slowest = [max(pair) for pair in zip(_extend(slowest, computed), _extend(computed, slowest), strict=True)]
     return float(cost.sum() / (world * sum(slowest)))
+
+
+def _report_imbalance(seeds: int = 20) -> Iterator[str]:
+    yield f"### Cost of the costliest rank / the mean: each its own samples -> all ranks together, {SAMPLES_A_RANK} samples a rank"
+    yield from ("", "| lengths | packing | 2 ranks | 4 | 8 |", "|---|---|---|---|---|")
+    for name, draw in LENGTHS.items():
+        for packing in PACKINGS:
+            cells = []
+            for world in (2, 4, 8):
+                drawn = [draw(SAMPLES_A_RANK * world, seed) for seed in range(seeds)]
+                alone, together = (
+                    np.mean([_imbalance(rows_of(lengths, packing, world), lengths, packing) for lengths in drawn])
+                    for rows_of in (_rows_of_each, _rows_of_all)
+                )
+                cells.append(f"{alone:.2f} -> {together:.3f}")
+            yield f"| {name} | {packing} | " + " | ".join(cells) + " |"
+
+
+def _rows_of_each(lengths: NDArray[np.int32], packing: str, world: int) -> list[list[NDArray[np.int64]]]:
+    """The micro-batches of each rank that plans its own samples."""
+    parts = np.array_split(np.arange(len(lengths)), world)
+    return [[part[rows] for rows in plan_lines(np.ascontiguousarray(lengths[part]), _config(packing))] for part in parts]
+
+
+def _rows_of_all(lengths: NDArray[np.int32], packing: str, world: int) -> list[list[NDArray[np.int64]]]:
+    """The micro-batches of each rank in the plan of all, equally many."""
+    plans = plan_atoms(np.arange(len(lengths))[:, None], lengths, _config(packing), world).plans
+    assert len({len(plan) for plan in plans}) == 1
+    return [list(plan) for plan in plans]
+
+
+def _imbalance(ranks: list[list[NDArray[np.int64]]], lengths: NDArray[np.int32], packing: str) -> float:
+    cost = lengths.astype(np.int64) * (LINEAR + QUADRATIC * lengths.astype(np.int64))
+    sums = [
+        sum(int(cost[rows].sum() if packing == "padding_free" else len(rows) * cost[rows].max(initial=0)) for rows in each)
+        for each in ranks
+    ]
+    return float(max(sums) / np.mean(sums))
 
 
 def _extend(values: list[int], other: list[int]) -> list[int]:

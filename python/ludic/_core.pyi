@@ -213,8 +213,10 @@ def plan_optimal(lengths: NDArray[np.int32], micro_token_budget: int, overhead_t
 
 def plan_padding_free(lengths: NDArray[np.int32], micro_token_budget: int) -> Plan:
     """Plans micro-batches without padding by best fit decreasing: the sum of the lengths of each is
-    at most the budget. It makes at most 11/9 of the fewest possible micro-batches plus 6/9: the
-    bound of Dosa (2007) for first fit decreasing, which a test checks on small cases."""
+    at most the budget. Where that takes more micro-batches than the tokens need, samples are
+    exchanged until one is empty, if a bounded search finds how: the number is then
+    `ceil(tokens / budget)`. It is at most 11/9 of the fewest possible plus 6/9: the bound of Dosa
+    (2007) for first fit decreasing, which a test checks on small cases."""
 
 def plan_pairs(
     lengths: NDArray[np.int32], pairs: NDArray[np.int64], micro_token_budget: int, overhead_tokens: int | None = None

@@ -103,10 +103,13 @@ def test_a_huge_overhead_minimises_micro_batches_first_and_tokens_second(workloa
 
 
 @given(workloads())
-def test_padding_free_equals_best_fit_decreasing(workload: tuple[list[int], int]) -> None:
+def test_padding_free_equals_best_fit_decreasing_or_has_fewer_micro_batches(workload: tuple[list[int], int]) -> None:
     lengths, budget = workload
     plan = _core.plan_padding_free(int32(lengths), budget)
-    assert plan.to_lists() == oracle.best_fit_decreasing(lengths, budget)
+    best_fit = oracle.best_fit_decreasing(lengths, budget)
+    assert -(-sum(lengths) // budget) <= len(plan) <= len(best_fit)
+    if len(plan) == len(best_fit):
+        assert plan.to_lists() == best_fit
     assert all(sum(lengths[row] for row in rows) <= budget for rows in plan.to_lists())
     assert plan.padded_tokens == plan.num_tokens
     check(plan, lengths)
@@ -115,7 +118,7 @@ def test_padding_free_equals_best_fit_decreasing(workload: tuple[list[int], int]
 @pytest.mark.parametrize("samples", [1000, 10_000])
 @pytest.mark.parametrize("budget", [16384, 32768])
 def test_padding_free_uses_the_minimum_number_of_micro_batches(samples: int, budget: int) -> None:
-    for seed in range(10):
+    for seed in range(100 if samples == 1000 else 10):  # best fit alone has one more for 14 and 58
         lengths = oracle.w1(samples, seed)
         assert len(_core.plan_padding_free(lengths, budget)) == -(-int(lengths.sum()) // budget)
 

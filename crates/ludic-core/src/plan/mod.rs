@@ -27,6 +27,7 @@ mod greedy;
 mod optimal;
 mod padding_free;
 mod sorted;
+mod surplus;
 
 pub use greedy::greedy;
 pub use optimal::optimal;

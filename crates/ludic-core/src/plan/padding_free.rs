@@ -4,17 +4,19 @@
 //! its free space is below the current length, and otherwise *ready*. A bin that becomes ready has
 //! less free space than all bins that were ready before it. So the ready bins form a stack with the
 //! fullest on top, and the waiting bins need no search: they are released in descending order of
-//! free space.
+//! free space. `surplus` closes bins that the tokens do not need.
 
 use std::collections::BinaryHeap;
 
 use super::sorted::SortedLengths;
+use super::surplus::close_surplus;
 use super::{Plan, accumulate_offsets, check_budget};
 use crate::CoreError;
 
 /// Plans micro-batches by best fit decreasing: the longest sample first, each into the fullest bin
-/// that still holds it; among equally full ones, into the first that became so. O(n + longest), or
-/// O(n log n) when lengths are far above their number.
+/// that still holds it; among equally full ones, into the first that became so. Where that takes
+/// more bins than the tokens need, samples are exchanged until one is empty, if a bounded search
+/// finds how. O(n + longest), or O(n log n) when lengths are far above their number.
 pub fn padding_free(lengths: &[i32], micro_token_budget: i64) -> Result<Plan, CoreError> {
     let sorted = SortedLengths::new(lengths)?;
     let budget = check_budget(micro_token_budget, sorted.longest())?;
@@ -25,7 +27,17 @@ pub fn padding_free(lengths: &[i32], micro_token_budget: i64) -> Result<Plan, Co
         place(&sorted, budget, Heap::default())
     };
     let (indices, offsets) = placement.layout(&sorted.order);
+    let (indices, offsets) = close_surplus(lengths, indices, offsets, budget, fewest_bins(&sorted, budget));
     Ok(Plan::packed(indices, offsets, sorted.num_tokens))
+}
+
+/// A number of bins below which no plan can be: that of their tokens, and that of the samples above
+/// half the budget, of which no two share a bin.
+fn fewest_bins(sorted: &SortedLengths, budget: u64) -> usize {
+    let by_tokens = usize::try_from(sorted.num_tokens.div_ceil(budget)).unwrap_or(usize::MAX);
+    let first_large = sorted.runs.partition_point(|run| u64::from(run.length) * 2 <= budget);
+    let large = sorted.runs.get(first_large).map_or(0, |run| sorted.len() - run.begin as usize);
+    by_tokens.max(large).max(usize::from(sorted.len() > 0))
 }
 
 /// Which samples go to which bin.
