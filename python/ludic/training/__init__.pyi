@@ -14,6 +14,7 @@ from ludic.training.algorithm import (
 from ludic.training.backend.futures import TrainFuture as TrainFuture
 from ludic.training.backend.protocol import TrainingBackend as TrainingBackend
 from ludic.training.backend.torch import TorchBackend as TorchBackend
+from ludic.training.batching.gathered_batches import GatheredBatches as GatheredBatches
 from ludic.training.batching.micro_batching import (
     MicroBatch as MicroBatch,
     collate_micro_batches as collate_micro_batches,

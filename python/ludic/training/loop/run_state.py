@@ -50,7 +50,7 @@ def run_state(run: ResumableRun, source: BatchSourceBase) -> dict[str, Any]:
     if source_state is not None:
         state[SOURCE] = source_state
     if ranks.is_distributed():
-        own = [name for name in OF_EACH_RANK if name in state and not (name == SOURCE and source.divided_by_trainer)]
+        own = [name for name in OF_EACH_RANK if name in state and not (name == SOURCE and _is_shared(source))]
         state[RANKS] = ranks.gather_json({name: state[name] for name in own})
     return state
 
@@ -63,13 +63,18 @@ def restore_run(run: ResumableRun, source: BatchSourceBase, metadata: Mapping[st
     run.evaluations.load_state_dict(metadata)
     run.control.load_state_dict(metadata.get("controllers", {}))
     run.callbacks.load_state(metadata)
-    own = _state_of_this_rank(metadata, shared=source.divided_by_trainer)
+    own = _state_of_this_rank(metadata, shared=_is_shared(source))
     if SOURCE in own:
         source.load_state_dict(own[SOURCE])
     if "rng_state" in own:
         set_rng_state(own["rng_state"])
     if ranks.world_size() != len(metadata.get(RANKS, [metadata])):
         reseed_for_rank(ranks.rank())
+
+
+def _is_shared(source: BatchSourceBase) -> bool:
+    """Whether one source feeds all ranks, so that there is one position."""
+    return source.divided_by_trainer and not source.shards_across_ranks
 
 
 def _state_of_this_rank(metadata: Mapping[str, Any], *, shared: bool) -> Mapping[str, Any]:

@@ -67,12 +67,12 @@ def gather_json(value: Any, device: torch.device | str | None = None) -> list[An
     return [json.loads(each.cpu().numpy().tobytes()) for each in everyone]
 
 
-def broadcast_bytes(content: bytes | None, size: int, device: torch.device) -> memoryview:
-    """The `size` bytes that rank 0 passes as `content`, on all ranks, in memory that can be written
-    to; others pass None."""
+def broadcast_bytes(content: bytes | memoryview | None, size: int, device: torch.device, *, src: int = 0) -> memoryview:
+    """The `size` bytes that rank `src` passes as `content`, on all ranks, in memory that can be
+    written to; others pass None."""
     own = torch.empty(size, dtype=torch.uint8) if content is None else torch.frombuffer(bytearray(content), dtype=torch.uint8)
     shared = own.to(device)
-    dist.broadcast(shared, src=0)
+    dist.broadcast(shared, src=src)
     return shared.cpu().numpy().data
 
 

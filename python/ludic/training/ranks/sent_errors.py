@@ -1,4 +1,4 @@
-"""An error of rank 0 as JSON, and the error that the other ranks raise for it."""
+"""An error of one rank as JSON, and the error that the other ranks raise for it."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ _KNOWN = ("ludic.errors", "builtins", "torch", "safetensors", "jinja2")
 class."""
 
 
-def describe_error(error: BaseException, *, exit_code: int = TRY_AGAIN) -> dict[str, Any]:
+def describe_error(error: BaseException, *, exit_code: int = TRY_AGAIN, rank: int = 0) -> dict[str, Any]:
     """An error as JSON: its text, its host, the names of its class and of that class's bases, the
-    nearest first, and what else decides the exit status of a rank. `exit_code`: that of this
-    rank."""
+    nearest first, and what else decides the exit status of a rank. `exit_code`: that of this rank,
+    whose number is `rank`."""
     kinds = [base.__name__ for base in type(error).__mro__ if issubclass(base, Exception)]
     facts: dict[str, Any] = {}
     if isinstance(error, OSError):
         facts["errno"] = error.errno
     if isinstance(error, RankError):
         facts["exit_code"] = error.exit_code
-    return {"kinds": kinds, "text": str(error), "host": socket.gethostname(), "facts": facts, "exit_code": exit_code}
+    place = f"rank {rank}, on {socket.gethostname()}"
+    return {"kinds": kinds, "text": str(error), "place": place, "facts": facts, "exit_code": exit_code}
 
 
 def rebuild_error(description: dict[str, Any]) -> Exception:
@@ -36,7 +37,7 @@ def rebuild_error(description: dict[str, Any]) -> Exception:
     Example: a user's `class NoMoreGames(RequestsExhausted)` becomes RequestsExhausted with the note
     `raised by rank 0, on host1, as NoMoreGames`.
     """
-    text, place, kinds = description["text"], f"rank 0, on {description['host']}", description["kinds"]
+    text, place, kinds = description["text"], description["place"], description["kinds"]
     for kind in kinds:
         for known in _classes_named(kind):
             try:

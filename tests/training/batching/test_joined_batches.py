@@ -1,0 +1,55 @@
+"""The facts about several batches together are those of one batch with all samples."""
+
+from statistics import fmean, pstdev
+
+import pytest
+from hypothesis import given, strategies as st
+from training_samples import sorting_items
+
+from ludic.training.batching.joined_batches import join_batches
+from ludic.training.types import SAWBatch
+
+REWARDS = st.lists(st.floats(-10, 10), max_size=6)
+
+
+def batch_of(rewards, lengths):
+    """The facts that an engine gives of these rollouts, which have a sample each."""
+    meta = {
+        "target_rollouts": len(rewards),
+        "num_samples": len(lengths),
+        "num_failed_episodes": len(rewards) % 3,
+        "generation_s": float(len(rewards)),
+        "avg_total_reward": fmean(rewards) if rewards else 0.0,
+        "reward_std": pstdev(rewards) if rewards else 0.0,
+        "avg_completion_length": fmean(lengths) if lengths else 0.0,
+        "source": "engine",
+    }
+    return SAWBatch(sorting_items(len(rewards)), meta)
+
+
+@given(st.lists(REWARDS, min_size=1, max_size=4))
+def test_the_facts_are_those_of_all_samples(of_ranks):
+    lengths = [[round(abs(reward)) for reward in rewards] for rewards in of_ranks]
+    joined = join_batches([batch_of(*each) for each in zip(of_ranks, lengths, strict=True)])
+    everything = [reward for rewards in of_ranks for reward in rewards]
+    expected = batch_of(everything, [length for each in lengths for length in each]).meta
+    expected |= {"num_failed_episodes": sum(len(each) % 3 for each in of_ranks), "generation_s": float(max(map(len, of_ranks)))}
+    assert len(joined.items) == len(everything)
+    assert joined.meta.keys() == expected.keys()
+    for key, value in expected.items():
+        assert joined.meta[key] == (value if key == "source" else pytest.approx(value, abs=1e-6)), key
+
+
+def test_rewards_by_hand():
+    # Rewards [1, 1, 1] and [0]: mean 3/4, variance (3 * (1/4)**2 + (3/4)**2) / 4 = 3/16.
+    joined = join_batches([batch_of([1.0, 1.0, 1.0], [1, 1, 1]), batch_of([0.0], [5])])
+    assert joined.meta["avg_total_reward"] == 0.75
+    assert joined.meta["reward_std"] == pytest.approx((3 / 16) ** 0.5)
+    assert joined.meta["avg_completion_length"] == 2.0
+
+
+def test_a_mean_that_a_batch_lacks_is_left_out():
+    partial = SAWBatch(sorting_items(2), {"avg_total_reward": 1.0, "reward_std": 0.0, "epoch": 3})
+    without = SAWBatch(sorting_items(2), {"epoch": 3})
+    assert join_batches([partial, without]).meta == {"epoch": 3}
+    assert join_batches([partial, SAWBatch([], {})]).meta == partial.meta
