@@ -190,7 +190,7 @@ def _report_bookkeeping(samples: int = 4096, worlds: Sequence[int] = (2, 8)) -> 
         "a rank ingests what it decoded": _least_ms(lambda: MacroBatch.ingest(decoded, 4096)),
         f"a rank plans for {world}, with the totals": _least_ms(lambda: MiniBatch(batch, rows, _config("optimal"))),
     }
-    given = {"lists": items, "what a queue delivers": with_arrays(items, lists_of_masks=True), "arrays": with_arrays(items)}
+    given = {"lists": items, "what a queue delivers": with_arrays(items, of_a_queue=True), "arrays": with_arrays(items)}
     encoded = {name: _least_ms(lambda: encode_columns(SAWBatch(each))) for name, each in given.items()}  # noqa: B023
     for name, ms in encoded.items():
         yield f"| rank 0 encodes {name} | {ms:.0f} |"

@@ -51,22 +51,18 @@ def _item(rng: np.random.Generator, length: int) -> SAWItem:
     )
 
 
-def with_arrays(
-    items: list[SAWItem], ids: type = np.int32, mask: type = np.uint8, *, lists_of_masks: bool = False
-) -> list[SAWItem]:
-    """The same samples with numpy arrays instead of lists. `lists_of_masks`: as groups of a queue
-    become samples, with log-probabilities of 64 bits and lists as masks."""
+def with_arrays(items: list[SAWItem], ids: type = np.int32, mask: type = np.uint8, *, of_a_queue: bool = False) -> list[SAWItem]:
+    """The same samples with numpy arrays instead of lists. `of_a_queue`: as groups of a queue
+    become samples, with log-probabilities of 64 bits."""
 
     def convert(item: SAWItem) -> SAWItem:
         assert item.actor_logps is not None
-        logps: Any = np.array(item.actor_logps.token_logps, np.float64 if lists_of_masks else np.float32)
+        logps: Any = np.array(item.actor_logps.token_logps, np.float64 if of_a_queue else np.float32)
         fields: dict[str, Any] = {
             "input_ids": np.array(item.input_ids, ids),
             "attention_mask": np.array(item.attention_mask, mask),
             "action_mask": np.array(item.action_mask, mask),
         }
-        if lists_of_masks:
-            fields = {"input_ids": fields["input_ids"]}
         return replace(item, **fields, attachments=SampleAttachments(ActorTokenLogps(logps)))
 
     return [convert(item) for item in items]

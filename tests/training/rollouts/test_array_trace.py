@@ -53,10 +53,33 @@ def test_a_sample_of_arrays_has_the_numbers_of_the_sample_of_lists(trace, weight
 
     lists, arrays = sample(trace), sample(as_arrays(trace))
     assert (lists.input_ids, lists.meta) == (arrays.input_ids.tolist(), arrays.meta)
-    assert (lists.attention_mask, lists.action_mask) == (arrays.attention_mask, arrays.action_mask)
+    assert (lists.attention_mask, lists.action_mask) == (arrays.attention_mask.tolist(), arrays.action_mask.tolist())
     if lists.input_ids:  # the core refuses a sample without tokens
         table, other = (_core.SampleTable.from_items([each]) for each in (lists, arrays))
         assert table.to_bytes() == other.to_bytes()
+
+
+@pytest.mark.parametrize("logps", [None, [-0.5, -0.25]])
+def test_a_sample_of_arrays_is_ingested_without_a_number_of_python(logps):
+    """Neither the sample nor the table asks an array for a list or for one of its elements."""
+
+    class Sealed(np.ndarray):
+        def refuse(self, *_):
+            raise AssertionError("a number of Python was read")
+
+        __iter__ = __getitem__ = tolist = item = refuse
+
+    trace = as_arrays(TokenTrace([5, 6], [7, 2], logps))
+    for name in ("prompt", "completion", "logps"):
+        column = getattr(trace, name)
+        trace.__dict__[name] = None if column is None else column.view(Sealed)
+    item = sample_from_step(Rollout("r", []), Step(0, "", "", None, 1.0, False, True, {}, trace), 1.0)
+    columns = [item.input_ids, item.attention_mask, item.action_mask]
+    columns += [] if logps is None else [item.actor_logps.token_logps]
+    assert all(isinstance(column, np.ndarray) for column in columns)
+    assert _core.SampleTable.from_items([item]).lengths.tolist() == [4]
+    with pytest.raises(AssertionError, match="was read"):
+        trace.completion_token_ids  # noqa: B018
 
 
 def test_an_element_of_an_array_of_log_probabilities_is_a_float():

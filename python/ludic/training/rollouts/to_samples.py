@@ -87,15 +87,15 @@ def sample_from_step(rollout: Rollout, step: Step, weight: float) -> SAWItem:
     rollout's meta and the step's info; later ones take precedence.
 
     Example: prompt [5, 6] and completion [7] give ids [5, 6, 7] and action mask [0, 0, 1]. Of an
-    `ArrayTrace`, ids and log-probabilities are arrays.
+    `ArrayTrace` they are arrays, of int32 and uint8, and so are log-probabilities: a batch of them
+    is read without touching a number of Python.
     """
     prompt, completion, logps = columns_of(require_trace(rollout, step))
-    ids: Any = prompt + completion if isinstance(prompt, list) else np.concatenate([prompt, completion])
-    length = len(ids)
+    ids, attention_mask, action_mask = _sequences(prompt, completion)
     return SAWItem(
         input_ids=ids,
-        attention_mask=[1] * length,
-        action_mask=[0] * len(prompt) + [1] * len(completion),
+        attention_mask=attention_mask,
+        action_mask=action_mask,
         weight=weight,
         meta={
             **step_facts(rollout, step),
@@ -106,6 +106,16 @@ def sample_from_step(rollout: Rollout, step: Step, weight: float) -> SAWItem:
         },
         attachments=SampleAttachments(actor_logps=None if logps is None else ActorTokenLogps(logps)),
     )
+
+
+def _sequences(prompt: Any, completion: Any) -> tuple[Any, Any, Any]:
+    """Ids, attention mask and action mask of a sample: lists of lists, arrays of arrays."""
+    length = len(prompt) + len(completion)
+    if isinstance(prompt, list):
+        return prompt + completion, [1] * length, [0] * len(prompt) + [1] * len(completion)
+    action_mask = np.ones(length, np.uint8)
+    action_mask[: len(prompt)] = 0
+    return np.concatenate([prompt, completion]), np.ones(length, np.uint8), action_mask
 
 
 def step_facts(rollout: Rollout, step: Step) -> dict[str, Any]:
