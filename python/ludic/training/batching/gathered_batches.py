@@ -84,8 +84,10 @@ def _exchange(parts: Parts | None, failure: Exception | None, device: Any) -> li
     """The parts of every rank. Raises this rank's `failure`, else that of the first that has
     one."""
     ranks.barrier()  # a wait at the store: one rank may sample for longer than a collective may take
-    sent = {"error": describe_error(failure, rank=ranks.rank())} if parts is None and failure is not None else {}
-    heads = ranks.gather_json(sent or {"sizes": [len(part) for part in parts or ()]}, device)
+    sent: dict[str, Any] = {"sizes": [len(part) for part in parts or ()]}
+    if failure is not None:
+        sent = {"error": describe_error(failure, rank=ranks.rank())}
+    heads = ranks.gather_json(sent, device)
     if failure is not None:
         raise failure
     for head in heads:
