@@ -61,10 +61,11 @@ def make_model(folder: Path, vocabulary: int = VOCABULARY) -> None:
     model = Qwen2ForCausalLM(config)
     model.generation_config.eos_token_id = END_IDS
     model.save_pretrained(folder)
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(vocabulary)}, unk_token="w1"))
+    words = Tokenizer(models.WordLevel({f"w{i}.": i for i in range(vocabulary)}, unk_token="w1."))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token=f"w{END_IDS[0]}", unk_token="w1")
-    tokenizer.save_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0.", eos_token=f"w{END_IDS[0]}.", unk_token="w1.")
+    # Beside the configuration of a Qwen2, `AutoTokenizer` would make a tokenizer of Qwen2 of it.
+    tokenizer.save_pretrained(folder / "tokenizer")
 
 
 def draw_prompts(options: dict[str, Any]) -> list[list[int]]:
@@ -79,7 +80,7 @@ def draw_prompts(options: dict[str, Any]) -> list[list[int]]:
 def load(folder: Path) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    return AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    return AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder / "tokenizer")
 
 
 def with_ludic(folder: Path, prompts: list[list[int]], options: dict[str, Any]) -> Callable[[list[list[int]], int], int]:
@@ -167,7 +168,12 @@ def with_vllm(folder: Path, prompts: list[list[int]], options: dict[str, Any]) -
     from vllm import LLM, SamplingParams  # type: ignore[import-not-found, unused-ignore]
 
     engine = LLM(
-        model=str(folder), dtype="float32", max_model_len=MOST_PROMPT + ANSWER, max_num_seqs=len(prompts), enforce_eager=True
+        model=str(folder),
+        tokenizer=str(folder / "tokenizer"),
+        dtype="float32",
+        max_model_len=MOST_PROMPT + ANSWER,
+        max_num_seqs=len(prompts),
+        enforce_eager=True,
     )
 
     def sample(prompts: list[list[int]], seed: int) -> int:
@@ -177,12 +183,11 @@ def with_vllm(folder: Path, prompts: list[list[int]], options: dict[str, Any]) -
                 top_p=options["top_p"],
                 max_tokens=ANSWER,
                 logprobs=0,
-                seed=1000 * seed + i,
                 stop_token_ids=END_IDS,
                 detokenize=False,
             )
-            for i in range(len(prompts))
-        ]
+            for _ in prompts
+        ]  # without seeds: on a CPU it refuses those of requests (0.32)
         engine.reset_prefix_cache()  # prompts are shared within a batch, not with the batch before
         outputs = engine.generate([{"prompt_token_ids": p} for p in prompts], settings, use_tqdm=False)
         return sum(len(output.outputs[0].token_ids) for output in outputs)
