@@ -118,14 +118,16 @@ class ListSource:
 
 
 class DrawingSource:
-    """Draws new samples from the random generators of Python and torch. Its state is a counter."""
+    """Draws new samples from the random generators of Python and torch; with `share`, groups that
+    share a prompt. Its state is a counter."""
 
-    def __init__(self, count=8):
-        self.count, self.drawn = count, 0
+    def __init__(self, count=8, *, share=False):
+        self.count, self.share, self.drawn = count, share, 0
 
     async def next_batch(self):
         seed = random.getrandbits(20) + int(torch.randint(1 << 20, ()))
-        items = sorting_items(self.count, seed=seed + self.drawn)
+        seed += self.drawn
+        items = branching_items((self.count // 2,) * 2, seed) if self.share else sorting_items(self.count, seed=seed)
         for item in items:
             item.meta["rollout_id"] = f"{self.drawn}/{item.meta['rollout_id']}"
         self.drawn += 1

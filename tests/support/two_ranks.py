@@ -1,5 +1,6 @@
-"""One rank of a training step on two ranks: `python two_ranks.py RANK STORE OUT WRAPPING`. Rank 0
-writes its results as JSON."""
+"""One rank of a training step on two ranks: `python two_ranks.py RANK STORE OUT WRAPPING SHARING`.
+Rank 0 writes its results as JSON. SHARING (`prefix_sharing`) is off by default; otherwise samples
+share prompts."""
 
 import gc
 import json
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from training_samples import ListSource, cpu_config, sorting_items, tiny_model
+from training_samples import ListSource, branching_items, cpu_config, sorting_items, tiny_model
 
 from ludic.models.published import published_weights
 from ludic.training import (
@@ -63,10 +64,10 @@ class Publisher:
         self.weights = {name.removeprefix("module."): tensor.clone() for name, tensor in state_dict.items()}
 
 
-def main(rank, store, out, wrapping):
+def main(rank, store, out, wrapping, sharing="off"):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    items = sorting_items(12, seed=3)
+    items = sorting_items(12, seed=3) if sharing == "off" else branching_items((5, 4, 3), seed=3)
     rank_items = items[:3] if rank == 0 else items[3:]  # 3 and 9 samples: the ranks have different numbers of micro-batches
     publisher = Publisher()
     trainer = DescentTrainer(
@@ -74,11 +75,17 @@ def main(rank, store, out, wrapping):
         algo=ALGO,
         batch_source=ListSource(rank_items),
         publisher=publisher,
-        cfg=cpu_config(micro_token_budget=40, max_seq_len=32, max_grad_norm=None, reduce_stats_across_ranks=True),
+        cfg=cpu_config(
+            micro_token_budget=40,
+            max_seq_len=32,
+            max_grad_norm=None,
+            reduce_stats_across_ranks=True,
+            prefix_sharing=sharing,
+        ),
         checkpoint_config=CheckpointConfig(Path(out).parent / "checkpoints", every_n_steps=1),
     )
     stats = trainer.train_step_sync()
-    resumed = resumes_exactly(rank_items, wrapping, Path(out).parent / "adam")
+    resumed = resumes_exactly(rank_items, wrapping, Path(out).parent / "adam", sharing)
     assert train_until_early_stop(rank_items, wrapping) == (3, True)  # on both ranks
     if rank == 0:
         comparison = compare_with_one_process(items, publisher.weights, wrapping)
@@ -89,7 +96,7 @@ def main(rank, store, out, wrapping):
     dist.destroy_process_group()
 
 
-def resumes_exactly(items, wrapping, folder):
+def resumes_exactly(items, wrapping, folder, sharing):
     """Whether one AdamW step, a checkpoint and one more step in a new trainer end at the weights of
     two steps."""
 
@@ -100,7 +107,7 @@ def resumes_exactly(items, wrapping, folder):
             algo=ALGO,
             batch_source=ListSource(items),
             publisher=publisher,
-            cfg=cpu_config(weight_decay=0.1),
+            cfg=cpu_config(weight_decay=0.1, prefix_sharing=sharing),
             checkpoint_config=CheckpointConfig(folder, every_n_steps=1),
             **options,
         )

@@ -28,7 +28,7 @@ def trainer_of(folder, **options):
     return Trainer(
         model=tiny_model(options.pop("model_seed", 0), attention_dropout=0.2),
         algo=make_grpo(group_size=4),
-        batch_source=DrawingSource(),
+        batch_source=DrawingSource(share=cfg.prefix_sharing != "off"),
         cfg=cfg,
         checkpoint_config=CheckpointConfig(folder, every_n_steps=1, max_to_keep=STEPS),
         total_training_steps=STEPS,
@@ -41,14 +41,22 @@ def without_timings(stats):
     return {name: value for name, value in stats.items() if not name.endswith(TIMES)}
 
 
-@pytest.fixture(scope="module")
-def whole_run(tmp_path_factory):
+def whole_run_of(folder, sharing):
     """The uninterrupted run: its checkpoints, the statistics of each step and the final weights."""
-    folder = tmp_path_factory.mktemp("whole")
-    trainer = trainer_of(folder)
+    trainer = trainer_of(folder, config={"prefix_sharing": sharing})
     seed_everything(7)
     stats = [without_timings(trainer.train_step_sync()) for _ in range(STEPS)]
     return folder, stats, weights_of(trainer.model)
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory):
+    return whole_run_of(tmp_path_factory.mktemp("whole"), "off")
+
+
+@pytest.fixture(scope="module")
+def whole_run_of_trees(tmp_path_factory):
+    return whole_run_of(tmp_path_factory.mktemp("trees"), "auto")
 
 
 @pytest.mark.parametrize("killed_after", range(1, STEPS))
@@ -57,6 +65,18 @@ def test_resuming_after_any_step_gives_the_same_losses_and_weights(whole_run, ki
     seed_everything(99)  # another process has other generator states and other initial weights
     trainer = trainer_of(folder, resume_from=killed_after, model_seed=1)
     assert trainer.current_step == killed_after
+    rest = [without_timings(trainer.train_step_sync()) for _ in range(STEPS - killed_after)]
+    assert rest == stats[killed_after:]
+    assert_same_tensors(weights_of(trainer.model), weights)
+
+
+@pytest.mark.parametrize("killed_after", range(1, STEPS))
+def test_resuming_a_run_on_prefix_trees_gives_the_same_losses_and_weights(whole_run_of_trees, killed_after):
+    """Attention drops connections at random here, in trees as in rows of their own."""
+    folder, stats, weights = whole_run_of_trees
+    assert all(each["perf/sharing_factor"] > 1.2 for each in stats)
+    seed_everything(99)
+    trainer = trainer_of(folder, resume_from=killed_after, model_seed=1, config={"prefix_sharing": "auto"})
     rest = [without_timings(trainer.train_step_sync()) for _ in range(STEPS - killed_after)]
     assert rest == stats[killed_after:]
     assert_same_tensors(weights_of(trainer.model), weights)

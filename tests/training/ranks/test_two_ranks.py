@@ -50,6 +50,18 @@ def test_a_step_on_two_ranks_equals_the_step_on_one(tmp_path, wrapping):
     assert any((before[name] != weight).any() for name, weight in weights_of(restored).items())
 
 
+@pytest.mark.integration
+@pytest.mark.parametrize("wrapping", ["none"])
+def test_a_step_on_prefix_trees_on_two_ranks_equals_the_step_on_one(tmp_path, wrapping):
+    """The step on one process has rows of their own, with padding."""
+    result = on_two_ranks("two_ranks.py", tmp_path, wrapping, "auto")
+    assert result["difference"] < 1e-5
+    assert result["stats"]["train/loss"] == pytest.approx(result["loss"], rel=1e-5)
+    assert result["stats"]["train/num_samples"] == 12
+    assert result["stats"]["perf/sharing_factor"] > 1.1  # of the samples of rank 0
+    assert result["resumed"]
+
+
 def test_statistics_of_two_ranks_equal_those_of_all_samples_with_any_keys(tmp_path):
     stats = on_two_ranks("two_ranks_stats.py", tmp_path)
     assert stats["x"] == 2.0  # (3 * 1 + 1 * 5) / 4
