@@ -136,7 +136,11 @@ class SampleTable:
         attention), `weight` f32 [B]; with actor log-probs also `actor_logps` f32 [1, S] and
         `old_logp_action` f32 [B]. A sample with a 0 in its attention mask is refused."""
     def plan_trees(
-        self, indices: Sequence[int] | NDArray[np.int64], micro_token_budget: int, min_shared: int = 1
+        self,
+        indices: Sequence[int] | NDArray[np.int64],
+        micro_token_budget: int,
+        min_shared: int = 1,
+        paired: bool = False,
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int32]]:
         """Orders samples so that those with a common prefix are neighbours, and divides them into
         *lines* of at most `micro_token_budget` tokens, in which each common prefix of at least
@@ -145,7 +149,11 @@ class SampleTable:
         where each line begins in `order`; `tokens` i32 [L], what each line computes.
 
         The order is lexicographic by tokens, from the largest down. Ids [1, 2, 5] and [1, 2, 3, 4]
-        are one line of 5 tokens, in which the second shares 2. O(n log n) comparisons of ids."""
+        are one line of 5 tokens, in which the second shares 2. O(n log n) comparisons of ids.
+
+        `paired`: indices 0 and 1, 2 and 3 and so on are pairs, which stay in one line; the samples
+        of a line are ordered as above, and a pair whose samples share nothing is two trees of one
+        line. Raises `BudgetError` if two samples as long as the longest do not fit."""
     def collate_trees(
         self,
         indices: Sequence[int] | NDArray[np.int64],

@@ -54,6 +54,27 @@ def test_a_short_prefix_is_not_shared():
     assert table.plan_trees([0, 1], 9, 2)[3].tolist() == [4]
 
 
+@given(SAMPLES, st.integers(0, 30))
+def test_a_pair_is_in_one_line(samples, spare):
+    samples = samples + samples[: len(samples) % 2]
+    budget = 2 * max(map(len, samples)) + spare
+    order, _, bounds, tokens = table_of(samples).plan_trees(range(len(samples)), budget, paired=True)
+    assert sorted(order.tolist()) == list(range(len(samples)))
+    for (begin, end), count in zip(itertools.pairwise(bounds), tokens, strict=True):
+        line = set(order[begin:end].tolist())
+        assert {index ^ 1 for index in line} == line
+        assert count == len(prefixes([samples[index] for index in line])) <= budget
+
+
+def test_half_a_pair_and_a_budget_for_one_sample_are_refused():
+    table = table_of([[1, 2, 9], [1, 2, 8]])
+    with pytest.raises(DataError, match="indices has length 1"):
+        table.plan_trees([0], 9, paired=True)
+    with pytest.raises(BudgetError, match=r"micro_token_budget \(5\) must be >= 2 \* the longest pair \(3\)"):
+        table.plan_trees([0, 1], 5, paired=True)
+    assert table.plan_trees([], 5, paired=True)[2].tolist() == [0]
+
+
 def test_what_cannot_be_planned_is_refused():
     table = table_of([[1, 2, 9], [1, 2, 8]])
     with pytest.raises(BudgetError, match="micro_token_budget"):

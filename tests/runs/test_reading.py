@@ -30,6 +30,15 @@ def test_the_status_and_steps_of_a_run(tmp_path, progress, status, steps):
     assert record.wall_s == 61.5
 
 
+@pytest.mark.parametrize(("command", "rate"), [("train-rm", "eval_pairwise_accuracy"), ("dpo", "eval_rewards/accuracies")])
+def test_a_run_on_pairs_stands_by_its_accuracy(tmp_path, command, rate):
+    sampled = {"answers": 8, "finished": {"mean": 1.0}}  # what `ludic dpo` also measures
+    run = make_run(tmp_path / "run", command=command, before=sampled, after={"eval_loss": 0.5, rate: 0.75, **sampled})
+    summary = json.loads((run / "summary.json").read_text()) | {"before": sampled, "after": sampled, rate: 0.75}
+    (run / "summary.json").write_text(json.dumps(summary))
+    assert read_run(run).held_out == (rate, None, 0.75)
+
+
 def test_a_run_that_a_process_works_on_is_running(tmp_path):
     run = make_run(tmp_path / "run", phase="reinforce", failed="an earlier attempt")
     lock = RunLock(run)

@@ -14,7 +14,7 @@ def make_run(folder: Path, *, command: str = "train", algorithm: str = "grpo", l
     """A finished run with two steps in metrics.jsonl, and held-out rates."""
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(SETTINGS.format(name=json.dumps(folder.name), algorithm=algorithm, lr=lr))
-    phase = {"train": "reinforce", "sft": "sft", "train-rm": "rm"}[command]
+    phase = {"train": "reinforce", "sft": "sft", "train-rm": "rm", "dpo": "dpo"}[command]
     state = {"phase": "done", "command": command, "steps": 4, "seconds": {"wall": 61.5}, **progress}
     (folder / "progress.json").write_text(json.dumps(state))
     lines = [

@@ -38,6 +38,8 @@
 //! # Ok::<(), ludic_core::CoreError>(())
 //! ```
 
+use std::cmp::Ordering;
+
 use crate::collate::{Slot, check_output};
 use crate::ingest::check_column;
 use crate::plan::check_budget;
@@ -85,35 +87,51 @@ impl SampleTable {
     /// with another one comes before it; equal samples by their place in `indices`. A line takes
     /// samples for as long as they share tokens and fit.
     pub fn plan_trees(&self, indices: &[i64], micro_token_budget: i64, min_shared: i64) -> Result<TreePlan, CoreError> {
-        let mut rows =
-            indices.iter().map(|&index| Ok((index, self.row(index)?))).collect::<Result<Vec<_>, CoreError>>()?;
-        let longest = rows.iter().map(|(_, row)| row.len).max().unwrap_or(0);
-        let budget = check_budget(micro_token_budget, longest)?.min(i32::MAX as u64);
-        let least = u64::try_from(min_shared)
-            .map_err(|_| CoreError::NegativeSetting { name: "min_shared", value: min_shared })?;
-        let ids = |row: &Row| &self.columns.ids[row.span()];
-        rows.sort_by(|(_, a), (_, b)| ids(b).cmp(ids(a)));
-        let mut plan = TreePlan { order: Vec::new(), shared: Vec::new(), bounds: Vec::new(), tokens: Vec::new() };
-        let (mut previous, mut tokens) = (None, 0u64);
-        for (at, (index, row)) in rows.iter().enumerate() {
-            let common = previous.map_or(0, |previous| count_common(ids(previous), ids(row))) as u64;
-            let added = u64::from(row.len) - common;
-            if common < least.max(1) || tokens + added > budget {
-                plan.bounds.push(at as i64);
-                plan.tokens.push(row.len as i32);
-                plan.shared.push(0);
-                tokens = u64::from(row.len);
-            } else {
-                tokens += added;
-                plan.shared.push(common as i32);
-                if let Some(last) = plan.tokens.last_mut() {
-                    *last = tokens as i32;
-                }
-            }
-            plan.order.push(*index);
-            previous = Some(row);
+        self.plan_units(indices, 1, micro_token_budget, min_shared)
+    }
+
+    /// The same for pairs, `indices[0]` with `indices[1]` and so on, whose samples stay in one line.
+    /// Pairs are ordered by the larger of their samples, then by the other. A line takes pairs for
+    /// as long as they fit and a sample of theirs shares tokens with it. The samples of a pair that
+    /// share nothing are two trees of one line.
+    ///
+    /// Refuses a budget without room for two samples as long as the longest.
+    pub fn plan_pair_trees(
+        &self,
+        indices: &[i64],
+        micro_token_budget: i64,
+        min_shared: i64,
+    ) -> Result<TreePlan, CoreError> {
+        check_column("indices", indices.len(), indices.len().next_multiple_of(2))?;
+        self.plan_units(indices, 2, micro_token_budget, min_shared)
+    }
+
+    /// `plan_trees` for units of `width` samples each.
+    fn plan_units(&self, indices: &[i64], width: usize, budget: i64, min_shared: i64) -> Result<TreePlan, CoreError> {
+        let mut members = Vec::with_capacity(indices.len());
+        for (place, &index) in indices.iter().enumerate() {
+            members.push(Member { index, place, ids: &self.columns.ids[self.row(index)?.span()] });
         }
-        plan.bounds.push(rows.len() as i64);
+        let longest = members.iter().map(|member| member.ids.len()).max().unwrap_or(0);
+        let budget = check_budget(budget, longest as u32)?;
+        if budget < (width * longest) as u64 {
+            return Err(CoreError::PairBudgetTooSmall { budget, longest: longest as u64 });
+        }
+        let least = u64::try_from(min_shared)
+            .map_err(|_| CoreError::NegativeSetting { name: "min_shared", value: min_shared })?
+            .max(1);
+        members.chunks_exact_mut(width).for_each(|unit| unit.sort_by(Member::order));
+        let mut units: Vec<&[Member<'_>]> = members.chunks_exact(width).collect();
+        units.sort_by(|a, b| b.iter().map(|member| member.ids).cmp(a.iter().map(|member| member.ids)));
+        let mut plan = TreePlan { order: Vec::new(), shared: Vec::new(), bounds: vec![0], tokens: Vec::new() };
+        let mut line = Line { members: Vec::new(), tokens: 0, least };
+        for unit in units {
+            if !line.take(unit, budget.min(i32::MAX as u64)) {
+                line.write(&mut plan);
+                line = Line { members: unit.iter().collect(), tokens: line.count_added(unit, &[]), least };
+            }
+        }
+        line.write(&mut plan);
         Ok(plan)
     }
 
@@ -133,6 +151,87 @@ impl SampleTable {
             counts.push(usize::try_from(value).ok().filter(|&count| count <= limit).ok_or(refused)?);
         }
         Ok(Trees { columns, rows, shared: counts })
+    }
+}
+
+/// A sample in a plan.
+struct Member<'t> {
+    index: i64,
+    place: usize,
+    ids: &'t [i32],
+}
+
+impl Member<'_> {
+    /// From the largest tokens down; equal samples by their place.
+    fn order(&self, other: &Self) -> Ordering {
+        other.ids.cmp(self.ids).then(self.place.cmp(&other.place))
+    }
+}
+
+/// The samples of one line, in their order.
+struct Line<'m> {
+    members: Vec<&'m Member<'m>>,
+    tokens: u64,
+    least: u64,
+}
+
+impl<'m> Line<'m> {
+    /// Takes `unit` if it shares a prefix with the line and fits. The first is always taken.
+    fn take(&mut self, unit: &'m [Member<'m>], budget: u64) -> bool {
+        let common: Vec<u64> = unit.iter().map(|member| self.find_common(member)).collect();
+        let tokens = self.tokens + self.count_added(unit, &common);
+        if !self.members.is_empty() && (tokens > budget || common.iter().all(|&common| common == 0)) {
+            return false;
+        }
+        for member in unit {
+            self.members.insert(self.find_place(member), member);
+        }
+        self.tokens = tokens;
+        true
+    }
+
+    /// The tokens that `unit` adds to samples with which its members share `common`; none if that
+    /// is empty.
+    fn count_added(&self, unit: &[Member<'_>], common: &[u64]) -> u64 {
+        let added = unit.iter().enumerate().map(|(at, member)| {
+            let within = unit[..at].iter().map(|before| self.count_shared(before, member)).max();
+            member.ids.len() as u64 - within.max(common.get(at).copied()).unwrap_or(0)
+        });
+        added.sum()
+    }
+
+    /// The longest prefix that `member` shares with the line: with one of its neighbours there.
+    fn find_common(&self, member: &Member<'_>) -> u64 {
+        let place = self.find_place(member);
+        let neighbours = &self.members[place.saturating_sub(1)..(place + 1).min(self.members.len())];
+        neighbours.iter().map(|neighbour| self.count_shared(neighbour, member)).max().unwrap_or(0)
+    }
+
+    fn find_place(&self, member: &Member<'_>) -> usize {
+        match self.members.last() {
+            Some(last) if last.order(member).is_gt() => {
+                self.members.partition_point(|other| other.order(member).is_lt())
+            }
+            _ => self.members.len(),
+        }
+    }
+
+    /// How many tokens two neighbours share.
+    fn count_shared(&self, a: &Member<'_>, b: &Member<'_>) -> u64 {
+        let common = count_common(a.ids, b.ids) as u64;
+        if common < self.least { 0 } else { common }
+    }
+
+    /// Adds the line to `plan`.
+    fn write(&self, plan: &mut TreePlan) {
+        for (at, member) in self.members.iter().enumerate() {
+            plan.order.push(member.index);
+            plan.shared.push(if at == 0 { 0 } else { self.count_shared(self.members[at - 1], member) as i32 });
+        }
+        if !self.members.is_empty() {
+            plan.bounds.push(plan.order.len() as i64);
+            plan.tokens.push(self.tokens as i32);
+        }
     }
 }
 

@@ -127,6 +127,57 @@ proptest! {
     }
 
     #[test]
+    fn a_line_of_pairs_has_both_samples_of_each_and_every_prefix_once(samples in branching(), spare in 0i64..30) {
+        let paired = samples.len() / 2 * 2;
+        prop_assume!(paired > 0);
+        let longest = samples.iter().map(|sample| sample.ids.len()).max().unwrap() as i64;
+        // Pairs in any order: (1, 0), (3, 2) and so on.
+        let indices: Vec<i64> = (0..paired as i64).map(|index| index ^ 1).collect();
+        let table = table(&samples).unwrap();
+        let plan = table.plan_pair_trees(&indices, 2 * longest + spare, 1).unwrap();
+        let mut seen = plan.order.clone();
+        seen.sort_unstable();
+        prop_assert_eq!(seen, (0..paired as i64).collect::<Vec<_>>());
+        for (line, &tokens) in lines(&plan).into_iter().zip(&plan.tokens) {
+            prop_assert!(line.iter().all(|&index| line.contains(&(index ^ 1))));
+            prop_assert_eq!(tokens as usize, count_nodes(line.iter().map(|&index| &samples[index as usize])));
+            prop_assert!(i64::from(tokens) <= 2 * longest + spare);
+        }
+        let (ids, _, places) = collate(&table, &plan.order, &wide(&plan.shared)).unwrap();
+        prop_assert_eq!(ids.len() as i32, plan.tokens.iter().sum::<i32>());
+        let read: Vec<i64> = places.iter().map(|&place| ids[place as usize]).collect();
+        let want: Vec<i64> = plan.order.iter().flat_map(|&index| samples[index as usize].ids.clone()).collect();
+        prop_assert_eq!(read, want);
+    }
+
+    #[test]
+    fn pairs_of_one_prompt_are_one_line(
+        answers in prop::collection::vec(prop::collection::vec(0i64..3, 1..6), 2..16),
+        prompt in prop::collection::vec(3i64..5, 4..9),
+    ) {
+        // Every pair shares the prompt, so that a large budget computes each prefix once.
+        let samples: Vec<Owned> = answers.iter().map(|answer| sample([&prompt[..], answer].concat())).collect();
+        let indices: Vec<i64> = (0..samples.len() as i64 / 2 * 2).collect();
+        let plan = table(&samples).unwrap().plan_pair_trees(&indices, i64::MAX, 4).unwrap();
+        prop_assert_eq!(&plan.bounds, &vec![0, indices.len() as i64]);
+        prop_assert_eq!(plan.tokens[0] as usize, count_nodes(samples[..indices.len()].iter()));
+    }
+
+    #[test]
+    fn equal_samples_in_pairs_are_planned_as_the_samples_alone(samples in branching(), spare in 0i64..30) {
+        // A pair of two equal samples computes what one of them computes.
+        let longest = samples.iter().map(|sample| sample.ids.len()).max().unwrap() as i64;
+        let indices: Vec<i64> = (0..samples.len() as i64).collect();
+        let twice: Vec<i64> = indices.iter().flat_map(|&index| [index, index]).collect();
+        let table = table(&samples).unwrap();
+        let alone = table.plan_trees(&indices, 2 * longest + spare, 1).unwrap();
+        let pairs = table.plan_pair_trees(&twice, 2 * longest + spare, 1).unwrap();
+        prop_assert_eq!(pairs.tokens, alone.tokens);
+        prop_assert_eq!(pairs.bounds, alone.bounds.iter().map(|bound| 2 * bound).collect::<Vec<_>>());
+        prop_assert_eq!(pairs.order.iter().step_by(2).copied().collect::<Vec<_>>(), alone.order);
+    }
+
+    #[test]
     fn more_than_the_common_prefix_is_refused(samples in branching()) {
         let table = table(&samples).unwrap();
         let order: Vec<i64> = (0..samples.len() as i64).collect();
@@ -154,6 +205,31 @@ fn a_prompt_with_two_answers_is_computed_once() {
     // With a budget of 5 the second answer begins a line anew: 4 tokens, then 5 and none.
     let plan = table(&samples).unwrap().plan_trees(&[0, 1, 2], 5, 3).unwrap();
     assert_eq!((plan.bounds, plan.tokens, plan.shared), (vec![0, 1, 3], vec![4, 5], vec![0, 0, 4]));
+}
+
+#[test]
+fn a_pair_that_does_not_fit_begins_a_line() {
+    // Pairs (5 5 1, 5 5 2) and (5 5 3, 7 5 5). The second has the larger sample, 7 5 5, so it comes
+    // first: two trees of 6 tokens. The first shares 5 5 with 5 5 3 and would add 1 and 2: 8.
+    let samples = [vec![5, 5, 1], vec![5, 5, 2], vec![5, 5, 3], vec![7, 5, 5]].map(sample);
+    let table = table(&samples).unwrap();
+    let plan = table.plan_pair_trees(&[0, 1, 2, 3], 8, 2).unwrap();
+    assert_eq!(
+        plan,
+        TreePlan { order: vec![3, 2, 1, 0], shared: vec![0, 0, 2, 2], bounds: vec![0, 4], tokens: vec![8] }
+    );
+    // With a budget of 7 it begins its own line, 5 5 2 and 1.
+    let plan = table.plan_pair_trees(&[0, 1, 2, 3], 7, 2).unwrap();
+    assert_eq!((plan.bounds, plan.tokens, plan.shared), (vec![0, 2, 4], vec![6, 4], vec![0, 0, 0, 2]));
+}
+
+#[test]
+fn half_a_pair_is_refused() {
+    let table = table(&[sample(vec![1, 2, 3]), sample(vec![1])]).unwrap();
+    let refused = table.plan_pair_trees(&[0, 1, 0], 9, 1);
+    assert!(matches!(refused, Err(CoreError::ColumnLength { column: "indices", length: 3, expected: 4 })));
+    let refused = table.plan_pair_trees(&[0, 1], 5, 1);
+    assert!(matches!(refused, Err(CoreError::PairBudgetTooSmall { budget: 5, longest: 3 })));
 }
 
 #[test]

@@ -168,15 +168,16 @@ impl SampleTable {
     }
 
     /// The samples at `indices` in the order of their prefix trees; see `trees.rs` of the core.
-    #[pyo3(signature = (indices, micro_token_budget, min_shared = Count(1)), text_signature = "($self, indices, micro_token_budget, min_shared=1)")]
+    #[pyo3(signature = (indices, micro_token_budget, min_shared = Count(1), paired = false), text_signature = "($self, indices, micro_token_budget, min_shared=1, paired=False)")]
     fn plan_trees<'py>(
         &self,
         py: Python<'py>,
         indices: Indices,
         micro_token_budget: Count,
         min_shared: Count,
+        paired: bool,
     ) -> Result<trees::PlanArrays<'py>> {
-        trees::plan(py, &self.0, &indices.0, micro_token_budget.0, min_shared.0)
+        trees::plan(py, &self.0, &indices.0, micro_token_budget.0, min_shared.0, paired)
     }
 
     /// The tree layout: `input_ids` and `position_ids` i64 [1, U], `places` i64 [S].

@@ -14,15 +14,22 @@ use crate::errors::Result;
 pub type PlanArrays<'py> =
     (Bound<'py, PyArray1<i64>>, Bound<'py, PyArray1<i64>>, Bound<'py, PyArray1<i64>>, Bound<'py, PyArray1<i32>>);
 
-/// Plans the trees of the samples at `indices`.
+/// Plans the trees of the samples, or with `paired` of the pairs, at `indices`.
 pub fn plan<'py>(
     py: Python<'py>,
     table: &SampleTable,
     indices: &[i64],
     micro_token_budget: i64,
     min_shared: i64,
+    paired: bool,
 ) -> Result<PlanArrays<'py>> {
-    let plan = run_detached(py, table.num_tokens(), || table.plan_trees(indices, micro_token_budget, min_shared))?;
+    let plan = run_detached(py, table.num_tokens(), || {
+        if paired {
+            table.plan_pair_trees(indices, micro_token_budget, min_shared)
+        } else {
+            table.plan_trees(indices, micro_token_budget, min_shared)
+        }
+    })?;
     let shared: Vec<i64> = plan.shared.into_iter().map(i64::from).collect();
     Ok((
         plan.order.into_pyarray(py),

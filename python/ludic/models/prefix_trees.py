@@ -155,11 +155,23 @@ class PrefixTrees:
 
     @classmethod
     def from_arrays(
-        cls, arrays: Mapping[str, Ints], lengths: Sequence[int] | NDArray[Any], shared: Ints, device: torch.device | str
+        cls,
+        arrays: Mapping[str, Ints],
+        lengths: Sequence[int] | NDArray[Any],
+        shared: Ints,
+        device: torch.device | str,
+        order: Ints | None = None,
     ) -> PrefixTrees:
-        """`arrays`: those of `SampleTable.collate_trees`; `lengths` and `shared` [N]."""
-        ids, positions, places = (torch.from_numpy(arrays[name]).to(device) for name in ("input_ids", "position_ids", "places"))
-        return cls(ids, positions, places, arrays, np.asarray(lengths, dtype=np.int64), shared)
+        """`arrays`: those of `SampleTable.collate_trees`; `lengths` and `shared` [N]. `order` [N]:
+        which sample of the batch is at each place of the trees; None: they have the same order.
+
+        Example: places 0 1 | 0 2 with the order [1, 0] are 0 2 | 0 1 in the batch."""
+        places, sizes = arrays["places"], np.asarray(lengths, dtype=np.int64)
+        if order is not None:
+            parts = np.split(places, sizes.cumsum()[:-1])
+            places = np.concatenate([parts[at] for at in np.argsort(order)])
+        ids, positions = (torch.from_numpy(arrays[name]).to(device) for name in ("input_ids", "position_ids"))
+        return cls(ids, positions, torch.from_numpy(places).to(device), arrays, sizes, shared)
 
     @cached_property
     def branches(self) -> Branches:

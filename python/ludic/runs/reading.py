@@ -18,8 +18,8 @@ from ludic.runs.directory import DONE
 from ludic.runs.lock import LAUNCH_LOCK, is_locked
 
 RUNNING = "running"
-HELD_OUT = ("sampled_reward", "loss", "eval_pairwise_accuracy")
-"""The measurement that stands for a run in a table, of `train`, `sft` and `train-rm`."""
+HELD_OUT = ("sampled_reward", "loss", "eval_pairwise_accuracy", "eval_rewards/accuracies")
+"""The measurement that stands for a run in a table, of `train`, `sft`, `train-rm` and `dpo`."""
 PLACES = ("name", "output")
 """Settings in which all runs differ."""
 
@@ -41,7 +41,7 @@ class RunRecord:
 
     path: Path
     command: str
-    """train, sft or train-rm."""
+    """train, sft, train-rm or dpo."""
     status: str
     """running, finished, interrupted or failed."""
     algorithm: str | None
@@ -104,7 +104,7 @@ def read_run(path: Path) -> RunRecord:
     settings = dict(_flatten(_read_settings(path / "config.yaml")))
     command = str(progress.get("command", "train"))
     before, after = (_read_rates(summary.get(name), progress.get(name)) for name in ("before", "after"))
-    if command == "train-rm":
+    if command in ("train-rm", "dpo"):  # their summaries have these among all else
         after = _read_rates(progress.get("after"), None)
     intervals = _read_intervals(summary, path / "summary.json")
     if progress.get("phase") != DONE:  # steps were added: summary.json is that of the shorter run

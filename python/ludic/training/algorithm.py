@@ -11,9 +11,11 @@ import numpy as np
 from torch import Tensor, nn
 
 from ludic.errors import ConfigError, DataError, DataTypeError, shorten_names
+from ludic.models.heads import is_classifier
 from ludic.models.output_layer import OutputLayer
 from ludic.models.packed_attention import get_attention, make_packed_keywords, unwrap_transformer
 from ludic.models.prefix_trees import PREFIX_TREES, PrefixTrees
+from ludic.models.sample_scores import captured_head, find_padding, select_scores
 from ludic.models.sharding import gather_tensor, is_sharded, unshard
 from ludic.training.coefficients import Coefficient
 from ludic.training.loss.base import Loss, adapted_loss, loss_name, scaled_loss
@@ -139,7 +141,8 @@ class RLAlgorithm:
 
 def forward_logits(model: nn.Module, batch: Batch) -> Tensor:
     """Return the logits: [B, T, V] of a padded batch, [1, S, V] of a padding-free batch, in which
-    position ids separate the sequences, and [1, U, V] of the row of a batch with prefix trees.
+    position ids separate the sequences, and [1, U, V] of the row of a batch with prefix trees. Of a
+    classifier, the scores [B, 1] of the samples.
 
     A transformers model is called with `use_cache=False`: with a key-value cache it would not
     separate the sequences.
@@ -153,9 +156,19 @@ def forward_logits(model: nn.Module, batch: Batch) -> Tensor:
         keywords |= make_packed_keywords(model, batch)
     else:
         keywords |= {"attention_mask": batch["attention_mask"]}
-    output = model(input_ids=batch["input_ids"] if trees is None else trees.input_ids, **keywords)
+    ids = batch["input_ids"] if trees is None else trees.input_ids
+    if "cu_seqlens" in batch and is_classifier(unwrap_transformer(model)):
+        return _score_samples(model, ids, keywords, batch)
+    output = model(input_ids=ids, **keywords)
     logits: Tensor = output.logits if hasattr(output, "logits") else output
     return logits
+
+
+def _score_samples(model: nn.Module, row: Tensor, keywords: Mapping[str, Any], batch: Batch) -> Tensor:
+    with captured_head(model) as seen:
+        pooled: Tensor = model(input_ids=row, **keywords).logits
+    scores = select_scores(seen[-1][1], batch, find_padding(model))
+    return scores + 0.0 * pooled.sum()  # wrappers begin the backward pass at the model's own output
 
 
 def forward_batch(
@@ -185,7 +198,7 @@ def forward_for_loss(
         return forward_scores(model, batch, loss, temperature=temperature)
     logits, batch = forward_batch(model, batch, with_hidden=loss.reads_hidden)
     trees: PrefixTrees | None = batch.get(PREFIX_TREES)
-    if trees is None:
+    if trees is None or logits.ndim == 2:  # scores are those of the samples
         return logits, batch
     scores = LogitScores(
         logits,

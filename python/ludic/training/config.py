@@ -205,8 +205,9 @@ class TrainerConfig:
     prefix_sharing: PrefixSharing = "off"
     """tree: compute the tokens that samples begin with in common once, in rows that hold a tree.
     The gradient is that of separate rows. It needs a transformers model with sdpa that keeps the
-    branches apart, and a loss with `reads_shared_only` and `reads_actions_only`; otherwise a
-    warning says why not. auto: where it saves at least a tenth of a mini-batch's tokens."""
+    branches apart, and a loss with `reads_shared_only` and `reads_actions_only`, or for a reward
+    model `reads_scores_only`; otherwise a warning says why not. auto: where it saves at least a
+    tenth of a mini-batch's tokens."""
     seed: int = 0
     """Seed of the order of samples in mini-batches."""
     learning_rate: InitVar[float | None] = None

@@ -24,17 +24,20 @@ from ludic.training.algorithm import RLAlgorithm
 from ludic.training.backend.forward import as_forward_passes, forward_action_logprobs
 from ludic.training.backend.futures import TrainFuture
 from ludic.training.backend.protocol import ForwardPasses, TrainingBackend
+from ludic.training.backend.torch import shares_prefixes
 from ludic.training.batching.epochs import ItemBatchSource
 from ludic.training.batching.micro_batching import MicroBatch
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
 from ludic.training.batching.packing import Rows
 from ludic.training.batching.pair_batches import PreferenceMacroBatch, PreferenceMiniBatch
+from ludic.training.batching.tree_batches import PairTreeMiniBatch
 from ludic.training.dpo_config import DPOTrainerConfig as DPOTrainerConfig
 from ludic.training.evaluators.implicit_rewards import ImplicitRewardEvaluator
 from ludic.training.loop.setup_checks import require_model
 from ludic.training.loss.base import adapted_loss, loss_name
 from ludic.training.loss.dpo import DPOLoss
 from ludic.training.precomputed_reference import PrecomputedReference
+from ludic.training.reference import computes_trees
 from ludic.training.trainer import Trainer
 from ludic.training.types import BatchSource, ReferencePolicy, SAWItem
 
@@ -106,7 +109,8 @@ class DPOTrainer(Trainer):
 
     def _make_mini_batch(self, macro: MacroBatch, rows: Rows) -> MiniBatch:
         assert isinstance(macro, PreferenceMacroBatch)
-        return PreferenceMiniBatch(macro, rows, self.cfg)
+        kind = PairTreeMiniBatch if shares_prefixes(self.backend, self.cfg) else PreferenceMiniBatch
+        return kind(macro, rows, self.cfg)
 
     def evaluate(self, items: Sequence[SAWItem] | None = None) -> dict[str, float]:
         """Measure the pairs of `items`, which the reference has scored, or of `eval_items`:
@@ -166,7 +170,8 @@ def _open_reference(
             return _wait(reference.logps(batch))
         return forward_action_logprobs(passes, batch, adapters=not adapted).wait()
 
-    known = PrecomputedReference.score(batches, cfg, forward)
+    trees = computes_trees(passes if reference is None else reference)
+    known = PrecomputedReference.score(batches, cfg, forward, trees=trees)
     if file is not None:
         ranks.ask_rank_0("keeping the reference log-probabilities", lambda: known.save(file))
     return known

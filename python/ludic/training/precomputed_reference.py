@@ -20,6 +20,7 @@ from ludic.training import ranks
 from ludic.training.batching.micro_batching import MicroBatch
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
 from ludic.training.batching.rank_plans import RankShare
+from ludic.training.batching.tree_batches import TreeMiniBatch
 from ludic.training.config import TrainerConfig
 from ludic.training.loss.context import split_actions
 from ludic.training.reference import KEY_BYTES, place_actions, sample_key, sample_keys
@@ -49,12 +50,15 @@ class PrecomputedReference:
         return len(self._known)
 
     @classmethod
-    def score(cls, batches: Sequence[MacroBatch], cfg: TrainerConfig, forward: Score) -> PrecomputedReference:
-        """What `forward` computes for the samples of the batches. All ranks call it, and each
-        scores a share. Raises DataError for a value that is not finite."""
+    def score(
+        cls, batches: Sequence[MacroBatch], cfg: TrainerConfig, forward: Score, *, trees: bool = False
+    ) -> PrecomputedReference:
+        """What `forward` computes for the samples of the batches; with `trees` it may get rows of
+        prefix trees. All ranks call it, and each scores a share. Raises DataError for a value that
+        is not finite."""
         known: dict[bytes, Tensor] = {}
         for batch in batches:
-            values = score_actions(batch, cfg, forward)
+            values = score_actions(batch, cfg, forward, trees=trees)
             for row, (item, logps) in enumerate(zip(batch.items, values, strict=True)):
                 if not bool(torch.isfinite(logps).all()):
                     raise DataError(
@@ -123,11 +127,12 @@ def item_key(item: SAWItem) -> bytes:
     return sample_key(ids, mask)
 
 
-def score_actions(batch: MacroBatch, cfg: TrainerConfig, forward: Score) -> list[Tensor]:
-    """[N] what `forward` computes for the [A] predicted action tokens of each sample, on the CPU.
-    All ranks have the batch and call this; each computes a share."""
+def score_actions(batch: MacroBatch, cfg: TrainerConfig, forward: Score, *, trees: bool = False) -> list[Tensor]:
+    """[N] what `forward` computes for the [A] predicted action tokens of each sample, on the CPU;
+    with `trees` it may get rows of prefix trees. All ranks have the batch and call this; each
+    computes a share."""
     shared = replace(batch, share=RankShare.of_this_rank())
-    whole = MiniBatch(shared, np.arange(len(batch.items)), cfg)
+    whole = (TreeMiniBatch if trees else MiniBatch)(shared, np.arange(len(batch.items)), cfg)
     by_row: dict[int, Tensor] = {}
     for index, micro_batch in enumerate(whole):
         values = split_actions(forward(micro_batch), micro_batch.tensors)

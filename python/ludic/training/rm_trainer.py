@@ -19,7 +19,7 @@ from ludic.models.lora import LoraSettings, apply_lora
 from ludic.models.published import unwrap_model
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.backend.protocol import ForwardPasses, TrainingBackend
-from ludic.training.backend.torch import build_optimizer
+from ludic.training.backend.torch import build_optimizer, shares_prefixes
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
 from ludic.training.batching.packing import Rows
 from ludic.training.batching.pair_batches import PreferenceMacroBatch, PreferenceMiniBatch, SampleMiniBatch
@@ -29,6 +29,7 @@ from ludic.training.batching.preference import (
     split_preference_pairs_by_token_budget,
 )
 from ludic.training.batching.source import as_batch_source
+from ludic.training.batching.tree_batches import PairTreeMiniBatch, SampleTreeMiniBatch
 from ludic.training.classification_metrics import PreferenceMetrics
 from ludic.training.evaluators.preferences import PreferenceEvaluator
 from ludic.training.evaluators.protocol import Evaluator
@@ -151,9 +152,10 @@ class RMTrainer(Trainer):
         )
 
     def _make_mini_batch(self, macro: MacroBatch, rows: Rows) -> MiniBatch:
+        trees, keys = shares_prefixes(self.backend, self.cfg), self.cfg.rm_meta_keys
         if isinstance(macro, PreferenceMacroBatch):
-            return PreferenceMiniBatch(macro, rows, self.cfg, meta_keys=self.cfg.rm_meta_keys)
-        return SampleMiniBatch(macro, rows, self.cfg, meta_keys=self.cfg.rm_meta_keys)
+            return (PairTreeMiniBatch if trees else PreferenceMiniBatch)(macro, rows, self.cfg, meta_keys=keys)
+        return (SampleTreeMiniBatch if trees else SampleMiniBatch)(macro, rows, self.cfg, meta_keys=keys)
 
     def evaluate(self, items: Sequence[SAWItem] | None = None) -> dict[str, float]:
         """Score the pairs of `items`, or of `eval_items`, one response at a time: `eval_loss`,

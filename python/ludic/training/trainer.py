@@ -24,7 +24,7 @@ from ludic.training import ranks, watchdog
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.backend.futures import TrainFuture
 from ludic.training.backend.protocol import TrainingBackend
-from ludic.training.backend.torch import TorchBackend, build_optimizer
+from ludic.training.backend.torch import TorchBackend, build_optimizer, shares_prefixes
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
 from ludic.training.batching.packing import Rows
 from ludic.training.batching.source import PENDING_PATIENCE_S, BatchSourceBase, as_batch_source
@@ -274,7 +274,7 @@ class Trainer:
     def _make_mini_batch(self, macro: MacroBatch, rows: Rows) -> MiniBatch:
         """The samples at `rows`, split into micro-batches, which are collated one by one."""
         gathers = bool(adapted_loss(self.algo).gathers)
-        kind = TreeMiniBatch if isinstance(self.backend, TorchBackend) and self.backend.shares_prefixes else MiniBatch
+        kind = TreeMiniBatch if shares_prefixes(self.backend, self.cfg) else MiniBatch
         return kind(macro, rows, self.cfg, skip_zero_weight=skips_zero_weight(self), with_positions=gathers)
 
     async def _optimize(self, mini_batch: MiniBatch, record: StepRecord, *, first_epoch: bool) -> None:

@@ -15,7 +15,7 @@ from ludic.inference.local.sampler import nucleus
 from ludic.models.evaluation_mode import evaluation_mode
 from ludic.models.lora import adapters_off
 from ludic.models.prefix_trees import PREFIX_TREES
-from ludic.training.algorithm import forward_for_loss, forward_logits, forward_scores
+from ludic.training.algorithm import forward_for_loss, forward_logits
 from ludic.training.backend.futures import TrainFuture
 from ludic.training.backend.logits_path import can_skip_logits
 from ludic.training.backend.precision import autocast
@@ -91,9 +91,10 @@ class ModelPasses:
     @torch.no_grad()
     def _scores(self, batch: MicroBatch, score_type: ScoreType) -> Tensor:
         with evaluation_mode(self.model), autocast(self.cfg):
-            if score_type == "logprob" and self.skips_logits:
-                return preference_scores(SharedContext(*forward_scores(self.model, batch.tensors, ReadsActions())), score_type)
-            return preference_scores(SharedContext(forward_logits(self.model, batch.tensors), batch.tensors), score_type)
+            chunked = score_type == "logprob" and self.skips_logits
+            reads = ReadsActions() if chunked or PREFIX_TREES in batch.tensors else Loss()
+            scored = forward_for_loss(self.model, batch.tensors, reads, chunked_logits=chunked)
+            return preference_scores(SharedContext(*scored), score_type)
 
 
 def forward_action_logprobs(passes: ForwardPasses, batch: MicroBatch, **options: Any) -> TrainFuture[Tensor]:

@@ -12,13 +12,16 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ludic import _core
+from ludic.errors import ConfigError
 from ludic.models.evaluation_mode import evaluation_mode, training_mode
+from ludic.models.heads import is_classifier
 from ludic.models.packed_attention import OWN, PACKED, get_attention, set_attention, unwrap_transformer
 from ludic.models.prefix_trees import PREFIX_FLEX, PREFIX_TREES, PrefixTrees
-from ludic.training.algorithm import RLAlgorithm, forward_logits
+from ludic.models.sample_scores import captured_head, reads_last_token
+from ludic.training.algorithm import Batch, RLAlgorithm, forward_logits
 from ludic.training.backend.precision import autocast
 from ludic.training.config import TrainerConfig
 from ludic.training.loss.base import adapted_loss, loss_name
@@ -32,7 +35,7 @@ DIFFERENCE = 0.05
 by another first token. Rounding errors are smaller."""
 SAMPLES = ([1, 2, 1, 2, 2, 1, 1, 2], [1, 2, 1, 2, 1, 1], [1, 2, 2, 2, 1], [2, 2, 1, 2, 2, 1, 1, 2])
 """A tree of three samples, and the first of them with another first token."""
-_said: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
+_said: WeakKeyDictionary[object, set[str]] = WeakKeyDictionary()
 """The reasons that have been logged."""
 
 
@@ -45,7 +48,7 @@ def can_compute_trees(model: nn.Module, cfg: TrainerConfig) -> bool:
     reason = _prepare(model, cfg)
     if any(max_over_ranks([float(reason is not None)], cfg.model_device)):  # all ranks divide a batch in one way
         reason = reason or "another rank cannot share them"
-    _say(reason, model, cfg)
+    explain_rows(reason, model, cfg)
     return reason is None
 
 
@@ -53,24 +56,27 @@ def can_train_on_trees(model: nn.Module, algo: RLAlgorithm, cfg: TrainerConfig) 
     """Whether the loss of `algo` allows rows of prefix trees; if not, one line says why."""
     if cfg.prefix_sharing == "off":
         return False
-    reason = _find_loss_reason(algo)
-    _say(reason, model, cfg)
+    reason = _find_loss_reason(model, algo)
+    explain_rows(reason, model, cfg)
     return reason is None
 
 
-def _say(reason: str | None, model: nn.Module, cfg: TrainerConfig) -> None:
-    """Log a reason of a model once."""
-    said = _said.setdefault(model, set())
+def explain_rows(reason: str | None, owner: object, cfg: TrainerConfig) -> None:
+    """Log why samples have rows of their own, if there is a reason: once for a model, or for a
+    class of backends."""
+    said = _said.setdefault(owner, set())
     if reason is not None and reason not in said:
         said.add(reason)
         level = logging.WARNING if cfg.prefix_sharing == "tree" else logging.INFO
         logger.log(level, "each sample is computed as a whole, without sharing prefixes: %s", reason)
 
 
-def _find_loss_reason(algo: RLAlgorithm) -> str | None:
+def _find_loss_reason(model: nn.Module, algo: RLAlgorithm) -> str | None:
     loss = adapted_loss(algo)
     if type(algo).compute_loss is not RLAlgorithm.compute_loss:
         return f"{algo.name} has its own compute_loss"
+    if is_classifier(unwrap_transformer(model)):
+        return None if loss.reads_scores_only else f"{loss_name(loss)} does not say that it reads_scores_only"
     if not (loss.reads_shared_only and loss.reads_actions_only):
         return f"{loss_name(loss)} reads logits, or those of tokens that are no actions"
     return None
@@ -125,11 +131,26 @@ def _measure_difference(model: nn.Module, cfg: TrainerConfig) -> tuple[float, fl
     padded = {name: torch.from_numpy(column).to(cfg.model_device) for name, column in table.collate(range(4), 0).items()}
     row_of_trees = {"input_ids": trees.input_ids, PREFIX_TREES: trees}
     with evaluation_mode(model), autocast(cfg):
-        row = forward_logits(model, row_of_trees)[0].float()
-        apart = forward_logits(model, padded).float()
+        row = _read_tokens(model, row_of_trees)[0].float()
+        apart = _read_tokens(model, padded).float()
     if get_attention(model) == PREFIX_FLEX:  # an error for dropout, which evaluation does without
         with training_mode(model), autocast(cfg), preserved_rng():
             forward_logits(model, row_of_trees)
     parts = row[trees.places].split(lengths[order].tolist())
     differences = [(part - apart[sample, : len(part)]).abs().max() for sample, part in zip(order, parts, strict=True)]
     return float(torch.stack(differences).max()), float((apart[0] - apart[3])[1:].abs().max())
+
+
+def _read_tokens(model: nn.Module, batch: Batch) -> Tensor:
+    """What the model says of each token of `input_ids` [B, T]: logits [B, T, V], or of a classifier
+    what its head reads [B, T, D]."""
+    if not is_classifier(unwrap_transformer(model)):
+        return forward_logits(model, batch)
+    with captured_head(model) as seen:
+        pooled = forward_logits(model, batch)
+    states, scores = seen[-1]
+    if states.shape[:-1] != batch["input_ids"].shape:
+        raise ConfigError(f"its head reads {tuple(states.shape)}, not each token")
+    if PREFIX_TREES not in batch and not reads_last_token(model, scores, pooled, batch["input_ids"]):
+        raise ConfigError("it does not read its score at the last token")
+    return states

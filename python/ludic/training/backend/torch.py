@@ -35,8 +35,8 @@ from ludic.training.backend.memory import MemoryProfile
 from ludic.training.backend.nonfinite import describe_nonfinite
 from ludic.training.backend.parameter_groups import parameter_groups
 from ludic.training.backend.precision import autocast
-from ludic.training.backend.prefix_sharing import can_train_on_trees
-from ludic.training.backend.protocol import BackwardResult, MicroBatches
+from ludic.training.backend.prefix_sharing import can_train_on_trees, explain_rows
+from ludic.training.backend.protocol import BackwardResult, MicroBatches, TrainingBackend
 from ludic.training.backend.saving import write_weights
 from ludic.training.backend.serial_worker import SerialWorker
 from ludic.training.backend.weight_stream import WeightStream
@@ -325,3 +325,12 @@ def _place_rows(rows: dict[str, Tensor], name: str, values: Tensor, position: Te
     if name not in rows:
         rows[name] = values.new_zeros(count, *values.shape[1:])
     rows[name].index_add_(0, position, values)
+
+
+def shares_prefixes(backend: TrainingBackend, cfg: TrainerConfig) -> bool:
+    """Whether the mini-batches of a trainer may be rows of prefix trees; one line says why not."""
+    if isinstance(backend, TorchBackend):
+        return backend.shares_prefixes
+    if cfg.prefix_sharing != "off":
+        explain_rows(f"{type(backend).__name__} does not compute them", type(backend), cfg)
+    return False

@@ -53,34 +53,35 @@ class MicroBatch:
         tokens. Sample 1 is row 0 with `turns` [[0, 2, 3]] and an action mask that is zero except at
         token 2.
         """
-        names = self.sample_names[index : index + 1]
+        own = slice(index, index + 1)
+        names = self.sample_names[own]
         if "turns" not in self.tensors:
-            return MicroBatch(_select_row(self.tensors, index, index), 1, names)
+            return MicroBatch(select_rows(self.tensors, own, own), 1, names)
         row, begin, end = self.tensors["turns"][index].tolist()
-        alone = _select_row({name: value for name, value in self.tensors.items() if name != "turns"}, row, index)
+        alone = select_rows({name: value for name, value in self.tensors.items() if name != "turns"}, slice(row, row + 1), own)
         mask = alone["action_mask"].clone()
         mask[:, :begin], mask[:, end:] = 0.0, 0.0
         turns = self.tensors["turns"].new_tensor([[0, begin, end]])
         return MicroBatch({**alone, "action_mask": mask, "turns": turns}, 1, names)
 
 
-def _select_row(tensors: Mapping[str, Any], row: int, sample: int) -> dict[str, Any]:
-    """Select row `row` from tensors with a value per token, and entry `sample` from tensors with a
-    value per sample.
+def select_rows(tensors: Mapping[str, Any], rows: slice, samples: slice) -> dict[str, Any]:
+    """Select `rows` from tensors with a value per token, and `samples` from tensors with a value
+    per sample.
 
     Padding-free example: `cu_seqlens` [0, 3, 5] are rows of 3 and 2 tokens. Row 1 is the slice 3:5
     of `[1, 5]`, with `cu_seqlens` [0, 2] and `max_seqlen` 2. It is in no tree.
     """
     if "cu_seqlens" not in tensors:
-        return {name: value[row : row + 1] if value.ndim == 2 else value[sample : sample + 1] for name, value in tensors.items()}
-    bounds = tensors["cu_seqlens"]
-    start, end = int(bounds[row]), int(bounds[row + 1])
+        return {name: value[rows if value.ndim == 2 else samples] for name, value in tensors.items()}
+    bounds = tensors["cu_seqlens"][rows.start : rows.stop + 1]
+    start, end = int(bounds[0]), int(bounds[-1])
     alone = {
-        name: value[:, start:end] if value.ndim == 2 else value[sample : sample + 1]
+        name: value[:, start:end] if value.ndim == 2 else value[samples]
         for name, value in tensors.items()
         if name not in ("cu_seqlens", "max_seqlen", PREFIX_TREES)
     }
-    return {**alone, "cu_seqlens": bounds.new_tensor([0, end - start]), "max_seqlen": end - start}
+    return {**alone, "cu_seqlens": bounds - start, "max_seqlen": int(bounds.diff().max())}
 
 
 def to_tensors(columns: Mapping[str, NDArray[Any] | int], device: torch.device | str) -> dict[str, Any]:

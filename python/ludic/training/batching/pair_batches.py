@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +14,7 @@ from ludic import _core
 from ludic.errors import shorten_names
 from ludic.training.batching.epochs import ItemBatchSource
 from ludic.training.batching.fractions import refuse_fractions
-from ludic.training.batching.micro_batching import MicroBatch, truncate_and_flag
+from ludic.training.batching.micro_batching import MicroBatch, select_rows, truncate_and_flag
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch, batch_totals, rows_by_key, unit_key
 from ludic.training.batching.packing import Packing, Rows
 from ludic.training.batching.preference import collate_meta, find_pair_rows, validate_preference_batch
@@ -182,30 +181,29 @@ class PreferenceMiniBatch(SampleMiniBatch):
         [True, True, False] has the pair [[0, 1]] and the lone index [2]."""
         pairs, lone = np.flatnonzero(self._in_pairs), np.flatnonzero(~self._in_pairs)
         budget = self.cfg.micro_token_budget
-        plan = _core.plan_pairs(self.lengths, pairs.reshape(-1, 2), budget, overhead_tokens)
+        lengths = self.unshared_lengths
+        plan = _core.plan_pairs(lengths, pairs.reshape(-1, 2), budget, overhead_tokens)
         if not len(lone):
             return plan
-        lengths = np.ascontiguousarray(self.lengths[lone])
+        left = np.ascontiguousarray(lengths[lone])
         lone_plan = (
-            _core.plan_greedy(lengths, budget)
-            if overhead_tokens is None
-            else _core.plan_optimal(lengths, budget, overhead_tokens)
+            _core.plan_greedy(left, budget) if overhead_tokens is None else _core.plan_optimal(left, budget, overhead_tokens)
         )
-        return _PairsThenLone(plan, lone_plan, lone)
+        return PairsThenLone(plan, lone_plan, lone)
 
 
 @dataclass(frozen=True)
-class _PairsThenLone:
+class PairsThenLone:
     """The micro-batches of pairs, then those of lone samples.
 
     Example: `pairs` plans [[0, 1]], `lone_plan` plans [[0]], and `lone` is [2]. Micro-batch 0 is
     positions [0, 1]; micro-batch 1 is entry 0 of `lone`, position [2].
     """
 
-    pairs: _core.Plan
-    lone_plan: _core.Plan
+    pairs: Packing
+    lone_plan: Packing
     lone: Rows
-    """[L] indices of the lone samples in the mini-batch."""
+    """[L] indices of the lone samples, or of their lines, in the mini-batch."""
 
     def __len__(self) -> int:
         return len(self.pairs) + len(self.lone_plan)
@@ -238,9 +236,10 @@ class PreferenceMicroBatch(MicroBatch):
         return self._slice(index, index + 1)
 
     def _slice(self, start: int, end: int) -> MicroBatch:
-        tensors: dict[str, Any] = {name: value[start:end] for name, value in self.tensors.items() if name != "meta"}
-        meta = {key: values[start:end] for key, values in self.tensors["meta"].items()}
-        return PreferenceMicroBatch({**tensors, "meta": meta}, end - start, self.sample_names[start:end])
+        part = slice(start, end)
+        tensors = select_rows({name: value for name, value in self.tensors.items() if name != "meta"}, part, part)
+        meta = {key: values[part] for key, values in self.tensors["meta"].items()}
+        return PreferenceMicroBatch({**tensors, "meta": meta}, end - start, self.sample_names[part])
 
 
 class PreferenceBatchSource(ItemBatchSource):

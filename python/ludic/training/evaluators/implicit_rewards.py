@@ -16,6 +16,7 @@ from ludic.training.config import TrainerConfig
 from ludic.training.evaluators.preferences import PreferenceEvaluator
 from ludic.training.loss.dpo import DPOLoss
 from ludic.training.precomputed_reference import PrecomputedReference, score_actions
+from ludic.training.reference import computes_trees
 from ludic.training.types import SAWItem
 
 MEASURED = (
@@ -81,7 +82,12 @@ class ImplicitRewardEvaluator(PreferenceEvaluator):
     def _sums(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """[N] float64 sums of the log-probabilities and of the log-ratios of each sample, and its
         number of action tokens."""
-        own = score_actions(self.batch, self._cfg, lambda batch: forward_action_logprobs(self._passes, batch).wait())
+        own = score_actions(
+            self.batch,
+            self._cfg,
+            lambda batch: forward_action_logprobs(self._passes, batch).wait(),
+            trees=computes_trees(self._passes),
+        )
         known = [self._reference.of_item(item) for item in self.batch.items]
         ratios = [_sum(logps.double() - before.double()) for logps, before in zip(own, known, strict=True)]
         return np.array([_sum(logps.double()) for logps in own]), np.array(ratios), np.array([max(1, len(each)) for each in own])

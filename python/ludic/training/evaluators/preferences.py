@@ -14,9 +14,11 @@ from ludic.training.backend.forward import as_forward_passes
 from ludic.training.backend.protocol import ForwardPasses
 from ludic.training.batching.mini_batches import MiniBatch
 from ludic.training.batching.pair_batches import DROP_REASONS, PreferenceMacroBatch
+from ludic.training.batching.tree_batches import TreeMiniBatch
 from ludic.training.classification_metrics import Floats, PreferenceMetrics, preference_loss
 from ludic.training.config import TrainerConfig
 from ludic.training.loss.base import ScoreType
+from ludic.training.reference import computes_trees
 from ludic.training.rm_config import RMTrainerConfig
 from ludic.training.types import SAWItem
 
@@ -80,8 +82,9 @@ class PreferenceEvaluator:
 
     def _scores(self) -> Floats:
         """[N] score of each sample. All ranks must call this; each computes its share."""
-        own_rows = np.arange(len(self.batch.items))[ranks.rank() :: ranks.world_size()]
-        mini_batch = MiniBatch(self.batch, own_rows, self._cfg)
+        pairs = np.arange(len(self.batch.items)).reshape(-1, 2)  # lone samples are not scored
+        kind = TreeMiniBatch if computes_trees(self._passes) else MiniBatch
+        mini_batch = kind(self.batch, pairs[ranks.rank() :: ranks.world_size()].reshape(-1), self._cfg)
         scores = np.zeros(len(self.batch.items))
         for index, micro_batch in enumerate(mini_batch):
             rows = mini_batch.micro_batch_rows(index)

@@ -58,6 +58,9 @@ class Loss:
     reads_actions_only: bool = False
     """Of log-probabilities and entropies, the loss reads those of action tokens alone: others may
     be 0."""
+    reads_scores_only: bool = False
+    """Of a reward model's batch, the loss reads the logits [B, 1], one score per sample, `meta` and
+    `weight`, and nothing that has a value per token: samples may be concatenated in one row."""
     reads_entropy: bool = False
     """The loss reads `shared.entropy`, which is then computed together with the log-probabilities.
     Without this flag, reading it costs the memory of two more gradients."""

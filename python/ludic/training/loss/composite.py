@@ -62,6 +62,11 @@ class CompositeLoss(Loss):
         return all(adapted_loss(term).reads_actions_only for term in self.terms)
 
     @property
+    def reads_scores_only(self) -> bool:  # type: ignore[override]
+        """True if it holds for every term."""
+        return all(adapted_loss(term).reads_scores_only for term in self.terms)
+
+    @property
     def reads_entropy(self) -> bool:  # type: ignore[override]
         """True if it holds for any term."""
         return any(adapted_loss(term).reads_entropy for term in self.terms)

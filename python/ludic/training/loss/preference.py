@@ -83,6 +83,11 @@ class BradleyTerryLoss(Loss):
         return self.score_type == "logprob"
 
     @property
+    def reads_scores_only(self) -> bool:  # type: ignore[override]
+        """True for `reward`."""
+        return self.score_type == "reward"
+
+    @property
     def needs_first_pass(self) -> bool:  # type: ignore[override]
         """True for an l2 norm: the root of a sum over all pairs is not a sum over micro-batches."""
         return self.regularization_lambda > 0 and self.regularization_type == "l2"
