@@ -32,7 +32,7 @@ def measured_peak(*settings: str) -> int:
     batch is one full micro-batch."""
     recipe = compose([*NETWORK, *settings])
     tokenizer = make_byte_tokenizer()
-    model: Any = add_adapters(make_small_model(recipe.network, tokenizer).to(getattr(torch, recipe.dtype)), recipe.lora, seed=0)
+    model: Any = add_adapters(make_small_model(recipe.network, tokenizer).to(getattr(torch, recipe.dtype)), recipe, seed=0)
     rows = [(f"row {n}", {"prompt": "", "completion": chr(97 + n) * 127}) for n in range(8)]  # 127 and an end token
     cfg = TrainerConfig(
         model_device="cpu",

@@ -162,11 +162,12 @@ def _conclude(command: TrainingCommand[D, R], run: R, console: Console) -> str:
 
 def _set_up(command: TrainingCommand[D, R], recipe: Any, parts: Any, directory: D, screen: Screen, *, is_new: bool) -> R:
     from ludic.models.device import describe_device
+    from ludic.models.quantization import count_weights
     from ludic.runs.stop_request import make_stop_request
 
     run = command.run(recipe, parts, directory, screen, make_stop_request(screen.note))
-    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in run.parts.model.parameters()]
-    whole, trained = sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
+    trained, frozen = (count_weights(run.parts.model, trained=flag) for flag in (True, False))
+    whole = trained + frozen
     of_which = f", {trained:,} of them trained" if trained < whole else ""
     screen.note(f"{run.title}: {whole:,} parameters{of_which}, seed {recipe.seed}, writing to {run.directory.path}/")
     screen.note(f"On {describe_device(run.parts.model)}")

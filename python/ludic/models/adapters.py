@@ -17,6 +17,13 @@ from torch import Tensor, nn
 
 from ludic.errors import ConfigError, MissingExtraError
 from ludic.models.names import MERGED_PART, WRAPPING
+from ludic.models.quantization import (
+    dequantize_weight,
+    describe_weight,
+    find_quantized_layers,
+    is_quantization_state,
+    quiet_kernels,
+)
 
 
 def has_adapters(model: nn.Module) -> bool:
@@ -24,10 +31,20 @@ def has_adapters(model: nn.Module) -> bool:
     return hasattr(model, "peft_config")
 
 
+def check_frozen(model: nn.Module) -> None:
+    """Raise ConfigError for a model with quantised weights and no adapters: nothing of its blocks
+    could be trained."""
+    if not has_adapters(model) and find_quantized_layers(model):
+        raise ConfigError(
+            "quantised weights are not trained; add lora.rank=16, in Python Trainer(lora_config=LoraSettings(rank=16))"
+        )
+
+
 def require_peft() -> Any:
     """The module `peft`. Raises MissingExtraError if it is not installed."""
     try:
-        import peft
+        with quiet_kernels():
+            import peft
     except ImportError as error:
         raise MissingExtraError("peft is not installed, and adapters need it; `pip install peft` brings it") from error
     return peft
@@ -45,14 +62,18 @@ def merge_adapters(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, T
 
 
 def list_merged(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Callable[[], Tensor]]]:
-    """`merge_adapters` without the work: name -> (the tensor of `named`, what merges it)."""
-    adapted = _find_adapted_modules(model)
-    plain_names = ((find_base_name(name, adapted), name) for name in named)
-    return {
-        plain: (named[name], functools.partial(_merge, name, named[name].detach(), adapted))
-        for plain, name in plain_names
-        if plain is not None
-    }
+    """`merge_adapters` without the work: name -> (a tensor like the merged one, what merges it)."""
+    adapted, quantized = _find_adapted_modules(model), find_quantized_layers(model)
+    listed = {}
+    for name, tensor in named.items():
+        plain = find_base_name(name, adapted)
+        if plain is None or is_quantization_state(name, quantized):
+            continue
+        layer = quantized.get(name.removesuffix(".weight"))
+        read = tensor.detach if layer is None else functools.partial(dequantize_weight, layer)
+        like = tensor if layer is None else describe_weight(layer)
+        listed[plain] = (like, functools.partial(_merge, name, read, adapted))
+    return listed
 
 
 def map_base_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
@@ -97,7 +118,8 @@ def _find_adapted_modules(model: nn.Module) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def _merge(name: str, tensor: Tensor, adapted: Mapping[str, Any]) -> Tensor:
+def _merge(name: str, read: Callable[[], Tensor], adapted: Mapping[str, Any]) -> Tensor:
+    tensor = read()
     place, _, leaf = name.rpartition(MERGED_PART)
     layer = adapted.get(place)
     if layer is None or layer.merged:

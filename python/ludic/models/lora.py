@@ -26,6 +26,7 @@ from ludic.models.adapters import has_adapters, merge_adapters, require_peft
 from ludic.models.heads import find_head_parts, find_layers_outside_backbone, is_classifier
 from ludic.models.names import HEAD_NAMES
 from ludic.models.published import unwrap_model
+from ludic.models.quantization import count_weights, find_quantized_layers, keep_trainable
 from ludic.models.sharding import is_sharded
 from ludic.models.state_files import write_model
 
@@ -127,6 +128,7 @@ def apply_lora(model: nn.Module, settings: LoraSettings | LoraConfig | None = No
     settings = LoraSettings() if settings is None else settings
     config = settings.config() if isinstance(settings, LoraSettings) else copy.deepcopy(settings)
     _fill_in(config, model)
+    keep_trainable(model)
     with _silence_peft():
         return peft.get_peft_model(model, config, autocast_adapter_dtype=adapters_in_float32)
 
@@ -241,17 +243,26 @@ def load_adapter(base: nn.Module, folder: str | Path, *, trainable: bool = False
     place = Path(folder)
     if not (place / ADAPTER).is_file():
         raise CheckpointError(f"{place} holds no {ADAPTER}; adapters in other formats can run code when they are read")
+    keep_trainable(base)
     with _silence_peft():
         return require_peft().PeftModel.from_pretrained(base, str(place), is_trainable=trainable)
 
 
 def save_merged(model: Any, folder: str | Path) -> None:
-    """Write the model with its adapters merged, in Hugging Face layout. The model itself is not
-    changed."""
+    """Write the model with its adapters merged, in Hugging Face layout; quantised weights are
+    dequantised. The model itself is not changed. Raises ConfigError for one that transformers
+    quantised while loading, which it would write quantised."""
+    if getattr(model.get_base_model(), "hf_quantizer", None) is not None:
+        raise ConfigError(
+            f"{type(model.get_base_model()).__name__} was quantised while it was loaded and cannot be written whole; use save_adapter, "
+            "and merge the adapters into the base with `ludic checkpoint export`"
+        )
     model.get_base_model().save_pretrained(folder, state_dict=merge_adapters(model, model.state_dict()))
 
 
 def describe_trained_share(model: nn.Module) -> str:
     """How many weights of the model are trained, in words."""
-    sizes = {flag: sum(p.numel() for p in model.parameters() if p.requires_grad is flag) for flag in (True, False)}
-    return f"LoRA: {sizes[True]:,} weights are trained, {sizes[False]:,} are frozen"
+    quantized = sum(layer.in_features * layer.out_features for layer in find_quantized_layers(model).values())
+    stored = f", {quantized:,} of them quantised" if quantized else ""
+    trained, frozen = (count_weights(model, trained=flag) for flag in (True, False))
+    return f"LoRA: {trained:,} weights are trained, {frozen:,} are frozen{stored}"

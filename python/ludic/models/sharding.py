@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from ludic.errors import ConfigError
 from ludic.models.activation_checkpointing import enable_checkpointing
 from ludic.models.adapters import has_adapters
+from ludic.models.quantization import find_quantized_layers
 from ludic.models.regions import Region, find_region
 
 logger = logging.getLogger(__name__)
@@ -100,12 +101,14 @@ def shard_model(model: nn.Module, settings: ShardingSettings, mesh: DeviceMesh) 
     place. Returns `model`. Call it after `apply_lora` and before the optimizer is made.
 
     With `param_dtype`, all weights become float32. Raises ConfigError for a model that is sharded
-    already, or whose trained weights have several dtypes.
+    already, that has quantised weights, or whose trained weights have several dtypes.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     if is_sharded(model):
         raise ConfigError(f"{type(model).__name__} is sharded already; call shard_model once, on the whole model")
+    if find_quantized_layers(model):
+        raise ConfigError(f"{type(model).__name__} has quantised weights, which are not sharded; train it without quantization")
     if settings.param_dtype is not None:
         model.float()
     _check_one_dtype(model)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ludic.errors import CheckpointError
 from ludic.files.atomic import read_json, write_json
 from ludic.files.checkpoints import ADAPTER, INDEX, MODEL
-from ludic.models.adapters import has_adapters
+from ludic.models.adapters import has_adapters, require_peft
 from ludic.models.fused_experts import FusedExperts, find_fused
 from ludic.models.published import unwrap_model
 from ludic.models.regions import split_in_buckets
@@ -227,10 +227,8 @@ def _require_adapter_names(model: nn.Module, folder: Path) -> dict[str, str]:
 
 def map_adapter_names(model: nn.Module) -> dict[str, str]:
     """Name in adapter_model.safetensors to name in the model."""
-    from peft import get_peft_model_state_dict
-
     names: Any = {name: name for name in model.state_dict()}
-    return dict(get_peft_model_state_dict(model, state_dict=names, **make_adapter_options(model)))
+    return dict(require_peft().get_peft_model_state_dict(model, state_dict=names, **make_adapter_options(model)))
 
 
 def make_adapter_options(model: Any) -> dict[str, bool]:

@@ -46,7 +46,7 @@ _OPEN_SECTIONS = (
 )  # their keys are checked by what takes them as arguments
 _PER_ALGORITHM, LOADED_MODEL = "per_algorithm", "loaded_model"  # keys of files, whose content replaces other keys
 
-_SECTIONS_BY_NAME = {"inference": "kind", "sharding": "kind", "reference": "source"}
+_SECTIONS_BY_NAME = {"inference": "kind", "sharding": "kind", "reference": "source", "quantization": "kind"}
 """Sections that can be set to one word, which is the value of this field: `inference=vllm`."""
 
 _OTHER_NAMES = {

@@ -15,6 +15,7 @@ from ludic.recipes.callbacks_section import CallbacksSection
 from ludic.recipes.checkpoint_section import CheckpointSection, check_checkpoints
 from ludic.recipes.compose import LOADED_MODEL, Override, check_minimums, read_yaml, resolve_layers, split_arguments
 from ludic.recipes.place_section import TrainersSection, check_place
+from ludic.recipes.quantization_section import QuantizationSection
 from ludic.recipes.ranks_section import RanksSection, check_ranks
 from ludic.recipes.schema import LoraSection, NetworkSection, TaskSection
 from ludic.recipes.sharding_section import ShardingSection
@@ -62,6 +63,7 @@ class EpochsRecipe:
     """The task that generates data if `data` is null."""
     network: NetworkSection = field(default_factory=NetworkSection)
     lora: LoraSection = field(default_factory=LoraSection)
+    quantization: QuantizationSection = field(default_factory=QuantizationSection)
     trainer: Any = MISSING
     """Fields of the trainer's config."""
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)

@@ -8,6 +8,7 @@ import torch
 
 from ludic.errors import ConfigError
 from ludic.models.lora import LoraSettings, apply_lora
+from ludic.recipes.quantization import QuantizedRecipe, quantize_base
 from ludic.recipes.schema import LoraSection
 from ludic.training.rng import preserved_rng
 
@@ -22,12 +23,13 @@ def build_lora_settings(section: LoraSection) -> LoraSettings | None:
     return None
 
 
-def add_adapters(model: Any, section: LoraSection, *, seed: int) -> Any:
-    """The model with adapters, whose initial weights depend on the seed alone; without
-    `lora.rank` the model as it is."""
-    settings = build_lora_settings(section)
+def add_adapters(model: Any, recipe: QuantizedRecipe, *, seed: int) -> Any:
+    """The model with adapters, whose initial weights depend on the seed alone, over weights that
+    are quantised if the recipe asks for it; without `lora.rank` the model as it is."""
+    settings = build_lora_settings(recipe.lora)
     if settings is None:
         return model
+    model = quantize_base(model, recipe)
     with preserved_rng():
         torch.manual_seed(seed)
         try:
@@ -36,4 +38,4 @@ def add_adapters(model: Any, section: LoraSection, *, seed: int) -> Any:
             raise
         except ValueError as error:  # PEFT's own, for names that no layer has
             message = " ".join(str(error).split())[:300]
-            raise ConfigError(f"lora.target_modules ({section.target_modules or 'all'}): {message}") from error
+            raise ConfigError(f"lora.target_modules ({recipe.lora.target_modules or 'all'}): {message}") from error

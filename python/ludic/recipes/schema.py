@@ -20,6 +20,7 @@ from ludic.recipes.devices import AUTO
 from ludic.recipes.inference_section import InferenceSection
 from ludic.recipes.info_seed_section import InfoSeedSection
 from ludic.recipes.place_section import PlaceSection
+from ludic.recipes.quantization_section import QuantizationSection
 from ludic.recipes.queue_section import QueueSection
 from ludic.recipes.ranks_section import RanksSection
 from ludic.recipes.reference_section import ReferenceSection
@@ -218,6 +219,7 @@ class Recipe:
     task: TaskSection = field(default_factory=TaskSection)
     network: NetworkSection = field(default_factory=NetworkSection)
     lora: LoraSection = field(default_factory=LoraSection)
+    quantization: QuantizationSection = field(default_factory=QuantizationSection)
     warmup: WarmupSection = field(default_factory=WarmupSection)
     rollout: RolloutSection = field(default_factory=RolloutSection)
     trainer: Any = MISSING

@@ -22,6 +22,7 @@ from ludic.recipes.callbacks import check_callbacks
 from ludic.recipes.dpo.schema import DPORecipe
 from ludic.recipes.lora import add_adapters, build_lora_settings
 from ludic.recipes.model import build_model, build_tokenizer
+from ludic.recipes.quantization import check_quantization, quantize_base
 from ludic.recipes.sharding import has_no_weights, is_shared_out
 from ludic.runs.data.pairs import PairData
 from ludic.runs.directory import DONE, DPODirectory
@@ -67,6 +68,7 @@ class DPOParts:
         check_sharding_settings(recipe.sharding, recipe.trainer.model_device)
         seed_everything(recipe)
         build_lora_settings(recipe.lora)  # raises for wrong settings before the model is loaded
+        check_quantization(recipe)
         tokenizer = build_tokenizer(recipe)
         algorithm = make_dpo(**vars(recipe.loss))
         cfg = build_config(DPOTrainerConfig, recipe.trainer, pad_token_id=tokenizer.pad_token_id, seed=recipe.seed)
@@ -79,9 +81,12 @@ class DPOParts:
                 "trainer.eval_every_n_steps needs held-out pairs; raise heldout, or give heldout_data or heldout_split"
             )
         device = "cpu" if is_shared_out(recipe.sharding) else cfg.model_device
-        model = place_model(build_model(recipe, tokenizer), recipe.sharding, device)
+        model = build_model(recipe, tokenizer)
         if not recipe.warmup.steps:
-            model = add_adapters(model, recipe.lora, seed=recipe.seed)
+            model = quantize_base(model, recipe, device)
+        model = place_model(model, recipe.sharding, device)
+        if not recipe.warmup.steps:
+            model = add_adapters(model, recipe, seed=recipe.seed)
         steps = recipe.epochs * _make_source(data, recipe).num_batches_per_epoch if recipe.steps is None else recipe.steps
         return cls(model, tokenizer, data, algorithm, cfg, steps)
 
@@ -166,7 +171,7 @@ class DPORun(EpochsRun[DPORecipe, DPOParts, DPODirectory]):
     def _adapt(self) -> None:
         if self.recipe.lora.rank:
             if not has_adapters(self.parts.model):
-                self.parts.model = add_adapters(self.parts.model, self.recipe.lora, seed=self.recipe.seed)
+                self.parts.model = add_adapters(self.parts.model, self.recipe, seed=self.recipe.seed)
             self.screen.note(describe_trained_share(self.parts.model))
 
     async def _train(self) -> DPOTrainer:

@@ -7,7 +7,7 @@ follow from the parameters.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ludic.errors import ConfigError
 from ludic.models.loading import check_dtype, find_adapter_base, holds_only_adapters, locate_model
 from ludic.models.lora import apply_lora
+from ludic.models.quantization import QuantizationSettings, find_quantizable_layers
 from ludic.recipes.lora import build_lora_settings
 from ludic.recipes.model import build_tokenizer, make_small_config
+from ludic.recipes.quantization import build_quantization
+from ludic.recipes.quantization_section import QuantizationSection
 from ludic.recipes.schema import LoraSection, Recipe
 from ludic.training.backend.logits_path import CHUNKED_FROM
 from ludic.training.loss.token_scores import count_tile_elements
@@ -47,6 +50,7 @@ class Settings:
     concurrency: int
     """Sequences that are sampled at once in this process; 0: none are."""
     lora: LoraSection
+    quantization: QuantizationSection = field(default_factory=QuantizationSection)
 
     @classmethod
     def of(cls, recipe: Recipe) -> Settings:
@@ -61,6 +65,7 @@ class Settings:
             checkpointing=bool(recipe.sharding.activation_checkpointing),
             concurrency=recipe.rollout.concurrency if recipe.inference.kind in (None, "local") else 0,
             lora=recipe.lora,
+            quantization=recipe.quantization,
         )
 
 
@@ -113,13 +118,15 @@ class MemoryEstimator:
     def estimate(self, settings: Settings) -> MemoryEstimate:
         """The memory of a run with `settings`. Raises ConfigError for settings of adapters that
         the model cannot have."""
-        dtype = self._dtype(settings.dtype)
+        dtype, quantization = self._dtype(settings.dtype), _check_settings(settings)
         tokens = max(1, settings.micro_token_budget // settings.max_seq_len) * settings.max_seq_len
         empty = self._build(dtype, settings)
         with FakeTensorMode():
             model = _fill_with_fakes(empty)
             parameters = list(model.parameters())
             saved = _count_saved_bytes(model, tokens // settings.max_seq_len, settings.max_seq_len)
+        layers = [] if quantization is None else _count_quantized(empty, quantization)
+        dequantized = max((dense for dense, _ in layers), default=0)
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         count = sum(parameter.numel() for parameter in trained)
         half = sum(parameter.numel() for parameter in trained if parameter.dtype != torch.float32)
@@ -129,10 +136,10 @@ class MemoryEstimator:
             settings=settings,
             parameters=sum(parameter.numel() for parameter in parameters),
             trained=count,
-            weights=_count_bytes(parameters),
+            weights=_count_bytes(parameters) - sum(dense - stored for dense, stored in layers),
             gradients=_count_bytes(trained),
             optimizer=OPTIMIZER_STATE * count + 2 * WIDE * half,  # a master, and its gradient
-            activations=_with_checkpointing(saved, tokens, text, dtype) if settings.checkpointing else saved,
+            activations=(_with_checkpointing(saved, tokens, text, dtype) if settings.checkpointing else saved) + dequantized,
             logits=_count_logits_bytes(tokens * text.vocab_size, dtype, is_chunked=is_chunked),
             chunked=is_chunked,
             kv_cache=settings.concurrency * settings.max_seq_len * _kv_bytes_per_token(text, dtype),
@@ -145,6 +152,8 @@ class MemoryEstimator:
             changes.append(("dtype=bfloat16", {"dtype": "bfloat16"}))
         if not settings.lora_rank:
             changes.append(("lora.rank=16", {"lora_rank": 16, "lora": replace(settings.lora, rank=16)}))
+        elif settings.quantization.kind is None:
+            changes.append(("quantization=nf4", {"quantization": replace(settings.quantization, kind="nf4")}))
         if settings.micro_token_budget > settings.max_seq_len:
             changes.append((f"trainer.micro_token_budget={settings.max_seq_len}", {"micro_token_budget": settings.max_seq_len}))
         if not settings.checkpointing:
@@ -171,6 +180,20 @@ class MemoryEstimator:
         model.train()
         adapters = build_lora_settings(settings.lora)
         return model if adapters is None else apply_lora(model, adapters)
+
+
+def _check_settings(settings: Settings) -> QuantizationSettings | None:
+    if settings.quantization.kind is not None and not settings.lora_rank:
+        raise ConfigError(f"quantization={settings.quantization.kind}: quantised weights are not trained; add lora.rank=16")
+    return build_quantization(settings.quantization)
+
+
+def _count_quantized(model: nn.Module, settings: QuantizationSettings) -> list[tuple[int, int]]:
+    """(bytes as loaded, bytes quantised) of each layer whose weights would be quantised. Adapters
+    are no part of them."""
+    layers = find_quantizable_layers(model, settings)
+    own = [layer.weight for name, layer in layers.items() if "lora_" not in name and ".modules_to_save." not in name]
+    return [(weight.numel() * weight.element_size(), settings.count_bytes(weight.numel(), weight.shape[0])) for weight in own]
 
 
 def _fill_with_fakes(model: nn.Module) -> nn.Module:

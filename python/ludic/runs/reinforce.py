@@ -27,6 +27,7 @@ from ludic.recipes.info_seed_section import build_info_seed
 from ludic.recipes.lora import add_adapters, build_lora_settings
 from ludic.recipes.model import build_policy
 from ludic.recipes.over_sampling import check_over_sampling, uses_pool
+from ludic.recipes.quantization import check_quantization, quantize_base
 from ludic.recipes.schema import Recipe
 from ludic.recipes.sharding import has_no_weights
 from ludic.runs.actors.policy_versions import PolicyVersions
@@ -105,11 +106,12 @@ class RLParts:
         check_rollouts(recipe, task)
         seed_everything(recipe)
         build_lora_settings(recipe.lora)  # raises for wrong settings before the model is loaded
+        check_quantization(recipe)
         model, tokenizer = build_policy(recipe)
         check_prompts(recipe, task, tokenizer, model)
         task = add_reward_model(recipe, task, tokenizer)
         if recipe.model is not None:
-            model = add_adapters(model, recipe.lora, seed=recipe.seed)
+            model = add_adapters(quantize_base(model, recipe, recipe.trainer.model_device), recipe, seed=recipe.seed)
         check_inference(recipe, model)
         convention = choose_logprob_convention(recipe.rollout.temperature, recipe.rollout.top_p)
         derived = {"pad_token_id": tokenizer.pad_token_id, "seed": recipe.seed}
@@ -217,7 +219,7 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
         if not recipe.lora.rank:
             return
         if not has_adapters(parts.model):
-            parts.model = add_adapters(parts.model, recipe.lora, seed=recipe.seed)
+            parts.model = add_adapters(parts.model, recipe, seed=recipe.seed)
         self.screen.note(describe_trained_share(parts.model))
 
     async def _reinforce(self) -> None:

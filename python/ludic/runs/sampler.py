@@ -22,6 +22,7 @@ from ludic.runs.rollouts import make_training_inference
 from ludic.runs.servers.connecting import connect_to_servers
 from ludic.runs.servers.starting import SERVED_NAME, start_server
 from ludic.tasks import EpisodicTask
+from ludic.training import ranks
 from ludic.training.loop.timings import PhaseTimer
 from ludic.training.preflight.check import Preflight
 
@@ -150,21 +151,25 @@ def _check_servers(urls: list[str]) -> None:
 
 def _make_local_sampler(recipe: Recipe, model: Any, tokenizer: Any) -> Sampler:
     """A sampler on the trainer's own model. If batches are generated ahead, or if the model has
-    adapters, which are merged for sampling, it has a copy of the weights, updated by publishing."""
+    adapters, which are merged for sampling, it has a copy of the weights, updated by publishing.
+    Of quantised weights it has none if it gets new weights after each step: they would be whole."""
     from ludic.distributed.adapters.local import LocalPublisher
     from ludic.inference.local.client import LocalChatClient
     from ludic.models.adapters import has_adapters
+    from ludic.models.quantization import find_quantized_layers
 
     convention = choose_logprob_convention(recipe.rollout.temperature, recipe.rollout.top_p)
     overlaps = recipe.inference.batches_ahead > 0 or choose_lag(recipe) > 0
+    every = recipe.trainer.sync_every_steps
+    is_shared = not overlaps and every == 1 and not ranks.is_distributed() and bool(find_quantized_layers(model))
     client = LocalChatClient(
         model,
         tokenizer,
         max_batch_size=recipe.rollout.concurrency,
-        copy_model=overlaps or (has_adapters(model) and recipe.trainer.sync_every_steps > 0),
+        copy_model=overlaps or (has_adapters(model) and every > 0 and not is_shared),
         logprobs_mode="processed" if convention.processed else "raw",
     )
-    return Sampler(client, LocalPublisher(client), recipe.model or "small", remote=False)
+    return Sampler(client, LocalPublisher(client, shares_model=is_shared), recipe.model or "small", remote=False)
 
 
 @asynccontextmanager

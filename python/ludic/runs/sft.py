@@ -12,6 +12,7 @@ from ludic.recipes.build import build_trainer_config
 from ludic.recipes.callbacks import check_callbacks
 from ludic.recipes.lora import add_adapters
 from ludic.recipes.model import build_model, build_tokenizer
+from ludic.recipes.quantization import check_quantization, quantize_base
 from ludic.recipes.sft.schema import SFTRecipe
 from ludic.runs.data.sft import SFTData, write_demonstrations
 from ludic.runs.data.streamed_sft import StreamedSFTData
@@ -48,14 +49,15 @@ class SFTParts:
     def build(cls, recipe: SFTRecipe) -> SFTParts:
         """Build the parts from a recipe. Seeds all random generators first (`seed_everything`)."""
         check_sharding_settings(recipe.sharding, recipe.trainer.model_device)
+        check_quantization(recipe)
         seed_everything(recipe)
         tokenizer = load_tokenizer(recipe)
         data = (StreamedSFTData if recipe.streaming else SFTData).read(recipe, tokenizer)
         cfg = build_trainer_config(recipe.trainer, pad_token_id=tokenizer.pad_token_id, seed=recipe.seed)
         cfg = choose_precision(cfg, recipe.sharding)
         check_callbacks(recipe.callbacks, cfg, measured=MEASURED)
-        model = place_model(build_model(recipe, tokenizer), recipe.sharding, cfg.model_device)
-        model = add_adapters(model, recipe.lora, seed=recipe.seed)
+        model = quantize_base(build_model(recipe, tokenizer), recipe, cfg.model_device)
+        model = add_adapters(place_model(model, recipe.sharding, cfg.model_device), recipe, seed=recipe.seed)
         steps = data.count_steps(recipe) if recipe.steps is None else recipe.steps
         heldout = HeldOutLoss(model, data.heldout, cfg) if data.heldout else None
         if heldout is None and (cfg.eval_every_n_steps or cfg.eval_at_start):

@@ -16,8 +16,10 @@ class LocalPublisher(Publisher):
     """Passes weights to a client's `sync_weights`. A client that samples from the trainer's own
     model copies nothing."""
 
-    def __init__(self, client: ChatClient, *, timeout_s: float = 600.0) -> None:
-        self.client = client
+    def __init__(self, client: ChatClient, *, timeout_s: float = 600.0, shares_model: bool = False) -> None:
+        """`shares_model`: the client samples from the trainer's own model, and is only told the
+        version; no adapters are merged for it."""
+        self.client, self.needs_weights = client, not shares_model
         self.timeout_s = timeout_s
 
     def publish(self, state_dict: Mapping[str, Tensor], version: Version = None) -> None:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from ludic.errors import ConfigError
 from ludic.inference.publishing import WeightSource
-from ludic.models.adapters import has_adapters
+from ludic.models.adapters import has_adapters, merge_adapters
+from ludic.models.quantization import find_quantized_layers, replace_quantized
 
 
 def copy_weights(model: nn.Module, params: Mapping[str, Tensor]) -> None:
@@ -59,14 +60,26 @@ def _check_weights(model: nn.Module, params: Mapping[str, Tensor]) -> dict[str, 
 
 
 def copy_for_sampling(model: nn.Module, device: torch.device | str | None, dtype: torch.dtype | None) -> nn.Module:
-    """A copy without gradients and with merged adapters, on `device` and in `dtype` unless these
-    are None."""
+    """A copy without gradients, with merged adapters and no quantised weights, on `device` and in
+    `dtype` unless these are None."""
     copied: Any = copy.deepcopy(model)
-    if hasattr(copied, "merge_and_unload"):
+    if find_quantized_layers(model):
+        copied = _replace_quantized(model, copied)
+    elif hasattr(copied, "merge_and_unload"):
         copied = copied.merge_and_unload()
     own: nn.Module = copied.requires_grad_(False).to(device=device, dtype=dtype)
     own.zero_grad(set_to_none=True)
     return own
+
+
+@torch.no_grad()
+def _replace_quantized(model: nn.Module, copied: Any) -> nn.Module:
+    """`copied`, a copy of the model, with dequantised weights and merged adapters."""
+    plain = replace_quantized(copied.unload() if has_adapters(copied) else copied)
+    own = dict(plain.named_parameters(remove_duplicate=False))
+    for name, weight in merge_adapters(model, dict(model.named_parameters())).items():
+        own[name].copy_(weight)
+    return plain
 
 
 def _weights_by_name(model: nn.Module) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ludic.files.atomic import write_text
+from ludic.models.quantization import count_weights
 from ludic.runs.report.costs import format_memory, format_padding, format_seconds, sum_padding, sum_phases
 from ludic.runs.report.curve import write_picture
 from ludic.runs.report.files import describe_files, show_files
@@ -51,6 +52,7 @@ def build_summary(run: RMRun, lines: Sequence[Mapping[str, float]], *, config_ha
     """The content of summary.json. It has the `eval_` metrics and `train_pairwise_accuracy` once
     the run is finished, the `eval_` metrics only if pairs are held out."""
     data, steps = run.parts.data, run.progress.steps
+    trained = count_weights(run.parts.model, trained=True)
     pairs = sum(line.get("train/total_pairs", 0.0) for line in lines)
     seconds = sum(line.get("perf/step_s", 0.0) for line in lines)
     return {
@@ -66,8 +68,8 @@ def build_summary(run: RMRun, lines: Sequence[Mapping[str, float]], *, config_ha
         "steps": steps,
         "early_stopping": run.progress.early_stopping,
         "epochs": round(steps * run.recipe.batch_size / (len(data.train) // 2), 3),
-        "parameters": sum(parameter.numel() for parameter in run.parts.model.parameters()),
-        "trained_parameters": sum(p.numel() for p in run.parts.model.parameters() if p.requires_grad),
+        "parameters": trained + count_weights(run.parts.model, trained=False),
+        "trained_parameters": trained,
         "data": data.counts(),
         "seed": run.recipe.seed,
         "config_hash": config_hash,

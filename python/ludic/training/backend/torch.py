@@ -20,7 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ludic.errors import NonFiniteError
 from ludic.models.activation_checkpointing import enable_checkpointing as enable_checkpointing
-from ludic.models.published import ParamFilter, published_weights, shared_weights
+from ludic.models.adapters import check_frozen
+from ludic.models.published import ParamFilter, published_weights, shared_weights, unwrap_model
 from ludic.models.sharding import gather_tensor, is_sharded, reshard, set_gradient_sync
 from ludic.models.state_files import read_model, read_optimizer_if_stored
 from ludic.training import ranks
@@ -91,6 +92,7 @@ class TorchBackend(ModelPasses):
         if enable_gradient_checkpointing:
             enable_checkpointing(self.model)
         check_precision(self.model)
+        check_frozen(unwrap_model(self.model))
         self.optimizer = build_optimizer(self.model, cfg) if optimizer_factory is None else optimizer_factory()
         self._masters = MasterWeights(self.optimizer, enabled=cfg.master_weights)
         for group in self.optimizer.param_groups:
