@@ -13,7 +13,13 @@ from safetensors.torch import load_file
 from training_samples import TOKENIZER, tiny_model
 
 from ludic import GRPO
+from ludic.models.byte_tokenizer import make_byte_tokenizer
 from ludic.models.loading import load_model
+from ludic.models.quantization import find_quantized_layers
+from ludic.recipes.compose import compose
+from ludic.recipes.lora import add_adapters
+from ludic.recipes.model import make_small_model
+from ludic.runs.memory_estimate import MemoryEstimator, Settings
 
 NEEDED = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
 KINDS = [pytest.param("nf4", marks=NEEDED), "int8"]
@@ -103,6 +109,25 @@ def test_python_takes_the_same_setting(given_model: Path, tmp_path: Path) -> Non
     few = {"rollout.prompts": 2, "rollout.group_size": 2, "rollout.max_new_tokens": 4, "evaluation.prompts": 2}
     GRPO(str(given_model), mean_id, rows, **settings, **few, **{"task.args.num_heldout": 2}).train()
     assert "kind: int8" in (tmp_path / "run" / "config.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    "settings", [pytest.param(("nf4", "false"), marks=NEEDED), pytest.param(("nf4", "true"), marks=NEEDED), ("int8", "false")]
+)
+def test_doctor_counts_the_bytes_that_are_stored(settings: tuple[str, str]) -> None:
+    kind, double = settings
+    recipe = compose(["lora.rank=8", f"quantization={kind}", f"quantization.double={double}"])
+    tokenizer = make_byte_tokenizer()
+    model = add_adapters(make_small_model(recipe.network, tokenizer), recipe, seed=0)
+    stored = sum(parameter.nbytes for parameter in model.parameters())
+    for layer in find_quantized_layers(model).values():
+        state = getattr(layer.weight, "quant_state", None)
+        stored += layer.scales.nbytes if state is None else state.absmax.nbytes
+        stored += state.state2.absmax.nbytes if double == "true" else 0
+    assert MemoryEstimator(recipe).estimate(Settings.of(recipe)).weights == stored
+    plain = compose(["lora.rank=8"])
+    named = [name for name, _ in MemoryEstimator(plain).list_remedies(Settings.of(plain))]
+    assert "quantization=nf4" in named
 
 
 @pytest.mark.parametrize("command", ["train", "sft", "train-rm", "dpo"])

@@ -64,7 +64,7 @@ def merge_adapters(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, T
 def list_merged(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Callable[[], Tensor]]]:
     """`merge_adapters` without the work: name -> (a tensor like the merged one, what merges it)."""
     adapted, quantized = _find_adapted_modules(model), find_quantized_layers(model)
-    listed = {}
+    listed: dict[str, tuple[Tensor, Callable[[], Tensor]]] = {}
     for name, tensor in named.items():
         plain = find_base_name(name, adapted)
         if plain is None or is_quantization_state(name, quantized):

@@ -88,7 +88,7 @@ class Int8Linear(nn.Linear):
         codes = (weight.float() * (127.0 / largest.clamp_min(torch.finfo(torch.float32).tiny))[:, None]).round_()
         self.weight = nn.Parameter(codes.to(torch.int8), requires_grad=False)
         self.register_buffer("scales", largest / 127.0)
-        self.bias = _frozen_bias(layer, weight.device, compute_dtype)
+        self.register_parameter("bias", _frozen_bias(layer, weight.device, compute_dtype))
         self.compute_dtype, self.stored_dtype = compute_dtype, weight.dtype
 
     def forward(self, x: Tensor) -> Tensor:
@@ -194,7 +194,8 @@ def _quantize(layer: nn.Linear, settings: QuantizationSettings, device: torch.de
     )
     options = {"blocksize": BLOCK, "compress_statistics": settings.double, "quant_type": settings.kind, "module": made}
     made.weight = bnb.nn.Params4bit(codes, requires_grad=False, quant_state=state, bnb_quantized=True, **options)
-    made.quant_state, made.bias = state, _frozen_bias(layer, weight.device, dtype)
+    made.register_parameter("bias", _frozen_bias(layer, weight.device, dtype))
+    made.quant_state = state
     keep_trainable(made)
     return made
 
@@ -221,6 +222,7 @@ def keep_trainable(model: nn.Module) -> None:
     """Have layers of 4 bits compute alike in evaluation and in training. On processors with
     bfloat16 products bitsandbytes repacks weights that are evaluated, and its kernel for them has
     no gradient."""
+    layer: Any
     for layer in find_quantized_layers(model).values():
         if hasattr(layer, "support_avx512bf16_for_cpu"):
             layer.support_avx512bf16_for_cpu = False

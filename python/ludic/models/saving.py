@@ -4,10 +4,12 @@ what they adapt, in folders beside it."""
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ludic.errors import ConfigError
+from ludic.files.atomic import write_text
 from ludic.files.folders import replace_folder
 from ludic.models.adapters import has_adapters
 from ludic.models.loading import find_whole_model
@@ -24,16 +26,47 @@ STATIC_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES)
 """Patterns of the small files that do not change while a model is trained."""
 
 
-def save_policy(model: Any, tokenizer: Any, folder: Path, *, base: str | None = None) -> None:
+CARD = "README.md"
+CARD_MARK = "<!-- Written by ludic. Without this line the file is yours, and is not replaced. -->"
+"""In each card that was written and may be replaced."""
+
+
+def write_card(folder: Path, text: str | None, *, earlier: Path | None = None) -> None:
+    """Write the model card of the folder, unless the user wrote one there or in the folder
+    `earlier`, which is kept. Without `text` the empty card that PEFT writes is removed."""
+    own = next((kept for place in (earlier, folder) if place is not None and (kept := _read_own(place)) is not None), None)
+    if own is None and text is None:
+        (folder / CARD).unlink(missing_ok=True)
+    else:
+        write_text(folder / CARD, own if own is not None else str(text))
+
+
+def _read_own(folder: Path) -> str | None:
+    """The card that a user wrote; None for one of this library or of PEFT, and if there is none."""
+    try:
+        text = (folder / CARD).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None
+    return None if CARD_MARK in text or PEFT_CARD in text else text
+
+
+PEFT_CARD = "# Model Card for Model ID"
+"""In the card that PEFT writes, which says nothing."""
+
+
+def save_policy(
+    model: Any, tokenizer: Any, folder: Path, *, base: str | None = None, make_card: Callable[[bool], str] | None = None
+) -> None:
     """Write model and tokenizer. Adapters are merged in `folder`, and are written alone to
     `adapter` beside it; they name `base` as what they adapt, or without it the folder `base` beside
-    them."""
+    them. `make_card` gives the model card, of adapters if its argument is true."""
     with replace_folder(folder) as aside:
         tokenizer.save_pretrained(aside)
         if has_adapters(model):
             save_merged(model, aside)
         else:
             model.save_pretrained(aside)
+        write_card(aside, None if make_card is None else make_card(False), earlier=folder)
     if has_adapters(model):
         named = base or str(base_folder(folder).resolve())
         # PEFT writes the first to adapter_config.json, and the others to the model card.
@@ -42,6 +75,7 @@ def save_policy(model: Any, tokenizer: Any, folder: Path, *, base: str | None = 
         with replace_folder(adapter_folder(folder)) as aside:
             save_adapter(model, aside)
             tokenizer.save_pretrained(aside)
+            write_card(aside, None if make_card is None else make_card(True), earlier=adapter_folder(folder))
 
 
 class TokenizerFiles:

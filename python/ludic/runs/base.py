@@ -6,13 +6,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 from ludic.errors import StopRequested
+from ludic.models.adapters import has_adapters
 from ludic.models.loading import find_whole_model
-from ludic.models.saving import save_missing_base, save_policy
+from ludic.models.saving import save_missing_base, save_policy, write_card
 from ludic.recipes.callbacks import build_callbacks
 from ludic.recipes.epochs_schema import EpochsRecipe
 from ludic.recipes.schema import Recipe
@@ -20,6 +21,7 @@ from ludic.recipes.sharding import is_shared_out
 from ludic.runs.checkpoints import describe_kept_schedule, find_latest_checkpoint, rewind_logs
 from ludic.runs.directory import DONE, Progress, RunDirectory
 from ludic.runs.execution import ending_task
+from ludic.runs.model_card import make_card
 from ludic.runs.screen import Screen
 from ludic.runs.seeding import seed_phase
 from ludic.runs.shared_model import HomeEvaluator, SharedModel, describe_precision
@@ -100,6 +102,8 @@ class TrainingRun(ABC, Generic[RecipeT, PartsT, DirectoryT]):
         """Record that the phase `following` is next; a resumed run starts with it."""
         self.progress.phase = following
         self.directory.write_progress(self.progress)
+        if following == DONE:
+            ranks.ask_rank_0("writing the model cards", self._write_cards)
 
     @property
     def adapted_base(self) -> str | None:
@@ -112,8 +116,22 @@ class TrainingRun(ABC, Generic[RecipeT, PartsT, DirectoryT]):
         base, parts = self.adapted_base, self.parts
         with watchdog.phase("save"):
             ranks.ask_rank_0(
-                "saving the model", lambda: save_policy(parts.model, parts.tokenizer, self.directory.model, base=base)
+                "saving the model",
+                lambda: save_policy(parts.model, parts.tokenizer, self.directory.model, base=base, make_card=self._make_card),
             )
+
+    def _make_checkpoint_card(self, step: int) -> str:
+        state = replace(self.progress, steps=step, before=None, after=None)
+        return make_card(self.directory.path.name, state, is_adapter=has_adapters(self.parts.model))
+
+    def _make_card(self, is_adapter: bool) -> str:
+        return make_card(self.directory.path.name, self.progress, is_adapter=is_adapter)
+
+    def _write_cards(self) -> None:
+        """Write the model cards of what is saved."""
+        for folder, is_adapter in ((self.directory.model, False), (self.directory.adapter, True)):
+            if folder.is_dir():
+                write_card(folder, self._make_card(is_adapter))
 
     def open_logger(
         self, phase: str, *, keys: list[str], spark_key: str, last_step: int
@@ -145,7 +163,7 @@ class TrainingRun(ABC, Generic[RecipeT, PartsT, DirectoryT]):
             layout=cast(Any, kept.layout),  # checked when the recipe was
             static_files=kept.static_files,
         )
-        manager = CheckpointManager(places, tokenizer=self.parts.tokenizer)
+        manager = CheckpointManager(places, tokenizer=self.parts.tokenizer, card=self._make_checkpoint_card)
         trainer = trainer_class(
             model=self.parts.model if self.shared is None else self.shared.share_out(self.parts.model),
             batch_source=self._make_stoppable(source),

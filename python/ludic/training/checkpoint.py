@@ -41,7 +41,7 @@ from ludic.files.checkpoints import LATEST, STATE, STEP_NAME, check_layout, find
 from ludic.files.folders import clear_unfinished, delete_folder, replace_folder, restore_replaced
 from ludic.files.manifest import MANIFEST, hash_manifest, replace_listed_json, write_manifest
 from ludic.files.verified import VerifiedFolders
-from ludic.models.saving import StaticFiles, TokenizerFiles
+from ludic.models.saving import StaticFiles, TokenizerFiles, write_card
 from ludic.models.sharding import is_sharded
 from ludic.models.state_files import read_model, read_optimizer_if_stored
 from ludic.training import ranks
@@ -87,9 +87,10 @@ class CheckpointManager:
     >>> manager.maybe_save(model, optimizer=optimizer, step=50)
     """
 
-    def __init__(self, cfg: CheckpointConfig, *, tokenizer: Any = None) -> None:
-        """`tokenizer` is saved with each full checkpoint, so that a server can load the folder."""
-        self.cfg = cfg
+    def __init__(self, cfg: CheckpointConfig, *, tokenizer: Any = None, card: Callable[[int], str] | None = None) -> None:
+        """`tokenizer` is saved with each full checkpoint, so that a server can load the folder.
+        `card`: step -> the model card of its checkpoint."""
+        self.cfg, self._make_card = cfg, card
         self._is_shallow = cfg.layout == "shallow"
         self._small_files: list[TokenizerFiles | StaticFiles] = []
         if tokenizer is not None and not self._is_shallow:
@@ -179,6 +180,7 @@ class CheckpointManager:
                     folder, described = written
                     for small in self._small_files:
                         small.write(folder)
+                    write_card(folder, None if self._make_card is None else self._make_card(step))
                     write_json(folder / STATE, content)
                     _write_files(folder, files)
                     self._write_manifest(folder, step, described=described)

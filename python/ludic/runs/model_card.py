@@ -1,0 +1,233 @@
+"""The model card of what a run saves: README.md with metadata for the Hugging Face hub, what
+trained the model, its held-out results, and how to load it.
+
+It names files and folders of this machine by their last part alone. Names that come from users or
+data are escaped in Markdown, and the metadata is written by a YAML library.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from ludic.data.places import is_local
+from ludic.eval.intervals import wilson_interval
+from ludic.models.saving import CARD_MARK
+from ludic.runs.directory import DONE, Progress
+from ludic.runs.held_out import Evaluation
+from ludic.runs.report.provenance import find_algorithm
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", re.ASCII)
+DIGEST_LIMIT = 1 << 30
+"""Larger files have no digest in the card."""
+_SETTINGS = (
+    *(
+        "task.kind",
+        "reward",
+        "reward_model",
+        "epochs",
+        "batch_size",
+        "rollout.prompts",
+        "rollout.group_size",
+        "rollout.temperature",
+    ),
+    *("loss.loss_type", "loss.beta", "trainer.lr", "trainer.weight_decay", "trainer.lr_scheduler_type", "trainer.max_seq_len"),
+    *("lora.rank", "lora.alpha", "lora.dropout", "quantization.kind", "quantization.double", "dtype", "seed"),
+)
+"""Settings that are listed, where the command has them."""
+_MEASURED = {
+    "loss": "held-out loss, nats a token",
+    "perplexity": "held-out perplexity",
+    "eval_pairwise_accuracy": "held-out pairwise accuracy",
+    "eval_ece": "held-out calibration error",
+    "eval_rewards/accuracies": "held-out accuracy of the implicit rewards",
+    "eval_rewards/margins": "held-out margin of the implicit rewards",
+}
+_SHARES = {"eval_pairwise_accuracy": "eval_num_pairs", "eval_rewards/accuracies": "eval_num_pairs"}
+"""Shares of so many pairs, which have an interval."""
+
+
+def make_card(name: str, progress: Progress, *, is_adapter: bool) -> str:
+    """The card of a run called `name`; of its adapters, or of its whole model."""
+    recipe = progress.recipe or {}
+    title = f"{name}, adapters" if is_adapter else name
+    sections = [
+        _write_metadata(recipe, progress, is_adapter=is_adapter),
+        f"{CARD_MARK}\n\n# {escape(title)}\n\n{_describe(recipe, progress, is_adapter=is_adapter)}",
+        "## Training\n\n" + _table(("setting", "value"), _list_training(recipe, progress)),
+        _write_results(progress),
+        _explain_loading(progress.command, recipe, is_adapter=is_adapter),
+    ]
+    return "\n\n".join(section for section in sections if section) + "\n"
+
+
+def escape(value: object) -> str:
+    """Text that Markdown and HTML show as it is, on one line."""
+    line = " ".join(str(value).split())
+    return re.sub(r"([\\`*_{}\[\]()#|!~$])", r"\\\1", line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;"))
+
+
+def _is_on_hub(source: Any) -> bool:
+    """Whether it can be an id of the hub, and no path of this machine."""
+    return isinstance(source, str) and _HUB_ID.fullmatch(source) is not None and not is_local(source)
+
+
+def _name_of(source: str) -> str:
+    """The last part of a path of this machine; a hub id as it is. Of a run's `model` the run."""
+    if not is_local(source):
+        return source
+    parts = [part for part in Path(source).expanduser().parts if part not in ("/", "model", "adapter", "..", ".", "~")]
+    return parts[-1] if parts else "a local folder"
+
+
+def _write_metadata(recipe: Mapping[str, Any], progress: Progress, *, is_adapter: bool) -> str:
+    from huggingface_hub import ModelCardData
+
+    base, algorithm = recipe.get("model"), find_algorithm(progress)
+    method = (
+        ("qlora" if (recipe.get("quantization") or {}).get("kind") else "lora")
+        if (recipe.get("lora") or {}).get("rank")
+        else None
+    )
+    is_on_hub = _is_on_hub(base)
+    data = [source for source in _list_data(recipe) if _is_on_hub(source)]
+    metadata = ModelCardData(
+        base_model=base if is_on_hub else None,
+        library_name="peft" if is_adapter else "transformers",
+        pipeline_tag="text-classification" if progress.command == "train-rm" else "text-generation",
+        tags=["ludic", *(tag for tag in (progress.command, algorithm, method) if tag)],
+        datasets=data or None,
+        **({"base_model_relation": "adapter" if is_adapter else "finetune"} if is_on_hub else {}),
+    )
+    return f"---\n{metadata.to_yaml()}\n---"
+
+
+def _describe(recipe: Mapping[str, Any], progress: Progress, *, is_adapter: bool) -> str:
+    base = recipe.get("model")
+    kind = "reward model" if progress.command == "train-rm" else "language model"
+    of = f"from {escape(_name_of(base))}" if isinstance(base, str) else "from weights that were drawn at random"
+    state = "" if progress.phase == DONE else " The training had not ended when this was saved."
+    version = escape((progress.versions or {}).get("ludic", ""))
+    what = f"Adapters (LoRA) of a {kind}" if is_adapter else f"A {kind}"
+    return f"{what}, trained {of} with `ludic {progress.command}` of ludic {version}.{state}"
+
+
+def _list_data(recipe: Mapping[str, Any]) -> Iterator[str]:
+    """Files, folders and hub ids of the training data."""
+    listed = recipe.get("data")
+    if isinstance(listed, Mapping):
+        listed = [each.get("id") for each in listed.get("datasets") or () if isinstance(each, Mapping)]
+    for source in listed if isinstance(listed, list) else [listed]:
+        if isinstance(source, str):
+            yield source
+
+
+def _list_training(recipe: Mapping[str, Any], progress: Progress) -> Iterator[tuple[str, str]]:
+    yield "algorithm", escape(find_algorithm(progress))
+    yield "steps", f"{progress.steps:,}"
+    for source in _list_data(recipe):
+        yield "data", escape(_name_of(source)) + _digest(Path(source).expanduser())
+    for setting in _SETTINGS:
+        value: Any = recipe
+        for part in setting.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if (
+            value is not None
+            and value is not False
+            and not (setting.startswith("lora.") and not (recipe.get("lora") or {}).get("rank"))
+        ):
+            yield setting, _show(value)
+    for package, version in (progress.versions or {}).items():
+        yield f"version of {escape(package)}", escape(version)
+
+
+def _show(value: Any) -> str:
+    """The value of a setting, without the folders of a path."""
+    if isinstance(value, list | tuple):
+        return ", ".join(_show(each) for each in value)
+    return escape(_name_of(value) if isinstance(value, str) and ("/" in value or "\\" in value) else value)
+
+
+def _digest(path: Path) -> str:
+    if not path.is_file() or path.stat().st_size > DIGEST_LIMIT:
+        return ""
+    state = path.stat()
+    return f" (SHA-256 {_hash_file(path, state.st_size, state.st_mtime_ns)})"
+
+
+@lru_cache(maxsize=16)
+def _hash_file(path: Path, _size: int, _changed_ns: int) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _write_results(progress: Progress) -> str:
+    if not progress.after:
+        return ""
+    rows = list(_list_results(progress))
+    if not rows:
+        return ""
+    return "## Held-out results\n\n" + _table(("measured", "before", "after", "95 % interval after"), rows)
+
+
+def _list_results(progress: Progress) -> Iterator[tuple[str, ...]]:
+    """(what, before, after, interval)."""
+    before, after = progress.before or {}, progress.after or {}
+    if "sampled_reward" in after:
+        measured, earlier = Evaluation.from_dict(after), Evaluation.from_dict(before) if before else None
+        for name, value in measured.rates().items():
+            interval, was = measured.interval(name), None if earlier is None else earlier.rates().get(name)
+            yield (
+                escape(name.replace("_", " ")),
+                _number(was),
+                _number(value),
+                "" if interval is None else _span(interval.low, interval.high),
+            )
+        return
+    for key, words in _MEASURED.items():
+        if isinstance(after.get(key), int | float):
+            trials = after.get(_SHARES.get(key, ""))
+            span = _span(*wilson_interval(after[key] * trials, trials)) if trials else ""
+            yield words, _number(before.get(key)), _number(after[key]), span
+
+
+def _number(value: Any) -> str:
+    return f"{value:.4f}" if isinstance(value, int | float) else ""
+
+
+def _span(low: float | None, high: float | None) -> str:
+    return "" if low is None or high is None else f"{low:.4f} to {high:.4f}"
+
+
+def _table(titles: tuple[str, ...], rows: Any) -> str:
+    lines = [titles, ("---",) * len(titles), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _explain_loading(command: str, recipe: Mapping[str, Any], *, is_adapter: bool) -> str:
+    base = recipe["model"] if _is_on_hub(recipe.get("model")) else "BASE"
+    rank = (recipe.get("lora") or {}).get("rank") or 0
+    auto = "AutoModelForSequenceClassification" if command == "train-rm" else "AutoModelForCausalLM"
+    labels = ", num_labels=1" if command == "train-rm" else ""
+    serve = "--runner pooling " if command == "train-rm" else ""
+    if is_adapter:
+        code = f'base = {auto}.from_pretrained("{base}"{labels})\nmodel = PeftModel.from_pretrained(base, "FOLDER")'
+        imports, served = (
+            f"from peft import PeftModel\nfrom transformers import {auto}, AutoTokenizer",
+            f"vllm serve {base} {serve}",
+        )
+        served += f"--enable-lora{f' --max-lora-rank {rank}' if rank > 16 else ''} --lora-modules adapted=FOLDER"
+    else:
+        code, imports = f'model = {auto}.from_pretrained("FOLDER")', f"from transformers import {auto}, AutoTokenizer"
+        served = f"vllm serve FOLDER {serve}".strip()
+    where = "`FOLDER` is this folder or repository" + (
+        ", and `BASE` the model that the adapters adapt." if is_adapter and base == "BASE" else "."
+    )
+    return (
+        f"## How to load it\n\n{where}\n\n```python\n{imports}\n\n{code}\n"
+        f'tokenizer = AutoTokenizer.from_pretrained("FOLDER")\n```\n\n```bash\n{served}\n```'
+    )
