@@ -80,7 +80,7 @@ def test_a_stopped_run_continues_as_if_uninterrupted(kind: str, tmp_path: Path) 
     assert all(base[name].dtype == merged[name].dtype and base[name].shape == merged[name].shape for name in base)
     played = [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()]
     assert played[-1]["steps"][0]["info"]["policy_version"] == 2
-    assert json.loads((run / "summary.json").read_text())["preflight"]["max"] < 1e-4  # nats, of trainer and sampler
+    assert json.loads((run / "summary.json").read_text())["mismatch"]["max"] < 1e-4  # nats, of trainer and sampler
 
 
 @NEEDED
@@ -139,5 +139,5 @@ def test_settings_that_cannot_be_followed_are_refused(command: str, tmp_path: Pa
     assert "must be one of float32" in refused(
         command, output, "quantization=int8", "quantization.compute_dtype=int8", "lora.rank=2"
     )
-    assert "are not sharded" in refused(command, output, "quantization=int8", "lora.rank=2", "sharding.param_dtype=bfloat16")
+    assert "are not sharded" in refused(command, output, "quantization=int8", "lora.rank=2", "sharding=full")
     assert not (tmp_path / "runs").exists()

@@ -8,7 +8,7 @@ import torch
 
 from ludic.errors import ConfigError
 from ludic.models.lora import LoraSettings, apply_lora
-from ludic.recipes.quantization import QuantizedRecipe, quantize_base
+from ludic.recipes.quantization import QuantizedRecipe, check_quantization, quantize_base
 from ludic.recipes.schema import LoraSection
 from ludic.training.rng import preserved_rng
 
@@ -23,13 +23,21 @@ def build_lora_settings(section: LoraSection) -> LoraSettings | None:
     return None
 
 
-def add_adapters(model: Any, recipe: QuantizedRecipe, *, seed: int) -> Any:
+def check_adapters(recipe: QuantizedRecipe) -> None:
+    """Raise ConfigError for wrong settings of adapters or of what they adapt, before a model is
+    loaded."""
+    build_lora_settings(recipe.lora)
+    check_quantization(recipe)
+
+
+def add_adapters(model: Any, recipe: QuantizedRecipe, *, seed: int, device: str | None = None) -> Any:
     """The model with adapters, whose initial weights depend on the seed alone, over weights that
-    are quantised if the recipe asks for it; without `lora.rank` the model as it is."""
+    are quantised if the recipe asks for it, on `device` if one is given; without `lora.rank` the
+    model as it is."""
     settings = build_lora_settings(recipe.lora)
     if settings is None:
         return model
-    model = quantize_base(model, recipe)
+    model = quantize_base(model, recipe, device)
     with preserved_rng():
         torch.manual_seed(seed)
         try:

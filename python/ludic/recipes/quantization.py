@@ -45,10 +45,10 @@ def check_quantization(recipe: QuantizedRecipe) -> None:
         return
     if not recipe.lora.rank:
         raise ConfigError(f"quantization={settings.kind}: quantised weights are not trained; add lora.rank=16")
-    if recipe.sharding.kind != "none" or recipe.sharding.param_dtype is not None:
+    if recipe.sharding.kind != "none":
         raise ConfigError(
-            f"quantization={settings.kind} does not go with sharding.kind={recipe.sharding.kind} or sharding.param_dtype: quantised "
-            "weights are not sharded; leave one of them out"
+            f"quantization={settings.kind} does not go with sharding.kind={recipe.sharding.kind}: quantised weights are not sharded; leave "
+            "one of them out"
         )
     if settings.kind != "int8":
         require_bitsandbytes()

@@ -20,9 +20,9 @@ from ludic.models.weight_files import holds_whole_weights
 from ludic.recipes.build import build_config
 from ludic.recipes.callbacks import check_callbacks
 from ludic.recipes.dpo.schema import DPORecipe
-from ludic.recipes.lora import add_adapters, build_lora_settings
+from ludic.recipes.lora import add_adapters, check_adapters
 from ludic.recipes.model import build_model, build_tokenizer
-from ludic.recipes.quantization import check_quantization, quantize_base
+from ludic.recipes.quantization import quantize_base
 from ludic.recipes.sharding import has_no_weights, is_shared_out
 from ludic.runs.data.pairs import PairData
 from ludic.runs.directory import DONE, DPODirectory
@@ -67,8 +67,7 @@ class DPOParts:
         `note` receives remarks on settings that cannot be followed."""
         check_sharding_settings(recipe.sharding, recipe.trainer.model_device)
         seed_everything(recipe)
-        build_lora_settings(recipe.lora)  # raises for wrong settings before the model is loaded
-        check_quantization(recipe)
+        check_adapters(recipe)
         tokenizer = build_tokenizer(recipe)
         algorithm = make_dpo(**vars(recipe.loss))
         cfg = build_config(DPOTrainerConfig, recipe.trainer, pad_token_id=tokenizer.pad_token_id, seed=recipe.seed)

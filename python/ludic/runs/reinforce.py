@@ -24,10 +24,9 @@ from ludic.recipes.build import (
 )
 from ludic.recipes.inference_section import choose_kind, choose_logprob_convention
 from ludic.recipes.info_seed_section import build_info_seed
-from ludic.recipes.lora import add_adapters, build_lora_settings
+from ludic.recipes.lora import add_adapters, check_adapters
 from ludic.recipes.model import build_policy
 from ludic.recipes.over_sampling import check_over_sampling, uses_pool
-from ludic.recipes.quantization import check_quantization, quantize_base
 from ludic.recipes.schema import Recipe
 from ludic.recipes.sharding import has_no_weights
 from ludic.runs.actors.policy_versions import PolicyVersions
@@ -105,13 +104,12 @@ class RLParts:
         check_control(recipe, algorithm)
         check_rollouts(recipe, task)
         seed_everything(recipe)
-        build_lora_settings(recipe.lora)  # raises for wrong settings before the model is loaded
-        check_quantization(recipe)
+        check_adapters(recipe)
         model, tokenizer = build_policy(recipe)
         check_prompts(recipe, task, tokenizer, model)
         task = add_reward_model(recipe, task, tokenizer)
         if recipe.model is not None:
-            model = add_adapters(quantize_base(model, recipe, recipe.trainer.model_device), recipe, seed=recipe.seed)
+            model = add_adapters(model, recipe, seed=recipe.seed, device=recipe.trainer.model_device)
         check_inference(recipe, model)
         convention = choose_logprob_convention(recipe.rollout.temperature, recipe.rollout.top_p)
         derived = {"pad_token_id": tokenizer.pad_token_id, "seed": recipe.seed}

@@ -12,8 +12,8 @@ from ludic.eval.preference_picture import draw_margins, draw_reliability
 from ludic.files.atomic import write_text
 from ludic.recipes.build import build_config
 from ludic.recipes.callbacks import check_callbacks
+from ludic.recipes.lora import check_adapters
 from ludic.recipes.model import build_tokenizer
-from ludic.recipes.quantization import check_quantization
 from ludic.recipes.rm.model import build_reward_model, choose_padding_token
 from ludic.recipes.rm.schema import RMRecipe
 from ludic.recipes.sharding import is_shared_out
@@ -52,7 +52,7 @@ class RMParts:
         """Build the parts from a recipe. Seeds all random generators first (`seed_everything`).
         `note` receives remarks on settings that cannot be followed."""
         check_sharding_settings(recipe.sharding, recipe.trainer.model_device)
-        check_quantization(recipe)
+        check_adapters(recipe)
         seed_everything(recipe)
         tokenizer = choose_padding_token(build_tokenizer(recipe))
         algorithm = make_bradley_terry(**vars(recipe.loss))

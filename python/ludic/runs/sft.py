@@ -10,9 +10,9 @@ from typing import Any
 from ludic.errors import ConfigError
 from ludic.recipes.build import build_trainer_config
 from ludic.recipes.callbacks import check_callbacks
-from ludic.recipes.lora import add_adapters
+from ludic.recipes.lora import add_adapters, check_adapters
 from ludic.recipes.model import build_model, build_tokenizer
-from ludic.recipes.quantization import check_quantization, quantize_base
+from ludic.recipes.quantization import quantize_base
 from ludic.recipes.sft.schema import SFTRecipe
 from ludic.runs.data.sft import SFTData, write_demonstrations
 from ludic.runs.data.streamed_sft import StreamedSFTData
@@ -49,7 +49,7 @@ class SFTParts:
     def build(cls, recipe: SFTRecipe) -> SFTParts:
         """Build the parts from a recipe. Seeds all random generators first (`seed_everything`)."""
         check_sharding_settings(recipe.sharding, recipe.trainer.model_device)
-        check_quantization(recipe)
+        check_adapters(recipe)
         seed_everything(recipe)
         tokenizer = load_tokenizer(recipe)
         data = (StreamedSFTData if recipe.streaming else SFTData).read(recipe, tokenizer)

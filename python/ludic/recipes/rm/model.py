@@ -10,7 +10,6 @@ from ludic.models.loading import load_classifier
 from ludic.models.skeleton import load_skeleton
 from ludic.recipes.lora import add_adapters
 from ludic.recipes.model import make_small_config, small_dtype
-from ludic.recipes.quantization import quantize_base
 from ludic.recipes.rm.schema import RMRecipe
 from ludic.recipes.sharding import has_no_weights
 
@@ -34,7 +33,7 @@ def build_reward_model(recipe: RMRecipe, tokenizer: Any) -> Any:
         model, drawn = load_classifier(recipe.model, recipe.dtype, description=f"model ({recipe.model})", num_labels=1)
     model.config.pad_token_id = tokenizer.pad_token_id  # a classifier finds the last token by it
     model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
-    adapted = add_adapters(quantize_base(model, recipe, recipe.trainer.model_device), recipe, seed=recipe.seed)
+    adapted = add_adapters(model, recipe, seed=recipe.seed, device=recipe.trainer.model_device)
     frozen = sorted(drawn & _find_frozen(adapted))
     if frozen:
         raise ConfigError(
