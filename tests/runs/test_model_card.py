@@ -102,13 +102,6 @@ def test_a_card_of_the_user_is_kept(tmp_path: Path) -> None:
     assert [(tmp_path / name / "README.md").read_text() for name in ("model", "adapter")] == ["my own", "my own"]
 
 
-def test_without_a_card_the_empty_one_of_peft_goes(tmp_path: Path) -> None:
-    model = apply_lora(tiny_model(), LoraSettings(rank=2))
-    save_policy(model, TOKENIZER, tmp_path / "model", base="base")
-    assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
-    assert not (tmp_path / "adapter" / "README.md").exists()
-
-
 def test_a_run_writes_a_card_for_its_model_its_adapters_and_its_checkpoints(tmp_path: Path) -> None:
     few = ["threads=1", "rows=40", "batch_size=8", "epochs=1", "heldout=0.1", "network.hidden_size=16", "network.num_heads=2"]
     ludic("sft", *few, "lora.rank=2", f"output={tmp_path}", "name=run", "checkpoint.every_n_steps=2")

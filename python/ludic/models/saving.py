@@ -33,12 +33,11 @@ CARD_MARK = "<!-- Written by ludic. Without this line the file is yours, and is 
 
 def write_card(folder: Path, text: str | None, *, earlier: Path | None = None) -> None:
     """Write the model card of the folder, unless the user wrote one there or in the folder
-    `earlier`, which is kept. Without `text` the empty card that PEFT writes is removed."""
+    `earlier`, which is kept. Without `text` a card that PEFT wrote stays."""
     own = next((kept for place in (earlier, folder) if place is not None and (kept := _read_own(place)) is not None), None)
-    if own is None and text is None:
-        (folder / CARD).unlink(missing_ok=True)
-    else:
-        write_text(folder / CARD, own if own is not None else str(text))
+    card = text if own is None else own
+    if card is not None:
+        write_text(folder / CARD, card)
 
 
 def _read_own(folder: Path) -> str | None:
