@@ -80,7 +80,8 @@ def test_a_stopped_run_continues_as_if_uninterrupted(kind: str, tmp_path: Path) 
     assert all(base[name].dtype == merged[name].dtype and base[name].shape == merged[name].shape for name in base)
     played = [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()]
     assert played[-1]["steps"][0]["info"]["policy_version"] == 2
-    assert json.loads((run / "summary.json").read_text())["mismatch"]["max"] < 1e-4  # nats, of trainer and sampler
+    preflight = json.loads((run / "summary.json").read_text())["mismatch"]["preflight"]
+    assert preflight["max"] < 1e-5  # nats between trainer and sampler, before dropout
 
 
 @NEEDED
