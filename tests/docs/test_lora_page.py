@@ -12,15 +12,17 @@ PAGE = (Path(__file__).parents[2] / "docs" / "lora.md").read_text(encoding="utf-
 
 
 def test_the_commands_of_the_page_are_parsed() -> None:
-    [block] = re.findall(r"^```bash\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
-    found = [shlex.split(line)[1:] for line in block.splitlines()]
-    assert [arguments[0] for arguments in found] == ["train", "train", "sft", "sft", "eval"]
+    blocks = re.findall(r"^```bash\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+    found = [shlex.split(line, comments=True)[1:] for block in blocks for line in block.splitlines()]
+    adapters, quantised = ["train", "train", "sft", "sft", "eval"], ["sft", "train", "doctor"]
+    assert [arguments[0] for arguments in found] == adapters + quantised
     for name, *arguments in found:
         if name == "eval":
             assert resolve(arguments)[0].model == "runs/NAME/adapter"
-        else:
-            recipe = (compose if name == "train" else compose_sft)(arguments)
-            assert recipe.lora.rank in (8, 16)
+            continue
+        recipe = (compose_sft if name == "sft" else compose)(arguments)
+        assert recipe.lora.rank in (8, 16)
+        assert (recipe.quantization.kind is not None) == any(each.startswith("quantization=") for each in arguments)
 
 
 def test_the_settings_of_the_page_exist_with_these_defaults() -> None:
