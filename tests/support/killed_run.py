@@ -1,6 +1,6 @@
-"""A run of 8 steps that a test can kill: `python killed_run.py FOLDER`. It resumes from the latest
-checkpoint in FOLDER. When it ends, it writes the losses of its own steps and a digest of the
-weights."""
+"""A run of 8 steps that a test can kill: `python killed_run.py FOLDER SHARING`. It resumes from the
+latest checkpoint in FOLDER. When it ends, it writes the losses of its own steps and a digest of the
+weights. SHARING: `prefix_sharing`; not off, samples share prompts."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ from ludic.training import CheckpointConfig, Trainer, make_grpo
 STEPS = 8
 
 
-def main(folder):
+def main(folder, sharing):
     torch.set_num_threads(1)
     random.seed(5)
     torch.manual_seed(5)
@@ -24,13 +24,14 @@ def main(folder):
     trainer = Trainer(
         model=model,
         algo=make_grpo(group_size=4),
-        batch_source=DrawingSource(),
-        cfg=cpu_config(minibatches_per_batch=2),
+        batch_source=DrawingSource(share=sharing != "off"),
+        cfg=cpu_config(minibatches_per_batch=2, prefix_sharing=sharing),
         checkpoint_config=CheckpointConfig(folder / "checkpoints", every_n_steps=1),
         resume_from=folder / "checkpoints" / latest["last_checkpoint"] if (latest := read_latest(folder)) else None,
     )
     while trainer.current_step < STEPS:
         stats = trainer.train_step_sync()
+        assert (stats["perf/shared_tokens"] > 0) == (sharing != "off")
         print(json.dumps([trainer.current_step, stats["train/loss"]]), flush=True)
     digest = hashlib.sha256()
     for parameter in model.parameters():
@@ -44,4 +45,4 @@ def read_latest(folder):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -111,7 +111,7 @@ def test_the_reference_is_the_model_before_the_first_step_and_is_scored_once():
     model = tiny_model()
     items = sorted_pairs(8)
     expected = {item_key(item): logp_of(model, item) for item in items}
-    trainer = trainer_of(items, model=model)
+    trainer = trainer_of(items, model=model, config={"prefix_sharing": "off"})  # which would compare trees first
     calls = []
     model.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
     stats = [trainer.train_step_sync() for _ in range(3)]

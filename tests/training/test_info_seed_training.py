@@ -102,7 +102,7 @@ def test_a_step_reports_the_term_and_leaves_plain_batches_alone():
 def test_the_terms_of_the_loss_add_up_to_it_however_it_is_split(budget):
     """Under the document's names, too."""
     algo = make(form="likelihood", clip_coeff=1.0, beta=0.1)
-    cfg = cpu_config(max_seq_len=120, micro_token_budget=budget)
+    cfg = cpu_config(max_seq_len=120, micro_token_budget=budget, prefix_sharing="off")
     source, reference = ListSource(preprocessed(algo, seeded_episodes())), FrozenModel(tiny_model(1), cfg)
     stats = Trainer(model=tiny_model(), algo=algo, batch_source=source, cfg=cfg, reference=reference).train_step_sync()
     assert (stats["perf/micro_batches"] > 1) == (budget == 120)

@@ -13,24 +13,27 @@ import pytest
 SCRIPT = Path(__file__).parents[1] / "support" / "killed_run.py"
 
 
-def start(folder):
+def start(folder, sharing):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, str(SCRIPT), str(folder)], stdout=subprocess.PIPE, text=True, env=environment)
+    return subprocess.Popen(
+        [sys.executable, str(SCRIPT), str(folder), sharing], stdout=subprocess.PIPE, text=True, env=environment
+    )
 
 
 @pytest.mark.integration
-def test_a_run_killed_twice_ends_where_the_uninterrupted_run_ends(tmp_path):
-    whole, _ = start(tmp_path / "whole").communicate(timeout=600)
+@pytest.mark.parametrize("sharing", ["off", "auto"])
+def test_a_run_killed_twice_ends_where_the_uninterrupted_run_ends(tmp_path, sharing):
+    whole, _ = start(tmp_path / "whole", sharing).communicate(timeout=600)
     *losses, digest = map(json.loads, whole.splitlines())
     loss_by_step = {}
     for lines_before_the_kill in (3, 2):
-        process = start(tmp_path / "killed")
+        process = start(tmp_path / "killed", sharing)
         for _ in range(lines_before_the_kill):
             step, loss = json.loads(process.stdout.readline())
             assert loss_by_step.setdefault(step, loss) == loss
         process.send_signal(signal.SIGKILL)
         process.communicate(timeout=600)
-    rest, _ = start(tmp_path / "killed").communicate(timeout=600)
+    rest, _ = start(tmp_path / "killed", sharing).communicate(timeout=600)
     *tail, resumed_digest = map(json.loads, rest.splitlines())
     for step, loss in tail:
         assert loss_by_step.setdefault(step, loss) == loss

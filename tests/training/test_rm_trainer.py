@@ -118,7 +118,8 @@ def test_every_micro_batch_has_whole_pairs_within_the_budget():
 
     items = random.Random(2).sample(sorted_pairs(12), 24)
     algo = RLAlgorithm("watched", ConstantCredit(1.0), RecordingLoss())
-    stats = trainer_of(items, algo=algo, config={"micro_token_budget": 90, "minibatches_per_batch": 3}).train_step_sync()
+    cut = {"micro_token_budget": 90, "minibatches_per_batch": 3, "prefix_sharing": "off"}  # of padded tokens
+    stats = trainer_of(items, algo=algo, config=cut).train_step_sync()
     assert len(batches_seen) == stats["perf/micro_batches"] > 3
     assert stats["train/optimizer_steps"] == 3
     for tokens, ids, roles in batches_seen:

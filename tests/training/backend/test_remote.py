@@ -147,7 +147,7 @@ def test_early_stopping_restores_the_best_weights_of_a_remote_model(tmp_path, on
 def test_a_remote_reward_model_is_trained_and_evaluated():
     metrics = []
     for remote in (False, True):
-        algo, cfg = make_bradley_terry(), rm_config()
+        algo, cfg = make_bradley_terry(), rm_config(prefix_sharing="off")  # a remote backend has separate rows
         trainer = RMTrainer(
             model=None if remote else reward_model(),
             algo=algo,

@@ -134,7 +134,7 @@ def test_initial_log_probabilities_return_to_their_tokens_in_any_layout(packing,
     async def forward(micro_batch):
         return await backend.forward_logprobs(micro_batch).result()
 
-    macro = asyncio.run(add_token_column(macro, "proximal_logps", cfg, forward, skip_zero_weight=False))
+    macro = asyncio.run(add_token_column(macro, "proximal_logps", cfg, forward, skip_zero_weight=False, trees=False))
     [rows_] = macro.divide(1, seed=0, step=0, epoch=0)
     for part in (rows_[::2], rows_[1::2], rows_[::-1]):
         for micro_batch in MiniBatch(macro, np.ascontiguousarray(part), cfg):

@@ -51,7 +51,7 @@ def test_a_step_on_two_ranks_equals_the_step_on_one(tmp_path, wrapping):
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("wrapping", ["none"])
+@pytest.mark.parametrize("wrapping", ["none", "ddp", "fsdp", "ddp_lora"])
 def test_a_step_on_prefix_trees_on_two_ranks_equals_the_step_on_one(tmp_path, wrapping):
     """The step on one process has rows of their own, with padding."""
     result = on_two_ranks("two_ranks.py", tmp_path, wrapping, "auto")

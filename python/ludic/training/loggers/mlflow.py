@@ -53,8 +53,8 @@ class MlflowLogger:
         server; None: `MLFLOW_TRACKING_URI`, else MLflow's default, `mlflow.db` in the current
         folder. `experiment`: None for `MLFLOW_EXPERIMENT_NAME`, else `Ludic`. `run_id`: continue
         this run. `config` becomes the parameters of a new run, nested keys joined with dots."""
-        for name, value in ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
+        for variable, value in ENVIRONMENT.items():
+            os.environ.setdefault(variable, value)
         try:
             self._mlflow = importlib.import_module("mlflow")
         except ImportError as error:
