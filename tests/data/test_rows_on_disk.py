@@ -82,6 +82,23 @@ def test_a_file_that_changes_while_it_is_in_use_is_an_error(tmp_path):
             read()
 
 
+def test_a_file_that_is_taken_away_is_an_error(tmp_path):
+    source = write(tmp_path / "rows.jsonl", [{"prompt": "a"}])
+    loaded = load_data(source, kind="prompt", streaming=True)
+    Path(source).rename(tmp_path / "moved.jsonl")
+    with pytest.raises(
+        DataError, match=r"rows\.jsonl cannot be read any more \(No such file or directory\); put it back and resume"
+    ):
+        loaded[0]
+
+
+def test_a_parquet_file_is_read_by_its_name_and_not_by_a_pattern(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    for name in ("d[12].parquet", "d1.parquet"):
+        datasets.Dataset.from_list([{"prompt": name}]).to_parquet(str(tmp_path / name))
+    assert load_data(str(tmp_path / "d[12].parquet"), kind="prompt", streaming=True)[0] == {"prompt": "d[12].parquet"}
+
+
 def test_what_cannot_stay_on_disk_is_refused(tmp_path):
     csv = tmp_path / "rows.csv"
     csv.write_text("prompt\na\n")

@@ -14,7 +14,7 @@ from training_samples import TOKENIZER, tiny_model
 from ludic.models.lora import LoraSettings, apply_lora
 from ludic.models.saving import CARD_MARK, save_policy, write_card
 from ludic.runs.directory import DONE, Progress
-from ludic.runs.model_card import make_card
+from ludic.runs.model_card import make_card, try_card
 
 HOSTILE = st.text(st.sampled_from("ab-:#'\"\\\n\r\t|`*<>[]{}()&!%@, \u2028é$~_"), max_size=30)
 VERSIONS = {"ludic": "0.1.0", "torch": "2.13.0"}
@@ -117,3 +117,26 @@ def test_a_run_writes_a_card_for_its_model_its_adapters_and_its_checkpoints(tmp_
     loss = json.loads((run / "summary.json").read_text())["after"]["loss"]
     assert f"| {loss:.4f} |" in (run / "model" / "README.md").read_text()
     assert not (run / "base" / "README.md").exists()
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "utf-16"])
+def test_a_card_of_the_user_in_any_encoding_is_kept(encoding: str, tmp_path: Path) -> None:
+    folder, following = tmp_path / "model", tmp_path / "aside"
+    folder.mkdir()
+    following.mkdir()
+    mine = "# Modèle à moi\n".encode(encoding)
+    (folder / "README.md").write_bytes(mine)
+    write_card(folder, f"{CARD_MARK}\nours")
+    write_card(following, f"{CARD_MARK}\nours", earlier=folder)
+    assert (folder / "README.md").read_bytes() == (following / "README.md").read_bytes() == mine
+
+
+def test_a_card_that_cannot_be_made_does_not_end_the_run(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object, **__: object) -> str:
+        raise OSError("File name too long")
+
+    monkeypatch.setattr("ludic.runs.model_card.make_card", fail)
+    assert try_card("run", progress(), is_adapter=False) is None
+    assert "no model card is written: OSError: File name too long" in caplog.text

@@ -68,7 +68,7 @@ class LineRows(Lazy[Row]):
     object, when it is read, and if the file changes after it was opened."""
 
     def __init__(self, name: str, path: Path) -> None:
-        self._name, self._path = name, path
+        self._name, self._path = name, path.absolute()
         self._starts, self.numbers = array("q"), array("q")
         """`numbers`: the line of each row, from 1."""
         with path.open("rb") as file:
@@ -95,7 +95,10 @@ class LineRows(Lazy[Row]):
                     yield self._parse(line, number)
 
     def _open(self) -> BinaryIO:
-        file = self._path.open("rb")
+        try:
+            file = self._path.open("rb")
+        except OSError as error:
+            raise DataError(f"{self._name} cannot be read any more ({error.strerror}); put it back and resume") from error
         if _stamp(file) != self._stamp:
             file.close()
             raise DataError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import glob
 import io
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -162,7 +163,7 @@ def open_arrow(name: str, source: str, config: str | None, split: str) -> Any:
             loaded = datasets.load_from_disk(source)
             return loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
         if Path(source).is_file():
-            return datasets.load_dataset("parquet", data_files=source, split="train")
+            return datasets.load_dataset("parquet", data_files=glob.escape(source), split="train")
         return datasets.load_dataset(source, config, split=split)
     except Exception as error:  # its exceptions have no common base
         raise DataError(

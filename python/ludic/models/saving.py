@@ -3,6 +3,7 @@ what they adapt, in folders beside it."""
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -34,19 +35,22 @@ CARD_MARK = "<!-- Written by ludic. Without this line the file is yours, and is 
 def write_card(folder: Path, text: str | None, *, earlier: Path | None = None) -> None:
     """Write the model card of the folder, unless the user wrote one there or in the folder
     `earlier`, which is kept. Without `text` a card that PEFT wrote stays."""
-    own = next((kept for place in (earlier, folder) if place is not None and (kept := _read_own(place)) is not None), None)
-    card = text if own is None else own
-    if card is not None:
-        write_text(folder / CARD, card)
+    own = next((place for place in (earlier, folder) if place is not None and _has_own_card(place)), None)
+    if own is not None:
+        if own != folder:
+            shutil.copyfile(own / CARD, folder / CARD)
+    elif text is not None:
+        write_text(folder / CARD, text)
 
 
-def _read_own(folder: Path) -> str | None:
-    """The card that a user wrote; None for one of this library or of PEFT, and if there is none."""
+def _has_own_card(folder: Path) -> bool:
+    """Whether there is a card that a user wrote, in any encoding: not this library, and not
+    PEFT."""
     try:
-        text = (folder / CARD).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return None
-    return None if CARD_MARK in text or PEFT_CARD in text else text
+        content = (folder / CARD).read_bytes()
+    except FileNotFoundError:
+        return False
+    return CARD_MARK.encode() not in content and PEFT_CARD.encode() not in content
 
 
 PEFT_CARD = "# Model Card for Model ID"
@@ -54,7 +58,7 @@ PEFT_CARD = "# Model Card for Model ID"
 
 
 def save_policy(
-    model: Any, tokenizer: Any, folder: Path, *, base: str | None = None, make_card: Callable[[bool], str] | None = None
+    model: Any, tokenizer: Any, folder: Path, *, base: str | None = None, make_card: Callable[[bool], str | None] | None = None
 ) -> None:
     """Write model and tokenizer. Adapters are merged in `folder`, and are written alone to
     `adapter` beside it; they name `base` as what they adapt, or without it the folder `base` beside

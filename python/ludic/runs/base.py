@@ -21,7 +21,7 @@ from ludic.recipes.sharding import is_shared_out
 from ludic.runs.checkpoints import describe_kept_schedule, find_latest_checkpoint, rewind_logs
 from ludic.runs.directory import DONE, Progress, RunDirectory
 from ludic.runs.execution import ending_task
-from ludic.runs.model_card import make_card
+from ludic.runs.model_card import try_card
 from ludic.runs.screen import Screen
 from ludic.runs.seeding import seed_phase
 from ludic.runs.shared_model import HomeEvaluator, SharedModel, describe_precision
@@ -120,12 +120,12 @@ class TrainingRun(ABC, Generic[RecipeT, PartsT, DirectoryT]):
                 lambda: save_policy(parts.model, parts.tokenizer, self.directory.model, base=base, make_card=self._make_card),
             )
 
-    def _make_checkpoint_card(self, step: int) -> str:
+    def _make_checkpoint_card(self, step: int) -> str | None:
         state = replace(self.progress, steps=step, before=None, after=None)
-        return make_card(self.directory.path.name, state, is_adapter=has_adapters(self.parts.model))
+        return try_card(self.directory.path.name, state, is_adapter=has_adapters(self.parts.model))
 
-    def _make_card(self, is_adapter: bool) -> str:
-        return make_card(self.directory.path.name, self.progress, is_adapter=is_adapter)
+    def _make_card(self, is_adapter: bool) -> str | None:
+        return try_card(self.directory.path.name, self.progress, is_adapter=is_adapter)
 
     def _write_cards(self) -> None:
         """Write the model cards of what is saved."""

@@ -8,6 +8,7 @@ data are escaped in Markdown, and the metadata is written by a YAML library.
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
@@ -21,6 +22,7 @@ from ludic.runs.directory import DONE, Progress
 from ludic.runs.held_out import Evaluation
 from ludic.runs.report.provenance import find_algorithm
 
+logger = logging.getLogger(__name__)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", re.ASCII)
 DIGEST_LIMIT = 1 << 30
 """Larger files have no digest in the card."""
@@ -63,6 +65,15 @@ def make_card(name: str, progress: Progress, *, is_adapter: bool) -> str:
         _explain_loading(progress.command, recipe, is_adapter=is_adapter),
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
+
+
+def try_card(name: str, progress: Progress, *, is_adapter: bool) -> str | None:
+    """`make_card`; None, with a warning, where that fails: what was trained is worth more."""
+    try:
+        return make_card(name, progress, is_adapter=is_adapter)
+    except Exception as error:  # of paths and values that users gave
+        logger.warning("no model card is written: %s: %s", type(error).__name__, error)
+        return None
 
 
 def escape(value: object) -> str:
@@ -220,7 +231,7 @@ def _explain_loading(command: str, recipe: Mapping[str, Any], *, is_adapter: boo
             f"from peft import PeftModel\nfrom transformers import {auto}, AutoTokenizer",
             f"vllm serve {base} {serve}",
         )
-        served += f"--enable-lora{f' --max-lora-rank {rank}' if rank > 16 else ''} --lora-modules adapted=FOLDER"
+        served += f"--enable-lora{f' --max-lora-rank {1 << (rank - 1).bit_length()}' if rank > 16 else ''} --lora-modules adapted=FOLDER"
     else:
         code, imports = f'model = {auto}.from_pretrained("FOLDER")', f"from transformers import {auto}, AutoTokenizer"
         served = f"vllm serve FOLDER {serve}".strip()

@@ -87,7 +87,7 @@ class CheckpointManager:
     >>> manager.maybe_save(model, optimizer=optimizer, step=50)
     """
 
-    def __init__(self, cfg: CheckpointConfig, *, tokenizer: Any = None, card: Callable[[int], str] | None = None) -> None:
+    def __init__(self, cfg: CheckpointConfig, *, tokenizer: Any = None, card: Callable[[int], str | None] | None = None) -> None:
         """`tokenizer` is saved with each full checkpoint, so that a server can load the folder.
         `card`: step -> the model card of its checkpoint."""
         self.cfg, self._make_card = cfg, card

@@ -156,7 +156,7 @@ def _read_token_log(path: Path) -> TrainerLogps:
             continue
         logps, skipped, step = record.get("logps"), record.get("skipped"), record.get("step")
         if isinstance(logps, list) and isinstance(step, int):
-            found[str(record.get("id")), step] = [None] * (skipped if skipped in (0, 1) else 0) + logps
+            found[str(record.get("id")), step] = [None] * int(skipped == 1) + logps
     return found
 
 
