@@ -4,6 +4,7 @@ steps."""
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -66,6 +67,30 @@ def test_the_first_program_of_a_page_trains(page: str, tmp_path: Path, monkeypat
         source = source.replace(old, new)
     exec(compile(source, page, "exec"), {"__name__": "example"})
     assert Path("runs/first/summary.json").is_file()
+
+
+def test_the_program_with_a_tool_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a tiny model, whose template writes the names of the tools, and one step."""
+    monkeypatch.chdir(tmp_path)
+    tokenizer = make_byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% for tool in tools or [] %}{{ tool.function.name }};{% endfor %}"
+        "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+    )
+    tiny_model().save_pretrained("tiny")
+    tokenizer.save_pretrained("tiny")
+    source = block(PAGE, "python tools")
+    for old, new in (
+        ("Qwen/Qwen2.5-0.5B-Instruct", "tiny"),
+        ("max_tokens=128", "max_tokens=8"),
+        ("train_sync(20", "train_sync(1"),
+    ):
+        assert source.count(old) == 1
+        source = source.replace(old, new)
+    names: dict[str, Any] = {"__name__": "example"}
+    exec(compile(source, "docs/quickstart.md", "exec"), names)
+    assert names["trainer"].current_step == 1
+    assert names["look"]("pears") == "4"
 
 
 def test_the_picture_of_the_dashboard_is_whole_and_fetches_nothing() -> None:

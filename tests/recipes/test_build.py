@@ -8,6 +8,7 @@ import pytest
 from chat_tokenizers import merging_tokenizer
 
 from ludic.cli import app as cli
+from ludic.cli.train import TrainCommand
 from ludic.errors import ConfigError
 from ludic.models.byte_tokenizer import make_byte_tokenizer
 from ludic.recipes.build import build_algorithm, build_task, build_trainer_config, check_numbers
@@ -17,9 +18,20 @@ from ludic.recipes.schema import TaskSection
 from ludic.recipes.sft.schema import compose_sft
 from ludic.runs.reinforce import RLParts
 from ludic.tasks import DigitSort
+from ludic.training.algorithm import RLAlgorithm
 from ludic.training.config import TrainerConfig
 from ludic.training.credit_assignment import GroupNormalizedReturn, MonteCarloReturn, OverlongPenalty
+from ludic.training.presets import make_cispo
 from ludic.training.presets.registry import REGISTRY
+
+
+def make_own(group_size: int, eps: float = 0.1) -> RLAlgorithm:
+    parts = make_cispo(group_size=group_size, clip_eps_high=eps)
+    return RLAlgorithm("own", parts.credit_assigner, parts.loss, parts.preprocess)
+
+
+def make_nothing() -> str:
+    return "nothing"
 
 
 class AlwaysSeven(DigitSort):
@@ -35,6 +47,13 @@ def test_the_small_model_has_the_documented_size() -> None:
 @pytest.mark.parametrize("recipe", ["sort", "addition", "code", "maxent", "tictactoe", "tools"])
 def test_every_algorithm_is_built_with_the_settings_of_every_recipe(recipe: str, name: str) -> None:
     assert build_algorithm(compose([recipe, f"algorithm={name}"])).name == name
+
+
+def test_an_algorithm_of_your_own_is_named_by_module_and_function() -> None:
+    recipe = compose([f"algorithm={__name__}:make_own", "algorithm_args.eps=0.4", "rollout.group_size=6"])
+    algorithm = build_algorithm(recipe)
+    assert (algorithm.name, algorithm.loss.clip_eps_high) == ("own", 0.4)
+    assert TrainCommand().folder_name(recipe) == "sort-make_own-seed0"
 
 
 def test_the_algorithms_group_size_is_that_of_the_rollouts() -> None:
@@ -83,7 +102,11 @@ def test_a_setting_that_is_set_to_its_default_counts_as_set(tmp_path: Path) -> N
     ("arguments", "message"),
     [
         (["algorithm=crispo"], r"algorithm \(crispo\) is not known; did you mean cispo"),
-        (["algorithm=x"], r"there are cispo, dapo, dr_grpo"),
+        (["algorithm=x"], r"there are cispo, dapo, dr_grpo.*, or module:function of your own"),
+        ([f"algorithm={__name__}:absent"], r"has no 'absent'"),
+        ([f"algorithm={__name__}:REGISTRY"], r"is dict; name a function that returns an RLAlgorithm"),
+        ([f"algorithm={__name__}:make_nothing"], r"returned str; it must return an RLAlgorithm"),
+        ([f"algorithm={__name__}:make_own", "algorithm_args.esp=1"], r"algorithm_args\.esp: make_own .* did you mean eps\?"),
         (["algorithm_args.clip_eps_hi=0.3"], r"algorithm_args\.clip_eps_hi: .* did you mean clip_eps_high\?"),
     ],
 )

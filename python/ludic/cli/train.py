@@ -41,7 +41,7 @@ class TrainCommand:
         return RLParts.build(recipe)
 
     def folder_name(self, recipe: Recipe) -> str:
-        return f"{recipe.recipe}-{recipe.algorithm}-seed{recipe.seed}"
+        return f"{recipe.recipe}-{recipe.algorithm.rpartition(':')[2]}-seed{recipe.seed}"
 
     def run(self, recipe: Recipe, parts: RLParts, directory: RunDirectory, screen: Screen, stop: StopRequest) -> RLRun:
         from ludic.runs.reinforce import RLRun

@@ -125,12 +125,13 @@ def add_reward_model(recipe: Recipe, task: EpisodicTask, tokenizer: Any) -> Epis
 
 
 def build_algorithm(recipe: Recipe, *, max_completion_tokens: int | None = None) -> RLAlgorithm:
-    """The preset that the recipe names, with `algorithm_args`. The group size is that of the
-    rollouts, and InfoSeed's answers are of the group; `max_completion_tokens`, the token limit of
-    an answer, goes to presets that take it. Raises `ConfigError` for a reference that the run
-    cannot have."""
+    """The preset, or the function of your own, that the recipe names, with `algorithm_args`.
+
+    The group size is that of the rollouts, and InfoSeed's answers are of the group;
+    `max_completion_tokens`, the token limit of an answer, goes to presets that take it. Raises
+    `ConfigError` for a reference that the run cannot have."""
     check_reference(recipe.reference, has_adapters=bool(recipe.lora.rank))
-    make = _look_up(REGISTRY, recipe.algorithm, "algorithm").make
+    make = _find_algorithm(recipe.algorithm)
     _check_groups_differ(recipe, make)
     explicit = dict(recipe.algorithm_args)
     parameters, info_seed = inspect.signature(make).parameters, build_info_seed(recipe.info_seed)
@@ -142,7 +143,19 @@ def build_algorithm(recipe: Recipe, *, max_completion_tokens: int | None = None)
         explicit.pop("group_size", None)  # that of the plain answers, as `check_rollouts` makes sure
     known = {name: value for name, value in derived.items() if name in parameters}
     algorithm: RLAlgorithm = _call(make, {**known, **explicit}, "algorithm_args")
+    if not isinstance(algorithm, RLAlgorithm):
+        raise ConfigError(f"algorithm ({recipe.algorithm}) returned {type(algorithm).__name__}; it must return an RLAlgorithm")
     return algorithm if "info_seed" in known else add_info_seed(algorithm, info_seed)
+
+
+def _find_algorithm(name: str) -> Callable[..., RLAlgorithm]:
+    """What makes the algorithm: of a preset, or of `package.module:function`."""
+    if ":" not in name:
+        return _look_up(REGISTRY, name, "algorithm", own="module:function").make
+    make: Callable[..., RLAlgorithm] = import_named(name, "algorithm")
+    if not callable(make):
+        raise ConfigError(f"algorithm ({name}) is {type(make).__name__}; name a function that returns an RLAlgorithm")
+    return make
 
 
 def _check_groups_differ(recipe: Recipe, make: Callable[..., RLAlgorithm]) -> None:
@@ -189,12 +202,14 @@ def build_config(config: type[C], section: Any, **derived: Any) -> C:
     return config(**explicit, **derived)
 
 
-def _look_up(registry: dict[str, T], name: str, setting: str) -> T:
+def _look_up(registry: dict[str, T], name: str, setting: str, *, own: str = "") -> T:
+    """The entry of that name. `own`: what else may be named, for the message."""
     if name in registry:
         return registry[name]
     near = get_close_matches(name, registry, n=2)
     remedy = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(sorted(registry))}"
-    raise ConfigError(f"{setting} ({name}) is not known; {remedy}")
+    also = f", or {own} of your own" if own else ""
+    raise ConfigError(f"{setting} ({name}) is not known; {remedy}{also}")
 
 
 def _call_with_data(make: Callable[..., Any], args: dict[str, Any], data: Any, streaming: bool, explicit: dict[str, Any]) -> Any:

@@ -197,8 +197,8 @@ class Recipe:
     subtracted from the score of an answer that hit the token limit), normalize, dtype,
     micro_token_budget, batch_size, timeout_s."""
     algorithm: str = MISSING
-    """A name of `ludic.training.presets.registry`, such as grpo; `ludic train --help` lists
-    them."""
+    """A name of `ludic.training.presets.registry`, such as grpo; `ludic train --help` lists them.
+    Or `package.module:function` of your own, which returns an `RLAlgorithm`."""
     algorithm_args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the algorithm's `make_` function."""
     steps: int = MISSING

@@ -240,6 +240,12 @@ def settings_of(model: object, settings: Mapping[str, Any], **given: Any) -> lis
             f"model ({type(model).__name__}) must be a folder or a hub id, which a resumed run loads again; save it with "
             "model.save_pretrained(folder) and its tokenizer beside it"
         )
+    algorithm = settings.get("algorithm", "")
+    if not isinstance(algorithm, str):
+        raise ConfigTypeError(
+            f"algorithm ({type(algorithm).__name__}) must be a name, such as grpo, or module:function, which returns the RLAlgorithm; a "
+            "resumed run makes it again"
+        )
     named = {"model": None if model is None else str(model), **given}
     for key in settings:
         if key in named:

@@ -28,7 +28,7 @@ INSTEAD: Mapping[str, str] = {
     "compute_loss_func": "ludic.training.Trainer with an algorithm of your own (docs/training.md)",
     "rollout_func": "ludic.rollouts, or a protocol of your own (docs/rollouts.md)",
     "environment_factory": "a task of your own (docs/recipes.md)",
-    "tools": "a ReActAgent with your functions (docs/games.md)",
+    "tools": "a ReActAgent with your functions (docs/quickstart.md#tools)",
 }
 """Name in TRL -> the argument here, or how to say it."""
 _SETTINGS_TOO = ("tokenizer", "reward_model")

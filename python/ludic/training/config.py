@@ -202,7 +202,7 @@ class TrainerConfig:
     """Run turns of an episode as one row if each prompt continues the previous turn, token by
     token. The gradient is the same as with one row per turn. Applies only to a loss that reads
     logits exclusively through its shared context (`Loss.reads_shared_only`)."""
-    prefix_sharing: PrefixSharing = "auto"
+    prefix_sharing: PrefixSharing = "off"
     """tree: compute the tokens that samples begin with in common once, in rows that hold a tree.
     The gradient is that of separate rows. It needs a transformers model with sdpa that keeps the
     branches apart, and a loss with `reads_shared_only` and `reads_actions_only`, or for a reward

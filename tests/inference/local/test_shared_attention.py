@@ -18,6 +18,7 @@ from ludic.inference.local.decode import DecodeRequest, decode
 from ludic.inference.local.prefixes import PrefixCache
 from ludic.inference.local.row_cache import RowCache
 from ludic.inference.local.shared_attention import attend_rows
+from ludic.models.packed_attention import OWN, set_attention
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11], [12]]
 
@@ -189,6 +190,18 @@ def test_the_models_attention_is_restored():
     with pytest.raises(ZeroDivisionError):
         run(model, jobs_for(4))
     assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("own", OWN)
+def test_samples_do_not_depend_on_whether_a_trainer_has_set_its_attention(caches, own):
+    """A run that is resumed sets it before its first sample, and not after."""
+    model, jobs = tiny_model(vocab_size=99), jobs_for(11)
+    before = run(model, jobs)
+    set_attention(model, own)
+    after = run(model, jobs)
+    assert [cache.shares for cache in caches] == [True, True]
+    assert model.config._attn_implementation == own
+    assert [(each.token_ids, each.logprobs) for each in after] == [(each.token_ids, each.logprobs) for each in before]
 
 
 def test_other_attention_implementations_are_left_alone(caches):

@@ -48,6 +48,17 @@ def test_rewards_by_hand():
     assert joined.meta["avg_completion_length"] == 2.0
 
 
+def test_rollouts_that_made_no_sample_count():
+    """Rewards [1, 0, 1, 0], and [0, 0, 0, 0] in groups that a filter took out: the mean is 2 / 8,
+    the deviation sqrt(1/4 - 1/16) = 0.433, and half of the groups have equal rewards."""
+    some, none = batch_of([1.0, 0.0, 1.0, 0.0], [1, 1, 1, 1]), batch_of([0.0] * 4, [])
+    none = SAWBatch([], {**none.meta, "frac_reward_zero_std": 1.0})
+    some.meta["frac_reward_zero_std"] = 0.0
+    meta = join_batches([some, none]).meta
+    assert (meta["avg_total_reward"], meta["frac_reward_zero_std"], meta["avg_completion_length"]) == (0.25, 0.5, 1.0)
+    assert meta["reward_std"] == pytest.approx(0.4330127)
+
+
 def test_a_mean_that_a_batch_lacks_is_left_out():
     partial = SAWBatch(sorting_items(2), {"avg_total_reward": 1.0, "reward_std": 0.0, "epoch": 3})
     without = SAWBatch(sorting_items(2), {"epoch": 3})

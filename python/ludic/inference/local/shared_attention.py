@@ -27,6 +27,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ludic.inference.local.row_cache import RowLayer, written
+from ludic.models.packed_attention import OWN
 
 NAME = "ludic_shared_prompts"
 IGNORED = {"dropout", "is_causal", "position_ids", "cache_position", "use_cache", "logits_to_keep"}
@@ -73,11 +74,13 @@ def record_reads() -> Iterator[Reads]:
 @contextmanager
 def shareable_attention(model: Any) -> Iterator[bool]:
     """Let the model's attention share prompts inside, if it is `sdpa` through transformers'
-    interface and in float32. Yields whether it does."""
+    interface, or ludic's own, which is `sdpa` for such rows, and in float32. Yields whether it
+    does. What is sampled does not depend on when a trainer sets its attention."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     config: Any = getattr(inner, "config", None)
+    before = getattr(config, "_attn_implementation", None)
     can = (
-        getattr(config, "_attn_implementation", None) == "sdpa"
+        before in ("sdpa", *OWN)
         and getattr(inner, "_supports_attention_backend", False) is True
         and not hasattr(inner, "_orig_mod")
         and all(p.dtype is torch.float32 for p in inner.parameters())
@@ -91,7 +94,7 @@ def shareable_attention(model: Any) -> Iterator[bool]:
     try:
         yield True
     finally:
-        config._attn_implementation = "sdpa"
+        config._attn_implementation = before
         written.layer = None
 
 

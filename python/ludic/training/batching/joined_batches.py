@@ -20,8 +20,9 @@ _OF_SAMPLES = ("avg_completion_length", "avg_prompt_length")
 
 def join_batches(batches: Sequence[SAWBatch]) -> SAWBatch:
     """The samples of `batches`, in their order. In the meta, counts are added up; means, and the
-    deviation of the reward, are those of all samples and are left out if a batch with samples lacks
-    them; of times and of numbers of a queue the largest is taken, of anything else the first.
+    deviation of the reward, are those of all samples or rollouts and are left out if a batch with
+    such lacks them; of times and of numbers of a queue the largest is taken, of anything else the
+    first.
 
     Example: 3 rollouts with a mean reward of 1.0 and 1 with 0.0 have a mean of 0.75.
     """
@@ -39,7 +40,7 @@ def _join(key: str, batches: Sequence[SAWBatch]) -> Any:
     if key.startswith(_LARGEST):
         return max(values)
     if key in (*_OF_ROLLOUTS, *_OF_SAMPLES, _DEVIATION):
-        filled = [batch for batch in batches if batch.items]
+        filled = [batch for batch in batches if _weight(key, batch)]  # rollouts may have made no sample
         if not all(key in batch.meta for batch in filled):
             return None
         if key == _DEVIATION:
