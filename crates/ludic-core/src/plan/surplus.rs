@@ -15,6 +15,9 @@ use std::cmp::Reverse;
 
 use super::ranges;
 
+/// A micro-batch, and the rows that it gets.
+type Refilled = (usize, Vec<u32>);
+
 /// Words of 64 sums that a search may compute, for few samples and for many.
 const LEAST_WORDS: usize = 1 << 20;
 const MOST_WORDS: usize = 1 << 22;
@@ -86,7 +89,7 @@ impl Search<'_> {
         bins: &[Vec<u32>],
         mut rest: Vec<u32>,
         free: impl Iterator<Item = usize>,
-    ) -> Option<(Vec<(usize, Vec<u32>)>, Vec<u32>)> {
+    ) -> Option<(Vec<Refilled>, Vec<u32>)> {
         let mut filled = Vec::new();
         for bin in free {
             rest.extend(&bins[bin]);
