@@ -44,13 +44,13 @@ def compare_training(run: Path, whole: Path) -> list[str]:
     """What differs in the weights, in what was trained, and in the rollouts: all that an exact run
     with actors has in common with another one."""
     names = {path.relative_to(root) for root in (run, whole) for path in (root / "model").iterdir()}
-    differences = [f"content of {name}" for name in sorted(names) if not _same_content(run / name, whole / name)]
+    differences = [f"content of {name}" for name in sorted(names) if not _same_content(run, whole, name)]
     differences += [f"what {part.__name__} finds" for part in (_trained, _episodes) if part(run) != part(whole)]
     return differences + _repeated(run)
 
 
-def _same_content(file: Path, wanted: Path) -> bool:
-    return file.exists() and wanted.exists() and file.read_bytes() == wanted.read_bytes()
+def _same_content(run: Path, whole: Path, path: Path) -> bool:
+    return (run / path).exists() and (whole / path).exists() and _content(run, path) == _content(whole, path)
 
 
 def _trained(run: Path) -> list[Any]:
@@ -78,8 +78,12 @@ def check_learning(run: Path) -> None:
 
 
 def _content(run: Path, path: Path) -> bytes:
-    """The file without the place of the run, which an adapter names."""
-    return (run / path).read_bytes().replace(str(run).encode(), b"RUN")
+    """The file without the place of the run, which an adapter names, and its name, the title of a
+    model card."""
+    content = (run / path).read_bytes().replace(str(run).encode(), b"RUN")
+    if path.name != "README.md":
+        return content
+    return b"\n".join(line for line in content.split(b"\n") if not line.startswith(b"# "))
 
 
 def _repeated(run: Path) -> list[str]:
