@@ -59,8 +59,7 @@ def _write_table(section: type[Any], values: Mapping[str, Any], prefix: str) -> 
     if plain:
         yield from ["| setting | value | meaning |", "|---|---|---|"]
     for name in plain:
-        shown = yaml.safe_dump(values[name], default_flow_style=True, width=10**6).removesuffix("...\n").strip()
-        yield f"| `{prefix}{name}` | `{_escape(shown)}` | {_escape(docs.get(name, ''))} |"
+        yield f"| `{prefix}{name}` | `{_escape(_one_line(values[name]))}` | {_escape(docs.get(name, ''))} |"
 
 
 def _is_section(section: type[Any], name: str, values: Mapping[str, Any]) -> bool:
@@ -69,6 +68,13 @@ def _is_section(section: type[Any], name: str, values: Mapping[str, Any]) -> boo
 
 def _first_paragraph(section: type[Any]) -> str:
     return " ".join((section.__doc__ or "").split("\n\n")[0].split())
+
+
+def _one_line(value: Any) -> str:
+    """YAML on one line, as a table needs it: a text with line breaks is quoted with \\n."""
+    style = '"' if isinstance(value, str) and "\n" in value else None
+    text = yaml.safe_dump(value, default_flow_style=True, width=10**6, default_style=style)
+    return text.removesuffix("...\n").strip()
 
 
 def _escape(text: str) -> str:

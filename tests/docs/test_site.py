@@ -5,11 +5,16 @@ import importlib
 import json
 import re
 import sys
+from functools import reduce
 from pathlib import Path
 
 import pytest
+import yaml
 
-from ludic.recipes.compose import list_settings
+from ludic.recipes.compose import compose, list_settings, to_plain_values
+from ludic.recipes.dpo.schema import compose_dpo
+from ludic.recipes.rm.schema import compose_rm
+from ludic.recipes.sft.schema import compose_sft
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,11 +44,56 @@ def test_links_lead_to_the_pages_of_the_site(pages, link, folder, page):
     assert pages.replace_links(link, folder) == page
 
 
-def test_every_setting_of_a_recipe_stands_on_its_page_with_its_help_text(pages):
+def recipes():
+    return {"train": compose(["sort"]), "sft": compose_sft([]), "train-rm": compose_rm([]), "dpo": compose_dpo([])}
+
+
+def leaves(values, prefix=""):
+    """The paths of the values that `--print-config` shows, but for the arguments of tasks and
+    algorithms, which have no schema."""
+    for name, value in values.items():
+        path = f"{prefix}{name}"
+        if isinstance(value, dict) and value and not path.endswith(("args", "per_algorithm", "loaded_model")):
+            yield from leaves(value, f"{path}.")
+        else:
+            yield path
+
+
+@pytest.mark.parametrize("command", ["train", "sft", "train-rm", "dpo"])
+def test_the_page_of_a_command_has_exactly_its_settings_and_their_values(pages, command):
+    page = pages.write_settings_pages()[f"settings/{command}.md"]
+    values = to_plain_values(recipes()[command])
+    shown = dict(re.findall(r"^\| `([\w.]+)` \| `(.*?)` \| ", page, re.MULTILINE))
+    assert sorted(shown) == sorted(leaves(values))
+    assert len(shown) == len(re.findall(r"^\| `", page, re.MULTILINE))
+    for path, text in shown.items():
+        expected = reduce(lambda section, name: section[name], path.split("."), values)
+        assert yaml.safe_load(text.replace("\\|", "|")) == expected, path
+
+
+@pytest.mark.parametrize("command", ["train", "sft", "train-rm", "dpo", "eval"])
+def test_every_setting_of_a_command_has_a_help_text(pages, command):
+    page = pages.write_settings_pages()[f"settings/{command}.md"]
+    rows = re.findall(r"^\| `([\w.]+)` \| `.*?` \| (.*)\|$", page, re.MULTILINE)
+    assert rows
+    assert [name for name, meaning in rows if len(meaning.strip()) < 5] == []
+
+
+def test_the_page_of_a_command_has_the_words_of_its_schema(pages):
+    written = pages.write_settings_pages()
+    assert "| `rollout.group_size` | `8` | Answers per problem. |" in written["settings/train.md"]
+    assert "| `rows` | `8000` | Demonstrations to generate if `data` is null. |" in written["settings/sft.md"]
+    nll = "Weight of the negative log-likelihood of the chosen answers, per token; 0: without it."
+    assert f"| `loss.nll_coeff` | `2.0` | {nll} |" in written["settings/dpo.md"]
+    assert (
+        "| `columns.chosen` | `null` | The better response; null: that of the row's format. |" in written["settings/train-rm.md"]
+    )
+
+
+def test_all_settings_of_train_are_in_its_page(pages):
+    """Those of every recipe, with sections that `sort` leaves empty."""
     page = pages.write_settings_pages()["settings/train.md"]
-    missing = [name for name in list_settings() if f"`{name}`" not in page and f"## {name}" not in page]
-    assert missing == []
-    assert "| `rollout.group_size` | `8` | Answers per problem. |" in page
+    assert [name for name in list_settings() if f"`{name}`" not in page and f"## {name}" not in page] == []
 
 
 def test_every_public_object_stands_on_one_page_under_its_shortest_path(pages):

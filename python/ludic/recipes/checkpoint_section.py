@@ -19,6 +19,8 @@ class CheckpointSection:
     every_n_steps: int = MISSING
     """0: only at the end, and when the run is stopped."""
     max_to_keep: int = MISSING
+    """The newest so many of a phase are kept, at least 1; those of `callbacks.keep_best` do not
+    count."""
     layout: str = "full"
     """`full`: each checkpoint is a model with its tokenizer, which transformers and vLLM open.
     `shallow`: for resuming alone. Of a sharded model each rank writes the parts that it has, and no

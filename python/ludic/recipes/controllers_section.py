@@ -31,6 +31,7 @@ class EntropyControllerSection:
     final: Optional[float] = None  # noqa: UP045
     """... to here, linearly over `horizon` steps; null: `target`."""
     horizon: int = 0
+    """Training steps from `start` to `final`; 0: `final` at once."""
     lr: float = 0.0
     """Change of log tau per nat of error and step, times the learning-rate schedule."""
     least: float = 1e-6
@@ -53,6 +54,7 @@ class MetaControllerSection:
     tau_lr: Optional[float] = None  # noqa: UP045
     """null: `lr`; 0 keeps tau fixed."""
     beta_lr: Optional[float] = None  # noqa: UP045
+    """null: `lr`; 0 keeps beta fixed."""
     beta_grad_clip: Optional[float] = None  # noqa: UP045
     """Largest gradient of beta; null or 0: none."""
     optimizer: str = "sgd"

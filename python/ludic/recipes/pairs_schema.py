@@ -18,8 +18,11 @@ class ColumnsSection:
     """The columns of the data, if they have other names."""
 
     prompt: Optional[str] = None  # noqa: UP045
+    """What was asked; null: that of the row's format."""
     chosen: Optional[str] = None  # noqa: UP045
+    """The better response; null: that of the row's format."""
     rejected: Optional[str] = None  # noqa: UP045
+    """The other response; null: that of the row's format."""
     label: Optional[str] = None  # noqa: UP045
     """The probability that the chosen response is better; null: 1 for every pair."""
 

@@ -44,11 +44,17 @@ class NetworkSection:
     """The small model that is made when `model` is null."""
 
     hidden_size: int = MISSING
+    """Width of the hidden states."""
     num_layers: int = MISSING
+    """Decoder layers."""
     num_heads: int = MISSING
+    """Attention heads of a layer, each of `hidden_size / num_heads` dimensions."""
     num_kv_heads: int = MISSING
+    """Heads of keys and values, which the attention heads share (grouped-query attention)."""
     intermediate_size: int = MISSING
+    """Width of the feed-forward layers."""
     max_positions: int = MISSING
+    """Tokens of the longest sequence, prompt and answer together."""
     initializer_range: float = 0.02
     """Standard deviation of the initial weights."""
     end_of_turn: str = "eos"
@@ -100,7 +106,9 @@ class RolloutSection:
     group_size: int = MISSING
     """Answers per problem."""
     temperature: float = MISSING
+    """Logits are divided by it before sampling; the trainer divides its own, too. 0: greedy."""
     top_p: float = MISSING
+    """Sample among the likeliest tokens that have this probability together; 1: among all."""
     max_new_tokens: Optional[int] = MISSING  # noqa: UP045  OmegaConf reads this annotation at run time
     """Token limit of one turn; null: the limit of the task."""
     concurrency: int = MISSING
