@@ -5,7 +5,7 @@ weights on the same problems, with the same number of samples and steps.
 
 TRL is not a dependency: it needs an environment of its own (`pip install trl==1.16.0 -c
 constraints.txt`). This process warms a model up with ludic and trains it. A second process, with
-that interpreter, runs this file with `--trl` and imports only TRL. Both models get the same
+that interpreter, runs this module with `--trl` and imports only TRL. Both models get the same
 held-out evaluation. The script writes comparison.json and comparison.png, and prints the table of
 docs/comparison.md.
 """
@@ -21,7 +21,10 @@ import tempfile
 import time
 from pathlib import Path
 
+from benches.python.trl_grpo import grpo_config
+
 PROMPTS, GROUP, MINIBATCHES = 32, 8, 2
+ROOT = Path(__file__).parents[2]
 
 
 def main() -> None:
@@ -50,8 +53,8 @@ def compare(work: Path, args: argparse.Namespace) -> dict[str, dict[str, object]
     # A loaded model has a lower learning rate by default.
     settings = [*common, f"model={warm}", "warmup.steps=0", "trainer.lr=3e-4"]
     ours = run_ludic(*settings, "name=ludic", f"steps={args.steps}")
-    command = [args.trl_python, __file__, "--trl", str(work), "--steps", str(args.steps)]
-    subprocess.run([*command, "--seed", str(args.seed), "--threads", str(args.threads)], check=True)
+    command = [args.trl_python, "-m", "benches.python.compare_trl", "--trl", str(work), "--steps", str(args.steps)]
+    subprocess.run([*command, "--seed", str(args.seed), "--threads", str(args.threads)], check=True, cwd=ROOT)
     theirs = json.loads((work / "trl.json").read_text())
     after = run_ludic(*common, f"model={work / 'trl' / 'model'}", "warmup.steps=0", "steps=0", "name=trl-measured")
     phases = ours["phases_s"]
@@ -110,12 +113,11 @@ def write_problems(work: Path, steps: int, seed: int) -> None:
 
 
 def train_with_trl(work: Path, steps: int, seed: int, threads: int) -> None:
-    """GRPO with TRL: two optimizer steps per batch, a mean over tokens (`dapo`), and the same clip
-    range, optimizer and schedule."""
+    """GRPO with TRL: two optimizer steps per batch, and the same schedule."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOTrainer
 
     torch.set_num_threads(threads)
     model = AutoModelForCausalLM.from_pretrained(work / "warm" / "model")
@@ -125,33 +127,17 @@ def train_with_trl(work: Path, steps: int, seed: int, threads: int) -> None:
     def exact_match(completions: list[str], answer: list[str], **_: object) -> list[float]:
         return [float(text == target) for text, target in zip(completions, answer, strict=True)]
 
-    config = GRPOConfig(
-        output_dir=str(work / "trl"),
-        use_cpu=True,
-        bf16=False,
+    config = grpo_config(
+        work,
+        group=GROUP,
+        answer=8,
         seed=seed,
         max_steps=steps * MINIBATCHES,
         per_device_train_batch_size=PROMPTS * GROUP // MINIBATCHES,
         steps_per_generation=MINIBATCHES,
-        num_generations=GROUP,
-        max_completion_length=8,
-        temperature=1.0,
         learning_rate=3e-4,
         lr_scheduler_type="linear",
         warmup_steps=10 * MINIBATCHES,
-        adam_beta2=0.99,
-        weight_decay=0.0,
-        max_grad_norm=1.0,
-        epsilon=0.2,
-        epsilon_high=0.28,
-        beta=0.0,
-        loss_type="dapo",
-        shuffle_dataset=False,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        gradient_checkpointing=False,
     )
     trainer = GRPOTrainer(model=model, reward_funcs=exact_match, args=config, train_dataset=data, processing_class=tokenizer)
     start = time.perf_counter()

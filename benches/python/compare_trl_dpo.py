@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from benches.python.random_models import make_qwen2
 from torch import Tensor
 
 PAIRS, BUDGET = 24, 128
@@ -193,23 +194,10 @@ def run_ludic(model: Any, reference: Any, items: list[Any], settings: Mapping[st
 
 
 def make_model(seed: int) -> Any:
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
     from ludic.models.byte_tokenizer import VOCAB_SIZE
 
-    torch.manual_seed(seed)
-    config = Qwen2Config(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        intermediate_size=64,
-        max_position_embeddings=128,
-        tie_word_embeddings=True,
-        initializer_range=0.1,
-    )
-    return Qwen2ForCausalLM(config)
+    sizes = {"width": 32, "inner": 64, "layers": 2, "heads": 2, "key_value_heads": 1, "max_position_embeddings": 128}
+    return make_qwen2(VOCAB_SIZE, **sizes, seed=seed, tie_word_embeddings=True, initializer_range=0.1)
 
 
 def gradients(model: Any) -> dict[str, Tensor]:

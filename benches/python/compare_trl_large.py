@@ -32,7 +32,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from benches.python.sampling_speed import ANSWER, END_IDS, VOCABULARY, load, make_model, read_status
+from benches.python.random_models import END_IDS, VOCABULARY, load_large_model, plain_words, save_large_model
+from benches.python.sampling_speed import ANSWER, read_status
+from benches.python.trl_grpo import grpo_config
 
 PROMPT, GROUP, MICRO_ROWS = 256, 8, 8
 SHIFT, END_LOGIT = 4.0, 6.4
@@ -99,8 +101,8 @@ def make_ending_model(folder: Path) -> None:
     which adds a constant to its logit."""
     import torch
 
-    make_model(folder)
-    model, _ = load(folder)
+    save_large_model(folder)
+    model, _ = load_large_model(folder)
     embeddings = model.get_input_embeddings().weight.data
     direction = torch.randn(embeddings.shape[1], generator=torch.Generator().manual_seed(0))
     direction /= direction.norm()
@@ -115,8 +117,7 @@ def make_ending_model(folder: Path) -> None:
 
 def draw_rows(steps: int, prompts: int) -> list[dict[str, str]]:
     """The prompts of all steps, and one that is held out."""
-    random, ends = Random(0), set(END_IDS)
-    words = [f"w{i}." for i in range(3, VOCABULARY) if i not in ends]
+    random, words = Random(0), plain_words()
     return [{"prompt": " ".join(random.choices(words, k=PROMPT))} for _ in range(steps * prompts + 1)]
 
 
@@ -177,8 +178,7 @@ def train_with_trl(folder: Path, options: dict[str, Any], *, checkpointing: bool
     """`GRPOTrainer` with 8 rows a pass, its default, and as many passes as make the same batch."""
     import torch
     from datasets import Dataset  # type: ignore[import-untyped, unused-ignore]
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found, unused-ignore]
+    from trl import GRPOTrainer  # type: ignore[import-not-found, unused-ignore]
 
     torch.set_num_threads(options["threads"])
     clock = Clock()
@@ -188,41 +188,27 @@ def train_with_trl(folder: Path, options: dict[str, Any], *, checkpointing: bool
         return judge.judge(prompts, completion_ids)
 
     rows = json.loads((folder / "order.json").read_text())
+    model, tokenizer = load_large_model(folder / "model")
     passes = options["prompts"] * GROUP // MICRO_ROWS
-    config = GRPOConfig(
-        output_dir=str(folder / "trl"),
-        use_cpu=True,
-        bf16=False,
+    config = grpo_config(
+        folder,
+        group=GROUP,
+        answer=ANSWER,
         seed=options["seed"],
         max_steps=options["steps"],
         per_device_train_batch_size=MICRO_ROWS,
         gradient_accumulation_steps=passes,
-        num_generations=GROUP,
-        max_completion_length=ANSWER,
-        temperature=1.0,
         top_k=0,
         learning_rate=options["lr"],
         lr_scheduler_type="constant",
-        adam_beta2=0.99,
-        weight_decay=0.0,
-        max_grad_norm=1.0,
-        epsilon=0.2,
-        epsilon_high=0.28,
-        beta=0.0,
-        loss_type="dapo",
-        shuffle_dataset=False,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
         gradient_checkpointing=checkpointing,
     )
     trainer = GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(folder / "model"),
+        model=model,
         reward_funcs=length,
         args=config,
         train_dataset=Dataset.from_list(rows),
-        processing_class=AutoTokenizer.from_pretrained(folder / "model" / "tokenizer"),
+        processing_class=tokenizer,
     )
     # A training step contains the sampling of its batch, and sampling the reward.
     clock.wrap(trainer, "training_step", "forward_backward")

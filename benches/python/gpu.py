@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from benches.python.random_models import make_qwen2
 from torch import Tensor
 
 Rows = list[dict[str, Any]]
@@ -135,16 +136,13 @@ def attempt(name: str, run: Callable[[], Any], place: Place, **options: Any) -> 
 
 def make_model(place: Place, attention: str = "sdpa") -> Any:
     """The shape of Qwen2.5-0.5B with random weights, in bfloat16."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
     from ludic.models.packed_attention import set_attention
 
-    torch.manual_seed(0)
-    sizes = (64, 128, 2, 4, 2, 1000) if place.small else (896, 4864, 24, 14, 2, 151_936)
-    names = "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size"
-    config = Qwen2Config(**dict(zip(names, sizes, strict=True)), max_position_embeddings=8192, tie_word_embeddings=True)
+    sizes = (1000, 64, 128, 2, 4, 2) if place.small else (151_936, 896, 4864, 24, 14, 2)
+    vocabulary, width, inner, layers, heads, pairs = sizes
+    shape = {"width": width, "inner": inner, "layers": layers, "heads": heads, "key_value_heads": pairs}
     with torch.device(place.device):
-        model = Qwen2ForCausalLM(config).to(torch.bfloat16)
+        model = make_qwen2(vocabulary, **shape, max_position_embeddings=8192, tie_word_embeddings=True).to(torch.bfloat16)
     set_attention(model, attention)
     return model
 

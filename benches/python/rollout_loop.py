@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy
+from benches.python.random_models import make_qwen2
 
 PROMPTS = [f"question {n}" for n in range(12)]
 VOCABULARY, END, MOST_TOKENS = 64, 2, 6
@@ -84,13 +85,9 @@ async def train(options: argparse.Namespace) -> None:
 
 
 def make_model() -> Any:
-    import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    torch.manual_seed(0)
-    settings = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    settings |= {"num_key_value_heads": 1, "intermediate_size": 32, "max_position_embeddings": 32}
-    return Qwen2ForCausalLM(Qwen2Config(**settings, pad_token_id=0, eos_token_id=END, bos_token_id=None))
+    sizes = {"width": 16, "inner": 32, "layers": 2, "heads": 2, "key_value_heads": 1}
+    ids = {"pad_token_id": 0, "eos_token_id": END, "bos_token_id": None}
+    return make_qwen2(VOCABULARY, **sizes, max_position_embeddings=32, **ids)
 
 
 def ids_of(prompt: str) -> list[int]:

@@ -30,57 +30,20 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-PROMPTS, GROUP, LEAST_PROMPT, MOST_PROMPT, ANSWER, ENDS = 32, 8, 200, 256, 128, 500
-VOCABULARY = 32_000
-END_IDS = [3 + 63 * i for i in range(ENDS)]
+from benches.python.random_models import END_IDS, load_large_model, plain_ids, save_large_model
+from benches.python.trl_grpo import grpo_config
+
+PROMPTS, GROUP, LEAST_PROMPT, MOST_PROMPT, ANSWER = 32, 8, 200, 256, 128
 Contender = Callable[[Path, list[list[int]], dict[str, Any]], Callable[[list[list[int]], int], int]]
 """From the model's folder, prompts and options to a function that samples with a seed and returns
 the number of tokens."""
 
 
-def make_model(folder: Path, vocabulary: int = VOCABULARY) -> None:
-    """Save the model and a tokenizer that knows its end tokens."""
-    import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=vocabulary,
-        hidden_size=768,
-        intermediate_size=2048,
-        num_hidden_layers=12,
-        num_attention_heads=12,
-        num_key_value_heads=4,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=END_IDS[0],
-        pad_token_id=0,
-    )
-    model = Qwen2ForCausalLM(config)
-    model.generation_config.eos_token_id = END_IDS
-    model.save_pretrained(folder)
-    words = Tokenizer(models.WordLevel({f"w{i}.": i for i in range(vocabulary)}, unk_token="w1."))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0.", eos_token=f"w{END_IDS[0]}.", unk_token="w1.")
-    # Beside the configuration of a Qwen2, `AutoTokenizer` would make a tokenizer of Qwen2 of it.
-    tokenizer.save_pretrained(folder / "tokenizer")
-
-
 def draw_prompts(options: dict[str, Any]) -> list[list[int]]:
     """The prompts, each `group` times in a row."""
-    random = Random(0)
-    ends = set(END_IDS)
-    words = [i for i in range(3, VOCABULARY) if i not in ends]
+    random, words = Random(0), plain_ids()
     prompts = [random.choices(words, k=random.randint(LEAST_PROMPT, MOST_PROMPT)) for _ in range(options["prompts"])]
     return [prompt for prompt in prompts for _ in range(options["group"])]
-
-
-def load(folder: Path) -> tuple[Any, Any]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    return AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder / "tokenizer")
 
 
 def with_ludic(folder: Path, prompts: list[list[int]], options: dict[str, Any]) -> Callable[[list[list[int]], int], int]:
@@ -88,7 +51,7 @@ def with_ludic(folder: Path, prompts: list[list[int]], options: dict[str, Any]) 
 
     from ludic.inference import LocalChatClient, SamplingParams
 
-    model, tokenizer = load(folder)
+    model, tokenizer = load_large_model(folder)
     client = LocalChatClient(model, tokenizer, max_batch_size=len(prompts))
     sampling = SamplingParams(temperature=1.0, top_p=options["top_p"], max_tokens=ANSWER)
 
@@ -104,7 +67,7 @@ def with_ludic(folder: Path, prompts: list[list[int]], options: dict[str, Any]) 
 def with_generate(folder: Path, prompts: list[list[int]], options: dict[str, Any]) -> Callable[[list[list[int]], int], int]:
     import torch
 
-    model, _ = load(folder)
+    model, _ = load_large_model(folder)
 
     def sample(prompts: list[list[int]], seed: int) -> int:
         torch.manual_seed(seed)
@@ -130,23 +93,18 @@ def with_trl(folder: Path, prompts: list[list[int]], options: dict[str, Any]) ->
     """What `GRPOTrainer` does to sample with transformers."""
     import torch
     from datasets import Dataset  # type: ignore[import-untyped, unused-ignore]
-    from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found, unused-ignore]
+    from trl import GRPOTrainer  # type: ignore[import-not-found, unused-ignore]
 
-    model, tokenizer = load(folder)
+    model, tokenizer = load_large_model(folder)
     texts = [tokenizer.decode(prompt) for prompt in prompts]
-    config = GRPOConfig(
-        output_dir=str(folder / "trl"),
-        use_cpu=True,
-        bf16=False,
+    config = grpo_config(
+        folder,
+        group=options["group"],
+        answer=ANSWER,
         per_device_train_batch_size=len(prompts),
-        num_generations=options["group"],
-        max_completion_length=ANSWER,
-        temperature=1.0,
         top_k=0,
         top_p=options["top_p"],
         generation_kwargs={"eos_token_id": END_IDS},
-        gradient_checkpointing=False,
-        report_to=[],
     )
     data = Dataset.from_list([{"prompt": text} for text in dict.fromkeys(texts)])
     trainer = GRPOTrainer(
@@ -251,7 +209,7 @@ def main() -> None:
     pythons = {"ludic": Path(sys.executable), "generate": Path(sys.executable), "trl": args.trl_python, "vllm": args.vllm_python}
     results = {}
     with tempfile.TemporaryDirectory() as folder:
-        make_model(Path(folder))
+        save_large_model(Path(folder))
         for name in args.only:
             if pythons[name] is not None:
                 results[name] = run_contender(name, pythons[name], Path(folder), args)

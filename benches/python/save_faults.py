@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benches.python.random_models import make_qwen2
 
 from ludic.models.byte_tokenizer import VOCAB_SIZE
 from ludic.models.sharding import ShardingSettings, make_mesh, shard_model
@@ -300,17 +301,8 @@ def _try_to_save(trainer: Trainer) -> str | None:
 
 
 def _make_model(model: str) -> Any:
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-    }
-    made: Any = Qwen2ForCausalLM(Qwen2Config(vocab_size=VOCAB_SIZE, max_position_embeddings=64, **sizes))
+    sizes = {"width": 32, "inner": 32, "layers": 2, "heads": 2, "key_value_heads": 1}
+    made = make_qwen2(VOCAB_SIZE, **sizes, max_position_embeddings=64)
     if model == "adapters":
         made = apply_lora(made, LoraSettings(rank=2))
     return made

@@ -17,6 +17,7 @@ import traceback
 from pathlib import Path
 
 import torch
+from benches.python.random_models import make_qwen2
 
 from ludic.models.loading import load_model
 from ludic.models.sharded_loading import load_sharded, shard_copy
@@ -52,11 +53,9 @@ def _save_model(folder: Path, layers: int) -> int:
     bytes of its weights."""
     pid = os.fork()
     if pid == 0:
-        from transformers import Qwen2Config, Qwen2ForCausalLM
-
-        sizes = {"hidden_size": 512, "intermediate_size": 3328, "num_attention_heads": 8, "num_key_value_heads": 8}
-        config = Qwen2Config(vocab_size=32000, num_hidden_layers=layers, tie_word_embeddings=True, **sizes)
-        Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder, max_shard_size="50MB")
+        sizes = {"width": 512, "inner": 3328, "heads": 8, "key_value_heads": 8}
+        model = make_qwen2(32_000, layers=layers, tie_word_embeddings=True, **sizes)
+        model.to(torch.bfloat16).save_pretrained(folder, max_shard_size="50MB")
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
