@@ -74,7 +74,7 @@ lint: setup ## Formatting, lint, types, and the stub of the extension.
 	@$(BIN)/mypy
 	@$(BIN)/python -m mypy.stubtest ludic._core
 
-bench: setup ## Reproduce docs/performance.md.
+bench: setup ## Measure what docs/performance.md says; changes no page.
 	@cargo bench --quiet
 	@$(BIN)/python -m benches.python --everything
 

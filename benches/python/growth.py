@@ -1,7 +1,11 @@
 """Growth of time and memory with tokens, samples, vocabulary and ranks, as plots.
 
-    python -m benches.python growth            # prints the numbers and writes docs/growth.svg
-    python -m benches.python.growth --again    # draws the numbers of docs/growth.json again
+    python -m benches.python growth            # prints the numbers, writes target/benches/growth.*
+    python -m benches.python.growth --renew    # measures nothing: docs get the numbers written last
+    python -m benches.python.growth --renew docs/growth.json    # or these; the plot is drawn again
+
+`--renew` writes docs/growth.json, docs/growth.svg and the table of docs/performance.md, so that
+the page always has the numbers of the plot. Measuring alone changes no page.
 
 Every point is the least of several rounds, on one thread, in processor time. Memory of torch is
 counted (`peak_bytes`), that of the core is the size of what it returns. Log-probabilities are those
@@ -11,6 +15,7 @@ of a quarter of the tokens, forward and backward, at a width of 256.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import time
@@ -25,7 +30,8 @@ from benches.python.token_scores import measure, with_logits, without_logits
 
 from ludic import _core
 
-FOLDER = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[2]
+DOCS, MEASURED = ROOT / "docs", ROOT / "target" / "benches"
 TOKENS = (512, 1024, 2048, 4096)
 VOCABULARIES = (8192, 16384, 32768, 65536, 131072)
 SAMPLES = (128, 512, 2048, 8192)
@@ -48,11 +54,38 @@ def contests() -> Iterator[Contest]:
 
 
 def report() -> str:
-    """Measure, write `docs/growth.json` and `docs/growth.svg`, and return the numbers."""
+    """Measure, write `growth.json` and `growth.svg` to `MEASURED`, and return the numbers."""
     table = measure_all()
-    (FOLDER / "growth.json").write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
-    draw(table, FOLDER / "growth.svg")
+    write(table, MEASURED)
     return format_growth(table)
+
+
+def write(table: Table, folder: Path) -> None:
+    """Write the numbers and their plot to `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "growth.json").write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+    draw(table, folder / "growth.svg")
+
+
+def renew(table: Table, docs: Path) -> None:
+    """Write the numbers and their plot to `docs`, and the table to its `performance.md`."""
+    page = docs / "performance.md"
+    text = with_table(page.read_text(encoding="utf-8"), format_growth(table))
+    write(table, docs)
+    page.write_text(text, encoding="utf-8")
+
+
+def with_table(page: str, growth: str) -> str:
+    """The page with the table of `format_growth` in place of the one that begins with its first
+    line. Raises `ValueError` if the page has none."""
+    fresh = [line for line in growth.splitlines() if line.startswith("|")]
+    lines = page.splitlines()
+    if fresh[0] not in lines:
+        raise ValueError(f"the page has no table that begins with {fresh[0]!r}; put this line where it belongs")
+    first = lines.index(fresh[0])
+    rows = itertools.takewhile(lambda line: line.startswith("|"), lines[first:])
+    lines[first : first + len(list(rows))] = fresh
+    return "\n".join(lines) + "\n"
 
 
 def measure_all(
@@ -175,14 +208,24 @@ def _short(number: float) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--again", action="store_true", help="measure nothing: draw docs/growth.json again")
+    parser.add_argument(
+        "--renew",
+        nargs="?",
+        type=Path,
+        const=MEASURED / "growth.json",
+        metavar="JSON",
+        help="measure nothing: put these numbers, by default those measured last, in docs",
+    )
     torch.set_num_threads(1)
-    if parser.parse_args().again:
-        table = json.loads((FOLDER / "growth.json").read_text(encoding="utf-8"))
-        draw(table, FOLDER / "growth.svg")
-        print(format_growth(table))
-    else:
+    source = parser.parse_args().renew
+    if source is None:
         print(report())
+        return
+    if not source.is_file():
+        parser.error(f"{source} is not there; measure first: python -m benches.python growth")
+    table = json.loads(source.read_text(encoding="utf-8"))
+    renew(table, DOCS)
+    print(format_growth(table))
 
 
 if __name__ == "__main__":

@@ -25,6 +25,39 @@ def test_the_page_has_the_numbers_of_the_plots():
     assert all(name in text for curves in table.values() for name in curves)
 
 
+def test_measuring_changes_no_page_and_renewing_changes_all_its_numbers(monkeypatch, tmp_path):
+    docs, measured = tmp_path / "docs", tmp_path / "target" / "benches"
+    docs.mkdir()
+    page = (DOCS / "performance.md").read_text(encoding="utf-8")
+    (docs / "performance.md").write_text(page, encoding="utf-8")
+    table = json.loads((DOCS / "growth.json").read_text(encoding="utf-8"))
+    table["tokens"] = {"another way": [{"x": 10, "seconds": 0.1, "bytes": 5e6}, {"x": 1000, "seconds": 10.0, "bytes": 5e6}]}
+    monkeypatch.setattr(growth, "measure_all", lambda: table)
+    monkeypatch.setattr(growth, "DOCS", docs)
+    monkeypatch.setattr(growth, "MEASURED", measured)
+    assert growth.report() == growth.format_growth(table)
+    assert [path.name for path in docs.iterdir()] == ["performance.md"]
+    assert (docs / "performance.md").read_text(encoding="utf-8") == page
+
+    monkeypatch.setattr("sys.argv", ["growth", "--renew", str(measured / "growth.json")])
+    growth.main()
+    renewed = (docs / "performance.md").read_text(encoding="utf-8")
+    fresh = growth.format_growth(table).splitlines()[2:]
+    kept = page.splitlines()
+    first, rows = kept.index(fresh[0]), len(growth.format_growth(json.loads((DOCS / "growth.json").read_text())).splitlines()[2:])
+    assert renewed.splitlines() == [*kept[:first], *fresh, *kept[first + rows :]]
+    assert json.loads((docs / "growth.json").read_text(encoding="utf-8")) == table
+    assert "another way" in (docs / "growth.svg").read_text(encoding="utf-8")
+
+
+def test_a_page_without_the_table_is_an_error_and_stays(tmp_path):
+    (tmp_path / "performance.md").write_text("nothing\n", encoding="utf-8")
+    table = json.loads((DOCS / "growth.json").read_text(encoding="utf-8"))
+    with pytest.raises(ValueError, match="no table that begins with"):
+        growth.renew(table, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["performance.md"]
+
+
 def test_memory_grows_with_the_logits_only_where_they_are_computed(monkeypatch, tmp_path):
     monkeypatch.setattr("ludic.training.loss.token_scores.TILE_ELEMENTS", 1 << 12)
     table = growth.measure_all(tokens=(64, 256), vocabularies=(1024, 4096), samples=(16, 64), ranks=(1, 8), rounds=1)
