@@ -2,17 +2,17 @@
 the paths, and its attention that of sdpa."""
 
 import logging
-from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
 from training_samples import branching_items, cpu_config, tiny_model
+from tree_rows import make_row
 
 from ludic.models.packed_attention import PACKED, get_attention, set_attention
 from ludic.models.prefix_intervals import BLOCK, PrefixIntervals, find_ends
-from ludic.models.prefix_trees import PREFIX_FLEX, PREFIX_TREES, Branches
+from ludic.models.prefix_trees import PREFIX_FLEX, PREFIX_TREES
 from ludic.training.algorithm import forward_logits
 from ludic.training.backend import prefix_sharing
 from ludic.training.batching.mini_batches import MacroBatch
@@ -20,27 +20,6 @@ from ludic.training.batching.tree_batches import TreeMiniBatch
 
 WINDOWS = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}
 SAMPLES = st.lists(st.lists(st.integers(1, 2), min_size=1, max_size=24), min_size=1, max_size=8)
-
-
-def common(left, right):
-    """How many tokens two samples begin with in common."""
-    same = [a == b for a, b in zip(left, right, strict=False)]
-    return same.index(False) if False in same else len(same)
-
-
-def make_row(samples, least=0):
-    """`lengths`, `shared`, the place of each token of each sample, and positions of the row, of
-    which a common prefix shorter than `least` is computed again."""
-    samples = sorted(samples)
-    shared = [0] + [common(*pair) for pair in pairwise(samples)]
-    shared = [count if count >= least else 0 for count in shared]
-    paths, positions = [], []
-    for sample, count in zip(samples, shared, strict=True):
-        path = paths[-1][:count] if count else []
-        path = [*path, *range(len(positions), len(positions) + len(sample) - count)]
-        positions += range(count, len(sample))
-        paths.append(path)
-    return np.array([len(s) for s in samples]), np.array(shared), paths, np.array(positions)
 
 
 def test_the_example_of_the_docstring():
@@ -75,15 +54,6 @@ def assert_blocks(counts, indices, expected, *, more=False):
     for row, (count, order) in enumerate(zip(counts[0, 0].tolist(), indices[0, 0].tolist(), strict=True)):
         listed, wanted = set(order[:count]), set(expected[row].nonzero()[:, 0].tolist())
         assert wanted <= listed if more else wanted == listed
-
-
-@given(samples=SAMPLES, window=st.sampled_from([None, 1, 3]))
-def test_each_query_of_sdpa_sees_a_key_also_in_the_padding(samples, window):
-    lengths, shared, paths, _ = make_row(samples)
-    branches = Branches.of_samples(lengths, shared, np.concatenate(paths), "cpu")
-    for group in branches.groups:
-        mask = group.mask(window)
-        assert mask is None or mask.any(-1).all()
 
 
 def tree_batch(seed):

@@ -147,7 +147,7 @@ def packed_attention(
             part: Tensor = sdpa_attention_forward(module, q, k, v, mask, **options)[0]
             return part
 
-        return prefix_branches.attend(attend, query, key, value, sliding_window), None
+        return prefix_branches.attend(attend, query, key, value, sliding_window, _find_compute_dtype(query)), None
     if sequence_groups is None:
         attended, _ = sdpa_attention_forward(module, query, key, value, attention_mask, sliding_window=sliding_window, **options)
         return attended, None

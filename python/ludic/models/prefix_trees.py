@@ -6,7 +6,9 @@
 Each sample adds a **branch** to the row: the tokens that it does not share with the sample before
 it. A token attends to the tokens before it in its samples, which are those of its branch and those
 that the branch begins with: above, 5 sees 1, 2 and itself. No mask of the whole row is built: the
-queries of a branch meet the keys of its path alone, in groups of branches of similar length.
+queries of consecutive branches, a **span**, meet the keys of the span and of the path before it.
+Short branches are in one span, so that the keys and values of a long prompt are not copied for each
+of them: all spans together have at most 6 U keys, and with padding 8 U and 16 for each tree.
 
 Shapes: U tokens of the row, S tokens of all samples, H heads, D width of a head.
 """
@@ -33,99 +35,123 @@ Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class BranchGroup:
-    """Branches of similar length: G branches, padded to Q queries and K keys on the right.
+class SpanGroup:
+    """Spans of similar size: G spans, padded to Q queries and K keys on the right.
 
     Example: above, [1 2 3 4] has 4 queries and 4 keys; [5] has one query and the keys 1 2 5.
     """
 
     queries: Tensor
-    """[G * Q] the row's token at each place; a branch's last one again as padding."""
+    """[G, Q] the row's token at each place; a span's last one again as padding."""
     keys: Tensor
-    """[G * K] the row's token at each place of the paths, in the same way."""
-    shape: tuple[int, int, int]
-    """(G, Q, K)."""
-    begins: Tensor | None
-    """[G] position of the first query in its path. None: all are 0, and queries and keys are the
-    same, so that causal attention needs no mask."""
+    """[G, K] the row's token at each place; U as padding, which nobody sees."""
+    is_causal: bool
+    """Whether each span begins a tree and has one branch, so that queries and keys are the same."""
 
-    def mask(self, window: int | None) -> Tensor | None:
-        """[G, 1, Q, K] which keys each query sees: those up to its own position, with `window` the
-        last `window` of them. None: causal attention says so.
+    def find_seen(self, ends: Tensor, positions: Tensor, window: int | None) -> Tensor | None:
+        """[G, 1, Q, K] which keys each query sees: those whose path it continues, with `window`
+        only those fewer than `window` positions back. None: causal attention says so. `ends` and
+        `positions` [U + 1] are those of `Branches`.
 
-        One query at position 2 of 3 keys sees [1 1 1], with a window of 2 [0 1 1]."""
-        _, queries, keys = self.shape
-        if self.begins is None and (window is None or keys <= window):
+        Above, the query 5 of the keys 1 2 5 sees [1 1 1], with a window of 2 [0 1 1]."""
+        if self.is_causal and (window is None or self.keys.shape[1] <= window):
             return None
-        begins = self.queries.new_zeros(self.shape[0]) if self.begins is None else self.begins
-        place = torch.arange(max(queries, keys), device=self.queries.device)
-        # A query of the padding may lie behind all keys. It sees the last one: with none, some
-        # kernels return nan, and its gradient reaches the keys.
-        behind = (begins[:, None] + place[:queries]).clamp(max=keys - 1)[:, :, None] - place[:keys]
-        seen = behind >= 0 if window is None else (behind >= 0) & (behind < window)
+        queries, keys = self.queries[:, :, None], self.keys[:, None, :]
+        seen = (keys <= queries) & (queries < ends[keys])
+        if window is not None:
+            seen &= positions[queries] - positions[keys] < window
         return seen[:, None]
 
 
-@dataclass(frozen=True)
 class Branches:
-    """The attention of a row of trees."""
+    """The attention of a row of trees by sdpa."""
 
-    groups: tuple[BranchGroup, ...]
-    scatter: Tensor
-    """[U] the place of each token of the row among the queries of all groups."""
+    def __init__(self, groups: Sequence[SpanGroup], scatter: Tensor, ends: Tensor, positions: Tensor) -> None:
+        """`scatter` [U]: the place of each token of the row among the queries of all groups.
+        `ends` and `positions` [U + 1]: the place behind the last token that sees a token
+        (`find_ends`), and its position in its samples; the last entry is that of padding."""
+        self.groups, self._scatter, self._ends, self._positions = groups, scatter, ends, positions
+        self._masks: dict[tuple[int | None, torch.dtype], list[Tensor | None]] = {}
 
     @classmethod
     def of_samples(cls, lengths: Ints, shared: Ints, places: Ints, device: torch.device | str) -> Branches:
         """`lengths` and `shared` [N]: tokens of each sample, and how many of them it shares with
         the one before it; `places` [S] their places in the row."""
-        ends = lengths.cumsum()
         own = lengths - shared
-        first = own.cumsum() - own
-        groups, scatter, begin = [], np.empty(int(own.sum()), dtype=np.int64), 0
-        for members in _group_branches(lengths, own):
-            queries, keys = int(own[members].max()), int(lengths[members].max())
-            column = np.minimum(np.arange(queries), own[members, None] - 1)
-            asked = first[members, None] + column
-            path = np.minimum(np.arange(keys), lengths[members, None] - 1)
-            seen = places[(ends - lengths)[members, None] + path]
-            is_token = np.arange(queries) < own[members, None]
+        begins, starts, size = own.cumsum() - own, lengths.cumsum() - lengths, int(own.sum())
+        queries, paths = [], []
+        for first, last in _find_spans(lengths, shared):
+            span = np.arange(begins[first], begins[last] + own[last])
+            queries.append(span)
+            paths.append(np.concatenate([places[starts[first] : starts[first] + shared[first]], span]))
+        groups, scatter, begin = [], np.empty(size, dtype=np.int64), 0
+        for members in _group_spans([len(span) for span in queries], [len(path) for path in paths]):
+            asked = _pad([queries[at] for at in members])
+            is_token = np.diff(asked, prepend=-1) > 0
             scatter[asked[is_token]] = begin + np.flatnonzero(is_token)
             begin += asked.size
-            root = not shared[members].any()
-            groups.append(
-                BranchGroup(
-                    torch.from_numpy(asked.reshape(-1)).to(device),
-                    torch.from_numpy(seen.reshape(-1)).to(device),
-                    (len(members), queries, keys),
-                    None if root else torch.from_numpy(shared[members]).to(device),
-                )
-            )
-        return cls(tuple(groups), torch.from_numpy(scatter).to(device))
+            keys = _pad([paths[at] for at in members], size)
+            is_causal = len(queries[members[0]]) == len(paths[members[0]])
+            groups.append(SpanGroup(torch.from_numpy(asked).to(device), torch.from_numpy(keys).to(device), is_causal))
+        ends = np.append(find_ends(lengths, shared), 0)
+        positions = np.append(np.arange(size) - np.repeat(begins - shared, own), 0)
+        return cls(groups, *(torch.from_numpy(array).to(device) for array in (scatter, ends, positions)))
 
-    def attend(self, attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
+    def attend(
+        self, attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, window: int | None, dtype: torch.dtype
+    ) -> Tensor:
         """[1, U, H, D] from `query` [1, H, U, D] and `key`, `value` [1, H_kv, U, D]. `attend` is
-        sdpa of one group, (query, key, value, mask) -> [G, Q, H, D]."""
+        sdpa of one group, (query, key, value, mask) -> [G, Q, H, D]; it computes in `dtype`."""
         rows = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
         parts = []
-        for group in self.groups:
-            count, queries, keys = group.shape
-            picked = [rows[0].index_select(0, group.queries).unflatten(0, (count, queries))]
-            picked += [row.index_select(0, group.keys).unflatten(0, (count, keys)) for row in rows[1:]]
-            parts.append(attend(*(part.transpose(1, 2) for part in picked), group.mask(window)).flatten(0, 1))
-        return torch.cat(parts).index_select(0, self.scatter)[None]
+        for group, mask in zip(self.groups, self.masks(window, dtype), strict=True):
+            indices = (group.queries, *[group.keys.clamp(max=len(self._scatter) - 1)] * 2)
+            picked = [
+                row.index_select(0, index.flatten()).unflatten(0, index.shape).transpose(1, 2)
+                for row, index in zip(rows, indices, strict=True)
+            ]
+            parts.append(attend(*picked, mask).flatten(0, 1))
+        return torch.cat(parts).index_select(0, self._scatter)[None]
+
+    def masks(self, window: int | None, dtype: torch.dtype) -> list[Tensor | None]:
+        """What is added to the scores of each group: 0 or -inf. Made once for all layers."""
+        if (window, dtype) not in self._masks:
+            seen = [group.find_seen(self._ends, self._positions, window) for group in self.groups]
+            self._masks[window, dtype] = [None if each is None else _as_scores(each, dtype) for each in seen]
+        return self._masks[window, dtype]
 
 
-def _group_branches(lengths: Ints, own: Ints) -> list[list[int]]:
-    """Indices of the branches in groups: those that begin a tree, then the others, from the longest
-    paths down. A branch that would be padded by more than 16 tokens and more than a quarter of the
-    group's longest starts a new group; samples that add nothing are in none."""
+def _as_scores(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
+
+
+def _find_spans(lengths: Ints, shared: Ints) -> list[tuple[int, int]]:
+    """(first, last) sample of each span. The first branch of a tree is alone, so that it needs no
+    mask. The others are joined until they have a quarter as many tokens as the path before them,
+    and 64: each key that is copied has so many queries, and few of them see only a small part."""
+    own, tokens = lengths - shared, 0
+    spans: list[tuple[int, int]] = []
+    for at in np.flatnonzero(own).tolist():
+        first = spans[-1][0] if spans else at
+        if shared[at] and shared[first] and tokens < max(64, shared[first] / 4):
+            spans[-1] = (first, at)
+            tokens += own[at]
+        else:
+            spans.append((at, at))
+            tokens = own[at]
+    return spans
+
+
+def _group_spans(queries: Sequence[int], keys: Sequence[int]) -> list[list[int]]:
+    """Indices of the spans in groups: those that begin a tree, then the others, from those with
+    most keys down. A span that would be padded by more than 16 tokens and more than a quarter of
+    the group's longest starts a new group."""
     groups: list[list[int]] = []
-    order = sorted(np.flatnonzero(own).tolist(), key=lambda at: (own[at] < lengths[at], -lengths[at], -own[at]))
-    for at in order:
+    for at in sorted(range(len(keys)), key=lambda at: (queries[at] < keys[at], -keys[at], -queries[at])):
         if groups:
             first = groups[-1][0]
-            alike = (own[at] < lengths[at]) == (own[first] < lengths[first])
-            if alike and _is_near(lengths[at], lengths[first]) and _is_near(own[at], own[first]):
+            alike = (queries[at] < keys[at]) == (queries[first] < keys[first])
+            if alike and _is_near(keys[at], keys[first]) and _is_near(queries[at], queries[first]):
                 groups[-1].append(at)
                 continue
         groups.append([at])
@@ -133,7 +159,16 @@ def _group_branches(lengths: Ints, own: Ints) -> list[list[int]]:
 
 
 def _is_near(length: int, longest: int) -> bool:
-    return abs(int(longest) - int(length)) <= max(16, int(longest) // 4)
+    return abs(longest - length) <= max(16, longest // 4)
+
+
+def _pad(rows: Sequence[Ints], value: int | None = None) -> Ints:
+    """[G, L] the rows, padded with `value`; None: with the last of each."""
+    padded = np.empty((len(rows), max(map(len, rows))), dtype=np.int64)
+    for line, row in zip(padded, rows, strict=True):
+        line[: len(row)] = row
+        line[len(row) :] = row[-1] if value is None else value
+    return padded
 
 
 @dataclass(frozen=True)
