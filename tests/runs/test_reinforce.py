@@ -145,8 +145,12 @@ def test_evaluations_during_training_are_in_the_report(tiny: list[str]) -> None:
 
 
 def test_without_steps_of_reinforcement_nothing_changes_after_the_warm_up(tiny: list[str], tmp_path: Path) -> None:
-    summary = json.loads(train(*tiny, "steps=0", "--json"))
+    summary = json.loads(train(*tiny, "steps=0", "--json", "name=measured"))
     assert summary["before"] == summary["after"]
+    shown = train("--resume", str(tmp_path / "measured"))
+    assert "before" not in shown.split("Held-out problems")[1].split("There was no reinforcement")[0]
+    [row] = [line for line in shown.splitlines() if "held-out reward, sampled" in line]
+    assert row.count("│") == 3
     assert (summary["steps"], summary["clip_fraction"]) == (0, None)
 
 

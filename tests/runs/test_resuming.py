@@ -326,6 +326,35 @@ def test_a_summary_records_the_end_the_model_and_the_versions(finished_run: Path
 def test_the_summary_counts_episodes_that_failed_in_training(tmp_path: Path) -> None:
     """Every fourth answer cannot be graded. Its group is left out, and the summary has the
     number."""
+    shown = ludic("train", *failing_settings(tmp_path), f"output={tmp_path}", "name=run")
+    lines = [line for line in metrics_of(tmp_path / "run") if "train/loss" in line]
+    lost = summary_of(tmp_path / "run")["episodes"]
+    assert lost["failed"] == sum(line["train/num_failed_episodes"] for line in lines) > 0
+    assert lost["dropped_groups"] > 0
+    assert f"{lost['failed']} training episodes failed" in " ".join(shown.split())
+
+
+@pytest.mark.parametrize("keeps_checkpoints", [True, False])
+def test_a_resumed_run_has_each_episode_and_each_failure_once_in_its_logs(tmp_path: Path, *, keeps_checkpoints: bool) -> None:
+    """Killed after step 3, with a checkpoint of step 2 or none: the steps since are repeated."""
+    settings = [*failing_settings(tmp_path), "steps=4", "checkpoint.every_n_steps=2", f"output={tmp_path}"]
+    ludic("train", *settings, "name=whole")
+    assert killed_at("line reinforce 3", "train", *settings, "name=run")
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    if not keeps_checkpoints:
+        shutil.rmtree(run / "checkpoints")
+    ludic("train", "--resume", str(run))
+    for name in ("rollouts.jsonl", "failed_episodes.jsonl", "token_logps.jsonl"):
+        found, expected = ((folder / name).read_text().splitlines() for folder in (run, whole))
+        assert len(found) == len(expected) > 0, name
+    episodes = [json.loads(line)["episode_idx"] for line in (run / "failed_episodes.jsonl").read_text().splitlines()]
+    assert episodes == sorted(set(episodes))
+    sampled = {json.loads(line)["id"] for line in (run / "rollouts.jsonl").read_text().splitlines()}
+    assert {json.loads(line)["id"] for line in (run / "token_logps.jsonl").read_text().splitlines()} <= sampled
+
+
+def failing_settings(tmp_path: Path) -> list[str]:
+    """A run in which a fourth of the answers cannot be graded."""
     problems = tmp_path / "rows.jsonl"
     problems.write_text("".join(json.dumps({"prompt": f"{n * 7919 % 100000}>"}) + "\n" for n in range(30)))
     settings = [
@@ -336,13 +365,7 @@ def test_the_summary_counts_episodes_that_failed_in_training(tmp_path: Path) -> 
         f"data={problems}",
         "reward=byte_rewards:fails_for_some_prompts",
     ]
-    model = [f"model={tiny_folder(tmp_path)}", "task.args.max_new_tokens=4", "task.args.num_heldout=3"]
-    shown = ludic("train", *settings, *model, f"output={tmp_path}", "name=run")
-    lines = [line for line in metrics_of(tmp_path / "run") if "train/loss" in line]
-    lost = summary_of(tmp_path / "run")["episodes"]
-    assert lost["failed"] == sum(line["train/num_failed_episodes"] for line in lines) > 0
-    assert lost["dropped_groups"] > 0
-    assert f"{lost['failed']} training episodes failed" in " ".join(shown.split())
+    return [*settings, f"model={tiny_folder(tmp_path)}", "task.args.max_new_tokens=4", "task.args.num_heldout=3"]
 
 
 def tiny_folder(folder: Path) -> Path:

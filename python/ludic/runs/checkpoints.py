@@ -48,7 +48,8 @@ def rewind_logs(directory: RunDirectory, phase: str, trainer: Trainer, *, note: 
     step = trainer.current_step
     lost = directory.cut_metrics(phase, step, evaluated=trainer.evaluations.evaluated_step == step)
     if step == 0:
-        directory.rollouts.unlink(missing_ok=True)
+        for log in (directory.rollouts, directory.token_logps, directory.failed_episodes):
+            log.unlink(missing_ok=True)
     if lost:
         since = f"the checkpoint of step {step}" if step else "the start of the phase, because there is no checkpoint"
         note(f"{lost} steps of {phase} are repeated, from {since}")

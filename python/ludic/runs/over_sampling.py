@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from ludic.files.jsonl import measure_log, truncate_log
 from ludic.recipes.over_sampling import build_group_filter, choose_lag
 from ludic.recipes.schema import Recipe
+from ludic.runs.batch_logs import BatchLogs, remove_sizes
+from ludic.runs.directory import RunDirectory
 from ludic.runs.rollouts import TrainingRequests
-from ludic.training.batching.source import BatchSourceBase
+from ludic.training.batching.source import BATCH_NUMBER, BatchSourceBase
 from ludic.training.rollouts.engine import RolloutEngine
 from ludic.training.rollouts.ledger_state import check_number
 from ludic.training.rollouts.log import append_rollouts
@@ -60,9 +60,9 @@ class RequestsByProblem:
 
 class OverSampledRollouts(BatchSourceBase):
     """A `RollingBatchSource` with the settings of a recipe, which writes the rollouts of every
-    `rollout.log_every`-th batch to `log`.
+    `rollout.log_every`-th batch to the log in the run's folder. A batch's meta has its number.
 
-    Batches that are trained again after a resume replace their lines in the log."""
+    Batches that are trained again after a resume replace their lines in the logs."""
 
     shards_across_ranks = False
 
@@ -74,10 +74,11 @@ class OverSampledRollouts(BatchSourceBase):
         credit: CreditAssigner,
         *,
         max_steps: int,
-        log: Path,
+        directory: RunDirectory,
     ) -> None:
         section = recipe.rollout
-        self._requests, self._log, self._every = requests, log, section.log_every
+        self._requests, self._log, self._every = requests, directory.rollouts, section.log_every
+        self._logs = BatchLogs(directory)
         self._rolling = RollingBatchSource(
             engine=engine,
             requests=RequestsByProblem(requests, section.prompts),
@@ -98,20 +99,22 @@ class OverSampledRollouts(BatchSourceBase):
         self.max_lag, self.overlaps = self._rolling.max_lag, self._rolling.overlaps
 
     async def next_batch(self) -> SAWBatch:
-        self._requests.begin_batch(self._rolling.num_batches)
-        return await self._rolling.next_batch()
+        number = self._rolling.num_batches
+        self._requests.begin_batch(number)
+        batch = await self._rolling.next_batch()
+        batch.meta[BATCH_NUMBER] = number
+        return batch
 
     def limit(self, num_batches: int) -> None:
         """Say how many more batches the run needs."""
         self._rolling.limit(num_batches)
 
     def state_dict(self) -> dict[str, Any]:
-        return {**self._rolling.state_dict(), "logged_bytes": measure_log(self._log)}
+        return {**self._rolling.state_dict(), **self._logs.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        check_number("logged_bytes", state.get("logged_bytes"))
-        self._rolling.load_state_dict({key: value for key, value in state.items() if key != "logged_bytes"})
-        truncate_log(self._log, state["logged_bytes"])
+        self._rolling.load_state_dict(remove_sizes(state))
+        self._logs.load_state_dict(state)
 
     async def aclose(self) -> None:
         await self._rolling.aclose()

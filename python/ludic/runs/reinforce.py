@@ -194,7 +194,7 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
             self._adapt()
             if self.recipe.steps:
                 await self._reinforce()
-            self.progress.after = await self._evaluate()
+            self.progress.after = await self._evaluate() if self.recipe.steps else self.progress.before
             self._finish_phase(DONE)
 
     async def _warm_up(self) -> None:
@@ -296,10 +296,10 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
         if uses_pool(self.recipe):
             self.screen.note(describe_over_sampling(self.recipe))
             engine, credit = self._make_engine(trained=True, sampler=sampler), self.parts.algorithm.credit_assigner
-            turns, log = self.parts.task.max_turns, self.directory.rollouts
-            return OverSampledRollouts(self.recipe, engine, requests, credit, max_steps=turns, log=log)
+            turns = self.parts.task.max_turns
+            return OverSampledRollouts(self.recipe, engine, requests, credit, max_steps=turns, directory=self.directory)
         plain, logged = (self._make_rollout_source(requests, log, sampler) for log in (None, self.directory.rollouts))
-        source = OccasionallyLogged(plain, logged, requests, every=self.recipe.rollout.log_every, log=self.directory.rollouts)
+        source = OccasionallyLogged(plain, logged, requests, every=self.recipe.rollout.log_every, directory=self.directory)
         return OverlappedSource(source, max_lag=self.recipe.inference.batches_ahead)
 
     def _make_rollout_source(self, requests: TrainingRequests, log: Path | None, sampler: Sampler) -> RolloutBatchSource:

@@ -13,16 +13,17 @@ from ludic.context import GivenDialog
 from ludic.data.passes import Passes, shuffle_range
 from ludic.envs.single_agent_env import SingleAgentEnv
 from ludic.errors import ConfigError
-from ludic.files.jsonl import measure_log, truncate_log
 from ludic.inference import ChatClient, InferenceSpec, ReturnSpec, SamplingParams
 from ludic.inference.sampling import check_sampling
 from ludic.interaction import SingleAgentProtocol
 from ludic.recipes.actors import uses_queue
 from ludic.recipes.over_sampling import uses_pool
 from ludic.recipes.schema import Recipe, RolloutSection
+from ludic.runs.batch_logs import BatchLogs
+from ludic.runs.directory import RunDirectory
 from ludic.tasks import Episode, EpisodicTask, Task, as_episodic
 from ludic.tasks.base import ProblemList
-from ludic.training.batching.source import BatchSourceBase
+from ludic.training.batching.source import BATCH_NUMBER, BatchSourceBase
 from ludic.training.batching.synced_batching import RolloutBatchSource
 from ludic.training.info_seed import InfoSeed, SeedPrompts, seed_tagged
 from ludic.training.rollouts.engine import RolloutEngine
@@ -128,34 +129,42 @@ def _make_sampling(section: RolloutSection, task: EpisodicTask, temperature: flo
 
 class OccasionallyLogged(BatchSourceBase):
     """Two sources over the same requests: every `every`-th batch comes from `logged`, which writes
-    its rollouts to `log`; 0 means never.
+    its rollouts to a log; 0 means never. A batch's meta has its number.
 
-    Its state is that of the requests, the number of episodes of each engine and the size of the
-    log. Batches that are played again after a resume replace their lines in the log.
+    Its state is that of the requests, the number of episodes of each engine and the sizes of the
+    logs. Batches that are played again after a resume replace their lines in these.
     """
 
     shards_across_ranks = False
 
     def __init__(
-        self, plain: RolloutBatchSource, logged: RolloutBatchSource, requests: TrainingRequests, *, every: int, log: Path
+        self,
+        plain: RolloutBatchSource,
+        logged: RolloutBatchSource,
+        requests: TrainingRequests,
+        *,
+        every: int,
+        directory: RunDirectory,
     ) -> None:
-        self._plain, self._logged, self._requests, self._every, self._log = plain, logged, requests, every, log
+        self._plain, self._logged, self._requests, self._every = plain, logged, requests, every
+        self._logs = BatchLogs(directory)
 
     async def next_batch(self) -> SAWBatch:
-        due = self._every > 0 and self._requests.batches % self._every == 0
-        return await (self._logged if due else self._plain).next_batch()
+        number = self._requests.batches
+        due = self._every > 0 and number % self._every == 0
+        batch = await (self._logged if due else self._plain).next_batch()
+        batch.meta[BATCH_NUMBER] = number
+        return batch
 
     def state_dict(self) -> dict[str, Any]:
         engines = {name: engine.state_dict() for name, engine in self._engines().items()}
-        logged_bytes = measure_log(self._log)
-        return {**self._requests.state_dict(), "engines": engines, "logged_bytes": logged_bytes}
+        return {**self._requests.state_dict(), "engines": engines, **self._logs.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._requests.load_state_dict(state)
         for name, engine in self._engines().items() if "engines" in state else ():
             engine.load_state_dict(state["engines"][name])
-        if "logged_bytes" in state:
-            truncate_log(self._log, state["logged_bytes"])
+        self._logs.load_state_dict(state)
 
     def _engines(self) -> dict[str, RolloutEngine]:
         return {"plain": self._plain.engine, "logged": self._logged.engine}

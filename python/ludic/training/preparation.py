@@ -76,7 +76,7 @@ def select_comparable(algo: RLAlgorithm, items: Sequence[SAWItem]) -> list[SAWIt
     return [item for item in items if algo.rescores is None or not algo.rescores(item)]
 
 
-async def prepare(run: PreparedRun, macro: MacroBatch) -> Prepared:
+async def prepare(run: PreparedRun, macro: MacroBatch, batch_number: int | None = None) -> Prepared:
     """Replace the log-probabilities of samples that were drawn with another prompt, score the
     samples with the reference if something reads it and not all of them bring its
     log-probabilities, then weigh them, then add the log-probabilities that the step begins with if
@@ -105,7 +105,7 @@ async def prepare(run: PreparedRun, macro: MacroBatch) -> Prepared:
         macro = replace(macro, sample_columns={**macro.sample_columns, **facts})
         stats |= _measure_seeds(run, macro)
     macro = await _add_proximal(run, macro)
-    await _log_tokens(run, macro)
+    await _log_tokens(run, macro, run.current_step if batch_number is None else batch_number)
     return Prepared(macro, stats, groups)
 
 
@@ -230,9 +230,9 @@ async def _add_proximal(run: PreparedRun, macro: MacroBatch) -> MacroBatch:
     return await add_token_column(macro, "proximal_logps", run.cfg, _own_forward(run), skip_zero_weight=skips, trees=trees)
 
 
-async def _log_tokens(run: PreparedRun, macro: MacroBatch) -> None:
-    """Log the log-probabilities with which the step begins, on rank 0."""
-    if run.token_log is None or not run.token_log.is_due(run.current_step):
+async def _log_tokens(run: PreparedRun, macro: MacroBatch, number: int) -> None:
+    """Log the log-probabilities with which the step of batch `number` begins, on rank 0."""
+    if run.token_log is None or not run.token_log.is_due(number):
         return
     rows, trees = np.arange(len(macro.items)), computes_trees(run.backend)
     logps = await score_rows(macro, rows, run.cfg, _own_forward(run), trees=trees)

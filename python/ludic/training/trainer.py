@@ -27,7 +27,7 @@ from ludic.training.backend.protocol import TrainingBackend
 from ludic.training.backend.torch import TorchBackend, build_optimizer, shares_prefixes
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
 from ludic.training.batching.packing import Rows
-from ludic.training.batching.source import PENDING_PATIENCE_S, BatchSourceBase, as_batch_source
+from ludic.training.batching.source import BATCH_NUMBER, PENDING_PATIENCE_S, BatchSourceBase, as_batch_source
 from ludic.training.batching.tree_batches import TreeMiniBatch
 from ludic.training.callbacks.protocol import Callback
 from ludic.training.checkpoint import CheckpointConfig, CheckpointManager
@@ -246,7 +246,7 @@ class Trainer:
         batch, macro = await self._fetcher.fetch(self._step, timer)
         await self._check_sampler(macro)
         with timer.phase("forward_backward"):
-            prepared = await prepare(self, macro)
+            prepared = await prepare(self, macro, batch.meta[BATCH_NUMBER])
         macro = prepared.macro
         record = StepRecord(batch, macro, timer, prepared.stats)
         for epoch in range(self.cfg.epochs_per_batch):

@@ -4,6 +4,7 @@ import base64
 import hashlib
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from importlib.resources import files
 
@@ -226,8 +227,9 @@ def test_failed_episodes_are_rows_with_their_error_and_what_was_answered(tmp_pat
     """The line of an episode that was played again after a resume and failed again counts once."""
     run = make_run(tmp_path / "run")
     log_rollouts(run, [make_rollout(0)])
-    failed = EpisodeFailure(3, "task", None, "KeyError: 'boom'", 2, {"problem_id": "p3"}, "2+2=", "5")
-    append_failures(run / "failed_episodes.jsonl", [failed, failed])
+    first, again = ({"problem_id": "p3", "group_id": drawn} for drawn in ("a1", "b2"))
+    failed = EpisodeFailure(3, "task", None, "KeyError: 'boom'", 2, first, "2+2=", "5")
+    append_failures(run / "failed_episodes.jsonl", [failed, replace(failed, meta=again)])
     append_failures(run / "failed_episodes.jsonl", [EpisodeFailure(4, "task", None, "TimeoutError", 2, {})])
     data = read_data(run)
     turn = ["2+2=", "5", None, 0.0, None, "", [], [], []]
@@ -236,6 +238,20 @@ def test_failed_episodes_are_rows_with_their_error_and_what_was_answered(tmp_pat
         [0, None, "", None, None, "", [], "TimeoutError"],
     ]
     assert data["runs"][0]["logged"] == 3
+
+
+def test_of_failed_episodes_the_last_that_fit_are_rows(tmp_path, monkeypatch):
+    """Each line has the same length but for its number; two of them fit, or what the limit is."""
+    run = make_run(tmp_path / "run")
+    log = run / "failed_episodes.jsonl"
+    append_failures(log, [EpisodeFailure(number, "task", None, f"error {number}", 2, {}) for number in range(6)])
+    size = log.stat().st_size // 6
+    for bytes_, limit, shown in [(2 * size, 100, [4, 5]), (100 * size, 3, [3, 4, 5]), (size - 1, 100, [])]:
+        monkeypatch.setattr("ludic.runs.view.episodes.MAX_BYTES", bytes_)
+        table = EpisodeTable(limit)
+        table.add_failed(0, log)
+        assert [row[-1] for row in table.rows] == [f"error {number}" for number in shown]
+        assert table.counts == {0: 6}
 
 
 def test_of_a_long_log_whole_blocks_are_kept_and_the_number_of_all_is_known(tmp_path):

@@ -7,9 +7,19 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
-from training_samples import ListSource, assert_same_tensors, cpu_config, dialogues, sorting_items, tiny_model, weights_of
+from training_samples import (
+    DrawingSource,
+    ListSource,
+    assert_same_tensors,
+    cpu_config,
+    dialogues,
+    sorting_items,
+    tiny_model,
+    weights_of,
+)
 
-from ludic.training import Trainer, make_cispo
+from ludic.training import CheckpointConfig, Trainer, make_cispo
+from ludic.training.batching.source import BATCH_NUMBER
 from ludic.training.loop.token_log import DIGITS, TokenLog
 
 
@@ -88,3 +98,57 @@ def test_every_so_manieth_batch_is_logged_and_training_is_the_same(tmp_path, eve
     assert_same_tensors(weights_of(logged.model), weights_of(plain.model))
     found = read(tmp_path / "log") if every else []
     assert len(found) == lines * len(items)
+
+
+@given(empty=st.sets(st.integers(0, 7), max_size=5), every=st.integers(1, 3))
+@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_batches_are_counted_as_their_source_counts_them(tmp_path, empty, every):
+    """A batch without samples is no step, and is counted: what is logged are batches 0, every, 2 *
+    every, ... of the source."""
+
+    class Counted(ListSource):
+        async def next_batch(self):
+            number = self.position
+            batch = await super().next_batch()
+            batch.items = (
+                [] if number in empty else [replace(i, meta={**i.meta, "rollout_id": f"b{number}"}) for i in batch.items]
+            )
+            batch.meta[BATCH_NUMBER] = number
+            return batch
+
+    path = tmp_path / "logps.jsonl"
+    path.unlink(missing_ok=True)
+    trainer = Trainer(
+        model=tiny_model(),
+        algo=make_cispo(group_size=4),
+        batch_source=Counted(sorting_items(4)),
+        cfg=cpu_config(),
+        token_log=TokenLog(path, every),
+    )
+    trainer.train_sync(8 - len(empty))
+    logged = {line["id"] for line in read(path)} if path.exists() else set()
+    assert logged == {f"b{number}" for number in range(0, 8, every) if number not in empty}
+
+
+def test_a_resumed_run_logs_each_batch_once(tmp_path):
+    """A checkpoint of step 2, and a run that is killed after step 3: step 3 is repeated."""
+    log, places = tmp_path / "logps.jsonl", CheckpointConfig(tmp_path / "checkpoints", every_n_steps=2)
+
+    def make(**options):
+        return Trainer(
+            model=tiny_model(),
+            algo=make_cispo(group_size=4),
+            batch_source=DrawingSource(4),
+            cfg=cpu_config(),
+            checkpoint_config=places,
+            token_log=TokenLog(log, 1),
+            **options,
+        )
+
+    make().train_sync(3)
+    killed = read(log)
+    again = make(resume_from=2)
+    assert read(log) == killed[:8]  # 2 steps of 4 samples
+    again.train_sync(2)
+    assert len(read(log)) == 16
+    assert read(log)[:12] == killed

@@ -46,7 +46,8 @@ def groups(draw):
         Rollout(f"{i}-{draw(TEXT)}", [draw(steps(j)) for j in range(draw(st.integers(0, 2)))], draw(META))
         for i in range(draw(st.integers(0, 3)))
     ]
-    failures = [EpisodeFailure(1, draw(TEXT), draw(st.none() | st.integers(0, 9)), draw(TEXT), 2, draw(META))]
+    played = draw(st.sampled_from([(), ("2+2=", ""), (draw(TEXT), draw(TEXT))]))
+    failures = [EpisodeFailure(1, draw(TEXT), draw(st.none() | st.integers(0, 9)), draw(TEXT), 2, draw(META), *played)]
     counts = RolloutCounts(*draw(st.lists(st.integers(0, 9), min_size=5, max_size=5)))
     played = PlayedRollouts(rollouts, counts, draw(st.sampled_from([[], failures])), num_requested=draw(st.integers(0, 9)))
     return Group(

@@ -1,6 +1,8 @@
 """Bytes that the first version of each form wrote are read by this one: queue files and checkpoints
 outlive the ludic that wrote them."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from ludic.training.batching.batch_codec import decode_batches, encode_batches
@@ -43,6 +45,7 @@ ROLLOUTS = [
     Rollout("r1", STEPS[1:], {"request_meta": {"group_id": "g1"}}),
 ]
 FAILURE = EpisodeFailure(1, "sort", None, "timeout", 2, {})
+ANSWERED = replace(FAILURE, seen="2+2=", answer="6")
 ITEMS = [
     SAWItem(
         [5, 6, 7],
@@ -63,9 +66,11 @@ def test_a_group_of_a_queue():
     assert list(group.played) == ROLLOUTS
     assert (group.played.counts, group.played.failures) == (RolloutCounts(2, 1, 0, 0, 0), [FAILURE])
     assert group.played.num_requested == 3
-    assert encode_group(group) == GROUP
-    played = PlayedRollouts(ROLLOUTS, RolloutCounts(2, 1, 0, 0, 0), [FAILURE], num_requested=3)
-    assert encode_group(Group("run", 7, 3, 1, "actor0", 1.5, 2.5, played)) == GROUP
+    played = PlayedRollouts(ROLLOUTS, RolloutCounts(2, 1, 0, 0, 0), [ANSWERED], num_requested=3)
+    newer = Group("run", 7, 3, 1, "actor0", 1.5, 2.5, played)
+    # behind the checksum, only the failure differs: 8 fields and not 6, and its two texts
+    assert encode_group(newer)[22:] == GROUP[22:-18] + b"\x98" + GROUP[-17:] + b"\xa42+2=\xa16"
+    assert decode_group(encode_group(newer)).played.failures == [ANSWERED]
 
 
 def test_samples_of_a_queue():

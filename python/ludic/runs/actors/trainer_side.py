@@ -19,18 +19,18 @@ from torch import Tensor
 
 from ludic.errors import StopRequested
 from ludic.event_loop import await_if_needed
-from ludic.files.jsonl import measure_log, truncate_log
 from ludic.inference.publishing import PolicyPublisher, Publisher, Version, WeightSource, as_publisher
 from ludic.recipes.actors import count_prompts_per_entry
 from ludic.recipes.schema import Recipe
 from ludic.runs.actors.policy_versions import PolicyVersions, list_versions
 from ludic.runs.actors.queue import make_run_id, open_queue
 from ludic.runs.actors.supervision import ActorProcesses
+from ludic.runs.batch_logs import BatchLogs
 from ludic.runs.checkpoints import read_kept_metadata
 from ludic.runs.directory import RunDirectory
 from ludic.runs.sampler import Sampler
 from ludic.runs.stop_request import StopRequest
-from ludic.training.batching.source import BatchSourceBase
+from ludic.training.batching.source import BATCH_NUMBER, BatchSourceBase
 from ludic.training.queue.entries import Group
 from ludic.training.queue.source import QueueBatchSource
 from ludic.training.queue.to_batch import BatchFromGroups
@@ -42,12 +42,11 @@ T = TypeVar("T")
 
 STOP_CHECK_S = 0.2
 """How often a wait for actors looks whether the run was asked to stop."""
-LOGGED_BYTES = "logged_bytes"
 
 
 class OccasionallyLoggedGroups:
     """Makes batches of entries, and writes the rollouts of every `every`-th batch to `log`; 0 means
-    never. `failures` gets the failed episodes of all batches."""
+    never. `failures` gets the failed episodes of all batches. A batch's meta has its number."""
 
     def __init__(
         self, credit_assigner: CreditAssigner, *, rollouts_per_entry: int, log: Path, every: int, failures: Path
@@ -61,17 +60,20 @@ class OccasionallyLoggedGroups:
         """Batches that were made."""
 
     async def __call__(self, entries: Sequence[Group]) -> SAWBatch:
-        due = self._every > 0 and self.batches % self._every == 0
+        number = self.batches
+        due = self._every > 0 and number % self._every == 0
         self.batches += 1
         append_failures(self._failures, [failure for group in entries for failure in group.played.failures])
-        return await (self._logged if due else self._plain)(entries)
+        batch = await (self._logged if due else self._plain)(entries)
+        batch.meta[BATCH_NUMBER] = number
+        return batch
 
 
 class ActorBatches(BatchSourceBase):
     """The batches of a run with actors.
 
-    Its state is that of the queue's source and the size of the log of rollouts: batches that are
-    made again after a resume replace their lines. A wait for actors ends when the run is asked to
+    Its state is that of the queue's source and the sizes of the logs: batches that are made again
+    after a resume replace their lines. A wait for actors ends when the run is asked to
     stop, and when none is left.
     """
 
@@ -88,11 +90,12 @@ class ActorBatches(BatchSourceBase):
     ) -> None:
         per_entry, rollout = count_prompts_per_entry(recipe), recipe.rollout
         run_id = make_run_id(directory.path)
-        self._log, self._checkpoints, self._stop, self._actors = directory.rollouts, checkpoints, stop, actors
+        self._checkpoints, self._stop, self._actors = checkpoints, stop, actors
+        self._logs = BatchLogs(directory)
         self._to_batch = OccasionallyLoggedGroups(
             credit_assigner,
             rollouts_per_entry=per_entry * rollout.group_size,
-            log=self._log,
+            log=directory.rollouts,
             every=rollout.log_every,
             failures=directory.failed_episodes,
         )
@@ -110,8 +113,8 @@ class ActorBatches(BatchSourceBase):
             patience_s=recipe.queue.patience_s,
         )
         self.max_lag, self.overlaps = self._source.max_lag, self._source.overlaps
-        self._logged_bytes = measure_log(self._log)
-        """Size of the log with the lines of all batches that were returned. A wait that ends may
+        self._logged = self._logs.state_dict()
+        """Sizes of the logs with the lines of all batches that were returned. A wait that ends may
         leave a thread that writes the lines of another one."""
         self._versions: PolicyVersions | None = None
         self._kept: list[tuple[int, int]] = []
@@ -140,7 +143,7 @@ class ActorBatches(BatchSourceBase):
 
     async def next_batch(self) -> SAWBatch:
         batch = await self._wait_for(self._source.next_batch())
-        self._logged_bytes = measure_log(self._log)
+        self._logged = self._logs.state_dict()
         if self._actors is not None:
             batch.meta.update(self._actors.measure())
         return batch
@@ -189,13 +192,13 @@ class ActorBatches(BatchSourceBase):
         self._source.limit(num_batches)
 
     def state_dict(self) -> dict[str, Any]:
-        return {**self._source.state_dict(), LOGGED_BYTES: self._logged_bytes}
+        return {**self._source.state_dict(), **self._logged}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._source.load_state_dict(state)
         self._to_batch.batches = int(state["batch"])
-        self._logged_bytes = state[LOGGED_BYTES]
-        truncate_log(self._log, self._logged_bytes)
+        self._logs.load_state_dict(state)
+        self._logged = self._logs.state_dict()
 
     async def close_queue(self) -> None:
         """The run is done: actors end."""

@@ -132,6 +132,11 @@ class Outcome:
     measured: Sequence[tuple[int, Mapping[str, float]]]
     """(step, rates) of each evaluation during the training."""
 
+    @property
+    def is_untrained(self) -> bool:
+        """No step of reinforcement was asked for, so that there is one measurement."""
+        return self.closing_facts.requested_steps == 0
+
 
 def build_outcome(
     progress: Progress, directory: RunDirectory, task: EpisodicTask, recipe: Recipe, *, config_hash: str
@@ -249,7 +254,7 @@ def show_report(console: Console, outcome: Outcome, directory: RunDirectory) -> 
     if outcome.no_accuracy is not None:
         console.print(outcome.no_accuracy, highlight=False, markup=False)
     if outcome.before is not None and outcome.after is not None:
-        console.print(_make_answers_table(outcome, outcome.before.answers, outcome.after.answers))
+        console.print(_make_answers_table(outcome, {"before": outcome.before, "after": outcome.after}))
     if outcome.measured:
         console.print(_make_evaluations_table(outcome))
     for line in draw_text_curve(outcome.rewards):
@@ -277,12 +282,12 @@ def _make_rates_table(outcome: Outcome, before: Evaluation, after: Evaluation | 
     counted = f": {counts['problems']}, {counts['answers']} sampled answers" if counts.get("problems") else ""
     table = Table(title=f"Held-out problems{counted}; 95 % intervals", title_justify="left")
     table.add_column("", no_wrap=True)
-    for column in ("before reinforcement", "after"):
+    for column in ("measured",) if outcome.is_untrained else ("before reinforcement", "after"):
         table.add_column(column, justify="right")
     later = after.rates() if after else {}
     for name in before.rates():
         cells = [_format_rate(before, name), _format_rate(after, name) if after and name in later else "not measured"]
-        table.add_row(label_rate(outcome.task, name), *cells)
+        table.add_row(label_rate(outcome.task, name), *(cells[:1] if outcome.is_untrained else cells))
     return table
 
 
@@ -313,22 +318,24 @@ def _make_evaluations_table(outcome: Outcome) -> Any:
     return table
 
 
-def _make_answers_table(outcome: Outcome, before: Sequence[Answer], after: Sequence[Answer]) -> Any:
-    """Sampled answers before and after: with marks and the right answer if there is an accuracy,
-    else with rewards and a reference."""
+def _make_answers_table(outcome: Outcome, measured: Mapping[str, Evaluation]) -> Any:
+    """Sampled answers of each measurement, of the last alone if nothing was trained in between:
+    with marks and the right answer if there is an accuracy, else with rewards and a reference."""
     from rich.table import Table
     from rich.text import Text
 
-    has_reference = any(answer.expected for answer in before)
+    if outcome.is_untrained:
+        measured = {"answer": list(measured.values())[-1]}
+    answers = [evaluation.answers for evaluation in measured.values()]
+    has_reference = any(answer.expected for answer in answers[0])
     expected = "right answer" if outcome.no_accuracy is None else "reference in the data"
     marks = "" if outcome.no_accuracy is None else ", with its reward"
     table = Table(title="Sampled answers", title_justify="left")
-    for column in ("question", *([expected] if has_reference else []), f"before{marks}", f"after{marks}"):
+    for column in ("question", *([expected] if has_reference else []), *(f"{when}{marks}" for when in measured)):
         table.add_column(column)
-    for old, new in zip(before, after, strict=True):
-        cells = [Text(*_format_answer(answer)) for answer in (old, new)]
-        reference = [Text(_shorten(old.expected))] if has_reference else []
-        table.add_row(Text(_shorten(old.question)), *reference, *cells)
+    for same in zip(*answers, strict=True):
+        reference = [Text(_shorten(same[0].expected))] if has_reference else []
+        table.add_row(Text(_shorten(same[0].question)), *reference, *(Text(*_format_answer(answer)) for answer in same))
     return table
 
 

@@ -4,6 +4,8 @@ nat."""
 
 from __future__ import annotations
 
+import itertools
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -60,17 +62,16 @@ class EpisodeTable:
             self.rows.append(self._make_row(number, record, groups, known, decode, own))
 
     def add_failed(self, number: int, log: Path) -> None:
-        """Add the failed episodes of run `number`: those that a resumed run failed to play again
-        once."""
+        """Add the failed episodes of run `number`: the last ones, up to `limit` and `MAX_BYTES`.
+        Those that a resumed run of an older version failed to play again are added once."""
         if not log.is_file():
             return
-        lines = dict.fromkeys(log.read_bytes().splitlines())
+        lines = _read_failures(log)
         self.counts[number] = self.counts.get(number, 0) + len(lines)
-        for place, line in enumerate(list(lines)[-self.limit :]):
-            try:
-                self.rows.append(_make_failed_row(number, parse_object(line, f"{log}:{place + 1}")))
-            except DataError:
-                continue
+        sizes = itertools.accumulate(length for _, length in reversed(lines))
+        fitting = sum(size <= MAX_BYTES for size in sizes)
+        shown = lines[max(0, len(lines) - min(fitting, self.limit)) :]
+        self.rows += [_make_failed_row(number, record) for record, _ in shown]
 
     def _make_row(
         self,
@@ -158,6 +159,21 @@ def _read_token_log(path: Path) -> TrainerLogps:
         if isinstance(logps, list) and isinstance(step, int):
             found[str(record.get("id")), step] = [None] * int(skipped == 1) + logps
     return found
+
+
+def _read_failures(log: Path) -> list[tuple[dict[str, Any], int]]:
+    """(record, bytes) of the lines that `append_failures` wrote, without repetitions. An episode
+    that is played again differs in its `group_id`, which is drawn."""
+    found: dict[str, tuple[dict[str, Any], int]] = {}
+    with log.open("rb") as file:
+        for place, line in enumerate(file):
+            try:
+                record = parse_object(line, f"{log}:{place + 1}")
+            except DataError:
+                continue
+            meta = {key: value for key, value in _read_object(record, "meta").items() if key != "group_id"}
+            found.setdefault(json.dumps({**record, "meta": meta}, sort_keys=True), (record, len(line)))
+    return list(found.values())
 
 
 def _make_failed_row(number: int, record: Mapping[str, Any]) -> list[Any]:

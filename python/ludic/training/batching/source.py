@@ -17,6 +17,9 @@ PENDING_PATIENCE_S = 600.0
 """How long a checkpoint waits for batches that are being generated."""
 STOP_PATIENCE_S = 20.0
 """How long the last checkpoint of a run does."""
+BATCH_NUMBER = "batch_number"
+"""Key in a batch's meta: how many batches its source had returned before, also such as had nothing
+to train on."""
 
 
 class BatchSourceBase:

@@ -13,7 +13,7 @@ from ludic.training import ranks, watchdog
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.batching.mini_batches import MacroBatch
 from ludic.training.batching.rank_plans import SAME_BATCH, RankShare, all_have_samples
-from ludic.training.batching.source import BatchSourceBase
+from ludic.training.batching.source import BATCH_NUMBER, BatchSourceBase
 from ludic.training.config import TrainerConfig
 from ludic.training.loop.signal_watch import SignalWatch
 from ludic.training.loop.timings import PhaseTimer
@@ -38,7 +38,8 @@ class BatchFetcher:
     """Gets batches from the source, drops stale samples, and preprocesses and truncates the rest.
 
     After an empty batch it fetches the next, up to `max_empty_batches` in all. `ingest` makes a
-    macro-batch of samples. If the run publishes weights, the meta of the batch gets `policy_lag`.
+    macro-batch of samples. The meta of the batch gets its number, that of the step if the source
+    does not number its batches, and, if the run publishes weights, `policy_lag`.
     """
 
     def __init__(self, run: FetchingRun, ingest: Callable[[Sequence[SAWItem]], MacroBatch]) -> None:
@@ -61,6 +62,7 @@ class BatchFetcher:
                 self._signal.count_batch(macro.items)
                 batch.items = macro.items
                 batch.meta["effective_rollouts"] = distinct_rollouts(macro.items)
+                batch.meta[BATCH_NUMBER] = source_batch.meta.get(BATCH_NUMBER, step)
                 batch.meta.update(self._measure_lag(macro.items, step))
                 return batch, macro
             too_long = self._describe_long_prompts(source_batch.items)

@@ -14,9 +14,10 @@ from ludic.training.loop.callbacks import Callbacks
 from ludic.training.loop.control import Control
 from ludic.training.loop.evaluations import Evaluations
 from ludic.training.loop.schedule import RunSchedule
+from ludic.training.loop.token_log import TokenLog
 from ludic.training.rng import reseed_for_rank, rng_state, set_rng_state
 
-SOURCE = "batch_source"
+SOURCE, TOKEN_LOG = "batch_source", "token_log"
 OF_EACH_RANK, RANKS = ("rng_state", SOURCE), "ranks"
 """Entries that differ between ranks, and the key under which a checkpoint has those of each. A
 source that all ranks share has one state, which is not among them."""
@@ -29,6 +30,7 @@ class ResumableRun(Protocol):
     evaluations: Evaluations
     control: Control
     callbacks: Callbacks
+    token_log: TokenLog | None
 
     @property
     def current_step(self) -> int: ...
@@ -36,8 +38,8 @@ class ResumableRun(Protocol):
 
 def run_state(run: ResumableRun, source: BatchSourceBase) -> dict[str, Any]:
     """Schedule, early stopping, last evaluation and its step, random generators, and the states of
-    controllers, callbacks and the batch source if there are any. With several ranks, all call this;
-    `ranks` has generators and source of each."""
+    controllers, callbacks, the log of tokens and the batch source if there are any. With several
+    ranks, all call this; `ranks` has generators and source of each."""
     state: dict[str, Any] = {
         "scheduler_state_dict": run.schedule.state_dict(run.current_step),
         **run.evaluations.state_dict(),
@@ -46,6 +48,8 @@ def run_state(run: ResumableRun, source: BatchSourceBase) -> dict[str, Any]:
     }
     if run.control.controllers:
         state["controllers"] = run.control.state_dict()
+    if run.token_log is not None:
+        state[TOKEN_LOG] = run.token_log.state_dict()
     source_state = source.state_dict()
     if source_state is not None:
         state[SOURCE] = source_state
@@ -63,6 +67,8 @@ def restore_run(run: ResumableRun, source: BatchSourceBase, metadata: Mapping[st
     run.evaluations.load_state_dict(metadata)
     run.control.load_state_dict(metadata.get("controllers", {}))
     run.callbacks.load_state(metadata)
+    if run.token_log is not None and TOKEN_LOG in metadata and ranks.rank() == 0:
+        run.token_log.load_state_dict(metadata[TOKEN_LOG])
     own = _state_of_this_rank(metadata, shared=_is_shared(source))
     if SOURCE in own:
         source.load_state_dict(own[SOURCE])

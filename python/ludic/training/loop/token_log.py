@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ludic.files.jsonl import append_jsonl
+from ludic.files.jsonl import append_jsonl, measure_log, truncate_log
 from ludic.training.batching.mini_batches import MacroBatch
 
 DIGITS = 4
@@ -27,9 +27,19 @@ class TokenLog:
         """`every`: batch 0 and every so manieth after it; 0: none."""
         self._path, self._every = path, every
 
-    def is_due(self, step: int) -> bool:
-        """Whether the batch of training step `step`, the first of which is 0, is logged."""
-        return self._every > 0 and step % self._every == 0
+    def is_due(self, number: int) -> bool:
+        """Whether batch `number`, the first of which is 0, is logged. Batches are counted as their
+        source does, so that these are the batches of the log of rollouts; one without samples to
+        train on has no training step."""
+        return self._every > 0 and number % self._every == 0
+
+    def state_dict(self) -> dict[str, int]:
+        """The size of the file."""
+        return {"bytes": measure_log(self._path)}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Remove what was logged after `state`: those batches are trained again."""
+        truncate_log(self._path, int(state["bytes"]))
 
     def write(self, macro: MacroBatch, logps: Mapping[int, Tensor]) -> None:
         """`logps`: row -> [A] of its action tokens. A first token, which has no prediction, is no

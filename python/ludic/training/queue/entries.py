@@ -103,6 +103,8 @@ class _Failure(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     error: str
     attempts: int
     meta: dict[str, Any]
+    seen: str | None = None  # these two are missing in entries of older versions
+    answer: str | None = None
 
 
 class _Group(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -131,9 +133,7 @@ def encode_group(group: Group, limits: EntryLimits = DEFAULT_LIMITS) -> bytes:
         rollouts = [_Rollout(each.id, each.meta, [_encode_step(step) for step in each.steps]) for each in played]
     except (TypeError, ValueError, OverflowError) as error:
         raise EntryError(f"a group holds tokens that cannot be sent: {error}") from error
-    failures = [
-        _Failure(each.episode_idx, each.env_kind, each.env_seed, each.error, each.attempts, each.meta) for each in played.failures
-    ]
+    failures = [_Failure(**vars(each)) for each in played.failures]
     head = (group.run, group.number, group.version, group.attempt, group.actor, group.generation_s, group.ended_s)
     return seal(GROUP, _Group(*head, rollouts, played.num_requested, list(astuple(played.counts)), failures), limits)
 
@@ -151,10 +151,7 @@ def decode_group(payload: bytes, limits: EntryLimits = DEFAULT_LIMITS) -> Group:
         raise
     except (DataError, TypeError, ValueError) as error:
         raise EntryError(f"the entry holds no rollouts: {error}") from error
-    failures = [
-        EpisodeFailure(each.episode_idx, each.env_kind, each.env_seed, each.error, each.attempts, each.meta)
-        for each in content.failures
-    ]
+    failures = [EpisodeFailure(**msgspec.structs.asdict(each)) for each in content.failures]
     played = PlayedRollouts(rollouts, RolloutCounts(*content.counts), failures, num_requested=content.num_requested)
     head = (content.run, content.number, content.version, content.attempt, content.actor, content.generation_s, content.ended_s)
     group = Group(*head, played)
