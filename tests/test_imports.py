@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1] / "python"
 LAYERS = [
     [
         *("ludic.control_characters", "ludic.errors", "ludic.exit_codes", "ludic.event_loop", "ludic.forwarding"),
-        *("ludic.rank_environment", "ludic.seeds", "ludic._lazy", "ludic._core"),
+        *("ludic.importing", "ludic.rank_environment", "ludic.seeds", "ludic._lazy", "ludic._core"),
     ],
     ["ludic.types", "ludic.files"],
     ["ludic.launch"],

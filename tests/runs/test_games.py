@@ -392,6 +392,19 @@ def test_a_chat_model_plays_in_natural_language(tiny: list[str], tmp_path: Path,
     assert len(demonstrations(task, tokenizer, system_prompt=task.system_prompt)) == 8
 
 
+def test_a_dialogue_without_a_chat_template_is_refused_before_anything_is_sampled(tiny: list[str], tmp_path: Path) -> None:
+    """It was once found out in the first batch: after the warm-up."""
+    message = "the task has episodes of up to 5 turns, and the tokenizer has no chat template"
+    result = CliRunner().invoke(app, ["train", "tictactoe", *tiny, "name=first", "network.end_of_turn=eos"])
+    assert result.exit_code != 0
+    assert message in " ".join(result.stderr.split())
+    assert not (tmp_path / "first").exists()
+
+    train("sort", *tiny, "name=plain", "warmup.steps=0", "steps=0", f"output={tmp_path}")
+    result = CliRunner().invoke(app, ["eval", "tictactoe", f"model={tmp_path / 'plain' / 'model'}", f"output={tmp_path}"])
+    assert message in " ".join(result.stderr.split())
+
+
 @pytest.mark.parametrize("recipe", ["tictactoe", "tools"])
 def test_a_run_with_several_turns_is_reproducible(tiny: list[str], tmp_path: Path, recipe: str) -> None:
     one = train(recipe, *tiny, "name=one")

@@ -285,11 +285,16 @@ def test_a_reward_that_always_fails_ends_the_run_with_its_error(here: Path, mode
         ),
         (
             [
-                {"prompt": [{"role": role, "content": letter} for role in ("user", "assistant", "user")]}
+                {
+                    "prompt": [
+                        {"role": role, "content": letter} for role in (["user", "assistant"] if letter in "ij" else []) + ["user"]
+                    ]
+                }
                 for letter in "abcdefghij"
             ],
             [],
-            "the prompt is a conversation of 3 messages (user, assistant, user), and the tokenizer has no chat template",
+            "the task has prompts of up to 3 messages (user, assistant, user), and the tokenizer has no chat template to render a dialogue "
+            "with; set tokenizer=FOLDER",
         ),
     ],
 )

@@ -119,7 +119,25 @@ def test_a_score_alone_gives_no_accuracy_in_the_run_and_in_its_evaluation(tiny: 
     assert found["reward"]["value"] == pytest.approx(summary["after"]["greedy_reward"], abs=1e-4)
     assert found["reward_model"] == str(folder)
     assert "the score of" in " ".join(evaluated.stderr.split())
-    assert "No accuracy: a score does not say what is right" in " ".join(evaluated.stderr.split())
+    assert "No accuracy: a score does not say what is right; eval_reward=" in " ".join(evaluated.stderr.split())
+
+
+def test_a_score_cannot_be_called_right_and_a_reward_of_the_task_can(tiny: list[str], tmp_path: Path, folder: Path) -> None:
+    """Regression test: `solved_at` used to mark answers as right by their score."""
+    data = tmp_path / "prompts.jsonl"
+    rows = [{"prompt": f"{n}+1=", "answer": f"#### {n + 1}", "completion": f"{n + 1}"} for n in range(30)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    few = [f"data={data}", "warmup.steps=1", "steps=1", "rollout.max_new_tokens=4", "evaluation.solved_at=0.5"]
+    refusal = train(*tiny, *few, "reward_model=nowhere")
+    assert refusal.exit_code == 2
+    said = " ".join(refusal.stderr.split())
+    assert "solved_at (0.5) cannot tell right answers by the score of a reward model" in said
+    assert "eval_reward=MODULE:FUNCTION" in said
+    judged = train(*tiny, *few, f"reward_model={folder}", "eval_reward=gsm8k")
+    assert judged.exit_code == 0, judged.output
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["solved_at"] == 0.5
+    assert summary["after"]["greedy_accuracy"] == 0.0
 
 
 def test_an_evaluation_also_measures_a_score_beside_the_tasks_reward(tiny: list[str], tmp_path: Path, folder: Path) -> None:

@@ -60,9 +60,8 @@ async def _evaluate(recipe: Recipe, settings: EvalSettings, console: Console) ->
     check_numbers(recipe)
     _check_reward_model(recipe, settings)
     own_task = build_episodic_task(recipe)
-    success_of(own_task, recipe.evaluation.solved_at)  # raises for a wrong setting before anything is loaded
     problems = _choose_problems(recipe, settings, own_task, console)
-    async with aclosing(own_task), _open_client(recipe, settings, own_task) as (client, model_name, task):
+    async with aclosing(own_task), _open_client(recipe, settings, own_task, problems) as (client, model_name, task):
         folder = _make_folder(recipe, model_name)
         success = success_of(task, recipe.evaluation.solved_at)
         episodes = len(problems) * recipe.evaluation.samples_per_prompt
@@ -203,14 +202,16 @@ def _make_requests(recipe: Recipe, task: EpisodicTask, problems: Sequence[Episod
 
 @asynccontextmanager
 async def _open_client(
-    recipe: Recipe, settings: EvalSettings, task: EpisodicTask
+    recipe: Recipe, settings: EvalSettings, task: EpisodicTask, problems: Sequence[Episode]
 ) -> AsyncIterator[tuple[ChatClient, str, EpisodicTask]]:
     """Yields (client, name of the model, task). If the recipe has a reward model, it scores the
     task's answers."""
     if settings.base_url is None:
         from ludic.recipes.build import add_reward_model
+        from ludic.runs.prompt_room import check_dialogues
 
         local = _make_local_client(recipe)
+        check_dialogues(task, problems, local.tokenizer)
         yield local, str(recipe.model), add_reward_model(recipe, task, local.tokenizer)
         return
     from ludic.inference import OpenAIChatClient

@@ -18,7 +18,8 @@ from ludic.cli.print_config import format_recipe
 from ludic.cli.ranked_command import run_on_ranks
 from ludic.cli.resume import find_steps, parse_changes
 from ludic.rank_environment import read_rank_environment
-from ludic.recipes.devices import choose_devices
+from ludic.recipes.devices import choose_devices, devices_left_open
+from ludic.recipes.named_sources import check_named_sources
 from ludic.recipes.place_section import needs_launcher
 from ludic.runs.directory import DONE, check_name
 from ludic.runs.process_memory import settle_memory
@@ -112,13 +113,16 @@ def _train(
 ) -> tuple[int, str]:
     """The exit status and the summary. `log`: that of a rank other than 0, which changes nothing
     in the run's folder and has no summary."""
-    recipe, directory = open_run(command, arguments, resume, follows=log is not None)
+    with devices_left_open():
+        recipe, directory = open_run(command, arguments, resume, follows=log is not None)
     if needs_launcher(recipe.place) and not command.is_placed and read_rank_environment() is None:
         return launch(recipe, lambda: begin_run(command, recipe), directory, console)
-    choose_devices(recipe)
     try:
+        if log is None and read_rank_environment() is None:  # with several ranks, all have to learn of an error
+            check_named_sources(recipe)
         if directory is None:
             check_name(recipe.output, recipe.name)
+        choose_devices(recipe)
         console.print("Loading torch and transformers", highlight=False)
         screen, parts = _build_parts(command, recipe, console)
         is_new = directory is None

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from ludic.errors import ConfigError
+from ludic.importing import import_named
 from ludic.recipes.checkpoint_section import check_checkpoints
 from ludic.recipes.compose import check_minimums
 from ludic.recipes.info_seed_section import build_info_seed
@@ -20,8 +21,8 @@ from ludic.recipes.schema import NULL_UNLESS_SET, Recipe, TaskSection
 from ludic.tasks import Addition, Code, DigitSort, EpisodicTask, Rising, Task, TicTacToe, Tools, as_episodic
 from ludic.tasks.code_data import CodeData
 from ludic.tasks.data_task import DataTask
-from ludic.tasks.importing import import_named
 from ludic.tasks.judged import judged_by
+from ludic.tasks.success import success_of
 from ludic.tasks.task_data import TaskData
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.config import TrainerConfig
@@ -96,7 +97,8 @@ def build_named(registry: dict[str, Callable[..., Any]], section: TaskSection) -
 
 
 def build_episodic_task(recipe: Recipe) -> EpisodicTask:
-    """The task of a recipe, of any kind, as an `EpisodicTask`."""
+    """The task of a recipe, of any kind, as an `EpisodicTask`. Raises ConfigError for what
+    `evaluation.solved_at` cannot mean for it."""
     settings = {
         "data": recipe.data,
         "streaming": recipe.streaming,
@@ -104,7 +106,10 @@ def build_episodic_task(recipe: Recipe) -> EpisodicTask:
         "reward_weights": recipe.reward_weights,
     }
     settings |= {"eval_reward": recipe.eval_reward, "eval_reward_weights": recipe.eval_reward_weights}
-    return as_episodic(build_task(recipe.task, **settings, judged=recipe.reward_model is not None))
+    judged = recipe.reward_model is not None
+    task = as_episodic(build_task(recipe.task, **settings, judged=judged))
+    success_of(task, recipe.evaluation.solved_at, judged=judged)
+    return task
 
 
 def add_reward_model(recipe: Recipe, task: EpisodicTask, tokenizer: Any) -> EpisodicTask:

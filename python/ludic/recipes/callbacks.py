@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ludic.errors import ConfigError
+from ludic.importing import import_named
 from ludic.recipes.callbacks_section import CallbacksSection, RLCallbacksSection
-from ludic.tasks.importing import import_named
 from ludic.training.callbacks import Callback, CompletionTable, KeepBest, PushToHub, StopOnMetric
 from ludic.training.config import TrainerConfig
 from ludic.training.loop.callbacks import check_watched

@@ -27,7 +27,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ludic.errors import ConfigError
-from ludic.recipes.devices import choose_devices
+from ludic.recipes.devices import are_left_open, choose_devices
 from ludic.recipes.flat_recipe import KNOWN, from_flat, is_flat, translate_name
 from ludic.recipes.phases import choose_phases
 from ludic.recipes.place_section import SHORT_FORMS, needs_launcher, parse_place
@@ -128,7 +128,7 @@ def resolve_layers(tree: DictConfig, layers: Iterable[tuple[str, DictConfig]], o
             known = _list_paths(tree)
     check_plain(OmegaConf.to_container(tree, resolve=False), "")
     recipe: Any = OmegaConf.to_object(tree)
-    if not needs_launcher(recipe.place):
+    if not needs_launcher(recipe.place) and not are_left_open():
         choose_devices(recipe)
     return recipe
 
@@ -154,6 +154,10 @@ def parse_override(text: str) -> Override:
         if not isinstance(error, HydraException):
             raise ConfigError(f"override {text[:60]!r} cannot be read: {_first_line(error)}") from error
         raise ConfigError(f"override {text!r} is not key=value as Hydra writes it: {error}; quote special characters") from error
+    if parsed.is_choice_sweep() and not parsed.is_delete():
+        key, _, values = text.partition("=")
+        if "choice(" not in values:
+            raise ConfigError(f"override {text!r} gives several values; for a list, write {key}=[{values}]")
     if parsed.is_sweep_override() or parsed.is_delete() or parsed.package is not None:
         raise ConfigError(f"override {text!r} is a sweep or a deletion; give a single value, a list as [1,2], or null")
     return make_override(parsed.key_or_group, parsed.value(), text=text)

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 
 from ludic.errors import ConfigError
+from ludic.importing import import_named
 from ludic.recipes.actors import uses_queue
 from ludic.recipes.inference_section import choose_kind
 from ludic.recipes.schema import Recipe, RolloutSection
-from ludic.tasks.importing import import_named
 from ludic.training.rollouts.group_filters import (
     COMPARING,
     GroupFilter,

@@ -1,11 +1,12 @@
-"""Whether the prompts of a data set leave room for an answer, before a run begins."""
+"""Whether a tokenizer can render what a task shows a model, and whether the prompts of a data set
+leave room for an answer, before a run begins."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any
 
@@ -18,16 +19,38 @@ from ludic.tasks.adapters import prompt_messages
 
 logger = logging.getLogger(__name__)
 
+SYSTEM = ("system", "developer")
 MODEL = "the context of the model"
 MEASURED = 1000
 """Prompts that are measured for the warning, in the order of the data."""
 
 
+def check_dialogues(task: EpisodicTask, problems: Iterable[Episode], tokenizer: Any) -> None:
+    """Raise `ConfigError` if the tokenizer has no chat template, and the task shows the model more
+    than one message beside the system prompt: in a later turn, or in the prompt of a problem."""
+    if getattr(tokenizer, "chat_template", None):
+        return
+    shown = f"episodes of up to {task.max_turns} turns" if task.max_turns > 1 else None
+    if shown is None:
+        prompts = (prompt_messages(problem) or () for problem in problems)
+        roles = ([str(message.get("role")) for message in prompt] for prompt in prompts)
+        longest: list[str] = max(roles, key=lambda each: sum(role not in SYSTEM for role in each), default=[])
+        if sum(role not in SYSTEM for role in longest) > 1:
+            shown = f"prompts of up to {len(longest)} messages ({', '.join(longest)})"
+    if shown is not None:
+        raise ConfigError(
+            f"the task has {shown}, and the tokenizer has no chat template to render a dialogue with; set "
+            "tokenizer=FOLDER or a hub id whose tokenizer has one, such as that of the instruct version of the model, or write a "
+            "chat_template into the model's tokenizer_config.json"
+        )
+
+
 def check_prompts(recipe: Recipe, task: EpisodicTask, tokenizer: Any, model: Any) -> None:
-    """Raise `ConfigError` if the tokenizer cannot encode the prompts of a data set, or if no prompt
+    """Raise `ConfigError` if the tokenizer cannot render the prompts of a task, or if no prompt
     leaves room for an answer. Log a warning, with numbers, if some leave less room than an answer
     may take."""
     problems = task.problem_list
+    check_dialogues(task, () if problems is None else problems.training, tokenizer)
     if problems is None or recipe.steps == 0:
         return
     system_prompt = recipe.rollout.system_prompt or task.system_prompt

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from ludic.errors import ConfigError
-from ludic.tasks.importing import import_named
+from ludic.importing import import_named
 from ludic.training.reward_functions import RewardFunction, RewardFunctions, TrainerState
 from ludic.training.reward_registry import CODE_REWARDS, VERIFIERS, make_reward, reward_names
 from ludic.types import Rollout

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 from ludic.errors import ConfigError
 from ludic.tasks.episodic import EpisodicTask
+from ludic.tasks.rewards import NoRewards
 
+SCORE_REMEDY = "eval_reward=MODULE:FUNCTION rewards held-out answers by what is"
 REMEDY = "set the reward from which an answer is right with {}=NUMBER"
 
 
@@ -32,17 +34,24 @@ class Success:
         """A sentence for a report without an accuracy. `setting`: the one that would define it."""
         if self.is_assumed:
             return f"No accuracy: some rewards are neither 0 nor 1; {REMEDY.format(setting)}."
-        return f"No accuracy: a score does not say what is right; {REMEDY.format(setting)}."
+        return f"No accuracy: a score does not say what is right; {SCORE_REMEDY}."
 
 
-def success_of(task: EpisodicTask, solved_at: float | None) -> Success:
+def success_of(task: EpisodicTask, solved_at: float | None, *, judged: bool = False) -> Success:
     """The success of `solved_at` if it is set, else the task's. A task that defines none is assumed
-    to have rewards of 0 and 1; the score of a reward model defines no success. Raises ConfigError
-    for a `solved_at` that is not finite."""
+    to have rewards of 0 and 1; the score of a reward model defines no success. `judged`: a reward
+    model is to be added to the task. Raises ConfigError for a `solved_at` that is not finite, and
+    for one of scores."""
+    is_score = task.reward_is_score or (judged and isinstance(task.scorer, NoRewards))
     if solved_at is not None:
+        if is_score:
+            raise ConfigError(
+                f"solved_at ({solved_at:g}) cannot tell right answers by the score of a reward model, which says only what is "
+                f"better; leave it out, or set a reward that can: {SCORE_REMEDY}"
+            )
         if not math.isfinite(solved_at):
             raise ConfigError(f"solved_at ({solved_at}) must be a finite reward, such as 1 or 0.5")
         return Success(solved_at)
-    if task.reward_is_score:
+    if is_score:
         return Success(None)
     return Success(1.0, is_assumed=True) if task.success_reward is None else Success(task.success_reward)

@@ -12,7 +12,7 @@ from ludic.recipes.epochs_schema import compose_epochs
 from ludic.recipes.pairs_schema import PAIRS_LEAST, PairsRecipe
 from ludic.recipes.rm.flags import parse_flags
 from ludic.recipes.schema import make_trainer_section
-from ludic.training.rm_trainer import RMTrainerConfig
+from ludic.training.rm_config import RMTrainerConfig
 
 
 @dataclass

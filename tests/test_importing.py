@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from ludic.errors import ConfigError
-from ludic.tasks.importing import import_named
+from ludic.importing import import_named
 
 
 @pytest.fixture

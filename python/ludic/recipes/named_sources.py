@@ -1,0 +1,65 @@
+"""What a recipe names and a typing error would spoil: data, models, functions of the user's own.
+Looked up before torch is imported, which takes longer than most of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from ludic.data.places import is_local
+from ludic.errors import DataError
+from ludic.importing import import_named
+from ludic.models.places import check_place
+
+_DATA, _MODELS = ("data", "heldout_data"), ("model", "tokenizer", "reward_model")
+_FUNCTIONS = ("reward", "eval_reward", "algorithm", "task.kind", "rollout.group_filter")
+
+
+def check_named_sources(recipe: Any) -> None:
+    """Raise DataError for local data that does not exist, ConfigError for such a model and for what
+    cannot be imported from `module:name`. Hub ids are not looked up."""
+    for setting in _DATA:
+        for source in _list_sources(_select(recipe, setting)):
+            _check_data(source)
+    for setting in _MODELS:
+        if isinstance(source := _select(recipe, setting), str):
+            check_place(source)
+    for setting in _FUNCTIONS:
+        for name in _list_names(_select(recipe, setting)):
+            if ":" in name:
+                import_named(name, setting)
+
+
+def _check_data(source: str) -> None:
+    path = Path(source).expanduser()
+    if path.exists() or not is_local(source):
+        return
+    entries = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    near = get_close_matches(path.name, entries, n=1)
+    remedy = f"did you mean {path.parent / near[0]}?" if near else "give a file, a folder, or an id of the hub"
+    raise DataError(f"data: {source} does not exist, seen from {Path.cwd()}; {remedy}")
+
+
+def _list_sources(data: Any) -> Iterator[str]:
+    """The sources of `data`: one, a list, or a mixture."""
+    if isinstance(data, Mapping):
+        data = data.get("datasets")
+    for entry in [data] if isinstance(data, str) else data if isinstance(data, Sequence) else ():
+        source = entry.get("id") if isinstance(entry, Mapping) else entry
+        if isinstance(source, str):
+            yield source
+
+
+def _list_names(names: Any) -> list[str]:
+    """One name, a list of names, or names with their weights."""
+    listed = [names] if isinstance(names, str) else names if isinstance(names, Sequence | Mapping) else ()
+    return [name for name in listed if isinstance(name, str)]
+
+
+def _select(recipe: Any, path: str) -> Any:
+    """The setting, None where the recipe has none of that name."""
+    for name in path.split("."):
+        recipe = None if recipe is None else vars(recipe).get(name)
+    return recipe
