@@ -1,5 +1,6 @@
 """Models and tokenizers by folder or name."""
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -42,3 +43,23 @@ def test_the_error_of_a_classifier_without_a_head_names_the_missing_weights(tmp_
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match="the judge could not be loaded with a head for scores"):
         load_classifier(str(tmp_path), "float32", description="the judge")
+
+
+def test_a_classifier_of_a_language_model_is_loaded_without_a_table_of_its_weights(tmp_path):
+    """transformers prints its LOAD REPORT on stderr; the caller of `load_classifier` gets the names
+    and says what they mean. Other warnings stay."""
+    from transformers import AutoModelForSequenceClassification
+
+    tiny_model().save_pretrained(tmp_path)
+    log, said = logging.getLogger("transformers.modeling_utils"), []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    log.addHandler(handler)
+    try:
+        _, missing = load_classifier(str(tmp_path), "float32", description="model", num_labels=1)
+        assert missing == {"score.weight"}
+        assert not [line for line in said if "LOAD REPORT" in line]
+        AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=1)
+        assert [line for line in said if "LOAD REPORT" in line]
+    finally:
+        log.removeHandler(handler)

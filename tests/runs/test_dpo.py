@@ -65,7 +65,14 @@ def test_a_run_writes_every_documented_file(tiny: list[str], tmp_path: Path) -> 
         *("data.jsonl", "heldout.jsonl", "answers.jsonl", "reference.logps", "reference/model.safetensors"),
     ):
         assert (run / name).stat().st_size > 0, name
-    for said in ("Held-out accuracy of the implicit rewards", "true quality", "Best possible accuracy", "Padding", "40 pairs"):
+    for said in (
+        "Held-out accuracy of the implicit rewards",
+        "true quality",
+        "Best possible accuracy",
+        "Padding",
+        "40 pairs",
+        "What this shows: The policy",
+    ):
         assert said in " ".join(shown.split()), said
     lines = [(line["phase"], line["step"]) for line in metrics_of(run)]
     assert lines == [("warm_up", n) for n in range(1, 4)] + [("dpo", n) for n in range(1, 6)]

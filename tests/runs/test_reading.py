@@ -1,12 +1,14 @@
 """What `ludic runs` and `ludic view` read of a run."""
 
 import json
+import os
 
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 from run_folders import make_run
 
 from ludic.cli.runs import read_runs, show
+from ludic.cli.view import view_command
 from ludic.errors import CheckpointError, ConfigError
 from ludic.runs.lock import RunLock, is_locked
 from ludic.runs.reading import PROGRESS, SUMMARY, find_runs, list_differences, read_run
@@ -55,6 +57,41 @@ def test_settings_are_compared_by_value_and_names_are_left_out(tmp_path):
     assert list_differences(runs[:1]) == {}
 
 
+def test_settings_are_compared_between_runs_of_one_command(tmp_path, capsys):
+    """Regression test: runs of two commands differ in nearly all settings, since each has others;
+    the list of them ended "and 142 more"."""
+    alike = [make_run(tmp_path / name, lr=lr) for name, lr in (("a", 0.1), ("b", 0.2))]
+    show(read_runs(alike)[0])
+    assert capsys.readouterr().out.split("Settings that differ\n")[1].split() == ["RUN", "trainer.lr", "a", "0.1", "b", "0.2"]
+
+    other = make_run(tmp_path / "c", command="sft", lr=0.3)
+    other.joinpath("config.yaml").write_text("recipe: sft\ntrainer:\n  lr: 0.3\n  other: 1\nrows: 5\n")
+    show(read_runs([*alike, other])[0])
+    shown = capsys.readouterr().out
+    assert shown.count("Settings that differ") == 1
+    expected = ["RUN", "trainer.lr", "a", "0.1", "b", "0.2"]
+    assert shown.split("Settings that differ between the runs of `ludic train`\n")[1].split() == expected
+
+
+def test_the_page_without_a_run_is_that_of_the_newest_that_can_be_read(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for age, name in enumerate(("oldest", "older", "newest")):
+        run = make_run(tmp_path / "runs" / name)
+        os.utime(run / "config.yaml", (1000 + age, 1000 + age))
+    (tmp_path / "runs" / "newest" / "progress.json").write_text("{")
+    assert view_command([], out=None, episodes=10) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("runs/older/report.html: 1 run")
+    assert "newest/progress.json" in said.err
+    assert "the newest run before it is shown" in said.err
+    with pytest.raises(CheckpointError, match="newest"):
+        view_command([tmp_path / "runs" / "newest"], out=None, episodes=10)
+    for name in ("oldest", "older"):
+        (tmp_path / "runs" / name / "progress.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"newest.*older.*oldest"):
+        view_command([], out=None, episodes=10)
+
+
 def test_a_folder_of_runs_and_a_run_are_found(tmp_path):
     run = make_run(tmp_path / "runs" / "a")
     make_run(tmp_path / "runs" / ".unfinished_b")
@@ -99,7 +136,7 @@ def test_a_file_with_values_of_any_type_is_shown_or_named_as_damaged(tmp_path, f
     records, damaged = read_runs([run])
     assert [name in line and (key in line or "wall" in line) for line in damaged] == [True] * (1 - len(records))
     build_page(records, episodes=10)
-    show(records, list_differences(records))
+    show(records)
 
 
 @pytest.mark.parametrize(

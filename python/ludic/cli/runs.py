@@ -26,12 +26,12 @@ _COLUMNS = ("RUN", "STATUS", "STEPS", "ALGORITHM", "HELD OUT", "BEFORE", "AFTER"
 def runs_command(folders: Sequence[Path], *, json_only: bool) -> int:
     """Print the runs in the folders. Returns the exit status."""
     records, damaged = read_runs(folders or [OUTPUT])
-    differences = list_differences(records)
     if json_only:
+        differences = list_differences(records)
         content = [_describe(record, differences, place) for place, record in enumerate(records)]
         typer.echo(json.dumps(make_encodable(content), indent=2, allow_nan=False))
     elif records:
-        show(records, differences)
+        show(records)
     else:
         typer.echo(f"There are no runs in {', '.join(map(str, folders or [OUTPUT]))}; `ludic train` makes one")
     for line in damaged:
@@ -51,17 +51,26 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[RunRecord], list[str]]:
     return records, damaged
 
 
-def show(records: Sequence[RunRecord], differences: dict[str, list[Any]]) -> None:
-    """Print two tables: the runs, and the settings in which they differ. Lines are as long as they
-    need to be, so that they can be searched and piped."""
+def show(records: Sequence[RunRecord]) -> None:
+    """Print tables: the runs, and for each command the settings in which its runs differ. Lines are
+    as long as they need to be, so that they can be searched and piped."""
     typer.echo("\n".join(align([_COLUMNS, *(list(map(_shown, _make_row(record))) for record in records)])))
     for record in records:
         if record.failed is not None:
             typer.echo(_shown(f"{record.name} failed: {next(iter(record.failed.splitlines()), '')}"))
+    commands = dict.fromkeys(record.command for record in records)
+    for command in commands:
+        _show_settings([record for record in records if record.command == command], command if len(commands) > 1 else None)
+
+
+def _show_settings(records: Sequence[RunRecord], command: str | None) -> None:
+    """The settings in which runs of one command differ; those of two commands have different ones
+    anyway. `command`: its name, if there are runs of others."""
+    differences = list_differences(records)
     if not differences:
         return
     shown = dict(list(differences.items())[:SHOWN_SETTINGS])
-    typer.echo("\nSettings that differ")
+    typer.echo("\nSettings that differ" + ("" if command is None else f" between the runs of `ludic {command}`"))
     rows = [[record.name, *(_format_setting(row[place]) for row in shown.values())] for place, record in enumerate(records)]
     typer.echo("\n".join(align([list(map(_shown, cells)) for cells in [["RUN", *shown], *rows]])))
     if len(differences) > len(shown):

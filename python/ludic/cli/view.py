@@ -8,9 +8,10 @@ from pathlib import Path
 import typer
 
 from ludic.cli.runs import OUTPUT, read_runs
+from ludic.control_characters import escape_controls
 from ludic.errors import CheckpointError, ConfigError
 from ludic.files.atomic import write_text
-from ludic.runs.reading import find_runs
+from ludic.runs.reading import RunRecord, find_runs
 
 MAX_RUNS = 24
 """More curves than this cannot be told apart."""
@@ -22,7 +23,7 @@ def view_command(folders: Sequence[Path], *, out: Path | None, episodes: int) ->
     exit status."""
     from ludic.runs.view.page import build_page
 
-    records, damaged = read_runs(folders or [_find_newest(OUTPUT)])
+    records, damaged = read_runs(folders) if folders else _read_newest(OUTPUT)
     if damaged:
         raise CheckpointError("; ".join(damaged))
     if not records:
@@ -40,11 +41,21 @@ def view_command(folders: Sequence[Path], *, out: Path | None, episodes: int) ->
     return 0
 
 
-def _find_newest(folder: Path) -> Path:
-    """The run whose config.yaml was written last. Raises ConfigError if there is none."""
+def _read_newest(folder: Path) -> tuple[list[RunRecord], list[str]]:
+    """The run whose config.yaml was written last, of those that can be read: what is wrong with
+    later ones is printed. If none can, what is wrong with each. Raises ConfigError if there is
+    none."""
     runs = find_runs(folder) if folder.is_dir() else []
     if not runs:
         raise ConfigError(
             f"there are no runs in {folder}; name a run, as in `ludic view path/to/run`, or make one: `ludic train`"
         )
-    return runs[-1]
+    unreadable: list[str] = []
+    for run in reversed(runs):
+        records, damaged = read_runs([run])
+        if records:
+            for line in unreadable:
+                typer.secho(f"ludic: {escape_controls(line, keep='')}; the newest run before it is shown", err=True, fg="red")
+            return records, []
+        unreadable += damaged
+    return [], unreadable

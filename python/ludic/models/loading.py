@@ -3,6 +3,9 @@ pickle, and no code that comes with a model is run."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -67,12 +70,30 @@ def load_classifier(source: str, dtype: str, *, description: str, **options: Any
     check_dtype(dtype)
     place = locate_model(source)
     try:
-        model, loading = AutoModelForSequenceClassification.from_pretrained(
-            place, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True, **options
-        )
+        with _without_load_report():
+            model, loading = AutoModelForSequenceClassification.from_pretrained(
+                place, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True, **options
+            )
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"{description} could not be loaded with a head for scores: {error}") from error
     return model, set(loading["missing_keys"])
+
+
+@contextmanager
+def _without_load_report() -> Iterator[None]:
+    """transformers prints a table of the weights that a classifier made of a language model lacks,
+    and of those that it has no place for. The caller is told the former, and says what they
+    mean."""
+    log = logging.getLogger("transformers.modeling_utils")
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return "LOAD REPORT" not in record.getMessage()
+
+    log.addFilter(is_other)
+    try:
+        yield
+    finally:
+        log.removeFilter(is_other)
 
 
 def load_tokenizer(source: str) -> Any:

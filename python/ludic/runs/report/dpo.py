@@ -10,6 +10,7 @@ from ludic.files.atomic import write_text
 from ludic.runs.dpo_answers import read_answers
 from ludic.runs.report.costs import format_memory, format_padding, format_seconds, sum_padding, sum_phases
 from ludic.runs.report.curve import write_picture
+from ludic.runs.report.dpo_conclusion import conclude as describe_results
 from ludic.runs.report.files import describe_files, show_files
 from ludic.runs.report.provenance import provenance
 from ludic.training.backend.memory import memory_peaks
@@ -111,6 +112,7 @@ def _show(run: DPORun, console: Console, summary: Mapping[str, Any]) -> None:
     console.print(f"{format_seconds(summary['wall_s'], summary['phases_s'])}{speed}", highlight=False)
     console.print(format_padding(summary["padding"]), highlight=False)
     console.print(format_memory(summary["memory"]), highlight=False)
+    console.print(f"[bold]What this shows[/]: {describe_results(summary)}", highlight=False)
     _show_files(run, console)
 
 
