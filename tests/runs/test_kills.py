@@ -283,3 +283,48 @@ def test_a_run_that_lost_the_line_of_a_step_still_gets_a_report(whole: Path, tmp
     (run / "summary.json").unlink()
     assert exit_status("train", "--resume", str(run)) == 0
     assert summary_of(run)["steps"] == 3
+
+
+PROMPT_TOKENS, PROMPTS, GROUP = 700, 2, 8
+SHARING = [
+    *(
+        "threads=1",
+        "warmup.steps=1",
+        "warmup.batch_size=2",
+        "steps=3",
+        f"rollout.prompts={PROMPTS}",
+        f"rollout.group_size={GROUP}",
+        "rollout.log_every=1",
+    ),
+    *("evaluation.prompts=3", "evaluation.samples_per_prompt=2", *NETWORK, *REWARD, "trainer.max_seq_len=720"),
+    *("trainer.micro_token_budget=2000", "trainer.prefix_sharing=auto", "trainer.lr=0.01", "checkpoint.every_n_steps=1"),
+]
+
+
+def long_problems(folder: Path) -> str:
+    path = folder / "rows.jsonl"
+    rows = [{"prompt": f"{n:0{PROMPT_TOKENS - 1}d}>", "completion": f"{n:03d}"} for n in range(30)]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return f"data={path}"
+
+
+@pytest.mark.parametrize("moment", ["line reinforce 1", "line reinforce 3"])
+def test_a_killed_run_on_shared_prompts_resumes_to_the_uninterrupted_run(
+    whole_with_shared_prompts: Path, tmp_path: Path, moment: str
+) -> None:
+    assert killed_at(moment, "train", *SHARING, long_problems(tmp_path), f"output={tmp_path}", "name=run")
+    run_to_end("train", "--resume", str(tmp_path / "run"))
+    assert_is_the_run(tmp_path / "run", whole_with_shared_prompts)
+
+
+@pytest.fixture(scope="module")
+def whole_with_shared_prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Both share 14 * 700 of 16 * 700 tokens, and the sampler does from 4,096 on."""
+    parent = tmp_path_factory.mktemp("whole")
+    run_to_end("train", *SHARING, long_problems(parent), f"output={parent}", "name=run")
+    shared = [
+        line["perf/shared_tokens"] for line in metrics_of(parent / "run") if line["phase"] == "reinforce" and "train/loss" in line
+    ]
+    assert len(shared) == 3
+    assert min(shared) >= (PROMPTS * GROUP - PROMPTS) * PROMPT_TOKENS > 4096
+    return parent / "run"
