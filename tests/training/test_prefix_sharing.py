@@ -29,10 +29,11 @@ from training_samples import (
 )
 
 from ludic.errors import ConfigError
-from ludic.models.packed_attention import get_attention
+from ludic.models.packed_attention import PACKED, get_attention
 from ludic.models.prefix_trees import PREFIX_TREES
 from ludic.training import RLAlgorithm, Trainer, collate_saw_items, make_grpo
 from ludic.training.algorithm import forward_for_loss
+from ludic.training.backend import prefix_sharing
 from ludic.training.backend.torch import TorchBackend, enable_checkpointing
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
 from ludic.training.batching.tree_batches import TreeMiniBatch
@@ -40,6 +41,7 @@ from ludic.training.credit_assignment import ConstantCredit
 from ludic.training.loss import TokenClippedSurrogateLoss
 from ludic.training.loss.context import split_actions
 from ludic.training.loss.correction import TruncatedImportanceSampling
+from ludic.training.reference import FrozenModel
 from ludic.training.types import ActorTokenLogps, SampleAttachments
 
 WITH_ENTROPY = LOSSES["composite_entropy"]
@@ -205,7 +207,8 @@ def test_unsupported_models_have_rows_of_their_own_and_one_line_says_why(make, l
     [line] = [record for record in caplog.records if "sharing prefixes" in record.getMessage()]
     assert re.search(reason, line.getMessage())
     assert line.levelno == (logging.WARNING if sharing == "tree" else logging.INFO)
-    assert get_attention(network) == before
+    # A loss with rows of its own does not keep passes without gradient from trees.
+    assert get_attention(network) == (before if loss is None else PACKED)
 
 
 class DescentTrainer(Trainer):
@@ -369,3 +372,28 @@ def test_grpo_takes_the_same_steps_with_and_without_trees():
         return weights_of(network)
 
     assert_same_tensors(weights("tree"), weights("off"), atol=1e-4)
+
+
+@pytest.mark.parametrize("make", [tiny_model, eager])
+def test_whether_trees_are_computed_is_decided_when_the_trainer_is_made(make, monkeypatch, caplog):
+    """So that what samples from the model, before the first step or after a resume, finds the same
+    attention. Making it draws no random number."""
+    network, frozen = make(), make()
+    cfg = cpu_config(prefix_sharing="auto")
+    state = torch.random.get_rng_state()
+    with caplog.at_level(logging.INFO, prefix_sharing.__name__):
+        trainer = Trainer(
+            model=network,
+            algo=algorithm(),
+            batch_source=ListSource(branching_items((4, 4), 1)),
+            cfg=cfg,
+            reference=FrozenModel(frozen, cfg),
+        )
+    assert torch.equal(torch.random.get_rng_state(), state)
+    expected = PACKED if make is tiny_model else "eager"
+    assert get_attention(network) == expected
+    assert get_attention(trainer.reference.model) == expected
+    said = [record for record in caplog.records if record.name == prefix_sharing.__name__]
+    assert len(said) == (0 if make is tiny_model else 2)
+    monkeypatch.setattr(prefix_sharing, "_prepare", None)  # nothing is asked any more
+    assert (trainer.train_step_sync()["perf/shared_tokens"] > 0) == (make is tiny_model)

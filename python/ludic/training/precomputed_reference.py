@@ -42,6 +42,8 @@ class PrecomputedReference:
     >>> reference.save(folder / "reference.logps")
     """
 
+    computes_trees = False
+
     def __init__(self, known: Mapping[bytes, Tensor]) -> None:
         """`known`: [A] float32 log-probabilities of the action tokens, by `sample_key`."""
         self._known = dict(known)

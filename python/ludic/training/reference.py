@@ -25,7 +25,8 @@ from ludic.training import ranks
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.backend.forward import ModelPasses, forward_action_logprobs
 from ludic.training.backend.futures import TrainFuture
-from ludic.training.backend.protocol import TrainingBackend
+from ludic.training.backend.protocol import ForwardPasses, TrainingBackend
+from ludic.training.backend.torch import shares_prefixes
 from ludic.training.batching.micro_batching import MicroBatch
 from ludic.training.config import TrainerConfig
 from ludic.training.loss.batch import num_rows
@@ -93,6 +94,8 @@ class AttachedReference:
     """The log-probabilities that the samples bring with them,
     `SampleAttachments.reference_logps`: nothing is scored. Every sample needs them."""
 
+    computes_trees = False
+
     def logps(self, micro_batch: HasTensors) -> Tensor:
         """Raises DataError: the trainer asks only for samples without them."""
         names = shorten_names(micro_batch.sample_names, limit=3)
@@ -141,9 +144,18 @@ class CachedReference:
         return place_actions(rows, micro_batch)
 
 
-def computes_trees(scorer: object) -> bool:
-    """Whether a reference or a backend says that it scores rows of prefix trees."""
+def computes_trees(scorer: ReferencePolicy | ForwardPasses) -> bool:
+    """Its `computes_trees`, which one from outside may lack."""
     return bool(getattr(scorer, "computes_trees", False))
+
+
+def decide_trees(backend: TrainingBackend, reference: ReferencePolicy | None, cfg: TrainerConfig) -> None:
+    """Find out which passes compute prefix trees, and say why others do not, before the first batch
+    is sampled: it may set the model's attention. All ranks call it."""
+    if cfg.prefix_sharing != "off":
+        shares_prefixes(backend, cfg)
+        for scorer in (backend, reference):
+            _ = scorer is not None and computes_trees(scorer)
 
 
 def sample_keys(micro_batch: HasTensors) -> list[bytes]:

@@ -53,7 +53,7 @@ from ludic.training.loss.base import adapted_loss
 from ludic.training.preflight.check import Preflight
 from ludic.training.preflight.padding_free import with_supported_packing
 from ludic.training.preparation import Prepared, prepare, select_comparable, skips_zero_weight
-from ludic.training.reference import resolve_reference
+from ludic.training.reference import decide_trees, resolve_reference
 from ludic.training.rng import preserved_rng
 from ludic.training.stats import Reducer, default_reducers
 from ludic.training.types import BatchSource, ReferencePolicy, SAWItem
@@ -126,10 +126,10 @@ class Trainer:
         self.checkpointer = checkpointer or (CheckpointManager(checkpoint_config) if checkpoint_config else None)
         check_backend(self.cfg, self.backend, checkpoints=self.checkpointer is not None)
         self.reference = resolve_reference(reference, algo, self.backend, self._model)
-        self.control, self.callbacks = Control(controllers, algo), Callbacks(callbacks, self)
-        self._begin(total_training_steps)
+        self._begin(total_training_steps, controllers, callbacks)
         if resume_from is not None:
             self._resume(resume_from)
+        decide_trees(self.backend, self.reference, self.cfg)
 
     def _make_backend(self, gradient_checkpointing: bool) -> TrainingBackend:
         backend = TorchBackend(
@@ -142,8 +142,8 @@ class Trainer:
         self.cfg = with_supported_packing(self.cfg, self.model)  # another backend decides itself
         return backend
 
-    def _begin(self, total_training_steps: int | None) -> None:
-        self._step = 0
+    def _begin(self, total_training_steps: int | None, controllers: Sequence[Controller], callbacks: Sequence[Callback]) -> None:
+        self._step, self.control, self.callbacks = 0, Control(controllers, self.algo), Callbacks(callbacks, self)
         self.schedule = RunSchedule(self.cfg, total_training_steps)
         self.evaluations = Evaluations(self)
         self._publish_before_step = False

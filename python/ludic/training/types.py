@@ -320,10 +320,15 @@ class HasTensors(Protocol):
 class ReferencePolicy(Protocol):
     """A policy that does not change while the model is trained; `training.reference` has some."""
 
+    @property
+    def computes_trees(self) -> bool:
+        """Whether `logps` also takes micro-batches with prefix trees. The trainer reads it when it
+        is made. A reference of yours without this member gets rows of their own."""
+        return False
+
     def logps(self, micro_batch: HasTensors) -> Tensor | Awaitable[Tensor]:
         """[B, T - 1] log-probability of each next token, without gradient; only those of action
-        tokens are read. With several ranks, all call it equally often. A reference with
-        `computes_trees = True` also gets micro-batches with prefix trees."""
+        tokens are read. With several ranks, all call it equally often."""
         ...
 
 

@@ -130,12 +130,13 @@ def _measure_difference(model: nn.Module, cfg: TrainerConfig) -> tuple[float, fl
     trees = PrefixTrees.from_arrays(table.collate_trees(order, shared), lengths[order], shared, cfg.model_device)
     padded = {name: torch.from_numpy(column).to(cfg.model_device) for name, column in table.collate(range(4), 0).items()}
     row_of_trees = {"input_ids": trees.input_ids, PREFIX_TREES: trees}
-    with evaluation_mode(model), autocast(cfg):
-        row = _read_tokens(model, row_of_trees)[0].float()
-        apart = _read_tokens(model, padded).float()
-    if get_attention(model) == PREFIX_FLEX:  # an error for dropout, which evaluation does without
-        with training_mode(model), autocast(cfg), preserved_rng():
-            forward_logits(model, row_of_trees)
+    with preserved_rng():
+        with evaluation_mode(model), autocast(cfg):
+            row = _read_tokens(model, row_of_trees)[0].float()
+            apart = _read_tokens(model, padded).float()
+        if get_attention(model) == PREFIX_FLEX:  # an error for dropout, which evaluation does without
+            with training_mode(model), autocast(cfg):
+                forward_logits(model, row_of_trees)
     parts = row[trees.places].split(lengths[order].tolist())
     differences = [(part - apart[sample, : len(part)]).abs().max() for sample, part in zip(order, parts, strict=True)]
     return float(torch.stack(differences).max()), float((apart[0] - apart[3])[1:].abs().max())

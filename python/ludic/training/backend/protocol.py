@@ -45,6 +45,12 @@ class BackwardResult:
 class ForwardPasses(Protocol):
     """Forward passes in evaluation mode and without gradient: all that an evaluator needs."""
 
+    @property
+    def computes_trees(self) -> bool:
+        """Whether the batches may be rows of prefix trees. A backend of yours without this member
+        gets rows of their own."""
+        return False
+
     def forward_logprobs(
         self,
         batch: MicroBatch,
