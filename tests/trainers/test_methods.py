@@ -73,6 +73,58 @@ def test_the_object_makes_the_run_of_the_command_bit_for_bit(model: Path, monkey
     assert {path.name for path in Path("runs/object").iterdir()} == {path.name for path in Path("runs/command").iterdir()}
 
 
+EPISODES = {
+    "threads": 1,
+    "steps": 1,
+    "warmup": {"steps": 0},
+    "rollout": {"prompts": 2, "group_size": 2},
+    "evaluation": {"prompts": 2, "samples_per_prompt": 1},
+    "network": {"end_of_turn": "newline", "hidden_size": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1},
+}
+
+
+def test_a_task_of_ones_own_with_an_environment_is_the_run_of_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("door_task.py").write_text("from ludic.tasks import Tools\n\n\nclass Mine(Tools):\n    pass\n")
+    monkeypatch.syspath_prepend(Path.cwd())
+    from door_task import Mine
+
+    summary = GRPO(None, task=Mine, name="object", **EPISODES).train()
+    assert (summary["status"], summary["steps"]) == ("finished", 1)
+    GRPO(None, task="door_task:Mine", name="named", **EPISODES).train()
+    result = CliRunner().invoke(app, ["train", "runs/object/config.yaml", "name=command"])
+    assert result.exit_code == 0, result.output
+    ours = weights("object")
+    assert all(torch.equal(ours[name], weights(run)[name]) for run in ("named", "command") for name in ours)
+
+
+def test_the_arguments_of_a_task_are_its_own() -> None:
+    recipe = GRPO(None, task={"kind": "tools", "args": {"format": "chat"}}).recipe
+    assert (recipe.task.kind, recipe.task.args) == ("tools", {"format": "chat"})
+    assert GRPO(None, task="tools").recipe.task.args == {}  # none of those of the default recipe
+
+
+class HereOnly:
+    pass
+
+
+HereOnly.__module__ = "__main__"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({}, "nothing to train on; give reward functions and rows, or task="),
+        ({"task": {"args": {}}}, "nothing to train on"),
+        ({"task": "tools", "dataset": ROWS, "reward_functions": digits}, "a task has its own problems and rewards"),
+        ({"task": HereOnly}, "move the class to the top level of a module"),
+        ({"task": object()}, r"task \(object\) must be a class"),
+    ],
+)
+def test_what_is_no_task_is_refused_with_the_remedy(arguments, said) -> None:
+    with pytest.raises((ConfigError, ConfigTypeError), match=said):
+        GRPO(None, **arguments)
+
+
 def test_everything_is_reachable_below_it_and_callbacks_are_called(model: Path) -> None:
     class Watch(Callback):
         seen: list[int] = []  # noqa: RUF012

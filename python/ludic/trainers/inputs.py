@@ -19,6 +19,8 @@ from ludic.training.reward_registry import reward_names
 Rows = str | PathLike[str] | Mapping[str, Any] | Iterable[Mapping[str, Any]]
 """A file, a folder, a hub id or a mixture as in the setting `data`; or rows: a list of mappings, or
 a data set of the `datasets` library."""
+TaskSetting = type | str | Mapping[str, Any]
+"""A class, its name as in the setting `task.kind`, or the section `task`."""
 Rewards = str | Callable[..., Any] | Sequence[str | Callable[..., Any]]
 """Functions `reward(prompts, completions, **columns) -> list of floats`, names as in the setting
 `reward`, or a list of these."""
@@ -51,6 +53,34 @@ def source_of(data: Rows, folder: Path, *, rewards: Rewards = ()) -> Any:
     if not path.is_file():
         write_jsonl(path, rows)
     return str(path)
+
+
+def task_of(task: TaskSetting | None, dataset: Rows | None, rewards: Rewards | None) -> dict[str, Any]:
+    """The settings of the task, empty without one. Raises ConfigError if there is neither a
+    task nor rows, for rows or reward functions beside a task of one's own, which has both, and for
+    a class that no other process can import."""
+    section = dict(task) if isinstance(task, Mapping) else {}
+    if dataset is None and (task is None or (isinstance(task, Mapping) and "kind" not in section)):
+        raise ConfigError("there is nothing to train on; give reward functions and rows, or task= with a class of your own")
+    if task is None or (dataset is not None and isinstance(task, Mapping)):
+        return {"task": section} if section else {}
+    if dataset is not None or rewards is not None:
+        raise ConfigError("a task has its own problems and rewards; leave task= out, or the reward functions and the rows")
+    if section:
+        return {f"task.{name}": value for name, value in section.items()}
+    if isinstance(task, str):
+        return {"task.kind": task}
+    if not isinstance(task, type):
+        raise ConfigTypeError(
+            f"task ({type(task).__name__}) must be a class, which a resumed run makes again, or its module:Class"
+        )
+    module = task.__module__
+    if module == "__main__" or task.__qualname__ != task.__name__:
+        raise ConfigError(
+            f"the task {task.__qualname__} of {module} cannot be imported by a run that goes on; move the class to the top level of a "
+            "module beside this script"
+        )
+    return {"task.kind": f"{module}:{task.__name__}"}
 
 
 def name_rewards(rewards: Rewards) -> tuple[list[str], dict[str, Callable[..., Any]]]:

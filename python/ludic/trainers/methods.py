@@ -12,7 +12,7 @@ from ludic.cli.train import TrainCommand
 from ludic.cli.train_rm import TrainRMCommand
 from ludic.trainers.base import RecipeTrainer, settings_of
 from ludic.trainers.errors import with_short_errors
-from ludic.trainers.inputs import Rewards, Rows, name_rewards, source_of
+from ludic.trainers.inputs import Rewards, Rows, TaskSetting, name_rewards, source_of, task_of
 from ludic.trainers.trl_names import without_trl_names
 
 if TYPE_CHECKING:
@@ -23,9 +23,10 @@ ROWS = ".rows"
 
 
 class GRPO(RecipeTrainer):
-    """`ludic train` on your own problem.
+    """`ludic train` on your own problem: rows and reward functions, or a task with environments.
 
     >>> GRPO("path/to/model", reward, rows, steps=100, trainer={"lr": 1e-5}).train()
+    >>> GRPO("path/to/model", task=MyTask, warmup={"steps": 0}, steps=100).train()
 
     `settings` are those of `ludic train`: by name, sections as mappings or with dots
     (`**{"trainer.lr": 1e-5}`). `algorithm="rloo"` is one of the others.
@@ -36,9 +37,10 @@ class GRPO(RecipeTrainer):
     def __init__(
         self,
         model: str | Path | None,
-        reward_functions: Rewards | None,
-        dataset: Rows,
+        reward_functions: Rewards | None = None,
+        dataset: Rows | None = None,
         *,
+        task: TaskSetting | None = None,
         eval_dataset: Rows | None = None,
         reward_weights: Sequence[float] | None = None,
         callbacks: Sequence[Callback] = (),
@@ -47,16 +49,22 @@ class GRPO(RecipeTrainer):
         """`model`: a folder or a hub id; None: a small one is made. `reward_functions`: as in TRL,
         `reward(prompts, completions, **columns) -> list of floats`; the columns are those of
         `dataset`, whose column `prompt` is text or messages. None: only `reward_model=` judges.
-        `eval_dataset`: held out instead of a tenth of the prompts."""
+        `eval_dataset`: held out instead of a tenth of the prompts. `task`: instead of both, a class
+        with the members of `ludic.tasks.EpisodicTask` or `Task`, in a module; it is
+        `task.kind=module:Class` of `ludic train`, so its demonstrations warm the model up unless
+        `warmup={"steps": 0}`. A mapping has the section `task`. Raises ConfigError without rows
+        and task, and for a class that no other process can import."""
         rows = _folder_of_rows(settings)
+        task_section = task_of(task, dataset, reward_functions)
         given: dict[str, Any] = {}
         given["reward"], own = (None, {}) if reward_functions is None else name_rewards(reward_functions)
-        given["data"] = source_of(dataset, rows, rewards=reward_functions or ())
+        if dataset is not None:
+            given["data"] = source_of(dataset, rows, rewards=reward_functions or ())
         given["reward_weights"] = None if reward_weights is None else [float(weight) for weight in reward_weights]
         if eval_dataset is not None:
             judging = None if settings.get("eval_reward") is not None else reward_functions
             given["task.args.heldout_data"] = source_of(eval_dataset, rows, rewards=judging or ())
-        super().__init__(TrainCommand(), settings_of(model, settings, **given), callbacks, own)
+        super().__init__(TrainCommand(), settings_of(model, {**task_section, **settings}, **given), callbacks, own)
 
 
 class SFT(RecipeTrainer):

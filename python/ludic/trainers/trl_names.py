@@ -27,8 +27,8 @@ INSTEAD: Mapping[str, str] = {
     "compute_metrics": "callbacks=[...] of ludic.training.Callback",
     "compute_loss_func": "ludic.training.Trainer with an algorithm of your own (docs/training.md)",
     "rollout_func": "ludic.rollouts, or a protocol of your own (docs/rollouts.md)",
-    "environment_factory": "a task of your own (docs/recipes.md)",
-    "tools": "a ReActAgent with your functions (docs/quickstart.md#tools)",
+    "environment_factory": "task= with a class of your own (docs/quickstart.md#a-multi-turn-environment)",
+    "tools": "a ReActAgent with your functions (docs/games.md#your-own-functions-as-tools)",
 }
 """Name in TRL -> the argument here, or how to say it."""
 _SETTINGS_TOO = ("tokenizer", "reward_model")
