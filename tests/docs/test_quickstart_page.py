@@ -16,12 +16,13 @@ from ludic.cli.app import app
 from ludic.errors import LudicError
 from ludic.models.byte_tokenizer import make_byte_tokenizer
 from ludic.recipes.compose import compose
+from ludic.recipes.dpo.schema import compose_dpo
 from ludic.recipes.rm.schema import compose_rm
 from ludic.recipes.sft.schema import compose_sft
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
-COMPOSE = {"train": compose, "sft": compose_sft, "train-rm": compose_rm}
+COMPOSE = {"train": compose, "sft": compose_sft, "train-rm": compose_rm, "dpo": compose_dpo}
 
 
 def block(text: str, tag: str) -> str:
@@ -40,7 +41,7 @@ def test_the_multi_turn_task_trains_with_the_command_below_it(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize(
-    "command", sorted(set(re.findall(r"^ludic ((?:train|sft|train-rm) .*?)(?:  +#.*)?$", PAGE, re.MULTILINE)))
+    "command", sorted(set(re.findall(r"^ludic ((?:train|sft|train-rm|dpo) .*?)(?:  +#.*)?$", PAGE, re.MULTILINE)))
 )
 def test_every_command_has_settings_that_there_are(command: str) -> None:
     name, *arguments = shlex.split(command)
