@@ -1,4 +1,5 @@
-"""The settings that `ludic train-rm` and `ludic dpo` have in common: where the pairs come from."""
+"""The settings that `ludic train-rm` and `ludic dpo` have in common: where the pairs come from, and
+how the model is trained on them."""
 
 from __future__ import annotations
 
@@ -54,3 +55,5 @@ class PairsRecipe(EpochsRecipe):
     """System prompt of every conversation."""
     pairs: int = MISSING
     """Pairs to generate if `data` is null."""
+    gradient_checkpointing: bool = MISSING
+    """Recompute activations in the backward pass: less memory, more time."""

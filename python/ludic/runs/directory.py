@@ -193,6 +193,10 @@ class RunDirectory:
                 by_step.setdefault(line["step"], {}).update(line)  # a step that was evaluated has two lines
         return [by_step[step] for step in sorted(by_step)]
 
+    def read_steps(self, phase: str) -> list[dict[str, Any]]:
+        """The metrics of the phase's training steps, without those of evaluations alone."""
+        return [line for line in self.read_metrics(phase) if "train/loss" in line]
+
     def cut_metrics(self, phase: str, step: int, *, evaluated: bool) -> int:
         """Remove the lines of the phase after `step` from metrics.jsonl, and incomplete lines.
         Returns the number of steps that have to be repeated.
@@ -236,33 +240,35 @@ class SFTDirectory(RunDirectory):
         self.demonstrations = path / "data.jsonl"
 
 
-class RMDirectory(RunDirectory):
+class PairsDirectory(RunDirectory):
+    """The folder of a run over preference pairs."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.picture = path / "training.png"
+        self.reliability = path / "reliability.png"
+        self.margins = path / "margins.png"
+        self.pairs = path / "data.jsonl"
+        self.heldout_pairs = path / "heldout.jsonl"
+
+
+class RMDirectory(PairsDirectory):
     """The folder of a reward-model run."""
 
     command, first_phase, last_phase = "train-rm", "rm", "rm"
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self.picture = path / "training.png"
-        self.reliability = path / "reliability.png"
-        self.margins = path / "margins.png"
         self.scores = path / "heldout_scores.json"
-        self.pairs = path / "data.jsonl"
-        self.heldout_pairs = path / "heldout.jsonl"
 
 
-class DPODirectory(RunDirectory):
+class DPODirectory(PairsDirectory):
     """The folder of a run of direct preference optimization."""
 
     command, first_phase, last_phase = "dpo", "warm_up", "dpo"
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self.picture = path / "training.png"
-        self.reliability = path / "reliability.png"
-        self.margins = path / "margins.png"
-        self.pairs = path / "data.jsonl"
-        self.heldout_pairs = path / "heldout.jsonl"
         self.answers = path / "answers.jsonl"
         self.reference_logps = path / "reference.logps"
 

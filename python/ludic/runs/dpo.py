@@ -4,12 +4,11 @@ measure with `DPOTrainer`."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ludic.errors import CheckpointError, ConfigError
-from ludic.eval.preference_picture import draw_margins, draw_reliability
 from ludic.files.jsonl import write_jsonl
 from ludic.models.adapters import has_adapters
 from ludic.models.loading import load_tokenizer
@@ -27,15 +26,13 @@ from ludic.recipes.sharding import has_no_weights, is_shared_out
 from ludic.runs.data.pairs import PairData
 from ludic.runs.directory import DONE, DPODirectory
 from ludic.runs.dpo_answers import Answers, read_answers, sample_answers
-from ludic.runs.epochs import EpochsRun
+from ludic.runs.pairs import PairsParts, PairsRun, check_heldout, count_steps
 from ludic.runs.screen import Screen
 from ludic.runs.seeding import seed_everything
 from ludic.runs.shared_model import check_sharding_settings, choose_precision, place_model
 from ludic.runs.stop_request import Interrupted, StopRequest
 from ludic.training import ranks, watchdog
-from ludic.training.algorithm import RLAlgorithm
 from ludic.training.batching.epochs import ItemBatchSource
-from ludic.training.batching.pair_batches import preference_batches
 from ludic.training.batching.source import STOP_PATIENCE_S
 from ludic.training.dpo_trainer import DPOTrainer, DPOTrainerConfig
 from ludic.training.evaluators.implicit_rewards import MEASURED, ImplicitRewardEvaluator
@@ -48,18 +45,8 @@ WARM_UP_KEYS = ["train/loss", "train/grad_norm"]
 KEYS = ["train/loss", "train/rewards/accuracies", "train/rewards/margins", "train/grad_norm"]
 
 
-@dataclass
-class DPOParts:
-    """The objects of a run. They are built before anything is written, so that a wrong setting
-    or pair leaves no folder behind."""
-
-    model: Any
-    tokenizer: Any
-    data: PairData
-    algorithm: RLAlgorithm
-    cfg: DPOTrainerConfig
-    steps: int
-    """Batches of pairs in the whole run."""
+class DPOParts(PairsParts[DPOTrainerConfig]):
+    """The objects of a run."""
 
     @classmethod
     def build(cls, recipe: DPORecipe, *, note: Callable[[str], None]) -> DPOParts:
@@ -75,10 +62,7 @@ class DPOParts:
         check_callbacks(recipe.callbacks, cfg, measured=MEASURED)
         _check_vocabulary(recipe, tokenizer)
         data = PairData.read(recipe, tokenizer, note=note)
-        if not data.heldout and (cfg.eval_every_n_steps or cfg.eval_at_start):
-            raise ConfigError(
-                "trainer.eval_every_n_steps needs held-out pairs; raise heldout, or give heldout_data or heldout_split"
-            )
+        check_heldout(data, cfg)
         device = "cpu" if is_shared_out(recipe.sharding) else cfg.model_device
         model = build_model(recipe, tokenizer)
         if not recipe.warmup.steps:
@@ -86,11 +70,10 @@ class DPOParts:
         model = place_model(model, recipe.sharding, device)
         if not recipe.warmup.steps:
             model = add_adapters(model, recipe, seed=recipe.seed)
-        steps = recipe.epochs * _make_source(data, recipe).num_batches_per_epoch if recipe.steps is None else recipe.steps
-        return cls(model, tokenizer, data, algorithm, cfg, steps)
+        return cls(model, tokenizer, data, algorithm, cfg, count_steps(data, recipe))
 
 
-class DPORun(EpochsRun[DPORecipe, DPOParts, DPODirectory]):
+class DPORun(PairsRun[DPORecipe, DPOParts, DPODirectory]):
     """Warm-up, sampled answers, training on pairs, metrics on held-out pairs, and answers again."""
 
     def __init__(self, recipe: DPORecipe, parts: DPOParts, directory: DPODirectory, screen: Screen, stop: StopRequest) -> None:
@@ -115,7 +98,7 @@ class DPORun(EpochsRun[DPORecipe, DPOParts, DPODirectory]):
             read_model(self.parts.model, self._warmed_up)
 
     async def play_phases(self) -> None:
-        ranks.ask_rank_0("writing the pairs", self._write_pairs)
+        ranks.ask_rank_0("writing the pairs", self.write_pairs)
         if self.progress.phase == WARM_UP:
             if self.recipe.warmup.steps:
                 await self._warm_up()
@@ -131,10 +114,6 @@ class DPORun(EpochsRun[DPORecipe, DPOParts, DPODirectory]):
     def adapted_base(self) -> str | None:
         """With a warm-up, the adapters adapt what it trained."""
         return None if self.recipe.warmup.steps else super().adapted_base
-
-    def _write_pairs(self) -> None:
-        if self.recipe.data is None:
-            self.parts.data.write_missing_rows(self.directory.pairs, self.directory.heldout_pairs)
 
     async def _warm_up(self) -> None:
         """Supervised fine-tuning on the answers of the pairs, then save the policy."""
@@ -175,13 +154,12 @@ class DPORun(EpochsRun[DPORecipe, DPOParts, DPODirectory]):
 
     async def _train(self) -> DPOTrainer:
         recipe, parts = self.recipe, self.parts
-        if not parts.data.heldout:
-            self.screen.note("No pairs are held out; only training pairs are measured")
+        self.note_heldout()
         self.screen.note(
             f"{recipe.loss.loss_type} loss, beta {recipe.loss.beta:g}, on {len(parts.data.train) // 2:,} pairs: {parts.steps} steps of "
             f"{recipe.batch_size}"
         )
-        return await self.train(self._make_dpo_trainer, _make_source(parts.data, recipe), keys=KEYS)
+        return await self.train(self._make_dpo_trainer, self.make_source(), keys=KEYS)
 
     def _make_dpo_trainer(self, **options: Any) -> DPOTrainer:
         """The reference is loaded here, so that nothing holds it once it has scored the pairs."""
@@ -211,9 +189,7 @@ class DPORun(EpochsRun[DPORecipe, DPOParts, DPODirectory]):
         evaluator = trainer.evaluator
         assert isinstance(evaluator, ImplicitRewardEvaluator)
         if not self.directory.is_followed:
-            title = f"{self.directory.path.name}, held-out pairs"
-            draw_reliability(self.directory.reliability, evaluator.metrics, title=title)
-            draw_margins(self.directory.margins, evaluator.metrics, title=title)
+            self.draw_heldout(evaluator.metrics)
         accuracy, pairs = measured["eval_rewards/accuracies"], measured["eval_num_pairs"]
         self.screen.note(f"Held-out accuracy of the implicit rewards {accuracy:.4f} on {pairs:,.0f} pairs")
         return measured
@@ -240,12 +216,6 @@ class DPORun(EpochsRun[DPORecipe, DPOParts, DPODirectory]):
         earlier = read_answers(self.directory.answers, before=when)
         write_jsonl(self.directory.answers, [*earlier, *answers.lines(when)])
         return answers
-
-
-def _make_source(data: PairData, recipe: DPORecipe) -> ItemBatchSource:
-    source = preference_batches(data.train, batch_size=recipe.batch_size, seed=recipe.seed)
-    source.unshard()  # all ranks share its batches
-    return source
 
 
 def _check_vocabulary(recipe: DPORecipe, tokenizer: Any) -> None:

@@ -70,8 +70,6 @@ class DPORecipe(PairsRecipe):
     """Answers that are sampled before and after, to held-out prompts at temperature 1; 0: none."""
     max_new_tokens: int = MISSING
     """Token limit of such an answer."""
-    gradient_checkpointing: bool = MISSING
-    """Recompute activations in the backward pass: less memory, more time."""
 
 
 def compose_dpo(arguments: Sequence[str] = ()) -> DPORecipe:

@@ -39,8 +39,6 @@ class RMRecipe(PairsRecipe):
     train_sample: int = MISSING
     """Training pairs at most on which `train_pairwise_accuracy` is measured."""
     loss: LossSection = field(default_factory=LossSection)
-    gradient_checkpointing: bool = MISSING
-    """Recompute activations in the backward pass: less memory, more time."""
 
 
 def compose_rm(arguments: Sequence[str] = ()) -> RMRecipe:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 _TOKEN_KEYS = ("real_tokens", "padded_tokens", "padded_tokens_greedy", "padded_tokens_unpacked")
 
@@ -61,3 +65,10 @@ def format_padding(padding: Mapping[str, float]) -> str:
 def format_memory(peaks: Mapping[str, float]) -> str:
     gpu = f", {peaks['gpu_peak_mb']:,.0f} MiB on the GPU" if "gpu_peak_mb" in peaks else ""
     return f"[bold]Memory[/]: {peaks['process_peak_mb']:,.0f} MiB of this process at its peak{gpu}"
+
+
+def show_costs(console: Console, summary: Mapping[str, Any], *, speed: str = "") -> None:
+    """Print the lines of `wall_s`, `phases_s`, `padding` and `memory`. `speed` ends the first."""
+    console.print(f"{format_seconds(summary['wall_s'], summary['phases_s'])}{speed}", highlight=False)
+    console.print(format_padding(summary["padding"]), highlight=False)
+    console.print(format_memory(summary["memory"]), highlight=False)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ludic.files.atomic import write_text
 from ludic.runs.dpo_answers import read_answers
-from ludic.runs.report.costs import format_memory, format_padding, format_seconds, sum_padding, sum_phases
 from ludic.runs.report.curve import write_picture
 from ludic.runs.report.dpo_conclusion import conclude as describe_results
-from ludic.runs.report.files import describe_files, show_files
+from ludic.runs.report.files import describe_files, show_files, write_summary
+from ludic.runs.report.pairs import (
+    describe_data,
+    describe_pictures,
+    describe_rows,
+    measured_by_step,
+    show_best_accuracy,
+    show_pair_costs,
+    summarize,
+)
 from ludic.runs.report.provenance import provenance
-from ludic.training.backend.memory import memory_peaks
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,10 +36,9 @@ RATES = {
 
 def conclude(run: DPORun, console: Console, *, config_hash: str) -> str:
     """Write summary.json and training.png and print the report. Returns the summary as JSON."""
-    lines = [line for line in run.directory.read_metrics("dpo") if "train/loss" in line]
+    lines = run.directory.read_steps("dpo")
     summary = build_summary(run, lines, config_hash=config_hash)
-    text = json.dumps(summary, indent=2) + "\n"
-    write_text(run.directory.summary, text)
+    text = write_summary(run.directory, summary)
     if lines:
         _draw(run, summary, lines)
     _show(run, console, summary)
@@ -44,10 +48,7 @@ def conclude(run: DPORun, console: Console, *, config_hash: str) -> str:
 def build_summary(run: DPORun, lines: Sequence[Mapping[str, float]], *, config_hash: str) -> dict[str, Any]:
     """The content of summary.json. It has the `eval_` metrics and `after` once the run is finished,
     the `eval_` metrics only if pairs are held out."""
-    data, steps, recipe = run.parts.data, run.progress.steps, run.recipe
-    pairs = sum(line.get("train/total_pairs", 0.0) for line in lines)
-    seconds = sum(line.get("perf/step_s", 0.0) for line in lines)
-    after = run.progress.after or {}
+    recipe, after = run.recipe, run.progress.after or {}
     return {
         **provenance(run.progress, model=recipe.model, algorithm="dpo"),
         "loss_type": recipe.loss.loss_type,
@@ -55,17 +56,8 @@ def build_summary(run: DPORun, lines: Sequence[Mapping[str, float]], *, config_h
         **{key: value for key, value in after.items() if key.startswith("eval_")},
         "before": run.progress.before,
         "after": {key: value for key, value in after.items() if not key.startswith("eval_")} or None,
-        "bayes_accuracy": data.bayes_accuracy,
-        "latent_accuracy": data.latent_accuracy,
-        "wall_s": round(run.progress.seconds.get("wall", 0.0), 2),
-        "phases_s": sum_phases(run.progress.seconds, lines),
-        "pairs_per_s": round(pairs / seconds, 1) if seconds else None,
-        "padding": sum_padding(lines),
-        "memory": memory_peaks(),
-        "steps": steps,
-        "early_stopping": run.progress.early_stopping,
-        "epochs": round(steps * recipe.batch_size / (len(data.train) // 2), 3),
-        "data": data.counts(),
+        **summarize(run, lines),
+        "data": run.parts.data.counts(),
         "seed": recipe.seed,
         "config_hash": config_hash,
     }
@@ -73,59 +65,33 @@ def build_summary(run: DPORun, lines: Sequence[Mapping[str, float]], *, config_h
 
 def _draw(run: DPORun, summary: Mapping[str, Any], lines: Sequence[Mapping[str, float]]) -> None:
     series = {name: [line[f"train/{name}"] for line in lines] for name in ("loss", ACCURACY)}
-    measured = {f"held-out {ACCURACY}": accuracy_by_step(run, summary)}
+    measured = {f"held-out {ACCURACY}": measured_by_step(run.directory, run.progress, summary, ACCURACY)}
     title = f"{run.recipe.loss.loss_type} loss, beta {run.recipe.loss.beta:g}, seed {run.recipe.seed}"
     write_picture(run.directory.picture, series, marks={}, measured=measured, title=title)
-
-
-def accuracy_by_step(run: DPORun, summary: Mapping[str, Any]) -> list[tuple[float, float]]:
-    """(step, held-out accuracy) of every evaluation: during training, and of the final model."""
-    key = f"eval/{ACCURACY}"
-    accuracies = {line["step"]: line[key] for line in run.directory.read_metrics("dpo") if key in line}
-    if f"eval_{ACCURACY}" in summary:
-        final = run.progress.early_stopping or {"kept_step": run.progress.steps}
-        accuracies[final["kept_step"]] = summary[f"eval_{ACCURACY}"]
-    return sorted(accuracies.items())
 
 
 def _show(run: DPORun, console: Console, summary: Mapping[str, Any]) -> None:
     if "eval_loss" in summary:
         console.print(_make_pairs_table(summary))
-    if summary["bayes_accuracy"] is not None:
-        console.print(
-            f"[bold]Best possible accuracy[/]: {summary['bayes_accuracy']:.1%} on average over such pairs; the generator's own quality "
-            f"predicts {summary['latent_accuracy']:.1%} of the labels of these pairs",
-            highlight=False,
-        )
+    show_best_accuracy(console, summary)
     if (summary["before"] or {}).get("answers") and summary["after"]:
         console.print(_make_rates_table(summary["before"], summary["after"]))
     rows = read_answers(run.directory.answers, before="end")
     if rows:
         console.print(_make_answers_table(rows))
     data = summary["data"]
-    console.print(
-        f"[bold]Data[/]: {data['pairs']:,} pairs of {data['tokens']:,} tokens, {data['pairs_cut']:,} of them cut to max_seq_len; "
-        f"{data['heldout_pairs']:,} held out; {sum(data['left_out'].values()):,} rows make no pair",
-        highlight=False,
-    )
-    speed = f"; {summary['pairs_per_s']:,.0f} pairs a second in training" if summary["pairs_per_s"] else ""
-    console.print(f"{format_seconds(summary['wall_s'], summary['phases_s'])}{speed}", highlight=False)
-    console.print(format_padding(summary["padding"]), highlight=False)
-    console.print(format_memory(summary["memory"]), highlight=False)
+    left_out = f"{sum(data['left_out'].values()):,} rows make no pair"
+    console.print(f"{describe_data(data)}; {left_out}", highlight=False)
+    show_pair_costs(console, summary)
     console.print(f"[bold]What this shows[/]: {describe_results(summary)}", highlight=False)
     _show_files(run, console)
 
 
 def _show_files(run: DPORun, console: Console) -> None:
     directory = run.directory
-    pictures = {
-        directory.picture: "loss and accuracy of the training batches",
-        directory.reliability: "how often a stated probability comes true",
-        directory.margins: "the differences of the implicit rewards of the held-out pairs",
-    }
+    pictures = describe_pictures(directory, margins="the differences of the implicit rewards of the held-out pairs")
     rows = {
-        directory.pairs: "the pairs that were trained on",
-        directory.heldout_pairs: "the pairs that were measured",
+        **describe_rows(directory),
         directory.answers: "sampled answers, before and after",
         directory.reference_logps: "log-probabilities of the reference, for a resume",
         directory.reference: "the policy after the warm-up, which is the reference",

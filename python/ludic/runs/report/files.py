@@ -1,15 +1,24 @@
-"""The files of a run, as a report lists them."""
+"""The files of a run: summary.json, and all of them as a report lists them."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from ludic.files.atomic import write_text
 from ludic.runs.directory import RunDirectory
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+
+def write_summary(directory: RunDirectory, summary: Mapping[str, Any]) -> str:
+    """Write summary.json whole, and return its text."""
+    text = json.dumps(summary, indent=2) + "\n"
+    write_text(directory.summary, text)
+    return text
 
 
 def describe_files(

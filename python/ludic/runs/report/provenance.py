@@ -3,13 +3,13 @@ versions, lost episodes and cut samples."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ludic.errors import CheckpointError
-from ludic.files.atomic import read_json, write_text
+from ludic.files.atomic import read_json
 from ludic.runs.directory import DONE, Progress, RunDirectory
+from ludic.runs.report.files import write_summary
 
 FINISHED, INTERRUPTED, FAILED = "finished", "interrupted", "failed"
 """How a run ended, or was left."""
@@ -58,7 +58,7 @@ def write_failure(directory: RunDirectory, progress: Progress) -> None:
     has gone beyond; that of a finished run, which was only looked at again, stays."""
     if progress.phase == DONE and _has_finished(directory):
         return
-    lines = [line for line in directory.read_metrics(directory.last_phase) if "train/loss" in line]
+    lines = directory.read_steps(directory.last_phase)
     recipe = progress.recipe or {}
     content = {
         **provenance(progress, model=recipe.get("model"), algorithm=find_algorithm(progress)),
@@ -69,7 +69,7 @@ def write_failure(directory: RunDirectory, progress: Progress) -> None:
         "wall_s": round(progress.seconds.get("wall", 0.0), 2),
         "seed": recipe.get("seed"),
     }
-    write_text(directory.summary, json.dumps(content, indent=2) + "\n")
+    write_summary(directory, content)
 
 
 def _has_finished(directory: RunDirectory) -> bool:

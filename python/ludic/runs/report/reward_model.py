@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ludic.files.atomic import write_text
 from ludic.models.quantization import count_weights
-from ludic.runs.report.costs import format_memory, format_padding, format_seconds, sum_padding, sum_phases
 from ludic.runs.report.curve import write_picture
-from ludic.runs.report.files import describe_files, show_files
+from ludic.runs.report.files import describe_files, show_files, write_summary
+from ludic.runs.report.pairs import (
+    describe_data,
+    describe_pictures,
+    describe_rows,
+    measured_by_step,
+    show_best_accuracy,
+    show_pair_costs,
+    summarize,
+)
 from ludic.runs.report.provenance import provenance
-from ludic.training.backend.memory import memory_peaks
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from ludic.runs.reward_model import RMRun
-
-_EVALUATED = "eval/pairwise_accuracy"
 
 CRITERIA: dict[str, tuple[str, Callable[[Mapping[str, float]], float], Callable[[float], bool]]] = {
     "held-out accuracy": ("over 60 %", lambda summary: summary["eval_pairwise_accuracy"], lambda value: value > 0.6),
@@ -38,10 +41,9 @@ against."""
 
 def conclude(run: RMRun, console: Console, *, config_hash: str) -> str:
     """Write summary.json and training.png and print the report. Returns the summary as JSON."""
-    lines = [line for line in run.directory.read_metrics("rm") if "train/loss" in line]
+    lines = run.directory.read_steps("rm")
     summary = build_summary(run, lines, config_hash=config_hash)
-    text = json.dumps(summary, indent=2) + "\n"
-    write_text(run.directory.summary, text)
+    text = write_summary(run.directory, summary)
     if lines:
         _draw(run, summary, lines)
     _show(run, console, summary)
@@ -51,26 +53,14 @@ def conclude(run: RMRun, console: Console, *, config_hash: str) -> str:
 def build_summary(run: RMRun, lines: Sequence[Mapping[str, float]], *, config_hash: str) -> dict[str, Any]:
     """The content of summary.json. It has the `eval_` metrics and `train_pairwise_accuracy` once
     the run is finished, the `eval_` metrics only if pairs are held out."""
-    data, steps = run.parts.data, run.progress.steps
     trained = count_weights(run.parts.model, trained=True)
-    pairs = sum(line.get("train/total_pairs", 0.0) for line in lines)
-    seconds = sum(line.get("perf/step_s", 0.0) for line in lines)
     return {
         **provenance(run.progress, model=run.recipe.model, algorithm="bradley_terry"),
         **(run.progress.after or {}),
-        "bayes_accuracy": data.bayes_accuracy,
-        "latent_accuracy": data.latent_accuracy,
-        "wall_s": round(run.progress.seconds.get("wall", 0.0), 2),
-        "phases_s": sum_phases(run.progress.seconds, lines),
-        "pairs_per_s": round(pairs / seconds, 1) if seconds else None,
-        "padding": sum_padding(lines),
-        "memory": memory_peaks(),
-        "steps": steps,
-        "early_stopping": run.progress.early_stopping,
-        "epochs": round(steps * run.recipe.batch_size / (len(data.train) // 2), 3),
+        **summarize(run, lines),
         "parameters": trained + count_weights(run.parts.model, trained=False),
         "trained_parameters": trained,
-        "data": data.counts(),
+        "data": run.parts.data.counts(),
         "seed": run.recipe.seed,
         "config_hash": config_hash,
     }
@@ -79,17 +69,8 @@ def build_summary(run: RMRun, lines: Sequence[Mapping[str, float]], *, config_ha
 def _draw(run: RMRun, summary: Mapping[str, Any], lines: Sequence[Mapping[str, float]]) -> None:
     series = {name: [line[f"train/{name}"] for line in lines] for name in ("loss", "accuracy")}
     title = f"reward model, seed {run.recipe.seed}"
-    measured = {"held-out accuracy": accuracy_by_step(run, summary)}
+    measured = {"held-out accuracy": measured_by_step(run.directory, run.progress, summary, "pairwise_accuracy")}
     write_picture(run.directory.picture, series, marks={}, measured=measured, title=title)
-
-
-def accuracy_by_step(run: RMRun, summary: Mapping[str, Any]) -> list[tuple[float, float]]:
-    """(step, held-out accuracy) of every evaluation: during training, and of the final model."""
-    accuracies = {line["step"]: line[_EVALUATED] for line in run.directory.read_metrics("rm") if _EVALUATED in line}
-    if "eval_pairwise_accuracy" in summary:
-        final = run.progress.early_stopping or {"kept_step": run.progress.steps}
-        accuracies[final["kept_step"]] = summary["eval_pairwise_accuracy"]
-    return sorted(accuracies.items())
 
 
 def _show(run: RMRun, console: Console, summary: Mapping[str, Any]) -> None:
@@ -101,32 +82,15 @@ def _show(run: RMRun, console: Console, summary: Mapping[str, Any]) -> None:
                 "measure on other pairs (heldout_data=FILE in a separate run with steps=0)",
                 highlight=False,
             )
-    if summary["bayes_accuracy"] is not None:
-        console.print(
-            f"[bold]Best possible accuracy[/]: {summary['bayes_accuracy']:.1%} on average over such pairs; the generator's own quality "
-            f"predicts {summary['latent_accuracy']:.1%} of the labels of these pairs",
-            highlight=False,
-        )
+    show_best_accuracy(console, summary)
     data = summary["data"]
-    console.print(
-        f"[bold]Data[/]: {data['pairs']:,} pairs of {data['tokens']:,} tokens, {data['pairs_cut']:,} of them cut to max_seq_len; "
-        f"{data['heldout_pairs']:,} held out",
-        highlight=False,
-    )
+    console.print(describe_data(data), highlight=False)
     if data["left_out"] or data["heldout_left_out"]:
         console.print(_make_left_out_table(data))
-    speed = f"; {summary['pairs_per_s']:,.0f} pairs a second in training" if summary["pairs_per_s"] else ""
-    console.print(f"{format_seconds(summary['wall_s'], summary['phases_s'])}{speed}", highlight=False)
-    console.print(format_padding(summary["padding"]), highlight=False)
-    console.print(format_memory(summary["memory"]), highlight=False)
+    show_pair_costs(console, summary)
     directory = run.directory
-    pictures = {
-        directory.picture: "loss and accuracy of the training batches",
-        directory.reliability: "how often a stated probability comes true",
-        directory.margins: "the score differences of the held-out pairs",
-    }
-    pairs = {directory.pairs: "the pairs that were trained on", directory.heldout_pairs: "the pairs that were measured"}
-    show_files(console, directory.path, describe_files(directory, pictures, pairs))
+    pictures = describe_pictures(directory, margins="the score differences of the held-out pairs")
+    show_files(console, directory.path, describe_files(directory, pictures, describe_rows(directory)))
 
 
 def _make_left_out_table(data: Mapping[str, Any]) -> Any:

@@ -6,12 +6,11 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ludic.files.atomic import write_text
 from ludic.inference.local.client import end_token_ids
 from ludic.runs.directory import DONE
-from ludic.runs.report.costs import format_memory, format_padding, format_seconds, sum_padding, sum_phases
+from ludic.runs.report.costs import show_costs, sum_padding, sum_phases
 from ludic.runs.report.curve import draw_text_curve, write_picture
-from ludic.runs.report.files import describe_files, show_files
+from ludic.runs.report.files import describe_files, show_files, write_summary
 from ludic.runs.report.provenance import provenance
 from ludic.training.backend.memory import memory_peaks
 
@@ -23,10 +22,9 @@ if TYPE_CHECKING:
 
 def conclude(run: SFTRun, console: Console, *, config_hash: str) -> str:
     """Write summary.json and loss.png and print the report. Returns the summary as JSON."""
-    lines = [line for line in run.directory.read_metrics("sft") if "train/loss" in line]
+    lines = run.directory.read_steps("sft")
     summary = build_summary(run, lines, config_hash=config_hash)
-    text = json.dumps(summary, indent=2) + "\n"
-    write_text(run.directory.summary, text)
+    text = write_summary(run.directory, summary)
     losses = [line["train/loss"] for line in lines]
     if losses:
         _draw(run, summary, losses)
@@ -87,9 +85,7 @@ def _show(run: SFTRun, console: Console, summary: dict[str, Any], losses: Sequen
         )
     for line in draw_text_curve(losses):
         console.print(line, highlight=False, markup=False)
-    console.print(format_seconds(summary["wall_s"], summary["phases_s"]), highlight=False)
-    console.print(format_padding(summary["padding"]), highlight=False)
-    console.print(format_memory(summary["memory"]), highlight=False)
+    show_costs(console, summary)
     directory = run.directory
     files = describe_files(
         directory, {directory.picture: "the loss curve"}, {directory.demonstrations: "the rows that were trained on"}
