@@ -141,14 +141,19 @@ def _read_attached(run: PreparedRun, macro: MacroBatch) -> dict[int, Tensor] | N
             raise DataError(
                 f"{macro.name(row)} has {len(each or ())} reference_logps for {actions} action tokens; there must be one each"
             )
-        found[row] = _predicted(item, each).to(run.cfg.model_device)
+        found[row] = _as_column(item, each, run)
     return found
 
 
-def _predicted(item: SAWItem, logps: Sequence[float] | NDArray[Any]) -> Tensor:
-    """[A] float32 log-probabilities of the predicted action tokens: the first token of a sample has
-    no prediction."""
-    return torch.from_numpy(np.array(logps, dtype=np.float32)[int(item.action_mask[0] == 1) :])
+def _predicted(item: SAWItem, logps: Sequence[float] | NDArray[Any]) -> NDArray[np.float64]:
+    """[A] log-probabilities of the predicted action tokens: the first token of a sample has no
+    prediction."""
+    return np.asarray(logps, dtype=np.float64)[int(item.action_mask[0] == 1) :]
+
+
+def _as_column(item: SAWItem, logps: Sequence[float] | NDArray[Any], run: PreparedRun) -> Tensor:
+    """[A] float32, `_predicted` on the device of the model."""
+    return torch.from_numpy(_predicted(item, logps).astype(np.float32)).to(run.cfg.model_device)
 
 
 async def _rescore(run: PreparedRun, macro: MacroBatch, rescores: Callable[[SAWItem], bool]) -> MacroBatch:
@@ -166,7 +171,7 @@ async def _rescore(run: PreparedRun, macro: MacroBatch, rescores: Callable[[SAWI
     for row, item in enumerate(macro.items):
         sampled = item.attachments.actor_logps
         assert sampled is not None  # the table has those of all samples, or of none
-        logps[row] = own[row] if row in named else _predicted(item, sampled.token_logps).to(run.cfg.model_device)
+        logps[row] = own[row] if row in named else _as_column(item, sampled.token_logps, run)
     sums = _sum_rows(logps, macro)
     return replace(
         macro,
@@ -305,7 +310,7 @@ def _sum_rows(by_row: Mapping[int, Tensor], macro: MacroBatch) -> NDArray[np.flo
 
 def _behaviour(macro: MacroBatch) -> NDArray[np.float64] | None:
     """[N] sums of the sampled log-probabilities of the predicted tokens; None if a sample has
-    none. A token at the begin of a sample is not predicted."""
+    none."""
     if "actor_logps" in macro.token_columns:
         return _sum_rows(macro.token_columns["actor_logps"], macro)
     sums = []
@@ -313,6 +318,5 @@ def _behaviour(macro: MacroBatch) -> NDArray[np.float64] | None:
         attached = item.attachments.actor_logps
         if attached is None:
             return None
-        first = int(item.action_mask[0] == 1)
-        sums.append(float(np.asarray(attached.token_logps, dtype=np.float64)[first:].sum()))
+        sums.append(float(_predicted(item, attached.token_logps).sum()))
     return np.array(sums, dtype=np.float64)

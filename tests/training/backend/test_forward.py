@@ -134,3 +134,13 @@ def test_passes_without_the_argument_score_all_tokens():
             return temperature
 
     assert forward_action_logprobs(Older(), None, temperature=2.0) == 2.0
+
+
+def test_passes_get_what_differs_from_the_defaults():
+    class Passes:
+        def forward_logprobs(self, batch, **arguments):
+            return arguments
+
+    assert forward_action_logprobs(Passes(), None) == {"actions_only": True}
+    every = {"temperature": 0.5, "top_p": 0.9, "adapters": False}
+    assert forward_action_logprobs(Passes(), None, **every) == {"actions_only": True, **every}

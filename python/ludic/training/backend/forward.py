@@ -97,12 +97,27 @@ class ModelPasses:
             return preference_scores(SharedContext(*scored), score_type)
 
 
-def forward_action_logprobs(passes: ForwardPasses, batch: MicroBatch, **options: Any) -> TrainFuture[Tensor]:
-    """`forward_logprobs` for callers that read action tokens alone. `passes` of yours without the
-    argument `actions_only` score all tokens."""
+def forward_action_logprobs(
+    passes: ForwardPasses,
+    batch: MicroBatch,
+    *,
+    temperature: float | None = None,
+    top_p: float = 1.0,
+    adapters: bool = True,
+) -> TrainFuture[Tensor]:
+    """`forward_logprobs` for callers that read action tokens alone: [B, T - 1]. `passes` of yours
+    without the argument `actions_only` score all tokens. They get the other arguments only where
+    these differ from their defaults."""
     parameters = inspect.signature(passes.forward_logprobs).parameters
     known = "actions_only" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-    return passes.forward_logprobs(batch, **options, **({"actions_only": True} if known else {}))
+    arguments: dict[str, Any] = {"actions_only": True} if known else {}
+    if temperature is not None:
+        arguments["temperature"] = temperature
+    if top_p != 1.0:
+        arguments["top_p"] = top_p
+    if not adapters:
+        arguments["adapters"] = False
+    return passes.forward_logprobs(batch, **arguments)
 
 
 def as_forward_passes(model: nn.Module | ForwardPasses, cfg: TrainerConfig) -> ForwardPasses:

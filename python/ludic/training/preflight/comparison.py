@@ -78,10 +78,10 @@ async def compare(
 ) -> Comparison:
     """Compute the trainer's log-probabilities of the samples' actions and of the tokens next to
     them, in one forward pass. `temperature` and `top_p`: those of `forward_logprobs`."""
-    shaping: dict[str, Any] = {} if temperature is None and top_p == 1.0 else {"temperature": temperature, "top_p": top_p}
     tensors = collate_saw_items(items, pad_token_id=cfg.pad_token_id, device=cfg.model_device)
     tensors["action_mask"] = _with_neighbours(tensors["action_mask"])
-    logps = await forward_action_logprobs(backend, MicroBatch(tensors, len(items)), **shaping).result()
+    batch = MicroBatch(tensors, len(items))
+    logps = await forward_action_logprobs(backend, batch, temperature=temperature, top_p=top_p).result()
     table = logps.double().cpu().numpy()
     rows = [table[i, : len(item.input_ids) - 1] for i, item in enumerate(items)]
     actions = [np.flatnonzero(np.asarray(item.action_mask)) for item in items]
