@@ -258,6 +258,19 @@ def test_the_next_trainer_discards_what_a_dead_one_staged(start):
     serves(server, "1", 1)
 
 
+def test_the_next_trainer_ends_a_push_whose_trainer_died_while_it_dropped_it(start):
+    server = start(backend="disk")
+    dying = VllmControlPlane(server.url, by_folder=True)
+    dying.prepare()
+    dying.announce_folder(server.folder)
+    dying.wait_staged()
+    dying.links[0].endpoints.rpc("ludic_discard", timeout_s=30)  # and dies before it ends the update
+    assert server.active
+    push = publisher(server, directory=server.folder.parent / "shared")
+    push.publish(weights(1), version=1)
+    serves(server, "1", 1)
+
+
 def test_a_slow_server_is_named_and_the_old_version_stays(start, monkeypatch):
     monkeypatch.setattr(server_link, "ANSWER_MARGIN_S", 0.2)
     servers = [start(), start()]

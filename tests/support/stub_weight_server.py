@@ -176,7 +176,7 @@ class StubWeightServer:
         return {"dtype": self.dtype, "tied": self.tied, "weights": {n: {**w, "dtype": self.dtype} for n, w in own.items()}}
 
     def ludic_discard(self):
-        self.receiver.discard()
+        self.receiver.empty()
 
     def ludic_fingerprint(self):
         fingerprints = self.receiver.fingerprints

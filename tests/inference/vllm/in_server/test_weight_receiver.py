@@ -94,7 +94,18 @@ def test_a_discarded_push_loads_nothing(receiver, tmp_path):
     receiver.start()
     receiver.read(str(folder_with(tmp_path, "new", weights(1))))
     receiver.discard()
+    assert not receiver.open
     assert receiver.take() == []
+    assert receiver.fingerprints == {}
+
+
+def test_an_emptied_push_is_open_until_it_is_taken_and_loads_nothing(receiver, tmp_path):
+    receiver.start()
+    receiver.read(str(folder_with(tmp_path, "new", weights(1))))
+    receiver.empty()
+    assert (receiver.staged, receiver.open) == (0, True)
+    assert receiver.take() == []
+    assert not receiver.open
     assert receiver.fingerprints == {}
 
 

@@ -199,8 +199,12 @@ class WeightReceiver:
             self._ever_loaded |= self._pushed
         return list(staged.items())
 
+    def empty(self) -> None:
+        """Drop what is staged. The push stays open until `take`, which then returns nothing."""
+        self._staged = None
+
     def discard(self) -> None:
-        """Drop the push without loading any of it."""
+        """Drop the push without loading any of it, and end it."""
         self._staged, self.open = None, False
 
     def close(self) -> None:

@@ -204,8 +204,9 @@ class WeightWorker:
         return {"dtype": dtype, "tied": bool(getattr(config, "tie_word_embeddings", False)), "weights": weights}
 
     def ludic_discard(self) -> None:
-        """Drop the staged weights, so that the next /finish_weight_update loads nothing."""
-        self._ludic_engine().receiver.discard()
+        """Drop the staged weights, so that the next /finish_weight_update loads nothing. Until then
+        the push is open: vLLM starts no other one before it."""
+        self._ludic_engine().receiver.empty()
 
     def ludic_fingerprint(self) -> dict[str, Any]:
         """Fingerprints of the weights that were loaded last, and of the model's weights of the same
