@@ -246,6 +246,11 @@ def test_a_decaying_schedule_is_kept_and_more_steps_stay_at_its_minimum(tmp_path
     lines = metrics_of(tmp_path / "run")
     assert [line["train/lr"] for line in lines] == pytest.approx([0.004, 0.003, 0.002, 0.001, 0.001])
     assert metrics_by_step(tmp_path / "run")[:3] == before
+    ludic("sft", *SFT, *decay, "steps=5", f"output={tmp_path}", "name=whole")  # decays over its 5 steps: another run
+    hashes = [summary_of(tmp_path / name)["config_hash"] for name in ("run", "whole")]
+    assert hashes[0] != hashes[1]
+    ludic("sft", "--resume", str(tmp_path / "run"))  # its report, again
+    assert summary_of(tmp_path / "run")["config_hash"] == hashes[0]
 
 
 def test_more_steps_are_refused_if_the_schedule_has_ended_at_zero(tmp_path: Path) -> None:

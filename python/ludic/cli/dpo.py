@@ -54,4 +54,4 @@ class DPOCommand:
     def conclude(self, run: DPORun, console: Console) -> str:
         from ludic.runs.report.dpo import conclude
 
-        return conclude(run, console, config_hash=config_hash(run.recipe))
+        return conclude(run, console, config_hash=config_hash(run.recipe, schedule_steps=run.progress.schedule_steps))

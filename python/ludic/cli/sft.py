@@ -77,4 +77,4 @@ class SFTCommand:
     def conclude(self, run: SFTRun, console: Console) -> str:
         from ludic.runs.report.sft import conclude
 
-        return conclude(run, console, config_hash=config_hash(run.recipe))
+        return conclude(run, console, config_hash=config_hash(run.recipe, schedule_steps=run.progress.schedule_steps))

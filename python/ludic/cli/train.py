@@ -51,7 +51,13 @@ class TrainCommand:
     def conclude(self, run: RLRun, console: Console) -> str:
         from ludic.runs.report.reinforce import build_outcome, draw_rewards, show_report
 
-        outcome = build_outcome(run.progress, run.directory, run.parts.task, run.recipe, config_hash=config_hash(run.recipe))
+        outcome = build_outcome(
+            run.progress,
+            run.directory,
+            run.parts.task,
+            run.recipe,
+            config_hash=config_hash(run.recipe, schedule_steps=run.progress.schedule_steps),
+        )
         outcome.summary.write(run.directory)
         if outcome.rewards:
             draw_rewards(outcome, run.directory, f"{run.recipe.recipe}, {run.recipe.algorithm}, seed {run.recipe.seed}")

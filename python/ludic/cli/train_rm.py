@@ -54,4 +54,4 @@ class TrainRMCommand:
     def conclude(self, run: RMRun, console: Console) -> str:
         from ludic.runs.report.reward_model import conclude
 
-        return conclude(run, console, config_hash=config_hash(run.recipe))
+        return conclude(run, console, config_hash=config_hash(run.recipe, schedule_steps=run.progress.schedule_steps))

@@ -187,10 +187,11 @@ def to_plain_values(recipe: Any) -> dict[str, Any]:
     return values
 
 
-def config_hash(recipe: Any) -> str:
+def config_hash(recipe: Any, *, schedule_steps: int | None = None) -> str:
     """16 hex digits over all settings that can change results: all but `name`, `output`, those
     that begin with `report_`, `ranks`, callbacks that end no run, and where processes run. A device
-    that is left to the processes of a run counts as the one of this machine."""
+    that is left to the processes of a run counts as the one of this machine. `schedule_steps`:
+    those of the learning rate, if it decays in fewer steps than the run now has."""
     recipe = deepcopy(recipe)
     choose_devices(recipe)
     content = {key: value for key, value in asdict(recipe).items() if key not in _NO_RESULTS}
@@ -198,6 +199,8 @@ def config_hash(recipe: Any) -> str:
         content["place"] = {"actors": recipe.place.actors, "restarts": recipe.place.restarts}
     if recipe.callbacks.stop.metric is not None or recipe.callbacks.own:
         content["callbacks"] = {"stop": asdict(recipe.callbacks.stop), "own": recipe.callbacks.own}
+    if schedule_steps is not None:
+        content["schedule_steps"] = schedule_steps
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 

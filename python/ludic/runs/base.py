@@ -18,7 +18,7 @@ from ludic.recipes.callbacks import build_callbacks
 from ludic.recipes.epochs_schema import EpochsRecipe
 from ludic.recipes.schema import Recipe
 from ludic.recipes.sharding import is_shared_out
-from ludic.runs.checkpoints import describe_kept_schedule, find_latest_checkpoint, rewind_logs
+from ludic.runs.checkpoints import describe_kept_schedule, find_kept_schedule, find_latest_checkpoint, rewind_logs
 from ludic.runs.directory import DONE, Progress, RunDirectory
 from ludic.runs.execution import ending_task
 from ludic.runs.model_card import try_card
@@ -173,8 +173,9 @@ class TrainingRun(ABC, Generic[RecipeT, PartsT, DirectoryT]):
             **options,
         )
         self.trainer = trainer
-        if (schedule := describe_kept_schedule(trainer, options.get("total_training_steps"))) is not None:
-            self.screen.note(schedule)
+        if (steps := find_kept_schedule(trainer, options.get("total_training_steps"))) is not None:
+            self.progress.schedule_steps = steps
+            self.screen.note(describe_kept_schedule(trainer, steps))
         if self.shared is not None and trainer.current_step:
             self.shared.bring_home(self.parts.model)
         if not self.directory.is_followed:

@@ -55,14 +55,19 @@ def rewind_logs(directory: RunDirectory, phase: str, trainer: Trainer, *, note: 
         note(f"{lost} steps of {phase} are repeated, from {since}")
 
 
-def describe_kept_schedule(trainer: Trainer, steps: int | None) -> str | None:
-    """What the learning rate does in a run of `steps` steps that was begun for fewer, and whose
-    schedule depends on their number: the checkpoint's schedule is kept, and stays at its end
+def find_kept_schedule(trainer: Trainer, steps: int | None) -> int | None:
+    """The steps of the learning rate's schedule in a run of `steps` steps that was begun for fewer,
+    and whose schedule depends on their number: the checkpoint's is kept, and stays at its end
     value. None for any other run."""
     kept = trainer.schedule.total_steps
     if steps is None or not trainer.current_step or kept >= steps or not depends_on_total(trainer.cfg):
         return None
-    last = trainer.cfg.lr * trainer.schedule.factor(steps)
+    return kept
+
+
+def describe_kept_schedule(trainer: Trainer, kept: int) -> str:
+    """What the learning rate does after the `kept` steps of its schedule."""
+    last = trainer.cfg.lr * trainer.schedule.factor(kept + 1)
     return (
         f"The run was begun for {kept} steps and keeps their {trainer.cfg.lr_scheduler_type} schedule: from step {kept + 1} on the "
         f"learning rate is {last:.3g}"

@@ -42,6 +42,9 @@ class Progress:
     """The evaluation after training."""
     steps: int = 0
     """Training steps that are done; the warm-up is not counted."""
+    schedule_steps: int | None = None
+    """Of a run that was given more steps, those that its decaying learning rate was begun with and
+    keeps; null: as many as the run has."""
     preflight: dict[str, Any] | None = None
     """The difference between trainer and sampler before the first step; null if they were not
     compared."""
