@@ -14,6 +14,8 @@ import subprocess
 import time
 from pathlib import Path
 
+from ludic.inference.servers.ports import free_port
+
 ROOT = Path(__file__).parents[2]
 START_S = 30.0
 """It starts in 0.1 s on an idle machine."""
@@ -101,9 +103,3 @@ class RedisServer:
                 return connection.recv(64).startswith((b"+PONG", b"-NOAUTH"))
         except OSError:
             return False
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -13,6 +13,7 @@ from processes import wait_for_end
 from ludic.context import TruncatedThinkingContext
 from ludic.errors import InferenceError
 from ludic.eval import add_common_eval_args, build_single_agent_engine, inference_spec_from_cli, maybe_start_vllm, run_eval
+from ludic.inference.servers.ports import free_port
 from ludic.inference.vllm import launch
 from ludic.parsers import ParseResult
 from ludic.training import EnvSpec, ProtocolSpec, RolloutRequest
@@ -70,7 +71,7 @@ def test_no_server_is_started_without_the_flag(servers):
 
 
 def test_a_started_server_is_ready_inside_the_block_and_interrupted_after_it(servers, tmp_path):
-    port = launch.free_port()
+    port = free_port()
     flags = arguments("--start-server", "--model", "org/model", "--port", str(port), "--max-model-len", "99")
     with maybe_start_vllm(flags):
         assert httpx2.get(f"http://127.0.0.1:{port}/health", timeout=30).status_code == 200
@@ -85,14 +86,14 @@ def test_a_started_server_is_ready_inside_the_block_and_interrupted_after_it(ser
 
 
 def test_the_server_is_stopped_when_the_block_raises(servers):
-    with pytest.raises(KeyError, match="mine"), maybe_start_vllm(arguments("--start-server", "--port", str(launch.free_port()))):
+    with pytest.raises(KeyError, match="mine"), maybe_start_vllm(arguments("--start-server", "--port", str(free_port()))):
         raise KeyError("mine")
     assert servers[0].returncode == -signal.SIGINT
 
 
 def test_a_server_that_does_not_start_is_an_error_and_the_block_does_not_run(servers, monkeypatch):
     monkeypatch.setenv("FAKE_VLLM", "exit")
-    flags = arguments("--start-server", "--port", str(launch.free_port()))
+    flags = arguments("--start-server", "--port", str(free_port()))
     with pytest.raises(InferenceError, match="ended with status 3"), maybe_start_vllm(flags):
         pytest.fail("the body must not run")
 

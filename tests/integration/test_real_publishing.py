@@ -211,7 +211,8 @@ def test_frozen_weights_keep_their_values_and_a_tied_head_follows_its_embedding(
 
     from tiny_policy import make_tiny_policy, tiny_tokenizer
 
-    from ludic.inference.vllm.launch import free_port, start_vllm_server, stop_vllm_server, wait_for_vllm_health
+    from ludic.inference.servers.ports import free_port
+    from ludic.inference.vllm.launch import start_vllm_server, stop_vllm_server, wait_for_vllm_health
 
     config = make_tiny_policy().config
     config.tie_word_embeddings = True

@@ -28,7 +28,8 @@ def served(tmp_path_factory):
     """(URL, the same model in this process)."""
     if not os.environ.get("LUDIC_VLLM_PYTHON"):
         pytest.skip("LUDIC_VLLM_PYTHON names no interpreter with vLLM; `make vllm` builds one")
-    from ludic.inference.vllm.launch import free_port, start_vllm_server, stop_vllm_server, wait_for_vllm_health
+    from ludic.inference.servers.ports import free_port
+    from ludic.inference.vllm.launch import start_vllm_server, stop_vllm_server, wait_for_vllm_health
 
     folder, log, port = tmp_path_factory.mktemp("reward_model"), tmp_path_factory.mktemp("vllm") / "server.log", free_port()
     model = reward_model(seed=21)

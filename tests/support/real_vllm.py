@@ -54,7 +54,8 @@ def running_vllm(folder, model, log):
     """Start a server of the model in `folder` and yield it as a `RealServer`. Stops it on exit."""
     from tiny_policy import tiny_tokenizer
 
-    from ludic.inference.vllm.launch import free_port, start_vllm_server, stop_vllm_server, wait_for_vllm_health
+    from ludic.inference.servers.ports import free_port
+    from ludic.inference.vllm.launch import start_vllm_server, stop_vllm_server, wait_for_vllm_health
 
     port = free_port()
     env = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}

@@ -177,8 +177,9 @@ async def _run_server(
     recipe: Recipe, folder: Path, log: Path, note: Callable[[str], None], timer: PhaseTimer
 ) -> AsyncIterator[str]:
     """Start a server of the policy in `folder` and yield its address."""
+    from ludic.inference.servers.ports import free_port
     from ludic.inference.vllm.environment import server_python
-    from ludic.inference.vllm.launch import free_port, stop_vllm_server, wait_for_vllm_health
+    from ludic.inference.vllm.launch import stop_vllm_server, wait_for_vllm_health
 
     section = recipe.inference
     python, port = server_python(section.python), free_port()

@@ -18,12 +18,12 @@ from stub_vllm import StubVLLM
 
 import ludic
 from ludic.errors import ConfigError, EngineDeadError
+from ludic.inference.servers.ports import free_port
 from ludic.inference.servers.server_secret import secret_file
 from ludic.inference.vllm.endpoints import VllmEndpoints
 from ludic.inference.vllm.environment import package_root, server_python, server_variables
 from ludic.inference.vllm.launch import (
     collect_proc_output,
-    free_port,
     start_vllm_server,
     stop_vllm_server,
     wait_for_vllm_health,
@@ -270,7 +270,8 @@ def test_servers_left_running_end_with_the_process_that_started_them(tmp_path):
     facts = tmp_path / "facts.json"
     code = (
         "import sys, time; from pathlib import Path\n"
-        "from ludic.inference.vllm.launch import start_vllm_server, free_port\n"
+        "from ludic.inference.servers.ports import free_port\n"
+        "from ludic.inference.vllm.launch import start_vllm_server\n"
         "proc = start_vllm_server('tiny', '127.0.0.1', free_port(), python=sys.argv[1], stream_output=False)\n"
         "facts = Path(sys.argv[2])\n"
         "while not facts.exists() or not facts.read_text(): time.sleep(0.01)\n"

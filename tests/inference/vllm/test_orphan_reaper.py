@@ -12,17 +12,19 @@ import pytest
 from processes import is_running, wait_for_end
 
 import ludic
+from ludic.inference.servers.ports import free_port
 from ludic.inference.vllm import orphan_reaper as reaper_module
-from ludic.inference.vllm.launch import free_port, start_vllm_server, stop_vllm_server
+from ludic.inference.vllm.launch import start_vllm_server, stop_vllm_server
 from ludic.inference.vllm.orphan_reaper import OrphanReaper
 
 STARTER = """
 import os, signal, sys, time
 from pathlib import Path
+from ludic.inference.servers.ports import free_port
 from ludic.inference.vllm import launch
 
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored by whatever a process starts
-proc = launch.start_vllm_server("tiny", "127.0.0.1", launch.free_port(), python=sys.argv[1], stream_output=False)
+proc = launch.start_vllm_server("tiny", "127.0.0.1", free_port(), python=sys.argv[1], stream_output=False)
 facts = Path(sys.argv[2])
 while not facts.exists() or not facts.read_text():
     time.sleep(0.01)

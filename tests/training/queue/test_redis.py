@@ -233,7 +233,7 @@ def test_tls_is_verified(tmp_path):
         names = ["-subj", f"/CN={subject}", "-addext", "subjectAltName=IP:127.0.0.1"]
         command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *files, *names, *extra]
         subprocess.run(command, check=True, capture_output=True, timeout=60)
-    from benches.python.redis_server import free_port
+    from ludic.inference.servers.ports import free_port
 
     port = free_port()
     files = {"tls-cert-file": "server.pem", "tls-key-file": "server.key", "tls-ca-cert-file": "ca.pem"}

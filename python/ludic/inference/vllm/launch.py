@@ -202,13 +202,6 @@ def collect_proc_output(proc: subprocess.Popen[Any], timeout: float | None = Non
     return output.text("stdout"), output.text("stderr")
 
 
-def free_port(host: str = "127.0.0.1") -> int:
-    """A port that is free at the moment."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
-
-
 class _Output:
     """The output of a process. It is read continuously, because a full pipe blocks its writer."""
 

@@ -120,7 +120,7 @@ async def _wait_for_end(proc: subprocess.Popen[Any], stop: asyncio.Event) -> Non
 def _choose_port(host: str, before: str | None) -> int:
     """The port of the life before, if it is free on this machine, so that clients find the server
     again at once; else a free one."""
-    from ludic.inference.vllm.launch import free_port
+    from ludic.inference.servers.ports import free_port
 
     port = urlsplit(before).port if before is not None and urlsplit(before).hostname == host else None
     if port is not None:
