@@ -1,5 +1,5 @@
-"""`ludic train`, `sft` and `train-rm` as one of several processes that torchrun or srun started:
-joining the others, the watchdog, and how an error ends all of them.
+"""`ludic train`, `sft`, `train-rm` and `dpo` as one of several processes that torchrun or srun
+started: joining the others, the watchdog, and how an error ends all of them.
 
 Rank 0 prints and writes as a single process does. The others write to `ranks/rank_NNNN.log`.
 """

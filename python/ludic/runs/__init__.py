@@ -1,2 +1,2 @@
-"""Training runs from start to end, for `ludic train`, `sft` and `train-rm`: phases, folder, resume,
-reports."""
+"""Training runs from start to end, for `ludic train`, `sft`, `train-rm` and `dpo`: phases,
+folder, resume, reports."""

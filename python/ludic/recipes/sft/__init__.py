@@ -1,1 +1,1 @@
-"""Settings of `ludic sft`, and the objects that are made from them."""
+"""Settings of `ludic sft`."""

@@ -1,1 +1,1 @@
-"""The samples of `ludic sft` and `ludic train-rm`, from files or from a task."""
+"""The samples of `ludic sft`, `train-rm` and `dpo`, from files or from a task."""
