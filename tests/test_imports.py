@@ -54,6 +54,8 @@ LAYERS = [
         "ludic.training.reward_deadline",
         "ludic.training.reward_functions",
         "ludic.training.reward_registry",
+        "ludic.training.reward_signatures",
+        "ludic.training.reward_values",
         "ludic.training.reward_scorer",
     ],
     [

@@ -15,14 +15,12 @@ import asyncio
 import inspect
 import logging
 import math
-from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ludic.envs.prompt_env import prompt_shown
-from ludic.errors import ConfigError, DataError, GradingError, LudicError, RolloutError, error_location
-from ludic.interaction.containment import describe_error
+from ludic.errors import ConfigError, DataError, GradingError
 from ludic.training.reward_deadline import (
     MAX_HUNG_CALLS,
     CoroutineDeadlineExceeded,
@@ -33,17 +31,21 @@ from ludic.training.reward_deadline import (
     report_slow_call,
 )
 from ludic.training.reward_registry import register_reward as register_reward, reward_names as reward_names
+from ludic.training.reward_signatures import (
+    PROVIDED,
+    RewardFunction,
+    accepts,
+    describe_missing,
+    name_functions,
+    required_arguments,
+)
+from ludic.training.reward_values import NoReward, Reward, check_rewards, exit_error, reward_failure
 from ludic.types import Message, Rollout, group_of
 
 logger = logging.getLogger(__name__)
 
-RewardFunction = Callable[..., Any]
-Reward = float | None | Exception
-"""Result of one function for one completion: a number, None if it does not apply, or an error."""
-
 SHOWN_PROMPT = 80
 """Maximum characters of a prompt in an error message."""
-_PROVIDED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "is_eval")
 
 
 @dataclass
@@ -97,7 +99,7 @@ class RewardFunctions:
             )
         if not all(map(math.isfinite, self.weights)):
             raise ConfigError(f"the weights of reward functions must be finite, got {self.weights}")
-        self.names = _names(self.functions)
+        self.names = name_functions(self.functions)
         self.trainer_state = trainer_state or TrainerState()
         """Passed to functions with this argument."""
         self.is_eval = is_eval
@@ -109,9 +111,9 @@ class RewardFunctions:
 
     def check_columns(self, columns: Sequence[str]) -> None:
         """Raise ConfigError if a function has a required argument that is not in `columns`."""
-        available = {*_PROVIDED, *columns}
+        available = {*PROVIDED, *columns}
         for name, function in zip(self.names, self.functions, strict=True):
-            missing = [needed for needed in _required_arguments(function) if needed not in available]
+            missing = [needed for needed in required_arguments(function) if needed not in available]
             if missing:
                 raise ConfigError(describe_missing(name, missing, columns))
 
@@ -158,7 +160,7 @@ class RewardFunctions:
         except Exception as error:
             returned = error
         except SystemExit as error:
-            returned = _exit(error)
+            returned = exit_error(error)
         return self._finish(returned, inputs, log)
 
     async def _finish(
@@ -171,13 +173,13 @@ class RewardFunctions:
                 returned = await returned
             if inspect.isawaitable(returned):
                 returned = await self._await_result(returned)
-            return _checked_rewards(returned, len(inputs))
+            return check_rewards(returned, len(inputs))
         except RewardsHung:
             raise
         except Exception as error:
             return error
         except SystemExit as error:
-            return _exit(error)
+            return exit_error(error)
         finally:
             log.is_open = False
 
@@ -200,7 +202,7 @@ class RewardFunctions:
         groups: dict[object, list[int]] = {}
         for index, entry in enumerate(inputs):
             groups.setdefault(entry.group, []).append(index)
-        rewards: list[Reward] = [_failure(name, function, error)] * len(inputs)
+        rewards: list[Reward] = [reward_failure(name, function, error)] * len(inputs)
         if len(groups) == 1 or isinstance(error, CoroutineDeadlineExceeded):
             return rewards
         if isinstance(error, RewardDeadlineExceeded):
@@ -208,7 +210,9 @@ class RewardFunctions:
         for members in groups.values():
             result = await self._start(name, function, [inputs[index] for index in members])
             for position, index in enumerate(members):
-                rewards[index] = _failure(name, function, result, error) if isinstance(result, Exception) else result[position]
+                rewards[index] = (
+                    reward_failure(name, function, result, error) if isinstance(result, Exception) else result[position]
+                )
         return rewards
 
     def _arguments(self, function: RewardFunction, inputs: Sequence[_FunctionInput], log: _Log) -> dict[str, Any]:
@@ -224,13 +228,13 @@ class RewardFunctions:
             "log_extra": log.add,
             "log_metric": lambda name, value: log.add(name, [value] * len(inputs)),
         }
-        return {name: value for name, value in arguments.items() if _accepts(function, name)}
+        return {name: value for name, value in arguments.items() if accepts(function, name)}
 
     def _add_reward(self, rollout: Rollout, rewards: Sequence[Reward]) -> Exception | None:
         """Add the weighted sum to the reward of the last step. Returns an error if there is no
         reward."""
         for name, reward in zip(self.names, rewards, strict=True):
-            if isinstance(reward, _NoReward):
+            if isinstance(reward, NoReward):
                 return GradingError(f"reward function {name} returned {reward} for {_shown_prompt(rollout)}")
             if isinstance(reward, Exception):
                 return reward
@@ -255,14 +259,6 @@ class _Log:
         if self.is_open:
             for entry, value in zip(self._inputs, values, strict=True):
                 entry.rollout.steps[-1].info.setdefault("reward_log", {})[column] = value
-
-
-class _NoReward(GradingError):
-    """An element that is neither a finite number nor None."""
-
-
-class _WrongLength(DataError):
-    """The number of rewards differs from the number of completions."""
 
 
 class _FunctionInput:
@@ -304,97 +300,6 @@ def build_completion(rollout: Rollout, *, conversational: bool) -> str | list[Me
     return messages
 
 
-def needed_columns(function: RewardFunction) -> list[str]:
-    """The columns of the data without which the function cannot be called."""
-    return [needed for needed in _required_arguments(function) if needed not in _PROVIDED]
-
-
-def describe_missing(name: str, missing: Sequence[str], columns: Sequence[str]) -> str:
-    """The error for columns that the function of this name needs and the data does not have.
-    `columns`: those that it has, without the prompt."""
-    known = f"its columns are {', '.join(columns)}" if columns else "it has none but the prompt"
-    return f"reward function {name} asks for {' and '.join(missing)}, which the data does not have; {known}"
-
-
-def _checked_rewards(returned: Any, expected: int) -> list[Reward]:
-    if hasattr(returned, "tolist"):
-        returned = returned.tolist()
-    if not isinstance(returned, list | tuple):
-        raise DataError(f"it returned {type(returned).__name__}; it must return a list with one reward for each completion")
-    if len(returned) != expected:
-        raise _WrongLength(f"it returned {len(returned)} rewards for {expected} completions; there must be one for each")
-    return [_reward(element) for element in returned]
-
-
-def _reward(element: Any) -> Reward:
-    if element is None or isinstance(element, Exception):
-        return element
-    if isinstance(element, str):
-        return _NoReward(f"the text {element!r}, where a reward must be a number or None,")
-    try:
-        number = float(element)
-    except (TypeError, ValueError):
-        return _NoReward(f"{element!r}, where a reward must be a number or None,")
-    return number if math.isfinite(number) else _NoReward(f"{number}, where a reward must be finite, or None,")
-
-
-def _failure(name: str, function: RewardFunction, error: Exception, first: Exception | None = None) -> Exception:
-    """Return the error of a function for a rollout. `first` is the error of the call for the whole
-    batch, if that was another call; it may be more informative."""
-    if isinstance(error, _WrongLength) and isinstance(first, _WrongLength) and str(first) != str(error):
-        reason = f"{first}, and called again for one group alone {error}"
-    else:
-        reason = _reason(function, error)
-    failure = GradingError(f"reward function {name} failed: {reason}")
-    failure.__cause__ = error
-    return failure
-
-
-def _reason(function: RewardFunction, error: Exception) -> str:
-    if isinstance(error, LudicError | RewardDeadlineExceeded):
-        return str(error)
-    code = getattr(inspect.unwrap(getattr(function, "func", function)), "__code__", None)
-    place = error_location(error, None if code is None else code.co_filename)
-    return f"{describe_error(error)} ({place})" if place else describe_error(error)
-
-
-def _exit(error: SystemExit) -> Exception:
-    failure = RolloutError(f"it called sys.exit({error.code!r})")
-    failure.__cause__ = error
-    return failure
-
-
 def _shown_prompt(rollout: Rollout) -> str:
     text = prompt_shown(find_row(rollout)["prompt"])
     return f"the prompt {text if len(text) <= SHOWN_PROMPT else text[: SHOWN_PROMPT - 3] + '...'!r}"
-
-
-def _names(functions: Sequence[RewardFunction]) -> list[str]:
-    """Return distinct names of the functions: `exact`, and `exact_2` for a second function with
-    that name."""
-    seen: Counter[str] = Counter()
-    names: list[str] = []
-    for function in functions:
-        if not callable(function):
-            raise ConfigError(f"a reward function must be callable, got {type(function).__name__}")
-        inner = getattr(function, "func", function)  # functools.partial
-        name = str(getattr(inner, "__name__", type(inner).__name__))
-        seen[name] += 1
-        names.append(name if seen[name] == 1 else f"{name}_{seen[name]}")
-    return names
-
-
-def _parameters(function: RewardFunction) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(function).parameters
-
-
-def _accepts(function: RewardFunction, name: str) -> bool:
-    parameters = _parameters(function)
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return True
-    return name in parameters
-
-
-def _required_arguments(function: RewardFunction) -> list[str]:
-    fixed = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    return [name for name, p in _parameters(function).items() if p.default is p.empty and p.kind not in fixed]
