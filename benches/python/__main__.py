@@ -18,7 +18,18 @@ import numpy as np
 import torch
 from benches.python.contest import format_table, run_contest
 
-SUBJECTS = ["collation", "planning", "reduction", "loss_memory", "packing", "prefix_trees", "table_bytes", "lockstep", "growth"]
+SUBJECTS = [
+    "collation",
+    "planning",
+    "reduction",
+    "loss_memory",
+    "packing",
+    "prefix_trees",
+    "table_bytes",
+    "rollout_ingest",
+    "lockstep",
+    "growth",
+]
 PROGRAMS = {
     "queue_cost": (),
     "queue_speed": (),

@@ -20,6 +20,8 @@ __all__ = [
     "plan_padding_free",
     "plan_pairs",
     "plan_ranks",
+    "read_floats",
+    "read_ids",
     "reduce_column",
     "reduce_records",
 ]
@@ -205,6 +207,15 @@ class Plan:
     def split(self, items: list[_T] | tuple[_T, ...]) -> list[list[_T]]:
         """The items of each micro-batch. `items` must have one item for each planned sample."""
     def to_lists(self) -> list[list[int]]: ...
+
+def read_ids(values: Any) -> NDArray[np.int32]:
+    """[N] token ids of a sequence, as `SampleTable.from_items` reads it. Raises DataTypeError for
+    what is no sequence of whole numbers, DataError for an id that 32 bits cannot hold."""
+
+def read_floats(values: Any) -> NDArray[np.float32] | NDArray[np.float64]:
+    """[N] log-probabilities of a sequence: float32 if that changes none of them, else float64, so
+    that their values are those that were given. Raises DataTypeError for what is no sequence of
+    numbers."""
 
 def lengths_of(sequences: list[Any] | tuple[Any, ...]) -> NDArray[np.int32]:
     """[N] `len` of each sequence, for a plan without a table. Raises `DataTypeError` for an object

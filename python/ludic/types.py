@@ -8,9 +8,10 @@ import logging
 import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from ludic.columns import Column, float_column, int_column, lists_when_read, stored
 from ludic.errors import DataError, DataTypeError
 
 logger = logging.getLogger(__name__)
@@ -22,7 +23,8 @@ Observation = str
 Info = dict[str, Any]
 """Extra information from an environment or a client. Values are JSON."""
 
-TRACE_KEYS = frozenset({"prompt_token_ids", "completion_token_ids", "completion_logprobs"})
+_TOKEN_FIELDS = ("prompt_token_ids", "completion_token_ids", "completion_logprobs")
+TRACE_KEYS = frozenset(_TOKEN_FIELDS)
 """Keys of a client's info whose content travels in the step's `TokenTrace` instead."""
 
 
@@ -35,10 +37,14 @@ def group_of(meta: Mapping[str, Any]) -> Any:
     return (meta.get("request_meta") or {}).get("group_id")
 
 
+@lists_when_read(*_TOKEN_FIELDS)
 @dataclass(frozen=True)
 class TokenTrace:
     """The tokens of one model call, as the server returned them. Training uses these tokens; text
     is never tokenized again.
+
+    Traces of ludic's engines hold arrays (`from_arrays`): int32 ids, and float32 log-probabilities,
+    or float64 ones where float32 would change them. Each becomes a list when its field is read.
 
     Example: the prompt `ab` and the sampled completion `c<eos>` of a byte-level model are
     `TokenTrace([100, 101], [102, 2], [-0.1, -0.7], "stop")`.
@@ -54,20 +60,27 @@ class TokenTrace:
     """`stop`, `length`, or another value of the server."""
 
     def __post_init__(self) -> None:
-        ids_by_name = {"prompt_token_ids": self.prompt_token_ids, "completion_token_ids": self.completion_token_ids}
-        for name, ids in ids_by_name.items():
-            if not is_list_of(ids, int):
+        for name in ("prompt_token_ids", "completion_token_ids"):
+            ids = stored(self, name)
+            if not (type(ids) is Column or is_list_of(ids, int)):
                 raise DataTypeError(f"{name} must be a list of int, got {_described(ids, int)}")
-        logps = self.completion_logprobs
+        logps, num_tokens = stored(self, "completion_logprobs"), len(stored(self, "completion_token_ids"))
         if logps is None:
             return
-        if not is_list_of(logps, float, int):
+        if not (type(logps) is Column or is_list_of(logps, float, int)):
             raise DataTypeError(f"completion_logprobs must be a list of float, got {_described(logps, float, int)}")
-        if len(logps) != len(self.completion_token_ids):
+        if len(logps) != num_tokens:
             raise DataError(
-                f"completion_logprobs has {len(logps)} values for {len(self.completion_token_ids)} completion tokens; "
-                "there must be one for each"
+                f"completion_logprobs has {len(logps)} values for {num_tokens} completion tokens; there must be one for each"
             )
+
+    @classmethod
+    def from_arrays(cls, prompt: Any, completion: Any, logprobs: Any = None, finish_reason: str | None = None) -> TokenTrace:
+        """A trace that holds arrays, from sequences or arrays of ids [P] and [C] and of
+        log-probabilities [C]. Read, it equals the trace of lists. Raises DataTypeError for other
+        types, DataError for ids beyond 32 bits."""
+        logps = None if logprobs is None else float_column(logprobs)
+        return cls(int_column(prompt), int_column(completion), logps, finish_reason)  # type: ignore[arg-type]
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON object that `from_dict` reads back."""
@@ -103,9 +116,11 @@ def _described(value: object, *kinds: type) -> str:
     return f"a list that holds {wrong!r} ({type(wrong).__name__})"
 
 
+@lists_when_read(*_TOKEN_FIELDS)
 @dataclass
 class ChatResponse:
-    """One completion, with its tokens if the server returned them."""
+    """One completion, with its tokens if the server returned them. Those of ludic's engines are
+    arrays until they are read, as in a `TokenTrace`."""
 
     text: str
     """The completion as text, without the end token."""
@@ -119,9 +134,20 @@ class ChatResponse:
     """[P] ids of the rendered prompt."""
 
     def __post_init__(self) -> None:
-        ids, logps = self.completion_token_ids, self.completion_logprobs
+        ids, logps = stored(self, "completion_token_ids"), stored(self, "completion_logprobs")
         if ids is not None and logps is not None and len(ids) != len(logps):
             logger.warning("the response has %d token ids and %d log-probabilities", len(ids), len(logps))
+
+    def to_arrays(self) -> ChatResponse:
+        """The same response, which holds its tokens as arrays. Raises DataError for ids beyond 32
+        bits."""
+        prompt, completion, logps = (stored(self, name) for name in _TOKEN_FIELDS)
+        return replace(
+            self,
+            prompt_token_ids=None if prompt is None else int_column(prompt),  # type: ignore[arg-type]
+            completion_token_ids=None if completion is None else int_column(completion),  # type: ignore[arg-type]
+            completion_logprobs=None if logps is None else float_column(logps),  # type: ignore[arg-type]
+        )
 
     def to_info(self) -> Info:
         """`completion`, and `finish_reason` if there is one."""
@@ -138,14 +164,15 @@ class ChatResponse:
 
     def to_trace(self) -> TokenTrace | None:
         """The trace; None unless the ids of prompt and completion are known."""
-        if self.prompt_token_ids is None or self.completion_token_ids is None:
+        prompt, completion, logps = (_copy_list(stored(self, name)) for name in _TOKEN_FIELDS)
+        if prompt is None or completion is None:
             return None
-        return TokenTrace(
-            prompt_token_ids=list(self.prompt_token_ids),
-            completion_token_ids=list(self.completion_token_ids),
-            completion_logprobs=None if self.completion_logprobs is None else list(self.completion_logprobs),
-            finish_reason=self.finish_reason,
-        )
+        return TokenTrace(prompt, completion, logps, self.finish_reason)
+
+
+def _copy_list(values: Any) -> Any:
+    """Another list of the same numbers. None and arrays, which nobody changes, as they are."""
+    return values if values is None or type(values) is Column else list(values)
 
 
 @dataclass

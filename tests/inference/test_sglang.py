@@ -8,9 +8,11 @@ from safetensors.torch import save_file
 from stub_sglang import StubSGLang
 from stub_weight_server import weights
 
+from ludic.columns import Column, stored
 from ludic.errors import ConfigError, ConfigTypeError, InferenceError
 from ludic.inference import ChatCompletionRequest, ReturnSpec, SamplingParams, VLLMExtensions
 from ludic.inference.sglang import SGLangClient
+from ludic.types import TRACE_KEYS
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -35,6 +37,7 @@ async def test_ids_are_sent_and_returned_with_log_probabilities_and_the_version(
     client = SGLangClient(server.url, tokenizer=tokenizer)
     server.version = "17"
     response, info = await client.complete(ask())
+    assert {type(stored(response, name)) for name in TRACE_KEYS} == {Column}
     prompt = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False)
     assert response.text == "yes"
     assert (response.prompt_token_ids, response.completion_token_ids) == (prompt, server.sampled)

@@ -6,6 +6,7 @@ mod collate;
 mod errors;
 mod fields;
 mod lists;
+mod numbers;
 mod pairs;
 mod plan;
 mod ranks;
@@ -23,6 +24,8 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<arena::Arena>()?;
     module.add_class::<plan::Plan>()?;
     module.add_class::<ranks::RankPlan>()?;
+    module.add_function(wrap_pyfunction!(numbers::read_ids, module)?)?;
+    module.add_function(wrap_pyfunction!(numbers::read_floats, module)?)?;
     module.add_function(wrap_pyfunction!(plan::lengths_of, module)?)?;
     module.add_function(wrap_pyfunction!(plan::plan_greedy, module)?)?;
     module.add_function(wrap_pyfunction!(plan::plan_optimal, module)?)?;

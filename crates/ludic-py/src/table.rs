@@ -2,6 +2,7 @@
 
 use ludic_core::{ColumnInput, Sample, TableBuilder};
 use numpy::{IntoPyArray, PyArray1};
+use pyo3::exceptions::PyAttributeError;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList, PyString};
@@ -271,7 +272,7 @@ impl ItemReader {
         let py = item.py();
         let field = |name| Field::of_sample(name, index);
         let attribute =
-            |name: &Bound<'py, PyString>| item.getattr(name).map_err(|error| item_error(item, index, error));
+            |name: &Bound<'py, PyString>| stored(item, name).map_err(|error| item_error(item, index, error));
         let input_ids = attribute(intern!(py, "input_ids"))?;
         let action_mask = attribute(intern!(py, "action_mask"))?;
         let attention_mask = attribute(intern!(py, "attention_mask"))?;
@@ -298,17 +299,32 @@ impl ItemReader {
     }
 }
 
+/// The attribute as the object holds it. Samples hold arrays that become lists when their attribute
+/// is read (`ludic.columns`); here they stay arrays.
+fn stored<'py>(item: &Bound<'py, PyAny>, name: &Bound<'py, PyString>) -> PyResult<Bound<'py, PyAny>> {
+    let fields = item.getattr_opt(intern!(item.py(), "__dict__"))?;
+    let held = match fields.as_ref().map(|fields| fields.cast_exact::<PyDict>()) {
+        Some(Ok(fields)) => fields.get_item(name)?,
+        _ => None,
+    };
+    held.map_or_else(|| item.getattr(name), Ok)
+}
+
 /// `item.attachments.actor_logps.token_logps`; None if any of them is absent or None.
 fn token_logps<'py>(item: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyAny>>> {
     let py = item.py();
     let mut value = item.clone();
-    for name in [intern!(py, "attachments"), intern!(py, "actor_logps"), intern!(py, "token_logps")] {
+    for name in [intern!(py, "attachments"), intern!(py, "actor_logps")] {
         match value.getattr_opt(name)? {
             Some(next) if !next.is_none() => value = next,
             _ => return Ok(None),
         }
     }
-    Ok(Some(value))
+    match stored(&value, intern!(py, "token_logps")) {
+        Ok(logps) => Ok(Some(logps).filter(|logps| !logps.is_none())),
+        Err(error) if error.is_instance_of::<PyAttributeError>(py) => Ok(None),
+        Err(error) => Err(error),
+    }
 }
 
 /// An estimate of the number of tokens of all items, so that the columns need not grow. The `len`
@@ -317,7 +333,7 @@ fn estimate_tokens(items: &Bound<'_, PyList>) -> PyResult<usize> {
     const LIMIT: usize = 1 << 26;
     let mut total = 0usize;
     for item in items {
-        let length = item.getattr(intern!(item.py(), "input_ids")).and_then(|ids| ids.len());
+        let length = stored(&item, intern!(item.py(), "input_ids")).and_then(|ids| ids.len());
         total = match length {
             Ok(length) => total.saturating_add(length),
             // The error is reported when the item is read.

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ludic.cli.console import quiet_libraries, run_with_console
 from ludic.cli.evaluate_settings import EvalSettings, resolve
+from ludic.columns import stored
 from ludic.errors import ConfigError
 from ludic.recipes.compose import config_hash, to_yaml
 
@@ -299,7 +300,7 @@ def _count_answer_tokens(rollout: Rollout) -> float | None:
     """Tokens of all answers, from their traces or from the server's usage; None if neither is
     known."""
     counts = [
-        len(step.trace.completion_token_ids)
+        len(stored(step.trace, "completion_token_ids"))
         if step.trace is not None
         else (step.info.get("raw_response") or {}).get("usage", {}).get("completion_tokens")
         for step in rollout.steps

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ludic.columns import stored
 from ludic.errors import ConfigError, DataError
 from ludic.types import Rollout
 
@@ -38,7 +39,7 @@ _OWN: dict[str, Callable[[Rollout], float]] = {
     "total_reward": lambda rollout: rollout.total_reward,
     "length": lambda rollout: float(rollout.length),
     "completion_tokens": lambda rollout: float(
-        sum(len(step.trace.completion_token_ids) for step in rollout.steps if step.trace is not None)
+        sum(len(stored(step.trace, "completion_token_ids")) for step in rollout.steps if step.trace is not None)
     ),
 }
 

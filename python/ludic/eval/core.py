@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from ludic.columns import stored
 from ludic.event_loop import EventLoop
 from ludic.training.rollouts.played import PlayedRollouts
 from ludic.training.rollouts.to_samples import step_facts
@@ -80,7 +81,7 @@ def build_record(rollout: Rollout, step: Step) -> Record:
     step's info."""
     return {
         **step_facts(rollout, step),
-        "completion_length": 0 if step.trace is None else len(step.trace.completion_token_ids),
+        "completion_length": 0 if step.trace is None else len(stored(step.trace, "completion_token_ids")),
         **rollout.meta,
         **step.info,
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ludic.columns import stored
 from ludic.errors import ConfigError
 from ludic.inference.extensions.base import BackendExtensions
 from ludic.inference.sampling import SamplingParams
@@ -39,10 +40,10 @@ class ReturnSpec:
         """The response with this text and the requested parts of the trace."""
         return ChatResponse(
             text=text,
-            completion_token_ids=trace.completion_token_ids if self.return_token_ids else None,
-            completion_logprobs=trace.completion_logprobs if self.return_chosen_logprobs else None,
+            completion_token_ids=stored(trace, "completion_token_ids") if self.return_token_ids else None,
+            completion_logprobs=stored(trace, "completion_logprobs") if self.return_chosen_logprobs else None,
             finish_reason=trace.finish_reason,
-            prompt_token_ids=trace.prompt_token_ids if self.return_token_ids else None,
+            prompt_token_ids=stored(trace, "prompt_token_ids") if self.return_token_ids else None,
         )
 
 

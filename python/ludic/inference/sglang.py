@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from msgspec import Struct
 
+from ludic.columns import read_list
 from ludic.errors import ConfigError, ConfigTypeError, InferenceError, PublishError, ServerError
 from ludic.inference.prompts.tokens import PromptTokens
 from ludic.inference.publishing import PolicyPublisher, PushTarget
@@ -132,7 +133,7 @@ class SGLangClient(PushTarget):
             raise ConfigTypeError("SGLangClient takes no extensions and no tools; use VLLMChatClient for them")
         prompt = self._tokens.encode(request.messages)
         trace, info = await self._sample(prompt, request.sampling, request.seed)
-        ids = trace.completion_token_ids
+        ids = read_list(trace, "completion_token_ids")
         text = self._tokens.decode(ids[:-1] if info["ended_by_token"] else ids)
         self._tokens.remember_answer(request.messages, (), {"role": "assistant", "content": text}, prompt, ids)
         return request.return_.make_response(text, trace), info
@@ -247,4 +248,4 @@ def _read_trace(
         "weight_version": meta.weight_version,
         "ended_by_token": kind == "stop" and isinstance(reason, _Finish) and isinstance(reason.matched, int),
     }
-    return TokenTrace(list(prompt), ids, logprobs, kind), info
+    return TokenTrace.from_arrays(prompt, ids, logprobs, kind), info

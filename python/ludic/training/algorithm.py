@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
+from ludic.columns import stored
 from ludic.errors import ConfigError, DataError, DataTypeError, shorten_names
 from ludic.models.heads import is_classifier
 from ludic.models.output_layer import OutputLayer
@@ -268,7 +269,7 @@ def validate_actor_logps(saw_batch: SAWBatch) -> SAWBatch:
         if attached is None:
             missing.append(index)
             continue
-        _check_logps(index, item, attached.token_logps)
+        _check_logps(index, item, stored(attached, "token_logps"))
     if missing:
         raise DataError(
             f"{len(missing)} of {len(saw_batch.items)} samples ({shorten_names(missing, limit=3)}) have no actor_logps; "
@@ -278,7 +279,7 @@ def validate_actor_logps(saw_batch: SAWBatch) -> SAWBatch:
 
 
 def _check_logps(index: int, item: SAWItem, logps: Any) -> None:
-    actions = int(np.count_nonzero(np.asarray(item.action_mask)))
+    actions = int(np.count_nonzero(stored(item, "action_mask")))
     if len(logps) != actions:
         raise DataError(
             f"actor_logps length mismatch in sample {index}: {len(logps)} values for {actions} action tokens; there must be one each"

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ludic.columns import stored
 from ludic.errors import ConfigError, DataError
 from ludic.training.types import CreditAssigner, RolloutStepKey
 from ludic.types import Rollout, Step, group_of
@@ -201,7 +202,7 @@ class OverlongPenalty:
                 f"step {step.index} of rollout {rollout.id} has no token trace, so its length is not known; "
                 "sample with ReturnSpec.for_rl()"
             )
-        over = len(step.trace.completion_token_ids) - (self.max_tokens - self.buffer_tokens)
+        over = len(stored(step.trace, "completion_token_ids")) - (self.max_tokens - self.buffer_tokens)
         return self.factor * min(1.0, over / self.buffer_tokens) if over > 0 and self.buffer_tokens else 0.0
 
 

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ludic.columns import stored
 from ludic.errors import DataError
 from ludic.event_loop import await_if_needed
 from ludic.training import ranks
@@ -136,7 +137,7 @@ def _read_attached(run: PreparedRun, macro: MacroBatch) -> dict[int, Tensor] | N
         return None
     found = {}
     for row, (item, each) in enumerate(zip(macro.items, logps, strict=True)):
-        actions = int(np.count_nonzero(np.asarray(item.action_mask)))
+        actions = int(np.count_nonzero(stored(item, "action_mask")))
         if each is None or len(each) != actions:
             raise DataError(
                 f"{macro.name(row)} has {len(each or ())} reference_logps for {actions} action tokens; there must be one each"
@@ -148,7 +149,7 @@ def _read_attached(run: PreparedRun, macro: MacroBatch) -> dict[int, Tensor] | N
 def _predicted(item: SAWItem, logps: Sequence[float] | NDArray[Any]) -> NDArray[np.float64]:
     """[A] log-probabilities of the predicted action tokens: the first token of a sample has no
     prediction."""
-    return np.asarray(logps, dtype=np.float64)[int(item.action_mask[0] == 1) :]
+    return np.asarray(logps, dtype=np.float64)[int(stored(item, "action_mask")[0] == 1) :]
 
 
 def _as_column(item: SAWItem, logps: Sequence[float] | NDArray[Any], run: PreparedRun) -> Tensor:
@@ -171,7 +172,7 @@ async def _rescore(run: PreparedRun, macro: MacroBatch, rescores: Callable[[SAWI
     for row, item in enumerate(macro.items):
         sampled = item.attachments.actor_logps
         assert sampled is not None  # the table has those of all samples, or of none
-        logps[row] = own[row] if row in named else _as_column(item, sampled.token_logps, run)
+        logps[row] = own[row] if row in named else _as_column(item, stored(sampled, "token_logps"), run)
     sums = _sum_rows(logps, macro)
     return replace(
         macro,
@@ -318,5 +319,5 @@ def _behaviour(macro: MacroBatch) -> NDArray[np.float64] | None:
         attached = item.attachments.actor_logps
         if attached is None:
             return None
-        sums.append(float(_predicted(item, attached.token_logps).sum()))
+        sums.append(float(_predicted(item, stored(attached, "token_logps")).sum()))
     return np.array(sums, dtype=np.float64)

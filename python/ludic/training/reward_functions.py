@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ludic.columns import read_list
 from ludic.envs.prompt_env import prompt_shown
 from ludic.errors import ConfigError, DataError, GradingError
 from ludic.training.reward_deadline import (
@@ -268,9 +269,8 @@ class _FunctionInput:
         self.rollout = rollout
         self.row = find_row(rollout)
         self.completion = build_completion(rollout, conversational=isinstance(self.row["prompt"], list))
-        traces = [step.trace for step in rollout.steps]
-        self.completion_ids = [token for trace in traces if trace is not None for token in trace.completion_token_ids]
-        group = group_of(rollout.meta)
+        answers = (read_list(step.trace, "completion_token_ids") for step in rollout.steps if step.trace is not None)
+        self.completion_ids, group = [token for answer in answers for token in answer], group_of(rollout.meta)
         self.group = rollout.id if group is None else group
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+from ludic.columns import read_list
 from ludic.errors import ConfigError, DataError, GradingError
 from ludic.event_loop import await_if_needed
 from ludic.inference.reward_types import ScoringInput
@@ -149,7 +150,7 @@ class RewardModelScorer:
             return text
         trace = rollout.steps[-1].trace
         if trace is not None and self._reads_ids():
-            return (*trace.prompt_token_ids, *trace.completion_token_ids)
+            return (*read_list(trace, "prompt_token_ids"), *read_list(trace, "completion_token_ids"))
         return "\n".join(text for step in rollout.steps for text in (step.prev_obs, step.action))
 
     def _reads_ids(self) -> bool:

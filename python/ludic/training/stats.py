@@ -16,6 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ludic import _core
+from ludic.columns import stored
 from ludic.errors import ConfigError, DataError
 from ludic.training.averages import mean_or_zero
 from ludic.training.loggers.percent import Percent
@@ -232,7 +233,7 @@ def entropy_stat(items: Sequence[SAWItem]) -> dict[str, Stat]:
 
     Example: log-probabilities -1.0, -3.0 and -2.0 of two samples: 6.0 / 3 = 2.0.
     """
-    sampled = [item.actor_logps.token_logps for item in items if item.actor_logps is not None]
+    sampled = [stored(item.actor_logps, "token_logps") for item in items if item.actor_logps is not None]
     count = sum(map(len, sampled))
     if not count:
         return {}
@@ -307,7 +308,7 @@ def distinct_rollouts(items: Sequence[SAWItem]) -> int:
 
 def _completion_length(item: SAWItem) -> int:
     length = item.meta.get("completion_length")
-    return int(np.count_nonzero(item.action_mask)) if length is None else int(length)
+    return int(np.count_nonzero(stored(item, "action_mask"))) if length is None else int(length)
 
 
 def prefix_keys(stats: Mapping[str, float]) -> dict[str, float]:

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from ludic.columns import lists_when_read, stored
 from ludic.errors import DataError, DataTypeError
 from ludic.inference.request import InferenceSpec
 from ludic.types import Rollout, Step, is_list_of
@@ -112,6 +113,7 @@ RequestsFn = Callable[[], Sequence[RolloutRequest] | Awaitable[Sequence[RolloutR
 """Returns the requests of the next batch or evaluation. A plain or a coroutine function."""
 
 
+@lists_when_read("token_logps")
 @dataclass(frozen=True)
 class ActorTokenLogps:
     """Sampled log-probabilities: those of a sample's action tokens under the policy that sampled
@@ -121,8 +123,9 @@ class ActorTokenLogps:
     """[A] natural logarithms; a list of floats or a one-dimensional float array."""
 
     def __post_init__(self) -> None:
-        if not (is_float_array(self.token_logps) or is_list_of(self.token_logps, float, int)):
-            raise DataTypeError(f"token_logps must be a List[float] or a float array, got {type(self.token_logps).__name__}")
+        logps = stored(self, "token_logps")
+        if not (is_float_array(logps) or is_list_of(logps, float, int)):
+            raise DataTypeError(f"token_logps must be a List[float] or a float array, got {type(logps).__name__}")
 
 
 def is_float_array(value: object) -> bool:
@@ -159,10 +162,15 @@ class SampleAttachments:
             )
 
 
+@lists_when_read("input_ids", "attention_mask", "action_mask")
 @dataclass
 class SAWItem:
     """State, action, weight: one training sample. Its three sequences are lists or numpy arrays of
-    equal length T. There is an example at the top of this module."""
+    equal length T. There is an example at the top of this module.
+
+    The sample of a `TokenTrace` that holds arrays holds arrays too, which the core reads without a
+    Python number. Each becomes a list when its attribute is read; what you change in it is trained.
+    """
 
     input_ids: list[int]
     """[T] token ids of the state, then of the action."""

@@ -2,17 +2,21 @@
 change only between batches."""
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
 import threading
 
+import numpy as np
 import pytest
 import torch
 from playing import play, tiny_model, tokenizer
 
+from ludic.columns import Column, stored
 from ludic.errors import ConfigError, InferenceError
 from ludic.inference import ChatCompletionRequest, LocalChatClient, ReturnSpec, SamplingParams
+from ludic.types import TRACE_KEYS, TokenTrace
 
 
 def request(text="abc", seed=0, returned=None, **sampling):
@@ -47,6 +51,19 @@ def test_each_request_gets_the_tokens_of_its_seed_in_any_batch():
     assert len({tuple(r.completion_token_ids) for r in together}) > 10  # seeds differ, and so do their tokens
     for a, b in zip(together, alone, strict=True):
         assert a.completion_logprobs == pytest.approx(b.completion_logprobs, abs=1e-4)
+
+
+async def test_answers_are_arrays_until_they_are_read_and_the_same_in_json():
+    """Float32 holds what the model computed, so its JSON is that of the lists."""
+    client = LocalChatClient(tiny_model(), tokenizer())
+    response, _ = await client.complete(request())
+    trace = response.to_trace()
+    assert [stored(trace, name).dtype for name in sorted(TRACE_KEYS)] == ["f4", "i4", "i4"]
+    lists = json.dumps(trace.to_dict())
+    assert TokenTrace.from_dict(json.loads(lists)) == response.to_trace()
+    for trace in (await client.complete_tokens([5, 6], seed=1), await client.complete_tokens(np.array([5, 6]), seed=1)):
+        assert {type(stored(trace, name)) for name in TRACE_KEYS} == {Column}
+        assert trace.prompt_token_ids == [5, 6]
 
 
 def test_log_probabilities_equal_those_of_the_models_forward_pass():

@@ -12,6 +12,7 @@ from stub_vllm import StubVLLM
 from stub_vllm_sampling import CHAT, COMPLETIONS, DEAD, GENERATE
 from tiny_policy import tiny_tokenizer
 
+from ludic.columns import Column, stored
 from ludic.errors import ConfigError, EngineDeadError, InferenceError, ServerUnreachableError
 from ludic.inference import (
     ChatCompletionRequest,
@@ -22,6 +23,7 @@ from ludic.inference import (
     VLLMExtensions,
 )
 from ludic.inference.extensions import BackendExtensions
+from ludic.types import TRACE_KEYS
 
 MESSAGES = [{"role": "user", "content": "2+2="}]
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
@@ -174,6 +176,7 @@ def test_missing_content_is_empty_text():
 
 def test_messages_are_rendered_locally_and_sampled_ids_are_returned(server):
     response, info = answer(server)
+    assert {type(stored(response, name)) for name in TRACE_KEYS} == {Column}
     body = server.bodies(GENERATE)[0]
     prompt = tiny_tokenizer().apply_chat_template(MESSAGES, add_generation_prompt=True, tokenize=False)
     assert body["token_ids"] == response.prompt_token_ids == tiny_tokenizer()(prompt)["input_ids"]

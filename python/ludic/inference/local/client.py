@@ -200,7 +200,7 @@ class LocalChatClient:
     def _trace(self, result: _Result, finish_reason: str) -> TokenTrace:
         completion = result.completion
         logprobs = completion.logprobs if self.logprobs_mode == "raw" else completion.drawn_logprobs
-        return TokenTrace(result.prompt_ids, completion.token_ids, logprobs, finish_reason)
+        return TokenTrace.from_arrays(result.prompt_ids, completion.token_ids, logprobs, finish_reason)
 
     async def _enqueue(self, prompt: Dialogue | list[int], sampling: SamplingParams, seed: int | None) -> _Result:
         """Add a job to this event loop's queue and wait for its result."""

@@ -160,7 +160,7 @@ class VLLMChatClient(PushTarget):
         check_penalties(sampling)
         model = model or next(iter(self._servers.context_lengths), "")
         sampled, _ = await self._token_completions.sample(TokenRequest(model, prompt_token_ids, sampling, seed))
-        return TokenTrace(list(prompt_token_ids), sampled.token_ids, sampled.logprobs, sampled.finish_reason)
+        return TokenTrace.from_arrays(prompt_token_ids, sampled.token_ids, sampled.logprobs, sampled.finish_reason)
 
     @cached_property
     def _completions(self) -> ChatCompletions | RenderedCompletions | OpenAICompletions:

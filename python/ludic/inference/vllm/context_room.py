@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
+from ludic.columns import stored
 from ludic.errors import ConfigError, InferenceError
 from ludic.inference.sampling import SamplingParams
 from ludic.types import ChatResponse
@@ -46,7 +47,7 @@ class ContextRoom:
     def check_completion(self, model: str, response: ChatResponse, max_tokens: int) -> None:
         """Detect from the response that the server clipped `max_tokens`, for a prompt that the
         server rendered."""
-        prompt, completion = response.prompt_token_ids, response.completion_token_ids
+        prompt, completion = stored(response, "prompt_token_ids"), stored(response, "completion_token_ids")
         if prompt is None or completion is None or response.finish_reason != "length" or len(completion) >= max_tokens:
             return
         self._handle_overflow(model, len(prompt), max_tokens)

@@ -39,7 +39,7 @@ class RenderedChat:
             message = assistant_message(text, first_id=count_tool_calls(self._messages))
         tokens.remember_answer(self._messages, self._tools, message, self.prompt_ids, sampled.token_ids)
         finish_reason = completion_finish_reason(sampled.finish_reason, message)
-        trace = TokenTrace(self.prompt_ids, sampled.token_ids, sampled.logprobs, finish_reason)
+        trace = TokenTrace.from_arrays(self.prompt_ids, sampled.token_ids, sampled.logprobs, finish_reason)
         return self._request.return_.make_response(text, trace), {
             "index": 0,
             "message": message,

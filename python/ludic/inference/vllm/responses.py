@@ -177,7 +177,7 @@ class ResponseReader:
         for ids in (chat.prompt_token_ids, chat.completion_token_ids):
             check_vocabulary(ids or (), self.vocab_size, self.name)
         check_length(chat.completion_token_ids or (), request.sampling.max_tokens, self.name)
-        return chat, payload
+        return chat.to_arrays(), payload
 
     def read_tokens(self, response: HttpResponse, request: TokenRequest) -> SampledTokens:
         """The first choice of a continuation of token ids. Raises InferenceError."""

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from ludic.columns import Column, stored
 from ludic.errors import CheckpointError, DataError
 from ludic.training.types import ActorTokenLogps, SampleAttachments, SAWBatch, SAWItem
 
@@ -15,11 +16,13 @@ VERSION = 1
 _PLAIN = (type(None), bool, int, float, str)
 
 
-class _Array(msgspec.Struct, forbid_unknown_fields=True):
+class _Array(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
     """A one-dimensional numpy array."""
 
     dtype: str
     data: bytes
+    is_column: bool = False
+    """Whether it is a `Column`, a list for whoever reads it."""
 
 
 _Sequence = list[int] | _Array
@@ -93,12 +96,12 @@ def _encode_sample(item: SAWItem) -> Any:
     item.attachments.check_sendable()
     logps, fractions = item.attachments.actor_logps, item.attachments.action_fractions
     columns = (
-        _encode_sequence(item.input_ids),
-        _encode_sequence(item.attention_mask),
-        _encode_sequence(item.action_mask),
+        _encode_sequence(stored(item, "input_ids")),
+        _encode_sequence(stored(item, "attention_mask")),
+        _encode_sequence(stored(item, "action_mask")),
         item.weight,
         item.meta,
-        None if logps is None else _encode_sequence(logps.token_logps),
+        None if logps is None else _encode_sequence(stored(logps, "token_logps")),
     )
     return _PlainSample(*columns) if fractions is None else _Sample(*columns, _encode_sequence(fractions))
 
@@ -121,11 +124,14 @@ def _encode_sequence(values: Any) -> Any:
         return values
     if values.ndim != 1 or values.dtype.kind not in "biuf":
         raise DataError(f"an array of shape {values.shape} and dtype {values.dtype} cannot be stored as a sequence of numbers")
-    return _Array(values.dtype.str, values.tobytes())
+    return _Array(values.dtype.str, values.tobytes(), isinstance(values, Column))
 
 
 def _decode_sequence(values: Any) -> Any:
-    return np.frombuffer(values.data, dtype=np.dtype(values.dtype)).copy() if isinstance(values, _Array) else values
+    if not isinstance(values, _Array):
+        return values
+    array = np.frombuffer(values.data, dtype=np.dtype(values.dtype)).copy()
+    return array.view(Column) if values.is_column else array
 
 
 def _check_plain(value: Any, where: str) -> None:

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ludic import _core
+from ludic.columns import Column
 from ludic.errors import DataError
 from ludic.training.batching.fractions import read_fractions
 from ludic.training.types import ActorTokenLogps, SampleAttachments, SAWBatch, SAWItem
@@ -98,8 +99,8 @@ def _find_refused(batch: SAWBatch) -> str:
 
 
 def decode_columns(head: bytes | memoryview, table: bytes | memoryview) -> SAWBatch:
-    """The batch of `encode_columns`. Its sequences are arrays that share the memory of `table`:
-    int32, and uint8 for masks. Raises DataError for anything else."""
+    """The batch of `encode_columns`. Its samples hold arrays that share the memory of `table`:
+    int32, and uint8 for masks; read, they are lists. Raises DataError for anything else."""
     try:
         message = _DECODER.decode(head)
         columns = _view_columns(table)
@@ -118,9 +119,7 @@ def decode_columns(head: bytes | memoryview, table: bytes | memoryview) -> SAWBa
     if message.has_fractions:
         attachments = list(map(_with_fractions, attachments, _decode_fractions(message, counts)))
     parts = zip(
-        _split(ids, offsets),
-        _split(attention, offsets),
-        _split(actions, offsets),
+        *(_split(column.view(Column), offsets) for column in (ids, attention, actions)),
         np.frombuffer(message.weights, np.float64).tolist(),
         map(_restore_tuples, message.item_meta),
         attachments,
@@ -182,7 +181,8 @@ def _attachments(
     if logps is None:
         return [SampleAttachments() for _ in action_counts]
     bounds = np.concatenate([[0], action_counts.cumsum()])
-    return [SampleAttachments(ActorTokenLogps(part)) for part in _split(logps[actions.view(np.bool_)], bounds)]
+    parts = _split(logps[actions.view(np.bool_)].view(Column), bounds)
+    return [SampleAttachments(ActorTokenLogps(part)) for part in parts]
 
 
 def _encode_fractions(items: Sequence[SAWItem]) -> dict[str, bytes]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ludic.columns import stored
 from ludic.data.passes import Passes
 from ludic.errors import ConfigError
 from ludic.training import ranks
@@ -155,8 +156,8 @@ def _digest(items: Sequence[SAWItem]) -> str:
     samples."""
     digest = hashlib.blake2b(digest_size=8)
     for item in items:
-        digest.update(np.asarray(item.input_ids, dtype=np.int64).tobytes())
-        digest.update(np.asarray(item.action_mask, dtype=np.uint8).tobytes())
+        digest.update(np.asarray(stored(item, "input_ids"), dtype=np.int64).tobytes())
+        digest.update(np.asarray(stored(item, "action_mask"), dtype=np.uint8).tobytes())
         digest.update(np.float64(item.weight).tobytes())
         if item.attachments.action_fractions is not None:
             digest.update(np.asarray(item.attachments.action_fractions, dtype=np.float64).tobytes())

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ludic.columns import stored
 from ludic.errors import DataError
 from ludic.training.loss.context import SharedContext, collate_actions
 from ludic.training.loss.functional import weigh_values
@@ -39,7 +40,7 @@ def read_fractions(items: Sequence[SAWItem]) -> Fractions:
 
 
 def _read(item: SAWItem, row: int) -> Tensor:
-    mask, given = np.asarray(item.action_mask), item.attachments.action_fractions
+    mask, given = np.asarray(stored(item, "action_mask")), item.attachments.action_fractions
     actions = int(np.count_nonzero(mask))
     values = np.ones(actions, np.float32) if given is None else narrow(given)
     if len(values) != actions:

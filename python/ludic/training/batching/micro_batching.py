@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ludic import _core
+from ludic.columns import stored
 from ludic.errors import ConfigError, DataError
 from ludic.models.prefix_trees import PREFIX_TREES
 from ludic.training.batching.fractions import count_in_part, read_fractions
@@ -100,7 +101,7 @@ def to_tensors(columns: Mapping[str, NDArray[Any] | int], device: torch.device |
 
 def token_lengths(items: Sequence[SAWItem]) -> NDArray[np.int32]:
     """[N] number of tokens of each sample."""
-    return np.fromiter((len(item.input_ids) for item in items), dtype=np.int32, count=len(items))
+    return np.fromiter((len(stored(item, "input_ids")) for item in items), dtype=np.int32, count=len(items))
 
 
 def collate_saw_items(items: Sequence[SAWItem], *, pad_token_id: int, device: torch.device | str) -> dict[str, Tensor]:
@@ -119,6 +120,9 @@ def collate_saw_items(items: Sequence[SAWItem], *, pad_token_id: int, device: to
     return count_in_part(to_tensors(table.collate(np.arange(len(items)), pad_token_id), device), fractions, range(len(items)))
 
 
+_SEQUENCES = ("input_ids", "attention_mask", "action_mask")
+
+
 def truncate_item(item: SAWItem, max_seq_len: int) -> SAWItem:
     """Cut the item on the right to `max_seq_len` tokens, and record the cut in its metadata.
     Returns the same object if it is short enough.
@@ -126,17 +130,18 @@ def truncate_item(item: SAWItem, max_seq_len: int) -> SAWItem:
     Example, `max_seq_len=3`: ids [5, 6, 7, 8] with action mask [0, 1, 1, 1] become [5, 6, 7] and
     [0, 1, 1]; of the three log-probabilities, those of the two remaining action tokens are kept.
     """
-    total = len(item.input_ids)
-    _check_mask_length("attention_mask", item.attention_mask, total)
-    _check_mask_length("action_mask", item.action_mask, total)
+    ids, attention, mask = (stored(item, name) for name in _SEQUENCES)
+    total = len(ids)
+    _check_mask_length("attention_mask", attention, total)
+    _check_mask_length("action_mask", mask, total)
     if total <= max_seq_len:
         return item
-    mask = item.action_mask[:max_seq_len]
+    mask = mask[:max_seq_len]
     num_actions = _count_actions(mask)
     return replace(
         item,
-        input_ids=item.input_ids[:max_seq_len],
-        attention_mask=item.attention_mask[:max_seq_len],
+        input_ids=ids[:max_seq_len],
+        attention_mask=attention[:max_seq_len],
         action_mask=mask,
         meta=_truncated_meta(item.meta, total, max_seq_len, num_actions),
         attachments=_truncated_attachments(item.attachments, num_actions),
@@ -156,9 +161,8 @@ def truncate_and_flag(item: SAWItem, max_seq_len: int) -> SAWItem:
     if type(truncated) is not SAWItem:
         return replace(truncated, meta=meta)
     # `replace` in a fifth of its time
-    return SAWItem(
-        truncated.input_ids, truncated.attention_mask, truncated.action_mask, truncated.weight, meta, truncated.attachments
-    )
+    ids, attention, mask = (stored(truncated, name) for name in _SEQUENCES)
+    return SAWItem(ids, attention, mask, truncated.weight, meta, truncated.attachments)
 
 
 def _count_actions(mask: Sequence[int]) -> int:
@@ -194,7 +198,7 @@ def _truncated_attachments(attachments: SampleAttachments, num_actions: int) -> 
     if logps is None and reference is None and fractions is None:
         return attachments
     return SampleAttachments(
-        None if logps is None else ActorTokenLogps(logps.token_logps[:num_actions]),
+        None if logps is None else ActorTokenLogps(stored(logps, "token_logps")[:num_actions]),
         None if reference is None else reference[:num_actions],
         None if fractions is None else fractions[:num_actions],
     )

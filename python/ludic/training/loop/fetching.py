@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+from ludic.columns import read_list
 from ludic.errors import EmptyBatchError
 from ludic.event_loop import await_if_needed
 from ludic.training import ranks, watchdog
@@ -108,7 +109,8 @@ class BatchFetcher:
 
         Example: `action_mask` [0, 0, 1] is a prompt of 2 tokens; `max_seq_len` 2 leaves no answer.
         """
-        prompts = [list(item.action_mask).index(1) for item in items if any(item.action_mask)]
+        masks = [read_list(item, "action_mask") for item in items]
+        prompts = [list(mask).index(1) for mask in masks if any(mask)]
         if not prompts or min(prompts) < self._run.cfg.max_seq_len:
             return ""
         return f" (the shortest prompt has {min(prompts)} tokens, and max_seq_len is {self._run.cfg.max_seq_len}: raise that)"

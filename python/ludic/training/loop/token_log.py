@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ludic.columns import stored
 from ludic.files.jsonl import append_jsonl, measure_log, truncate_log
 from ludic.training.batching.mini_batches import MacroBatch
 
@@ -60,7 +61,7 @@ def _list_lines(macro: MacroBatch, logps: Mapping[int, Tensor]) -> list[dict[str
             {
                 "id": item.meta["rollout_id"],
                 "step": item.meta.get("step_index", 0),
-                "skipped": int(item.action_mask[0] == 1),
+                "skipped": int(stored(item, "action_mask")[0] == 1),
                 "logps": [round(value, DIGITS) for value in own.tolist()],
             }
         )

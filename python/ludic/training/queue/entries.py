@@ -18,11 +18,10 @@ from ludic.errors import DataError
 from ludic.training.queue.base import Lease
 from ludic.training.queue.columns import floats_from_bytes, floats_to_bytes, ids_from_bytes, ids_to_bytes
 from ludic.training.queue.envelope import GROUP, EntryError, EntryLimits, seal, unseal
-from ludic.training.rollouts.array_trace import ArrayTrace, columns_of
 from ludic.training.rollouts.check import check_rollouts
 from ludic.training.rollouts.played import EpisodeFailure, PlayedRollouts, RolloutCounts
-from ludic.training.rollouts.to_samples import require_trace
-from ludic.types import Rollout, Step, group_of
+from ludic.training.rollouts.to_samples import require_trace, trace_columns
+from ludic.types import Rollout, Step, TokenTrace, group_of
 
 DEFAULT_LIMITS = EntryLimits()
 
@@ -163,7 +162,7 @@ def _encode_step(step: Step) -> _Step:
     trace = step.trace
     columns = None
     if trace is not None:
-        prompt, completion, logps = columns_of(trace)
+        prompt, completion, logps = trace_columns(trace)
         columns = _Trace(
             ids_to_bytes(prompt), ids_to_bytes(completion), None if logps is None else floats_to_bytes(logps), trace.finish_reason
         )
@@ -176,7 +175,7 @@ def _decode_step(step: _Step, limits: EntryLimits) -> Step:
     if step.trace is not None:
         completion = ids_from_bytes(step.trace.completion, limits)
         logps = None if step.trace.logps is None else floats_from_bytes(step.trace.logps, len(completion))
-        trace = ArrayTrace(ids_from_bytes(step.trace.prompt, limits), completion, logps, step.trace.finish_reason)
+        trace = TokenTrace.from_arrays(ids_from_bytes(step.trace.prompt, limits), completion, logps, step.trace.finish_reason)
     ends = (step.truncated, step.terminated)
     return Step(step.index, step.prev_obs, step.action, step.next_obs, step.reward, *ends, step.info, trace, step.ts_ns)
 

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import numpy as np
 
+from ludic.columns import Column, float_column, mask_column, stored
 from ludic.errors import DataError, DataTypeError
 from ludic.training.batching.fractions import read_fractions
 from ludic.training.queue.columns import (
@@ -111,19 +113,17 @@ def split_groups(items: Sequence[SAWItem]) -> list[list[SAWItem]]:
 
 
 def _encode_sample(item: SAWItem) -> Any:
-    if not len(item.input_ids) == len(item.attention_mask) == len(item.action_mask):
-        raise ValueError(
-            f"input_ids has {len(item.input_ids)} tokens, attention_mask {len(item.attention_mask)}, action_mask "
-            f"{len(item.action_mask)}"
-        )
+    ids, attention_mask, action_mask = (stored(item, name) for name in ("input_ids", "attention_mask", "action_mask"))
+    if not len(ids) == len(attention_mask) == len(action_mask):
+        raise ValueError(f"input_ids has {len(ids)} tokens, attention_mask {len(attention_mask)}, action_mask {len(action_mask)}")
     item.attachments.check_sendable()
-    attention = bits_to_bytes(item.attention_mask, "attention_mask")
-    logps = None if item.actor_logps is None else floats_to_bytes(item.actor_logps.token_logps)
+    attention = bits_to_bytes(attention_mask, "attention_mask")
+    logps = None if item.actor_logps is None else floats_to_bytes(stored(item.actor_logps, "token_logps"))
     fractions = item.attachments.action_fractions
     columns = (
-        ids_to_bytes(item.input_ids),
-        None if all(item.attention_mask) else attention,
-        bits_to_bytes(item.action_mask, "action_mask"),
+        ids_to_bytes(ids),
+        None if np.all(attention_mask) else attention,
+        bits_to_bytes(action_mask, "action_mask"),
         float(item.weight),
         item.meta,
         logps,
@@ -132,20 +132,27 @@ def _encode_sample(item: SAWItem) -> Any:
 
 
 def _decode_sample(sample: _Sample, limits: EntryLimits) -> SAWItem:
-    ids: list[int] = ids_from_bytes(sample.ids, limits).tolist()
-    attention = [1] * len(ids) if sample.attention is None else bits_from_bytes(sample.attention, len(ids)).tolist()
-    actions: list[int] = bits_from_bytes(sample.actions, len(ids)).tolist()
+    ids: Any = ids_from_bytes(sample.ids, limits).view(Column)
+    attention: Any = mask_column(0, len(ids))
+    if sample.attention is not None:
+        attention = bits_from_bytes(sample.attention, len(ids)).view(Column)
+    actions: Any = bits_from_bytes(sample.actions, len(ids)).view(Column)
+    num_actions = int(np.count_nonzero(actions))
     if not math.isfinite(sample.weight):
         raise EntryError(f"the weight of a sample is {sample.weight}; weights must be finite")
     _check_meta(sample.meta)
     try:
-        logps = None if sample.logps is None else ActorTokenLogps(floats_from_bytes(sample.logps, sum(actions)).tolist())
-        fractions = None if sample.fractions is None else floats_from_bytes(sample.fractions, sum(actions)).tolist()
+        logps = None if sample.logps is None else ActorTokenLogps(_floats(sample.logps, num_actions))
+        fractions = None if sample.fractions is None else floats_from_bytes(sample.fractions, num_actions).tolist()
         item = SAWItem(ids, attention, actions, sample.weight, sample.meta, SampleAttachments(logps, action_fractions=fractions))
         read_fractions([item])
     except (DataTypeError, DataError) as error:
         raise EntryError(str(error)) from error
     return item
+
+
+def _floats(column: bytes, length: int) -> Any:
+    return float_column(floats_from_bytes(column, length))
 
 
 def _check_meta(meta: Mapping[str, Any]) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from ludic.columns import stored
 from ludic.errors import DataError, RolloutError
-from ludic.training.rollouts.array_trace import columns_of
 from ludic.types import Rollout, Step, TokenTrace
 
 
@@ -63,7 +63,7 @@ def _check_step(step: Step) -> None:
             raise GarbageError(f"{name} of step {step.index} is of type {type(text).__name__}; it must be text")
     if not _is_finite_number(step.reward):
         raise GarbageError(f"the reward of step {step.index} is {step.reward!r}; it must be a finite number")
-    logps = None if step.trace is None else columns_of(step.trace)[2]
+    logps = None if step.trace is None else stored(step.trace, "completion_logprobs")
     if logps is not None and not _all_finite(logps):
         raise GarbageError(f"the log-probabilities of step {step.index} are not all finite")
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
 
+from ludic.columns import read_list
 from ludic.errors import ConfigError, DataError
 from ludic.types import Rollout
 
@@ -147,7 +148,7 @@ class _RolloutMember:
                 f"the last step of rollout {self.rollout.id} has no token trace, so its length is not known; sample with "
                 "ReturnSpec.for_rl()"
             )
-        return trace.prompt_token_ids + trace.completion_token_ids
+        return [*read_list(trace, "prompt_token_ids"), *read_list(trace, "completion_token_ids")]
 
     @property
     def status(self) -> _Ending:

@@ -24,7 +24,6 @@ from ludic.training.algorithm import RLAlgorithm
 from ludic.training.batching.source import BatchSourceBase
 from ludic.training.batching.synced_batching import Stateful
 from ludic.training.queue.entries import Group as GroupEntry, decode_group, encode_group
-from ludic.training.rollouts.array_trace import ArrayTrace
 from ludic.training.rollouts.engine import RolloutEngine, select_credit_assigner
 from ludic.training.rollouts.group_filters import name_of_filter
 from ludic.training.rollouts.group_pool import Group, GroupBatch, GroupPool, PoolCounts, Ticket
@@ -291,8 +290,4 @@ class _PlayedCodec:
         return base64.b64encode(zlib.compress(encode_group(GroupEntry("", 0, 0, played=member)), 1)).decode("ascii")
 
     def decode(self, value: str) -> PlayedRollouts:
-        played = decode_group(zlib.decompress(base64.b64decode(value, validate=True))).played
-        for step in (step for rollout in played for step in rollout.steps):
-            if isinstance(step.trace, ArrayTrace):  # samples are as they were before the checkpoint
-                step.trace = step.trace.to_lists()
-        return played
+        return decode_group(zlib.decompress(base64.b64decode(value, validate=True))).played

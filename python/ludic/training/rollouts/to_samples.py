@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from ludic.columns import Column, int_column, mask_column, stored
 from ludic.errors import DataError
 from ludic.training.averages import mean_or_zero
-from ludic.training.rollouts.array_trace import columns_of
 from ludic.training.rollouts.played import PlayedRollouts
 from ludic.training.types import (
     ActorTokenLogps,
@@ -86,11 +86,11 @@ def sample_from_step(rollout: Rollout, step: Step, weight: float) -> SAWItem:
     """Return the sample of a step, from its sampled tokens. The meta merges the step's facts, the
     rollout's meta and the step's info; later ones take precedence.
 
-    Example: prompt [5, 6] and completion [7] give ids [5, 6, 7] and action mask [0, 0, 1]. Of an
-    `ArrayTrace` they are arrays, of int32 and uint8, and so are log-probabilities: a batch of them
-    is read without touching a number of Python.
+    Example: prompt [5, 6] and completion [7] give ids [5, 6, 7] and action mask [0, 0, 1]. Of a
+    trace that holds arrays they are arrays, of int32 and uint8, and so are log-probabilities: a
+    batch of them is read without touching a number of Python.
     """
-    prompt, completion, logps = columns_of(require_trace(rollout, step))
+    prompt, completion, logps = trace_columns(require_trace(rollout, step))
     ids, attention_mask, action_mask = _sequences(prompt, completion)
     return SAWItem(
         input_ids=ids,
@@ -109,13 +109,13 @@ def sample_from_step(rollout: Rollout, step: Step, weight: float) -> SAWItem:
 
 
 def _sequences(prompt: Any, completion: Any) -> tuple[Any, Any, Any]:
-    """Ids, attention mask and action mask of a sample: lists of lists, arrays of arrays."""
+    """Ids, attention mask and action mask of a sample: lists of lists, else arrays."""
     length = len(prompt) + len(completion)
-    if isinstance(prompt, list):
+    if type(prompt) is not Column and type(completion) is not Column:
         return prompt + completion, [1] * length, [0] * len(prompt) + [1] * len(completion)
-    action_mask = np.ones(length, np.uint8)
-    action_mask[: len(prompt)] = 0
-    return np.concatenate([prompt, completion]), np.ones(length, np.uint8), action_mask
+    # One of them is a list if it was read.
+    ids = np.concatenate([int_column(prompt), int_column(completion)])
+    return ids.view(Column), mask_column(0, length), mask_column(len(prompt), len(completion))
 
 
 def step_facts(rollout: Rollout, step: Step) -> dict[str, Any]:
@@ -132,6 +132,14 @@ def step_facts(rollout: Rollout, step: Step) -> dict[str, Any]:
     }
 
 
+def trace_columns(trace: TokenTrace) -> tuple[Any, Any, Any]:
+    """Ids of the prompt [P] and the completion [C], and log-probabilities [C] or None, as the trace
+    holds them: arrays or lists."""
+    names = ("prompt_token_ids", "completion_token_ids", "completion_logprobs")
+    prompt, completion, logps = (stored(trace, name) for name in names)
+    return prompt, completion, logps
+
+
 def require_trace(rollout: Rollout, step: Step) -> TokenTrace:
     """Return the step's token trace. Raises DataError for a step that cannot be trained on: without
     tokens, without the requested log-probabilities, or with a reward that is not finite."""
@@ -143,7 +151,7 @@ def require_trace(rollout: Rollout, step: Step) -> TokenTrace:
             f"Missing rollout-time token trace: {where}; sample with ReturnSpec.for_rl() so that the server returns token ids"
         )
     requested = rollout.meta.get("engine", {}).get("return_spec", {}).get("return_chosen_logprobs", False)
-    if requested and columns_of(step.trace)[2] is None:
+    if requested and stored(step.trace, "completion_logprobs") is None:
         raise DataError(
             f"{where} has no log-probabilities although the request asked for them; check that the server returns them"
         )
