@@ -3,6 +3,7 @@ OUT`. Rank 0 writes what all ranks found as JSON."""
 
 import asyncio
 import json
+import logging
 import sys
 from pathlib import Path
 
@@ -113,7 +114,7 @@ class Scripted(BatchSourceBase):
 
     async def next_batch(self):
         answer = self.answers.pop(0)
-        if isinstance(answer, Exception):
+        if isinstance(answer, BaseException):
             raise answer
         return answer
 
@@ -121,7 +122,7 @@ class Scripted(BatchSourceBase):
 def error_of(source):
     try:
         batch = asyncio.run(source.next_batch())
-    except Exception as error:
+    except BaseException as error:
         return [type(error).__name__, str(error), *getattr(error, "__notes__", [])]
     return len(batch.items)
 
@@ -134,9 +135,27 @@ def find_errors():
     both = DataError(f"bad data of rank {rank}")
     same = SAWBatch(items[:4])  # the same group on both ranks
     unsendable = SAWBatch(items[:1], {"thing": object()}) if rank == 0 else own
-    answers = (own, failing, both, same, unsendable, StopRequested("enough") if rank == 0 else own, own)
+    stopped = StopRequested("enough") if rank == 0 else own
+    cancelled = asyncio.CancelledError() if rank == 0 else own
+    interrupted = KeyboardInterrupt() if rank == 1 else own
+    answers = (own, failing, both, same, unsendable, stopped, cancelled, interrupted, own)
     source = GatheredBatches(Scripted(*answers))
     return [error_of(source) for _ in answers]
+
+
+def find_warnings():
+    """What sources that do not say whose samples they give are answered with."""
+    records = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logger = logging.getLogger("ludic.training.batching.gathered_batches")
+    logger.addHandler(handler)
+    source = GatheredBatches(Scripted(*[SAWBatch([])] * 2))
+    GatheredBatches(OwnSource(make_answers))
+    for _ in range(2):
+        asyncio.run(source.next_batch())
+    logger.removeHandler(handler)
+    return records
 
 
 def find_refusal():
@@ -153,7 +172,7 @@ def find_refusal():
 def main(rank, store, out):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    folder, found = Path(out).parent, {"errors": find_errors(), "refusal": find_refusal()}
+    folder, found = Path(out).parent, {"errors": find_errors(), "refusal": find_refusal(), "warnings": find_warnings()}
     for name in RUNS:
         found[name], weights = train(folder, name, STEPS)
         found[name]["resumed"] = resumes_exactly(folder, name, found[name], weights)

@@ -31,11 +31,14 @@ def test_runs_on_two_ranks_with_a_source_each_are_those_of_one_process_and_resum
         reference = load_file(tmp_path / "alone" / name / newest.name / "model.safetensors")
         assert_same_tensors(weights, reference, atol=1e-6)
     check_errors(first["errors"], second["errors"])
+    [warning] = first["warnings"]
+    assert warning.startswith("Scripted does not say whether each of the 2 ranks gets its own samples; if all get the same")
+    assert second["warnings"] == []
     assert "SameOnAll gives all ranks the same samples, so that each would be trained 2 times" in first["refusal"]
 
 
 def check_errors(first, second):
-    """What seven calls gave on two ranks; the source works on after each error."""
+    """What nine calls gave on two ranks; the source works on after each error."""
     assert first[0] == second[0] == 8
     assert first[1][:2] == second[1][:2] == ["RequestsExhausted", "none left"]
     assert first[1][2].startswith("raised by rank 1, on ")
@@ -49,7 +52,12 @@ def check_errors(first, second):
     assert first[4][:2] == second[4][:2]
     assert "'thing' in the meta of the batch cannot be sent" in first[4][1]
     assert first[5][:2] == second[5][:2] == ["StopRequested", "enough"]
-    assert first[6] == second[6] == 8
+    assert (first[6], second[7]) == (["CancelledError", ""], ["KeyboardInterrupt", ""])
+    for other, rank in ((second[6], 0), (first[7], 1)):  # told, and not left until a deadline
+        assert other[0] == "RankError"
+        assert other[1].startswith(f"rank {rank}, on ")
+        assert other[1].endswith(", was interrupted (without a message)")
+    assert first[8] == second[8] == 8
 
 
 def test_on_one_rank_it_is_the_inner_source():

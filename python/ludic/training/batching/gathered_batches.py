@@ -10,6 +10,7 @@ what it sampled, and all wait for the one with the longest answers.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +24,8 @@ from ludic.training.batching.source import OPTIONAL_MEMBERS, BatchSourceBase, as
 from ludic.training.ranks.collectives import broadcast_bytes, group_device
 from ludic.training.ranks.sent_errors import describe_error, rebuild_error
 from ludic.training.types import BatchSource, SAWBatch
+
+logger = logging.getLogger(__name__)
 
 Parts = tuple[bytes | memoryview, bytes | memoryview]
 """A batch as `encode_columns` returns it."""
@@ -38,15 +41,16 @@ class GatheredBatches(BatchSourceBase):
 
     All ranks make one, with a source of other samples on each. Groups, pairs and rollouts need
     names that no other rank uses, as uuids are. About 9 bytes a token, the texts and the metadata
-    of all samples travel to every rank, which then has what was sent: sequences are arrays,
+    of all samples travel to every rank, which then has what was sent: numbers in 32 bits,
     metadata are what msgpack gives back. In the meta of the batch, counts are added up, and means
     and deviations are those of all samples.
 
     The ranks wait for each other at the store, until the deadline of the watchdog's phase. The
-    error of one rank's source, and the end of its data, are raised on all; the batches that others
-    have got by then are lost. Each rank saves the position of its own source, so that a run resumes
-    on as many ranks as it had. With one rank it is `inner`. Raises ConfigError for a source that
-    gives all ranks the same samples.
+    error of one rank's source, the end of its data, and its interruption (a RankError on the
+    others) are raised on all once each has come; the batches that others have got are lost. Each
+    rank saves the position of its own source, so that a run resumes on as many ranks as it had.
+    With one rank it is `inner`. Raises ConfigError for a source that gives all ranks the same
+    samples, and warns of one that does not say (`shards_across_ranks`).
     """
 
     divided_by_trainer = True
@@ -59,16 +63,24 @@ class GatheredBatches(BatchSourceBase):
                 f"{type(inner).__name__} gives all ranks the same samples, so that each would be trained {ranks.world_size()} times; "
                 "use SharedBatches, or give each rank samples of its own and set shards_across_ranks=True"
             )
+        if ranks.is_distributed() and self._inner.shards_across_ranks is None and ranks.rank() == 0:
+            logger.warning(
+                "%s does not say whether each of the %d ranks gets its own samples; if all get the same, each is trained %d times. Set "
+                "shards_across_ranks = True on it if ranks get different samples, else use SharedBatches",
+                type(inner).__name__,
+                ranks.world_size(),
+                ranks.world_size(),
+            )
 
     async def next_batch(self) -> SAWBatch:
         """The next batches of all ranks' sources, as one batch."""
         if not ranks.is_distributed():
             return await self._inner.next_batch()
         parts: Parts | None = None
-        failure: Exception | None = None
+        failure: BaseException | None = None
         try:
             parts = encode_columns(await self._inner.next_batch())
-        except Exception as error:  # the others wait for this rank, and learn of it below
+        except BaseException as error:  # the others wait for this rank, even if it is interrupted: they learn of it below
             failure = error
         device = group_device()  # here, since a thread has a current device of its own
         if self.overlaps:  # the event loop generates the next batch meanwhile
@@ -80,7 +92,7 @@ class GatheredBatches(BatchSourceBase):
         return join_batches(batches)
 
 
-def _exchange(parts: Parts | None, failure: Exception | None, device: Any) -> list[Parts]:
+def _exchange(parts: Parts | None, failure: BaseException | None, device: Any) -> list[Parts]:
     """The parts of every rank. Raises this rank's `failure`, else that of the first that has
     one."""
     ranks.barrier()  # a wait at the store: one rank may sample for longer than a collective may take
