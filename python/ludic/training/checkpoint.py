@@ -25,8 +25,7 @@ are read with a warning.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -38,7 +37,7 @@ from torch import nn
 from ludic.errors import CheckpointError, ConfigError
 from ludic.files.atomic import clear_unfinished_files, encode_json, read_json, write_json
 from ludic.files.checkpoints import LATEST, STATE, STEP_NAME, check_layout, find_checkpoint_faults, parse_step
-from ludic.files.folders import clear_unfinished, delete_folder, replace_folder, restore_replaced
+from ludic.files.folders import clear_unfinished, delete_folder, restore_replaced
 from ludic.files.manifest import MANIFEST, hash_manifest, replace_listed_json, write_manifest
 from ludic.files.verified import VerifiedFolders
 from ludic.models.saving import StaticFiles, TokenizerFiles, write_card
@@ -46,7 +45,7 @@ from ludic.models.sharding import is_sharded
 from ludic.models.state_files import read_model, read_optimizer_if_stored
 from ludic.training import ranks
 from ludic.training.backend.protocol import TrainingBackend
-from ludic.training.backend.saving import Written, replace_folder_together, write_weights
+from ludic.training.backend.saving import replace_folder_on_ranks, write_weights
 from ludic.training.backend.torch import TorchBackend
 
 logger = logging.getLogger(__name__)
@@ -342,39 +341,6 @@ class CheckpointManager:
 def writes_on_all_ranks(backend: TrainingBackend) -> bool:
     """Whether every rank writes files of its own in `backend.save`."""
     return isinstance(backend, TorchBackend) and is_sharded(backend.model)
-
-
-@contextmanager
-def replace_folder_on_ranks(target: Path, write: Callable[[Path | None], None], *, shared: bool) -> Iterator[Written | None]:
-    """Call `write` on all ranks, and yield the folder on rank 0, with what other ranks said of the
-    files that they wrote; the folder becomes `target` at the end. With `shared`, all ranks write,
-    else rank 0."""
-    if shared:
-        with replace_folder_together(target, write) as written:
-            yield written
-    else:
-        with replace_folder_on_rank_0(target, write) as folder:
-            yield None if folder is None else (folder, {})
-
-
-@contextmanager
-def replace_folder_on_rank_0(target: Path, write: Callable[[Path | None], None]) -> Iterator[Path | None]:
-    """Call `write` on all ranks, which takes part in collectives, and yield the folder it wrote to;
-    the folder becomes `target` at the end. Ranks other than 0 write nothing, and get None."""
-    if ranks.rank() != 0:
-        write(None)
-        yield None
-        return
-    has_written = False
-    try:
-        with replace_folder(target) as aside:
-            has_written = True
-            write(aside)
-            yield aside
-    except OSError:
-        if not has_written:
-            write(None)
-        raise
 
 
 def _write_files(folder: Path, files: Mapping[str, Mapping[str, Any]] | None) -> None:

@@ -38,6 +38,39 @@ Written = tuple[Path, dict[str, dict[str, Any]]]
 
 
 @contextmanager
+def replace_folder_on_ranks(target: Path, write: Callable[[Path | None], None], *, shared: bool) -> Iterator[Written | None]:
+    """Call `write` on all ranks, and yield the folder on rank 0, with what other ranks said of the
+    files that they wrote; the folder becomes `target` at the end. With `shared`, all ranks write,
+    else rank 0."""
+    if shared:
+        with replace_folder_together(target, write) as written:
+            yield written
+    else:
+        with replace_folder_on_rank_0(target, write) as folder:
+            yield None if folder is None else (folder, {})
+
+
+@contextmanager
+def replace_folder_on_rank_0(target: Path, write: Callable[[Path | None], None]) -> Iterator[Path | None]:
+    """Call `write` on all ranks, which takes part in collectives, and yield the folder it wrote to;
+    the folder becomes `target` at the end. Ranks other than 0 write nothing, and get None."""
+    if ranks.rank() != 0:
+        write(None)
+        yield None
+        return
+    has_written = False
+    try:
+        with replace_folder(target) as aside:
+            has_written = True
+            write(aside)
+            yield aside
+    except OSError:
+        if not has_written:
+            write(None)
+        raise
+
+
+@contextmanager
 def replace_folder_together(target: Path, write: Callable[[Path], None]) -> Iterator[Written | None]:
     """Call `write` on all ranks with one unfinished folder. Yields it on rank 0, None on others; it
     becomes `target` at the end.

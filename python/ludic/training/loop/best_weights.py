@@ -12,7 +12,8 @@ from ludic.files.folders import restore_replaced
 from ludic.files.manifest import MANIFEST, find_faults, write_manifest
 from ludic.training import ranks
 from ludic.training.backend.protocol import TrainingBackend
-from ludic.training.checkpoint import replace_folder_on_ranks, writes_on_all_ranks
+from ludic.training.backend.saving import replace_folder_on_ranks
+from ludic.training.checkpoint import writes_on_all_ranks
 
 logger = logging.getLogger(__name__)
 

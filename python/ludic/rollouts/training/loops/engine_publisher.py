@@ -19,7 +19,8 @@ from ludic.inference.publishing import PolicyPublisher, Publisher, Version
 from ludic.rollouts.training.backends.foreign import ForeignBackend
 from ludic.rollouts.training.backends.pytorch import PyTorchTrainingBackend
 from ludic.training import ranks
-from ludic.training.checkpoint import replace_folder_on_ranks, writes_on_all_ranks
+from ludic.training.backend.saving import replace_folder_on_ranks
+from ludic.training.checkpoint import writes_on_all_ranks
 
 logger = logging.getLogger(__name__)
 
