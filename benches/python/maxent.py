@@ -29,7 +29,7 @@ from ludic.cli.train import TrainCommand
 from ludic.cli.training_command import run_command
 from ludic.eval.picture import make_figure
 from ludic.recipes.schema import Recipe
-from ludic.runs.reinforce import RLParts
+from ludic.runs.reinforce_parts import RLParts
 from ludic.runs.screen import Screen
 from ludic.training.loss import CompositeLoss, EntropyBonus, LossTerm
 

@@ -16,7 +16,7 @@ from ludic.recipes.compose import compose, to_yaml
 from ludic.recipes.model import build_policy, make_small_model
 from ludic.recipes.schema import TaskSection
 from ludic.recipes.sft.schema import compose_sft
-from ludic.runs.reinforce import RLParts
+from ludic.runs.reinforce_parts import RLParts
 from ludic.tasks import DigitSort
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.config import TrainerConfig

@@ -17,7 +17,7 @@ from ludic.errors import ConfigError
 from ludic.recipes.compose import compose, to_yaml
 from ludic.recipes.inference_section import LogprobConvention, choose_kind, choose_logprob_convention
 from ludic.recipes.model import make_small_model
-from ludic.runs.reinforce import RLParts
+from ludic.runs.reinforce_parts import RLParts
 from ludic.runs.report.costs import sum_phases
 from ludic.runs.report.sampling import summarize_mismatch, summarize_overlap, summarize_weight_sync
 from ludic.runs.sampler import _run_server, check_inference

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ludic.recipes.schema import Recipe
-    from ludic.runs.reinforce import RLParts
+    from ludic.runs.reinforce_parts import RLParts
     from ludic.runs.sampler import Sampler
     from ludic.types import Rollout
 
@@ -83,7 +83,7 @@ def _check(recipe: Recipe, out: Path) -> None:
 
 
 def _play(recipe: Recipe, keep: Keep | None, episodes: int, out: Path, counts: Tally, console: Console) -> None:
-    from ludic.runs.reinforce import RLParts
+    from ludic.runs.reinforce_parts import RLParts
 
     quiet_libraries()
     parts = RLParts.build(recipe)

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ludic.recipes.schema import Recipe
-    from ludic.runs.reinforce import RLParts, RLRun
+    from ludic.runs.reinforce import RLRun
+    from ludic.runs.reinforce_parts import RLParts
     from ludic.runs.screen import Screen
     from ludic.runs.stop_request import StopRequest
 
@@ -36,7 +37,7 @@ class TrainCommand:
         return compose(arguments)
 
     def build(self, recipe: Recipe, screen: Screen) -> RLParts:
-        from ludic.runs.reinforce import RLParts
+        from ludic.runs.reinforce_parts import RLParts
 
         return RLParts.build(recipe)
 

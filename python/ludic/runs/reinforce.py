@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +13,11 @@ from ludic.models.adapters import has_adapters
 from ludic.models.lora import describe_trained_share
 from ludic.models.saving import save_policy
 from ludic.models.state_files import read_model
-from ludic.recipes.actors import check_actors, uses_queue
-from ludic.recipes.build import (
-    add_reward_model,
-    build_algorithm,
-    build_episodic_task,
-    build_trainer_config,
-    check_numbers,
-)
-from ludic.recipes.inference_section import choose_kind, choose_logprob_convention
+from ludic.recipes.actors import uses_queue
+from ludic.recipes.inference_section import choose_kind
 from ludic.recipes.info_seed_section import build_info_seed
-from ludic.recipes.lora import add_adapters, check_adapters
-from ludic.recipes.model import build_policy
-from ludic.recipes.over_sampling import check_over_sampling, uses_pool
+from ludic.recipes.lora import add_adapters
+from ludic.recipes.over_sampling import uses_pool
 from ludic.recipes.schema import Recipe
 from ludic.recipes.sharding import has_no_weights
 from ludic.runs.actors.policy_versions import PolicyVersions
@@ -34,26 +25,17 @@ from ludic.runs.actors.supervision import ActorProcesses, run_actors
 from ludic.runs.actors.trainer_side import ActorBatches
 from ludic.runs.base import TrainingRun
 from ludic.runs.checkpoints import has_checkpoint, restore_best_weights
-from ludic.runs.control import check_control, open_control
-from ludic.runs.data.warmup import Warmup
+from ludic.runs.control import open_control
 from ludic.runs.directory import DONE, RunDirectory
-from ludic.runs.held_out import Evaluation, check_watched_metrics, list_all_measured
+from ludic.runs.held_out import Evaluation, list_all_measured
 from ludic.runs.over_sampling import OverSampledRollouts, describe_over_sampling
-from ludic.runs.prompt_room import check_prompts
-from ludic.runs.rollouts import (
-    OccasionallyLogged,
-    TrainingRequests,
-    check_rollouts,
-    make_engine,
-    make_training_requests,
-)
-from ludic.runs.sampler import Sampler, check_inference, make_preflight, open_sampler
+from ludic.runs.reinforce_parts import RLParts
+from ludic.runs.rollouts import OccasionallyLogged, TrainingRequests, make_engine, make_training_requests
+from ludic.runs.sampler import Sampler, make_preflight, open_sampler
 from ludic.runs.screen import Screen
 from ludic.runs.seeded import make_held_out
-from ludic.runs.seeding import seed_everything
-from ludic.runs.shared_model import check_sampling, check_sharding_settings, choose_precision, place_model
+from ludic.runs.shared_model import choose_precision, place_model
 from ludic.runs.stop_request import Interrupted, StopRequest
-from ludic.tasks import EpisodicTask
 from ludic.tasks.measures import logged_names, task_reducers
 from ludic.training import ranks, watchdog
 from ludic.training.algorithm import RLAlgorithm
@@ -76,54 +58,6 @@ REINFORCE_KEYS = [
     *("train/clip_frac", "train/entropy"),
     *("train/avg_completion_length", "train/min_completion_length", "train/max_completion_length"),
 ]
-
-
-@dataclass
-class RLParts:
-    """The objects of a run. They are built before anything is written, so that a wrong setting
-    leaves no folder behind."""
-
-    task: EpisodicTask
-    algorithm: RLAlgorithm
-    warmup_cfg: TrainerConfig
-    trainer_cfg: TrainerConfig
-    warmup: Warmup
-    model: Any
-    tokenizer: Any
-
-    @classmethod
-    def build(cls, recipe: Recipe) -> RLParts:
-        """Build the parts from a recipe. Seeds all random generators first (`seed_everything`)."""
-        check_numbers(recipe)
-        check_actors(recipe)
-        check_over_sampling(recipe)
-        check_sharding_settings(recipe.sharding, recipe.trainer.model_device)
-        check_sampling(recipe)
-        task = build_episodic_task(recipe)
-        algorithm = build_algorithm(recipe, max_completion_tokens=recipe.rollout.max_new_tokens or task.max_new_tokens)
-        check_control(recipe, algorithm)
-        check_rollouts(recipe, task)
-        seed_everything(recipe)
-        check_adapters(recipe)
-        model, tokenizer = build_policy(recipe)
-        check_prompts(recipe, task, tokenizer, model)
-        task = add_reward_model(recipe, task, tokenizer)
-        if recipe.model is not None:
-            model = add_adapters(model, recipe, seed=recipe.seed, device=recipe.trainer.model_device)
-        check_inference(recipe, model)
-        convention = choose_logprob_convention(recipe.rollout.temperature, recipe.rollout.top_p)
-        derived = {"pad_token_id": tokenizer.pad_token_id, "seed": recipe.seed}
-        parts = cls(
-            task=task,
-            algorithm=algorithm,
-            warmup_cfg=build_trainer_config(recipe.warmup.trainer, **derived),
-            trainer_cfg=build_trainer_config(recipe.trainer, **derived, temperature=convention.temperature),
-            warmup=Warmup.read(recipe, tokenizer),
-            model=model,
-            tokenizer=tokenizer,
-        )
-        check_watched_metrics(recipe, parts.warmup_cfg, parts.trainer_cfg, task)
-        return parts
 
 
 class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
