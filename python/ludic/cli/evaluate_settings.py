@@ -14,8 +14,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ludic.cli.run_folder import expand_run_folder
 from ludic.errors import ConfigError
-from ludic.recipes.compose import Override, compose, parse_override
+from ludic.recipes.compose import compose
 from ludic.recipes.devices import choose_devices
+from ludic.recipes.overrides import Override, parse_override
 from ludic.recipes.schema import Recipe
 
 SHORT_NAMES = {

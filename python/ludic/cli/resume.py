@@ -14,8 +14,9 @@ from ludic.errors import ConfigError
 from ludic.files.atomic import write_text
 from ludic.rank_environment import read_rank_environment
 from ludic.recipes.actors import check_actors
-from ludic.recipes.compose import RENAMED, Override, parse_override, read_yaml, to_plain_values, to_yaml
+from ludic.recipes.compose import read_yaml, to_plain_values, to_yaml
 from ludic.recipes.devices import AUTO, SETTINGS
+from ludic.recipes.overrides import RENAMED, Override, parse_override
 from ludic.recipes.ranks_section import check_ranks
 from ludic.recipes.schema import Recipe
 from ludic.runs.directory import DONE, Progress, RunDirectory

@@ -13,7 +13,7 @@ import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from difflib import get_close_matches
 from functools import cache, reduce
 from importlib.resources import files
@@ -21,16 +21,15 @@ from io import StringIO
 from pathlib import Path
 from typing import Any, cast
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ludic.errors import ConfigError
 from ludic.recipes.devices import are_left_open, choose_devices
 from ludic.recipes.flat_recipe import KNOWN, from_flat, is_flat, translate_name
+from ludic.recipes.overrides import RENAMED, SECTIONS_BY_NAME, Override, first_line, parse_override, suggest
 from ludic.recipes.phases import choose_phases
-from ludic.recipes.place_section import SHORT_FORMS, needs_launcher, parse_place
+from ludic.recipes.place_section import needs_launcher
 from ludic.recipes.plain_yaml import check_plain, check_yaml
 from ludic.recipes.schema import Recipe, make_trainer_section
 
@@ -46,37 +45,8 @@ _OPEN_SECTIONS = (
 )  # their keys are checked by what takes them as arguments
 _PER_ALGORITHM, LOADED_MODEL = "per_algorithm", "loaded_model"  # keys of files, whose content replaces other keys
 
-_SECTIONS_BY_NAME = {"inference": "kind", "sharding": "kind", "reference": "source", "quantization": "kind"}
-"""Sections that can be set to one word, which is the value of this field: `inference=vllm`."""
-
-_OTHER_NAMES = {
-    **dict.fromkeys(
-        ("grad_accum_steps", "gradient_accumulation_steps", "micro_batch_size", "per_device_train_batch_size"),
-        "micro-batches follow from tokens: set trainer.max_seq_len and trainer.micro_token_budget",
-    ),
-    "learning_rate": "it is called trainer.lr",
-    "num_generations": "it is called rollout.group_size",
-    "max_completion_length": "it is called rollout.max_new_tokens",
-    "pad_token_id": "it is the tokenizer's",
-}
-"""Names in other libraries for which the nearest of our names would be misleading."""
-
-_SHORT_NAMES = {**SHORT_FORMS, "log": "report_to"}
-
 _NO_RESULTS = ("name", "output", "report_to", "report_header", "report_aliases", "ranks", "place", "callbacks")
 """Settings that change no result."""
-
-RENAMED = {"inference.max_lag": "inference.batches_ahead"}
-"""Former name of a setting -> its name. The config.yaml of a run may have either."""
-
-
-@dataclass(frozen=True)
-class Override:
-    """One `key=value`, parsed."""
-
-    key: str
-    value: Any
-    text: str
 
 
 def list_builtin_recipes() -> list[str]:
@@ -142,38 +112,6 @@ def check_minimums(recipe: Any, least: Mapping[str, int]) -> None:
             raise ConfigError(f"{path} ({value}) must be at least {smallest}")
 
 
-def parse_override(text: str) -> Override:
-    """Parse one override of the command line. Sweeps and deletions are rejected: one command starts
-    one run."""
-    try:
-        text.encode()
-        parsed = OverridesParser.create().parse_override(text)
-    except UnicodeEncodeError as error:
-        raise ConfigError(f"override {text!a} is not text in UTF-8") from error
-    except (HydraException, ValueError, RecursionError) as error:
-        if not isinstance(error, HydraException):
-            raise ConfigError(f"override {text[:60]!r} cannot be read: {_first_line(error)}") from error
-        raise ConfigError(f"override {text!r} is not key=value as Hydra writes it: {error}; quote special characters") from error
-    if parsed.is_choice_sweep() and not parsed.is_delete():
-        key, _, values = text.partition("=")
-        if "choice(" not in values:
-            raise ConfigError(f"override {text!r} gives several values; for a list, write {key}=[{values}]")
-    if parsed.is_sweep_override() or parsed.is_delete() or parsed.package is not None:
-        raise ConfigError(f"override {text!r} is a sweep or a deletion; give a single value, a list as [1,2], or null")
-    return make_override(parsed.key_or_group, parsed.value(), text=text)
-
-
-def make_override(key: str, value: Any, *, text: str) -> Override:
-    """An override of a Python value. `text` is how it was written, for errors."""
-    if not isinstance(value, Mapping):
-        if key in _SECTIONS_BY_NAME:
-            key = f"{key}.{_SECTIONS_BY_NAME[key]}"
-        elif key == "place":
-            value = parse_place(value)
-        key = _SHORT_NAMES.get(key, key)
-    return Override(key=key, value=value, text=text)
-
-
 def to_yaml(recipe: Any) -> str:
     """The resolved recipe as YAML that its command reads. `loaded_model: null` makes it hold for
     any `model`."""
@@ -204,32 +142,9 @@ def config_hash(recipe: Any, *, schedule_steps: int | None = None) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def refuse_flags(arguments: Sequence[str], known: Sequence[str]) -> None:
-    """Raise `ConfigError` for an unknown flag, with the nearest of the `known` settings."""
-    for argument in arguments:
-        if argument.startswith("-"):
-            name = argument.partition("=")[0]
-            key = name.lstrip("-").replace("-", "_")
-            raise ConfigError(f"there is no flag {name}; settings are written key=value{suggest(key, known)}")
-
-
 def list_settings() -> list[str]:
     """The full paths of all settings of `ludic train`."""
     return _list_paths(_make_schema())
-
-
-def suggest(key: str, known: Sequence[str]) -> str:
-    """The end of an error about an unknown key: its name in this library, the nearest names, or the
-    full path of a key that lacks its section."""
-    leaf = key.rsplit(".", 1)[-1]
-    if key in RENAMED:
-        return f"; it is now called {RENAMED[key]}"
-    if leaf in _OTHER_NAMES:
-        return f"; {_OTHER_NAMES[leaf]}"
-    same_leaf = [name for name in known if name.rsplit(".", 1)[-1] == leaf]
-    siblings = [name for name in known if name.rsplit(".", 1)[0] == key.rsplit(".", 1)[0]] if "." in key else []
-    near = same_leaf or get_close_matches(key, siblings, n=2, cutoff=0.75) or get_close_matches(key, known, n=3, cutoff=0.6)
-    return f"; did you mean {' or '.join(near)}?" if near else "; `--print-config` lists every key"
 
 
 def _is_file(source: str | None) -> bool:
@@ -337,7 +252,7 @@ def _rename_settings(content: DictConfig) -> None:
 
 
 def _merge(tree: DictConfig, layer: DictConfig, where: str) -> None:
-    for name, field in _SECTIONS_BY_NAME.items():
+    for name, field in SECTIONS_BY_NAME.items():
         if isinstance(layer.get(name), str):
             layer[name] = {field: layer[name]}
     known = _list_paths(tree)
@@ -348,7 +263,7 @@ def _merge(tree: DictConfig, layer: DictConfig, where: str) -> None:
         _drop_arguments_of_other_task(tree, OmegaConf.select(layer, "task.kind"))
         tree.merge_with(layer)
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{where}: {_first_line(error)}") from error
+        raise ConfigError(f"{where}: {first_line(error)}") from error
 
 
 def _drop_arguments_of_other_task(tree: DictConfig, kind: Any) -> None:
@@ -363,7 +278,7 @@ def _apply(tree: DictConfig, override: Override, known: Sequence[str]) -> None:
     try:
         OmegaConf.update(tree, override.key, override.value, merge=True)
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{override.text}: {_first_line(error)}") from error
+        raise ConfigError(f"{override.text}: {first_line(error)}") from error
 
 
 def _list_paths(tree: DictConfig) -> list[str]:
@@ -389,7 +304,3 @@ def _flatten(overrides: Sequence[Override]) -> dict[str, Any]:
         if isinstance(override.value, Mapping):
             values |= {f"{override.key}.{key}": value for key, value in override.value.items()}
     return values
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0]

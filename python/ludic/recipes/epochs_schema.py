@@ -13,7 +13,8 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from ludic.errors import ConfigError
 from ludic.recipes.callbacks_section import CallbacksSection
 from ludic.recipes.checkpoint_section import CheckpointSection, check_checkpoints
-from ludic.recipes.compose import LOADED_MODEL, Override, check_minimums, read_yaml, resolve_layers, split_arguments
+from ludic.recipes.compose import LOADED_MODEL, check_minimums, read_yaml, resolve_layers, split_arguments
+from ludic.recipes.overrides import Override
 from ludic.recipes.place_section import TrainersSection, check_place
 from ludic.recipes.quantization_section import QuantizationSection
 from ludic.recipes.ranks_section import RanksSection, check_ranks

@@ -15,7 +15,7 @@ from ludic.errors import ConfigError, ConfigTypeError
 from ludic.event_loop import call_outside_loop
 from ludic.rank_environment import read_rank_environment
 from ludic.recipes.actors import uses_queue
-from ludic.recipes.compose import Override
+from ludic.recipes.overrides import Override
 from ludic.recipes.place_section import needs_launcher
 from ludic.recipes.schema import Recipe
 from ludic.runs.directory import run_path

@@ -12,7 +12,7 @@ from typing import Any
 from ludic.errors import ConfigError, ConfigTypeError
 from ludic.files.json_values import encode_lines
 from ludic.files.jsonl import write_jsonl
-from ludic.recipes.compose import Override, make_override
+from ludic.recipes.overrides import Override, make_override
 from ludic.training.reward_registry import reward_names
 from ludic.training.reward_signatures import describe_missing, needed_columns
 

@@ -6,7 +6,7 @@ import shlex
 import pytest
 
 from ludic.errors import ConfigError
-from ludic.recipes.compose import Override
+from ludic.recipes.overrides import Override
 from ludic.recipes.rm.flags import FLAGS, SWITCHES, parse_flags
 
 DOCUMENTED = shlex.split("""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ludic.errors import ConfigError
-from ludic.recipes.compose import Override
+from ludic.recipes.overrides import Override
 
 DEFAULT_RANK = 8
 

@@ -1,0 +1,104 @@
+"""Overrides of settings: `key=value` in Hydra's grammar, short and former names, and what an error
+about an unknown name suggests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+
+from ludic.errors import ConfigError
+from ludic.recipes.place_section import SHORT_FORMS, parse_place
+
+SECTIONS_BY_NAME = {"inference": "kind", "sharding": "kind", "reference": "source", "quantization": "kind"}
+"""Sections that can be set to one word, which is the value of this field: `inference=vllm`."""
+
+_OTHER_NAMES = {
+    **dict.fromkeys(
+        ("grad_accum_steps", "gradient_accumulation_steps", "micro_batch_size", "per_device_train_batch_size"),
+        "micro-batches follow from tokens: set trainer.max_seq_len and trainer.micro_token_budget",
+    ),
+    "learning_rate": "it is called trainer.lr",
+    "num_generations": "it is called rollout.group_size",
+    "max_completion_length": "it is called rollout.max_new_tokens",
+    "pad_token_id": "it is the tokenizer's",
+}
+"""Names in other libraries for which the nearest of our names would be misleading."""
+
+_SHORT_NAMES = {**SHORT_FORMS, "log": "report_to"}
+
+RENAMED = {"inference.max_lag": "inference.batches_ahead"}
+"""Former name of a setting -> its name. The config.yaml of a run may have either."""
+
+
+@dataclass(frozen=True)
+class Override:
+    """One `key=value`, parsed."""
+
+    key: str
+    value: Any
+    text: str
+
+
+def parse_override(text: str) -> Override:
+    """Parse one override of the command line. Sweeps and deletions are rejected: one command starts
+    one run."""
+    try:
+        text.encode()
+        parsed = OverridesParser.create().parse_override(text)
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"override {text!a} is not text in UTF-8") from error
+    except (HydraException, ValueError, RecursionError) as error:
+        if not isinstance(error, HydraException):
+            raise ConfigError(f"override {text[:60]!r} cannot be read: {first_line(error)}") from error
+        raise ConfigError(f"override {text!r} is not key=value as Hydra writes it: {error}; quote special characters") from error
+    if parsed.is_choice_sweep() and not parsed.is_delete():
+        key, _, values = text.partition("=")
+        if "choice(" not in values:
+            raise ConfigError(f"override {text!r} gives several values; for a list, write {key}=[{values}]")
+    if parsed.is_sweep_override() or parsed.is_delete() or parsed.package is not None:
+        raise ConfigError(f"override {text!r} is a sweep or a deletion; give a single value, a list as [1,2], or null")
+    return make_override(parsed.key_or_group, parsed.value(), text=text)
+
+
+def make_override(key: str, value: Any, *, text: str) -> Override:
+    """An override of a Python value. `text` is how it was written, for errors."""
+    if not isinstance(value, Mapping):
+        if key in SECTIONS_BY_NAME:
+            key = f"{key}.{SECTIONS_BY_NAME[key]}"
+        elif key == "place":
+            value = parse_place(value)
+        key = _SHORT_NAMES.get(key, key)
+    return Override(key=key, value=value, text=text)
+
+
+def refuse_flags(arguments: Sequence[str], known: Sequence[str]) -> None:
+    """Raise `ConfigError` for an unknown flag, with the nearest of the `known` settings."""
+    for argument in arguments:
+        if argument.startswith("-"):
+            name = argument.partition("=")[0]
+            key = name.lstrip("-").replace("-", "_")
+            raise ConfigError(f"there is no flag {name}; settings are written key=value{suggest(key, known)}")
+
+
+def suggest(key: str, known: Sequence[str]) -> str:
+    """The end of an error about an unknown key: its name in this library, the nearest names, or the
+    full path of a key that lacks its section."""
+    leaf = key.rsplit(".", 1)[-1]
+    if key in RENAMED:
+        return f"; it is now called {RENAMED[key]}"
+    if leaf in _OTHER_NAMES:
+        return f"; {_OTHER_NAMES[leaf]}"
+    same_leaf = [name for name in known if name.rsplit(".", 1)[-1] == leaf]
+    siblings = [name for name in known if name.rsplit(".", 1)[0] == key.rsplit(".", 1)[0]] if "." in key else []
+    near = same_leaf or get_close_matches(key, siblings, n=2, cutoff=0.75) or get_close_matches(key, known, n=3, cutoff=0.6)
+    return f"; did you mean {' or '.join(near)}?" if near else "; `--print-config` lists every key"
+
+
+def first_line(error: Exception) -> str:
+    """The first line of its message: those of OmegaConf and Hydra have more, of their own terms."""
+    return str(error).splitlines()[0]
