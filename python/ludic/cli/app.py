@@ -17,7 +17,7 @@ from ludic.cli.checkpoint_commands import AsJson, checkpoints
 from ludic.cli.dpo_options import HELP as DPO_HELP, dpo
 from ludic.cli.reports import RUNS_HELP, VIEW_HELP, runs, view
 from ludic.cli.sft_options import SFT_HELP, SFTTyperCommand, sft
-from ludic.cli.shared_options import make_lr_setting, refuse_flags_in
+from ludic.cli.shared_options import JsonOnly, LearningRate, Resume, make_lr_setting, refuse_flags_in
 from ludic.cli.slurm_options import HELP as SLURM_HELP, slurm
 from ludic.cli.user_errors import find_rank, report_user_errors
 from ludic.cli.worker import workers
@@ -90,9 +90,9 @@ def train(
         typer.Argument(metavar="[RECIPE] [KEY=VALUE]...", help="A built-in recipe or a YAML file, and fields to set."),
     ] = None,
     algorithm: Annotated[str | None, typer.Option(help=f"{ALGORITHMS}, with its default settings.")] = None,
-    resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Folder of the run to resume.")] = None,
-    lr: Annotated[float | None, typer.Option(help="Learning rate; short for trainer.lr=RATE.")] = None,
-    json_only: Annotated[bool, typer.Option("--json", help="Print only summary.json on standard output.")] = False,
+    resume: Resume = None,
+    lr: LearningRate = None,
+    json_only: JsonOnly = False,
     print_config: Annotated[bool, typer.Option(help="Print the resolved recipe as YAML and stop.")] = False,
 ) -> None:
     from ludic.cli.train import train_command
@@ -133,8 +133,8 @@ def train_rm(
         list[str] | None,
         typer.Argument(metavar="[FILE.yaml] [KEY=VALUE]... [FLAGS]...", help="A settings file, and fields to set."),
     ] = None,
-    resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Folder of the run to resume.")] = None,
-    json_only: Annotated[bool, typer.Option("--json", help="Print only summary.json on standard output.")] = False,
+    resume: Resume = None,
+    json_only: JsonOnly = False,
     print_config: Annotated[bool, typer.Option("--print-config", help="Print the resolved settings as YAML and stop.")] = False,
 ) -> None:
     from ludic.cli.train_rm import train_rm_command
@@ -203,7 +203,7 @@ def evaluate(
             metavar="[RECIPE | RUN] [KEY=VALUE]...", help="A recipe, a YAML file or a run's folder, and fields to set."
         ),
     ] = None,
-    json_only: Annotated[bool, typer.Option("--json", help="Print only summary.json on standard output.")] = False,
+    json_only: JsonOnly = False,
     print_config: Annotated[bool, typer.Option(help="Print the resolved recipe and settings as YAML and stop.")] = False,
 ) -> None:
     from ludic.cli.evaluate import eval_command

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
-
 import typer
 
-from ludic.cli.shared_options import make_lr_setting, refuse_flags_in
+from ludic.cli.shared_options import JsonOnly, LearningRate, PrintConfig, Resume, Settings, make_lr_setting, refuse_flags_in
 from ludic.cli.user_errors import report_user_errors
 
 HELP = """Train a policy on preference pairs, without a reward model: DPO or IPO. Measure it on held-out pairs and by its answers.
@@ -26,13 +23,11 @@ answers.jsonl, plots, and the model in Hugging Face layout. Ctrl-C stops after t
 
 
 def dpo(
-    arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[FILE.yaml] [KEY=VALUE]...", help="A settings file, and fields to set.")
-    ] = None,
-    resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Folder of the run to resume.")] = None,
-    lr: Annotated[float | None, typer.Option(help="Learning rate; short for trainer.lr=RATE.")] = None,
-    json_only: Annotated[bool, typer.Option("--json", help="Print only summary.json on standard output.")] = False,
-    print_config: Annotated[bool, typer.Option(help="Print the resolved settings as YAML and stop.")] = False,
+    arguments: Settings = None,
+    resume: Resume = None,
+    lr: LearningRate = None,
+    json_only: JsonOnly = False,
+    print_config: PrintConfig = False,
 ) -> None:
     from ludic.cli.dpo import dpo_command
 

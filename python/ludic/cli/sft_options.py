@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
-from ludic.cli.shared_options import make_lr_setting, refuse_flags_in
+from ludic.cli.shared_options import JsonOnly, LearningRate, PrintConfig, Resume, Settings, make_lr_setting, refuse_flags_in
 from ludic.cli.user_errors import report_user_errors
 
 DEFAULT_PREVIEW = 3
@@ -46,13 +45,11 @@ class SFTTyperCommand(TyperCommand):
 
 
 def sft(
-    arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[FILE.yaml] [KEY=VALUE]...", help="A settings file, and fields to set.")
-    ] = None,
-    resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Folder of the run to resume.")] = None,
-    lr: Annotated[float | None, typer.Option(help="Learning rate; short for trainer.lr=RATE.")] = None,
-    json_only: Annotated[bool, typer.Option("--json", help="Print only summary.json on standard output.")] = False,
-    print_config: Annotated[bool, typer.Option(help="Print the resolved settings as YAML and stop.")] = False,
+    arguments: Settings = None,
+    resume: Resume = None,
+    lr: LearningRate = None,
+    json_only: JsonOnly = False,
+    print_config: PrintConfig = False,
     preview: Annotated[
         int | None,
         typer.Option(

@@ -1,6 +1,19 @@
-"""What the commands have in common before their settings are composed."""
+"""Options that commands share, and what they do with them before their settings are composed."""
 
 from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Settings = Annotated[
+    list[str] | None, typer.Argument(metavar="[FILE.yaml] [KEY=VALUE]...", help="A settings file, and fields to set.")
+]
+Resume = Annotated[Path | None, typer.Option(metavar="RUN", help="Folder of the run to resume.")]
+LearningRate = Annotated[float | None, typer.Option(help="Learning rate; short for trainer.lr=RATE.")]
+JsonOnly = Annotated[bool, typer.Option("--json", help="Print only summary.json on standard output.")]
+PrintConfig = Annotated[bool, typer.Option(help="Print the resolved settings as YAML and stop.")]
 
 
 def make_lr_setting(lr: float | None) -> list[str]:
