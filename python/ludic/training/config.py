@@ -312,11 +312,6 @@ class TrainerConfig:
             _require(self.eval_timeout_s > 0, "eval_timeout_s", self.eval_timeout_s, "be > 0, or None for no limit")
 
 
-def config_values(cfg: TrainerConfig) -> dict[str, Any]:
-    """Return the fields by name, for a log or a file."""
-    return {item.name: getattr(cfg, item.name) for item in fields(cfg)}
-
-
 def check_budget(micro_token_budget: int, max_seq_len: int) -> None:
     """Raise `BudgetError` unless a sample of `max_seq_len` tokens fits into the budget."""
     if micro_token_budget < max_seq_len:

@@ -28,7 +28,6 @@ from ludic.training.loss.context import SharedContext
 from ludic.training.loss.functional import mask_values
 
 PREFIX = "mismatch/"
-SUMS = ("tokens", "abs_sum", "kl_sum", "ratio_sum", "ratio_square_sum", "gradient_weight_sum", "gradient_kept_sum")
 LARGEST = "abs_max"
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to [-20, 20]: exp(20) is 5e8, which would dominate any mean."""
