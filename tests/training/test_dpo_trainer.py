@@ -189,10 +189,13 @@ def run(folder, steps, *, resume=False, file=None):
 
 
 @pytest.mark.parametrize("keeps_file", [True, False])
-def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(tmp_path, keeps_file):
+def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(tmp_path, keeps_file, monkeypatch):
     whole = run(tmp_path / "whole", 12)
     file = tmp_path / "reference.logps" if keeps_file else None
     run(tmp_path / "parts", 6, file=file)
+    if keeps_file:  # the reference is read, and not scored again
+        assert len(PrecomputedReference.load(file)) == 40
+        monkeypatch.delattr(PrecomputedReference, "score")
     parts = run(tmp_path / "parts", 12, resume=True, file=file)
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
@@ -237,10 +240,14 @@ def test_unknown_samples_and_damaged_files_are_refused(tmp_path):
     kept = reference_of(sorted_pairs(3))
     with pytest.raises(DataError, match="no reference log-probabilities of pair new"):
         kept.of_item(pair("new", "q>", "1", "2")[0])
-    trainer = trainer_of(sorted_pairs(3), reference=kept)
-    trainer.batch_source.items = pair("new", "q>", "1", "2")
-    with pytest.raises(DataError, match="no reference log-probabilities"):
-        trainer.evaluate(pair("new", "q>", "1", "2"))
+    known, unknown = (trainer_of(items, reference=kept) for items in (sorted_pairs(3), pair("new", "q>", "1", "2")))
+    known.train_step_sync()
+    before = weights_of(unknown.model)
+    with pytest.raises(DataError, match=r"no reference log-probabilities of .*computed for other samples"):
+        unknown.train_step_sync()
+    assert_same_tensors(weights_of(unknown.model), before, atol=0.0)
+    with pytest.raises(DataError, match="no reference log-probabilities of pair new"):
+        known.evaluate(pair("new", "q>", "1", "2"))
     path = tmp_path / "kept"
     kept.save(path)
     path.write_bytes(path.read_bytes()[:-9])
