@@ -16,6 +16,7 @@ from ludic.data.formats import Row
 from ludic.data.places import is_local
 from ludic.data.sources import parse_line
 from ludic.errors import DataError, MissingExtraError
+from ludic.files.jsonl import is_blank
 
 _PARQUET_ROWS = 1024
 """Rows that are decoded at a time."""
@@ -109,7 +110,7 @@ class JSONLReader:
                 if not line:
                     return found, None
                 offset, number = offset + len(line), number + 1
-                if line.strip():
+                if not is_blank(line):
                     found.append((f"{self.name}, line {number}", line))
         return found, [offset, number]
 
@@ -118,7 +119,7 @@ class JSONLReader:
 
     def count(self) -> int:
         with self._path.open("rb") as file:
-            return sum(not line.isspace() for line in file)
+            return sum(not is_blank(line) for line in file)
 
     def identity(self) -> Any:
         return _identify_file(self._path)

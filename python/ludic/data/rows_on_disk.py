@@ -19,6 +19,7 @@ from ludic.data.formats import Row
 from ludic.data.places import is_local
 from ludic.data.sources import Table, open_arrow, parse_line
 from ludic.errors import DataError
+from ludic.files.jsonl import is_blank
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -75,7 +76,7 @@ class LineRows(Lazy[Row]):
             self._stamp = _stamp(file)
             position = 0
             for number, line in enumerate(file, 1):
-                if not line.isspace():
+                if not is_blank(line):
                     self._starts.append(position)
                     self.numbers.append(number)
                 position += len(line)
@@ -91,7 +92,7 @@ class LineRows(Lazy[Row]):
     def __iter__(self) -> Iterator[Row]:
         with self._open() as file:
             for number, line in enumerate(file, 1):
-                if not line.isspace():
+                if not is_blank(line):
                     yield self._parse(line, number)
 
     def _open(self) -> BinaryIO:

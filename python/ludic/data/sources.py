@@ -14,7 +14,7 @@ from typing import Any
 from ludic.data.formats import Row
 from ludic.data.places import is_local
 from ludic.errors import DataError, MissingExtraError
-from ludic.files.jsonl import parse_json
+from ludic.files.jsonl import is_blank, parse_json
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,9 @@ def read_table(source: str, *, config: str | None = None, split: str = "train", 
 
 
 def _read_jsonl(name: str, path: Path, draw: Draw) -> Table:
-    lines = [(number, line) for number, line in enumerate(_read_text(name, path).split("\n"), start=1) if line.strip()]
+    lines = [(number, line) for number, line in enumerate(path.read_bytes().split(b"\n"), start=1) if not is_blank(line)]
     drawn = [lines[index] for index in draw.of(len(lines))]
-    rows = [_check_object(parse_json(line, f"{name}, line {number}"), f"{name}, line {number}") for number, line in drawn]
+    rows = [parse_line(line, f"{name}, line {number}") for number, line in drawn]
     return Table(name, "line", rows, [number for number, _ in drawn])
 
 

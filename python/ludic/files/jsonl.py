@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -31,8 +32,14 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
         raise DataError(f"data file {path} does not exist")
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
-            if line.strip():
+            if not is_blank(line):
                 yield f"{path}:{number}", parse_object(line, f"{path}:{number}")
+
+
+def is_blank(line: bytes) -> bool:
+    """Whether a line holds no row: nothing but the spaces of ASCII, after a byte order mark if
+    there is one. Files that were joined have such a mark inside; a line may begin with it."""
+    return not line.removeprefix(BOM_UTF8).strip()
 
 
 def write_jsonl(path: str | Path, records: Iterable[Mapping[str, Any]]) -> None:

@@ -136,9 +136,10 @@ class DataTask:
         scorers = (self.training_scorer, self.scorer)
         for scorer in scorers:
             scorer.check_columns([name for name in loaded.columns if name not in ("prompt", "completion")])
-        for index, row in enumerate(loaded.rows):
+        checking = [scorer for scorer in scorers if scorer.checks_rows]
+        for index, row in enumerate(loaded.rows) if checking else ():  # rows on disk are read for it
             try:
-                for scorer in scorers:
+                for scorer in checking:
                     scorer.check_row(row)
             except DataError as error:
                 raise DataError(f"{loaded.where(index)}: {error}") from error

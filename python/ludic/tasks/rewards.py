@@ -35,6 +35,11 @@ class DataRewards(RewardFunctions):
         """That of the first function that has one."""
         self._row_checks = [function.check_row for function in functions if hasattr(function, "check_row")]
 
+    @property
+    def checks_rows(self) -> bool:
+        """Whether some function looks at each row before the run."""
+        return bool(self._row_checks)
+
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Raise DataError for a row that some function cannot judge."""
         for check in self._row_checks:
