@@ -2,9 +2,13 @@
 could inject, and never in place of a card that the user wrote."""
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import yaml
 from commands import ludic
 from huggingface_hub import ModelCard
@@ -12,8 +16,11 @@ from hypothesis import given, settings, strategies as st
 from training_samples import TOKENIZER, tiny_model
 
 from ludic.models.lora import LoraSettings, apply_lora
+from ludic.models.quantization import QuantizationSettings, quantize_layers
 from ludic.models.saving import CARD_MARK, save_policy, write_card
-from ludic.runs.directory import DONE, Progress
+from ludic.recipes.compose import compose
+from ludic.recipes.model import make_small_model
+from ludic.runs.directory import DONE, Progress, RunDirectory
 from ludic.runs.model_card import make_card, try_card
 
 HOSTILE = st.text(st.sampled_from("ab-:#'\"\\\n\r\t|`*<>[]{}()&!%@, \u2028é$~_"), max_size=30)
@@ -75,6 +82,64 @@ def test_paths_of_this_machine_are_not_named(tmp_path: Path) -> None:
         # sha256 of "{}\n"
         assert "chats.jsonl (SHA-256 ca3d163bab055381827226140568f3bef7eaac187cebd76878e0b63e9e442356)" in card
         assert "base_model" not in metadata_of(card)
+
+
+def test_a_path_that_is_gone_is_no_id_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`models/first` could be an id too; the run knows that it was a folder when it began."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("models/first", "sets/chats"):
+        Path(folder).mkdir(parents=True)
+    recipe = compose(
+        ["model=models/first", "data=sets/chats", "reward=gsm8k", "reward_model=someone/judge", "name=run", "output=out"]
+    )
+    directory = RunDirectory.begin(recipe, "run")
+    directory.release()
+    begun = directory.read_progress()
+    assert begun.local_sources == ["sets/chats", "models/first"]
+    for folder in ("models", "sets"):
+        shutil.rmtree(folder)
+    card = make_card("mine", begun, is_adapter=True)
+    assert not {"base_model", "datasets"} & set(metadata_of(card))
+    assert "from first with" in card
+    assert "models/first" not in card
+    assert "sets/chats" not in card
+    assert 'from_pretrained("BASE")' in card
+    assert "someone/judge" in card  # which was no folder
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4", "int8", None])
+@pytest.mark.parametrize("double", [False, True])
+def test_adapters_are_loaded_over_the_weights_that_they_were_trained_over(tmp_path: Path, kind: str | None, double: bool) -> None:
+    """The code of the card is run: it gives the outputs of the model that was trained, and those
+    over the plain base differ."""
+    if kind in ("nf4", "fp4"):
+        pytest.importorskip("bitsandbytes")
+    if double and kind not in ("nf4", "fp4"):
+        return
+    base = make_small_model(
+        replace(compose([]).network, hidden_size=64, intermediate_size=128, num_layers=1, initializer_range=0.3)
+    )
+    base.save_pretrained(tmp_path / "base")
+    TOKENIZER.save_pretrained(tmp_path / "adapter")
+    if kind is not None:
+        quantize_layers(base, QuantizationSettings(kind, double))
+    trained = apply_lora(base, LoraSettings(rank=2))
+    for name, parameter in trained.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    trained.save_pretrained(tmp_path / "adapter")
+    recipe = {"lora": {"rank": 2}, "quantization": {"kind": kind, "double": double}, "dtype": "float32"}
+    card = make_card("mine", progress("sft", **recipe), is_adapter=True)
+    assert ("nearly, but not exactly" in card) == (kind is not None)
+    assert ("--quantization bitsandbytes" in card) == (kind == "nf4")
+    code = card.split("```python\n")[1].split("```")[0]
+    code = code.replace('"BASE"', f'"{tmp_path / "base"}"').replace('"FOLDER"', f'"{tmp_path / "adapter"}"')
+    names: dict[str, Any] = {}
+    exec(code, names)
+    ids = torch.arange(1, 9)[None]
+    # as in training: in evaluation bitsandbytes multiplies in bfloat16 on some CPUs
+    expected, found = (model.train()(ids).logits for model in (trained, names["model"]))
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_results_have_intervals() -> None:

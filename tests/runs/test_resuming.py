@@ -295,7 +295,8 @@ def test_a_run_that_fails_later_records_it_in_its_folder(run: Path, tmp_path: Pa
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ludic.runs.held_out.HeldOut.measure", _fails)
-        CliRunner().invoke(app, ["train", "--resume", str(run), "steps=4"])
+        said = CliRunner().invoke(app, ["train", "--resume", str(run), "steps=4"]).output
+    assert f"What was done is kept; go on with `ludic train --resume {run}`" in " ".join(said.split())
     assert RunDirectory(run).read_progress().failed == "ZeroDivisionError: by design"
     summary = summary_of(run)
     assert (summary["status"], summary["failed"], summary["algorithm"]) == ("failed", "ZeroDivisionError: by design", "grpo")

@@ -129,7 +129,7 @@ def _train(
         directory = directory or begin_run(command, recipe)
         if log is not None:
             log.open_file(directory.ranks)
-        with _record_failure(directory, is_new=is_new):
+        with _record_failure(directory, screen, is_new=is_new):
             run = _set_up(command, recipe, parts, directory, screen, is_new=is_new)
             run.timer.add("set_up", time.perf_counter() - started)
             with run.stop:
@@ -195,10 +195,10 @@ def _note_state(run: TrainingRun[Any, Any, Any]) -> None:
 
 
 @contextmanager
-def _record_failure(directory: RunDirectory, *, is_new: bool) -> Iterator[None]:
+def _record_failure(directory: RunDirectory, screen: Screen, *, is_new: bool) -> Iterator[None]:
     """Delete the folder of a run that fails before its first step, unless it has a server's log.
-    Otherwise write the error to progress.json and summary.json. Another rank than 0 leaves both to
-    rank 0."""
+    Otherwise write the error to progress.json and summary.json, and say how to go on. Another rank
+    than 0 leaves all that to rank 0."""
     from ludic.runs.report.provenance import write_failure
     from ludic.training import ranks
 
@@ -211,6 +211,7 @@ def _record_failure(directory: RunDirectory, *, is_new: bool) -> Iterator[None]:
         elif is_new and not directory.has_steps and not directory.server_log.exists():
             shutil.rmtree(directory.path, ignore_errors=True)
         else:
+            screen.note(f"What was done is kept; go on with `ludic {directory.command} --resume {directory.path}`")
             with suppress(OSError):  # the disk may be full
                 progress = directory.read_progress()
                 progress.failed = f"{type(error).__name__}: {error}"

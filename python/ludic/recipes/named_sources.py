@@ -32,6 +32,13 @@ def check_named_sources(recipe: Any) -> None:
                 import_named(name, setting)
 
 
+def list_local_sources(recipe: Any) -> list[str]:
+    """The data and models that exist as files or folders here, as the recipe writes them."""
+    named = [source for setting in _DATA for source in _list_sources(_select(recipe, setting))]
+    named += [source for setting in _MODELS if isinstance(source := _select(recipe, setting), str)]
+    return [source for source in dict.fromkeys(named) if Path(source).expanduser().exists()]
+
+
 def _check_data(source: str) -> None:
     path = Path(source).expanduser()
     if path.exists() or not is_local(source):

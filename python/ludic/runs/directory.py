@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Self
 from ludic.errors import CheckpointError, ConfigError
 from ludic.files.atomic import write_text
 from ludic.recipes.compose import to_plain_values, to_yaml
+from ludic.recipes.named_sources import list_local_sources
 from ludic.runs.lock import RunLock
 from ludic.runs.versions import collect_versions
 
@@ -60,6 +61,9 @@ class Progress:
     """The settings that the run was started with; null in the folder of an older version."""
     versions: dict[str, str] | None = None
     """Versions of the libraries when it was started."""
+    local_sources: list[str] = field(default_factory=list)
+    """The data and models of the recipe that were files or folders then, and thus no ids of the
+    hub."""
     failed: str | None = None
     """The error that ended the last attempt; null while it runs, after a stop, and at the end."""
 
@@ -109,7 +113,13 @@ class RunDirectory:
         try:
             write_text(unfinished.config, to_yaml(recipe))
             unfinished.write_progress(
-                Progress(cls.first_phase, cls.command, recipe=to_plain_values(recipe), versions=collect_versions())
+                Progress(
+                    cls.first_phase,
+                    cls.command,
+                    recipe=to_plain_values(recipe),
+                    versions=collect_versions(),
+                    local_sources=list_local_sources(recipe),
+                )
             )
             directory = cls(_move_to_free_name(aside, place, is_chosen=recipe.name is not None))
         except BaseException:

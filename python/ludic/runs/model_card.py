@@ -18,6 +18,7 @@ from typing import Any
 from ludic.data.places import is_local
 from ludic.eval.intervals import wilson_interval
 from ludic.models.saving import CARD_MARK
+from ludic.runs.card_loading import explain_loading
 from ludic.runs.directory import DONE, Progress
 from ludic.runs.held_out import Evaluation
 from ludic.runs.report.provenance import find_algorithm
@@ -62,7 +63,12 @@ def make_card(name: str, progress: Progress, *, is_adapter: bool) -> str:
         f"{CARD_MARK}\n\n# {escape(title)}\n\n{_describe(recipe, progress, is_adapter=is_adapter)}",
         "## Training\n\n" + _table(("setting", "value"), _list_training(recipe, progress)),
         _write_results(progress),
-        _explain_loading(progress.command, recipe, is_adapter=is_adapter),
+        explain_loading(
+            progress.command,
+            recipe,
+            base=recipe["model"] if is_on_hub(recipe.get("model"), progress) else None,
+            is_adapter=is_adapter,
+        ),
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
 
@@ -82,14 +88,19 @@ def escape(value: object) -> str:
     return re.sub(r"([\\`*_{}\[\]()#|!~$])", r"\\\1", line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;"))
 
 
-def _is_on_hub(source: Any) -> bool:
-    """Whether it can be an id of the hub, and no path of this machine."""
-    return isinstance(source, str) and _HUB_ID.fullmatch(source) is not None and not is_local(source)
+def is_on_hub(source: Any, progress: Progress) -> bool:
+    """Whether it can be an id of the hub: it is no path of this machine, nor was one where the run
+    began."""
+    return isinstance(source, str) and _HUB_ID.fullmatch(source) is not None and not _is_local(source, progress)
 
 
-def _name_of(source: str) -> str:
+def _is_local(source: str, progress: Progress) -> bool:
+    return source in progress.local_sources or is_local(source)
+
+
+def _name_of(source: str, progress: Progress) -> str:
     """The last part of a path of this machine; a hub id as it is. Of a run's `model` the run."""
-    if not is_local(source):
+    if not _is_local(source, progress):
         return source
     parts = [part for part in Path(source).expanduser().parts if part not in ("/", "model", "adapter", "..", ".", "~")]
     return parts[-1] if parts else "a local folder"
@@ -104,15 +115,15 @@ def _write_metadata(recipe: Mapping[str, Any], progress: Progress, *, is_adapter
         if (recipe.get("lora") or {}).get("rank")
         else None
     )
-    is_on_hub = _is_on_hub(base)
-    data = [source for source in _list_data(recipe) if _is_on_hub(source)]
+    has_base = is_on_hub(base, progress)
+    data = [source for source in _list_data(recipe) if is_on_hub(source, progress)]
     metadata = ModelCardData(
-        base_model=base if is_on_hub else None,
+        base_model=base if has_base else None,
         library_name="peft" if is_adapter else "transformers",
         pipeline_tag="text-classification" if progress.command == "train-rm" else "text-generation",
         tags=["ludic", *(tag for tag in (progress.command, algorithm, method) if tag)],
         datasets=data or None,
-        **({"base_model_relation": "adapter" if is_adapter else "finetune"} if is_on_hub else {}),
+        **({"base_model_relation": "adapter" if is_adapter else "finetune"} if has_base else {}),
     )
     return f"---\n{metadata.to_yaml()}\n---"
 
@@ -120,7 +131,7 @@ def _write_metadata(recipe: Mapping[str, Any], progress: Progress, *, is_adapter
 def _describe(recipe: Mapping[str, Any], progress: Progress, *, is_adapter: bool) -> str:
     base = recipe.get("model")
     kind = "reward model" if progress.command == "train-rm" else "language model"
-    of = f"from {escape(_name_of(base))}" if isinstance(base, str) else "from weights that were drawn at random"
+    of = f"from {escape(_name_of(base, progress))}" if isinstance(base, str) else "from weights that were drawn at random"
     state = "" if progress.phase == DONE else " The training had not ended when this was saved."
     version = escape((progress.versions or {}).get("ludic", ""))
     what = f"Adapters (LoRA) of a {kind}" if is_adapter else f"A {kind}"
@@ -141,7 +152,7 @@ def _list_training(recipe: Mapping[str, Any], progress: Progress) -> Iterator[tu
     yield "algorithm", escape(find_algorithm(progress))
     yield "steps", f"{progress.steps:,}"
     for source in _list_data(recipe):
-        yield "data", escape(_name_of(source)) + _digest(Path(source).expanduser())
+        yield "data", escape(_name_of(source, progress)) + _digest(Path(source).expanduser())
     for setting in _SETTINGS:
         value: Any = recipe
         for part in setting.split("."):
@@ -151,16 +162,16 @@ def _list_training(recipe: Mapping[str, Any], progress: Progress) -> Iterator[tu
             and value is not False
             and not (setting.startswith("lora.") and not (recipe.get("lora") or {}).get("rank"))
         ):
-            yield setting, _show(value)
+            yield setting, _show(value, progress)
     for package, version in (progress.versions or {}).items():
         yield f"version of {escape(package)}", escape(version)
 
 
-def _show(value: Any) -> str:
+def _show(value: Any, progress: Progress) -> str:
     """The value of a setting, without the folders of a path."""
     if isinstance(value, list | tuple):
-        return ", ".join(_show(each) for each in value)
-    return escape(_name_of(value) if isinstance(value, str) and ("/" in value or "\\" in value) else value)
+        return ", ".join(_show(each, progress) for each in value)
+    return escape(_name_of(value, progress) if isinstance(value, str) and ("/" in value or "\\" in value) else value)
 
 
 def _digest(path: Path) -> str:
@@ -217,28 +228,3 @@ def _span(low: float | None, high: float | None) -> str:
 def _table(titles: tuple[str, ...], rows: Any) -> str:
     lines = [titles, ("---",) * len(titles), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _explain_loading(command: str, recipe: Mapping[str, Any], *, is_adapter: bool) -> str:
-    base = recipe["model"] if _is_on_hub(recipe.get("model")) else "BASE"
-    rank = (recipe.get("lora") or {}).get("rank") or 0
-    auto = "AutoModelForSequenceClassification" if command == "train-rm" else "AutoModelForCausalLM"
-    labels = ", num_labels=1" if command == "train-rm" else ""
-    serve = "--runner pooling " if command == "train-rm" else ""
-    if is_adapter:
-        code = f'base = {auto}.from_pretrained("{base}"{labels})\nmodel = PeftModel.from_pretrained(base, "FOLDER")'
-        imports, served = (
-            f"from peft import PeftModel\nfrom transformers import {auto}, AutoTokenizer",
-            f"vllm serve {base} {serve}",
-        )
-        served += f"--enable-lora{f' --max-lora-rank {1 << (rank - 1).bit_length()}' if rank > 16 else ''} --lora-modules adapted=FOLDER"
-    else:
-        code, imports = f'model = {auto}.from_pretrained("FOLDER")', f"from transformers import {auto}, AutoTokenizer"
-        served = f"vllm serve FOLDER {serve}".strip()
-    where = "`FOLDER` is this folder or repository" + (
-        ", and `BASE` the model that the adapters adapt." if is_adapter and base == "BASE" else "."
-    )
-    return (
-        f"## How to load it\n\n{where}\n\n```python\n{imports}\n\n{code}\n"
-        f'tokenizer = AutoTokenizer.from_pretrained("FOLDER")\n```\n\n```bash\n{served}\n```'
-    )
