@@ -18,7 +18,7 @@ def gradients_on(device, model, items, loss, *, algo=None, prepare=None, **optio
     algo = algo or RLAlgorithm("test", ConstantCredit(1.0), loss)
     longest = max(len(item.input_ids) for item in items)
     budget = {"max_seq_len": longest, "micro_token_budget": len(items) * longest}
-    cfg = cpu_config(**{**budget, "model_device": device, **options})
+    cfg = cpu_config(**{**budget, "model_device": device, "prefix_sharing": "off", **options})
     model = model.to(device)
     backend = TorchBackend(model, cfg, algo=algo)
     assert backend.shares_prefixes == (cfg.prefix_sharing != "off")

@@ -531,6 +531,6 @@ def mamba():
 
 def test_auto_shares_the_prompts_of_pairs_where_that_pays():
     """Prompts of at least 8 tokens and short answers against pairs with nothing in common."""
-    assert rm_trainer(pairs_of((3, 3)), config={"prefix_sharing": "auto"}).train_step_sync()["perf/shared_tokens"] > 50
+    assert rm_trainer(pairs_of((3, 3))).train_step_sync()["perf/shared_tokens"] > 50
     nothing = [item for seed in range(4) for item in apart(seed)]
-    assert rm_trainer(nothing, config={"prefix_sharing": "auto"}).train_step_sync()["perf/shared_tokens"] == 0
+    assert rm_trainer(nothing).train_step_sync()["perf/shared_tokens"] == 0

@@ -31,7 +31,7 @@ from training_samples import (
 from ludic.errors import ConfigError
 from ludic.models.packed_attention import PACKED, get_attention
 from ludic.models.prefix_trees import PREFIX_TREES
-from ludic.training import RLAlgorithm, Trainer, collate_saw_items, make_grpo
+from ludic.training import RLAlgorithm, Trainer, TrainerConfig, collate_saw_items, make_grpo
 from ludic.training.algorithm import forward_for_loss
 from ludic.training.backend import prefix_sharing
 from ludic.training.backend.torch import TorchBackend, enable_checkpointing
@@ -270,12 +270,13 @@ def test_a_loss_that_is_replaced_decides_anew():
     assert shared[0] == shared[2] > 0 == shared[1]
 
 
-def test_auto_shares_prefixes_where_that_saves_a_tenth_of_the_tokens():
+def test_by_default_prefixes_are_shared_where_that_saves_a_tenth_of_the_tokens():
     """The prompts of the first batch have at least 8 tokens in common, those of the second fewer:
     they are digits."""
     alike, different = branching_items((6, 6), 1), sorting_items(12, seed=4)
-    assert step_of(alike, prefix_sharing="auto")[1]["perf/shared_tokens"] > 50
-    assert step_of(different, prefix_sharing="auto")[1]["perf/shared_tokens"] == 0
+    assert TrainerConfig(pad_token_id=0).prefix_sharing == "auto"
+    assert step_of(alike)[1]["perf/shared_tokens"] > 50
+    assert step_of(different)[1]["perf/shared_tokens"] == 0
 
 
 @pytest.mark.parametrize("name", ["grpo", "gspo", "composite_entropy"])
@@ -331,6 +332,30 @@ def test_equal_answers_are_computed_once_and_each_has_its_own_loss(name, copies,
     assert batch.tensors[PREFIX_TREES].input_ids.tolist() == [list(first.input_ids)]
     assert batch.tensors["input_ids"].numel() == copies * len(first.input_ids)
     assert_same_step(model(), algorithm(LOSSES[name]), [*items, other], logits=logits)
+
+
+@pytest.mark.parametrize("weights", [(1, 1, 1, 1, 1), (1, -0.5, 0.25, 0.25, -1)])
+def test_equal_samples_differ_after_a_step_of_adam_only_where_the_gradient_is_rounding_error(weights):
+    """The first step is u(g) = lr * g / (|g| + eps). Two gradients of one sign differ there by lr *
+    eps * |a - b| / ((|a| + eps) * (|b| + eps)), with lr = 1e-2, eps = 1e-8 and |a - b| <= 1e-5 at
+    most 1e-5 from |a|, |b| = 1e-5 on. Below, rounding errors of 1e-9 become steps of 1e-3."""
+    [first] = branching_items((1,), 0)
+    copies = [replace(first, weight=w, meta={**first.meta, "rollout_id": f"copy {at}"}) for at, w in enumerate(weights)]
+    gradients, steps = {}, {}
+    for sharing in ("tree", "off"):
+        network = tiny_model()
+        cfg = cpu_config(prefix_sharing=sharing, max_grad_norm=None)
+        kind = TreeMiniBatch if sharing == "tree" else MiniBatch
+        mini_batch = kind(MacroBatch.ingest(copies, 32), np.arange(5), cfg)
+        gradients[sharing] = backward(network, algorithm(), mini_batch, cfg)[0]
+        Trainer(model=network, algo=algorithm(), batch_source=ListSource(copies), cfg=cfg).train_step_sync()
+        steps[sharing] = weights_of(network)
+    assert_same_tensors(gradients["tree"], gradients["off"], atol=1e-5)
+    for name, want in gradients["off"].items():
+        known = (want.abs() > 1e-5) & (gradients["tree"][name].abs() > 1e-5)
+        same_sign = known & (want.sign() == gradients["tree"][name].sign())
+        assert known.any()
+        torch.testing.assert_close(steps["tree"][name][same_sign], steps["off"][name][same_sign], atol=1.1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("chunked", [False, True])

@@ -202,12 +202,12 @@ class TrainerConfig:
     """Run turns of an episode as one row if each prompt continues the previous turn, token by
     token. The gradient is the same as with one row per turn. Applies only to a loss that reads
     logits exclusively through its shared context (`Loss.reads_shared_only`)."""
-    prefix_sharing: PrefixSharing = "off"
-    """tree: compute the tokens that samples begin with in common once, in rows that hold a tree.
-    The gradient is that of separate rows. It needs a transformers model with sdpa that keeps the
-    branches apart, and a loss with `reads_shared_only` and `reads_actions_only`, or for a reward
-    model `reads_scores_only`; otherwise a warning says why not. auto: where it saves at least a
-    tenth of a mini-batch's tokens."""
+    prefix_sharing: PrefixSharing = "auto"
+    """auto: where that saves at least a tenth of a mini-batch's tokens, compute the tokens that
+    samples begin with in common once, in rows that hold a tree. The gradient is that of separate
+    rows. It needs a transformers model with sdpa that keeps the branches apart, and a loss with
+    `reads_shared_only` and `reads_actions_only`, or for a reward model `reads_scores_only`;
+    otherwise one line says why not. tree: always, and a warning says why not. off: never."""
     seed: int = 0
     """Seed of the order of samples in mini-batches."""
     learning_rate: InitVar[float | None] = None
