@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, strategies as st
 
 from ludic import _core
-from ludic.columns import Column, float_column, int_column, mask_column, read_list, stored
+from ludic.columns import Column, float_column, int_column, mask_column
 from ludic.errors import DataError, DataTypeError
 from ludic.files.json_values import encode_lines
 from ludic.inference.request import ReturnSpec
+from ludic.list_fields import read_list, stored
 from ludic.training.batching.batch_codec import decode_batches, encode_batches
 from ludic.training.batching.micro_batching import truncate_and_flag
 from ludic.training.rollouts.log import rollout_record

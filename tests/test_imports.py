@@ -18,7 +18,7 @@ LAYERS = [
         *("ludic.control_characters", "ludic.errors", "ludic.exit_codes", "ludic.event_loop", "ludic.forwarding"),
         *("ludic.importing", "ludic.rank_environment", "ludic.seeds", "ludic._lazy", "ludic._core"),
     ],
-    ["ludic.columns", "ludic.types", "ludic.files"],
+    ["ludic.list_fields", "ludic.columns", "ludic.types", "ludic.files"],
     ["ludic.launch"],
     ["ludic.models", "ludic.parsers", "ludic.data", "ludic.context"],
     ["ludic.inference"],

@@ -12,7 +12,7 @@ from benches.python.contest import Contender, Contest
 from benches.python.samples import list_items
 
 from ludic import _core
-from ludic.columns import stored
+from ludic.list_fields import stored
 from ludic.training.rollouts.to_samples import sample_from_step
 from ludic.training.types import SAWItem
 from ludic.types import Rollout, Step, TokenTrace

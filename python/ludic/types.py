@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from ludic.columns import Column, float_column, int_column, lists_when_read, stored
 from ludic.errors import DataError, DataTypeError
+from ludic.list_fields import is_column, lists_when_read, stored
 
 logger = logging.getLogger(__name__)
 
@@ -62,12 +62,12 @@ class TokenTrace:
     def __post_init__(self) -> None:
         for name in ("prompt_token_ids", "completion_token_ids"):
             ids = stored(self, name)
-            if not (type(ids) is Column or is_list_of(ids, int)):
+            if not (is_column(ids) or is_list_of(ids, int)):
                 raise DataTypeError(f"{name} must be a list of int, got {_described(ids, int)}")
         logps, num_tokens = stored(self, "completion_logprobs"), len(stored(self, "completion_token_ids"))
         if logps is None:
             return
-        if not (type(logps) is Column or is_list_of(logps, float, int)):
+        if not (is_column(logps) or is_list_of(logps, float, int)):
             raise DataTypeError(f"completion_logprobs must be a list of float, got {_described(logps, float, int)}")
         if len(logps) != num_tokens:
             raise DataError(
@@ -79,6 +79,8 @@ class TokenTrace:
         """A trace that holds arrays, from sequences or arrays of ids [P] and [C] and of
         log-probabilities [C]. Read, it equals the trace of lists. Raises DataTypeError for other
         types, DataError for ids beyond 32 bits."""
+        from ludic.columns import float_column, int_column  # loads numpy
+
         logps = None if logprobs is None else float_column(logprobs)
         return cls(int_column(prompt), int_column(completion), logps, finish_reason)  # type: ignore[arg-type]
 
@@ -141,6 +143,8 @@ class ChatResponse:
     def to_arrays(self) -> ChatResponse:
         """The same response, which holds its tokens as arrays. Raises DataError for ids beyond 32
         bits."""
+        from ludic.columns import float_column, int_column  # loads numpy
+
         prompt, completion, logps = (stored(self, name) for name in _TOKEN_FIELDS)
         return replace(
             self,
@@ -172,7 +176,7 @@ class ChatResponse:
 
 def _copy_list(values: Any) -> Any:
     """Another list of the same numbers. None and arrays, which nobody changes, as they are."""
-    return values if values is None or type(values) is Column else list(values)
+    return values if values is None or is_column(values) else list(values)
 
 
 @dataclass

@@ -8,10 +8,11 @@ from safetensors.torch import save_file
 from stub_sglang import StubSGLang
 from stub_weight_server import weights
 
-from ludic.columns import Column, stored
+from ludic.columns import Column
 from ludic.errors import ConfigError, ConfigTypeError, InferenceError
 from ludic.inference import ChatCompletionRequest, ReturnSpec, SamplingParams, VLLMExtensions
 from ludic.inference.sglang import SGLangClient
+from ludic.list_fields import stored
 from ludic.types import TRACE_KEYS
 
 MESSAGES = [{"role": "user", "content": "hi"}]

@@ -12,6 +12,7 @@ from training_samples import cpu_config, sorting_items, tiny_model
 
 from ludic.errors import LudicError
 from ludic.training import CheckpointConfig, Trainer, checkpoint, make_sft, ranks
+from ludic.training.backend import saving
 from ludic.training.batching.source import BatchSourceBase
 from ludic.training.types import SAWBatch
 
@@ -68,15 +69,16 @@ def error_of_a_full_disk(folder, rank, fails):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    original = getattr(checkpoint, fails)
+    module = {"replace_folder": saving, "write_json": checkpoint}[fails]
+    original = getattr(module, fails)
     if rank == 0:
-        setattr(checkpoint, fails, full)
+        setattr(module, fails, full)
     try:
         trainer.save_checkpoint()
     except (OSError, LudicError) as error:
         return f"{type(error).__name__}: {error}"
     finally:
-        setattr(checkpoint, fails, original)
+        setattr(module, fails, original)
     return "nothing"
 
 

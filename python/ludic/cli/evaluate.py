@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from ludic.cli.console import quiet_libraries, run_with_console
 from ludic.cli.evaluate_settings import EvalSettings, resolve
-from ludic.columns import stored
 from ludic.errors import ConfigError
+from ludic.list_fields import stored
 from ludic.recipes.compose import config_hash, to_yaml
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ludic.columns import stored
 from ludic.errors import ConfigError, DataError
+from ludic.list_fields import stored
 from ludic.types import Rollout
 
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {

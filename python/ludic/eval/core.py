@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from ludic.columns import stored
 from ludic.event_loop import EventLoop
+from ludic.list_fields import stored
 from ludic.training.rollouts.played import PlayedRollouts
 from ludic.training.rollouts.to_samples import step_facts
 from ludic.training.stats import Reducer, apply_reducers_to_records

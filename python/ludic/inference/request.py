@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ludic.columns import stored
 from ludic.errors import ConfigError
 from ludic.inference.extensions.base import BackendExtensions
 from ludic.inference.sampling import SamplingParams
+from ludic.list_fields import stored
 from ludic.types import ChatResponse, Message, TokenTrace
 
 

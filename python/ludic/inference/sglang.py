@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from msgspec import Struct
 
-from ludic.columns import read_list
 from ludic.errors import ConfigError, ConfigTypeError, InferenceError, PublishError, ServerError
 from ludic.inference.prompts.tokens import PromptTokens
 from ludic.inference.publishing import PolicyPublisher, PushTarget
@@ -26,6 +25,7 @@ from ludic.inference.servers.retries import RetryPolicy
 from ludic.inference.servers.server import Server
 from ludic.inference.servers.weight_versions import check_served_version, version_number
 from ludic.inference.vllm.responses import TokenId, check_length, check_logprobs, check_vocabulary
+from ludic.list_fields import read_list
 from ludic.types import ChatResponse, TokenTrace
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from ludic.columns import stored
 from ludic.errors import ConfigError, DataError, DataTypeError, shorten_names
+from ludic.list_fields import stored
 from ludic.models.heads import is_classifier
 from ludic.models.output_layer import OutputLayer
 from ludic.models.packed_attention import get_attention, make_packed_keywords, unwrap_transformer

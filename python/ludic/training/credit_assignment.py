@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ludic.columns import stored
 from ludic.errors import ConfigError, DataError
+from ludic.list_fields import stored
 from ludic.training.types import CreditAssigner, RolloutStepKey
 from ludic.types import Rollout, Step, group_of
 

@@ -17,9 +17,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ludic.columns import stored
 from ludic.errors import DataError
 from ludic.event_loop import await_if_needed
+from ludic.list_fields import stored
 from ludic.training import ranks
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.backend.forward import forward_action_logprobs

@@ -19,9 +19,9 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ludic.columns import read_list
 from ludic.envs.prompt_env import prompt_shown
 from ludic.errors import ConfigError, DataError, GradingError
+from ludic.list_fields import read_list
 from ludic.training.reward_deadline import (
     MAX_HUNG_CALLS,
     CoroutineDeadlineExceeded,

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from ludic.columns import read_list
 from ludic.errors import ConfigError, DataError, GradingError
 from ludic.event_loop import await_if_needed
 from ludic.inference.reward_types import ScoringInput
+from ludic.list_fields import read_list
 from ludic.training.reward_credit import CombineMode, check_mode, read_score, score_coefficients
 from ludic.training.types import RolloutScorer
 from ludic.types import Message, Rollout

@@ -16,8 +16,8 @@ from typing import Any, Literal
 import numpy as np
 
 from ludic import _core
-from ludic.columns import stored
 from ludic.errors import ConfigError, DataError
+from ludic.list_fields import stored
 from ludic.training.averages import mean_or_zero
 from ludic.training.loggers.percent import Percent
 from ludic.training.loop.micro_stats import Stat, combine_micro_stats, copy_to_host, final_values

@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from ludic.columns import lists_when_read, stored
 from ludic.errors import DataError, DataTypeError
 from ludic.inference.request import InferenceSpec
+from ludic.list_fields import lists_when_read, stored
 from ludic.types import Rollout, Step, is_list_of
 
 if TYPE_CHECKING:

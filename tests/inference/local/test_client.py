@@ -13,9 +13,10 @@ import pytest
 import torch
 from playing import play, tiny_model, tokenizer
 
-from ludic.columns import Column, stored
+from ludic.columns import Column
 from ludic.errors import ConfigError, InferenceError
 from ludic.inference import ChatCompletionRequest, LocalChatClient, ReturnSpec, SamplingParams
+from ludic.list_fields import stored
 from ludic.types import TRACE_KEYS, TokenTrace
 
 

@@ -12,7 +12,7 @@ from stub_vllm import StubVLLM
 from stub_vllm_sampling import CHAT, COMPLETIONS, DEAD, GENERATE
 from tiny_policy import tiny_tokenizer
 
-from ludic.columns import Column, stored
+from ludic.columns import Column
 from ludic.errors import ConfigError, EngineDeadError, InferenceError, ServerUnreachableError
 from ludic.inference import (
     ChatCompletionRequest,
@@ -23,6 +23,7 @@ from ludic.inference import (
     VLLMExtensions,
 )
 from ludic.inference.extensions import BackendExtensions
+from ludic.list_fields import stored
 from ludic.types import TRACE_KEYS
 
 MESSAGES = [{"role": "user", "content": "2+2="}]

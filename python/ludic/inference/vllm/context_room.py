@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from ludic.columns import stored
 from ludic.errors import ConfigError, InferenceError
 from ludic.inference.sampling import SamplingParams
+from ludic.list_fields import stored
 from ludic.types import ChatResponse
 
 

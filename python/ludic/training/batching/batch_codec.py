@@ -8,8 +8,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ludic.columns import Column, stored
+from ludic.columns import Column
 from ludic.errors import CheckpointError, DataError
+from ludic.list_fields import stored
 from ludic.training.types import ActorTokenLogps, SampleAttachments, SAWBatch, SAWItem
 
 VERSION = 1

@@ -17,8 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ludic.columns import stored
 from ludic.errors import DataError
+from ludic.list_fields import stored
 from ludic.training.loss.context import SharedContext, collate_actions
 from ludic.training.loss.functional import weigh_values
 from ludic.training.types import SAWItem

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ludic import _core
-from ludic.columns import stored
 from ludic.errors import ConfigError, DataError
+from ludic.list_fields import stored
 from ludic.models.prefix_trees import PREFIX_TREES
 from ludic.training.batching.fractions import count_in_part, read_fractions
 from ludic.training.config import check_budget

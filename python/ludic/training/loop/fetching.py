@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from ludic.columns import read_list
 from ludic.errors import EmptyBatchError
 from ludic.event_loop import await_if_needed
+from ludic.list_fields import read_list
 from ludic.training import ranks, watchdog
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.batching.mini_batches import MacroBatch

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ludic.columns import stored
 from ludic.files.jsonl import append_jsonl, measure_log, truncate_log
+from ludic.list_fields import stored
 from ludic.training.batching.mini_batches import MacroBatch
 
 DIGITS = 4

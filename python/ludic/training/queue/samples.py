@@ -15,8 +15,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ludic.columns import Column, float_column, mask_column, stored
+from ludic.columns import Column, float_column, mask_column
 from ludic.errors import DataError, DataTypeError
+from ludic.list_fields import stored
 from ludic.training.batching.fractions import read_fractions
 from ludic.training.queue.columns import (
     bits_from_bytes,

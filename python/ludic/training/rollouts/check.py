@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from ludic.columns import stored
 from ludic.errors import DataError, RolloutError
+from ludic.list_fields import stored
 from ludic.types import Rollout, Step, TokenTrace
 
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
 
-from ludic.columns import read_list
 from ludic.errors import ConfigError, DataError
+from ludic.list_fields import read_list
 from ludic.types import Rollout
 
 

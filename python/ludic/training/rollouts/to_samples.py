@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from ludic.columns import Column, int_column, mask_column, stored
+from ludic.columns import Column, int_column, mask_column
 from ludic.errors import DataError
+from ludic.list_fields import stored
 from ludic.training.averages import mean_or_zero
 from ludic.training.rollouts.played import PlayedRollouts
 from ludic.training.types import (
