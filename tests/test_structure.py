@@ -48,7 +48,7 @@ OPTIONAL_READS = {
     "models/heads.py": (2, "transformers and PEFT"),
     "models/lora.py": (2, "transformers"),
     "models/output_layer.py": (6, "transformers"),
-    "models/packed_attention.py": (4, "transformers and wrappers of torch"),
+    "models/packed_attention.py": (8, "transformers and wrappers of torch"),
     "models/published.py": (1, "wrappers of torch"),
     "models/quantization.py": (7, "bitsandbytes, transformers and PEFT"),
     "models/sharded_files.py": (2, "transformers"),

@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
+from small_models import model_with_hidden_windows
 from torch import nn
 from training_samples import ListSource, assert_same_tensors, cpu_config, gradients_of, sorting_items, tiny_model
 
@@ -207,6 +208,7 @@ def eager():
         (Bigram, "is not a transformers model"),
         (mamba, "MambaForCausalLM does not (separate the sequences|accept concatenated)"),
         (eager, 'attn_implementation="eager" would build a mask'),
+        (model_with_hidden_windows, "attends in windows of which only its mask knows"),
     ],
 )
 def test_unsupported_models_get_padded_batches_and_one_line_explains_why(make, reason, caplog):

@@ -43,6 +43,14 @@ def mixture_model(architecture, *, seed=0, **changes):
     return model
 
 
+def model_with_hidden_windows(size=12, *, vocab_size=259):
+    """A Qwen2MoE whose layers attend to `size` tokens, of which only the mask of transformers
+    knows."""
+    experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8}
+    windows = {"use_sliding_window": True, "sliding_window": size, "max_window_layers": 2}
+    return make_from_config("Qwen2Moe", "ForCausalLM", {**LLAMA, **experts, **windows, "vocab_size": vocab_size}, 0)
+
+
 def causal_model(architecture, *, seed=0, **changes):
     return make_from_config(architecture, "ForCausalLM", {**CAUSAL[architecture], **changes}, seed)
 

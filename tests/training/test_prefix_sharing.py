@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from loss_batches import Bigram
 from policy_losses import LOSSES
-from small_models import CAUSAL, LLAMA, causal_model, make_from_config, mixture_model
+from small_models import CAUSAL, LLAMA, causal_model, make_from_config, mixture_model, model_with_hidden_windows
 from torch import nn
 from training_samples import (
     ListSource,
@@ -192,6 +192,7 @@ class ReadsLogits(TokenClippedSurrogateLoss):
         (bias, None, "Qwen2ForCausalLM has other logits for trees"),
         (eager, None, "the attention of Qwen2ForCausalLM is eager, not sdpa"),
         (lambda: causal_model("Bloom"), None, "BloomForCausalLM"),
+        (model_with_hidden_windows, None, "attends in windows of which only its mask knows"),
         (tiny_model, ReadsLogits(), "ReadsLogits reads logits"),
     ],
 )
@@ -209,6 +210,15 @@ def test_unsupported_models_have_rows_of_their_own_and_one_line_says_why(make, l
     assert line.levelno == (logging.WARNING if sharing == "tree" else logging.INFO)
     # A loss with rows of its own does not keep passes without gradient from trees.
     assert get_attention(network) == (before if loss is None else PACKED)
+
+
+def test_windows_that_no_sample_can_exceed_do_not_keep_a_model_from_trees():
+    """PhiMoE has windows of all its positions, 131,072; so has this model, of its 64."""
+    network = model_with_hidden_windows(64)
+    Trainer(
+        model=network, algo=algorithm(), batch_source=ListSource(branching_items((4, 4))), cfg=cpu_config(prefix_sharing="tree")
+    )
+    assert get_attention(network) == PACKED
 
 
 class DescentTrainer(Trainer):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -41,6 +41,8 @@ class SequenceGroups:
     """(sequences, longest) of each group."""
     scatter: Tensor
     """[S] the place of each token of the row."""
+    windows: set[int] = field(default_factory=set)
+    """The windows that layers have asked for."""
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int], device: torch.device) -> SequenceGroups:
@@ -82,6 +84,13 @@ def unwrap_transformer(model: Any) -> Any:
     return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
 
 
+def read_text_config(model: nn.Module) -> Any:
+    """The configuration of the model's text layers, which a model of images and text has in its
+    own."""
+    config = unwrap_transformer(model).config
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
 def get_attention(model: nn.Module) -> str | None:
     """The name of the model's attention implementation; None for a model that is not from
     transformers."""
@@ -118,6 +127,24 @@ def make_packed_keywords(model: nn.Module, batch: Mapping[str, Any]) -> dict[str
     return keywords
 
 
+@torch.no_grad()
+def hides_windows(model: nn.Module, device: torch.device | str) -> bool:
+    """Whether layers of a transformers model attend in windows of which only its mask knows, as
+    those of Qwen2MoE and PhiMoE. The attention of this module, whose name the model has, uses no
+    mask. Runs the model on two tokens if its configuration has windows that it can exceed."""
+    config = read_text_config(model)
+    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    if not window or window >= getattr(config, "max_position_embeddings", torch.inf):
+        return False
+    if kinds is not None and "sliding_attention" not in kinds:
+        return False
+    ids = torch.tensor([[1, 2]], device=device)
+    batch = {"position_ids": torch.zeros_like(ids), "cu_seqlens": torch.tensor([0, 1, 2], device=device)}
+    keywords = make_packed_keywords(model, batch)
+    model(input_ids=ids, use_cache=False, **keywords)
+    return not keywords["sequence_groups"].windows
+
+
 def packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -151,6 +178,8 @@ def packed_attention(
     if sequence_groups is None:
         attended, _ = sdpa_attention_forward(module, query, key, value, attention_mask, sliding_window=sliding_window, **options)
         return attended, None
+    if sliding_window is not None:
+        sequence_groups.windows.add(sliding_window)
     if _has_kernel(query, value, options):
         return _attend_varlen(query, key, value, sliding_window, options), None
     parts = zip(*(sequence_groups.pad(tensor) for tensor in (query, key, value)), strict=True)

@@ -18,7 +18,15 @@ from ludic import _core
 from ludic.errors import ConfigError
 from ludic.models.evaluation_mode import evaluation_mode, training_mode
 from ludic.models.heads import is_classifier
-from ludic.models.packed_attention import OWN, PACKED, get_attention, set_attention, unwrap_transformer
+from ludic.models.packed_attention import (
+    OWN,
+    PACKED,
+    get_attention,
+    hides_windows,
+    read_text_config,
+    set_attention,
+    unwrap_transformer,
+)
 from ludic.models.prefix_trees import PREFIX_FLEX, PREFIX_TREES, PrefixTrees
 from ludic.models.sample_scores import captured_head, reads_last_token
 from ludic.training.algorithm import Batch, RLAlgorithm, forward_logits
@@ -88,7 +96,7 @@ def _prepare(model: nn.Module, cfg: TrainerConfig) -> str | None:
     name, kind = get_attention(model), type(unwrap_transformer(model)).__name__
     if name not in ("sdpa", *OWN):
         return f"the attention of {kind} is {name}, not sdpa"
-    if getattr(unwrap_transformer(model).config, "attention_chunk_size", None):
+    if getattr(read_text_config(model), "attention_chunk_size", None):
         return f"{kind} attends in chunks"
     if _is_on_gpu(cfg):
         reason = _try_attention(model, PREFIX_FLEX, cfg)
@@ -112,11 +120,18 @@ def _try_attention(model: nn.Module, name: str, cfg: TrainerConfig) -> str | Non
     try:
         difference, own = _measure_difference(model, cfg)
         reason = None if difference <= DIFFERENCE * own else f"{kind} has other logits for trees than for separate rows"
+        if reason is None and _hides_windows(model, cfg):  # wider than the samples above
+            reason = f"{kind} attends in windows of which only its mask knows"
     except Exception as error:
         reason = f"{kind} does not accept trees ({type(error).__name__}: {error})"
     if reason is not None:
         set_attention(model, before)
     return reason
+
+
+def _hides_windows(model: nn.Module, cfg: TrainerConfig) -> bool:
+    with preserved_rng(), evaluation_mode(model), autocast(cfg):
+        return hides_windows(model, cfg.model_device)
 
 
 @torch.no_grad()

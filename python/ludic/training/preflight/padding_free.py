@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ludic.models.evaluation_mode import evaluation_mode
-from ludic.models.packed_attention import OWN, PACKED, get_attention, set_attention
+from ludic.models.packed_attention import OWN, PACKED, get_attention, hides_windows, set_attention
 from ludic.training.algorithm import forward_logits
 from ludic.training.backend.precision import autocast
 from ludic.training.config import TrainerConfig
@@ -55,12 +55,17 @@ def _prepare(model: nn.Module, cfg: TrainerConfig) -> str | None:
         set_attention(model, PACKED)
     try:
         leak, own = _measure_influences(model, cfg)
+        with evaluation_mode(model), autocast(cfg):
+            hidden = get_attention(model) in OWN and hides_windows(model, cfg.model_device)
     except Exception as error:
         set_attention(model, name)
         return f"{kind} does not accept concatenated sequences ({type(error).__name__}: {error})"
     if leak > LEAK * own:
         set_attention(model, name)
         return f"{kind} does not separate the sequences of a row: the logits of one depend on the sequence before it"
+    if hidden:
+        set_attention(model, name)
+        return f"{kind} attends in windows of which only its mask knows"
     return None
 
 
