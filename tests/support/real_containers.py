@@ -85,8 +85,20 @@ def own_folder(name):
         for line in reversed(Path("/proc/mounts").read_text().splitlines()):
             if (mounted := line.split()[1]).startswith(f"{folder}/"):
                 subprocess.run(["umount", "--lazy", mounted], check=False)
-        shutil.rmtree(folder)
+        remove_folder(folder)
         remove_cgroups()
+
+
+def remove_folder(folder):
+    """Also while Podman's own process, which cleans up after a container, still writes into it."""
+    deadline = time.monotonic() + READY_S
+    while folder.exists():
+        try:
+            shutil.rmtree(folder)
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
 
 
 def remove_cgroups():
