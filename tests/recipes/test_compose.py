@@ -134,6 +134,15 @@ def test_the_error_of_an_invalid_file_names_the_file(tmp_path: Path, content: st
         compose([str(path)])
 
 
+@pytest.mark.parametrize("content", ["trainer:\n  prefix_sharing: off\n", "trainer: {prefix_sharing: 'off'}\n"])
+def test_a_file_turns_prefix_sharing_off_with_a_bare_word_which_yaml_reads_as_false(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("recipe: addition\n" + content)
+    assert compose([str(file)]).trainer.prefix_sharing == "off"
+    file.write_text(to_yaml(compose([str(file)])))
+    assert compose([str(file)]).trainer.prefix_sharing == "off"
+
+
 def test_a_former_name_is_read_from_a_runs_config_and_refused_in_a_users_file(tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(to_yaml(compose(["inference.batches_ahead=2"])).replace("batches_ahead", "max_lag"))

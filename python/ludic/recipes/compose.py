@@ -237,9 +237,19 @@ def read_yaml(path: Path) -> DictConfig:
         raise ConfigError(f"recipe file {path} is not YAML: {error}") from error
     if not isinstance(content, DictConfig):
         raise ConfigError(f"recipe file {path} must hold keys and values, not a list")
+    _read_off(content)
     if (path.parent / "progress.json").is_file():
         _rename_settings(content)
     return content
+
+
+def _read_off(content: DictConfig) -> None:
+    """Make `prefix_sharing: off` the word that it is: in YAML 1.1 a bare `off` is false."""
+    for key, value in content.items():
+        if isinstance(value, DictConfig):
+            _read_off(value)
+        elif key == "prefix_sharing" and value is False:
+            content[key] = "off"
 
 
 def _rename_settings(content: DictConfig) -> None:
