@@ -174,6 +174,12 @@ def mamba():
     return network
 
 
+def bias_behind_a_head_of_zeros():
+    network = bias()
+    nn.init.zeros_(network.lm_head.weight)
+    return network
+
+
 def eager():
     network = tiny_model()
     network.set_attn_implementation("eager")
@@ -190,6 +196,7 @@ class ReadsLogits(TokenClippedSurrogateLoss):
         (Bigram, None, "the attention of Bigram is None, not sdpa"),
         (mamba, None, "MambaForCausalLM (has other logits|does not accept)"),
         (bias, None, "Qwen2ForCausalLM has other logits for trees"),
+        (bias_behind_a_head_of_zeros, None, "has the same logits whatever the tokens before"),
         (eager, None, "the attention of Qwen2ForCausalLM is eager, not sdpa"),
         (lambda: causal_model("Bloom"), None, "BloomForCausalLM"),
         (model_with_hidden_windows, None, "attends in windows of which only its mask knows"),

@@ -120,6 +120,8 @@ def _try_attention(model: nn.Module, name: str, cfg: TrainerConfig) -> str | Non
     try:
         difference, own = _measure_difference(model, cfg)
         reason = None if difference <= DIFFERENCE * own else f"{kind} has other logits for trees than for separate rows"
+        if own == 0:  # as with a head of zeros: a model that mixes branches would pass
+            reason = f"{kind} has the same logits whatever the tokens before, which tells nothing about trees"
         if reason is None and _hides_windows(model, cfg):  # wider than the samples above
             reason = f"{kind} attends in windows of which only its mask knows"
     except Exception as error:
