@@ -245,6 +245,11 @@ class Rollout:
         return len(self.steps)
 
     @property
+    def answers(self) -> list[Step]:
+        """The steps without the model calls that called tools and did not reach the environment."""
+        return [step for step in self.steps if not step.info.get("intermediate_call")]
+
+    @property
     def start_ns(self) -> int | None:
         return self.steps[0].ts_ns if self.steps else None
 

@@ -362,8 +362,8 @@ def test_an_argument_of_trl_is_answered_with_ours(make, message):
 
 
 def test_every_name_of_trl_that_is_refused_is_none_of_our_arguments_or_settings():
-    """But for `tokenizer` and `reward_model`, whose values here are paths."""
+    """But for `tokenizer` and `reward_model`, whose values here are paths, and `tools` of GRPO."""
     ours = {name for method in (GRPO, SFT, DPO, RewardModel) for name in inspect.signature(method.__init__).parameters}
-    assert not set(INSTEAD) & ours
+    assert set(INSTEAD) & ours == {"tools"}  # an argument of GRPO, and not of the others
     settings = {field.name for field in dataclasses.fields(TrainCommand().compose(["sort"]))}
-    assert set(INSTEAD) & settings <= {"tokenizer", "reward_model"}
+    assert set(INSTEAD) & settings <= {"tokenizer", "reward_model", "tools"}

@@ -14,6 +14,8 @@ from ludic.parsers import ParseResult
 from ludic.seeds import call_seed
 from ludic.types import ChatResponse, Message, TokenTrace
 
+CALLS_INFO, FAILED_INFO = "tools/calls", "tools/failed"
+"""Keys of the info of an answer: the calls of tools before it, and how many of them failed."""
 OUT_OF_STEPS: Message = {
     "role": "user",
     "content": "You have exhausted your reasoning steps and can call no more tools. Give your final answer now.",
@@ -38,7 +40,8 @@ class ReActAgent(ToolAgent):
     without tool calls is the answer and is parsed. The last call offers no tools, and a message
     that is not stored in the context tells the model so. `act` returns the answer. The calls before
     it are in `intermediate_calls`; the protocol turns them into steps of the same rollout, so that
-    they are trained as well.
+    they are trained as well. The info of the answer has the number of calls, `tools/calls`, and how
+    many of them failed, `tools/failed`.
 
     With `reject_incomplete_completions`, a response that reached the token limit ends `act`, and
     its tools are not run.
@@ -63,6 +66,7 @@ class ReActAgent(ToolAgent):
         """(parsed, raw text, info, trace) of the answer. `timeout_s` applies to each model call;
         each call has its own sampling seed."""
         self.intermediate_calls = []
+        self.num_calls = self.num_failed = 0
         spec = self._with_tools(inference)
         for call in range(self.max_react_steps):
             last = call == self.max_react_steps - 1
@@ -79,6 +83,7 @@ class ReActAgent(ToolAgent):
             if not tool_calls:
                 answer = replace(response, text=content or "")
                 self._ctx.add_assistant_step(answer.text, None)
+                info |= {CALLS_INFO: self.num_calls, FAILED_INFO: self.num_failed}
                 return self._parse(answer, info), answer.text, info, trace
             self._ctx.add_assistant_step(content, tool_calls)
             await self._run_tool_step(response, info, trace, content, tool_calls)

@@ -26,7 +26,7 @@ class ToolAgent(Agent):
     A tool is a named function or coroutine function; the model sees its parameters and docstring.
     Plain functions run in a thread, one at a time for each agent; tools that several episodes share
     must be thread-safe. If a tool fails, is unknown, or takes longer than `tool_timeout_s`, the
-    model gets an error message as its result, and the episode continues.
+    model gets an error message as its result, the call counts as failed, and the episode continues.
     """
 
     name = "tool_agent"
@@ -41,6 +41,11 @@ class ToolAgent(Agent):
             names = [tool.__name__ for tool in tools]
             raise ConfigError(f"tools {names} share a name; give each its own, because a model calls tools by name")
         self._tool_timeout_s = tool_timeout_s
+        self.num_calls = 0
+        """Calls of tools so far; those of the present answer, for an agent that begins again with
+        each."""
+        self.num_failed = 0
+        """Those of them whose result is an error."""
 
     def _tool_request(self) -> ToolRequest:
         """A request that offers all tools and lets the model decide whether to call one."""
@@ -73,11 +78,14 @@ class ToolAgent(Agent):
 
     async def _call_tool(self, call: ToolCall) -> str:
         name = call_name(call)
+        self.num_calls += 1
         tool = self.tool_map.get(name)
         if tool is None:
+            self.num_failed += 1
             return f"Error: Tool {name} not found. The tools are: {', '.join(self.tool_map) or 'none'}."
         try:
             return str(await run_tool(tool, call_arguments(call), self._tool_timeout_s))
         except (Exception, SystemExit) as error:
-            logger.warning("tool %s failed with %s: %s", name, type(error).__name__, error)
+            self.num_failed += 1
+            logger.info("tool %s failed with %s: %s", name, type(error).__name__, error)
             return f"Error executing tool {name}: {type(error).__name__}: {error}"

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from ludic.agents.tool_names import find_tools
+from ludic.agents.tool_use import ToolUse
 from ludic.errors import ConfigError
 from ludic.importing import import_named
 from ludic.recipes.checkpoint_section import check_checkpoints
@@ -24,6 +26,7 @@ from ludic.tasks.data_task import DataTask
 from ludic.tasks.judged import judged_by
 from ludic.tasks.success import success_of
 from ludic.tasks.task_data import TaskData
+from ludic.tasks.with_tools import WithTools
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.config import TrainerConfig
 from ludic.training.presets.registry import REGISTRY
@@ -48,7 +51,7 @@ _LEAST = {
         ("threads", "log_every", "warmup.batch_size", "warmup.epochs", "evaluation.prompts", "evaluation.samples_per_prompt"), 1
     ),
     **dict.fromkeys(("rollout.prompts", "rollout.group_size", "rollout.max_new_tokens", "rollout.concurrency"), 1),
-    "rollout.patience": 1,
+    **dict.fromkeys(("rollout.patience", "rollout.max_tool_turns"), 1),
 }
 
 
@@ -97,8 +100,8 @@ def build_named(registry: dict[str, Callable[..., Any]], section: TaskSection) -
 
 
 def build_episodic_task(recipe: Recipe) -> EpisodicTask:
-    """The task of a recipe, of any kind, as an `EpisodicTask`. Raises ConfigError for what
-    `evaluation.solved_at` cannot mean for it."""
+    """The task of a recipe, of any kind, as an `EpisodicTask`, with the recipe's tools. Raises
+    ConfigError for what `evaluation.solved_at` cannot mean for it."""
     settings = {
         "data": recipe.data,
         "streaming": recipe.streaming,
@@ -109,7 +112,14 @@ def build_episodic_task(recipe: Recipe) -> EpisodicTask:
     judged = recipe.reward_model is not None
     task = as_episodic(build_task(recipe.task, **settings, judged=judged))
     success_of(task, recipe.evaluation.solved_at, judged=judged)
-    return task
+    return _add_tools(recipe, task)
+
+
+def _add_tools(recipe: Recipe, task: EpisodicTask) -> EpisodicTask:
+    functions = find_tools(recipe.tools)
+    if not functions:
+        return task
+    return WithTools(task, ToolUse(functions, recipe.rollout.max_tool_turns, recipe.rollout.tool_timeout_s))
 
 
 def add_reward_model(recipe: Recipe, task: EpisodicTask, tokenizer: Any) -> EpisodicTask:

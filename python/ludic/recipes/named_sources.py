@@ -8,6 +8,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from ludic.agents.tool_names import find_tools
+from ludic.agents.tool_use import check_tool
 from ludic.data.places import is_local
 from ludic.errors import DataError
 from ludic.importing import import_named
@@ -18,8 +20,9 @@ _FUNCTIONS = ("reward", "eval_reward", "algorithm", "task.kind", "rollout.group_
 
 
 def check_named_sources(recipe: Any) -> None:
-    """Raise DataError for local data that does not exist, ConfigError for such a model and for what
-    cannot be imported from `module:name`. Hub ids are not looked up."""
+    """Raise DataError for local data that does not exist, ConfigError for such a model, for what
+    cannot be imported from `module:name`, and for functions that cannot be tools. Hub ids are not
+    looked up."""
     for setting in _DATA:
         for source in _list_sources(_select(recipe, setting)):
             _check_data(source)
@@ -30,6 +33,8 @@ def check_named_sources(recipe: Any) -> None:
         for name in _list_names(_select(recipe, setting)):
             if ":" in name:
                 import_named(name, setting)
+    for tool in find_tools(_select(recipe, "tools")):
+        check_tool(tool)
 
 
 def list_local_sources(recipe: Any) -> list[str]:

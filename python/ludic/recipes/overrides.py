@@ -25,6 +25,7 @@ _OTHER_NAMES = {
     "learning_rate": "it is called trainer.lr",
     "num_generations": "it is called rollout.group_size",
     "max_completion_length": "it is called rollout.max_new_tokens",
+    "max_tool_calling_iterations": "it is called rollout.max_tool_turns",
     "pad_token_id": "it is the tokenizer's",
 }
 """Names in other libraries for which the nearest of our names would be misleading."""

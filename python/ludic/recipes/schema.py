@@ -110,11 +110,16 @@ class RolloutSection:
     top_p: float = MISSING
     """Sample among the likeliest tokens that have this probability together; 1: among all."""
     max_new_tokens: Optional[int] = MISSING  # noqa: UP045  OmegaConf reads this annotation at run time
-    """Token limit of one turn; null: the limit of the task."""
+    """Token limit of one turn, and of each call of tools; null: the limit of the task."""
     concurrency: int = MISSING
     """Episodes in flight at once; also the largest batch of the in-process engine."""
     system_prompt: Optional[str] = MISSING  # noqa: UP045
     """System prompt of every conversation; null: that of the task, if it has one."""
+    max_tool_turns: int = 4
+    """Of `tools`: model calls of an answer in which it may call them. The one after them offers no
+    tools, and is the answer."""
+    tool_timeout_s: Optional[float] = 30.0  # noqa: UP045
+    """Seconds after which a call of a tool is given up, and its result is an error; null: never."""
     log_every: int = MISSING
     """Rollouts are written to rollouts.jsonl every so many steps; 0: never."""
     over_sampling_factor: float = 1.0
@@ -197,6 +202,9 @@ class Recipe:
     """Reward functions of the held-out answers; null: those of `reward`, with `is_eval` true."""
     eval_reward_weights: Any = None
     """One weight per function of `eval_reward`; null: 1 each."""
+    tools: Any = None
+    """Functions that the model may call before it answers: `module:function`, or a list of these.
+    It is told their names, docstrings and type hints. Null: none."""
     reward_model: Optional[str] = None  # noqa: UP045
     """Folder of a reward model, such as a `ludic train-rm` run. Its score replaces the task's
     reward in training; held-out measurement keeps the task's reward."""

@@ -31,6 +31,7 @@ _SETTINGS = (
     *(
         "task.kind",
         "reward",
+        "tools",
         "reward_model",
         "epochs",
         "batch_size",

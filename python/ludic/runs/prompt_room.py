@@ -12,6 +12,7 @@ from typing import Any
 
 from ludic.context import GivenDialog
 from ludic.errors import ConfigError
+from ludic.inference.prompts.template import ChatTemplate
 from ludic.inference.prompts.tokens import PromptTokens
 from ludic.recipes.schema import Recipe
 from ludic.tasks import Episode, EpisodicTask
@@ -27,7 +28,9 @@ MEASURED = 1000
 
 def check_dialogues(task: EpisodicTask, problems: Iterable[Episode], tokenizer: Any) -> None:
     """Raise `ConfigError` if the tokenizer has no chat template, and the task shows the model more
-    than one message beside the system prompt: in a later turn, or in the prompt of a problem."""
+    than one message beside the system prompt: in a later turn, or in the prompt of a problem. Raise
+    it, too, if its template cannot show the task's tools."""
+    _check_tools(task, tokenizer)
     if getattr(tokenizer, "chat_template", None):
         return
     shown = f"episodes of up to {task.max_turns} turns" if task.max_turns > 1 else None
@@ -45,6 +48,19 @@ def check_dialogues(task: EpisodicTask, problems: Iterable[Episode], tokenizer: 
         )
 
 
+def _check_tools(task: EpisodicTask, tokenizer: Any) -> None:
+    if task.tool_use is None:
+        return
+    try:
+        ChatTemplate(tokenizer).check_tools(task.tool_use.schemas)
+    except ConfigError as error:
+        names = ", ".join(function.__name__ for function in task.tool_use.functions)
+        raise ConfigError(
+            f"the model cannot be shown its tools ({names}): {error}. Take a tokenizer that can, with tokenizer=FOLDER or a hub id, "
+            "such as that of the instruct version of the model, or write a chat_template into the model's tokenizer_config.json"
+        ) from error
+
+
 def check_prompts(recipe: Recipe, task: EpisodicTask, tokenizer: Any, model: Any) -> None:
     """Raise `ConfigError` if the tokenizer cannot render the prompts of a task, or if no prompt
     leaves room for an answer. Log a warning, with numbers, if some leave less room than an answer
@@ -54,13 +70,13 @@ def check_prompts(recipe: Recipe, task: EpisodicTask, tokenizer: Any, model: Any
     if problems is None or recipe.steps == 0:
         return
     system_prompt = recipe.rollout.system_prompt or task.system_prompt
-    tokens = PromptTokens(tokenizer)
+    tokens, tools = PromptTokens(tokenizer), [] if task.tool_use is None else task.tool_use.schemas
 
     def length(problem: Episode, *, system_prompt: str | None = system_prompt) -> int:
         context = GivenDialog(system_prompt)
         first = task.make_env(problem).env_reset()
         context.on_env_reset(*(asyncio.run(first) if inspect.iscoroutine(first) else first))
-        return len(tokens.encode(context.on_before_act()))
+        return len(tokens.encode(context.on_before_act(), tools))
 
     first_chat = next((problem for problem in problems.training if prompt_messages(problem) is not None), None)
     if first_chat is not None:

@@ -48,7 +48,8 @@ def make_engine(
 
     An action that the token limit cuts off, or that the task's parser rejects, does not reach the
     environment: it gets the task's penalty and ends an episode of several turns. Reward functions,
-    if the task has them, see every answer. `trained`: the rollouts are trained on and therefore
+    if the task has them, see every answer. Before it the model may call the task's tools
+    (`ReActAgent`). `trained`: the rollouts are trained on and therefore
     rewarded by the task's reward model, if it has one. Without a `system_prompt` the task's own is
     used. `info_seed`: prompts of requests with a seed name it. `settings` are arguments of
     `RolloutEngine`, such as `max_retries` and `failures_path`."""
@@ -56,7 +57,8 @@ def make_engine(
     scorer = played.training_scorer if trained else played.scorer
 
     def make_protocol() -> SingleAgentProtocol:
-        agent = Agent(
+        make_agent = Agent if played.tool_use is None else played.tool_use.make_agent
+        agent = make_agent(
             client=client,
             model=model_name,
             ctx=GivenDialog(system_prompt=system_prompt or played.system_prompt),
@@ -91,6 +93,8 @@ def check_rollouts(recipe: Recipe, task: EpisodicTask) -> None:
         raise ConfigError(
             f"info_seed.num_seeds ({recipe.info_seed.num_seeds}) needs a task of one turn; this one has {task.max_turns}"
         )
+    if recipe.info_seed.num_seeds and task.tool_use is not None:
+        raise ConfigError(f"info_seed.num_seeds ({recipe.info_seed.num_seeds}) needs answers of one model call; leave tools out")
     if recipe.info_seed.num_seeds and (uses_queue(recipe) or uses_pool(recipe)):
         raise ConfigError(
             f"info_seed.num_seeds ({recipe.info_seed.num_seeds}) needs whole groups of this process: leave actors, over-sampling and "

@@ -237,7 +237,7 @@ def make_preflight(recipe: Recipe, task: EpisodicTask, tokenizer: Any, sampler: 
         return None
     return Preflight(
         sampling=make_training_inference(recipe.rollout, task).sampling,
-        tokenizer=tokenizer,
+        tokenizer=tokenizer if task.tool_use is None else None,  # its template alone gives no prompt with tools
         client=sampler.client,
         threshold=section.preflight_threshold,
     )

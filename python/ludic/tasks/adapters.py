@@ -118,7 +118,7 @@ class OneTurn(TaskDefaults, EpisodicTask):
         return {**facts, **{name: share(info[name] for info in infos if name in info) for name in each}, **together}
 
     def show(self, episode: Episode, rollout: Rollout) -> Shown:
-        return Shown(episode["question"], rollout.steps[0].action, episode["answer"])
+        return Shown(episode["question"], rollout.steps[-1].action, episode["answer"])
 
 
 def prompt_messages(problem: Mapping[str, Any]) -> Sequence[Message] | None:

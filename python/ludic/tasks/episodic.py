@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from random import Random
 from typing import Any, NamedTuple
 
+from ludic.agents.tool_use import ToolUse
 from ludic.envs.single_agent_env import SingleAgentEnv
 from ludic.parsers import Parser, ParseResult
 from ludic.tasks.base import ProblemList
@@ -103,6 +104,11 @@ class EpisodicTask(ABC):
     def cut_off_reward(self) -> float:
         """Reward of an action that reached the token limit, which ends the episode."""
         return 0.0
+
+    @property
+    def tool_use(self) -> ToolUse | None:
+        """Functions that the model may call before each action; None: it has none."""
+        return None
 
     @property
     def success_reward(self) -> float | None:

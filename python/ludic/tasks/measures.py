@@ -13,8 +13,8 @@ def logged_names(task: EpisodicTask) -> list[str]:
 
 
 def task_reducers(task: EpisodicTask) -> dict[str, Reducer]:
-    """Facts are shares of all samples, or of all episodes where these have several turns. Measures
-    are means over the samples that have them."""
-    each: Denominator = "samples" if task.max_turns == 1 else "rollouts"
+    """Facts are shares of all samples, or of all episodes where these have several model calls.
+    Measures are means over the samples that have them."""
+    each: Denominator = "samples" if task.max_turns == 1 and task.tool_use is None else "rollouts"
     facts = {name: Reducer("count_true", name, normalize_by=each) for name in task.facts}
     return {**facts, **{name: Reducer("mean", name) for name in task.measures}}

@@ -10,6 +10,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ludic.agents.tool_names import given_tools
 from ludic.cli.training_command import TrainingCommand, run_command
 from ludic.errors import ConfigError, ConfigTypeError
 from ludic.event_loop import call_outside_loop
@@ -51,9 +52,10 @@ class RecipeTrainer:
         overrides: Sequence[Override],
         callbacks: Sequence[Callback],
         rewards: Mapping[str, Callable[..., Any]] | None = None,
+        tools: Mapping[str, Callable[..., Any]] | None = None,
     ) -> None:
-        """`rewards`: functions that the settings name, and that only this object knows. Raises
-        ConfigError for settings that cannot be."""
+        """`rewards` and `tools`: functions that the settings name, and that only this object knows.
+        Raises ConfigError for settings that cannot be."""
         self.callbacks = tuple(callbacks)
         """Called besides those that the settings name. Each `train` begins with their state of the
         first one's beginning."""
@@ -61,7 +63,7 @@ class RecipeTrainer:
         self.run: TrainingRun[Any, Any, Any] | None = None
         """The run; None before `train`."""
         self._command = _PreparedCommand(command, self)
-        self._rewards = dict(rewards or {})
+        self._rewards, self._tools = dict(rewards or {}), dict(tools or {})
         self._states: list[dict[str, Any] | None] | None = None
         self._is_stopped = False
         """Whether the present `train` was asked to end."""
@@ -108,7 +110,7 @@ class RecipeTrainer:
         arguments = [] if place is None else self._more_steps(place)
         self._reset_callbacks()
         self._is_stopped = self._is_set_up = False
-        with given_rewards(self._rewards):
+        with given_rewards(self._rewards), given_tools(self._tools):
             call_outside_loop(
                 lambda: run_command(self._command, arguments, resume=place, json_only=False, print_config=False),
                 on_interrupt=self.stop,
@@ -145,12 +147,13 @@ class RecipeTrainer:
             setting = f"place.trainers ({place.trainers})" if place.on == "local" else f"place.on ({place.on})"
             raise ConfigError(
                 f"{setting} has a launcher start the trainers, and {type(self).__name__} trains in this process; run `{command}`, with "
-                "reward=module:function and callbacks.own=module:name for what is yours"
+                "reward=module:function, tools=[module:function] and callbacks.own=module:name for what is yours"
             )
-        if self._rewards and isinstance(self.recipe, Recipe) and uses_queue(self.recipe):
+        own = [*(f"reward {name!r}" for name in self._rewards), *(f"tool {name!r}" for name in self._tools)]
+        if own and isinstance(self.recipe, Recipe) and uses_queue(self.recipe):
             raise ConfigError(
-                f"the actors cannot import the reward {next(iter(self._rewards))!r} of this process; move the function to a module, "
-                "or leave place.actors and queue.url out"
+                f"the actors cannot import the {own[0]} of this process; move the function to a module, or leave place.actors and "
+                "queue.url out"
             )
 
     def _reset_callbacks(self) -> None:

@@ -9,6 +9,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from ludic.agents.tool_use import Tool, check_tool
 from ludic.errors import ConfigError, ConfigTypeError
 from ludic.files.json_values import encode_lines
 from ludic.files.jsonl import write_jsonl
@@ -24,6 +25,8 @@ TaskSetting = type | str | Mapping[str, Any]
 Rewards = str | Callable[..., Any] | Sequence[str | Callable[..., Any]]
 """Functions `reward(prompts, completions, **columns) -> list of floats`, names as in the setting
 `reward`, or a list of these."""
+Tools = str | Callable[..., Any] | Sequence[str | Callable[..., Any]]
+"""Functions with type hints and docstrings, names as in the setting `tools`, or a list of these."""
 
 
 def source_of(data: Rows, folder: Path, *, rewards: Rewards = ()) -> Any:
@@ -95,6 +98,22 @@ def name_rewards(rewards: Rewards) -> tuple[list[str], dict[str, Callable[..., A
             raise ConfigError(f"two reward functions have the name {name!r}, by which metrics tell them apart; rename one")
         if name in own and name in reward_names():
             raise ConfigError(f"there is a reward {name!r} already; give your function another name with def")
+    return names, own
+
+
+def name_tools(tools: Tools) -> tuple[list[str], dict[str, Tool]]:
+    """The setting `tools`, and those of its functions that only this process knows, as
+    `name_rewards` does it. Raises ConfigError for functions that a model cannot be told of."""
+    names, own = [], dict[str, Tool]()
+    for tool in _listed(tools):
+        if not isinstance(tool, str):
+            check_tool(tool)
+        name = tool if isinstance(tool, str) else _name(tool)
+        if name in own:
+            raise ConfigError(f"two tools have the name {name!r}, by which a model calls them; rename one")
+        names.append(name)
+        if not isinstance(tool, str) and ":" not in name:
+            own[name] = tool
     return names, own
 
 

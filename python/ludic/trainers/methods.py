@@ -12,7 +12,7 @@ from ludic.cli.train import TrainCommand
 from ludic.cli.train_rm import TrainRMCommand
 from ludic.trainers.base import RecipeTrainer, settings_of
 from ludic.trainers.errors import with_short_errors
-from ludic.trainers.inputs import Rewards, Rows, TaskSetting, name_rewards, source_of, task_of
+from ludic.trainers.inputs import Rewards, Rows, TaskSetting, Tools, name_rewards, name_tools, source_of, task_of
 from ludic.trainers.trl_names import without_trl_names
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ class GRPO(RecipeTrainer):
 
     >>> GRPO("path/to/model", reward, rows, steps=100, trainer={"lr": 1e-5}).train()
     >>> GRPO("path/to/model", task=MyTask, warmup={"steps": 0}, steps=100).train()
+    >>> GRPO("path/to/model", reward, rows, tools=[look_up, add], steps=100).train()
 
     `settings` are those of `ludic train`: by name, sections as mappings or with dots
     (`**{"trainer.lr": 1e-5}`). `algorithm="rloo"` is one of the others.
@@ -40,6 +41,7 @@ class GRPO(RecipeTrainer):
         reward_functions: Rewards | None = None,
         dataset: Rows | None = None,
         *,
+        tools: Tools | None = None,
         task: TaskSetting | None = None,
         eval_dataset: Rows | None = None,
         reward_weights: Sequence[float] | None = None,
@@ -49,11 +51,14 @@ class GRPO(RecipeTrainer):
         """`model`: a folder or a hub id; None: a small one is made. `reward_functions`: as in TRL,
         `reward(prompts, completions, **columns) -> list of floats`; the columns are those of
         `dataset`, whose column `prompt` is text or messages. None: only `reward_model=` judges.
+        `tools`: functions with type hints and docstrings that the model may call before it answers,
+        in training and in every measurement; the reward functions get the answer.
         `eval_dataset`: held out instead of a tenth of the prompts. `task`: instead of both, a class
         with the members of `ludic.tasks.EpisodicTask` or `Task`, in a module; it is
         `task.kind=module:Class` of `ludic train`, so its demonstrations warm the model up unless
         `warmup={"steps": 0}`. A mapping has the section `task`. Raises ConfigError without rows
-        and task, and for a class that no other process can import."""
+        and task, for a class that no other process can import, and for a tool without docstring or
+        type hints."""
         rows = _folder_of_rows(settings)
         task_section = task_of(task, dataset, reward_functions)
         given: dict[str, Any] = {}
@@ -64,7 +69,8 @@ class GRPO(RecipeTrainer):
         if eval_dataset is not None:
             judging = None if settings.get("eval_reward") is not None else reward_functions
             given["task.args.heldout_data"] = source_of(eval_dataset, rows, rewards=judging or ())
-        super().__init__(TrainCommand(), settings_of(model, {**task_section, **settings}, **given), callbacks, own)
+        given["tools"], own_tools = (None, {}) if tools is None else name_tools(tools)
+        super().__init__(TrainCommand(), settings_of(model, {**task_section, **settings}, **given), callbacks, own, own_tools)
 
 
 class SFT(RecipeTrainer):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import wraps
+from inspect import signature
 from os import PathLike
 from typing import Any, ParamSpec, TypeVar
 
@@ -28,7 +29,8 @@ INSTEAD: Mapping[str, str] = {
     "compute_loss_func": "ludic.training.Trainer with an algorithm of your own (docs/training.md)",
     "rollout_func": "ludic.rollouts, or a protocol of your own (docs/rollouts.md)",
     "environment_factory": "task= with a class of your own (docs/quickstart.md#a-multi-turn-environment)",
-    "tools": "a ReActAgent with your functions (docs/games.md#your-own-functions-as-tools)",
+    "tools": "GRPO(model, reward, rows, tools=[...]), or rows with a column `tools` to fine-tune on",
+    "max_tool_calling_iterations": "rollout={'max_tool_turns': 4}",
 }
 """Name in TRL -> the argument here, or how to say it."""
 _SETTINGS_TOO = ("tokenizer", "reward_model")
@@ -36,12 +38,13 @@ _SETTINGS_TOO = ("tokenizer", "reward_model")
 
 
 def without_trl_names(call: Callable[P, T]) -> Callable[P, T]:
-    """`call`, which refuses arguments that are TRL's and not ours with a ConfigTypeError that names
-    ours for each."""
+    """`call`, which refuses arguments that are TRL's and not its own with a ConfigTypeError that
+    names ours for each."""
+    own = signature(call).parameters
 
     @wraps(call)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
-        _refuse(kwargs)
+        _refuse({name: value for name, value in kwargs.items() if name not in own})
         return call(*args, **kwargs)
 
     return wrapped

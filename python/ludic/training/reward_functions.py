@@ -269,7 +269,7 @@ class _FunctionInput:
         self.rollout = rollout
         self.row = find_row(rollout)
         self.completion = build_completion(rollout, conversational=isinstance(self.row["prompt"], list))
-        answers = (read_list(step.trace, "completion_token_ids") for step in rollout.steps if step.trace is not None)
+        answers = (read_list(step.trace, "completion_token_ids") for step in rollout.answers if step.trace is not None)
         self.completion_ids, group = [token for answer in answers for token in answer], group_of(rollout.meta)
         self.group = rollout.id if group is None else group
 
@@ -289,11 +289,11 @@ def find_row(rollout: Rollout) -> Mapping[str, Any]:
 
 def build_completion(rollout: Rollout, *, conversational: bool) -> str | list[Message]:
     """Return the model's text: a string, or messages if `conversational` or if the episode has
-    several steps."""
-    if not conversational and len(rollout.steps) == 1:
-        return rollout.steps[0].action
+    several answers. Calls of tools before an answer are not part of it."""
+    if not conversational and len(rollout.answers) == 1:
+        return rollout.answers[0].action
     messages: list[Message] = []
-    for step in rollout.steps:
+    for step in rollout.answers:
         messages.append({"role": "assistant", "content": step.action})
         if step.next_obs is not None:
             messages.append({"role": "user", "content": step.next_obs})

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ludic.errors import ConfigError
+from ludic.inference.prompts.tool_calls import CLOSING, OPENING, parse_tool_calls
 from ludic.inference.request import ToolRequest
 from ludic.types import Message
 
@@ -66,6 +67,29 @@ class ChatTemplate:
         texts: list[str] = self._tokenizer.apply_chat_template(plain, add_generation_prompt=True, tokenize=False)
         return texts
 
+    def check_tools(self, tools: Sequence[Mapping[str, Any]]) -> None:
+        """Raise ConfigError unless a prompt shows the tools, a call and its result, and writes the
+        call in the form in which calls are read."""
+        dialogue, argument, result = _example_call(str(tools[0]["function"]["name"]))
+        try:
+            text = self.render(dialogue, tools)
+        except ConfigError:
+            raise
+        except Exception as error:  # of the template, which may raise anything
+            raise ConfigError(f"the chat template cannot write a call of a tool and its result: {error}") from error
+        place = text.find(argument)
+        if place < 0:
+            raise ConfigError("the chat template leaves the calls of tools out (`tool_calls` of a message)")
+        if result not in text:
+            raise ConfigError("the chat template leaves the results of tools out (messages of the role `tool`)")
+        end = text.find(CLOSING, place)
+        call = text[max(0, text.rfind(OPENING, 0, place)) : end + len(CLOSING) if end >= 0 else len(text)]
+        if not parse_tool_calls(call):
+            raise ConfigError(
+                f"the chat template writes a call as {call[:120]!r}, and calls are read as "
+                f'{OPENING}{{"name": ..., "arguments": {{...}}}}{CLOSING}, so that none would be found'
+            )
+
     @property
     def _template_source(self) -> str | None:
         """The Jinja source of the template."""
@@ -87,6 +111,19 @@ class ChatTemplate:
         extra = {"tools": tools} if tools else {}
         text: str = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **extra)
         return text
+
+
+def _example_call(name: str) -> tuple[list[Message], str, str]:
+    """(a dialogue with a call of the tool, the text of its argument, its result)."""
+    argument, result = "an-argument-4711", "a-result-8192"
+    function = {"name": name, "arguments": json.dumps({"example": argument})}
+    call = {"id": "call00000", "type": "function", "function": function}
+    messages: list[Message] = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call00000", "name": name, "content": result},
+    ]
+    return messages, argument, result
 
 
 def _join_contents(messages: Sequence[Message]) -> str:

@@ -1,0 +1,48 @@
+"""Tools by name, for the `tools` of a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from ludic.agents.tool_use import Tool
+from ludic.errors import ConfigError
+from ludic.importing import import_named
+
+_GIVEN: ContextVar[Mapping[str, Tool]] = ContextVar("_GIVEN", default={})  # noqa: B039  never changed in place
+"""Functions that the present run was given as objects."""
+
+
+@contextmanager
+def given_tools(functions: Mapping[str, Tool]) -> Iterator[None]:
+    """Inside the block, and in the threads and tasks that it starts, these have their names;
+    elsewhere nobody sees them."""
+    token = _GIVEN.set(dict(functions))
+    try:
+        yield
+    finally:
+        _GIVEN.reset(token)
+
+
+def find_tools(names: Any) -> tuple[Tool, ...]:
+    """The functions of the setting `tools`: `module:function`, or a list of these; none for null
+    and for an empty list. Raises ConfigError for a name that is not known."""
+    listed = [names] if isinstance(names, str) else [] if names is None else names
+    if not isinstance(listed, Sequence) or not all(isinstance(name, str) for name in listed):
+        raise ConfigError(f"tools ({names!r}) must be module:function, or a list of such names")
+    return tuple(_find(name) for name in listed)
+
+
+def _find(name: str) -> Tool:
+    given = _GIVEN.get()
+    if name in given:
+        return given[name]
+    if ":" not in name:
+        raise ConfigError(
+            f"tools ({name}) is not known; write module:function, such as my_tools:{name} for `{name}` of ./my_tools.py. A run that "
+            "was given the function as an object of a script goes on in that script, with train(resume=True)"
+        )
+    function: Tool = import_named(name, "tools")
+    return function

@@ -1,0 +1,217 @@
+"""Functions that the model may call before it answers: in training, in both measurements, after a
+resume, and in `ludic eval`. The model is a small one that has learnt one call of `stock` by heart."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from ludic import GRPO, SFT
+from ludic.agents.tool_schema import tool_schema
+from ludic.cli.app import app
+from ludic.errors import ConfigError
+
+TEMPLATE = """\
+{%- for tool in tools or [] %}{{ tool.function.name }};{% endfor -%}
+{%- for m in messages %}{{ m.role[0] }}:{{ m.content or '' }}
+{%- for c in m.tool_calls or [] %}<tool_call>
+{{- {"name": c.function.name, "arguments": c.function.arguments} | tojson }}</tool_call>
+{%- endfor %}{{ '\\n' }}{% endfor -%}
+{%- if add_generation_prompt %}a:{% endif -%}"""
+SHOP = '''
+def stock(item: str) -> str:
+    """How many of an item are in stock."""
+    return "7"
+
+
+def exact(completions, answer, **columns):
+    return [float(text == right) for text, right in zip(completions, answer)]
+'''
+ROWS = [{"prompt": "how many?", "answer": "7"}, {"prompt": "and now?", "answer": "7"}]
+SMALL = {
+    "threads": 1,
+    "steps": 2,
+    "trainer": {"lr": 1e-9},
+    "rollout": {"prompts": 1, "group_size": 2, "max_new_tokens": 80, "temperature": 0.1, "log_every": 1},
+    "evaluation": {"prompts": 1, "samples_per_prompt": 1},
+}
+CALL = {"name": "stock", "arguments": {"item": "a"}}
+
+
+def stock(item: str) -> str:
+    """How many of an item are in stock."""
+    return "7"
+
+
+def learn_by_heart(folder: Path) -> Path:
+    messages = [
+        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": CALL}]},
+        {"role": "tool", "content": "7"},
+        {"role": "assistant", "content": "7"},
+    ]
+    rows = [
+        {"messages": [{"role": "user", "content": row["prompt"]}, *messages], "tools": [tool_schema(stock)]} for row in ROWS
+    ]
+    (folder / "tools.jinja").write_text(TEMPLATE)
+    sft = SFT(
+        None,
+        rows * 4,
+        chat_template=str(folder / "tools.jinja"),
+        network={"end_of_turn": "newline", "hidden_size": 64, "num_layers": 1, "intermediate_size": 128},
+        output=str(folder),
+        name="start",
+        steps=150,
+        batch_size=4,
+        threads=1,
+        heldout=0,
+        trainer={"lr": 1e-2},
+    )
+    sft.train()
+    return folder / "start" / "model"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return learn_by_heart(tmp_path_factory.mktemp("calls"))
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def lines(path: str) -> list[dict]:
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def test_every_call_is_a_sample_and_rewards_get_the_answer(model: Path) -> None:
+    """One call and one answer an episode, so 2 episodes of a group are 4 samples."""
+    asked, seen = [], []
+
+    def stock(item: str) -> str:
+        """How many of an item are in stock."""
+        asked.append(item)
+        return "7"
+
+    def exact(completions, completion_ids, answer, **columns):
+        seen.extend(zip(completions, map(len, completion_ids), strict=True))
+        return [float(text == right) for text, right in zip(completions, answer, strict=True)]
+
+    grpo = GRPO(model, exact, ROWS, tools=[stock], name="mine", **SMALL)
+    summary = grpo.train()
+    assert (summary["status"], summary["steps"]) == ("finished", 2)
+    assert set(asked) == {"a"}
+    assert set(seen) == {("7", 2)}  # the digit and the end of the turn; the call is no part of it
+    assert len(asked) == len(seen) == 2 * 2 + 2 * 2  # two steps of two episodes, and sampled and greedy, before and after
+    for metrics in lines("runs/mine/metrics.jsonl"):
+        assert metrics["train/num_samples"] == 4
+        assert (metrics["train/tools/calls"], metrics["train/tools/failed"]) == (1, 0)
+    for rollout in lines("runs/mine/rollouts.jsonl"):
+        call, answer = rollout["steps"]
+        assert (call["info"]["intermediate_call"], call["reward"], answer["reward"]) == (True, 0, 1)
+        before, after = call["trace"], answer["trace"]
+        begun = [*before["prompt_token_ids"], *before["completion_token_ids"]]
+        assert after["prompt_token_ids"][: len(begun)] == begun
+    assert yaml.safe_load(Path("runs/mine/config.yaml").read_text())["tools"] == ["stock"]
+    evaluation = json.loads(Path("runs/mine/progress.json").read_text())["after"]
+    assert (evaluation["facts"]["tools/calls"], evaluation["sampled_reward"]) == (1, 1)
+    assert "</tool_call> 7 7" in evaluation["answers"][0]["text"]
+
+
+def test_a_tool_that_raises_is_told_to_the_model_and_counted(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def stock(item: str) -> str:
+        """How many of an item are in stock."""
+        raise LookupError(f"no shelf for {item}")
+
+    GRPO(model, lambda completions, **_: [0.0] * len(completions), ROWS, tools=stock, name="fails", **SMALL).train()
+    for metrics in lines("runs/fails/metrics.jsonl"):
+        assert (metrics["train/tools/calls"], metrics["train/tools/failed"]) == (1, 1)
+    told = {rollout["steps"][0]["next_obs"] for rollout in lines("runs/fails/rollouts.jsonl")}
+    assert told == {"Error executing tool stock: LookupError: no shelf for a"}
+    assert "no shelf" not in caplog.text
+
+
+def test_the_command_trains_resumes_and_evaluates_with_tools(model: Path) -> None:
+    Path("shop_tools.py").write_text(SHOP)
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    settings = ["threads=1", "trainer.lr=1e-9", "trainer.lr_scheduler_type=constant_with_warmup", "evaluation.prompts=1"]
+    settings += ["rollout.prompts=1", "rollout.group_size=2", "rollout.max_new_tokens=80", "rollout.temperature=0.1"]
+    named = ["reward=shop_tools:exact", "tools=[shop_tools:stock]", "name=command"]
+    invoke = CliRunner().invoke
+    begun = invoke(app, ["train", f"model={model}", "data=rows.jsonl", *named, "steps=1", *settings])
+    assert begun.exit_code == 0, begun.output
+    resumed = invoke(app, ["train", "--resume", "runs/command", "steps=2"])
+    assert resumed.exit_code == 0, resumed.output
+    assert [line["train/tools/calls"] for line in lines("runs/command/metrics.jsonl")] == [1, 1]
+    measured = invoke(app, ["eval", "runs/command", "k=2", "name=measured"])
+    assert measured.exit_code == 0, measured.output
+    summary = json.loads(Path("runs/measured/summary.json").read_text())
+    assert "tools/calls" in json.dumps(summary)
+
+
+def test_a_function_without_a_module_is_asked_for_by_a_resume(model: Path) -> None:
+    def stock(item: str) -> str:
+        """How many of an item are in stock."""
+        return "7"
+
+    settings = {**SMALL, "trainer": {"lr": 1e-9, "lr_scheduler_type": "constant_with_warmup"}}
+    run = {"tools": [stock], "name": "here", **settings}
+    GRPO(model, "pure_accuracy_math", ROWS, **{**run, "steps": 1}).train()
+    result = CliRunner().invoke(app, ["train", "--resume", "runs/here", "steps=2"])
+    assert result.exit_code == 2
+    said = " ".join(result.output.split())
+    assert "tools (stock) is not known; write module:function, such as my_tools:stock" in said
+    assert "goes on in that script, with train(resume=True)" in said
+    assert GRPO(model, "pure_accuracy_math", ROWS, **run).train(resume=True)["steps"] == 2
+    with pytest.raises(ConfigError, match="the actors cannot import the tool 'stock' of this process"):
+        GRPO(model, "pure_accuracy_math", ROWS, place={"actors": 1}, **run)
+
+
+def untold(item):
+    return item
+
+
+def unhinted(item, number: int = 1):
+    """Of which a model knows one parameter."""
+
+
+@pytest.mark.parametrize(
+    ("tools", "said"),
+    [
+        ([untold], "the tool untold has no docstring, .* write one"),
+        ([unhinted], "the tool unhinted has no type hint for item, .* write one, such as item: str"),
+        ([len], "has positional-only parameters"),
+        ([lambda item: item], "has no docstring"),
+        ([3], "cannot be a tool"),
+        ([stock, stock], "share a name"),
+    ],
+)
+def test_what_a_model_cannot_be_told_of_is_refused(tools, said, model: Path) -> None:
+    with pytest.raises(ConfigError, match=said):
+        GRPO(model, "pure_accuracy_math", ROWS, tools=tools, name="none").train()
+    assert not Path("runs/none").exists()
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (None, "no chat template"),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", "ignores tools"),
+        ("{{ tools }}{% for m in messages %}{{ m.content }}{% endfor %}", "leaves the calls of tools out"),
+        (TEMPLATE.replace("{{ m.role[0] }}:{{ m.content or '' }}", "{% if m.role != 'tool' %}{{ m.content }}{% endif %}"), "results"),
+        (TEMPLATE.replace("<tool_call>", "[CALL]").replace("</tool_call>", ""), "calls are read as <tool_call>"),
+        ("{{ tools }}{{ raise_exception('no tools here') }}", "cannot write a call of a tool"),
+    ],
+)
+def test_a_template_that_cannot_show_tools_is_an_error_before_the_run(template, said, model: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained("other")
+    with pytest.raises(ConfigError, match=rf"cannot be shown its tools \(stock\).*{said}.*tokenizer=FOLDER"):
+        GRPO(model, "pure_accuracy_math", ROWS, tools=stock, tokenizer="other", name="none", **SMALL).train()
+    assert not Path("runs/none").exists()
