@@ -28,6 +28,11 @@ TRACE_KEYS = frozenset(_TOKEN_FIELDS)
 """Keys of a client's info whose content travels in the step's `TokenTrace` instead."""
 
 
+def answers_of(rollout: Rollout) -> list[Step]:
+    """Its steps without the model calls that called tools and did not reach the environment."""
+    return [step for step in rollout.steps if not step.info.get("intermediate_call")]
+
+
 def group_of(meta: Mapping[str, Any]) -> Any:
     """The group of a rollout or a sample, read from its meta; None if it has none.
 
@@ -243,11 +248,6 @@ class Rollout:
     @property
     def length(self) -> int:
         return len(self.steps)
-
-    @property
-    def answers(self) -> list[Step]:
-        """The steps without the model calls that called tools and did not reach the environment."""
-        return [step for step in self.steps if not step.info.get("intermediate_call")]
 
     @property
     def start_ns(self) -> int | None:

@@ -74,10 +74,12 @@ def test_a_small_model_learns_to_call_the_tools_of_the_page(tmp_path: Path, monk
     assert isinstance(sft, ludic.SFT)
     expected = 'u:stock a\na:<tool_call>{"name": "stock", "arguments": {"item": "a"}}</tool_call>\nt:3\n'
     assert render_call(sft.tokenizer) == expected
-    train = replaced(blocks("python train")[0], ("range(12)", "range(2)"), ("train_sync(45)", "train_sync(1)"))
-    names = run(train)
-    assert names["trainer"].current_step == 1
-    assert Path("trained/config.json").is_file()
+    few = ("steps=45", 'steps=1, threads=1, evaluation={"samples_per_prompt": 1}')
+    names = run(replaced(blocks("python train")[0], few, ('"prompts": 12', '"prompts": 2')))
+    assert isinstance(names["grpo"], ludic.GRPO)
+    assert names["grpo"].recipe.tools == ["shop:stock", "shop:price"]
+    assert names["grpo"].trainer.current_step == 1
+    assert Path("runs/trained/model/config.json").is_file()
     assert (names["stock"]("a"), names["price"]("b")) == ("3", "0")
 
 

@@ -71,27 +71,28 @@ def test_the_first_program_of_a_page_trains(page: str, tmp_path: Path, monkeypat
 
 
 def test_the_program_with_a_tool_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a tiny model, whose template writes the names of the tools, and one step."""
+    """With a tiny model, whose template writes tools, calls and results, and one step."""
     monkeypatch.chdir(tmp_path)
     tokenizer = make_byte_tokenizer()
     tokenizer.chat_template = (
         "{% for tool in tools or [] %}{{ tool.function.name }};{% endfor %}"
-        "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+        "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %};{% endfor %}"
+        "{% if add_generation_prompt %}a:{% endif %}"
     )
-    tiny_model().save_pretrained("tiny")
+    tiny_model(max_position_embeddings=512).save_pretrained("tiny")
     tokenizer.save_pretrained("tiny")
     source = block(PAGE, "python tools")
-    for old, new in (
-        ("Qwen/Qwen2.5-0.5B-Instruct", "tiny"),
-        ("max_tokens=128", "max_tokens=8"),
-        ("train_sync(20", "train_sync(1"),
-    ):
+    small = 'steps=1, threads=1, rollout={"prompts": 2, "group_size": 2, "max_new_tokens": 3}, evaluation={"prompts": 2}'
+    for old, new in (("Qwen/Qwen2.5-0.5B-Instruct", "tiny"), ("steps=100", small)):
         assert source.count(old) == 1
         source = source.replace(old, new)
     names: dict[str, Any] = {"__name__": "example"}
     exec(compile(source, "docs/quickstart.md", "exec"), names)
-    assert names["trainer"].current_step == 1
     assert names["look"]("pears") == "4"
+    assert Path("runs/tools/summary.json").is_file()
+    assert "__main__" not in (config := Path("runs/tools/config.yaml").read_text())
+    assert "\ntools:\n- look\n" in config
 
 
 def test_the_picture_of_the_dashboard_is_whole_and_fetches_nothing() -> None:

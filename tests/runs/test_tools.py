@@ -1,5 +1,5 @@
 """Functions that the model may call before it answers: in training, in both measurements, after a
-resume, and in `ludic eval`. The model is a small one that has learnt one call of `stock` by heart."""
+resume, and in `ludic eval`. The model is a small one that knows one call of `stock` by heart."""
 
 import json
 from pathlib import Path
@@ -51,9 +51,7 @@ def learn_by_heart(folder: Path) -> Path:
         {"role": "tool", "content": "7"},
         {"role": "assistant", "content": "7"},
     ]
-    rows = [
-        {"messages": [{"role": "user", "content": row["prompt"]}, *messages], "tools": [tool_schema(stock)]} for row in ROWS
-    ]
+    rows = [{"messages": [{"role": "user", "content": row["prompt"]}, *messages], "tools": [tool_schema(stock)]} for row in ROWS]
     (folder / "tools.jinja").write_text(TEMPLATE)
     sft = SFT(
         None,
@@ -201,7 +199,10 @@ def test_what_a_model_cannot_be_told_of_is_refused(tools, said, model: Path) -> 
         (None, "no chat template"),
         ("{% for m in messages %}{{ m.content }}{% endfor %}", "ignores tools"),
         ("{{ tools }}{% for m in messages %}{{ m.content }}{% endfor %}", "leaves the calls of tools out"),
-        (TEMPLATE.replace("{{ m.role[0] }}:{{ m.content or '' }}", "{% if m.role != 'tool' %}{{ m.content }}{% endif %}"), "results"),
+        (
+            TEMPLATE.replace("{{ m.role[0] }}:{{ m.content or '' }}", "{% if m.role != 'tool' %}{{ m.content }}{% endif %}"),
+            "results",
+        ),
         (TEMPLATE.replace("<tool_call>", "[CALL]").replace("</tool_call>", ""), "calls are read as <tool_call>"),
         ("{{ tools }}{{ raise_exception('no tools here') }}", "cannot write a call of a tool"),
     ],

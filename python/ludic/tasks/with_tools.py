@@ -9,7 +9,7 @@ from ludic.agents.react_agent import CALLS_INFO, FAILED_INFO
 from ludic.agents.tool_use import ToolUse
 from ludic.tasks.adapters import WrappedTask
 from ludic.tasks.episodic import Episode, EpisodicTask, Played, Shown, share, transcript
-from ludic.types import Rollout
+from ludic.types import Rollout, answers_of
 
 MEASURES = {CALLS_INFO: "calls of tools before an answer", FAILED_INFO: "calls before an answer that failed"}
 """What is measured beside the task's own rates, means over the answers."""
@@ -50,4 +50,4 @@ class WithTools(WrappedTask):
 
 def keep_answers(rollout: Rollout) -> Rollout:
     """The rollout without the model calls that called tools."""
-    return replace(rollout, steps=rollout.answers)
+    return replace(rollout, steps=answers_of(rollout))

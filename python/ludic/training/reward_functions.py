@@ -41,7 +41,7 @@ from ludic.training.reward_signatures import (
     required_arguments,
 )
 from ludic.training.reward_values import NoReward, Reward, check_rewards, exit_error, reward_failure
-from ludic.types import Message, Rollout, group_of
+from ludic.types import Message, Rollout, answers_of, group_of
 
 logger = logging.getLogger(__name__)
 
@@ -269,7 +269,7 @@ class _FunctionInput:
         self.rollout = rollout
         self.row = find_row(rollout)
         self.completion = build_completion(rollout, conversational=isinstance(self.row["prompt"], list))
-        answers = (read_list(step.trace, "completion_token_ids") for step in rollout.answers if step.trace is not None)
+        answers = (read_list(step.trace, "completion_token_ids") for step in answers_of(rollout) if step.trace is not None)
         self.completion_ids, group = [token for answer in answers for token in answer], group_of(rollout.meta)
         self.group = rollout.id if group is None else group
 
@@ -290,10 +290,11 @@ def find_row(rollout: Rollout) -> Mapping[str, Any]:
 def build_completion(rollout: Rollout, *, conversational: bool) -> str | list[Message]:
     """Return the model's text: a string, or messages if `conversational` or if the episode has
     several answers. Calls of tools before an answer are not part of it."""
-    if not conversational and len(rollout.answers) == 1:
-        return rollout.answers[0].action
+    answers = answers_of(rollout)
+    if not conversational and len(answers) == 1:
+        return answers[0].action
     messages: list[Message] = []
-    for step in rollout.answers:
+    for step in answers:
         messages.append({"role": "assistant", "content": step.action})
         if step.next_obs is not None:
             messages.append({"role": "user", "content": step.next_obs})
