@@ -5,6 +5,7 @@ import json
 import pickle
 from dataclasses import asdict, dataclass, replace
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
@@ -225,6 +226,13 @@ def test_traces_that_differ_are_not_equal(changes):
     trace = TokenTrace([5, 6], [7, 2], [-0.5, -0.25], "stop")
     assert as_arrays(trace) != replace(trace, **changes)
     assert as_arrays(trace) != as_arrays(replace(trace, **changes))
+
+
+def test_an_encoder_that_reads_the_dictionary_is_given_asdict():
+    trace = as_arrays(TokenTrace([5], [7], [-0.5], "stop"))
+    with pytest.raises(TypeError, match="Column"):
+        msgspec.json.encode(trace)
+    assert msgspec.json.decode(msgspec.json.encode(asdict(trace)), type=TokenTrace) == trace
 
 
 def test_data_classes_behave_as_without_columns():

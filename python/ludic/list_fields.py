@@ -3,6 +3,8 @@
 A token takes 9 bytes in arrays and 88 as Python numbers in lists, and the core reads an array
 without touching its elements. Whoever reads the field of a trace or a sample has a list, which can
 be compared, joined, changed and written as JSON. From then on the list is the field's value.
+Encoders that read `__dict__` instead, as msgspec's and orjson's do, meet the array: give them
+`dataclasses.asdict(record)`.
 
     trace = TokenTrace.from_arrays(np.array([5, 6]), np.array([7]))
     stored(trace, "prompt_token_ids")  # Column([5, 6], dtype=int32)
