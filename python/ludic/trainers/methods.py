@@ -56,9 +56,9 @@ class GRPO(RecipeTrainer):
         `eval_dataset`: held out instead of a tenth of the prompts. `task`: instead of both, a class
         with the members of `ludic.tasks.EpisodicTask` or `Task`, in a module; it is
         `task.kind=module:Class` of `ludic train`, so its demonstrations warm the model up unless
-        `warmup={"steps": 0}`. A mapping has the section `task`. Raises ConfigError without rows
-        and task, for a class that no other process can import, and for a tool without docstring or
-        type hints."""
+        `warmup={"steps": 0}`; `recipe="tools"` has the settings for several turns. A mapping has
+        the section `task`. Raises ConfigError without rows and task, for a class that no other
+        process can import, and for a tool without docstring or type hints."""
         rows = _folder_of_rows(settings)
         task_section = task_of(task, dataset, reward_functions)
         given: dict[str, Any] = {}
