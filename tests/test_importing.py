@@ -71,3 +71,18 @@ def test_an_import_error_shows_its_cause(here, path, message):
     (here / "own_empty.py").write_text("")
     with pytest.raises(ConfigError, match=message):
         import_named(path, "reward")
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("own_gradings:exact", r"write package\.module:name; did you mean own_grading\?$"),
+        ("own_grading:exakt", r"own_grading\.py has no 'exakt'; did you mean exact\?$"),
+        ("own_grading:qqqq", r"has no 'qqqq'$"),
+        ("zzzz:exact", r"write package\.module:name$"),
+    ],
+)
+def test_a_misspelt_module_or_name_is_met_with_the_nearest(here, path, message):
+    (here / "own_grading.py").write_text("def exact(completions):\n    return [1.0] * len(completions)\n")
+    with pytest.raises(ConfigError, match=message):
+        import_named(path, "reward")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from ludic.errors import ConfigError, error_location
@@ -28,16 +30,23 @@ def import_named(path: str, setting: str) -> Any:
         except Exception as error:  # the user's module may raise anything
             raise ConfigError(f"{setting} ({path}) cannot be imported: {_fault(error, module)}") from error
     if not hasattr(loaded, name):
-        raise ConfigError(f"{setting} ({path}) cannot be imported: {loaded.__file__} has no {name!r}")
+        raise ConfigError(f"{setting} ({path}) cannot be imported: {loaded.__file__} has no {name!r}{_meant(name, vars(loaded))}")
     return getattr(loaded, name)
 
 
 def _fault(error: Exception, module: str) -> str:
     """The reason in words: an unknown module, or the exception of the module and its place."""
     if isinstance(error, ModuleNotFoundError) and error.name is not None and f"{module}.".startswith(f"{error.name}."):
-        return f"{error}; write package.module:name"
+        here = sorted(file.stem for file in Path.cwd().glob("*.py"))
+        return f"{error}; write package.module:name{_meant(module, here)}"
     place = "" if isinstance(error, SyntaxError) else error_location(error)  # the message of a syntax error has the place
     return f"{type(error).__name__}: {error}" + (f" ({place})" if place else "")
+
+
+def _meant(name: str, known: Iterable[str]) -> str:
+    """`; did you mean x?` for the known name that is closest, if one is."""
+    near = get_close_matches(name, known, n=1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 @contextmanager

@@ -109,13 +109,21 @@ def test_messages_survive_a_parquet_file(tmp_path):
     assert load_data(write_parquet(tmp_path / "m.parquet", row)).rows == [row]
 
 
+def test_a_missing_column_of_pairs_is_named_with_the_setting_that_maps_it(tmp_path):
+    source = write_jsonl(tmp_path / "p.jsonl", {"prompt": "2+2?", "better": "4", "rejected": "5"})
+    with pytest.raises(DataError, match=r"kind preference needs chosen and rejected; .* columns\.chosen=COLUMN"):
+        load_data(source, kind="preference")
+    assert load_data(source, kind="preference", columns={"chosen": "better"}).rows[0]["chosen"] == "4"
+
+
 def test_a_column_can_have_an_alias_and_keeps_its_own_name(tmp_path):
     source = write_jsonl(tmp_path / "g.jsonl", {"question": "2+2?", "answer": "#### 4"})
     for columns in ({"prompt": "question"}, {"prompt": ["problem", "question"]}):
         loaded = load_data(source, columns=columns)
         assert (loaded.kind, loaded.rows) == ("prompt", [{"question": "2+2?", "answer": "#### 4", "prompt": "2+2?"}])
     with pytest.raises(
-        ConfigError, match=r"g\.jsonl has no column 'problem' or 'task' to be its prompt; it has question, answer"
+        ConfigError,
+        match=r"g\.jsonl has no column 'problem' or 'task' to be its prompt; it has question, answer; name it with task\.args\.",
     ):
         load_data(source, columns={"prompt": ("problem", "task")})
 

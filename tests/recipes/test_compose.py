@@ -107,6 +107,7 @@ def test_a_file_can_have_settings_for_each_algorithm(tmp_path: Path) -> None:
         ("~seed", r"one recipe|no recipe|not key=value|sweep"),
         ("seed =3", r"not key=value"),
         ("adition", r"no recipe 'adition'; did you mean addition"),
+        ("runs/absent", r"no recipe 'runs/absent'; .*there is no such folder of a run"),
         ("missing.yaml", r"missing\.yaml does not exist"),
         ("inference.max_lag=1", r"no setting 'inference\.max_lag'; it is now called inference\.batches_ahead"),
     ],

@@ -324,6 +324,7 @@ def test_an_argument_that_the_data_lacks_is_refused_before_anything_is_played():
     scorer = RewardFunctions([reward_len, judge_score, accuracy_of_chat])
     scorer.check_columns(["answer"])
     with pytest.raises(
-        ConfigError, match=r"accuracy_of_chat asks for answer, which the data does not have; its columns are level"
+        ConfigError,
+        match=r"accuracy_of_chat asks for answer, which the data does not have; its columns besides the prompt: level",
     ):
         scorer.check_columns(["level"])

@@ -119,10 +119,11 @@ def load_data(
         table = convert_scores(Table(table.name, table.unit, rows, table.numbers))
         rows = table.rows
     kind = kind or _detect_kind(rows, source)
-    if not set(REQUIRED[kind]).issubset(rows[0]):
+    absent = next((column for column in REQUIRED[kind] if column not in rows[0]), None)
+    if absent is not None:
         raise DataError(
             f"{source} has the columns {', '.join(rows[0])}; kind {kind} needs {' and '.join(REQUIRED[kind])}; "
-            "map the columns with columns={'prompt': 'question'}"
+            f"name the column of another name, such as columns.{absent}=COLUMN (in Python columns={{{absent!r}: COLUMN}})"
         )
     table = replace(table, rows=rows)
     conversational = is_conversational(kind, rows[0])
@@ -145,7 +146,12 @@ def _fill_columns(rows: Sequence[Row], columns: Mapping[str, str | Sequence[str]
         original = next((candidate for candidate in candidates if candidate in present), None)
         if original is None:
             expected = " or ".join(repr(candidate) for candidate in candidates)
-            raise ConfigError(f"{source} has no column {expected} to be its {name}; it has {', '.join(present)}")
+            remedy = (
+                "; name it with task.args.prompt_column=COLUMN of `ludic train`"
+                if name == "prompt" and len(candidates) > 1
+                else ""
+            )
+            raise ConfigError(f"{source} has no column {expected} to be its {name}; it has {', '.join(present)}{remedy}")
         if original != name:
             copies[name] = original
             present += [name] if name not in present else []

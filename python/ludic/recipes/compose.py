@@ -213,6 +213,8 @@ def _read_builtin(name: str) -> DictConfig:
         remedy = (
             f"did you mean {near[0]}?" if near else f"there are {', '.join(list_builtin_recipes())}; a file's name ends in .yaml"
         )
+        if "/" in name:
+            remedy += ", and there is no such folder of a run"
         raise ConfigError(f"there is no recipe {name!r}; {remedy}")
     return deepcopy(_parse_builtin(name))
 

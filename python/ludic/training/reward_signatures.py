@@ -22,7 +22,7 @@ def needed_columns(function: RewardFunction) -> list[str]:
 def describe_missing(name: str, missing: Sequence[str], columns: Sequence[str]) -> str:
     """The error for columns that the function of this name needs and the data does not have.
     `columns`: those that it has, without the prompt."""
-    known = f"its columns are {', '.join(columns)}" if columns else "it has none but the prompt"
+    known = f"its columns besides the prompt: {', '.join(columns)}" if columns else "it has none but the prompt"
     return f"reward function {name} asks for {' and '.join(missing)}, which the data does not have; {known}"
 
 

@@ -188,7 +188,7 @@ def test_an_error_of_the_template_names_the_row():
     refusing = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(DataError, match=r"row 3: the chat template refuses .* roles must alternate"):
         tokenized(refusing, TALK, where="row 3")
-    with pytest.raises(ConfigError, match="has no chat template; set chat_template=FILE"):
+    with pytest.raises(ConfigError, match=r"has no chat template; set chat_template=FILE.*network\.end_of_turn=newline"):
         tokenized(None, TALK)
     with pytest.raises(ConfigError, match="must be one of all, last, each"):
         ChatTokenizer(None, "some")

@@ -94,7 +94,11 @@ def test_token_ids_and_masks_are_used_as_they_are():
         ({"instruction": "a"}, "its output .None. must be text"),
         ({"conversations": [{"from": "human", "value": "a"}]}, "no assistant message"),
         ({}, "none"),
-        ({"prompt": "a"}, "both be text or both be lists of messages, not str and NoneType"),
+        (
+            {"prompt": "a", "answer": "b"},
+            "prompt and completion belong together, and completion is missing; it has prompt, answer",
+        ),
+        ({"prompt": "a", "completion": None}, "both be text or both be lists of messages, not str and NoneType"),
         ({"prompt": "a", "completion": [{"role": "assistant", "content": "b"}]}, "not str and list"),
         ({"prompt": "a", "completion": ""}, "empty completion"),
         ({"messages": "a"}, "messages must be a list"),

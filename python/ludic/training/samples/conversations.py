@@ -288,6 +288,6 @@ def _template_error(tokenizer: Any, error: Exception, where: str) -> DataError |
     if not getattr(tokenizer, "chat_template", True):
         return ConfigError(
             f"{where} is a conversation, but the tokenizer has no chat template; set chat_template=FILE.jinja, or use rows of prompt and "
-            "completion"
+            "completion; the small model that is made without model= has one with network.end_of_turn=newline"
         )
     return DataError(f"{where}: the chat template refuses this conversation: {type(error).__name__}: {error}")

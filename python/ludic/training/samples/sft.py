@@ -133,6 +133,9 @@ class SFTItems:
         prompt, completion = row.get("prompt"), row.get("completion")
         if isinstance(prompt, list) and isinstance(completion, list):
             return self._tokenize_conversation([*prompt, *completion], row, where, first=len(prompt))
+        if "prompt" not in row or "completion" not in row:
+            absent = "completion" if "prompt" in row else "prompt"
+            raise DataError(f"{where}: prompt and completion belong together, and {absent} is missing; it has {', '.join(row)}")
         if not isinstance(prompt, str) or not isinstance(completion, str):
             raise DataError(
                 f"{where}: prompt and completion must both be text or both be lists of messages, not {type(prompt).__name__} and "
