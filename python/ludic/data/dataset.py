@@ -123,7 +123,7 @@ def load_data(
     if absent is not None:
         raise DataError(
             f"{source} has the columns {', '.join(rows[0])}; kind {kind} needs {' and '.join(REQUIRED[kind])}; "
-            f"name the column of another name, such as columns.{absent}=COLUMN (in Python columns={{{absent!r}: COLUMN}})"
+            f"name the column that holds it, such as columns.{absent}=COLUMN (in Python columns={{{absent!r}: COLUMN}})"
         )
     table = replace(table, rows=rows)
     conversational = is_conversational(kind, rows[0])
