@@ -94,7 +94,7 @@ def test_the_numbers_for_a_trainer_are_flat():
     assert {"accuracy", "accuracy_low", "accuracy_high", "reward", "pass@1", "pass@2", "pass@4"} <= set(found)
     assert found["num_failed_episodes"] == 6.0
     assert all(type(value) is float for value in found.values())
-    alone = measure([episode("a", 1.0)]).metrics()
+    alone = measure([episode("a", 0.5)]).metrics()
     assert "reward_low" not in alone  # unknown
 
 
@@ -115,6 +115,14 @@ def test_only_one_of_several_players_is_measured():
     with pytest.raises(DataError, match="episode 3 gave 2 rollouts; choose the player to measure with select="):
         measure(both)
     assert measure(both, select=lambda rollout: rollout.meta["agent_id"] == "x").accuracy.value == 1.0
+
+
+def test_rewards_of_0_and_1_have_the_interval_of_a_share_and_others_students():
+    binary = measure([episode("a", 1.0), episode("b", 0.0), episode("c", 0.0)])
+    assert binary.reward == binary.accuracy
+    assert binary.reward.low > 0  # Student's would be below: 1/3 -+ 4.3 * 0.33
+    graded = measure([episode("a", 0.5), episode("b", 0.0), episode("c", 0.0)])
+    assert graded.reward.low < 0
 
 
 def test_an_empty_tally_is_an_error():

@@ -9,6 +9,7 @@ import yaml
 from typer.testing import CliRunner
 
 from ludic import GRPO, SFT
+from ludic.agents.tool_names import find_tools
 from ludic.agents.tool_schema import tool_schema
 from ludic.cli.app import app
 from ludic.errors import ConfigError
@@ -176,9 +177,19 @@ def unhinted(item, number: int = 1):
     """Of which a model knows one parameter."""
 
 
+def listed(*items: str):
+    """Takes any number of items."""
+
+
+def test_a_dotted_name_is_answered_with_the_name_to_write() -> None:
+    with pytest.raises(ConfigError, match=r"such as shop\.stock:count for `count` of \./shop/stock\.py"):
+        find_tools(["shop.stock.count"])
+
+
 @pytest.mark.parametrize(
     ("tools", "said"),
     [
+        ([listed], r"the tool listed takes \*arguments, .* take a list"),
         ([untold], "the tool untold has no docstring, .* write one"),
         ([unhinted], "the tool unhinted has no type hint for item, .* write one, such as item: str"),
         ([len], "has positional-only parameters"),

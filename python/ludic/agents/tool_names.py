@@ -40,8 +40,11 @@ def _find(name: str) -> Tool:
     if name in given:
         return given[name]
     if ":" not in name:
+        module, _, function_name = name.rpartition(".")
+        module = module or "my_tools"
         raise ConfigError(
-            f"tools ({name}) is not known; write module:function, such as my_tools:{name} for `{name}` of ./my_tools.py. A run that "
+            f"tools ({name}) is not known; write module:function, such as {module}:{function_name} for `{function_name}` of "
+            f"./{module.replace('.', '/')}.py. A run that "
             "was given the function as an object of a script goes on in that script, with train(resume=True)"
         )
     function: Tool = import_named(name, "tools")

@@ -130,7 +130,7 @@ def measure(
         confidence=confidence,
         accuracy=share_interval([p.right / p.answers for p in answered], answers=len(selected), confidence=confidence),
         accuracy_bounds=_bound_accuracy(problems),
-        reward=mean_interval([sum(p.rewards) / p.answers for p in answered], confidence=confidence),
+        reward=_average_reward(answered, len(selected), confidence),
         pass_at_k=_estimate_pass_curve(answered, confidence),
         also={name: average[0] for name, average in averages.items() if average is not None},
         shares=tuple(name for name, average in averages.items() if average is not None and average[1]),
@@ -157,6 +157,14 @@ def _bound_accuracy(problems: Sequence[ProblemResult]) -> tuple[float, float]:
     low = sum(right / all_ for right, _, all_ in counts) / len(counts)
     high = sum((right + failed) / all_ for right, failed, all_ in counts) / len(counts)
     return low, high
+
+
+def _average_reward(answered: Sequence[ProblemResult], answers: int, confidence: float) -> Interval:
+    """Rewards that are all 0 or 1 are shares; others get Student's interval."""
+    means = [sum(problem.rewards) / problem.answers for problem in answered]
+    if all(reward in (0, 1) for problem in answered for reward in problem.rewards):
+        return share_interval(means, answers=answers, confidence=confidence)
+    return mean_interval(means, confidence=confidence)
 
 
 def _estimate_pass_curve(answered: Sequence[ProblemResult], confidence: float) -> dict[int, Interval]:

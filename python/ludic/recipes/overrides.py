@@ -26,6 +26,8 @@ _OTHER_NAMES = {
     "num_generations": "it is called rollout.group_size",
     "max_completion_length": "it is called rollout.max_new_tokens",
     "max_tool_calling_iterations": "it is called rollout.max_tool_turns",
+    "environment_factory": "it is called task.kind: module:Class of a task of your own",
+    "rollout_func": "play episodes of your own with task.kind=module:Class, or in Python (docs/rollouts.md)",
     "pad_token_id": "it is the tokenizer's",
 }
 """Names in other libraries for which the nearest of our names would be misleading."""

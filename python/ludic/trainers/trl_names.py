@@ -30,7 +30,7 @@ INSTEAD: Mapping[str, str] = {
     "rollout_func": "ludic.rollouts, or a protocol of your own (docs/rollouts.md)",
     "environment_factory": "task= with a class of your own (docs/quickstart.md#a-multi-turn-environment)",
     "tools": "GRPO(model, reward, rows, tools=[...]), or rows with a column `tools` to fine-tune on",
-    "max_tool_calling_iterations": "rollout={'max_tool_turns': 4}",
+    "max_tool_calling_iterations": "rollout={'max_tool_turns': N}",
 }
 """Name in TRL -> the argument here, or how to say it."""
 _SETTINGS_TOO = ("tokenizer", "reward_model")

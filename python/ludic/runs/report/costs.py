@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
 
-_TOKEN_KEYS = ("real_tokens", "padded_tokens", "padded_tokens_greedy", "padded_tokens_unpacked")
+_TOKEN_KEYS = ("real_tokens", "padded_tokens", "padded_tokens_greedy", "padded_tokens_unpacked", "shared_tokens")
 
 
 def sum_phases(
@@ -30,7 +30,7 @@ def sum_phases(
 def sum_padding(lines: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Tokens of all training passes, as they were packed and as other packings would compute
     them."""
-    real, computed, greedy, unpacked = (sum(line.get(f"perf/{key}", 0.0) for line in lines) for key in _TOKEN_KEYS)
+    real, computed, greedy, unpacked, shared = (sum(line.get(f"perf/{key}", 0.0) for line in lines) for key in _TOKEN_KEYS)
     if not computed:
         return {}
     return {
@@ -38,6 +38,7 @@ def sum_padding(lines: Sequence[Mapping[str, float]]) -> dict[str, float]:
         "computed_tokens": computed,
         "greedy_tokens": greedy,
         "unpacked_tokens": unpacked,
+        "shared_tokens": shared,
         "saved_vs_greedy": 1 - computed / greedy,
         "saved_vs_unpacked": 1 - computed / unpacked,
     }
@@ -55,8 +56,10 @@ def format_execution(wall_s: float, execution_s: float) -> str:
 def format_padding(padding: Mapping[str, float]) -> str:
     if not padding:
         return "[bold]Padding[/]: there were no training tokens"
+    shared = padding.get("shared_tokens", 0)  # absent in summaries of before
+    once = f" ({shared:,.0f} more, of beginnings that samples share, were computed once)" if shared else ""
     return (
-        f"[bold]Padding[/]: {padding['computed_tokens']:,.0f} tokens computed for {padding['real_tokens']:,.0f} real ones; greedy "
+        f"[bold]Padding[/]: {padding['computed_tokens']:,.0f} tokens computed for {padding['real_tokens']:,.0f} real ones{once}; greedy "
         f"packing would compute {padding['greedy_tokens']:,.0f} ({padding['saved_vs_greedy']:.1%} saved), no packing "
         f"{padding['unpacked_tokens']:,.0f} ({padding['saved_vs_unpacked']:.1%} saved)"
     )
