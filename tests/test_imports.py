@@ -15,7 +15,14 @@ import pytest
 ROOT = Path(__file__).parents[1] / "python"
 LAYERS = [
     [
-        *("ludic.control_characters", "ludic.errors", "ludic.exit_codes", "ludic.event_loop", "ludic.forwarding"),
+        *(
+            "ludic.control_characters",
+            "ludic.errors",
+            "ludic.exit_codes",
+            "ludic.event_loop",
+            "ludic.forwarding",
+            "ludic.given_names",
+        ),
         *("ludic.importing", "ludic.rank_environment", "ludic.seeds", "ludic._lazy", "ludic._core"),
     ],
     ["ludic.list_fields", "ludic.columns", "ludic.types", "ludic.files"],

@@ -9,7 +9,7 @@ from typing import Any
 
 from ludic.agents.base_agent import Agent
 from ludic.agents.tool_call import call_arguments, call_name, run_tool
-from ludic.agents.tool_schema import tool_schema
+from ludic.agents.tool_schema import check_names, tool_schema
 from ludic.errors import ConfigError
 from ludic.inference.request import InferenceSpec, ToolRequest
 
@@ -37,9 +37,7 @@ class ToolAgent(Agent):
             raise ConfigError(f"tool_timeout_s ({tool_timeout_s}) must be > 0, or None for tools without a deadline")
         self.tool_schemas: list[dict[str, Any]] = [tool_schema(tool) for tool in tools]
         self.tool_map: dict[str, Callable[..., Any]] = {tool.__name__: tool for tool in tools}
-        if len(self.tool_map) < len(tools):
-            names = [tool.__name__ for tool in tools]
-            raise ConfigError(f"tools {names} share a name; give each its own, because a model calls tools by name")
+        check_names(tools)
         self._tool_timeout_s = tool_timeout_s
         self.num_calls = 0
         """Calls of tools so far; those of the present answer, for an agent that begins again with

@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
 from typing import Any
 
 from ludic.agents.tool_use import Tool
 from ludic.errors import ConfigError
+from ludic.given_names import GivenNames
 from ludic.importing import import_named
 
-_GIVEN: ContextVar[Mapping[str, Tool]] = ContextVar("_GIVEN", default={})  # noqa: B039  never changed in place
-"""Functions that the present run was given as objects."""
-
-
-@contextmanager
-def given_tools(functions: Mapping[str, Tool]) -> Iterator[None]:
-    """Inside the block, and in the threads and tasks that it starts, these have their names;
-    elsewhere nobody sees them."""
-    token = _GIVEN.set(dict(functions))
-    try:
-        yield
-    finally:
-        _GIVEN.reset(token)
+_GIVEN = GivenNames[Tool]("tools")
+given_tools = _GIVEN.given
 
 
 def find_tools(names: Any) -> tuple[Tool, ...]:
@@ -36,7 +24,7 @@ def find_tools(names: Any) -> tuple[Tool, ...]:
 
 
 def _find(name: str) -> Tool:
-    given = _GIVEN.get()
+    given = _GIVEN.now
     if name in given:
         return given[name]
     if ":" not in name:

@@ -7,7 +7,7 @@ import inspect
 import json
 import logging
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from ludic.agents.docstring_args import parse_arg_descriptions
@@ -52,6 +52,13 @@ def tool_schema(tool: Callable[..., Any]) -> dict[str, Any]:
             },
         },
     }
+
+
+def check_names(tools: Sequence[Callable[..., Any]]) -> None:
+    """Raises ConfigError for tools that share a name."""
+    names = [tool.__name__ for tool in tools]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"tools {names} share a name; give each its own, because a model calls tools by name")
 
 
 def _parameters(tool: Callable[..., Any]) -> dict[str, inspect.Parameter]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ludic.agents.react_agent import ReActAgent
-from ludic.agents.tool_schema import tool_schema
+from ludic.agents.tool_schema import check_names, tool_schema
 from ludic.errors import ConfigError
 
 Tool = Callable[..., Any]
@@ -40,9 +40,7 @@ class ToolUse:
             raise ConfigError(f"tool_timeout_s ({self.timeout_s}) must be > 0, or null for tools without a deadline")
         for function in self.functions:
             check_tool(function)
-        names = [function.__name__ for function in self.functions]
-        if len(set(names)) < len(names):
-            raise ConfigError(f"tools {names} share a name; give each its own, because a model calls tools by name")
+        check_names(self.functions)
 
     @property
     def schemas(self) -> list[dict[str, Any]]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from typing import Any
 
 from ludic.envs.maths import TaggedMathReward, gsm8k_reward, math_reward
 from ludic.errors import ConfigError
+from ludic.given_names import GivenNames
 
 MakeReward = Callable[[], Callable[..., Any]]
 VERIFIERS: dict[str, MakeReward] = {"gsm8k": gsm8k_reward, "math": math_reward, "pure_accuracy_math": TaggedMathReward}
@@ -17,8 +16,8 @@ CODE_REWARDS = {"code": False, "code_partial": True}
 """Names for `reward` that are a task of their own, which runs programs -> whether some of the tests
 earn a part of the reward."""
 _OWN: dict[str, MakeReward] = {}
-_GIVEN: ContextVar[Mapping[str, Callable[..., Any]]] = ContextVar("_GIVEN", default={})  # noqa: B039  never changed in place
-"""Functions that the present run was given as objects."""
+_GIVEN = GivenNames[Callable[..., Any]]("rewards")
+given_rewards = _GIVEN.given
 
 
 def register_reward(name: str, make: MakeReward | None = None, *, replace: bool = False) -> Any:
@@ -44,23 +43,12 @@ def register_reward(name: str, make: MakeReward | None = None, *, replace: bool 
     return register if make is None else register(make)
 
 
-@contextmanager
-def given_rewards(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """Inside the block, and in the threads and tasks that it starts, these have their names too;
-    elsewhere nobody sees them."""
-    token = _GIVEN.set(dict(functions))
-    try:
-        yield
-    finally:
-        _GIVEN.reset(token)
-
-
 def reward_names() -> list[str]:
     """All names, sorted."""
-    return sorted({*VERIFIERS, *_OWN, *_GIVEN.get()})
+    return sorted({*VERIFIERS, *_OWN, *_GIVEN.now})
 
 
 def make_reward(name: str) -> Callable[..., Any]:
     """The reward function of that name. Raises KeyError for an unknown one."""
-    given = _GIVEN.get()
+    given = _GIVEN.now
     return given[name] if name in given else (_OWN[name] if name in _OWN else VERIFIERS[name])()
