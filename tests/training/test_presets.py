@@ -5,6 +5,7 @@ import inspect
 import subprocess
 import sys
 from functools import partial
+from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -19,12 +20,15 @@ from ludic.training import (
     ClippedSurrogateLoss,
     CompositeLoss,
     ConstantCredit,
+    EntropyBonus,
     EpisodicReturn,
     GroupNormalizedReturn,
     HybridNormalizedReturn,
+    LossTerm,
     MaskedCausalLMCrossEntropyLoss,
     MonteCarloReturn,
     OverlongPenalty,
+    ReferenceKLLoss,
     ReinforceBaselineLoss,
     ReinforceLoss,
     TokenClippedSurrogateLoss,
@@ -43,8 +47,9 @@ from ludic.training import (
     presets,
 )
 from ludic.training.algorithm import validate_actor_logps
-from ludic.training.loss import GMPOLoss, SAPOLoss, compute_token_logp
+from ludic.training.loss import GMPOLoss, SAPOLoss, SharedContext, compute_token_logp
 from ludic.training.presets import make_dr_grpo, make_gmpo, make_maxent_grpo, make_sapo
+from ludic.training.presets.registry import REGISTRY
 from ludic.training.types import ActorTokenLogps, SampleAttachments, SAWBatch, SAWItem
 
 G = 4
@@ -238,3 +243,81 @@ def test_a_reference_kl_is_one_more_term_whose_coefficient_controllers_change(ma
     assert float(kl.coeff) == 0.3
     with pytest.raises(ConfigError, match="reference_kl"):
         make(group_size=G, reference_kl=-0.1)
+
+
+MEANS = {
+    "sum": ({"length_normalize": False}, lambda x, mask: (x * mask).sum(1).mean()),
+    "samples": ({"length_normalize": True}, lambda x, mask: ((x * mask).sum(1) / mask.sum(1)).mean()),
+    "tokens": ({"length_normalize": False, "normalizer": "tokens"}, lambda x, mask: (x * mask).sum() / mask.sum()),
+}
+"""Arguments of a preset -> the mean over tokens: those of TRL's `loss_type` dr_grpo (but for a
+constant), grpo and dapo."""
+
+
+def penalised_presets():
+    """Every preset that takes a penalty, with each mean and each level that it has."""
+    for name, preset in REGISTRY.items():
+        accepted = signature(preset.make).parameters
+        for penalty in sorted({"reference_kl", "beta", "kl_coeff"} & set(accepted)):
+            levels = ("token", "sequence") if "kl_level" in accepted and penalty != "kl_coeff" else ("token",)
+            for mean, (arguments, _) in MEANS.items():
+                for level in levels:
+                    if set(arguments) <= set(accepted):
+                        more = {"kl_level": level} if len(levels) > 1 else {}
+                        yield pytest.param(
+                            name, {penalty: 0.04, **arguments, **more}, mean, level, id=f"{name}-{penalty}-{mean}-{level}"
+                        )
+
+
+def repeated(tokens, dtype=torch.float64):
+    """Samples of `tokens`, half and a quarter as many, repeats of one pattern: the
+    logits, and a batch with the columns of every credit."""
+    generator = torch.Generator().manual_seed(3)
+    once = {"ids": torch.randint(0, 5, (3, 4), generator=generator)}
+    once |= {name: -0.1 - torch.rand(3, 4, dtype=dtype, generator=generator) for name in ("actor_logps", "reference_logps")}
+    once["logits"] = torch.randn(3, 4, 5, dtype=dtype, generator=generator)
+    mask = (torch.arange(tokens) < torch.tensor([[tokens], [tokens // 2], [tokens // 4]])).to(dtype)
+    whole = {name: torch.cat([values[:, :1], *[values] * (tokens // 4)], dim=1) for name, values in once.items()}
+    logits = torch.cat([once["logits"]] * (tokens // 4) + [once["logits"][:, :1]], dim=1).requires_grad_()
+    action_mask = torch.cat([torch.zeros(3, 1, dtype=dtype), mask], dim=1)
+    batch = {"input_ids": whole["ids"], "attention_mask": torch.ones_like(whole["ids"]), "action_mask": action_mask}
+    batch |= {name: whole[name] * action_mask for name in ("actor_logps", "reference_logps")}
+    return logits, {**batch, "weight": torch.tensor([1.0, -0.5, 0.7], dtype=dtype)}
+
+
+@pytest.mark.parametrize(("name", "arguments", "mean", "level"), list(penalised_presets()))
+def test_a_penalty_has_the_mean_of_its_policy_loss(name, arguments, mean, level):
+    """The ratio of their gradients does not depend on the length; and both are one mean, as in TRL
+    and in eq. 3 of GRPO's paper."""
+    policy, penalty = (term.loss for term in REGISTRY[name].make(group_size=G, **arguments).loss.terms)
+    ratios = []
+    for tokens in (16, 128, 1024):
+        logits, batch = repeated(tokens)
+        norms = [torch.autograd.grad(loss.compute(logits, batch)[0], logits)[0].norm() for loss in (penalty, policy)]
+        ratios.append(float(norms[0] / norms[1]))
+    assert ratios == pytest.approx([ratios[0]] * 3, rel=1e-6)
+
+    logits, batch = repeated(16)
+    shared = SharedContext(logits, batch)
+    other = shared.reference_logp if isinstance(penalty, ReferenceKLLoss) else shared.sampler_logp
+    d = (shared.token_logp - other) * shared.token_mask
+    if level == "sequence":
+        d = (d.sum(1) / shared.token_mask.sum(1))[:, None].expand_as(d)
+    kl = d if penalty.estimator == "k1" else (-d).exp() - 1 + d
+    ratio, weight = shared.ratio, shared.weight[:, None]
+    if isinstance(policy, CISPOLoss):
+        token = -ratio.detach().clamp(1 - policy.clip_eps_low, 1 + policy.clip_eps_high) * weight * shared.token_logp
+    else:
+        token = -torch.minimum(ratio * weight, ratio.clamp(1 - policy.clip_eps_low, 1 + policy.clip_eps_high) * weight)
+    expected = torch.autograd.grad(MEANS[mean][1](token + 0.04 * kl, shared.token_mask), logits)[0]
+    actual = torch.autograd.grad(policy.compute(logits, batch)[0] + penalty.compute(logits, batch)[0], logits)[0]
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_a_composite_of_a_sum_and_a_mean_is_named(caplog):
+    surrogate = TokenClippedSurrogateLoss()
+    CompositeLoss([LossTerm("pg", surrogate), LossTerm("h", EntropyBonus(0.1, normalizer="samples"))])
+    CompositeLoss([LossTerm("pg", TokenClippedSurrogateLoss(normalizer="tokens")), LossTerm("h", EntropyBonus(0.1))])
+    assert not caplog.records
+    CompositeLoss([LossTerm("pg", surrogate), LossTerm("h", EntropyBonus(0.1))])
+    assert "the loss of pg is a sum over an answer's tokens, of h a mean" in caplog.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,8 @@ from ludic.errors import ConfigError
 from ludic.training.loss.base import Loss, adapted_loss, compute_and_check
 from ludic.training.loss.batch import Batch, Stats
 from ludic.training.loss.context import SharedContext
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -32,7 +35,8 @@ class LossTerm:
 class CompositeLoss(Loss):
     """L = sum_k weight_k L_k. All terms read the same log-probabilities, which are computed once.
     Each term is scaled by the micro-batch's share under its own normalizer, so terms that are means
-    over samples and terms that are means over tokens can be added.
+    over samples and terms that are means over tokens can be added. A warning names terms of which
+    one is a sum over each sample's tokens and another a mean: their ratio changes with the length.
 
     Statistics: `loss` (the total); for each term `{name}/loss` (its unweighted value),
     `{name}/weight`, and its other statistics as `{name}/...`.
@@ -45,6 +49,15 @@ class CompositeLoss(Loss):
     def __post_init__(self) -> None:
         if not self.terms:
             raise ConfigError("CompositeLoss needs at least one LossTerm")
+        losses = {term.name: term.loss for term in self.terms if hasattr(term.loss, "length_normalize")}
+        sums = [name for name, loss in losses.items() if loss.normalizer == "samples" and not loss.length_normalize]
+        if sums and len(sums) < len(losses):
+            logger.warning(
+                "the loss of %s is a sum over an answer's tokens, of %s a mean: the longer the answers, the less the mean weighs; "
+                "give the terms the same length_normalize and normalizer",
+                ", ".join(sums),
+                ", ".join(name for name in losses if name not in sums),
+            )
 
     @property
     def zero_weight_is_zero_gradient(self) -> bool:  # type: ignore[override]  # follows from the terms

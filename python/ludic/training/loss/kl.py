@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ludic.errors import ConfigError
-from ludic.training.loss.base import Loss
-from ludic.training.loss.batch import Stats
+from ludic.training.loss.base import Loss, check_token_normalizer, row_mean
+from ludic.training.loss.batch import Normalizer, Stats
 from ludic.training.loss.context import SharedContext
 from ludic.training.loss.functional import weigh_values
 from ludic.training.loss.statistics import masked_means, population_std
@@ -27,26 +27,29 @@ class TokenKLLoss(Loss):
     """L = coeff * mean_b mean_t k(log pi_bt - log pi_old,bt), a KL penalty on tokens.
 
     The three estimators k are from Schulman, "Approximating KL divergence" (2020); k1 is the
-    default. Without `length_normalize` the mean over t is a sum. The old log-probabilities are
+    default. Without `length_normalize` the mean over t is a sum; `normalizer="tokens"` takes one
+    mean over all action tokens. Set both as in the policy loss. The old log-probabilities are
     constants.
     """
 
     coeff: float = 0.01
     length_normalize: bool = True
     estimator: Estimator = "k1"
+    normalizer: Normalizer = "samples"
 
     reads_shared_only = True
     reads_actions_only = True
 
     def __post_init__(self) -> None:
         check_estimator(self.estimator)
+        check_token_normalizer(self.normalizer, self.length_normalize)
 
     def compute_from(self, shared: SharedContext) -> tuple[Tensor, Stats]:
         mask, kl = shared.token_mask, estimate_kl(shared.log_ratio, self.estimator)
+        loss = self.coeff * row_mean(kl, shared, length_normalize=self.length_normalize, normalizer=self.normalizer)
         sample_kl = weigh_values(kl, mask).sum(dim=1)
         if self.length_normalize:
             sample_kl = sample_kl / shared.token_counts
-        loss = self.coeff * sample_kl.mean()
         stats: Stats = {
             "loss": loss.detach(),
             "kl_mean": sample_kl.detach().mean(),

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from ludic.errors import ConfigError
 from ludic.training.coefficients import Coefficient
-from ludic.training.loss.base import Loss
-from ludic.training.loss.batch import Stats
+from ludic.training.loss.base import Loss, check_token_normalizer, row_mean
+from ludic.training.loss.batch import Normalizer, Stats
 from ludic.training.loss.context import SharedContext
 from ludic.training.loss.functional import mask_values, weigh_values
 from ludic.training.loss.kl import Estimator, check_estimator, estimate_kl
@@ -36,21 +36,24 @@ BUCKET_NAMES = ("0-32", "33-64", "65-128", "129-256", "257+")
 
 @dataclass
 class ReferenceKLLoss(Loss):
-    """L = coeff * mean over tokens of k(log pi - log pi_ref), a KL penalty towards the reference.
+    """L = coeff * mean of k(log pi - log pi_ref) over tokens, a KL penalty towards the reference.
 
     The estimators k are those of `TokenKLLoss`. As a loss on samples of the policy, k3, the
     default, has the expected gradient of KL(pi_ref || pi), k2 that of KL(pi || pi_ref), k1 none.
-    `level="sequence"`, the form of liv-daliberti/maxent-grpo (2026): k of each sample's mean
-    log-ratio, weighted by its tokens. It is never above the token's k3, and blind to log-ratios
-    that cancel within an answer. The mean is over the action tokens of the mini-batch. `coeff` may
-    be a `Coefficient`, which is read each time. The reference's log-probabilities are constants.
+    `level="sequence"`, the form of liv-daliberti/maxent-grpo (2026): every token has k of its
+    sample's mean log-ratio. It is never above the token's k3, and blind to log-ratios that cancel
+    within an answer. The mean is over the action tokens of the mini-batch; with
+    `normalizer="samples"` over samples, of each sample's sum, or with `length_normalize` its mean.
+    Set both as in the policy loss, as presets do: the penalty then weighs the same at every length.
+    `coeff` may be a `Coefficient`, which is read each time. The reference is a constant.
     """
 
     coeff: float | Coefficient = 0.01
     estimator: Estimator = "k3"
     level: KLLevel = "token"
+    length_normalize: bool = False
+    normalizer: Normalizer = "tokens"
 
-    normalizer = "tokens"
     reads_shared_only = True
     reads_actions_only = True
     reads_reference = True
@@ -59,16 +62,17 @@ class ReferenceKLLoss(Loss):
         check_estimator(self.estimator)
         if self.level not in ("token", "sequence"):
             raise ConfigError(f"level ({self.level!r}) must be 'token' or 'sequence'")
+        check_token_normalizer(self.normalizer, self.length_normalize)
 
     def compute_from(self, shared: SharedContext) -> tuple[Tensor, Stats]:
         mask = shared.token_mask
         log_ratio = mask_values(shared.token_logp - shared.reference_logp, mask)
         if self.level == "token":
-            total = weigh_values(estimate_kl(log_ratio, self.estimator), mask).sum()
+            kl = estimate_kl(log_ratio, self.estimator)
         else:
-            mean = weigh_values(log_ratio, mask).sum(dim=1) / shared.token_counts
-            total = (mask.sum(dim=1) * estimate_kl(mean, self.estimator)).sum()
-        loss = float(self.coeff) * total / mask.sum().clamp(min=1.0)
+            mean = weigh_values(log_ratio, mask).sum(dim=1, keepdim=True) / shared.token_counts[:, None]
+            kl = estimate_kl(mean, self.estimator).expand_as(mask)
+        loss = float(self.coeff) * row_mean(kl, shared, length_normalize=self.length_normalize, normalizer=self.normalizer)
         return loss, {"loss": loss.detach()}
 
 

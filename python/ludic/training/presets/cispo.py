@@ -8,7 +8,7 @@ from ludic.training.loss import CISPOLoss, CompositeLoss, Correction, Loss, Loss
 from ludic.training.loss.kl import Estimator
 from ludic.training.presets.groups import check_group_size, group_return
 from ludic.training.presets.preprocess import check_ratios
-from ludic.training.presets.reference_kl import add_reference_kl
+from ludic.training.presets.reference_kl import add_reference_kl, token_mean
 
 
 def make_cispo(
@@ -40,7 +40,7 @@ def make_cispo(
     loss = CISPOLoss(
         clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high, length_normalize=length_normalize, normalizer=normalizer
     )
-    penalised, coefficients = add_reference_kl(add_kl(loss, kl_coeff, length_normalize, kl_estimator), reference_kl)
+    penalised, coefficients = add_reference_kl(add_kl(loss, kl_coeff, kl_estimator), reference_kl)
     return RLAlgorithm(
         name=name,
         credit_assigner=group_return(group_size, group_normalize_adv, positive_only),
@@ -77,7 +77,7 @@ def make_scalerl(
     loss = CISPOLoss(
         clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high, length_normalize=length_normalize, normalizer=normalizer
     )
-    penalised, coefficients = add_reference_kl(add_kl(loss, kl_coeff, length_normalize, kl_estimator), reference_kl)
+    penalised, coefficients = add_reference_kl(add_kl(loss, kl_coeff, kl_estimator), reference_kl)
     return RLAlgorithm(
         name=name,
         credit_assigner=HybridNormalizedReturn(group_size=check_group_size(group_size), positive_only=positive_only),
@@ -88,9 +88,9 @@ def make_scalerl(
     )
 
 
-def add_kl(loss: CISPOLoss, coeff: float, length_normalize: bool, estimator: Estimator = "k1") -> Loss:
-    """Return `loss`, with a KL term added if `coeff` is not 0."""
+def add_kl(loss: CISPOLoss, coeff: float, estimator: Estimator = "k1") -> Loss:
+    """Return `loss`, with a KL term of the same mean added if `coeff` is not 0."""
     if coeff == 0:
         return loss
-    kl = TokenKLLoss(coeff=coeff, length_normalize=length_normalize, estimator=estimator)
+    kl = TokenKLLoss(coeff=coeff, estimator=estimator, **token_mean(loss))
     return CompositeLoss(terms=[LossTerm("cispo", loss), LossTerm("kl", kl)])

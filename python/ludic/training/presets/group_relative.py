@@ -43,7 +43,8 @@ def make_grpo(
     """GRPO (arXiv:2402.03300): group-normalised returns, clipping per token.
 
     `reference_kl` above 0 adds the paper's penalty towards a frozen reference (`ReferenceKLLoss`
-    with `kl_estimator` and `kl_level`); controllers change it as the coefficient `beta`.
+    with `kl_estimator` and `kl_level`), inside the mean of the policy loss as in its eq. 3,
+    whichever it is; controllers change it as the coefficient `beta`.
     """
     loss = TokenClippedSurrogateLoss(
         clip_eps_low=clip_eps_low,

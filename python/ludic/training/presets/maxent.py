@@ -26,6 +26,7 @@ from ludic.training.loss.listwise import RatioLevel
 from ludic.training.loss.reference import KLLevel
 from ludic.training.maxent.credit import Baseline, ListwiseCredit, Scale
 from ludic.training.presets.groups import check_group_size
+from ludic.training.presets.reference_kl import token_mean
 from ludic.training.presets.seeded import add_info_seed
 
 Form = Literal["surrogate", "likelihood"]
@@ -62,14 +63,16 @@ def make_maxent_grpo(
 
     `form="surrogate"`: these weights minus 1/K are the advantages of GRPO's clipped loss, to which
     `length_normalize` and `normalizer` belong. `form="likelihood"`, the document's: `ListwiseLoss`,
-    and with `clip_coeff` above 0 `ListwiseClipLoss`. `beta` above 0 adds `ReferenceKLLoss`.
+    and with `clip_coeff` above 0 `ListwiseClipLoss`. `beta` above 0 adds `ReferenceKLLoss`,
+    with the mean of the surrogate; of the likelihood, as in the document, over all tokens.
     Departures, on by default: `sampler_exponent` shares weights among the best, `baseline`
     subtracts 1/K. `info_seed`: batches of `SeedPrompts`. `allow_partial`: groups may lack rollouts.
     """
     coefficients = _coefficients(tau, beta)
     surrogate = TokenClippedSurrogateLoss(clip_eps_low, clip_eps_high, length_normalize, normalizer=normalizer)
     clip = ListwiseClipLoss(clip_coeff, clip_eps_low, clip_eps_high, clip_baseline, clip_ratio_level)
-    penalty = ReferenceKLLoss(coefficients["beta"], kl_estimator, kl_level) if "beta" in coefficients else None
+    mean = token_mean(surrogate) if form == "surrogate" else {}
+    penalty = ReferenceKLLoss(coefficients["beta"], kl_estimator, kl_level, **mean) if "beta" in coefficients else None
     algorithm = RLAlgorithm(
         name=name,
         credit_assigner=EpisodicReturn(_answers(group_size, info_seed), allow_partial),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from ludic.errors import ConfigError
 from ludic.training.coefficients import Coefficient
@@ -17,12 +18,17 @@ def add_reference_kl(
 ) -> tuple[Loss, Mapping[str, Coefficient]]:
     """Return the loss and the coefficients of the algorithm: with `coeff` above 0, `loss` with a
     `ReferenceKLLoss`, whose coefficient is `beta`; with 0, `loss` itself and none. The terms of a
-    composite loss stay terms."""
+    composite loss stay terms. The penalty has the mean of the first term, the policy loss."""
     if not (coeff >= 0 and math.isfinite(coeff)):
         raise ConfigError(f"reference_kl ({coeff}) must be a finite number >= 0; 0 is no penalty")
     if coeff == 0:
         return loss, {}
     beta = Coefficient(coeff)
     terms = loss.terms if isinstance(loss, CompositeLoss) else [LossTerm("policy", loss)]
-    penalty = LossTerm("reference_kl", ReferenceKLLoss(beta, estimator=estimator, level=level))
-    return CompositeLoss([*terms, penalty]), {"beta": beta}
+    penalty = ReferenceKLLoss(beta, estimator, level, **token_mean(terms[0].loss))
+    return CompositeLoss([*terms, LossTerm("reference_kl", penalty)]), {"beta": beta}
+
+
+def token_mean(policy: Loss) -> dict[str, Any]:
+    """The arguments that give a penalty per token the mean of the policy loss."""
+    return {name: getattr(policy, name) for name in ("length_normalize", "normalizer")}

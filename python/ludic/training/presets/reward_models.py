@@ -105,6 +105,6 @@ def make_scalerl_with_rm(
     return RLAlgorithm(
         name=name,
         credit_assigner=RewardModelCreditAssigner(rm_mode, rm_coeff, rm_alpha, rm_score_key, inner),
-        loss=add_kl(loss, kl_coeff, length_normalize, kl_estimator),
+        loss=add_kl(loss, kl_coeff, kl_estimator),
         preprocess=check_ratios(drop_zero_weight, drop_zero_weight_eps, flat_groups_eps=zvp_filter_eps if filter_zvp else None),
     )
