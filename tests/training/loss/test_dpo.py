@@ -144,6 +144,15 @@ def test_a_policy_that_is_its_reference_has_loss_log_2_and_no_right_pair():
     torch.testing.assert_close(logits.grad[..., 1], torch.tensor([[-0.025, -0.025, 0.0], [0.025, 0.0, 0.0]]))
 
 
+@pytest.mark.parametrize("noise", [0.0, 5e-7, -5e-7])
+def test_a_difference_within_rounding_is_a_tie(noise):
+    # Two answers of log-probability -1.5 + noise and -1.5: 5e-7 is less than 1e-6 * 3.
+    _, stats = DPOLoss().compute(*pair_batch([[noise], [0.0]], reference=-1.5))
+    assert stats["rewards/accuracies"].item() == 0.0
+    _, stats = DPOLoss().compute(*pair_batch([[4e-6], [0.0]], reference=-1.5))
+    assert stats["rewards/accuracies"].item() == 1.0
+
+
 # --- a slow oracle, and any split
 
 

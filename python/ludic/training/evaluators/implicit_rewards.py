@@ -14,7 +14,7 @@ from ludic.training.batching.pair_batches import DROP_REASONS
 from ludic.training.classification_metrics import PreferenceMetrics
 from ludic.training.config import TrainerConfig
 from ludic.training.evaluators.preferences import PreferenceEvaluator
-from ludic.training.loss.dpo import DPOLoss
+from ludic.training.loss.dpo import TIE, DPOLoss
 from ludic.training.precomputed_reference import PrecomputedReference, score_actions
 from ludic.training.reference import computes_trees
 from ludic.training.types import SAWItem
@@ -58,15 +58,17 @@ class ImplicitRewardEvaluator(PreferenceEvaluator):
         logps, ratios, lengths = self._sums()
         labels = np.array([float(item.meta["label"]) for item in self.batch.items[::2]])
         rewards = self._loss.beta * ratios
+        chosen, rejected = rewards[::2], rewards[1::2]
+        tie = np.abs(ratios[::2] - ratios[1::2]) <= TIE * (np.abs(logps[::2]) + np.abs(logps[1::2]))
         self.metrics.reset()
-        self.metrics.update(rewards[::2], rewards[1::2], labels)
+        self.metrics.update(chosen, np.where(tie, chosen, rejected), labels)
         computed = self.metrics.compute()
         counts = self.batch.counts()
         return {
             "loss": self._mean_loss(ratios / lengths if self._loss.divides_by_length else ratios, labels),
-            "rewards/chosen": float(rewards[::2].mean()),
-            "rewards/rejected": float(rewards[1::2].mean()),
-            "rewards/margins": float((rewards[::2] - rewards[1::2]).mean()),
+            "rewards/chosen": float(chosen.mean()),
+            "rewards/rejected": float(rejected.mean()),
+            "rewards/margins": float((chosen - rejected).mean()),
             "rewards/accuracies": computed["pairwise_accuracy"],
             "logps/chosen": float(logps[::2].mean()),
             "logps/rejected": float(logps[1::2].mean()),

@@ -23,6 +23,11 @@ STATISTICS = (
     *("logps/chosen", "logps/rejected", "num_pairs"),
 )
 
+TIE = 1e-6
+"""A difference of two log-ratios is a tie if it is at most this share of the two answers' summed
+|log-probabilities|: it is float32 rounding, and its sign depends on the processor. A tie counts as
+wrong."""
+
 
 @dataclass
 class DPOLoss(Loss):
@@ -120,11 +125,13 @@ class DPOLoss(Loss):
     def _statistics(self, ratio: Tensor, logp: Tensor, chosen: Index, rejected: Index, label: Tensor) -> Stats:
         rewards, logp = self.beta * ratio.detach(), logp.detach()
         margin = rewards[chosen] - rewards[rejected]
+        tie = (ratio[chosen] - ratio[rejected]).abs() <= TIE * (logp[chosen].abs() + logp[rejected].abs())
+        decided = margin.masked_fill(tie, 0.0)
         return {
             "rewards/chosen": rewards[chosen].mean(),
             "rewards/rejected": rewards[rejected].mean(),
             "rewards/margins": margin.mean(),
-            "rewards/accuracies": where(label > 0.5, margin > 0, margin < 0).float().mean(),  # a tie is wrong
+            "rewards/accuracies": where(label > 0.5, decided > 0, decided < 0).float().mean(),
             "logps/chosen": logp[chosen].mean(),
             "logps/rejected": logp[rejected].mean(),
             "num_pairs": margin.new_tensor(float(len(label))),
