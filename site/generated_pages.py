@@ -62,6 +62,14 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     return markdown if page.file.generated_by else replace_links(markdown, "docs")
 
 
+def on_page_content(html: str, *, page: Any, **_: Any) -> str:
+    """Raises RuntimeError if a page shows a fence of code as text."""
+    if "```" in html:
+        line = html[html.index("```") :].partition("\n")[0]
+        raise RuntimeError(f"{page.file.src_uri} shows a fence as text: {line!r}")
+    return html
+
+
 def read_root_page(source: str) -> str:
     text = (ROOT / source).read_text(encoding="utf-8")
     if source.endswith(".py"):
