@@ -169,6 +169,17 @@ def test_if_everything_fails_the_command_fails(tmp_path):
     assert not (tmp_path / "it" / "summary.json").exists()
 
 
+def test_a_reward_function_that_forgets_answers_is_an_error_and_no_accuracy(tmp_path, monkeypatch):
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps({"prompt": f"{i}+1=", "answer": i + 1}) + "\n" for i in range(8)))
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "forgetful_rewards.py").write_text("def all_right(completions, **columns):\n    return [1.0]\n")
+    given = [f"data={tmp_path / 'sums.jsonl'}", "reward=forgetful_rewards:all_right", "temperature=1"]
+    with StubOpenAIServer(lambda body: completion("7")) as server:
+        shown = evaluate(*given, f"base_url={server.base_url}", "k=2", "problems=1", f"output={tmp_path / 'out'}", code=2)
+    assert "reward function all_right returned 1 rewards for 2 completions" in " ".join(shown.output.split())
+    assert not list((tmp_path / "out").rglob("summary.json"))
+
+
 def test_an_api_key_comes_from_the_named_variable_and_is_written_nowhere(tmp_path, monkeypatch):
     monkeypatch.setenv("MY_KEY", "secret-123")
     pupil = Pupil(lambda i, j, question: completion(right(question)))

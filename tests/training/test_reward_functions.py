@@ -12,6 +12,7 @@ from reward_scoring import rollout, score
 
 from ludic.errors import ConfigError, GradingError
 from ludic.training.reward_functions import RewardFunctions, TrainerState
+from ludic.training.reward_values import WrongLength
 from ludic.types import Rollout, Step, TokenTrace
 
 # ---- functions from TRL's documentation, run unchanged
@@ -205,8 +206,6 @@ def test_exactly_the_groups_with_a_failure_have_no_reward(bad, coroutine):
     [
         (None, "it returned NoneType; it must return a list"),
         (1.0, "it returned float; it must return a list"),
-        ([1.0, 2.0], "it returned 2 rewards for 1 completions"),
-        ([], "it returned 0 rewards for 1 completions"),
         ([float("nan")], "reward function own returned nan, where a reward must be finite, or None, for the prompt '2"),
         ([float("inf")], "reward function own returned inf, where"),
         (["1.0"], "reward function own returned the text '1.0', where a reward must be a number"),
@@ -257,16 +256,19 @@ def test_a_timeout_error_raised_by_the_function_is_an_ordinary_error():
     assert str(error).startswith(f"reward function gives_up failed: TimeoutError: the judge is away ({__file__}:")
 
 
-def test_a_wrong_number_of_rewards_is_reported_for_the_whole_batch():
-    def forgets(completions):
-        return [1.0 for text in completions if text != "bad"]
+@pytest.mark.parametrize(("returned", "is_eval"), [([1.0], False), ([1.0], True), ([], False), ([1.0] * 4, False)])
+def test_a_wrong_number_of_rewards_is_an_error_at_once_and_no_group_is_asked_again(returned, is_eval):
+    """One reward is right for a group of one answer, so calls group by group would take it."""
+    calls = []
 
-    rewards, errors = score(forgets, rollout("a", 1), rollout("bad", 2), rollout("b", 3))
-    assert rewards == [1.0, 0.0, 1.0]
-    assert str(errors[1]) == (
-        "reward function forgets failed: it returned 2 rewards for 3 completions; there must be one for each, and called again for one "
-        "group alone it returned 0 rewards for 1 completions; there must be one for each"
-    )
+    def forgets(completions):
+        calls.append(len(completions))
+        return returned
+
+    said = f"reward function forgets returned {len(returned)} rewards for 3 completions; return one for each, None where it does not apply"
+    with pytest.raises(WrongLength, match=said):
+        score(forgets, rollout("a", 1), rollout("b", 2), rollout("c", 3), is_eval=is_eval)
+    assert calls == [3]
 
 
 @pytest.mark.parametrize("coroutine", [False, True])

@@ -31,8 +31,12 @@ class CoroutineDeadlineExceeded(RewardDeadlineExceeded):
     """A coroutine function did, and was cancelled."""
 
 
-class RewardsHung(LudicError, RuntimeError):
-    """More calls of reward functions hang than are allowed, and the run ends."""
+class RewardsBroken(LudicError):
+    """No reward of a function can be trusted: the run ends."""
+
+
+class RewardsHung(RewardsBroken, RuntimeError):
+    """More calls of reward functions hang than are allowed."""
 
 
 class ThreadedCalls:

@@ -26,7 +26,7 @@ from ludic.training.reward_deadline import (
     MAX_HUNG_CALLS,
     CoroutineDeadlineExceeded,
     RewardDeadlineExceeded,
-    RewardsHung,
+    RewardsBroken,
     ThreadedCalls,
     is_coroutine_function,
     report_slow_call,
@@ -67,7 +67,8 @@ class RewardFunctions:
 
     A missing reward is an error of its rollout and never counts as 0: if no function applied, if an
     element is not finite or is an exception, or if a function raised. A function that raises is
-    called again for each group, so only the groups on which it fails are lost.
+    called again for each group, so only the groups on which it fails are lost. Another number of
+    rewards than completions ends the run: `score` raises WrongLength.
 
     **Deadline.** A coroutine function that exceeds `timeout_s` is cancelled and not called again.
     A plain function has a deadline only if `plain_timeout_s` is set: it then runs in a thread of
@@ -154,7 +155,7 @@ class RewardFunctions:
         arguments = self._arguments(function, inputs, log)
         if self.plain_timeout_s is not None and not is_coroutine_function(function):
             call = self._threads.call(name, lambda: function(**arguments), self.plain_timeout_s)
-            return self._finish(call, inputs, log, has_deadline=True)
+            return self._finish(name, call, inputs, log, has_deadline=True)
         try:
             with report_slow_call(name, self._slow):
                 returned = function(**arguments)
@@ -162,10 +163,10 @@ class RewardFunctions:
             returned = error
         except SystemExit as error:
             returned = exit_error(error)
-        return self._finish(returned, inputs, log)
+        return self._finish(name, returned, inputs, log)
 
     async def _finish(
-        self, returned: Any, inputs: Sequence[_FunctionInput], log: _Log, *, has_deadline: bool = False
+        self, name: str, returned: Any, inputs: Sequence[_FunctionInput], log: _Log, *, has_deadline: bool = False
     ) -> list[Reward] | Exception:
         try:
             if isinstance(returned, Exception):
@@ -174,8 +175,8 @@ class RewardFunctions:
                 returned = await returned
             if inspect.isawaitable(returned):
                 returned = await self._await_result(returned)
-            return check_rewards(returned, len(inputs))
-        except RewardsHung:
+            return check_rewards(name, returned, len(inputs))
+        except RewardsBroken:
             raise
         except Exception as error:
             return error
@@ -211,9 +212,7 @@ class RewardFunctions:
         for members in groups.values():
             result = await self._start(name, function, [inputs[index] for index in members])
             for position, index in enumerate(members):
-                rewards[index] = (
-                    reward_failure(name, function, result, error) if isinstance(result, Exception) else result[position]
-                )
+                rewards[index] = reward_failure(name, function, result) if isinstance(result, Exception) else result[position]
         return rewards
 
     def _arguments(self, function: RewardFunction, inputs: Sequence[_FunctionInput], log: _Log) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ludic.errors import DataError, GradingError, LudicError, RolloutError, error_location
 from ludic.interaction.containment import describe_error
-from ludic.training.reward_deadline import RewardDeadlineExceeded
+from ludic.training.reward_deadline import RewardDeadlineExceeded, RewardsBroken
 from ludic.training.reward_signatures import RewardFunction
 
 Reward = float | None | Exception
@@ -19,19 +19,22 @@ class NoReward(GradingError):
     """An element that is neither a finite number nor None."""
 
 
-class WrongLength(DataError):
-    """The number of rewards differs from the number of completions."""
+class WrongLength(RewardsBroken, DataError):
+    """The number of rewards differs from the number of completions, so that none belongs to one."""
 
 
-def check_rewards(returned: Any, expected: int) -> list[Reward]:
-    """What a function returned for `expected` completions, as rewards. Raises `DataError` if it is
-    no list, and `WrongLength` for another number of elements."""
+def check_rewards(name: str, returned: Any, expected: int) -> list[Reward]:
+    """What the function `name` returned for `expected` completions, as rewards. Raises `DataError`
+    if it is no list, and `WrongLength` for another number of elements."""
     if hasattr(returned, "tolist"):
         returned = returned.tolist()
     if not isinstance(returned, list | tuple):
         raise DataError(f"it returned {type(returned).__name__}; it must return a list with one reward for each completion")
     if len(returned) != expected:
-        raise WrongLength(f"it returned {len(returned)} rewards for {expected} completions; there must be one for each")
+        raise WrongLength(
+            f"reward function {name} returned {len(returned)} rewards for {expected} completions; return one for each, None where it "
+            "does not apply"
+        )
     return [_reward(element) for element in returned]
 
 
@@ -47,14 +50,9 @@ def _reward(element: Any) -> Reward:
     return number if math.isfinite(number) else NoReward(f"{number}, where a reward must be finite, or None,")
 
 
-def reward_failure(name: str, function: RewardFunction, error: Exception, first: Exception | None = None) -> Exception:
-    """Return the error of a function for a rollout. `first` is the error of the call for the whole
-    batch, if that was another call; it may be more informative."""
-    if isinstance(error, WrongLength) and isinstance(first, WrongLength) and str(first) != str(error):
-        reason = f"{first}, and called again for one group alone {error}"
-    else:
-        reason = _reason(function, error)
-    failure = GradingError(f"reward function {name} failed: {reason}")
+def reward_failure(name: str, function: RewardFunction, error: Exception) -> Exception:
+    """Return the error of a function for a rollout."""
+    failure = GradingError(f"reward function {name} failed: {_reason(function, error)}")
     failure.__cause__ = error
     return failure
 

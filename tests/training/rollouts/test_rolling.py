@@ -24,6 +24,8 @@ from ludic.training import (
     RolloutRequest,
     make_dataset_sequence_requests_fn,
 )
+from ludic.training.reward_functions import RewardFunctions
+from ludic.training.reward_values import WrongLength
 from ludic.training.rollouts.group_filters import check_reward_nonzero_std, of_rollouts
 from ludic.types import ChatResponse, StepOutcome
 
@@ -169,6 +171,20 @@ def test_a_group_that_fails_is_lost_counted_and_replaced(caplog):
     lost = sum(batch.meta["groups/lost"] for batch in batches)
     assert source.counts.lost == lost == sum(batch.meta["num_dropped_groups"] for batch in batches) > 0
     assert "the game is broken" in caplog.text
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0])
+def test_a_wrong_number_of_rewards_ends_the_run_at_once_and_loses_no_group(factor):
+    class Miscounting(RewardFunctions):
+        async def score(self, rollouts):
+            for rollout in rollouts:
+                rollout.meta["request_meta"]["row"] = {"prompt": "parity?"}
+            return await super().score(rollouts)
+
+    source = make_source(make_engine(scorer=Miscounting(lambda completions: [1.0])), over_sampling_factor=factor)
+    with pytest.raises(WrongLength, match="returned 1 rewards for 4 completions"):
+        play_jumping(take(source, 1))
+    assert source.counts.lost == source.counts.retried == 0
 
 
 @pytest.mark.parametrize("killed_after", [0, 1, 2, 3])

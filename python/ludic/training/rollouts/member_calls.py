@@ -16,6 +16,7 @@ from ludic.errors import RolloutError
 from ludic.event_loop import is_being_cancelled
 from ludic.interaction.containment import describe_error
 from ludic.seeds import derive_seed
+from ludic.training.reward_deadline import RewardsBroken
 from ludic.training.rollouts.group_ledger import Group, GroupState
 from ludic.training.rollouts.outage import FailedCalls, Outage
 
@@ -158,6 +159,10 @@ class MemberCalls:
             value, error = await self._call(ticket)
             if group.state is not GroupState.OWED or self._running.get(key) is not asyncio.current_task():
                 return  # the group is lost, or this call was given up
+            if isinstance(error, RewardsBroken):
+                self.cancel()
+                self._fail(error)
+                return
             has_grown = isinstance(error, MemberInterrupted) and error.has_grown
             if isinstance(error, MemberInterrupted) and has_grown:
                 group.partials[member] = error.partial
