@@ -50,6 +50,25 @@ def test_it_prints_the_script_and_the_commands_and_submits_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_batch_of_a_flat_file_is_that_of_the_jobs_ranks(tmp_path, caplog):
+    """Before the job is placed its ranks are not known, and no batch is refused."""
+    (tmp_path / "m.yaml").write_text(
+        "{train_grpo_objective: true, force_custom_loop: true, model_name_or_path: here, dataset_name: rows, num_generations: 8,\n"
+        "per_device_train_batch_size: 2, gradient_accumulation_steps: 1}\n"
+    )
+    code, output = slurm("m.yaml", "--nodes", "2", "--gpus-per-node", "8", "--accelerator", "zero3")
+    assert (code, caplog.text.count("force_custom_loop has no effect")) == (0, 1), output
+    assert "# a step: 4 problems x 8 answers" in output.splitlines()
+    assert "train m.yaml sharding.kind=full" in output
+    assert "a step: 2 problems x 8 answers" in slurm("m.yaml", "--gpus-per-node", "8")[1]
+    code, output = slurm("m.yaml", "--gpus-per-node", "3")
+    assert code != 0
+    assert "is 6 answers, which num_generations (8) does not divide" in " ".join(output.replace("│", " ").split())
+    assert "must be one of ddp, fsdp, zero2, zero3" in " ".join(
+        slurm("sort", "--accelerator", "tpu")[1].replace("│", " ").split()
+    )
+
+
 def test_a_submitted_job_has_its_settings_beside_its_script(tmp_path, monkeypatch):
     (tmp_path / "bin").mkdir()
     sbatch = tmp_path / "bin" / "sbatch"

@@ -5,15 +5,18 @@ import json
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
 from ludic.errors import ConfigError
 from ludic.recipes import flat_keys
 from ludic.recipes.build import build_algorithm
 from ludic.recipes.compose import compose, list_settings
+from ludic.recipes.controllers import build_controllers
+from ludic.recipes.controllers_section import ControllersSection
 from ludic.recipes.flat_recipe import KNOWN, from_flat, is_flat, translate_name
 from ludic.training.loss import CompositeLoss, ListwiseLoss, ReferenceKLLoss
 from ludic.training.maxent.credit import ListwiseCredit
-from ludic.training.presets import make_maxent_grpo
+from ludic.training.presets import make_grpo, make_maxent_grpo
 
 COMMON = {
     "model_name_or_path": "Qwen/Qwen2.5-1.5B-Instruct",
@@ -95,6 +98,7 @@ SHARED = {
         "lr_scheduler_type": "cosine",
         "warmup_ratio": 0.2,
         "warmup_steps": 0,
+        "lr_min_ratio": 0.0,
         "betas": [0.9, 0.99],
         "eps": 1e-6,
         "max_grad_norm": 0.15,
@@ -104,7 +108,9 @@ SHARED = {
         "eval_every_n_steps": 25,
         "minibatches_per_batch": 1,
     },
-    "checkpoint": {"every_n_steps": 50},
+    "checkpoint": {"every_n_steps": 50, "max_to_keep": None},
+    "report_header": True,
+    "report_aliases": True,
     "reference": {"source": "model"},
 }
 DOCUMENT_FORM = {"form": "likelihood", "baseline": "none", "sampler_exponent": 0.0}
@@ -249,8 +255,6 @@ def test_only_files_of_the_document_are_flat():
         ({"maxent_tau": 0.1}, r"maxent_tau are settings of MaxEnt, and the objective is GRPO"),
         ({"num_generations": 7}, r"is 64 answers, which num_generations \(7\) does not divide"),
         ({"maxent_reference_logprobs_source": "stale"}, r"must be auto or model"),
-        ({"info_seed_num_seeds": 4}, r"info_seed_num_seeds need info_seed_enabled: true"),
-        ({"info_seed_enabled": False, "info_seed_num_seeds": 4}, r"info_seed_num_seeds need info_seed_enabled: true"),
         ({"dataset_mixture": {"datasets": []}}, r"dataset_name and dataset_mixture are names of one setting, data"),
         ({"use_vllm": True, "vllm_mode": "both"}, r"vllm_mode \(both\) must be server or colocate"),
     ],
@@ -270,6 +274,62 @@ def test_names_of_one_coefficient_may_agree_and_a_switch_that_is_off_is_named():
         from_flat(GRPO, task="infoseed")
 
 
+@pytest.mark.parametrize("switch", [{}, {"info_seed_enabled": False}])
+def test_infoseed_that_is_switched_off_leaves_its_settings_without_effect(switch):
+    translated = from_flat({**GRPO, **switch, "info_seed_num_seeds": 4, "info_seed_lambda": 0.01})
+    assert translated.recipe == from_flat(GRPO).recipe
+    assert translated.without_effect["info_seed_num_seeds"] == "info_seed_enabled is off"
+
+
+@pytest.mark.parametrize("method", ["first_order", "truncated_backprop"])
+def test_the_meta_controller_of_grpo_takes_the_analytic_step_of_beta(method):
+    """The document's own command for its GRPO template: there is no tau to differentiate by."""
+    meta = {"controller_meta_enabled": True, "controller_meta_method": method, "controller_meta_lr": 0.02}
+    translated = from_flat({"train_grpo_objective": True, "beta": 0.5, "kl_target": 0.07, **meta})
+    assert "beta takes the analytic step" in translated.without_effect["controller_meta_method"]
+    section = OmegaConf.to_object(
+        OmegaConf.merge(OmegaConf.structured(ControllersSection), OmegaConf.create(translated.recipe["controllers"]))
+    )
+    [controller] = build_controllers(section, make_grpo(group_size=8, reference_kl=0.5), group_size=8)
+    assert (controller.method, controller.kl_target, [*controller.coefficients]) == ("analytic", 0.07, ["beta"])
+    assert from_flat({**MAXENT, **meta}).recipe["controllers"]["meta"]["method"] == method
+
+
+def test_what_a_file_leaves_out_is_as_in_transformers(tmp_path):
+    """A cosine that ends at 0, no warm-up, its betas, and every checkpoint."""
+    (tmp_path / "flat.yaml").write_text("train_grpo_objective: true\ndataset_name: rows\nmodel_name_or_path: here\n")
+    recipe = compose([str(tmp_path / "flat.yaml")])
+    trainer = recipe.trainer
+    assert (trainer.lr, trainer.lr_scheduler_type, trainer.lr_min_ratio, trainer.warmup_steps) == (1e-6, "cosine", 0.0, 0)
+    assert (list(trainer.betas), trainer.eps, trainer.weight_decay, trainer.max_grad_norm) == ([0.9, 0.999], 1e-8, 0.0, 1.0)
+    assert (recipe.checkpoint.max_to_keep, recipe.report_header, recipe.report_aliases) == (None, True, True)
+    one = compose([str(tmp_path / "flat.yaml"), "save_total_limit=2", "adam_beta2=0.9", "lr_scheduler_type=constant"])
+    assert (one.checkpoint.max_to_keep, list(one.trainer.betas), one.trainer.lr_scheduler_type) == (2, [0.9, 0.9], "constant")
+
+
+BATCH = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_generations": 8}
+
+
+def test_a_batch_is_that_of_all_ranks(tmp_path, monkeypatch):
+    path = tmp_path / "flat.yaml"
+    path.write_text(yaml.safe_dump({"train_grpo_objective": True, "dataset_name": "rows", "model_name_or_path": "here", **BATCH}))
+
+    def problems(*overrides, **more):
+        return compose([str(path), *overrides], **more).rollout.prompts
+
+    assert problems() == 1
+    assert problems("ranks=2") == problems("place.trainers=2") == problems("place={trainers:2}") == 2
+    assert problems("num_processes=8") == problems("ranks=2", "num_processes=8") == 8
+    assert problems(ranks=16) == 16
+    assert (
+        problems("per_device_train_batch_size=1", "gradient_accumulation_steps=1", ranks=0) == compose(["data"]).rollout.prompts
+    )
+    environment = {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert problems() == 4
+
+
 def test_ludic_train_reads_a_flat_file_and_overrides_by_its_names(tmp_path, caplog):
     (tmp_path / "rows.jsonl").write_text(json.dumps({"problem": "1+1", "answer": "2"}) + "\n")
     dropped = ("init_kl_coeff", "kl_target", "kl_horizon", "kl_ctl_step_size", "maxent_reference_logprobs_source")
@@ -280,7 +340,10 @@ def test_ludic_train_reads_a_flat_file_and_overrides_by_its_names(tmp_path, capl
     )
     assert (recipe.algorithm, recipe.steps, recipe.trainer.lr, recipe.trainer.eps) == ("grpo", 7, 2e-6, 1e-7)
     assert (recipe.recipe, recipe.rollout.prompts, recipe.reward) == ("data", 4, "pure_accuracy_math")
-    assert "force_custom_loop has no effect here: there is one loop, for every objective" in caplog.text
+    said = "force_custom_loop has no effect here: there is one loop, for every objective"
+    assert said in caplog.text
+    compose([str(tmp_path / "flat.yaml")])
+    assert caplog.text.count(said) == 1  # a command composes its recipe several times
 
 
 def test_a_flat_file_with_infoseed_is_a_recipe(tmp_path):

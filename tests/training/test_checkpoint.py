@@ -199,6 +199,10 @@ def test_the_oldest_checkpoints_are_deleted(tmp_path):
     for step in (1, 2, 10):
         keeper.save(nn.Linear(2, 2), optimizer=None, step=step)
     assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_000002", "step_000010"]
+    keeper = make_manager(tmp_path, max_to_keep=None)
+    for step in (11, 12, 13):
+        keeper.save(nn.Linear(2, 2), optimizer=None, step=step)
+    assert len(list(tmp_path.glob("step_*"))) == 5
 
 
 def test_a_run_that_resumed_from_an_earlier_step_keeps_the_checkpoint_it_just_wrote(tmp_path):

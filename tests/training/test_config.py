@@ -73,7 +73,7 @@ def test_a_tokenizer_sets_the_pad_token():
         ({"minibatches_per_batch": 0}, "minibatches_per_batch"),
         ({"epochs_per_batch": True}, "epochs_per_batch"),
         ({"max_empty_batches": 0}, "max_empty_batches"),
-        ({"lr_scheduler_type": "step"}, "cosine, linear, constant_with_warmup"),
+        ({"lr_scheduler_type": "step"}, "cosine, linear, constant, constant_with_warmup"),
         ({"warmup_steps": 5}, "lr_scheduler_type"),
         ({"lr_scheduler_type": "linear", "warmup_ratio": 2.0}, "warmup_ratio"),
         ({"lr_min_ratio": 1.5}, "lr_min_ratio"),

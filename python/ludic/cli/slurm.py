@@ -26,6 +26,8 @@ from ludic.recipes.queue_section import check_url
 from ludic.recipes.schema import Recipe
 from ludic.runs.directory import RunDirectory
 
+ACCELERATORS = {"ddp": "none", "fsdp": "full", "zero2": "full", "zero3": "full"}
+"""`--accelerator` -> `sharding.kind`."""
 TASKS = {"grpo": "grpo", "maxent": "maxent_grpo", "maxent-grpo": "maxent_grpo", "infoseed": "grpo", "info-seed": "grpo"}
 """`--task` -> algorithm."""
 SEEDED_TASKS = ("infoseed", "info-seed")
@@ -38,6 +40,7 @@ def slurm_command(
     arguments: Sequence[str],
     *,
     task: str | None,
+    accelerator: str | None,
     resume: Path | None,
     submit: bool,
     setup: Sequence[str],
@@ -45,9 +48,13 @@ def slurm_command(
 ) -> int:
     """Print the script and the plan, or submit the job. `options` are fields of `SlurmSettings`."""
     arguments = [*arguments, *([f"algorithm={_find_algorithm(task)}"] if task is not None else [])]
+    if accelerator is not None:
+        if accelerator not in ACCELERATORS:
+            raise ConfigError(f"--accelerator ({accelerator}) must be one of {', '.join(ACCELERATORS)}; or set sharding.kind")
+        arguments.append(f"sharding.kind={ACCELERATORS[accelerator]}")
     if task in SEEDED_TASKS:
         _check_seeded(arguments, resume, str(task))
-    settings = make_settings(arguments, resume=resume, setup=setup, options=options)
+    settings, recipe = make_settings(arguments, resume=resume, setup=setup, options=options)
     placement = _place(settings)
     commands = [*server_steps(settings, placement, JOB_ID), training_step(settings, placement, JOB_ID)]
     digest = hashlib.sha256(write_settings(settings).encode()).hexdigest()[:12]
@@ -56,6 +63,9 @@ def slurm_command(
     if not submit:
         typer.echo(text)
         typer.echo("\n".join(f"# {line}" for line in describe(placement)))
+        typer.echo(
+            f"# a step: {recipe.rollout.prompts} problems x {recipe.rollout.group_size + recipe.info_seed.num_seeds} answers"
+        )
         typer.echo("\n".join(f"# {shlex.join(command)}" for command in commands))
         if settings.ports_of_job:
             typer.echo("# A job has ports of its own, by its number, in place of these")
@@ -70,8 +80,8 @@ def slurm_command(
 
 def make_settings(
     arguments: Sequence[str], *, resume: Path | None, setup: Sequence[str], options: dict[str, Any]
-) -> SlurmSettings:
-    """The job of a recipe, or of a run to resume, and its settings. Raises ConfigError for what
+) -> tuple[SlurmSettings, Recipe]:
+    """The job of a recipe, or of a run to resume, and its recipe there. Raises ConfigError for what
     `ludic train` would refuse, so that it does not wait in the queue first."""
     source, replaced, command = [], [], ["-m", "ludic.cli", "train"]
     if resume is not None:
@@ -79,7 +89,7 @@ def make_settings(
             raise ConfigError(f"steps=+{more} would be added again whenever the job starts again; set steps=N, for N in all")
         source, command = [str(RunDirectory.open_to_read(resume).config)], [*command, "--resume", str(resume)]
         replaced = _replace_servers(source[0], arguments)
-    recipe = compose([*source, *arguments, *replaced])
+    recipe = compose([*source, *arguments, *replaced], ranks=0)
     if recipe.place.on != "local" or recipe.place.actors or recipe.place.servers or recipe.place.trainers > 1:
         raise ConfigError("ludic slurm places the processes itself; leave place.* out, or use `ludic train place=slurm`")
     if recipe.queue.url is not None:
@@ -92,8 +102,11 @@ def make_settings(
     if serve:  # those of a server that the run would start itself are the servers' now
         train += [*(["inference.kind=vllm"] if resume is None else []), "inference.python=null", "inference.server_args=[]"]
     settings = SlurmSettings(**{**given, "train": (*command, *train), "serve": serve, "server": server, "setup": tuple(setup)})
-    check_actors(compose([*source, *train, *tell_servers(settings.train, _place(settings))]))
-    return settings
+    placement = _place(settings)
+    ranks = len(placement.train_nodes) * placement.ranks_per_node
+    recipe = compose([*source, *train, *tell_servers(settings.train, placement)], ranks=ranks)
+    check_actors(recipe)
+    return settings, recipe
 
 
 def _replace_servers(config: str, arguments: Sequence[str]) -> list[str]:
@@ -127,7 +140,7 @@ def _make_server(recipe: Recipe) -> tuple[str, ...]:
 
 
 def _check_seeded(arguments: Sequence[str], resume: Path | None, task: str) -> None:
-    if resume is None and not compose(arguments).info_seed.num_seeds:
+    if resume is None and not compose(arguments, ranks=0).info_seed.num_seeds:
         raise ConfigError(f"--task {task} needs seeds; set info_seed.num_seeds=N (in a flat file info_seed_enabled: true)")
 
 

@@ -23,12 +23,18 @@ third, with two servers of two GPUs
 - `ludic slurm maths.yaml --task maxent --setup 'module load cuda' --setup 'source env/bin/activate'`
 """
 
+_OF_THE_COMMAND = ("arguments", "task", "accelerator", "resume", "submit", "setup")
+"""Options that are not fields of `SlurmSettings`."""
+
 
 def slurm(
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="[RECIPE] [KEY=VALUE]...", help="As those of `ludic train`.")
     ] = None,
     task: Annotated[str | None, typer.Option(help="grpo or maxent: short for algorithm=NAME. infoseed: grpo with seeds.")] = None,
+    accelerator: Annotated[
+        str | None, typer.Option(help="ddp; or fsdp, zero2, zero3: sharding.kind=full, which shares out weights and optimizer.")
+    ] = None,
     resume: Annotated[
         Path | None, typer.Option(metavar="RUN", help="Folder of the run to resume, with servers of the new job.")
     ] = None,
@@ -54,9 +60,11 @@ def slurm(
     ] = None,
     submit: Annotated[bool, typer.Option(help="Submit the job instead of printing it.")] = False,
 ) -> None:
-    options = {name: value for name, value in locals().items() if name not in ("arguments", "task", "resume", "submit", "setup")}
+    options = {name: value for name, value in locals().items() if name not in _OF_THE_COMMAND}
     with report_user_errors():
         from ludic.cli.slurm import slurm_command
 
-        code = slurm_command(arguments or (), task=task, resume=resume, submit=submit, setup=setup or (), options=options)
+        code = slurm_command(
+            arguments or (), task=task, accelerator=accelerator, resume=resume, submit=submit, setup=setup or (), options=options
+        )
     raise typer.Exit(code)

@@ -18,9 +18,9 @@ class CheckpointSection:
 
     every_n_steps: int = MISSING
     """0: only at the end, and when the run is stopped."""
-    max_to_keep: int = MISSING
+    max_to_keep: Optional[int] = MISSING  # noqa: UP045
     """The newest so many of a phase are kept, at least 1; those of `callbacks.keep_best` do not
-    count."""
+    count. Null: all."""
     layout: str = "full"
     """`full`: each checkpoint is a model with its tokenizer, which transformers and vLLM open.
     `shallow`: for resuming alone. Of a sharded model each rank writes the parts that it has, and no

@@ -25,6 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ludic.errors import ConfigError
+from ludic.rank_environment import read_rank_environment
 from ludic.recipes.devices import are_left_open, choose_devices
 from ludic.recipes.flat_recipe import KNOWN, from_flat, is_flat, translate_name
 from ludic.recipes.overrides import RENAMED, SECTIONS_BY_NAME, Override, first_line, parse_override, suggest
@@ -54,11 +55,12 @@ def list_builtin_recipes() -> list[str]:
     return sorted(path.name.removesuffix(".yaml") for path in _builtin_folder().iterdir() if path.name.endswith(".yaml"))
 
 
-def compose(arguments: Sequence[str] = ()) -> Recipe:
+def compose(arguments: Sequence[str] = (), *, ranks: int | None = None) -> Recipe:
     """Resolve a recipe of `ludic train`. `arguments` are at most one recipe name or YAML file,
-    and any number of overrides."""
+    and any number of overrides. `ranks`: processes that train, for the batch of a flat file; 0: not
+    known yet; None: those of this process's environment, else `place.trainers`."""
     source, overrides = split_arguments(arguments)
-    user, overrides = _read_file(source, overrides)
+    user, overrides = _read_file(source, overrides, _count_ranks(overrides) if ranks is None else ranks)
     layers = list(_read_layers(source, user, overrides))
     file = {path: OmegaConf.select(layer, path) for where, layer in layers if where == source for path in _list_paths(layer)}
     recipe = cast(Recipe, resolve_layers(_make_schema(), layers, overrides))
@@ -167,7 +169,18 @@ def _make_schema_once() -> DictConfig:
     return tree
 
 
-def _read_file(source: str | None, overrides: list[Override]) -> tuple[DictConfig, list[Override]]:
+def _count_ranks(overrides: Sequence[Override]) -> int:
+    environment, given = read_rank_environment(), _flatten(overrides).get("place.trainers")
+    return environment.world_size if environment is not None else given if isinstance(given, int) else 1
+
+
+@cache
+def _warn_once(text: str) -> None:
+    """Warn in the first of several times that a command composes its recipe."""
+    logger.warning(text)
+
+
+def _read_file(source: str | None, overrides: list[Override], ranks: int) -> tuple[DictConfig, list[Override]]:
     """The user's file, empty without one, and the overrides that are not part of it: those with
     names of a flat file replace its keys before it is translated."""
     if not _is_file(source):
@@ -177,9 +190,9 @@ def _read_file(source: str | None, overrides: list[Override]) -> tuple[DictConfi
     if not is_flat(plain):
         return content, overrides
     own = {override.key: name for override in overrides if (name := translate_name(override.key)) in KNOWN}
-    translated = from_flat(plain, replaced={own[o.key]: o.value for o in overrides if o.key in own})
+    translated = from_flat(plain, replaced={own[o.key]: o.value for o in overrides if o.key in own}, ranks=ranks)
     for key, reason in translated.without_effect.items():
-        logger.warning("%s: %s has no effect here: %s", source, key, reason)
+        _warn_once(f"{source}: {key} has no effect here: {reason}")
     return OmegaConf.create(translated.recipe), [override for override in overrides if override.key not in own]
 
 

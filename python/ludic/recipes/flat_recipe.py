@@ -29,10 +29,17 @@ _DEFAULTS: Mapping[str, Any] = {
     "reward": "pure_accuracy_math",
     "rollout.temperature": 0.8,
     "rollout.top_p": 0.9,
+    "trainer.lr": 1e-6,
     "trainer.lr_scheduler_type": "cosine",
+    "trainer.lr_min_ratio": 0.0,
+    "trainer.warmup_steps": 0,
+    "trainer.betas": [0.9, 0.999],
     "trainer.minibatches_per_batch": 1,
+    "checkpoint.max_to_keep": None,
+    "report_header": True,
+    "report_aliases": True,
 }
-"""What the document does where a file says nothing."""
+"""What the document, or the GRPOConfig below it, does where a file says nothing."""
 _CLIP_RANGE = 0.2
 """Its `clip_range`."""
 _OWN_RATES = ("controller_meta_tau_lr", "controller_meta_beta_lr")
@@ -64,12 +71,16 @@ def is_flat(content: Mapping[str, Any]) -> bool:
     return "train_grpo_objective" in keys or any(key.startswith("maxent_") for key in keys) or _find_section(content) is not None
 
 
-def from_flat(content: Mapping[str, Any], *, task: str | None = None, replaced: Mapping[str, Any] | None = None) -> FlatRecipe:
+def from_flat(
+    content: Mapping[str, Any], *, task: str | None = None, replaced: Mapping[str, Any] | None = None, ranks: int = 1
+) -> FlatRecipe:
     """Translate a flat file. `task` (grpo, maxent, infoseed) replaces its objective, and `replaced`
-    some of its keys.
+    some of its keys. `ranks`: processes that train, if the file has no `num_processes`, of which
+    each trains `per_device_train_batch_size` answers at a time; 0: not known, and the batch is left
+    out.
 
-    Raises ConfigError for an unknown key, for names of beta with different values, for settings of
-    MaxEnt with the objective of GRPO, and for settings of a part that is switched off.
+    Raises ConfigError for an unknown key, for names of beta with different values, and for settings
+    of MaxEnt with the objective of GRPO.
     """
     flat = {**_flatten(content), **(replaced or {})}
     _check_known(flat)
@@ -82,13 +93,12 @@ def from_flat(content: Mapping[str, Any], *, task: str | None = None, replaced: 
     settings |= _rename(flat, {**SHARED, **MAXENT_ONLY})
     _translate_beta(flat, settings, is_maxent)
     _translate_clip(flat, settings, is_maxent)
-    _translate_batch(flat, settings)
+    _translate_batch(flat, settings, ranks)
     _translate_rest(flat, settings)
     without = {key: WITHOUT_EFFECT[key] for key in flat if key in WITHOUT_EFFECT} | _list_idle(flat, is_maxent)
     _translate_controllers(flat, settings)
-    settings |= (
-        {"info_seed.coeff": 0.0, **_rename(flat, SEED, "info_seed.")} if flat.get("info_seed_enabled") else _refuse_seed(flat)
-    )
+    if flat.get("info_seed_enabled"):
+        settings |= {"info_seed.coeff": 0.0, **_rename(flat, SEED, "info_seed.")}
     if task in ("infoseed", "info-seed") and not flat.get("info_seed_enabled"):
         raise ConfigError(f"task {task} needs info_seed_enabled: true")
     return FlatRecipe(_nest({**_DEFAULTS, **settings}), without)
@@ -176,6 +186,8 @@ def _translate_controllers(flat: Mapping[str, Any], settings: dict[str, Any]) ->
     meta-controller, the law of beta needs all three of its settings."""
     if flat.get("controller_meta_enabled"):
         rates = {key: value for key, value in flat.items() if key not in _OWN_RATES or value}
+        if settings["algorithm"] == "grpo":
+            rates.pop("controller_meta_method", None)
         settings |= {"controllers.meta.method": "analytic", **_rename(rates, META, "controllers.meta.")}
     elif not _has_kl_law(flat):
         for key in _KL_LAW:
@@ -205,20 +217,25 @@ def _list_idle(flat: Mapping[str, Any], is_maxent: bool) -> dict[str, str]:
     else:
         idle |= {key: "controller_meta_lr stands in for a rate of 0" for key in _OWN_RATES if not flat.get(key)}
         idle |= dict.fromkeys(_LAWS, "the meta-controller replaces the controllers of beta and tau")
+        if not is_maxent and flat.get("controller_meta_method") not in (None, "analytic"):
+            idle["controller_meta_method"] = "GRPO has no tau to differentiate by, so beta takes the analytic step"
+    if not flat.get("info_seed_enabled"):
+        idle |= dict.fromkeys(SEED, "info_seed_enabled is off")
     if flat.get("maxent_tau_min") == 0:
         idle["maxent_tau_min"] = "tau never reaches 0; its least value is 1e-6"
     return {key: reason for key, reason in idle.items() if key in flat}
 
 
-def _translate_batch(flat: Mapping[str, Any], settings: dict[str, Any]) -> None:
-    """Answers of a step, of which `num_generations` are to one prompt."""
-    if flat.get("per_device_train_batch_size") is None:
+def _translate_batch(flat: Mapping[str, Any], settings: dict[str, Any], ranks: int) -> None:
+    """Answers of a step on all ranks, of which `num_generations` are to one prompt."""
+    if flat.get("per_device_train_batch_size") is None or not ranks:
         return
-    sizes = [int(flat.get(name) or 1) for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "num_processes")]
+    sizes = [int(flat.get(name) or 1) for name in ("per_device_train_batch_size", "gradient_accumulation_steps")]
+    sizes.append(int(flat.get("num_processes") or ranks))
     answers, group = sizes[0] * sizes[1] * sizes[2], int(flat.get("num_generations") or 1)
     if answers % group:
         raise ConfigError(
-            f"per_device_train_batch_size ({sizes[0]}) x gradient_accumulation_steps ({sizes[1]}) x num_processes ({sizes[2]}) is "
+            f"per_device_train_batch_size ({sizes[0]}) x gradient_accumulation_steps ({sizes[1]}) x num_processes or ranks ({sizes[2]}) is "
             f"{answers} answers, which num_generations ({group}) does not divide"
         )
     settings["rollout.prompts"] = answers // group
@@ -234,8 +251,6 @@ def _translate_rest(flat: Mapping[str, Any], settings: dict[str, Any]) -> None:
         settings |= {"output": str(folder.parent), "name": folder.name}
     if flat.get("bf16"):
         settings["trainer.mixed_precision_dtype"] = "bfloat16"
-    if "trainer.warmup_ratio" in settings:
-        settings.setdefault("trainer.warmup_steps", 0)
     lengths = [flat.get("max_prompt_length"), flat.get("max_completion_length")]
     if None not in lengths:
         longest = sum(int(length or 0) for length in lengths)
@@ -283,12 +298,6 @@ def _rename(flat: Mapping[str, Any], names: Mapping[str, str], prefix: str = "")
             raise ConfigError(f"{' and '.join(others)} are names of one setting, {path}, with different values; keep one")
         settings[path] = value
     return settings
-
-
-def _refuse_seed(flat: Mapping[str, Any]) -> dict[str, Any]:
-    if given := [key for key in flat if key in SEED and flat[key] is not None]:
-        raise ConfigError(f"{', '.join(given)} need info_seed_enabled: true; remove them, or switch it on")
-    return {}
 
 
 def _nest(settings: Mapping[str, Any]) -> dict[str, Any]:

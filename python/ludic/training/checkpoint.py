@@ -59,8 +59,8 @@ class CheckpointConfig:
     """Folder of the checkpoints."""
     every_n_steps: int = 0
     """Save every this many steps; 0: only on request."""
-    max_to_keep: int = 2
-    """Number of checkpoints to keep; older ones are deleted."""
+    max_to_keep: int | None = 2
+    """Number of checkpoints to keep; older ones are deleted. None: all are kept."""
     save_optimizer: bool = True
     """Save the optimizer's state too."""
     layout: Literal["full", "shallow"] = "full"
@@ -74,7 +74,7 @@ class CheckpointConfig:
         check_layout(self.layout)
         if self.every_n_steps < 0:
             raise ConfigError(f"every_n_steps ({self.every_n_steps}) must be >= 0; 0 saves only on request")
-        if self.max_to_keep < 1:
+        if self.max_to_keep is not None and self.max_to_keep < 1:
             raise ConfigError(f"max_to_keep ({self.max_to_keep}) must be >= 1; the latest checkpoint is always kept")
 
 
@@ -218,6 +218,8 @@ class CheckpointManager:
         """Delete the leftovers of interrupted saves, and all checkpoints but `written` and the
         newest others, `max_to_keep` in total; those of `protected` remain."""
         clear_unfinished(self.root)
+        if self.cfg.max_to_keep is None:
+            return
         step = parse_step(written)
         older = [folder for folder in self._folders() if folder != written and parse_step(folder) not in self.protected]
         older.sort(key=lambda folder: (parse_step(folder) <= step, parse_step(folder)))  # steps beyond it were left behind

@@ -19,12 +19,12 @@ from ludic.errors import BudgetError, ConfigError
 Packing = Literal["optimal", "greedy", "padding_free"]
 LogitsPath = Literal["auto", "full", "chunked"]
 PrefixSharing = Literal["auto", "off", "tree"]
-SchedulerType = Literal["cosine", "linear", "constant_with_warmup"]
+SchedulerType = Literal["cosine", "linear", "constant", "constant_with_warmup"]
 
 PACKINGS: tuple[str, ...] = ("optimal", "greedy", "padding_free")
 LOGITS_PATHS: tuple[str, ...] = ("auto", "full", "chunked")
 PREFIX_SHARINGS: tuple[str, ...] = ("auto", "off", "tree")
-SCHEDULER_TYPES: tuple[str, ...] = ("cosine", "linear", "constant_with_warmup")
+SCHEDULER_TYPES: tuple[str, ...] = ("cosine", "linear", "constant", "constant_with_warmup")
 MIXED_PRECISION_DTYPES: tuple[str, ...] = ("bf16",)
 
 _SIZES_REMEDY = "micro-batches are now sized by tokens: set max_seq_len and micro_token_budget"
@@ -167,7 +167,8 @@ class TrainerConfig:
     fields above are passed to the evaluator only if they were set; otherwise it uses its own
     settings."""
     lr_scheduler_type: SchedulerType | None = None
-    """Shape of the learning-rate schedule; None: constant."""
+    """Shape of the learning-rate schedule. `constant`, as in transformers, has no warm-up. None: it
+    is constant, and settings of a warm-up are refused."""
     warmup_steps: int = 0
     """Number of steps in which the learning rate rises to `lr`."""
     warmup_ratio: float | None = None

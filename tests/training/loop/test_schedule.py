@@ -21,6 +21,7 @@ def test_without_a_scheduler_type_the_learning_rate_is_constant():
 
 def test_warm_up_starts_above_zero_and_ends_at_one():
     assert factors(5, kind="constant_with_warmup", warmup_steps=4, total_steps=10) == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert factors(5, kind="constant", warmup_steps=4, total_steps=10) == [1.0] * 5
 
 
 def test_linear_falls_to_the_floor_and_stays():

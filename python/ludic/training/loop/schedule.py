@@ -19,7 +19,7 @@ DEFAULT_TOTAL_STEPS = 1_000_000
 
 def depends_on_total(cfg: TrainerConfig) -> bool:
     """Whether the rate of a step depends on how many there are."""
-    if cfg.lr_scheduler_type is None:
+    if cfg.lr_scheduler_type in (None, "constant"):
         return False
     return cfg.lr_scheduler_type != "constant_with_warmup" or bool(cfg.warmup_ratio and not cfg.warmup_steps)
 
@@ -30,8 +30,8 @@ class LearningRateSchedule:
 
     Warm-up: `(step + 1) / warmup_steps`, so that the rate of the first step is not 0. Afterwards,
     with `p` the finished share of the remaining steps: `linear` is `1 - p`, `cosine` is
-    `(1 + cos(pi p)) / 2`, both scaled to end at `min_ratio`. `constant_with_warmup` and None stay
-    at 1.
+    `(1 + cos(pi p)) / 2`, both scaled to end at `min_ratio`. `constant_with_warmup` stays
+    at 1; `constant` and None always are 1.
 
     >>> LearningRateSchedule("linear", warmup_steps=2, total_steps=6).factor(3)
     0.75
@@ -59,7 +59,7 @@ class LearningRateSchedule:
 
     def factor(self, step: int) -> float:
         """The factor of `lr` at `step`."""
-        if self.kind is None:
+        if self.kind in (None, "constant"):
             return 1.0
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
@@ -119,7 +119,7 @@ class RunSchedule:
     @property
     def warmup_steps(self) -> int:
         """Steps until the rate is whole."""
-        return 0 if self._schedule.kind is None else self._schedule.warmup_steps
+        return 0 if self._schedule.kind in (None, "constant") else self._schedule.warmup_steps
 
     def state_dict(self, step: int) -> dict[str, int]:
         return self._schedule.state_dict(step)

@@ -95,8 +95,7 @@ class PyTorchTrainingBackend(TorchBackend):
         self.loss_fn, self.scheduler, self.tokenizer = loss_fn, scheduler, tokenizer
         self.weight_version, self.current_step = weight_version, current_step
         self.checkpoint_dir = Path(checkpoint_dir)
-        keep = WITHOUT_LIMIT if max_to_keep is None else max_to_keep
-        self.checkpoints = CheckpointManager(CheckpointConfig(self.checkpoint_dir, max_to_keep=keep))
+        self.checkpoints = CheckpointManager(CheckpointConfig(self.checkpoint_dir, max_to_keep=max_to_keep))
         self._whole = micro_token_budget is None
         self._metrics: dict[str, Any] = {}
 
