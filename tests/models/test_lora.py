@@ -235,6 +235,11 @@ def test_the_error_of_an_adapter_that_cannot_be_merged_on_a_copy_names_it():
 # --- files
 
 
+def assert_same_logits(read, model):
+    """In float64: the last bits depend on where in memory the weights of a file lie."""
+    torch.testing.assert_close(logits(read.double()), logits(model.double()), rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("architecture", ["Qwen2", "GPT2"])
 def test_peft_and_transformers_read_the_adapters_of_a_causal_model(architecture, tmp_path):
     from peft import PeftModel
@@ -248,10 +253,10 @@ def test_peft_and_transformers_read_the_adapters_of_a_causal_model(architecture,
     assert (config["task_type"], config["base_model_name_or_path"]) == ("CAUSAL_LM", str(tmp_path / "base"))
     assert all("lora_" in name for name in load_file(tmp_path / "adapter" / "adapter_model.safetensors"))
     read = PeftModel.from_pretrained(causal_model(architecture), tmp_path / "adapter").eval()
-    assert torch.equal(logits(read), logits(model))
+    assert_same_logits(read, model)
     read = AutoModelForCausalLM.from_pretrained(tmp_path / "adapter").eval()
-    assert torch.equal(logits(read), logits(model))
-    assert torch.equal(logits(load_adapter(causal_model(architecture), tmp_path / "adapter")), logits(model))
+    assert_same_logits(read, model)
+    assert_same_logits(load_adapter(causal_model(architecture), tmp_path / "adapter"), model)
 
 
 @pytest.mark.parametrize("architecture", ["Qwen2", "Bert"])
@@ -265,11 +270,11 @@ def test_peft_and_transformers_read_the_adapters_and_the_head_of_a_reward_model(
     save_adapter(model, tmp_path / "adapter")
     assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["task_type"] == "SEQ_CLS"
     read = PeftModel.from_pretrained(scoring_model(architecture), tmp_path / "adapter").eval()
-    assert torch.equal(logits(read), logits(model))
+    assert_same_logits(read, model)
     read = AutoPeftModelForSequenceClassification.from_pretrained(tmp_path / "adapter", num_labels=1).eval()
-    assert torch.equal(logits(read), logits(model))
+    assert_same_logits(read, model)
     read = AutoModelForSequenceClassification.from_pretrained(tmp_path / "adapter", num_labels=1).eval()
-    assert torch.equal(logits(read), logits(model))
+    assert_same_logits(read, model)
 
 
 def test_the_merged_model_on_disk_needs_no_peft_and_saving_changes_nothing_in_memory(tmp_path):
