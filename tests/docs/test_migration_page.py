@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ludic.errors import ConfigError
-from ludic.recipes.compose import compose
+from ludic.recipes.foreign_names import ARGUMENTS, INSTEAD, OPENRLHF, REASONS, SETTINGS, VERL
 from ludic.training import ClippedSurrogateLoss, TrainerConfig, make_bradley_terry
 
 PAGE = (Path(__file__).parents[2] / "docs" / "migration.md").read_text(encoding="utf-8")
@@ -35,14 +35,30 @@ def test_settings_by_model_size_are_valid():
         TrainerConfig(max_seq_len=int(longest), micro_token_budget=int(budget)).validate()
 
 
-def test_every_setting_that_replaces_one_of_another_library_is_there():
-    table = PAGE.split("Settings of `GRPOConfig`")[1].split("##")[0]
-    cells = [row.split("|")[4] for row in table.splitlines() if row.count("|") == 5]
-    named = [key for cell in cells for key in re.findall(r"`([a-z_.]+)(?:=[a-z]+)?`", cell) if key != "ludic train"]
-    assert len(named) >= 20
-    recipe = compose()
-    for key in named:
-        section, _, name = key.partition(".")
-        assert section in vars(recipe)
-        if name and section != "algorithm_args":
-            assert name in vars(getattr(recipe, section))
+def test_the_tables_of_names_are_those_of_the_errors():
+    tables = "\n".join(write_tables())
+    assert tables in PAGE, f"the tables of docs/migration.md must be:\n{tables}"
+
+
+def write_tables():
+    """The tables of the page, from `ludic.recipes.foreign_names`."""
+    columns = [group(table) for table in (SETTINGS, VERL, OPENRLHF)]
+    yield from ["| ludic | TRL, transformers, flat files | verl | OpenRLHF |", "|---|---|---|---|"]
+    for ours in dict.fromkeys(ours for column in columns for ours in column):
+        cells = [ours.split(","), *(column.get(ours, []) for column in columns)]
+        yield "| " + " | ".join(code(cell) for cell in cells) + " |"
+    for title, table in (("write", INSTEAD), ("there is no such setting", REASONS), ("in Python", ARGUMENTS)):
+        whose = "arguments of TRL's trainers" if table is ARGUMENTS else "TRL, transformers"
+        yield from ["", f"| {whose} | {title} |", "|---|---|"]
+        yield from (f"| {code(names)} | {text} |" for text, names in group(table).items())
+
+
+def group(table):
+    groups = {}
+    for name, ours in table.items():
+        groups.setdefault(ours, []).append(name)
+    return groups
+
+
+def code(names):
+    return ", ".join(f"`{name}`" for name in names)

@@ -3,8 +3,8 @@ not."""
 
 import pytest
 
-from ludic.recipes.flat_keys import MAXENT_ONLY, WITHOUT_EFFECT
-from ludic.recipes.flat_recipe import KNOWN, from_flat
+from ludic.recipes.flat_recipe import KNOWN, WITHOUT_EFFECT, from_flat
+from ludic.recipes.foreign_names import MAXENT_ONLY
 
 GRPO = {"train_grpo_objective": True, "model_name_or_path": "a", "dataset_name": "b", "beta": 0.1}
 MAXENT = {**GRPO, "train_grpo_objective": False, "maxent_use_clip_objective": True, "clip_range": 0.2}

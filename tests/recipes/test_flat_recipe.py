@@ -8,12 +8,13 @@ import yaml
 from omegaconf import OmegaConf
 
 from ludic.errors import ConfigError
-from ludic.recipes import flat_keys
+from ludic.recipes import flat_recipe
 from ludic.recipes.build import build_algorithm
 from ludic.recipes.compose import compose, list_settings
 from ludic.recipes.controllers import build_controllers
 from ludic.recipes.controllers_section import ControllersSection
-from ludic.recipes.flat_recipe import KNOWN, from_flat, is_flat, translate_name
+from ludic.recipes.flat_recipe import KNOWN, WITHOUT_EFFECT, from_flat, is_flat, translate_name
+from ludic.recipes.foreign_names import SEED
 from ludic.training.loss import CompositeLoss, ListwiseLoss, ReferenceKLLoss
 from ludic.training.maxent.credit import ListwiseCredit
 from ludic.training.presets import make_grpo, make_maxent_grpo
@@ -234,10 +235,21 @@ def test_prefixes_of_overrides_are_accepted(prefix):
 def test_no_key_has_two_meanings_and_targets_are_settings():
     assert len(set(KNOWN)) == len(KNOWN)
     later = ("controllers.", "reference.", "algorithm_args.", "task.args.")
-    targets = {path for path in flat_keys.SHARED.values() if not path.startswith(later)}
-    targets |= {f"info_seed.{name}" for name in flat_keys.SEED.values()}
+    targets = {path for path in flat_recipe.SHARED.values() if not path.startswith(later)}
+    targets |= {f"info_seed.{name}" for name in SEED.values()}
     assert targets <= set(list_settings())
-    assert all(reason and reason[0] == reason[0].lower() for reason in flat_keys.WITHOUT_EFFECT.values())
+    assert all(reason and reason[0] == reason[0].lower() for reason in WITHOUT_EFFECT.values())
+
+
+def test_a_name_of_trl_is_translated_named_or_refused():
+    """A flat file has the names of TRL's GRPOConfig too."""
+    translated = from_flat({**GRPO, "temperature": 1.0, "sync_ref_model": False, "load_in_4bit": False, "epsilon_high": None})
+    assert translated.recipe["rollout"]["temperature"] == 1.0
+    assert translated.without_effect["sync_ref_model"].startswith("the reference never changes")
+    with pytest.raises(
+        ConfigError, match=r"epsilon \(0.1\) has no translation from a flat file; write algorithm_args.clip_eps_low"
+    ):
+        from_flat({**GRPO, "epsilon": 0.1})
 
 
 def test_only_files_of_the_document_are_flat():

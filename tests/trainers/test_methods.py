@@ -18,7 +18,7 @@ from ludic.cli.app import app
 from ludic.cli.train import TrainCommand
 from ludic.errors import CheckpointError, ConfigError, ConfigTypeError
 from ludic.models.byte_tokenizer import make_byte_tokenizer
-from ludic.trainers.trl_names import INSTEAD
+from ludic.recipes.foreign_names import ARGUMENTS
 from ludic.training import Callback, KeepBest, StopOnMetric
 from ludic.training.reward_functions import register_reward, reward_names
 from ludic.training.reward_registry import given_rewards, make_reward
@@ -364,6 +364,6 @@ def test_an_argument_of_trl_is_answered_with_ours(make, message):
 def test_every_name_of_trl_that_is_refused_is_none_of_our_arguments_or_settings():
     """But for `tokenizer` and `reward_model`, whose values here are paths, and `tools` of GRPO."""
     ours = {name for method in (GRPO, SFT, DPO, RewardModel) for name in inspect.signature(method.__init__).parameters}
-    assert set(INSTEAD) & ours == {"tools"}  # an argument of GRPO, and not of the others
+    assert set(ARGUMENTS) & ours == {"tools"}  # an argument of GRPO, and not of the others
     settings = {field.name for field in dataclasses.fields(TrainCommand().compose(["sort"]))}
-    assert set(INSTEAD) & settings <= {"tokenizer", "reward_model", "tools"}
+    assert set(ARGUMENTS) & settings <= {"tokenizer", "reward_model", "tools"}

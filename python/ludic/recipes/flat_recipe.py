@@ -1,7 +1,7 @@
 """Reads the flat recipe files of MaxEnt-GRPO as recipes of `ludic train`.
 
 Every key is translated, or named with the reason why it has no effect here; an unknown one is an
-error with a suggestion. `flat_keys` has the table.
+error with a suggestion. `foreign_names` has the table.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import PurePath
 from typing import Any
 
 from ludic.errors import ConfigError
-from ludic.recipes.flat_keys import BETA_NAMES, MAXENT_ONLY, META, SEED, SHARED, WITHOUT_EFFECT
+from ludic.recipes.foreign_names import BETA_NAMES, FLAT_REASONS, INSTEAD, MAXENT_ONLY, META, REASONS, SEED, SETTINGS
 
 TASKS = {"grpo": False, "maxent": True, "maxent-grpo": True, "infoseed": False, "info-seed": False}
 """Task of the document's launcher -> whether its objective is MaxEnt's."""
@@ -50,8 +50,16 @@ _KL_LAW = ("kl_target", "kl_horizon", "kl_ctl_step_size")
 _SERVER_URL, _SERVER_ADDRESS = ("vllm_url", "vllm_server_base_url"), ("vllm_server_host", "vllm_server_port")
 _DOCUMENT_FORM = {"form": "likelihood", "baseline": "none", "sampler_exponent": 0.0}
 """The document's MaxEnt: l weighted by w itself, and nothing divided by the sampler."""
+WITHOUT_EFFECT = {name: why for name, why in {**REASONS, **FLAT_REASONS}.items() if name not in _SPECIAL}
+"""Key that is accepted and changes nothing -> the reason."""
+SHARED = {
+    name: paths.split(",")[-1]
+    for name, paths in SETTINGS.items()
+    if name not in (*BETA_NAMES, *WITHOUT_EFFECT) and not paths.startswith("loss.")
+}
+"""Key whose value is that of one setting, for both objectives -> the setting."""
 KNOWN = (*_SPECIAL, *BETA_NAMES, *SHARED, *MAXENT_ONLY, *META, *SEED, *WITHOUT_EFFECT)
-"""Every key of the document."""
+"""Every key that a flat file may have; those of `INSTEAD` only if they are off."""
 
 
 @dataclass(frozen=True)
@@ -133,8 +141,10 @@ def _flatten(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_known(flat: Mapping[str, Any]) -> None:
-    for key in flat:
-        if key not in KNOWN:
+    for key, value in flat.items():
+        if key not in KNOWN and key in INSTEAD and value not in (None, False):
+            raise ConfigError(f"{key} ({value}) has no translation from a flat file; write {INSTEAD[key]}")
+        if key not in KNOWN and key not in INSTEAD:
             near = get_close_matches(key, KNOWN, n=2)
             raise ConfigError(
                 f"there is no setting {key!r} in recipes of MaxEnt-GRPO; "

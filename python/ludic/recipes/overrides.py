@@ -12,25 +12,11 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from ludic.errors import ConfigError
+from ludic.recipes.foreign_names import explain
 from ludic.recipes.place_section import SHORT_FORMS, parse_place
 
 SECTIONS_BY_NAME = {"inference": "kind", "sharding": "kind", "reference": "source", "quantization": "kind"}
 """Sections that can be set to one word, which is the value of this field: `inference=vllm`."""
-
-_OTHER_NAMES = {
-    **dict.fromkeys(
-        ("grad_accum_steps", "gradient_accumulation_steps", "micro_batch_size", "per_device_train_batch_size"),
-        "micro-batches follow from tokens: set trainer.max_seq_len and trainer.micro_token_budget",
-    ),
-    "learning_rate": "it is called trainer.lr",
-    "num_generations": "it is called rollout.group_size",
-    "max_completion_length": "it is called rollout.max_new_tokens",
-    "max_tool_calling_iterations": "it is called rollout.max_tool_turns",
-    "environment_factory": "it is called task.kind: module:Class of a task of your own",
-    "rollout_func": "play episodes of your own with task.kind=module:Class, or in Python (docs/rollouts.md)",
-    "pad_token_id": "it is the tokenizer's",
-}
-"""Names in other libraries for which the nearest of our names would be misleading."""
 
 _SHORT_NAMES = {**SHORT_FORMS, "log": "report_to"}
 
@@ -94,8 +80,9 @@ def suggest(key: str, known: Sequence[str]) -> str:
     leaf = key.rsplit(".", 1)[-1]
     if key in RENAMED:
         return f"; it is now called {RENAMED[key]}"
-    if leaf in _OTHER_NAMES:
-        return f"; {_OTHER_NAMES[leaf]}"
+    foreign = explain(key, known) or explain(leaf, known)
+    if foreign is not None:
+        return f"; {foreign}"
     same_leaf = [name for name in known if name.rsplit(".", 1)[-1] == leaf]
     siblings = [name for name in known if name.rsplit(".", 1)[0] == key.rsplit(".", 1)[0]] if "." in key else []
     near = same_leaf or get_close_matches(key, siblings, n=2, cutoff=0.75) or get_close_matches(key, known, n=3, cutoff=0.6)

@@ -1,17 +1,22 @@
-"""Errors in what the user wrote, without the library's own frames."""
+"""Errors in what the user wrote: without the library's own frames, and with our names for TRL's."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from inspect import signature
+from os import PathLike
+from typing import Any, ParamSpec, TypeVar
 
-from ludic.errors import INPUT_ERRORS, CheckpointError
+from ludic.errors import INPUT_ERRORS, CheckpointError, ConfigTypeError
+from ludic.recipes.foreign_names import ARGUMENTS
 
 P = ParamSpec("P")
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
+_SETTINGS_TOO = ("tokenizer", "reward_model")
+"""Arguments of TRL that are settings here, whose values are paths and no objects."""
 
 
 def with_short_errors(call: Callable[P, T]) -> Callable[P, T]:
@@ -28,3 +33,26 @@ def with_short_errors(call: Callable[P, T]) -> Callable[P, T]:
             raise error.with_traceback(None) from None
 
     return wrapped
+
+
+def without_trl_names(call: Callable[P, T]) -> Callable[P, T]:
+    """`call`, which refuses arguments that are TRL's and not its own with a ConfigTypeError that
+    names ours for each."""
+    own = signature(call).parameters
+
+    @wraps(call)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
+        _refuse({name: value for name, value in kwargs.items() if name not in own})
+        return call(*args, **kwargs)
+
+    return wrapped
+
+
+def _refuse(arguments: Mapping[str, Any]) -> None:
+    wrong = [name for name in arguments if name in ARGUMENTS and not _is_setting(name, arguments[name])]
+    if wrong:
+        raise ConfigTypeError("; ".join(f"{name} is an argument of TRL; write {ARGUMENTS[name]}" for name in wrong))
+
+
+def _is_setting(name: str, value: Any) -> bool:
+    return name in _SETTINGS_TOO and (value is None or isinstance(value, str | PathLike))

@@ -11,9 +11,8 @@ from ludic.cli.sft import SFTCommand
 from ludic.cli.train import TrainCommand
 from ludic.cli.train_rm import TrainRMCommand
 from ludic.trainers.base import RecipeTrainer, settings_of
-from ludic.trainers.errors import with_short_errors
+from ludic.trainers.errors import with_short_errors, without_trl_names
 from ludic.trainers.inputs import Rewards, Rows, TaskSetting, Tools, name_rewards, name_tools, source_of, task_of
-from ludic.trainers.trl_names import without_trl_names
 
 if TYPE_CHECKING:
     from ludic.training.callbacks import Callback

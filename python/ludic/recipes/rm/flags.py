@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ludic.errors import ConfigError
+from ludic.recipes.foreign_names import SETTINGS
 from ludic.recipes.overrides import Override
 
 DEFAULT_RANK = 8
@@ -139,8 +140,10 @@ def _check_lora(names: Sequence[str], arguments: Sequence[str]) -> None:
 def _describe_unknown(name: str, *, is_switch: bool) -> str:
     if is_switch:
         return f"{name} is a switch and takes no value"
-    if name == "--learning-rate":
-        return "there is no flag --learning-rate; it is called --lr"
+    ours = SETTINGS.get(name.lstrip("-").replace("-", "_"), "").split(",")
+    for flag, item in FLAGS.items():
+        if item.key in ours:
+            return f"there is no flag {name}; it is called {flag}"
     near = get_close_matches(name, [*FLAGS, *SWITCHES, _DIRECTORY], n=2, cutoff=0.6)
     remedy = (
         f"did you mean {' or '.join(near)}?" if near else "`ludic train-rm --help` lists them; settings without one are key=value"
