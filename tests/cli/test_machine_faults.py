@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from ludic.cli.machine_faults import describe_machine_fault
 from ludic.errors import ConfigError
 from ludic.models.loading import load_classifier, load_model, load_tokenizer
 from ludic.recipes.plain_yaml import MOST_VALUES, check_yaml
+from ludic.runs.directory import RunDirectory
 
 SFT = ["threads=1", "rows=40", "batch_size=8", "steps=2", *NETWORK]
 
@@ -206,8 +208,7 @@ def test_missing_devices_and_model_features_are_refused_before_a_folder_is_creat
 def test_a_truncated_checkpoint_is_a_one_line_error_with_its_name(tmp_path: Path, file: str) -> None:
     ludic("sft", *SFT, f"output={tmp_path}", "name=run")
     run = tmp_path / "run"
-    progress = json.loads((run / "progress.json").read_text())
-    (run / "progress.json").write_text(json.dumps({**progress, "phase": "sft"}))
+    RunDirectory(run).write_progress(replace(RunDirectory(run).read_progress(), phase="sft"))
     damaged = run / "checkpoints" / "step_000002" / file
     damaged.write_bytes(damaged.read_bytes()[:20])
     assert file in refused("sft", "--resume", str(run))

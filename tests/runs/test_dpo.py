@@ -155,8 +155,12 @@ def test_a_resume_without_the_warmed_up_policy_or_with_a_damaged_file_says_so(ti
     whole = file.read_bytes()
     file.write_bytes(whole[:-5])
     assert "is damaged" in refused("--resume", str(tmp_path / "run"))
+    file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    assert "does not hold the reference log-probabilities as written" in refused("--resume", str(tmp_path / "run"))
     file.write_bytes(whole)
     (tmp_path / "run" / "reference" / "model.safetensors").unlink()
+    assert "model.safetensors is missing" in " ".join(refused("--resume", str(tmp_path / "run")).split())
+    (tmp_path / "run" / "reference" / "manifest.json").unlink()
     assert "the policy after the warm-up, is gone" in " ".join(refused("--resume", str(tmp_path / "run")).split())
 
 

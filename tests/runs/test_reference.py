@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from ludic.models.byte_tokenizer import make_byte_tokenizer
 from ludic.recipes.compose import compose
 from ludic.recipes.model import make_small_model
 from ludic.recipes.reference_section import ReferenceSection, check_reference, switches_adapters_off
+from ludic.runs.directory import RunDirectory
 
 KL = "algorithm_args.reference_kl=0.1"
 TINY = [
@@ -78,9 +80,8 @@ def test_a_resumed_run_keeps_the_reference_that_it_began_with(settings: list[str
     # As after a kill in step 2: the newest checkpoint is that of step 1.
     for step in ("step_000002", "step_000003"):
         shutil.rmtree(parts / "checkpoints" / "reinforce" / step, ignore_errors=True)
-    progress = json.loads((parts / "progress.json").read_text())
-    killed = json.dumps({**progress, "phase": "reinforce", "steps": 0, "after": None})
-    (parts / "progress.json").write_text(killed)
+    killed = replace(RunDirectory(parts).read_progress(), phase="reinforce", steps=0, after=None)
+    RunDirectory(parts).write_progress(killed)
     written = (parts / "reference" / "model.safetensors").stat().st_mtime_ns
     resumed = train("--resume", str(parts))
     assert resumed.exit_code == 0, resumed.output
@@ -88,7 +89,7 @@ def test_a_resumed_run_keeps_the_reference_that_it_began_with(settings: list[str
     assert kl_of(parts) == kl
     assert equal(weights(parts / "model"), weights(whole / "model"))
 
-    (parts / "progress.json").write_text(killed)
+    RunDirectory(parts).write_progress(killed)
     shutil.rmtree(parts / "reference")
     gone = train("--resume", str(parts))
     assert gone.exit_code != 0

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from typer.testing import CliRunner
 from ludic.cli.app import app
 from ludic.cli.resume import Changes, find_steps
 from ludic.errors import CheckpointError, ConfigError
+from ludic.files.manifest import HASH
 from ludic.recipes.compose import compose
 from ludic.runs.directory import RunDirectory
 from ludic.runs.lock import RunLock
@@ -148,12 +150,12 @@ def test_settings_of_output_and_checkpoints_can_be_changed(run: Path) -> None:
 
 
 def test_a_run_with_a_former_setting_name_resumes_with_its_value(run: Path) -> None:
-    for file in ("config.yaml", "progress.json"):
-        text = (run / file).read_text()
+    config, progress = run / "config.yaml", json.loads((run / "progress.json").read_text())
+    del progress[HASH]
+    for file, text in ((config, config.read_text()), (run / "progress.json", json.dumps(progress))):
         assert "batches_ahead" in text
-        (run / file).write_text(text.replace("batches_ahead", "max_lag"))
+        file.write_text(text.replace("batches_ahead", "max_lag"))
     assert "is finished" in ludic("train", "--resume", str(run))
-    config = run / "config.yaml"
     config.write_text(config.read_text().replace("max_lag: 0", "max_lag: 1"))
     said = refused("train", "--resume", str(run))
     assert "inference.batches_ahead is 1, but the run began with 0" in said
@@ -161,10 +163,37 @@ def test_a_run_with_a_former_setting_name_resumes_with_its_value(run: Path) -> N
 
 def test_a_folder_of_an_earlier_version_can_be_resumed(run: Path) -> None:
     progress = json.loads((run / "progress.json").read_text())
-    for key in ("recipe", "versions", "failed"):
+    for key in ("recipe", "versions", "failed", HASH):
         del progress[key]
     (run / "progress.json").write_text(json.dumps(progress))
     assert "is finished" in ludic("train", "--resume", str(run))
+
+
+@pytest.mark.parametrize("damaged", ["model/model.safetensors", "model/tokenizer.json", "model/manifest.json", "progress.json"])
+def test_a_flipped_byte_in_what_a_resume_reads_is_refused_by_the_name_of_the_file(run: Path, damaged: str) -> None:
+    before_reinforcement(run)
+    content = bytearray((run / damaged).read_bytes())
+    content[len(content) // 2] ^= 1
+    (run / damaged).write_bytes(content)
+    said = refused("train", "--resume", str(run)).splitlines()[-1]
+    assert f"{Path(damaged).name} " in said
+    assert "ludic train" in said  # the remedy
+
+
+def test_a_run_of_a_version_without_manifests_resumes_with_a_line(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    before_reinforcement(run)
+    (run / "model" / "manifest.json").unlink()
+    progress = json.loads((run / "progress.json").read_text())
+    (run / "progress.json").write_text(json.dumps({key: progress[key] for key in progress if key not in (HASH, "model_files")}))
+    ludic("train", "--resume", str(run))
+    assert "model has no manifest.json: an older version wrote it, and it cannot be verified" in caplog.text
+
+
+def before_reinforcement(run: Path) -> None:
+    """Make it a run that was killed after its warm-up, which resumes from the folder `model`."""
+    directory = RunDirectory(run)
+    directory.write_progress(replace(directory.read_progress(), phase="reinforce", steps=0, after=None))
+    shutil.rmtree(run / "checkpoints")
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"phase": 3, "stage": 4}', "null"])

@@ -113,6 +113,8 @@ def resume_recipe(recipe: Any, directory: RunDirectory, changes: Changes) -> Any
         original = None if original is None else {**original, "steps": steps}
     if original is not None:
         _check_same(original, recipe, directory)
+    if progress.phase != DONE or steps is not None:
+        directory.check_models(recipe)
     if steps is not None:
         _extend(recipe, progress, directory)
     return recipe

@@ -3,6 +3,7 @@ torch."""
 
 from __future__ import annotations
 
+import logging
 import re
 from pathlib import Path
 
@@ -24,6 +25,8 @@ PICKLED = ("pytorch_model.bin.index.json", "pytorch_model.bin", "pytorch_model.p
 """Files of other libraries that are pickles, or name some."""
 FOREIGN = (*WEIGHT_FILES, "optimizer.safetensors", "optimizer.json", STATE)
 """Files that would be read if somebody put them into a checkpoint."""
+
+logger = logging.getLogger(__name__)
 
 LAYOUTS = ("full", "shallow")
 """Of checkpoints: models that stand alone, or what resuming needs."""
@@ -48,6 +51,21 @@ def find_checkpoint_faults(folder: Path) -> list[str]:
     if not faults and STEP_NAME.fullmatch(folder.name) and (step := read_manifest(folder)["step"]) != parse_step(folder):
         faults.append(f"it is the checkpoint of step {step}")
     return faults
+
+
+def warn_if_unverifiable(folder: Path) -> Path:
+    """`folder`, with a warning if it has no manifest."""
+    if not (folder / MANIFEST).exists():
+        logger.warning("%s has no %s: an older version wrote it, and it cannot be verified", folder, MANIFEST)
+    return folder
+
+
+def check_model_folder(folder: Path, remedy: str) -> Path:
+    """`folder`, which holds a model. Every byte is read. Raises CheckpointError, which names the
+    damaged files and the remedy; a folder of an older version is not verified, with a warning."""
+    if (warn_if_unverifiable(folder) / MANIFEST).exists() and (faults := find_faults(folder, WEIGHT_FILES)):
+        raise CheckpointError(f"{folder} is damaged: {', '.join(faults)}; {remedy}")
+    return folder
 
 
 def parse_step(folder: Path) -> int:

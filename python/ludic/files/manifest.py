@@ -12,7 +12,8 @@ is killed in between leaves a valid folder.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 
 from ludic.errors import CheckpointError
 from ludic.files.atomic import name_aside, read_json, write_json, write_text
+from ludic.files.folders import replace_folder
 
 MANIFEST = "manifest.json"
 SCHEMA = 1
@@ -41,9 +43,23 @@ def write_manifest(folder: Path, facts: Mapping[str, Any], *, described: Mapping
     described = described or {}
     for name, entry in described.items():
         _check_size(folder / name, entry)
+    write_hashed_json(folder / MANIFEST, {"schema": SCHEMA, **facts, "files": describe_files(folder, described)})
+
+
+def describe_files(folder: Path, described: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, list[Any]]:
+    """Name of each file in `folder` to its versions, of which it has one: size and hash. Every byte
+    is read, but of the files in `described`."""
+    described = described or {}
     names = sorted({*_list_files(folder), *described})  # a network file system may list new files late
-    files = {name: [described[name] if name in described else describe_file(folder / name)] for name in names}
-    _write(folder, {"schema": SCHEMA, **facts, "files": files})
+    return {name: [described[name] if name in described else describe_file(folder / name)] for name in names}
+
+
+@contextmanager
+def replace_with_manifest(target: Path) -> Iterator[Path]:
+    """`replace_folder`, with a manifest of the files that the block writes."""
+    with replace_folder(target) as aside:
+        yield aside
+        write_manifest(aside, {})
 
 
 def describe_file(path: Path) -> dict[str, Any]:
@@ -65,11 +81,28 @@ def _check_size(path: Path, entry: Mapping[str, Any]) -> None:
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of `folder`. Raises CheckpointError if it is damaged."""
-    path = folder / MANIFEST
-    content = read_json(path)
-    if path.read_bytes() != _encode({name: value for name, value in content.items() if name != HASH}).encode():
-        raise CheckpointError(f"{MANIFEST} is damaged: its content is not what its hash says")
+    content = read_json(folder / MANIFEST)
+    _check_hash(folder / MANIFEST, content)
     return content
+
+
+def write_hashed_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Replace the file by the JSON of `content` with its hash."""
+    write_text(path, _encode(content))
+
+
+def read_hashed_json(path: Path) -> dict[str, Any]:
+    """What `write_hashed_json` wrote. Raises CheckpointError if it is damaged. A file of an older
+    version has no hash."""
+    content = read_json(path)
+    if HASH in content:
+        _check_hash(path, content)
+    return {name: value for name, value in content.items() if name != HASH}
+
+
+def _check_hash(path: Path, content: Mapping[str, Any]) -> None:
+    if path.read_bytes() != _encode({name: value for name, value in content.items() if name != HASH}).encode():
+        raise CheckpointError(f"{path.name} is damaged: its content is not what its hash says")
 
 
 def _check_schema(manifest: Mapping[str, Any]) -> None:
@@ -99,11 +132,17 @@ def find_faults(folder: Path, foreign: Iterable[str] = ()) -> list[str]:
         return [str(error)]
     _check_schema(manifest)
     files: dict[str, list[dict[str, Any]]] = manifest["files"]
-    faults = [fault for name, versions in files.items() if (fault := _find_fault(folder / name, versions)) is not None]
+    faults = find_changes(folder, files)
     faults += [f"{name} was added later" for name in foreign if name not in files and (folder / name).exists()]
     if faults and hash_manifest(folder) != manifest[HASH]:
         return find_faults(folder, foreign)  # another process replaced a file meanwhile
     return faults
+
+
+def find_changes(folder: Path, files: Mapping[str, list[dict[str, Any]]]) -> list[str]:
+    """One phrase for each of the `files`, as `describe_files` gave them, that is another one now.
+    Every byte is read."""
+    return [fault for name, versions in files.items() if (fault := _find_fault(folder / name, versions)) is not None]
 
 
 def replace_listed_json(folder: Path, name: str, content: Mapping[str, Any]) -> None:
@@ -117,13 +156,9 @@ def replace_listed_json(folder: Path, name: str, content: Mapping[str, Any]) -> 
     aside = name_aside(folder / name)
     write_json(aside, content)
     new = _describe(aside)
-    _write(folder, {**manifest, "files": {**files, name: [files[name][-1], new]}})
+    write_hashed_json(folder / MANIFEST, {**manifest, "files": {**files, name: [files[name][-1], new]}})
     aside.replace(folder / name)
-    _write(folder, {**manifest, "files": {**files, name: [new]}})
-
-
-def _write(folder: Path, content: Mapping[str, Any]) -> None:
-    write_text(folder / MANIFEST, _encode(content))
+    write_hashed_json(folder / MANIFEST, {**manifest, "files": {**files, name: [new]}})
 
 
 def _encode(content: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from ludic.errors import ConfigError
 from ludic.files.atomic import write_text
-from ludic.files.folders import replace_folder
+from ludic.files.manifest import MANIFEST, find_faults, replace_with_manifest
 from ludic.models.adapters import has_adapters
 from ludic.models.loading import find_whole_model
 from ludic.models.lora import save_adapter, save_merged
@@ -63,7 +63,7 @@ def save_policy(
     """Write model and tokenizer. Adapters are merged in `folder`, and are written alone to
     `adapter` beside it; they name `base` as what they adapt, or without it the folder `base` beside
     them. `make_card` gives the model card, of adapters if its argument is true."""
-    with replace_folder(folder) as aside:
+    with replace_with_manifest(folder) as aside:
         tokenizer.save_pretrained(aside)
         if has_adapters(model):
             save_merged(model, aside)
@@ -75,7 +75,7 @@ def save_policy(
         # PEFT writes the first to adapter_config.json, and the others to the model card.
         model.peft_config["default"].base_model_name_or_path = named
         model.config.name_or_path = model.get_base_model().name_or_path = named
-        with replace_folder(adapter_folder(folder)) as aside:
+        with replace_with_manifest(adapter_folder(folder)) as aside:
             save_adapter(model, aside)
             tokenizer.save_pretrained(aside)
             write_card(aside, None if make_card is None else make_card(True), earlier=adapter_folder(folder))
@@ -122,11 +122,13 @@ class StaticFiles:
 
 def save_missing_base(model: Any, source: str | None, folder: Path) -> None:
     """Write the model that the adapters adapt to `folder`, if `source` is no such model and the
-    folder does not hold all of one. Without adapters nothing is written.
+    folder does not hold one, whole and undamaged. Without adapters nothing is written.
 
     Call it before the first step and before a checkpoint is read: until then the adapters change
     nothing, and the merged weights are those of the base.
     """
-    if has_adapters(model) and find_whole_model(source) is None and not holds_whole_weights(folder):
-        with replace_folder(folder) as aside:
+    if not has_adapters(model) or find_whole_model(source) is not None:
+        return
+    if not holds_whole_weights(folder) or ((folder / MANIFEST).exists() and find_faults(folder)):
+        with replace_with_manifest(folder) as aside:
             save_merged(model, aside)

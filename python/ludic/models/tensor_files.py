@@ -125,12 +125,15 @@ class StoredTensors:
         self._open = ExitStack()
         self._parts: dict[str, list[_Part]] = {}
         self._dtypes: dict[str, torch.dtype] = {}
+        self.metadata: dict[str, str] = {}
+        """What the headers of the files say besides tensors."""
         for path in paths:
             try:
                 file = self._open.enter_context(safe_open(path, framework="pt"))
             except SafetensorError as error:
                 self._open.close()
                 raise CheckpointError(f"{path} is damaged: {error}") from error
+            self.metadata |= file.metadata() or {}
             offsets = json.loads((file.metadata() or {}).get(OFFSETS, "{}"))
             for name in file.keys():  # noqa: SIM118  it is no mapping
                 if places is None or places.get(name) == path.name:

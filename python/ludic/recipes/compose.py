@@ -249,7 +249,8 @@ def read_yaml(path: Path) -> DictConfig:
     except ConfigError:
         raise
     except (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
-        raise ConfigError(f"recipe file {path} is not YAML: {error}") from error
+        lines = [line.strip() for line in str(error).splitlines() if not line.startswith("    ")]  # without the excerpt
+        raise ConfigError(f"recipe file {path} is not YAML: {' '.join(lines)}") from error
     if not isinstance(content, DictConfig):
         raise ConfigError(f"recipe file {path} must hold keys and values, not a list")
     _read_off(content)

@@ -44,6 +44,14 @@ def list_local_sources(recipe: Any) -> list[str]:
     return [source for source in dict.fromkeys(named) if Path(source).expanduser().exists()]
 
 
+def list_model_folders(recipe: Any) -> list[str]:
+    """The folders here whose models a run reads; of a run, the folder `model` in it. The first is
+    that of `model`, if it is one."""
+    named = [_select(recipe, setting) for setting in (*_MODELS, "reference.model")]
+    folders = [Path(source).expanduser() for source in named if isinstance(source, str)]
+    return [str(folder / "model" if (folder / "config.yaml").is_file() else folder) for folder in folders if folder.is_dir()]
+
+
 def _check_data(source: str) -> None:
     path = Path(source).expanduser()
     if path.exists() or not is_local(source):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import shutil
 import socket
@@ -16,10 +17,13 @@ from typing import Any, ClassVar, Self
 
 from ludic.errors import CheckpointError, ConfigError
 from ludic.files.atomic import write_text
+from ludic.files.manifest import describe_files, find_changes, read_hashed_json, write_hashed_json
 from ludic.recipes.compose import to_plain_values, to_yaml
-from ludic.recipes.named_sources import list_local_sources
+from ludic.recipes.named_sources import list_local_sources, list_model_folders
 from ludic.runs.lock import RunLock
 from ludic.runs.versions import collect_versions
+
+logger = logging.getLogger(__name__)
 
 DONE = "done"
 """The phase of a run that is finished."""
@@ -64,6 +68,9 @@ class Progress:
     local_sources: list[str] = field(default_factory=list)
     """The data and models of the recipe that were files or folders then, and thus no ids of the
     hub."""
+    model_files: dict[str, dict[str, list[dict[str, Any]]]] | None = None
+    """The folders of models that the recipe names, with size and hash of each file in them; null in
+    the folder of an older version."""
     failed: str | None = None
     """The error that ended the last attempt; null while it runs, after a stop, and at the end."""
 
@@ -119,6 +126,7 @@ class RunDirectory:
                     recipe=to_plain_values(recipe),
                     versions=collect_versions(),
                     local_sources=list_local_sources(recipe),
+                    model_files={folder: describe_files(Path(folder)) for folder in list_model_folders(recipe)},
                 )
             )
             directory = cls(_move_to_free_name(aside, place, is_chosen=recipe.name is not None))
@@ -184,16 +192,32 @@ class RunDirectory:
 
     def read_progress(self) -> Progress:
         try:
-            return Progress(**json.loads(self._progress.read_text(encoding="utf-8")))
-        except (ValueError, TypeError) as error:
+            return Progress(**read_hashed_json(self._progress))
+        except (CheckpointError, TypeError) as error:
             raise CheckpointError(
                 f"{self._progress} is damaged ({error}); begin a new run, for which `ludic {self.command} {self.config} name=NAME` takes "
                 "the same settings"
             ) from error
 
+    def check_models(self, recipe: Any) -> None:
+        """Raise CheckpointError if a model that the run reads is another one than when it began.
+        The weights of `model` may change if a checkpoint has all of them."""
+        folders, known = list_model_folders(recipe), self.read_progress().model_files
+        if folders and known is None:
+            logger.warning("%s: an older version began the run, and %s cannot be verified", self.path, ", ".join(folders))
+        has_all = not recipe.lora.rank and any((self.checkpoints / self.last_phase).glob("step_*"))
+        for folder, files in (known or {}).items():
+            is_loaded = has_all and recipe.model is not None and folder == folders[0]
+            read = {name: files[name] for name in files if not (is_loaded and name.endswith(".safetensors"))}
+            if faults := find_changes(Path(folder), read):
+                raise CheckpointError(
+                    f"{folder}, which the run reads, has changed since it began: {', '.join(faults)}; put it back, or start a new run "
+                    f"with `ludic {self.command} {self.config} name=NAME`"
+                )
+
     def write_progress(self, progress: Progress) -> None:
         if not self.is_followed:
-            write_text(self._progress, json.dumps(asdict(progress), indent=2) + "\n")
+            write_hashed_json(self._progress, asdict(progress))
 
     def read_metrics(self, phase: str) -> list[dict[str, Any]]:
         """The records of one phase in metrics.jsonl, one per step; the last one of a step that was

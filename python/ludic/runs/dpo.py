@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ludic.errors import CheckpointError, ConfigError
+from ludic.files.checkpoints import check_model_folder
 from ludic.files.jsonl import write_jsonl
 from ludic.models.adapters import has_adapters
 from ludic.models.loading import load_tokenizer
@@ -89,10 +90,12 @@ class DPORun(PairsRun[DPORecipe, DPOParts, DPODirectory]):
         return self.directory.base if self.recipe.lora.rank else self.directory.reference
 
     def _read_warmed_up(self) -> None:
+        again = f"start a new run with `ludic dpo {self.directory.config} name=NAME`"
+        if self._warmed_up.is_dir():
+            check_model_folder(self._warmed_up, again)
         if not holds_whole_weights(self._warmed_up):
             raise CheckpointError(
-                f"{self._warmed_up}, the policy after the warm-up, is gone, and a resumed run begins with it; start a new run with "
-                f"`ludic dpo {self.directory.config} name=NAME`"
+                f"{self._warmed_up}, the policy after the warm-up, is gone, and a resumed run begins with it; {again}"
             )
         if not has_no_weights(self.recipe.sharding):
             read_model(self.parts.model, self._warmed_up)

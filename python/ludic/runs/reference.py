@@ -4,7 +4,8 @@ another model."""
 from __future__ import annotations
 
 from ludic.errors import CheckpointError
-from ludic.files.folders import replace_folder
+from ludic.files.checkpoints import check_model_folder
+from ludic.files.manifest import replace_with_manifest
 from ludic.models.adapters import has_adapters
 from ludic.models.lora import save_merged
 from ludic.models.weight_files import holds_whole_weights
@@ -39,14 +40,17 @@ def open_reference(
 
 
 def _keep(parts: RunParts, directory: RunDirectory, phase: str) -> None:
+    remedy = "give the model that it began with as reference.model=FOLDER"
+    if directory.reference.is_dir():
+        check_model_folder(directory.reference, remedy)
     if holds_whole_weights(directory.reference):
         return
     if has_checkpoint(directory.checkpoints / phase) or directory.read_progress().steps:
         raise CheckpointError(
             f"{directory.reference}, the reference that this run began with, is gone, and its policy has been trained since; "
-            "give the model that it began with as reference.model=FOLDER"
+            f"{remedy}"
         )
-    with replace_folder(directory.reference) as aside:
+    with replace_with_manifest(directory.reference) as aside:
         parts.tokenizer.save_pretrained(aside)
         if has_adapters(parts.model):
             save_merged(parts.model, aside)  # adapters change nothing yet

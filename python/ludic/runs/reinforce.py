@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ludic.errors import CheckpointError
+from ludic.files.checkpoints import check_model_folder
 from ludic.inference.local import LocalChatClient
 from ludic.models.adapters import has_adapters
 from ludic.models.lora import describe_trained_share
@@ -100,7 +101,8 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
         # Copied into a model built as at the beginning: weights that stay in the memory of a file
         # are aligned by its header, which changes last digits of products with one row.
         folder = directory.base if self.recipe.lora.rank else directory.model
-        read_model(model, directory.adapter if has_adapters(model) else folder)
+        folder = directory.adapter if has_adapters(model) else folder
+        read_model(model, check_model_folder(folder, f"start a new run with `ludic train {directory.config} name=NAME`"))
         return model
 
     def _check_not_reinforced(self) -> None:

@@ -36,7 +36,15 @@ from torch import nn
 
 from ludic.errors import CheckpointError, ConfigError
 from ludic.files.atomic import clear_unfinished_files, encode_json, read_json, write_json
-from ludic.files.checkpoints import LATEST, STATE, STEP_NAME, check_layout, find_checkpoint_faults, parse_step
+from ludic.files.checkpoints import (
+    LATEST,
+    STATE,
+    STEP_NAME,
+    check_layout,
+    find_checkpoint_faults,
+    parse_step,
+    warn_if_unverifiable,
+)
 from ludic.files.folders import clear_unfinished, delete_folder, restore_replaced
 from ludic.files.manifest import MANIFEST, hash_manifest, replace_listed_json, write_manifest
 from ludic.files.verified import VerifiedFolders
@@ -254,7 +262,7 @@ class CheckpointManager:
             if not faults:
                 if damaged:
                     logger.warning("%s; going back to %s", "; ".join(damaged), folder.name)
-                return _warn_if_unverifiable(folder)
+                return warn_if_unverifiable(folder)
             damaged.append(f"{folder} is damaged: {', '.join(faults)}")
         if damaged:
             raise CheckpointError(f"no checkpoint can be read. {'; '.join(damaged)}. Delete {self.root} to begin anew")
@@ -267,7 +275,7 @@ class CheckpointManager:
         """`folder`, or CheckpointError with what is damaged in it and an undamaged one instead."""
         faults = self._find_faults(folder)
         if not faults:
-            return _warn_if_unverifiable(folder)
+            return warn_if_unverifiable(folder)
         others = (other.name for other in reversed(self._folders()) if other != folder and not find_checkpoint_faults(other))
         raise CheckpointError(
             f"{folder} is damaged: {', '.join(faults)}; the newest undamaged checkpoint in {self.root} is {next(others, 'none')}"
@@ -348,12 +356,6 @@ def writes_on_all_ranks(backend: TrainingBackend) -> bool:
 def _write_files(folder: Path, files: Mapping[str, Mapping[str, Any]] | None) -> None:
     for name, content in (files or {}).items():
         write_json(folder / name, content)
-
-
-def _warn_if_unverifiable(folder: Path) -> Path:
-    if not (folder / MANIFEST).exists():
-        logger.warning("%s has no %s: an older version wrote it, and it cannot be verified", folder, MANIFEST)
-    return folder
 
 
 def _read_metadata(folder: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@ for pairs and other data that come again every pass."""
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -10,12 +11,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import xxhash
 from safetensors.torch import save_file
 from torch import Tensor
 
 from ludic.errors import CheckpointError, DataError
 from ludic.files.atomic import name_aside
-from ludic.models.state_files import read_tensors
+from ludic.files.manifest import HASH
+from ludic.models.tensor_files import StoredTensors
 from ludic.training import ranks
 from ludic.training.batching.micro_batching import MicroBatch
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
@@ -26,6 +29,8 @@ from ludic.training.loss.context import split_actions
 from ludic.training.reference import KEY_BYTES, place_actions, sample_key, sample_keys
 from ludic.training.token_columns import exchange_rows
 from ludic.training.types import HasTensors, SAWItem
+
+logger = logging.getLogger(__name__)
 
 Score = Callable[[MicroBatch], Tensor]
 """Returns [B, T - 1] log-probabilities of a micro-batch."""
@@ -99,7 +104,7 @@ class PrecomputedReference:
             "logps": torch.cat([*values, torch.zeros(0)]),
         }
         aside = name_aside(path)
-        save_file(tensors, aside)
+        save_file(tensors, aside, metadata={HASH: _hash(tensors)})
         with open(aside, "rb") as file:
             os.fsync(file.fileno())
         os.replace(aside, path)
@@ -107,20 +112,31 @@ class PrecomputedReference:
     @classmethod
     def load(cls, path: Path) -> PrecomputedReference:
         """Read what `save` wrote. Raises CheckpointError for a file that is damaged or something
-        else."""
-        tensors = read_tensors(path)
+        else. A file of an older version has no hash, and is read with a warning."""
+        with StoredTensors([path]) as stored:
+            tensors = {name: stored.read(name) for name in stored.names()}
+            wanted = stored.metadata.get(HASH)
+        if wanted is None:
+            logger.warning("%s has no hash: an older version wrote it, and it cannot be verified", path)
         try:
             keys, counts, logps = (tensors[name] for name in ("keys", "counts", "logps"))
             fits = keys.shape == (len(counts), KEY_BYTES) and int(counts.sum()) == len(logps) and bool((counts >= 0).all())
             types = (keys.dtype, counts.dtype, logps.dtype) == (torch.uint8, torch.int64, torch.float32)
         except (KeyError, RuntimeError, TypeError):
             fits = types = False
-        if not (fits and types):
+        if not (fits and types and wanted in (None, _hash(tensors))):
             raise CheckpointError(
-                f"{path} does not hold reference log-probabilities; delete it, and they are computed again when the run is resumed"
+                f"{path} does not hold the reference log-probabilities as written; delete it, and a resumed run computes them again"
             )
         parts = logps.split(counts.tolist())
         return cls({bytes(key.numpy().tobytes()): part.clone() for key, part in zip(keys, parts, strict=True)})
+
+
+def _hash(tensors: Mapping[str, Tensor]) -> str:
+    digest = xxhash.xxh3_128()
+    for name in sorted(tensors):
+        digest.update(tensors[name].numpy().tobytes())
+    return digest.hexdigest()
 
 
 def item_key(item: SAWItem) -> bytes:
