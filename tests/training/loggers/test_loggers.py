@@ -290,6 +290,14 @@ def test_wandb_can_open_its_own_run_beside_an_open_one_and_finishes_only_its_own
     assert (wandb.run.logged, wandb.run.finished) == ([], False)
 
 
+def test_wandb_leaves_a_run_open_that_init_gave_back(wandb):
+    wandb.run = OpenRun()
+    wandb.init = lambda **kwargs: wandb.run  # as reinit=False and "return_previous" do
+    with WandbLogger(init_kwargs={"reinit": False}) as logger:
+        logger.log(3, STATS)
+    assert (wandb.run.logged, wandb.run.finished) == ([(3, STATS)], False)
+
+
 def test_wandb_arguments_override_init_kwargs_and_the_environment_overrides_the_default_project(wandb, monkeypatch):
     assert WandbLogger(init_kwargs={"project": "a", "reinit": False}, project="b").init_kwargs == {
         "project": "b",

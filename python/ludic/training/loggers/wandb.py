@@ -23,7 +23,8 @@ class WandbLogger:
 
     The arguments are used for a run that it starts; named ones take precedence over `init_kwargs`.
     The project is `Ludic` unless it is passed or `WANDB_PROJECT` is set. With
-    `init_kwargs={"reinit": ...}` it always starts a run.
+    `init_kwargs={"reinit": ...}` it always calls `wandb.init`, and ends the run that this returns
+    unless it is the one that was open.
     """
 
     def __init__(
@@ -65,7 +66,8 @@ class WandbLogger:
             return
         open_run = getattr(self._wandb, "run", None)
         if open_run is None or "reinit" in self.init_kwargs:
-            self._run, self._owns_run = self._wandb.init(**self.init_kwargs), True
+            self._run = self._wandb.init(**self.init_kwargs)
+            self._owns_run = self._run is not open_run  # some values of `reinit` return the open run
             return
         self._run, self._owns_run = open_run, False
         if set(self.init_kwargs) - {"project"}:
