@@ -31,6 +31,7 @@ from ludic.training import (
 from ludic.training.backend.torch import TorchBackend
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
 from ludic.training.credit_assignment import ConstantCredit
+from ludic.training.loss import CompositeLoss, LossTerm, ReinforceLoss
 
 
 class Publisher:
@@ -404,6 +405,23 @@ def test_a_loss_that_a_loss_reports_is_logged_beside_the_differentiated_one():
     assert penalised["train/loss"] == plain["train/loss"]
     assert penalised["train/reported_loss"] == pytest.approx(penalised["train/loss"] - 1.0)
     assert "train/reported_loss" not in plain
+
+
+def test_the_loss_that_an_algorithm_or_a_term_reports_is_logged_under_its_own_name():
+    class Own(RLAlgorithm):
+        def compute_loss(self, model, batch, **settings):
+            loss, _ = super().compute_loss(model, batch, **settings)
+            return loss, {"loss": torch.tensor(123.0)}
+
+    def penalised(logits, batch, shared):
+        return -shared.logp_action().mean(), {"loss": 7.0}
+
+    own = trainer_of(sorting_items(4), algo=Own("own", ConstantCredit(1.0), penalised)).train_step_sync()
+    assert own["train/reported_loss"] == 123.0 != own["train/loss"]
+    terms = CompositeLoss([LossTerm("mine", penalised), LossTerm("policy", ReinforceLoss())])
+    stats = trainer_of(sorting_items(4), algo=RLAlgorithm("x", ConstantCredit(1.0), terms)).train_step_sync()
+    assert stats["train/mine/reported_loss"] == 7.0 != stats["train/mine/loss"]
+    assert {name for name in stats if "reported" in name} == {"train/mine/reported_loss"}
 
 
 def test_completion_lengths_are_logged_with_their_range():

@@ -44,7 +44,7 @@ from ludic.training.backend.weight_stream import WeightStream
 from ludic.training.batching.micro_batching import MicroBatch
 from ludic.training.config import TrainerConfig
 from ludic.training.loss import BatchTotals
-from ludic.training.loss.base import adapted_loss
+from ludic.training.loss.base import adapted_loss, with_reported_loss
 from ludic.training.rng import preserved_rng
 
 T = TypeVar("T")
@@ -188,6 +188,8 @@ class TorchBackend(ModelPasses):
             loss, stats = self.algo.compute_loss(
                 self.model, micro_batch.tensors, cast_logits_to_fp32=self.cfg.cast_logits_to_fp32, totals=totals, **self._policy
             )
+        if type(self.algo).compute_loss is not RLAlgorithm.compute_loss:
+            stats = with_reported_loss(loss, stats)
         profile.after_forward()
         (loss * self._gradient_scale).backward()
         return loss.detach().float(), {**stats, **profile.after_backward()}

@@ -160,28 +160,29 @@ def scaled_loss(loss: Loss, logits: Tensor, batch: Batch, shared: SharedContext)
     """Return the loss of a micro-batch times its share of the mini-batch, and its statistics. The
     sum over all micro-batches is the loss of the mini-batch."""
     value, stats = compute_and_check(loss, logits, batch, shared)
-    stats = _with_reported_loss(value, stats)
     return (value if loss.scales_itself else value * shared.mini_batch_share(loss.normalizer)), stats
 
 
-def _with_reported_loss(value: Tensor, stats: Stats) -> Stats:
+def with_reported_loss(value: Tensor, stats: Stats) -> Stats:
     """Add `reported_loss` if the statistic `loss` is another number than `value`, which the trainer
     differentiates and logs as `loss`. It is the same number if both share their memory."""
     reported = stats.get("loss")
-    if reported is None or (isinstance(reported, Tensor) and reported.data_ptr() == value.data_ptr()):
+    if reported is None or "reported_loss" in stats or (isinstance(reported, Tensor) and reported.data_ptr() == value.data_ptr()):
         return stats
     return {**stats, "reported_loss": reported}
 
 
 def compute_and_check(loss: Loss, logits: Tensor, batch: Batch, shared: SharedContext) -> tuple[Tensor, Stats]:
-    """Call `loss.compute`. Raises ConfigTypeError if the result is not (loss, statistics)."""
+    """Call `loss.compute`, and add `reported_loss` to its statistics if it has one. Raises
+    ConfigTypeError if the result is not (loss, statistics)."""
     result: object = loss.compute(logits, batch, shared=shared)
     if not isinstance(result, tuple) or len(result) != 2:
         raise ConfigTypeError(
             f"compute of {loss_name(loss)} returned {type(result).__name__}; it must return the loss and its statistics: "
             '`return loss, {"loss": loss.detach()}`'
         )
-    return result
+    value, stats = result
+    return value, with_reported_loss(value, stats)
 
 
 def row_mean(values: Tensor, shared: SharedContext, *, length_normalize: bool, normalizer: Normalizer) -> Tensor:

@@ -361,6 +361,9 @@ async def test_a_loss_object_and_its_statistics(tmp_path):
     assert {"ratio_mean", "clip_frac", "loss", "grad_norm"} <= metrics.keys()
     metrics = await make_backend(tmp_path / "b", lambda logits: (logits.mean(), {"size": 3.0})).forward_backward(batch)
     assert metrics["size"] == 3.0
+    assert "reported_loss" not in metrics
+    own = await make_backend(tmp_path / "c", lambda logits: (logits.mean(), {"loss": 7.0})).forward_backward(batch)
+    assert (own["loss"], own["reported_loss"]) == (metrics["loss"], 7.0)
 
 
 async def test_a_snapshot_of_facts(tmp_path):

@@ -12,7 +12,7 @@ from torch import Tensor
 from ludic.errors import ConfigError, ConfigTypeError, DataError
 from ludic.rollouts.training.rl_losses import GRPO_LOSS, SFT_LOSS, PPOLoss, grpo_loss, ppo_loss, sft_loss
 from ludic.training import ranks
-from ludic.training.loss.base import Loss, as_loss
+from ludic.training.loss.base import Loss, as_loss, with_reported_loss
 from ludic.training.loss.batch import Batch, Stats
 from ludic.training.loss.context import SharedContext
 
@@ -95,6 +95,7 @@ class FunctionLoss(Loss):
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise ConfigTypeError(f"the loss function {_name(self.function)} returned {shape}; it must return a scalar tensor")
+        stats = with_reported_loss(loss, stats)
         loss = loss.reshape(()) / ranks.world_size()
         return loss, {**stats, "loss": loss.detach()}
 

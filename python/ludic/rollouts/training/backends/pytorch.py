@@ -118,7 +118,6 @@ class PyTorchTrainingBackend(TorchBackend):
         metrics = {**reduced, "loss": loss}
         if self._averages or not ranks.is_distributed():  # else the gradients of ranks are not summed yet
             metrics["grad_norm"] = self.gradient_norm()
-        metrics.pop("reported_loss", None)
         self._metrics |= metrics
         return metrics
 
