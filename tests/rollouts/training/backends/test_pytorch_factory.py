@@ -6,6 +6,7 @@ from training_samples import TOKENIZER, assert_same_tensors, tiny_model, weights
 
 from ludic.errors import ConfigError
 from ludic.rollouts.training.backends import (
+    PyTorchTrainingBackend,
     compute_device_map_single_gpu,
     create_adamw_optimizer,
     create_backend_with_scheduler,
@@ -13,6 +14,7 @@ from ludic.rollouts.training.backends import (
     create_warmup_cosine_scheduler,
     parse_dtype,
 )
+from ludic.rollouts.training.rl_losses import sft_loss
 
 BATCH = {"input_ids": torch.tensor([[5, 6, 7, 8]]), "loss_mask": torch.tensor([[0, 0, 1, 1]])}
 
@@ -27,6 +29,18 @@ async def test_a_checkpoint_folder_is_a_model_name(tmp_path):
     assert_same_tensors(weights_of(backend.model), weights_of(source.model))
     assert backend.tokenizer.encode("sort") == TOKENIZER.encode("sort")
     assert await backend.forward_backward(BATCH) == await source.forward_backward(BATCH)
+
+
+async def test_a_checkpoint_of_a_backend_without_a_tokenizer_is_a_model_name_too(tmp_path):
+    model = tiny_model()
+    source = PyTorchTrainingBackend(model, create_adamw_optimizer(model, 1e-2), sft_loss, tmp_path / "sft")
+    folder = await source.save_checkpoint(1)
+    backend = create_pytorch_backend(folder, tmp_path / "rl", device_type="cpu", dtype="float32")
+    assert_same_tensors(weights_of(backend.model), weights_of(model))
+    assert backend.tokenizer is None
+    (folder / "metadata.json").unlink()  # then it is any model, whose tokenizer is missing
+    with pytest.raises(ConfigError, match="has no tokenizer"):
+        create_pytorch_backend(folder, tmp_path / "rl", device_type="cpu", dtype="float32")
 
 
 async def test_the_schedule_is_stepped_by_the_backend(tmp_path):

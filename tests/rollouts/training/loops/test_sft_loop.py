@@ -6,6 +6,7 @@ from document_samples import ListLogger, make_backend, make_samples
 from training_samples import assert_same_tensors, tiny_model, weights_of
 
 from ludic.errors import ConfigError, ConfigTypeError, DataError
+from ludic.files.atomic import read_json
 from ludic.rollouts.training import Sample, SFTTrainingConfig, run_sft_training
 from ludic.rollouts.training.loops.sft_loop import collate_batch, prepare_sft_batch
 from ludic.rollouts.training.rl_losses import SFT_LOSS, sft_loss
@@ -30,9 +31,7 @@ async def test_the_loop_ends_with_the_bits_of_a_trainer_written_by_hand(tmp_path
         model=model,
         algo=RLAlgorithm("sft", ConstantCredit(1.0), SFT_LOSS),
         batch_source=ItemBatchSource(items, batch_size=3, seed=0),
-        cfg=TrainerConfig(
-            lr=1e-2, weight_decay=1e-2, max_grad_norm=None, max_seq_len=128, model_device="cpu", sync_every_steps=0
-        ),
+        cfg=TrainerConfig(lr=1e-2, weight_decay=1e-2, max_seq_len=128, model_device="cpu", sync_every_steps=0),
     )
     losses = []
     await trainer.train(5, log_fn=lambda stats: losses.append(stats["train/loss"]))
@@ -54,6 +53,10 @@ async def test_metrics_checkpoints_and_the_logger(tmp_path):
     assert all({"loss", "grad_norm", "lr", "train/loss"} <= line.keys() for line in metrics)
     assert [step for step, _ in logger.lines] == [2, 4, 5]  # every second, and the last
     assert logger.finished == 1
+    assert not [name for line in metrics for name in line if "reward" in name]  # demonstrations have none
+    for line in logger.lines:
+        saved = read_json(tmp_path / f"step_{line[0]:06d}" / "metadata.json")["metrics"]
+        assert saved["loss"] == line[1]["loss"]
     assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_000002", "step_000004", "step_000005"]
 
 
@@ -97,7 +100,7 @@ class UserBackend:
 
 async def test_a_backend_of_the_users_own_trains_in_the_same_loop(tmp_path):
     samples, own = make_samples(7), UserBackend(tmp_path)
-    backend = make_backend(tmp_path / "ours", sft_loss)
+    backend = make_backend(tmp_path / "ours", sft_loss, max_grad_norm=None)  # the user's does not clip
     metrics = await run_sft_training(own, samples, CONFIG)
     expected = await run_sft_training(backend, samples, CONFIG)
     assert [line["loss"] for line in metrics] == pytest.approx([line["loss"] for line in expected], abs=1e-6)

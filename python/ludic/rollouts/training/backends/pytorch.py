@@ -72,7 +72,7 @@ class PyTorchTrainingBackend(TorchBackend):
         weight_version: int = 0,
         current_step: int = 0,
         *,
-        max_grad_norm: float | None = None,
+        max_grad_norm: float | None = 1.0,
         scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
         max_seq_len: int | None = None,
         micro_token_budget: int | None = None,
@@ -81,7 +81,9 @@ class PyTorchTrainingBackend(TorchBackend):
         in_thread: bool = True,
     ) -> None:
         """`loss_fn`: a `Loss`, a function of `rl_losses`, or any function (`as_training_loss`).
-        `device`: None leaves the model where it is. `scheduler` steps with the optimizer.
+        `device`: None leaves the model where it is. `max_grad_norm`: L2 norm to which the gradient
+        is clipped, as `FSDPConfig.clip_grad`; None: no clipping. `scheduler` steps with the
+        optimizer.
         `micro_token_budget`: tokens of a forward pass; None: a batch by column is one pass.
         `tokenizer` is saved with the weights, so that a server can load the folder. `max_to_keep`:
         checkpoints to keep; None: all. `in_thread=False` computes when called."""
@@ -140,6 +142,8 @@ class PyTorchTrainingBackend(TorchBackend):
         return super().optim_step(lr_factor=None if self.scheduler is not None else lr_factor)
 
     def _optim_step(self, lr_factor: float | None) -> dict[str, float]:
+        if self._loss is not None:  # of a batch by column too, and of all that has accumulated
+            [self._metrics["loss"]] = ranks.sum_over_ranks([float(self._loss)], self.cfg.model_device)
         result = super()._optim_step(lr_factor)
         self.current_step, self.weight_version = self.current_step + 1, self.weight_version + 1
         if self.scheduler is not None:

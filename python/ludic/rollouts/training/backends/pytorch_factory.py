@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from ludic.errors import ConfigError
 from ludic.models.loading import load_model, load_tokenizer
-from ludic.rollouts.training.backends.pytorch import PyTorchTrainingBackend
+from ludic.rollouts.training.backends.pytorch import METADATA, PyTorchTrainingBackend
 from ludic.rollouts.training.rl_losses import sft_loss
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
@@ -37,15 +37,16 @@ def create_pytorch_backend(
     """A backend with AdamW.
 
     `model_name`: a hub id, a folder in Hugging Face layout, or a checkpoint of a backend, whose
-    weights are then the start. `device_type`: None takes a GPU if there is one. Weights in bfloat16
-    are stepped as float32 copies. `loss_fn`: None is cross entropy. `model` replaces the one that
-    `model_name` names; then `tokenizer` is the caller's, too. `options` go to
-    `PyTorchTrainingBackend`.
+    weights are then the start; one that was saved without a tokenizer gives none. `device_type`:
+    None takes a GPU if there is one. Weights in bfloat16 are stepped as float32 copies. `loss_fn`:
+    None is cross entropy. `model` replaces the one that `model_name` names; then `tokenizer` is the
+    caller's, too. `options` go to `PyTorchTrainingBackend`.
     """
     device = _choose_device(device_type, gpu_rank)
     if model is None:
         model = load_hf_model(str(model_name), parse_dtype(dtype), compute_device_map_single_gpu(device.type, gpu_rank))
-        tokenizer = load_tokenizer(str(model_name)) if tokenizer is None else tokenizer
+        if tokenizer is None and not _is_saved_without_tokenizer(Path(model_name)):
+            tokenizer = load_tokenizer(str(model_name))
     else:
         model = model.to(device)
     optimizer = create_adamw_optimizer(model, learning_rate, adam_betas, weight_decay=weight_decay)
@@ -142,6 +143,10 @@ def create_warmup_cosine_scheduler(
         return min_lr_ratio + (1 - min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
 
     return LambdaLR(optimizer, factor)
+
+
+def _is_saved_without_tokenizer(folder: Path) -> bool:
+    return (folder / METADATA).is_file() and not (folder / "tokenizer_config.json").is_file()
 
 
 def _choose_device(device_type: str | None, gpu_rank: int) -> torch.device:

@@ -30,6 +30,8 @@ async def run_sft_training(
     log = LoopLog(backend, settings, metrics_logger)
     try:
         items = [item_of_sample(sample, place=place) for place, sample in enumerate(samples)]
+        for item in items:
+            item.meta |= {"reward": None, "total_reward": None}  # a demonstration is not rewarded
         source = SampleSource(items, batch_size=config.batch_size, seed=config.seed, name="sft")
         trainer = build_trainer(adapt_backend(backend), source, log, resume=resume)
         return await train_to_end(trainer, log, source)
