@@ -126,7 +126,7 @@ algorithm_args.group_normalize_adv=false for none; batch has no counterpart <- s
 algorithm_args.correction: truncated, masked or icepop <- vllm_importance_sampling_correction vllm_importance_sampling_mode
     vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min vllm_importance_sampling_cap off_policy_mask_threshold
 loss.nll_coeff for the weight of sft <- loss_weights
-loss.score_regularization_lambda, which penalises each score and not their sum <- center_rewards_coefficient
+loss.score_regularization_lambda with loss.score_regularization_type=squared_sum <- center_rewards_coefficient
 lora.rank=16 <- use_peft
 lora.alpha=ALPHA*sqrt(RANK), since adapters are scaled by alpha / rank <- use_rslora
 quantization=nf4, or quantization=int8 <- load_in_4bit bnb_4bit_quant_type load_in_8bit

@@ -143,6 +143,9 @@ PREFERENCE_LOSSES = {
     "bradley-terry with l1": BradleyTerryLoss(regularization_lambda=0.3, regularization_type="l1", score_type="logprob"),
     "bradley-terry with l2": BradleyTerryLoss(regularization_lambda=0.3, score_type="logprob"),
     "bradley-terry with small scores": BradleyTerryLoss(score_regularization_lambda=0.01, score_type="logprob"),
+    "bradley-terry with centred scores": BradleyTerryLoss(
+        score_regularization_lambda=0.01, score_regularization_type="squared_sum", score_type="logprob"
+    ),
     "bradley-terry and cross entropy": CompositeLoss(
         [
             LossTerm("bt", BradleyTerryLoss(regularization_lambda=0.3, score_type="logprob")),

@@ -88,6 +88,21 @@ def test_scores_can_be_regularised():
     # (9 + 1) / 2 + (1 + 4) / 2 = 7.5
     assert (loss - plain).item() == pytest.approx(0.75, abs=1e-6)
     assert stats["score_reg"].item() == pytest.approx(0.75)
+    centring = BradleyTerryLoss(score_regularization_lambda=0.1, score_regularization_type="squared_sum")
+    loss, stats = centring.compute(logits, batch)
+    # ((3 + 1)^2 + (1 + 2)^2) / 2 = 12.5, TRL's center_rewards_coefficient
+    assert (loss - plain).item() == pytest.approx(1.25, abs=1e-6)
+    assert stats["score_reg"].item() == pytest.approx(1.25)
+
+
+def test_centring_a_pair_leaves_its_margin_free():
+    plain, batch = batch_of([2.0, -2.0])
+    BradleyTerryLoss().compute(plain, batch)[0].backward()
+    centred, batch = batch_of([2.0, -2.0])
+    BradleyTerryLoss(score_regularization_lambda=1.0, score_regularization_type="squared_sum").compute(centred, batch)[
+        0
+    ].backward()
+    torch.testing.assert_close(centred.grad, plain.grad)
 
 
 def test_pairs_are_matched_by_id_in_any_order():
@@ -169,6 +184,7 @@ def test_missing_metadata_and_logits_that_are_not_scores_are_refused():
         {"regularization_lambda": -1.0},
         {"score_regularization_lambda": -1.0},
         {"regularization_type": "l3"},
+        {"score_regularization_type": "sums"},
         {"label_smoothing": 1.5},
     ],
 )

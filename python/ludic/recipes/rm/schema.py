@@ -28,7 +28,10 @@ class LossSection:
     regularization_type: str = MISSING
     """Norm of that penalty: l2 or l1."""
     score_regularization_lambda: float = MISSING
-    """Weight of a penalty on the mean square of the scores."""
+    """Weight of a penalty on the scores."""
+    score_regularization_type: str = MISSING
+    """`squares`: of each score. `squared_sum`: of the sum of a pair's scores, as TRL's
+    `center_rewards_coefficient`."""
 
 
 @dataclass

@@ -19,6 +19,7 @@ from ludic.training.loss.context import SharedContext
 logger = logging.getLogger(__name__)
 
 RegularizationType = Literal["l2", "l1"]
+ScoreRegularization = Literal["squares", "squared_sum"]
 
 SQUARED_MARGINS = "squared_margins"
 
@@ -26,7 +27,7 @@ SQUARED_MARGINS = "squared_margins"
 @dataclass
 class BradleyTerryLoss(Loss):
     """L = mean_p -[y log sigma(z) + (1 - y) log sigma(-z)] + lambda |s_c - s_r| + lambda_s mean_p
-    (s_c^2 + s_r^2), with z = beta (s_c - s_r) and y = label (1 - eps) + eps / 2.
+    (s_c^2 + s_r^2), or (s_c + s_r)^2, with z = beta (s_c - s_r) and y = label (1 - eps) + eps / 2.
 
     Bradley and Terry 1952; as a loss of reward models Ouyang et al. 2022 (arXiv:2203.02155), eq. 1.
     s_c and s_r are the scores of the chosen and the rejected sample: the model's single logit, or
@@ -53,6 +54,10 @@ class BradleyTerryLoss(Loss):
     """Accepted for compatibility; has no effect."""
     score_regularization_lambda: float = 0.0
     """Weight of the squared scores. Without it, both scores can drift by a common offset."""
+    score_regularization_type: ScoreRegularization = "squares"
+    """`squares`: s_c^2 + s_r^2, which draws each score to 0 and so holds the margin, too.
+    `squared_sum`: (s_c + s_r)^2, which centres a pair and leaves its margin free (Eisenstein et al.
+    2023, arXiv:2312.09244, eq. 2), as `center_rewards_coefficient` of TRL."""
 
     normalizer = "pairs"
 
@@ -69,6 +74,8 @@ class BradleyTerryLoss(Loss):
                 raise ConfigError(f"{name} must be non-negative, got {weight}")
         if self.regularization_type not in get_args(RegularizationType):
             raise ConfigError(f"regularization_type must be one of l2, l1, got {self.regularization_type!r}")
+        if self.score_regularization_type not in get_args(ScoreRegularization):
+            raise ConfigError(f"score_regularization_type must be squares or squared_sum, got {self.score_regularization_type!r}")
         if not 0 <= self.label_smoothing <= 1:
             raise ConfigError(f"label_smoothing must be in [0, 1], got {self.label_smoothing}")
 
@@ -106,7 +113,8 @@ class BradleyTerryLoss(Loss):
         loss = -(target * logsigmoid(margin) + (1 - target) * logsigmoid(-margin)).mean()
         if self.regularization_lambda > 0:
             loss = loss + self.regularization_lambda * self._norm(chosen - rejected, shared)
-        squares = chosen.square().mean() + rejected.square().mean()
+        centres = self.score_regularization_type == "squared_sum"
+        squares = ((chosen + rejected).square() if centres else chosen.square() + rejected.square()).mean()
         if self.score_regularization_lambda > 0:
             loss = loss + self.score_regularization_lambda * squares
         stats: Stats = {

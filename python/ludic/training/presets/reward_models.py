@@ -8,7 +8,7 @@ from ludic.training.credit_assignment import ConstantCredit, GroupNormalizedRetu
 from ludic.training.loss import BradleyTerryLoss, CISPOLoss, TokenClippedSurrogateLoss
 from ludic.training.loss.base import ScoreType
 from ludic.training.loss.kl import Estimator
-from ludic.training.loss.preference import RegularizationType
+from ludic.training.loss.preference import RegularizationType, ScoreRegularization
 from ludic.training.presets.cispo import add_kl
 from ludic.training.presets.preprocess import check_ratios
 from ludic.training.reward_credit import CombineMode, RewardModelCreditAssigner
@@ -24,6 +24,7 @@ def make_bradley_terry(
     regularization_type: RegularizationType = "l2",
     label_smoothing: float = 0.0,
     score_regularization_lambda: float = 0.0,
+    score_regularization_type: ScoreRegularization = "squares",
 ) -> RLAlgorithm:
     """The Bradley-Terry loss of preference pairs (Bradley and Terry 1952), for `RMTrainer`.
 
@@ -44,6 +45,7 @@ def make_bradley_terry(
             regularization_type=regularization_type,
             label_smoothing=label_smoothing,
             score_regularization_lambda=score_regularization_lambda,
+            score_regularization_type=score_regularization_type,
         ),
     )
 
