@@ -50,10 +50,12 @@ STOPPED_BY = {
     "no capability": ["device files", "become root", "timers of others"],
     "the filter": [
         "ptrace", "mount", "unmount", "nested namespaces", "other namespaces", "bpf and perf", "keys and shared memory",
-        "modules and reboot", "other interface", "raised limits", "marks on folders",
+        "modules and reboot", "other interface", "raised limits", "marks on folders", "locks on files of the host",
+        "shared memory that is unmapped", "pages and events that the kernel holds", "huge pages",
     ],
     "the limit of address space": ["memory"],
-    "its memory is watched": ["memory of many", "a name that lies"],
+    "its memory is watched": ["memory of many", "a name that lies", "memory of processes without a first thread"],
+    "no such device, or a cgroup": ["shared memory of a device"],
     "folders of limited size": ["memory without a process"],
     "its processes are watched": ["fork bomb"],
     "its processor time is watched": ["threads", "spinning", "ignored signals", "children that nobody counts"],
@@ -131,6 +133,49 @@ for _ in range(8):
     if os.fork() == 0:
         x = bytearray(60 << 20); time.sleep(100)
 time.sleep(100)""", RunStatus.MEMORY_EXCEEDED),
+    Hostile("memory of processes without a first thread", """
+def hold():
+    time.sleep(0.2)
+    x = bytearray(60 << 20)
+    time.sleep(5)
+for _ in range(8):
+    if os.fork() == 0:
+        threading.Thread(target=hold).start()
+        libc.syscall(60, 0)
+time.sleep(5)""", RunStatus.MEMORY_EXCEEDED),
+    Hostile("shared memory that is unmapped", """
+def hold():
+    parts = [mmap.mmap(-1, 60 << 20) for _ in range(3)]
+    for part in parts:
+        for start in range(0, len(part), 4 << 20):
+            part[start:start + (4 << 20)] = bytes(4 << 20)
+            part.madvise(mmap.MADV_DONTNEED)
+    time.sleep(1)
+    return parts
+fails(hold)"""),
+    Hostile("shared memory of a device", """
+def hold():
+    parts, zeros = [], os.open('/dev/zero', os.O_RDWR)
+    for _ in range(16):
+        parts.append(mmap.mmap(zeros, 60 << 20))
+        for start in range(0, 60 << 20, 4 << 20):
+            parts[-1][start:start + (4 << 20)] = bytes(4 << 20)
+            parts[-1].madvise(mmap.MADV_DONTNEED)
+        rest = ctypes.addressof(ctypes.c_char.from_buffer(parts[-1], 4096))
+        libc.munmap(ctypes.c_void_p(rest), ctypes.c_size_t((60 << 20) - 4096))
+    time.sleep(1)
+    return parts
+fails(hold)
+print(set(open('/dev/zero', 'rb').read(100)) - {0} or '', end='')""", RunStatus.SUCCESS, RunStatus.MEMORY_EXCEEDED),
+    Hostile("huge pages", """
+refused(157, 41, 0, 0, 0, 0)
+part = mmap.mmap(-1, 8 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+part.madvise(mmap.MADV_HUGEPAGE)
+part[:] = b'x' * len(part)
+sizes = [int(line.split()[1]) for line in open('/proc/self/smaps') if line.startswith('AnonHugePages')]
+if sum(sizes): print(sum(sizes))"""),
+    Hostile("pages and events that the kernel holds", "refused(278, 1, 0, 0, 0); refused(253); refused(294, 0)"),
+    Hostile("locks on files of the host", "import fcntl; fails(lambda: fcntl.flock(open(os.__file__), fcntl.LOCK_EX))"),
     Hostile("memory without a process", """
 refused(319, b'x', 0)
 for place in ('/dev/shm', '/tmp', '/workspace'):

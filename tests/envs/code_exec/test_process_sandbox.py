@@ -11,6 +11,7 @@ from hypothesis import given, settings, strategies as st
 
 from ludic.envs.code_exec.adapters.base import ExactMatchVerifier
 from ludic.envs.code_exec.in_sandbox.__main__ import last_number
+from ludic.envs.code_exec.in_sandbox.leftovers import MEMORY_FIELDS
 from ludic.envs.code_exec.runners import StdinStdoutRunner
 from ludic.envs.code_exec.types import BatchExecutionSpec, CompileResult, CompileStatus, ExecutionResult, RunStatus, TestCase
 from ludic.envs.code_exec.unsafe_subprocess import UnsafeSubprocessPool
@@ -152,3 +153,10 @@ def test_the_last_number_of_a_pipe(numbers):
     finally:
         os.close(read_end)
         os.close(write_end)
+
+
+def test_memory_that_was_swapped_out_is_counted():
+    status = (
+        b"Name:\tRssAnon:\nRssAnon:\t  10 kB\nRssFile:\t 500 kB\nRssShmem:\t 20 kB\nVmSwap:\t 300 kB\nHugetlbPages:\t 4000 kB\n"
+    )
+    assert sum(map(int, MEMORY_FIELDS.findall(status))) == 4330

@@ -69,7 +69,7 @@ def test_nothing_gets_out(sandbox, host, hostile, monkeypatch):
     result = run(sandbox, code, stdin="x" * 100_000, skip_compile=not ends, timeout_s=limit_s, memory_limit_mb=128)
     assert result.run_status in (hostile.status, hostile.or_status), (hostile.stopped_by, result)
     assert NOTES.get(hostile.stopped_by, "") in result.stderr, (hostile.stopped_by, result)
-    if hostile.status is RunStatus.SUCCESS:
+    if result.run_status is RunStatus.SUCCESS:
         assert result.stdout == "harmless\n"
     after = run(sandbox, "print(1)", timeout_s=30)
     assert (after.stdout, after.run_status) == ("1\n", RunStatus.SUCCESS)

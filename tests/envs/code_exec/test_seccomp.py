@@ -50,6 +50,11 @@ def test_what_is_allowed_and_what_is_not(machine):
     assert call(clone3) == errno.ENOSYS
     assert (call(prlimit, 0), call(prlimit, 1)) == (ALLOWED, errno.EPERM)
     assert call(ioctl, 0, 0x5401) == ALLOWED
+    mmap, prctl, private, shared, anonymous = (9, 222), (157, 167), 2, 1, 0x20
+    assert call(mmap, 0, 4096, 3, private | anonymous) == ALLOWED
+    assert call(mmap, 0, 4096, 3, shared) == ALLOWED  # of a file
+    assert call(mmap, 0, 4096, 3, shared | anonymous) == errno.EPERM
+    assert (call(prctl, 15), call(prctl, 41)) == (ALLOWED, errno.EPERM)
     for request in (0x5412, 0x40086602, 0x40046602, 0x401C5820):
         assert call(ioctl, 0, request) == errno.EPERM
 

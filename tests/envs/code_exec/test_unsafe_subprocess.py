@@ -116,11 +116,26 @@ def test_limits_of_time(sandbox, code):
     assert run(sandbox, "print(1)").stdout == "1\n"
 
 
+WITHOUT_FIRST_THREADS = """
+import ctypes, os, threading, time
+def hold():
+    time.sleep(0.1)
+    x = bytearray(30 << 20)
+    time.sleep(3)
+for _ in range(4):
+    if os.fork() == 0:
+        threading.Thread(target=hold).start()
+        ctypes.CDLL(None).pthread_exit(None)
+time.sleep(1)"""
+"""Processes of which /proc/N/status has no memory, since their first thread has ended."""
+
+
 @pytest.mark.parametrize(
     ("code", "status"),
     [
         ("x = bytearray(10**9)", RunStatus.MEMORY_EXCEEDED),
         ("import mmap\nm = mmap.mmap(-1, 10**8)\nfor i in range(0, 10**8, 4096): m[i] = 1\nwhile True: pass", RunStatus.MEMORY_EXCEEDED),
+        (WITHOUT_FIRST_THREADS, RunStatus.MEMORY_EXCEEDED),
         ("print('x' * 10**7)", RunStatus.RUNTIME_ERROR),
         ("import os\nwhile True: os.write(2, b'x' * 10**5)", RunStatus.RUNTIME_ERROR),
         ("f = open('big', 'wb')\nfor _ in range(100): f.write(b'x' * 10**6)", RunStatus.RUNTIME_ERROR),

@@ -84,23 +84,16 @@ class BubblewrapProcess(LineProcess):
         )
 
     def _spawn(self) -> subprocess.Popen[bytes]:
-        read_end, write_end = os.pipe()
-        try:
-            with open(write_end, "wb") as pipe:
-                pipe.write(seccomp_filter())
-            return subprocess.Popen(
-                [self._command[0], "--seccomp", str(read_end), *self._command[1:]],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._new_stderr(),
-                pass_fds=(read_end,),
-                env={},
-                cwd="/",
-                start_new_session=True,
-                **_nobody(),
-            )
-        finally:
-            os.close(read_end)
+        return subprocess.Popen(
+            self._command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._new_stderr(),
+            env={},
+            cwd="/",
+            start_new_session=True,
+            **_nobody(),
+        )
 
 
 class BubblewrapSandboxPool(BaseSandboxPool):
@@ -143,12 +136,14 @@ def sandbox_arguments(python: Path) -> list[str]:
         for path in (python, libraries / python.name, *sorted(libraries.glob("libpython*.so*"))):
             arguments += ["--ro-bind-try", str(path), str(path)]
     arguments += ["--proc", "/proc", "--dev", "/dev"]
+    # Reads as zeros, but cannot be mapped, which makes memory that no process is charged for.
+    arguments += ["--dev-bind", "/dev/full", "/dev/zero"]
     for place, megabytes in PLACES.items():
         arguments += ["--size", str(megabytes << 20), "--tmpfs", place]
     arguments += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/", "--clearenv"]
     for name, value in {"PYTHONHASHSEED": "0", "LANG": "C.UTF-8"}.items():
         arguments += ["--setenv", name, value]
-    return [*arguments, "--", *first_process(str(python), list(PLACES))]
+    return [*arguments, "--", *first_process(str(python), list(PLACES), system_call_filter=seccomp_filter())]
 
 
 def find_python(version: str | None, *, others: bool = False) -> Path:

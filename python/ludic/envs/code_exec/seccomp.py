@@ -42,7 +42,7 @@ FORBIDDEN = {
     "sched_setattr": (314, 274),
     "migrate_pages": (256, 238),
     "move_pages": (279, 239),
-    # what outlives a program, or is not counted as its memory
+    # what outlives a program, or holds memory that no process is charged for
     "shmget": (29, 194),
     "shmctl": (31, 195),
     "shmat": (30, 196),
@@ -60,6 +60,11 @@ FORBIDDEN = {
     "keyctl": (250, 219),
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
+    "vmsplice": (278, 75),
+    "inotify_init": (253, 26),
+    "inotify_init1": (294, 26),
+    # files of this machine: who may only read a file can lock it
+    "flock": (73, 32),
     # what stays with a folder when its files are deleted: attributes, and lists of who may do what
     "setxattr": (188, 5),
     "lsetxattr": (189, 6),
@@ -120,6 +125,11 @@ CLONE, CLONE3 = (56, 220), (435, 435)
 OF_ANOTHER_PROCESS = {"prlimit64": (302, 261), "sched_setaffinity": (203, 122)}
 """Allowed with process 0, which is the caller."""
 IOCTL = (16, 29)
+PRCTL, PR_SET_THP_DISABLE = (157, 167), 41
+"""Huge pages hold memory of which only a small part is still mapped."""
+MMAP, MAP_SHARED, MAP_ANONYMOUS = (9, 222), 1, 0x20
+"""Together they make memory that stays whole while one page of it is mapped. Files in /dev/shm are
+shared instead."""
 
 
 @dataclass(frozen=True)
@@ -155,6 +165,14 @@ def seccomp_filter(machine: str | None = None, *, network: bool = False) -> byte
         program += [(EQUAL, 0, 1, numbers[column]), (RETURN, 0, 0, FAIL | errno.EPERM)]
     program += _unless(CLONE[column], 0, ANY_BIT, [NEW_NAMESPACES])
     program += _unless(IOCTL[column], 1, EQUAL, FORBIDDEN_REQUESTS)
+    program += _unless(PRCTL[column], 0, EQUAL, [PR_SET_THP_DISABLE])
+    program += [
+        (EQUAL, 0, 5, MMAP[column]),
+        (LOAD, 0, 0, 16 + 8 * 3),
+        (ANY_BIT, 0, 2, MAP_SHARED),
+        (ANY_BIT, 0, 1, MAP_ANONYMOUS),
+    ]
+    program += [(RETURN, 0, 0, FAIL | errno.EPERM), (RETURN, 0, 0, ALLOW)]
     for numbers in OF_ANOTHER_PROCESS.values():
         program += _unless(numbers[column], 0, AT_LEAST, [1])
     program.append((RETURN, 0, 0, ALLOW))

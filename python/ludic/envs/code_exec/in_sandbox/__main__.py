@@ -19,6 +19,7 @@ from ludic.envs.code_exec.in_sandbox.process_control import (
     PR_SET_CHILD_SUBREAPER,
     PR_SET_DUMPABLE,
     PR_SET_PDEATHSIG,
+    PR_SET_THP_DISABLE,
     control,
     install_filter,
 )
@@ -44,6 +45,7 @@ def main(places: list[str], system_call_filter: bytes = b"") -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # with no handler at all, no program can signal process 1
     control(PR_SET_DUMPABLE, 0)  # programs of the same user cannot open this process's files in /proc
     control(PR_SET_CHILD_SUBREAPER, 1)
+    control(PR_SET_THP_DISABLE, 1)  # also for all processes that it forks
     if system_call_filter:
         install_filter(system_call_filter)
     send(answers, {"ready": True, "python": f"{sys.version_info[0]}.{sys.version_info[1]}", "alone": ALONE})

@@ -9,7 +9,7 @@ import re
 import signal
 from collections.abc import Iterator
 
-MEMORY_FIELDS = re.compile(rb"^Rss(?:Anon|Shmem):\s+(\d+) kB$", re.MULTILINE)
+MEMORY_FIELDS = re.compile(rb"^(?:RssAnon|RssShmem|VmSwap|HugetlbPages):\s+(\d+) kB$", re.MULTILINE)
 TICKS = os.sysconf("SC_CLK_TCK")
 ALONE = os.getpid() == 1
 """Whether every other process here is a program's."""
@@ -39,6 +39,20 @@ def stat_fields(number: int) -> list[bytes]:
         return file.read().rpartition(b") ")[2].split()
 
 
+def memory_of(number: int) -> int:
+    """Bytes of a process, without files that are mapped. Where its first thread has ended and
+    others run, only those have its memory."""
+    return memory_in(f"/proc/{number}") or max(
+        (memory_in(f"/proc/{number}/task/{task}") for task in os.listdir(f"/proc/{number}/task")), default=0
+    )
+
+
+def memory_in(folder: str) -> int:
+    with contextlib.suppress(OSError), open(f"{folder}/status", "rb") as file:
+        return sum(map(int, MEMORY_FIELDS.findall(file.read()))) << 10
+    return 0
+
+
 class Usage:
     """What a program and all that it started use, when it was looked at last."""
 
@@ -58,18 +72,16 @@ class Usage:
         return max(sum(self.ticks.values()), self.waited_for) / TICKS
 
     def look(self) -> None:
-        self.processes, kilobytes, self.waited_for, self.waits_for_processor = 0, 0, 0, False
+        self.processes, self.memory, self.waited_for, self.waits_for_processor = 0, 0, 0, False
         for number in programs(self.first):
             with contextlib.suppress(OSError, IndexError):
                 fields = stat_fields(number)
-                with open(f"/proc/{number}/status", "rb") as file:
-                    kilobytes += sum(map(int, MEMORY_FIELDS.findall(file.read())))
+                self.memory += memory_of(number)
                 self.processes += 1
                 own, of_children = sum(map(int, fields[11:13])), sum(map(int, fields[13:15]))
                 self.ticks[number] = own
                 self.waited_for += own + of_children
                 self.waits_for_processor |= fields[0] == b"R"
-        self.memory = kilobytes << 10
 
 
 def end_programs() -> float:

@@ -21,7 +21,8 @@ PATIENCE = 10
 """Times `timeout_s` that a program has if it waits for a processor. After that nothing is known of
 it: the machine is too busy."""
 SHORTEST_LOOK_S, LONGEST_LOOK_S = 0.005, 0.04
-"""How often memory, time, processes and files are looked at: often at first, then less."""
+"""How often memory, time, processes and files are looked at: often at first and while there are
+several processes, each with the whole limit as its address space, else less."""
 
 
 def longest_s(request: JSON) -> float:
@@ -75,7 +76,7 @@ class Watch:
             stopped = self.stop_for_output() if self.printed_too_much() else None
             if stopped is None and (now := time.monotonic()) >= next_look:
                 stopped = self.limit_reached(now - started)
-                look_s = min(2 * look_s, LONGEST_LOOK_S)
+                look_s = min(2 * look_s, LONGEST_LOOK_S) if self.usage.processes < 2 else SHORTEST_LOOK_S
                 next_look = time.monotonic() + look_s
             if stopped:
                 os.kill(self.pid, signal.SIGKILL)
