@@ -6,6 +6,7 @@ import json
 import pytest
 
 import ludic.inference
+from ludic.errors import ConfigError
 from ludic.inference import (
     BackendExtensions,
     ChatClient,
@@ -18,6 +19,7 @@ from ludic.inference import (
     VLLMExtensions,
 )
 from ludic.inference.client import ChatResponse
+from ludic.inference.sampling import check_sampling
 from ludic.types import TokenTrace
 
 
@@ -30,6 +32,27 @@ def test_sampling_parameters_become_openai_arguments_with_plain_numbers():
     for nothing in (None, "", []):
         assert "stop" not in SamplingParams(stop=nothing).to_openai_kwargs()
     assert SamplingConfig is SamplingParams
+
+
+def test_fields_that_openai_has_not_are_sent_if_they_change_something():
+    assert SamplingParams().server_fields() == {}
+    shaped = SamplingParams(top_k=5, min_p=0.1, repetition_penalty=1.2)
+    assert shaped.server_fields() == {"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.2}
+    assert (shaped.is_cut, SamplingParams(top_p=0.9).is_cut, SamplingParams(temperature=0.5).is_cut) == (True, True, False)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"top_k": -1}, r"top_k \(-1\) must be >= 0"),
+        ({"min_p": 1.5}, r"min_p \(1.5\) in \[0, 1\]"),
+        ({"repetition_penalty": 0.0}, r"repetition_penalty \(0.0\) must be > 0"),
+        ({"stop": [5]}, r"stop \(\[5\]\) must be a text, or a list of texts"),
+    ],
+)
+def test_values_outside_their_range_are_refused(values, message):
+    with pytest.raises(ConfigError, match=message):
+        check_sampling(SamplingParams(**values))
 
 
 def test_return_specs_have_a_preset_for_each_use():

@@ -30,7 +30,9 @@ def server(tmp_path):
 
 
 def ask(**more):
-    return ChatCompletionRequest("policy", MESSAGES, SamplingParams(0.7, 8, stop=["#"]), ReturnSpec.for_rl(), seed=4, **more)
+    return ChatCompletionRequest(
+        "policy", MESSAGES, SamplingParams(0.7, 8, stop=["#"], top_k=9), ReturnSpec.for_rl(), seed=4, **more
+    )
 
 
 async def test_ids_are_sent_and_returned_with_log_probabilities_and_the_version(server):
@@ -46,7 +48,7 @@ async def test_ids_are_sent_and_returned_with_log_probabilities_and_the_version(
     assert (response.finish_reason, info["policy_version"]) == ("stop", 17)
     ((_, body),) = server.calls
     assert body["input_ids"] == prompt
-    wanted = {"max_new_tokens": 8, "temperature": 0.7, "top_p": 1.0, "stop": ["#"], "sampling_seed": 4}
+    wanted = {"max_new_tokens": 8, "temperature": 0.7, "top_p": 1.0, "top_k": 9, "stop": ["#"], "sampling_seed": 4}
     assert wanted.items() <= body["sampling_params"].items()
     await client.aclose()
 

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from ludic.errors import ConfigError
 from ludic.recipes import flat_recipe
-from ludic.recipes.build import build_algorithm
+from ludic.recipes.build import build_algorithm, build_trainer_config
 from ludic.recipes.compose import compose, list_settings
 from ludic.recipes.controllers import build_controllers
 from ludic.recipes.controllers_section import ControllersSection
@@ -105,7 +105,7 @@ SHARED = {
         "max_grad_norm": 0.15,
         "max_seq_len": 4144,
         "micro_token_budget": 8192,
-        "mixed_precision_dtype": "bfloat16",
+        "mixed_precision_dtype": "bf16",
         "eval_every_n_steps": 25,
         "minibatches_per_batch": 1,
     },
@@ -239,6 +239,13 @@ def test_no_key_has_two_meanings_and_targets_are_settings():
     targets |= {f"info_seed.{name}" for name in SEED.values()}
     assert targets <= set(list_settings())
     assert all(reason and reason[0] == reason[0].lower() for reason in WITHOUT_EFFECT.values())
+
+
+def test_the_trainer_takes_the_settings_of_a_flat_file(tmp_path):
+    (tmp_path / "flat.yaml").write_text(yaml.safe_dump({**GRPO, "gradient_checkpointing": True, "gen_top_k": 5}))
+    recipe = compose([str(tmp_path / "flat.yaml")])
+    assert build_trainer_config(recipe.trainer, pad_token_id=0, seed=0).mixed_precision_dtype == "bf16"
+    assert (recipe.gradient_checkpointing, recipe.rollout.top_k) == (True, 5)
 
 
 def test_a_name_of_trl_is_translated_named_or_refused():

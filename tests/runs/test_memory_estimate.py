@@ -48,7 +48,7 @@ def measured_peak(*settings: str) -> int:
         algo=make_sft(normalizer="tokens"),
         batch_source=source,
         cfg=cfg,
-        enable_gradient_checkpointing=bool(recipe.sharding.activation_checkpointing),
+        enable_gradient_checkpointing=recipe.gradient_checkpointing,
     )
     trainer.train_sync(1)
     held = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -71,7 +71,7 @@ def measured_peak(*settings: str) -> int:
 
 @pytest.mark.parametrize(
     "settings",
-    [(), ("trainer.logits=full",), ("lora.rank=8",), ("dtype=bfloat16",), ("sharding.activation_checkpointing=true",)],
+    [(), ("trainer.logits=full",), ("lora.rank=8",), ("dtype=bfloat16",), ("gradient_checkpointing=true",)],
     ids=lambda settings: " ".join(settings) or "as set",
 )
 def test_an_estimate_is_near_the_measured_peak(settings: tuple[str, ...]) -> None:
@@ -103,7 +103,7 @@ def test_remedies_save_memory() -> None:
     own = estimator.estimate(Settings.of(recipe))
     remedies = {name: estimator.estimate(changed) for name, changed in estimator.list_remedies(own.settings)}
     assert list(remedies) == [
-        *("dtype=bfloat16", "lora.rank=16", "trainer.micro_token_budget=128", "sharding.activation_checkpointing=true"),
+        *("dtype=bfloat16", "lora.rank=16", "trainer.micro_token_budget=128", "gradient_checkpointing=true"),
         *("trainer.logits=chunked", "rollout.concurrency=8", "all of these"),
     ]
     assert remedies["all of these"].peak == min(one.peak for one in remedies.values())

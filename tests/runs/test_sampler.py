@@ -114,19 +114,24 @@ def test_an_evaluation_reports_how_it_samples_from_a_server():
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_p", "expected"),
+    ("temperature", "other", "expected"),
     [
-        (1.0, 1.0, LogprobConvention(processed=False, temperature=1.0)),
-        (0.6, 1.0, LogprobConvention(processed=True, temperature=0.6)),
-        (1.0, 0.9, LogprobConvention(processed=False, temperature=1.0)),
-        (0.6, 0.9, LogprobConvention(processed=False, temperature=1.0)),
-        (0.0, 1.0, LogprobConvention(processed=False, temperature=1.0)),
+        (1.0, "", LogprobConvention(processed=False, temperature=1.0)),
+        (0.6, "stop=x", LogprobConvention(processed=True, temperature=0.6)),
+        (1.0, "top_p=0.9", LogprobConvention(processed=False, temperature=1.0)),
+        (0.6, "top_p=0.9", LogprobConvention(processed=False, temperature=1.0)),
+        (0.6, "top_k=5", LogprobConvention(processed=False, temperature=1.0)),
+        (0.6, "min_p=0.1", LogprobConvention(processed=False, temperature=1.0)),
+        (0.6, "repetition_penalty=1.2", LogprobConvention(processed=False, temperature=1.0)),
+        (0.0, "", LogprobConvention(processed=False, temperature=1.0)),
     ],
 )
-def test_sampler_and_trainer_use_the_same_distribution(temperature, top_p, expected):
-    assert choose_logprob_convention(temperature, top_p) == expected
+def test_sampler_and_trainer_use_the_same_distribution(temperature, other, expected):
     algorithm = "grpo" if temperature else "reinforce"  # equal answers give no advantage
-    recipe = compose([f"rollout.temperature={temperature}", f"rollout.top_p={top_p}", "threads=1", f"algorithm={algorithm}"])
+    recipe = compose(
+        [f"rollout.temperature={temperature}", "threads=1", f"algorithm={algorithm}", *([f"rollout.{other}"] if other else [])]
+    )
+    assert choose_logprob_convention(recipe.rollout) == expected
     assert RLParts.build(recipe).trainer_cfg.temperature == expected.temperature
 
 

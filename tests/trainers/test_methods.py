@@ -337,6 +337,51 @@ def test_the_package_imports_its_objects_when_they_are_read():
         _ = ludic.PPO
 
 
+PAIRS = [{"prompt": row["prompt"], "chosen": row["answer"], "rejected": "?!"} for row in ROWS]
+
+
+@pytest.mark.parametrize(
+    ("make", "rows", "settings"),
+    [
+        (GRPO, ROWS, SMALL),
+        (SFT, [{"prompt": row["prompt"], "completion": row["answer"]} for row in ROWS], {"steps": 2, "batch_size": 4}),
+        (DPO, PAIRS, {"steps": 2, "batch_size": 4, "answers": 0}),
+        (RewardModel, PAIRS, {"steps": 2, "batch_size": 4}),
+    ],
+)
+def test_every_object_can_recompute_activations(model: Path, make, rows, settings) -> None:
+    """In one process, without `sharding`: the weights are those of the run that stores them."""
+    given = [model, digits, rows] if make is GRPO else [model, rows]
+    for name, keys in {"stored": {}, "recomputed": {"gradient_checkpointing": True}}.items():
+        trained = make(*given, name=name, **{**settings, "threads": 1, **keys})
+        trained.train()
+        modules = trained.trainer.model.modules()
+        assert any(getattr(module, "gradient_checkpointing", False) for module in modules) is bool(keys)
+    ours, theirs = weights("recomputed"), weights("stored")
+    assert all(torch.allclose(ours[name], theirs[name], atol=1e-5) for name in theirs)
+
+
+def test_answers_are_sampled_as_the_section_says_and_end_at_a_stop(model: Path) -> None:
+    """With `top_k=1` the two answers to a prompt are one; a stop ends them at their first token."""
+    seen = []
+
+    def note(completions, is_eval, **columns):
+        seen.extend([] if is_eval else completions)
+        return [1.0] * len(completions)
+
+    greedy = {**SMALL, "steps": 1, "rollout.top_k": 1, "rollout.min_p": 0.1, "rollout.repetition_penalty": 1.1}
+    GRPO(model, note, ROWS, name="free", **greedy).train()
+    free = [*seen]
+    assert len(free) == 4
+    assert free[::2] == free[1::2]
+    seen.clear()
+    stop = sorted({text[0] for text in free})
+    GRPO(model, note, ROWS, name="stopped", **greedy, **{"rollout.stop": stop}).train()
+    assert max(map(len, seen)) < max(map(len, free))
+    metrics = json.loads(Path("runs/stopped/metrics.jsonl").read_text().splitlines()[-1])
+    assert metrics["train/avg_completion_length"] == 1.0
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -130,7 +130,7 @@ def _make_server(recipe: Recipe) -> tuple[str, ...]:
     section = recipe.inference
     if recipe.model is None:
         raise ConfigError("a server needs a model that is on disk or on the hub; set model=DIRECTORY, or inference=local")
-    convention = choose_logprob_convention(recipe.rollout.temperature, recipe.rollout.top_p)
+    convention = choose_logprob_convention(recipe.rollout)
     flags = ["--logprobs-mode", "processed_logprobs" if convention.processed else "raw_logprobs"]
     flags += [*(["--python", section.python] if section.python else []), "--device", section.device]
     flags += ["--weights", section.weights] if section.weights else []

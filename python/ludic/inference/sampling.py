@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from ludic.errors import ConfigError
@@ -22,6 +22,23 @@ class SamplingParams:
     presence_penalty: float = 0.0
     stop: str | list[str] | None = None
     """Text that ends the completion."""
+    top_k: int = 0
+    """Sample from so many of the most likely tokens; 0 keeps all."""
+    min_p: float = 0.0
+    """Sample from the tokens that are at least this many times as likely as the likeliest."""
+    repetition_penalty: float = 1.0
+    """Positive logits of tokens of the prompt and the answer are divided by it, negative ones
+    multiplied (Keskar et al. 2019)."""
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether tokens come from another distribution than softmax(logits / temperature)."""
+        return self.top_p < 1 or bool(self.server_fields())
+
+    def server_fields(self) -> dict[str, Any]:
+        """Fields of vLLM and SGLang that OpenAI has not, without those that change nothing."""
+        fields = {"top_k": (self.top_k, 0), "min_p": (self.min_p, 0.0), "repetition_penalty": (self.repetition_penalty, 1.0)}
+        return {name: value for name, (value, off) in fields.items() if value != off}
 
     def to_openai_kwargs(self) -> dict[str, Any]:
         """Keywords of an OpenAI chat completion."""
@@ -40,14 +57,26 @@ class SamplingParams:
 SamplingConfig = SamplingParams
 
 
+def make_sampling(section: object, **changes: Any) -> SamplingParams:
+    """The sampling of a section of settings, whose fields have the same names, with `changes`."""
+    given = {item.name: getattr(section, item.name) for item in fields(SamplingParams) if hasattr(section, item.name)}
+    return SamplingParams(**{**given, **changes})
+
+
 def check_sampling(params: SamplingParams) -> None:
-    """Raise ConfigError if temperature, top_p or max_tokens is outside its range."""
+    """Raise ConfigError for a value that is outside its range."""
     if not 0 <= params.temperature < float("inf"):
         raise ConfigError(f"temperature ({params.temperature}) must be >= 0 and finite; 0 takes the most likely token")
     if not 0 < params.top_p <= 1:
         raise ConfigError(f"top_p ({params.top_p}) must be in (0, 1]; 1 keeps all tokens")
     if params.max_tokens < 1:
         raise ConfigError(f"max_tokens ({params.max_tokens}) must be >= 1")
+    if params.top_k < 0 or not 0 <= params.min_p <= 1:
+        raise ConfigError(f"top_k ({params.top_k}) must be >= 0 and min_p ({params.min_p}) in [0, 1]; 0 keeps all tokens")
+    if not 0 < params.repetition_penalty < float("inf"):
+        raise ConfigError(f"repetition_penalty ({params.repetition_penalty}) must be > 0 and finite; 1 changes nothing")
+    if not all(isinstance(text, str) for text in ([params.stop] if isinstance(params.stop, str) else params.stop or [])):
+        raise ConfigError(f"stop ({params.stop}) must be a text, or a list of texts; null: only the end token ends an answer")
 
 
 def check_penalties(params: SamplingParams) -> None:

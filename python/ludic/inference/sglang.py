@@ -153,6 +153,7 @@ class SGLangClient(PushTarget):
             "top_p": sampling.top_p,
             "frequency_penalty": sampling.frequency_penalty,
             "presence_penalty": sampling.presence_penalty,
+            **sampling.server_fields(),
         }
         if sampling.stop:
             params["stop"] = sampling.stop

@@ -55,6 +55,8 @@ class EpochsRecipe:
     batch_size: int = MISSING
     """Samples or pairs per step, packed into micro-batches by `trainer.packing` and
     `trainer.micro_token_budget`."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, more time."""
     log_every: int = MISSING
     """Without a terminal, one line is printed every so many steps. metrics.jsonl has every step."""
     report_to: Any = None

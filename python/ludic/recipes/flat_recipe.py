@@ -260,7 +260,7 @@ def _translate_rest(flat: Mapping[str, Any], settings: dict[str, Any]) -> None:
         folder = PurePath(str(flat["output_dir"]))
         settings |= {"output": str(folder.parent), "name": folder.name}
     if flat.get("bf16"):
-        settings["trainer.mixed_precision_dtype"] = "bfloat16"
+        settings["trainer.mixed_precision_dtype"] = "bf16"
     lengths = [flat.get("max_prompt_length"), flat.get("max_completion_length")]
     if None not in lengths:
         longest = sum(int(length or 0) for length in lengths)

@@ -26,10 +26,12 @@ def _read_lines(table: str, column: int) -> Iterator[tuple[str, str]]:
 
 _TABLE = """
 dtype seed tools report_to reward_weights eval_reward_weights system_prompt,rollout.system_prompt
-rollout.temperature rollout.top_p loss.loss_type loss.label_smoothing trainer.lr_scheduler_type trainer.warmup_ratio
-trainer.warmup_steps trainer.weight_decay trainer.max_grad_norm
+gradient_checkpointing rollout.temperature rollout.top_p rollout.top_k rollout.min_p rollout.repetition_penalty
+loss.loss_type loss.label_smoothing trainer.lr_scheduler_type trainer.warmup_ratio trainer.warmup_steps trainer.weight_decay
+trainer.max_grad_norm
 model <- model_name_or_path | actor_rollout_ref.model.path | pretrain
 dtype <- torch_dtype
+gradient_checkpointing <- activation_checkpointing | actor_rollout_ref.model.enable_gradient_checkpointing
 name <- run_name | trainer.experiment_name
 data <- dataset_name dataset_mixture train_dataset | data.train_files | prompt_data dataset
 streaming <- dataset_streaming
@@ -58,6 +60,7 @@ rollout.prompts <- | data.train_batch_size | rollout_batch_size
 rollout.group_size <- num_generations | actor_rollout_ref.rollout.n | n_samples_per_prompt
 rollout.max_new_tokens <- max_completion_length | data.max_response_length | generate_max_len
 rollout.temperature <- gen_temperature | actor_rollout_ref.rollout.temperature
+rollout.top_k <- gen_top_k vllm_top_k | actor_rollout_ref.rollout.top_k
 rollout.top_p <- gen_top_p | actor_rollout_ref.rollout.top_p
 rollout.max_tool_turns <- max_tool_calling_iterations | actor_rollout_ref.rollout.multi_turn.max_assistant_turns
 evaluation.samples_per_prompt <- num_generations_eval | actor_rollout_ref.rollout.val_kwargs.n
@@ -130,6 +133,7 @@ loss.score_regularization_lambda with loss.score_regularization_type=squared_sum
 lora.rank=16 <- use_peft
 lora.alpha=ALPHA*sqrt(RANK), since adapters are scaled by alpha / rank <- use_rslora
 quantization=nf4, or quantization=int8 <- load_in_4bit bnb_4bit_quant_type load_in_8bit
+rollout.stop, rollout.top_k, rollout.min_p or rollout.repetition_penalty <- generation_kwargs
 inference=vllm; inference.python starts a server, and inference.url names one that runs <- use_vllm vllm_mode
 inference.url=http://HOST:PORT <- vllm_server_host vllm_server_port
 inference.server_args with the server's own, such as ['--tensor-parallel-size','2'] <-
@@ -203,9 +207,7 @@ a server keeps its memory while the model trains <- vllm_enable_sleep_mode
 free ports are chosen <- vllm_group_port
 adapters are on linear layers alone <- lora_target_parameters lora_modules_to_save lora_task_type use_dora
 quantised weights are stored as 8-bit numbers <- bnb_4bit_quant_storage
-answers are sampled by temperature and top_p alone <- top_k min_p repetition_penalty generation_kwargs gen_top_k vllm_top_k
-micro-batches follow from memory: lower trainer.micro_token_budget <- gradient_checkpointing gradient_checkpointing_kwargs
-    activation_checkpointing activation_checkpointing_kwargs
+gradient_checkpointing=true has no further settings <- gradient_checkpointing_kwargs activation_checkpointing_kwargs
 transformers chooses <- attn_implementation model_init_kwargs
 name a folder, or the newest revision is used <- model_revision reference_model_revision
 a column of the rows has them <- chat_template_kwargs

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Optional
 
 from ludic.errors import ConfigError
+from ludic.inference.sampling import make_sampling
 
 KINDS = ("local", "vllm")
 
@@ -91,13 +92,14 @@ class LogprobConvention:
     """The trainer's policy is that of logits / temperature."""
 
 
-def choose_logprob_convention(temperature: float, top_p: float) -> LogprobConvention:
-    """The convention for these sampling settings.
+def choose_logprob_convention(rollout: object) -> LogprobConvention:
+    """The convention for a section `rollout`.
 
-    Without top-p, samples come from the policy at `temperature`, and that policy is trained. With
-    top-p, the sampler would renormalise over the tokens in the nucleus, which the trainer does not
-    know: both use the raw logits. So they do in greedy decoding (`temperature` 0).
+    Samples come from the policy at `temperature`, and that policy is trained. With top-p, top-k,
+    min-p or a penalty they come from another distribution, which the trainer does not know: both
+    use the raw logits. So they do in greedy decoding (`temperature` 0).
     """
-    if top_p < 1.0 or temperature in (0.0, 1.0):
+    sampling = make_sampling(rollout)
+    if sampling.is_cut or sampling.temperature in (0.0, 1.0):
         return LogprobConvention(processed=False, temperature=1.0)
-    return LogprobConvention(processed=True, temperature=temperature)
+    return LogprobConvention(processed=True, temperature=sampling.temperature)

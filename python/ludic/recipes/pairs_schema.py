@@ -55,5 +55,3 @@ class PairsRecipe(EpochsRecipe):
     """System prompt of every conversation."""
     pairs: int = MISSING
     """Pairs to generate if `data` is null."""
-    gradient_checkpointing: bool = MISSING
-    """Recompute activations in the backward pass: less memory, more time."""

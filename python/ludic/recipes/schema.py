@@ -109,6 +109,17 @@ class RolloutSection:
     """Logits are divided by it before sampling; the trainer divides its own, too. 0: greedy."""
     top_p: float = MISSING
     """Sample among the likeliest tokens that have this probability together; 1: among all."""
+    top_k: int = 0
+    """Sample among so many of the likeliest tokens; 0: among all."""
+    min_p: float = 0.0
+    """Sample among the tokens that are at least this many times as likely as the likeliest."""
+    repetition_penalty: float = 1.0
+    """Above 1, tokens that the prompt or the answer has already become less likely. With it,
+    `top_p`, `top_k` or `min_p` the policy that is trained is that of the logits, at temperature
+    1."""
+    stop: Any = None
+    """Text that ends an answer, or a list of texts, besides the end token. The tokens of the text
+    are trained."""
     max_new_tokens: Optional[int] = MISSING  # noqa: UP045  OmegaConf reads this annotation at run time
     """Token limit of one turn, and of each call of tools; null: the limit of the task."""
     concurrency: int = MISSING
@@ -219,6 +230,8 @@ class Recipe:
     """Keyword arguments of the algorithm's `make_` function."""
     steps: int = MISSING
     """Steps of reinforcement, one batch each."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, more time."""
     mode: Optional[str] = None  # noqa: UP045
     """`sft`: only the warm-up. `rl`: only reinforcement. `sft+rl`: both. null: what `warmup.steps`,
     `warmup.data` and `steps` say."""

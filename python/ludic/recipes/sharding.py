@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ludic.models.sharding import ShardingSettings
@@ -17,6 +19,11 @@ def is_shared_out(section: ShardingSection) -> bool:
 def has_no_weights(section: ShardingSection) -> bool:
     """Whether this rank gets its shards from rank 0, and builds the model without weights."""
     return is_shared_out(section) and ranks.rank() > 0
+
+
+def recomputes_activations(recipe: Any) -> bool:
+    """Whether the backward pass of a recipe's trainers recomputes activations, by either name."""
+    return bool(recipe.gradient_checkpointing or recipe.sharding.activation_checkpointing)
 
 
 def build_sharding(section: ShardingSection) -> ShardingSettings:

@@ -29,7 +29,7 @@ class ShardingSection:
     cpu_offload: bool = False
     """Keep weights, gradients and optimizer in the memory of the CPU. Needs GPUs."""
     activation_checkpointing: bool = False
-    """Recompute the activations of each block in the backward pass."""
+    """Another name of `gradient_checkpointing`."""
 
 
 def check_sharding(section: ShardingSection, *, world_size: int) -> None:
@@ -41,7 +41,7 @@ def check_sharding(section: ShardingSection, *, world_size: int) -> None:
         dtype = getattr(section, name)
         if dtype is not None and dtype not in _DTYPES:
             raise ConfigError(f"sharding.{name} ({dtype}) must be float32 or bfloat16: float16 needs loss scaling")
-    if section.kind == "none" and section != ShardingSection():
+    if section.kind == "none" and section != ShardingSection(activation_checkpointing=section.activation_checkpointing):
         raise ConfigError("the settings of sharding need sharding.kind=full or hybrid, and it is none: no model is shared out")
     if section.shards is not None and (section.kind != "hybrid" or section.shards < 1 or world_size % section.shards):
         raise ConfigError(

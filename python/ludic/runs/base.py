@@ -17,7 +17,7 @@ from ludic.models.saving import save_missing_base, save_policy, write_card
 from ludic.recipes.callbacks import build_callbacks
 from ludic.recipes.epochs_schema import EpochsRecipe
 from ludic.recipes.schema import Recipe
-from ludic.recipes.sharding import is_shared_out
+from ludic.recipes.sharding import is_shared_out, recomputes_activations
 from ludic.runs.checkpoints import describe_kept_schedule, find_kept_schedule, find_latest_checkpoint, rewind_logs
 from ludic.runs.directory import DONE, Progress, RunDirectory
 from ludic.runs.execution import ending_task
@@ -67,7 +67,7 @@ class TrainingRun(ABC, Generic[RecipeT, PartsT, DirectoryT]):
         self.progress = Progress(**ranks.ask_rank_0("reading the progress", lambda: asdict(directory.read_progress())))
         self.timer = PhaseTimer(self.progress.seconds)
         """Wall seconds of each phase, summed over all processes that worked on the run."""
-        section = recipe.sharding
+        section = replace(recipe.sharding, activation_checkpointing=recomputes_activations(recipe))
         self.shared = SharedModel(section, recipe.trainer.model_device) if is_shared_out(section) else None
         """What the ranks train instead of `parts.model`, if they share it out."""
         self.trainer: Trainer | None = None
@@ -153,7 +153,7 @@ class TrainingRun(ABC, Generic[RecipeT, PartsT, DirectoryT]):
         seed_phase(self.recipe.seed, phase)
         if ranks.rank() > 0:
             reseed_for_rank(ranks.rank())
-        if self.recipe.sharding.activation_checkpointing and self.shared is None:
+        if recomputes_activations(self.recipe) and self.shared is None:
             options = {**options, "enable_gradient_checkpointing": True}
         kept = self.recipe.checkpoint
         places = CheckpointConfig(

@@ -172,7 +172,6 @@ class DPORun(PairsRun[DPORecipe, DPOParts, DPODirectory]):
             eval_items=self.parts.data.heldout or None,
             reference=self._load_reference(),
             reference_file=self.directory.reference_logps,
-            enable_gradient_checkpointing=self.recipe.gradient_checkpointing,
             **options,
         )
 

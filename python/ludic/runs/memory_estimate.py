@@ -24,6 +24,7 @@ from ludic.recipes.model import build_tokenizer, make_small_config
 from ludic.recipes.quantization import build_quantization
 from ludic.recipes.quantization_section import QuantizationSection
 from ludic.recipes.schema import LoraSection, Recipe
+from ludic.recipes.sharding import recomputes_activations
 from ludic.training.backend.logits_path import CHUNKED_FROM
 from ludic.training.loss.token_scores import count_tile_elements
 
@@ -62,7 +63,7 @@ class Settings:
             micro_token_budget=trainer.micro_token_budget,
             max_seq_len=trainer.max_seq_len,
             logits=trainer.logits,
-            checkpointing=bool(recipe.sharding.activation_checkpointing),
+            checkpointing=recomputes_activations(recipe),
             concurrency=recipe.rollout.concurrency if recipe.inference.kind in (None, "local") else 0,
             lora=recipe.lora,
             quantization=recipe.quantization,
@@ -157,7 +158,7 @@ class MemoryEstimator:
         if settings.micro_token_budget > settings.max_seq_len:
             changes.append((f"trainer.micro_token_budget={settings.max_seq_len}", {"micro_token_budget": settings.max_seq_len}))
         if not settings.checkpointing:
-            changes.append(("sharding.activation_checkpointing=true", {"checkpointing": True}))
+            changes.append(("gradient_checkpointing=true", {"checkpointing": True}))
         if settings.logits == "full":
             changes.append(("trainer.logits=chunked", {"logits": "chunked"}))
         if settings.concurrency > 8:

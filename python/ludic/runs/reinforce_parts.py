@@ -64,7 +64,7 @@ class RLParts:
         if recipe.model is not None:
             model = add_adapters(model, recipe, seed=recipe.seed, device=recipe.trainer.model_device)
         check_inference(recipe, model)
-        convention = choose_logprob_convention(recipe.rollout.temperature, recipe.rollout.top_p)
+        convention = choose_logprob_convention(recipe.rollout)
         derived = {"pad_token_id": tokenizer.pad_token_id, "seed": recipe.seed}
         parts = cls(
             task=task,

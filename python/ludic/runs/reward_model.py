@@ -66,7 +66,6 @@ class RMRun(PairsRun[RMRecipe, RMParts, RMDirectory]):
             RMTrainer,
             algo=parts.algorithm,
             eval_items=parts.data.heldout or None,
-            enable_gradient_checkpointing=recipe.gradient_checkpointing,
         )
         return await self.train(trainer_class, self.make_source(), keys=KEYS)
 

@@ -14,7 +14,7 @@ from ludic.data.passes import Passes, shuffle_range
 from ludic.envs.single_agent_env import SingleAgentEnv
 from ludic.errors import ConfigError
 from ludic.inference import ChatClient, InferenceSpec, ReturnSpec, SamplingParams
-from ludic.inference.sampling import check_sampling
+from ludic.inference.sampling import check_sampling, make_sampling
 from ludic.interaction import SingleAgentProtocol
 from ludic.recipes.actors import uses_queue
 from ludic.recipes.over_sampling import uses_pool
@@ -117,18 +117,17 @@ def make_request(problem: Episode, *, inference: InferenceSpec, seed: int | None
 
 def make_training_inference(section: RolloutSection, task: EpisodicTask) -> InferenceSpec:
     """The sampling of training; log-probabilities are returned with the tokens."""
-    return InferenceSpec(sampling=_make_sampling(section, task, section.temperature, section.top_p), return_=ReturnSpec.for_rl())
+    return InferenceSpec(sampling=_make_sampling(section, task), return_=ReturnSpec.for_rl())
 
 
 def make_evaluation_inference(section: RolloutSection, task: EpisodicTask, *, greedy: bool) -> InferenceSpec:
     """The sampling of held-out measurement: as in training, or greedy."""
-    temperature, top_p = (0.0, 1.0) if greedy else (section.temperature, section.top_p)
-    return InferenceSpec(sampling=_make_sampling(section, task, temperature, top_p), return_=ReturnSpec.for_eval())
+    changes = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0} if greedy else {}
+    return InferenceSpec(sampling=_make_sampling(section, task, **changes), return_=ReturnSpec.for_eval())
 
 
-def _make_sampling(section: RolloutSection, task: EpisodicTask, temperature: float, top_p: float) -> SamplingParams:
-    max_tokens = section.max_new_tokens or task.max_new_tokens
-    return SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens)
+def _make_sampling(section: RolloutSection, task: EpisodicTask, **changes: Any) -> SamplingParams:
+    return make_sampling(section, max_tokens=section.max_new_tokens or task.max_new_tokens, **changes)
 
 
 class OccasionallyLogged(BatchSourceBase):

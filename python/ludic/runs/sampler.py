@@ -158,7 +158,7 @@ def _make_local_sampler(recipe: Recipe, model: Any, tokenizer: Any) -> Sampler:
     from ludic.models.adapters import has_adapters
     from ludic.models.quantization import find_quantized_layers
 
-    convention = choose_logprob_convention(recipe.rollout.temperature, recipe.rollout.top_p)
+    convention = choose_logprob_convention(recipe.rollout)
     overlaps = recipe.inference.batches_ahead > 0 or choose_lag(recipe) > 0
     every = recipe.trainer.sync_every_steps
     is_shared = not overlaps and every == 1 and not ranks.is_distributed() and bool(find_quantized_layers(model))

@@ -5,6 +5,13 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from ludic.inference import SamplingParams
 from ludic.inference.local import sampler as module
@@ -118,6 +125,46 @@ def test_presence_and_frequency_penalties_are_subtracted():
     assert [rows.draw(torch.tensor([[1.0, 0.0]]), i)[0].item() for i in range(4)] == [0, 0, 0, 0]
     rows = sampler(SamplingParams(temperature=0.0, presence_penalty=1.2), 1)
     assert [rows.draw(torch.tensor([[1.0, 0.0]]), i)[0].item() for i in range(3)] == [0, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("values", "warpers"),
+    [
+        ({"top_k": 3}, [TopKLogitsWarper(3)]),
+        ({"top_k": 100}, []),
+        ({"min_p": 0.3}, [MinPLogitsWarper(0.3)]),
+        ({"top_k": 5, "top_p": 0.7}, [TopKLogitsWarper(5), TopPLogitsWarper(0.7)]),
+        ({"repetition_penalty": 1.7}, [RepetitionPenaltyLogitsProcessor(1.7)]),
+    ],
+)
+def test_the_distribution_is_that_of_transformers(values, warpers):
+    """The log-probabilities of drawn tokens, for eight rows beside eight without these settings."""
+    logits = torch.randn(16, 20, generator=torch.Generator().manual_seed(0)) * 2
+    prompts = [[row, (row + 7) % 20] for row in range(16)]
+    shaped, plain = SamplingParams(temperature=0.7, **values), SamplingParams(temperature=0.7)
+    rows = Sampler([shaped] * 8 + [plain] * 8, [stream_key(row, [1]) for row in range(16)], CPU, prompts)
+    seen = torch.tensor(prompts)
+    for step in range(4):
+        tokens, raw, drawn = rows.draw(logits, step)
+        expected = logits.clone()
+        for warp in warpers:
+            if isinstance(warp, RepetitionPenaltyLogitsProcessor):
+                expected = warp(seen, expected)
+        expected = TemperatureLogitsWarper(0.7)(seen, expected)
+        for warp in warpers:
+            if not isinstance(warp, RepetitionPenaltyLogitsProcessor):
+                expected = warp(seen, expected)
+        without = len(logits) // 2
+        expected[without:] = logits[without:] / 0.7
+        at = tokens[:, None]
+        torch.testing.assert_close(drawn, expected.log_softmax(-1).gather(1, at).squeeze(1))
+        torch.testing.assert_close(raw, logits.log_softmax(-1).gather(1, at).squeeze(1))
+        seen = torch.cat([seen, at], dim=1)
+        if step == 1:
+            kept = torch.arange(0, 16, 2)
+            rows.keep(kept)
+            logits, seen = logits[kept], seen[kept]
+    assert (rows.seen is not None) == ("repetition_penalty" in values)
 
 
 def test_large_vocabularies_are_processed_in_chunks(monkeypatch):

@@ -157,7 +157,7 @@ class _Decoding:
         self.results = [Completion() for _ in requests]
         self.rows = list(range(len(requests)))
         keys = [stream_key(request.seed, request.prompt_ids) for request in requests]
-        self.sampler = Sampler([request.sampling for request in requests], keys, self.device)
+        self.sampler = Sampler([request.sampling for request in requests], keys, self.device, [r.prompt_ids for r in requests])
         self.eos = torch.tensor(sorted(eos_ids), dtype=torch.long, device=self.device)
         self.cache: Any = None
         self.has_row_cache = False

@@ -68,7 +68,15 @@ class Uniforms:
 class Sampler:
     """The sampling state of N rows."""
 
-    def __init__(self, params: Sequence[SamplingParams], keys: Sequence[NDArray[np.uint64]], device: torch.device) -> None:
+    def __init__(
+        self,
+        params: Sequence[SamplingParams],
+        keys: Sequence[NDArray[np.uint64]],
+        device: torch.device,
+        prompts: Sequence[Sequence[int]] = (),
+    ) -> None:
+        """`prompts` [N]: the token ids that `repetition_penalty` counts as seen."""
+
         def column(values: list[float]) -> Tensor:
             return torch.tensor(values, dtype=torch.float32, device=device)
 
@@ -76,22 +84,30 @@ class Sampler:
         self._keys, self._uniforms = list(keys), Uniforms()
         self.temperature = column([p.temperature for p in params])
         self.top_p = column([p.top_p for p in params])
+        self.top_k = torch.tensor([p.top_k for p in params], device=device)
+        self.min_p = column([p.min_p for p in params])
+        self.repetition = column([p.repetition_penalty for p in params])
         self.frequency = column([p.frequency_penalty for p in params])
         self.presence = column([p.presence_penalty for p in params])
         self.uniforms = torch.empty((len(params), 0), dtype=torch.float64, device=device)
         self.counts: Tensor | None = None
-        self._plain = all(p.temperature == 1.0 and p.top_p == 1.0 for p in params)
+        self.seen: Tensor | None = None
+        """[N, V] tokens of the prompt and the answer, if one of the rows penalises them."""
+        self._prompts = prompts if any(p.repetition_penalty != 1 for p in params) else None
+        self._plain = all(p.temperature == 1.0 and not p.is_cut for p in params)
         self._greedy = any(p.temperature == 0.0 for p in params)
-        self._cut = any(p.top_p < 1.0 for p in params)
+        self._cut = any(p.top_p < 1 or p.top_k or p.min_p for p in params)
         self._penalised = any(p.frequency_penalty != 0 or p.presence_penalty != 0 for p in params)
 
     def keep(self, rows: Tensor) -> None:
         """Keep only the rows at these indices [M]."""
-        for name in ("temperature", "top_p", "frequency", "presence", "uniforms"):
+        for name in ("temperature", "top_p", "top_k", "min_p", "repetition", "frequency", "presence", "uniforms"):
             setattr(self, name, getattr(self, name)[rows])
         self._keys = [self._keys[row] for row in rows.tolist()]
         if self.counts is not None:
             self.counts = self.counts[rows]
+        if self.seen is not None:
+            self.seen = self.seen[rows]
 
     def draw(self, logits_NV: Tensor, position: int) -> tuple[Tensor, Tensor, Tensor]:
         """The next token of each row, its log-probability under the raw logits, and under the
@@ -104,6 +120,10 @@ class Sampler:
             block = np.stack([self._uniforms.block(key, position // BLOCK) for key in self._keys])
             self.uniforms = torch.from_numpy(block).to(self._device)
         uniform = self.uniforms[:, position % BLOCK]
+        if self._prompts is not None and self.seen is None:
+            self.seen = torch.zeros(logits_NV.shape, dtype=torch.bool, device=self._device)
+            for row, prompt in zip(self.seen, self._prompts, strict=True):
+                row[torch.tensor(prompt, device=self._device)] = True
         parts: list[tuple[Tensor, Tensor, Tensor]] = []
         rows = max(1, CHUNK_ELEMENTS // logits_NV.shape[1])
         for start in range(0, logits_NV.shape[0], rows):
@@ -123,8 +143,12 @@ class Sampler:
         return token, drawn if is_plain else _gather_logp(logits, torch.softmax(logits, dim=-1), token), drawn
 
     def _shape_logits(self, logits: Tensor, part: slice) -> Tensor:
-        """Logits after penalties, temperature and top-p. A greedy row puts all mass on one
-        token."""
+        """Logits after penalties, temperature, min-p, top-k and top-p, in the order of vLLM. A
+        greedy row puts all mass on one token."""
+        if self.seen is not None:
+            factor = self.repetition[part, None]
+            penalised = torch.where(logits > 0, logits / factor, logits * factor)
+            logits = torch.where(self.seen[part], penalised, logits)
         if self.counts is not None:
             counts = self.counts[part]
             logits = logits - self.frequency[part, None] * counts - self.presence[part, None] * (counts > 0)
@@ -132,13 +156,15 @@ class Sampler:
         greedy = temperature == 0
         shaped = logits / torch.where(greedy, 1.0, temperature)
         if self._cut:
-            shaped = nucleus(shaped, self.top_p[part])
+            shaped = nucleus(most_likely(shaped, self.top_k[part], self.min_p[part]), self.top_p[part])
         if self._greedy:
             point = torch.full_like(shaped, -torch.inf).scatter_(1, logits.argmax(dim=-1, keepdim=True), 0.0)
             shaped = torch.where(greedy, point, shaped)
         return shaped
 
     def _count(self, tokens: Tensor, vocabulary: int) -> None:
+        if self.seen is not None:
+            self.seen.scatter_(1, tokens[:, None], True)
         if not self._penalised:
             return
         if self.counts is None:
@@ -179,6 +205,18 @@ def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
     total = cumulative[:, -1:]
     target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
     return torch.searchsorted(cumulative, target, right=True).clamp(max=cumulative.shape[1] - 1)  # NaN sorts last
+
+
+def most_likely(logits_NV: Tensor, top_k_N: Tensor, min_p_N: Tensor) -> Tensor:
+    """Keep the logits of the `top_k` most likely tokens, with those that are equal to the last (0:
+    of all), and of these the tokens at least `min_p` times as likely as the likeliest (Nguyen et
+    al. 2024); set the others to -inf."""
+    least_N1 = logits_NV.amax(dim=-1, keepdim=True) + min_p_N[:, None].log()
+    rank_N = top_k_N.clamp(max=logits_NV.shape[1])
+    if size := int(rank_N.max()):
+        last_N1 = logits_NV.topk(size, dim=-1).values.gather(1, (rank_N - 1).clamp(min=0)[:, None])
+        least_N1 = torch.where(rank_N[:, None] > 0, torch.maximum(least_N1, last_N1), least_N1)
+    return logits_NV.masked_fill(logits_NV < least_N1, -torch.inf)
 
 
 def nucleus(logits_NV: Tensor, top_p_N: Tensor) -> Tensor:

@@ -95,7 +95,7 @@ class OpenAIChatClient:
             if request.return_.top_logprobs_k > 1:
                 arguments["top_logprobs"] = request.return_.top_logprobs_k
         if request.return_.return_token_ids and self.returns_token_ids:
-            arguments["extra_body"] = {"return_token_ids": True}
+            arguments["extra_body"] = {**arguments.get("extra_body", {}), "return_token_ids": True}
         return arguments
 
     async def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> HttpResponse:

@@ -17,6 +17,8 @@ def chat_fields(request: ChatCompletionRequest) -> dict[str, Any]:
         fields["tools"] = request.tools.tools
         if request.tools.tool_choice is not None:
             fields["tool_choice"] = request.tools.tool_choice
+    if extra := request.sampling.server_fields():
+        fields["extra_body"] = extra
     return fields
 
 

@@ -107,7 +107,11 @@ class TokenRequest:
         return {**prompt, **self._sampling_fields(), "return_token_ids": True, **self.fields}
 
     def _sampling_fields(self) -> dict[str, Any]:
-        fields = {**self.sampling.to_openai_kwargs(), "logprobs": 0 if self.top_k == 1 else self.top_k}
+        fields = {
+            **self.sampling.to_openai_kwargs(),
+            **self.sampling.server_fields(),
+            "logprobs": 0 if self.top_k == 1 else self.top_k,
+        }
         return fields if self.seed is None else {**fields, "seed": self.seed}
 
 
@@ -121,6 +125,7 @@ def chat_arguments(request: ChatCompletionRequest) -> dict[str, Any]:
     extra: dict[str, Any] = {"return_token_ids": True} if request.return_.return_token_ids else {}
     extra |= extension_fields(request.extensions)
     arguments = chat_fields(request)
+    extra = {**arguments.pop("extra_body", {}), **extra}
     if request.return_.return_chosen_logprobs:
         arguments["logprobs"] = int(max(1, request.return_.top_logprobs_k))
         if arguments["logprobs"] > 1:
@@ -144,7 +149,7 @@ def extension_fields(extensions: object) -> dict[str, Any]:
         raise ConfigError(f"{error}; None sets no limit") from None
     if not penalty > 0:
         raise ConfigError(f"repetition_penalty must be > 0, got {penalty}; 1 changes nothing")
-    fields: dict[str, Any] = {"repetition_penalty": float(penalty)}
+    fields: dict[str, Any] = {"repetition_penalty": float(penalty)} if penalty != 1 else {}
     if think is not None:
         fields["vllm_xargs"] = {"max_think": think}
     return {**fields, **extensions.extra_body_overrides}

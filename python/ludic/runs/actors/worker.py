@@ -238,7 +238,7 @@ async def _open_client(
         if recipe.place.servers:
             return sampler.client, sampler.model_name, RestartedWeights(cast(VLLMChatClient, sampler.client))
         return sampler.client, sampler.model_name, ServerWeights(cast(VersionedClient, sampler.client))
-    convention = choose_logprob_convention(recipe.rollout.temperature, recipe.rollout.top_p)
+    convention = choose_logprob_convention(recipe.rollout)
     client = LocalChatClient(
         parts.model,
         parts.tokenizer,

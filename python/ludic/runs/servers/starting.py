@@ -40,7 +40,7 @@ def start_server(
     section = recipe.inference
     python = server_python(section.python)
     cpu = section.device == "cpu" or (section.device == "auto" and is_cpu_build(python))
-    convention = choose_logprob_convention(recipe.rollout.temperature, recipe.rollout.top_p)
+    convention = choose_logprob_convention(recipe.rollout)
     return start_vllm_server(
         str(folder),
         host,

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from torch import nn
 
 from ludic.errors import ConfigError
-from ludic.inference import InferenceSpec, ReturnSpec, SamplingParams
+from ludic.inference import InferenceSpec, ReturnSpec
+from ludic.inference.sampling import make_sampling
 from ludic.models.evaluation_mode import evaluation_mode
 from ludic.training.algorithm import forward_batch
 from ludic.training.info_seed.metrics import seed_metrics, write_seed_heatmap
@@ -128,7 +129,7 @@ class SeedEvaluator:
         section = self.rollout
         problems = next(iter(self.task.suites().values()))[: self.prompts]
         tokens = section.max_new_tokens or self.task.max_new_tokens
-        sampling = SamplingParams(temperature=section.temperature, top_p=section.top_p, max_tokens=tokens)
+        sampling = make_sampling(section, max_tokens=tokens)
         inference = InferenceSpec(sampling=sampling, return_=ReturnSpec.for_eval())
         size = 1 + self.info_seed.num_seeds
         plain = [
