@@ -1,5 +1,6 @@
 """`ludic slurm`: the plan that it prints, and the job that it submits."""
 
+import logging
 import os
 import shlex
 
@@ -67,6 +68,35 @@ def test_the_batch_of_a_flat_file_is_that_of_the_jobs_ranks(tmp_path, caplog):
     assert "must be one of ddp, fsdp, zero2, zero3" in " ".join(
         slurm("sort", "--accelerator", "tpu")[1].replace("│", " ").split()
     )
+
+
+def test_the_variables_of_other_launchers_name_recipe_and_model(tmp_path, monkeypatch):
+    (tmp_path / "m.yaml").write_text(
+        "{train_grpo_objective: true, model_name_or_path: here, use_vllm: true, dataset_name: rows}\n"
+    )
+    monkeypatch.setenv("GRPO_RECIPE", "m.yaml")
+    monkeypatch.setenv("VLLM_MODEL", "served")
+    train, server = read_job("max_steps=3")
+    assert train[train.index("train") :][:3] == ["train", "m.yaml", "max_steps=3"]
+    assert server[server.index("serve") :][:2] == ["serve", "served"]
+    assert "m.yaml" not in read_job("sort", "model=here", "inference=vllm")[0]
+    shown = CliRunner().invoke(app, ["train", "max_steps=3", "--print-config"]).output
+    assert "\nsteps: 3\n" in shown
+    assert "\nmodel: here\n" in shown
+
+
+def test_a_server_reads_its_limits_from_the_environment(monkeypatch):
+    seen = []
+    monkeypatch.setattr("ludic.cli.serve.serve_command", lambda settings, *rest, **more: seen.append(settings) or 0)
+    monkeypatch.setenv("VLLM_MAX_LEN", "777")
+    monkeypatch.setenv("VLLM_MEM_UTIL", "0.5")
+    monkeypatch.setenv("MAXENT_GRPO_LOGLEVEL", "debug")
+    logger = logging.getLogger("ludic")
+    monkeypatch.setattr(logger, "level", logger.level)
+    assert CliRunner().invoke(app, ["serve", "here"]).exit_code == 0
+    assert (seen[0].max_model_len, seen[0].gpu_memory_utilization, logger.level) == (777, 0.5, logging.DEBUG)
+    CliRunner().invoke(app, ["serve", "here", "--max-model-len", "5"])
+    assert seen[1].max_model_len == 5
 
 
 def test_a_submitted_job_has_its_settings_beside_its_script(tmp_path, monkeypatch):

@@ -234,7 +234,7 @@ def test_prefixes_of_overrides_are_accepted(prefix):
 
 def test_no_key_has_two_meanings_and_targets_are_settings():
     assert len(set(KNOWN)) == len(KNOWN)
-    later = ("controllers.", "reference.", "algorithm_args.", "task.args.")
+    later = ("controllers.", "reference.", "algorithm_args.", "task.args.", "report_args.")
     targets = {path for path in flat_recipe.SHARED.values() if not path.startswith(later)}
     targets |= {f"info_seed.{name}" for name in SEED.values()}
     assert targets <= set(list_settings())
@@ -324,6 +324,18 @@ def test_what_a_file_leaves_out_is_as_in_transformers(tmp_path):
     assert (recipe.checkpoint.max_to_keep, recipe.report_header, recipe.report_aliases) == (None, True, True)
     one = compose([str(tmp_path / "flat.yaml"), "save_total_limit=2", "adam_beta2=0.9", "lr_scheduler_type=constant"])
     assert (one.checkpoint.max_to_keep, list(one.trainer.betas), one.trainer.lr_scheduler_type) == (2, [0.9, 0.9], "constant")
+
+
+def test_a_run_has_the_names_of_its_file_at_its_tracker():
+    tracked = {"wandb_project": "maths", "wandb_entity": "lab", "wandb_run_group": "pair"}
+    named = from_flat({**GRPO, **tracked, "run_name": "first"}).recipe
+    assert (named["name"], named["output"]) == ("pair", "var/data")
+    assert named["report_args"] == {"project": "maths", "entity": "lab", "group": "pair", "name": "first"}
+    assert from_flat({"train_grpo_objective": True, "run_name": "first"}).recipe["name"] == "first"
+
+
+def test_another_column_of_answers_is_the_tasks():
+    assert from_flat({**GRPO, "dataset_solution_column": "final"}).recipe["task"]["args"]["answer_column"] == "final"
 
 
 BATCH = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_generations": 8}

@@ -105,7 +105,7 @@ def test_a_name_stands_in_one_table():
 
 def test_what_a_name_is_called_here_is_a_setting_of_a_command():
     known = {*list_settings(), *keys(compose_dpo([])), *keys(compose_rm([])), *keys(compose_sft([]))}
-    opened = ("algorithm_args.", "task.args.")
+    opened = ("algorithm_args.", "task.args.", "report_args.")
     paths = {path for table in (SETTINGS, VERL, OPENRLHF) for paths in table.values() for path in paths.split(",")}
     assert len(paths) > 60
     assert {path for path in paths if not path.startswith(opened)} <= known

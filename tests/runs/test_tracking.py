@@ -165,6 +165,13 @@ def test_a_tracker_has_one_run_per_phase_named_after_the_folder(tiny: list[str],
     assert (tmp_path / "run" / "tensorboard" / "reinforce").is_dir()
 
 
+@pytest.mark.integration
+def test_wandb_gets_the_names_that_the_recipe_gives(tiny: list[str], tmp_path: Path, wandb: OwnWandb) -> None:
+    ludic("train", *tiny, "report_to=wandb", "report_args={project:maths,entity:lab,name:mine}", "steps=1")
+    run = wandb.begun[-1]
+    assert (run["project"], run["entity"], run["name"], run["group"]) == ("maths", "lab", "mine", "run")
+
+
 def test_only_a_resumed_run_continues_its_tracker_run(tiny: list[str], tmp_path: Path, wandb: OwnWandb) -> None:
     from ludic.runs.directory import RunDirectory
     from ludic.runs.tracking import run_logger

@@ -94,6 +94,12 @@ def test_the_prompt_column_can_have_any_of_its_usual_names(tmp_path):
     assert {*prompts(task.heldout()), *prompts(task.training)} == {"a", "b"}
 
 
+def test_the_answer_can_be_in_a_column_of_any_name(tmp_path):
+    source = write(tmp_path / "p.jsonl", [{"prompt": "a", "final": "1"}, {"prompt": "b", "final": "2"}])
+    task = DataTask(TaskData(source, answer_column="final"), ONE)
+    assert sorted(problem["row"]["answer"] for problem in [*task.heldout(), *task.training]) == ["1", "2"]
+
+
 def test_conversations_are_prompted_as_a_whole(tmp_path):
     chat = [[{"role": "system", "content": "S"}, {"role": "user", "content": text}] for text in "ab"]
     task = DataTask(write(tmp_path / "p.jsonl", [{"prompt": messages} for messages in chat]), ONE)

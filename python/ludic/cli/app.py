@@ -6,6 +6,7 @@ Each command imports what it needs when it runs, so that `--help` is fast.
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import Annotated, Any
@@ -57,6 +58,9 @@ def ludic(
     ] = False,
 ) -> None:
     """Options before the command."""
+    if (level := os.environ.get("MAXENT_GRPO_LOGLEVEL", "").upper()) in logging.getLevelNamesMapping():
+        logging.basicConfig()
+        logging.getLogger("ludic").setLevel(level)
 
 
 ALGORITHMS = " or ".join([", ".join(sorted(REGISTRY)[:-1]), sorted(REGISTRY)[-1]])
@@ -236,8 +240,12 @@ def serve(
     python: Annotated[str | None, typer.Option(metavar="PATH", help="The interpreter that has vLLM.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     dtype: Annotated[str | None, typer.Option(help="Default: float32 on a CPU, the model's own on a GPU.")] = None,
-    max_model_len: Annotated[int | None, typer.Option(min=1, help="Maximum tokens of prompt and answer together.")] = None,
-    gpu_memory_utilization: Annotated[float, typer.Option(min=0.01, max=1.0, help="Share of a GPU's memory.")] = 0.7,
+    max_model_len: Annotated[
+        int | None, typer.Option(min=1, envvar="VLLM_MAX_LEN", help="Maximum tokens of prompt and answer together.")
+    ] = None,
+    gpu_memory_utilization: Annotated[
+        float, typer.Option(min=0.01, max=1.0, envvar="VLLM_MEM_UTIL", help="Share of a GPU's memory.")
+    ] = 0.7,
     logprobs_mode: Annotated[str, typer.Option(help="Which log-probabilities are returned.")] = "processed_logprobs",
     weights: Annotated[
         str, typer.Option(help="Transport of new weights: gloo, ludic_nccl, disk, none, or auto (by device).")

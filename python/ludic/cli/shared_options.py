@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +16,14 @@ Resume = Annotated[Path | None, typer.Option(metavar="RUN", help="Folder of the 
 LearningRate = Annotated[float | None, typer.Option(help="Learning rate; short for trainer.lr=RATE.")]
 JsonOnly = Annotated[bool, typer.Option("--json", help="Print only summary.json on standard output.")]
 PrintConfig = Annotated[bool, typer.Option(help="Print the resolved settings as YAML and stop.")]
+
+
+def add_named_recipe(arguments: Sequence[str], resume: Path | None) -> Sequence[str]:
+    """The arguments, before them the file that `GRPO_RECIPE` names if they name no recipe."""
+    from ludic.recipes.compose import split_arguments
+
+    named = os.environ.get("GRPO_RECIPE")
+    return [named, *arguments] if named and resume is None and split_arguments(arguments)[0] is None else arguments
 
 
 def make_lr_setting(lr: float | None) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import shlex
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 import typer
 
 from ludic.cli.resume import parse_changes
+from ludic.cli.shared_options import add_named_recipe
 from ludic.errors import ConfigError, LaunchError
 from ludic.files.atomic import write_text
 from ludic.launch.slurm import Allocation, Placement, SlurmSettings, batch_script, place, server_steps, training_step
@@ -47,7 +49,7 @@ def slurm_command(
     options: dict[str, Any],
 ) -> int:
     """Print the script and the plan, or submit the job. `options` are fields of `SlurmSettings`."""
-    arguments = [*arguments, *([f"algorithm={_find_algorithm(task)}"] if task is not None else [])]
+    arguments = [*add_named_recipe(arguments, resume), *([f"algorithm={_find_algorithm(task)}"] if task is not None else [])]
     if accelerator is not None:
         if accelerator not in ACCELERATORS:
             raise ConfigError(f"--accelerator ({accelerator}) must be one of {', '.join(ACCELERATORS)}; or set sharding.kind")
@@ -128,7 +130,8 @@ def _name_job(recipe: Recipe) -> str:
 
 def _make_server(recipe: Recipe) -> tuple[str, ...]:
     section = recipe.inference
-    if recipe.model is None:
+    model = os.environ.get("VLLM_MODEL") or recipe.model
+    if model is None:
         raise ConfigError("a server needs a model that is on disk or on the hub; set model=DIRECTORY, or inference=local")
     convention = choose_logprob_convention(recipe.rollout)
     flags = ["--logprobs-mode", "processed_logprobs" if convention.processed else "raw_logprobs"]
@@ -136,7 +139,7 @@ def _make_server(recipe: Recipe) -> tuple[str, ...]:
     flags += ["--weights", section.weights] if section.weights else []
     flags += ["--lora-rank", str(recipe.lora.rank)] if recipe.lora.rank else []
     own = ["--", *section.server_args] if section.server_args else []
-    return ("-m", "ludic.cli", "serve", recipe.model, *flags, *own)
+    return ("-m", "ludic.cli", "serve", model, *flags, *own)
 
 
 def _check_seeded(arguments: Sequence[str], resume: Path | None, task: str) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ludic.cli.shared_options import add_named_recipe
 from ludic.cli.training_command import run_command
 from ludic.recipes.compose import compose, config_hash
 from ludic.runs.directory import RunDirectory
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
 
 def train_command(arguments: Sequence[str], *, resume: Path | None, json_only: bool, print_config: bool) -> int:
     """Returns the exit status, see `run_command`."""
-    return run_command(TrainCommand(), arguments, resume=resume, json_only=json_only, print_config=print_config)
+    return run_command(
+        TrainCommand(), add_named_recipe(arguments, resume), resume=resume, json_only=json_only, print_config=print_config
+    )
 
 
 class TrainCommand:

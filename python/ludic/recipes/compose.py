@@ -43,10 +43,11 @@ _OPEN_SECTIONS = (
     "reward",
     "eval_reward",
     "reward_model_args",
+    "report_args",
 )  # their keys are checked by what takes them as arguments
 _PER_ALGORITHM, LOADED_MODEL = "per_algorithm", "loaded_model"  # keys of files, whose content replaces other keys
 
-_NO_RESULTS = ("name", "output", "report_to", "report_header", "report_aliases", "ranks", "place", "callbacks")
+_NO_RESULTS = ("name", "output", "report_to", "report_args", "report_header", "report_aliases", "ranks", "place", "callbacks")
 """Settings that change no result."""
 
 

@@ -40,6 +40,7 @@ _DEFAULTS: Mapping[str, Any] = {
     "report_aliases": True,
 }
 """What the document, or the GRPOConfig below it, does where a file says nothing."""
+_ANSWERS = ("answer", "solution")
 _CLIP_RANGE = 0.2
 """Its `clip_range`."""
 _OWN_RATES = ("controller_meta_tau_lr", "controller_meta_beta_lr")
@@ -231,6 +232,8 @@ def _list_idle(flat: Mapping[str, Any], is_maxent: bool) -> dict[str, str]:
             idle["controller_meta_method"] = "GRPO has no tau to differentiate by, so beta takes the analytic step"
     if not flat.get("info_seed_enabled"):
         idle |= dict.fromkeys(SEED, "info_seed_enabled is off")
+    if flat.get("dataset_solution_column") in _ANSWERS:
+        idle["dataset_solution_column"] = "rewards read the columns answer and solution"
     if flat.get("maxent_tau_min") == 0:
         idle["maxent_tau_min"] = "tau never reaches 0; its least value is 1e-6"
     return {key: reason for key, reason in idle.items() if key in flat}
@@ -259,6 +262,10 @@ def _translate_rest(flat: Mapping[str, Any], settings: dict[str, Any]) -> None:
     if flat.get("output_dir") is not None:
         folder = PurePath(str(flat["output_dir"]))
         settings |= {"output": str(folder.parent), "name": folder.name}
+    if settings.get("task.args.answer_column") in _ANSWERS:
+        settings.pop("task.args.answer_column")
+    if flat.get("run_name") is not None:
+        settings["report_args.name"] = flat["run_name"]
     if flat.get("bf16"):
         settings["trainer.mixed_precision_dtype"] = "bf16"
     lengths = [flat.get("max_prompt_length"), flat.get("max_completion_length")]

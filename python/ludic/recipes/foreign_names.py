@@ -40,6 +40,7 @@ split,task.args.split <- dataset_train_split dataset_split
 heldout_data,task.args.heldout_data <- eval_dataset_name eval_dataset | data.val_files
 heldout_split,task.args.heldout_split <- eval_dataset_split dataset_test_split
 task.args.prompt_column <- dataset_prompt_column | data.prompt_key
+task.args.answer_column <- dataset_solution_column
 task.kind <- | actor_rollout_ref.rollout.multi_turn.interaction_config_path
 tools <- | actor_rollout_ref.rollout.multi_turn.tool_config_path
 reward <- reward_funcs | custom_reward_function.path | remote_rm_url
@@ -94,6 +95,9 @@ place.nodes <- | trainer.nnodes
 controllers.kl.target <- kl_target
 controllers.kl.horizon <- kl_horizon
 controllers.kl.step_size <- kl_ctl_step_size
+report_args.project <- wandb_project
+report_args.entity <- wandb_entity
+report_args.group <- wandb_run_group
 """
 SETTINGS, VERL, OPENRLHF = (_read(_TABLE, column) for column in range(3))
 """Name -> our setting. Those of TRL, transformers and MaxEnt-GRPO take the same value, some of the
@@ -162,7 +166,6 @@ metrics.jsonl has every step <- logging_strategy logging_first_step log_on_each_
 messages are those of Python's logging <- log_level log_level_replica
 without a terminal there is a line every log_every steps <- disable_tqdm
 trackers read their own environment variables <- project trackio_space_id trackio_bucket_id trackio_static_space_id
-    wandb_project wandb_entity wandb_run_group
 trainer.eval_every_n_steps says when <- eval_strategy evaluation_strategy eval_delay
 checkpoint.every_n_steps says when <- save_strategy save_on_each_node
 a checkpoint has all that a resume needs, and a resumed run goes on with it <- save_only_model ignore_data_skip
@@ -289,9 +292,9 @@ it is the file that is run (report_header) <- recipe_path
 nothing is uploaded without callbacks.push_to_hub <- hub_model_id hub_strategy push_to_hub
 rollouts.jsonl has the answers (rollout.log_every) <- log_completions
 metrics are those of all ranks <- log_like_grpo
-rewards read the columns answer and solution <- dataset_solution_column eval_dataset_solution_column
 task.args.config holds for both <- eval_dataset_config
 task.args.prompt_column holds for both <- eval_dataset_prompt_column
+task.args.answer_column holds for both <- eval_dataset_solution_column
 the tokenizer's is used <- chat_template
 write ludic eval <- benchmarks
 the document's advantages are centred, not scaled (algorithm_args.group_normalize_adv) <- scale_rewards
@@ -306,7 +309,6 @@ ludic serve has it <- vllm_gpu_memory_utilization
 an answer with another client's tag is always an error <- vllm_client_tag_fail_fast
 the state is in the checkpoint, and in the run's folder <- controller_state_path
 a resumed run goes on with its state <- controller_overwrite_from_config
-a run is named by its folder, which output_dir says <- run_name
 it is ludic train <- command
 """)
 """As `REASONS`, for a flat recipe file alone, where these take precedence."""

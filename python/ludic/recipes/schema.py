@@ -240,6 +240,8 @@ class Recipe:
     report_to: Any = None
     """Experiment trackers: wandb, tensorboard, trackio, mlflow, or a list of these; null: none. Its
     short name is `log`: `log=[wandb,mlflow]`."""
+    report_args: dict[str, Any] = field(default_factory=dict)
+    """Arguments of `wandb.init`, such as project, entity, group and name."""
     report_header: bool = False
     """Add `run/git_sha`, `run/git_dirty` and `run/recipe_path` to every line of metrics.jsonl."""
     report_aliases: bool = False

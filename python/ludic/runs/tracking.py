@@ -81,8 +81,9 @@ def _make_mlflow(run: TrackerRun) -> Tracker:
 
 
 def _make_wandb(run: TrackerRun) -> Tracker:
-    resume = {"id": f"{run.run_id}-{run.phase}", "resume": "allow"}
-    return WandbLogger(init_kwargs=resume, **run.common, dir=str(run.directory.path))
+    where = {"id": f"{run.run_id}-{run.phase}", "resume": "allow", "dir": str(run.directory.path)}
+    own = getattr(run.recipe, "report_args", {})  # the other commands have none
+    return WandbLogger(init_kwargs={**run.common, **own, **where})
 
 
 TRACKERS: dict[str, Callable[[TrackerRun], Tracker]] = {

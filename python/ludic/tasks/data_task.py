@@ -167,7 +167,8 @@ def _list_measures(scorer: DataRewards) -> dict[str, str]:
 
 
 def _load(rows: TaskData, source: str | DataMixture, split: str) -> DataSet:
-    columns = {"prompt": rows.prompt_column or PROMPT_COLUMNS}
+    columns: dict[str, str | Sequence[str]] = {"prompt": rows.prompt_column or PROMPT_COLUMNS}
+    columns |= {"answer": rows.answer_column} if rows.answer_column else {}
     if isinstance(source, DataMixture):
         if rows.streaming:
             raise ConfigError(

@@ -35,6 +35,8 @@ class TaskData:
     """A source of `load_data`, or a mixture of several, as `DataMixture` or its mapping."""
     prompt_column: str | None = None
     """None: the first column that there is of those that usually hold the prompt."""
+    answer_column: str | None = None
+    """The column that reward functions get as `answer`; None: the one of that name, if any."""
     config: str | None = None
     """Of an id of the `datasets` library."""
     split: str = "train"

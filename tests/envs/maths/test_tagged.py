@@ -86,6 +86,19 @@ def test_the_format_counts_in_training_and_not_in_evaluation():
     assert score(messages, **columns) == score(texts, **columns)
 
 
+def test_answers_without_thoughts_that_earn_nothing_are_hinted_at_once(caplog):
+    reward = TaggedMathReward()
+    bare = ["<answer>42</answer>", "42"]
+    assert asyncio.run(reward(bare, answer=["42", "42"], is_eval=True)) == [1.0, 0.0]
+    assert asyncio.run(reward([*bare, RIGHT], answer=["42"] * 3)) == [0.0, 0.0, 1.0]
+    assert asyncio.run(reward(["42"], answer=["42"])) == [0.0]
+    assert not caplog.records
+    for _ in range(2):
+        assert asyncio.run(reward(bare, answer=["42", "42"])) == [0.0, 0.0]
+    [record] = caplog.records
+    assert "<think>...</think> must come before it" in record.message
+
+
 def test_the_right_answer_is_in_the_column_answer_or_in_the_box_of_the_solution():
     reward = TaggedMathReward(template="opened")
     texts = ["a</think><answer>42</answer>"] * 2

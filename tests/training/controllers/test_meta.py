@@ -66,6 +66,11 @@ def test_each_method_descends_on_its_gradient(method, gradient, settings):
         "meta/beta_grad": expected.beta,
         "meta/tau_projected": 0.0,
         "meta/beta_projected": 0.0,
+        "meta/tau_lr": 0.025,
+        "meta/beta_lr": 0.01,
+        "meta/update_interval": 1.0,
+        "meta/truncation_steps": 4.0,
+        "meta/use_hessian": 1.0,
     }
 
 

@@ -51,6 +51,16 @@ def test_the_moments_of_the_meta_controller_are_in_the_file(tmp_path):
     controller = MetaController(*coefficients.values(), kl_target=0.1, beta_lr=0.02, optimizer="adam")
     controller.update(Observation(step=0, kl=0.3))
     save_controller_state(tmp_path / "s.json", [controller], coefficients, step=1)
+    settings = json.loads((tmp_path / "s.json").read_text())["controllers"]["meta"]["settings"]
+    assert settings == {
+        "method": "analytic",
+        "optimizer": "adam",
+        "kl_target": 0.1,
+        "beta_lr": 0.02,
+        "update_interval": 1,
+        "truncation_steps": 1,
+        "use_hessian": False,
+    }
     again = {"tau": Coefficient(0.5), "beta": Coefficient(0.5)}
     copy = MetaController(*again.values(), kl_target=0.1, beta_lr=0.02, optimizer="adam")
     load_controller_state(tmp_path / "s.json", [copy], again)

@@ -8,6 +8,7 @@ does no algebra; `comparison="math_verify"` does.
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
@@ -15,6 +16,8 @@ from typing import Any, Literal, get_args
 from ludic.envs.maths.answers import first_present, math_target
 from ludic.envs.maths.grader import MathGrader, shared_grader
 from ludic.errors import ConfigError, DataError, GradingError
+
+logger = logging.getLogger(__name__)
 
 Template = Literal["strict", "opened", "relaxed"]
 Which = Literal["first", "last"]
@@ -105,6 +108,7 @@ class TaggedMathReward:
         self.system_prompt = SYSTEM_PROMPT
         """The system prompt for prompts without one."""
         self._template, self._comparison, self._which, self._grader = template, comparison, which, grader
+        self._has_hinted = False
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Raise DataError for a row without a right answer."""
@@ -118,6 +122,12 @@ class TaggedMathReward:
         """Columns are those of the data set; completions are text, messages or None."""
         template: Template = "relaxed" if is_eval else self._template
         answers = [tagged_answer(_text(completion), template=template, which=self._which) for completion in completions]
+        untold = template != "relaxed" and set(answers) == {None} and any("<answer>" in _text(each) for each in completions)
+        if untold and not self._has_hinted:
+            self._has_hinted = True
+            logger.warning(
+                "all answers with <answer> earn 0: <think>...</think> must come before it; ask for it in the system prompt"
+            )
         names = [key for key in _TARGETS if key in columns]
         rows = [{key: columns[key][index] for key in names} for index in range(len(answers))]
         pairs = [(answer, self.target_of(row)) for answer, row in zip(answers, rows, strict=True)]

@@ -21,6 +21,8 @@ METHODS = {
 }
 """Name or alias -> method."""
 
+_RUNTIME = ("update_interval", "truncation_steps", "use_hessian")
+
 
 @dataclass
 class _Parameter:
@@ -154,10 +156,12 @@ class MetaController:
             return {}
         found = self._gradient(seen)
         stats = {"meta/loss": found.loss, "meta/tau_grad": found.tau, "meta/beta_grad": found.beta}
+        stats |= {f"meta/{name}": float(getattr(self, name)) for name in _RUNTIME}
         clipped = min(max(found.beta, -self.beta_grad_clip), self.beta_grad_clip)
         for name, gradient in (("tau", found.tau), ("beta", clipped)):
             if name in self._parameters:
                 parameter = self._parameters[name]
+                stats[f"meta/{name}_lr"] = parameter.lr * seen.lr_factor
                 stats[f"meta/{name}_projected"] = float(parameter.step(self.optimizer, gradient, seen.lr_factor))
                 parameter.last_gradient = gradient
         return stats
@@ -192,7 +196,10 @@ class MetaController:
         )
 
     def state_dict(self) -> dict[str, Any]:
+        """The state, and for its reader the settings, which a state never changes."""
+        rates = {f"{name}_lr": parameter.lr for name, parameter in self._parameters.items()}
         return {
+            "settings": {**{name: getattr(self, name) for name in ("method", "optimizer", "kl_target", *_RUNTIME)}, **rates},
             **{name: float(parameter.coefficient) for name, parameter in self._parameters.items()},
             "moments": {name: asdict(parameter.moments) for name, parameter in self._parameters.items()},
             **{f"last_{name}_grad": parameter.last_gradient for name, parameter in self._parameters.items()},
