@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 NOT_COMPARED = {
-    *("id", "ts_ns", "memory", "phases_s", "overlap", "weight_sync", "mismatch", "wall_s", "pairs_per_s", "ranks/slowest"),
+    *("id", "ts_ns", "memory", "phases_s", "overlap", "weight_sync", "wall_s", "pairs_per_s", "ranks/slowest"),
 }
 """Keys of times, memory and random names, which differ between two uninterrupted runs too, as do
-all keys that end with `_s`; and of the check before the first step, which each life makes anew."""
+all keys that end with `_s`."""
 _OF_SAMPLES = ("loss", "grad_norm", "avg_total_reward", "num_samples", "policy_lag")
 _OF_EPISODES = ("problem_id", "group_id", "episode_idx", "policy_version")
 _MODELS = ("model", "adapter", "base", "best")

@@ -101,7 +101,7 @@ def write_run(folder: Path) -> Path:
     """A finished run of two steps."""
     (folder / "model").mkdir(parents=True)
     (folder / "model" / "model.safetensors").write_bytes(b"weights")
-    (folder / "summary.json").write_text('{"steps": 2, "wall_s": 1.5}')
+    (folder / "summary.json").write_text('{"steps": 2, "mismatch": {"preflight": 0.1}, "wall_s": 1.5}')
     steps = [{"phase": "rl", "step": n, "train/loss": n / 3, "train/grad_norm": 1.0, "perf/step_s": n} for n in (1, 2)]
     episode = {"group_id": 1, "problem_id": "a", "episode_idx": 1, "policy_version": 1}
     rollouts = [

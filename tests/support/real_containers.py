@@ -196,6 +196,7 @@ runc = ["{shutil.which("runc", path=PROGRAMS)}"]
         options = f"--root {folder}/root --runroot {folder}/run --tmpdir {folder}/tmp --storage-driver vfs"
         wrapper.write_text(f"""#!/bin/sh
 export HOME={folder}/home CONTAINERS_CONF={settings}/containers.conf LD_LIBRARY_PATH={LIBRARIES}
+cd {folder}  # conmon leaves a file named oom where it started
 exec {program} {options} "$@"
 """)
         wrapper.chmod(0o755)

@@ -46,7 +46,7 @@ from ludic.training.batching.synced_batching import RolloutBatchSource
 from ludic.training.config import TrainerConfig
 from ludic.training.loggers import TrainingLogger
 from ludic.training.loop.metric_names import eval_key
-from ludic.training.preflight.check import Preflight
+from ludic.training.preflight.check import PreflightReport
 from ludic.training.presets import make_sft
 from ludic.training.rollouts.engine import RolloutEngine
 from ludic.training.stats import SAMPLED_REWARD, default_reducers
@@ -80,7 +80,6 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
         if self.progress.phase == REINFORCE:
             parts.model = self._load_warmed_up()
         place_model(parts.model, recipe.sharding, parts.trainer_cfg.model_device)
-        self._preflight: Preflight | None = None
         self._client = LocalChatClient(parts.model, parts.tokenizer, max_batch_size=recipe.rollout.concurrency)
         self._held_out = make_held_out(recipe, parts.task, self._make_engine(), parts.model, directory)
 
@@ -182,7 +181,6 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
                 finally:
                     if source is not None:
                         await source.aclose()
-                    self._note_preflight(trainer)
 
     @asynccontextmanager
     async def _open_sampler(self, processes: ActorProcesses | None) -> AsyncIterator[Sampler]:
@@ -207,11 +205,12 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
         ) as sampler:
             yield sampler
 
-    def _note_preflight(self, trainer: Trainer) -> None:
-        """Record the comparison of trainer and sampler; a resumed run keeps the first one."""
-        report = None if self._preflight is None else self._preflight.report
-        if report is not None and self.progress.preflight is None:
+    def _note_preflight(self, report: PreflightReport) -> None:
+        """Record the comparison of trainer and sampler before the first step is taken; a resumed
+        run keeps the first one."""
+        if self.progress.preflight is None:
             self.progress.preflight = report.to_dict()
+            self.directory.write_progress(self.progress)
 
     def _show_start(self, trainer: Trainer) -> None:
         """Show the held-out rates on the dashboard from the first training step on."""
@@ -257,7 +256,9 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
         sampler: Sampler | None = None,
     ) -> Trainer:
         """The trainer of a phase, at its last checkpoint if there is one."""
-        self._preflight = None if sampler is None else make_preflight(self.recipe, self.parts.task, self.parts.tokenizer, sampler)
+        preflight = None if sampler is None else make_preflight(self.recipe, self.parts.task, self.parts.tokenizer, sampler)
+        if preflight is not None:
+            preflight.on_report = self._note_preflight
         trainer = self.make_trainer(
             phase,
             Trainer,
@@ -269,7 +270,7 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
             evaluator=self.evaluator(self._held_out),
             reducers={**default_reducers(), **(task_reducers(self.parts.task) if phase == REINFORCE else {})},
             total_training_steps=self.parts.warmup.steps if phase == WARM_UP else self.recipe.steps,
-            preflight=self._preflight,
+            preflight=preflight,
             **open_control(self.recipe, algorithm, self.parts, self.directory, phase, cfg, logger),
         )
         self._held_out.current_step = lambda: trainer.current_step if phase == REINFORCE else 0

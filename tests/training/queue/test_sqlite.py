@@ -3,6 +3,7 @@
 import shutil
 import sqlite3
 import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -12,7 +13,7 @@ from log_comparison import compare_with_model
 from log_laws import LogLaws, lease, works
 from memory_log import Clock, MemoryLog
 
-from ludic.errors import ConfigError, QueueError, QueueRefused
+from ludic.errors import ConfigError, OwnershipLost, QueueError, QueueRefused
 from ludic.training.queue.sqlite import SQLiteLog
 
 
@@ -71,6 +72,34 @@ def log(tmp_path):
     log = SQLiteLog(tmp_path / "queue.sqlite", timeout_s=0.2)
     yield log
     log.disconnect()
+
+
+def test_a_wall_clock_that_is_set_back_holds_no_lease_and_no_claim(log, monkeypatch):
+    log.claim("t1", run="r1", ttl_s=0.05)
+    log.offer("t1", works(0))
+    assert log.lease("a", lease_s=0.05) is not None
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now - 86_400)
+    time.sleep(0.06)
+    assert log.lease("b").work.number == 0
+    log.claim("t2", run="r2")
+
+
+def test_a_clock_that_begins_anew_ends_leases_and_claims_but_one_that_goes_on_does_not(tmp_path):
+    """As after a restart of the machine, which stopped 9,000 s after its start."""
+    file, clock = tmp_path / "queue.sqlite", Clock()
+    before = SQLiteLog(file, clock=lambda: 9_000 + clock())
+    before.claim("t1", run="r1")
+    before.offer("t1", works(0))
+    assert before.lease("a") is not None
+    other = SQLiteLog(file, clock=lambda: 9_000 + clock())
+    assert other.lease("b") is None
+    with pytest.raises(OwnershipLost):
+        other.claim("t2", run="r2")
+    after = SQLiteLog(file, clock=clock)
+    assert after.outstanding()[0].age_s == 0
+    assert after.lease("b").work.attempt == 1
+    after.claim("t2", run="r2")
 
 
 @pytest.mark.parametrize("call", ["claim", "offer", "withdraw", "lease", "renew", "give_back", "deliver", "forget", "close"])

@@ -12,7 +12,7 @@ weights it is a few tenths.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -122,6 +122,8 @@ class Preflight:
     """Largest mean absolute difference, in nats, that counts as agreement."""
     num_samples: int = 32
     """Maximum number of samples to compare; they must also fit into one micro-batch."""
+    on_report: Callable[[PreflightReport], None] | None = None
+    """Called with the result, whether trainer and sampler agree or not."""
     report: PreflightReport | None = field(default=None, init=False)
     """The result of the last comparison."""
 
@@ -143,6 +145,8 @@ class Preflight:
         finder = CauseFinder(backend, cfg, self.sampling, self.tokenizer, self.client)
         cause = await find_cause(finder, comparison, self.threshold, report.tried) if comparison.mean > MIN_DIFFERENCE else None
         report.cause = self._confirm_cause(cause, report) or finder.check_prompts(comparison)
+        if self.on_report is not None:
+            self.on_report(report)
         stop = ranks.max_over_ranks([float(report.cause is not None)], cfg.model_device)[0]
         if report.cause is not None:
             raise MismatchError(report.table(), report=report)

@@ -9,6 +9,7 @@ every process notices and makes a new one.
 
 from __future__ import annotations
 
+import math
 import os
 import sqlite3
 import threading
@@ -46,15 +47,16 @@ create table aside (id integer primary key autoincrement, position text unique n
 """
 Facts = dict[str, Any]
 """`epoch` (which data these are: part of every position), `run`, `owner`, `until_s` (end of the
-claim), `closed`, `version`, `aside` and `claimed` (counters)."""
+claim), `closed`, `version`, `aside` and `claimed` (counters), `clock_s` (of the last change)."""
 
 
 class SQLiteLog:
     """A `GroupLog` in the file `path`, whose folder must exist. Each call waits for at most
     `timeout_s` seconds for other processes. `clock` gives the seconds that leases and claims are
-    measured in; all processes must agree on it."""
+    measured in; all processes must agree on it. By default it is the machine's since its start,
+    which is never set. When it begins anew, leases and claims of before have ended."""
 
-    def __init__(self, path: str | Path, *, timeout_s: float = 30.0, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, path: str | Path, *, timeout_s: float = 30.0, clock: Callable[[], float] = time.monotonic) -> None:
         if not timeout_s > 0:
             raise ConfigError(f"timeout_s ({timeout_s}) must be > 0: it is how long a call waits for other processes")
         self.path = Path(path)
@@ -258,6 +260,8 @@ class SQLiteLog:
             db = self._connect()
             db.execute("begin" if reads else "begin immediate")
             try:
+                if not reads:
+                    _write_facts(db, clock_s=self._clock())
                 yield db
                 db.execute("commit")
             finally:
@@ -277,7 +281,7 @@ class SQLiteLog:
         self._drop_connection()
         db = sqlite3.connect(self.path, timeout=self._timeout_s, isolation_level=None, check_same_thread=False)
         try:
-            _prepare(db, self.path)
+            _prepare(db, self.path, self._clock)
         except BaseException:
             db.close()
             raise
@@ -298,8 +302,9 @@ class SQLiteLog:
         self._connection = self._opened = None
 
 
-def _prepare(db: sqlite3.Connection, path: Path) -> None:
-    """Set the connection up, and make the tables of a new file."""
+def _prepare(db: sqlite3.Connection, path: Path, clock: Callable[[], float]) -> None:
+    """Set the connection up, and make the tables of a new file. End the leases and the claim if the
+    clock has begun anew since the last change: they were for a time that may never come."""
     db.execute("pragma synchronous = normal")
     db.execute("pragma journal_mode = wal")
     db.execute("begin immediate")
@@ -315,6 +320,9 @@ def _prepare(db: sqlite3.Connection, path: Path) -> None:
             raise QueueRefused(
                 f"the queue {path} has version {schema}, this ludic reads {SCHEMA_VERSION}; delete it, or use that version"
             )
+        if _read_facts(db).get("clock_s", math.inf) > (now := clock()):
+            db.execute("update work set until_s = 0, offered_s = ?", (now,))
+            _write_facts(db, until_s=0, clock_s=now)
         db.execute("commit")
     finally:
         if db.in_transaction:
