@@ -101,9 +101,11 @@ def _transformers_collators() -> tuple[Callable[[Any], Any], Callable[[Any], Any
 def _from_arrays(items: list[SAWItem], plan: list[NDArray[np.int64]]) -> list[Contender]:
     wide, narrow = _split(with_arrays(items, np.int64, np.int64), plan), _split(with_arrays(items), plan)
     plain = over_batches(lambda batch: reference.collate(batch, PAD), wide)
+    by_numpy = over_batches(lambda batch: reference.collate_by_numpy(batch, PAD, are_arrays=True), narrow)
     ours = over_batches(lambda batch: collate_saw_items(batch, pad_token_id=PAD, device="cpu"), narrow)
     return [
         Contender("reference on numpy arrays", plain, assert_same, cold=True),
+        Contender("numpy `concatenate` on numpy arrays", by_numpy, assert_same, cold=True),
         Contender("**ludic from numpy arrays**", ours, assert_same, cold=True),
     ]
 
