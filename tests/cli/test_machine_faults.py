@@ -5,6 +5,8 @@ import errno
 import io
 import json
 import os
+import pickle
+import re
 import socket
 import subprocess
 import sys
@@ -16,6 +18,7 @@ from commands import NETWORK, ludic, refused
 from safetensors import SafetensorError
 from training_samples import TOKENIZER, tiny_model
 
+from ludic.cli.console import open_console
 from ludic.cli.machine_faults import describe_machine_fault
 from ludic.errors import ConfigError
 from ludic.models.loading import load_classifier, load_model, load_tokenizer
@@ -214,13 +217,98 @@ def test_a_truncated_checkpoint_is_a_one_line_error_with_its_name(tmp_path: Path
     assert file in refused("sft", "--resume", str(run))
 
 
-def test_a_chat_template_that_raises_is_a_one_line_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{{ raise_exception('only users may speak') }}", "only users may speak"),
+        ("{%- macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}", "maximum recursion depth exceeded"),
+    ],
+)
+def test_a_chat_template_that_raises_is_a_one_line_error(tmp_path: Path, text: str, said: str) -> None:
     tiny_model().save_pretrained(tmp_path / "small")
     TOKENIZER.save_pretrained(tmp_path / "small")
     template = tmp_path / "small" / "chat_template.jinja"
-    template.write_text("{{ raise_exception('only users may speak') }}")
-    said = refused("train", "threads=1", f"model={tmp_path / 'small'}", "warmup.steps=1", "steps=0", f"output={tmp_path}/runs")
-    assert "chat template fails on these messages: only users may speak" in said
+    template.write_text(text)
+    shown = refused("train", "threads=1", f"model={tmp_path / 'small'}", "warmup.steps=1", "steps=0", f"output={tmp_path}/runs")
+    assert f"chat template fails on these messages: {said}" in shown.splitlines()[-1]
+
+
+# ---- hostile data, settings and weights
+# ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ('{"prompt": "a", "completion": ' + "9" * 5_000 + "}", "rows.jsonl, line 1 is not JSON: Exceeds the limit (4300 digits)"),
+        ('{"prompt": "a", "completion": "\\ud800"}', r"rows.jsonl, line 1 holds half of a surrogate pair ('\ud800')"),
+        (
+            '{"prompt": "a", "completion": "b", "completion": "c"}',
+            "line 1 is not JSON: an object has the key 'completion' 2 times",
+        ),
+        ('{"prompt": ' + "[" * 100_000, "line 1 is nested too deeply"),
+    ],
+)
+def test_a_row_that_cannot_be_text_is_a_one_line_error(tmp_path: Path, row: str, said: str) -> None:
+    (tmp_path / "rows.jsonl").write_text(f"{row}\n")
+    assert said in refused("sft", *SFT, f"data={tmp_path}/rows.jsonl", f"output={tmp_path}").splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("name: ${output}\noutput: ${name}", "refers to another value"),
+        ('name: "a\\0b"', "name ('a\\x00b') holds a NUL character"),
+    ],
+)
+def test_a_setting_that_is_no_plain_text_is_a_one_line_error(tmp_path: Path, text: str, said: str) -> None:
+    lines = refused("train", settings(tmp_path, text)).splitlines()
+    assert len(lines) == 1
+    assert said in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "said"),
+    [
+        ("model.safetensors", pickle.dumps({"a": 1}), "a file of weights is damaged, or is not safetensors"),
+        ("model.safetensors", None, "no file named model.safetensors"),
+        ("model.safetensors.index.json", b'{"weight_map": {}}', "its config or its index of weights has no 'metadata'"),
+        ("adapter_model.safetensors", b"", "a file of weights is damaged, or is not safetensors"),
+    ],
+)
+def test_wrong_weights_are_a_one_line_error(tmp_path: Path, file: str, content: bytes | None, said: str) -> None:
+    """None: a link to itself."""
+    tiny_model().save_pretrained(tmp_path / "model")
+    TOKENIZER.save_pretrained(tmp_path / "model")
+    folder = tmp_path / "model"
+    if file.startswith("adapter"):
+        folder = tmp_path / "adapter"
+        folder.mkdir()
+        config = {"peft_type": "LORA", "r": 2, "base_model_name_or_path": str(tmp_path / "model"), "target_modules": ["q_proj"]}
+        (folder / "adapter_config.json").write_text(json.dumps({**config, "task_type": "CAUSAL_LM"}))
+    (folder / "model.safetensors").unlink(missing_ok=True)
+    if content is None:
+        (folder / file).symlink_to(file)
+    else:
+        (folder / file).write_bytes(content)
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        load_model(str(folder), "float32")
+
+
+def test_a_pointer_of_a_hundred_thousand_brackets_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    ludic("sft", *SFT, f"output={tmp_path}", "name=run")
+    run = tmp_path / "run"
+    (run / "checkpoints" / "latest.json").write_text("[" * 100_000)
+    (run / "model" / ".README.md.unfinished").touch()  # as a killed save leaves it
+    ludic("sft", "--resume", str(run), "steps=+1")
+    assert "latest.json is nested too deeply" in caplog.text
+    assert not list(run.rglob("*.unfinished"))
+
+
+def test_a_name_cannot_send_control_characters_to_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with open_console(json_only=False) as console:
+        console.print("writing to a\x1b[2J/", highlight=False)
+    assert capsys.readouterr().out == "writing to a\\x1b[2J/\n"
 
 
 # ---- paths

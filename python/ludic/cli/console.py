@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from ludic.control_characters import escape_controls
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.text import Text
 
 INTERRUPTED = 130
 
@@ -19,11 +22,17 @@ def open_console(json_only: bool) -> Iterator[Console]:
     error."""
     from rich.console import Console
 
+    class EscapingConsole(Console):
+        """Shows no control character of a text."""
+
+        def render_str(self, text: str, **options: Any) -> Text:
+            return super().render_str(escape_controls(text, keep="\n\t"), **options)
+
     if not json_only:
-        yield Console(soft_wrap=True)
+        yield EscapingConsole(soft_wrap=True)
         return
     with contextlib.redirect_stdout(sys.stderr):
-        yield Console(stderr=True, soft_wrap=True)
+        yield EscapingConsole(stderr=True, soft_wrap=True)
 
 
 def run_with_console(work: Callable[[Console], tuple[int, str]], *, json_only: bool, stopped: str = "Stopped at once.") -> int:

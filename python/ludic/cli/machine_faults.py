@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import traceback
 
 _REMEDIES = {
     errno.ENOSPC: "the disk is full; free some space or set output=FOLDER on another",
@@ -37,7 +38,10 @@ def describe_machine_fault(error: BaseException) -> str | None:
         return _format_fault(int(number[1]), None) if number is not None and int(number[1]) in _REMEDIES else None
     if type(error).__name__ == "OutOfMemoryError" and type(error).__module__.startswith("torch"):
         return f"{str(error).splitlines()[0]} Lower trainer.micro_token_budget, or train fewer weights (lora.rank=16)"
-    if type(error).__module__.startswith("jinja2"):
+    is_endless = isinstance(error, RecursionError) and "<template>" in {
+        frame.filename for frame in traceback.extract_tb(error.__traceback__)
+    }
+    if is_endless or type(error).__module__.startswith("jinja2"):
         return f"the tokenizer's chat template fails on these messages: {error}; set tokenizer=PATH to one whose template accepts them"
     return None
 

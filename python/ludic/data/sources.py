@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import glob
 import io
+import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +16,10 @@ from typing import Any
 from ludic.data.formats import Row
 from ludic.data.places import is_local
 from ludic.errors import DataError, MissingExtraError
-from ludic.files.jsonl import is_blank, parse_json
+from ludic.files.json_values import parse_json
+from ludic.files.jsonl import is_blank
+
+_SURROGATE = re.compile(r"\\ud[89a-f]", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -84,7 +89,7 @@ def _read_jsonl(name: str, path: Path, draw: Draw) -> Table:
 
 
 def _read_json(name: str, path: Path, draw: Draw) -> Table:
-    content = parse_json(_read_text(name, path), name)
+    content = _parse_text(_read_text(name, path), name)
     if not isinstance(content, list):
         raise DataError(f"{name} must hold a list of objects, not {type(content).__name__}; one object a line is .jsonl")
     drawn = draw.of(len(content))
@@ -191,7 +196,21 @@ def parse_line(line: bytes, where: str) -> Row:
         text = line.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(f"{where} is not UTF-8: {error.reason} at byte {error.start} of the line") from error
-    return _check_object(parse_json(text, where), where)
+    return _check_object(_parse_text(text, where), where)
+
+
+def _parse_text(text: str, where: str) -> Any:
+    """The JSON value. Raises DataError for text that no tokenizer takes: half of a surrogate pair,
+    which only an escape can write."""
+    value = parse_json(text, where)
+    if _SURROGATE.search(text):
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise DataError(
+                f"{where} holds half of a surrogate pair ({error.object[error.start]!a}), which is not valid text"
+            ) from error
+    return value
 
 
 def _check_object(value: Any, where: str) -> Row:

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ludic.errors import CheckpointError
+from ludic.errors import CheckpointError, DataError
+from ludic.files.json_values import parse_json
 
 
 def write_text(path: Path, text: str, *, private: bool = False) -> None:
@@ -57,9 +58,9 @@ def encode_json(content: Mapping[str, Any]) -> str:
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in the file. Raises CheckpointError for anything else."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # not JSON, or not UTF-8
-        raise CheckpointError(f"{path} is not JSON: {error}") from error
+        content = parse_json(path.read_bytes(), str(path))
+    except DataError as error:
+        raise CheckpointError(str(error)) from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} must hold a JSON object")
     return content

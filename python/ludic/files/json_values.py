@@ -1,5 +1,5 @@
-"""Encodes records as lines of JSON. It never fails: a value that JSON cannot express is written in
-the next best form."""
+"""Encodes records as lines of JSON, and parses JSON. Encoding never fails: a value that JSON cannot
+express is written in the next best form."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ import dataclasses
 import json
 import logging
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
+
+from ludic.errors import DataError
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +47,28 @@ def encode_lines(records: Iterable[Mapping[str, Any]]) -> Iterator[bytes]:
             len(failures),
             type(failures[0]).__name__,
         )
+
+
+def parse_json(text: str | bytes, where: str) -> Any:
+    """The JSON value of a text. Raises DataError, naming `where` and the position of the fault; an
+    object with a key twice is one."""
+    try:
+        return json.loads(text, object_pairs_hook=_make_object)
+    except json.JSONDecodeError as error:
+        position = f"line {error.lineno}, column {error.colno}" if error.lineno > 1 else f"column {error.colno}"
+        raise DataError(f"{where} is not JSON: {error.msg} at {position}") from error
+    except ValueError as error:  # not UTF-8, a key twice, an integer of more than 4,300 digits
+        raise DataError(f"{where} is not JSON: {str(error).partition(';')[0]}") from error
+    except RecursionError as error:
+        raise DataError(f"{where} is nested too deeply") from error
+
+
+def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        key, count = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise ValueError(f"an object has the key {key!r} {count} times")
+    return made
 
 
 def to_builtin(value: Any) -> Any:

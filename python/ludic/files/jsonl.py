@@ -6,7 +6,6 @@ first, so that every complete line stays readable.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from codecs import BOM_UTF8
@@ -16,7 +15,7 @@ from typing import Any, BinaryIO
 
 from ludic.errors import DataError
 from ludic.files.atomic import name_aside
-from ludic.files.json_values import encode_lines
+from ludic.files.json_values import encode_lines, parse_json
 
 logger = logging.getLogger(__name__)
 
@@ -66,19 +65,6 @@ def append_jsonl(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
     repair_last_line(path)
     with path.open("ab") as file:
         file.write(lines)
-
-
-def parse_json(text: str | bytes, where: str) -> Any:
-    """The JSON value of a text. Raises DataError, naming `where` and the position of the fault."""
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        position = f"line {error.lineno}, column {error.colno}" if error.lineno > 1 else f"column {error.colno}"
-        raise DataError(f"{where} is not JSON: {error.msg} at {position}") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{where} is not JSON: {error}") from error
-    except RecursionError as error:
-        raise DataError(f"{where} is nested too deeply") from error
 
 
 def parse_object(line: str | bytes, where: str) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from ludic.errors import ConfigError
 from ludic.files.atomic import read_json
 from ludic.models.lora import load_adapter
@@ -50,13 +52,28 @@ def load_model(source: str, dtype: str) -> Any:
     check_dtype(dtype)
     place = locate_model(source)
     if holds_only_adapters(place):
-        return load_adapter(load_model(find_adapter_base(Path(place)), dtype), place).merge_and_unload()
+        base = load_model(find_adapter_base(Path(place)), dtype)
+        with _explained(f"the adapters in {source} could not be loaded"):
+            return load_adapter(base, place).merge_and_unload()
     from transformers import AutoModelForCausalLM
 
-    try:
+    with _explained(f"model ({source}) could not be loaded"):
         return AutoModelForCausalLM.from_pretrained(place, dtype=dtype, use_safetensors=True, trust_remote_code=False)
+
+
+@contextmanager
+def _explained(failure: str) -> Iterator[None]:
+    """Raise ConfigError, with `failure`, for what transformers and PEFT raise for wrong files."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except KeyError as error:
+        raise ConfigError(f"{failure}: its config or its index of weights has no {error}") from error
+    except SafetensorError as error:
+        raise ConfigError(f"{failure}: a file of weights is damaged, or is not safetensors ({error})") from error
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model ({source}) could not be loaded: {error}") from error
+        raise ConfigError(f"{failure}: {error}") from error
 
 
 def load_classifier(source: str, dtype: str, *, description: str, **options: Any) -> tuple[Any, set[str]]:
@@ -69,13 +86,14 @@ def load_classifier(source: str, dtype: str, *, description: str, **options: Any
 
     check_dtype(dtype)
     place = locate_model(source)
+    failure = f"{description} could not be loaded with a head for scores"
     try:
-        with _without_load_report():
+        with _explained(failure), _without_load_report():
             model, loading = AutoModelForSequenceClassification.from_pretrained(
                 place, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True, **options
             )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"{description} could not be loaded with a head for scores: {error}") from error
+    except RuntimeError as error:
+        raise ConfigError(f"{failure}: {error}") from error
     return model, set(loading["missing_keys"])
 
 

@@ -254,6 +254,7 @@ def read_yaml(path: Path) -> DictConfig:
         raise ConfigError(f"recipe file {path} is not YAML: {' '.join(lines)}") from error
     if not isinstance(content, DictConfig):
         raise ConfigError(f"recipe file {path} must hold keys and values, not a list")
+    check_plain(OmegaConf.to_container(content, resolve=False), "")
     _read_off(content)
     if (path.parent / "progress.json").is_file():
         _rename_settings(content)

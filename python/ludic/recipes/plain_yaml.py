@@ -39,8 +39,8 @@ def check_yaml(text: str, where: str) -> None:
 
 
 def check_plain(value: Any, where: str) -> None:
-    """Raise ConfigError for text that refers to other values or to the environment, or that
-    cannot be encoded in UTF-8."""
+    """Raise ConfigError for text that refers to other values or to the environment, that holds
+    a NUL character, or that cannot be encoded in UTF-8."""
     if isinstance(value, dict):
         for key, inner in value.items():
             check_plain(inner, f"{where}.{key}" if where else str(key))
@@ -52,5 +52,7 @@ def check_plain(value: Any, where: str) -> None:
             raise ConfigError(
                 f"{where} ({value[:60]}) refers to another value; settings do not resolve ${{...}}, write the value itself"
             )
+        if "\0" in value:
+            raise ConfigError(f"{where} ({value[:60]!a}) holds a NUL character, which no text or path can have")
         if any("\ud800" <= char <= "\udfff" for char in value):
             raise ConfigError(f"{where} ({value[:60]!a}) holds half of a surrogate pair, which is not valid text")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from ludic.errors import CheckpointError, ConfigError
-from ludic.files.atomic import write_text
+from ludic.files.atomic import clear_unfinished_files, write_text
 from ludic.files.manifest import describe_files, find_changes, read_hashed_json, write_hashed_json
 from ludic.recipes.compose import to_plain_values, to_yaml
 from ludic.recipes.named_sources import list_local_sources, list_model_folders
@@ -143,6 +143,8 @@ class RunDirectory:
         CheckpointError if another command made it or another process uses it."""
         directory = cls.open_to_read(path)
         directory._lock = RunLock(path)
+        for folder in (path, directory.model, directory.adapter):
+            clear_unfinished_files(folder)
         return directory
 
     @classmethod

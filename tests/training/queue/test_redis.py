@@ -95,6 +95,15 @@ def test_what_was_acknowledged_outlives_kills_of_the_server(tmp_path):
         assert not outstanding & set(numbers(entries))
 
 
+def test_a_run_that_is_not_utf8_is_no_traceback_and_matches_no_lease(redis_log):
+    redis_log.claim("trainer", run="r")
+    redis_log.offer("trainer", [Work(4, 0)])
+    redis_log._server.call(lambda client: client.hset(redis_log._keys[0], "run", b"\xff"))
+    lease = redis_log.lease("actor")
+    assert lease.run == "\\xff"
+    assert not redis_log.deliver(lease, b"entry")
+
+
 def test_a_repeated_lease_returns_what_the_first_one_took(redis_log):
     redis_log.claim("trainer", run="r")
     redis_log.offer("trainer", [Work(4, 0), Work(5, 0)])

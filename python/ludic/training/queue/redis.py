@@ -79,7 +79,7 @@ class RedisLog:
         self._run(scripts.WITHDRAW, owner, *numbers)
 
     def outstanding(self) -> list[OutstandingWork]:
-        rows = [[*map(int, row[:4]), row[4].decode()] for row in self._run(scripts.OUTSTANDING)]
+        rows: list[list[Any]] = [[*map(int, row[:4]), _to_text(row[4])] for row in self._run(scripts.OUTSTANDING)]
         return [
             OutstandingWork(Work(number, version, attempt), actor or None, age_ms / 1000)
             for number, version, attempt, age_ms, actor in sorted(rows)
@@ -92,8 +92,8 @@ class RedisLog:
             found, rows = self._run(scripts.READ, born, last, limit)
             remaining_s = deadline - time.monotonic()
             if rows or remaining_s <= 0:
-                return [_to_entry(found.decode(), row) for row in rows]
-            self._wait_for_entry(last if last and found.decode() == born else "0", min(remaining_s, WAIT_S))
+                return [_to_entry(_to_text(found), row) for row in rows]
+            self._wait_for_entry(last if last and _to_text(found) == born else "0", min(remaining_s, WAIT_S))
 
     def forget(self, owner: str, through: str) -> None:
         born, _, last = through.partition("/")
@@ -109,7 +109,7 @@ class RedisLog:
     def aside(self) -> list[AsideEntry]:
         rows: Any = self._server.call(lambda client: client.xrange(self._aside))
         return [
-            AsideEntry(Entry(fields[b"p"].decode(), _to_number(fields[b"n"]), fields[b"b"]), fields[b"r"].decode())
+            AsideEntry(Entry(fields[b"p"].decode(), _to_number(fields[b"n"]), fields[b"b"]), _to_text(fields[b"r"]))
             for _, fields in rows
         ]
 
@@ -137,7 +137,7 @@ class RedisLog:
         if taken is None:
             return None
         number, version, attempt = map(int, taken[:3])
-        return Lease(Work(number, version, attempt), actor, taken[3].decode(), token)
+        return Lease(Work(number, version, attempt), actor, _to_text(taken[3]), token)
 
     def renew(self, lease: Lease, *, lease_s: float = DEFAULT_LEASE_S) -> bool:
         work = lease.work
@@ -198,6 +198,11 @@ class RedisLog:
 
 def _to_ms(seconds: float) -> int:
     return round(seconds * 1000)
+
+
+def _to_text(value: bytes) -> str:
+    """Bytes that are not UTF-8, which ludic did not write, become escapes."""
+    return value.decode(errors="backslashreplace")
 
 
 def _to_number(text: bytes) -> int | None:
