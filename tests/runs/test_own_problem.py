@@ -294,7 +294,7 @@ def test_a_reward_that_always_fails_ends_the_run_with_its_error(here: Path, mode
             ],
             [],
             "the task has prompts of up to 3 messages (user, assistant, user), and the tokenizer has no chat template to render a dialogue "
-            "with; set tokenizer=FOLDER",
+            "with; set chat_template=FILE, or tokenizer=FOLDER",
         ),
     ],
 )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from ludic.context.base import ContextStrategy
 from ludic.errors import InferenceError
 from ludic.inference.client import ChatClient
+from ludic.inference.prompts.template import read_template_kwargs
 from ludic.inference.request import ChatCompletionRequest, InferenceSpec, ToolRequest
 from ludic.parsers import Parser, ParseResult
 from ludic.types import TRACE_KEYS, ChatResponse, Info, Message, TokenTrace
@@ -70,6 +71,8 @@ class Agent:
         self._reject_incomplete_completions = reject_incomplete_completions
         self._incomplete_completion_penalty = incomplete_completion_penalty
         self._incomplete_completion_feedback = incomplete_completion_feedback
+        self._template_kwargs: dict[str, Any] = {}
+        """Arguments of the chat template in this episode; the environment's reset may give them."""
         self.last_info: dict[str, Any] = {}
         self.intermediate_calls: list[IntermediateCall] = []
         """The model calls of the last `act`, without the one that it returned. Empty for an agent
@@ -85,6 +88,7 @@ class Agent:
         self._ctx.reset(system_prompt=system_prompt)
 
     def on_env_reset(self, obs: str, info: Info) -> None:
+        self._template_kwargs = read_template_kwargs(info, "the environment's reset")
         self._ctx.on_env_reset(obs, info)
 
     def on_after_step(self, obs: str, info: Info) -> None:
@@ -138,12 +142,15 @@ class Agent:
             seed=sampling_seed,
             tools=tools,
             extensions=spec.extensions,
+            chat_template_kwargs=self._template_kwargs,
         )
         async with asyncio.timeout(timeout_s):
             response, client_info = await self._client.complete(request)
         last_info = dict(client_info)
         info = drop_traces(last_info)
         info["chat_prompt_messages"] = messages
+        if self._template_kwargs:
+            info["chat_template_kwargs"] = self._template_kwargs
         info["chat_completion"] = {"role": "assistant", "content": response.text}
         response.merge_into_info(info)
         return response, info, last_info, response.to_trace()

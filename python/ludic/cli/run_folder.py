@@ -20,7 +20,8 @@ def expand_run_folder(argument: str) -> list[str]:
         raise ConfigError(
             f"{argument} has no model yet; resume it with `ludic train --resume {argument}`, or name a run that has one"
         )
-    return [str(folder / "config.yaml"), f"model='{folder / 'model'}'", "tokenizer=null", "name=null"]
+    saved = [f"{name}=null" for name in ("tokenizer", "chat_template", "eos_token", "name")]  # those of the model's folder
+    return [str(folder / "config.yaml"), f"model='{folder / 'model'}'", *saved]
 
 
 def _check_has_task(folder: Path) -> None:

@@ -34,11 +34,11 @@ def preview_command(arguments: Sequence[str], *, rows: int, json_only: bool) -> 
     recipe = SFTCommand().compose(arguments)
 
     def work(console: Console) -> tuple[int, str]:
+        from ludic.recipes.model import build_tokenizer
         from ludic.runs.data.preview import preview
-        from ludic.runs.sft import load_tokenizer
 
         quiet_libraries()
-        shown = preview(recipe, load_tokenizer(recipe), rows)
+        shown = preview(recipe, build_tokenizer(recipe), rows)
         shown.show(console)
         return 0, json.dumps(shown.to_dict(), indent=2, ensure_ascii=False) + "\n"
 

@@ -13,7 +13,8 @@ class PromptEnv(SingleAgentEnv):
     row as `row`, for the reward functions (see `ludic.training.reward_functions`).
 
     A prompt of messages is in the info of the reset as `messages`, which start the dialogue (see
-    `FullDialog`); the observation is the last message.
+    `FullDialog`); the observation is the last message. A column `chat_template_kwargs` is in the
+    info, too.
     """
 
     def __init__(self, sample: Sample, *, system_prompt: str | None = None) -> None:
@@ -30,7 +31,9 @@ class PromptEnv(SingleAgentEnv):
     def env_reset(self, *, seed: int | None = None) -> tuple[str, Info]:
         """The prompt; the same at every reset, for any seed."""
         self._done = False
-        return self.env_current_obs(), {} if isinstance(self._prompt, str) else {"messages": self._prompt}
+        info = {} if isinstance(self._prompt, str) else {"messages": self._prompt}
+        arguments = self.sample.get("chat_template_kwargs")
+        return self.env_current_obs(), {**info, "chat_template_kwargs": arguments} if arguments else info
 
     def env_step(self, action: str) -> StepOutcome:
         if self._done:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -75,6 +76,8 @@ class ChatCompletionRequest:
     seed: int | None = None
     tools: ToolRequest | None = None
     extensions: BackendExtensions | None = None
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the chat template, such as `enable_thinking`."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from msgspec import Struct
 
 from ludic.errors import ConfigError, ConfigTypeError, InferenceError, PublishError, ServerError
-from ludic.inference.prompts.tokens import PromptTokens
+from ludic.inference.prompts.tokens import Dialogue, PromptTokens
 from ludic.inference.publishing import PolicyPublisher, PushTarget
 from ludic.inference.request import ChatCompletionRequest
 from ludic.inference.sampling import SamplingParams
@@ -131,11 +131,12 @@ class SGLangClient(PushTarget):
             )
         if request.extensions is not None or request.tools is not None:
             raise ConfigTypeError("SGLangClient takes no extensions and no tools; use VLLMChatClient for them")
-        prompt = self._tokens.encode(request.messages)
+        dialogue = Dialogue(request.messages, (), request.chat_template_kwargs)
+        prompt = self._tokens.encode(dialogue)
         trace, info = await self._sample(prompt, request.sampling, request.seed)
         ids = read_list(trace, "completion_token_ids")
         text = self._tokens.decode(ids[:-1] if info["ended_by_token"] else ids)
-        self._tokens.remember_answer(request.messages, (), {"role": "assistant", "content": text}, prompt, ids)
+        self._tokens.remember_answer(dialogue, {"role": "assistant", "content": text}, prompt, ids)
         return request.return_.make_response(text, trace), info
 
     async def complete_tokens(
@@ -157,6 +158,8 @@ class SGLangClient(PushTarget):
         }
         if sampling.stop:
             params["stop"] = sampling.stop
+        if self._tokens is not None and self._tokens.extra_end_ids:
+            params["stop_token_ids"] = self._tokens.extra_end_ids
         if seed is not None:
             params["sampling_seed"] = seed
         body = {"input_ids": list(prompt), "sampling_params": params, "return_logprob": True, "logprob_start_len": -1}

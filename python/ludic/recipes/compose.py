@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 _OPEN_SECTIONS = (
     "task.args",
     "algorithm_args",
+    "chat_template_kwargs",
     "data",
     "reward",
     "eval_reward",

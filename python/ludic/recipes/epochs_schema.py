@@ -18,12 +18,12 @@ from ludic.recipes.overrides import Override
 from ludic.recipes.place_section import TrainersSection, check_place
 from ludic.recipes.quantization_section import QuantizationSection
 from ludic.recipes.ranks_section import RanksSection, check_ranks
-from ludic.recipes.schema import LoraSection, NetworkSection, TaskSection
+from ludic.recipes.schema import ChatSettings, LoraSection, NetworkSection, TaskSection
 from ludic.recipes.sharding_section import ShardingSection
 
 
 @dataclass
-class EpochsRecipe:
+class EpochsRecipe(ChatSettings):
     """A run over a fixed set of samples: data, a model, and `epochs` passes over the data."""
 
     name: Optional[str] = MISSING  # noqa: UP045  OmegaConf reads this annotation at run time

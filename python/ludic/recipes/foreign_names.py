@@ -26,11 +26,13 @@ def _read_lines(table: str, column: int) -> Iterator[tuple[str, str]]:
 
 _TABLE = """
 dtype seed tools report_to reward_weights eval_reward_weights system_prompt,rollout.system_prompt
+chat_template chat_template_kwargs eos_token
 gradient_checkpointing rollout.temperature rollout.top_p rollout.top_k rollout.min_p rollout.repetition_penalty
 loss.loss_type loss.label_smoothing trainer.lr_scheduler_type trainer.warmup_ratio trainer.warmup_steps trainer.weight_decay
 trainer.max_grad_norm
 model <- model_name_or_path | actor_rollout_ref.model.path | pretrain
 dtype <- torch_dtype
+chat_template <- chat_template_path
 gradient_checkpointing <- activation_checkpointing | actor_rollout_ref.model.enable_gradient_checkpointing
 name <- run_name | trainer.experiment_name
 data <- dataset_name dataset_mixture train_dataset | data.train_files | prompt_data dataset
@@ -123,7 +125,6 @@ callbacks.completions_every=N for a table; rollouts.jsonl has all <- log_complet
 trainer.packing=padding_free <- padding_free packing packing_strategy eval_packing
 trainer.max_seq_len for prompt and answer together <- max_prompt_length
 rows with a column `text` <- dataset_text_field
-chat_template=FILE.jinja <- chat_template_path
 rows with `prompt` and `completion`, of which only completions are trained, or with `text` <- completion_only_loss
 rows with `messages`, of which only the assistant's are trained (assistant_turns) <- assistant_only_loss
 algorithm_args.clip_eps_low, and clip_eps_high, which has a default of its own <- epsilon
@@ -213,8 +214,6 @@ quantised weights are stored as 8-bit numbers <- bnb_4bit_quant_storage
 gradient_checkpointing=true has no further settings <- gradient_checkpointing_kwargs activation_checkpointing_kwargs
 transformers chooses <- attn_implementation model_init_kwargs
 name a folder, or the newest revision is used <- model_revision reference_model_revision
-a column of the rows has them <- chat_template_kwargs
-the tokenizer has it <- eos_token
 """)
 """Name in TRL or transformers -> why there is no such setting."""
 
@@ -295,7 +294,6 @@ metrics are those of all ranks <- log_like_grpo
 task.args.config holds for both <- eval_dataset_config
 task.args.prompt_column holds for both <- eval_dataset_prompt_column
 task.args.answer_column holds for both <- eval_dataset_solution_column
-the tokenizer's is used <- chat_template
 write ludic eval <- benchmarks
 the document's advantages are centred, not scaled (algorithm_args.group_normalize_adv) <- scale_rewards
 an answer without log-probabilities is an error <- vllm_logprob_fail_after vllm_logprob_fallback

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import logging
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ludic.errors import ConfigError
+from ludic.inference.local.client import end_token_ids
+from ludic.inference.prompts.template import find_turn_end, read_template, with_kwargs
 from ludic.models.byte_tokenizer import make_byte_tokenizer, make_line_tokenizer
 from ludic.models.loading import check_dtype, load_model, load_tokenizer
 from ludic.models.skeleton import load_skeleton
 from ludic.recipes.phases import has_warmup
 from ludic.recipes.sharding import has_no_weights
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from ludic.recipes.dpo.schema import DPORecipe
@@ -29,7 +35,8 @@ def build_policy(recipe: Recipe) -> tuple[Any, Any]:
             "warmup.data is set, or warmup.steps and the data has completions"
         )
     if recipe.model is not None:  # before the tokenizer, so that an error names the model
-        return build_model(recipe, None), build_tokenizer(recipe)
+        model = build_model(recipe, None)
+        return model, name_end_tokens(model, build_tokenizer(recipe))
     tokenizer = build_tokenizer(recipe)
     return build_model(recipe, tokenizer), tokenizer
 
@@ -38,15 +45,54 @@ def build_model(recipe: Recipe | SFTRecipe | DPORecipe, tokenizer: Any) -> Any:
     """The model that `recipe.model` names, else a small one over the tokens of `tokenizer`. A
     rank that gets its weights from rank 0 reads none from files."""
     if recipe.model is not None:
-        return (load_skeleton if has_no_weights(recipe.sharding) else load_model)(recipe.model, recipe.dtype)
-    dtype = small_dtype(recipe.dtype)
-    return make_small_model(recipe.network, tokenizer).to(dtype)
+        model = (load_skeleton if has_no_weights(recipe.sharding) else load_model)(recipe.model, recipe.dtype)
+    else:
+        model = make_small_model(recipe.network, tokenizer).to(small_dtype(recipe.dtype))
+    if tokenizer is not None:
+        name_end_tokens(model, tokenizer)
+    return model
+
+
+def name_end_tokens(model: Any, tokenizer: Any) -> Any:
+    """Add the tokens that end an answer to the generation config of `model`, which is saved with it
+    and read by servers. Returns the tokenizer."""
+    ends = end_token_ids(model, tokenizer)
+    if len(ends) > 1 and getattr(model, "generation_config", None) is not None:
+        model.generation_config.eos_token_id = sorted(ends)
+    return tokenizer
 
 
 def build_tokenizer(recipe: Recipe | SFTRecipe | DPORecipe | RMRecipe) -> Any:
-    """The tokenizer that the recipe names, else that of its model, else that of the small model."""
+    """The tokenizer that the recipe names, else that of its model, else that of the small model,
+    with the recipe's chat template and end token."""
     source = recipe.tokenizer or recipe.model
-    return _make_small_tokenizer(recipe.network) if source is None else load_tokenizer(source)
+    tokenizer = _make_small_tokenizer(recipe.network) if source is None else load_tokenizer(source)
+    if isinstance(recipe.chat_template, str):
+        tokenizer.chat_template = _read_chat_template(recipe.chat_template)
+    if recipe.chat_template_kwargs:
+        tokenizer.chat_template = with_kwargs(tokenizer.chat_template, recipe.chat_template_kwargs)
+    if recipe.eos_token is not None:
+        if recipe.eos_token not in tokenizer.get_vocab():
+            known = ", ".join(tokenizer.all_special_tokens)
+            raise ConfigError(f"eos_token ({recipe.eos_token}) is no token of the tokenizer; its special tokens are {known}")
+        tokenizer.eos_token = recipe.eos_token
+    turn_end = find_turn_end(tokenizer)
+    if read_template(tokenizer) and not (turn_end.closing or turn_end.is_open):
+        logger.warning(
+            "the chat template ends the assistant's turns with no special token of the tokenizer: answers are sampled until %s, which "
+            "conversations do not teach; set chat_template=FILE to a template that ends turns with one",
+            tokenizer.eos_token,
+        )
+    return tokenizer
+
+
+def _read_chat_template(setting: str) -> str:
+    if "{%" in setting or "{{" in setting:
+        return setting
+    path = Path(setting).expanduser()
+    if not path.is_file():
+        raise ConfigError(f"chat_template ({path}) does not exist; it is a file with a Jinja template, or its text")
+    return path.read_text(encoding="utf-8")
 
 
 def make_small_model(network: NetworkSection, tokenizer: Any = None) -> Any:

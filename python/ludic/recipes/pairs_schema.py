@@ -4,7 +4,7 @@ how the model is trained on them."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Optional
+from typing import Any, Optional
 
 from omegaconf import MISSING
 
@@ -48,9 +48,10 @@ class PairsRecipe(EpochsRecipe):
     heldout_limit: Optional[int] = MISSING  # noqa: UP045
     """Held-out rows at most, the same in every run; null: all."""
     columns: ColumnsSection = field(default_factory=ColumnsSection)
-    chat_template: bool = MISSING
-    """Apply the tokenizer's chat template to prompts and answers in plain text, too;
-    conversations always have it."""
+    chat_template: Any = MISSING
+    """false: the tokenizer's chat template for conversations alone. true: for prompts and answers
+    in plain text, too. A file with a Jinja template, or its text: as true, with that template,
+    which is saved with the tokenizer."""
     system_prompt: Optional[str] = MISSING  # noqa: UP045
     """System prompt of every conversation."""
     pairs: int = MISSING

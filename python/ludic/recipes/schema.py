@@ -173,7 +173,22 @@ class EvaluationSection:
 
 
 @dataclass
-class Recipe:
+class ChatSettings:
+    """How conversations are rendered, and what ends an answer."""
+
+    chat_template: Optional[str] = None  # noqa: UP045  OmegaConf reads this annotation at run time
+    """File with a Jinja template, or its text, that replaces the tokenizer's and is saved with it;
+    null: the tokenizer's own."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the chat template, such as `{enable_thinking: false}`, which are saved with it.
+    A row's column `chat_template_kwargs` goes before them."""
+    eos_token: Optional[str] = None  # noqa: UP045
+    """The end token, a token of the vocabulary; null: the tokenizer's. The token that ends a turn
+    in the chat template always ends an answer, too."""
+
+
+@dataclass
+class Recipe(ChatSettings):
     """A run of `ludic train`: a policy, a task, a supervised warm-up, reinforcement, and
     held-out measurement before and after it."""
 

@@ -12,39 +12,36 @@ from typing import Any
 
 from ludic.context import GivenDialog
 from ludic.errors import ConfigError
-from ludic.inference.prompts.template import ChatTemplate
-from ludic.inference.prompts.tokens import PromptTokens
+from ludic.inference.prompts.template import ChatTemplate, read_template, read_template_kwargs
+from ludic.inference.prompts.tokens import Dialogue, PromptTokens
 from ludic.recipes.schema import Recipe
 from ludic.tasks import Episode, EpisodicTask
 from ludic.tasks.adapters import prompt_messages
 
 logger = logging.getLogger(__name__)
 
-SYSTEM = ("system", "developer")
 MODEL = "the context of the model"
 MEASURED = 1000
 """Prompts that are measured for the warning, in the order of the data."""
 
 
 def check_dialogues(task: EpisodicTask, problems: Iterable[Episode], tokenizer: Any) -> None:
-    """Raise `ConfigError` if the tokenizer has no chat template, and the task shows the model more
-    than one message beside the system prompt: in a later turn, or in the prompt of a problem. Raise
-    it, too, if its template cannot show the task's tools."""
+    """Raise `ConfigError` if the tokenizer has no chat template, and the task shows the model a
+    dialogue: in a later turn, or as a prompt of messages. Raise it, too, if its template cannot
+    show the task's tools."""
     _check_tools(task, tokenizer)
-    if getattr(tokenizer, "chat_template", None):
+    if read_template(tokenizer):
         return
     shown = f"episodes of up to {task.max_turns} turns" if task.max_turns > 1 else None
     if shown is None:
         prompts = (prompt_messages(problem) or () for problem in problems)
-        roles = ([str(message.get("role")) for message in prompt] for prompt in prompts)
-        longest: list[str] = max(roles, key=lambda each: sum(role not in SYSTEM for role in each), default=[])
-        if sum(role not in SYSTEM for role in longest) > 1:
+        longest = max(([str(message.get("role")) for message in prompt] for prompt in prompts), key=len, default=[])
+        if longest:
             shown = f"prompts of up to {len(longest)} messages ({', '.join(longest)})"
     if shown is not None:
         raise ConfigError(
             f"the task has {shown}, and the tokenizer has no chat template to render a dialogue with; set "
-            "tokenizer=FOLDER or a hub id whose tokenizer has one, such as that of the instruct version of the model, or write a "
-            "chat_template into the model's tokenizer_config.json"
+            "chat_template=FILE, or tokenizer=FOLDER or a hub id whose tokenizer has one, such as that of the instruct version of the model"
         )
 
 
@@ -57,7 +54,7 @@ def _check_tools(task: EpisodicTask, tokenizer: Any) -> None:
         names = ", ".join(function.__name__ for function in task.tool_use.functions)
         raise ConfigError(
             f"the model cannot be shown its tools ({names}): {error}. Take a tokenizer that can, with tokenizer=FOLDER or a hub id, "
-            "such as that of the instruct version of the model, or write a chat_template into the model's tokenizer_config.json"
+            "such as that of the instruct version of the model, or set chat_template=FILE"
         ) from error
 
 
@@ -75,8 +72,10 @@ def check_prompts(recipe: Recipe, task: EpisodicTask, tokenizer: Any, model: Any
     def length(problem: Episode, *, system_prompt: str | None = system_prompt) -> int:
         context = GivenDialog(system_prompt)
         first = task.make_env(problem).env_reset()
-        context.on_env_reset(*(asyncio.run(first) if inspect.iscoroutine(first) else first))
-        return len(tokens.encode(context.on_before_act(), tools))
+        observation, info = asyncio.run(first) if inspect.iscoroutine(first) else first
+        context.on_env_reset(observation, info)
+        arguments = read_template_kwargs(info, f"problem {problem['id']}")
+        return len(tokens.encode(Dialogue(context.on_before_act(), tools, arguments)))
 
     first_chat = next((problem for problem in problems.training if prompt_messages(problem) is not None), None)
     if first_chat is not None:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from ludic.errors import ConfigError
+from ludic.inference.local.client import end_token_ids
 from ludic.recipes.build import build_trainer_config
 from ludic.recipes.callbacks import check_callbacks
 from ludic.recipes.lora import add_adapters, check_adapters
 from ludic.recipes.model import build_model, build_tokenizer
 from ludic.recipes.quantization import quantize_base
 from ludic.recipes.sft.schema import SFTRecipe
-from ludic.runs.data.sft import SFTData, write_demonstrations
+from ludic.runs.data.sft import SFTData, describe_missing_ends, write_demonstrations
 from ludic.runs.data.streamed_sft import StreamedSFTData
 from ludic.runs.directory import DONE, SFTDirectory
 from ludic.runs.epochs import EpochsRun
@@ -51,7 +51,7 @@ class SFTParts:
         check_sharding_settings(recipe.sharding, recipe.trainer.model_device)
         check_adapters(recipe)
         seed_everything(recipe)
-        tokenizer = load_tokenizer(recipe)
+        tokenizer = build_tokenizer(recipe)
         data = (StreamedSFTData if recipe.streaming else SFTData).read(recipe, tokenizer)
         cfg = build_trainer_config(recipe.trainer, pad_token_id=tokenizer.pad_token_id, seed=recipe.seed)
         cfg = choose_precision(cfg, recipe.sharding)
@@ -95,6 +95,9 @@ class SFTRun(EpochsRun[SFTRecipe, SFTParts, SFTDirectory]):
         if parts.heldout is None:
             self.screen.note(f"No rows are held out, and nothing is measured: {parts.data.why_no_heldout}")
         self.screen.note(f"Training on {parts.data.describe()}: {parts.steps} steps of {recipe.batch_size}")
+        counts = parts.data.count(None, parts.cfg.max_seq_len, end_token_ids(parts.model, parts.tokenizer))
+        if counts["samples_without_end"]:  # of a stream, they are known at the end
+            self.screen.note(describe_missing_ends(counts["samples_without_end"], parts.tokenizer))
         trainer_class = partial(Trainer, algo=make_sft(normalizer="tokens"), evaluator=self.evaluator(parts.heldout))
         self.source = parts.data.make_source(recipe)
         await self.train(trainer_class, self.source, keys=KEYS)
@@ -106,14 +109,3 @@ class SFTRun(EpochsRun[SFTRecipe, SFTParts, SFTDirectory]):
             measured = ranks.ask_rank_0("the held-out loss", self.parts.heldout.measure)
         self.screen.note(f"Held-out loss {measured['loss']:.4f} on {len(self.parts.data.heldout):,} samples")
         return measured
-
-
-def load_tokenizer(recipe: SFTRecipe) -> Any:
-    """The tokenizer of a recipe, with its chat template."""
-    tokenizer = build_tokenizer(recipe)
-    if recipe.chat_template is not None:
-        path = Path(recipe.chat_template).expanduser()
-        if not path.is_file():
-            raise ConfigError(f"chat_template ({path}) does not exist; it is a file with a Jinja template")
-        tokenizer.chat_template = path.read_text(encoding="utf-8")
-    return tokenizer

@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from ludic.envs.single_agent_env import SingleAgentEnv
 from ludic.forwarding import forward_members
+from ludic.inference.prompts.template import read_template_kwargs
 from ludic.tasks.base import Task, TaskDefaults
 from ludic.tasks.episodic import OPTIONAL_MEMBERS, Episode, EpisodicTask, Played, Shown, Turn, share
 from ludic.types import Message, Rollout
@@ -100,7 +101,7 @@ class OneTurn(TaskDefaults, EpisodicTask):
     def demonstrations(self, count: int, rng: Random) -> Sequence[Sequence[Turn]]:
         problems = [self._task.draw(rng) for _ in range(count)]
         return [
-            [Turn(problem["question"], self._task.demonstrate(problem, rng), prompt_messages(problem))] for problem in problems
+            [Turn(each["question"], self._task.demonstrate(each, rng), prompt_messages(each), _kwargs(each))] for each in problems
         ]
 
     def make_env(self, episode: Episode) -> SingleAgentEnv:
@@ -119,6 +120,10 @@ class OneTurn(TaskDefaults, EpisodicTask):
 
     def show(self, episode: Episode, rollout: Rollout) -> Shown:
         return Shown(episode["question"], rollout.steps[-1].action, episode["answer"])
+
+
+def _kwargs(problem: Mapping[str, Any]) -> dict[str, Any]:
+    return read_template_kwargs(problem.get("row") or {}, f"problem {problem['id']}")
 
 
 def prompt_messages(problem: Mapping[str, Any]) -> Sequence[Message] | None:

@@ -7,7 +7,7 @@ from random import Random
 from typing import Any
 
 from ludic.context import GivenDialog
-from ludic.inference.prompts.template import ChatTemplate
+from ludic.inference.prompts.template import ChatTemplate, find_turn_end
 from ludic.tasks.adapters import as_episodic
 from ludic.tasks.base import Task
 from ludic.tasks.episodic import EpisodicTask, Turn
@@ -36,12 +36,14 @@ class DemonstrationSource:
         rng = Random(f"demonstrations {self._seed} {self._batches}")
         episodes = self._task.demonstrations(self._batch_size, rng)
         dialogues = [messages for episode in episodes for messages in _prompts(episode, self._system_prompt)]
-        prompts = iter(ChatTemplate(self._tokenizer).render_all(dialogues))
+        arguments = [episode[0].chat_template_kwargs or {} for episode in episodes for _ in episode]
+        prompts = iter(ChatTemplate(self._tokenizer).render_all(dialogues, arguments))
         texts = [[(next(prompts), turn.action) for turn in episode] for episode in episodes]
         ids = self._encoded(text for episode in texts for turn in episode for text in turn)
+        end = [token for token in [find_turn_end(self._tokenizer).token] if token is not None]
         first, items = self._batches * self._batch_size, []
         for number, episode_texts in enumerate(texts, first):
-            turns = [(ids[prompt], [*ids[action], self._tokenizer.eos_token_id]) for prompt, action in episode_texts]
+            turns = [(ids[prompt], [*ids[action], *end]) for prompt, action in episode_texts]
             items += _items(f"demonstration {number}", turns)
         self._batches += 1
         return SAWBatch(items=items, meta={"target_rollouts": len(episodes), "num_samples": len(items)})

@@ -29,6 +29,8 @@ class Turn(NamedTuple):
     action: str
     messages: Sequence[Message] | None = None
     """First turn only: the messages that begin the conversation, instead of the observation."""
+    chat_template_kwargs: Mapping[str, Any] | None = None
+    """First turn only: arguments of the chat template."""
 
 
 class Shown(NamedTuple):

@@ -99,10 +99,10 @@ class SFT(RecipeTrainer):
         trained tokens marked. Loads the tokenizer and no model."""
         from rich.console import Console
 
+        from ludic.recipes.model import build_tokenizer
         from ludic.runs.data.preview import preview
-        from ludic.runs.sft import load_tokenizer
 
-        preview(self.recipe, load_tokenizer(self.recipe), rows).show(Console(soft_wrap=True))
+        preview(self.recipe, build_tokenizer(self.recipe), rows).show(Console(soft_wrap=True))
 
 
 class DPO(RecipeTrainer):

@@ -12,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from ludic.errors import ConfigError, DataError, GradingError
 from ludic.event_loop import await_if_needed
+from ludic.inference.prompts.template import ChatTemplate, read_template_kwargs
 from ludic.inference.reward_types import ScoringInput
 from ludic.list_fields import read_list
 from ludic.training.reward_credit import CombineMode, check_mode, read_score, score_coefficients
@@ -144,10 +145,9 @@ class RewardModelScorer:
         if self.render_fn is not None:
             return self.render_fn(rollout)
         if self.use_chat_template:
-            text: str = self.tokenizer.apply_chat_template(
-                build_conversation(rollout, self.system_prompt), tokenize=False, add_generation_prompt=False
-            )
-            return text
+            messages = build_conversation(rollout, self.system_prompt)
+            arguments = read_template_kwargs(rollout.steps[-1].info, f"rollout {rollout.id}")
+            return str(ChatTemplate(self.tokenizer).apply(messages, prompt=False, tokenize=False, **arguments))
         trace = rollout.steps[-1].trace
         if trace is not None and self._reads_ids():
             return (*read_list(trace, "prompt_token_ids"), *read_list(trace, "completion_token_ids"))

@@ -337,6 +337,7 @@ def test_a_prompt_is_rendered_once(monkeypatch):
         lambda messages, **_: rendered.append(messages) or "".join(m["content"] for m in messages),
     )
     client = LocalChatClient(tiny_model(), templated)
+    rendered.clear()  # the client has rendered an example, to find the end of a turn
     first = play(answers(client, [request("same", seed=0)]))
     again = play(answers(client, [request("same", seed=0), request("other", seed=0)]))
     assert [m[0]["content"] for m in rendered] == ["same", "other"]

@@ -74,9 +74,9 @@ class Merging:
 
 def test_the_next_prompt_starts_with_the_sampled_tokens_and_is_not_retokenised():
     tokens = PromptTokens(Merging())
-    prompt, sampled = tokens.encode([USER]), [ord("a"), ord("b")]
+    prompt, sampled = tokens.encode(Dialogue([USER])), [ord("a"), ord("b")]
     answer = {"role": "assistant", "content": tokens.decode(sampled)}
-    dialogue = [USER, answer, USER]
+    dialogue = Dialogue([USER, answer, USER])
     assert PromptTokens(Merging()).encode(dialogue) == [*prompt, 300, ord("|"), *prompt]
-    tokens.remember_answer([USER], (), answer, prompt, sampled)
+    tokens.remember_answer(Dialogue([USER]), answer, prompt, sampled)
     assert tokens.encode(dialogue) == [*prompt, *sampled, ord("|"), *prompt]

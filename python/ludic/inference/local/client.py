@@ -19,7 +19,7 @@ from ludic.inference.current_episode import Episode, current_episode
 from ludic.inference.local.decode import Bounds, Completion, DecodeRequest, decode
 from ludic.inference.local.prefixes import PrefixCache
 from ludic.inference.local.weights import copy_for_sampling, copy_streamed_weights, copy_weights
-from ludic.inference.prompts.template import select_tools
+from ludic.inference.prompts.template import find_turn_end, select_tools
 from ludic.inference.prompts.tokens import Dialogue, PromptEncoder
 from ludic.inference.prompts.tool_calls import assistant_message, completion_finish_reason, count_tool_calls
 from ludic.inference.publishing import WeightSource
@@ -147,7 +147,9 @@ class LocalChatClient:
         if request.extensions is not None:
             raise ConfigError(f"unsupported request.extensions: {type(request.extensions).__name__}; LocalChatClient has none")
         tools = select_tools(request.tools)
-        result = await self._enqueue(Dialogue(request.messages, tools), request.sampling, request.seed)
+        result = await self._enqueue(
+            Dialogue(request.messages, tools, request.chat_template_kwargs), request.sampling, request.seed
+        )
         finish_reason = result.completion.finish_reason
         info: dict[str, Any] = {"policy_version": result.version}
         if tools:
@@ -340,10 +342,11 @@ def _cut_at_stop(text: str, stops: Sequence[str]) -> str:
 
 
 def end_token_ids(model: nn.Module, tokenizer: Any) -> frozenset[int]:
-    """The end tokens of the model's generation config and of the tokenizer."""
+    """The end tokens of the model's generation config, of the tokenizer, and of the turns of its
+    chat template."""
     configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     ids = configured if isinstance(configured, (list, tuple)) else [configured]
-    return frozenset(i for i in [*ids, tokenizer.eos_token_id] if i is not None)
+    return find_turn_end(tokenizer).ids.union(i for i in ids if i is not None)
 
 
 def _parse_version(version: str | int | None) -> int | None:

@@ -1,12 +1,16 @@
-"""Renders messages and tools to prompt text with the tokenizer's chat template."""
+"""A tokenizer's chat template: renders messages and tools, and knows the tokens that end a turn.
+Whatever shows a conversation to a model renders it here."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
-from ludic.errors import ConfigError
+from ludic.errors import ConfigError, DataError
 from ludic.inference.prompts.tool_calls import CLOSING, OPENING, parse_tool_calls
 from ludic.inference.request import ToolRequest
 from ludic.types import Message
@@ -28,6 +32,40 @@ def select_tools(request: ToolRequest | None) -> list[dict[str, Any]]:
     return list(request.tools)
 
 
+def read_template(tokenizer: Any) -> str:
+    """The Jinja source of the tokenizer's chat template; if there are several, of the one named
+    `default`. Empty if there is none."""
+    template = getattr(tokenizer, "chat_template", None)
+    if isinstance(template, Mapping):
+        template = template.get("default")
+    return template or ""
+
+
+def with_kwargs(template: Any, template_kwargs: Mapping[str, Any]) -> Any:
+    """The template with other defaults of its arguments, so that whatever renders it has them.
+    Raises ConfigError for an argument that it does not read.
+
+    Example: `{enable_thinking: false}` puts `{%- set enable_thinking = enable_thinking if
+    enable_thinking is defined else False %}` before it."""
+    if isinstance(template, Mapping):
+        return {name: with_kwargs(each, template_kwargs) for name, each in template.items()}
+    for name in template_kwargs:
+        if not re.search(rf"\b{re.escape(name)}\b", template or ""):
+            raise ConfigError(f"chat_template_kwargs has {name}, which the tokenizer's chat template does not read")
+    values = (f"{{%- set {name} = {name} if {name} is defined else {value!r} %}}" for name, value in template_kwargs.items())
+    defaults = "".join(values) + "{{ '' }}"  # after a block, a line break at the beginning of the template would be dropped
+    return template if template.startswith(defaults) else defaults + template
+
+
+def read_template_kwargs(row: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The column `chat_template_kwargs` of a row, without nulls: files of columns have them where
+    another row has a value. Raises DataError, naming the row, for anything but an object."""
+    given = row.get("chat_template_kwargs") or {}
+    if not isinstance(given, Mapping):
+        raise DataError(f'{where}: chat_template_kwargs ({given!r:.80}) must be an object such as {{"enable_thinking": false}}')
+    return {name: value for name, value in given.items() if value is not None}
+
+
 class ChatTemplate:
     """Renders prompts with the tokenizer's chat template.
 
@@ -41,10 +79,10 @@ class ChatTemplate:
         self._checked: set[tuple[str, str]] = set()
         """(template, tools) pairs that were checked to render the tools."""
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+    def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), **template_kwargs: Any) -> str:
         """The prompt, up to the beginning of the model's answer. Raises ConfigError if it would not
         contain the tools or name the speakers."""
-        template = self._template_source
+        template = read_template(self._tokenizer)
         if not template:
             if tools:
                 raise ConfigError(
@@ -52,18 +90,36 @@ class ChatTemplate:
                     "renders them, or use an agent without tools"
                 )
             return _join_contents(messages)
-        plain = [_normalize(message) for message in messages]
-        text = self._apply(plain, list(tools))
-        if tools:
-            self._check_tools_rendered(plain, text, (str(template), json.dumps(tools)))
+        text = str(self.apply(messages, prompt=True, tokenize=False, tools=tools, **template_kwargs))
+        if tools and (key := (template, json.dumps(tools))) not in self._checked:
+            if text == self.apply(messages, prompt=True, tokenize=False, **template_kwargs):
+                raise ConfigError(
+                    "the tokenizer's chat template ignores tools, so the model would not see them; set tokenizer.chat_template to one "
+                    "that renders `tools`, or use an agent without tools"
+                )
+            self._checked.add(key)
         return text
 
-    def render_all(self, dialogues: Sequence[Sequence[Message]]) -> list[str]:
-        """`render` each dialogue without tools. One call of the tokenizer takes half the time of
-        many."""
-        if not self._template_source or not dialogues:
+    def apply(
+        self, messages: Sequence[Message], *, prompt: bool, tokenize: bool, tools: Any = None, **template_kwargs: Any
+    ) -> str | list[int]:
+        """The rendered messages as text, or as token ids. With `prompt` the header of the
+        assistant's next message follows. Raises what the template raises."""
+        arguments = {**template_kwargs, **({"tools": list(tools)} if tools else {})}
+        plain = [normalize_message(message) for message in messages]
+        rendered = self._tokenizer.apply_chat_template(plain, add_generation_prompt=prompt, tokenize=tokenize, **arguments)
+        if isinstance(rendered, str):
+            return rendered
+        return list(rendered["input_ids"] if isinstance(rendered, Mapping) or hasattr(rendered, "keys") else rendered)
+
+    def render_all(self, dialogues: Sequence[Sequence[Message]], template_kwargs: Sequence[Mapping[str, Any]] = ()) -> list[str]:
+        """`render` each dialogue without tools, with its `template_kwargs` if any has some. One
+        call of the tokenizer takes half the time of many."""
+        if any(template_kwargs):
+            return [self.render(each, **given) for each, given in zip(dialogues, template_kwargs, strict=True)]
+        if not read_template(self._tokenizer) or not dialogues:
             return [_join_contents(messages) for messages in dialogues]
-        plain = [[_normalize(message) for message in messages] for messages in dialogues]
+        plain = [[normalize_message(message) for message in messages] for messages in dialogues]
         texts: list[str] = self._tokenizer.apply_chat_template(plain, add_generation_prompt=True, tokenize=False)
         return texts
 
@@ -90,27 +146,66 @@ class ChatTemplate:
                 f'{OPENING}{{"name": ..., "arguments": {{...}}}}{CLOSING}, so that none would be found'
             )
 
-    @property
-    def _template_source(self) -> str | None:
-        """The Jinja source of the template."""
-        return getattr(self._tokenizer, "chat_template", None)
 
-    def _check_tools_rendered(self, messages: list[Message], text: str, key: tuple[str, str]) -> None:
-        """Raise ConfigError if the text is the same without the tools. Checks each set of tools
-        once."""
-        if key in self._checked:
-            return
-        if text == self._apply(messages, []):
-            raise ConfigError(
-                "the tokenizer's chat template ignores tools, so the model would not see them; set tokenizer.chat_template to one "
-                "that renders `tools`, or use an agent without tools"
-            )
-        self._checked.add(key)
+@dataclass(frozen=True)
+class TurnEnd:
+    """How the assistant's turns end. Example: with ChatML in a model whose end token is
+    `<|endoftext|>`, the token is `<|im_end|>`, and `ids` has both."""
 
-    def _apply(self, messages: list[Message], tools: list[Mapping[str, Any]]) -> str:
-        extra = {"tools": tools} if tools else {}
-        text: str = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **extra)
-        return text
+    token: int | None
+    """The token that ends an answer; None for a tokenizer without an end token."""
+    ids: frozenset[int]
+    """Tokens at which an answer ends: the template's and the tokenizer's end token."""
+    closing: tuple[int, ...] = ()
+    """What the template writes after the last answer of a conversation, from the end token on.
+    Empty if it writes no end token there."""
+    is_open: bool = False
+    """The template ends no answer: the special token with which the next message begins does. It
+    has to be added to the last answer of a conversation."""
+
+    def find(self, ids: Sequence[int], start: int) -> int:
+        """The index after the end token of an answer that begins at `start` and is the last of the
+        rendered `ids`; their length if they have none. What the template adds after the end token
+        is never sampled. Example: ids [1, 2, 7, 0, 9] with the closing tokens [0, 9] give 4."""
+        known = len(ids) - len(self.closing)
+        if self.closing and known >= start and tuple(ids[known:]) == self.closing:
+            return known + 1
+        return next((index + 1 for index in range(len(ids) - 1, start - 1, -1) if ids[index] in self.ids), len(ids))
+
+
+def find_turn_end(tokenizer: Any) -> TurnEnd:
+    """The end of the assistant's turns: the first special token after the answer of a rendered
+    conversation, or the one with which the next message begins. Without either, the tokenizer's end
+    token."""
+    return _find_turn_end(tokenizer, read_template(tokenizer), getattr(tokenizer, "eos_token_id", None))
+
+
+@lru_cache(maxsize=16)
+def _find_turn_end(tokenizer: Any, template: str, eos: int | None) -> TurnEnd:
+    own = frozenset([] if eos is None else [eos])
+    after = _ids_after_answer(tokenizer, ()) if template else None
+    if after is None:
+        return TurnEnd(eos, own)
+    added: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
+    special = own.union(getattr(tokenizer, "all_special_ids", ()), (token for token, known in added.items() if known.special))
+    first = next((index for index, token in enumerate(after) if token in special), None)
+    if first is not None:
+        return TurnEnd(after[first], own | {after[first]}, tuple(after[first:]))
+    begun = [_ids_after_answer(tokenizer, ({"role": role, "content": "?"},)) for role in ("user", "tool")]
+    headers = [ids[0] for ids in begun if ids and ids[0] in special]
+    return TurnEnd(headers[0] if headers else eos, own.union(headers), is_open=bool(headers))
+
+
+def _ids_after_answer(tokenizer: Any, following: Sequence[Message]) -> list[int] | None:
+    """The token ids after an answer that `following` follows; None if the template cannot tell."""
+    answer = "an-answer-4711"
+    messages: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}, *following]
+    try:
+        text = str(ChatTemplate(tokenizer).apply(messages, prompt=False, tokenize=False))
+        _, found, after = text.rpartition(answer)
+        return list(tokenizer(after, add_special_tokens=False)["input_ids"]) if found else None
+    except Exception:  # a template is a program: it may raise anything
+        return None
 
 
 def _example_call(name: str) -> tuple[list[Message], str, str]:
@@ -138,7 +233,7 @@ def _join_contents(messages: Sequence[Message]) -> str:
     )
 
 
-def _normalize(message: Message) -> Message:
+def normalize_message(message: Message) -> Message:
     """The form that chat templates expect: `content` is present, and the arguments of tool calls
     are objects rather than JSON text."""
     if message.get("content") is not None and not message.get("tool_calls"):

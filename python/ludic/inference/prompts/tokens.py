@@ -7,11 +7,11 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Generic, TypeVar
 
-from ludic.inference.prompts.template import ChatTemplate
+from ludic.inference.prompts.template import ChatTemplate, find_turn_end
 from ludic.types import Message
 
 V = TypeVar("V")
@@ -23,14 +23,15 @@ with its last answer."""
 
 @dataclass(frozen=True)
 class Dialogue:
-    """Messages, and the tools that the model may call."""
+    """Messages, the tools that the model may call, and arguments of the chat template."""
 
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] = ()
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
     def key(self) -> str:
-        return json.dumps([list(self.messages), list(self.tools)])
+        return json.dumps([list(self.messages), list(self.tools), dict(self.template_kwargs)])
 
 
 class DialogueCache(Generic[V]):
@@ -79,9 +80,12 @@ class PromptEncoder:
         raised."""
         try:
             ids = self._prompts.get(dialogue)
-            return self._template.render(dialogue.messages, dialogue.tools) if ids is None else list(ids)
+            return self._render(dialogue) if ids is None else list(ids)
         except Exception as error:
             return error
+
+    def _render(self, dialogue: Dialogue) -> str:
+        return self._template.render(dialogue.messages, dialogue.tools, **dialogue.template_kwargs)
 
     def _tokenize(self, texts: str | list[str]) -> Any:
         return self.tokenizer(texts, add_special_tokens=False)["input_ids"]
@@ -105,29 +109,29 @@ class PromptTokens(PromptEncoder):
         self._answers: DialogueCache[tuple[str, list[int]]] = DialogueCache()
         """Dialogue that ends with an answer -> its text and ids, including the answer."""
 
-    def encode(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+    @property
+    def extra_end_ids(self) -> list[int]:
+        """Tokens that end an answer beside the tokenizer's end token, which servers know."""
+        return sorted(find_turn_end(self.tokenizer).ids - {getattr(self.tokenizer, "eos_token_id", None)})
+
+    def encode(self, dialogue: Dialogue) -> list[int]:
         """[P] ids of the prompt. Raises ConfigError if the template cannot render the tools."""
-        dialogue = Dialogue(messages, tools)
         ids = self._prompts.get(dialogue)
         if ids is None:
-            text = self._template.render(messages, tools)
+            text = self._render(dialogue)
             prefix_text, prefix_ids = self._longest_answered_prefix(dialogue, text)
             ids = [*prefix_ids, *self._tokenize(text[len(prefix_text) :])]
             self._prompts.put(dialogue, ids)
         return list(ids)
 
     def remember_answer(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]],
-        answer: Message,
-        prompt_ids: Sequence[int],
-        completion_ids: Sequence[int],
+        self, dialogue: Dialogue, answer: Message, prompt_ids: Sequence[int], completion_ids: Sequence[int]
     ) -> None:
         """Remember the tokens of an answer for later turns."""
         completion = self.tokenizer.decode(list(completion_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        text = self._template.render(messages, tools) + str(completion)
-        self._answers.put(Dialogue([*messages, answer], tools), (text, [*prompt_ids, *completion_ids]))
+        text = self._render(dialogue) + str(completion)
+        answered = replace(dialogue, messages=[*dialogue.messages, answer])
+        self._answers.put(answered, (text, [*prompt_ids, *completion_ids]))
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of an answer, without special tokens."""
@@ -139,7 +143,7 @@ class PromptTokens(PromptEncoder):
         for end in range(len(dialogue.messages) - 1, 0, -1):
             if dialogue.messages[end - 1].get("role") != "assistant":
                 continue
-            prefix, ids = self._answers.get(Dialogue(dialogue.messages[:end], dialogue.tools)) or ("", [])
+            prefix, ids = self._answers.get(replace(dialogue, messages=dialogue.messages[:end])) or ("", [])
             if prefix and text.startswith(prefix):
                 return prefix, ids
         return "", []

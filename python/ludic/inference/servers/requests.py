@@ -17,7 +17,10 @@ def chat_fields(request: ChatCompletionRequest) -> dict[str, Any]:
         fields["tools"] = request.tools.tools
         if request.tools.tool_choice is not None:
             fields["tool_choice"] = request.tools.tool_choice
-    if extra := request.sampling.server_fields():
+    extra = request.sampling.server_fields()
+    if request.chat_template_kwargs:
+        extra = {**extra, "chat_template_kwargs": dict(request.chat_template_kwargs)}
+    if extra:
         fields["extra_body"] = extra
     return fields
 

@@ -121,11 +121,12 @@ class VLLMChatClient(PushTarget):
             connection_timeout_s=connection_timeout_s,
         )
         self._settings.room.lengths.update(self._servers.context_lengths)
-        self._token_completions = TokenCompletions(self._servers, self._settings)
+        tokens = None if tokenizer is None else PromptTokens(tokenizer)
+        self._token_completions = TokenCompletions(self._servers, self._settings, tokens)
         self._completions = (
             ChatCompletions(self._servers, self._settings)
-            if tokenizer is None
-            else RenderedCompletions(self._token_completions, self._settings, PromptTokens(tokenizer))
+            if tokens is None
+            else RenderedCompletions(self._token_completions, self._settings, tokens)
         )
         self.host, self.port, self.group_port, self.device = host, port, group_port, device
         self.server_url, self.server_urls = addresses[0], addresses

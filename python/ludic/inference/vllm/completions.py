@@ -79,8 +79,8 @@ class ChatCompletions:
 class TokenCompletions:
     """Sends token ids to the token endpoint."""
 
-    def __init__(self, servers: VLLMServers, settings: CompletionSettings) -> None:
-        self._servers, self._settings = servers, settings
+    def __init__(self, servers: VLLMServers, settings: CompletionSettings, tokens: PromptTokens | None) -> None:
+        self._servers, self._settings, self._tokens = servers, settings, tokens
         self.endpoints = TokenEndpoints()
 
     async def sample(self, request: TokenRequest) -> tuple[SampledTokens, dict[str, Any]]:
@@ -111,7 +111,8 @@ class TokenCompletions:
         """The request with the served model name and a `max_tokens` that fits into the context."""
         sampling = self._settings.room.fit(request.model, request.prompt_ids, request.sampling)
         model = self._settings.served_names.get(request.model, request.model)
-        return replace(request, model=model, sampling=sampling)
+        ends = () if self._tokens is None else self._tokens.extra_end_ids
+        return replace(request, model=model, sampling=sampling, stop_token_ids=ends)
 
 
 class RenderedCompletions:

@@ -8,7 +8,7 @@ from typing import Any
 from ludic.errors import InferenceError
 from ludic.inference.extensions import VLLMExtensions
 from ludic.inference.prompts.template import select_tools
-from ludic.inference.prompts.tokens import PromptTokens
+from ludic.inference.prompts.tokens import Dialogue, PromptTokens
 from ludic.inference.prompts.tool_calls import assistant_message, completion_finish_reason, count_tool_calls
 from ludic.inference.request import ChatCompletionRequest
 from ludic.inference.vllm.in_server.think_limits import respects_limit
@@ -24,7 +24,8 @@ class RenderedChat:
         """`messages` are the request's, after clipping. Raises what the chat template raises."""
         self._request, self._messages, self._tokens = request, messages, tokens
         self._tools = select_tools(request.tools)
-        self.prompt_ids = tokens.encode(messages, self._tools)
+        self._dialogue = Dialogue(messages, self._tools, request.chat_template_kwargs)
+        self.prompt_ids = tokens.encode(self._dialogue)
 
     def read(self, sampled: SampledTokens) -> tuple[ChatResponse, Mapping[str, Any]]:
         """The response, also as a choice of a chat completion. Raises InferenceError if the server
@@ -37,7 +38,7 @@ class RenderedChat:
         message = {"role": "assistant", "content": text}
         if self._tools:
             message = assistant_message(text, first_id=count_tool_calls(self._messages))
-        tokens.remember_answer(self._messages, self._tools, message, self.prompt_ids, sampled.token_ids)
+        tokens.remember_answer(self._dialogue, message, self.prompt_ids, sampled.token_ids)
         finish_reason = completion_finish_reason(sampled.finish_reason, message)
         trace = TokenTrace.from_arrays(self.prompt_ids, sampled.token_ids, sampled.logprobs, finish_reason)
         return self._request.return_.make_response(text, trace), {

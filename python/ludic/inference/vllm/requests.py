@@ -86,6 +86,8 @@ class TokenRequest:
     seed: int | None = None
     top_k: int = 1
     """Alternatives for each token; 1 is the sampled token alone."""
+    stop_token_ids: Sequence[int] = ()
+    """Tokens that end an answer beside the model's end token."""
     fields: Mapping[str, Any] = field(default_factory=dict)
     """More fields of the body, which override the others."""
 
@@ -112,6 +114,8 @@ class TokenRequest:
             **self.sampling.server_fields(),
             "logprobs": 0 if self.top_k == 1 else self.top_k,
         }
+        if self.stop_token_ids and not self.fields.get("ignore_eos"):
+            fields["stop_token_ids"] = list(self.stop_token_ids)
         return fields if self.seed is None else {**fields, "seed": self.seed}
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 from omegaconf import MISSING
 
@@ -39,9 +39,6 @@ class SFTRecipe(EpochsRecipe):
     assistant_turns: str = MISSING
     """The messages of the assistant that are trained in a conversation: all, last, or each in a
     sample of its own."""
-    chat_template: Optional[str] = MISSING  # noqa: UP045  OmegaConf reads this annotation at run time
-    """File with a Jinja template that replaces the tokenizer's and is saved with it; null: the
-    tokenizer's own."""
     rows: int = MISSING
     """Demonstrations to generate if `data` is null."""
 

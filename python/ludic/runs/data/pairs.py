@@ -139,7 +139,7 @@ def _tokenizer_options(recipe: PairsRecipe) -> dict[str, Any]:
     """How a pair becomes tokens. Samples are cut here, where the end of the prompt is known."""
     return {
         "max_length": recipe.trainer.max_seq_len,
-        "use_chat_template": recipe.chat_template,
+        "use_chat_template": bool(recipe.chat_template),
         "system_prompt": recipe.system_prompt,
     }
 

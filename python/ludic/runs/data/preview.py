@@ -8,6 +8,7 @@ from itertools import groupby, islice
 from typing import TYPE_CHECKING, Any
 
 from ludic.control_characters import escape_controls
+from ludic.inference.prompts.template import find_turn_end, read_template
 from ludic.recipes.sft.schema import SFTRecipe
 from ludic.runs.data.sft import make_items, read_training_rows
 from ludic.training.types import SAWItem
@@ -53,6 +54,8 @@ class Preview:
     rows: int
     """Rows of all files."""
     samples: tuple[SamplePreview, ...]
+    end_of_turn: str | None = None
+    """The token that ends an answer of a conversation; None without a chat template."""
 
     def to_dict(self) -> dict[str, Any]:
         """The preview as plain values, for JSON."""
@@ -71,6 +74,8 @@ class Preview:
             highlight=False,
             markup=False,
         )
+        if self.end_of_turn is not None:
+            console.print(f"An answer of a conversation ends with {self.end_of_turn!r}", highlight=False, markup=False)
 
 
 def preview(recipe: SFTRecipe, tokenizer: Any, rows: int = ROWS) -> Preview:
@@ -79,7 +84,9 @@ def preview(recipe: SFTRecipe, tokenizer: Any, rows: int = ROWS) -> Preview:
     make = make_items(recipe, tokenizer)
     all_rows, formats = read_training_rows(recipe, tokenizer)
     items = [item for where, row in islice(all_rows, rows) for item in make.of_row(row, where)]
-    return Preview(formats, len(all_rows), tuple(_sample(item, tokenizer, recipe.trainer.max_seq_len) for item in items))
+    samples = tuple(_sample(item, tokenizer, recipe.trainer.max_seq_len) for item in items)
+    end = tokenizer.decode([find_turn_end(tokenizer).token]) if read_template(tokenizer) else None
+    return Preview(formats, len(all_rows), samples, end)
 
 
 def _sample(item: SAWItem, tokenizer: Any, max_seq_len: int) -> SamplePreview:

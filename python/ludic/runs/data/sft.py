@@ -15,6 +15,7 @@ from ludic.data.sft_formats import AUTO, count_formats
 from ludic.data.sources import read_table
 from ludic.errors import ConfigError
 from ludic.files.jsonl import write_jsonl
+from ludic.inference.prompts.template import find_turn_end, read_template
 from ludic.recipes.build import build_task
 from ludic.recipes.sft.schema import SFTRecipe, list_data_files
 from ludic.runs.data.split import explain_no_heldout, identify_prompt, split_by_prompt
@@ -98,6 +99,11 @@ def count_sample(item: SAWItem, max_seq_len: int, end_tokens: frozenset[int]) ->
     }
 
 
+def describe_missing_ends(samples: int, tokenizer: Any) -> str:
+    end = find_turn_end(tokenizer).token
+    return f"{samples:,} samples do not end with {tokenizer.decode([end])}: after these the model is not taught to stop"
+
+
 def teaches_end(item: SAWItem, max_seq_len: int, end_tokens: frozenset[int]) -> bool:
     """Whether the last run of trained tokens has an end token.
 
@@ -119,8 +125,9 @@ def make_demonstrations(recipe: SFTRecipe, tokenizer: Any) -> Iterator[dict[str,
             f"ludic train {recipe.task.kind} steps=0"
         )
     for _ in range(recipe.rows):
-        [[(prompt, completion, _)]] = task.demonstrations(1, rng)
-        if getattr(tokenizer, "chat_template", None):
+        [[turn]] = task.demonstrations(1, rng)
+        prompt, completion = turn.observation, turn.action
+        if read_template(tokenizer):
             yield {"prompt": [{"role": "user", "content": prompt}], "completion": [{"role": "assistant", "content": completion}]}
         else:
             yield {"prompt": prompt, "completion": completion}

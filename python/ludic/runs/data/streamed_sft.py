@@ -9,6 +9,7 @@ from typing import Any
 from ludic.data.row_stream import RowStream
 from ludic.data.sft_formats import FormatCount
 from ludic.errors import ConfigError
+from ludic.inference.prompts.template import find_turn_end
 from ludic.recipes.sft.schema import SFTRecipe, list_data_files
 from ludic.runs.data.sft import COUNTS, count_sample, make_items, read_rows
 from ludic.runs.data.split import identify_prompt, split_by_prompt
@@ -62,8 +63,9 @@ class StreamedSFTData:
             _, heldout = split_by_prompt(items, recipe.heldout)
         why = f"heldout ({recipe.heldout:g}) of the first {len(rows):,} rows has no whole prompt; raise it, or give heldout_data"
         held = frozenset(_digest(item) for item in heldout) if recipe.heldout_data is None else frozenset()
-        ends = frozenset([tokenizer.eos_token_id]) if tokenizer.eos_token_id is not None else frozenset()
-        return cls(heldout, why, formats, recipe.trainer.max_seq_len, ends, make, held, next(iter(counted.rows)))
+        return cls(
+            heldout, why, formats, recipe.trainer.max_seq_len, find_turn_end(tokenizer).ids, make, held, next(iter(counted.rows))
+        )
 
     def make_source(self, recipe: SFTRecipe) -> StreamedBatchSource:
         """The batches of this process; all ranks share them."""

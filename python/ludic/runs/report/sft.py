@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ludic.inference.local.client import end_token_ids
+from ludic.runs.data.sft import describe_missing_ends
 from ludic.runs.directory import DONE
 from ludic.runs.report.costs import show_costs, sum_padding, sum_phases
 from ludic.runs.report.curve import draw_text_curve, write_picture
@@ -77,12 +78,8 @@ def _show(run: SFTRun, console: Console, summary: dict[str, Any], losses: Sequen
         highlight=False,
     )
     if data["samples_without_end"]:
-        console.print(
-            f"{data['samples_without_end']:,} samples do not end with {run.parts.tokenizer.eos_token}: after these the model is "
-            "not taught to stop",
-            highlight=False,
-            markup=False,
-        )
+        missing = describe_missing_ends(data["samples_without_end"], run.parts.tokenizer)
+        console.print(missing, highlight=False, markup=False)
     for line in draw_text_curve(losses):
         console.print(line, highlight=False, markup=False)
     show_costs(console, summary)

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from ludic.errors import ConfigError, DataError
+from ludic.inference.prompts.template import find_turn_end, read_template_kwargs
 from ludic.training.batching.epochs import ItemBatchSource
 from ludic.training.batching.source import BatchSourceBase
 from ludic.training.rollouts.log import read_rollouts
 from ludic.training.rollouts.to_samples import check_weight, step_facts
-from ludic.training.samples.conversations import apply_template, find_end_of_turn
+from ludic.training.samples.conversations import apply_template
 from ludic.training.types import CreditAssigner, SampleFilter, SAWBatch, SAWItem
 from ludic.types import TRACE_KEYS, Rollout, Step
 
@@ -153,14 +154,15 @@ def make_chat_template_step_to_item(tokenizer: Any) -> StepToItem:
                 "(step_to_item=sample_from_step)"
             )
         answer = step.info.get("chat_completion") or {"role": "assistant", "content": step.action}
-        prompt = apply_template(tokenizer, messages, prompt=True, where=where)
-        full = apply_template(tokenizer, [*messages, answer], prompt=False, where=where)
+        arguments = read_template_kwargs(step.info, where)
+        prompt = apply_template(tokenizer, messages, prompt=True, where=where, **arguments)
+        full = apply_template(tokenizer, [*messages, answer], prompt=False, where=where, **arguments)
         if full[: len(prompt)] != prompt:
             raise DataError(
                 f"{where}: the token ids of the prompt are not a prefix of those of prompt and completion, so no mask would be correct; "
                 "train on the token trace (step_to_item=sample_from_step), or use a template that does not rewrite the prompt"
             )
-        end = find_end_of_turn(tokenizer, full, len(prompt))
+        end = find_turn_end(tokenizer).find(full, len(prompt))
         if end == len(prompt):
             raise DataError(f"{where} has an empty completion: the template adds no token to the prompt")
         num_actions = end - len(prompt)

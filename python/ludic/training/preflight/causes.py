@@ -150,8 +150,9 @@ class CauseFinder:
                 tokenizer, "".join(f"{m['role']}: {m.get('content')}\n" for m in messages)
             )
             if getattr(tokenizer, "chat_template", None):
-                ways["the tokenizer's chat template"] = _encode(tokenizer, ChatTemplate(tokenizer).render(messages))
-                closed = tokenizer.apply_chat_template(messages, add_generation_prompt=False, tokenize=False)
+                template, arguments = ChatTemplate(tokenizer), item.meta.get("chat_template_kwargs") or {}
+                ways["the tokenizer's chat template"] = _encode(tokenizer, template.render(messages, **arguments))
+                closed = str(template.apply(messages, prompt=False, tokenize=False, **arguments))
                 ways["the chat template without its generation prompt"] = _encode(tokenizer, closed)
         return ways
 
@@ -165,7 +166,7 @@ class CauseFinder:
             messages = item.meta.get("chat_prompt_messages")
             if not messages or any(message.get("role") not in ("system", "user") for message in messages):
                 continue
-            expected = ChatTemplate(self.tokenizer).render(messages)
+            expected = ChatTemplate(self.tokenizer).render(messages, **(item.meta.get("chat_template_kwargs") or {}))
             prompt = _prompt(item)
             if _encode(self.tokenizer, expected) == prompt:
                 continue

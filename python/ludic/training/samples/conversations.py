@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ludic.errors import ConfigError, DataError, RowError
+from ludic.inference.prompts.template import ChatTemplate, find_turn_end, normalize_message, read_template
 from ludic.types import Message
 
 AssistantTurns = Literal["all", "last", "each"]
@@ -105,20 +106,28 @@ class _Rendering:
 
         Example: the prompt renders to [1, 2, 3] and the conversation to [1, 2, 3, 7, 0, 9] with end
         token 0. The message is the slice 3:5, [7, 0]; the 9 after its end token is not trained.
+
+        An answer that the template leaves open is ended by the token with which the next message
+        begins; it is added to the last answer.
         """
-        full = self._ids(messages, prompt=False)
+        full, turn_end = self._ids(messages, prompt=False), find_turn_end(self.tokenizer)
         mask = [0] * len(full)
         for index in trained:
-            up_to_here = full if index == len(messages) - 1 else self._ids(messages[: index + 1], prompt=False)
-            self._check_is_prefix(up_to_here, full, f"the conversation up to message {index}", rewrites=True)
+            is_last = index == len(messages) - 1
+            up_to_here = full if is_last else self._ids(messages[: index + 1], prompt=False)
             prompt = self._ids(messages[:index], prompt=True)
             self._check_is_prefix(prompt, up_to_here, f"the prompt of assistant message {index}", rewrites=False)
             start = len(prompt)
-            end = find_end_of_turn(self.tokenizer, up_to_here, start)
+            end = turn_end.find(up_to_here, start)
+            self._check_is_prefix(up_to_here[:end], full, f"the conversation up to message {index}", rewrites=True)
             if end == start:
                 raise RowError(
                     f"{self.where}: assistant message {index} has no tokens; leave it out of the data", reason="empty_response"
                 )
+            if turn_end.is_open and up_to_here[end - 1] not in turn_end.ids:
+                if is_last and turn_end.token is not None:
+                    full, mask = [*full, turn_end.token], [*mask, 0]
+                end += full[end] in turn_end.ids
             mask[start:end] = [1] * (end - start)
         return ChatTokens(full, mask)
 
@@ -135,7 +144,7 @@ class _Rendering:
         for span in self._select_spans(messages, trained, spans):
             tokens = self._tokens_in_span(span, offsets, text)
             if tokens:
-                end = find_end_of_turn(self.tokenizer, ids[: tokens[-1] + 1], tokens[0])
+                end = find_turn_end(self.tokenizer).find(ids[: tokens[-1] + 1], tokens[0])
                 mask[tokens[0] : end] = [1] * (end - tokens[0])
         if not any(mask):
             raise DataError(f"{self.where}: the template's {{% generation %}} blocks cover no token of this conversation")
@@ -212,23 +221,15 @@ def _join_touching(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     return result
 
 
-def read_template(tokenizer: Any) -> str:
-    """Return the tokenizer's chat template; if there are several, the one named `default`. Empty if
-    the tokenizer has no such attribute."""
-    template = getattr(tokenizer, "chat_template", None)
-    if isinstance(template, Mapping):
-        template = template.get("default")
-    return template or ""
-
-
 def apply_template(tokenizer: Any, messages: Sequence[Message], *, prompt: bool, where: str, **template_args: Any) -> list[int]:
     """Return the token ids of the rendered messages. Raises DataError, naming the row, if the
     template raises."""
     try:
-        rendered = tokenizer.apply_chat_template(list(messages), add_generation_prompt=prompt, tokenize=True, **template_args)
+        rendered = ChatTemplate(tokenizer).apply(messages, prompt=prompt, tokenize=True, **template_args)
     except Exception as error:  # a template is a program: it may raise anything
         raise _template_error(tokenizer, error, where) from error
-    return list(rendered["input_ids"] if isinstance(rendered, Mapping) or hasattr(rendered, "keys") else rendered)
+    assert not isinstance(rendered, str), "tokens were asked for"
+    return rendered
 
 
 def check_calls_are_rendered(
@@ -251,15 +252,6 @@ def check_calls_are_rendered(
         )
 
 
-def find_end_of_turn(tokenizer: Any, ids: Sequence[int], start: int) -> int:
-    """Return the end of the assistant's message that begins at `start`: the index after its last
-    end token. What templates add after it, such as a line break, is never sampled. Without an
-    end token, the length of `ids`. Example: ids [1, 2, 7, 0, 9] with end token 0 and `start` 2
-    give 4."""
-    eos = getattr(tokenizer, "eos_token_id", None)
-    return next((index + 1 for index in range(len(ids) - 1, start - 1, -1) if ids[index] == eos), len(ids))
-
-
 def _render_marked(
     tokenizer: Any, messages: Sequence[Message], template_args: Mapping[str, Any], where: str
 ) -> tuple[str, list[tuple[int, int]]]:
@@ -273,7 +265,7 @@ def _render_marked(
     arguments = {**tokenizer.special_tokens_map, **template_args}
     try:
         texts, spans = render_jinja_template(
-            conversations=[list(messages)],
+            conversations=[[normalize_message(message) for message in messages]],
             tools=arguments.pop("tools", None),
             chat_template=read_template(tokenizer),
             return_assistant_tokens_mask=True,

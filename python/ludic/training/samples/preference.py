@@ -25,6 +25,7 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from ludic.errors import ConfigError, DataError, RowError
+from ludic.inference.prompts.template import read_template_kwargs
 from ludic.training.samples.conversations import ChatTokenizer, ChatTokens
 from ludic.training.samples.pair_facts import check_label, same_tokens
 from ludic.training.samples.text import append_eos, tokenize_prompt_completion, tokenize_text
@@ -123,7 +124,7 @@ class PreferenceItems:
         self, row: Row, prompt: Sequence[Message], answer: Sequence[Message], where: str
     ) -> TruncatedTokens:
         prompt = add_system_prompt(prompt, self.system_prompt)
-        template_args = row.get("chat_template_kwargs") or {}
+        template_args = read_template_kwargs(row, where)
         tokens = conversation_tokens(self.tokenizer, prompt, answer, where, tools=row.get("tools"), **template_args)
         return truncate_right(tokens, self.max_length, where)
 

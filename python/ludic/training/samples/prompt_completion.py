@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ludic.errors import DataError
+from ludic.inference.prompts.template import ChatTemplate, find_turn_end
 from ludic.training.samples.preference import add_system_prompt, conversation_tokens, truncate_right
 from ludic.types import Message
 
@@ -47,11 +48,13 @@ def format_chat_template_text(tokenizer: Any, prompt: str, completion: str, *, s
     count.
     """
     question, answer = _turns(prompt, completion, system_prompt)
-    text: str = tokenizer.apply_chat_template([*question, *answer], tokenize=False, add_generation_prompt=False)
-    rendered_prompt: str = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
-    end = getattr(tokenizer, "eos_token", None)
+    template, turn_end = ChatTemplate(tokenizer), find_turn_end(tokenizer)
+    text = str(template.apply([*question, *answer], prompt=False, tokenize=False))
+    rendered_prompt = str(template.apply(question, prompt=True, tokenize=False))
+    end = "" if turn_end.token is None else str(tokenizer.decode([turn_end.token]))
     place = text.rfind(end) if end else -1
-    return text[: place + len(end)] if end and place >= len(rendered_prompt) else text
+    closed = text + end if turn_end.is_open else text
+    return text[: place + len(end)] if end and place >= len(rendered_prompt) else closed
 
 
 def _turns(prompt: str, completion: str, system_prompt: str | None) -> tuple[list[Message], list[Message]]:

@@ -42,6 +42,7 @@ from ludic.data.sft_formats import (
     read_tools,
 )
 from ludic.errors import DataError
+from ludic.inference.prompts.template import read_template, read_template_kwargs
 from ludic.training.rollouts.log import parse_rollout
 from ludic.training.rollouts.to_samples import sample_from_step
 from ludic.training.samples.conversations import (
@@ -49,7 +50,6 @@ from ludic.training.samples.conversations import (
     ChatTokenizer,
     ChatTokens,
     check_calls_are_rendered,
-    read_template,
 )
 from ludic.training.samples.text import tokenize_document, tokenize_prompt_completion
 from ludic.training.types import SAWItem
@@ -123,7 +123,7 @@ class SFTItems:
         """Tokenise a conversation; messages before index `first` are not trained."""
         if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
             raise DataError(f'{where}: messages must be a list of {{"role": ..., "content": ...}}')
-        template_args = row.get("chat_template_kwargs") or {}
+        template_args = read_template_kwargs(row, where)
         chat = ChatTokenizer(self.tokenizer, self.assistant_turns, template_args)
         samples = chat.tokenize(messages, tools=row.get("tools"), first=first, where=where)
         check_calls_are_rendered(self.tokenizer, messages, row.get("tools"), template_args, where)

@@ -10,6 +10,7 @@ from typing import Any
 
 from ludic.data.sources import Draw, Table, read_table
 from ludic.errors import ConfigError, DataError, RowError
+from ludic.inference.prompts.template import read_template_kwargs
 from ludic.rollouts.training.datasets.sft import make_sample
 from ludic.rollouts.training.types import Sample
 from ludic.types import Message
@@ -67,7 +68,8 @@ def load_sft_dataset(
             left_out[f"of no known form ({FORMATS})"] += 1
             continue
         try:
-            sample = make_sample(messages, tokenizer, max_length, table.where(index))
+            arguments = read_template_kwargs(row, table.where(index))
+            sample = make_sample(messages, tokenizer, max_length, table.where(index), template_kwargs=arguments)
         except RowError as error:
             left_out[_REASONS.get(error.reason, error.reason).format(max_length=max_length)] += 1
             continue

@@ -10,16 +10,17 @@ these tokens, with any chat template. Without a template, a prompt and a respons
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
 from ludic.errors import ConfigError, DataError, RowError
 from ludic.files.jsonl import read_jsonl, write_jsonl
+from ludic.inference.prompts.template import read_template
 from ludic.rollouts.training.packed_columns import COLUMNS
 from ludic.rollouts.training.types import Prompt, Sample, SampleStatus
-from ludic.training.samples.conversations import ChatTokenizer, ChatTokens, read_template
+from ludic.training.samples.conversations import ChatTokenizer, ChatTokens
 from ludic.training.samples.text import tokenize_prompt_completion
 from ludic.types import Message
 
@@ -36,7 +37,7 @@ def tokenize_conversation(messages: Sequence[Message], tokenizer: Any, max_lengt
     Raises RowError for a conversation of more than `max_length` tokens; DataError for one without
     an assistant message, and for a template under which its tokens cannot be found.
     """
-    tokens = _tokenize_messages(messages, tokenizer, max_length, "the conversation")
+    tokens = _tokenize_messages(messages, tokenizer, max_length, "the conversation", {})
     return tokens.input_ids, _spans_without_loss(tokens.action_mask)
 
 
@@ -58,7 +59,13 @@ def prepare_sft_sample(prompt: Prompt, response: str, tokenizer: Any, max_length
 
 
 def make_sample(
-    messages: Sequence[Message], tokenizer: Any, max_length: int, where: str, *, prompt: Prompt | None = None
+    messages: Sequence[Message],
+    tokenizer: Any,
+    max_length: int,
+    where: str,
+    *,
+    prompt: Prompt | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
 ) -> Sample:
     """The sample of a conversation; without a tokenizer, without tokens. Its prompt is what comes
     before the last message of the assistant, its response that message."""
@@ -68,13 +75,15 @@ def make_sample(
     before, answer = list(messages[: said[-1]]), messages[said[-1]].get("content") or ""
     sample = Sample(before if prompt is None else prompt, answer, status=SampleStatus.COMPLETED)
     if tokenizer is not None:
-        tokens = _tokenize_messages(messages, tokenizer, max_length, where)
+        tokens = _tokenize_messages(messages, tokenizer, max_length, where, template_kwargs or {})
         sample.tokens, sample.loss_mask = tokens.input_ids, [float(value) for value in tokens.action_mask]
     return sample
 
 
-def _tokenize_messages(messages: Sequence[Message], tokenizer: Any, max_length: int, where: str) -> ChatTokens:
-    tokens = _render(messages, tokenizer, where)
+def _tokenize_messages(
+    messages: Sequence[Message], tokenizer: Any, max_length: int, where: str, template_kwargs: Mapping[str, Any]
+) -> ChatTokens:
+    tokens = _render(messages, tokenizer, where, template_kwargs)
     if len(tokens.input_ids) > max_length:
         raise RowError(
             f"{where} has {len(tokens.input_ids)} tokens, more than max_length ({max_length}); raise max_length, or leave it out",
@@ -83,10 +92,10 @@ def _tokenize_messages(messages: Sequence[Message], tokenizer: Any, max_length: 
     return tokens
 
 
-def _render(messages: Sequence[Message], tokenizer: Any, where: str) -> ChatTokens:
+def _render(messages: Sequence[Message], tokenizer: Any, where: str, template_kwargs: Mapping[str, Any]) -> ChatTokens:
     """With the tokenizer's chat template; without one, only a prompt and an answer, as text."""
     if read_template(tokenizer):
-        return ChatTokenizer(tokenizer).tokenize(messages, where=where)[0]
+        return ChatTokenizer(tokenizer, "all", template_kwargs).tokenize(messages, where=where)[0]
     if [message.get("role") for message in messages] != ["user", "assistant"]:
         raise ConfigError(
             f"{where} is a conversation, and the tokenizer has no chat template; set tokenizer.chat_template, or give rows of one "

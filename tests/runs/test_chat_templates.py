@@ -1,0 +1,276 @@
+"""One conversation has the same prompt ids in every command, and turns end with the same token, for
+small copies of the tokenizers of well-known families."""
+
+import json
+
+import pytest
+from chat_families import FAMILIES, make_tokenizer
+from playing import play, tiny_model
+from safetensors.torch import save_file
+from stub_sglang import StubSGLang
+from stub_vllm import StubVLLM
+from stub_vllm_sampling import GENERATE
+from stub_weight_server import weights
+from typer.testing import CliRunner
+
+from ludic.cli.app import app
+from ludic.errors import ConfigError, DataError
+from ludic.inference import ChatCompletionRequest, ReturnSpec, SamplingParams
+from ludic.inference.local.client import LocalChatClient
+from ludic.inference.prompts.template import find_turn_end
+from ludic.inference.sglang import SGLangClient
+from ludic.inference.vllm.client import VLLMChatClient
+from ludic.recipes.compose import compose
+from ludic.recipes.dpo.schema import compose_dpo
+from ludic.recipes.model import build_tokenizer
+from ludic.recipes.rm.schema import compose_rm
+from ludic.recipes.sft.schema import compose_sft
+from ludic.rollouts.training.datasets.dataset_loaders import load_sft_dataset
+from ludic.runs.data.preview import preview
+from ludic.runs.data.sft import SFTData, count_sample
+from ludic.runs.dpo import DPOParts
+from ludic.runs.reinforce_parts import RLParts
+from ludic.runs.reward_model import RMParts
+from ludic.runs.rollouts import make_engine, make_training_requests
+from ludic.training.samples.conversations import ChatTokenizer
+
+ASKED = [{"role": "user", "content": "What is 2+2?"}]
+SAID, WORSE = ([{"role": "assistant", "content": text}] for text in ("It is 4.", "It is 5."))
+TALK = [*ASKED, *SAID, {"role": "user", "content": "Be brief."}, {"role": "assistant", "content": "4"}]
+
+
+def save_model(name, folder, **settings):
+    """The folder of a tiny model with the family's tokenizer and end tokens."""
+    tokenizer, family = make_tokenizer(name), FAMILIES[name]
+    model = tiny_model(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, max_position_embeddings=256)
+    if family.generation_eos:
+        model.generation_config.eos_token_id = tokenizer.convert_tokens_to_ids(list(family.generation_eos))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder / "tokenizer")  # beside the config of a Qwen2, transformers would make it that of Qwen2
+    return tokenizer
+
+
+def write_rows(path, row, **more):
+    path.write_text("".join(json.dumps({**row, **more, "answer": str(n)}) + "\n" for n in range(4)))
+    return f"data={path}"
+
+
+def prompt_of(item):
+    return [int(token) for token in item.input_ids[: list(item.action_mask).index(1)]]
+
+
+def last_trained(item):
+    return [token for token, trained in zip(item.input_ids, item.action_mask, strict=True) if trained][-1]
+
+
+def first_item(parts):
+    return [*parts.data.train, *parts.data.heldout][0]
+
+
+def ask_trained_policy(parts, recipe, client):
+    """The prompt ids of one training request."""
+    engine = make_engine(parts.task, client, model_name="tiny", system_prompt=None)
+    request = make_training_requests(parts.task, recipe.rollout, seed=0)()[0]
+
+    async def played():
+        try:
+            return await engine.generate_rollouts([request], 1)
+        finally:
+            if hasattr(client, "aclose"):
+                await client.aclose()
+
+    return list(play(played())[0].steps[0].trace.prompt_token_ids)
+
+
+def prompts_of_commands(tmp_path, name, settings, column):
+    """Command -> prompt ids of the conversation."""
+    folder = tmp_path / "policy"
+    tokenizer = save_model(name, folder)
+    given = [f"model={folder}", f"tokenizer={folder / 'tokenizer'}", "threads=1", *settings]
+    chats = write_rows(tmp_path / "chats.jsonl", {"prompt": ASKED, "completion": SAID}, **column)
+    pairs = write_rows(tmp_path / "pairs.jsonl", {"prompt": ASKED, "chosen": SAID, "rejected": WORSE}, **column)
+    asked = write_rows(tmp_path / "asked.jsonl", {"prompt": ASKED}, **column)
+    sft = compose_sft([*given, chats])
+    built = build_tokenizer(sft)
+    [item] = SFTData.read(sft, built).train[:1]
+    found = {"sft": prompt_of(item)}
+    for command, parts in {
+        "dpo": DPOParts.build(compose_dpo([*given, pairs, "heldout=0"]), note=print),
+        "train-rm": RMParts.build(compose_rm([*given, pairs, "heldout=0"]), note=print),
+    }.items():
+        found[command] = prompt_of(first_item(parts))
+        assert last_trained(first_item(parts)) == last_trained(item)
+    other = write_rows(tmp_path / "other.jsonl", {"prompt": "another"})
+    given.append("reward=byte_rewards:mean_id")
+    recipe = compose(
+        [*given, asked, f"task.args.heldout_{other}", "rollout.prompts=1", "rollout.group_size=2", "task.args.max_new_tokens=2"]
+    )
+    parts = RLParts.build(recipe)
+    found["train"] = ask_trained_policy(parts, recipe, LocalChatClient(parts.model, parts.tokenizer))
+    [sample] = load_sft_dataset(str(tmp_path / "chats.jsonl"), tokenizer=built, max_samples=1)
+    found["rollouts"] = sample.tokens[: sample.loss_mask.index(1.0)]
+    with StubVLLM(vocabulary=len(tokenizer), eos_id=tokenizer.eos_token_id) as server:
+        found["vllm"] = ask_trained_policy(parts, recipe, VLLMChatClient(urls=[server.url], tokenizer=parts.tokenizer))
+        stops = set(server.bodies(GENERATE)[0]["sampling_params"].get("stop_token_ids", ())) | {tokenizer.eos_token_id}
+    assert stops == find_turn_end(tokenizer).ids
+    found |= {
+        "sglang": ask_sglang(tmp_path, parts, recipe),
+        "eval": ask_evaluated(tmp_path, [*given, other, f"task.args.heldout_{asked}"]),
+    }
+    return tokenizer, item, parts, found
+
+
+def ask_sglang(tmp_path, parts, recipe):
+    save_file(weights(0), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"dtype": "float32"}))
+    with StubSGLang(tmp_path) as server:
+        found = ask_trained_policy(parts, recipe, SGLangClient(server.url, tokenizer=parts.tokenizer))
+        sent = set(server.calls[0][1]["sampling_params"].get("stop_token_ids", ())) | {parts.tokenizer.eos_token_id}
+    assert sent == find_turn_end(parts.tokenizer).ids
+    return found
+
+
+def ask_evaluated(tmp_path, given):
+    arguments = [*given, "k=1", "problems=1", "max_tokens=2", "device=cpu", f"output={tmp_path}", "name=measured"]
+    result = CliRunner().invoke(app, ["eval", *arguments])
+    assert result.exit_code == 0, result.output
+    [rollouts] = tmp_path.rglob("rollouts.jsonl")
+    return json.loads(rollouts.read_text().splitlines()[0])["steps"][0]["trace"]["prompt_token_ids"]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_command_renders_the_same_prompt_and_ends_with_the_templates_token(tmp_path, name):
+    tokenizer, item, parts, found = prompts_of_commands(tmp_path, name, [], {})
+    expected = tokenizer.apply_chat_template(ASKED, add_generation_prompt=True)["input_ids"]
+    assert found == dict.fromkeys(found, expected)
+    end = tokenizer.convert_tokens_to_ids(FAMILIES[name].turn_end)
+    assert last_trained(item) == find_turn_end(tokenizer).token == end
+    ends = frozenset(parts.model.generation_config.eos_token_id if len(find_turn_end(tokenizer).ids) > 1 else [end])
+    assert find_turn_end(tokenizer).ids <= ends
+    assert count_sample(item, 256, ends)["samples_without_end"] == 0
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt-oss"])
+@pytest.mark.parametrize("how", ["column", "setting"])
+def test_arguments_of_the_template_reach_every_command(tmp_path, name, how):
+    arguments = FAMILIES[name].kwargs
+    settings = [f"chat_template_kwargs.{key}={json.dumps(value)}" for key, value in arguments.items()]
+    column = {"chat_template_kwargs": {**arguments, "absent": None}}
+    given = (settings, {}) if how == "setting" else ([], column)
+    tokenizer, _, parts, found = prompts_of_commands(tmp_path, name, *given)
+    expected = tokenizer.apply_chat_template(ASKED, add_generation_prompt=True, **arguments)["input_ids"]
+    assert expected != tokenizer.apply_chat_template(ASKED, add_generation_prompt=True)["input_ids"]
+    assert found == dict.fromkeys(found, expected)
+    if how == "setting":  # saved with the model, for servers that render
+        parts.tokenizer.save_pretrained(tmp_path / "saved")
+        again = build_tokenizer(compose_sft([f"tokenizer={tmp_path / 'saved'}", *settings]))
+        assert again.chat_template == parts.tokenizer.chat_template
+        assert again.apply_chat_template(ASKED, add_generation_prompt=True)["input_ids"] == expected
+
+
+def test_a_row_goes_before_the_setting(tmp_path):
+    tokenizer, _, _, found = prompts_of_commands(
+        tmp_path, "gpt-oss", ["chat_template_kwargs.reasoning_effort=high"], {"chat_template_kwargs": {"reasoning_effort": "low"}}
+    )
+    expected = tokenizer.apply_chat_template(ASKED, add_generation_prompt=True, reasoning_effort="low")["input_ids"]
+    assert found == dict.fromkeys(found, expected)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_answer_of_a_conversation_is_trained_up_to_its_end(name):
+    tokenizer, family = make_tokenizer(name), FAMILIES[name]
+    each = ChatTokenizer(tokenizer, "each").tokenize(TALK)
+    trained = [[token for token, keep in zip(one.input_ids, one.action_mask, strict=True) if keep] for one in each]
+    assert [tokenizer.decode(ids).endswith(text + family.turn_end) for ids, text in zip(trained, ("It is 4.", "4"), strict=True)]
+    if family.rewrites:
+        with pytest.raises(DataError, match="assistant_turns=each"):
+            ChatTokenizer(tokenizer).tokenize(TALK)
+    else:
+        [both] = ChatTokenizer(tokenizer).tokenize(TALK)
+        assert [token for token, keep in zip(both.input_ids, both.action_mask, strict=True) if keep] == [*trained[0], *trained[1]]
+
+
+def test_sampling_stops_at_the_end_of_a_turn_although_it_is_not_the_tokenizers_end_token():
+    import torch
+
+    tokenizer = make_tokenizer("qwen2.5 base")
+    model, end = tiny_model(vocab_size=len(tokenizer)), tokenizer.convert_tokens_to_ids("<|im_end|>")
+    model.lm_head = torch.nn.Linear(32, len(tokenizer))  # its bias decides
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+        model.lm_head.bias.copy_(torch.eye(len(tokenizer))[end])
+    client = LocalChatClient(model, tokenizer)
+    request = ChatCompletionRequest("tiny", ASKED, SamplingParams(temperature=0.0, max_tokens=5), ReturnSpec.for_rl())
+    response, _ = play(client.complete(request))
+    assert (list(response.completion_token_ids), response.finish_reason, response.text) == ([end], "stop", "")
+
+
+def test_the_end_token_is_a_setting(tmp_path):
+    tokenizer = save_model("qwen2.5 base", tmp_path)
+    folder = f"tokenizer={tmp_path / 'tokenizer'}"
+    built = build_tokenizer(compose_sft([folder, "eos_token='<|im_end|>'"]))
+    assert (built.eos_token, tokenizer.eos_token) == ("<|im_end|>", "<|endoftext|>")
+    with pytest.raises(ConfigError, match=r"eos_token \(<end>\) is no token of the tokenizer; its special tokens are"):
+        build_tokenizer(compose_sft([folder, "eos_token='<end>'"]))
+
+
+def test_a_template_is_a_setting_of_every_command(tmp_path):
+    save_model("zephyr", tmp_path)
+    own = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}bot:{% endif %}"
+    (tmp_path / "own.jinja").write_text(own)
+    for make in (compose, compose_sft, compose_dpo, compose_rm):
+        recipe = make([f"tokenizer={tmp_path / 'tokenizer'}", f"chat_template={tmp_path / 'own.jinja'}"])
+        assert build_tokenizer(recipe).chat_template == own
+        recipe.chat_template = own
+        assert build_tokenizer(recipe).chat_template == own
+        recipe.chat_template = "absent.jinja"
+        with pytest.raises(ConfigError, match=r"chat_template \(absent.jinja\) does not exist"):
+            build_tokenizer(recipe)
+
+
+def test_an_argument_that_the_template_does_not_read_is_an_error(tmp_path):
+    save_model("qwen3", tmp_path)
+    with pytest.raises(
+        ConfigError, match="chat_template_kwargs has enable_thinkng, which the tokenizer's chat template does not"
+    ):
+        build_tokenizer(compose([f"tokenizer={tmp_path / 'tokenizer'}", "chat_template_kwargs.enable_thinkng=false"]))
+
+
+def test_a_column_that_is_no_object_names_the_row(tmp_path):
+    save_model("qwen3", tmp_path)
+    recipe = compose_sft(
+        [
+            f"tokenizer={tmp_path / 'tokenizer'}",
+            write_rows(tmp_path / "rows.jsonl", {"messages": TALK[:2]}, chat_template_kwargs="no"),
+        ]
+    )
+    with pytest.raises(DataError, match=r"line 1.*chat_template_kwargs \('no'\) must be an object"):
+        SFTData.read(recipe, build_tokenizer(recipe))
+
+
+def test_a_template_whose_turns_end_with_no_token_is_warned_of_before_a_run(tmp_path, caplog):
+    save_model("zephyr", tmp_path)
+    plain = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    build_tokenizer(compose_sft([f"tokenizer={tmp_path / 'tokenizer'}", f"chat_template={json.dumps(plain)}"]))
+    assert "ends the assistant's turns with no special token of the tokenizer" in caplog.text
+
+
+def test_the_preview_shows_the_end_of_a_turn(tmp_path):
+    save_model("qwen2.5 base", tmp_path)
+    recipe = compose_sft([f"tokenizer={tmp_path / 'tokenizer'}", write_rows(tmp_path / "rows.jsonl", {"messages": TALK})])
+    shown = preview(recipe, build_tokenizer(recipe), 1)
+    assert shown.end_of_turn == "<|im_end|>"
+    assert shown.samples[0].spans[-2].text.endswith("<|im_end|>")
+
+
+@pytest.mark.parametrize("prompt", [ASKED, TALK[:3]])
+def test_a_prompt_of_messages_needs_a_template(tmp_path, prompt):
+    save_model("zephyr", tmp_path)
+    tokenizer = make_tokenizer("zephyr")
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path / "bare")
+    other = write_rows(tmp_path / "other.jsonl", {"prompt": "another"})
+    rows = [write_rows(tmp_path / "rows.jsonl", {"prompt": prompt}), f"task.args.heldout_{other}", "reward=byte_rewards:mean_id"]
+    recipe = compose([f"model={tmp_path}", f"tokenizer={tmp_path / 'bare'}", "threads=1", *rows])
+    with pytest.raises(ConfigError, match=rf"prompts of up to {len(prompt)} messages .*set chat_template=FILE"):
+        RLParts.build(recipe)
