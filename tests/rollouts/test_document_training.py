@@ -141,7 +141,7 @@ async def test_protocol():
     metrics = await run_sft_training(own, make_samples(6), config)
     model = tiny_model()
     expected = await run_sft_training(
-        PyTorchTrainingBackend(model, make_optimizer(model), my_loss_fn, "ours", max_grad_norm=None), make_samples(6), config
+        PyTorchTrainingBackend(model, make_optimizer(model), my_loss_fn, "ours"), make_samples(6), config
     )
     assert [line["loss"] for line in metrics] == pytest.approx([line["loss"] for line in expected], abs=1e-5)
     assert own.saved == [(3, metrics[-1]["loss"])]

@@ -35,7 +35,7 @@ def sgd(model):
 
 def whole(folder, loss_fn=sft_loss):
     model = tiny_model()
-    return PyTorchTrainingBackend(model, sgd(model), loss_fn, folder, max_grad_norm=None, in_thread=False)
+    return PyTorchTrainingBackend(model, sgd(model), loss_fn, folder, in_thread=False)
 
 
 def weights_of(backend):

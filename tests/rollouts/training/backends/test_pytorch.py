@@ -15,7 +15,6 @@ from ludic.inference.vllm.in_server.weight_receiver import Checkpoint
 from ludic.rollouts.training.backends import TrainingBackend
 from ludic.rollouts.training.backends.pytorch import PyTorchTrainingBackend
 from ludic.rollouts.training.rl_losses import grpo_loss, ppo_loss, sft_loss
-from ludic.training.backend.fsdp import FSDPConfig
 from ludic.training.loss.clipped import ClippedSurrogateLoss, TokenClippedSurrogateLoss
 
 LENGTHS = [6, 4, 5]
@@ -42,10 +41,10 @@ def pack(batch):
     return {**columns, "cu_seqlens": torch.tensor([0, 6, 10, 15]), "advantages": batch["advantages"]}
 
 
-def make_backend(folder, loss_fn=grpo_loss, *, model=None, lr=0.1, max_grad_norm=None, **options):
+def make_backend(folder, loss_fn=grpo_loss, *, model=None, lr=0.1, **options):
     model = tiny_model() if model is None else model
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    return PyTorchTrainingBackend(model, optimizer, loss_fn, folder, max_grad_norm=max_grad_norm, **options)
+    return PyTorchTrainingBackend(model, optimizer, loss_fn, folder, **options)
 
 
 def step_by_hand(batch, loss_of, lr=0.1):
@@ -200,18 +199,6 @@ async def test_gradients_accumulate_until_the_step_which_can_be_submitted_ahead(
     alone = await other.forward_backward(make_batch(1))
     assert alone["grad_norm"] != pytest.approx(second["grad_norm"], rel=1e-3)
     assert (await other.optim_step())["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-5)  # before clipping
-
-
-async def test_by_default_gradients_are_clipped_as_those_of_a_sharded_model(tmp_path):
-    model = tiny_model()
-    before = weights_of(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    backend = PyTorchTrainingBackend(model, optimizer, lambda logits: 1e3 * logits.square().mean(), tmp_path)
-    metrics = await backend.forward_backward(make_batch())
-    assert metrics["grad_norm"] > 10 * FSDPConfig().clip_grad
-    await backend.optim_step()
-    moved = torch.stack([(weights_of(model)[name] - value).norm() for name, value in before.items()]).norm()
-    assert float(moved) == pytest.approx(0.1 * FSDPConfig().clip_grad, rel=1e-3)
 
 
 async def test_a_checkpoint_holds_everything_and_vllm_can_load_it(tmp_path):

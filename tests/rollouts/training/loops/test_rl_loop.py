@@ -83,7 +83,9 @@ async def test_the_loop_ends_with_the_bits_of_a_trainer_written_by_hand(tmp_path
         model=model,
         algo=RLAlgorithm("grpo", ConstantCredit(1.0), GRPO_LOSS),
         batch_source=SourceByHand(make_manager()),
-        cfg=TrainerConfig(lr=1e-2, weight_decay=1e-2, max_seq_len=128, model_device="cpu", sync_every_steps=0),
+        cfg=TrainerConfig(
+            lr=1e-2, weight_decay=1e-2, max_grad_norm=None, max_seq_len=128, model_device="cpu", sync_every_steps=0
+        ),
     )
     losses = []
     await trainer.train(4, log_fn=lambda stats: losses.append(stats["train/loss"]))

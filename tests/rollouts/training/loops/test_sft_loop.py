@@ -31,7 +31,9 @@ async def test_the_loop_ends_with_the_bits_of_a_trainer_written_by_hand(tmp_path
         model=model,
         algo=RLAlgorithm("sft", ConstantCredit(1.0), SFT_LOSS),
         batch_source=ItemBatchSource(items, batch_size=3, seed=0),
-        cfg=TrainerConfig(lr=1e-2, weight_decay=1e-2, max_seq_len=128, model_device="cpu", sync_every_steps=0),
+        cfg=TrainerConfig(
+            lr=1e-2, weight_decay=1e-2, max_grad_norm=None, max_seq_len=128, model_device="cpu", sync_every_steps=0
+        ),
     )
     losses = []
     await trainer.train(5, log_fn=lambda stats: losses.append(stats["train/loss"]))
@@ -100,7 +102,7 @@ class UserBackend:
 
 async def test_a_backend_of_the_users_own_trains_in_the_same_loop(tmp_path):
     samples, own = make_samples(7), UserBackend(tmp_path)
-    backend = make_backend(tmp_path / "ours", sft_loss, max_grad_norm=None)  # the user's does not clip
+    backend = make_backend(tmp_path / "ours", sft_loss)
     metrics = await run_sft_training(own, samples, CONFIG)
     expected = await run_sft_training(backend, samples, CONFIG)
     assert [line["loss"] for line in metrics] == pytest.approx([line["loss"] for line in expected], abs=1e-6)

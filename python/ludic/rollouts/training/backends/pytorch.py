@@ -72,7 +72,7 @@ class PyTorchTrainingBackend(TorchBackend):
         weight_version: int = 0,
         current_step: int = 0,
         *,
-        max_grad_norm: float | None = 1.0,
+        max_grad_norm: float | None = None,
         scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
         max_seq_len: int | None = None,
         micro_token_budget: int | None = None,
@@ -82,7 +82,7 @@ class PyTorchTrainingBackend(TorchBackend):
     ) -> None:
         """`loss_fn`: a `Loss`, a function of `rl_losses`, or any function (`as_training_loss`).
         `device`: None leaves the model where it is. `max_grad_norm`: L2 norm to which the gradient
-        is clipped, as `FSDPConfig.clip_grad`; None: no clipping. `scheduler` steps with the
+        is clipped; None: no clipping (`FSDPConfig.clip_grad` is 1.0). `scheduler` steps with the
         optimizer.
         `micro_token_budget`: tokens of a forward pass; None: a batch by column is one pass.
         `tokenizer` is saved with the weights, so that a server can load the folder. `max_to_keep`:
