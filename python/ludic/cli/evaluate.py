@@ -222,6 +222,7 @@ async def _open_client(
         api_key=_read_api_key(settings.api_key_env),
         timeout_s=settings.timeout_s,
         returns_token_ids=settings.returns_token_ids,
+        chat_template_kwargs=recipe.chat_template_kwargs,
     )
     async with client:
         yield client, recipe.model or await _find_only_model(client), task

@@ -79,6 +79,13 @@ def test_token_ids_and_log_probabilities_are_requested_from_servers_that_have_th
     assert "return_token_ids" not in server.bodies[0]  # servers other than vLLM reject unknown fields
 
 
+def test_arguments_of_the_chat_template_are_sent_and_the_requests_go_first():
+    own = {"enable_thinking": False, "effort": "low"}
+    request = ChatCompletionRequest("m", MESSAGES, chat_template_kwargs={"effort": "high"})
+    _, server = ask(lambda body: completion("4"), request, chat_template_kwargs=own)
+    assert server.bodies[0]["chat_template_kwargs"] == {"enable_thinking": False, "effort": "high"}
+
+
 def test_tools_are_sent_and_calls_are_in_the_raw_response():
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
     answer = completion(None, "tool_calls")

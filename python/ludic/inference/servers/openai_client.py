@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
@@ -32,8 +33,9 @@ class OpenAIChatClient:
     vLLM's `return_token_ids`. Without them an evaluation has no traces and training is impossible.
     Weights cannot be pushed through this interface.
 
-    `api_key` is sent to `base_url`; keys in the environment are not. The client belongs to the
-    event loop that first uses it: close it there with `aclose`, or use it as an asynchronous
+    `chat_template_kwargs` are arguments of the server's chat template; those of a request go before
+    them. `api_key` is sent to `base_url`; keys in the environment are not. The client belongs to
+    the event loop that first uses it: close it there with `aclose`, or use it as an asynchronous
     context manager.
     """
 
@@ -46,12 +48,14 @@ class OpenAIChatClient:
         max_retries: int = 3,
         backoff_s: float = 0.5,
         returns_token_ids: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         if not base_url.startswith(("http://", "https://")):
             raise ConfigError(f"base_url ({base_url}) must begin with http:// or https://, such as http://127.0.0.1:8000/v1")
         self.base_url = base_url.rstrip("/")
         self._retries = RetryPolicy(timeout_s, max_retries, backoff_s)
         self.returns_token_ids = returns_token_ids
+        self._template_kwargs = chat_template_kwargs or {}
         self._http = Http({"Authorization": f"Bearer {api_key}"})
 
     async def complete(self, request: ChatCompletionRequest) -> tuple[ChatResponse, dict[str, Any]]:
@@ -89,7 +93,7 @@ class OpenAIChatClient:
 
     def _arguments(self, request: ChatCompletionRequest) -> dict[str, Any]:
         """Keywords of `chat.completions.create`."""
-        arguments = chat_fields(request)
+        arguments = chat_fields(replace(request, chat_template_kwargs={**self._template_kwargs, **request.chat_template_kwargs}))
         if request.return_.return_chosen_logprobs:
             arguments["logprobs"] = True
             if request.return_.top_logprobs_k > 1:
