@@ -30,6 +30,31 @@ def float_column(values: Any) -> Column:
     return values if type(values) is Column else _core.read_floats(values).view(Column)
 
 
+LOGP_TOLERANCE = 1e-3
+"""How far above 0 a log-probability may be because of rounding."""
+LARGEST = float(np.finfo(np.float32).max)
+"""The largest number of the core's columns, in which all that is trained is stored."""
+
+
+def find_token_fault(ids: Any, logps: Any = None, vocab_size: int | None = None) -> str | None:
+    """Why a model of `vocab_size` embeddings cannot be trained on the ids [T], of which some have
+    the log-probabilities `logps` [A] under their sampler; None if nothing is wrong. Raises
+    DataError for what is no id."""
+    column = np.asarray(int_column(ids))
+    if len(column) and int(column.view(np.uint32).max()) >= (2**31 if vocab_size is None else vocab_size):
+        wrong = int(column.min() if column.min() < 0 else column.max())
+        return f"the token id {wrong}, but the policy's vocabulary has {vocab_size or 'no id below 0'}"
+    values = np.asarray(() if logps is None else float_column(logps))
+    if not len(values) or -LARGEST <= values.min() <= values.max() <= LOGP_TOLERANCE:
+        return None
+    if len(infinite := values[~(np.abs(values) <= LARGEST)]):
+        return f"the log-probability {infinite[0]}; it must be finite: check the sampler's weights and number format"
+    return (
+        f"the log-probability {values.max():g}; it must be at most 0: a vLLM server needs --logprobs-mode processed_logprobs or "
+        "raw_logprobs, so that it does not return logits"
+    )
+
+
 def mask_column(num_zeros: int, num_ones: int) -> Column:
     """[`num_zeros` + `num_ones`] uint8: first the zeros, then the ones. Read-only: all masks are
     windows of one array."""

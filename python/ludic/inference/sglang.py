@@ -24,7 +24,7 @@ from ludic.inference.servers.pool import ServerPool
 from ludic.inference.servers.retries import RetryPolicy
 from ludic.inference.servers.server import Server
 from ludic.inference.servers.weight_versions import check_served_version, version_number
-from ludic.inference.vllm.responses import TokenId, check_length, check_logprobs, check_vocabulary
+from ludic.inference.vllm.responses import TokenId, check_tokens
 from ludic.list_fields import read_list
 from ludic.types import ChatResponse, TokenTrace
 
@@ -241,9 +241,7 @@ def _read_trace(
         raise InferenceError(
             f"{url} returned {len(ids)} token ids and log-probabilities of {len(logprobs)} others; both must be of the same tokens"
         )
-    check_logprobs(ids, logprobs)
-    check_length(ids, max_tokens, url)
-    check_vocabulary(ids, vocab_size, url)
+    check_tokens(ids, logprobs, url, max_tokens=max_tokens, vocab_size=vocab_size)
     check_served_version(meta.weight_version, url)
     if meta.prompt_tokens not in (None, len(prompt)):
         raise InferenceError(f"{url} reports {meta.prompt_tokens} prompt tokens, but {len(prompt)} were sent")

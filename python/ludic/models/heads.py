@@ -57,10 +57,10 @@ def is_classifier(model: Any) -> bool:
 
 def _gives_vocabulary(head: nn.Module, model: nn.Module) -> bool:
     rows = max((parameter.shape[0] for parameter in head.parameters() if parameter.ndim == 2), default=0)
-    return 0 < _count_vocabulary(model) <= rows
+    return 0 < count_vocabulary(model) <= rows
 
 
-def _count_vocabulary(model: nn.Module) -> int:
+def count_vocabulary(model: nn.Module) -> int:
     """Rows of the token embedding; if the model does not name it, of its largest embedding."""
     if isinstance(model, _HasEmbeddings):
         return int(model.get_input_embeddings().weight.shape[0])

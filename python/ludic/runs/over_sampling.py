@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ludic.forwarding import forward_members
 from ludic.recipes.over_sampling import build_group_filter, choose_lag
 from ludic.recipes.schema import Recipe
 from ludic.runs.batch_logs import BatchLogs, remove_sizes
@@ -58,6 +59,7 @@ class RequestsByProblem:
         self._next, self._batch = position, (-1, [])
 
 
+@forward_members("_rolling", ["use_check"])
 class OverSampledRollouts(BatchSourceBase):
     """A `RollingBatchSource` with the settings of a recipe, which writes the rollouts of every
     `rollout.log_every`-th batch to the log in the run's folder. A batch's meta has its number.

@@ -26,6 +26,7 @@ from ludic.tasks.base import ProblemList
 from ludic.training.batching.source import BATCH_NUMBER, BatchSourceBase
 from ludic.training.batching.synced_batching import RolloutBatchSource
 from ludic.training.info_seed import InfoSeed, SeedPrompts, seed_tagged
+from ludic.training.rollouts.check import SampleCheck
 from ludic.training.rollouts.engine import RolloutEngine
 from ludic.training.rollouts.request_groups import GRPORequestStrategy, RequestStrategy
 from ludic.training.types import EnvSpec, ProtocolSpec, RolloutRequest, SAWBatch
@@ -168,6 +169,9 @@ class OccasionallyLogged(BatchSourceBase):
         for name, engine in self._engines().items() if "engines" in state else ():
             engine.load_state_dict(state["engines"][name])
         self._logs.load_state_dict(state)
+
+    def use_check(self, check: SampleCheck) -> bool:
+        return self._plain.use_check(check) and self._logged.use_check(check)
 
     def _engines(self) -> dict[str, RolloutEngine]:
         return {"plain": self._plain.engine, "logged": self._logged.engine}

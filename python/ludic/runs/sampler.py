@@ -202,10 +202,8 @@ async def _connect(
     from ludic.distributed.adapters.vllm import create_vllm_publisher
     from ludic.inference.vllm.client import VLLMChatClient
 
-    timeout_s, vocab_size = recipe.inference.timeout_s, model.get_input_embeddings().weight.shape[0]
-    client = await asyncio.to_thread(
-        lambda: VLLMChatClient(urls=urls, tokenizer=tokenizer, timeout_s=timeout_s, vocab_size=vocab_size)
-    )
+    timeout_s = recipe.inference.timeout_s
+    client = await asyncio.to_thread(lambda: VLLMChatClient(urls=urls, tokenizer=tokenizer, timeout_s=timeout_s))
     async with client:
         served = client.models()
         if not served:

@@ -12,6 +12,7 @@ from types import FrameType
 from typing import Any
 
 from ludic.errors import StopRequested
+from ludic.forwarding import forward_members
 from ludic.rank_environment import STOP_ONCE
 from ludic.training import ranks
 from ludic.training.batching.source import PENDING_PATIENCE_S, BatchSourceBase, as_batch_source
@@ -96,6 +97,7 @@ def _is_repeated(signum: int) -> bool:
     return signum == signal.SIGTERM and os.environ.get(STOP_ONCE) == "1"
 
 
+@forward_members("_inner", ["use_check"])
 class StoppableSource(BatchSourceBase):
     """A batch source that raises StopRequested once a stop was requested. Its state is that of
     the inner source."""

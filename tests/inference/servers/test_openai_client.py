@@ -149,6 +149,40 @@ def test_a_malformed_completion_is_a_clear_error(garbage, said):
     assert len(server.bodies) == 1
 
 
+def sampled(ids=(64, 65), logps=(-0.5, -0.25), reason="stop", prompt=(1, 2)):
+    """A completion with tokens."""
+    logprobs = {"content": [{"token": "a", "logprob": logp, "bytes": None, "top_logprobs": []} for logp in logps]}
+    return completion("ab", reason, token_ids=list(ids), logprobs=logprobs, prompt_token_ids=list(prompt))
+
+
+@pytest.mark.parametrize(
+    ("hostile", "said"),
+    [
+        (sampled(logps=(-0.5, 5.0)), "the log-probability 5; it must be at most 0"),
+        (sampled(logps=(-0.5, -1e300)), "the log-probability -1e+300; it must be finite"),
+        (sampled(logps=(-0.5,)), "1 log-probabilities for 2 tokens"),
+        (sampled(ids=range(100_000), logps=[-0.5] * 100_000), "returned 100000 tokens; the request allows max_tokens (8)"),
+        (sampled(reason="banana"), "Invalid enum value 'banana'"),
+        (sampled(ids=(64, -1)), "Expected `int` >= 0"),
+        (sampled(ids=(64, 2**31)), "Expected `int` <= 2147483647"),
+        (sampled(prompt=(1, -2)), "Expected `int` >= 0"),
+        (completion("ab"), "did not return the requested token ids"),
+    ],
+)
+def test_tokens_that_cannot_be_trained_on_are_an_error(hostile, said):
+    request = ChatCompletionRequest("m", MESSAGES, SamplingParams(max_tokens=8), ReturnSpec.for_rl())
+    error, server = ask(lambda body: hostile, request, returns_token_ids=True)
+    assert isinstance(error, InferenceError)
+    assert said in str(error)
+    assert len(server.bodies) == 1
+
+
+def test_tokens_that_were_not_requested_are_not_used():
+    request = ChatCompletionRequest("m", MESSAGES, return_=ReturnSpec.for_rl())
+    (response, _), _ = ask(lambda body: sampled(logps=(-0.5, 5.0), reason="eos_token"), request)
+    assert (response.text, response.finish_reason, response.to_trace()) == ("ab", "eos_token", None)
+
+
 def test_a_hanging_server_is_abandoned_at_the_deadline():
     error, _ = ask(lambda body: HANG, timeout_s=1.0)
     assert isinstance(error, TimeoutError)

@@ -32,6 +32,7 @@ async def test_ranks_compare_their_samples_only_where_a_function_could_have_chan
         algo=SimpleNamespace(preprocess=preprocess),
         cfg=TrainerConfig(model_device="cpu", max_seq_len=32, micro_token_budget=64),
         sync_every_steps=None,
+        backend=None,
     )
     _, macro = await BatchFetcher(run, lambda items: MacroBatch.ingest(items, 32)).fetch(0, PhaseTimer())
     assert len(made) == digests

@@ -2,6 +2,8 @@
 
 import math
 import random
+from dataclasses import replace
+from unittest import mock
 
 import msgspec
 import numpy as np
@@ -9,10 +11,11 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from ludic.errors import ConfigError
-from ludic.training.queue import envelope
+from ludic.training.queue import entries, envelope
 from ludic.training.queue.base import Lease, Work
 from ludic.training.queue.entries import _DECODER, Group, decode_group, encode_group
 from ludic.training.queue.envelope import GROUP, SAMPLES, EntryError, EntryLimits, seal
+from ludic.training.rollouts.check import SampleCheck
 from ludic.training.rollouts.played import EpisodeFailure, PlayedRollouts, RolloutCounts
 from ludic.types import Rollout, Step, TokenTrace
 
@@ -29,14 +32,14 @@ def traces(draw):
     completion = draw(st.lists(st.integers(0, 2**31 - 1), max_size=4))
     numbers = draw(st.sampled_from([FLOAT32, st.floats(-50, 0)]))
     logps = draw(st.none() | st.lists(numbers, min_size=len(completion), max_size=len(completion)))
-    return TokenTrace(draw(st.lists(st.integers(0, 150_000), max_size=4)), completion, logps, draw(st.none() | TEXT))
+    return TokenTrace(draw(st.lists(st.integers(0, 150_000), min_size=1, max_size=4)), completion, logps, draw(st.none() | TEXT))
 
 
 @st.composite
 def steps(draw, index):
     texts = [draw(TEXT), draw(TEXT), draw(st.none() | TEXT)]
     ends = [draw(st.booleans()), draw(st.booleans())]
-    reward = draw(st.floats(allow_nan=False, allow_infinity=False) | st.integers(-5, 5))
+    reward = draw(st.floats(allow_nan=False, allow_infinity=False, width=32) | st.integers(-5, 5))
     return Step(index, *texts, reward, *ends, draw(META), draw(traces()), draw(st.integers(0, 2**62)))
 
 
@@ -53,6 +56,12 @@ def groups(draw):
     return Group(
         draw(TEXT), draw(st.integers(0, 2**40)), draw(st.integers(0, 99)), draw(st.integers(0, 3)), draw(TEXT), 1.5, 2.5, played
     )
+
+
+def as_sent(group):
+    """The entry of a producer that checks nothing."""
+    with mock.patch.object(entries, "_check_group"):
+        return encode_group(group)
 
 
 def facts(group):
@@ -117,11 +126,17 @@ def test_a_group_of_a_lease_has_its_facts():
     ("changes", "message"),
     [
         ({"reward": math.nan}, "reward of step 0 is nan"),
+        ({"reward": 1e308}, r"reward of step 0 is 1e\+308; it must be a finite number of float32"),
+        ({"reward": -1e308}, r"reward of step 0 is -1e\+308"),
+        ({"trace": TokenTrace([1], [2], [5.0])}, "step 0 of rollout r0 has the log-probability 5; it must be at most 0"),
+        ({"trace": TokenTrace([], [])}, "no tokens"),
+        ({"info": {"policy_version": -1}}, "policy_version -1; it must be a whole number from 0"),
+        ({"info": {"policy_version": 2**62}}, "policy_version 4611686018427387904"),
         ({"trace": None}, "Missing rollout-time token trace"),
-        ({"trace": TokenTrace([1], [2], [math.inf])}, "log-probabilities"),
-        ({"trace": TokenTrace([1], [-2])}, "token ids|tokens"),
-        ({"trace": TokenTrace([2**31], [2])}, "tokens that cannot be sent"),
-        ({"info": {"policy_version": "new"}}, "policy_version is 'new'"),
+        ({"trace": TokenTrace([1], [2], [math.inf])}, "step 0 of rollout r0 has the log-probability inf; it must be finite"),
+        ({"trace": TokenTrace([1], [-2])}, "has the token id -2"),
+        ({"trace": TokenTrace([2**31], [2])}, "token id 2147483648|2147483648"),
+        ({"info": {"policy_version": "new"}}, "has policy_version 'new'"),
         ({"info": {"x": 2**70}}, "cannot be sent"),
         ({"action": 5}, "action of step 0 is of type int"),
     ],
@@ -138,7 +153,7 @@ def test_what_cannot_be_trained_on_is_not_sent_or_not_read(changes, message):
         ({"request_meta": {"group_id": ["a"]}}, "group_id of a rollout is a list"),
         ({"engine": 5}, "engine of a rollout is a int"),
         ({"engine": {"return_spec": 7}}, "cannot be trained on"),
-        ({"policy_version": 1.5}, "policy_version is 1.5"),
+        ({"policy_version": 1.5}, "has policy_version 1.5"),
     ],
 )
 def test_metadata_that_the_trainer_computes_with_has_the_right_type(meta, message):
@@ -147,6 +162,30 @@ def test_metadata_that_the_trainer_computes_with_has_the_right_type(meta, messag
     group.played[0].meta.update(meta)
     with pytest.raises(EntryError, match=message):
         encode_group(group)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"version": -(2**62)}, "the group has policy_version -4611686018427387904"),
+        ({"version": 10_006}, "policy_version 10006; it must be a whole number from 0 to 10005"),
+        ({"attempt": -1}, r"attempt \(-1\) must be >= 0"),
+        ({"played": PlayedRollouts([], RolloutCounts(num_episodes=-5), [])}, r"num_episodes \(-5\) must be >= 0"),
+        ({"played": PlayedRollouts([], RolloutCounts(), [], num_requested=-1)}, r"num_requested \(-1\) must be >= 0"),
+    ],
+)
+def test_counts_and_versions_are_possible_ones(changes, message):
+    with pytest.raises(EntryError, match=message):
+        decode_group(as_sent(replace(example(), **changes)), check=SampleCheck(version=5))
+
+
+@pytest.mark.parametrize("token", [300, 5_000, 2**31 - 1])
+def test_ids_are_in_the_vocabulary_of_the_trainer(token):
+    check = SampleCheck(vocab_size=300)
+    for trace in (TokenTrace([1, token], [2], [-1.0]), TokenTrace([1], [2, token], [-1.0, -1.0])):
+        with pytest.raises(EntryError, match=f"the token id {token}, but the policy's vocabulary has 300"):
+            decode_group(encode_group(example(trace=trace)), check=check)
+    decode_group(encode_group(example(trace=TokenTrace([299], [299], [1e-4]))), check=check)
 
 
 def test_an_entry_may_have_the_answers_to_several_prompts():
@@ -167,12 +206,14 @@ def test_the_rollouts_of_a_group_are_distinct():
     [
         (EntryLimits(max_bytes=100), "100"),
         (EntryLimits(max_rollouts=1), "2 rollouts"),
-        (EntryLimits(vocab_size=7), "the vocabulary has 0 to 6"),
+        (EntryLimits(max_groups=1), r"2 groups \(group_id\); an entry has 1 at most"),
     ],
 )
 def test_limits_are_those_of_the_reader(limits, message):
+    two = example()
+    two.played[1].meta["request_meta"] = {"group_id": "g2"}
     with pytest.raises(EntryError, match=message):
-        decode_group(encode_group(example()), limits)
+        decode_group(encode_group(two), limits)
 
 
 def test_limits_must_be_positive():

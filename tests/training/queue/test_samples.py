@@ -8,24 +8,26 @@ from hypothesis import given, settings, strategies as st
 
 from ludic.training.queue.envelope import EntryError, EntryLimits
 from ludic.training.queue.samples import SampleGroup, decode_samples, encode_samples, split_groups
+from ludic.training.rollouts.check import SampleCheck
 from ludic.training.types import ActorTokenLogps, SampleAttachments, SAWItem
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
+LOGPS = st.floats(-50, 0)
 VALUES = st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | FINITE | st.text(max_size=5)
 META = st.dictionaries(st.text(max_size=5).map(lambda name: f"x{name}"), VALUES | st.lists(VALUES, max_size=2), max_size=2)
 
 
 @st.composite
 def samples(draw):
-    length = draw(st.integers(0, 9))
+    length = draw(st.integers(1, 9))
     bits = st.lists(st.integers(0, 1), min_size=length, max_size=length)
     actions = draw(bits)
-    logps = draw(st.none() | st.lists(FINITE, min_size=sum(actions), max_size=sum(actions)))
+    logps = draw(st.none() | st.lists(LOGPS, min_size=sum(actions), max_size=sum(actions)))
     return SAWItem(
         draw(st.lists(st.integers(0, 2**31 - 1), min_size=length, max_size=length)),
         draw(st.just([1] * length) | bits),
         actions,
-        draw(FINITE),
+        draw(st.floats(width=32, allow_nan=False, allow_infinity=False)),
         {**draw(META), "rollout_id": "r", "policy_version": draw(st.none() | st.integers(0, 9))},
         SampleAttachments(
             None if logps is None else ActorTokenLogps(logps),
@@ -63,6 +65,12 @@ def test_arrays_come_back_as_lists():
     [
         ([], "has 0 samples"),
         ([item(weight=float("nan"))], "weight of a sample is nan"),
+        ([item(weight=1e39)], "weight of a sample is 1e[+]39; weights must be finite numbers of float32"),
+        ([item(input_ids=[], attention_mask=[], action_mask=[])], "a sample has no tokens"),
+        ([item(attachments=SampleAttachments(ActorTokenLogps([-0.5, 5.0])))], "the log-probability 5; it must be at most 0"),
+        ([item(meta={"policy_version": -1})], "policy_version -1; it must be a whole number from 0"),
+        ([item(meta={"policy_version": 2**62})], f"policy_version {2**62}; it must be a whole number from 0 to 2147483647"),
+        ([item(meta={"total_reward": 1e300})], "total_reward of a sample is 1e[+]300"),
         ([item(action_mask=[0, 1])], "input_ids has 3 tokens, attention_mask 3, action_mask 2"),
         ([item(action_mask=[0, 1, 2])], "zeros and ones"),
         ([item(input_ids=[5, 6, -1])], "vocabulary"),
@@ -72,9 +80,9 @@ def test_arrays_come_back_as_lists():
         ([item(attachments=SampleAttachments(action_fractions=[0.5]))], "of 2 tokens, or their fractions"),
         ([item(attachments=SampleAttachments(action_fractions=[0.5, 0.0]))], r"action_fractions\[1\] of sample 0 is 0.0"),
         ([item(meta={"total_reward": float("nan")})], "total_reward of a sample is nan"),
-        ([item(meta={"policy_version": "3"})], "policy_version of a sample is '3'"),
+        ([item(meta={"policy_version": "3"})], "a sample has policy_version '3'; it must be a whole number"),
         ([item(meta={"request_meta": [1]})], "request_meta"),
-        ([item(meta={"request_meta": {"group_id": [1]}})], "request_meta"),
+        ([item(meta={"request_meta": {"group_id": [1]}})], "group_id of a sample is a list"),
         ([item(meta={"rollout_id": [1]})], "rollout_id"),
         ([item(meta={"request_meta": {"group_id": each}}) for each in "ab"], "several groups"),
     ],
@@ -90,8 +98,8 @@ def test_limits_are_kept():
     with pytest.raises(EntryError, match="1 to 2"):
         encode_samples(SampleGroup("p", 0, [item()] * 3), EntryLimits(max_rollouts=2))
     payload = encode_samples(SampleGroup("p", 0, [item()]))
-    with pytest.raises(EntryError, match="5 to 7; the vocabulary has 0 to 6"):
-        decode_samples(payload, EntryLimits(vocab_size=7))
+    with pytest.raises(EntryError, match="a sample has the token id 7, but the policy's vocabulary has 7"):
+        decode_samples(payload, check=SampleCheck(vocab_size=7))
 
 
 WHOLE = encode_samples(SampleGroup("p", 3, [item(meta={"rollout_id": "r"}), item()]))

@@ -1,6 +1,7 @@
 """A trainer whose batches come through the queue: what it trains, saves, forgets and logs."""
 
 import asyncio
+import time
 
 import torch
 from memory_log import MemoryLog
@@ -64,7 +65,7 @@ class Announcing:
         await self.source.announce(version)
 
 
-async def train(folder, log, steps, resume_from=None):
+async def train(folder, log, steps, resume_from=None, play_group=play_group):
     """Train on the groups of an actor; returns the trainer and the statistics of its steps."""
     algo = make_grpo(group_size=MEMBERS)
     source = QueueBatchSource(
@@ -86,7 +87,7 @@ async def train(folder, log, steps, resume_from=None):
     async def weights(version):
         assert version <= trainer.current_step
 
-    actor = asyncio.create_task(run_actor(log, play=play, weights=weights, actor="a"))
+    actor = asyncio.create_task(run_actor(log, play=play, weights=weights, actor="a", lease_s=10.0))
     lines = []
     try:
         await trainer.train(steps, log_fn=lines.append)
@@ -102,11 +103,11 @@ def weights_of(trainer):
 
 
 async def test_a_resumed_run_ends_with_the_same_weights_and_forgets_what_is_saved(tmp_path):
-    whole, lines = await train(tmp_path / "whole", MemoryLog(lambda: 0.0), 4)
+    whole, lines = await train(tmp_path / "whole", MemoryLog(time.monotonic), 4)
     assert [line["train/num_samples"] for line in lines] == [GROUPS * MEMBERS] * 4
     assert [line["train/policy_lag"] for line in lines] == [0, 1, 1, 1]  # the first two batches are offered with version 0
     assert {"queue/depth", "queue/outstanding", "queue/age_s", "queue/wait_s", "queue/bytes"} <= set(lines[-1])
-    log = MemoryLog(lambda: 0.0)
+    log = MemoryLog(time.monotonic)
     await train(tmp_path / "cut", log, 3)  # saved after step 2, ended after step 3
     assert min(entry.number for entry in log.read(None, limit=100)) == 2 * GROUPS
     resumed, _ = await train(tmp_path / "cut", log, 2, resume_from=2)
@@ -114,7 +115,28 @@ async def test_a_resumed_run_ends_with_the_same_weights_and_forgets_what_is_save
 
 
 async def test_a_lost_queue_is_played_again_and_changes_nothing(tmp_path):
-    whole, _ = await train(tmp_path / "whole", MemoryLog(lambda: 0.0), 4)
-    await train(tmp_path / "cut", MemoryLog(lambda: 0.0), 3)
-    resumed, _ = await train(tmp_path / "cut", MemoryLog(lambda: 0.0), 2, resume_from=2)
+    whole, _ = await train(tmp_path / "whole", MemoryLog(time.monotonic), 4)
+    await train(tmp_path / "cut", MemoryLog(time.monotonic), 3)
+    resumed, _ = await train(tmp_path / "cut", MemoryLog(time.monotonic), 2, resume_from=2)
     assert torch.equal(weights_of(whole), weights_of(resumed))
+
+
+async def test_ids_outside_the_vocabulary_are_set_aside_and_their_group_is_played_again(tmp_path):
+    """Also where the run is resumed: nothing stops at the entry."""
+    whole, _ = await train(tmp_path / "whole", MemoryLog(time.monotonic), 4)
+    log, failed = MemoryLog(time.monotonic), set()
+
+    def of_another_model(number, version):
+        rollouts = play_group(number, version)
+        if number in (1, 4) and number not in failed:
+            failed.add(number)
+            rollouts[1].steps[0].trace.completion_token_ids[0] = 5_000
+        return rollouts
+
+    await train(tmp_path / "cut", log, 3, play_group=of_another_model)
+    resumed, lines = await train(tmp_path / "cut", log, 2, resume_from=2, play_group=of_another_model)
+    reasons = {each.entry.number: each.reason for each in log.aside()}
+    assert set(reasons) == {1, 4}
+    assert all("step 0 of rollout" in said and "has the token id 5000, but the policy's" in said for said in reasons.values())
+    assert torch.equal(weights_of(whole), weights_of(resumed))
+    assert [line["train/num_samples"] for line in lines] == [GROUPS * MEMBERS] * 2

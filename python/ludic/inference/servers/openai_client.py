@@ -15,6 +15,7 @@ from ludic.inference.servers.answers import ModelList, drop_nulls
 from ludic.inference.servers.http import CONNECT_TIMEOUT_S, Http, HttpResponse, is_loopback_url
 from ludic.inference.servers.requests import chat_fields, request_body
 from ludic.inference.servers.retries import RetryPolicy
+from ludic.inference.vllm.responses import ResponseReader
 from ludic.types import ChatResponse
 
 if TYPE_CHECKING:
@@ -30,7 +31,8 @@ class OpenAIChatClient:
     `backoff_s`. Anything else that is not a completion raises InferenceError at once.
 
     Token ids are requested only with `returns_token_ids=True`, which needs a server that supports
-    vLLM's `return_token_ids`. Without them an evaluation has no traces and training is impossible.
+    vLLM's `return_token_ids`, and responses with them are checked as those of vLLM are. Without
+    them an evaluation has no traces and training is impossible.
     Weights cannot be pushed through this interface.
 
     `chat_template_kwargs` are arguments of the server's chat template; those of a request go before
@@ -68,6 +70,9 @@ class OpenAIChatClient:
             raise ConfigError(f"unsupported request.extensions: {type(request.extensions).__name__}; OpenAIChatClient has none")
         arguments = self._arguments(request)
         response = await self._request("POST", "/chat/completions", request_body(arguments))
+        if "extra_body" in arguments:
+            chat, payload = ResponseReader(self.base_url).read_chat(response, request)
+            return chat, {"raw_response": payload, "used_args": arguments}
         info = {"raw_response": drop_nulls(response.json()), "used_args": arguments}
         return response.read(_Completion).response(self.base_url), info
 
@@ -143,15 +148,12 @@ class _Choice(Struct):
     message: _Message
     finish_reason: str | None = None
     logprobs: _Logprobs | None = None
-    token_ids: list[int] | None = None
-    prompt_token_ids: list[int] | None = None
 
 
 class _Completion(Struct):
-    """The fields of a response of `/chat/completions` that are read."""
+    """The fields of a response of `/chat/completions` without token ids that are read."""
 
     choices: list[_Choice]
-    prompt_token_ids: list[int] | None = None
 
     def response(self, base_url: str) -> ChatResponse:
         """The first choice. Raises InferenceError if there is none, or if the server aborted
@@ -164,8 +166,6 @@ class _Completion(Struct):
         content = None if choice.logprobs is None else choice.logprobs.content
         return ChatResponse(
             text=choice.message.content or "",
-            completion_token_ids=choice.token_ids,
             completion_logprobs=[entry.logprob for entry in content] if content else None,
             finish_reason=choice.finish_reason,
-            prompt_token_ids=choice.prompt_token_ids if self.prompt_token_ids is None else self.prompt_token_ids,
         )

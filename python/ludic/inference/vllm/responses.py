@@ -3,7 +3,6 @@ weight versions that sampled them."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypedDict, TypeVar
@@ -48,8 +47,6 @@ class SampledTokens:
 
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 FinishReason = Literal["stop", "length", "abort", "tool_calls", "function_call", "content_filter", "repetition", "error"]
-LOGP_TOLERANCE = 1e-3
-"""How far above 0 a log-probability may be because of rounding."""
 
 
 class WeightSpan(TypedDict):
@@ -118,18 +115,21 @@ class ChatCompletion(Struct):
         )
 
 
-def check_length(ids: Sequence[int], max_tokens: int, name: str) -> None:
-    """Raise InferenceError for more than `max_tokens` tokens."""
+def check_tokens(
+    ids: Sequence[int], logprobs: Sequence[float] | None, name: str, *, max_tokens: int, vocab_size: int | None
+) -> None:
+    """Raise InferenceError for more than `max_tokens` sampled tokens, and for ids or
+    log-probabilities that nothing can be trained on."""
+    from ludic.columns import find_token_fault  # loads numpy
+
+    if logprobs is not None and len(ids) != len(logprobs):
+        raise InferenceError(
+            f"{name} returned {len(logprobs)} log-probabilities for {len(ids)} tokens; there must be one for each"
+        )
     if len(ids) > max_tokens:
         raise InferenceError(f"{name} returned {len(ids)} tokens; the request allows max_tokens ({max_tokens})")
-
-
-def check_vocabulary(ids: Sequence[int], vocab_size: int | None, name: str) -> None:
-    """Raise InferenceError for ids without an embedding in the policy."""
-    if vocab_size is not None and ids and max(ids) >= vocab_size:
-        raise InferenceError(
-            f"{name} returned the token id {max(ids)}, but the policy's vocabulary has {vocab_size}; serve the model that is trained"
-        )
+    if fault := find_token_fault(ids, logprobs, vocab_size):
+        raise InferenceError(f"{name} returned {fault}; serve the model that is trained")
 
 
 def read_chat_response(answer: Any) -> ChatResponse:
@@ -174,9 +174,9 @@ class ResponseReader:
             response.read(ChatCompletion) if self.tag is None else convert_answer(payload, ChatCompletion, self.name)
         ).response()
         _check_requested(chat, request.return_)
-        for ids in (chat.prompt_token_ids, chat.completion_token_ids):
-            check_vocabulary(ids or (), self.vocab_size, self.name)
-        check_length(chat.completion_token_ids or (), request.sampling.max_tokens, self.name)
+        if (ids := chat.completion_token_ids) is not None:
+            max_tokens = request.sampling.max_tokens
+            check_tokens(ids, chat.completion_logprobs, self.name, max_tokens=max_tokens, vocab_size=self.vocab_size)
         return chat.to_arrays(), payload
 
     def read_tokens(self, response: HttpResponse, request: TokenRequest) -> SampledTokens:
@@ -185,9 +185,7 @@ class ResponseReader:
             continuation = response.read(Continuation)
         else:
             continuation = convert_answer(self.tag.filter(response.read(dict[str, Any])), Continuation, self.name)
-        sampled = _read_sampled_tokens(continuation, request.prompt_ids, name=self.name)
-        check_length(sampled.token_ids, request.sampling.max_tokens, self.name)
-        check_vocabulary(sampled.token_ids, self.vocab_size, self.name)
+        sampled = _read_sampled_tokens(continuation, request, self.vocab_size, name=self.name)
         for span in sampled.weight_versions:
             check_served_version(span["version"], self.name)
         return sampled
@@ -202,20 +200,18 @@ def _check_requested(response: ChatResponse, spec: ReturnSpec) -> None:
         )
     if spec.return_chosen_logprobs and response.completion_logprobs is None and response.completion_token_ids != []:
         raise InferenceError("the server did not return the requested log-probabilities; start it without --max-logprobs 0")
-    if response.completion_token_ids is not None and response.completion_logprobs is not None:
-        check_logprobs(response.completion_token_ids, response.completion_logprobs)
 
 
-def _read_sampled_tokens(answer: Continuation, prompt_ids: Sequence[int], *, name: str) -> SampledTokens:
+def _read_sampled_tokens(answer: Continuation, request: TokenRequest, vocab_size: int | None, *, name: str) -> SampledTokens:
     """The first choice. Raises InferenceError if its prompt is not the one that was sent."""
     choice = _first_choice(answer.choices, name)
     read = choice.prompt_token_ids if answer.prompt_token_ids is None else answer.prompt_token_ids
-    _check_prompt(list(prompt_ids), read, name)
+    _check_prompt(list(request.prompt_ids), read, name)
     ids, logprobs = choice.token_ids, choice.logprobs or _Logprobs()
     if ids is None:
         raise InferenceError(f"{name} returned no token ids; it must support return_token_ids (vLLM 0.10.2 and later)")
     values = logprobs.values()
-    check_logprobs(ids, values)
+    check_tokens(ids, values, name, max_tokens=request.sampling.max_tokens, vocab_size=vocab_size)
     if logprobs.token_logprobs is None and any(
         entry.token_id not in (None, token) for entry, token in zip(logprobs.content or (), ids, strict=True)
     ):
@@ -247,22 +243,6 @@ def _check_prompt(sent: list[int], read: list[int] | None, name: str) -> None:
         raise InferenceError(
             f"{name} read a prompt of {len(read)} tokens, not the {len(sent)} tokens that were sent; nothing on the way to the model "
             "may change token ids"
-        )
-
-
-def check_logprobs(ids: Sequence[int], logprobs: Sequence[float]) -> None:
-    """Raise InferenceError unless there is one log-probability for each token, finite and at most
-    0."""
-    if len(ids) != len(logprobs):
-        raise InferenceError(
-            f"the server returned {len(logprobs)} log-probabilities for {len(ids)} tokens; there must be one for each"
-        )
-    if not all(map(math.isfinite, logprobs)):
-        raise InferenceError("the server's log-probabilities are not finite; check its weights and its number format")
-    if logprobs and max(logprobs) > LOGP_TOLERANCE:
-        raise InferenceError(
-            f"the server returned the log-probability {max(logprobs):g}; it must be at most 0: start the server with --logprobs-mode "
-            "processed_logprobs or raw_logprobs, so that it does not return logits"
         )
 
 

@@ -11,7 +11,6 @@ its `index`, or by its place in the list.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -21,6 +20,7 @@ import numpy as np
 from ludic.errors import DataError, shorten_names
 from ludic.rollouts.training.types import Sample, SampleStatus
 from ludic.training.averages import mean_or_zero
+from ludic.training.rollouts.check import is_reward
 from ludic.training.rollouts.to_samples import check_weight, reward_facts
 from ludic.training.types import ActorTokenLogps, CreditAssigner, SampleAttachments, SAWBatch, SAWItem
 from ludic.types import Rollout, Step, TokenTrace, group_of, is_list_of
@@ -45,7 +45,7 @@ def check_sample(sample: Sample, place: int = 0) -> None:
     wrong = next((value for value in set(mask) if not 0 <= value <= LARGEST_MASK), None)
     if wrong is not None:
         raise DataError(f"the loss_mask of {where} has the value {wrong}; 0 is no loss on a token, 1 is loss, 0.5 is half of it")
-    if not _is_finite_number(sample.reward):
+    if not is_reward(sample.reward):
         raise DataError(f"the reward of {where} is {sample.reward!r}; rewards must be finite numbers")
     if sample.rollout_log_probs is not None:
         _check_logps(sample.rollout_log_probs, mask, where)
@@ -61,13 +61,6 @@ def check_sampled_logps(samples: Sequence[Sample], loss: str) -> None:
             "with the policy that sampled them; have generate_fn set Sample.rollout_log_probs, one for each token (0 where loss_mask is "
             "0), as the server returns them, or train with grpo_loss, which needs none"
         )
-
-
-def _is_finite_number(value: Any) -> bool:
-    try:
-        return math.isfinite(value)
-    except TypeError:
-        return False
 
 
 def _check_logps(logps: Sequence[float], mask: Sequence[float], where: str) -> None:

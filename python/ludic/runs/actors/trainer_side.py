@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ludic.errors import StopRequested
 from ludic.event_loop import await_if_needed
+from ludic.forwarding import forward_members
 from ludic.inference.publishing import PolicyPublisher, Publisher, Version, WeightSource, as_publisher
 from ludic.recipes.actors import count_prompts_per_entry
 from ludic.recipes.schema import Recipe
@@ -32,6 +33,7 @@ from ludic.runs.sampler import Sampler
 from ludic.runs.stop_request import StopRequest
 from ludic.training.batching.source import BATCH_NUMBER, BatchSourceBase
 from ludic.training.queue.entries import Group
+from ludic.training.queue.envelope import EntryLimits
 from ludic.training.queue.source import QueueBatchSource
 from ludic.training.queue.to_batch import BatchFromGroups
 from ludic.training.rollouts.log import append_failures
@@ -69,6 +71,7 @@ class OccasionallyLoggedGroups:
         return batch
 
 
+@forward_members("_source", ["use_check"])
 class ActorBatches(BatchSourceBase):
     """The batches of a run with actors.
 
@@ -111,6 +114,7 @@ class ActorBatches(BatchSourceBase):
             max_lag=recipe.queue.max_lag,
             publish_every=self._every,
             patience_s=recipe.queue.patience_s,
+            limits=EntryLimits(max_groups=per_entry),
         )
         self.max_lag, self.overlaps = self._source.max_lag, self._source.overlaps
         self._logged = self._logs.state_dict()

@@ -55,11 +55,9 @@ async def connect_to_servers(
     def find_url(number: int) -> str | None:
         return addresses.read(names[number])
 
-    timeout_s, vocab_size = recipe.inference.timeout_s, model.get_input_embeddings().weight.shape[0]
+    timeout_s = recipe.inference.timeout_s
     urls = await _wait_for_addresses(addresses, names, run / "model", timeout_s, is_stopped, find_end)
-    client = await asyncio.to_thread(
-        lambda: VLLMChatClient(urls=urls, tokenizer=tokenizer, timeout_s=timeout_s, vocab_size=vocab_size)
-    )
+    client = await asyncio.to_thread(lambda: VLLMChatClient(urls=urls, tokenizer=tokenizer, timeout_s=timeout_s))
     client.follow_restarts(Restarts(find_url, find_end))
     async with client:
         if not pushes:

@@ -103,7 +103,7 @@ def decode_columns(head: bytes | memoryview, table: bytes | memoryview) -> SAWBa
     int32, and uint8 for masks; read, they are lists. Raises DataError for anything else."""
     try:
         message = _DECODER.decode(head)
-        columns = _view_columns(table)
+        columns = view_columns(table)
     except (ValueError, KeyError, TypeError, struct.error) as error:  # MsgspecError is a ValueError
         raise DataError(f"the batch that rank 0 sent cannot be read: {error}; run one version of ludic on all ranks") from error
     if message.version != VERSION:
@@ -131,7 +131,7 @@ def decode_columns(head: bytes | memoryview, table: bytes | memoryview) -> SAWBa
 _DTYPES: dict[str, np.dtype[Any]] = {"I64": np.dtype("<i8"), "I32": np.dtype("<i4"), "F32": np.dtype("<f4"), "U8": np.dtype("u1")}
 
 
-def _view_columns(table: bytes | memoryview) -> dict[str, NDArray[Any]]:
+def view_columns(table: bytes | memoryview) -> dict[str, NDArray[Any]]:
     """The columns of `SampleTable.to_bytes`, in its memory; the readers of safetensors copy them.
 
     The layout: 8 bytes with the size of the header, then the header, then the columns, which the

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ludic.errors import ConfigError, DataError
+from ludic.forwarding import forward_members
 from ludic.training.batching.batch_codec import decode_batches, encode_batches
 from ludic.training.batching.source import PENDING_PATIENCE_S, BatchSourceBase, as_batch_source
 from ludic.training.types import BatchSource, SAWBatch
@@ -54,6 +55,7 @@ class _PendingBatch:
     """The source's state after its generation; None until then."""
 
 
+@forward_members("_inner", ["use_check"])
 class OverlappedSource(BatchSourceBase):
     """Generates the batches of `inner`, one after another, up to `max_lag` batches ahead of the
     trainer.

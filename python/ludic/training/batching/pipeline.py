@@ -35,6 +35,7 @@ from ludic.training.queue.opening import open_server_queue
 from ludic.training.queue.patience import Patience
 from ludic.training.queue.sample_actor import run_pipeline_actor as run_pipeline_actor
 from ludic.training.queue.samples import decode_samples
+from ludic.training.rollouts.check import SampleCheck
 from ludic.training.types import SAWBatch, SAWItem
 
 logger = logging.getLogger(__name__)
@@ -102,6 +103,7 @@ class PipelineBatchSource(BatchSourceBase):
         self._queue_key, self._batch_size, self._poll_timeout, self._keep = queue_key, batch_size, poll_timeout, keep
         self._patience, self._wait_s = Patience(patience_s), wait_s
         self._owner = make_owner_name()
+        self._check: SampleCheck | None = None
         self._claimed = False
         self._before: str | None = None
         """Position before `_entries`."""
@@ -148,6 +150,10 @@ class PipelineBatchSource(BatchSourceBase):
         batch = _to_batch(self._take_samples(groups))
         batch.meta |= measured
         return batch
+
+    def use_check(self, check: SampleCheck) -> bool:
+        self._check = check
+        return True
 
     def state_dict(self) -> dict[str, Any]:
         """Position and ledger, as plain JSON values."""
@@ -208,7 +214,7 @@ class PipelineBatchSource(BatchSourceBase):
     async def _accept(self, entry: Entry) -> None:
         read = _Read(entry.position, None)
         try:
-            group = await asyncio.to_thread(decode_samples, entry.payload)
+            group = await asyncio.to_thread(decode_samples, entry.payload, check=self._check)
         except EntryError as error:
             reason = str(error)
             logger.warning("an entry of the queue %r was set aside: %s", self._queue_key, reason)

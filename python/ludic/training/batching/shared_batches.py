@@ -20,6 +20,7 @@ from ludic.training import ranks
 from ludic.training.batching.batch_columns import decode_columns, encode_columns
 from ludic.training.batching.source import PENDING_PATIENCE_S, BatchSourceBase, as_batch_source
 from ludic.training.ranks.collectives import broadcast_bytes, group_device
+from ludic.training.rollouts.check import SampleCheck
 from ludic.training.types import BatchSource, SAWBatch
 
 BATCH_PATIENCE_S = 3600.0
@@ -124,6 +125,9 @@ class SharedBatches(BatchSourceBase):
         """Tell the other ranks, on rank 0."""
         if self._meeting is not None:
             self._meeting.post(self._topic, kind, **content)
+
+    def use_check(self, check: SampleCheck) -> bool:
+        return self._source is not None and self._source.use_check(check)
 
     def state_dict(self) -> dict[str, Any] | None:
         """The state of the source on rank 0; None on other ranks."""

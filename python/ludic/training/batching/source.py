@@ -11,6 +11,7 @@ from typing import Any
 
 from ludic.errors import ConfigError
 from ludic.forwarding import forward_members
+from ludic.training.rollouts.check import SampleCheck
 from ludic.training.types import BatchSource, SAWBatch
 
 PENDING_PATIENCE_S = 600.0
@@ -60,6 +61,12 @@ class BatchSourceBase:
 
     async def aclose(self) -> None:
         """Stop all background work."""
+
+    def use_check(self, check: SampleCheck) -> bool:
+        """Refuse with `check` what cannot be trained on, where it comes in: an episode or an entry
+        of a queue, and not a whole batch. The trainer calls this before each batch. Returns whether
+        the source does so; else the trainer checks its batches."""
+        return False
 
     def unshard(self) -> None:
         """Return the samples of all ranks from now on. `SharedBatches` calls this before the first

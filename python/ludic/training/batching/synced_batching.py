@@ -9,6 +9,7 @@ from ludic.errors import ConfigError
 from ludic.event_loop import await_if_needed
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.batching.source import BatchSourceBase
+from ludic.training.rollouts.check import SampleCheck
 from ludic.training.rollouts.engine import RolloutEngine, select_credit_assigner
 from ludic.training.types import CreditAssigner, RequestsFn, SampleFilter, SAWBatch
 
@@ -84,6 +85,11 @@ class RolloutBatchSource(BatchSourceBase):
         )
         self._state_before = None
         return batch
+
+    def use_check(self, check: SampleCheck) -> bool:
+        if isinstance(self.engine, RolloutEngine):
+            self.engine.check = check
+        return isinstance(self.engine, RolloutEngine)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state before the batch in progress; without one, the current state."""

@@ -7,17 +7,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from ludic.errors import EmptyBatchError
+from ludic.columns import Column
+from ludic.errors import DataError, EmptyBatchError
 from ludic.event_loop import await_if_needed
-from ludic.list_fields import read_list
+from ludic.list_fields import read_list, stored
+from ludic.models.heads import count_vocabulary
 from ludic.training import ranks, watchdog
 from ludic.training.algorithm import RLAlgorithm
+from ludic.training.batching.batch_columns import view_columns
 from ludic.training.batching.mini_batches import MacroBatch
 from ludic.training.batching.rank_plans import SAME_BATCH, RankShare, all_have_samples
 from ludic.training.batching.source import BATCH_NUMBER, BatchSourceBase
 from ludic.training.config import TrainerConfig
 from ludic.training.loop.signal_watch import SignalWatch
 from ludic.training.loop.timings import PhaseTimer
+from ludic.training.rollouts.check import SampleCheck
 from ludic.training.stats import distinct_rollouts
 from ludic.training.types import SAWBatch, SAWItem
 
@@ -30,6 +34,7 @@ class FetchingRun(Protocol):
     algo: RLAlgorithm
     cfg: TrainerConfig
     sync_every_steps: int | None
+    backend: Any
 
     @property
     def source(self) -> BatchSourceBase: ...
@@ -45,15 +50,19 @@ class BatchFetcher:
 
     def __init__(self, run: FetchingRun, ingest: Callable[[Sequence[SAWItem]], MacroBatch]) -> None:
         self._run, self._ingest = run, ingest
-        self._signal = SignalWatch()
+        self._signal, self._check, self._is_checked = SignalWatch(), SampleCheck(), False
 
     async def fetch(self, step: int, timer: PhaseTimer) -> tuple[SAWBatch, MacroBatch]:
         """The next batch with samples to train on in step `step`. Raises EmptyBatchError after
         `max_empty_batches` empty ones in a row."""
         fetched = stale = 0
+        model = getattr(self._run.backend, "model", None)
+        self._check.vocab_size, self._check.version = None if model is None else count_vocabulary(model) or None, step
         for attempt in range(self._run.cfg.max_empty_batches):
+            source = self._run.source
+            self._is_checked = source.use_check(self._check)
             with timer.phase("rollout"), watchdog.phase("generation"):
-                source_batch = await self._run.source.next_batch()
+                source_batch = await source.next_batch()
             with timer.phase("batching"):
                 items = [item for item in source_batch.items if not self._is_stale(item.meta, step)]
                 batch = SAWBatch(items, source_batch.meta)
@@ -102,7 +111,19 @@ class BatchFetcher:
     async def _preprocess(self, batch: SAWBatch) -> tuple[SAWBatch, MacroBatch]:
         if self._run.algo.preprocess is not None and batch.items:
             batch = await await_if_needed(self._run.algo.preprocess(batch))
-        return batch, self._ingest(batch.items)
+        macro = self._ingest(batch.items)
+        if not self._is_checked and macro.items:
+            self._check_samples(macro)
+        return batch, macro
+
+    def _check_samples(self, macro: MacroBatch) -> None:
+        """Raise DataError for a sample that the model cannot be trained on."""
+        columns = {name: values.view(Column) for name, values in view_columns(macro.table.to_bytes()).items()}
+        is_sound = self._check.find_fault({}, columns["input_ids"], columns.get("actor_logps")) is None  # all at once
+        for row, item in enumerate(macro.items):
+            logps = None if item.actor_logps is None else stored(item.actor_logps, "token_logps")
+            if fault := self._check.find_fault(item.meta, *(() if is_sound else (stored(item, "input_ids"), logps))):
+                raise DataError(f"sample {macro.name(row)} has {fault}")
 
     def _describe_long_prompts(self, items: Sequence[SAWItem]) -> str:
         """A hint if every prompt alone is longer than what is trained, else "".

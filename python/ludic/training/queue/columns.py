@@ -1,5 +1,5 @@
-"""Columns of numbers as the bytes of an entry: ids, log-probabilities and masks of T tokens. What
-is read is checked as an array; nothing is made for each token."""
+"""Columns of numbers as the bytes of an entry: ids, log-probabilities and masks of T tokens. No
+object is made for a token."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ludic.training.queue.envelope import EntryError, EntryLimits
+from ludic.training.queue.envelope import EntryError
 
 
 def ids_to_bytes(ids: Any) -> bytes:
@@ -16,16 +16,11 @@ def ids_to_bytes(ids: Any) -> bytes:
     return np.asarray(ids, dtype="<i4").tobytes() if len(ids) else b""
 
 
-def ids_from_bytes(column: bytes, limits: EntryLimits) -> NDArray[np.int32]:
-    """The ids of `ids_to_bytes`, in their memory. Raises EntryError unless all are in the
-    vocabulary."""
+def ids_from_bytes(column: bytes) -> NDArray[np.int32]:
+    """The ids of `ids_to_bytes`, in their memory."""
     if len(column) % 4:
         raise EntryError(f"a column of token ids has {len(column)} bytes, which is no multiple of 4")
-    ids = np.frombuffer(column, dtype="<i4")
-    end = 2**31 if limits.vocab_size is None else limits.vocab_size
-    if len(ids) and int(ids.view("<u4").max()) >= end:  # a negative id is one of 2**31 or more
-        raise EntryError(f"token ids are {ids.min()} to {ids.max()}; the vocabulary has 0 to {end - 1}")
-    return ids
+    return np.frombuffer(column, dtype="<i4")
 
 
 def floats_to_bytes(values: Any) -> bytes:
@@ -39,15 +34,12 @@ def floats_to_bytes(values: Any) -> bytes:
 
 def floats_from_bytes(column: bytes, length: int) -> NDArray[np.float64]:
     """The `length` numbers of `floats_to_bytes`, as 64-bit floats. Raises EntryError unless there
-    are so many, all finite."""
+    are so many."""
     if len(column) not in (4 * length, 8 * length):
         raise EntryError(
             f"a column of {len(column)} bytes cannot hold the log-probabilities of {length} tokens, or their fractions"
         )
-    values = np.frombuffer(column, dtype="<f4" if len(column) == 4 * length else "<f8")
-    if not np.isfinite(values).all():
-        raise EntryError("log-probabilities and fractions must be finite")
-    return values.astype(np.float64)
+    return np.frombuffer(column, dtype="<f4" if len(column) == 4 * length else "<f8").astype(np.float64)
 
 
 def bits_to_bytes(mask: Any, name: str) -> bytes:

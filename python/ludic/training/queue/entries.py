@@ -8,7 +8,7 @@ the episodes, and the failures. Every entry is checked as a protocol's rollouts 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Any
 
@@ -17,10 +17,10 @@ import msgspec
 from ludic.errors import DataError
 from ludic.training.queue.base import Lease
 from ludic.training.queue.columns import floats_from_bytes, floats_to_bytes, ids_from_bytes, ids_to_bytes
-from ludic.training.queue.envelope import GROUP, EntryError, EntryLimits, seal, unseal
-from ludic.training.rollouts.check import check_rollouts
+from ludic.training.queue.envelope import GROUP, EntryError, EntryLimits, check_meta, seal, unseal
+from ludic.training.rollouts.check import SampleCheck, check_rollouts, trace_columns
 from ludic.training.rollouts.played import EpisodeFailure, PlayedRollouts, RolloutCounts
-from ludic.training.rollouts.to_samples import require_trace, trace_columns
+from ludic.training.rollouts.to_samples import require_trace
 from ludic.types import Rollout, Step, TokenTrace, group_of
 
 DEFAULT_LIMITS = EntryLimits()
@@ -137,15 +137,15 @@ def encode_group(group: Group, limits: EntryLimits = DEFAULT_LIMITS) -> bytes:
     return seal(GROUP, _Group(*head, rollouts, played.num_requested, list(astuple(played.counts)), failures), limits)
 
 
-def decode_group(payload: bytes, limits: EntryLimits = DEFAULT_LIMITS) -> Group:
+def decode_group(payload: bytes, limits: EntryLimits = DEFAULT_LIMITS, check: SampleCheck | None = None) -> Group:
     """The group of an entry. Raises EntryError, which says what is wrong, for anything that is not
-    a group that can be trained on."""
+    a group that can be trained on by whom `check` is."""
     content = unseal(payload, GROUP, _DECODER.decode, limits)
     if len(content.counts) != len(astuple(RolloutCounts())):
         raise EntryError(f"the entry has {len(content.counts)} counts of episodes")
     _check_counts(len(content.rollouts), [len(rollout.steps) for rollout in content.rollouts], limits)
     try:
-        rollouts = [Rollout(each.id, [_decode_step(step, limits) for step in each.steps], each.meta) for each in content.rollouts]
+        rollouts = [Rollout(each.id, [_decode_step(step) for step in each.steps], each.meta) for each in content.rollouts]
     except EntryError:
         raise
     except (DataError, TypeError, ValueError) as error:
@@ -154,7 +154,7 @@ def decode_group(payload: bytes, limits: EntryLimits = DEFAULT_LIMITS) -> Group:
     played = PlayedRollouts(rollouts, RolloutCounts(*content.counts), failures, num_requested=content.num_requested)
     head = (content.run, content.number, content.version, content.attempt, content.actor, content.generation_s, content.ended_s)
     group = Group(*head, played)
-    _check_group(group, limits)
+    _check_group(group, limits, check)
     return group
 
 
@@ -170,32 +170,39 @@ def _encode_step(step: Step) -> _Step:
     return _Step(step.index, step.prev_obs, step.action, step.next_obs, step.reward, *ends, step.info, columns, step.ts_ns)
 
 
-def _decode_step(step: _Step, limits: EntryLimits) -> Step:
+def _decode_step(step: _Step) -> Step:
     trace = None
     if step.trace is not None:
-        completion = ids_from_bytes(step.trace.completion, limits)
+        completion = ids_from_bytes(step.trace.completion)
         logps = None if step.trace.logps is None else floats_from_bytes(step.trace.logps, len(completion))
-        trace = TokenTrace.from_arrays(ids_from_bytes(step.trace.prompt, limits), completion, logps, step.trace.finish_reason)
+        trace = TokenTrace.from_arrays(ids_from_bytes(step.trace.prompt), completion, logps, step.trace.finish_reason)
     ends = (step.truncated, step.terminated)
     return Step(step.index, step.prev_obs, step.action, step.next_obs, step.reward, *ends, step.info, trace, step.ts_ns)
 
 
-def _check_group(group: Group, limits: EntryLimits) -> None:
+def _check_group(group: Group, limits: EntryLimits, check: SampleCheck | None = None) -> None:
     """Raise EntryError for a group that cannot be trained on."""
-    if group.number < 0 or group.attempt < 0:
-        raise EntryError(f"number ({group.number}) and attempt ({group.attempt}) must be >= 0")
-    _check_counts(len(group.played), [len(rollout.steps) for rollout in group.played], limits)
+    check, played = check or SampleCheck(), group.played
+    counts = {"number": group.number, "attempt": group.attempt, **vars(played.counts), "num_requested": played.num_requested}
+    if wrong := [f"{name} ({count})" for name, count in counts.items() if count < 0]:
+        raise EntryError(f"{', '.join(wrong)} must be >= 0")
+    if fault := check.find_fault({"policy_version": group.version}):
+        raise EntryError(f"the group has {fault}")
+    _check_counts(len(played), [len(rollout.steps) for rollout in played], limits)
     try:
-        for rollout in check_rollouts(group.played):
-            _check_meta(rollout)
+        for rollout in check_rollouts(played, check):
+            check_meta(rollout.meta, "a rollout")
             for step in rollout.steps:
                 require_trace(rollout, step)
     except EntryError:
         raise
     except (DataError, TypeError, AttributeError) as error:
         raise EntryError(f"the group cannot be trained on: {error}") from error
-    if len({rollout.id for rollout in group.played}) < len(group.played):
+    if len({rollout.id for rollout in played}) < len(played):
         raise EntryError("two rollouts of the group have the same id; weights are assigned by id")
+    ids = {str(group_of(rollout.meta)) for rollout in played}
+    if limits.max_groups is not None and len(ids) > limits.max_groups:
+        raise EntryError(f"the rollouts are of {len(ids)} groups (group_id); an entry has {limits.max_groups} at most")
 
 
 def _check_counts(num_rollouts: int, num_steps: Sequence[int], limits: EntryLimits) -> None:
@@ -204,16 +211,3 @@ def _check_counts(num_rollouts: int, num_steps: Sequence[int], limits: EntryLimi
             f"the group has {num_rollouts} rollouts of up to {max(num_steps, default=0)} steps; the limits are "
             f"{limits.max_rollouts} and {limits.max_steps}"
         )
-
-
-def _check_meta(rollout: Rollout) -> None:
-    """Raise EntryError for metadata that the trainer computes with and that have another type."""
-    meta = rollout.meta
-    for name, kind in (("request_meta", Mapping), ("engine", Mapping)):
-        if not isinstance(meta.get(name) or {}, kind):
-            raise EntryError(f"{name} of a rollout is a {type(meta[name]).__name__}; it must be a mapping")
-    if not isinstance(group_of(meta), str | int | None):
-        raise EntryError(f"group_id of a rollout is a {type(group_of(meta)).__name__}; it must be text or a number")
-    for versioned in (meta, *(step.info for step in rollout.steps)):
-        if not isinstance(versioned.get("policy_version"), int | None):
-            raise EntryError(f"policy_version is {versioned['policy_version']!r}; it must be a whole number")

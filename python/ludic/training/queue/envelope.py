@@ -10,7 +10,7 @@ Bytes that were changed on their way are found by the checksum before anything i
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -20,6 +20,7 @@ import xxhash
 from ludic.errors import ConfigError, DataError
 from ludic.files.json_values import to_builtin
 from ludic.training.queue.base import MAX_PAYLOAD_BYTES
+from ludic.types import group_of
 
 VERSION = 1
 GROUP, SAMPLES = 1, 2
@@ -44,11 +45,11 @@ class EntryLimits:
     """Rollouts of a group, or samples."""
     max_steps: int = 4096
     """Steps of a rollout."""
-    vocab_size: int | None = None
-    """Token ids must be smaller; None: any id that fits 32 bits."""
+    max_groups: int | None = None
+    """Groups (`group_id`) that the rollouts are of; None: any number."""
 
     def __post_init__(self) -> None:
-        for name in ("max_bytes", "max_rollouts", "max_steps", "vocab_size"):
+        for name in ("max_bytes", "max_rollouts", "max_steps", "max_groups"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"{name} ({value}) must be > 0")
@@ -89,6 +90,16 @@ def unseal(payload: bytes, kind: int, decoder: Callable[[memoryview], T], limits
         return decoder(body)
     except (msgspec.MsgspecError, TypeError, ValueError, RecursionError) as error:
         raise EntryError(f"the entry has another structure: {error}") from error
+
+
+def check_meta(meta: Mapping[str, Any], what: str) -> None:
+    """Raise EntryError for metadata that the trainer computes with and that have another type."""
+    for name in ("request_meta", "engine"):
+        if not isinstance(meta.get(name) or {}, Mapping):
+            raise EntryError(f"{name} of {what} is a {type(meta[name]).__name__}; it must be a mapping")
+    for name, value in (("group_id", group_of(meta)), ("rollout_id", meta.get("rollout_id"))):
+        if not isinstance(value, str | int | None):
+            raise EntryError(f"{name} of {what} is a {type(value).__name__}; it must be text or a number")
 
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=to_builtin)

@@ -13,6 +13,7 @@ from ludic.training.queue.base import Entry, GroupLog
 from ludic.training.queue.entries import Group, decode_group
 from ludic.training.queue.envelope import EntryError, EntryLimits
 from ludic.training.queue.patience import Patience
+from ludic.training.rollouts.check import SampleCheck
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +30,8 @@ class EntryReader:
         self._log, self._run, self._limits, self._patience = log, run, limits, patience
         self.entries: deque[tuple[Entry, Group | EntryError]] = deque()
         self._ahead: asyncio.Task[None] | None = None
+        self.check: SampleCheck | None = None
+        """The trainer's, once it has asked for a batch."""
 
     def last_position(self, taken: str | None) -> str | None:
         """The position of the last entry that was read; `taken` is that of the last one taken."""
@@ -81,7 +84,7 @@ class EntryReader:
 
     def _decode(self, entry: Entry) -> Group | EntryError:
         try:
-            group = decode_group(entry.payload, self._limits)
+            group = decode_group(entry.payload, self._limits, self.check)
         except EntryError as error:
             return error
         if group.number != entry.number:

@@ -7,8 +7,7 @@ producer sent before.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +26,8 @@ from ludic.training.queue.columns import (
     ids_from_bytes,
     ids_to_bytes,
 )
-from ludic.training.queue.envelope import SAMPLES, EntryError, EntryLimits, seal, unseal
+from ludic.training.queue.envelope import SAMPLES, EntryError, EntryLimits, check_meta, seal, unseal
+from ludic.training.rollouts.check import SampleCheck, is_reward
 from ludic.training.types import ActorTokenLogps, SampleAttachments, SAWItem
 from ludic.types import group_of
 
@@ -85,15 +85,15 @@ def encode_samples(group: SampleGroup, limits: EntryLimits = DEFAULT_LIMITS) -> 
     return payload
 
 
-def decode_samples(payload: bytes, limits: EntryLimits = DEFAULT_LIMITS) -> SampleGroup:
+def decode_samples(payload: bytes, limits: EntryLimits = DEFAULT_LIMITS, check: SampleCheck | None = None) -> SampleGroup:
     """The group of an entry. Raises EntryError, which says what is wrong, for anything that is not
-    a group that can be trained on."""
+    a group that can be trained on by whom `check` is."""
     content = unseal(payload, SAMPLES, _DECODER.decode, limits)
     if content.sequence < 0:
         raise EntryError(f"sequence ({content.sequence}) must be >= 0")
     if not 0 < len(content.samples) <= limits.max_rollouts:
         raise EntryError(f"the entry has {len(content.samples)} samples; it must have 1 to {limits.max_rollouts}")
-    items = [_decode_sample(sample, limits) for sample in content.samples]
+    items = [_decode_sample(sample, check or SampleCheck()) for sample in content.samples]
     if len({group_of(item.meta) for item in items}) > 1:
         raise EntryError("the samples are of several groups (group_id)")
     return SampleGroup(content.producer, content.sequence, items)
@@ -132,40 +132,28 @@ def _encode_sample(item: SAWItem) -> Any:
     return _PlainSample(*columns) if fractions is None else _Sample(*columns, floats_to_bytes(fractions))
 
 
-def _decode_sample(sample: _Sample, limits: EntryLimits) -> SAWItem:
-    ids: Any = ids_from_bytes(sample.ids, limits).view(Column)
+def _decode_sample(sample: _Sample, check: SampleCheck) -> SAWItem:
+    ids: Any = ids_from_bytes(sample.ids).view(Column)
     attention: Any = mask_column(0, len(ids))
     if sample.attention is not None:
         attention = bits_from_bytes(sample.attention, len(ids)).view(Column)
     actions: Any = bits_from_bytes(sample.actions, len(ids)).view(Column)
     num_actions = int(np.count_nonzero(actions))
-    if not math.isfinite(sample.weight):
-        raise EntryError(f"the weight of a sample is {sample.weight}; weights must be finite")
-    _check_meta(sample.meta)
+    if not is_reward(sample.weight):
+        raise EntryError(f"the weight of a sample is {sample.weight}; weights must be finite numbers of float32")
+    check_meta(sample.meta, "a sample")
+    for name in _NUMBERS:
+        value = sample.meta.get(name)
+        if value is not None and not is_reward(value):
+            raise EntryError(f"{name} of a sample is {value!r}; it must be a finite number of float32")
+    columns: Any = None if sample.logps is None else float_column(floats_from_bytes(sample.logps, num_actions))
+    if fault := check.find_fault(sample.meta, ids, columns):
+        raise EntryError(f"a sample has {fault}")
     try:
-        logps = None if sample.logps is None else ActorTokenLogps(_floats(sample.logps, num_actions))
+        logps = None if columns is None else ActorTokenLogps(columns)
         fractions = None if sample.fractions is None else floats_from_bytes(sample.fractions, num_actions).tolist()
         item = SAWItem(ids, attention, actions, sample.weight, sample.meta, SampleAttachments(logps, action_fractions=fractions))
         read_fractions([item])
     except (DataTypeError, DataError) as error:
         raise EntryError(str(error)) from error
     return item
-
-
-def _floats(column: bytes, length: int) -> Any:
-    return float_column(floats_from_bytes(column, length))
-
-
-def _check_meta(meta: Mapping[str, Any]) -> None:
-    """Raise EntryError for metadata that the trainer computes with and that have another type."""
-    request_meta = meta.get("request_meta")
-    if not isinstance(request_meta, Mapping | None) or not isinstance(group_of(meta), str | int | None):
-        raise EntryError("request_meta of a sample must be a mapping, and its group_id text or a number")
-    if not isinstance(meta.get("rollout_id"), str | int | None):
-        raise EntryError(f"rollout_id of a sample is {meta['rollout_id']!r}; it must be text or a number")
-    if not isinstance(meta.get("policy_version"), int | None):
-        raise EntryError(f"policy_version of a sample is {meta['policy_version']!r}; it must be a whole number")
-    for name in _NUMBERS:
-        value = meta.get(name)
-        if value is not None and not (isinstance(value, int | float) and math.isfinite(value)):
-            raise EntryError(f"{name} of a sample is {value!r}; it must be a finite number")

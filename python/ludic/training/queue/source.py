@@ -24,6 +24,7 @@ from ludic.training.queue.envelope import EntryError, EntryLimits
 from ludic.training.queue.metrics import measure_queue
 from ludic.training.queue.patience import Patience
 from ludic.training.queue.reading import EntryReader
+from ludic.training.rollouts.check import SampleCheck
 from ludic.training.types import SAWBatch
 
 logger = logging.getLogger(__name__)
@@ -134,6 +135,10 @@ class QueueBatchSource(BatchSourceBase):
         if self.overlaps:
             self._reader.read_ahead(lambda: self._arrivals.position, self._arrivals.groups_per_batch)
         return batch
+
+    def use_check(self, check: SampleCheck) -> bool:
+        self._reader.check = check
+        return True
 
     async def announce(self, version: int) -> None:
         """Say that the weights of `version` can be sampled with; the publisher calls this. Before

@@ -16,7 +16,7 @@ from ludic.inference.request import ReturnSpec
 from ludic.interaction.base import InteractionProtocol
 from ludic.interaction.containment import describe_error, run_contained
 from ludic.training.algorithm import RLAlgorithm
-from ludic.training.rollouts.check import GarbageError, check_rollouts
+from ludic.training.rollouts.check import GarbageError, SampleCheck, check_rollouts
 from ludic.training.rollouts.cut_off import CutOffWarnings
 from ludic.training.rollouts.episodes import Episode, count_episodes, drop_failed_groups, group_episodes
 from ludic.training.rollouts.log import append_failures, append_rollouts
@@ -89,6 +89,8 @@ class RolloutEngine:
         self._scorer = scorer
         self._episodes = 0
         self._warner = CutOffWarnings()
+        self.check: SampleCheck | None = None
+        """What training takes; set by a trainer."""
         self.totals = RolloutCounts()
         """Outcomes of the episodes of all calls so far."""
         for path in (self._jsonl_path, self._failures_path):
@@ -252,7 +254,7 @@ class RolloutEngine:
             inference=request.inference,
             timeout_s=timeout_s,
         )
-        rollouts = check_rollouts(returned)
+        rollouts = check_rollouts(returned, self.check)
         facts = _engine_facts(request, max_steps, timeout_s, env_seed, sampling_seed)
         for rollout in rollouts:
             _add_meta(rollout, episode, facts)

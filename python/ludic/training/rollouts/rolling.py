@@ -24,6 +24,7 @@ from ludic.training.algorithm import RLAlgorithm
 from ludic.training.batching.source import BatchSourceBase
 from ludic.training.batching.synced_batching import Stateful
 from ludic.training.queue.entries import Group as GroupEntry, decode_group, encode_group
+from ludic.training.rollouts.check import SampleCheck
 from ludic.training.rollouts.engine import RolloutEngine, select_credit_assigner
 from ludic.training.rollouts.group_filters import name_of_filter
 from ludic.training.rollouts.group_pool import Group, GroupBatch, GroupPool, PoolCounts, Ticket
@@ -178,6 +179,10 @@ class RollingBatchSource(BatchSourceBase):
             "groups/lag_max": max(groups.lags),
         }
         return batch
+
+    def use_check(self, check: SampleCheck) -> bool:
+        self.engine.check = check
+        return True
 
     def limit(self, num_batches: int) -> None:
         """Say how many more batches the run needs, so that none is begun in vain."""

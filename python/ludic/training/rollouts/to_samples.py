@@ -13,6 +13,7 @@ from ludic.columns import Column, int_column, mask_column
 from ludic.errors import DataError
 from ludic.list_fields import stored
 from ludic.training.averages import mean_or_zero
+from ludic.training.rollouts.check import is_reward, trace_columns
 from ludic.training.rollouts.played import PlayedRollouts
 from ludic.training.types import (
     ActorTokenLogps,
@@ -133,20 +134,12 @@ def step_facts(rollout: Rollout, step: Step) -> dict[str, Any]:
     }
 
 
-def trace_columns(trace: TokenTrace) -> tuple[Any, Any, Any]:
-    """Ids of the prompt [P] and the completion [C], and log-probabilities [C] or None, as the trace
-    holds them: arrays or lists."""
-    names = ("prompt_token_ids", "completion_token_ids", "completion_logprobs")
-    prompt, completion, logps = (stored(trace, name) for name in names)
-    return prompt, completion, logps
-
-
 def require_trace(rollout: Rollout, step: Step) -> TokenTrace:
     """Return the step's token trace. Raises DataError for a step that cannot be trained on: without
     tokens, without the requested log-probabilities, or with a reward that is not finite."""
     where = f"rollout {rollout.id}, step {step.index}"
-    if not math.isfinite(step.reward):
-        raise DataError(f"the reward of {where} is {step.reward}; rewards must be finite")
+    if not is_reward(step.reward):
+        raise DataError(f"the reward of {where} is {step.reward}; rewards must be finite numbers of float32")
     if step.trace is None:
         raise DataError(
             f"Missing rollout-time token trace: {where}; sample with ReturnSpec.for_rl() so that the server returns token ids"
