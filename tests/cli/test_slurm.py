@@ -124,7 +124,10 @@ def test_a_submitted_job_has_its_settings_beside_its_script(tmp_path, monkeypatc
     ("arguments", "message"),
     [
         (["sort", "inference=vllm"], "a server needs a model that is on disk or on the hub"),
-        ([*SERVED, "--gpus-per-node", "1"], "servers need 1 of the 1 GPUs of a node, and training needs at least one more"),
+        (
+            [*SERVED, "--gpus-per-node", "1"],
+            "1 nodes of 1 GPUs have room for 0 servers of 1 GPUs, and data_parallel is 1: training needs a GPU of its own",
+        ),
         (["sort", "lr=3"], "there is no setting 'lr'"),
         (["sort", "place.actors=2"], "ludic slurm places the processes itself"),
         (["sort", "--task", "dpo"], "--task (dpo) must be one of grpo, maxent, maxent-grpo"),

@@ -62,17 +62,30 @@ sizes = st.integers(1, 4)
 @given(nodes=sizes, gpus=st.integers(0, 8), dp=sizes, tp=sizes)
 def test_no_gpu_has_two_uses_and_none_is_idle_that_could_train(nodes, gpus, dp, tp):
     settings = replace(SETTINGS, nodes=nodes, gpus_per_node=gpus, data_parallel=dp, tensor_parallel=tp)
-    if dp * tp + (nodes == 1) > gpus:
-        with pytest.raises(ConfigError, match=rf"need {dp * tp} of the {gpus} GPUs"):
+    each = max(0, gpus - (nodes == 1)) // tp
+    serving_nodes = -(-dp // each) if each else nodes
+    if serving_nodes > max(1, nodes - 1) or not each:
+        with pytest.raises(
+            ConfigError, match=rf"room for {each * max(1, nodes - 1)} servers of {tp} GPUs, and data_parallel is {dp}"
+        ):
             plan(settings)
         return
     placement = plan(settings)
     training = [(node, gpu) for node in placement.train_nodes for gpu in placement.train_gpus]
     serving = [(server.node, gpu) for server in placement.servers for gpu in server.gpus]
     assert len({*training, *serving}) == len(training) + len(serving)
-    assert len(training) == (gpus - dp * tp if nodes == 1 else (nodes - 1) * gpus) > 0
+    assert len(training) == (gpus - dp * tp if nodes == 1 else (nodes - serving_nodes) * gpus) > 0
     assert [len(server.gpus) for server in placement.servers] == [tp] * dp
     assert len({server.port for server in placement.servers}) == dp == len(set(placement.urls))
+
+
+def test_servers_have_as_many_nodes_as_they_need():
+    placement = plan(replace(SETTINGS, nodes=4, gpus_per_node=8, data_parallel=8, tensor_parallel=2))
+    assert placement.train_nodes == ("n1", "n2")
+    assert [(server.node, server.gpus[0]) for server in placement.servers] == [
+        (n, gpu) for n in ("n3", "n4") for gpu in (0, 2, 4, 6)
+    ]
+    assert {server.host for server in placement.servers} == {"n3", "n4"}
 
 
 def test_without_gpus_a_node_has_one_rank_and_one_rank_needs_no_agent():

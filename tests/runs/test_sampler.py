@@ -260,3 +260,10 @@ def test_a_run_on_a_real_server_samples_from_the_trainers_weights(tmp_path: Path
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     fresh = next(line for line in lines if line["phase"] == "reinforce" and line["step"] == 1)
     assert fresh.get("mismatch/mean", 0.0) < 1e-4  # absent if no sample of the first batch had a weight
+
+
+@pytest.mark.parametrize("more", [[], ["inference=vllm", "trainer.sync_every_steps=2"], ["evaluation.on=nowhere"]])
+def test_servers_answer_held_out_problems_only_where_they_have_the_weights(more):
+    recipe = compose(["evaluation.on=servers", *more])
+    with pytest.raises(ConfigError, match=r"evaluation.on \(\w+\) must be trainer, or servers, which needs inference=vllm"):
+        check_inference(recipe, None)

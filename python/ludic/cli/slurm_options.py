@@ -11,8 +11,9 @@ from ludic.cli.user_errors import report_user_errors
 
 HELP = """Train in a Slurm job, with vLLM servers beside the trainer if the recipe samples from vLLM.
 
-On one node the servers have its first GPUs and training the others; on several, the servers have the last node. Every GPU that
-trains has a rank. Prints the batch script and the plan, or submits the job from the current folder, which all nodes must see.
+On one node the servers have its first GPUs and training the others; on several, the servers have the last nodes, as few as
+hold them. Every GPU that trains has a rank. Prints the batch script and the plan, or submits the job from the current folder,
+which all nodes must see.
 
 **Examples**
 

@@ -166,6 +166,9 @@ class EvaluationSection:
     greedily."""
     samples_per_prompt: int = MISSING
     """Answers sampled per problem, at the temperature of `rollout`."""
+    on: str = "trainer"
+    """Who answers: `trainer`, the model in the trainer's process, or `servers`, those that sample
+    for training. Only numbers of one of them can be compared."""
     solved_at: Optional[float] = None  # noqa: UP045
     """An answer counts as right from this total reward on; null: the task's own definition of
     success. With reward functions of your own that is 1 as long as every reward is 0 or 1; with

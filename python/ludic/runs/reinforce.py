@@ -122,6 +122,10 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
     def title(self) -> str:
         return self.recipe.recipe
 
+    @property
+    def _is_measured_on_servers(self) -> bool:
+        return self.recipe.evaluation.on == "servers" and self.recipe.steps > 0
+
     async def play_phases(self) -> None:
         if self.progress.phase == WARM_UP:
             await self._warm_up()
@@ -129,7 +133,8 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
             self._adapt()
             if self.recipe.steps:
                 await self._reinforce()
-            self.progress.after = await self._evaluate() if self.recipe.steps else self.progress.before
+            if not self._is_measured_on_servers:
+                self.progress.after = await self._evaluate() if self.recipe.steps else self.progress.before
             self._finish_phase(DONE)
 
     async def _warm_up(self) -> None:
@@ -140,7 +145,8 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
             with self.open_logger(WARM_UP, keys=WARM_UP_KEYS, spark_key="loss", last_step=steps) as logger:
                 trainer = self._make_phase_trainer(WARM_UP, make_sft(normalizer="tokens"), source, parts.warmup_cfg, logger)
                 await self._train(trainer, steps, WARM_UP)
-        self.progress.before = await self._evaluate()
+        if not self._is_measured_on_servers:
+            self.progress.before = await self._evaluate()
         if recipe.lora.rank and not has_adapters(parts.model):
             ranks.ask_rank_0("saving the base", lambda: save_policy(parts.model, parts.tokenizer, self.directory.base))
         self._finish_phase(REINFORCE)
@@ -166,6 +172,9 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
                 source = None if self.directory.is_followed else self._make_source(sampler, actors)
                 if isinstance(source, ActorBatches):
                     sampler = source.follow(sampler)
+                if self._is_measured_on_servers:
+                    engine = self._make_engine(sampler=sampler)
+                    self._held_out = make_held_out(recipe, parts.task, engine, parts.model, self.directory)
                 trainer = self._make_phase_trainer(REINFORCE, parts.algorithm, source, parts.trainer_cfg, logger, sampler)
                 if source is not None:
                     source.limit(recipe.steps - trainer.current_step)
@@ -175,7 +184,13 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
                 try:
                     if sampler.remote:
                         await trainer.publish()
+                    if self._is_measured_on_servers and self.progress.before is None:
+                        self.progress.before = await self._evaluate()
+                        self.directory.write_progress(self.progress)
                     await self._train(trainer, recipe.steps, REINFORCE)
+                    if self._is_measured_on_servers:
+                        await trainer.publish()  # the best weights, if it was stopped early
+                        self.progress.after = await self._evaluate()
                     if isinstance(source, ActorBatches):
                         await source.close_queue()
                 finally:

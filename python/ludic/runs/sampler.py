@@ -105,8 +105,13 @@ class _Elsewhere:
 
 def check_inference(recipe: Recipe, model: Any) -> None:
     """Raise `ConfigError` for settings or a model that the sampler would fail with later."""
-    section = recipe.inference
-    if choose_kind(section) == "local":
+    section, where = recipe.inference, recipe.evaluation.on
+    is_local = choose_kind(section) == "local"
+    if where not in ("trainer", "servers") or (where == "servers" and (is_local or recipe.trainer.sync_every_steps != 1)):
+        raise ConfigError(
+            f"evaluation.on ({where}) must be trainer, or servers, which needs inference=vllm and trainer.sync_every_steps=1"
+        )
+    if is_local:
         return
     if section.url is not None:
         _check_servers(_list_urls(section))

@@ -39,7 +39,8 @@ def killed_launch(folder: Path, kills: str, *more: str) -> tuple[list[str], dict
     """The command that plays such a run and kills processes of it, and its environment. Answers of
     servers are lines of the file `sampled`."""
     command = [sys.executable, str(SUPPORT / "killed_launch.py"), str(folder / "run"), kills, *settings(folder, *more)]
-    return command, {"PYTHONPATH": str(SUPPORT), "SAMPLED": str(folder / "sampled")}
+    path = os.pathsep.join(filter(None, [str(SUPPORT), os.environ.get("PYTHONPATH")]))
+    return command, {"PYTHONPATH": path, "SAMPLED": str(folder / "sampled")}
 
 
 ACTOR = ["place.actors=1", "queue.lease_s=2"]
@@ -96,6 +97,21 @@ def test_each_version_is_served_and_one_set_of_weights_has_its_name(whole: Path)
     states = {process["name"]: process["state"] for process in json.loads((whole / "launch.json").read_text())["processes"]}
     assert states == {"trainer": "ended", "server0": "ended", "actor0": "ended"}
     assert not list((whole / "servers").glob("*.json"))
+
+
+def test_servers_answer_the_held_out_problems_too(whole: Path, tmp_path: Path) -> None:
+    """With the weights of each measurement, and without a change of what is trained."""
+    run = play(tmp_path, "", "evaluation.on=servers", "trainer.eval_every_n_steps=4")
+    assert same_weights(run, whole)
+    answers = answers_of(run)
+    assert set(answers) - {"default"} == {str(step) for step in range(STEPS + 1)}
+    assert all(len(weights) == 1 for weights in answers.values())
+    versions = [line.split()[0] for line in (run.parent / "sampled").read_text().splitlines()]
+    measured = 3 * (2 + 1)  # two sampled answers to each problem, and a greedy one
+    assert versions.count(str(STEPS)) == 2 * measured  # the evaluation of the last step, and the one after training
+    assert versions.count("4") == versions.count("3") + measured
+    assert versions.count("0") == versions.count("3") + measured
+    assert [line["step"] for line in metrics_of(run) if "eval/sampled_reward" in line] == [4, 8]
 
 
 def test_on_ray_a_server_an_actor_and_the_trainer_are_killed(whole: Path, tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ class Placement:
 
 def place(settings: SlurmSettings, allocation: Allocation) -> Placement:
     """Without servers every node trains. With them: of one node, the servers have the first GPUs
-    and training the others; of several, the servers have the last node.
+    and training the others; of several, the servers have the last nodes, as few as hold them.
 
     Example: 3 nodes with 4 GPUs and 2 servers of 2 GPUs each. Training has the 8 GPUs of the first
     two nodes, the servers GPUs 0, 1 and 2, 3 of the third. Raises ConfigError if the GPUs are too
@@ -68,17 +68,17 @@ def place(settings: SlurmSettings, allocation: Allocation) -> Placement:
         raise ConfigError("the allocation has no nodes")
     if not settings.serve:
         return Placement(nodes, gpus)
-    size, needed = settings.tensor_parallel, settings.data_parallel * settings.tensor_parallel
-    shared = len(nodes) == 1
-    if needed > len(gpus) - shared:
-        left = ", and training needs at least one more; ask for another node" if shared else "; lower one of them"
+    size, count, shared = settings.tensor_parallel, settings.data_parallel, len(nodes) == 1
+    each = max(0, len(gpus) - shared) // size  # servers of a node
+    room = each * max(1, len(nodes) - 1)
+    if count > room:
         raise ConfigError(
-            f"data_parallel ({settings.data_parallel}) x tensor_parallel ({size}) servers need {needed} of the {len(gpus)} GPUs of a "
-            f"node{left}"
+            f"{len(nodes)} nodes of {len(gpus)} GPUs have room for {room} servers of {size} GPUs, and data_parallel is {count}: training "
+            f"needs {'a GPU' if shared else 'a node'} of its own; lower data_parallel or tensor_parallel ({size}), or add nodes"
         )
-    host = LOOPBACK if shared else nodes[-1]
-    servers = tuple(
-        Server(nodes[-1], gpus[number * size : (number + 1) * size], settings.server_port + number, host)
-        for number in range(settings.data_parallel)
-    )
-    return Placement(nodes, gpus[needed:], servers) if shared else Placement(nodes[:-1], gpus, servers)
+    serving = nodes if shared else nodes[len(nodes) - -(-count // each) :]
+    servers = []
+    for number in range(count):
+        node, first = serving[number // each], number % each * size
+        servers.append(Server(node, gpus[first : first + size], settings.server_port + number, LOOPBACK if shared else node))
+    return Placement(nodes if shared else nodes[: -len(serving)], gpus[count * size :] if shared else gpus, tuple(servers))
