@@ -65,7 +65,7 @@ def test_what_the_trainer_writes_is_shown_and_a_failed_one_is_restarted(tmp_path
     assert result.exit_code == 0, result.output
     assert [name for _, name in stage.starts] == ["trainer", "trainer"]
     lines = result.output.splitlines()
-    assert lines[0].endswith("run: 1 trainer on local")
+    assert lines[0].endswith("run: 2 trainers on local")
     assert [line for line in lines if line in ("first", "second")] == ["first", "second"]
     assert any("trainer ended with status 75" in line for line in lines)
     assert stage.planned[0].argv[-3:] == ("worker", "trainer", str(tmp_path / "run"))

@@ -1,4 +1,4 @@
-"""docs/migration.md: every old name behaves as its row says."""
+"""docs/migration.md: every other name behaves as its row says."""
 
 import re
 from importlib import import_module
@@ -13,7 +13,7 @@ from ludic.training import ClippedSurrogateLoss, TrainerConfig, make_bradley_ter
 PAGE = (Path(__file__).parents[2] / "docs" / "migration.md").read_text(encoding="utf-8")
 
 
-def test_old_names_raise_or_warn_as_documented():
+def test_other_names_raise_or_warn_as_documented():
     with pytest.raises(ConfigError, match="set max_seq_len and micro_token_budget"):
         TrainerConfig(grad_accum_steps=4)
     with pytest.raises(ConfigError, match="two names of one setting"):

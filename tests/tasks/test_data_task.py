@@ -159,6 +159,10 @@ def test_the_results_of_several_functions_are_reported_by_name(tmp_path):
     task = DataTask(source, [ONE, HALF], [1, 0.2])
     assert list(task.measures) == ["rewards/one", "rewards/half"]
     assert task.reward_sees == "what one + 0.2 * half returned for the whole answer"
+    measured = DataTask(source, ONE, eval_reward=HALF)
+    assert measured.reward_sees == "what half returned for the whole answer, and in training what one returned"
+    judged = DataTask(source, judged=True, eval_reward=HALF)
+    assert judged.reward_sees == "what half returned for the whole answer"
 
 
 @pytest.mark.parametrize(

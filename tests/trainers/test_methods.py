@@ -19,6 +19,7 @@ from ludic.cli.train import TrainCommand
 from ludic.errors import CheckpointError, ConfigError, ConfigTypeError
 from ludic.models.byte_tokenizer import make_byte_tokenizer
 from ludic.recipes.foreign_names import ARGUMENTS
+from ludic.tasks import Tools
 from ludic.training import Callback, KeepBest, StopOnMetric
 from ludic.training.reward_functions import register_reward, reward_names
 from ludic.training.reward_registry import given_rewards, make_reward
@@ -97,13 +98,34 @@ def test_a_task_of_ones_own_with_an_environment_is_the_run_of_its_name(monkeypat
     assert all(torch.equal(ours[name], weights(run)[name]) for run in ("named", "command") for name in ours)
 
 
+def test_a_class_of_a_script_is_trained_and_goes_on_as_functions_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("door_class.py").write_text("from ludic.tasks import Tools\n\n\nclass Elsewhere(Tools):\n    pass\n")
+    monkeypatch.syspath_prepend(Path.cwd())
+    from door_class import Elsewhere
+
+    settings = {**EPISODES, "steps": 2}
+    assert GRPO(None, task=HereOnly, name="script", **settings).recipe.task.kind == "HereOnly"
+    first = GRPO(None, task=HereOnly, name="script", **{**settings, "steps": 1}).train()
+    assert (first["status"], first["steps"]) == ("finished", 1)
+    assert GRPO(None, task=HereOnly, name="script", **settings).train(resume=True)["steps"] == 2
+    GRPO(None, task=Elsewhere, name="module", **settings).train()
+    assert all(torch.equal(value, weights("module")[name]) for name, value in weights("script").items())
+    refused = CliRunner().invoke(app, ["eval", "runs/script"])
+    assert "task.kind (HereOnly) is not known" in " ".join(refused.output.split())
+
+
+def test_the_weight_of_one_reward_is_a_number_or_a_list() -> None:
+    for weights in (2, [2.0], (2,)):
+        assert GRPO(None, digits, ROWS, reward_weights=weights).recipe.reward_weights == [2.0]
+
+
 def test_the_arguments_of_a_task_are_its_own() -> None:
     recipe = GRPO(None, task={"kind": "tools", "args": {"format": "chat"}}).recipe
     assert (recipe.task.kind, recipe.task.args) == ("tools", {"format": "chat"})
     assert GRPO(None, task="tools").recipe.task.args == {}  # none of those of the default recipe
 
 
-class HereOnly:
+class HereOnly(Tools):
     pass
 
 
@@ -116,7 +138,7 @@ HereOnly.__module__ = "__main__"
         ({}, "nothing to train on; give reward functions and rows, or task="),
         ({"task": {"args": {}}}, "nothing to train on"),
         ({"task": "tools", "dataset": ROWS, "reward_functions": digits}, "a task has its own problems and rewards"),
-        ({"task": HereOnly}, "move the class to the top level of a module"),
+        ({"task": HereOnly, "place": {"actors": 1}}, "the actors cannot import the task 'HereOnly' of this process"),
         ({"task": object()}, r"task \(object\) must be a class"),
     ],
 )

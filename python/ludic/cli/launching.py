@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
@@ -73,7 +74,7 @@ def _run_processes(recipe: Any, folder: Path, console: Console) -> int:
         _make_run_id(recipe, folder)
         note(describe_submission(write_job(recipe.place, processes, folder)))
         return DONE
-    note(f"{folder}: {_count(processes)} on {recipe.place.on}")
+    note(f"{folder}: {_count(processes, recipe.place.trainers)} on {recipe.place.on}")
     if isinstance(recipe, Recipe) and uses_queue(recipe):
         _open_queue(recipe, folder, note)
     trainers = [process.name for process in processes if process.role == TRAINER]
@@ -102,10 +103,10 @@ def _least_trainers(section: Any) -> int | None:
     return section.min_nodes if section.trainers > 1 else None
 
 
-def _count(processes: Sequence[Process]) -> str:
-    """Example: `2 trainer, 1 actor` for the processes of these roles."""
-    roles = [process.role for process in processes]
-    return ", ".join(f"{roles.count(role)} {role}" for role in dict.fromkeys(roles))
+def _count(processes: Sequence[Process], trainers: int) -> str:
+    """Example: `2 trainers, 1 actor`. One process of the plan starts all trainers of a machine."""
+    counts = {**Counter(process.role for process in processes), TRAINER: trainers}
+    return ", ".join(f"{count} {role}{'s' * (count > 1)}" for role, count in counts.items())
 
 
 def _make_run_id(recipe: Any, folder: Path) -> None:

@@ -17,6 +17,7 @@ from ludic.importing import import_named
 from ludic.recipes.checkpoint_section import check_checkpoints
 from ludic.recipes.compose import check_minimums
 from ludic.recipes.info_seed_section import build_info_seed
+from ludic.recipes.named_sources import GIVEN_TASKS
 from ludic.recipes.ranks_section import check_ranks
 from ludic.recipes.reference_section import check_reference
 from ludic.recipes.schema import NULL_UNLESS_SET, Recipe, TaskSection
@@ -92,10 +93,13 @@ def build_task(
 
 
 def build_named(registry: dict[str, Callable[..., Any]], section: TaskSection) -> Any:
-    """Make the registry's entry of that name, or the user's own class as `package.module:Class`,
-    with the section's arguments."""
-    own = ":" in section.kind
-    make = import_named(section.kind, "task.kind") if own else _look_up(registry, section.kind, "task.kind")
+    """Make the registry's entry of that name, or the user's own class, given as an object or as
+    `package.module:Class`, with the section's arguments."""
+    own = "module:Class, or in its script a class"
+    if ":" in section.kind:
+        make = import_named(section.kind, "task.kind")
+    else:
+        make = _look_up({**registry, **GIVEN_TASKS.now}, section.kind, "task.kind", own=own)
     return _call(make, section.args, "task.args")
 
 

@@ -12,11 +12,15 @@ from ludic.agents.tool_names import find_tools
 from ludic.agents.tool_use import check_tool
 from ludic.data.places import is_local
 from ludic.errors import DataError
+from ludic.given_names import GivenNames
 from ludic.importing import import_named
 from ludic.models.places import check_place
 
 _DATA, _MODELS = ("data", "heldout_data"), ("model", "tokenizer", "reward_model")
 _FUNCTIONS = ("reward", "eval_reward", "algorithm", "task.kind", "rollout.group_filter")
+
+GIVEN_TASKS = GivenNames[type]("tasks")
+"""Classes of a script or a notebook, which no module has."""
 
 
 def check_named_sources(recipe: Any) -> None:

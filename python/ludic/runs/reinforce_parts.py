@@ -26,6 +26,7 @@ from ludic.runs.rollouts import check_rollouts
 from ludic.runs.sampler import check_inference
 from ludic.runs.seeding import seed_everything
 from ludic.runs.shared_model import check_sampling, check_sharding_settings
+from ludic.runs.trial import try_task
 from ludic.tasks import EpisodicTask
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.config import TrainerConfig
@@ -60,6 +61,7 @@ class RLParts:
         check_adapters(recipe)
         model, tokenizer = build_policy(recipe)
         check_prompts(recipe, task, tokenizer, model)
+        try_task(recipe, task, tokenizer, model)
         task = add_reward_model(recipe, task, tokenizer)
         if recipe.model is not None:
             model = add_adapters(model, recipe, seed=recipe.seed, device=recipe.trainer.model_device)

@@ -57,28 +57,30 @@ def make_engine(
     played = as_episodic(task)
     scorer = played.training_scorer if trained else played.scorer
 
-    def make_protocol() -> SingleAgentProtocol:
-        make_agent = Agent if played.tool_use is None else played.tool_use.make_agent
-        agent = make_agent(
-            client=client,
-            model=model_name,
-            ctx=GivenDialog(system_prompt=system_prompt or played.system_prompt),
-            parser=played.parser,
-            reject_incomplete_completions=not played.sees_cut_off_answers,
-            incomplete_completion_penalty=played.cut_off_reward,
-        )
-        return SingleAgentProtocol(agent=agent, stop_on_parse_error=played.max_turns > 1)
-
     def make_env(problem: Episode) -> SingleAgentEnv:
         return played.make_env(problem)
 
     return RolloutEngine(
         env_registry={ENV_KIND: make_env if info_seed is None else seed_tagged(make_env, info_seed)},
-        protocol_registry={PROTOCOL_KIND: make_protocol},
+        protocol_registry={PROTOCOL_KIND: lambda: make_protocol(played, client, model_name, system_prompt)},
         jsonl_path=jsonl_path,
         scorer=scorer,
         **settings,
     )
+
+
+def make_protocol(task: EpisodicTask, client: ChatClient, model_name: str, system_prompt: str | None) -> SingleAgentProtocol:
+    """An agent that plays an episode of the task."""
+    make_agent = Agent if task.tool_use is None else task.tool_use.make_agent
+    agent = make_agent(
+        client=client,
+        model=model_name,
+        ctx=GivenDialog(system_prompt=system_prompt or task.system_prompt),
+        parser=task.parser,
+        reject_incomplete_completions=not task.sees_cut_off_answers,
+        incomplete_completion_penalty=task.cut_off_reward,
+    )
+    return SingleAgentProtocol(agent=agent, stop_on_parse_error=task.max_turns > 1)
 
 
 def check_rollouts(recipe: Recipe, task: EpisodicTask) -> None:

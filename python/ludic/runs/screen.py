@@ -55,12 +55,18 @@ class Screen:
             self._live.log(int(rates.get("eval/step", 0)), rates)
 
     @contextmanager
-    def logger(self, title: str, *, keys: list[str], spark_key: str, last_step: int) -> Iterator[TrainingLogger]:
+    def logger(
+        self, title: str, *, keys: list[str], spark_key: str, last_step: int, run_name: str = ""
+    ) -> Iterator[TrainingLogger]:
         """`keys` are shown in plain lines; the dashboard shows more, and draws `spark_key`."""
         keys = [*keys, *PROGRESS_KEYS]
         measured = list(dict.fromkeys([*MEASURED_KEYS, *(f"eval/{key.removeprefix('train/')}" for key in keys)]))
         if self.console.is_terminal:
-            with RichLiveLogger(keys=[*keys, *measured, *DASHBOARD_KEYS], spark_key=spark_key, console=self.console) as live:
+            shown = [*keys, *measured, *DASHBOARD_KEYS]
+            dashboard = RichLiveLogger(
+                keys=shown, spark_key=spark_key, console=self.console, run_name=run_name, last_step=last_step
+            )
+            with dashboard as live:
                 self._live = live
                 try:
                     yield live

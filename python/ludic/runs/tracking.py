@@ -130,7 +130,8 @@ def run_logger(
         run = TrackerRun(recipe, directory, phase, *_read_or_make_id(directory)) if names else None
         trackers = [_start_tracker(opened, name, run, screen) for name in names if run is not None]
         written = opened.enter_context(JSONLLogger(directory.metrics))
-        shown = opened.enter_context(screen.logger(phase, keys=keys, spark_key=spark_key, last_step=last_step))
+        name = directory.path.name
+        shown = opened.enter_context(screen.logger(phase, keys=keys, spark_key=spark_key, last_step=last_step, run_name=name))
         header = run_header(_recipe_path(directory)) if isinstance(recipe, Recipe) and recipe.report_header else {}
         for line in (f"{name}: {value}" for name, value in header.items()):
             screen.note(line)

@@ -72,12 +72,12 @@ class WrappedTask(EpisodicTask):
         return self.task.show(episode, rollout)
 
 
-@forward_members("_task", (*TaskDefaults.__annotations__, "training_scorer", "rates", "aclose"))
+@forward_members("task", (*TaskDefaults.__annotations__, "training_scorer", "rates", "aclose"))
 class OneTurn(TaskDefaults, EpisodicTask):
     """A task of one turn as a task of episodes."""
 
     def __init__(self, task: Task) -> None:
-        self._task = task
+        self.task = task
 
     @property
     def max_turns(self) -> int:
@@ -85,30 +85,30 @@ class OneTurn(TaskDefaults, EpisodicTask):
 
     @property
     def max_new_tokens(self) -> int:
-        return self._task.max_new_tokens
+        return self.task.max_new_tokens
 
     @property
     def reward_sees(self) -> str:
-        return self._task.reward_sees
+        return self.task.reward_sees
 
     @property
     def facts(self) -> Mapping[str, str]:
-        return self._task.facts
+        return self.task.facts
 
     def draw(self, rng: Random) -> Episode:
-        return self._task.draw(rng)
+        return self.task.draw(rng)
 
     def demonstrations(self, count: int, rng: Random) -> Sequence[Sequence[Turn]]:
-        problems = [self._task.draw(rng) for _ in range(count)]
+        problems = [self.task.draw(rng) for _ in range(count)]
         return [
-            [Turn(each["question"], self._task.demonstrate(each, rng), prompt_messages(each), _kwargs(each))] for each in problems
+            [Turn(each["question"], self.task.demonstrate(each, rng), prompt_messages(each), _kwargs(each))] for each in problems
         ]
 
     def make_env(self, episode: Episode) -> SingleAgentEnv:
-        return self._task.make_env(episode)  # type: ignore[arg-type]
+        return self.task.make_env(episode)  # type: ignore[arg-type]
 
     def suites(self) -> Mapping[str, Sequence[Episode]]:
-        return {"held out": self._task.heldout()}
+        return {"held out": self.task.heldout()}
 
     def measure(self, played: Mapping[str, Sequence[Played]]) -> dict[str, float]:
         [answers] = played.values()

@@ -72,11 +72,15 @@ class DataTask:
 
     @property
     def reward_sees(self) -> str:
-        terms = [
-            name if weight == 1 else f"{weight:g} * {name}"
-            for name, weight in zip(self.training_scorer.names, self.training_scorer.weights, strict=True)
-        ]
-        return f"what {' + '.join(terms)} returned for the whole answer"
+        trained, held_out = (
+            " + ".join(
+                name if weight == 1 else f"{weight:g} * {name}" for name, weight in zip(each.names, each.weights, strict=True)
+            )
+            for each in (self.training_scorer, self.scorer)
+        )
+        both = trained == held_out or not trained  # a reward model may be the only reward of training
+        in_training = "" if both else f", and in training what {trained} returned"
+        return f"what {held_out} returned for the whole answer{in_training}"
 
     @property
     def success_reward(self) -> float | None:

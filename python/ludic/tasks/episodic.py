@@ -20,6 +20,7 @@ seed decides the rest."""
 
 
 Played = tuple[Episode, Rollout]
+"""An episode and how the model played it."""
 
 
 class Turn(NamedTuple):
@@ -85,7 +86,9 @@ class EpisodicTask(ABC):
 
     @abstractmethod
     def measure(self, played: Mapping[str, Sequence[Played]]) -> dict[str, float]:
-        """Rates of the sampled episodes of each suite."""
+        """Rates of the sampled episodes of each suite. `played`: name of the suite -> pairs
+        (episode, rollout). `rollout.steps` has a `Step` for each action (`prev_obs`, `action`,
+        `next_obs`, `reward`, `info`), and `rollout.total_reward` is the sum of their rewards."""
 
     @abstractmethod
     def show(self, episode: Episode, rollout: Rollout) -> Shown:

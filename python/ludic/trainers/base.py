@@ -16,6 +16,7 @@ from ludic.errors import ConfigError, ConfigTypeError
 from ludic.event_loop import call_outside_loop
 from ludic.rank_environment import read_rank_environment
 from ludic.recipes.actors import uses_queue
+from ludic.recipes.named_sources import GIVEN_TASKS
 from ludic.recipes.overrides import Override
 from ludic.recipes.place_section import needs_launcher
 from ludic.recipes.schema import Recipe
@@ -53,8 +54,9 @@ class RecipeTrainer:
         callbacks: Sequence[Callback],
         rewards: Mapping[str, Callable[..., Any]] | None = None,
         tools: Mapping[str, Callable[..., Any]] | None = None,
+        tasks: Mapping[str, type] | None = None,
     ) -> None:
-        """`rewards` and `tools`: functions that the settings name, and that only this object knows.
+        """`rewards`, `tools` and `tasks`: what the settings name, and only this object knows.
         Raises ConfigError for settings that cannot be."""
         self.callbacks = tuple(callbacks)
         """Called besides those that the settings name. Each `train` begins with their state of the
@@ -63,7 +65,7 @@ class RecipeTrainer:
         self.run: TrainingRun[Any, Any, Any] | None = None
         """The run; None before `train`."""
         self._command = _PreparedCommand(command, self)
-        self._rewards, self._tools = dict(rewards or {}), dict(tools or {})
+        self._rewards, self._tools, self._tasks = dict(rewards or {}), dict(tools or {}), dict(tasks or {})
         self._states: list[dict[str, Any] | None] | None = None
         self._is_stopped = False
         """Whether the present `train` was asked to end."""
@@ -110,7 +112,7 @@ class RecipeTrainer:
         arguments = [] if place is None else self._more_steps(place)
         self._reset_callbacks()
         self._is_stopped = self._is_set_up = False
-        with given_rewards(self._rewards), given_tools(self._tools):
+        with given_rewards(self._rewards), given_tools(self._tools), GIVEN_TASKS.given(self._tasks):
             call_outside_loop(
                 lambda: run_command(self._command, arguments, resume=place, json_only=False, print_config=False),
                 on_interrupt=self.stop,
@@ -149,10 +151,11 @@ class RecipeTrainer:
                 f"{setting} has a launcher start the trainers, and {type(self).__name__} trains in this process; run `{command}`, with "
                 "reward=module:function, tools=[module:function] and callbacks.own=module:name for what is yours"
             )
-        own = [*(f"reward {name!r}" for name in self._rewards), *(f"tool {name!r}" for name in self._tools)]
+        kinds: dict[str, Mapping[str, Any]] = {"reward": self._rewards, "tool": self._tools, "task": self._tasks}
+        own = [f"{kind} {name!r}" for kind, objects in kinds.items() for name in objects]
         if own and isinstance(self.recipe, Recipe) and uses_queue(self.recipe):
             raise ConfigError(
-                f"the actors cannot import the {own[0]} of this process; move the function to a module, or leave place.actors and "
+                f"the actors cannot import the {own[0]} of this process; move it to a module, or leave place.actors and "
                 "queue.url out"
             )
 

@@ -58,32 +58,27 @@ def source_of(data: Rows, folder: Path, *, rewards: Rewards = ()) -> Any:
     return str(path)
 
 
-def task_of(task: TaskSetting | None, dataset: Rows | None, rewards: Rewards | None) -> dict[str, Any]:
-    """The settings of the task, empty without one. Raises ConfigError if there is neither a
-    task nor rows, for rows or reward functions beside a task of one's own, which has both, and for
-    a class that no other process can import."""
+def task_of(task: TaskSetting | None, dataset: Rows | None, rewards: Rewards | None) -> tuple[dict[str, Any], dict[str, type]]:
+    """The settings of the task, empty without one, and its class if only this process knows it, as
+    `name_rewards` does it. Raises ConfigError if there is neither a task nor rows, and for rows or
+    reward functions beside a task of one's own, which has both."""
     section = dict(task) if isinstance(task, Mapping) else {}
     if dataset is None and (task is None or (isinstance(task, Mapping) and "kind" not in section)):
         raise ConfigError("there is nothing to train on; give reward functions and rows, or task= with a class of your own")
     if task is None or (dataset is not None and isinstance(task, Mapping)):
-        return {"task": section} if section else {}
+        return {"task": section} if section else {}, {}
     if dataset is not None or rewards is not None:
         raise ConfigError("a task has its own problems and rewards; leave task= out, or the reward functions and the rows")
     if section:
-        return {f"task.{name}": value for name, value in section.items()}
+        return {f"task.{name}": value for name, value in section.items()}, {}
     if isinstance(task, str):
-        return {"task.kind": task}
+        return {"task.kind": task}, {}
     if not isinstance(task, type):
         raise ConfigTypeError(
             f"task ({type(task).__name__}) must be a class, which a resumed run makes again, or its module:Class"
         )
-    module = task.__module__
-    if module == "__main__" or task.__qualname__ != task.__name__:
-        raise ConfigError(
-            f"the task {task.__qualname__} of {module} cannot be imported by a run that goes on; move the class to the top level of a "
-            "module beside this script"
-        )
-    return {"task.kind": f"{module}:{task.__name__}"}
+    name = _name(task)
+    return {"task.kind": name}, {} if ":" in name else {name: task}
 
 
 def name_rewards(rewards: Rewards) -> tuple[list[str], dict[str, Callable[..., Any]]]:

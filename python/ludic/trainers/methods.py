@@ -43,7 +43,7 @@ class GRPO(RecipeTrainer):
         tools: Tools | None = None,
         task: TaskSetting | None = None,
         eval_dataset: Rows | None = None,
-        reward_weights: Sequence[float] | None = None,
+        reward_weights: float | Sequence[float] | None = None,
         callbacks: Sequence[Callback] = (),
         **settings: Any,
     ) -> None:
@@ -53,23 +53,26 @@ class GRPO(RecipeTrainer):
         `tools`: functions with type hints and docstrings that the model may call before it answers,
         in training and in every measurement; the reward functions get the answer.
         `eval_dataset`: held out instead of a tenth of the prompts. `task`: instead of both, a class
-        with the members of `ludic.tasks.EpisodicTask` or `Task`, in a module; it is
-        `task.kind=module:Class` of `ludic train`, so its demonstrations warm the model up unless
-        `warmup={"steps": 0}`; `recipe="tools"` has the settings for several turns. A mapping has
-        the section `task`. Raises ConfigError without rows and task, for a class that no other
-        process can import, and for a tool without docstring or type hints."""
+        with the members of `ludic.tasks.EpisodicTask` or `Task`; it is `task.kind=module:Class` of
+        `ludic train`, so its demonstrations warm the model up unless `warmup={"steps": 0}`;
+        `recipe="tools"` has the settings for several turns. A mapping has the section `task`.
+        Raises ConfigError without rows and task, and for a tool without docstring or type hints."""
         rows = _folder_of_rows(settings)
-        task_section = task_of(task, dataset, reward_functions)
+        task_section, own_task = task_of(task, dataset, reward_functions)
         given: dict[str, Any] = {}
         given["reward"], own = (None, {}) if reward_functions is None else name_rewards(reward_functions)
         if dataset is not None:
             given["data"] = source_of(dataset, rows, rewards=reward_functions or ())
-        given["reward_weights"] = None if reward_weights is None else [float(weight) for weight in reward_weights]
+        if reward_weights is not None:
+            weights: Sequence[Any] = [reward_weights] if isinstance(reward_weights, int | float) else reward_weights
+            given["reward_weights"] = [weight if isinstance(weight, str) else float(weight) for weight in weights]
         if eval_dataset is not None:
             judging = None if settings.get("eval_reward") is not None else reward_functions
             given["task.args.heldout_data"] = source_of(eval_dataset, rows, rewards=judging or ())
         given["tools"], own_tools = (None, {}) if tools is None else name_tools(tools)
-        super().__init__(TrainCommand(), settings_of(model, {**task_section, **settings}, **given), callbacks, own, own_tools)
+        super().__init__(
+            TrainCommand(), settings_of(model, {**task_section, **settings}, **given), callbacks, own, own_tools, own_task
+        )
 
 
 class SFT(RecipeTrainer):

@@ -59,6 +59,13 @@ def test_the_dashboard_has_three_columns_with_steps_and_a_sparkline_panel():
     assert "waiting for the first value" in text
 
 
+def test_the_dashboard_names_the_run_and_the_last_step():
+    text = render(RichLiveLogger(run_name="mine[1]", last_step=60))
+    assert "train · step 7 of 60" in text
+    assert "mine[1] · avg_total_reward" in text
+    assert "eval · step 4 of" not in text
+
+
 def test_the_dashboard_hides_step_counters_and_filters_with_or_without_prefix():
     text = render(RichLiveLogger(keys=["loss", "eval/accuracy"]), stats={**STATS, "train/step": 7.0})
     assert "accuracy" in text

@@ -47,15 +47,18 @@ class RichLiveLogger:
         precision: int = 4,
         console: Console | None = None,
         live: Live | None = None,
+        run_name: str = "",
+        last_step: int | None = None,
     ) -> None:
         """`keys`: the statistics to display, with or without prefix; None: all. `spark_key`: the
         metric of the sparkline; the last `history` values are stored, the last `spark_window`
-        drawn."""
+        drawn. `run_name` is in the title of that panel, `last_step` in the train panel's."""
         self.keys, self.spark_key = keys, spark_key
         self.spark_window, self.precision = spark_window, precision
         self.history_vals: deque[float] = deque(maxlen=history)
         self.console = console or (live.console if live is not None else Console())
         self._live = live
+        self.run_name, self.last_step = run_name, last_step
         self._owns_live = False
         self._latest: dict[str, dict[str, float]] = {section: {} for section in SECTIONS}
         self._step = 0
@@ -150,7 +153,8 @@ class RichLiveLogger:
         if name == "perf":
             return name
         at = stats.get(f"{name}/step", step if name == "train" else None)
-        return name if at is None else f"{name} · step {int(at)}"
+        of = f" of {self.last_step}" if name == "train" and self.last_step is not None else ""
+        return name if at is None else f"{name} · step {int(at)}{of}"
 
     def _number(self, value: float) -> str:
         if not math.isfinite(value):
@@ -175,7 +179,8 @@ class RichLiveLogger:
             body.append(f"  {self._number(window[-1])}", style="bold")
             low, high = self._number(min(window)), self._number(max(window))
             body.append(f"\nlow {low}   high {high}   last {len(window)} of {len(self.history_vals)} values", style="dim")
-        return Panel(body, title=self.spark_key, border_style="yellow", box=box.ROUNDED, title_align="left")
+        title = Text(" · ".join(filter(None, (self.run_name, self.spark_key))))
+        return Panel(body, title=title, border_style="yellow", box=box.ROUNDED, title_align="left")
 
 
 def find_section(key: str) -> str:

@@ -1,0 +1,159 @@
+"""A task is tried before it is trained: a mistake is one line, in seconds."""
+
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from ludic.envs import SingleAgentEnv
+from ludic.errors import ConfigError
+from ludic.models.byte_tokenizer import make_byte_tokenizer
+from ludic.recipes.compose import compose
+from ludic.runs.trial import try_task
+from ludic.tasks import EpisodicTask, as_episodic
+from ludic.tasks.episodic import Shown, Turn
+from ludic.types import StepOutcome
+
+MODEL = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=128))
+
+
+class Counting(SingleAgentEnv):
+    def env_reset(self, *, seed=None):
+        random.random(), np.random.rand(), torch.rand(1)  # as environments do
+        return "count", {}
+
+    def env_step(self, action):
+        return StepOutcome(obs="on", reward=float(len(action)), terminated=action == "stop", truncated=False)
+
+    def env_current_obs(self):
+        return "on"
+
+
+class Count(EpisodicTask):
+    max_turns = 3
+    max_new_tokens = 6
+    reward_sees = "letters"
+
+    def draw(self, rng):
+        return {"id": str(rng.randrange(9))}
+
+    def suites(self):
+        return {"first": [{"id": "a"}], "second": []}
+
+    def make_env(self, episode):
+        return Counting()
+
+    def demonstrations(self, count, rng):
+        return [[Turn("count", "one"), Turn("on", "stop")] for _ in range(count)]
+
+    def measure(self, played):
+        return {f"letters/{name}": rollout.total_reward for name, episodes in played.items() for _, rollout in episodes}
+
+    def show(self, episode, rollout):
+        return Shown("count", " ".join(step.action for step in rollout.steps), "")
+
+
+class OneTurnTask:
+    max_new_tokens, reward_sees, facts = 4, "the answer", {}
+    answer = "1"
+
+    def draw(self, rng):
+        return {"id": "0", "question": "q", "answer": self.answer}
+
+    def heldout(self):
+        return [self.draw(None)]
+
+    def demonstrate(self, problem, rng):
+        return self.answer
+
+    def make_env(self, problem):
+        return Counting()
+
+
+def run_trial(task, *settings):
+    tokenizer = make_byte_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}|{% endfor %}"
+    try_task(compose(["tools", *settings]), as_episodic(task), tokenizer, MODEL)
+
+
+def test_a_right_task_is_tried_and_the_generators_stay_where_they_are():
+    seen = []
+
+    class Watched(Count):
+        def measure(self, played):
+            seen.append({name: [(episode["id"], rollout.total_reward) for episode, rollout in of] for name, of in played.items()})
+            return super().measure(played)
+
+        def show(self, episode, rollout):
+            seen.append([step.action for step in rollout.steps])
+            return super().show(episode, rollout)
+
+    before = random.getstate()[1], np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    run_trial(Watched())
+    assert before == (random.getstate()[1], np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
+    taught, untaught = [("a", 7.0)], [("a", 3.0)]  # letters of "one" and "stop", and of three "?"
+    assert seen[:2] == [{"first": taught, "second": taught}, ["one", "stop"]]
+    assert seen[2:] == [{"first": untaught, "second": untaught}, ["?", "?", "?"]]
+    run_trial(OneTurnTask())
+
+
+def returning(value):
+    return lambda self, *arguments: value
+
+
+@pytest.mark.parametrize(
+    ("members", "said"),
+    [
+        ({"draw": returning(("a", 1))}, r"Mine\.draw returned \('a', 1\); it must return a mapping with id"),
+        ({"draw": lambda self: {}}, r"Mine\.draw raised TypeError: .*it must return a mapping with id"),
+        ({"suites": returning([{"id": "a"}])}, r"Mine\.suites returned .*a mapping of names to lists"),
+        ({"suites": returning({"first": [{"name": "a"}]})}, r"Mine\.suites returned .*each episode a mapping with id"),
+        ({"demonstrations": returning([[("count", "one")]])}, r"Mine\.demonstrations returned .* lists of Turn\("),
+        ({"demonstrations": returning([])}, r"Mine\.demonstrations returned \[\]"),
+        ({"make_env": returning(None)}, r"Mine\.make_env returned None; it must return a SingleAgentEnv"),
+        (
+            {"measure": lambda self, played: {"mean": played["first"][0].total_reward}},
+            r"Mine\.measure raised AttributeError: 'tuple' object .*test_trial\.py:\d+.* lists of \(episode, rollout\) by suite",
+        ),
+        ({"measure": returning(0.5)}, r"Mine\.measure returned 0\.5; it must return a mapping of names to numbers"),
+        ({"show": returning("text")}, r"Mine\.show returned 'text'; it must return Shown\(question"),
+        ({"max_new_tokens": 4}, r"Mine\.demonstrations has the action 'stop' of 5 tokens with the end token, and .* sample 4"),
+        ({"max_turns": 60}, r"the prompt of turn 26 has 131 tokens if the model answers '\?', and its context is 128"),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_the_method_and_what_it_returned(members, said):
+    task = type("Mine", (Count,), members)()
+    with pytest.raises(ConfigError, match=said) as caught:
+        run_trial(task)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_task_of_one_turn_is_named_by_its_own_methods():
+    task = OneTurnTask()
+    task.answer = None
+    with pytest.raises(ConfigError, match=r"OneTurnTask\.demonstrate returned .*it must return the answer as text"):
+        run_trial(task)
+    task.heldout = lambda: [{"id": "0"}]
+    with pytest.raises(ConfigError, match=r"OneTurnTask\.heldout returned .*a mapping with id, question, answer"):
+        run_trial(task)
+
+
+def test_a_token_limit_of_the_recipe_is_its_users_choice(caplog):
+    run_trial(Count(), "rollout.max_new_tokens=4")
+    assert "the action 'stop' of 5 tokens with the end token, and the model may sample 4 (rollout.max_new" in caplog.text
+
+
+def test_without_a_warm_up_the_task_needs_no_teacher():
+    task = type("Mine", (Count,), {"demonstrations": returning(None)})()
+    run_trial(task, "warmup.steps=0")
+
+
+def test_an_environment_that_fails_is_a_warning_since_training_drops_such_episodes(caplog):
+    class Failing(Counting):
+        def env_step(self, action):
+            raise ValueError("no such move")
+
+    run_trial(type("Mine", (Count,), {"make_env": returning(Failing())})())
+    assert "an episode of Mine with the answer 'one' failed: ValueError: no such move" in caplog.text
