@@ -15,7 +15,7 @@ from ludic.inference.servers.answers import ModelList, drop_nulls
 from ludic.inference.servers.http import CONNECT_TIMEOUT_S, Http, HttpResponse, is_loopback_url
 from ludic.inference.servers.requests import chat_fields, request_body
 from ludic.inference.servers.retries import RetryPolicy
-from ludic.inference.vllm.responses import ResponseReader
+from ludic.inference.vllm.responses import ChatMessage, Logprobs, ResponseReader
 from ludic.types import ChatResponse
 
 if TYPE_CHECKING:
@@ -132,22 +132,10 @@ def open_client(base_url: str, *, api_key: str, timeout_s: float, headers: Mappi
     return client
 
 
-class _Logprob(Struct):
-    logprob: float
-
-
-class _Logprobs(Struct):
-    content: list[_Logprob] | None = None
-
-
-class _Message(Struct):
-    content: str | None = None
-
-
 class _Choice(Struct):
-    message: _Message
+    message: ChatMessage
     finish_reason: str | None = None
-    logprobs: _Logprobs | None = None
+    logprobs: Logprobs | None = None
 
 
 class _Completion(Struct):
@@ -163,9 +151,8 @@ class _Completion(Struct):
         choice = self.choices[0]
         if choice.finish_reason == "abort":
             raise InferenceError(f"{base_url} aborted the request; its partial output is discarded")
-        content = None if choice.logprobs is None else choice.logprobs.content
         return ChatResponse(
             text=choice.message.content or "",
-            completion_logprobs=[entry.logprob for entry in content] if content else None,
+            completion_logprobs=None if choice.logprobs is None else choice.logprobs.values() or None,
             finish_reason=choice.finish_reason,
         )

@@ -62,7 +62,9 @@ class _Entry(Struct):
     token_id: int | None = None
 
 
-class _Logprobs(Struct):
+class Logprobs(Struct):
+    """Log-probabilities of the sampled tokens, in either form."""
+
     content: list[_Entry] | None = None
     token_logprobs: list[float] | None = None
 
@@ -76,7 +78,7 @@ class _Choice(Struct, kw_only=True):
     finish_reason: FinishReason
     token_ids: list[TokenId] | None = None
     prompt_token_ids: list[TokenId] | None = None
-    logprobs: _Logprobs | None = None
+    logprobs: Logprobs | None = None
     stop_reason: int | str | None = None
     weight_versions: list[WeightSpan] | None = None
 
@@ -89,12 +91,14 @@ class Continuation(Struct):
     prompt_token_ids: list[TokenId] | None = None
 
 
-class _Message(Struct):
+class ChatMessage(Struct):
+    """The answer."""
+
     content: str | None = None
 
 
 class _ChatChoice(_Choice, kw_only=True):
-    message: _Message
+    message: ChatMessage
 
 
 class ChatCompletion(Struct):
@@ -207,7 +211,7 @@ def _read_sampled_tokens(answer: Continuation, request: TokenRequest, vocab_size
     choice = _first_choice(answer.choices, name)
     read = choice.prompt_token_ids if answer.prompt_token_ids is None else answer.prompt_token_ids
     _check_prompt(list(request.prompt_ids), read, name)
-    ids, logprobs = choice.token_ids, choice.logprobs or _Logprobs()
+    ids, logprobs = choice.token_ids, choice.logprobs or Logprobs()
     if ids is None:
         raise InferenceError(f"{name} returned no token ids; it must support return_token_ids (vLLM 0.10.2 and later)")
     values = logprobs.values()
