@@ -14,6 +14,8 @@ from ludic.models.byte_tokenizer import make_byte_tokenizer
 from ludic.recipes.build import build_algorithm, build_task, build_trainer_config, check_numbers
 from ludic.recipes.compose import compose, to_yaml
 from ludic.recipes.model import build_policy, make_small_model
+from ludic.recipes.rm.model import build_reward_model
+from ludic.recipes.rm.schema import compose_rm
 from ludic.recipes.schema import TaskSection
 from ludic.recipes.sft.schema import compose_sft
 from ludic.runs.reinforce_parts import RLParts
@@ -23,6 +25,7 @@ from ludic.training.config import TrainerConfig
 from ludic.training.credit_assignment import GroupNormalizedReturn, MonteCarloReturn, OverlongPenalty
 from ludic.training.presets import make_cispo
 from ludic.training.presets.registry import REGISTRY
+from ludic.training.types import ActorTokenLogps, SampleAttachments, SAWBatch, SAWItem
 
 
 def make_own(group_size: int, eps: float = 0.1) -> RLAlgorithm:
@@ -61,6 +64,46 @@ def test_the_algorithms_group_size_is_that_of_the_rollouts() -> None:
     assert isinstance(credit, GroupNormalizedReturn)
     assert credit.group_size == 4
     assert isinstance(build_algorithm(compose(["algorithm=reinforce"])).credit_assigner, MonteCarloReturn)
+
+
+@pytest.mark.parametrize("name", ["grpo", "maxent_grpo", "reinforce"])  # with and without a check of its own
+def test_answers_that_the_limit_cut_off_are_left_out_after_the_advantages(name: str) -> None:
+    algorithm = build_algorithm(compose([f"algorithm={name}", "rollout.mask_truncated=true"]))
+    reasons = ["stop", "length", "stop"]
+    logps = SampleAttachments(actor_logps=ActorTokenLogps(token_logps=[-1.0]))
+    items = [SAWItem([1, 2], [1, 1], [0, 1], 1.0, {"finish_reason": reason}, logps) for reason in reasons]
+    kept = algorithm.preprocess(SAWBatch(items))
+    assert [item.meta["finish_reason"] for item in kept.items] == ["stop", "stop"]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_model_is_loaded_with_the_arguments_of_the_recipe(tmp_path: Path, monkeypatch, sharded: bool) -> None:
+    """The whole one, and the one without weights of other ranks; a reward model too."""
+    make_small_model(compose(["sort"]).network).save_pretrained(tmp_path)
+    make_byte_tokenizer().save_pretrained(tmp_path)
+    for module in ("model", "rm.model"):
+        monkeypatch.setattr(f"ludic.recipes.{module}.has_no_weights", lambda section: sharded)
+    eager = [f"model={tmp_path}", "model_init_kwargs.attn_implementation=eager"]
+    policy, tokenizer = build_policy(compose(["sort", *eager]))
+    assert policy.config._attn_implementation == "eager"
+    assert build_reward_model(compose_rm(eager), tokenizer).config._attn_implementation == "eager"
+    assert build_policy(compose(["sort", *eager[:1]]))[0].config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["model=m", "model_init_kwargs.trust_remote_code=true"],
+            r"\(trust_remote_code\) must be of attn_implementation, .* revision",
+        ),
+        (["model=m", "model_init_kwargs.use_safetensors=false"], r"\(use_safetensors\) must be of"),
+        (["model_init_kwargs.revision=main"], "for a model that `model` names"),
+    ],
+)
+def test_arguments_that_no_model_is_loaded_with_are_refused(arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build_policy(compose(["sort", *arguments]))
 
 
 def test_the_help_lists_every_algorithm() -> None:

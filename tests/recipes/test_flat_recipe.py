@@ -234,7 +234,7 @@ def test_prefixes_of_overrides_are_accepted(prefix):
 
 def test_no_key_has_two_meanings_and_targets_are_settings():
     assert len(set(KNOWN)) == len(KNOWN)
-    later = ("controllers.", "reference.", "algorithm_args.", "task.args.", "report_args.")
+    later = ("model_init_kwargs.", "controllers.", "reference.", "algorithm_args.", "task.args.", "report_args.")
     targets = {path for path in flat_recipe.SHARED.values() if not path.startswith(later)}
     targets |= {f"info_seed.{name}" for name in SEED.values()}
     assert targets <= set(list_settings())

@@ -46,19 +46,19 @@ def locate_model(source: str, *files: str) -> str:
     return source
 
 
-def load_model(source: str, dtype: str) -> Any:
+def load_model(source: str, dtype: str, **options: Any) -> Any:
     """A causal language model. `source` is a folder in Hugging Face layout, the folder of a run, a
-    folder of PEFT adapters, which are merged, or a hub id."""
+    folder of PEFT adapters, which are merged, or a hub id. `options` go to `from_pretrained`."""
     check_dtype(dtype)
     place = locate_model(source)
     if holds_only_adapters(place):
-        base = load_model(find_adapter_base(Path(place)), dtype)
+        base = load_model(find_adapter_base(Path(place)), dtype, **options)
         with _explained(f"the adapters in {source} could not be loaded"):
             return load_adapter(base, place).merge_and_unload()
     from transformers import AutoModelForCausalLM
 
     with _explained(f"model ({source}) could not be loaded"):
-        return AutoModelForCausalLM.from_pretrained(place, dtype=dtype, use_safetensors=True, trust_remote_code=False)
+        return AutoModelForCausalLM.from_pretrained(place, dtype=dtype, use_safetensors=True, trust_remote_code=False, **options)
 
 
 @contextmanager
@@ -114,16 +114,16 @@ def _without_load_report() -> Iterator[None]:
         log.removeFilter(is_other)
 
 
-def load_tokenizer(source: str) -> Any:
+def load_tokenizer(source: str, **options: Any) -> Any:
     """The tokenizer of `source`. One without a padding token pads with its end token. Raises
     ConfigError for one without an end token, and if there is none."""
     from transformers import AutoTokenizer
 
     place = locate_model(source, "tokenizer_config.json", "config.json", ADAPTER_CONFIG)
     if holds_only_adapters(place) and not (Path(place) / "tokenizer_config.json").is_file():
-        return load_tokenizer(find_adapter_base(Path(place)))
+        return load_tokenizer(find_adapter_base(Path(place)), **options)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False, **options)
     except (OSError, ValueError) as error:
         raise ConfigError(f"the tokenizer of {source} could not be loaded: {error}; set tokenizer=PATH") from error
     if len(tokenizer) <= len(tokenizer.all_special_tokens):  # what transformers makes of a folder without one

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
@@ -28,11 +28,13 @@ from ludic.tasks.judged import judged_by
 from ludic.tasks.success import success_of
 from ludic.tasks.task_data import TaskData
 from ludic.tasks.with_tools import WithTools
-from ludic.training.algorithm import RLAlgorithm
+from ludic.training.algorithm import RLAlgorithm, compose_preprocess
 from ludic.training.config import TrainerConfig
+from ludic.training.filters import drop_incomplete_completions
 from ludic.training.presets.registry import REGISTRY
 from ludic.training.presets.seeded import add_info_seed
 from ludic.training.reward_registry import CODE_REWARDS
+from ludic.training.types import SAWBatch
 
 C = TypeVar("C", bound=TrainerConfig)
 T = TypeVar("T")
@@ -164,7 +166,14 @@ def build_algorithm(recipe: Recipe, *, max_completion_tokens: int | None = None)
     algorithm: RLAlgorithm = _call(make, {**known, **explicit}, "algorithm_args")
     if not isinstance(algorithm, RLAlgorithm):
         raise ConfigError(f"algorithm ({recipe.algorithm}) returned {type(algorithm).__name__}; it must return an RLAlgorithm")
+    if recipe.rollout.mask_truncated:
+        then = [] if algorithm.preprocess is None else [algorithm.preprocess]
+        algorithm = replace(algorithm, preprocess=compose_preprocess(_drop_incomplete, *then))
     return algorithm if "info_seed" in known else add_info_seed(algorithm, info_seed)
+
+
+def _drop_incomplete(batch: SAWBatch) -> SAWBatch:
+    return replace(batch, items=[item for item in batch.items if drop_incomplete_completions(item)])
 
 
 def _find_algorithm(name: str) -> Callable[..., RLAlgorithm]:

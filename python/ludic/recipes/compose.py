@@ -40,6 +40,7 @@ _OPEN_SECTIONS = (
     "task.args",
     "algorithm_args",
     "chat_template_kwargs",
+    "model_init_kwargs",
     "data",
     "reward",
     "eval_reward",

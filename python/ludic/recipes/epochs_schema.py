@@ -18,12 +18,12 @@ from ludic.recipes.overrides import Override
 from ludic.recipes.place_section import TrainersSection, check_place
 from ludic.recipes.quantization_section import QuantizationSection
 from ludic.recipes.ranks_section import RanksSection, check_ranks
-from ludic.recipes.schema import ChatSettings, LoraSection, NetworkSection, TaskSection
+from ludic.recipes.schema import CommonSettings, LoraSection, NetworkSection, TaskSection
 from ludic.recipes.sharding_section import ShardingSection
 
 
 @dataclass
-class EpochsRecipe(ChatSettings):
+class EpochsRecipe(CommonSettings):
     """A run over a fixed set of samples: data, a model, and `epochs` passes over the data."""
 
     name: Optional[str] = MISSING  # noqa: UP045  OmegaConf reads this annotation at run time
@@ -55,8 +55,6 @@ class EpochsRecipe(ChatSettings):
     batch_size: int = MISSING
     """Samples or pairs per step, packed into micro-batches by `trainer.packing` and
     `trainer.micro_token_budget`."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, more time."""
     log_every: int = MISSING
     """Without a terminal, one line is printed every so many steps. metrics.jsonl has every step."""
     report_to: Any = None

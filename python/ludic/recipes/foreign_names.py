@@ -26,7 +26,7 @@ def _read_lines(table: str, column: int) -> Iterator[tuple[str, str]]:
 
 _TABLE = """
 dtype seed tools report_to reward_weights eval_reward_weights system_prompt,rollout.system_prompt
-chat_template chat_template_kwargs eos_token
+chat_template chat_template_kwargs eos_token model_init_kwargs
 gradient_checkpointing rollout.temperature rollout.top_p rollout.top_k rollout.min_p rollout.repetition_penalty
 loss.loss_type loss.label_smoothing trainer.lr_scheduler_type trainer.warmup_ratio trainer.warmup_steps trainer.weight_decay
 trainer.max_grad_norm
@@ -37,6 +37,9 @@ gradient_checkpointing <- activation_checkpointing | actor_rollout_ref.model.ena
 name <- run_name | trainer.experiment_name
 data <- dataset_name dataset_mixture train_dataset | data.train_files | prompt_data dataset
 streaming <- dataset_streaming
+model_init_kwargs.revision <- model_revision
+model_init_kwargs.attn_implementation <- attn_implementation
+rollout.mask_truncated <- mask_truncated_completions
 data_config,task.args.config <- dataset_config
 split,task.args.split <- dataset_train_split dataset_split
 heldout_data,task.args.heldout_data <- eval_dataset_name eval_dataset | data.val_files
@@ -124,6 +127,7 @@ callbacks.completions_every=N for a table; rollouts.jsonl has all <- log_complet
 --resume RUN, in Python train(resume=True) <- resume_from_checkpoint
 trainer.packing=padding_free <- padding_free packing packing_strategy eval_packing
 trainer.max_seq_len for prompt and answer together <- max_prompt_length
+steps=N: a pass over R rows is R / rollout.prompts steps <- num_train_epochs
 rows with a column `text` <- dataset_text_field
 rows with `prompt` and `completion`, of which only completions are trained, or with `text` <- completion_only_loss
 rows with `messages`, of which only the assistant's are trained (assistant_turns) <- assistant_only_loss
@@ -201,7 +205,6 @@ weighted rewards are summed before they are compared in a group <- multi_objecti
 rloo's advantages are not scaled, and rewards are clipped in the reward function <- normalize_advantages reward_clip_range
 the estimator is algorithm_args.kl_estimator <- use_bias_correction_kl
 the reference never changes while the policy is trained <- sync_ref_model ref_model_mixup_alpha ref_model_sync_steps
-drop_truncated of ludic.training.filters does it in Python <- mask_truncated_completions
 rollouts.jsonl has every answer (rollout.log_every) <- log_unique_prompts log_completions_hub_repo
 models read text alone <- log_multimodal
 the sampler in this process is the library's own <- use_transformers_continuous_batching use_transformers_paged
@@ -212,8 +215,7 @@ free ports are chosen <- vllm_group_port
 adapters are on linear layers alone <- lora_target_parameters lora_modules_to_save lora_task_type use_dora
 quantised weights are stored as 8-bit numbers <- bnb_4bit_quant_storage
 gradient_checkpointing=true has no further settings <- gradient_checkpointing_kwargs activation_checkpointing_kwargs
-transformers chooses <- attn_implementation model_init_kwargs
-name a folder, or the newest revision is used <- model_revision reference_model_revision
+name a folder, or the newest revision is used <- reference_model_revision
 """)
 """Name in TRL or transformers -> why there is no such setting."""
 
@@ -312,12 +314,17 @@ it is ludic train <- command
 """As `REASONS`, for a flat recipe file alone, where these take precedence."""
 
 
+_OPEN = ("algorithm_args", "model_init_kwargs", "report_args", "task.args")
+
+
 def explain(name: str, known: Sequence[str]) -> str | None:
     """What replaces a name of another library, to end an error with; None if it is in no table.
     `known`: the settings of the command."""
     found = [path for table in (SETTINGS, VERL, OPENRLHF, MAXENT_ONLY) if name in table for path in table[name].split(",")]
     for path in found:
-        if path in known or (path.startswith(("algorithm_args.", "task.args.")) and "algorithm_args" in known):
+        section = path.rpartition(".")[0]
+        is_open = section in _OPEN and section in known and (section != "task.args" or "algorithm_args" in known)
+        if path in known or is_open:
             return f"it is called {path}"
     for table, form in ((INSTEAD, "write {}"), (REASONS, "{}"), (FLAT_REASONS, "{}"), (ARGUMENTS, "in Python: {}")):
         if name in table:

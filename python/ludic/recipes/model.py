@@ -45,12 +45,28 @@ def build_model(recipe: Recipe | SFTRecipe | DPORecipe, tokenizer: Any) -> Any:
     """The model that `recipe.model` names, else a small one over the tokens of `tokenizer`. A
     rank that gets its weights from rank 0 reads none from files."""
     if recipe.model is not None:
-        model = (load_skeleton if has_no_weights(recipe.sharding) else load_model)(recipe.model, recipe.dtype)
+        load = load_skeleton if has_no_weights(recipe.sharding) else load_model
+        model = load(recipe.model, recipe.dtype, **model_options(recipe))
     else:
         model = make_small_model(recipe.network, tokenizer).to(small_dtype(recipe.dtype))
     if tokenizer is not None:
         name_end_tokens(model, tokenizer)
     return model
+
+
+_LOADING = ("attn_implementation", "experts_implementation", "revision", "subfolder", "variant")
+
+
+def model_options(recipe: Any) -> dict[str, Any]:
+    """The arguments of `from_pretrained` that the recipe has. Raises ConfigError for others: those
+    that have a setting, and those that would run code."""
+    options = dict(recipe.model_init_kwargs)
+    if options and (recipe.model is None or not options.keys() <= set(_LOADING)):
+        raise ConfigError(
+            f"model_init_kwargs ({', '.join(options)}) must be of {', '.join(_LOADING)}, for a model that `model` names; there are "
+            "settings dtype, quantization and sharding"
+        )
+    return options
 
 
 def name_end_tokens(model: Any, tokenizer: Any) -> Any:
@@ -66,7 +82,8 @@ def build_tokenizer(recipe: Recipe | SFTRecipe | DPORecipe | RMRecipe) -> Any:
     """The tokenizer that the recipe names, else that of its model, else that of the small model,
     with the recipe's chat template and end token."""
     source = recipe.tokenizer or recipe.model
-    tokenizer = _make_small_tokenizer(recipe.network) if source is None else load_tokenizer(source)
+    options = {} if recipe.tokenizer else {key: value for key, value in model_options(recipe).items() if key == "revision"}
+    tokenizer = _make_small_tokenizer(recipe.network) if source is None else load_tokenizer(source, **options)
     if isinstance(recipe.chat_template, str):
         tokenizer.chat_template = _read_chat_template(recipe.chat_template)
     if recipe.chat_template_kwargs:

@@ -131,6 +131,8 @@ class RolloutSection:
     tools, and is the answer."""
     tool_timeout_s: Optional[float] = 30.0  # noqa: UP045
     """Seconds after which a call of a tool is given up, and its result is an error; null: never."""
+    mask_truncated: bool = False
+    """Answers that the token limit cuts off are not trained; their rewards count in their group."""
     log_every: int = MISSING
     """Rollouts are written to rollouts.jsonl every so many steps; 0: never."""
     over_sampling_factor: float = 1.0
@@ -176,9 +178,15 @@ class EvaluationSection:
 
 
 @dataclass
-class ChatSettings:
-    """How conversations are rendered, and what ends an answer."""
+class CommonSettings:
+    """What all commands have: how the model is loaded and run, how conversations are rendered, and
+    what ends an answer."""
 
+    model_init_kwargs: dict[str, Any] = field(default_factory=dict)
+    """How `model` is loaded: `{revision: BRANCH, attn_implementation: flash_attention_2}`; also
+    experts_implementation, subfolder and variant."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, more time."""
     chat_template: Optional[str] = None  # noqa: UP045  OmegaConf reads this annotation at run time
     """File with a Jinja template, or its text, that replaces the tokenizer's and is saved with it;
     null: the tokenizer's own."""
@@ -191,7 +199,7 @@ class ChatSettings:
 
 
 @dataclass
-class Recipe(ChatSettings):
+class Recipe(CommonSettings):
     """A run of `ludic train`: a policy, a task, a supervised warm-up, reinforcement, and
     held-out measurement before and after it."""
 
@@ -248,8 +256,6 @@ class Recipe(ChatSettings):
     """Keyword arguments of the algorithm's `make_` function."""
     steps: int = MISSING
     """Steps of reinforcement, one batch each."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, more time."""
     mode: Optional[str] = None  # noqa: UP045
     """`sft`: only the warm-up. `rl`: only reinforcement. `sft+rl`: both. null: what `warmup.steps`,
     `warmup.data` and `steps` say."""

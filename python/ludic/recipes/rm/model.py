@@ -9,7 +9,7 @@ from ludic.models.adapters import has_adapters, map_base_names
 from ludic.models.loading import load_classifier
 from ludic.models.skeleton import load_skeleton
 from ludic.recipes.lora import add_adapters
-from ludic.recipes.model import make_small_config, small_dtype
+from ludic.recipes.model import make_small_config, model_options, small_dtype
 from ludic.recipes.rm.schema import RMRecipe
 from ludic.recipes.sharding import has_no_weights
 
@@ -22,15 +22,16 @@ def build_reward_model(recipe: RMRecipe, tokenizer: Any) -> Any:
     caller seeds. LoRA adapters are added if the recipe asks for them. Raises ConfigError if weights
     that were drawn would then stay untrained.
     """
-    drawn = set[str]()
+    drawn, options = set[str](), model_options(recipe)
     if recipe.model is None:
         model = _make_small_classifier(recipe, tokenizer)
     elif has_no_weights(recipe.sharding):
         from transformers import AutoModelForSequenceClassification
 
-        model = load_skeleton(recipe.model, recipe.dtype, AutoModelForSequenceClassification, num_labels=1)
+        model = load_skeleton(recipe.model, recipe.dtype, AutoModelForSequenceClassification, num_labels=1, **options)
     else:
-        model, drawn = load_classifier(recipe.model, recipe.dtype, description=f"model ({recipe.model})", num_labels=1)
+        about = f"model ({recipe.model})"
+        model, drawn = load_classifier(recipe.model, recipe.dtype, description=about, num_labels=1, **options)
     model.config.pad_token_id = tokenizer.pad_token_id  # a classifier finds the last token by it
     model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     adapted = add_adapters(model, recipe, seed=recipe.seed, device=recipe.trainer.model_device)
