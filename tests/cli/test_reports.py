@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 
 import pytest
 from commands import ludic
@@ -30,6 +31,22 @@ def test_runs_are_a_table_with_the_settings_that_differ(folder):
         "RUN  algorithm  trainer.lr",
         "a    grpo       0.1",
         "b    cispo      0.2",
+    ]
+
+
+def test_runs_that_differ_by_their_seed_alone_have_a_mean_and_a_spread(tmp_path):
+    for seed, after in enumerate((0.5, 0.7, 0.9)):
+        run = make_run(tmp_path / f"s{seed}")
+        config = (run / "config.yaml").read_text()
+        (run / "config.yaml").write_text(re.sub(r"^seed:.*\n", "", config, flags=re.MULTILINE) + f"seed: {seed}\n")
+        summary = json.loads((run / "summary.json").read_text())
+        (run / "summary.json").write_text(json.dumps({**summary, "after": {**summary["after"], "sampled_reward": after}}))
+    make_run(tmp_path / "other", lr=0.2)
+    lines = ludic("runs", str(tmp_path)).splitlines()
+    table = lines[lines.index("Over seeds: mean and standard deviation") + 1 :][:2]
+    assert [line.split("  ") for line in (re.sub(" {2,}", "  ", line) for line in table)] == [
+        ["RUNS", "HELD OUT", "BEFORE", "AFTER"],
+        ["s0, s1, s2", "sampled_reward", "0.250 ± 0.000", "0.700 ± 0.200"],
     ]
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import mean, stdev
 from typing import Any
 
 import typer
@@ -15,7 +16,7 @@ from ludic.cli.status import format_duration
 from ludic.control_characters import escape_controls
 from ludic.errors import CheckpointError, ConfigError
 from ludic.files.json_values import make_encodable
-from ludic.runs.reading import RunRecord, find_runs, list_differences, read_run
+from ludic.runs.reading import PLACES, RunRecord, find_runs, list_differences, read_run
 
 OUTPUT = Path("runs")
 SHOWN_SETTINGS = 8
@@ -58,9 +59,27 @@ def show(records: Sequence[RunRecord]) -> None:
     for record in records:
         if record.failed is not None:
             typer.echo(_shown(f"{record.name} failed: {next(iter(record.failed.splitlines()), '')}"))
+    _show_seeds(records)
     commands = dict.fromkeys(record.command for record in records)
     for command in commands:
         _show_settings([record for record in records if record.command == command], command if len(commands) > 1 else None)
+
+
+def _show_seeds(records: Sequence[RunRecord]) -> None:
+    """Mean and sample standard deviation over finished runs that differ by their seed alone."""
+    groups: dict[str, list[RunRecord]] = {}
+    for record in records:
+        settings = {key: value for key, value in record.settings.items() if key not in ("seed", *PLACES)}
+        if record.held_out is not None and record.held_out[2] is not None:
+            groups.setdefault(json.dumps([record.command, record.held_out[0], settings], sort_keys=True), []).append(record)
+    rows = []
+    for of in groups.values():
+        if len({record.settings.get("seed") for record in of}) > 1:
+            names, before, after = zip(*(record.held_out for record in of if record.held_out), strict=True)
+            rows.append([", ".join(record.name for record in of), names[0], _format_spread(before), _format_spread(after)])
+    if rows:
+        typer.echo("\nOver seeds: mean and standard deviation")
+        typer.echo("\n".join(align([list(map(_shown, cells)) for cells in [["RUNS", "HELD OUT", "BEFORE", "AFTER"], *rows]])))
 
 
 def _show_settings(records: Sequence[RunRecord], command: str | None) -> None:
@@ -109,6 +128,12 @@ def _describe(record: RunRecord, differences: dict[str, list[Any]], place: int) 
 
 def _format_number(value: float | None) -> str:
     return "" if value is None else f"{value:.3f}"
+
+
+def _format_spread(values: Sequence[float | None]) -> str:
+    """Example: `0.979 ± 0.004`; empty unless all runs have a value."""
+    numbers = [value for value in values if value is not None]
+    return "" if len(numbers) < len(values) else f"{mean(numbers):.3f} ± {stdev(numbers):.3f}"
 
 
 def _format_after(record: RunRecord, name: str, value: float | None) -> str:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ludic.envs.dataset_qa_env import Sample
 from ludic.envs.single_agent_env import SingleAgentEnv
 from ludic.errors import RolloutError
 from ludic.types import Info, StepOutcome
+
+ANSWER_COLUMNS = ("answer", "solution", "target", "completion")
+"""Columns that may hold the right answer. Only people are shown it."""
 
 
 class PromptEnv(SingleAgentEnv):
@@ -43,6 +48,11 @@ class PromptEnv(SingleAgentEnv):
 
     def env_current_obs(self) -> str:
         return prompt_shown(self._prompt)
+
+
+def right_answer(row: Mapping[str, object]) -> str:
+    """The right answer as people are shown it; empty for a row without one."""
+    return next((str(row[name]) for name in ANSWER_COLUMNS if row.get(name) is not None), "")
 
 
 def prompt_shown(prompt: str | list[dict[str, object]]) -> str:

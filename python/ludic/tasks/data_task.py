@@ -10,7 +10,7 @@ from typing import Any
 
 from ludic.data import DataMixture, DataSet, Row, load_data, load_mixture
 from ludic.data.rows_on_disk import Changed
-from ludic.envs.prompt_env import PromptEnv, prompt_shown
+from ludic.envs.prompt_env import PromptEnv, prompt_shown, right_answer
 from ludic.errors import ConfigError, DataError
 from ludic.tasks.base import Problem
 from ludic.tasks.rewards import DataRewards, NoRewards, build_rewards, is_one_verifier
@@ -18,8 +18,6 @@ from ludic.tasks.task_data import TaskData, hash_text
 
 PROMPT_COLUMNS = ("prompt", "question", "problem", "instruction")
 """Columns that may hold the prompt, in this order, without `prompt_column`."""
-ANSWER_COLUMNS = ("answer", "solution", "target", "completion")
-"""Columns that may hold the right answer. Only the report uses it."""
 
 
 class DataProblem(Problem):
@@ -149,8 +147,7 @@ class DataTask:
                 raise DataError(f"{loaded.where(index)}: {error}") from error
 
         def make(index: int, row: Row) -> DataProblem:
-            shown = next((str(row[name]) for name in ANSWER_COLUMNS if row.get(name) is not None), "")
-            return DataProblem(id=f"{prefix}{index}", question=prompt_shown(row["prompt"]), answer=shown, row=row)
+            return DataProblem(id=f"{prefix}{index}", question=prompt_shown(row["prompt"]), answer=right_answer(row), row=row)
 
         problems = Changed(loaded.rows, make)
         return list(problems) if isinstance(loaded.rows, list) else problems

@@ -173,10 +173,19 @@ def test_an_episode_is_a_row_with_its_turns_tokens_and_flags(tmp_path):
     table = make_table(run)
     assert table.pieces == ["4", "5"]
     assert table.rows == [
-        [0, 0, "p0", 0, 1.0, "", [["2+2=", "44", None, 1.0, 0.5, "", [0, 0], [50, 50], []]]],
-        [0, 1, "p1", 0, 0.0, "c", [["2+2=", "45", None, 0.0, -0.5, "c", [0, 1], [50, 50], []]]],
+        [0, 0, "p0", 0, 1.0, "", [["2+2=", "44", None, 1.0, 0.5, "", [0, 0], [50, 50], [], []]]],
+        [0, 1, "p1", 0, 0.0, "c", [["2+2=", "45", None, 0.0, -0.5, "c", [0, 1], [50, 50], [], []]]],
     ]
     assert make_table(run, decode=None).rows[0][6][0][6] == []
+
+
+def test_a_turn_has_the_right_answer_and_the_reward_of_each_function(tmp_path):
+    run = make_run(tmp_path / "run")
+    rollout = make_rollout(0)
+    row = {"prompt": "2+2=", "answer": None, "solution": 4}
+    rollout.steps[0].info.update({"row": row, "rewards/exact": 1.0, "rewards/short": 0.25, "rewards/none": None})
+    log_rollouts(run, [rollout])
+    assert make_table(run).rows[0][6][0][9] == ["right answer 4", "exact 1.0", "short 0.25"]
 
 
 def test_a_log_of_any_content_is_read_as_far_as_it_goes(tmp_path):
@@ -185,7 +194,7 @@ def test_a_log_of_any_content_is_read_as_far_as_it_goes(tmp_path):
     (run / "rollouts.jsonl").write_text("\n".join(odd[1:]) + "\n")
     rows = make_table(run).rows
     assert [len(row[6]) for row in rows] == [1]
-    assert rows[0][6][0] == ["", "", None, 0.0, None, "", [], [], []]
+    assert rows[0][6][0] == ["", "", None, 0.0, None, "", [], [], [], []]
 
 
 def test_log_probabilities_that_are_not_finite_are_none_and_not_certainty(tmp_path):
@@ -232,7 +241,7 @@ def test_failed_episodes_are_rows_with_their_error_and_what_was_answered(tmp_pat
     append_failures(run / "failed_episodes.jsonl", [failed, replace(failed, meta=again)])
     append_failures(run / "failed_episodes.jsonl", [EpisodeFailure(4, "task", None, "TimeoutError", 2, {})])
     data = read_data(run)
-    turn = ["2+2=", "5", None, 0.0, None, "", [], [], []]
+    turn = ["2+2=", "5", None, 0.0, None, "", [], [], [], []]
     assert data["episodes"][1:] == [
         [0, None, "p3", None, None, "", [turn], "KeyError: 'boom'"],
         [0, None, "", None, None, "", [], "TimeoutError"],

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ludic.envs.prompt_env import right_answer
 from ludic.errors import DataError
 from ludic.files.json_values import is_finite
 from ludic.files.jsonl import parse_object
@@ -35,10 +36,11 @@ class EpisodeTable:
         self.rows: list[list[Any]] = []
         """[run, policy version, problem, group, reward, flags, turns] of each episode. `turns` are
         lists: [observation, action, next observation, reward, credit, flags, token numbers,
-        log-probabilities in -0.01 nats, mismatches in 0.001 nats]; a number refers to `pieces`. A
-        mismatch is the trainer's log-probability minus the sampler's; there are none of a batch
-        that the trainer did not log. None: not a finite number. An episode that failed has no
-        group, the reward None, no turn or one, and its error at the end."""
+        log-probabilities in -0.01 nats, mismatches in 0.001 nats, facts]; a number refers to
+        `pieces`. A mismatch is the trainer's log-probability minus the sampler's; there are none of
+        a batch that the trainer did not log. None: not a finite number. Facts are texts: the right
+        answer, and the reward of each function. An episode that failed has no group, the reward
+        None, no turn or one, and its error at the end."""
         self.pieces: list[str] = []
         """Texts of tokens."""
         self.counts: dict[int, int] = {}
@@ -125,6 +127,7 @@ class EpisodeTable:
                 round(1000 * (mine - logp)) if is_finite(mine) and is_finite(logp) else None
                 for mine, logp in zip(own, logps, strict=False)
             ],
+            _list_facts(_read_object(step, "info")),
         ]
 
     def _find_piece(self, token: int, known: dict[int, int], decode: Decode) -> int:
@@ -180,9 +183,16 @@ def _make_failed_row(number: int, record: Mapping[str, Any]) -> list[Any]:
     """The row of a line that `append_failures` wrote."""
     problem = _read_object(record, "meta").get("problem_id")
     seen, answer, error = (record.get(key) for key in ("seen", "answer", "error"))
-    turn: list[Any] = [str(seen or ""), str(answer or ""), None, 0.0, None, "", [], [], []]
+    turn: list[Any] = [str(seen or ""), str(answer or ""), None, 0.0, None, "", [], [], [], []]
     turns = [] if seen is None and answer is None else [turn]
     return [number, None, "" if problem is None else str(problem), None, None, "", turns, str(error or "unknown error")]
+
+
+def _list_facts(info: Mapping[str, Any]) -> list[str]:
+    right = right_answer(_read_object(info, "row"))
+    rewards = {key.removeprefix("rewards/"): value for key, value in info.items() if key.startswith("rewards/")}
+    named = [f"{name} {_round(value)}" for name, value in rewards.items() if is_finite(value)]
+    return [*([f"right answer {right}"] if right else []), *named]
 
 
 def _find_flags(steps: Sequence[Mapping[str, Any]], meta: Mapping[str, Any]) -> str:

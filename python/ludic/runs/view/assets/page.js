@@ -1,6 +1,7 @@
 // Puts the page together.
-const FIRST = ['train/avg_sampled_reward', 'eval/sampled_reward', 'eval/greedy_accuracy', 'train/loss', 'eval/loss',
-  'eval/pairwise_accuracy', 'train/accuracy', 'eval/ece', 'mismatch/kl', 'train/grad_norm', 'train/lr'];
+const FIRST = ['train/avg_sampled_reward', 'eval/sampled_reward', 'eval/greedy_accuracy', 'train/entropy', 'train/avg_completion_length',
+  'train/loss', 'eval/loss', 'eval/pairwise_accuracy', 'train/accuracy', 'eval/ece', 'mismatch/kl', 'train/grad_norm', 'train/lr'];
+const isReward = (metric) => /^train\/rewards\/.+\/mean$/.test(metric);
 
 function makeCurves() {
   const phases = [...new Set(data.runs.flatMap((run) => Object.keys(run.series)))];
@@ -18,8 +19,9 @@ function makeCurves() {
   const begin = () => {
     charts.length = 0;
     box.replaceChildren();
-    const known = metrics(), chosen = FIRST.filter((metric) => known.includes(metric));
-    (chosen.length ? chosen : known).slice(0, 6).forEach(add);
+    const known = metrics(), rewards = known.filter(isReward);
+    const chosen = [...FIRST.slice(0, 3), ...(rewards.length > 1 ? rewards : []), ...FIRST.slice(3)].filter((metric) => known.includes(metric));
+    (chosen.length ? chosen : known).slice(0, 8).forEach(add);
     draw();
   };
   const phase = choice('phase', phases.map((name) => [name, name]), () => { options.phase = phase.value; begin(); });
