@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ludic.models.positions import first_position
 from ludic.models.prefix_intervals import PrefixIntervals
 from ludic.models.prefix_trees import PREFIX_FLEX, Branches
 
@@ -113,7 +114,8 @@ def set_attention(model: nn.Module, name: str) -> None:
 def make_packed_keywords(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
     """The keywords of a forward pass over a padding-free `batch`: position ids, and the bounds
     of the sequences if the model's attention uses them."""
-    keywords: dict[str, Any] = {"position_ids": batch["position_ids"], "attention_mask": None}
+    keywords: dict[str, Any] = {"position_ids": batch["position_ids"] + first_position(unwrap_transformer(model))}
+    keywords["attention_mask"] = None
     name = get_attention(model) or ""
     if name not in OWN and "flash" not in name:
         return keywords

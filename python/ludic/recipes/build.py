@@ -140,6 +140,7 @@ def add_reward_model(recipe: Recipe, task: EpisodicTask, tokenizer: Any) -> Epis
         "tokenizer": tokenizer,
         "source": recipe.reward_model,
         "device": recipe.trainer.model_device,
+        "max_seq_len": recipe.trainer.max_seq_len,
     }
     judged_task: EpisodicTask = _call(judged_by, {**recipe.reward_model_args, **derived}, "reward_model_args")
     return judged_task

@@ -13,6 +13,7 @@ from ludic.inference.local.client import end_token_ids
 from ludic.inference.prompts.template import find_turn_end, read_template, with_kwargs
 from ludic.models.byte_tokenizer import make_byte_tokenizer, make_line_tokenizer
 from ludic.models.loading import check_dtype, load_model, load_tokenizer
+from ludic.models.positions import pin_rope
 from ludic.models.skeleton import load_skeleton
 from ludic.recipes.phases import has_warmup
 from ludic.recipes.sharding import has_no_weights
@@ -49,6 +50,7 @@ def build_model(recipe: Recipe | SFTRecipe | DPORecipe, tokenizer: Any) -> Any:
         model = load(recipe.model, recipe.dtype, **model_options(recipe))
     else:
         model = make_small_model(recipe.network, tokenizer).to(small_dtype(recipe.dtype))
+    pin_rope(model, recipe.trainer.max_seq_len)  # what only samples has it from here
     if tokenizer is not None:
         name_end_tokens(model, tokenizer)
     return model

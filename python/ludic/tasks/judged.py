@@ -17,6 +17,7 @@ from ludic.inference.local.reward import LocalRewardModel
 from ludic.models.loading import check_dtype, find_adapter_base, find_adapters, load_classifier, load_tokenizer
 from ludic.models.lora import load_adapter
 from ludic.models.names import WRAPPING
+from ludic.models.positions import pin_rope
 from ludic.models.state_files import ADAPTER_CONFIG
 from ludic.tasks.adapters import WrappedTask
 from ludic.tasks.episodic import EpisodicTask, Played, share
@@ -96,6 +97,7 @@ def judged_by(
     micro_token_budget: int = 16384,
     batch_size: int = 4096,
     timeout_s: float = 600.0,
+    max_seq_len: int | None = None,
 ) -> JudgedTask:
     """`task`, rewarded in training by the model in `source`, which is loaded on `device`.
     `tokenizer` is the policy's.
@@ -103,7 +105,7 @@ def judged_by(
     The keywords are those of `RewardModelReward`, `RewardModelScorer` and `load_reward_model`.
     """
     scorer = RewardModelScorer(
-        load_reward_model(source, dtype=dtype, device=device, micro_token_budget=micro_token_budget),
+        load_reward_model(source, dtype=dtype, device=device, micro_token_budget=micro_token_budget, max_seq_len=max_seq_len),
         batch_size=batch_size,
         policy_tokenizer=tokenizer,
         normalize=normalize,
@@ -115,10 +117,16 @@ def judged_by(
 
 
 def load_reward_model(
-    source: str, *, dtype: str = "float32", device: str = "cpu", micro_token_budget: int = 16384
+    source: str,
+    *,
+    dtype: str = "float32",
+    device: str = "cpu",
+    micro_token_budget: int = 16384,
+    max_seq_len: int | None = None,
 ) -> LocalRewardModel:
     """A model with one label: a folder in Hugging Face layout, that of a `ludic train-rm` run, a
-    folder of adapters, or a hub id.
+    folder of adapters, or a hub id. `max_seq_len`: RoPE that depends on length is that of sequences
+    of so many tokens (`pin_rope`).
 
     Weights are read from safetensors only. Raises ConfigError for a model without a head, or
     adapters of one, which would score by chance.
@@ -126,6 +134,7 @@ def load_reward_model(
     check_dtype(dtype)
     folder = find_adapters(source)
     base, model = (source, _classifier(source, dtype)) if folder is None else _merged(source, folder, dtype)
+    pin_rope(model, max_seq_len)
     return LocalRewardModel(
         model.requires_grad_(False).to(device).eval(), load_tokenizer(base), micro_token_budget=micro_token_budget, name=source
     )

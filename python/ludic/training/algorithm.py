@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from ludic.errors import ConfigError, DataError, DataTypeError, shorten_names
@@ -15,6 +16,7 @@ from ludic.list_fields import stored
 from ludic.models.heads import is_classifier
 from ludic.models.output_layer import OutputLayer
 from ludic.models.packed_attention import get_attention, make_packed_keywords, unwrap_transformer
+from ludic.models.positions import first_position
 from ludic.models.prefix_trees import PREFIX_TREES, PrefixTrees
 from ludic.models.sample_scores import captured_head, find_padding, select_scores
 from ludic.models.sharding import gather_tensor, is_sharded, unshard
@@ -153,10 +155,15 @@ def forward_logits(model: nn.Module, batch: Batch) -> Tensor:
     trees: PrefixTrees | None = batch.get(PREFIX_TREES)
     if trees is not None:
         keywords |= trees.keywords(get_attention(model))
+        keywords["position_ids"] = keywords["position_ids"] + first_position(unwrap_transformer(model))
     elif "cu_seqlens" in batch:
         keywords |= make_packed_keywords(model, batch)
     else:
         keywords |= {"attention_mask": batch["attention_mask"]}
+        first = first_position(unwrap_transformer(model))
+        if first and not is_classifier(unwrap_transformer(model)):  # of an encoder the model's own, as in its servers
+            place = torch.arange(first, first + batch["input_ids"].shape[1], device=batch["input_ids"].device)
+            keywords["position_ids"] = place.expand_as(batch["input_ids"])
     ids = batch["input_ids"] if trees is None else trees.input_ids
     if "cu_seqlens" in batch and is_classifier(unwrap_transformer(model)):
         return _score_samples(model, ids, keywords, batch)

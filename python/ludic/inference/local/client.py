@@ -25,6 +25,7 @@ from ludic.inference.prompts.tool_calls import assistant_message, completion_fin
 from ludic.inference.publishing import WeightSource
 from ludic.inference.request import ChatCompletionRequest
 from ludic.inference.sampling import SamplingParams, check_sampling
+from ludic.models.positions import pin_rope
 from ludic.models.sharding import is_sharded
 from ludic.types import ChatResponse, TokenTrace
 
@@ -121,6 +122,7 @@ class LocalChatClient:
             raise ConfigError(
                 "device and dtype apply to the client's own copy of the model; set copy_model=True, or leave them out"
             )
+        pin_rope(model)
         self.model = copy_for_sampling(model, device, dtype) if copy_model else model
         self.tokenizer = tokenizer
         self.logprobs_mode = logprobs_mode

@@ -20,6 +20,8 @@ from ludic.inference.local.prefixes import Match, Prefix, PrefixCache, Snapshot,
 from ludic.inference.local.sampler import Sampler, stream_key
 from ludic.inference.sampling import SamplingParams
 from ludic.models.evaluation_mode import evaluation_mode
+from ludic.models.packed_attention import unwrap_transformer
+from ludic.models.positions import find_context, first_position
 
 LEAST_SHARED_TOKENS = 4096
 """Cached tokens that sharing prompts must save; it costs some operations in each layer."""
@@ -69,8 +71,7 @@ class Bounds:
     @classmethod
     def of(cls, model: nn.Module) -> Bounds:
         embeddings = getattr(model, "get_input_embeddings", lambda: None)()
-        context = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-        return cls(getattr(embeddings, "num_embeddings", None), None if context is None else int(context))
+        return cls(getattr(embeddings, "num_embeddings", None), find_context(model))
 
     def room(self, prompt_ids: Sequence[int]) -> int | None:
         """Number of tokens that fit into the context after this prompt; None without a limit.
@@ -221,8 +222,9 @@ class _Decoding:
     def _forward(self) -> Tensor:
         """Logits [N, V] of each row's next token, float32."""
         arguments: dict[str, Any] = {"past_key_values": self.cache, "use_cache": True, "logits_to_keep": 1}
-        if self.has_padding:  # mask [0, 0, 1, 1, 1] -> positions [0, 0, 0, 1, 2]
-            position = (self.mask.cumsum(dim=1) - 1).clamp(min=0)
+        first = first_position(unwrap_transformer(self.model))
+        if self.has_padding or first:  # mask [0, 0, 1, 1, 1] -> positions [0, 0, 0, 1, 2]
+            position = (self.mask.cumsum(dim=1) - 1).clamp(min=0) + first
             arguments["attention_mask"] = self.mask
             arguments["position_ids"] = position[:, -self.ids.shape[1] :]
         arguments = {name: value for name, value in arguments.items() if name in self.keywords}

@@ -29,6 +29,7 @@ from ludic.inference.reward_types import (
 )
 from ludic.inference.reward_weights import select_trained_weights
 from ludic.models.evaluation_mode import evaluation_mode
+from ludic.models.positions import find_context, pin_rope
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ class LocalRewardModel:
     ) -> None:
         if micro_token_budget < 1:
             raise ConfigError(f"micro_token_budget ({micro_token_budget}) must be >= 1")
+        pin_rope(model)
         self.model, self.tokenizer, self.name = model, tokenizer, name
         self._budget, self._add_special_tokens = micro_token_budget, add_special_tokens
         self._config: Any = getattr(model, "config", None)
@@ -198,7 +200,7 @@ class LocalRewardModel:
                 f"{self.name} is an encoder that computes its score from its first token; use pooling_type=cls or None"
             )
         vocabulary = getattr(self.model.get_input_embeddings(), "num_embeddings", None)  # type: ignore[operator]
-        room = getattr(self._config, "max_position_embeddings", None)
+        room = find_context(self.model)
         for index, ids in enumerate(sequences):
             if not ids:
                 raise DataError(f"sequence {index} has no tokens; there is nothing to score")

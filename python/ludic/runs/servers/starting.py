@@ -6,10 +6,12 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from ludic.files.atomic import read_json
 from ludic.inference.vllm.in_server.flags import WeightBackend
+from ludic.models.positions import find_rope_limits
 from ludic.recipes.inference_section import choose_logprob_convention
 from ludic.recipes.schema import Recipe
 
@@ -51,10 +53,17 @@ def start_server(
         served_model_name=SERVED_NAME,
         logprobs_mode="processed_logprobs" if convention.processed else "raw_logprobs",
         weights=weights,
+        max_model_len=_read_rope_limit(folder, recipe.trainer.max_seq_len),
         extra_args=section.server_args,
         env={**OFFLINE, **(env or {})},
         log_path=log,
     )
+
+
+def _read_rope_limit(folder: Path, tokens: int) -> int | None:
+    """The context for which vLLM chooses the RoPE that the trainer is pinned to; None: any."""
+    config = SimpleNamespace(**read_json(folder / "config.json"))
+    return min(find_rope_limits(config, tokens), default=None)
 
 
 def _read_dtype(folder: Path) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ludic.inference.local.sampler import nucleus
 from ludic.models.evaluation_mode import evaluation_mode
 from ludic.models.lora import adapters_off
+from ludic.models.positions import pin_rope
 from ludic.models.prefix_trees import PREFIX_TREES
 from ludic.training.algorithm import forward_for_loss, forward_logits
 from ludic.training.backend.futures import TrainFuture
@@ -42,6 +43,7 @@ class ModelPasses:
 
     def __init__(self, model: nn.Module, cfg: TrainerConfig) -> None:
         self.model, self.cfg = model, cfg
+        pin_rope(model, cfg.max_seq_len)
 
     @cached_property
     def skips_logits(self) -> bool:

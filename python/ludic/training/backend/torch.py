@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ludic.errors import NonFiniteError
 from ludic.models.activation_checkpointing import enable_checkpointing as enable_checkpointing
 from ludic.models.adapters import check_frozen
+from ludic.models.positions import pin_rope
 from ludic.models.published import ParamFilter, published_weights, shared_weights, unwrap_model
 from ludic.models.sharding import gather_tensor, is_sharded, reshard, set_gradient_sync
 from ludic.models.state_files import read_model, read_optimizer_if_stored
@@ -89,6 +90,7 @@ class TorchBackend(ModelPasses):
         None: each is computed when it is called."""
         super().__init__(model if is_sharded(model) else model.to(cfg.model_device), cfg)
         self.algo, self._worker = algo, worker
+        pin_rope(model, cfg.max_seq_len, again=True)
         if enable_gradient_checkpointing:
             enable_checkpointing(self.model)
         check_precision(self.model)
