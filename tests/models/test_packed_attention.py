@@ -28,7 +28,7 @@ from ludic.training.backend.torch import enable_checkpointing
 from ludic.training.batching.micro_batching import to_tensors
 from ludic.training.credit_assignment import ConstantCredit
 from ludic.training.evaluators.heldout_loss import HeldOutLoss
-from ludic.training.preflight.padding_free import with_supported_packing
+from ludic.training.preflight.layouts import with_right_layout
 
 ALGO = RLAlgorithm("supervised", ConstantCredit(1.0), MaskedCausalLMCrossEntropyLoss())
 SMALL = {
@@ -79,7 +79,7 @@ def gradient(model, batch):
 def test_the_gradient_equals_that_of_the_padded_batch(kind, seed, count, checkpointing):
     items, model = sorting_items(count, seed=seed, weight=1.0), make_model_of_kind(kind)
     expected = gradient(model, collate_saw_items(items, pad_token_id=0, device="cpu"))
-    assert with_supported_packing(cpu_config(packing="padding_free"), model).packing == "padding_free"
+    assert with_right_layout(cpu_config(packing="padding_free"), model).packing == "padding_free"
     if checkpointing:
         model.train()
         enable_checkpointing(model)
@@ -94,7 +94,7 @@ def test_no_mask_of_the_whole_row_is_built(monkeypatch):
     from transformers.integrations import sdpa_attention
 
     model, seen = tiny_model(), []
-    with_supported_packing(cpu_config(packing="padding_free"), model)
+    with_right_layout(cpu_config(packing="padding_free"), model)
     attend = sdpa_attention.sdpa_attention_forward
 
     def noted(module, query, key, value, attention_mask, **options):
@@ -206,7 +206,7 @@ def eager():
     ("make", "reason"),
     [
         (Bigram, "is not a transformers model"),
-        (mamba, "MambaForCausalLM does not (separate the sequences|accept concatenated)"),
+        (mamba, "MambaForCausalLM (has other logits for|does not accept) concatenated sequences"),
         (eager, 'attn_implementation="eager" would build a mask'),
         (model_with_hidden_windows, "attends in windows of which only its mask knows"),
     ],
@@ -231,11 +231,11 @@ def test_a_model_that_ignores_position_ids_gets_padded_batches():
     model = tiny_model()
     inner = model.model.rotary_emb.forward
     model.model.rotary_emb.forward = lambda x, position_ids: inner(x, torch.arange(x.shape[1])[None])
-    assert with_supported_packing(cpu_config(packing="padding_free"), model).packing == "padding_free"  # RoPE is relative
+    assert with_right_layout(cpu_config(packing="padding_free"), model).packing == "padding_free"  # RoPE is relative
     absolute = make_model_of_kind("gpt2")
     positions = absolute.transformer.wpe.forward
     absolute.transformer.wpe.forward = lambda ids: positions(torch.arange(ids.shape[1])[None])
-    assert with_supported_packing(cpu_config(packing="padding_free"), absolute).packing == "optimal"
+    assert with_right_layout(cpu_config(packing="padding_free"), absolute).packing == "optimal"
 
 
 def stub_varlen(shares_heads):

@@ -391,6 +391,7 @@ def test_an_evaluation_scores_prompts_once(name):
     for sharing in ("off", "tree"):
         trainer = TRAINERS[name](train, eval_items=held_out, config={"prefix_sharing": sharing})
         trainer.train_sync(3)
+        trainer.evaluate()  # which tries trees once
         tokens[sharing] = count_tokens(trainer.model, lambda trainer=trainer: measured.update({sharing: trainer.evaluate()}))  # noqa: B023
     assert measured["tree"] == pytest.approx(measured["off"], rel=1e-3, abs=1e-3)
     assert tokens["tree"] < 0.8 * tokens["off"]
@@ -401,6 +402,7 @@ def test_the_reference_scores_prompts_once():
     known, tokens = {}, {}
     for sharing in ("off", "tree"):
         frozen = FrozenModel(tiny_model(seed=1), dpo_config(prefix_sharing=sharing))
+        assert frozen.computes_trees == (sharing == "tree")  # tries them once
 
         def run(sharing=sharing, frozen=frozen):
             known[sharing] = dpo_trainer(items, reference=frozen, config={"prefix_sharing": sharing}).reference_logps

@@ -130,13 +130,16 @@ def make_packed_keywords(model: nn.Module, batch: Mapping[str, Any]) -> dict[str
 
 
 @torch.no_grad()
-def hides_windows(model: nn.Module, device: torch.device | str) -> bool:
-    """Whether layers of a transformers model attend in windows of which only its mask knows, as
-    those of Qwen2MoE and PhiMoE. The attention of this module, whose name the model has, uses no
-    mask. Runs the model on two tokens if its configuration has windows that it can exceed."""
+def hides_windows(model: nn.Module, device: torch.device | str, max_seq_len: int) -> bool:
+    """Whether layers of a transformers model attend in windows or chunks of which only its mask
+    knows, as those of Qwen2MoE, PhiMoE and Llama4. The attention of this module, whose name the
+    model has, uses no mask. Runs the model on two tokens if samples can exceed its windows."""
     config = read_text_config(model)
+    longest = min(max_seq_len, getattr(config, "max_position_embeddings", max_seq_len))
+    if (getattr(config, "attention_chunk_size", None) or longest) < longest:
+        return True
     window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
-    if not window or window >= getattr(config, "max_position_embeddings", torch.inf):
+    if not window or window >= longest:
         return False
     if kinds is not None and "sliding_attention" not in kinds:
         return False

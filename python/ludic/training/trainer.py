@@ -51,7 +51,7 @@ from ludic.training.loop.timings import PhaseTimer
 from ludic.training.loop.token_log import TokenLog
 from ludic.training.loss.base import adapted_loss
 from ludic.training.preflight.check import Preflight
-from ludic.training.preflight.padding_free import with_supported_packing
+from ludic.training.preflight.layouts import with_right_layout
 from ludic.training.preparation import Prepared, prepare, select_comparable, skips_zero_weight
 from ludic.training.reference import decide_trees, resolve_reference
 from ludic.training.rng import preserved_rng
@@ -139,7 +139,7 @@ class Trainer:
             optimizer_factory=self.initialize_optimizer,
             enable_gradient_checkpointing=gradient_checkpointing,
         )
-        self.cfg = with_supported_packing(self.cfg, self.model)  # another backend decides itself
+        self.cfg = with_right_layout(self.cfg, self.model)  # another backend decides itself
         return backend
 
     def _begin(self, total_training_steps: int | None, controllers: Sequence[Controller], callbacks: Sequence[Callback]) -> None:

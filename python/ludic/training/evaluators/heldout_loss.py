@@ -18,7 +18,7 @@ from ludic.training.batching.rank_plans import RankShare
 from ludic.training.config import TrainerConfig
 from ludic.training.loss.context import SharedContext
 from ludic.training.loss.functional import weigh_values
-from ludic.training.preflight.padding_free import with_supported_packing
+from ludic.training.preflight.layouts import with_right_layout
 from ludic.training.types import SAWItem
 
 
@@ -33,6 +33,7 @@ class HeldOutLoss:
     def __init__(self, model: nn.Module | ForwardPasses, items: Sequence[SAWItem], cfg: TrainerConfig) -> None:
         """`model`: a model in this process, or the backend that has it."""
         self._model, self._cfg, self._passes = model, cfg, as_forward_passes(model, cfg)
+        self._is_checked = False
         self._batch = replace(MacroBatch.ingest(items, cfg.max_seq_len), share=RankShare(0, 1))  # no other rank takes part
         if not self._batch.items:
             raise ConfigError(
@@ -41,8 +42,9 @@ class HeldOutLoss:
 
     def measure(self) -> dict[str, float]:
         """`loss`, `perplexity`, and the number of `tokens`."""
-        if isinstance(self._model, nn.Module):
-            self._cfg = with_supported_packing(self._cfg, self._model)
+        if isinstance(self._model, nn.Module) and not self._is_checked:
+            self._is_checked = True
+            self._cfg = with_right_layout(self._cfg, self._model)
         total, tokens = self._sums()
         loss = total / tokens
         return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "tokens": tokens}

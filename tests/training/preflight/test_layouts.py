@@ -1,0 +1,81 @@
+"""A layout in which a model computes samples otherwise than alone is replaced, or refused, and one
+line says why."""
+
+import asyncio
+import logging
+
+import numpy as np
+import pytest
+import torch
+from small_architectures import make_architecture
+from small_models import LLAMA, make_from_config, mixture_model
+from training_samples import ListSource, assert_same_tensors, branching_items, cpu_config, gradients_of, tiny_model
+
+from ludic.errors import ConfigError
+from ludic.training import MaskedCausalLMCrossEntropyLoss, RLAlgorithm, Trainer
+from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
+from ludic.training.credit_assignment import ConstantCredit
+from ludic.training.dpo_config import DPOTrainerConfig
+from ludic.training.preflight.layouts import find_fault, with_right_layout
+
+ALGO = RLAlgorithm("supervised", ConstantCredit(1.0), MaskedCausalLMCrossEntropyLoss())
+LAYOUTS = ("padded rows", "concatenated sequences", "trees")
+
+
+class Anticipating(torch.nn.Module):
+    """Adds to each token how many places its row has behind it, padding included."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.config = inner, inner.config
+
+    def forward(self, input_ids, attention_mask=None, **options):
+        behind = torch.arange(input_ids.shape[1] - 1, -1, -1)[None, :, None]
+        states = self.inner.model.embed_tokens(input_ids) + 0.1 * behind
+        return self.inner(inputs_embeds=states, attention_mask=attention_mask, **options)
+
+
+def test_a_model_that_reads_padding_gets_samples_of_one_length(caplog):
+    items = branching_items((5, 4), 2)
+    gradients = {}
+    for name, rows in (("alone", [[row] for row in range(9)]), ("trainer", [list(range(9))])):
+        model = Anticipating(tiny_model())
+        trainer = Trainer(model=model, algo=ALGO, batch_source=ListSource(items), cfg=cpu_config(prefix_sharing="off"))
+        macro = MacroBatch.ingest(items, trainer.cfg.max_seq_len)
+        totals = MiniBatch(macro, np.arange(9), trainer.cfg).totals
+        for each in rows:
+            mini_batch = MiniBatch(macro, np.array(each), trainer.cfg)
+            assert all(batch.tensors["attention_mask"].all() for batch in mini_batch)
+            asyncio.run(trainer.backend.forward_backward(mini_batch, totals=totals).result())
+        gradients[name] = gradients_of(model)
+    assert_same_tensors(gradients["trainer"], gradients["alone"], atol=1e-5)
+    said = {record.getMessage() for record in caplog.records if record.levelno == logging.WARNING}
+    assert "only samples of one length are computed together: Anticipating has other logits for padded rows" in str(said)
+
+
+def test_pairs_need_padding():
+    cfg = DPOTrainerConfig(model_device="cpu", pad_token_id=0, max_seq_len=64, micro_token_budget=256)
+    with pytest.raises(ConfigError, match="other logits for padded rows than for samples alone, and pairs"):
+        with_right_layout(cfg, Anticipating(tiny_model()))
+
+
+def test_a_model_that_reads_the_tokens_it_predicts_is_named(caplog):
+    assert find_fault(make_architecture("xlnet"), cpu_config(), "padded rows") is None
+    assert "XLNetLMHeadModel reads the tokens that it predicts" in caplog.text
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[1:])
+def test_chunks_of_which_only_the_mask_knows_count_if_samples_can_exceed_them(layout):
+    for size, reason in ((16, "attends in windows of which only its mask knows"), (64, None)):
+        model = make_architecture("llama4_text", attention_chunk_size=size)
+        found = find_fault(model, cpu_config(max_seq_len=64), layout, attention="ludic_packed")
+        assert found == (reason and f"Llama4ForCausalLM {reason}")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rounding_is_no_fault(layout, dtype):
+    """Also where it changes the choice of an expert."""
+    for model in (mixture_model("DeepseekV3"), make_from_config("Qwen3", "ForCausalLM", {**LLAMA, "head_dim": 8}, 0)):
+        attention = None if layout == "padded rows" else "ludic_packed"
+        assert find_fault(model.to(dtype), cpu_config(), layout, attention=attention) is None
