@@ -262,7 +262,7 @@ def test_the_error_of_an_unloadable_model_does_not_blame_the_tokenizer(tiny: lis
         (["+algorithm_args.group_size=3"], "algorithm_args.group_size (3) must be rollout.group_size"),
         (["dtype=float8"], "dtype (float8) must be one of float32"),
         (["trainer.learning_rate=1e-4"], "it is called trainer.lr"),
-        (["trainer.grad_accum_steps=2"], "micro-batches follow from tokens"),
+        (["trainer.grad_accum_steps=2"], "trainer.micro_token_budget sizes the micro-batches"),
     ],
 )
 def test_an_invalid_setting_is_a_one_line_error_and_leaves_no_folder(

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+from torch import nn
+
 from ludic.columns import Column
 from ludic.errors import DataError, EmptyBatchError
 from ludic.event_loop import await_if_needed
@@ -56,8 +58,9 @@ class BatchFetcher:
         """The next batch with samples to train on in step `step`. Raises EmptyBatchError after
         `max_empty_batches` empty ones in a row."""
         fetched = stale = 0
-        model = getattr(self._run.backend, "model", None)
-        self._check.vocab_size, self._check.version = None if model is None else count_vocabulary(model) or None, step
+        model = getattr(self._run.backend, "model", None)  # a user's backend may have none, or a stand-in
+        self._check.vocab_size = (count_vocabulary(model) or None) if isinstance(model, nn.Module) else None
+        self._check.version = step
         for attempt in range(self._run.cfg.max_empty_batches):
             source = self._run.source
             self._is_checked = source.use_check(self._check)
