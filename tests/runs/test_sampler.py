@@ -190,6 +190,7 @@ def test_a_stopped_overlapped_run_continues_with_the_following_prompts(tiny, tmp
 
 async def test_the_startup_time_of_a_server_is_measured(tmp_path, monkeypatch):
     monkeypatch.setenv("FAKE_VLLM_FACTS", str(tmp_path / "facts.json"))
+    (tmp_path / "config.json").write_text("{}")
     recipe = compose([f"inference.python={fake_vllm.install(tmp_path / 'venv')}"])
     timer, notes = PhaseTimer(), []
     async with _run_server(recipe, tmp_path, tmp_path / "log", notes.append, timer) as url:
