@@ -28,7 +28,11 @@ def script(tmp_path: Path, body: str) -> list[str]:
 
 
 def children() -> set[int]:
-    return {int(pid) for path in Path("/proc/self/task").iterdir() for pid in (path / "children").read_text().split()}
+    while True:
+        try:
+            return {int(pid) for path in Path("/proc/self/task").iterdir() for pid in (path / "children").read_text().split()}
+        except FileNotFoundError:  # a thread ended while they were read: another one has its children now
+            continue
 
 
 def open_files() -> int:
