@@ -19,10 +19,10 @@ thresholds = gc.get_threshold()
 with settle_memory():
     assert gc.get_freeze_count() > 100_000
     assert gc.get_threshold()[0] == YOUNG_OBJECTS
-    for _ in range(3):
-        step()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     step()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(12):
+        step()
     print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 assert gc.get_freeze_count() == 0
 assert gc.get_threshold() == thresholds
@@ -30,8 +30,8 @@ assert gc.get_threshold() == thresholds
 
 
 def faults(**variables):
-    """Page faults of a step that creates and frees tensors of several sizes, after identical
-    warm-up steps."""
+    """Page faults of twelve steps that create and free tensors of several sizes, after one such
+    step. The heap still grows in a few of them: where its holes are depends on the hash seed."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
     done = subprocess.run([sys.executable, "-c", FAULTS], env={**clean, **variables}, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
@@ -42,7 +42,7 @@ def faults(**variables):
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's allocator")
 def test_freed_tensors_are_not_returned_to_the_system_unless_variables_say_so():
     returned = faults(MALLOC_TRIM_THRESHOLD_="131072")  # explicit variables take precedence
-    assert returned > 10_000
+    assert returned > 100_000
     assert faults() < 0.1 * returned
 
 
