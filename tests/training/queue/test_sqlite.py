@@ -3,6 +3,7 @@
 import shutil
 import sqlite3
 import tempfile
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -210,6 +211,20 @@ def test_two_processes_that_open_a_new_file_at_once_share_it(tmp_path):
     assert logs[0].stats().entries == 16
     for log in logs:
         log.disconnect()
+
+
+def test_a_new_file_that_another_process_is_writing_to_is_waited_for(tmp_path):
+    other = sqlite3.connect(tmp_path / "queue.sqlite", isolation_level=None, check_same_thread=False)
+    other.execute("begin immediate")
+    with pytest.raises(QueueError, match="another process holds it"):
+        SQLiteLog(tmp_path / "queue.sqlite", timeout_s=0.05).stats()
+    release = threading.Timer(0.1, lambda: other.execute("commit"))
+    release.start()
+    log = SQLiteLog(tmp_path / "queue.sqlite")
+    assert log.stats().entries == 0
+    release.join()
+    log.disconnect()
+    other.close()
 
 
 def test_positions_of_deleted_data_are_no_positions_of_new_ones(tmp_path):

@@ -281,6 +281,7 @@ class SQLiteLog:
         self._drop_connection()
         db = sqlite3.connect(self.path, timeout=self._timeout_s, isolation_level=None, check_same_thread=False)
         try:
+            _use_wal(db, self._timeout_s)
             _prepare(db, self.path, self._clock)
         except BaseException:
             db.close()
@@ -302,11 +303,24 @@ class SQLiteLog:
         self._connection = self._opened = None
 
 
-def _prepare(db: sqlite3.Connection, path: Path, clock: Callable[[], float]) -> None:
-    """Set the connection up, and make the tables of a new file. End the leases and the claim if the
-    clock has begun anew since the last change: they were for a time that may never come."""
+def _use_wal(db: sqlite3.Connection, timeout_s: float) -> None:
+    """Set the connection up. SQLite does not wait where another process writes to a file without a
+    write-ahead log, such as one that both have just made."""
     db.execute("pragma synchronous = normal")
-    db.execute("pragma journal_mode = wal")
+    last = time.monotonic() + timeout_s
+    while True:
+        try:
+            db.execute("pragma journal_mode = wal")
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() >= last:
+                raise
+        time.sleep(0.005)
+
+
+def _prepare(db: sqlite3.Connection, path: Path, clock: Callable[[], float]) -> None:
+    """Make the tables of a new file. End the leases and the claim if the clock has begun anew since
+    the last change: they were for a time that may never come."""
     db.execute("begin immediate")
     try:
         with closing(db.execute("pragma user_version")) as found:
