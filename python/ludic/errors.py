@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any, Literal
 
 from ludic.exit_codes import TRY_AGAIN
@@ -208,3 +209,11 @@ def shorten_names(names: Iterable[object], limit: int = 8) -> str:
     """The first `limit` names for a message, and how many more there are: `a, b and 3 more`."""
     texts = [str(name) for name in names]
     return ", ".join(texts[:limit]) + (f" and {len(texts) - limit} more" if len(texts) > limit else "")
+
+
+def did_you_mean(name: str, known: Iterable[str], otherwise: str = "", *, count: int = 1, cutoff: float = 0.6) -> str:
+    """The end of an error about an unknown `name`: `; did you mean X?` with at most `count` similar
+    names among the `known`. Without any it is `; ` and `otherwise`, or empty."""
+    near = get_close_matches(name, list(known), n=count, cutoff=cutoff)
+    remedy = f"did you mean {' or '.join(near)}?" if near else otherwise
+    return f"; {remedy}" if remedy else ""

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ludic.errors import ConfigError, error_location
+from ludic.errors import ConfigError, did_you_mean, error_location
 
 
 def import_named(path: str, setting: str) -> Any:
@@ -30,7 +29,9 @@ def import_named(path: str, setting: str) -> Any:
         except Exception as error:  # the user's module may raise anything
             raise ConfigError(f"{setting} ({path}) cannot be imported: {_fault(error, module)}") from error
     if not hasattr(loaded, name):
-        raise ConfigError(f"{setting} ({path}) cannot be imported: {loaded.__file__} has no {name!r}{_meant(name, vars(loaded))}")
+        raise ConfigError(
+            f"{setting} ({path}) cannot be imported: {loaded.__file__} has no {name!r}{did_you_mean(name, vars(loaded))}"
+        )
     return getattr(loaded, name)
 
 
@@ -38,15 +39,9 @@ def _fault(error: Exception, module: str) -> str:
     """The reason in words: an unknown module, or the exception of the module and its place."""
     if isinstance(error, ModuleNotFoundError) and error.name is not None and f"{module}.".startswith(f"{error.name}."):
         here = sorted(file.stem for file in Path.cwd().glob("*.py"))
-        return f"{error}; write package.module:name{_meant(module, here)}"
+        return f"{error}; write package.module:name{did_you_mean(module, here)}"
     place = "" if isinstance(error, SyntaxError) else error_location(error)  # the message of a syntax error has the place
     return f"{type(error).__name__}: {error}" + (f" ({place})" if place else "")
-
-
-def _meant(name: str, known: Iterable[str]) -> str:
-    """`; did you mean x?` for the known name that is closest, if one is."""
-    near = get_close_matches(name, known, n=1)
-    return f"; did you mean {near[0]}?" if near else ""
 
 
 @contextmanager

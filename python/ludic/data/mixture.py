@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from difflib import get_close_matches
 from fractions import Fraction
 from random import Random
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 from ludic.data.dataset import DataSet, load_data
 from ludic.data.formats import Kind, Row
 from ludic.data.sources import Table
-from ludic.errors import ConfigError
+from ludic.errors import ConfigError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -150,7 +149,4 @@ def _check_keys(content: Mapping[str, Any], kind: type[Any], where: str) -> None
     known = [item.name for item in fields(kind)]
     for key in content:
         if key not in known:
-            near = get_close_matches(str(key), known, n=1)
-            raise ConfigError(
-                f"{where} has no key {key!r}; " + (f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}")
-            )
+            raise ConfigError(f"{where} has no key {key!r}{did_you_mean(str(key), known, 'it has ' + ', '.join(known))}")

@@ -3,6 +3,7 @@ network."""
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from pathlib import Path
 
 _FILE_SUFFIXES = frozenset(
@@ -30,3 +31,9 @@ def is_local(source: str) -> bool:
         or Path(source).suffix.lower() in _FILE_SUFFIXES
         or (bool(separator) and (first == "runs" or Path(first).is_dir()))
     )
+
+
+def suggest_path(path: Path, otherwise: str) -> str:
+    """As `ludic.errors.did_you_mean`, with the files and folders that lie where `path` would."""
+    near = get_close_matches(path.name, [each.name for each in path.parent.glob("*")], n=1)
+    return f"; did you mean {path.parent / near[0]}?" if near else f"; {otherwise}"

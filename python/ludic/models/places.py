@@ -3,10 +3,9 @@ beside a run's model."""
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from pathlib import Path
 
-from ludic.data.places import is_local
+from ludic.data.places import is_local, suggest_path
 from ludic.errors import ConfigError
 
 
@@ -23,14 +22,8 @@ def check_place(source: str, setting: str = "", *, files: bool = False) -> None:
     if path.exists():
         return
     if is_local(source):
-        entries = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-        near = get_close_matches(path.name, entries, n=1)
-        remedy = (
-            f"did you mean {path.parent / near[0]}?"
-            if near
-            else "give a folder with config.json, or a hub id such as Qwen/Qwen2.5-0.5B"
-        )
-        raise ConfigError(f"{name} does not exist; {remedy}")
+        form = "give a folder with config.json, or a hub id such as Qwen/Qwen2.5-0.5B"
+        raise ConfigError(f"{name} does not exist{suggest_path(path, form)}")
 
 
 def adapter_folder(model_folder: Path) -> Path:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields, replace
-from difflib import get_close_matches
 from typing import Any, TypeVar
 
 import torch
 
 from ludic.agents.tool_names import find_tools
 from ludic.agents.tool_use import ToolUse
-from ludic.errors import ConfigError
+from ludic.errors import ConfigError, did_you_mean
 from ludic.importing import import_named
 from ludic.recipes.checkpoint_section import check_checkpoints
 from ludic.recipes.compose import check_minimums
@@ -235,10 +234,9 @@ def _look_up(registry: dict[str, T], name: str, setting: str, *, own: str = "") 
     """The entry of that name. `own`: what else may be named, for the message."""
     if name in registry:
         return registry[name]
-    near = get_close_matches(name, registry, n=2)
-    remedy = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(sorted(registry))}"
+    remedy = did_you_mean(name, registry, f"there are {', '.join(sorted(registry))}", count=2)
     also = f", or {own} of your own" if own else ""
-    raise ConfigError(f"{setting} ({name}) is not known; {remedy}{also}")
+    raise ConfigError(f"{setting} ({name}) is not known{remedy}{also}")
 
 
 def _call_with_data(make: Callable[..., Any], args: dict[str, Any], data: Any, streaming: bool, explicit: dict[str, Any]) -> Any:
@@ -256,7 +254,6 @@ def _call(make: Callable[..., Any], arguments: dict[str, Any], setting: str, *, 
     accepted = [*inspect.signature(make).parameters, *also]
     for name in arguments:
         if name not in accepted:
-            near = get_close_matches(name, accepted, n=1)
-            remedy = f"did you mean {near[0]}?" if near else f"it takes {', '.join(accepted)}"
-            raise ConfigError(f"{setting}.{name}: {getattr(make, '__name__', make)} has no such argument; {remedy}")
+            remedy = did_you_mean(name, accepted, f"it takes {', '.join(accepted)}")
+            raise ConfigError(f"{setting}.{name}: {getattr(make, '__name__', make)} has no such argument{remedy}")
     return make(**arguments)

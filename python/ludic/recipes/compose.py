@@ -14,7 +14,6 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict
-from difflib import get_close_matches
 from functools import cache, reduce
 from importlib.resources import files
 from io import StringIO
@@ -24,7 +23,7 @@ from typing import Any, cast
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ludic.errors import ConfigError
+from ludic.errors import ConfigError, did_you_mean
 from ludic.rank_environment import read_rank_environment
 from ludic.recipes.devices import are_left_open, choose_devices
 from ludic.recipes.flat_recipe import KNOWN, from_flat, is_flat, translate_name
@@ -225,13 +224,11 @@ def _builtin_folder() -> Any:
 
 def _read_builtin(name: str) -> DictConfig:
     if name not in list_builtin_recipes():
-        near = get_close_matches(name, list_builtin_recipes(), n=1)
-        remedy = (
-            f"did you mean {near[0]}?" if near else f"there are {', '.join(list_builtin_recipes())}; a file's name ends in .yaml"
-        )
+        known = list_builtin_recipes()
+        remedy = did_you_mean(name, known, f"there are {', '.join(known)}; a file's name ends in .yaml")
         if "/" in name:
             remedy += ", and there is no such folder of a run"
-        raise ConfigError(f"there is no recipe {name!r}; {remedy}")
+        raise ConfigError(f"there is no recipe {name!r}{remedy}")
     return deepcopy(_parse_builtin(name))
 
 

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import PurePath
 from typing import Any
 
-from ludic.errors import ConfigError
+from ludic.errors import ConfigError, did_you_mean
 from ludic.recipes.foreign_names import BETA_NAMES, FLAT_REASONS, INSTEAD, MAXENT_ONLY, META, REASONS, SEED, SETTINGS
 
 TASKS = {"grpo": False, "maxent": True, "maxent-grpo": True, "infoseed": False, "info-seed": False}
@@ -146,11 +145,8 @@ def _check_known(flat: Mapping[str, Any]) -> None:
         if key not in KNOWN and key in INSTEAD and value not in (None, False):
             raise ConfigError(f"{key} ({value}) has no translation from a flat file; write {INSTEAD[key]}")
         if key not in KNOWN and key not in INSTEAD:
-            near = get_close_matches(key, KNOWN, n=2)
-            raise ConfigError(
-                f"there is no setting {key!r} in recipes of MaxEnt-GRPO; "
-                + (f"did you mean {' or '.join(near)}?" if near else "remove it")
-            )
+            remedy = did_you_mean(key, KNOWN, "remove it", count=2)
+            raise ConfigError(f"there is no setting {key!r} in recipes of MaxEnt-GRPO{remedy}")
 
 
 def _find_objective(flat: Mapping[str, Any], task: str | None) -> bool:

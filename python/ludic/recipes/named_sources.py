@@ -4,13 +4,12 @@ Looked up before torch is imported, which takes longer than most of them."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from ludic.agents.tool_names import find_tools
 from ludic.agents.tool_use import check_tool
-from ludic.data.places import is_local
+from ludic.data.places import is_local, suggest_path
 from ludic.errors import DataError
 from ludic.given_names import GivenNames
 from ludic.importing import import_named
@@ -60,10 +59,8 @@ def _check_data(source: str) -> None:
     path = Path(source).expanduser()
     if path.exists() or not is_local(source):
         return
-    entries = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-    near = get_close_matches(path.name, entries, n=1)
-    remedy = f"did you mean {path.parent / near[0]}?" if near else "give a file, a folder, or an id of the hub"
-    raise DataError(f"data: {source} does not exist, seen from {Path.cwd()}; {remedy}")
+    remedy = suggest_path(path, "give a file, a folder, or an id of the hub")
+    raise DataError(f"data: {source} does not exist, seen from {Path.cwd()}{remedy}")
 
 
 def _list_sources(data: Any) -> Iterator[str]:

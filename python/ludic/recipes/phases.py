@@ -4,10 +4,9 @@ same in steps."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any
 
-from ludic.errors import ConfigError
+from ludic.errors import ConfigError, did_you_mean
 from ludic.recipes.schema import Recipe
 
 MODES = ("sft", "rl", "sft+rl")
@@ -34,8 +33,7 @@ def choose_phases(recipe: Recipe, said: Sequence[Mapping[str, Any]]) -> None:
         _check_warmup(recipe, said)
         return
     if mode not in MODES:
-        near = get_close_matches(mode, MODES, n=1, cutoff=0.5)
-        raise ConfigError(f"mode ({mode}) must be one of {', '.join(MODES)}{f'; did you mean {near[0]}?' if near else ''}")
+        raise ConfigError(f"mode ({mode}) must be one of {', '.join(MODES)}{did_you_mean(mode, MODES, cutoff=0.5)}")
     for place in said:
         is_last = place is said[-1]
         for key in _EXCLUDED[mode]:

@@ -8,10 +8,9 @@ import secrets
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from difflib import get_close_matches
 from typing import Any
 
-from ludic.errors import ConfigError
+from ludic.errors import ConfigError, did_you_mean
 from ludic.files.atomic import write_text
 from ludic.recipes.run_header import run_header
 from ludic.recipes.schema import Recipe
@@ -101,9 +100,8 @@ def parse_trackers(report_to: Any) -> list[str]:
     names = [str(name) for name in listed if name != NONE]
     for name in names:
         if name not in TRACKERS:
-            close = get_close_matches(name.lower(), TRACKERS, n=1)
-            suggestion = f"; did you mean {close[0]}?" if close else ""
-            raise ConfigError(f"report_to ({name}) must be one or a list of {', '.join(TRACKERS)}, or {NONE}{suggestion}")
+            remedy = did_you_mean(name.lower(), TRACKERS)
+            raise ConfigError(f"report_to ({name}) must be one or a list of {', '.join(TRACKERS)}, or {NONE}{remedy}")
     return list(dict.fromkeys(names))
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any
 
-from ludic.errors import ConfigError
+from ludic.errors import ConfigError, did_you_mean
 from ludic.importing import import_named
 from ludic.training.reward_functions import RewardFunctions, TrainerState
 from ludic.training.reward_registry import CODE_REWARDS, VERIFIERS, make_reward, reward_names
@@ -96,12 +95,10 @@ def _function(name: str, setting: str) -> RewardFunction:
                 f"{setting} ({name}) runs programs, and is the only reward: write reward={name} alone, not in a list"
             )
         known = sorted({*reward_names(), *CODE_REWARDS})
-        near = get_close_matches(name, known, n=1)
-        meant = f"did you mean {near[0]}? Else " if near else ""
-        remedy = (
-            f"{meant}write module:function, such as rewards:{name} for `{name}` of ./rewards.py, or one of {', '.join(known)}"
+        raise ConfigError(
+            f"{setting} ({name}) is not known{did_you_mean(name, known)}; write module:function, such as rewards:{name} for `{name}` "
+            f"of ./rewards.py, or one of {', '.join(known)}"
         )
-        raise ConfigError(f"{setting} ({name}) is not known; {remedy}")
     function = import_named(name, setting)
     if not callable(function) or inspect.isclass(function):
         raise ConfigError(

@@ -6,7 +6,6 @@ rule and the remedy.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 import math
@@ -14,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import InitVar, dataclass, field, fields
 from typing import Any, Literal, TypeVar, cast, dataclass_transform
 
-from ludic.errors import BudgetError, ConfigError
+from ludic.errors import BudgetError, ConfigError, did_you_mean
 
 Packing = Literal["optimal", "greedy", "padding_free"]
 LogitsPath = Literal["auto", "full", "chunked"]
@@ -88,9 +87,7 @@ def _differs_from_default(config: Any, name: str) -> bool:
 def _describe_unknown_name(owner: str, name: str, names: list[str]) -> str:
     if name in _REMOVED_SETTINGS:
         return f"{owner} has no {name}: {_REMOVED_SETTINGS[name]}"
-    near = difflib.get_close_matches(name, names, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(names)}"
-    return f"{owner} has no {name}; {hint}"
+    return f"{owner} has no {name}{did_you_mean(name, names, 'it has ' + ', '.join(names))}"
 
 
 @config_dataclass

@@ -3,12 +3,11 @@ know."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ludic.errors import ConfigError, ConfigTypeError
+from ludic.errors import ConfigError, ConfigTypeError, did_you_mean
 from ludic.inference.extensions import VLLMExtensions
 from ludic.inference.request import ChatCompletionRequest
 from ludic.inference.sampling import SamplingParams
@@ -163,6 +162,5 @@ def check_fields(fields: Mapping[str, Any], supported: frozenset[str] = CHAT_FIE
     """Raise ConfigError for a field that the server would ignore."""
     for name in fields:
         if name not in supported:
-            near = difflib.get_close_matches(name, supported, n=1)
-            hint = f"did you mean {near[0]}?" if near else "set allow_unknown_fields=True if your server knows it"
-            raise ConfigError(f"extra_body_overrides has {name!r}, which vLLM would silently ignore; {hint}")
+            hint = did_you_mean(name, supported, "set allow_unknown_fields=True if your server knows it")
+            raise ConfigError(f"extra_body_overrides has {name!r}, which vLLM would silently ignore{hint}")

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from ludic.errors import ConfigError
+from ludic.errors import ConfigError, did_you_mean
 from ludic.recipes.foreign_names import SETTINGS
 from ludic.recipes.overrides import Override
 
@@ -144,8 +143,5 @@ def _describe_unknown(name: str, *, is_switch: bool) -> str:
     for flag, item in FLAGS.items():
         if item.key in ours:
             return f"there is no flag {name}; it is called {flag}"
-    near = get_close_matches(name, [*FLAGS, *SWITCHES, _DIRECTORY], n=2, cutoff=0.6)
-    remedy = (
-        f"did you mean {' or '.join(near)}?" if near else "`ludic train-rm --help` lists them; settings without one are key=value"
-    )
-    return f"there is no flag {name}; {remedy}"
+    others = "`ludic train-rm --help` lists them; settings without one are key=value"
+    return f"there is no flag {name}{did_you_mean(name, [*FLAGS, *SWITCHES, _DIRECTORY], others, count=2)}"

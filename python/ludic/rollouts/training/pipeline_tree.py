@@ -16,12 +16,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ludic.data.sources import read_table
-from ludic.errors import ConfigError, DataError
+from ludic.errors import ConfigError, DataError, did_you_mean
 from ludic.rollouts.training.datasets.dataset_loaders import ANSWER_COLUMNS, PROMPT_COLUMNS, first_of, messages_of_row
 
 logger = logging.getLogger(__name__)
@@ -118,20 +117,16 @@ def read_tree(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 def _check_known(name: str, known: Mapping[str, Any], what: str) -> None:
     if name not in known:
-        near = get_close_matches(str(name), known, n=1)
-        raise ConfigError(
-            f"there is no {what} {name!r}; " + (f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}")
-        )
+        remedy = did_you_mean(str(name), known, f"there are {', '.join(known)}")
+        raise ConfigError(f"there is no {what} {name!r}{remedy}")
 
 
 def _check_values(tree: Mapping[str, Mapping[str, Any]]) -> None:
     target, mode = tree["target"], tree["output"]["mode"]
     ranks, backend = target["gpu_ranks"], target["train_backend"]
     if mode not in MODES:
-        near = get_close_matches(str(mode), MODES, n=1, cutoff=0.5)
-        raise ConfigError(
-            f"output.mode ({mode}) must be one of {', '.join(MODES)}" + (f"; did you mean {near[0]}?" if near else "")
-        )
+        remedy = did_you_mean(str(mode), MODES, cutoff=0.5)
+        raise ConfigError(f"output.mode ({mode}) must be one of {', '.join(MODES)}{remedy}")
     if not isinstance(ranks, list) or not ranks or not all(isinstance(rank, int) and rank >= 0 for rank in ranks):
         raise ConfigError(f"target.gpu_ranks ({ranks!r}) must be a list of the numbers of GPUs, such as [0, 1]")
     if backend not in ("pytorch", "fsdp"):

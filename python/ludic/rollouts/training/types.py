@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import difflib
 import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -28,7 +27,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar, Literal, TypeVar, get_args
 
-from ludic.errors import ConfigError, ConfigTypeError, DataError
+from ludic.errors import ConfigError, ConfigTypeError, DataError, did_you_mean
 from ludic.rollouts.training.packed_columns import pack_columns, unpack_columns
 from ludic.training.backend.futures import ImmediateTrainFuture, TrainFuture
 from ludic.training.rollouts.group_filters import COMPARING, name_of_filter
@@ -179,7 +178,9 @@ class _Config:
             if name in cls._FUNCTIONS:
                 raise ConfigError(f"{cls.__name__}: {name} is a function; give it as the argument {name}= of from_dict")
             if name not in known:
-                raise ConfigError(f"{cls.__name__} has no setting {name!r}{_suggest(name, known)}")
+                raise ConfigError(
+                    f"{cls.__name__} has no setting {name!r}{did_you_mean(name, known, 'it has ' + ', '.join(known))}"
+                )
         return cls(**data, **functions)
 
 
@@ -361,12 +362,5 @@ def _check_seed(config: _Config, seed: Any) -> None:
 def _check_choice(config: _Config, name: str, choices: Any) -> None:
     value = getattr(config, name)
     if value not in get_args(choices):
-        raise ConfigError(
-            f"{name} ({value!r}) must be one of {', '.join(get_args(choices))}{_suggest(str(value), get_args(choices))}"
-        )
-
-
-def _suggest(name: str, known: Sequence[str]) -> str:
-    """`; did you mean x?` for the known name that is closest, else all of them."""
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {close[0]}?" if close else f"; it has {', '.join(known)}"
+        known = get_args(choices)
+        raise ConfigError(f"{name} ({value!r}) must be one of {', '.join(known)}{did_you_mean(str(value), known)}")
