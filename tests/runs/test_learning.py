@@ -53,7 +53,7 @@ def test_tic_tac_toe_is_learnt_against_a_mixed_opponent(tmp_path: Path) -> None:
     assert before["not_lost"] <= 0.60
     assert after["not_lost"] >= 0.90
     assert after["perfect_drawn"] >= 0.75
-    assert after["legal_moves"] >= max(0.98, before["legal_moves"])  # one run in 16 kept an illegal reply: .986
+    assert after["legal_moves"] >= 0.99
     assert after["not_lost_as_x"] > after["not_lost_as_o"]  # moving second is harder
 
 

@@ -95,9 +95,10 @@ def _function(name: str, setting: str) -> RewardFunction:
                 f"{setting} ({name}) runs programs, and is the only reward: write reward={name} alone, not in a list"
             )
         known = sorted({*reward_names(), *CODE_REWARDS})
+        meant = did_you_mean(name, known)
         raise ConfigError(
-            f"{setting} ({name}) is not known{did_you_mean(name, known)}; write module:function, such as rewards:{name} for `{name}` "
-            f"of ./rewards.py, or one of {', '.join(known)}"
+            f"{setting} ({name}) is not known{f'{meant} Else' if meant else ';'} write module:function, such as rewards:{name} for "
+            f"`{name}` of ./rewards.py, or one of {', '.join(known)}"
         )
     function = import_named(name, setting)
     if not callable(function) or inspect.isclass(function):
