@@ -48,6 +48,8 @@ def test_fields_that_openai_has_not_are_sent_if_they_change_something():
         ({"min_p": 1.5}, r"min_p \(1.5\) in \[0, 1\]"),
         ({"repetition_penalty": 0.0}, r"repetition_penalty \(0.0\) must be > 0"),
         ({"stop": [5]}, r"stop \(\[5\]\) must be a text, or a list of texts"),
+        ({"stop": ["a", ""]}, r"stop \(\['a', ''\]\)"),
+        ({"stop": ""}, r"stop \(''\)"),
     ],
 )
 def test_values_outside_their_range_are_refused(values, message):

@@ -21,7 +21,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     stop: str | list[str] | None = None
-    """Text that ends the completion."""
+    """Text that ends the completion; several texts in a list. None may be empty."""
     top_k: int = 0
     """Sample from so many of the most likely tokens; 0 keeps all."""
     min_p: float = 0.0
@@ -75,8 +75,10 @@ def check_sampling(params: SamplingParams) -> None:
         raise ConfigError(f"top_k ({params.top_k}) must be >= 0 and min_p ({params.min_p}) in [0, 1]; 0 keeps all tokens")
     if not 0 < params.repetition_penalty < float("inf"):
         raise ConfigError(f"repetition_penalty ({params.repetition_penalty}) must be > 0 and finite; 1 changes nothing")
-    if not all(isinstance(text, str) for text in ([params.stop] if isinstance(params.stop, str) else params.stop or [])):
-        raise ConfigError(f"stop ({params.stop}) must be a text, or a list of texts; null: only the end token ends an answer")
+    if not all(isinstance(text, str) and text for text in ([params.stop] if isinstance(params.stop, str) else params.stop or [])):
+        raise ConfigError(
+            f"stop ({params.stop!r}) must be a text, or a list of texts, none empty; null: the end token ends an answer"
+        )
 
 
 def check_penalties(params: SamplingParams) -> None:
