@@ -17,7 +17,7 @@ from ludic.cli.app import app
 from ludic.errors import ConfigError, DataError
 from ludic.inference import ChatCompletionRequest, ReturnSpec, SamplingParams
 from ludic.inference.local.client import LocalChatClient
-from ludic.inference.prompts.template import find_turn_end
+from ludic.inference.prompts.template import find_turn_end, read_template_kwargs, with_kwargs
 from ludic.inference.sglang import SGLangClient
 from ludic.inference.vllm.client import VLLMChatClient
 from ludic.recipes.compose import compose
@@ -190,11 +190,12 @@ def test_every_answer_of_a_conversation_is_trained_up_to_its_end(name):
         assert [token for token, keep in zip(both.input_ids, both.action_mask, strict=True) if keep] == [*trained[0], *trained[1]]
 
 
-def test_sampling_stops_at_the_end_of_a_turn_although_it_is_not_the_tokenizers_end_token():
+@pytest.mark.parametrize("name", ["qwen2.5 base", "added end"])
+def test_sampling_stops_at_the_end_of_a_turn_although_it_is_not_the_tokenizers_end_token(name):
     import torch
 
-    tokenizer = make_tokenizer("qwen2.5 base")
-    model, end = tiny_model(vocab_size=len(tokenizer)), tokenizer.convert_tokens_to_ids("<|im_end|>")
+    tokenizer = make_tokenizer(name)
+    model, end = tiny_model(vocab_size=len(tokenizer)), tokenizer.convert_tokens_to_ids(FAMILIES[name].turn_end)
     model.lm_head = torch.nn.Linear(32, len(tokenizer))  # its bias decides
     with torch.no_grad():
         model.lm_head.weight.zero_()
@@ -203,6 +204,13 @@ def test_sampling_stops_at_the_end_of_a_turn_although_it_is_not_the_tokenizers_e
     request = ChatCompletionRequest("tiny", ASKED, SamplingParams(temperature=0.0, max_tokens=5), ReturnSpec.for_rl())
     response, _ = play(client.complete(request))
     assert (list(response.completion_token_ids), response.finish_reason, response.text) == ([end], "stop", "")
+
+
+def test_a_template_that_demands_a_system_message_has_its_end_of_turn():
+    tokenizer = make_tokenizer("qwen2.5 base")
+    demands = "{% if messages[0].role != 'system' %}{{ raise_exception('say who it is') }}{% endif %}"
+    tokenizer.chat_template = demands + tokenizer.chat_template
+    assert find_turn_end(tokenizer).token == tokenizer.convert_tokens_to_ids("<|im_end|>")
 
 
 def test_the_end_token_is_a_setting(tmp_path):
@@ -234,6 +242,21 @@ def test_an_argument_that_the_template_does_not_read_is_an_error(tmp_path):
         ConfigError, match="chat_template_kwargs has enable_thinkng, which the tokenizer's chat template does not"
     ):
         build_tokenizer(compose([f"tokenizer={tmp_path / 'tokenizer'}", "chat_template_kwargs.enable_thinkng=false"]))
+
+
+def test_an_argument_that_renderings_leave_empty_has_its_setting():
+    template = "{% for each in documents or [] %}{{ each.title }}{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer = make_tokenizer("zephyr")
+    tokenizer.chat_template = with_kwargs(template, {"documents": [{"title": "a 'title'"}]})
+    assert tokenizer.apply_chat_template(ASKED, tokenize=False) == "a 'title'What is 2+2?"
+
+
+@pytest.mark.parametrize("name", ["messages", "add_generation_prompt", "tokenize"])
+def test_an_argument_that_every_prompt_sets_is_an_error(name):
+    with pytest.raises(ConfigError, match=f"chat_template_kwargs has {name}"):
+        with_kwargs("{{ messages }}{{ add_generation_prompt }}", {name: True})
+    with pytest.raises(DataError, match=f"row 1: chat_template_kwargs has {name}"):
+        read_template_kwargs({"chat_template_kwargs": {name: True}}, "row 1")
 
 
 def test_a_column_that_is_no_object_names_the_row(tmp_path):

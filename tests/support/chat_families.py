@@ -72,6 +72,10 @@ GLM4 = (
     "[gMASK]<sop>{% for m in messages %}{{ ('<|observation|>' if m.role == 'tool' else '<|' + m.role + '|>') + '\n' + m.content }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
 )
+ADDED_END = (
+    "{% for m in messages %}{{ '\n\n' + m.role + ':\n' + m.content }}{% if m.role == 'assistant' %}{{ '\n\n<|eot|>' }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '\n\nassistant:\n' }}{% endif %}"
+)
 
 
 @dataclass(frozen=True)
@@ -171,6 +175,7 @@ FAMILIES = {
         "<|endoftext|>",
         generation_eos=("<|endoftext|>", "<|user|>", "<|observation|>"),
     ),
+    "added end": Family(ADDED_END, ("<|endoftext|>",), "<|endoftext|>", "<|eot|>", "<|endoftext|>", plain=("\n\n", "<|eot|>")),
 }
 
 

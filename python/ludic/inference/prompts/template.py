@@ -15,6 +15,9 @@ from ludic.inference.prompts.tool_calls import CLOSING, OPENING, parse_tool_call
 from ludic.inference.request import ToolRequest
 from ludic.types import Message
 
+_SET = ("messages", "conversation", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize", "return_dict")
+"""Arguments of a rendering that no setting and no row may change."""
+
 
 def select_tools(request: ToolRequest | None) -> list[dict[str, Any]]:
     """The tools to render into the prompt. Empty if the request has none or its `tool_choice` is
@@ -43,16 +46,20 @@ def read_template(tokenizer: Any) -> str:
 
 def with_kwargs(template: Any, template_kwargs: Mapping[str, Any]) -> Any:
     """The template with other defaults of its arguments, so that whatever renders it has them.
-    Raises ConfigError for an argument that it does not read.
+    Raises ConfigError for an argument that it does not read, or that every rendering sets.
 
     Example: `{enable_thinking: false}` puts `{%- set enable_thinking = enable_thinking if
-    enable_thinking is defined else False %}` before it."""
+    enable_thinking is defined and enable_thinking is not none else False %}` before it."""
     if isinstance(template, Mapping):
         return {name: with_kwargs(each, template_kwargs) for name, each in template.items()}
     for name in template_kwargs:
-        if not re.search(rf"\b{re.escape(name)}\b", template or ""):
-            raise ConfigError(f"chat_template_kwargs has {name}, which the tokenizer's chat template does not read")
-    values = (f"{{%- set {name} = {name} if {name} is defined else {value!r} %}}" for name, value in template_kwargs.items())
+        if name in _SET or not re.search(rf"\b{re.escape(name)}\b", template or ""):
+            why = "every prompt sets" if name in _SET else "the tokenizer's chat template does not read"
+            raise ConfigError(f"chat_template_kwargs has {name}, which {why}; leave it out")
+    values = (
+        f"{{%- set {name} = {name} if {name} is defined and {name} is not none else {value!r} %}}"
+        for name, value in template_kwargs.items()
+    )
     defaults = "".join(values) + "{{ '' }}"  # after a block, a line break at the beginning of the template would be dropped
     return template if template.startswith(defaults) else defaults + template
 
@@ -63,6 +70,8 @@ def read_template_kwargs(row: Mapping[str, Any], where: str) -> dict[str, Any]:
     given = row.get("chat_template_kwargs") or {}
     if not isinstance(given, Mapping):
         raise DataError(f'{where}: chat_template_kwargs ({given!r:.80}) must be an object such as {{"enable_thinking": false}}')
+    if name := next((name for name in given if name in _SET), None):
+        raise DataError(f"{where}: chat_template_kwargs has {name}, which every prompt sets; leave it out")
     return {name: value for name, value in given.items() if value is not None}
 
 
@@ -174,9 +183,9 @@ class TurnEnd:
 
 
 def find_turn_end(tokenizer: Any) -> TurnEnd:
-    """The end of the assistant's turns: the first special token after the answer of a rendered
-    conversation, or the one with which the next message begins. Without either, the tokenizer's end
-    token."""
+    """The end of the assistant's turns: the first special or added token after the answer of a
+    rendered conversation, or the one with which the next message begins. Without either, the
+    tokenizer's end token. Added tokens of white space end nothing."""
     return _find_turn_end(tokenizer, read_template(tokenizer), getattr(tokenizer, "eos_token_id", None))
 
 
@@ -187,25 +196,29 @@ def _find_turn_end(tokenizer: Any, template: str, eos: int | None) -> TurnEnd:
     if after is None:
         return TurnEnd(eos, own)
     added: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
-    special = own.union(getattr(tokenizer, "all_special_ids", ()), (token for token, known in added.items() if known.special))
-    first = next((index for index, token in enumerate(after) if token in special), None)
+    added_ids = (token for token, known in added.items() if known.special or known.content.strip(" \t\r\n▁"))
+    ending = own.union(getattr(tokenizer, "all_special_ids", ()), added_ids)
+    first = next((index for index, token in enumerate(after) if token in ending), None)
     if first is not None:
         return TurnEnd(after[first], own | {after[first]}, tuple(after[first:]))
     begun = [_ids_after_answer(tokenizer, ({"role": role, "content": "?"},)) for role in ("user", "tool")]
-    headers = [ids[0] for ids in begun if ids and ids[0] in special]
+    headers = [ids[0] for ids in begun if ids and ids[0] in ending]
     return TurnEnd(headers[0] if headers else eos, own.union(headers), is_open=bool(headers))
 
 
 def _ids_after_answer(tokenizer: Any, following: Sequence[Message]) -> list[int] | None:
-    """The token ids after an answer that `following` follows; None if the template cannot tell."""
+    """The token ids after an answer that `following` follows; None if the template cannot tell. A
+    template that fails without a system message gets one."""
     answer = "an-answer-4711"
     messages: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}, *following]
-    try:
-        text = str(ChatTemplate(tokenizer).apply(messages, prompt=False, tokenize=False))
-        _, found, after = text.rpartition(answer)
-        return list(tokenizer(after, add_special_tokens=False)["input_ids"]) if found else None
-    except Exception:  # a template is a program: it may raise anything
-        return None
+    for before in ((), ({"role": "system", "content": "?"},)):
+        try:
+            text = str(ChatTemplate(tokenizer).apply([*before, *messages], prompt=False, tokenize=False))
+            _, found, after = text.rpartition(answer)
+            return list(tokenizer(after, add_special_tokens=False)["input_ids"]) if found else None
+        except Exception:  # a template is a program: it may raise anything
+            continue
+    return None
 
 
 def _example_call(name: str) -> tuple[list[Message], str, str]:
