@@ -13,6 +13,7 @@ import pytest
 from commands import NETWORK, ludic, metrics_of, refused, same_weights, summary_of, train_until
 from killed_commands import killed_at
 from run_folders import make_run
+from training_samples import TOKENIZER, tiny_model
 from typer.testing import CliRunner
 
 from ludic.cli.app import app
@@ -20,7 +21,9 @@ from ludic.cli.resume import Changes, find_steps
 from ludic.errors import CheckpointError, ConfigError
 from ludic.files.manifest import HASH
 from ludic.recipes.compose import compose
-from ludic.runs.directory import RunDirectory
+from ludic.recipes.named_sources import list_read_files
+from ludic.recipes.sft.schema import compose_sft
+from ludic.runs.directory import RunDirectory, SFTDirectory
 from ludic.runs.lock import RunLock
 from ludic.runs.reinforce import RLRun
 
@@ -151,7 +154,7 @@ def test_settings_of_output_and_checkpoints_can_be_changed(run: Path) -> None:
 
 def test_a_run_with_a_former_setting_name_resumes_with_its_value(run: Path) -> None:
     config, progress = run / "config.yaml", json.loads((run / "progress.json").read_text())
-    del progress[HASH]
+    del progress[HASH], progress["model_files"]
     for file, text in ((config, config.read_text()), (run / "progress.json", json.dumps(progress))):
         assert "batches_ahead" in text
         file.write_text(text.replace("batches_ahead", "max_lag"))
@@ -163,7 +166,7 @@ def test_a_run_with_a_former_setting_name_resumes_with_its_value(run: Path) -> N
 
 def test_a_folder_of_an_earlier_version_can_be_resumed(run: Path) -> None:
     progress = json.loads((run / "progress.json").read_text())
-    for key in ("recipe", "versions", "failed", HASH):
+    for key in ("recipe", "versions", "failed", "model_files", HASH):
         del progress[key]
     (run / "progress.json").write_text(json.dumps(progress))
     assert "is finished" in ludic("train", "--resume", str(run))
@@ -178,6 +181,68 @@ def test_a_flipped_byte_in_what_a_resume_reads_is_refused_by_the_name_of_the_fil
     said = refused("train", "--resume", str(run)).splitlines()[-1]
     assert f"{Path(damaged).name} " in said
     assert "ludic train" in said  # the remedy
+
+
+@pytest.mark.parametrize("added", ["chat_template.jinja", "special_tokens_map.json", "additional_chat_templates/tools.jinja"])
+def test_a_file_added_to_what_a_resume_reads_is_refused_by_its_name(run: Path, added: str) -> None:
+    before_reinforcement(run)
+    (run / "model" / added).parent.mkdir(exist_ok=True)
+    (run / "model" / added).write_text("{}")
+    said = refused("train", "--resume", str(run)).splitlines()[-1]
+    assert f"{added} was added later" in said
+    assert "ludic train" in said  # the remedy
+
+
+def stopped_sft(folder: Path, *arguments: str) -> Path:
+    """A run of `ludic sft` over a model in `folder`, as if it had been killed after its last
+    step."""
+    tiny_model().save_pretrained(folder)
+    TOKENIZER.save_pretrained(folder)
+    Path("rows.jsonl").write_text(f"{json.dumps({'prompt': 'a?', 'completion': 'a!'})}\n" * 4)
+    settings = ["threads=1", "steps=1", "batch_size=4", "heldout=0", "data=rows.jsonl", "output=.", "name=run"]
+    ludic("sft", *settings, *arguments)
+    return stop_again(Path("run"))
+
+
+def test_a_run_inside_the_folder_of_its_model_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = stopped_sft(Path(), "model=.")
+    Path("notes.txt").write_text("not read")
+    ludic("sft", "--resume", str(run))
+    Path("chat_template.jinja").write_text("{{ messages }}")
+    assert "chat_template.jinja was added later" in refused("sft", "--resume", str(stop_again(run)))
+
+
+def stop_again(run: Path) -> Path:
+    directory = SFTDirectory(run)
+    directory.write_progress(replace(directory.read_progress(), phase="sft", after=None))
+    return run
+
+
+def test_a_chat_template_that_was_edited_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("template.jinja").write_text("{% for message in messages %}{{ message.content }}</s>{% endfor %}")
+    run = stopped_sft(Path("start"), "model=start", "chat_template=template.jinja")
+    ludic("sft", "--resume", str(run))
+    Path("template.jinja").write_text("{% for message in messages %}{{ message.role }}</s>{% endfor %}")
+    said = refused("sft", "--resume", str(stop_again(run)))
+    assert "template.jinja has 63 bytes, not 66" in said
+
+
+def test_the_base_of_adapters_that_a_run_reads_is_read_too(tmp_path: Path) -> None:
+    base, adapter = tmp_path / "elsewhere", tmp_path / "adapter"
+    for folder, content in ((base, {}), (adapter, {"base_model_name_or_path": str(base)})):
+        folder.mkdir()
+        (folder / ("adapter_config.json" if content else "config.json")).write_text(json.dumps(content))
+    recipe = compose_sft([f"model={adapter}"])
+    assert list_read_files(recipe) == {str(adapter): ["adapter_config.json"], str(base): ["config.json"]}
+
+
+def test_a_progress_file_without_its_hash_is_damaged(run: Path) -> None:
+    progress = json.loads((run / "progress.json").read_text())
+    del progress[HASH]
+    (run / "progress.json").write_text(json.dumps({**progress, "steps": 1}))
+    assert "progress.json is damaged" in refused("train", "--resume", str(run))
 
 
 def test_a_run_of_a_version_without_manifests_resumes_with_a_line(run: Path, caplog: pytest.LogCaptureFixture) -> None:

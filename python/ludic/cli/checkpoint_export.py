@@ -11,13 +11,11 @@ import typer
 from ludic.cli.checkpoint import find_checkpoints
 from ludic.errors import CheckpointError, ConfigError
 from ludic.files.atomic import read_json
-from ludic.files.checkpoints import ADAPTER, find_checkpoint_faults
+from ludic.files.checkpoints import ADAPTER, ADAPTER_CONFIG, TOKENIZER_FILES, find_checkpoint_faults
 from ludic.files.folders import replace_folder
 from ludic.files.manifest import MANIFEST
 from ludic.models.exporting import export_adapter, export_merged, export_model
 from ludic.models.loading import find_whole_model
-from ludic.models.saving import TOKENIZER_FILES
-from ludic.models.state_files import ADAPTER_CONFIG
 
 DTYPES = ("float32", "bfloat16", "float16")
 RUN_FOLDERS = ("model", "base", "adapter")

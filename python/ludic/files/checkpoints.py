@@ -17,6 +17,7 @@ BEST = "best"
 """Folder beside the checkpoints: what `TrainingBackend.save` writes without an optimizer, best.json
 with its `step`, and a manifest."""
 INDEX, MODEL, ADAPTER = "model.safetensors.index.json", "model.safetensors", "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
 SHARDS = "model.shards.json"
 """Names the files of weights that are as the ranks had them: parts of tensors."""
 WEIGHT_FILES = (INDEX, MODEL, ADAPTER, SHARDS)
@@ -25,6 +26,20 @@ PICKLED = ("pytorch_model.bin.index.json", "pytorch_model.bin", "pytorch_model.p
 """Files of other libraries that are pickles, or name some."""
 FOREIGN = (*WEIGHT_FILES, "optimizer.safetensors", "optimizer.json", STATE)
 """Files that would be read if somebody put them into a checkpoint."""
+
+TOKENIZER_FILES = (
+    *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "*.model"),
+    *("*.tiktoken", "tekken.json", "*.jinja", "chat_template.json"),
+)
+"""Patterns of the files of tokenizers."""
+_MODEL_FILES = (
+    "*config.json",
+    *TOKENIZER_FILES,
+    "additional_chat_templates/*.jinja",
+    "*.safetensors",
+    "*.safetensors.index.json",
+    SHARDS,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -60,10 +75,19 @@ def warn_if_unverifiable(folder: Path) -> Path:
     return folder
 
 
+def list_model_files(folder: Path) -> list[str]:
+    """The files in `folder` that decide what is loaded from it as a model or a tokenizer. Others,
+    such as a run's folder inside, change nothing."""
+    return sorted(
+        {path.relative_to(folder).as_posix() for pattern in _MODEL_FILES for path in folder.glob(pattern) if path.is_file()}
+    )
+
+
 def check_model_folder(folder: Path, remedy: str) -> Path:
     """`folder`, which holds a model. Every byte is read. Raises CheckpointError, which names the
-    damaged files and the remedy; a folder of an older version is not verified, with a warning."""
-    if (warn_if_unverifiable(folder) / MANIFEST).exists() and (faults := find_faults(folder, WEIGHT_FILES)):
+    files that are damaged or were added, and the remedy; a folder of an older version is not
+    verified, with a warning."""
+    if (warn_if_unverifiable(folder) / MANIFEST).exists() and (faults := find_faults(folder, list_model_files(folder))):
         raise CheckpointError(f"{folder} is damaged: {', '.join(faults)}; {remedy}")
     return folder
 

@@ -43,15 +43,15 @@ def write_manifest(folder: Path, facts: Mapping[str, Any], *, described: Mapping
     described = described or {}
     for name, entry in described.items():
         _check_size(folder / name, entry)
-    write_hashed_json(folder / MANIFEST, {"schema": SCHEMA, **facts, "files": describe_files(folder, described)})
+    files = describe_files(folder, (name for name in _list_files(folder) if name not in described))
+    files |= {name: [entry] for name, entry in described.items()}  # a network file system may list new files late
+    write_hashed_json(folder / MANIFEST, {"schema": SCHEMA, **facts, "files": dict(sorted(files.items()))})
 
 
-def describe_files(folder: Path, described: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, list[Any]]:
-    """Name of each file in `folder` to its versions, of which it has one: size and hash. Every byte
-    is read, but of the files in `described`."""
-    described = described or {}
-    names = sorted({*_list_files(folder), *described})  # a network file system may list new files late
-    return {name: [described[name] if name in described else describe_file(folder / name)] for name in names}
+def describe_files(folder: Path, names: Iterable[str]) -> dict[str, list[Any]]:
+    """Each of the names of files in `folder` to its versions, of which it has one: size and hash.
+    Every byte is read."""
+    return {name: [describe_file(folder / name)] for name in names}
 
 
 @contextmanager
@@ -91,11 +91,11 @@ def write_hashed_json(path: Path, content: Mapping[str, Any]) -> None:
     write_text(path, _encode(content))
 
 
-def read_hashed_json(path: Path) -> dict[str, Any]:
+def read_hashed_json(path: Path, *, since: str) -> dict[str, Any]:
     """What `write_hashed_json` wrote. Raises CheckpointError if it is damaged. A file of an older
-    version has no hash."""
+    version has no hash, and no key `since`."""
     content = read_json(path)
-    if HASH in content:
+    if HASH in content or since in content:
         _check_hash(path, content)
     return {name: value for name, value in content.items() if name != HASH}
 

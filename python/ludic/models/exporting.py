@@ -22,10 +22,9 @@ from torch import Tensor
 
 from ludic.errors import ConfigError
 from ludic.files.atomic import read_json, write_json
-from ludic.files.checkpoints import ADAPTER, INDEX, MODEL
+from ludic.files.checkpoints import ADAPTER, ADAPTER_CONFIG, INDEX, MODEL
 from ludic.models.names import WRAPPING, is_adapter
 from ludic.models.regions import split_in_buckets
-from ludic.models.state_files import ADAPTER_CONFIG
 from ludic.models.tensor_files import StoredTensors, TensorFileWriter
 from ludic.models.weight_files import find_weight_files
 

@@ -12,10 +12,9 @@ from typing import Any
 from safetensors import SafetensorError
 
 from ludic.errors import ConfigError
-from ludic.files.atomic import read_json
+from ludic.files.checkpoints import ADAPTER_CONFIG
 from ludic.models.lora import load_adapter
-from ludic.models.places import base_folder, check_place
-from ludic.models.state_files import ADAPTER_CONFIG
+from ludic.models.places import check_place, find_adapter_base, holds_only_adapters
 
 DTYPES = ("float32", "bfloat16", "float16", "auto")
 
@@ -138,27 +137,10 @@ def load_tokenizer(source: str, **options: Any) -> Any:
     return tokenizer
 
 
-def holds_only_adapters(place: str) -> bool:
-    """Whether the folder has adapters and no whole model."""
-    return (Path(place) / ADAPTER_CONFIG).is_file() and not (Path(place) / "config.json").is_file()
-
-
 def find_adapters(source: str) -> Path | None:
     """The folder of adapters that `source` names: itself, or `model` in it; None without any."""
     folder = Path(source).expanduser()
     return next((place for place in (folder, folder / "model") if (place / ADAPTER_CONFIG).is_file()), None)
-
-
-def find_adapter_base(adapter: Path) -> str:
-    """The model that the adapters adapt: the one that their config names, or the folder `base`
-    beside them where that path is gone because the run was moved."""
-    named = read_json(adapter / ADAPTER_CONFIG).get("base_model_name_or_path")
-    beside = base_folder(adapter)
-    if not named or (Path(named).is_absolute() and not Path(named).is_dir()):
-        if not beside.is_dir():
-            raise ConfigError(f"the adapters in {adapter} name {named} as their base, which does not exist, nor does {beside}")
-        return str(beside)
-    return str(named)
 
 
 def find_whole_model(source: str | None) -> str | None:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from ludic.data.places import is_local, suggest_path
 from ludic.errors import ConfigError
+from ludic.files.atomic import read_json
+from ludic.files.checkpoints import ADAPTER_CONFIG
 
 
 def check_place(source: str, setting: str = "", *, files: bool = False) -> None:
@@ -34,3 +36,20 @@ def adapter_folder(model_folder: Path) -> Path:
 def base_folder(model_folder: Path) -> Path:
     """Where a run keeps the model that its adapters adapt, if that lies nowhere else."""
     return model_folder.with_name("base")
+
+
+def holds_only_adapters(place: str) -> bool:
+    """Whether the folder has adapters and no whole model."""
+    return (Path(place) / ADAPTER_CONFIG).is_file() and not (Path(place) / "config.json").is_file()
+
+
+def find_adapter_base(adapter: Path) -> str:
+    """The model that the adapters adapt: the one that their config names, or the folder `base`
+    beside them where that path is gone because the run was moved."""
+    named = read_json(adapter / ADAPTER_CONFIG).get("base_model_name_or_path")
+    beside = base_folder(adapter)
+    if not named or (Path(named).is_absolute() and not Path(named).is_dir()):
+        if not beside.is_dir():
+            raise ConfigError(f"the adapters in {adapter} name {named} as their base, which does not exist, nor does {beside}")
+        return str(beside)
+    return str(named)

@@ -11,6 +11,7 @@ from typing import Any
 
 from ludic.errors import ConfigError
 from ludic.files.atomic import write_text
+from ludic.files.checkpoints import TOKENIZER_FILES
 from ludic.files.manifest import MANIFEST, find_faults, replace_with_manifest
 from ludic.models.adapters import has_adapters
 from ludic.models.loading import find_whole_model
@@ -18,11 +19,6 @@ from ludic.models.lora import save_adapter, save_merged
 from ludic.models.places import adapter_folder, base_folder
 from ludic.models.weight_files import holds_whole_weights
 
-TOKENIZER_FILES = (
-    *("tokenizer*.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "vocab.txt", "merges.txt", "*.jinja", "spiece.model"),
-)
-"""Patterns of the files of tokenizers."""
 STATIC_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES)
 """Patterns of the small files that do not change while a model is trained."""
 

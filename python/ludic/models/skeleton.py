@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ludic.models.loading import check_dtype, find_adapter_base, holds_only_adapters, locate_model
+from ludic.models.loading import check_dtype, locate_model
+from ludic.models.places import find_adapter_base, holds_only_adapters
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -30,7 +30,6 @@ from ludic.models.weight_files import check_in_folder, find_weight_files, read_i
 
 logger = logging.getLogger(__name__)
 
-ADAPTER_CONFIG = "adapter_config.json"
 EMBEDDINGS = ("embed_tokens", "lm_head")
 """Layers that share a vocabulary, by PEFT's names."""
 MAPPED_BYTES = 64 << 20

@@ -15,6 +15,7 @@ from ludic.models.byte_tokenizer import make_byte_tokenizer, make_line_tokenizer
 from ludic.models.loading import check_dtype, load_model, load_tokenizer
 from ludic.models.positions import pin_rope
 from ludic.models.skeleton import load_skeleton
+from ludic.recipes.named_sources import is_template
 from ludic.recipes.phases import has_warmup
 from ludic.recipes.sharding import has_no_weights
 
@@ -106,7 +107,7 @@ def build_tokenizer(recipe: Recipe | SFTRecipe | DPORecipe | RMRecipe) -> Any:
 
 
 def _read_chat_template(setting: str) -> str:
-    if "{%" in setting or "{{" in setting:
+    if is_template(setting):
         return setting
     path = Path(setting).expanduser()
     if not path.is_file():

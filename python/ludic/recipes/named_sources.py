@@ -11,9 +11,10 @@ from ludic.agents.tool_names import find_tools
 from ludic.agents.tool_use import check_tool
 from ludic.data.places import is_local, suggest_path
 from ludic.errors import DataError
+from ludic.files.checkpoints import list_model_files
 from ludic.given_names import GivenNames
 from ludic.importing import import_named
-from ludic.models.places import check_place
+from ludic.models.places import check_place, find_adapter_base, holds_only_adapters
 
 _DATA, _MODELS = ("data", "heldout_data"), ("model", "tokenizer", "reward_model")
 _FUNCTIONS = ("reward", "eval_reward", "algorithm", "task.kind", "rollout.group_filter")
@@ -47,12 +48,28 @@ def list_local_sources(recipe: Any) -> list[str]:
     return [source for source in dict.fromkeys(named) if Path(source).expanduser().exists()]
 
 
-def list_model_folders(recipe: Any) -> list[str]:
-    """The folders here whose models a run reads; of a run, the folder `model` in it. The first is
-    that of `model`, if it is one."""
+def list_read_files(recipe: Any) -> dict[str, list[str]]:
+    """Folders here to the files in them that a run reads as models or as its chat template. The
+    first is the folder of `model`, if it is one."""
     named = [_select(recipe, setting) for setting in (*_MODELS, "reference.model")]
-    folders = [Path(source).expanduser() for source in named if isinstance(source, str)]
-    return [str(folder / "model" if (folder / "config.yaml").is_file() else folder) for folder in folders if folder.is_dir()]
+    subfolder = (_select(recipe, "model_init_kwargs") or {}).get("subfolder", "")
+    found: dict[str, list[str]] = {}
+    for source in named:
+        while isinstance(source, str) and (folder := Path(source).expanduser()).is_dir():
+            place = folder / "model" if (folder / "config.yaml").is_file() else folder
+            if str(place) in found:
+                break
+            found |= {str(each): list_model_files(each) for each in (place, place / subfolder)}
+            source = find_adapter_base(place) if holds_only_adapters(str(place)) else None
+    template = _select(recipe, "chat_template")
+    if isinstance(template, str) and not is_template(template) and (path := Path(template).expanduser()).is_file():
+        found[str(path.parent)] = [*found.get(str(path.parent), []), path.name]
+    return found
+
+
+def is_template(chat_template: str) -> bool:
+    """Whether the setting is the text of a template; else it is a file that has one."""
+    return "{%" in chat_template or "{{" in chat_template
 
 
 def _check_data(source: str) -> None:

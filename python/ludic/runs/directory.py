@@ -19,7 +19,7 @@ from ludic.errors import CheckpointError, ConfigError
 from ludic.files.atomic import clear_unfinished_files, write_text
 from ludic.files.manifest import describe_files, find_changes, read_hashed_json, write_hashed_json
 from ludic.recipes.compose import to_plain_values, to_yaml
-from ludic.recipes.named_sources import list_local_sources, list_model_folders
+from ludic.recipes.named_sources import list_local_sources, list_read_files
 from ludic.runs.lock import RunLock
 from ludic.runs.versions import collect_versions
 
@@ -69,8 +69,8 @@ class Progress:
     """The data and models of the recipe that were files or folders then, and thus no ids of the
     hub."""
     model_files: dict[str, dict[str, list[dict[str, Any]]]] | None = None
-    """The folders of models that the recipe names, with size and hash of each file in them; null in
-    the folder of an older version."""
+    """Size and hash of each file of the models and the chat template that the recipe names, by
+    their folders; null in the folder of an older version."""
     failed: str | None = None
     """The error that ended the last attempt; null while it runs, after a stop, and at the end."""
 
@@ -126,7 +126,9 @@ class RunDirectory:
                     recipe=to_plain_values(recipe),
                     versions=collect_versions(),
                     local_sources=list_local_sources(recipe),
-                    model_files={folder: describe_files(Path(folder)) for folder in list_model_folders(recipe)},
+                    model_files={
+                        folder: describe_files(Path(folder), names) for folder, names in list_read_files(recipe).items()
+                    },
                 )
             )
             directory = cls(_move_to_free_name(aside, place, is_chosen=recipe.name is not None))
@@ -194,7 +196,7 @@ class RunDirectory:
 
     def read_progress(self) -> Progress:
         try:
-            return Progress(**read_hashed_json(self._progress))
+            return Progress(**read_hashed_json(self._progress, since="model_files"))
         except (CheckpointError, TypeError) as error:
             raise CheckpointError(
                 f"{self._progress} is damaged ({error}); begin a new run, for which `ludic {self.command} {self.config} name=NAME` takes "
@@ -202,19 +204,21 @@ class RunDirectory:
             ) from error
 
     def check_models(self, recipe: Any) -> None:
-        """Raise CheckpointError if a model that the run reads is another one than when it began.
-        The weights of `model` may change if a checkpoint has all of them."""
-        folders, known = list_model_folders(recipe), self.read_progress().model_files
-        if folders and known is None:
-            logger.warning("%s: an older version began the run, and %s cannot be verified", self.path, ", ".join(folders))
+        """Raise CheckpointError if a model or the chat template that the run reads is another one
+        than when it began. The weights of `model` may change if a checkpoint has all of them."""
+        now, known = list_read_files(recipe), self.read_progress().model_files
+        if now and known is None:
+            logger.warning("%s: an older version began the run, and %s cannot be verified", self.path, ", ".join(now))
         has_all = not recipe.lora.rank and any((self.checkpoints / self.last_phase).glob("step_*"))
         for folder, files in (known or {}).items():
-            is_loaded = has_all and recipe.model is not None and folder == folders[0]
+            is_loaded = has_all and recipe.model is not None and folder == next(iter(now), None)
             read = {name: files[name] for name in files if not (is_loaded and name.endswith(".safetensors"))}
-            if faults := find_changes(Path(folder), read):
+            faults = find_changes(Path(folder), read)
+            faults += [f"{name} was added later" for name in now.get(folder, ()) if name not in files]
+            if faults:
                 raise CheckpointError(
-                    f"{folder}, which the run reads, has changed since it began: {', '.join(faults)}; put it back, or start a new run "
-                    f"with `ludic {self.command} {self.config} name=NAME`"
+                    f"the folder {folder}, which the run reads, has changed since it began: {', '.join(faults)}; put it back, or start a "
+                    f"new run with `ludic {self.command} {self.config} name=NAME`"
                 )
 
     def write_progress(self, progress: Progress) -> None:

@@ -16,8 +16,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ludic.errors import ConfigError
-from ludic.models.loading import check_dtype, find_adapter_base, holds_only_adapters, locate_model
+from ludic.models.loading import check_dtype, locate_model
 from ludic.models.lora import apply_lora
+from ludic.models.places import find_adapter_base, holds_only_adapters
 from ludic.models.quantization import QuantizationSettings, find_quantizable_layers
 from ludic.recipes.lora import build_lora_settings
 from ludic.recipes.model import build_tokenizer, make_small_config

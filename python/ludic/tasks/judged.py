@@ -12,13 +12,13 @@ from safetensors import SafetensorError, safe_open
 
 from ludic.errors import ConfigError, shorten_names
 from ludic.files.atomic import read_json
-from ludic.files.checkpoints import ADAPTER
+from ludic.files.checkpoints import ADAPTER, ADAPTER_CONFIG
 from ludic.inference.local.reward import LocalRewardModel
-from ludic.models.loading import check_dtype, find_adapter_base, find_adapters, load_classifier, load_tokenizer
+from ludic.models.loading import check_dtype, find_adapters, load_classifier, load_tokenizer
 from ludic.models.lora import load_adapter
 from ludic.models.names import WRAPPING
+from ludic.models.places import find_adapter_base
 from ludic.models.positions import pin_rope
-from ludic.models.state_files import ADAPTER_CONFIG
 from ludic.tasks.adapters import WrappedTask
 from ludic.tasks.episodic import EpisodicTask, Played, share
 from ludic.tasks.rewards import NoRewards
