@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -14,10 +15,10 @@ pytestmark = pytest.mark.integration
 SEED = 70  # this seed was not used to choose any setting
 
 
-def trained(tmp_path: Path, *arguments: str) -> dict[str, Any]:
+def trained(tmp_path: Path, *arguments: str, seed: int = SEED) -> dict[str, Any]:
     """The summary of a run. One thread, since `.ci/run` has a test process on each core: with two
     threads in each, sorting took 235 s and not 83."""
-    result = CliRunner().invoke(app, ["train", *arguments, "threads=1", f"seed={SEED}", f"output={tmp_path}", "--json"])
+    result = CliRunner().invoke(app, ["train", *arguments, "threads=1", f"seed={seed}", f"output={tmp_path}", "--json"])
     assert result.exit_code == 0, result.stderr
     summary: dict[str, Any] = json.loads(result.stdout)
     return summary
@@ -47,9 +48,16 @@ def test_addition_is_learnt_and_the_scratchpad_is_measured_separately(tmp_path: 
     assert 0 <= summary["after"]["scratchpad_right"] <= 1
 
 
+GAME_RATES = ("not_lost", "perfect_drawn", "legal_moves", "not_lost_as_x", "not_lost_as_o")
+
+
 def test_tic_tac_toe_is_learnt_against_a_mixed_opponent(tmp_path: Path) -> None:
-    summary = trained(tmp_path, "tictactoe")
-    before, after = summary["before"], summary["after"]
+    """Means over three seeds: with the kernels of some processors a single policy keeps one illegal
+    reply (docs/games.md)."""
+    summaries = [trained(tmp_path, "tictactoe", seed=seed) for seed in (SEED, SEED + 1, SEED + 2)]
+    before, after = (
+        {name: fmean(summary[when][name] for summary in summaries) for name in GAME_RATES} for when in ("before", "after")
+    )
     assert before["not_lost"] <= 0.60
     assert after["not_lost"] >= 0.90
     assert after["perfect_drawn"] >= 0.75
