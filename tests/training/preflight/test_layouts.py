@@ -53,6 +53,45 @@ def test_a_model_that_reads_padding_gets_samples_of_one_length(caplog):
     assert "only samples of one length are computed together: Anticipating has other logits for padded rows" in str(said)
 
 
+class WithLogits(torch.nn.Module):
+    """Gives its logits [B, T, V] to `change`, with the attention mask."""
+
+    def __init__(self, inner, change):
+        super().__init__()
+        self.inner, self.config, self.change = inner, inner.config, change
+
+    def forward(self, input_ids, attention_mask=None, **options):
+        output = self.inner(input_ids, attention_mask=attention_mask, **options)
+        self.change(output.logits, attention_mask)
+        return output
+
+
+def test_nan_that_only_a_layout_has_is_a_fault():
+    def spoil(logits, mask):
+        logits[~mask.all(dim=-1), 2] = torch.nan
+
+    reason = find_fault(WithLogits(tiny_model(), spoil), cpu_config(), "padded rows")
+    assert reason == "WithLogits has other logits for padded rows than for samples alone"
+
+
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf, torch.finfo(torch.float32).min])
+def test_logits_of_tokens_that_a_model_forbids_neither_are_a_fault_nor_hide_one(value):
+    def forbid(logits, mask):
+        logits[..., 7] = value
+
+    assert find_fault(WithLogits(tiny_model(), forbid), cpu_config(), "padded rows") is None
+    assert "other logits" in find_fault(WithLogits(Anticipating(tiny_model()), forbid), cpu_config(), "padded rows")
+
+
+def test_a_model_that_does_not_accept_padding_gets_samples_of_one_length(caplog):
+    def refuse(logits, mask):
+        if not mask.all():
+            raise ValueError("padding is not supported")
+
+    assert with_right_layout(cpu_config(), WithLogits(tiny_model(), refuse)).overhead_tokens == 0
+    assert "does not accept padded rows (ValueError: padding is not supported)" in caplog.text
+
+
 def test_pairs_need_padding():
     cfg = DPOTrainerConfig(model_device="cpu", pad_token_id=0, max_seq_len=64, micro_token_budget=256)
     with pytest.raises(ConfigError, match="other logits for padded rows than for samples alone, and pairs"):

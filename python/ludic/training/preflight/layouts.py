@@ -46,6 +46,8 @@ DIFFERENCE = 0.05
 tokens of a sample: this fraction of the largest change by another first token."""
 ROUNDING = 1e-3
 """What always counts as equal, as a fraction of the logits."""
+FORBIDDEN = 6e4
+"""Logits at least as large say nothing of rounding."""
 _said: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 """The warnings that have been logged."""
 
@@ -100,7 +102,8 @@ def find_fault(model: nn.Module, cfg: TrainerConfig, layout: Layout, *, attentio
     attention to `attention`, and undoes that with a reason. Runs the model on a few hundred tokens,
     in evaluation mode; all ranks that share the model call it."""
     kind, before = type(unwrap_transformer(model)).__name__, get_attention(model)
-    reason = None
+    reason: str | None = None
+    alone: list[Tensor] = []
     try:
         with preserved_rng(), evaluation_mode(model), autocast(cfg), torch.no_grad():
             samples, changed = _make_samples(model, cfg)
@@ -108,8 +111,8 @@ def find_fault(model: nn.Module, cfg: TrainerConfig, layout: Layout, *, attentio
             if attention is not None:
                 set_attention(model, attention)
             together = _read_together(model, cfg, samples, layout)
-            own = float((alone[-1] - _read_alone(model, changed, layout))[len(alone[-1]) > 1 :].abs().max())
-            limit = max(DIFFERENCE * own, ROUNDING * float(alone[-1].abs().mean()))
+            own = float(_differences(alone[-1], _read_alone(model, changed, layout))[len(alone[-1]) > 1 :].max())
+            limit = max(DIFFERENCE * own if own < torch.inf else 0.0, ROUNDING * _mean_size(alone[-1]))
             packs = layout != "padded rows" and get_attention(model) in OWN
             if packs and hides_windows(model, cfg.model_device, cfg.max_seq_len):
                 reason = f"{kind} attends in windows of which only its mask knows"
@@ -123,7 +126,7 @@ def find_fault(model: nn.Module, cfg: TrainerConfig, layout: Layout, *, attentio
             with preserved_rng(), training_mode(model), autocast(cfg), torch.no_grad():
                 _read_together(model, cfg, samples, layout)
     except Exception as error:
-        if layout == "padded rows":  # the first step has the same error
+        if layout == "padded rows" and not alone:  # the first step has the same error
             return None
         reason = f"{kind} does not accept {layout} ({type(error).__name__}: {error})"
     if reason is not None and attention is not None and before is not None:
@@ -143,8 +146,22 @@ def _warn_of_answers(model: nn.Module, alone: Sequence[Tensor], limit: float) ->
 
 
 def _mean_difference(left: Tensor, right: Tensor) -> float:
-    """Mean over tokens of the largest difference of their logits [L, V]. NaN counts as equal."""
-    return float((left - right).abs().amax(dim=-1).mean().nan_to_num())
+    """Mean over tokens of the largest difference of their logits [L, V]."""
+    return float(_differences(left, right).amax(dim=-1).mean())
+
+
+def _differences(left: Tensor, right: Tensor) -> Tensor:
+    """0 where both are the same, infinite or NaN included; infinite where only one is NaN."""
+    same = (left == right) | (left.isnan() & right.isnan())
+    return (left - right).abs().nan_to_num(nan=torch.inf, posinf=torch.inf).masked_fill(same, 0.0)
+
+
+def _mean_size(logits: Tensor) -> float:
+    """Mean size of the logits, but for those of tokens that a model forbids: -inf, or the least
+    number of a type. 0.0 if there are no others."""
+    sizes = logits.abs()
+    allowed = sizes[sizes < FORBIDDEN]
+    return float(allowed.mean()) if len(allowed) else 0.0
 
 
 def _make_samples(model: nn.Module, cfg: TrainerConfig) -> tuple[list[Tensor], Tensor]:
