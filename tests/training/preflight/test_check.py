@@ -168,6 +168,15 @@ async def test_retokenised_text_is_identified():
     assert "tokenised again" in str(error)
 
 
+async def test_nan_from_the_trainer_is_no_agreement():
+    model, tokenizer = byte_policy()
+    client = client_of(copy.deepcopy(model), tokenizer)
+    torch.nn.init.constant_(model.lm_head.weight, torch.nan)
+    error = await expect_mismatch((model, tokenizer), client, sampling())
+    assert error.report.cause.name == "NaN from the trainer"
+    assert error.report.mean == error.report.max == math.inf
+
+
 @pytest.mark.parametrize("from_ids", [True, False])
 async def test_stale_weights_are_identified(from_ids):
     model, tokenizer = byte_policy(0)

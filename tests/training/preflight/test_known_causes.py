@@ -11,6 +11,8 @@ FACTS = {
     "by": -1,
     "way": "one line for each message",
     "at": 3,
+    "count": 2,
+    "total": 80,
     "prompt": "{user}",
     "expected": "<|user|>",
 }

@@ -42,6 +42,8 @@ PROBES_NAME = "samples drawn from token ids"
 async def find_cause(finder: CauseFinder, comparison: Comparison, threshold: float, tried: dict[str, float]) -> Cause | None:
     """Return the cause that explains the difference best; None if the difference is at most
     `threshold` and no cause explains it. Writes the mean difference under each cause to `tried`."""
+    if count := sum(int(np.isnan(part).sum()) for part in comparison.trainer_logps):
+        return known_causes.NOT_A_NUMBER(count=count, total=comparison.num_tokens)
     causes = {cause.name: cause for cause in await finder.try_causes(comparison, tried)}
     best = min(causes, key=lambda name: tried[name], default=None)
     if best is not None and tried[best] < MAX_REMAINDER * comparison.mean:

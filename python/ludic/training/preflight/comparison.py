@@ -42,8 +42,9 @@ class Comparison:
 
     @cached_property
     def differences(self) -> list[Floats]:
+        """Infinite where a log-probability is NaN."""
         pairs = zip(self.trainer_logps, self.sampler_logps, strict=True)
-        return [trainer_logps - sampler_logps for trainer_logps, sampler_logps in pairs]
+        return [_nan_to_infinity(trainer_logps - sampler_logps) for trainer_logps, sampler_logps in pairs]
 
     @property
     def num_tokens(self) -> int:
@@ -51,8 +52,8 @@ class Comparison:
 
     @property
     def mean(self) -> float:
-        """Mean absolute difference, in nats; infinite if the trainer gives a token probability
-        0."""
+        """Mean absolute difference, in nats; infinite if the trainer gives a token probability 0,
+        or if a log-probability is NaN."""
         return mean_absolute(self.differences)
 
     @property
@@ -104,7 +105,11 @@ def _with_neighbours(mask: Tensor) -> Tensor:
 
 
 def mean_absolute(parts: Sequence[Floats]) -> float:
-    return array_mean_or_zero(np.abs(np.concatenate(list(parts))))
+    return array_mean_or_zero(np.abs(_nan_to_infinity(np.concatenate(list(parts)))))
+
+
+def _nan_to_infinity(values: Floats) -> Floats:
+    return np.where(np.isnan(values), np.inf, values)
 
 
 def read_sampler_logps(item: SAWItem) -> Any:

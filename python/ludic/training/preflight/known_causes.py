@@ -35,6 +35,11 @@ SEND_IDS = (
     "send the prompt as token ids, rendered once by the policy's own tokenizer, and keep the prompt ids that the server echoes"
 )
 
+NOT_A_NUMBER = KnownCause(
+    name="NaN from the trainer",
+    description="{count} of {total} log-probabilities of the trainer are NaN",
+    remedy="load the model in bfloat16 or float32 if it overflows in float16; if it has NaN there too, its weights are broken",
+)
 RAW = KnownCause(
     name="the sampler's log-probabilities are before temperature",
     description="the sampler returns log-probabilities before temperature (raw); the trainer's are of logits / {configured:g}",
