@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from small_architectures import make_architecture
 from small_models import CAUSAL, causal_model, scoring_model
 from torch import nn
 from training_samples import assert_same_tensors, tiny_model, weights_of
@@ -94,6 +95,30 @@ def test_the_error_of_a_model_with_unknown_names_lists_its_linear_layers():
         apply_lora(Strange())
     model = apply_lora(Strange(), LoraSettings(target_modules=["mixer"]))
     assert {name.split(".lora_")[0].rpartition(".")[2] for name in trainable(model) if "lora_" in name} == {"mixer"}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name", "kind"),
+    [
+        ("phimoe", "router", "PhimoeTopKRouter"),
+        ("llama4_text", "router", "Llama4Router"),
+        ("deepseek_v4", "o_a_proj", "GroupedLinear"),
+    ],
+)
+def test_layers_that_return_more_than_a_product_get_no_adapter(architecture, name, kind):
+    from peft import LoraConfig
+
+    model = make_architecture(architecture)
+    for config in (LoraSettings(target_modules=["o_b_proj", "q_proj", name]), LoraConfig(target_modules=rf".*\.{name}")):
+        with pytest.raises(ConfigError, match=rf"\.{name} of \w+ can have no adapter: it is a \w*{kind}"):
+            apply_lora(model, config)
+    for excluded in (None, ["k_proj"], r".*\.k_proj"):
+        adapted = apply_lora(make_architecture(architecture), LoraConfig(target_modules="all-linear", exclude_modules=excluded))
+        assert not any(f".{name}." in each or (excluded and ".k_proj." in each) for each in trainable(adapted))
+        assert logits(adapted).isfinite().all()
+    if name == "router":
+        saved = apply_lora(model, LoraSettings(target_modules=["q_proj"], modules_to_save=[name]))
+        assert any(f".{name}." in each for each in trainable(saved))
 
 
 def test_invalid_settings_are_refused():

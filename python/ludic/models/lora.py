@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,11 +19,13 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from ludic.errors import CheckpointError, ConfigError
 from ludic.files.checkpoints import ADAPTER
 from ludic.models.adapters import has_adapters, merge_adapters, require_peft
+from ludic.models.evaluation_mode import evaluation_mode
 from ludic.models.heads import find_head_parts, find_layers_outside_backbone, is_classifier
 from ludic.models.names import HEAD_NAMES
 from ludic.models.published import unwrap_model
@@ -151,10 +154,44 @@ def _fill_in(config: LoraConfig, model: nn.Module) -> None:
     if config.target_modules is None:
         config.target_modules = set(find_target_modules(model))
         config.exclude_modules = _find_targets_outside_blocks(model, config.target_modules) or None
+    _leave_out_routers(config, model)
     targets = [layer for name, layer in _find_linear_layers(model) if _is_target(name, config.target_modules)]
     config.fan_in_fan_out = bool(targets) and all(type(layer).__name__ == "Conv1D" for layer in targets)
     if config.task_type is None:
         config.task_type = _find_task_type(model, heads[0] if heads else None)
+
+
+def _leave_out_routers(config: LoraConfig, model: nn.Module) -> None:
+    """Exclude the linear layers that PEFT cannot adapt from "all-linear"; raise ConfigError if they
+    are named. Example: the router of PhiMoE or Llama4, which returns a tuple."""
+    routers = {name: layer for name, layer in _find_linear_layers(model) if not _returns_product(layer)}
+    excluded = config.exclude_modules or []
+    if routers and str(config.target_modules).lower() == "all-linear":
+        if isinstance(excluded, str):  # a pattern
+            config.exclude_modules = "|".join([f"(?:{excluded})", *map(re.escape, routers)])
+        else:
+            config.exclude_modules = {*excluded, *routers}
+        return
+    for name, layer in routers.items():
+        if require_peft().tuners.tuners_utils.check_target_module_exists(config, name):
+            raise ConfigError(
+                f"{name} of {type(model).__name__} can have no adapter: it is a {type(layer).__name__}, which returns more than a "
+                "product with its weights; leave it out of target_modules, or name it in modules_to_save, which trains it in full"
+            )
+
+
+def _returns_product(layer: Any) -> bool:
+    """Whether a linear layer of transformers gives [1, out] for [1, in]; one of another library
+    counts as if."""
+    kind = type(layer)
+    if not kind.__module__.startswith("transformers.models.") or kind.forward is nn.Linear.forward:
+        return True
+    try:
+        with evaluation_mode(layer), torch.no_grad():
+            output: Any = layer(layer.weight.new_zeros(1, layer.in_features))
+    except Exception:  # such as groups that it expects
+        return False
+    return isinstance(output, Tensor) and output.shape == (1, layer.out_features)
 
 
 def _describe_headless(model: Any) -> str:
