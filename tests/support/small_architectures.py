@@ -67,6 +67,40 @@ LONGROPE = {
     "short_factor": [1.0, 1.5, 2.0, 2.5],
     "long_factor": [1.0, 3.0, 6.0, 9.0],
 }
+DOTS3_IMAGES = {
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+    "mlp_layer_types": ["dense"],
+    "adapter_in_dim": 16,
+    "adapter_out_dim": 32,
+}
+DOTS3_SOUND = {
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+    "downsample_hidden_size": 8,
+    "feature_size": 16,
+    "adapter_input_size": 16,
+    "adapter_out_dim": 32,
+}
+BYTES = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48, "num_hidden_layers": 1}
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
+QWEN4_EXP = {
+    **QWEN3_5,
+    **EXPERTS,
+    "pad_token_id": 0,
+    "eos_token_id": 2,
+    "hc_count": 2,
+    "hc_lowrank": 8,
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 8,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 4,
+}
 OTHER_FIELDS = {
     **dict.fromkeys(("axk1", "axk2", "deepseek_v2", "deepseek_v3", "dots3_note_text", "glm4_moe_lite"), SAME_HEADS),
     **dict.fromkeys(("minicpm3", "youtu"), SAME_HEADS),
@@ -75,7 +109,35 @@ OTHER_FIELDS = {
     "bailing_hybrid": {**MIXED, **SAME_HEADS},
     **{name: {"layer_types": ["conv", "full_attention"]} for name in ("lfm3", "lfm2_moe")},
     **{name: {"rotary_dim": 8} for name in ("codegen", "gptj")},
+    "blt": {
+        "encoder_config": {**BYTES, "hidden_size_global": 64},
+        "decoder_config": {**BYTES, "hidden_size_global": 64},
+        "global_config": {**BYTES, "hidden_size": 64, "num_hidden_layers": 2},
+        "patcher_config": BYTES,
+        "encoder_hash_byte_group_vocab": 64,
+        "local_attention_window_len": 8,
+    },
     "bamba": {**MAMBA, "attn_layer_indices": [1]},
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {"sliding_attention": {**ROPE, "mrope_section": [2, 1, 1]}, "full_attention": None},
+    },
+    "dbrx": {
+        "max_seq_len": 256,
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 16, "moe_top_k": 2},
+    },
+    "dots3_note": {
+        "text_config": {
+            **{field: value for field, value in FIELDS.items() if field != "sliding_window"},
+            **SAME_HEADS,
+            "head_dim": 16,
+            "shared_experts_intermediate_size": 16,
+            **INDEXER,
+        },
+        "vision_config": DOTS3_IMAGES,
+        "audio_config": DOTS3_SOUND,
+    },
     "falcon_h1": {**MAMBA, "mamba_d_ssm": 64, "mamba_chunk_size": 16},
     "emu3": {
         "text_config": {**TEXT, "pad_token_id": 0},
@@ -143,6 +205,21 @@ OTHER_FIELDS = {
         **SAME_HEADS,
     },
     "mamba2": {"head_dim": 8, "num_heads": 8, "state_size": 8, "n_groups": 1},
+    "mllama": {
+        "text_config": {
+            **{field: value for field, value in TEXT.items() if field != "head_dim"},
+            "cross_attention_layers": [1],
+            "rope_parameters": ROPE,
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+        "vision_config": {},
+    },
+    "moss_transcribe_diarize": {
+        "text_config": {**TEXT, "model_type": "qwen3"},
+        "audio_config": {**IMAGES, "num_mel_bins": 8},
+    },
     "phi3": {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32},
     "phi4_multimodal": {
         "vision_config": {**IMAGES, "num_hidden_layers": 2, "crop_size": 16},
@@ -161,15 +238,41 @@ OTHER_FIELDS = {
     "qwen2": {"use_sliding_window": True, "max_window_layers": 0},
     "qwen3_5": {"text_config": QWEN3_5, "vision_config": QWEN3_5_IMAGES},
     "qwen3_5_moe": {"text_config": {**QWEN3_5, **EXPERTS}, "vision_config": QWEN3_5_IMAGES},
+    "qwen4_exp": {"text_config": QWEN4_EXP, "vision_config": QWEN3_5_IMAGES},
     "recurrent_gemma": {
         "num_hidden_layers": 3,
         "block_types": ["recurrent", "recurrent", "attention"],
         "attention_window_size": 8,
         "lru_width": 32,
     },
+    "reformer": {  # lengths of samples in training are multiples of its chunks
+        "axial_pos_embds": False,
+        "attn_layers": ["local", "lsh"],
+        "attention_head_size": 8,
+        "feed_forward_size": 48,
+        "local_attn_chunk_length": 1,
+        "lsh_attn_chunk_length": 1,
+        "num_buckets": 4,
+        "hash_seed": 1,
+    },
+    "roc_bert": {
+        "shape_vocab_size": 64,
+        "pronunciation_vocab_size": 64,
+        "shape_embed_dim": 16,
+        "pronunciation_embed_dim": 16,
+    },
     "xlm": {"emb_dim": 32, "n_heads": 4, "n_words": 64, "n_langs": 1, "causal": True},
     "xlstm": {"hidden_size": 32, "num_heads": 4, "qk_dim_factor": 1.0, "v_dim_factor": 1.0},
     "xmod": {"default_language": "en_XX"},
+    "zamba": {
+        "num_hidden_layers": 5,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "attention_head_dim": 16,
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 4,
+        "num_key_value_heads": 4,
+    },
     "zamba2": {
         "num_hidden_layers": 2,
         "layers_block_type": ["mamba", "hybrid"],

@@ -23,22 +23,27 @@ LAYOUTS = {
     "trees": {"prefix_sharing": "tree"},
 }
 ROWS_ONLY = """
-    axk2 bailing_hybrid bamba bart big_bird bigbird_pegasus blenderbot blenderbot-small bloom codegen cpmant
-    deepseek_v32 deepseek_v4 doge dots3_note_text falcon falcon_h1 falcon_mamba flint gemma2 git glm_moe_dsa
-    got_ocr2 gpt_neo gpt_neox_japanese gpt_oss gptj granite_swa granitemoe_swa granitemoehybrid hy_v4
-    inkling2_text inkling_text jamba kimi_linear lfm2_moe lfm3 mamba mamba2 marian mbart megatron-bert
-    mimo_v2_flash minimax moshi mpt mvp nemotron nemotron_h olmo_hybrid openai-gpt pegasus phimoe plbart
-    prophetnet qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp_text recurrent_gemma rembert roformer
-    rwkv stablelm trocr vaultgemma xglm xlm xlnet xlstm zamba2 zaya
+    axk2 bailing_hybrid bamba bart big_bird bigbird_pegasus blenderbot blenderbot-small bloom
+    blt codegen cpmant deepseek_v32 deepseek_v4 doge dots3_note dots3_note_text falcon falcon_h1
+    falcon_mamba flint gemma2 git glm_moe_dsa got_ocr2 gpt_neo gpt_neox_japanese gpt_oss gptj
+    granite_swa granitemoe_swa granitemoehybrid hy_v4 inkling2_text inkling_text jamba
+    kimi_linear lfm2_moe lfm3 mamba mamba2 marian mbart megatron-bert mimo_v2_flash minimax
+    moshi mpt mvp nemotron nemotron_h olmo_hybrid openai-gpt pegasus phimoe plbart prophetnet
+    qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp qwen4_exp_text
+    recurrent_gemma reformer rembert roformer rwkv stablelm trocr vaultgemma xglm xlm xlnet
+    xlstm zamba zamba2 zaya
 """.split()  # noqa: SIM905  a table
 """Refused in padding-free rows and in trees; all others are equal in all three layouts."""
-ONE_LENGTH = ("cpmant", "prophetnet")
+ONE_LENGTH = ("cpmant", "prophetnet", "reformer")
 """Of `ROWS_ONLY`, those whose padded rows are wrong: a micro-batch has samples of one length."""
-NOT_MADE = """
-    blt cohere_compass_text dbrx dots3_note gemma3n gemma4_assistant gemma4_unified_assistant mllama
-    moss_transcribe_diarize musicgen musicgen_melody qwen4_exp reformer roc_bert zamba
-""".split()  # noqa: SIM905  a table
-"""Architectures of which `make_architecture` makes no small model that can be trained."""
+NOT_MADE = {
+    "gemma3n": "requires the timm library",  # gemma3n_text does not
+    "gemma4_assistant": "hidden_size_per_layer_input must be 0",  # and it reads states of another model
+    "gemma4_unified_assistant": "layer types producing a cache",  # the same
+    "musicgen": "has no attribute 'dropout'",  # transformers makes no model of its own config
+    "musicgen_melody": "has no attribute 'dropout'",
+}
+"""Architectures of which no small model can be trained, and what transformers says."""
 SOME = """
     bloom camembert cpmant deepseek_v3 deepseek_v32 gemma3_text gpt2 gpt_oss llama llama4_text mamba phi3 phimoe prophetnet
     qwen2 qwen3_moe qwen3_next roberta xlnet
@@ -112,15 +117,15 @@ def test_an_architecture_has_the_gradient_of_samples_alone_in_each_layout_or_ref
 
 
 def test_the_tables_name_architectures_of_transformers():
-    """174 of 189 with transformers 5.23: 100 in all layouts, 74 in padded rows or in rows of one
+    """184 of 189 with transformers 5.23: 105 in all layouts, 79 in padded rows or in rows of one
     length."""
     known = set(list_architectures())
     assert set(ROWS_ONLY) | set(SOME) | set(ONE_LENGTH) <= known
-    assert (len(known), len(known) - len(ROWS_ONLY)) == (174, 100)
+    assert (len(known), len(known) - len(ROWS_ONLY)) == (184, 105)
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize("name", NOT_MADE)
 def test_an_architecture_that_is_not_tried_cannot_be_made(name):
-    with pytest.raises(Exception, match=r"\S"):  # by reasons of its own
+    with pytest.raises(Exception, match=NOT_MADE[name]):
         measure_layouts(name)
