@@ -97,6 +97,20 @@ def test_the_error_of_a_model_with_unknown_names_lists_its_linear_layers():
     assert {name.split(".lora_")[0].rpartition(".")[2] for name in trainable(model) if "lora_" in name} == {"mixer"}
 
 
+def test_projections_that_peft_refuses_in_a_state_space_model_get_no_adapter():
+    model = make_architecture("falcon_h1")
+    assert find_target_modules(model) == LLAMA_TARGETS
+    assert logits(apply_lora(model)).isfinite().all()
+    with pytest.raises(ConfigError, match=r"set target_modules to some of its linear layers: .*in_proj"):
+        apply_lora(make_architecture("falcon_mamba"))
+
+
+def test_wrapped_projections_of_images_get_no_adapter():
+    names = trainable(apply_lora(make_architecture("gemma4")))
+    assert names
+    assert all(".language_model." in name for name in names)
+
+
 @pytest.mark.parametrize(
     ("architecture", "name", "kind"),
     [

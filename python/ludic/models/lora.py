@@ -52,6 +52,8 @@ PROJECTIONS: dict[str, tuple[str, ...]] = {
 }
 """Last parts of the names of attention and feed-forward projections, separate or fused, in
 transformers models."""
+STATE_SPACES = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
+"""Model types of which PEFT refuses to adapt `out_proj`: fused kernels read its weight alone."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,10 @@ def _fill_in(config: LoraConfig, model: nn.Module) -> None:
         raise ConfigError(_describe_headless(model))
     if config.target_modules is None:
         config.target_modules = set(find_target_modules(model))
-        config.exclude_modules = _find_targets_outside_blocks(model, config.target_modules) or None
+        left_out = _find_targets_outside_blocks(model, config.target_modules) + _find_wrapped_targets(
+            model, config.target_modules
+        )
+        config.exclude_modules = left_out or None
     _leave_out_routers(config, model)
     targets = [layer for name, layer in _find_linear_layers(model) if _is_target(name, config.target_modules)]
     config.fan_in_fan_out = bool(targets) and all(type(layer).__name__ == "Conv1D" for layer in targets)
@@ -222,7 +227,8 @@ def find_target_modules(model: nn.Module) -> list[str]:
     """
     named = [name for name, _ in _find_linear_layers(model)]
     leaves = {name.rpartition(".")[2] for name in [name for name in named if _is_in_block(name)] or named}
-    targets = sorted(leaves.intersection(chain(*PROJECTIONS.values())))
+    refused = {"out_proj"} if getattr(getattr(model, "config", None), "model_type", None) in STATE_SPACES else set()
+    targets = sorted(leaves.intersection(chain(*PROJECTIONS.values())) - refused)
     if not targets:
         candidates = sorted({name.rpartition(".")[2] for name in named})
         raise ConfigError(
@@ -254,6 +260,13 @@ def _find_targets_outside_blocks(model: nn.Module, targets: Any) -> list[str]:
     named = [name for name, _ in _find_linear_layers(model) if _is_target(name, targets)]
     outside = [name for name in named if not _is_in_block(name)]
     return outside if len(outside) < len(named) else []
+
+
+def _find_wrapped_targets(model: nn.Module, targets: Any) -> list[str]:
+    """Modules around a linear layer that have a target's name, as in Gemma 4's towers of images and
+    sound: PEFT adapts none."""
+    linear = {name for name, _ in _find_linear_layers(model)}
+    return [name.rpartition(".")[0] for name in linear if _is_target(name.rpartition(".")[0], targets)]
 
 
 def collect_adapter_weights(model: nn.Module) -> dict[str, Tensor]:
