@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ludic.errors import ConfigError
-from ludic.recipes.foreign_names import ARGUMENTS, INSTEAD, OPENRLHF, REASONS, SETTINGS, VERL
+from ludic.recipes.foreign_names import ARGUMENTS, INSTEAD, OPENRLHF, OTHERS, REASONS, SETTINGS, VERL
 from ludic.training import ClippedSurrogateLoss, TrainerConfig, make_bradley_terry
 
 PAGE = (Path(__file__).parents[2] / "docs" / "migration.md").read_text(encoding="utf-8")
@@ -47,8 +47,13 @@ def write_tables():
     for ours in dict.fromkeys(ours for column in columns for ours in column):
         cells = [ours.split(","), *(column.get(ours, []) for column in columns)]
         yield "| " + " | ".join(code(cell) for cell in cells) + " |"
-    for title, table in (("write", INSTEAD), ("there is no such setting", REASONS), ("in Python", ARGUMENTS)):
-        whose = "arguments of TRL's trainers" if table is ARGUMENTS else "TRL, transformers"
+    library = "TRL, transformers"
+    for whose, title, table in (
+        (library, "write", INSTEAD),
+        (library, "there is no such setting", REASONS),
+        ("verl, OpenRLHF", "here", OTHERS),
+        ("arguments of TRL's trainers", "in Python", ARGUMENTS),
+    ):
         yield from ["", f"| {whose} | {title} |", "|---|---|"]
         yield from (f"| {code(names)} | {text} |" for text, names in group(table).items())
 

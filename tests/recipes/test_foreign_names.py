@@ -8,7 +8,7 @@ from ludic import DPO, GRPO, SFT, RewardModel
 from ludic.errors import ConfigError, ConfigTypeError
 from ludic.recipes.compose import compose, list_settings
 from ludic.recipes.dpo.schema import compose_dpo
-from ludic.recipes.foreign_names import ARGUMENTS, INSTEAD, OPENRLHF, REASONS, SETTINGS, VERL, explain
+from ludic.recipes.foreign_names import ARGUMENTS, INSTEAD, OPENRLHF, OTHERS, REASONS, SETTINGS, VERL, explain
 from ludic.recipes.overrides import suggest
 from ludic.recipes.rm.schema import compose_rm
 from ludic.recipes.sft.schema import compose_sft
@@ -90,11 +90,163 @@ compute_loss_func formatting_func
 )
 """The arguments of TRL's trainers, but for `model` and `callbacks`, which are ours."""
 
+OF_VERL = words(
+    """
+data.tokenizer data.train_files data.val_files data.prompt_key data.reward_fn_key
+data.max_prompt_length data.max_response_length data.train_batch_size data.val_batch_size
+data.gen_batch_size data.return_raw_input_ids data.return_raw_chat data.return_full_prompt
+data.shuffle data.seed data.dataloader_num_workers data.filter_overlong_prompts
+data.truncation data.image_key data.video_key data.trust_remote_code data.custom_cls.path
+data.custom_cls.name data.apply_chat_template_kwargs data.train_max_samples
+data.val_max_samples actor_rollout_ref.hybrid_engine actor_rollout_ref.model.path
+actor_rollout_ref.model.external_lib actor_rollout_ref.model.override_config
+actor_rollout_ref.model.enable_gradient_checkpointing
+actor_rollout_ref.model.enable_activation_offload actor_rollout_ref.model.use_remove_padding
+actor_rollout_ref.model.lora_rank actor_rollout_ref.model.lora_alpha
+actor_rollout_ref.model.target_modules actor_rollout_ref.model.use_liger
+actor_rollout_ref.model.use_fused_kernels actor_rollout_ref.model.trust_remote_code
+actor_rollout_ref.model.custom_chat_template actor_rollout_ref.model.tokenizer_path
+actor_rollout_ref.model.lora_adapter_path actor_rollout_ref.model.exclude_modules
+actor_rollout_ref.model.use_shm actor_rollout_ref.actor.strategy
+actor_rollout_ref.actor.ppo_mini_batch_size actor_rollout_ref.actor.ppo_micro_batch_size
+actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu actor_rollout_ref.actor.use_dynamic_bsz
+actor_rollout_ref.actor.ppo_max_token_len_per_gpu actor_rollout_ref.actor.grad_clip
+actor_rollout_ref.actor.clip_ratio actor_rollout_ref.actor.clip_ratio_low
+actor_rollout_ref.actor.clip_ratio_high actor_rollout_ref.actor.clip_ratio_c
+actor_rollout_ref.actor.loss_agg_mode actor_rollout_ref.actor.entropy_coeff
+actor_rollout_ref.actor.use_kl_loss actor_rollout_ref.actor.use_torch_compile
+actor_rollout_ref.actor.kl_loss_coef actor_rollout_ref.actor.kl_loss_type
+actor_rollout_ref.actor.ppo_epochs actor_rollout_ref.actor.shuffle
+actor_rollout_ref.actor.ulysses_sequence_parallel_size
+actor_rollout_ref.actor.checkpoint.save_contents actor_rollout_ref.actor.checkpoint.contents
+actor_rollout_ref.actor.checkpoint.load_contents actor_rollout_ref.actor.optim.lr
+actor_rollout_ref.actor.optim.lr_warmup_steps
+actor_rollout_ref.actor.optim.lr_warmup_steps_ratio actor_rollout_ref.actor.optim.min_lr_ratio
+actor_rollout_ref.actor.optim.num_cycles actor_rollout_ref.actor.optim.warmup_style
+actor_rollout_ref.actor.optim.lr_scheduler_type
+actor_rollout_ref.actor.optim.total_training_steps actor_rollout_ref.actor.optim.weight_decay
+actor_rollout_ref.actor.optim.betas
+actor_rollout_ref.actor.fsdp_config.wrap_policy.min_num_params
+actor_rollout_ref.actor.fsdp_config.param_offload
+actor_rollout_ref.actor.fsdp_config.optimizer_offload
+actor_rollout_ref.actor.fsdp_config.offload_policy
+actor_rollout_ref.actor.fsdp_config.fsdp_size
+actor_rollout_ref.actor.fsdp_config.reshard_after_forward
+actor_rollout_ref.actor.fsdp_config.model_dtype
+actor_rollout_ref.actor.fsdp_config.forward_prefetch
+actor_rollout_ref.actor.policy_loss.loss_mode actor_rollout_ref.actor.tis_imp_ratio_cap
+actor_rollout_ref.actor.megatron.tensor_model_parallel_size
+actor_rollout_ref.actor.data_loader_seed actor_rollout_ref.ref.strategy
+actor_rollout_ref.ref.log_prob_micro_batch_size
+actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu
+actor_rollout_ref.ref.log_prob_use_dynamic_bsz
+actor_rollout_ref.ref.log_prob_max_token_len_per_gpu
+actor_rollout_ref.ref.fsdp_config.param_offload actor_rollout_ref.ref.model.path
+actor_rollout_ref.rollout.name actor_rollout_ref.rollout.mode
+actor_rollout_ref.rollout.temperature actor_rollout_ref.rollout.top_k
+actor_rollout_ref.rollout.top_p actor_rollout_ref.rollout.use_fire_sampling
+actor_rollout_ref.rollout.prompt_length actor_rollout_ref.rollout.response_length
+actor_rollout_ref.rollout.dtype actor_rollout_ref.rollout.gpu_memory_utilization
+actor_rollout_ref.rollout.ignore_eos actor_rollout_ref.rollout.enforce_eager
+actor_rollout_ref.rollout.free_cache_engine actor_rollout_ref.rollout.load_format
+actor_rollout_ref.rollout.tensor_model_parallel_size
+actor_rollout_ref.rollout.data_parallel_size actor_rollout_ref.rollout.max_num_batched_tokens
+actor_rollout_ref.rollout.max_model_len actor_rollout_ref.rollout.max_num_seqs
+actor_rollout_ref.rollout.log_prob_micro_batch_size
+actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu
+actor_rollout_ref.rollout.log_prob_use_dynamic_bsz
+actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu
+actor_rollout_ref.rollout.disable_log_stats actor_rollout_ref.rollout.enable_chunked_prefill
+actor_rollout_ref.rollout.do_sample actor_rollout_ref.rollout.n
+actor_rollout_ref.rollout.engine_kwargs.vllm.swap_space
+actor_rollout_ref.rollout.val_kwargs.top_k actor_rollout_ref.rollout.val_kwargs.top_p
+actor_rollout_ref.rollout.val_kwargs.temperature actor_rollout_ref.rollout.val_kwargs.n
+actor_rollout_ref.rollout.val_kwargs.do_sample actor_rollout_ref.rollout.multi_turn.enable
+actor_rollout_ref.rollout.multi_turn.max_turns
+actor_rollout_ref.rollout.multi_turn.max_assistant_turns
+actor_rollout_ref.rollout.multi_turn.max_user_turns
+actor_rollout_ref.rollout.multi_turn.tool_config_path
+actor_rollout_ref.rollout.multi_turn.interaction_config_path
+actor_rollout_ref.rollout.multi_turn.format actor_rollout_ref.rollout.calculate_log_probs
+actor_rollout_ref.rollout.agent.num_workers
+actor_rollout_ref.rollout.multi_turn.completion_callback
+actor_rollout_ref.rollout.multi_turn.max_parallel_calls
+actor_rollout_ref.rollout.multi_turn.max_tool_response_length actor_rollout_ref.rollout.seed
+actor_rollout_ref.rollout.enable_prefix_caching actor_rollout_ref.nccl_timeout critic.strategy
+critic.optim.lr critic.model.path critic.ppo_epochs critic.cliprange_value
+critic.ppo_micro_batch_size_per_gpu critic.ppo_mini_batch_size
+critic.model.enable_gradient_checkpointing critic.grad_clip critic.loss_agg_mode critic.enable
+critic.optim.weight_decay critic.rollout_n critic.ppo_max_token_len_per_gpu
+reward_model.enable reward_model.strategy reward_model.model.path
+reward_model.model.input_tokenizer reward_model.micro_batch_size
+reward_model.micro_batch_size_per_gpu reward_model.max_length reward_model.use_dynamic_bsz
+reward_model.reward_manager reward_model.launch_reward_fn_async
+reward_model.sandbox_fusion.url reward_model.forward_max_token_len_per_gpu
+reward_model.overlong_buffer.enable reward_model.overlong_buffer.len
+reward_model.overlong_buffer.penalty_factor reward_model.reward_kwargs.overlong_buffer_cfg.len
+reward_model.reward_kwargs.max_resp_len reward_model.num_workers
+reward_model.enable_resource_pool custom_reward_function.path custom_reward_function.name
+custom_reward_function.reward_kwargs algorithm.gamma algorithm.lam algorithm.adv_estimator
+algorithm.norm_adv_by_std_in_grpo algorithm.use_kl_in_reward algorithm.kl_penalty
+algorithm.kl_ctrl.type algorithm.kl_ctrl.kl_coef algorithm.kl_ctrl.horizon
+algorithm.kl_ctrl.target_kl algorithm.filter_groups.enable algorithm.filter_groups.metric
+algorithm.filter_groups.max_num_gen_batches algorithm.use_pf_ppo algorithm.rollout_is
+algorithm.rollout_is_threshold algorithm.rollout_correction.rollout_is
+algorithm.rollout_correction.rollout_is_threshold trainer.balance_batch trainer.total_epochs
+trainer.total_training_steps trainer.project_name trainer.experiment_name trainer.logger
+trainer.log_val_generations trainer.rollout_data_dir trainer.validation_data_dir
+trainer.nnodes trainer.n_gpus_per_node trainer.save_freq trainer.resume_mode
+trainer.resume_from_path trainer.val_before_train trainer.val_only trainer.test_freq
+trainer.critic_warmup trainer.default_local_dir trainer.max_actor_ckpt_to_keep
+trainer.max_critic_ckpt_to_keep trainer.device ray_init.num_cpus ray_init.timeline_json_file
+ray_kwargs.ray_init.num_cpus
+"""
+)
+"""Keys of `ppo_trainer.yaml` of verl."""
+OF_OPENRLHF = words(
+    """
+ref_num_nodes ref_num_gpus_per_node reward_num_nodes reward_num_gpus_per_node
+colocate_actor_ref actor_num_nodes actor_num_gpus_per_node critic_num_nodes
+critic_num_gpus_per_node colocate_critic_reward colocate_all_models vllm_num_engines
+vllm_tensor_parallel_size vllm_sync_backend vllm_sync_with_ray enable_prefix_caching
+enforce_eager vllm_enable_sleep vllm_gpu_memory_utilization eval_steps save_steps
+logging_steps ckpt_path max_ckpt_num load_checkpoint local_rank zero_stage bf16 param_dtype
+enable_ema ema_beta zpg adam_offload flash_attn attn_implementation use_liger_kernel
+gradient_checkpointing_use_reentrant deepspeed_enable_sleep ds_tensor_parallel_size
+packing_samples load_in_4bit lora_rank lora_alpha target_modules lora_dropout save_path
+num_episodes rollout_batch_size vllm_generate_batch_size micro_rollout_batch_size max_epochs
+prompt_max_len generate_max_len max_len max_samples max_norm l2 ptx_coef eps_clip
+eps_clip_low_high dual_clip value_clip lambd gamma micro_train_batch_size train_batch_size
+normalize_reward top_p temperature freezing_actor_steps n_samples_per_prompt
+save_value_network actor_learning_rate critic_learning_rate lr_warmup_ratio lr_scheduler
+kl_horizon init_kl_coef kl_estimator kl_target use_kl_loss aux_loss_coef entropy_loss_coef
+adam_betas adam_eps reward_clip_range advantage_estimator no_advantage_std_norm ring_attn_size
+ring_head_stride pretrain reward_pretrain remote_rm_url critic_pretrain value_head_prefix
+ref_reward_offload agent_func_path prompt_data prompt_data_probs prompt_split eval_dataset
+eval_split eval_temperature eval_n_samples_per_prompt input_key label_key input_template
+apply_chat_template use_wandb wandb_org wandb_group wandb_project wandb_run_name
+use_tensorboard dynamic_filtering dynamic_filtering_reward_range async_train async_queue_size
+use_dynamic_batch train_max_tokens_per_gpu rollout_max_tokens_per_gpu overlong_buffer_len
+overlong_penalty_factor policy_loss_type enable_vllm_is_correction vllm_is_truncated_threshold
+full_determinism stop_properly_penalty_coef beta ipo nll_loss_coef ref_pretrain ref_offload
+chosen_key rejected_key prompt_key dataset dataset_probs dataset_split learning_rate
+output_key multiturn tokenizer_chat_template
+"""
+)
+"""Options of `train_ppo_ray`, `train_sft`, `train_dpo` and `train_rm` of OpenRLHF."""
+
 
 def test_every_name_of_trl_and_transformers_is_in_the_table():
     assert (len(TRANSFORMERS), len(TRL)) == (114, 123)
     assert {*TRANSFORMERS, *TRL} <= {*SETTINGS, *INSTEAD, *REASONS}
     assert set(TRAINERS) <= {*ARGUMENTS, *SETTINGS}
+
+
+def test_every_name_of_verl_and_openrlhf_has_an_answer():
+    assert (len(OF_VERL), len(OF_OPENRLHF)) == (223, 143)
+    known = list_settings()
+    for name in (*OF_VERL, *OF_OPENRLHF):
+        assert not suggest(name, known).startswith(("; did you mean", "; `--print-config`")), name
 
 
 def test_a_name_stands_in_one_table():
@@ -109,7 +261,11 @@ def test_what_a_name_is_called_here_is_a_setting_of_a_command():
     paths = {path for table in (SETTINGS, VERL, OPENRLHF) for paths in table.values() for path in paths.split(",")}
     assert len(paths) > 60
     assert {path for path in paths if not path.startswith(opened)} <= known
-    named = {path for text in (*INSTEAD.values(), *REASONS.values()) for path in re.findall(r"\b[a-z]+\.[a-z_]+\b", text)}
+    named = {
+        path
+        for text in (*INSTEAD.values(), *REASONS.values(), *OTHERS.values())
+        for path in re.findall(r"\b[a-z]+\.[a-z_]+\b", text)
+    }
     named = {path for path in named if path.partition(".")[0] in {key.partition(".")[0] for key in known}}
     assert len(named) > 15
     assert {path for path in named if not path.startswith(opened)} <= known
@@ -125,7 +281,7 @@ def keys(recipe, prefix=""):
 
 def test_every_name_is_answered_from_the_table_and_not_by_the_nearest_setting():
     for known in (list_settings(), list(keys(compose_dpo([]))), list(keys(compose_sft([])))):
-        for name in {*TRANSFORMERS, *TRL, *VERL, *OPENRLHF}:
+        for name in {*TRANSFORMERS, *TRL, *VERL, *OPENRLHF, *OTHERS}:
             assert suggest(name, known) == f"; {explain(name, known)}"
 
 
@@ -148,6 +304,21 @@ def test_every_name_is_answered_from_the_table_and_not_by_the_nearest_setting():
         (compose, "actor_rollout_ref.rollout.n=8", "it is called rollout.group_size"),
         (compose, "n_samples_per_prompt=8", "it is called rollout.group_size"),
         (compose, "maxent_tau=0.1", "it is called algorithm_args.tau"),
+        (compose, "actor_rollout_ref.actor.ppo_mini_batch_size=64", "write trainer.minibatches_per_batch=N"),
+        (compose, "actor_rollout_ref.actor.loss_agg_mode=token-mean", "write algorithm_args.normalizer=tokens"),
+        (compose, "actor_rollout_ref.rollout.val_kwargs.temperature=0", "held-out problems are sampled as in training"),
+        (compose, "actor_rollout_ref.rollout.seed=1", "docs/migration.md has the names of verl"),
+        (compose, "critic.optim.weight_decay=0.1", "there is no critic"),
+        (compose, "reward_model.max_length=512", "write reward_model=FOLDER"),
+        (compose, "trainer.total_epochs=3", "write steps=N: a pass over R rows is R / rollout.prompts steps"),
+        (compose, "trainer.n_gpus_per_node=8", "write ranks=N"),
+        (compose, "custom_reward_function.name=f", "write reward=module:function"),
+        (compose, "train_batch_size=64", "write trainer.minibatches_per_batch=N"),
+        (compose_sft, "train_batch_size=64", "it is called batch_size"),
+        (compose_sft, "max_epochs=3", "it is called epochs"),
+        (compose, "max_epochs=3", "it is called trainer.epochs_per_batch"),
+        (compose, "trainer.esi_redundant_time=3", "`--print-config` lists every key"),
+        (compose, "trainer.default_hdfs_dir=d", "`--print-config` lists every key"),
         (compose_dpo, "beta=0.1", "it is called loss.beta"),
         (compose_dpo, "loss_type=ipo", "it is called loss.loss_type"),
         (compose_dpo, "num_train_epochs=3", "it is called epochs"),

@@ -84,8 +84,10 @@ def suggest(key: str, known: Sequence[str]) -> str:
     if foreign is not None:
         return f"; {foreign}"
     same_leaf = [name for name in known if name.rsplit(".", 1)[-1] == leaf]
-    siblings = [name for name in known if name.rsplit(".", 1)[0] == key.rsplit(".", 1)[0]] if "." in key else []
-    near = same_leaf or get_close_matches(key, siblings, n=2, cutoff=0.75) or get_close_matches(key, known, n=3, cutoff=0.6)
+    section = key[: -len(leaf)]  # compared without it: two keys of one section always have much in common
+    siblings = [name[len(section) :] for name in known if section and name.rpartition(".")[0] == section[:-1]]
+    near = same_leaf or [section + name for name in get_close_matches(leaf, siblings, n=2, cutoff=0.7)]
+    near = near or get_close_matches(key, known, n=3, cutoff=0.85 if siblings else 0.6)
     return f"; did you mean {' or '.join(near)}?" if near else "; `--print-config` lists every key"
 
 
