@@ -321,6 +321,7 @@ def test_what_a_file_leaves_out_is_as_in_transformers(tmp_path):
     trainer = recipe.trainer
     assert (trainer.lr, trainer.lr_scheduler_type, trainer.lr_min_ratio, trainer.warmup_steps) == (1e-6, "cosine", 0.0, 0)
     assert (list(trainer.betas), trainer.eps, trainer.weight_decay, trainer.max_grad_norm) == ([0.9, 0.999], 1e-8, 0.0, 1.0)
+    assert (recipe.checkpoint.every_n_steps, recipe.rollout.group_size) == (500, 8)
     assert (recipe.checkpoint.max_to_keep, recipe.report_header, recipe.report_aliases) == (None, True, True)
     one = compose([str(tmp_path / "flat.yaml"), "save_total_limit=2", "adam_beta2=0.9", "lr_scheduler_type=constant"])
     assert (one.checkpoint.max_to_keep, list(one.trainer.betas), one.trainer.lr_scheduler_type) == (2, [0.9, 0.9], "constant")
@@ -359,6 +360,25 @@ def test_a_batch_is_that_of_all_ranks(tmp_path, monkeypatch):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert problems() == 4
+
+
+@pytest.mark.parametrize(
+    ("given", "problems"),
+    [
+        ({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}, 2),  # 16 answers, 8 to each
+        ({"gradient_accumulation_steps": 4}, 4),  # 8 x 4 answers, 8 to each
+        ({"num_generations": 4}, 2),  # 8 answers, 4 to each
+    ],
+)
+def test_what_a_file_leaves_out_of_its_batch_is_that_of_grpo_config(given, problems):
+    rollout = from_flat({"train_grpo_objective": True, **given}).recipe["rollout"]
+    assert (rollout["prompts"], rollout["group_size"]) == (problems, given.get("num_generations", 8))
+
+
+@pytest.mark.parametrize("count", [0, 1.5, "2"])
+def test_a_size_of_the_batch_is_a_whole_number(count):
+    with pytest.raises(ConfigError, match=r"gradient_accumulation_steps \(.*\) must be a whole number above 0"):
+        from_flat({"train_grpo_objective": True, **BATCH, "gradient_accumulation_steps": count})
 
 
 def test_ludic_train_reads_a_flat_file_and_overrides_by_its_names(tmp_path, caplog):

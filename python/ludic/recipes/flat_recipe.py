@@ -26,6 +26,7 @@ _SPECIAL = (
 )
 _DEFAULTS: Mapping[str, Any] = {
     "reward": "pure_accuracy_math",
+    "rollout.group_size": 8,
     "rollout.temperature": 0.8,
     "rollout.top_p": 0.9,
     "trainer.lr": 1e-6,
@@ -34,11 +35,14 @@ _DEFAULTS: Mapping[str, Any] = {
     "trainer.warmup_steps": 0,
     "trainer.betas": [0.9, 0.999],
     "trainer.minibatches_per_batch": 1,
+    "checkpoint.every_n_steps": 500,
     "checkpoint.max_to_keep": None,
     "report_header": True,
     "report_aliases": True,
 }
 """What the document, or the GRPOConfig below it, does where a file says nothing."""
+_BATCH = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "num_generations": 8}
+"""Their defaults in GRPOConfig. A file with none of them leaves the batch to our recipe."""
 _ANSWERS = ("answer", "solution")
 _CLIP_RANGE = 0.2
 """Its `clip_range`."""
@@ -237,11 +241,16 @@ def _list_idle(flat: Mapping[str, Any], is_maxent: bool) -> dict[str, str]:
 
 def _translate_batch(flat: Mapping[str, Any], settings: dict[str, Any], ranks: int) -> None:
     """Answers of a step on all ranks, of which `num_generations` are to one prompt."""
-    if flat.get("per_device_train_batch_size") is None or not ranks:
+    if all(flat.get(name) is None for name in _BATCH) or not ranks:
         return
-    sizes = [int(flat.get(name) or 1) for name in ("per_device_train_batch_size", "gradient_accumulation_steps")]
-    sizes.append(int(flat.get("num_processes") or ranks))
-    answers, group = sizes[0] * sizes[1] * sizes[2], int(flat.get("num_generations") or 1)
+    counts = {name: default if flat.get(name) is None else flat[name] for name, default in _BATCH.items()}
+    counts["num_processes"] = flat.get("num_processes") or ranks
+    for name, count in counts.items():
+        if not isinstance(count, int) or count < 1:
+            raise ConfigError(f"{name} ({count!r}) must be a whole number above 0")
+    *sizes, group, processes = counts.values()
+    sizes.append(processes)
+    answers = sizes[0] * sizes[1] * sizes[2]
     if answers % group:
         raise ConfigError(
             f"per_device_train_batch_size ({sizes[0]}) x gradient_accumulation_steps ({sizes[1]}) x num_processes or ranks ({sizes[2]}) is "
