@@ -5,7 +5,9 @@ import dataclasses
 import inspect
 import json
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -115,8 +117,26 @@ def test_a_class_of_a_script_is_trained_and_goes_on_as_functions_do(monkeypatch:
 
 
 def test_the_weight_of_one_reward_is_a_number_or_a_list() -> None:
-    for weights in (2, [2.0], (2,)):
+    for weights in (2, [2.0], (2,), np.float32(2), np.array([2.0]), [torch.tensor(2.0)]):
         assert GRPO(None, digits, ROWS, reward_weights=weights).recipe.reward_weights == [2.0]
+
+
+def test_numbers_of_numpy_are_settings() -> None:
+    recipe = GRPO(
+        None, digits, ROWS, steps=np.int64(3), trainer={"lr": np.float64(1e-4)}, **{"rollout.prompts": np.int32(2)}
+    ).recipe
+    assert (recipe.steps, recipe.trainer.lr, recipe.rollout.prompts) == (3, 1e-4, 2)
+
+
+@pytest.mark.parametrize("weights", [[None], [[1.0]], "1", {"digits": 1.0}])
+def test_weights_that_are_no_numbers_are_an_error_of_the_setting(weights: Any) -> None:
+    with pytest.raises(ConfigError, match=r"reward_weights \(.*\) must be a list of numbers, one for each reward function"):
+        GRPO(None, digits, ROWS, reward_weights=weights, **SMALL).train()
+
+
+def test_weights_without_order_are_refused() -> None:
+    with pytest.raises(ConfigError, match="set"):
+        GRPO(None, [digits, "math"], ROWS, reward_weights={0.5, 2.0})
 
 
 def test_the_arguments_of_a_task_are_its_own() -> None:

@@ -209,6 +209,7 @@ def test_exactly_the_groups_with_a_failure_have_no_reward(bad, coroutine):
         ([float("nan")], "reward function own returned nan, where a reward must be finite, or None, for the prompt '2"),
         ([float("inf")], "reward function own returned inf, where"),
         (["1.0"], "reward function own returned the text '1.0', where a reward must be a number"),
+        ([10**400], "reward function own returned 10{400}, where a reward must be a number or None"),
         ([[1.0]], r"reward function own returned \[1\.0\], where a reward must be a number or None"),
         ([None], "every reward function returned None for the answer to the prompt '2"),
         ([GradingError("too long")], "too long"),

@@ -158,6 +158,15 @@ def overrides_of(settings: Mapping[str, Any]) -> list[Override]:
     path as key: `{"trainer.lr": 1e-5}`."""
     overrides = []
     for key, value in settings.items():
-        plain = str(value) if isinstance(value, PathLike) else value
+        plain = as_plain(value)
         overrides.append(make_override(key, plain, text=f"{key}={plain}"))
     return overrides
+
+
+def as_plain(value: Any) -> Any:
+    """As a recipe's file has it: paths are text, and what numpy or torch made is numbers."""
+    if isinstance(value, Mapping):
+        return {name: as_plain(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_plain(inner) for inner in value]
+    return str(value) if isinstance(value, PathLike) else value.tolist() if hasattr(value, "tolist") else value

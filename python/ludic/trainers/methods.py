@@ -12,7 +12,7 @@ from ludic.cli.train import TrainCommand
 from ludic.cli.train_rm import TrainRMCommand
 from ludic.trainers.base import RecipeTrainer, settings_of
 from ludic.trainers.errors import with_short_errors, without_trl_names
-from ludic.trainers.inputs import Rewards, Rows, TaskSetting, Tools, name_rewards, name_tools, source_of, task_of
+from ludic.trainers.inputs import Rewards, Rows, TaskSetting, Tools, as_plain, name_rewards, name_tools, source_of, task_of
 
 if TYPE_CHECKING:
     from ludic.training.callbacks import Callback
@@ -64,8 +64,8 @@ class GRPO(RecipeTrainer):
         if dataset is not None:
             given["data"] = source_of(dataset, rows, rewards=reward_functions or ())
         if reward_weights is not None:
-            weights: Sequence[Any] = [reward_weights] if isinstance(reward_weights, int | float) else reward_weights
-            given["reward_weights"] = [weight if isinstance(weight, str) else float(weight) for weight in weights]
+            weights = as_plain(reward_weights)
+            given["reward_weights"] = weights if isinstance(weights, list) else [weights]
         if eval_dataset is not None:
             judging = None if settings.get("eval_reward") is not None else reward_functions
             given["task.args.heldout_data"] = source_of(eval_dataset, rows, rewards=judging or ())

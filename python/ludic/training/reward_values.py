@@ -45,7 +45,7 @@ def _reward(element: Any) -> Reward:
         return NoReward(f"the text {element!r}, where a reward must be a number or None,")
     try:
         number = float(element)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):  # an integer beyond every float
         return NoReward(f"{element!r}, where a reward must be a number or None,")
     return number if math.isfinite(number) else NoReward(f"{number}, where a reward must be finite, or None,")
 
