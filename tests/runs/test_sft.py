@@ -161,7 +161,8 @@ def test_a_template_from_a_file_is_used_and_saved(tiny: list[str], tmp_path: Pat
     assert "no chat template; set chat_template=FILE" in refused(*tiny, f"data={data}")
     shown = sft(*tiny, f"data={data}", f"chat_template={tmp_path / 'chat.jinja'}", "heldout=0")
     assert AutoTokenizer.from_pretrained(tmp_path / "run" / "model").chat_template == template
-    assert "4 samples do not end with <eos>: after these the model is not taught to stop" in " ".join(shown.split())
+    assert "4 samples do not end with <eos>: after these the model is not taught to stop; " in (note := " ".join(shown.split()))
+    assert "if their chat template ends turns with another token, set eos_token=TOKEN" in note
     assert "does not exist" in refused(*tiny, f"data={data}", "chat_template=/nowhere.jinja", "name=other")
 
 

@@ -101,7 +101,8 @@ def count_sample(item: SAWItem, max_seq_len: int, end_tokens: frozenset[int]) ->
 
 def describe_missing_ends(samples: int, tokenizer: Any) -> str:
     end = find_turn_end(tokenizer).token
-    return f"{samples:,} samples do not end with {tokenizer.decode([end])}: after these the model is not taught to stop"
+    fault = f"{samples:,} samples do not end with {tokenizer.decode([end])}: after these the model is not taught to stop"
+    return f"{fault}; if their chat template ends turns with another token, set eos_token=TOKEN"
 
 
 def teaches_end(item: SAWItem, max_seq_len: int, end_tokens: frozenset[int]) -> bool:
