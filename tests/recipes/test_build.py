@@ -11,7 +11,7 @@ from ludic.cli import app as cli
 from ludic.cli.train import TrainCommand
 from ludic.errors import ConfigError
 from ludic.models.byte_tokenizer import make_byte_tokenizer
-from ludic.recipes.build import build_algorithm, build_task, build_trainer_config, check_numbers
+from ludic.recipes.build import build_algorithm, build_episodic_task, build_task, build_trainer_config, check_numbers
 from ludic.recipes.compose import compose, to_yaml
 from ludic.recipes.model import build_policy, make_small_model
 from ludic.recipes.rm.model import build_reward_model
@@ -158,11 +158,19 @@ def test_the_error_of_an_invalid_algorithm_has_a_remedy(arguments: list[str], me
         build_algorithm(compose(arguments))
 
 
+class Sized:
+    """A task of the user's with an argument."""
+
+    def __init__(self, size):
+        self.size = size
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["task.kind=srot"], r"task\.kind \(srot\) is not known; did you mean sort\?"),
         (["task.args.digit=5"], r"task\.args\.digit: DigitSort has no such argument; did you mean digits\?"),
+        ([f"task.kind={__name__}:Sized"], r"Sized needs size; set task\.args\.size=VALUE"),
         (["task.kind=nowhere:Task"], r"task\.kind \(nowhere:Task\) cannot be imported"),
         (["addition", "task.args.right=2"], r"right \(2\) must be between 0 and 1"),
     ],
@@ -221,3 +229,10 @@ def test_a_run_that_cannot_learn_is_refused_before_it_starts(overrides, message)
 )
 def test_a_run_that_can_learn_or_should_not_learn_is_accepted(overrides):
     build_algorithm(compose(["sort", *overrides]))
+
+
+@pytest.mark.parametrize("number", [0, 2.5, "2", lambda self: 2])
+def test_the_numbers_of_a_task_are_whole(monkeypatch, number):
+    monkeypatch.setattr(DigitSort, "max_new_tokens", number)
+    with pytest.raises(ConfigError, match=r"max_new_tokens of the task sort \(.*\) must be a whole number above 0"):
+        build_episodic_task(compose(["sort"]))

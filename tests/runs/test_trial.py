@@ -1,5 +1,6 @@
 """A task is tried before it is trained: a mistake is one line, in seconds."""
 
+import asyncio
 import random
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ from ludic.models.byte_tokenizer import make_byte_tokenizer
 from ludic.recipes.compose import compose
 from ludic.runs.trial import try_task
 from ludic.tasks import EpisodicTask, as_episodic
+from ludic.tasks.demonstrations import DemonstrationSource
 from ludic.tasks.episodic import Shown, Turn
 from ludic.types import StepOutcome
 
@@ -157,3 +159,18 @@ def test_an_environment_that_fails_is_a_warning_since_training_drops_such_episod
 
     run_trial(type("Mine", (Count,), {"make_env": returning(Failing())})())
     assert "an episode of Mine with the answer 'one' failed: ValueError: no such move" in caplog.text
+
+
+@pytest.mark.parametrize("change", [lambda demos: demos[1:], lambda demos: demos * 2, lambda demos: [*demos[1:], []]])
+def test_the_teacher_gives_as_many_episodes_as_it_is_asked_for(change):
+    """Fewer would make the batches of the warm-up smaller without a word."""
+
+    class Teacher(Count):
+        def demonstrations(self, count, rng):
+            return change(super().demonstrations(count, rng))
+
+    tokenizer = make_byte_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}|{% endfor %}"
+    source = DemonstrationSource(Teacher(), tokenizer, batch_size=4, seed=0)
+    with pytest.raises(ConfigError, match=r"Teacher\.demonstrations\(4, rng\) returned \d episodes, \d of them empty"):
+        asyncio.run(source.next_batch())

@@ -33,6 +33,7 @@ from ludic.training.filters import drop_incomplete_completions
 from ludic.training.presets.registry import REGISTRY
 from ludic.training.presets.seeded import add_info_seed
 from ludic.training.reward_registry import CODE_REWARDS
+from ludic.training.reward_signatures import required_arguments
 from ludic.training.types import SAWBatch
 
 C = TypeVar("C", bound=TrainerConfig)
@@ -116,6 +117,12 @@ def build_episodic_task(recipe: Recipe) -> EpisodicTask:
     settings |= {"eval_reward": recipe.eval_reward, "eval_reward_weights": recipe.eval_reward_weights}
     judged = recipe.reward_model is not None
     task = as_episodic(build_task(recipe.task, **settings, judged=judged))
+    for name in ("max_turns", "max_new_tokens"):
+        number = getattr(task, name)
+        if not isinstance(number, int) or number < 1:
+            raise ConfigError(
+                f"{name} of the task {recipe.task.kind} ({number!r}) must be a whole number above 0; make it a property"
+            )
     success_of(task, recipe.evaluation.solved_at, judged=judged)
     return _add_tools(recipe, task)
 
@@ -256,4 +263,7 @@ def _call(make: Callable[..., Any], arguments: dict[str, Any], setting: str, *, 
         if name not in accepted:
             remedy = did_you_mean(name, accepted, f"it takes {', '.join(accepted)}")
             raise ConfigError(f"{setting}.{name}: {getattr(make, '__name__', make)} has no such argument{remedy}")
+    missing = [name for name in required_arguments(make) if name not in arguments]
+    if missing:
+        raise ConfigError(f"{getattr(make, '__name__', make)} needs {' and '.join(missing)}; set {setting}.{missing[0]}=VALUE")
     return make(**arguments)

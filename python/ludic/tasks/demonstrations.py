@@ -7,6 +7,7 @@ from random import Random
 from typing import Any
 
 from ludic.context import GivenDialog
+from ludic.errors import ConfigError
 from ludic.inference.prompts.template import ChatTemplate, find_turn_end
 from ludic.tasks.adapters import as_episodic
 from ludic.tasks.base import Task
@@ -35,6 +36,12 @@ class DemonstrationSource:
     async def next_batch(self) -> SAWBatch:
         rng = Random(f"demonstrations {self._seed} {self._batches}")
         episodes = self._task.demonstrations(self._batch_size, rng)
+        if len(episodes) != self._batch_size or not all(episodes):
+            teacher, empty = type(getattr(self._task, "task", self._task)).__name__, sum(not episode for episode in episodes)
+            raise ConfigError(
+                f"{teacher}.demonstrations({self._batch_size}, rng) returned {len(episodes)} episodes, {empty} of them empty; return as "
+                "many as it is asked for, each of one turn or more"
+            )
         dialogues = [messages for episode in episodes for messages in _prompts(episode, self._system_prompt)]
         arguments = [episode[0].chat_template_kwargs or {} for episode in episodes for _ in episode]
         prompts = iter(ChatTemplate(self._tokenizer).render_all(dialogues, arguments))
