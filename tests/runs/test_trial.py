@@ -112,6 +112,11 @@ def returning(value):
         ({"draw": lambda self: {}}, r"Mine\.draw raised TypeError: .*it must return a mapping with id"),
         ({"suites": returning([{"id": "a"}])}, r"Mine\.suites returned .*a mapping of names to lists"),
         ({"suites": returning({"first": [{"name": "a"}]})}, r"Mine\.suites returned .*each episode a mapping with id"),
+        (
+            {"suites": returning({"first": [{"id": "a"}, {"name": "b"}]})},
+            r"Mine\.suites returned .*each episode a mapping with id",
+        ),
+        ({"make_env": returning(Counting())}, r"Mine\.make_env returned one environment for two episodes"),
         ({"demonstrations": returning([[("count", "one")]])}, r"Mine\.demonstrations returned .* lists of Turn\("),
         ({"demonstrations": returning([])}, r"Mine\.demonstrations returned \[\]"),
         ({"make_env": returning(None)}, r"Mine\.make_env returned None; it must return a SingleAgentEnv"),
@@ -157,7 +162,7 @@ def test_an_environment_that_fails_is_a_warning_since_training_drops_such_episod
         def env_step(self, action):
             raise ValueError("no such move")
 
-    run_trial(type("Mine", (Count,), {"make_env": returning(Failing())})())
+    run_trial(type("Mine", (Count,), {"make_env": lambda self, episode: Failing()})())
     assert "an episode of Mine with the answer 'one' failed: ValueError: no such move" in caplog.text
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from numbers import Real
 from random import Random
 from typing import Any
@@ -38,6 +39,8 @@ def try_task(recipe: Recipe, task: EpisodicTask, tokenizer: Any, model: Any) -> 
         answers = [["?"]]
         if recipe.warmup.steps and recipe.warmup.data is None:
             answers.insert(0, trial.demonstrate(Random("trial"), tokenizer))
+        else:
+            answers.append(answers[0])
         context = getattr(getattr(model, "config", None), "max_position_embeddings", None)
         for each in answers:
             trial.play(first[0] if len(first) else drawn, list(suites), _Scripted(each, tokenizer, context))
@@ -46,6 +49,7 @@ def try_task(recipe: Recipe, task: EpisodicTask, tokenizer: Any, model: Any) -> 
 class _Trial:
     def __init__(self, recipe: Recipe, task: EpisodicTask) -> None:
         self._recipe, self._task, own = recipe, task, task
+        self._env: Any = None
         while isinstance(own, WrappedTask):
             own = own.task
         self._user = own.task if isinstance(own, OneTurn) else own
@@ -59,7 +63,10 @@ class _Trial:
             return isinstance(value, Mapping) and all(key in value for key in self._keys)
 
         def are_suites(value: Any) -> bool:
-            return bool(value) and all(not len(episodes) or is_episode(episodes[0]) for episodes in value.values())
+            measured = self._recipe.evaluation.prompts
+            return bool(value) and all(
+                not len(episodes) or all(map(is_episode, islice(episodes, measured))) for episodes in value.values()
+            )
 
         expected = f"a mapping with {', '.join(self._keys)}"
         drawn = self._call("draw", rng, is_right=is_episode, expected=expected)
@@ -93,6 +100,12 @@ class _Trial:
     def play(self, episode: Mapping[str, Any], suites: Sequence[str], client: Any) -> None:
         task, prompt = self._task, self._recipe.rollout.system_prompt
         env = self._call("make_env", episode, is_right=lambda value: isinstance(value, LudicEnv), expected="a SingleAgentEnv")
+        if env is self._env:
+            raise ConfigError(
+                f"{self._name('make_env')} returned one environment for two episodes, which are played at the same time; make a new one "
+                "in each call"
+            )
+        self._env = env
         if task.execution_s is not None:
             return
         inference = make_evaluation_inference(self._recipe.rollout, task, greedy=True)
