@@ -123,6 +123,11 @@ def test_a_submitted_job_has_its_settings_beside_its_script(tmp_path, monkeypatc
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["sort", "model=here", "--dp", "2"], "--dp and --tp are of servers, which this job does not start"),
+        (
+            [*SERVED, "inference.url=http://127.0.0.1:1", "--tp", "2"],
+            "--dp and --tp are of servers, which this job does not start",
+        ),
         (["sort", "inference=vllm"], "a server needs a model that is on disk or on the hub"),
         (
             [*SERVED, "--gpus-per-node", "1"],

@@ -100,6 +100,10 @@ def make_settings(
     given["ports_of_job"] = not any(name.endswith("_port") for name in given)
     given["job_name"] = given.get("job_name") or _name_job(recipe)
     serve = choose_kind(recipe.inference) == "vllm" and recipe.inference.url is None
+    if not serve and (given.get("data_parallel", 1), given.get("tensor_parallel", 1)) != (1, 1):
+        raise ConfigError(
+            "--dp and --tp are of servers, which this job does not start; set inference=vllm (use_vllm: true in a flat file)"
+        )
     train, server = list(arguments), _make_server(recipe) if serve else ()
     if serve:  # those of a server that the run would start itself are the servers' now
         train += [*(["inference.kind=vllm"] if resume is None else []), "inference.python=null", "inference.server_args=[]"]
