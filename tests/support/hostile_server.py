@@ -14,7 +14,11 @@ DRIP_S = 0.02
 def response_bytes(body=b"{}", status="200 OK", **headers):
     """The bytes of a well-formed response, after which the server closes the connection."""
     body = body if isinstance(body, bytes) else body.encode()
-    fields = {"content-length": len(body), "connection": "close", **{name.replace("_", "-"): value for name, value in headers.items()}}
+    fields = {
+        "content-length": len(body),
+        "connection": "close",
+        **{name.replace("_", "-"): value for name, value in headers.items()},
+    }
     head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
     return f"HTTP/1.1 {status}\r\n{head}\r\n".encode() + body
 

@@ -10,7 +10,7 @@ import selectors
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, Any, Protocol
 
 from ludic.errors import GradingError
@@ -153,8 +153,8 @@ class LineProcess:
 
     def _write(self, process: Running, line: bytes, deadline: float, timeout_s: float) -> None:
         assert process.stdin is not None
-        end, rest = process.stdin.fileno(), memoryview(line)
-        with selectors.DefaultSelector() as selector:
+        rest = memoryview(line)
+        with _held(process.stdin) as end, selectors.DefaultSelector() as selector:
             selector.register(end, selectors.EVENT_WRITE)
             while rest:
                 self._wait(selector, deadline, timeout_s)
@@ -163,11 +163,11 @@ class LineProcess:
     def _read_line(self, process: Running, deadline: float, timeout_s: float) -> dict[str, Any]:
         assert process.stdout is not None
         read = bytearray()
-        with selectors.DefaultSelector() as selector:
-            selector.register(process.stdout, selectors.EVENT_READ)
+        with _held(process.stdout) as end, selectors.DefaultSelector() as selector:
+            selector.register(end, selectors.EVENT_READ)
             while not read.endswith(b"\n"):
                 self._wait(selector, deadline, timeout_s)
-                part = os.read(process.stdout.fileno(), 1 << 16)
+                part = os.read(end, 1 << 16)
                 if not part or len(read) > self._longest_reply:
                     raise EOFError("it ended" if not part else "its reply is too long")
                 read += self._payload(part)
@@ -177,6 +177,17 @@ class LineProcess:
     def _wait(self, selector: selectors.BaseSelector, deadline: float, timeout_s: float) -> None:
         if not selector.select(max(0.0, deadline - time.monotonic())):
             raise TimeoutError(f"{self._name} did not answer within {timeout_s} s")
+
+
+@contextlib.contextmanager
+def _held(end: End) -> Iterator[int]:
+    """A descriptor of `end` that stays open while another thread closes it: a selector forgets one
+    that is closed, and would not see that the process has ended."""
+    descriptor = os.dup(end.fileno())
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def _close(end: End | None) -> None:
