@@ -21,7 +21,7 @@ from training_samples import (
     weights_of,
 )
 
-from ludic.training import RLAlgorithm, Trainer, collate_saw_items, make_grpo
+from ludic.training import RLAlgorithm, Trainer, collate_saw_items, make_bradley_terry, make_grpo
 from ludic.training.backend.torch import TorchBackend
 from ludic.training.batching import tree_batches
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
@@ -306,6 +306,25 @@ def test_the_gradient_of_pairs_equals_that_of_the_unsplit_batch(name, order, bud
     result = asyncio.run(backend.forward_backward(mini_batch, totals=mini_batch.totals).result())
     assert_same_tensors(gradients_of(scoring_model()), expected, atol=1e-6 * max(1.0, largest(expected)))
     assert result.loss.item() == pytest.approx(expected_loss, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("logits", ["full", "chunked"])
+def test_both_passes_use_the_temperature(logits):
+    """The norm is of the scores that the gradient is taken of: log-probabilities at temperature
+    0.5."""
+
+    def gradient(budget):
+        cfg = rm_config(max_seq_len=23, micro_token_budget=budget, temperature=0.5, logits=logits)
+        algo = make_bradley_terry(beta=0.1, score_type="logprob", regularization_lambda=0.1)
+        mini_batch = PreferenceMiniBatch(PreferenceMacroBatch.ingest_pairs(pairs(), cfg.max_seq_len), np.arange(2 * PAIRS), cfg)
+        backend = TorchBackend(model(), cfg, algo=algo)
+        model().zero_grad(set_to_none=True)
+        asyncio.run(backend.forward_backward(mini_batch, totals=mini_batch.totals).result())
+        return gradients_of(model()), len(mini_batch)
+
+    (whole, one), (split, several) = gradient(1000), gradient(60)
+    assert one == 1 < several
+    assert_same_tensors(split, whole, atol=1e-5 * max(1.0, largest(whole)))
 
 
 def test_both_passes_use_the_same_dropout_masks():

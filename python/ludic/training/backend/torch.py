@@ -170,8 +170,12 @@ class TorchBackend(ModelPasses):
         rows: dict[str, Tensor] = {}
         with preserved_rng(), autocast(self.cfg):
             for micro_batch in batch:
-                chunked = self._chunked_logits
-                logits, tensors = forward_for_loss(self.model, micro_batch.tensors, loss, chunked_logits=chunked)
+                chunked, temperature = self._chunked_logits, self.cfg.temperature
+                logits, tensors = forward_for_loss(
+                    self.model, micro_batch.tensors, loss, chunked_logits=chunked, temperature=temperature
+                )
+                if loss.reads_shared_only and temperature != 1.0:
+                    logits = logits / temperature  # the policy's; `token_scores`, if there are any, have it already
                 parts = loss.first_pass(logits, tensors)
                 for name in loss.gathers:
                     _place_rows(rows, name, parts.pop(name), tensors["position"], int(totals.num_samples))
