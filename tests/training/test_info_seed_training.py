@@ -57,6 +57,20 @@ def test_the_seeds_change_the_gradient():
     assert max(float((with_term[name] - without[name]).abs().max()) for name in with_term) > 1e-3
 
 
+@pytest.mark.parametrize("loss", ["infonce", "ce"])
+def test_the_statistics_of_any_split_are_those_of_the_whole(loss):
+    def measured(budget):
+        cfg = cpu_config(max_seq_len=70, micro_token_budget=budget)
+        trainer = Trainer(model=tiny_model(), algo=make(loss), batch_source=ListSource(seeded_episodes(seed=3)), cfg=cfg)
+        stats = trainer.train_step_sync()
+        return {key: value for key, value in stats.items() if key.startswith("train/seed/")}
+
+    whole = measured(4096)
+    assert "train/seed/reported_loss" not in whole  # it is the loss of the term
+    for budget in (72, 90, 180):
+        assert measured(budget) == pytest.approx(whole, abs=1e-5)
+
+
 def test_seeded_answers_have_ratio_one_and_others_keep_what_the_sampler_said():
     items = preprocessed(make(), seeded_episodes())
     cfg = cpu_config(max_seq_len=120, micro_token_budget=4096)

@@ -4,8 +4,12 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
+from training_samples import ListSource, cpu_config, sorting_items, tiny_model
 
+from ludic.training import RLAlgorithm, Trainer
+from ludic.training.credit_assignment import ConstantCredit
 from ludic.training.loop.micro_stats import Stat, combine_micro_stats, combine_stats, copy_to_host, final_values
+from ludic.training.loss import EntropyBonus
 
 values = st.floats(-1e3, 1e3, allow_nan=False)
 parts_of_a_batch = st.lists(st.lists(values, min_size=1, max_size=6), min_size=1, max_size=6)
@@ -43,6 +47,19 @@ def test_a_clip_fraction_by_hand():
     assert final_values(combine_micro_stats(micro, [4, 1]))["clip_frac"] == 7 / 16
     # a sequence-level loss reports no token counts: 1 of 4 sequences, and 1 of 1
     assert final_values(combine_micro_stats([{"clip_frac": 0.25}, {"clip_frac": 1.0}], [4, 1]))["clip_frac"] == 0.4
+
+
+@pytest.mark.parametrize("settings", [{}, {"normalizer": "samples"}, {"normalizer": "samples", "length_normalize": True}])
+def test_the_entropy_of_the_bonus_does_not_depend_on_the_split(settings):
+    def measured(budget):
+        algo = RLAlgorithm("test", ConstantCredit(1.0), EntropyBonus(**settings))
+        cfg = cpu_config(micro_token_budget=budget)
+        trainer = Trainer(model=tiny_model(), algo=algo, batch_source=ListSource(sorting_items(12, seed=3)), cfg=cfg)
+        return trainer.train_step_sync()
+
+    whole, split = measured(4096), measured(32)
+    assert split["train/entropy_mean"] == pytest.approx(whole["train/entropy_mean"], rel=1e-6)
+    assert whole["train/entropy_mean"] == pytest.approx(-100 * whole["train/loss"], rel=1e-6)
 
 
 def test_a_standard_deviation_without_its_mean_is_averaged():

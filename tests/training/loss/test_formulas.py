@@ -379,7 +379,7 @@ KEYS = {
     CISPOLoss: "loss ratio_mean ratio_std clip_frac kl_actor_policy adv_mean adv_std logp_mean avg_action_tokens",
     TokenKLLoss: "loss kl_mean kl_std ratio_mean ratio_std avg_action_tokens",
     KLLoss: "loss kl_mean kl_std",
-    EntropyBonus: "loss entropy_mean",
+    EntropyBonus: "loss entropy_mean avg_action_tokens",
     MaskedCausalLMCrossEntropyLoss: "loss logp_mean nll_mean avg_action_tokens",
     SAPOLoss: "loss ratio_mean ratio_std kl_actor_policy adv_mean adv_std logp_mean avg_action_tokens grad_weight_mean "
     "grad_weight_std",

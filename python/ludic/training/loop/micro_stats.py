@@ -29,7 +29,7 @@ count."""
 TOKEN_KEYS = frozenset(
     {
         *("ratio_mean", "ratio_std", "kl_actor_policy", "clip_frac", "ratio_clip_frac"),
-        *("grad_weight_mean", "grad_weight_std", "nll_mean"),
+        *("grad_weight_mean", "grad_weight_std", "nll_mean", "entropy_mean"),
     }
 )
 """Means over the action tokens of a micro-batch, if it has `avg_action_tokens`. A loss on whole

@@ -34,4 +34,7 @@ class EntropyBonus(Loss):
     def compute_from(self, shared: SharedContext) -> tuple[Tensor, Stats]:
         entropy = row_mean(shared.entropy, shared, length_normalize=self.length_normalize, normalizer=self.normalizer)
         loss = -self.coeff * entropy
-        return loss, {"loss": loss.detach(), "entropy_mean": entropy.detach()}
+        stats: Stats = {"loss": loss.detach(), "entropy_mean": entropy.detach()}
+        if self.normalizer == "tokens":
+            stats["avg_action_tokens"] = shared.token_mask.sum(dim=1).mean()
+        return loss, stats

@@ -146,8 +146,9 @@ class SeedContrastiveLoss(SeedLoss):
         measured = {} if shared is None else shared.totals.measured
         if POOLED not in measured:
             loss = contrast_seeds(pooled, _seeds(batch, pooled), self.temperature)
-            stats = {"loss": self.coeff * loss.detach(), "info_nce": loss.detach()}
-            return self.coeff * loss, {**stats, **seed_stats(pooled, _seeds(batch, pooled))}
+            value = self.coeff * loss
+            stats = {"loss": value.detach(), "info_nce": loss.detach()}
+            return value, {**stats, **seed_stats(pooled, _seeds(batch, pooled))}
         with torch.enable_grad():
             everyone = measured[POOLED].detach().requires_grad_()
             whole = contrast_seeds(everyone, measured[IDS], self.temperature)
@@ -216,7 +217,8 @@ class SeedClassificationLoss(SeedLoss):
         losses = F.cross_entropy(scores, classes, reduction="none")
         value = self.coeff * (losses * seeded).sum() / count.clamp(min=1)
         right = ((scores.detach().argmax(dim=1) == classes) & seeded).sum()
-        return value, {"loss": value.detach(), "pred_acc": right / seeded.sum().clamp(min=1)}
+        share = 1.0 if shared is None else shared.mini_batch_share("samples")  # by which the parts are weighted
+        return value, {"loss": value.detach(), "pred_acc": right / (count.clamp(min=1) * share)}
 
 
 def _seeds(batch: Batch, like: Tensor) -> Tensor:
