@@ -55,6 +55,15 @@ def test_a_step_logs_what_it_used_and_the_next_one_uses_what_was_set(whole_run):
     assert stats[-1]["reference/kl"] > 0
 
 
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_the_meta_controller_aims_at_the_entropy_that_is_logged(kind):
+    trainer = controlled_trainer(kind)
+    [meta] = trainer.control.controllers
+    meta.kl_target = None
+    for stats in (trainer.train_step_sync() for _ in range(3)):
+        assert stats["train/meta/loss"] == pytest.approx((stats["train/weight_entropy"] - 1.2) ** 2 / 2)
+
+
 def test_a_checkpoint_has_a_file_with_the_coefficients(whole_run):
     kind, folder, _, trainer = whole_run
     content = json.loads((folder / f"step_{STEPS:06d}" / "controller_state.json").read_text())

@@ -74,6 +74,18 @@ def test_each_method_descends_on_its_gradient(method, gradient, settings):
     }
 
 
+@pytest.mark.parametrize("method", ["analytic", "first_order", "truncated_backprop"])
+def test_the_measured_entropy_stands_in_for_that_of_the_weights(method):
+    """It is that of the weights as they were used: after `sampler_exponent` has shared them."""
+    tau = Coefficient(0.3)
+    controller = MetaController(tau, Coefficient(0.1), entropy_target=1.2, method=method, lr=0.1)
+    stats = controller.update(seen(entropy=1.2))
+    assert (stats["meta/loss"], stats["meta/tau_grad"], float(tau)) == (0.0, 0.0, 0.3)
+    stats = controller.update(seen(entropy=1.0))
+    assert stats["meta/loss"] == pytest.approx(0.02)
+    assert float(tau) > 0.3
+
+
 def test_the_measured_kl_stands_in_for_that_of_the_weights():
     controller = meta(tau_lr=0.0)
     controller.update(seen(kl=0.3))

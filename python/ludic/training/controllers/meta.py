@@ -167,10 +167,12 @@ class MetaController:
         return stats
 
     def _gradient(self, seen: Observation) -> MetaGradient:
-        """The gradient of the method. A measured KL that is unknown counts as one on target."""
+        """The gradient of the method. A measured KL that is unknown counts as one on target; an
+        entropy that is unknown is that of the weights before they are shared among the best."""
         tau = 0.0 if self._tau is None else float(self._tau)
         beta = 0.0 if self._beta is None else float(self._beta)
         entropy_target = None if self.entropy_target is None else self.entropy_target.at(seen.step)
+        entropy = seen.entropy if seen.entropy is not None and math.isfinite(seen.entropy) else None
         if self.method == "analytic":
             measured = self.kl_signal == "policy"
             known = seen.kl is not None and math.isfinite(seen.kl)
@@ -181,6 +183,7 @@ class MetaController:
                 entropy_target=entropy_target,
                 kl_target=None if measured and not known else self.kl_target,
                 kl=seen.kl if measured else None,
+                entropy=entropy,
                 sum_over_ranks=seen.sum_over_ranks,
             )
         return tracking_gradient(
@@ -192,6 +195,7 @@ class MetaController:
             steps=1 if self.method == "first_order" else self.truncation_steps,
             inner_lr=self.inner_lr,
             use_hessian=self.use_hessian,
+            entropy=entropy,
             sum_over_ranks=seen.sum_over_ranks,
         )
 

@@ -40,6 +40,7 @@ def potential_gradient(
     entropy_target: float | None,
     kl_target: float | None,
     kl: float | None = None,
+    entropy: float | None = None,
     sum_over_ranks: SumOverRanks = tuple,
 ) -> MetaGradient:
     """Gradient of the convex dual potential Phi = mean J* - tau H* + beta KL*, where
@@ -47,20 +48,21 @@ def potential_gradient(
 
         dPhi/dtau = H - H*,   dPhi/dbeta = -(KL - KL*)
 
-    KL is KL(w || rho), or `kl` where that is given. Descent enforces H >= H* and KL <= KL*: it ends
-    at the multipliers of these constraints, and that of a slack one is at its bound. A target of
-    None makes the derivative 0.
+    KL is KL(w || rho), or `kl` where that is given; H is that of w, or `entropy`, such as that of
+    the weights after `share_among_best`. Descent enforces H >= H* and KL <= KL*: it ends at the
+    multipliers of these constraints, and that of a slack one is at its bound. A target of None
+    makes the derivative 0.
 
     Raises DataError if the groups lack what a target needs.
     """
-    needs_groups = entropy_target is not None or (kl_target is not None and kl is None)
+    needs_groups = (entropy_target is not None and entropy is None) or (kl_target is not None and kl is None)
     sums = np.zeros(3)
     if needs_groups:
         sums = np.array(sum_over_ranks(_listwise_sums(groups, tau, beta, reads_kl=kl is None and kl_target is not None).tolist()))
         if not sums[0]:
             raise DataError("the gradient of the potential needs at least one group of candidates")
     means = sums / max(sums[0], 1.0)
-    entropy_error = 0.0 if entropy_target is None else float(means[1]) - entropy_target
+    entropy_error = 0.0 if entropy_target is None else (float(means[1]) if entropy is None else entropy) - entropy_target
     kl_error = 0.0 if kl_target is None else (float(means[2]) if kl is None else kl) - kl_target
     return MetaGradient((entropy_error**2 + kl_error**2) / 2, entropy_error, -kl_error)
 
@@ -75,6 +77,7 @@ def tracking_gradient(
     steps: int = 1,
     inner_lr: float = 0.5,
     use_hessian: bool = False,
+    entropy: float | None = None,
     sum_over_ranks: SumOverRanks = tuple,
 ) -> MetaGradient:
     """Gradient of L = (mean H - H*)^2 / 2 + (mean KL(softmax z_N || rho) - KL*)^2 / 2.
@@ -83,6 +86,7 @@ def tracking_gradient(
     z_0, on -sum w log softmax(z) + beta KL(softmax(z) || rho). Its derivative in (tau, beta) is
     carried forward through the steps. Without `use_hessian` the gradient of a step counts as
     constant in z; with one step both are the same. A term whose target is None is left out.
+    `entropy` stands in for mean H, whose slopes stay those of w.
 
     Raises DataError if the groups lack what a target needs.
     """
@@ -97,9 +101,9 @@ def tracking_gradient(
     sums = np.array(sum_over_ranks(own.tolist()))
     if not sums[0]:
         raise DataError("the tracking gradient needs at least one group of candidates")
-    entropy, *entropy_slope = sums[1:4] / sums[0]
+    own_entropy, *entropy_slope = sums[1:4] / sums[0]
     kl, *kl_slope = sums[4:] / sums[0]
-    entropy_error = 0.0 if entropy_target is None else entropy - entropy_target
+    entropy_error = 0.0 if entropy_target is None else (own_entropy if entropy is None else entropy) - entropy_target
     kl_error = 0.0 if kl_target is None else kl - kl_target
     gradient = entropy_error * np.array(entropy_slope) + kl_error * np.array(kl_slope)
     return MetaGradient(float(entropy_error**2 + kl_error**2) / 2, float(gradient[0]), float(gradient[1]))
