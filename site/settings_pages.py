@@ -9,12 +9,10 @@ from typing import Any, get_type_hints
 
 import yaml
 
-from ludic.cli.evaluate_settings import EvalSettings
+from ludic.cli.evaluate import EvalSettings
 from ludic.cli.print_config import read_field_docs
 from ludic.recipes.compose import compose, list_builtin_recipes, to_plain_values
-from ludic.recipes.dpo.schema import compose_dpo
-from ludic.recipes.rm.schema import compose_rm
-from ludic.recipes.sft.schema import compose_sft
+from ludic.recipes.epochs_schema import compose_dpo, compose_rm, compose_sft
 
 
 @cache

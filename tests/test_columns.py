@@ -16,8 +16,8 @@ from ludic.errors import DataError, DataTypeError
 from ludic.files.json_values import encode_lines
 from ludic.inference.request import ReturnSpec
 from ludic.list_fields import read_list, stored
-from ludic.training.batching.batch_codec import decode_batches, encode_batches
 from ludic.training.batching.micro_batching import truncate_and_flag
+from ludic.training.batching.overlapped import decode_batches, encode_batches
 from ludic.training.rollouts.log import rollout_record
 from ludic.training.rollouts.to_samples import sample_from_step
 from ludic.training.types import ActorTokenLogps, SampleAttachments, SAWBatch, SAWItem

@@ -4,7 +4,7 @@ import unicodedata
 
 from hypothesis import given, strategies as st
 
-from ludic.control_characters import escape_controls
+from ludic.errors import escape_controls
 
 CATEGORIES_OF_COMMANDS = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 """Control and format characters, halves of surrogate pairs, what has no meaning, and separators of

@@ -16,12 +16,9 @@ ROOT = Path(__file__).parents[1] / "python"
 LAYERS = [
     [
         *(
-            "ludic.control_characters",
             "ludic.errors",
-            "ludic.exit_codes",
             "ludic.event_loop",
             "ludic.forwarding",
-            "ludic.given_names",
         ),
         *("ludic.importing", "ludic.rank_environment", "ludic.seeds", "ludic._lazy", "ludic._core"),
     ],
@@ -61,8 +58,6 @@ LAYERS = [
         "ludic.training.reward_deadline",
         "ludic.training.reward_functions",
         "ludic.training.reward_registry",
-        "ludic.training.reward_signatures",
-        "ludic.training.reward_values",
         "ludic.training.reward_scorer",
     ],
     [
@@ -74,9 +69,6 @@ LAYERS = [
         "ludic.training.loop",
         "ludic.training.preparation",
         "ludic.training.reference",
-        "ludic.training.precomputed_reference",
-        "ludic.training.pair_limits",
-        "ludic.training.dpo_config",
         "ludic.training.token_columns",
         "ludic.training.checkpoint",
         "ludic.training.classification_metrics",

@@ -22,7 +22,7 @@ from rich.console import Console
 from ludic.runs.reinforce import REINFORCE_KEYS
 from ludic.runs.screen import DASHBOARD_KEYS, MEASURED_KEYS, PROGRESS_KEYS
 from ludic.training.loggers import RichLiveLogger
-from ludic.training.loggers.duration import Duration
+from ludic.training.loggers.base import Duration
 from ludic.training.stats import SAMPLED_REWARD
 
 WIDTH = 118

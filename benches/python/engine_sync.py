@@ -34,7 +34,7 @@ from stub_sglang import StubSGLang
 from stub_weight_server import StubWeightServer, weights
 
 from ludic.distributed.engines import SGLangEngine, VLLMEngine, sync_weights_to_engines
-from ludic.distributed.push.folder import VersionFolders
+from ludic.distributed.push.manifest import VersionFolders
 from ludic.errors import PublishError
 
 BULK = {StubWeightServer: "/update_weights", StubSGLang: "/update_weights_from_disk"}

@@ -26,9 +26,7 @@ from typing import Any
 import xxhash
 from benches.python.queue_speed import make_group
 
-from ludic.training.queue.entries import decode_group, encode_group
-from ludic.training.queue.envelope import EntryError
-from ludic.training.queue.samples import SampleGroup, decode_samples, encode_samples
+from ludic.training.queue.entries import EntryError, SampleGroup, decode_group, decode_samples, encode_group, encode_samples
 from ludic.training.types import SAWItem
 
 KINDS = ("random", "changed", "cut", "pickle", "forged")

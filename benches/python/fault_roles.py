@@ -23,9 +23,8 @@ from ludic.files.atomic import write_text
 from ludic.training.batching.pipeline import PipelineBatchSource, run_pipeline_actor
 from ludic.training.queue.actor import run_actor
 from ludic.training.queue.base import GroupLog, Work
-from ludic.training.queue.entries import Group
+from ludic.training.queue.entries import Group, decode_samples
 from ludic.training.queue.redis import RedisLog
-from ludic.training.queue.samples import decode_samples
 from ludic.training.queue.source import QueueBatchSource
 from ludic.training.queue.sqlite import SQLiteLog
 from ludic.training.types import SAWBatch, SAWItem

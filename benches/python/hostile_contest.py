@@ -28,7 +28,7 @@ from real_containers import CGROUP, READY_S  # noqa: E402
 from real_sandboxes import BACKENDS, POOLS, backend_or_skip, cgroups_left, wait_until  # noqa: E402
 
 from ludic.envs.code_exec.adapters.base import ExactMatchVerifier  # noqa: E402
-from ludic.envs.code_exec.docker_daemon import connect  # noqa: E402
+from ludic.envs.code_exec.docker_sandbox import connect  # noqa: E402
 from ludic.envs.code_exec.podman_sandbox import find_podman, run_podman  # noqa: E402
 from ludic.envs.code_exec.process_sandbox import IN_SANDBOX  # noqa: E402
 from ludic.envs.code_exec.runners import StdinStdoutRunner  # noqa: E402

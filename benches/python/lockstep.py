@@ -22,10 +22,10 @@ from benches.python.samples import list_items, with_arrays
 from numpy.typing import NDArray
 
 from ludic.training import SharedBatches
-from ludic.training.batching.batch_columns import decode_columns, encode_columns
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
 from ludic.training.batching.packing import plan_lines
 from ludic.training.batching.rank_plans import LINEAR, QUADRATIC, SAME_BATCH, RankPlans, RankShare, all_have_samples, plan_atoms
+from ludic.training.batching.shared_batches import decode_columns, encode_columns
 from ludic.training.batching.source import BatchSourceBase
 from ludic.training.config import TrainerConfig
 from ludic.training.types import SAWBatch, SAWItem

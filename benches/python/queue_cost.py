@@ -20,11 +20,9 @@ from pathlib import Path
 from ludic.training.credit_assignment import GroupNormalizedReturn
 from ludic.training.queue.actor import run_actor
 from ludic.training.queue.base import GroupLog, Work
-from ludic.training.queue.entries import Group, as_played, decode_group, encode_group
-from ludic.training.queue.envelope import EntryError
+from ludic.training.queue.entries import EntryError, Group, as_played, decode_group, encode_group
 from ludic.training.queue.opening import open_log
-from ludic.training.queue.source import QueueBatchSource
-from ludic.training.queue.to_batch import BatchFromGroups
+from ludic.training.queue.source import BatchFromGroups, QueueBatchSource
 from ludic.training.types import SAWBatch
 from ludic.types import Rollout, Step, TokenTrace
 

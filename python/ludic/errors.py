@@ -4,11 +4,10 @@ that either can be caught."""
 from __future__ import annotations
 
 import traceback
+import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, Literal
-
-from ludic.exit_codes import TRY_AGAIN
 
 
 class LudicError(Exception):
@@ -137,6 +136,10 @@ class CheckpointError(LudicError, RuntimeError):
     """A checkpoint that is incomplete or does not match the model."""
 
 
+TRY_AGAIN = 75
+"""A rank, a server or the network failed. A new start resumes from the last checkpoint."""
+
+
 class RankError(LudicError, RuntimeError):
     """Another rank failed; the message has its number, its host and its error."""
 
@@ -217,3 +220,19 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str = "", *, count:
     near = get_close_matches(name, list(known), n=count, cutoff=cutoff)
     remedy = f"did you mean {' or '.join(near)}?" if near else otherwise
     return f"; {remedy}" if remedy else ""
+
+
+DO_NOT_RETRY = 78
+"""The exit status of sysexits.h that tells whoever started a process not to start it again: a
+setting, a file or the disk must be changed first."""
+
+
+def escape_controls(text: str, *, keep: str = "\n") -> str:
+    """The text with every character as an escape that is neither printable, nor a space, nor in
+    `keep`: no text moves the cursor, changes colours or its direction. Example: the escape
+    character becomes `\\x1b`."""
+    return "".join(char if char in keep or _is_shown(char) else char.encode("unicode_escape").decode() for char in text)
+
+
+def _is_shown(char: str) -> bool:
+    return char.isprintable() or unicodedata.category(char) == "Zs"

@@ -1,14 +1,17 @@
-"""Imports the object that a recipe names as `package.module:name`."""
+"""Objects that a recipe names as `package.module:name`, and objects that a run was given as such,
+and not by a name that another process can import.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from ludic.errors import ConfigError, did_you_mean, error_location
 
@@ -61,3 +64,32 @@ def _current_directory_first() -> Iterator[None]:
 
 def _module_of(path: str) -> str:
     return path.removesuffix(".py").removeprefix("./").replace("/", ".")
+
+
+T = TypeVar("T")
+
+
+class GivenNames(Generic[T]):
+    """The names of such objects, in the run that is given them.
+
+    >>> with TOOLS.given({"look_up": look_up}):
+    ...     TOOLS.now["look_up"]
+    """
+
+    def __init__(self, kind: str) -> None:
+        self._now: ContextVar[Mapping[str, T] | None] = ContextVar(kind, default=None)
+
+    @property
+    def now(self) -> Mapping[str, T]:
+        """The objects by name; none outside the block."""
+        return self._now.get() or {}
+
+    @contextmanager
+    def given(self, objects: Mapping[str, T]) -> Iterator[None]:
+        """Inside the block, and in the threads and tasks that it starts, these have their names;
+        elsewhere nobody sees them."""
+        token = self._now.set(dict(objects))
+        try:
+            yield
+        finally:
+            self._now.reset(token)

@@ -9,8 +9,7 @@ from typing import Annotated, Any, Literal, Optional
 
 import pytest
 
-from ludic.agents.docstring_args import parse_arg_descriptions
-from ludic.agents.tool_schema import tool_schema
+from ludic.agents.tool_schema import parse_arg_descriptions, tool_schema
 from ludic.errors import ConfigError
 
 

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ludic.cli.app import app
-from ludic.models.device import describe_device
+from ludic.models.loading import describe_device
 from ludic.recipes.compose import compose
 from ludic.recipes.model import make_small_model
 from ludic.runs.data.split import explain_no_heldout

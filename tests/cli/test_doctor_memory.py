@@ -5,7 +5,7 @@ import json
 import commands
 import pytest
 
-from ludic.cli import doctor_memory
+from ludic.cli import doctor
 
 SMALL = ["network.hidden_size=16", "network.num_heads=2", "network.num_kv_heads=1", "network.intermediate_size=16"]
 
@@ -34,7 +34,7 @@ def test_a_run_that_fits_is_said_to_fit() -> None:
 def test_what_to_set_is_said(fits: tuple[bool, ...], expected: str) -> None:
     names = ("as set", "dtype=bfloat16", "lora.rank=16", "all of these")
     estimates = [{"settings": name, "fits": does} for name, does in zip(names, fits, strict=True)]
-    assert expected in doctor_memory._conclude(estimates)
+    assert expected in doctor._conclude(estimates)
 
 
 def test_a_model_that_is_not_there_is_named() -> None:
@@ -46,19 +46,19 @@ def test_pages_of_files_do_not_count_as_used(tmp_path) -> None:
     left."""
     (tmp_path / "memory.max").write_text("1000\n")
     (tmp_path / "memory.current").write_text("900\n")
-    assert doctor_memory._list_limits(tmp_path) == [100]
+    assert doctor._list_limits(tmp_path) == [100]
     (tmp_path / "memory.stat").write_text("anon 300\ninactive_file 600\nactive_file 0\n")
-    assert doctor_memory._list_limits(tmp_path) == [700]
+    assert doctor._list_limits(tmp_path) == [700]
     (tmp_path / "memory.max").write_text("max\n")
-    assert doctor_memory._list_limits(tmp_path) == []
+    assert doctor._list_limits(tmp_path) == []
 
 
 def test_a_system_that_does_not_say_what_is_free_gives_all_of_its_memory(tmp_path, monkeypatch) -> None:
     """macOS has no /proc and no SC_AVPHYS_PAGES."""
     memory = tmp_path / "meminfo"
     memory.write_text("MemTotal: 2000 kB\nMemAvailable: 1500 kB\nHugePages_Total: 0\n")
-    assert doctor_memory._find_free(memory) == 1500 * 1024
+    assert doctor._find_free(memory) == 1500 * 1024
     sizes = {"SC_PHYS_PAGES": 7, "SC_PAGE_SIZE": 4096}
-    monkeypatch.setattr(doctor_memory.os, "sysconf_names", dict.fromkeys(sizes, 0))
-    monkeypatch.setattr(doctor_memory.os, "sysconf", sizes.__getitem__)
-    assert doctor_memory._find_free(tmp_path / "none") == 7 * 4096
+    monkeypatch.setattr(doctor.os, "sysconf_names", dict.fromkeys(sizes, 0))
+    monkeypatch.setattr(doctor.os, "sysconf", sizes.__getitem__)
+    assert doctor._find_free(tmp_path / "none") == 7 * 4096

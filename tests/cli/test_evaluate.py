@@ -10,8 +10,7 @@ from stub_openai_server import HANG, StubOpenAIServer, completion
 from typer.testing import CliRunner
 
 from ludic.cli.app import app
-from ludic.cli.evaluate import _choose_problems
-from ludic.cli.evaluate_settings import EvalSettings, resolve
+from ludic.cli.evaluate import EvalSettings, _choose_problems, resolve
 from ludic.errors import ConfigError
 from ludic.eval.picture import draw_measurements
 from ludic.eval.tally import measure

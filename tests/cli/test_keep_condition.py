@@ -7,7 +7,7 @@ import operator
 import pytest
 from hypothesis import given, strategies as st
 
-from ludic.cli.keep_condition import Keep
+from ludic.cli.rollout import Keep
 from ludic.errors import ConfigError, DataError
 from ludic.types import Rollout, Step, TokenTrace
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from ludic.cli import opening
-from ludic.cli.opening import begin_run, open_run
+from ludic.cli import training_command
+from ludic.cli.training_command import begin_run, open_run
 from ludic.training import ranks
 
 
@@ -38,7 +38,7 @@ def command(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")  # another agent may count differently
     monkeypatch.setattr(ranks, "is_distributed", lambda: True)
-    monkeypatch.setattr(opening, "_resume", lambda command, resume, steps: ("its recipe", resume))
+    monkeypatch.setattr(training_command, "_resume", lambda command, resume, steps: ("its recipe", resume))
     return Command(tmp_path)
 
 
@@ -80,5 +80,5 @@ def test_two_commands_of_one_launcher_are_two_runs(monkeypatch):
     names = []
     for argument in ("one", "two", "one"):
         monkeypatch.setattr(sys, "argv", ["ludic", "train", argument])
-        names.append(opening._name_launcher())
+        names.append(training_command._name_launcher())
     assert names[0] == names[2] != names[1]

@@ -7,8 +7,8 @@ import sys
 import pytest
 from torch.distributed import HashStore
 
-from ludic.cli import ranked_command, user_errors
-from ludic.cli.ranked_command import ended_as_rank
+from ludic.cli import training_command, user_errors
+from ludic.cli.training_command import ended_as_rank
 from ludic.cli.user_errors import rank_exit_status
 from ludic.errors import CheckpointError, ConfigError, DataError, NonFiniteError, OwnershipLost, QueueError, RankError
 from ludic.rank_environment import RankEnvironment
@@ -76,7 +76,7 @@ def test_an_error_of_a_rank_says_which_and_has_its_status(monkeypatch, capsys):
 def test_a_rank_ends_without_clean_up(ends, code, said, monkeypatch, capsys):
     codes = []
     monkeypatch.setattr(os, "_exit", codes.append)
-    monkeypatch.setattr(ranked_command.logging, "shutdown", lambda: None)
+    monkeypatch.setattr(training_command.logging, "shutdown", lambda: None)
     with ended_as_rank():
         ends()
     assert codes == [code]
@@ -84,14 +84,14 @@ def test_a_rank_ends_without_clean_up(ends, code, said, monkeypatch, capsys):
 
 
 def test_the_end_of_a_rank_with_an_error_has_a_deadline(two_ranks):
-    with pytest.raises(OSError, match="full"), ranked_command._watched(RankEnvironment(0, 2, 0, "host", 1), RanksSection()):
+    with pytest.raises(OSError, match="full"), training_command._watched(RankEnvironment(0, 2, 0, "host", 1), RanksSection()):
         raise OSError("full")
-    assert 50 < watchdog.remaining_s(0.0) <= ranked_command.ENDING_S
+    assert 50 < watchdog.remaining_s(0.0) <= training_command.ENDING_S
 
 
 def test_a_rank_that_outlives_another_ends_with_the_status_of_its_failure(two_ranks):
     two_ranks[1].report_failure(Failure(1, "host1", "the data are wrong", 78))
-    with ranked_command._watched(RankEnvironment(0, 2, 0, "host", 1), RanksSection()):
+    with training_command._watched(RankEnvironment(0, 2, 0, "host", 1), RanksSection()):
         assert watchdog._active._find_failure() == ("rank 1 failed, on host1: the data are wrong", 78)
     assert watchdog._active is None
 
@@ -99,7 +99,7 @@ def test_a_rank_that_outlives_another_ends_with_the_status_of_its_failure(two_ra
 def test_a_rank_that_outlives_one_that_was_killed_ends_too_and_says_so_by_itself(two_ranks, monkeypatch):
     """A collective of NCCL would wait for the killed one until its timeout."""
     monkeypatch.setattr(two_ranks[0], "describe_ended", lambda: "rank 1 of 2 ended without a word")
-    with ranked_command._watched(RankEnvironment(0, 2, 0, "host", 1), RanksSection()):
+    with training_command._watched(RankEnvironment(0, 2, 0, "host", 1), RanksSection()):
         assert watchdog._active._find_failure() == ("rank 1 of 2 ended without a word", 75)
 
 

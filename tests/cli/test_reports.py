@@ -10,7 +10,7 @@ from run_folders import make_run
 from typer.testing import CliRunner
 
 from ludic.cli.app import app
-from ludic.cli.view import MAX_RUNS
+from ludic.cli.runs import MAX_RUNS
 
 
 @pytest.fixture

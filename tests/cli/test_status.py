@@ -7,7 +7,7 @@ import time
 import pytest
 from typer.testing import CliRunner
 
-from ludic.cli import queue_status
+from ludic.cli import status
 from ludic.cli.app import app
 from ludic.cli.status import describe, format_duration, read_status
 from ludic.errors import MissingExtraError
@@ -116,7 +116,7 @@ def test_the_queue_of_a_run_with_actors_is_a_line(run, queue):
 
 def test_a_queue_that_does_not_answer_is_said_without_its_password(run, queue, monkeypatch):
     pytest.importorskip("redis")
-    monkeypatch.setattr(queue_status, "QUEUE_S", 0.2)
+    monkeypatch.setattr(status, "QUEUE_S", 0.2)
     monkeypatch.setenv("LUDIC_QUEUE_URL", "redis://:hunter2@127.0.0.1:1/0")
     said = lines(run)[2]
     assert said.startswith("queue: ")
@@ -132,7 +132,7 @@ def test_a_queue_that_cannot_be_opened_is_said_in_its_line(run, queue, monkeypat
         assert "redis://" in said[2]
         assert "hunter2" not in "".join(said)
     monkeypatch.setenv("LUDIC_QUEUE_URL", "redis://host")
-    monkeypatch.setattr(queue_status, "open_queue", without_redis)
+    monkeypatch.setattr(status, "open_queue", without_redis)
     assert lines(run)[2] == "queue: redis is not installed; `pip install 'ludic[redis]'` installs it"
     assert len(lines(run)) == len(said)
 

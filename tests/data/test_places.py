@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from ludic.data import load_data
-from ludic.data.places import is_local
+from ludic.data.sources import is_local
 from ludic.errors import ConfigError, DataError
 from ludic.models.loading import load_model
 from ludic.tasks.judged import load_reward_model

@@ -5,8 +5,8 @@ import logging
 import pytest
 
 from ludic.data import load_data
+from ludic.data.dataset import convert_scores, has_scored_responses
 from ludic.data.formats import Row
-from ludic.data.scored_responses import convert_scores, has_scored_responses
 from ludic.data.sources import Table
 from ludic.errors import DataError
 

@@ -11,7 +11,7 @@ from stub_weight_server import refuse, same, weights
 
 from ludic.distributed import create_checkpoint_publisher
 from ludic.distributed.adapters.checkpoint import SGLangEngine, VLLMEngine, sync_weights_to_engines
-from ludic.distributed.push.folder import VersionFolders
+from ludic.distributed.push.manifest import VersionFolders
 from ludic.errors import ConfigError, PublishError
 from ludic.inference.sglang import SGLangClient
 

@@ -22,7 +22,7 @@ from ludic.distributed.engines import (
     update_vllm_weights_from_disk,
 )
 from ludic.distributed.push import engine_sessions
-from ludic.distributed.push.folder import VersionFolders
+from ludic.distributed.push.manifest import VersionFolders
 from ludic.errors import ConfigError, ConfigTypeError, PublishError, PublishTimeoutError
 
 DEADLINE_S = 60.0

@@ -11,7 +11,7 @@ from stub_weight_server import same, weights
 from training_samples import cpu_config, sorting_items, tiny_model
 
 from ludic.distributed import create_vllm_publisher
-from ludic.distributed.unchanged import MOST_IN_A_ROW, UnchangedWeights
+from ludic.distributed.publisher import MOST_IN_A_ROW, UnchangedWeights
 from ludic.errors import PublishError
 from ludic.training import SAWBatch, Trainer, make_grpo
 

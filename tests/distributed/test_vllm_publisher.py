@@ -15,9 +15,9 @@ from stub_weight_server import Refused, StubWeightServer, refuse, same, weights
 
 from ludic.distributed import BroadcastPolicyPublisher, VllmControlPlane, VllmTensorCommunicator, create_vllm_publisher
 from ludic.distributed.adapters.vllm import VllmPublisherAdapter
+from ludic.distributed.publisher import MOST_IN_A_ROW
 from ludic.distributed.push import server_link
 from ludic.distributed.push.target import as_push_target
-from ludic.distributed.unchanged import MOST_IN_A_ROW
 from ludic.errors import LudicError, PublishError
 from ludic.inference.servers.server_secret import remove_secret, store_secret
 from ludic.inference.vllm.client import VLLMChatClient

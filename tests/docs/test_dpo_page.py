@@ -9,7 +9,7 @@ from commands import write_rows
 from training_samples import tiny_model
 
 from ludic.models.byte_tokenizer import make_byte_tokenizer
-from ludic.recipes.dpo.schema import compose_dpo
+from ludic.recipes.epochs_schema import compose_dpo
 from ludic.runs.dpo_answers import Answer, Answers
 from ludic.training.evaluators.implicit_rewards import MEASURED
 from ludic.training.loss.dpo import STATISTICS

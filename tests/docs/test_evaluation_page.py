@@ -11,7 +11,7 @@ from stub_openai_server import StubOpenAIServer, completion
 from typer.testing import CliRunner
 
 from ludic.cli.app import app
-from ludic.cli.evaluate_settings import SHORT_NAMES, EvalSettings
+from ludic.cli.evaluate import SHORT_NAMES, EvalSettings
 
 PAGE = Path(__file__).parents[2] / "docs" / "evaluation.md"
 TEXT = PAGE.read_text(encoding="utf-8")

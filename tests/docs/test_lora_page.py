@@ -4,9 +4,9 @@ import re
 import shlex
 from pathlib import Path
 
-from ludic.cli.evaluate_settings import resolve
+from ludic.cli.evaluate import resolve
 from ludic.recipes.compose import compose
-from ludic.recipes.sft.schema import compose_sft
+from ludic.recipes.epochs_schema import compose_sft
 
 PAGE = (Path(__file__).parents[2] / "docs" / "lora.md").read_text(encoding="utf-8")
 

@@ -16,9 +16,7 @@ from ludic.cli.app import app
 from ludic.errors import LudicError
 from ludic.models.byte_tokenizer import make_byte_tokenizer
 from ludic.recipes.compose import compose
-from ludic.recipes.dpo.schema import compose_dpo
-from ludic.recipes.rm.schema import compose_rm
-from ludic.recipes.sft.schema import compose_sft
+from ludic.recipes.epochs_schema import compose_dpo, compose_rm, compose_sft
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")

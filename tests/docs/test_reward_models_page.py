@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from ludic.cli.app import app
 from ludic.data import load_data
-from ludic.recipes.rm.schema import compose_rm
+from ludic.recipes.epochs_schema import compose_rm
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reward-models.md").read_text(encoding="utf-8")
 TINY = [

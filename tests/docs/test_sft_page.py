@@ -10,7 +10,7 @@ from chat_tokenizers import CHATML, chat_tokenizer
 from typer.testing import CliRunner
 
 from ludic.cli.app import app
-from ludic.recipes.sft.schema import compose_sft
+from ludic.recipes.epochs_schema import compose_sft
 from ludic.training.samples.sft import SFTItems
 
 PAGE = (Path(__file__).parents[2] / "docs" / "sft.md").read_text(encoding="utf-8")

@@ -12,9 +12,7 @@ import pytest
 import yaml
 
 from ludic.recipes.compose import compose, list_settings, to_plain_values
-from ludic.recipes.dpo.schema import compose_dpo
-from ludic.recipes.rm.schema import compose_rm
-from ludic.recipes.sft.schema import compose_sft
+from ludic.recipes.epochs_schema import compose_dpo, compose_rm, compose_sft
 
 ROOT = Path(__file__).parents[2]
 

@@ -6,7 +6,7 @@ import pytest
 
 from ludic.errors import DataError, RolloutError
 from ludic.eval import measure, share_interval
-from ludic.training.rollouts.played import EpisodeFailure
+from ludic.training.rollouts.episodes import EpisodeFailure
 from ludic.types import Rollout, Step
 
 

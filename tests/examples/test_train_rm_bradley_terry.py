@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ludic.recipes.rm.schema import compose_rm
+from ludic.recipes.epochs_schema import compose_rm
 
 FOLDER = Path(__file__).parents[2] / "examples" / "reward_model"
 SCRIPT, JOB = FOLDER / "train_rm_bradley_terry.py", FOLDER / "train_rm_isambard.slurm"

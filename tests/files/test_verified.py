@@ -6,14 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from ludic.files import verified
-from ludic.files.manifest import find_faults, write_manifest
-from ludic.files.verified import VerifiedFolders
+from ludic.files import manifest
+from ludic.files.manifest import VerifiedFolders, find_faults, write_manifest
 
 
 @pytest.fixture
 def hour_later(monkeypatch):
-    monkeypatch.setattr(verified, "time", SimpleNamespace(time_ns=lambda: time.time_ns() + 3600 * 10**9))
+    monkeypatch.setattr(manifest, "time", SimpleNamespace(time_ns=lambda: time.time_ns() + 3600 * 10**9))
 
 
 def test_a_file_changed_in_place_is_read_again_though_its_time_was_put_back(tmp_path, hour_later):

@@ -5,7 +5,7 @@ from hypothesis import given, strategies as st
 
 from ludic.errors import ConfigError, DataTypeError
 from ludic.inference import PoolingType, RewardModelTrainingMode, ScoringRequest, ScoringResponse
-from ludic.inference.reward_weights import select_trained_weights
+from ludic.inference.reward_types import select_trained_weights
 
 MERGED = {
     "base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight": "q",

@@ -14,7 +14,7 @@ from ludic.distributed import create_vllm_publisher
 from ludic.distributed.push import server_link
 from ludic.errors import PublishError
 from ludic.inference import SamplingParams, VLLMChatClient
-from ludic.inference.servers import server as server_module
+from ludic.inference.servers import pool as server_module
 from ludic.inference.vllm.endpoints import VllmEndpoints
 
 pytestmark = pytest.mark.integration

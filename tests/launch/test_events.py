@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from ludic.errors import CheckpointError
-from ludic.launch.events import EventLog, read_events
 from ludic.launch.state import LaunchState, ProcessState, read_launch
+from ludic.launch.supervisor import EventLog, read_events
 
 FACTS = st.dictionaries(st.sampled_from(["name", "tail", "code"]), st.none() | st.integers() | st.text())
 

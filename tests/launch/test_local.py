@@ -190,7 +190,7 @@ def test_the_tail_is_of_the_last_attempt_and_the_log_has_all(place, tmp_path):
 
 
 def test_a_long_log_is_moved_aside_when_the_process_starts_again(place, tmp_path, monkeypatch):
-    monkeypatch.setattr("ludic.launch.logs.ROTATE_BYTES", 5)
+    monkeypatch.setattr("ludic.launch.local.ROTATE_BYTES", 5)
     for _ in range(2):
         place.start(shell("a", "echo 123456"))
         wait_for(place, Ended)

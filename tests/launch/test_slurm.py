@@ -13,8 +13,8 @@ from hypothesis import given, strategies as st
 
 from ludic.errors import ConfigError
 from ludic.launch.process import Process
-from ludic.launch.restarts import RestartBudget
 from ludic.launch.slurm.run_script import SlurmJob, _quote, write_script
+from ludic.launch.supervisor import RestartBudget
 
 GOLDEN = Path(__file__).with_name("slurm_golden.sh")
 JOB = SlurmJob("run", nodes=2, cpus_per_node=8, gpus_per_node=4, options=("--partition=gpu",), python="/env/bin/python")

@@ -7,10 +7,9 @@ from contextlib import closing
 
 from processes import is_running
 
-from ludic.launch.events import read_events
 from ludic.launch.local import LocalPlace
 from ludic.launch.process import Process
-from ludic.launch.supervisor import Supervisor
+from ludic.launch.supervisor import Supervisor, read_events
 
 ACTOR = Process("actor", "actor", ("sleep", "600"))
 

@@ -9,11 +9,9 @@ from hypothesis import given, strategies as st
 from scripted_place import Clock, ScriptedPlace
 
 from ludic.errors import ConfigError, LaunchError
-from ludic.launch.events import read_events
 from ludic.launch.process import Process
-from ludic.launch.restarts import RestartBudget
 from ludic.launch.state import read_launch
-from ludic.launch.supervisor import POLL_S, Supervisor
+from ludic.launch.supervisor import POLL_S, RestartBudget, Supervisor, read_events
 
 TRAINER = Process("trainer", "trainer", ("train",))
 ACTORS = [Process(f"actor{i}", "actor", ("act",)) for i in range(2)]

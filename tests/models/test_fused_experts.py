@@ -7,10 +7,9 @@ from small_models import EXPERTS, MIXTURES, causal_model, make_from_config, mixt
 from transformers.core_model_loading import MergeModulelist, Transpose, WeightConverter
 
 from ludic.errors import CheckpointError
-from ludic.models import fused_experts
-from ludic.models.fused_experts import FusedExperts, FusedTensor, find_fused
+from ludic.models import state_files
 from ludic.models.regions import make_slices
-from ludic.models.state_files import write_model
+from ludic.models.state_files import FusedExperts, FusedTensor, find_fused, write_model
 from ludic.models.tensor_files import StoredTensors
 
 OTHERS = {
@@ -86,7 +85,7 @@ def test_conversions_that_need_whole_tensors_and_dense_models_have_none(tmp_path
         assert find_fused(dense, stored) is None
         assert find_fused(torch.nn.Linear(2, 2), stored) is None
         turned = WeightConverter("mlp.experts.*.down_proj.weight", "mlp.experts.down_proj", [MergeModulelist(0), Transpose(1, 2)])
-        monkeypatch.setattr(fused_experts, "_list_transforms", lambda model: [turned])
+        monkeypatch.setattr(state_files, "_list_transforms", lambda model: [turned])
         assert find_fused(mixture_model("Glm4Moe"), stored) is None
 
 

@@ -11,8 +11,7 @@ from training_samples import branching_items, cpu_config, tiny_model
 from tree_rows import make_row
 
 from ludic.models.packed_attention import PACKED, get_attention, set_attention
-from ludic.models.prefix_intervals import BLOCK, PrefixIntervals, find_ends
-from ludic.models.prefix_trees import PREFIX_FLEX, PREFIX_TREES
+from ludic.models.prefix_trees import BLOCK, PREFIX_FLEX, PREFIX_TREES, PrefixIntervals, find_ends
 from ludic.training.algorithm import forward_logits
 from ludic.training.backend import prefix_sharing
 from ludic.training.batching.mini_batches import MacroBatch

@@ -13,11 +13,10 @@ from ludic.errors import ConfigError
 from ludic.models.byte_tokenizer import make_byte_tokenizer
 from ludic.recipes.build import build_algorithm, build_episodic_task, build_task, build_trainer_config, check_numbers
 from ludic.recipes.compose import compose, to_yaml
+from ludic.recipes.epochs_schema import compose_rm, compose_sft
 from ludic.recipes.model import build_policy, make_small_model
 from ludic.recipes.rm.model import build_reward_model
-from ludic.recipes.rm.schema import compose_rm
 from ludic.recipes.schema import TaskSection
-from ludic.recipes.sft.schema import compose_sft
 from ludic.runs.reinforce_parts import RLParts
 from ludic.tasks import DigitSort
 from ludic.training.algorithm import RLAlgorithm

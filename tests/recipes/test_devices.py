@@ -5,9 +5,7 @@ import torch
 
 from ludic.recipes.compose import compose, config_hash, to_yaml
 from ludic.recipes.devices import choose_devices
-from ludic.recipes.dpo.schema import compose_dpo
-from ludic.recipes.rm.schema import compose_rm
-from ludic.recipes.sft.schema import compose_sft
+from ludic.recipes.epochs_schema import compose_dpo, compose_rm, compose_sft
 
 
 def have_gpu(monkeypatch, answer):

@@ -7,11 +7,9 @@ import pytest
 from ludic import DPO, GRPO, SFT, RewardModel
 from ludic.errors import ConfigError, ConfigTypeError
 from ludic.recipes.compose import compose, list_settings
-from ludic.recipes.dpo.schema import compose_dpo
+from ludic.recipes.epochs_schema import compose_dpo, compose_rm, compose_sft
 from ludic.recipes.foreign_names import ARGUMENTS, INSTEAD, OPENRLHF, OTHERS, REASONS, SETTINGS, VERL, explain
 from ludic.recipes.overrides import suggest
-from ludic.recipes.rm.schema import compose_rm
-from ludic.recipes.sft.schema import compose_sft
 
 ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+2=", "answer": "3"}]
 

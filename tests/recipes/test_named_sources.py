@@ -8,8 +8,8 @@ import pytest
 
 from ludic.errors import ConfigError, DataError
 from ludic.recipes.compose import compose
+from ludic.recipes.epochs_schema import compose_sft
 from ludic.recipes.named_sources import check_named_sources
-from ludic.recipes.sft.schema import compose_sft
 
 RUN = """
 import json, sys

@@ -5,10 +5,8 @@ import pytest
 from ludic.errors import ConfigError
 from ludic.recipes.actors import check_actors
 from ludic.recipes.compose import compose, config_hash
-from ludic.recipes.dpo.schema import compose_dpo
+from ludic.recipes.epochs_schema import compose_dpo, compose_rm, compose_sft
 from ludic.recipes.place_section import PlaceSection, TrainersSection, check_place, needs_launcher
-from ludic.recipes.rm.schema import compose_rm
-from ludic.recipes.sft.schema import compose_sft
 
 
 @pytest.mark.parametrize(

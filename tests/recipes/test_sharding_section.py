@@ -6,9 +6,7 @@ import torch
 from ludic.errors import ConfigError
 from ludic.models.sharding import ShardingSettings
 from ludic.recipes.compose import compose
-from ludic.recipes.dpo.schema import compose_dpo
-from ludic.recipes.rm.schema import compose_rm
-from ludic.recipes.sft.schema import compose_sft
+from ludic.recipes.epochs_schema import compose_dpo, compose_rm, compose_sft
 from ludic.recipes.sharding import build_sharding, has_no_weights, is_shared_out
 from ludic.recipes.sharding_section import ShardingSection, check_sharding
 from ludic.runs.shared_model import check_sampling, choose_precision, describe_precision, place_model

@@ -21,10 +21,8 @@ from ludic.inference.prompts.template import find_turn_end, read_template_kwargs
 from ludic.inference.sglang import SGLangClient
 from ludic.inference.vllm.client import VLLMChatClient
 from ludic.recipes.compose import compose
-from ludic.recipes.dpo.schema import compose_dpo
+from ludic.recipes.epochs_schema import compose_dpo, compose_rm, compose_sft
 from ludic.recipes.model import build_tokenizer
-from ludic.recipes.rm.schema import compose_rm
-from ludic.recipes.sft.schema import compose_sft
 from ludic.rollouts.training.datasets.dataset_loaders import load_sft_dataset
 from ludic.runs.data.preview import preview
 from ludic.runs.data.sft import SFTData, count_sample

@@ -9,7 +9,7 @@ import pytest
 from training_samples import tiny_model
 
 from ludic.errors import CheckpointError
-from ludic.files import verified
+from ludic.files import manifest
 from ludic.runs.checkpoints import find_latest_checkpoint
 from ludic.training import CheckpointConfig, checkpoint
 from ludic.training.checkpoint import CheckpointManager
@@ -66,7 +66,7 @@ def test_a_resumed_run_reads_its_checkpoint_once_to_verify_it_unless_it_was_chan
     monkeypatch.setattr(checkpoint, "find_checkpoint_faults", lambda path: read.append(path) or verify(path))
     manager = CheckpointManager(CheckpointConfig(tmp_path))
     with monkeypatch.context() as patch:
-        patch.setattr(verified, "time", hour_later)
+        patch.setattr(manifest, "time", hour_later)
         found = find_latest_checkpoint(manager)
         assert manager.locate(str(found)) == folder
         assert manager.holds(1)

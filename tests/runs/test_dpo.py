@@ -16,10 +16,10 @@ from training_samples import tiny_model
 
 from ludic.models.byte_tokenizer import make_byte_tokenizer
 from ludic.models.loading import load_model, load_tokenizer
-from ludic.recipes.dpo.schema import compose_dpo
+from ludic.recipes.epochs_schema import compose_dpo
 from ludic.runs.dpo_answers import list_prompts, sample_answers
 from ludic.training import PrecomputedReference, load_preference_items
-from ludic.training.precomputed_reference import item_key
+from ludic.training.reference import item_key
 
 TINY = [*NETWORK, "threads=1", "pairs=40", "batch_size=8", "task.args.num_heldout=20", "warmup.steps=3", "warmup.batch_size=8"]
 SAMPLED = ["answers=6", "max_new_tokens=3"]

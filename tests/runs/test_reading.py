@@ -7,8 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 from run_folders import make_run
 
-from ludic.cli.runs import read_runs, show
-from ludic.cli.view import view_command
+from ludic.cli.runs import read_runs, show, view_command
 from ludic.errors import CheckpointError, ConfigError
 from ludic.runs.lock import RunLock, is_locked
 from ludic.runs.reading import PROGRESS, SUMMARY, find_runs, list_differences, read_run

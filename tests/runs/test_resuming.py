@@ -21,8 +21,8 @@ from ludic.cli.resume import Changes, find_steps
 from ludic.errors import CheckpointError, ConfigError
 from ludic.files.manifest import HASH
 from ludic.recipes.compose import compose
+from ludic.recipes.epochs_schema import compose_sft
 from ludic.recipes.named_sources import list_read_files
-from ludic.recipes.sft.schema import compose_sft
 from ludic.runs.directory import RunDirectory, SFTDirectory
 from ludic.runs.lock import RunLock
 from ludic.runs.reinforce import RLRun

@@ -19,7 +19,7 @@ from ludic.recipes.inference_section import LogprobConvention, choose_kind, choo
 from ludic.recipes.model import make_small_model
 from ludic.runs.reinforce_parts import RLParts
 from ludic.runs.report.costs import sum_phases
-from ludic.runs.report.sampling import summarize_mismatch, summarize_overlap, summarize_weight_sync
+from ludic.runs.report.reinforce import summarize_mismatch, summarize_overlap, summarize_weight_sync
 from ludic.runs.sampler import _run_server, check_inference
 from ludic.training.loop.timings import PhaseTimer
 
@@ -98,7 +98,7 @@ def test_an_unreachable_server_is_refused_immediately(state, monkeypatch):
 
 
 def test_the_error_of_a_model_that_a_cpu_server_cannot_run_says_what_to_set(monkeypatch):
-    monkeypatch.setattr("ludic.inference.vllm.environment.check_has_vllm", lambda python: None)
+    monkeypatch.setattr("ludic.inference.vllm.launch.check_has_vllm", lambda python: None)
     recipe = compose(["inference=vllm", "inference.device=cpu", "network.num_heads=8"])
     with pytest.raises(ConfigError, match=r"have 16 dimensions.*set network.hidden_size"):
         check_inference(recipe, make_small_model(recipe.network))
@@ -107,7 +107,7 @@ def test_the_error_of_a_model_that_a_cpu_server_cannot_run_says_what_to_set(monk
 
 
 def test_an_evaluation_reports_how_it_samples_from_a_server():
-    from ludic.cli.evaluate_settings import resolve
+    from ludic.cli.evaluate import resolve
 
     with pytest.raises(ConfigError, match="base_url=URL"):
         resolve(["sort", "inference=vllm"])

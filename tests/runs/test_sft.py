@@ -14,7 +14,7 @@ from commands import NETWORK, same_weights, summary_of, write_rows
 from training_samples import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ludic.recipes.sft.schema import compose_sft
+from ludic.recipes.epochs_schema import compose_sft
 from ludic.runs.data.split import split_by_prompt
 from ludic.runs.epochs import EpochsRun
 from ludic.runs.sft import SFTRun

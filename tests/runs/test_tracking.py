@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from ludic.cli.app import app
 from ludic.errors import ConfigError
 from ludic.recipes.compose import compose, config_hash
-from ludic.recipes.sft.schema import compose_sft
+from ludic.recipes.epochs_schema import compose_sft
 from ludic.runs import tracking
 from ludic.runs.directory import RunDirectory
 from ludic.runs.screen import Screen

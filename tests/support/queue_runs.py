@@ -24,7 +24,7 @@ from ludic.errors import QueueError
 from ludic.training.queue.actor import run_actor
 from ludic.training.queue.base import GroupLog, Work
 from ludic.training.queue.entries import Group
-from ludic.training.queue.patience import Patience
+from ludic.training.queue.opening import Patience
 from ludic.training.queue.source import QueueBatchSource
 from ludic.training.types import SAWBatch
 from ludic.types import Rollout, Step, TokenTrace

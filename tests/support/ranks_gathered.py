@@ -148,7 +148,7 @@ def find_warnings():
     records = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
-    logger = logging.getLogger("ludic.training.batching.gathered_batches")
+    logger = logging.getLogger("ludic.training.batching.shared_batches")
     logger.addHandler(handler)
     source = GatheredBatches(Scripted(*[SAWBatch([])] * 2))
     GatheredBatches(OwnSource(make_answers))

@@ -17,10 +17,9 @@ from pathlib import Path
 
 from processes import is_running
 
-from ludic.launch.events import read_events
 from ludic.launch.process import Process
 from ludic.launch.ray import RayPlace
-from ludic.launch.supervisor import Supervisor
+from ludic.launch.supervisor import Supervisor, read_events
 
 WORK = ("sh", "-c", "echo {host:trainer} $$; sleep 600 & echo $!; wait")
 TRAINER = ("sh", "-c", 'trap "exit 143" TERM; echo ready; until [ -e "$DONE" ]; do sleep 0.05; done')

@@ -19,8 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from ludic.envs.code_exec.docker_daemon import connect
-from ludic.envs.code_exec.docker_sandbox import DockerSandboxConfig, DockerSandboxPool
+from ludic.envs.code_exec.docker_sandbox import DockerSandboxConfig, DockerSandboxPool, connect
 from ludic.envs.code_exec.podman_sandbox import PodmanConfig, PodmanHPCSandboxPool
 
 FETCHED = Path(__file__).parents[2] / "target" / "containers"

@@ -7,7 +7,7 @@ from forked_ranks import run_ranks
 from safetensors.torch import load_file
 from training_samples import cpu_config, tiny_model
 
-from ludic.distributed.push.folder import VersionFolders
+from ludic.distributed.push.manifest import VersionFolders
 from ludic.errors import PublishError
 from ludic.inference.vllm.in_server.weight_fingerprint import tensor_fingerprint
 from ludic.models import shard_transfer

@@ -11,7 +11,7 @@ from ludic.errors import ConfigError, DataError
 from ludic.recipes.build import build_task
 from ludic.recipes.schema import TaskSection
 from ludic.tasks.code_data import CodeData
-from ludic.tasks.task_data import TaskData
+from ludic.tasks.data_task import TaskData
 
 ROWS = [
     {"question": f"Print {n}.", "inputs": ["", ""], "outputs": [str(n), str(n % 2)], "solutions": [f"print({n})"]}

@@ -16,9 +16,8 @@ from ludic.recipes.compose import compose
 from ludic.recipes.schema import TaskSection
 from ludic.runs.rollouts import PassRequests
 from ludic.tasks import as_episodic
-from ludic.tasks.data_task import DataTask
+from ludic.tasks.data_task import DataTask, TaskData
 from ludic.tasks.rewards import build_rewards
-from ludic.tasks.task_data import TaskData
 
 
 def one(completions, **columns):

@@ -12,8 +12,7 @@ from ludic.recipes.build import build_task
 from ludic.recipes.compose import compose
 from ludic.recipes.schema import TaskSection
 from ludic.runs.rollouts import make_training_requests
-from ludic.tasks.data_task import DataTask
-from ludic.tasks.task_data import TaskData
+from ludic.tasks.data_task import DataTask, TaskData
 
 
 def one(completions, **columns):

@@ -27,7 +27,7 @@ from ludic.training import (
 from ludic.training.batching.pair_batches import PreferenceMacroBatch
 from ludic.training.batching.preference import collate_preference_items
 from ludic.training.loss.context import SharedContext
-from ludic.training.precomputed_reference import item_key
+from ludic.training.reference import item_key
 
 
 def trainer_of(items=None, *, model=None, algo=None, config=None, source=None, kind=DPOTrainer, **options):

@@ -19,7 +19,7 @@ from ludic.training.loggers.alias import DOCUMENT_NAMES
 from ludic.training.loss.context import SharedContext, split_actions
 from ludic.training.loss.info_seed import FixedSeedHead, seed_directions
 from ludic.training.preparation import prepare
-from ludic.training.presets.seeded import add_info_seed
+from ludic.training.presets.preprocess import add_info_seed
 from ludic.training.reference import FrozenModel
 
 SPLITS = [*product((120, 180, 250, 350, 500, 4096), ("greedy", "optimal", "padding_free"))]

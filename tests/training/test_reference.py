@@ -22,10 +22,10 @@ from ludic.training import (
 )
 from ludic.training.algorithm import forward_logits
 from ludic.training.backend.torch import TorchBackend
-from ludic.training.batching.batch_codec import encode_batches
-from ludic.training.batching.batch_columns import encode_columns
 from ludic.training.batching.micro_batching import truncate_item
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
+from ludic.training.batching.overlapped import encode_batches
+from ludic.training.batching.shared_batches import encode_columns
 from ludic.training.loss import SharedContext
 from ludic.training.types import SampleAttachments, SAWBatch
 

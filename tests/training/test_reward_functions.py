@@ -11,8 +11,7 @@ from hypothesis import given, strategies as st
 from reward_scoring import rollout, score
 
 from ludic.errors import ConfigError, GradingError
-from ludic.training.reward_functions import RewardFunctions, TrainerState
-from ludic.training.reward_values import WrongLength
+from ludic.training.reward_functions import RewardFunctions, TrainerState, WrongLength
 from ludic.types import Rollout, Step, TokenTrace
 
 # ---- functions from TRL's documentation, run unchanged

@@ -17,7 +17,7 @@ from ludic.training import (
     default_reducers,
     stats as stats_module,
 )
-from ludic.training.loggers.percent import Percent
+from ludic.training.loggers.base import Percent
 from ludic.training.loop.micro_stats import combine_stats, final_values
 from ludic.training.stats import check_reducers, entropy_stat, named_reward_stats, prefix_keys
 from ludic.training.types import ActorTokenLogps, SampleAttachments

@@ -12,14 +12,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
-from ludic.cli.checkpoint_commands import AsJson, checkpoints
-from ludic.cli.dpo_options import HELP as DPO_HELP, dpo
-from ludic.cli.reports import RUNS_HELP, VIEW_HELP, runs, view
-from ludic.cli.sft_options import SFT_HELP, SFTTyperCommand, sft
-from ludic.cli.shared_options import JsonOnly, LearningRate, Resume, make_lr_setting, refuse_flags_in
-from ludic.cli.slurm_options import HELP as SLURM_HELP, slurm
+from ludic.cli.shared_options import JsonOnly, LearningRate, PrintConfig, Resume, Settings, make_lr_setting, refuse_flags_in
 from ludic.cli.user_errors import find_rank, report_user_errors
 from ludic.cli.worker import workers
 from ludic.training.presets.registry import REGISTRY
@@ -65,6 +60,11 @@ def ludic(
 
 ALGORITHMS = " or ".join([", ".join(sorted(REGISTRY)[:-1]), sorted(REGISTRY)[-1]])
 
+_OF_THE_COMMAND = ("arguments", "task", "accelerator", "resume", "submit", "setup")
+"""Options that are not fields of `SlurmSettings`."""
+_CheckpointPath = Annotated[Path, typer.Argument(metavar="PATH", help="A run, its folder of checkpoints, or one checkpoint.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
 _TRAIN_HELP = """Train a model with reinforcement learning and show what it learnt: held-out accuracy before and after, answers side by
 side, and the reward curve.
 
@@ -108,6 +108,65 @@ def train(
     raise typer.Exit(code)
 
 
+DEFAULT_PREVIEW = 3
+"""Rows that `ludic sft --preview` shows."""
+
+SFT_HELP = """Supervised fine-tuning: a data file in, a model out.
+
+A row of the file has `messages`, `prompt` and `completion`, or `text`; or is one of Alpaca (`instruction`, `output`) or ShareGPT
+(`conversations`); or is a rollout written by `ludic rollout`. The loss covers only the assistant's tokens, and all of a `text`.
+Everything is written to `runs/NAME/`: config.yaml, metrics.jsonl, summary.json, loss.png and the model in Hugging Face layout. Ctrl-C
+stops after the current step and saves the run.
+
+**Examples**
+
+- `ludic sft` teaches a small model to sort digits, from demonstrations
+- `ludic sft model=path/to/model data=chats.jsonl epochs=2 trainer.lr=1e-5` (`--print-config` lists all fields)
+- `ludic sft model=path/to/model data=chats.jsonl --preview` shows rows with their trained tokens marked, and stops
+- `ludic sft settings.yaml trainer.packing=padding_free` reads a settings file
+- `ludic sft --resume runs/NAME` resumes an interrupted run
+"""
+
+
+class SFTTyperCommand(TyperCommand):
+    """Accepts `--preview` without a number."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        following = [*args[1:], ""]
+        return super().parse_args(
+            ctx,
+            [
+                f"--preview={DEFAULT_PREVIEW}" if one == "--preview" and not next_.isdecimal() else one
+                for one, next_ in zip(args, following, strict=True)
+            ],
+        )
+
+
+def sft(
+    arguments: Settings = None,
+    resume: Resume = None,
+    lr: LearningRate = None,
+    json_only: JsonOnly = False,
+    print_config: PrintConfig = False,
+    preview: Annotated[
+        int | None,
+        typer.Option(
+            metavar="[N]", help=f"Show the first N rows ({DEFAULT_PREVIEW}) with their trained tokens marked, and stop."
+        ),
+    ] = None,
+) -> None:
+    from ludic.cli.train import preview_command, sft_command
+
+    with report_user_errors():
+        refuse_flags_in(arguments)
+        settings = [*(arguments or ()), *make_lr_setting(lr)]
+        if preview is not None:
+            code = preview_command(settings, rows=preview, json_only=json_only)
+        else:
+            code = sft_command(settings, resume=resume, json_only=json_only, print_config=print_config)
+    raise typer.Exit(code)
+
+
 app.command("sft", help=SFT_HELP, cls=SFTTyperCommand, context_settings={"ignore_unknown_options": True})(sft)
 
 
@@ -141,10 +200,41 @@ def train_rm(
     json_only: JsonOnly = False,
     print_config: Annotated[bool, typer.Option("--print-config", help="Print the resolved settings as YAML and stop.")] = False,
 ) -> None:
-    from ludic.cli.train_rm import train_rm_command
+    from ludic.cli.train import train_rm_command
 
     with report_user_errors():
         code = train_rm_command(arguments or (), resume=resume, json_only=json_only, print_config=print_config)
+    raise typer.Exit(code)
+
+
+DPO_HELP = """Train a policy on preference pairs, without a reward model: DPO or IPO. Measure it on held-out pairs and by its answers.
+
+A row of the data has `prompt`, `chosen` and `rejected`, as text or as messages. The reference is the model as it is given, or
+`reference.model`; it scores every pair once. Everything is written to `runs/NAME/`: config.yaml, metrics.jsonl, summary.json,
+answers.jsonl, plots, and the model in Hugging Face layout. Ctrl-C stops after the current step and saves the run.
+
+**Examples**
+
+- `ludic dpo` warms up a small model and trains it on generated preferences with a known best possible accuracy
+- `ludic dpo model=path/to/model data=pairs.jsonl trainer.lr=5e-7 lora.rank=8` (`--print-config` lists all fields)
+- `ludic dpo model=path/to/model data=pairs.jsonl loss.loss_type=ipo loss.beta=0.05` is IPO
+- `ludic dpo --resume runs/NAME` resumes an interrupted run
+"""
+
+
+def dpo(
+    arguments: Settings = None,
+    resume: Resume = None,
+    lr: LearningRate = None,
+    json_only: JsonOnly = False,
+    print_config: PrintConfig = False,
+) -> None:
+    from ludic.cli.train import dpo_command
+
+    settings = [*(arguments or ()), *make_lr_setting(lr)]
+    with report_user_errors():
+        refuse_flags_in(arguments)
+        code = dpo_command(settings, resume=resume, json_only=json_only, print_config=print_config)
     raise typer.Exit(code)
 
 
@@ -290,10 +380,130 @@ def serve(
     raise typer.Exit(code)
 
 
+checkpoints = typer.Typer(
+    no_args_is_help=True,
+    help="List the checkpoints of a run, verify them (every file has the size and the hash that it was written with), or export one.",
+)
+
+
 app.add_typer(checkpoints, name="checkpoint")
 app.add_typer(workers, name="worker")
+
+SLURM_HELP = """Train in a Slurm job, with vLLM servers beside the trainer if the recipe samples from vLLM.
+
+On one node the servers have its first GPUs and training the others; on several, the servers have the last nodes, as few as
+hold them. Every GPU that trains has a rank. Prints the batch script and the plan, or submits the job from the current folder,
+which all nodes must see.
+
+**Examples**
+
+- `ludic slurm sort --gpus-per-node 0` prints the script of a job on one node without GPUs
+- `ludic slurm maths.yaml --nodes 3 --dp 2 --tp 2 --time 12:00:00 --partition gpu --submit` trains on two nodes and serves on the
+third, with two servers of two GPUs
+- `ludic slurm --resume runs/NAME --nodes 3 --submit` resumes a run in a new job
+- `ludic slurm maths.yaml --task maxent --setup 'module load cuda' --setup 'source env/bin/activate'`
+"""
+
+
+def slurm(
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[RECIPE] [KEY=VALUE]...", help="As those of `ludic train`.")
+    ] = None,
+    task: Annotated[str | None, typer.Option(help="grpo or maxent: short for algorithm=NAME. infoseed: grpo with seeds.")] = None,
+    accelerator: Annotated[
+        str | None, typer.Option(help="ddp; or fsdp, zero2, zero3: sharding.kind=full, which shares out weights and optimizer.")
+    ] = None,
+    resume: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="Folder of the run to resume, with servers of the new job.")
+    ] = None,
+    nodes: Annotated[int, typer.Option(min=1)] = 1,
+    gpus_per_node: Annotated[int, typer.Option(min=0)] = 8,
+    cpus_per_task: Annotated[int, typer.Option(min=1, help="Cores of the job on each node.")] = 8,
+    data_parallel: Annotated[int, typer.Option("--dp", min=1, help="Servers.")] = 1,
+    tensor_parallel: Annotated[int, typer.Option("--tp", min=1, help="GPUs of each server.")] = 1,
+    time: Annotated[str, typer.Option(help="Time limit; the run is saved before it.")] = "24:00:00",
+    job_name: Annotated[str | None, typer.Option(help="Default: that of the run.")] = None,
+    partition: Annotated[str | None, typer.Option()] = None,
+    account: Annotated[str | None, typer.Option()] = None,
+    exclusive: Annotated[bool, typer.Option(help="No other job on the nodes.")] = False,
+    setup: Annotated[list[str] | None, typer.Option(help="A line of the script before training; may be repeated.")] = None,
+    logs: Annotated[str, typer.Option(help="Folder of the logs.")] = "var/artifacts/logs",
+    python: Annotated[str, typer.Option(help="The interpreter on the nodes.")] = ".venv/bin/python",
+    server_port: Annotated[
+        int | None, typer.Option("--server-port", "--vllm-port", help="Port of the first server. Default: by the job's number.")
+    ] = None,
+    group_port: Annotated[int | None, typer.Option("--group-port", "--vllm-group-port", help="Kept free.")] = None,
+    master_port: Annotated[
+        int | None, typer.Option(help="Port at which the ranks meet. Default: by the job's number, if no port is set.")
+    ] = None,
+    submit: Annotated[bool, typer.Option(help="Submit the job instead of printing it.")] = False,
+) -> None:
+    options = {name: value for name, value in locals().items() if name not in _OF_THE_COMMAND}
+    with report_user_errors():
+        from ludic.cli.slurm import slurm_command
+
+        code = slurm_command(
+            arguments or (), task=task, accelerator=accelerator, resume=resume, submit=submit, setup=setup or (), options=options
+        )
+    raise typer.Exit(code)
+
+
 app.command("slurm", help=SLURM_HELP)(slurm)
+
+RUNS_HELP = """List runs: how each ended, its steps, held-out rates before and after, its time, and the settings in which they differ.
+
+**Examples**
+
+- `ludic runs` lists the runs in `runs/`
+- `ludic runs runs/a runs/b` compares two of them
+- `ludic runs other/folder --json` has every rate, interval and differing setting
+"""
+
+
+def runs(
+    folders: Annotated[
+        list[Path] | None, typer.Argument(metavar="[FOLDER]...", help="Runs, or folders with runs. Default: runs.")
+    ] = None,
+    json_only: AsJson = False,
+) -> None:
+    from ludic.cli.runs import runs_command
+
+    with report_user_errors():
+        code = runs_command(folders or [], json_only=json_only)
+    raise typer.Exit(code)
+
+
 app.command("runs", help=RUNS_HELP)(runs)
+
+VIEW_HELP = """Write one HTML file that shows runs: curves laid over each other, held-out rates with intervals, settings side by side,
+sampled episodes turn by turn with their tokens, and a reward model's margins and calibration. It needs no network.
+
+**Examples**
+
+- `ludic view` shows the newest run in `runs/`
+- `ludic view runs/NAME` writes `runs/NAME/report.html`
+- `ludic view runs/a runs/b -o compare.html` lays two runs over each other
+- `ludic view runs` shows all runs in the folder
+"""
+
+
+def view(
+    folders: Annotated[
+        list[Path] | None, typer.Argument(metavar="[RUN]...", help="Runs, or folders with runs. Default: the newest in runs.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", metavar="FILE", help="Default: report.html in the run's folder, or here for several runs."),
+    ] = None,
+    episodes: Annotated[int, typer.Option(min=1, help="Episodes of each run to show at most.")] = 10_000,
+) -> None:
+    from ludic.cli.runs import view_command
+
+    with report_user_errors():
+        code = view_command(folders or [], out=out, episodes=episodes)
+    raise typer.Exit(code)
+
+
 app.command("view", help=VIEW_HELP)(view)
 
 
@@ -346,6 +556,43 @@ def version() -> None:
     typer.echo(installed("ludic"))
 
 
+@checkpoints.command("list", help="Print path, time and size of each checkpoint. No file is read.")
+def list_checkpoints(path: _CheckpointPath, json_only: AsJson = False) -> None:
+    from ludic.cli.checkpoint import checkpoint_command
+
+    with report_user_errors():
+        code = checkpoint_command(path, verify=False, json_only=json_only)
+    raise typer.Exit(code)
+
+
+@checkpoints.command("verify", help="Read every file and compare it with the manifest. The exit status is 1 if one is damaged.")
+def verify_checkpoints(path: _CheckpointPath, json_only: AsJson = False) -> None:
+    from ludic.cli.checkpoint import checkpoint_command
+
+    with report_user_errors():
+        code = checkpoint_command(path, verify=True, json_only=json_only)
+    raise typer.Exit(code)
+
+
+@checkpoints.command(
+    "export",
+    help="Verify a checkpoint and write it, whole or in shards, as one folder that `from_pretrained` and vLLM open. A tensor at a "
+    "time is in memory.",
+)
+def export_checkpoint(
+    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a run that has one.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write, which must not exist.")],
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; by default as stored.")] = None,
+    merge: Annotated[bool, typer.Option("--merge", help="Merge adapters into the model that they adapt.")] = False,
+    base: Annotated[str | None, typer.Option(help="That model, if it is not where the adapters say.")] = None,
+) -> None:
+    from ludic.cli.checkpoint_export import export_command
+
+    with report_user_errors():
+        code = export_command(checkpoint, out, dtype=dtype, merge=merge, base=base)
+    raise typer.Exit(code)
+
+
 def main() -> None:
     """The entry point of the `ludic` script.
 
@@ -359,7 +606,7 @@ def main() -> None:
     if find_rank() is None:
         app(prog_name="ludic")
         return
-    from ludic.cli.ranked_command import ended_as_rank
+    from ludic.cli.training_command import ended_as_rank
 
     with ended_as_rank():
         app(prog_name="ludic")

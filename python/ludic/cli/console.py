@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ludic.control_characters import escape_controls
+from ludic.errors import escape_controls
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -1,32 +1,47 @@
 """`ludic eval`: measures a model, in this process or on a server, on the held-out problems of a
-task; writes records, a table and a plot."""
+task; writes records, a table and a plot.
+
+Its settings are a recipe with overrides, as in `ludic train`, and settings that only an evaluation
+has.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, fields
+from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Optional, cast
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from ludic.cli.console import quiet_libraries, run_with_console
-from ludic.cli.evaluate_settings import EvalSettings, resolve
+from ludic.cli.run_folder import expand_run_folder
 from ludic.errors import ConfigError
+from ludic.files.atomic import write_text
 from ludic.list_fields import stored
-from ludic.recipes.compose import config_hash, to_yaml
+from ludic.recipes.compose import compose, config_hash, to_yaml
+from ludic.recipes.devices import choose_devices
+from ludic.recipes.overrides import Override, parse_override
+from ludic.recipes.schema import Recipe
+from ludic.runs.report.files import show_files
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ludic.eval import ProblemEvaluator
+    from ludic.eval import Interval, Measurement, ProblemEvaluator
     from ludic.inference import ChatClient
     from ludic.inference.local.client import LocalChatClient
-    from ludic.recipes.schema import Recipe
     from ludic.tasks import Episode, EpisodicTask
+    from ludic.tasks.episodic import Shown
+    from ludic.tasks.success import Success
     from ludic.training.rollouts.engine import RolloutEngine
     from ludic.training.types import RolloutRequest
     from ludic.types import Rollout
@@ -36,8 +51,6 @@ def eval_command(arguments: Sequence[str], *, json_only: bool, print_config: boo
     """Run the command and return the exit status. User errors are raised as `LudicError`."""
     recipe, settings = resolve(arguments)
     if print_config:
-        from omegaconf import OmegaConf
-
         from ludic.cli.print_config import add_help_texts, format_recipe
 
         own = OmegaConf.to_yaml(OmegaConf.create(asdict(settings)))
@@ -53,7 +66,6 @@ def eval_command(arguments: Sequence[str], *, json_only: bool, print_config: boo
 async def _evaluate(recipe: Recipe, settings: EvalSettings, console: Console) -> str:
     """Play the episodes, measure, write and show; returns the summary as JSON. All settings are
     checked before the folder is made."""
-    from ludic.cli.evaluate_report import EvaluationResult, build_summary, show, write
     from ludic.recipes.build import build_episodic_task, check_numbers
     from ludic.tasks.success import success_of
 
@@ -249,7 +261,7 @@ def _make_local_client(recipe: Recipe) -> LocalChatClient:
 
 def _describe_model_device(client: ChatClient) -> str:
     from ludic.inference.local.client import LocalChatClient
-    from ludic.models.device import describe_device
+    from ludic.models.loading import describe_device
 
     assert isinstance(client, LocalChatClient), "without a server the model is in this process"
     return describe_device(client.model)
@@ -275,7 +287,6 @@ async def _find_only_model(client: Any) -> str:
 def _make_folder(recipe: Recipe, model_name: str) -> Path:
     """Make `output/name`. The default name has the recipe, the model and the seed, and the time if
     that folder exists."""
-    from ludic.files.atomic import write_text
     from ludic.runs.directory import make_run_folder
 
     label = Path(model_name).parent.name if Path(model_name).name in ("model", "adapter") else Path(model_name).name
@@ -307,3 +318,238 @@ def _count_answer_tokens(rollout: Rollout) -> float | None:
         for step in rollout.steps
     ]
     return None if not counts or None in counts else float(sum(counts))
+
+
+SUMMARY, PICTURE, PROBLEMS = "summary.json", "accuracy.png", "problems.jsonl"
+SHOWN_ERRORS = 5
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """Everything that the report uses."""
+
+    measurement: Measurement
+    rollouts: Sequence[Rollout]
+    """The rollouts that were measured."""
+    problems: Sequence[Episode]
+    task: EpisodicTask
+    success: Success
+    solved_at: float | None
+    """The reward from which an answer counts as right; None if nothing says what is right."""
+
+
+def build_summary(result: EvaluationResult, facts: Mapping[str, Any]) -> str:
+    """The content of summary.json: settings and all numbers. There is no accuracy if nothing says
+    what is right."""
+    numbers = result.measurement.to_dict()
+    if result.solved_at is None:
+        numbers |= {"accuracy": None, "accuracy_bounds": None, "pass_at_k": {}}
+    return json.dumps({**facts, **numbers}, indent=2) + "\n"
+
+
+def write(folder: Path, result: EvaluationResult, summary: str, *, title: str) -> None:
+    """Write summary.json, problems.jsonl with one line for each problem, and accuracy.png if there
+    is an accuracy."""
+    from ludic.eval import write_jsonl
+    from ludic.eval.picture import draw_measurements
+
+    write_jsonl(folder / PROBLEMS, _make_problem_lines(result))
+    if result.solved_at is not None:
+        draw_measurements(folder / PICTURE, {"pass@k": result.measurement}, title=title)
+    write_text(folder / SUMMARY, summary)
+
+
+def _make_problem_lines(result: EvaluationResult) -> Iterator[dict[str, Any]]:
+    """For each problem its question, the data's reference answer, the answers in the order of their
+    rewards, and the counts."""
+    of_problem = {str(problem["id"]): problem for problem in result.problems}
+    shown: dict[str, list[Shown]] = {}
+    for rollout in result.rollouts:
+        key = str(rollout.meta["problem_id"])
+        shown.setdefault(key, []).append(result.task.show(of_problem[key], rollout))
+    for counted in result.measurement.problems:
+        problem, texts = of_problem[counted.problem_id], shown.get(counted.problem_id, [])
+        question = texts[0].question if texts else str(problem.get("question", problem["id"]))
+        counts = counted.to_dict()
+        if result.solved_at is None:
+            del counts["right"]
+        yield {
+            "question": question,
+            "reference": texts[0].expected if texts else None,
+            "texts": [s.text for s in texts],
+            **counts,
+        }
+
+
+def show(console: Console, result: EvaluationResult, folder: Path) -> None:
+    """Print a table of numbers with intervals, the failures, and the files."""
+    console.print(_make_table(result))
+    if result.solved_at is None:
+        console.print(result.success.why_unknown("solved_at"), highlight=False, markup=False)
+    for line in _describe_failures(result.measurement, has_accuracy=result.solved_at is not None):
+        console.print(line, highlight=False, markup=False, style="red")
+    right = "" if result.solved_at is None else f" An answer is right if its reward is at least {result.solved_at:g}."
+    console.print(f"[bold]What is rewarded[/]: the reward sees {result.task.reward_sees}.{right}", highlight=False)
+    files = {
+        folder / SUMMARY: "these numbers, for programs",
+        folder / PICTURE: "accuracy with intervals, and the pass@k curve",
+        folder / PROBLEMS: "questions, answers, rewards and failures by problem",
+        folder / "rollouts.jsonl": "every complete episode",
+        folder / "config.yaml": "the resolved recipe",
+    }
+    show_files(console, folder, files)
+
+
+def _make_table(result: EvaluationResult) -> Any:
+    from rich.table import Table
+
+    measurement = result.measurement
+    size = f"{len(measurement.problems)} problems x {measurement.samples_per_problem}"
+    table = Table(title=f"Held-out problems: {size}", title_justify="left")
+    table.add_column("")
+    for column in ("mean", f"{measurement.confidence:.0%} interval", "problems"):
+        table.add_column(column, justify="right")
+    for label, interval in _make_rows(result).items():
+        table.add_row(label, f"{interval.value:.3f}", _format_interval(interval), str(interval.num_problems))
+    return table
+
+
+def _make_rows(result: EvaluationResult) -> dict[str, Interval]:
+    measurement, k = result.measurement, result.measurement.samples_per_problem
+    rows: dict[str, Interval] = {}
+    if result.solved_at is not None:
+        rows[f"accuracy (avg@{k})" if k > 1 else "accuracy"] = measurement.accuracy
+        rows |= {f"pass@{k}": interval for k, interval in measurement.pass_at_k.items() if k > 1}
+    rows["score as rewarded" if result.task.reward_is_score else "reward"] = measurement.reward
+    labels = {
+        **result.task.facts,
+        **result.task.measures,
+        "cut_off": "reached the token limit",
+        "answer_tokens": "tokens of an answer",
+    }
+    return rows | {labels.get(name, name): interval for name, interval in measurement.also.items()}
+
+
+def _format_interval(interval: Interval) -> str:
+    return "unknown" if interval.low is None or interval.high is None else f"{interval.low:.3f} to {interval.high:.3f}"
+
+
+def _describe_failures(measurement: Measurement, *, has_accuracy: bool) -> list[str]:
+    """Empty if nothing failed."""
+    if not measurement.num_failed_episodes:
+        return []
+    low, high = measurement.accuracy_bounds
+    bounds = f"; if all were wrong the accuracy would be {low:.3f}, if all were right {high:.3f}" if has_accuracy else ""
+    lines = [
+        f"{measurement.num_failed_episodes} of {measurement.num_episodes} episodes failed and are excluded from all means{bounds}."
+    ]
+    if measurement.num_unanswered_problems:
+        lines.append(f"{measurement.num_unanswered_problems} problems have no answer.")
+    shown = list(measurement.errors.items())[:SHOWN_ERRORS]
+    return lines + [f"  {count} x {error[:200]}" for error, count in shown]
+
+
+SHORT_NAMES = {
+    "k": "evaluation.samples_per_prompt",
+    "problems": "evaluation.prompts",
+    "solved_at": "evaluation.solved_at",
+    "temperature": "rollout.temperature",
+    "top_p": "rollout.top_p",
+    "max_tokens": "rollout.max_new_tokens",
+    "concurrency": "rollout.concurrency",
+    "system_prompt": "rollout.system_prompt",
+    "device": "trainer.model_device",
+}
+"""Short name in `ludic eval` -> field of the recipe."""
+
+
+@dataclass
+class EvalSettings:
+    """Settings that no recipe has."""
+
+    base_url: Optional[str] = None  # noqa: UP045  OmegaConf reads this annotation at run time
+    """URL of an OpenAI-compatible server, such as http://127.0.0.1:8000/v1; null: the model runs
+    in this process."""
+    api_key_env: Optional[str] = None  # noqa: UP045
+    """Name of the environment variable with the server's API key; null: none is sent."""
+    returns_token_ids: bool = False
+    """The server supports vLLM's `return_token_ids`; rollouts then contain the tokens."""
+    timeout_s: float = 600.0
+    """Deadline of one model call, in seconds."""
+    episode_timeout_s: Optional[float] = None  # noqa: UP045
+    """Deadline of a whole episode, in seconds; null: none."""
+    episode_retries: int = 1
+    """How often a failed episode is retried."""
+    suite: Optional[str] = None  # noqa: UP045
+    """The set of held-out problems, for tasks with several sets, such as `perfect` of tictactoe;
+    null: the first."""
+    confidence: float = 0.95
+    """Confidence level of all intervals."""
+
+
+def resolve(arguments: Sequence[str]) -> tuple[Recipe, EvalSettings]:
+    """The recipe and settings of the command line. `arguments`: the name of a recipe, a YAML
+    file or the folder of a run, and overrides, in any order. Later overrides win."""
+    own = {field.name for field in fields(EvalSettings)}
+    for_recipe: list[str] = []
+    overrides: list[Override] = []
+    for argument in arguments:
+        if "=" not in argument or Path(argument).exists():
+            for_recipe[:0] = expand_run_folder(argument)
+            continue
+        override = parse_override(argument)
+        if override.key.startswith("inference."):
+            raise ConfigError(f"{override.text}: an evaluation queries a server with base_url=URL; `ludic serve` starts one")
+        if override.key in own:
+            overrides.append(override)
+        else:
+            for_recipe.append(_expand_short_name(override))
+    recipe = _compose(for_recipe)
+    if recipe.rollout.temperature == 0 and recipe.evaluation.samples_per_prompt > 1:
+        _use_one_sample(recipe, for_recipe)
+    return recipe, _parse_settings(overrides)
+
+
+def _expand_short_name(override: Override) -> str:
+    name = SHORT_NAMES.get(override.key)
+    return override.text if name is None else name + override.text[override.text.index("=") :]
+
+
+def _compose(arguments: Sequence[str]) -> Recipe:
+    try:
+        recipe = compose(arguments)
+    except ConfigError as error:
+        names = [*SHORT_NAMES, *(field.name for field in fields(EvalSettings))]
+        keys = [argument.partition("=")[0] for argument in arguments if "=" in argument]
+        near = [match for key in keys if key in str(error) for match in get_close_matches(key, names, n=1)]
+        raise ConfigError(f"{error} (of an evaluation: {', '.join(near)})" if near else str(error)) from error
+    choose_devices(recipe)
+    return recipe
+
+
+def _use_one_sample(recipe: Recipe, overrides: Sequence[str]) -> None:
+    if any(argument.startswith(f"{SHORT_NAMES['k']}=") for argument in overrides):
+        k = recipe.evaluation.samples_per_prompt
+        raise ConfigError(
+            f"k ({k}) answers at temperature 0 are {k} copies of one answer; leave k out, or set temperature above 0"
+        )
+    recipe.evaluation.samples_per_prompt = 1
+
+
+def _parse_settings(overrides: Sequence[Override]) -> EvalSettings:
+    tree = OmegaConf.structured(EvalSettings)
+    for override in overrides:
+        try:
+            OmegaConf.update(tree, override.key, override.value)
+        except OmegaConfBaseException as error:
+            raise ConfigError(f"{override.text}: {str(error).splitlines()[0]}") from error
+    settings = cast(EvalSettings, OmegaConf.to_object(tree))
+    if settings.timeout_s <= 0:
+        raise ConfigError(f"timeout_s ({settings.timeout_s}) must be > 0; a call without a deadline may never end")
+    if not 0 < settings.confidence < 1:
+        raise ConfigError(f"confidence ({settings.confidence:g}) must be between 0 and 1, such as 0.95")
+    if settings.episode_timeout_s is not None and settings.episode_timeout_s <= 0:
+        raise ConfigError(f"episode_timeout_s ({settings.episode_timeout_s:g}) must be > 0, or null for no limit")
+    if settings.episode_retries < 0:
+        raise ConfigError(f"episode_retries ({settings.episode_retries}) must be >= 0; 0 never retries a failed episode")
+    return settings

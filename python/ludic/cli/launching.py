@@ -15,7 +15,7 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ludic.exit_codes import TRY_AGAIN
+from ludic.errors import TRY_AGAIN
 from ludic.launch.process import DONE, Process
 from ludic.launch.supervisor import Supervisor
 from ludic.recipes.actors import check_actors, uses_queue

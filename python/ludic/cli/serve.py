@@ -14,9 +14,15 @@ from typing import Any, Literal, cast
 
 from ludic.errors import ConfigError, InferenceError
 from ludic.inference.servers.server_secret import VARIABLE, is_loopback_host, secret_file
-from ludic.inference.vllm.environment import is_cpu_build, server_python
 from ludic.inference.vllm.in_server.flags import WeightBackend
-from ludic.inference.vllm.launch import LogprobsMode, start_vllm_server, stop_vllm_server, wait_for_vllm_health
+from ludic.inference.vllm.launch import (
+    LogprobsMode,
+    is_cpu_build,
+    server_python,
+    start_vllm_server,
+    stop_vllm_server,
+    wait_for_vllm_health,
+)
 
 DEVICES = ("auto", "cpu", "cuda")
 WEIGHTS = ("auto", "gloo", "ludic_nccl", "disk", "none")

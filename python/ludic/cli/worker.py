@@ -62,10 +62,7 @@ def trainer(run: _Run) -> None:
 def _find_command(run: Path) -> TrainingCommand[Any, Any]:
     """The command that began the run; `ludic train` says what is wrong with a folder without
     one."""
-    from ludic.cli.dpo import DPOCommand
-    from ludic.cli.sft import SFTCommand
-    from ludic.cli.train import TrainCommand
-    from ludic.cli.train_rm import TrainRMCommand
+    from ludic.cli.train import DPOCommand, SFTCommand, TrainCommand, TrainRMCommand
     from ludic.runs.directory import RunDirectory
 
     folder = RunDirectory(run)

@@ -37,3 +37,8 @@ def _initial_messages(info: Info) -> list[Message]:
     if not isinstance(messages, list) or not all(isinstance(message, dict) and "role" in message for message in messages):
         return []
     return [dict(message) for message in messages]
+
+
+class GivenDialog(FullDialog):
+    """The same as `FullDialog`. The name says that the environment starts the dialogue with several
+    messages."""

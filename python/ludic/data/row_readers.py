@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ludic.data.formats import Row
-from ludic.data.places import is_local
-from ludic.data.sources import parse_line
+from ludic.data.sources import is_local, parse_line
 from ludic.errors import DataError, MissingExtraError
 from ludic.files.jsonl import is_blank
 

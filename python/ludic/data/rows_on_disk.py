@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Generic, TypeVar, overload
 
 from ludic.data.formats import Row
-from ludic.data.places import is_local
-from ludic.data.sources import Table, open_arrow, parse_line
+from ludic.data.sources import Table, is_local, open_arrow, parse_line
 from ludic.errors import DataError
 from ludic.files.jsonl import is_blank
 

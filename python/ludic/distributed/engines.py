@@ -38,8 +38,7 @@ from ludic.distributed.push.engine_sessions import (
     VllmSession,
     resolve_folder,
 )
-from ludic.distributed.push.folder import fingerprint_folder
-from ludic.distributed.push.manifest import ServerManifest
+from ludic.distributed.push.manifest import ServerManifest, fingerprint_folder
 from ludic.errors import ConfigError, ConfigTypeError, PublishError, PublishTimeoutError
 from ludic.inference.sglang import SGLangEndpoints
 from ludic.inference.vllm.endpoints import VllmEndpoints

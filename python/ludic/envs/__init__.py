@@ -1,10 +1,9 @@
 """Environments: they return observations and rewards for actions. `adapters` has those of other
 libraries."""
 
-from ludic.envs.dataset_qa_env import DatasetQAEnv, ParserFn, PromptBuilder, Sample, VerifierFn
+from ludic.envs.dataset_qa_env import DatasetQAEnv, ParserFn, PromptBuilder, PromptEnv, Sample, VerifierFn
 from ludic.envs.env import LudicEnv
 from ludic.envs.key_value import KeyValueEnv
-from ludic.envs.prompt_env import PromptEnv
 from ludic.envs.single_agent_env import SingleAgentEnv
 from ludic.envs.tictactoe import TicTacToeEnv, TwoPlayerTicTacToeEnv
 

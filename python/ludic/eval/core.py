@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from ludic.event_loop import EventLoop
 from ludic.list_fields import stored
-from ludic.training.rollouts.played import PlayedRollouts
+from ludic.training.rollouts.episodes import PlayedRollouts
 from ludic.training.rollouts.to_samples import step_facts
 from ludic.training.stats import Reducer, apply_reducers_to_records
 from ludic.training.types import RolloutRequest

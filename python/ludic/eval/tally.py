@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from ludic.errors import DataError, RolloutError
 from ludic.eval.intervals import Interval, mean_interval, share_interval
 from ludic.eval.pass_at_k import curve_points, pass_at_k
-from ludic.training.rollouts.played import EpisodeFailure
+from ludic.training.rollouts.episodes import EpisodeFailure
 from ludic.types import Rollout
 
 K = TypeVar("K", bound=Hashable)

@@ -17,12 +17,9 @@ from ludic.inference.publishing import PolicyPublisher, PushTarget
 from ludic.inference.request import ChatCompletionRequest
 from ludic.inference.sampling import SamplingParams
 from ludic.inference.servers.answers import WeightInfo
-from ludic.inference.servers.calls import ServerCalls
-from ludic.inference.servers.errors import AbortedError
-from ludic.inference.servers.http import HttpResponse
-from ludic.inference.servers.pool import ServerPool
-from ludic.inference.servers.retries import RetryPolicy
-from ludic.inference.servers.server import Server
+from ludic.inference.servers.errors import AbortedError, RetryPolicy
+from ludic.inference.servers.http import HttpResponse, ServerCalls
+from ludic.inference.servers.pool import Server, ServerPool
 from ludic.inference.servers.weight_versions import check_served_version, version_number
 from ludic.inference.vllm.responses import TokenId, check_tokens
 from ludic.list_fields import read_list

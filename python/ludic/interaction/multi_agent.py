@@ -10,8 +10,7 @@ from ludic.agents.base_agent import Agent
 from ludic.envs.env import LudicEnv
 from ludic.errors import ConfigError
 from ludic.inference.request import InferenceSpec
-from ludic.interaction.answers import await_results
-from ludic.interaction.base import InteractionProtocol
+from ludic.interaction.base import InteractionProtocol, await_results
 from ludic.interaction.containment import run_contained
 from ludic.interaction.player import Player
 from ludic.interaction.step_collector import TraceCollector

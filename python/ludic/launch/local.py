@@ -13,12 +13,11 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ludic.errors import LaunchError
 from ludic.launch import guard
 from ludic.launch.gpus import GpuPool, find_gpus
-from ludic.launch.logs import ProcessLog
 from ludic.launch.process import Ended, Process, Started
 from ludic.rank_environment import without_rank
 
@@ -164,3 +163,37 @@ class _Child:
 
     def close(self) -> None:
         self._link.close()
+
+
+TAIL_LINES, TAIL_BYTES = 20, 4096
+ROTATE_BYTES = 64 << 20
+"""A log that is longer when its process starts again moves to NAME.log.1, whose content is lost."""
+
+
+class ProcessLog:
+    """`FOLDER/NAME.log`: all that a process wrote, one attempt after the other."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.path = folder / f"{name}.log"
+        self._begin = 0
+
+    def open(self) -> BinaryIO:
+        """The file to which the next attempt writes."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.path.exists() and self.path.stat().st_size > ROTATE_BYTES:
+            self.path.replace(self.path.with_name(f"{self.path.name}.1"))
+        file = self.path.open("ab")
+        self._begin = file.tell()
+        return file
+
+    def tail(self) -> str:
+        """The last lines of this attempt."""
+        try:
+            with self.path.open("rb") as file:
+                end = file.seek(0, 2)
+                begin = min(self._begin, end)  # the file may have been emptied
+                file.seek(max(begin, end - TAIL_BYTES))
+                text = file.read(TAIL_BYTES).decode("utf-8", errors="replace")
+        except OSError as error:
+            return f"({self.path}: {error.strerror})"
+        return "\n".join(text.splitlines()[-TAIL_LINES:])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+import signal
 import signal as signals
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
-from ludic.errors import ConfigError
-from ludic.exit_codes import TRY_AGAIN
+from ludic.errors import TRY_AGAIN, ConfigError
 
 PYTHON = "python"
 """As the first argument of a command: the interpreter that ludic runs in, on the machine where the
@@ -133,3 +134,31 @@ class Ended:
             known = {number.value: number.name for number in signals.Signals}
             how = f"was ended by {known.get(self.signal, f'signal {self.signal}')}"
         return f"{self.name} {how} after {self.seconds:.1f} s"
+
+
+class Place(Protocol):
+    """Runs processes. A process ends with the place, even if the place's own process is killed."""
+
+    def start(self, process: Process) -> None:
+        """Start a process that does not run. `poll` reports when it has started, or `Ended` if it
+        cannot be placed. Raises LaunchError if it cannot be started at all."""
+        ...
+
+    def poll(self) -> list[Started | Ended]:
+        """What has happened since the last call, in order, each event once. Does not wait."""
+        ...
+
+    def ask(self, name: str, number: int = signal.SIGTERM) -> None:
+        """Send the signal to a process, which may end, and do not wait. Does nothing if it does not
+        run."""
+        ...
+
+    def stop(self, names: Sequence[str], grace_s: float) -> list[Ended]:
+        """End processes: SIGTERM, and SIGKILL for them and all that they started after `grace_s`
+        seconds, or at once if that is 0. Names that do not run are left out."""
+        ...
+
+    def close(self, grace_s: float = 0.0) -> list[Ended]:
+        """End all processes, within the same `grace_s` seconds, and free the place. A second call
+        does nothing."""
+        ...

@@ -12,28 +12,28 @@ What a process does is not known here, only how it ends:
 Restarts are limited by `RestartBudget`. A trainer that may not be restarted ends the run, with its
 status; another process does so only if no process of its role is left. Several trainers that need
 each other are restarted together, from one budget: if one ends, the others cannot go on.
+
+`events.jsonl` has what happened to the processes of a run, one line for each event.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import signal
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ludic.errors import LaunchError
-from ludic.exit_codes import DO_NOT_RETRY
-from ludic.launch.events import EVENTS, EventLog
-from ludic.launch.place import Place
-from ludic.launch.process import DONE, USAGE, Ended, Process, Started, check_processes
-from ludic.launch.restarts import RestartBudget
+from ludic.errors import DO_NOT_RETRY, LaunchError
+from ludic.launch.process import DONE, USAGE, Ended, Place, Process, Started, check_processes
 from ludic.launch.state import BEAT_S, LaunchState, ProcessState
 
 logger = logging.getLogger(__name__)
@@ -340,3 +340,81 @@ class Supervisor:
 def _indent(tail: str) -> str:
     """The end of a log, below a line."""
     return "".join(f"\n    {line}" for line in tail.splitlines()[-5:])
+
+
+EVENTS = "events.jsonl"
+
+
+class EventLog:
+    """Appends events to a file. Several processes may write to the same file.
+
+    >>> EventLog(run / EVENTS).write("start", name="actor0", pid=4711)
+
+    appends `{"time": 1790000000.0, "event": "start", "name": "actor0", "pid": 4711}`, the time in
+    seconds since 1970. A line that cannot be written is reported once and lost: no run ends for its
+    log.
+    """
+
+    def __init__(self, path: Path, *, now: Callable[[], float] = time.time) -> None:
+        self.path, self._now = path, now
+        self._failed = False
+
+    def write(self, event: str, /, **facts: Any) -> None:
+        line = json.dumps({"time": round(self._now(), 3), "event": event, **facts}).encode() + b"\n"
+        try:
+            self._append(line)
+        except OSError as error:
+            if not self._failed:
+                logger.warning("%s cannot be written (%s); events are not recorded", self.path, error.strerror)
+            self._failed = True
+
+    def _append(self, line: bytes) -> None:
+        """Write the line with one system call, so that lines of several processes do not mix. What
+        a killed process left of a line is ended first."""
+        handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            size = os.fstat(handle).st_size
+            torn = size > 0 and os.pread(handle, 1, size - 1) != b"\n"
+            os.write(handle, b"\n" + line if torn else line)
+        finally:
+            os.close(handle)
+
+
+def read_events(path: Path) -> Iterator[dict[str, Any]]:
+    """The events of a file, in order; none if it does not exist. Incomplete lines are skipped."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                event = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(event, dict) and isinstance(event.get("event"), str):
+                yield event
+
+
+FIRST_DELAY_S, LONGEST_DELAY_S = 1.0, 30.0
+
+
+class RestartBudget:
+    """At most `limit` restarts in any `window_s` seconds.
+
+    The first restart in a window is immediate, the next waits 1 s, then 2, 4, ..., at most 30 s.
+    """
+
+    def __init__(self, limit: int, window_s: float) -> None:
+        self._limit, self._window_s = limit, window_s
+        self._times: deque[float] = deque()
+
+    def spend(self, now: float) -> float | None:
+        """The seconds to wait before a restart, which is taken from the budget; None if it is used
+        up. `now` is in seconds and never decreases."""
+        while self._times and now - self._times[0] >= self._window_s:
+            self._times.popleft()
+        recent = len(self._times)
+        if recent >= self._limit:
+            return None
+        delay = min(LONGEST_DELAY_S, FIRST_DELAY_S * 2.0 ** (recent - 1)) if recent else 0.0
+        self._times.append(now + delay)
+        return delay

@@ -25,8 +25,8 @@ from ludic.files.atomic import read_json, write_json
 from ludic.files.checkpoints import ADAPTER, ADAPTER_CONFIG, INDEX, MODEL
 from ludic.models.names import WRAPPING, is_adapter
 from ludic.models.regions import split_in_buckets
+from ludic.models.state_files import find_weight_files
 from ludic.models.tensor_files import StoredTensors, TensorFileWriter
-from ludic.models.weight_files import find_weight_files
 
 FILE_BYTES = 5_000_000_000
 """A file of weights ends with the tensor with which it has so many bytes."""

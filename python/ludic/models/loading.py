@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 
 from ludic.errors import ConfigError
@@ -150,3 +151,14 @@ def find_whole_model(source: str | None) -> str | None:
     if place is None or holds_only_adapters(place):
         return None
     return str(Path(place).resolve()) if Path(place).is_dir() else place
+
+
+def describe_device(model: Any) -> str:
+    """Such as `cpu, 2 threads, float32` or `cuda:0 (NVIDIA H100), bfloat16`, for the model's
+    first parameter."""
+    parameter = next(model.parameters())
+    device, dtype = parameter.device, str(parameter.dtype).removeprefix("torch.")
+    if device.type == "cuda":
+        return f"{device} ({torch.cuda.get_device_name(device)}), {dtype}"
+    threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
+    return f"{device}{threads}, {dtype}"

@@ -10,6 +10,8 @@ with inputs x A^T and weights B. `scale` and `cap` are read from the configurati
 A layer that is cut along the vocabulary (tensor-parallel) has the products of this rank's columns.
 
 Shapes: N positions, D width of the hidden states, V vocabulary.
+
+torch's `ColwiseParallel` makes the weights [V, D] of such a layer a DTensor that is cut along V.
 """
 
 from __future__ import annotations
@@ -21,13 +23,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from ludic.errors import ConfigError
 from ludic.models.packed_attention import unwrap_transformer
-from ludic.models.sharding import get_local, is_sharded
-from ludic.models.vocabulary_shard import VocabularyShard
+from ludic.models.sharding import find_own_region, get_local, is_sharded
 
 LARGEST_PROBE = 60.0
 """Logits up to this size are sent through what the model does behind its output layer."""
@@ -182,3 +184,31 @@ def _read_layer(module: Any) -> tuple[nn.Linear, list[Adapter]]:
 def _is_peft(module: object, name: str) -> bool:
     kind = type(module)
     return kind.__name__ == name and kind.__module__.startswith("peft.")
+
+
+@dataclass(frozen=True)
+class VocabularyShard:
+    """Where the columns of this rank begin, and the ranks that have the others."""
+
+    start: int
+    group: dist.ProcessGroup
+
+    @classmethod
+    def of(cls, weight: DTensor) -> VocabularyShard:
+        """The shard of [V, D] weights. Raises ConfigError for weights that are cut another way."""
+        if weight.device_mesh.ndim != 1 or weight.placements != (Shard(0),):
+            raise ConfigError(
+                f"the output layer is placed as {weight.placements}, not cut along the vocabulary over one mesh dimension"
+            )
+        return cls(find_own_region(weight)[0][0], weight.device_mesh.get_group())
+
+    def add(self, values: Tensor) -> Tensor:
+        """The sum over ranks, in place. All ranks of the group call it."""
+        dist.all_reduce(values, group=self.group)
+        return values
+
+    def largest(self, values: Tensor) -> Tensor:
+        """The elementwise maximum over ranks. All ranks of the group call it."""
+        result = values.clone()
+        dist.all_reduce(result, op=dist.ReduceOp.MAX, group=self.group)
+        return result

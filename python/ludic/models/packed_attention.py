@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ludic.models.positions import first_position
-from ludic.models.prefix_intervals import PrefixIntervals
-from ludic.models.prefix_trees import PREFIX_FLEX, Branches
+from ludic.models.prefix_trees import PREFIX_FLEX, Branches, PrefixIntervals
 
 PACKED = "ludic_packed"
 """The name under which transformers knows this attention."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ludic.data.places import is_local, suggest_path
+from ludic.data.sources import is_local, suggest_path
 from ludic.errors import ConfigError
 from ludic.files.atomic import read_json
 from ludic.files.checkpoints import ADAPTER_CONFIG
@@ -15,7 +15,7 @@ def check_place(source: str, setting: str = "", *, files: bool = False) -> None:
     """Raise ConfigError for a local path that does not exist, so that the hub is not asked for it,
     and for a file unless `files` are allowed.
 
-    `setting` is the setting that named it, for the error. `data.places.is_local` decides what is a
+    `setting` is the setting that named it, for the error. `data.sources.is_local` decides what is a
     path.
     """
     path, name = Path(source).expanduser(), f"{setting} ({source})" if setting else source

@@ -17,7 +17,7 @@ from ludic.models.adapters import has_adapters
 from ludic.models.loading import find_whole_model
 from ludic.models.lora import save_adapter, save_merged
 from ludic.models.places import adapter_folder, base_folder
-from ludic.models.weight_files import holds_whole_weights
+from ludic.models.state_files import holds_whole_weights
 
 STATIC_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES)
 """Patterns of the small files that do not change while a model is trained."""

@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from ludic.errors import ConfigError
-from ludic.models.activation_checkpointing import enable_checkpointing
 from ludic.models.adapters import has_adapters
 from ludic.models.quantization import find_quantized_layers
 from ludic.models.regions import Region, find_region
@@ -244,3 +243,16 @@ def make_shard(local: Tensor, like: Tensor) -> Tensor:
         stride=like.stride(),
         run_check=False,
     )
+
+
+def enable_checkpointing(model: Any) -> None:
+    """Recompute activations in the backward pass instead of storing them."""
+    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")  # newer and older transformers
+    enable = next((getattr(model, name) for name in names if hasattr(model, name)), None)
+    if enable is None:
+        raise ConfigError(f"{type(model).__name__} has no {names[0]}; leave gradient checkpointing off")
+    enable()
+    if hasattr(model, "config"):
+        model.config.use_cache = False
+    if hasattr(model, "enable_input_require_grads"):
+        model.enable_input_require_grads()

@@ -15,25 +15,23 @@ from ludic.errors import ConfigError, did_you_mean
 from ludic.importing import import_named
 from ludic.recipes.checkpoint_section import check_checkpoints
 from ludic.recipes.compose import check_minimums
-from ludic.recipes.info_seed_section import build_info_seed
 from ludic.recipes.named_sources import GIVEN_TASKS
 from ludic.recipes.ranks_section import check_ranks
-from ludic.recipes.reference_section import check_reference
+from ludic.recipes.reference_section import build_info_seed, check_reference
 from ludic.recipes.schema import NULL_UNLESS_SET, Recipe, TaskSection
 from ludic.tasks import Addition, Code, DigitSort, EpisodicTask, Rising, Task, TicTacToe, Tools, as_episodic
 from ludic.tasks.code_data import CodeData
-from ludic.tasks.data_task import DataTask
+from ludic.tasks.data_task import DataTask, TaskData
 from ludic.tasks.judged import judged_by
 from ludic.tasks.success import success_of
-from ludic.tasks.task_data import TaskData
 from ludic.tasks.with_tools import WithTools
 from ludic.training.algorithm import RLAlgorithm, compose_preprocess
 from ludic.training.config import TrainerConfig
 from ludic.training.filters import drop_incomplete_completions
+from ludic.training.presets.preprocess import add_info_seed
 from ludic.training.presets.registry import REGISTRY
-from ludic.training.presets.seeded import add_info_seed
+from ludic.training.reward_functions import required_arguments
 from ludic.training.reward_registry import CODE_REWARDS
-from ludic.training.reward_signatures import required_arguments
 from ludic.training.types import SAWBatch
 
 C = TypeVar("C", bound=TrainerConfig)

@@ -27,10 +27,18 @@ from ludic.errors import ConfigError, did_you_mean
 from ludic.rank_environment import read_rank_environment
 from ludic.recipes.devices import are_left_open, choose_devices
 from ludic.recipes.flat_recipe import KNOWN, from_flat, is_flat, translate_name
-from ludic.recipes.overrides import RENAMED, SECTIONS_BY_NAME, Override, first_line, parse_override, suggest
+from ludic.recipes.overrides import (
+    RENAMED,
+    SECTIONS_BY_NAME,
+    Override,
+    check_plain,
+    check_yaml,
+    first_line,
+    parse_override,
+    suggest,
+)
 from ludic.recipes.phases import choose_phases
 from ludic.recipes.place_section import needs_launcher
-from ludic.recipes.plain_yaml import check_plain, check_yaml
 from ludic.recipes.schema import Recipe, make_trainer_section
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,6 @@
-"""The settings that `ludic sft`, `train-rm` and `dpo` have in common, and how they are resolved."""
+"""The settings of `ludic sft`, `train-rm` and `dpo`: what they have in common, how they are
+resolved, and the schema of each, whose values come from its `defaults.yaml`.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ from typing import Any, Optional, TypeVar, cast
 
 from omegaconf import MISSING, DictConfig, OmegaConf
 
+from ludic.data.sft_formats import check_format_name
 from ludic.errors import ConfigError
 from ludic.recipes.callbacks_section import CallbacksSection
 from ludic.recipes.checkpoint_section import CheckpointSection, check_checkpoints
@@ -18,8 +21,11 @@ from ludic.recipes.overrides import Override
 from ludic.recipes.place_section import TrainersSection, check_place
 from ludic.recipes.quantization_section import QuantizationSection
 from ludic.recipes.ranks_section import RanksSection, check_ranks
-from ludic.recipes.schema import CommonSettings, LoraSection, NetworkSection, TaskSection
+from ludic.recipes.rm.flags import parse_flags
+from ludic.recipes.schema import CommonSettings, LoraSection, NetworkSection, TaskSection, make_trainer_section
 from ludic.recipes.sharding_section import ShardingSection
+from ludic.training.rm_config import DPOTrainerConfig, RMTrainerConfig
+from ludic.training.samples.conversations import ASSISTANT_TURNS
 
 
 @dataclass
@@ -118,3 +124,208 @@ def _read_layers(package: str, source: str | None, overrides: Sequence[Override]
         yield where, layer
         if model is not None:
             yield f"{where}, {LOADED_MODEL}", loaded
+
+
+PAIRS_LEAST = dict.fromkeys(("limit", "heldout_limit", "pairs"), 1)
+"""The smallest values of the counts."""
+
+
+@dataclass
+class ColumnsSection:
+    """The columns of the data, if they have other names."""
+
+    prompt: Optional[str] = None  # noqa: UP045
+    """What was asked; null: that of the row's format."""
+    chosen: Optional[str] = None  # noqa: UP045
+    """The better response; null: that of the row's format."""
+    rejected: Optional[str] = None  # noqa: UP045
+    """The other response; null: that of the row's format."""
+    label: Optional[str] = None  # noqa: UP045
+    """The probability that the chosen response is better; null: 1 for every pair."""
+
+
+@dataclass
+class PairsRecipe(EpochsRecipe):
+    """A run over preference pairs, of data or of a built-in task."""
+
+    data: Optional[str] = MISSING  # noqa: UP045  OmegaConf reads this annotation at run time
+    """JSONL, JSON, CSV or parquet file, folder, or hub id; null: `pairs` pairs drawn by `task`:
+    `digits`, or a class of your own as `package.module:Class`."""
+    data_config: Optional[str] = MISSING  # noqa: UP045
+    """The configuration of a hub id."""
+    split: str = MISSING
+    """The split of a hub id or folder to train on."""
+    limit: Optional[int] = MISSING  # noqa: UP045
+    """Rows to read at most, drawn at random by `seed`; null: all."""
+    heldout_data: Optional[str] = MISSING  # noqa: UP045
+    """File, folder or hub id to measure on instead of a share of the data."""
+    heldout_split: Optional[str] = MISSING  # noqa: UP045
+    """Split of `heldout_data`, or of `data`, to measure on. Files have no splits."""
+    heldout_limit: Optional[int] = MISSING  # noqa: UP045
+    """Held-out rows at most, the same in every run; null: all."""
+    columns: ColumnsSection = field(default_factory=ColumnsSection)
+    chat_template: Any = MISSING
+    """false: the tokenizer's chat template for conversations alone. true: for prompts and answers
+    in plain text, too. A file with a Jinja template, or its text: as true, with that template,
+    which is saved with the tokenizer."""
+    system_prompt: Optional[str] = MISSING  # noqa: UP045
+    """System prompt of every conversation."""
+    pairs: int = MISSING
+    """Pairs to generate if `data` is null."""
+
+
+@dataclass
+class SFTRecipe(EpochsRecipe):
+    """A run of `ludic sft`: rows of a file become samples, a model is trained on them, and its
+    held-out loss is measured before and after."""
+
+    data: Any = MISSING
+    """JSONL file, or a list of them; null: `rows` demonstrations of `task`, which are written to
+    the run's folder."""
+    heldout_data: Any = MISSING
+    """JSONL file, or a list of them, to measure on instead of a share of `data`."""
+    data_format: str = MISSING
+    """Format of the rows: messages, prompt_completion, alpaca, sharegpt, text, rollout, tokens, or
+    auto, by the columns of each file."""
+    streaming: bool = False
+    """Read `data` while training instead of all before it: JSONL and parquet files, folders of
+    such, and ids of the hub, of any size."""
+    shuffle_buffer: int = 10_000
+    """Rows that are in memory with `streaming`: each such block is shuffled by itself. The share
+    `heldout` is taken from the first block."""
+    assistant_turns: str = MISSING
+    """The messages of the assistant that are trained in a conversation: all, last, or each in a
+    sample of its own."""
+    rows: int = MISSING
+    """Demonstrations to generate if `data` is null."""
+
+
+def compose_sft(arguments: Sequence[str] = ()) -> SFTRecipe:
+    """`arguments`: at most one YAML file, and any number of `key=value`, as for `ludic train`."""
+    recipe = compose_epochs(
+        SFTRecipe, arguments, package="ludic.recipes.sft", trainer=make_trainer_section(), least={"rows": 2, "shuffle_buffer": 1}
+    )
+    if recipe.assistant_turns not in ASSISTANT_TURNS:
+        raise ConfigError(f"assistant_turns ({recipe.assistant_turns}) must be one of {', '.join(ASSISTANT_TURNS)}")
+    check_format_name(recipe.data_format)
+    return recipe
+
+
+def list_data_files(setting: Any, name: str) -> list[Path]:
+    """The files that `data` or `heldout_data` names."""
+    paths = [setting] if isinstance(setting, str) else setting
+    if not isinstance(paths, list) or not paths or not all(isinstance(path, str) for path in paths):
+        raise ConfigError(f"{name} ({setting}) must be the path of a file, or a list of paths: {name}=[a.jsonl,b.parquet]")
+    return [Path(path).expanduser() for path in paths]
+
+
+WARMUP_ON = ("chosen", "both")
+
+
+@dataclass
+class DPOLossSection:
+    """The loss of the pairs, `DPOLoss`."""
+
+    loss_type: str = MISSING
+    """sigmoid (DPO), ipo, or robust."""
+    beta: float = MISSING
+    """How much the policy is held to the reference: less moves it further. For ipo it is tau."""
+    label_smoothing: float = MISSING
+    """The probability that a label is wrong, in [0, 0.5)."""
+    length_normalize: Optional[bool] = MISSING  # noqa: UP045  OmegaConf reads this annotation at run time
+    """Divide the log-ratios by the number of answer tokens; null: for ipo alone, as in TRL."""
+    nll_coeff: float = MISSING
+    """Weight of the negative log-likelihood of the chosen answers, per token; 0: without it."""
+
+
+@dataclass
+class DPOWarmupSection:
+    """Supervised fine-tuning on the answers of the pairs, before the reference is fixed: for a
+    model that does not answer such prompts yet."""
+
+    steps: int = MISSING
+    """0: no warm-up."""
+    batch_size: int = MISSING
+    """Answers per step."""
+    lr: float = MISSING
+    """Its learning rate; the other settings are those of `trainer`."""
+    answers: str = MISSING
+    """What is learnt: the `chosen` answers, as in the DPO paper, or `both` of each pair."""
+
+
+@dataclass
+class DPOReferenceSection:
+    """What the policy is held to. It scores all pairs once, before the first step."""
+
+    model: Optional[str] = None  # noqa: UP045
+    """Folder in Hugging Face layout, or hub id, with the policy's tokenizer; null: the policy as it
+    is after the warm-up, with its adapters off."""
+
+
+@dataclass
+class DPORecipe(PairsRecipe):
+    """A run of `ludic dpo`: a policy, preference pairs and a reference. Held-out pairs are measured
+    after it, sampled answers before and after."""
+
+    reference: DPOReferenceSection = field(default_factory=DPOReferenceSection)
+    warmup: DPOWarmupSection = field(default_factory=DPOWarmupSection)
+    loss: DPOLossSection = field(default_factory=DPOLossSection)
+    answers: int = MISSING
+    """Answers that are sampled before and after, to held-out prompts at temperature 1; 0: none."""
+    max_new_tokens: int = MISSING
+    """Token limit of such an answer."""
+
+
+def compose_dpo(arguments: Sequence[str] = ()) -> DPORecipe:
+    """Resolve a recipe. `arguments` are at most one YAML file and any number of `key=value`."""
+    recipe = compose_epochs(
+        DPORecipe,
+        arguments,
+        package="ludic.recipes.dpo",
+        trainer=make_trainer_section(DPOTrainerConfig),
+        least={**PAIRS_LEAST, "warmup.steps": 0, "warmup.batch_size": 1, "answers": 0, "max_new_tokens": 1},
+    )
+    if recipe.warmup.answers not in WARMUP_ON:
+        raise ConfigError(f"warmup.answers ({recipe.warmup.answers}) must be one of {', '.join(WARMUP_ON)}")
+    return recipe
+
+
+@dataclass
+class LossSection:
+    """The Bradley-Terry loss."""
+
+    beta: float = MISSING
+    """P(chosen is preferred) = sigmoid(beta * margin)."""
+    label_smoothing: float = MISSING
+    """Label smoothing eps: every label y becomes y (1 - eps) + eps / 2."""
+    regularization_lambda: float = MISSING
+    """Weight of a penalty on the norm of the margins."""
+    regularization_type: str = MISSING
+    """Norm of that penalty: l2 or l1."""
+    score_regularization_lambda: float = MISSING
+    """Weight of a penalty on the scores."""
+    score_regularization_type: str = MISSING
+    """`squares`: of each score. `squared_sum`: of the sum of a pair's scores, as TRL's
+    `center_rewards_coefficient`."""
+
+
+@dataclass
+class RMRecipe(PairsRecipe):
+    """A run of `ludic train-rm`: a model with a scalar head, trained on preference pairs and
+    measured on held-out pairs."""
+
+    train_sample: int = MISSING
+    """Training pairs at most on which `train_pairwise_accuracy` is measured."""
+    loss: LossSection = field(default_factory=LossSection)
+
+
+def compose_rm(arguments: Sequence[str] = ()) -> RMRecipe:
+    """Resolve a recipe. `arguments` are at most one YAML file, any number of `key=value`, and
+    the flags of `flags.py`."""
+    return compose_epochs(
+        RMRecipe,
+        list(parse_flags(arguments)),
+        package="ludic.recipes.rm",
+        trainer=make_trainer_section(RMTrainerConfig),
+        least={**PAIRS_LEAST, "train_sample": 1},
+    )

@@ -22,10 +22,8 @@ from ludic.recipes.sharding import has_no_weights
 logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
-    from ludic.recipes.dpo.schema import DPORecipe
-    from ludic.recipes.rm.schema import RMRecipe
+    from ludic.recipes.epochs_schema import DPORecipe, RMRecipe, SFTRecipe
     from ludic.recipes.schema import NetworkSection, Recipe
-    from ludic.recipes.sft.schema import SFTRecipe
 
 
 def build_policy(recipe: Recipe) -> tuple[Any, Any]:

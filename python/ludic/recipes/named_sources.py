@@ -9,11 +9,10 @@ from typing import Any
 
 from ludic.agents.tool_names import find_tools
 from ludic.agents.tool_use import check_tool
-from ludic.data.places import is_local, suggest_path
+from ludic.data.sources import is_local, suggest_path
 from ludic.errors import DataError
 from ludic.files.checkpoints import list_model_files
-from ludic.given_names import GivenNames
-from ludic.importing import import_named
+from ludic.importing import GivenNames, import_named
 from ludic.models.places import check_place, find_adapter_base, holds_only_adapters
 
 _DATA, _MODELS = ("data", "heldout_data"), ("model", "tokenizer", "reward_model")

@@ -21,8 +21,8 @@ from ludic.training.rollouts.group_filters import (
     check_reward_nonzero_std,
     of_rollouts,
 )
+from ludic.training.rollouts.group_pool import ORDERS
 from ludic.training.rollouts.hand_over import choose_max_lag
-from ludic.training.rollouts.pool_settings import ORDERS
 from ludic.types import Rollout
 
 GROUP_FILTERS: dict[str, GroupFilter] = {

@@ -18,12 +18,11 @@ from ludic.recipes.checkpoint_section import CheckpointSection
 from ludic.recipes.controllers_section import ControllersSection
 from ludic.recipes.devices import AUTO
 from ludic.recipes.inference_section import InferenceSection
-from ludic.recipes.info_seed_section import InfoSeedSection
 from ludic.recipes.place_section import PlaceSection
 from ludic.recipes.quantization_section import QuantizationSection
 from ludic.recipes.queue_section import QueueSection
 from ludic.recipes.ranks_section import RanksSection
-from ludic.recipes.reference_section import ReferenceSection
+from ludic.recipes.reference_section import InfoSeedSection, ReferenceSection
 from ludic.recipes.sharding_section import ShardingSection
 from ludic.training.config import TrainerConfig
 

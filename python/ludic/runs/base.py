@@ -4,8 +4,8 @@ request, and the resume."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar, cast
@@ -20,7 +20,6 @@ from ludic.recipes.schema import Recipe
 from ludic.recipes.sharding import is_shared_out, recomputes_activations
 from ludic.runs.checkpoints import describe_kept_schedule, find_kept_schedule, find_latest_checkpoint, rewind_logs
 from ludic.runs.directory import DONE, Progress, RunDirectory
-from ludic.runs.execution import ending_task
 from ludic.runs.model_card import try_card
 from ludic.runs.screen import Screen
 from ludic.runs.seeding import seed_phase
@@ -224,3 +223,15 @@ class TrainingRun(ABC, Generic[RecipeT, PartsT, DirectoryT]):
         if stop is not None:
             self.screen.note(f"Stopped at step {stop.step} of {steps} by {stop.callback}: {stop.reason}")
         return True
+
+
+@asynccontextmanager
+async def ending_task(task: EpisodicTask | None, seconds: dict[str, float]) -> AsyncIterator[None]:
+    """At the end, add the task's `execution_s` to `seconds` and close it."""
+    try:
+        yield
+    finally:
+        if task is not None:
+            await task.aclose()
+            if task.execution_s is not None:
+                seconds["execution"] = seconds.get("execution", 0.0) + task.execution_s

@@ -1,5 +1,9 @@
 """What holds a policy back and steers its coefficients: the reference and the controllers of a
-run."""
+run.
+
+The reference of a run: the policy that its reinforcement began with, which the run keeps, or
+another model.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ludic.errors import CheckpointError
+from ludic.files.checkpoints import check_model_folder
+from ludic.files.manifest import replace_with_manifest
+from ludic.models.adapters import has_adapters
+from ludic.models.lora import save_merged
+from ludic.models.state_files import holds_whole_weights
 from ludic.recipes.controllers import build_controllers
-from ludic.recipes.reference_section import check_reference
+from ludic.recipes.reference_section import check_reference, switches_adapters_off
 from ludic.recipes.schema import Recipe
 from ludic.runs.base import RunParts
+from ludic.runs.checkpoints import has_checkpoint
 from ludic.runs.directory import RunDirectory
-from ludic.runs.reference import open_reference
+from ludic.training import ranks
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.coefficients import Coefficient
 from ludic.training.config import TrainerConfig
@@ -20,6 +31,7 @@ from ludic.training.controllers import Controller, save_controller_state
 from ludic.training.controllers.saved_state import FILE_NAME
 from ludic.training.loggers import TeeLogger, TrainingLogger
 from ludic.training.loop.token_log import TokenLog
+from ludic.training.reference import FrozenModel
 
 
 def check_control(recipe: Recipe, algorithm: RLAlgorithm) -> None:
@@ -66,3 +78,41 @@ class ControllerStateLogger:
 
     def log(self, step: int, stats: Mapping[str, float]) -> None:
         save_controller_state(self._path, self._controllers, self._coefficients, step=step)
+
+
+def open_reference(
+    recipe: Recipe, algorithm: RLAlgorithm, parts: RunParts, directory: RunDirectory, phase: str, cfg: TrainerConfig
+) -> FrozenModel | None:
+    """The reference of a phase; None if the algorithm reads none, and for the adapters of
+    the policy, which the trainer switches off itself.
+
+    Before the first step the model of `parts` is written to the folder `reference`, on rank 0. A
+    resumed run reads that: its own weights have been trained since. Raises CheckpointError if the
+    run has been reinforced and the folder is gone.
+    """
+    section = recipe.reference
+    if not algorithm.reads_reference or switches_adapters_off(section, has_adapters=bool(recipe.lora.rank)):
+        return None
+    if section.model is not None:
+        return FrozenModel.from_pretrained(section.model, cfg)
+    ranks.ask_rank_0("keeping the reference", lambda: _keep(parts, directory, phase))
+    return FrozenModel.from_pretrained(str(directory.reference), cfg)
+
+
+def _keep(parts: RunParts, directory: RunDirectory, phase: str) -> None:
+    remedy = "give the model that it began with as reference.model=FOLDER"
+    if directory.reference.is_dir():
+        check_model_folder(directory.reference, remedy)
+    if holds_whole_weights(directory.reference):
+        return
+    if has_checkpoint(directory.checkpoints / phase) or directory.read_progress().steps:
+        raise CheckpointError(
+            f"{directory.reference}, the reference that this run began with, is gone, and its policy has been trained since; "
+            f"{remedy}"
+        )
+    with replace_with_manifest(directory.reference) as aside:
+        parts.tokenizer.save_pretrained(aside)
+        if has_adapters(parts.model):
+            save_merged(parts.model, aside)  # adapters change nothing yet
+        else:
+            parts.model.save_pretrained(aside)

@@ -15,11 +15,10 @@ from ludic.models.adapters import has_adapters
 from ludic.models.loading import load_tokenizer
 from ludic.models.lora import describe_trained_share
 from ludic.models.saving import save_policy
-from ludic.models.state_files import read_model
-from ludic.models.weight_files import holds_whole_weights
+from ludic.models.state_files import holds_whole_weights, read_model
 from ludic.recipes.build import build_config
 from ludic.recipes.callbacks import check_callbacks
-from ludic.recipes.dpo.schema import DPORecipe
+from ludic.recipes.epochs_schema import DPORecipe
 from ludic.recipes.lora import add_adapters, check_adapters
 from ludic.recipes.model import build_model, build_tokenizer
 from ludic.recipes.quantization import quantize_base

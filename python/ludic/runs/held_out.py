@@ -18,7 +18,7 @@ from ludic.eval.intervals import Interval, mean_interval, share_interval
 from ludic.eval.tally import average_by_key
 from ludic.inference import InferenceSpec
 from ludic.recipes.callbacks import check_callbacks
-from ludic.recipes.info_seed_section import InfoSeedSection
+from ludic.recipes.reference_section import InfoSeedSection
 from ludic.recipes.schema import EvaluationSection, Recipe, RolloutSection
 from ludic.runs.rollouts import make_evaluation_inference, make_request
 from ludic.tasks import Episode, EpisodicTask, Task, as_episodic
@@ -28,7 +28,7 @@ from ludic.training.config import TrainerConfig
 from ludic.training.loop.metric_names import bare_name
 from ludic.training.reward_scorer import SCORE_INFO
 from ludic.training.rollouts.engine import RolloutEngine
-from ludic.training.rollouts.played import PlayedRollouts
+from ludic.training.rollouts.episodes import PlayedRollouts
 from ludic.types import Rollout
 
 _SHOWN = 8  # answers in the report

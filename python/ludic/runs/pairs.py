@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 
 from ludic.errors import ConfigError
 from ludic.eval.preference_picture import draw_margins, draw_reliability
-from ludic.recipes.pairs_schema import PairsRecipe
+from ludic.recipes.epochs_schema import PairsRecipe
 from ludic.runs.data.pairs import PairData
 from ludic.runs.directory import PairsDirectory
 from ludic.runs.epochs import EpochsRun

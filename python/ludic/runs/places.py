@@ -14,8 +14,7 @@ from typing import Any
 from ludic.errors import ConfigError
 from ludic.files.atomic import write_text
 from ludic.launch.local import LocalPlace
-from ludic.launch.place import Place
-from ludic.launch.process import Process
+from ludic.launch.process import Place, Process
 from ludic.launch.ray import RayPlace
 from ludic.launch.slurm import SlurmJob, assign_nodes, write_script
 from ludic.recipes.devices import AUTO

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ludic.errors import CheckpointError
 from ludic.files.checkpoints import check_model_folder
+from ludic.forwarding import forward_members
 from ludic.inference.local import LocalChatClient
 from ludic.models.adapters import has_adapters
 from ludic.models.lora import describe_trained_share
@@ -16,10 +18,10 @@ from ludic.models.saving import save_policy
 from ludic.models.state_files import read_model
 from ludic.recipes.actors import uses_queue
 from ludic.recipes.inference_section import choose_kind
-from ludic.recipes.info_seed_section import build_info_seed
 from ludic.recipes.lora import add_adapters
-from ludic.recipes.over_sampling import uses_pool
-from ludic.recipes.schema import Recipe
+from ludic.recipes.over_sampling import build_group_filter, choose_lag, uses_pool
+from ludic.recipes.reference_section import build_info_seed
+from ludic.recipes.schema import EvaluationSection, Recipe, RolloutSection
 from ludic.recipes.sharding import has_no_weights
 from ludic.runs.actors.policy_versions import PolicyVersions
 from ludic.runs.actors.supervision import ActorProcesses, run_actors
@@ -28,29 +30,34 @@ from ludic.runs.base import TrainingRun
 from ludic.runs.checkpoints import has_checkpoint, restore_best_weights
 from ludic.runs.control import open_control
 from ludic.runs.directory import DONE, RunDirectory
-from ludic.runs.held_out import Evaluation, list_all_measured
-from ludic.runs.over_sampling import OverSampledRollouts, describe_over_sampling
+from ludic.runs.held_out import Evaluation, HeldOut, list_all_measured
 from ludic.runs.reinforce_parts import RLParts
-from ludic.runs.rollouts import OccasionallyLogged, TrainingRequests, make_engine, make_training_requests
+from ludic.runs.rollouts import BatchLogs, OccasionallyLogged, TrainingRequests, make_engine, make_training_requests, remove_sizes
 from ludic.runs.sampler import Sampler, make_preflight, open_sampler
 from ludic.runs.screen import Screen
-from ludic.runs.seeded import make_held_out
 from ludic.runs.shared_model import choose_precision, place_model
 from ludic.runs.stop_request import Interrupted, StopRequest
+from ludic.tasks import EpisodicTask
 from ludic.tasks.measures import logged_names, task_reducers
 from ludic.training import ranks, watchdog
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.batching.overlapped import OverlappedSource
-from ludic.training.batching.source import STOP_PATIENCE_S
+from ludic.training.batching.source import BATCH_NUMBER, STOP_PATIENCE_S, BatchSourceBase
 from ludic.training.batching.synced_batching import RolloutBatchSource
 from ludic.training.config import TrainerConfig
+from ludic.training.info_seed import SeedEvaluator
 from ludic.training.loggers import TrainingLogger
 from ludic.training.loop.metric_names import eval_key
 from ludic.training.preflight.check import PreflightReport
 from ludic.training.presets import make_sft
 from ludic.training.rollouts.engine import RolloutEngine
+from ludic.training.rollouts.group_ledger import check_number
+from ludic.training.rollouts.log import append_rollouts
+from ludic.training.rollouts.rolling import RollingBatchSource
 from ludic.training.stats import SAMPLED_REWARD, default_reducers
 from ludic.training.trainer import Trainer
+from ludic.training.types import CreditAssigner, RolloutRequest, SAWBatch
+from ludic.types import Rollout
 
 WARM_UP, REINFORCE = "warm_up", "reinforce"
 WARM_UP_KEYS = ["train/loss", "train/grad_norm"]
@@ -350,3 +357,144 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
             self.save_model()
             self.directory.write_progress(self.progress)
             raise Interrupted
+
+
+class SeededHeldOut(HeldOut):
+    """Measures `eval_seed/*` too, and writes a heat map for each measurement."""
+
+    def __init__(
+        self, engine: RolloutEngine, task: EpisodicTask, section: EvaluationSection, rollout: RolloutSection, seeds: SeedEvaluator
+    ) -> None:
+        super().__init__(engine, task, section, rollout)
+        self._seeds = seeds
+
+    async def measure(self, *, concurrency: int | None = None, timeout_s: float | None = None) -> Evaluation:
+        measured = await super().measure(concurrency=concurrency, timeout_s=timeout_s)
+        self._seeds.step = self.current_step()
+        _, metrics = await self._seeds.eval(concurrency=concurrency, timeout_s=timeout_s)
+        return replace(measured, facts={**measured.facts, **metrics})
+
+
+def make_held_out(recipe: Recipe, task: EpisodicTask, engine: RolloutEngine, model: Any, directory: RunDirectory) -> HeldOut:
+    """The measurement of a run, with that of its seeds if it has some. `model` is the policy of the
+    engine."""
+    info_seed, section = build_info_seed(recipe.info_seed), recipe.info_seed
+    if info_seed is None or not section.eval_samples:
+        return HeldOut(engine, task, recipe.evaluation, recipe.rollout)
+    seeds = SeedEvaluator(
+        engine,
+        task,
+        info_seed,
+        rollout=recipe.rollout,
+        model=model,
+        prompts=recipe.evaluation.prompts,
+        samples=section.eval_samples,
+        heatmaps=directory.seed_heatmaps,
+    )
+    return SeededHeldOut(engine, task, recipe.evaluation, recipe.rollout, seeds)
+
+
+def describe_over_sampling(recipe: Recipe) -> str:
+    """One line of output that says how old samples can be, which over-sampling brings without being
+    asked for."""
+    section, lag = recipe.rollout, choose_lag(recipe)
+    replaced = f"problems that {section.group_filter} rejects are replaced" if section.group_filter else ""
+    oldest = f"answers are up to {lag + max(1, recipe.trainer.sync_every_steps) - 1} policy versions old" if lag else ""
+    return f"Groups: {', '.join(part for part in (replaced, oldest) if part)}"
+
+
+class RequestsByProblem:
+    """The requests of a run, one problem at a time. Position p is problem p % prompts of batch p //
+    prompts, in batches as they are without over-sampling."""
+
+    def __init__(self, requests: TrainingRequests, prompts: int) -> None:
+        self._requests, self._prompts = requests, prompts
+        self._next = 0
+        self._batch: tuple[int, list[RolloutRequest]] = (-1, [])
+
+    def take(self) -> tuple[int, RolloutRequest]:
+        self._next += 1
+        return self._next - 1, self.at(self._next - 1)
+
+    def at(self, position: int) -> RolloutRequest:
+        number, offset = divmod(position, self._prompts)
+        if number != self._batch[0]:
+            self._batch = number, self._requests.list_problems(number)
+        return self._batch[1][offset]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, and a digest of the data if there is one."""
+        return {**self._requests.state_dict(), "position": self._next}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises ConfigError if the data has changed."""
+        position = check_number("the position of the requests", state.get("position"))
+        self._requests.load_state_dict(state)
+        self._next, self._batch = position, (-1, [])
+
+
+@forward_members("_rolling", ["use_check"])
+class OverSampledRollouts(BatchSourceBase):
+    """A `RollingBatchSource` with the settings of a recipe, which writes the rollouts of every
+    `rollout.log_every`-th batch to the log in the run's folder. A batch's meta has its number.
+
+    Batches that are trained again after a resume replace their lines in the logs."""
+
+    shards_across_ranks = False
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        engine: RolloutEngine,
+        requests: TrainingRequests,
+        credit: CreditAssigner,
+        *,
+        max_steps: int,
+        directory: RunDirectory,
+    ) -> None:
+        section = recipe.rollout
+        self._requests, self._log, self._every = requests, directory.rollouts, section.log_every
+        self._logs = BatchLogs(directory)
+        self._rolling = RollingBatchSource(
+            engine=engine,
+            requests=RequestsByProblem(requests, section.prompts),
+            groups_per_batch=section.prompts,
+            group_size=section.group_size,
+            credit_assigner=credit,
+            over_sampling_factor=section.over_sampling_factor,
+            max_lag=section.max_lag,
+            order=section.order,
+            group_filter=build_group_filter(recipe),
+            max_steps=max_steps,
+            concurrency=section.concurrency,
+            patience=section.patience,
+            outage_patience_s=section.outage_patience_s,
+            seed=recipe.seed,
+            on_rollouts=self._write,
+        )
+        self.max_lag, self.overlaps = self._rolling.max_lag, self._rolling.overlaps
+
+    async def next_batch(self) -> SAWBatch:
+        number = self._rolling.num_batches
+        self._requests.begin_batch(number)
+        batch = await self._rolling.next_batch()
+        batch.meta[BATCH_NUMBER] = number
+        return batch
+
+    def limit(self, num_batches: int) -> None:
+        """Say how many more batches the run needs."""
+        self._rolling.limit(num_batches)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self._rolling.state_dict(), **self._logs.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._rolling.load_state_dict(remove_sizes(state))
+        self._logs.load_state_dict(state)
+
+    async def aclose(self) -> None:
+        await self._rolling.aclose()
+
+    def _write(self, number: int, rollouts: list[Rollout]) -> None:
+        if self._every > 0 and number % self._every == 0:
+            append_rollouts(self._log, rollouts)

@@ -8,10 +8,10 @@ from functools import partial
 from ludic.files.atomic import write_text
 from ludic.recipes.build import build_config
 from ludic.recipes.callbacks import check_callbacks
+from ludic.recipes.epochs_schema import RMRecipe
 from ludic.recipes.lora import check_adapters
 from ludic.recipes.model import build_tokenizer
 from ludic.recipes.rm.model import build_reward_model, choose_padding_token
-from ludic.recipes.rm.schema import RMRecipe
 from ludic.recipes.sharding import is_shared_out
 from ludic.runs.data.pairs import PairData
 from ludic.runs.directory import DONE, RMDirectory

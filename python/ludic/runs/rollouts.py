@@ -1,5 +1,9 @@
 """The rollouts of a recipe: the requests of each batch, the engine that plays them, and the
-sampling parameters."""
+sampling parameters.
+
+The logs to which the batch source of a run appends, and their sizes in its state: batches that
+are made again after a resume replace their lines.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +17,22 @@ from ludic.context import GivenDialog
 from ludic.data.passes import Passes, shuffle_range
 from ludic.envs.single_agent_env import SingleAgentEnv
 from ludic.errors import ConfigError
+from ludic.files.jsonl import measure_log, truncate_log
 from ludic.inference import ChatClient, InferenceSpec, ReturnSpec, SamplingParams
 from ludic.inference.sampling import check_sampling, make_sampling
 from ludic.interaction import SingleAgentProtocol
 from ludic.recipes.actors import uses_queue
 from ludic.recipes.over_sampling import uses_pool
 from ludic.recipes.schema import Recipe, RolloutSection
-from ludic.runs.batch_logs import BatchLogs
 from ludic.runs.directory import RunDirectory
 from ludic.tasks import Episode, EpisodicTask, Task, as_episodic
 from ludic.tasks.base import ProblemList
 from ludic.training.batching.source import BATCH_NUMBER, BatchSourceBase
 from ludic.training.batching.synced_batching import RolloutBatchSource
 from ludic.training.info_seed import InfoSeed, SeedPrompts, seed_tagged
-from ludic.training.rollouts.check import SampleCheck
 from ludic.training.rollouts.engine import RolloutEngine
+from ludic.training.rollouts.episodes import SampleCheck
+from ludic.training.rollouts.group_ledger import check_number
 from ludic.training.rollouts.request_groups import GRPORequestStrategy, RequestStrategy
 from ludic.training.types import EnvSpec, ProtocolSpec, RolloutRequest, SAWBatch
 
@@ -269,3 +274,31 @@ def make_training_requests(
     if problems is None:
         return TrainingRequests(played, section, seed=seed, info_seed=info_seed)
     return PassRequests(played, problems, section, seed=seed, info_seed=info_seed)
+
+
+LOGGED_BYTES, FAILED_BYTES = "logged_bytes", "failed_bytes"
+"""Keys of the state."""
+
+
+class BatchLogs:
+    """The logs of the episodes of some batches, and of the failed episodes of all."""
+
+    def __init__(self, directory: RunDirectory) -> None:
+        self._paths = {LOGGED_BYTES: directory.rollouts, FAILED_BYTES: directory.failed_episodes}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sizes in bytes."""
+        return {key: measure_log(path) for key, path in self._paths.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Cut the logs back to their sizes in `state`, which may have more keys. One whose size is
+        not in it, of an older version, stays as it is. Raises ConfigError for a size that is not a
+        whole number."""
+        sizes = {key: check_number(key, state[key]) for key in self._paths if key in state}
+        for key, size in sizes.items():
+            truncate_log(self._paths[key], size)
+
+
+def remove_sizes(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state without the sizes of the logs."""
+    return {key: value for key, value in state.items() if key not in (LOGGED_BYTES, FAILED_BYTES)}

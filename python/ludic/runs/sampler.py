@@ -118,7 +118,7 @@ def check_inference(recipe: Recipe, model: Any) -> None:
         return
     if recipe.place.servers and recipe.place.on != "local":
         return  # they find vLLM, or not, on their own machines
-    from ludic.inference.vllm.environment import check_has_vllm, is_cpu_build, server_python
+    from ludic.inference.vllm.launch import check_has_vllm, is_cpu_build, server_python
 
     python = server_python(section.python)
     check_has_vllm(python)
@@ -183,8 +183,7 @@ async def _run_server(
 ) -> AsyncIterator[str]:
     """Start a server of the policy in `folder` and yield its address."""
     from ludic.inference.servers.ports import free_port
-    from ludic.inference.vllm.environment import server_python
-    from ludic.inference.vllm.launch import stop_vllm_server, wait_for_vllm_health
+    from ludic.inference.vllm.launch import server_python, stop_vllm_server, wait_for_vllm_health
 
     section = recipe.inference
     python, port = server_python(section.python), free_port()

@@ -8,9 +8,8 @@ from typing import Any
 
 from ludic.errors import ConfigError, did_you_mean
 from ludic.importing import import_named
-from ludic.training.reward_functions import RewardFunctions, TrainerState
+from ludic.training.reward_functions import RewardFunction, RewardFunctions, TrainerState
 from ludic.training.reward_registry import CODE_REWARDS, VERIFIERS, make_reward, reward_names
-from ludic.training.reward_signatures import RewardFunction
 from ludic.types import Rollout
 
 

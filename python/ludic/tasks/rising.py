@@ -18,7 +18,7 @@ from random import Random
 
 from ludic.envs.dataset_qa_env import DatasetQAEnv
 from ludic.errors import ConfigError
-from ludic.eval.distinct import distinct_at_k, entropy_of_answers
+from ludic.eval.pass_at_k import distinct_at_k, entropy_of_answers
 from ludic.tasks.base import Problem, check_share
 from ludic.tasks.episodic import Played
 

@@ -28,7 +28,7 @@ from ludic.envs.tictactoe import (
     legal_moves,
     optimal_moves,
 )
-from ludic.envs.tictactoe.text import RULES
+from ludic.envs.tictactoe.rules import RULES
 from ludic.errors import ConfigError
 from ludic.parsers import Parser, xml_tag_parser
 from ludic.tasks.base import check_share

@@ -6,10 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ludic.cli.dpo import DPOCommand
-from ludic.cli.sft import SFTCommand
-from ludic.cli.train import TrainCommand
-from ludic.cli.train_rm import TrainRMCommand
+from ludic.cli.train import DPOCommand, SFTCommand, TrainCommand, TrainRMCommand
 from ludic.trainers.base import RecipeTrainer, settings_of
 from ludic.trainers.errors import with_short_errors, without_trl_names
 from ludic.trainers.inputs import Rewards, Rows, TaskSetting, Tools, as_plain, name_rewards, name_tools, source_of, task_of

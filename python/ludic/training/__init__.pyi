@@ -14,7 +14,6 @@ from ludic.training.algorithm import (
 from ludic.training.backend.futures import TrainFuture as TrainFuture
 from ludic.training.backend.protocol import TrainingBackend as TrainingBackend
 from ludic.training.backend.torch import TorchBackend as TorchBackend
-from ludic.training.batching.gathered_batches import GatheredBatches as GatheredBatches
 from ludic.training.batching.micro_batching import (
     MicroBatch as MicroBatch,
     collate_micro_batches as collate_micro_batches,
@@ -31,7 +30,7 @@ from ludic.training.batching.pipeline import (
     PipelineBatchSource as PipelineBatchSource,
     run_pipeline_actor as run_pipeline_actor,
 )
-from ludic.training.batching.shared_batches import SharedBatches as SharedBatches
+from ludic.training.batching.shared_batches import GatheredBatches as GatheredBatches, SharedBatches as SharedBatches
 from ludic.training.batching.synced_batching import RolloutBatchSource as RolloutBatchSource
 from ludic.training.callbacks import (
     Callback as Callback,
@@ -112,7 +111,6 @@ from ludic.training.loss import (
     selective_log_softmax as selective_log_softmax,
 )
 from ludic.training.maxent import ListwiseCredit as ListwiseCredit
-from ludic.training.precomputed_reference import PrecomputedReference as PrecomputedReference
 from ludic.training.preference_utils import (
     create_preference_saw_items as create_preference_saw_items,
     load_preference_items as load_preference_items,
@@ -144,6 +142,7 @@ from ludic.training.reference import (
     AttachedReference as AttachedReference,
     CachedReference as CachedReference,
     FrozenModel as FrozenModel,
+    PrecomputedReference as PrecomputedReference,
     WithoutAdapters as WithoutAdapters,
 )
 from ludic.training.reward_credit import (

@@ -46,8 +46,7 @@ from ludic.files.checkpoints import (
     warn_if_unverifiable,
 )
 from ludic.files.folders import clear_unfinished, delete_folder, restore_replaced
-from ludic.files.manifest import MANIFEST, hash_manifest, replace_listed_json, write_manifest
-from ludic.files.verified import VerifiedFolders
+from ludic.files.manifest import MANIFEST, VerifiedFolders, hash_manifest, replace_listed_json, write_manifest
 from ludic.models.saving import StaticFiles, TokenizerFiles, write_card
 from ludic.models.sharding import is_sharded
 from ludic.models.state_files import read_model, read_optimizer_if_stored

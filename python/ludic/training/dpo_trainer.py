@@ -1,7 +1,7 @@
 """`DPOTrainer`: trains a policy on preference pairs, without a reward model.
 
 It overrides the ingestion, splitting and collation of `Trainer` (`batching.pair_batches`), has the
-log-probabilities of the reference computed before the first step (`precomputed_reference`), and
+log-probabilities of the reference computed before the first step (`training.reference`), and
 evaluates implicit rewards (`evaluators.implicit_rewards`).
 """
 
@@ -31,13 +31,12 @@ from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
 from ludic.training.batching.packing import Rows
 from ludic.training.batching.pair_batches import PreferenceMacroBatch, PreferenceMiniBatch
 from ludic.training.batching.tree_batches import PairTreeMiniBatch
-from ludic.training.dpo_config import DPOTrainerConfig as DPOTrainerConfig
 from ludic.training.evaluators.implicit_rewards import ImplicitRewardEvaluator
 from ludic.training.loop.setup_checks import require_model
 from ludic.training.loss.base import adapted_loss, loss_name
 from ludic.training.loss.dpo import DPOLoss
-from ludic.training.precomputed_reference import PrecomputedReference
-from ludic.training.reference import computes_trees
+from ludic.training.reference import PrecomputedReference, computes_trees
+from ludic.training.rm_config import DPOTrainerConfig as DPOTrainerConfig
 from ludic.training.trainer import Trainer
 from ludic.training.types import BatchSource, ReferencePolicy, SAWItem
 

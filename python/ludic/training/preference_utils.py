@@ -1,6 +1,6 @@
-"""The documented path of `ludic.training.samples.preference_data`."""
+"""The documented path of `ludic.training.samples.preference`."""
 
-from ludic.training.samples.preference_data import (
+from ludic.training.samples.preference import (
     create_preference_saw_items,
     load_preference_items,
     preference_dataset_to_saw_items,

@@ -31,7 +31,7 @@ from ludic.training.batching.source import BatchSourceBase
 from ludic.training.config import TrainerConfig
 from ludic.training.info_seed.untagged import SEED_ID
 from ludic.training.info_seed.weight_entropies import sum_weight_entropies
-from ludic.training.loop.operations import run_operation
+from ludic.training.loop.outputs import run_operation
 from ludic.training.loop.token_log import TokenLog
 from ludic.training.loss.base import adapted_loss
 from ludic.training.reference import computes_trees

@@ -15,12 +15,14 @@ import asyncio
 import inspect
 import logging
 import math
-from collections.abc import Awaitable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ludic.envs.prompt_env import prompt_shown
-from ludic.errors import ConfigError, DataError, GradingError
+from ludic.envs.dataset_qa_env import prompt_shown
+from ludic.errors import ConfigError, DataError, GradingError, LudicError, RolloutError, error_location
+from ludic.interaction.containment import describe_error
 from ludic.list_fields import read_list
 from ludic.training.reward_deadline import (
     MAX_HUNG_CALLS,
@@ -32,15 +34,6 @@ from ludic.training.reward_deadline import (
     report_slow_call,
 )
 from ludic.training.reward_registry import register_reward as register_reward, reward_names as reward_names
-from ludic.training.reward_signatures import (
-    PROVIDED,
-    RewardFunction,
-    accepts,
-    describe_missing,
-    name_functions,
-    required_arguments,
-)
-from ludic.training.reward_values import NoReward, Reward, check_rewards, exit_error, reward_failure
 from ludic.types import Message, Rollout, answers_of, group_of
 
 logger = logging.getLogger(__name__)
@@ -303,3 +296,114 @@ def build_completion(rollout: Rollout, *, conversational: bool) -> str | list[Me
 def _shown_prompt(rollout: Rollout) -> str:
     text = prompt_shown(find_row(rollout)["prompt"])
     return f"the prompt {text if len(text) <= SHOWN_PROMPT else text[: SHOWN_PROMPT - 3] + '...'!r}"
+
+
+Reward = float | None | Exception
+"""Result of one function for one completion: a number, None if it does not apply, or an error."""
+
+
+class NoReward(GradingError):
+    """An element that is neither a finite number nor None."""
+
+
+class WrongLength(RewardsBroken, DataError):
+    """The number of rewards differs from the number of completions, so that none belongs to one."""
+
+
+def check_rewards(name: str, returned: Any, expected: int) -> list[Reward]:
+    """What the function `name` returned for `expected` completions, as rewards. Raises `DataError`
+    if it is no list, and `WrongLength` for another number of elements."""
+    if hasattr(returned, "tolist"):
+        returned = returned.tolist()
+    if not isinstance(returned, list | tuple):
+        raise DataError(f"it returned {type(returned).__name__}; it must return a list with one reward for each completion")
+    if len(returned) != expected:
+        raise WrongLength(
+            f"reward function {name} returned {len(returned)} rewards for {expected} completions; return one for each, None where it "
+            "does not apply"
+        )
+    return [_reward(element) for element in returned]
+
+
+def _reward(element: Any) -> Reward:
+    if element is None or isinstance(element, Exception):
+        return element
+    if isinstance(element, str):
+        return NoReward(f"the text {element!r}, where a reward must be a number or None,")
+    try:
+        number = float(element)
+    except (TypeError, ValueError, OverflowError):  # an integer beyond every float
+        return NoReward(f"{element!r}, where a reward must be a number or None,")
+    return number if math.isfinite(number) else NoReward(f"{number}, where a reward must be finite, or None,")
+
+
+def reward_failure(name: str, function: RewardFunction, error: Exception) -> Exception:
+    """Return the error of a function for a rollout."""
+    failure = GradingError(f"reward function {name} failed: {_reason(function, error)}")
+    failure.__cause__ = error
+    return failure
+
+
+def _reason(function: RewardFunction, error: Exception) -> str:
+    if isinstance(error, LudicError | RewardDeadlineExceeded):
+        return str(error)
+    code = getattr(inspect.unwrap(getattr(function, "func", function)), "__code__", None)
+    place = error_location(error, None if code is None else code.co_filename)
+    return f"{describe_error(error)} ({place})" if place else describe_error(error)
+
+
+def exit_error(error: SystemExit) -> Exception:
+    """The error of a function that ended the process, which goes on."""
+    failure = RolloutError(f"it called sys.exit({error.code!r})")
+    failure.__cause__ = error
+    return failure
+
+
+RewardFunction = Callable[..., Any]
+PROVIDED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "is_eval")
+"""Keywords besides the columns of the data."""
+
+
+def needed_columns(function: RewardFunction) -> list[str]:
+    """The columns of the data without which the function cannot be called."""
+    return [needed for needed in required_arguments(function) if needed not in PROVIDED]
+
+
+def describe_missing(name: str, missing: Sequence[str], columns: Sequence[str]) -> str:
+    """The error for columns that the function of this name needs and the data does not have.
+    `columns`: those that it has, without the prompt."""
+    known = f"its columns besides the prompt: {', '.join(columns)}" if columns else "it has none but the prompt"
+    return f"reward function {name} asks for {' and '.join(missing)}, which the data does not have; {known}"
+
+
+def name_functions(functions: Sequence[RewardFunction]) -> list[str]:
+    """Return distinct names of the functions: `exact`, and `exact_2` for a second function with
+    that name."""
+    seen: Counter[str] = Counter()
+    names: list[str] = []
+    for function in functions:
+        if not callable(function):
+            raise ConfigError(f"a reward function must be callable, got {type(function).__name__}")
+        inner = getattr(function, "func", function)  # functools.partial
+        name = str(getattr(inner, "__name__", type(inner).__name__))
+        seen[name] += 1
+        names.append(name if seen[name] == 1 else f"{name}_{seen[name]}")
+    return names
+
+
+def _parameters(function: RewardFunction) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(function).parameters
+
+
+def accepts(function: RewardFunction, name: str) -> bool:
+    """Whether the function can be called with the keyword `name`."""
+    parameters = _parameters(function)
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return True
+    return name in parameters
+
+
+def required_arguments(function: RewardFunction) -> list[str]:
+    """The arguments without a default."""
+    fixed = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    return [name for name, p in _parameters(function).items() if p.default is p.empty and p.kind not in fixed]

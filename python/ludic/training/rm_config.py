@@ -1,14 +1,15 @@
-"""`RMTrainerConfig`: all settings of the reward-model trainer, checked in the constructor."""
+"""`RMTrainerConfig` and `DPOTrainerConfig`: all settings of the trainers of pairs, checked in the
+constructor.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-from ludic.errors import ConfigError
+from ludic.errors import BudgetError, ConfigError
 from ludic.training.config import TrainerConfig, config_dataclass
-from ludic.training.pair_limits import check_pair_budget
-from ludic.training.samples.pair_facts import PREFERENCE_KEYS
+from ludic.training.samples.preference import PREFERENCE_KEYS
 
 
 @config_dataclass
@@ -60,3 +61,27 @@ class RMTrainerConfig(TrainerConfig):
             raise ConfigError(f"rm_calibration_bins ({self.rm_calibration_bins}) must be >= 1")
         if not (math.isfinite(self.backbone_lr_mult) and self.backbone_lr_mult >= 0):
             raise ConfigError(f"backbone_lr_mult ({self.backbone_lr_mult}) must be a finite number >= 0; 1.0 is the head's rate")
+
+
+@config_dataclass
+class DPOTrainerConfig(TrainerConfig):
+    """Settings of `DPOTrainer`: those of `TrainerConfig`, with a budget that has room for a pair.
+
+    >>> cfg = DPOTrainerConfig(lr=1e-6, max_seq_len=1024, micro_token_budget=8192)
+    """
+
+    def validate(self) -> None:
+        """Raise `ConfigError` for an invalid value or combination."""
+        super().validate()
+        check_pair_budget(self)
+        if self.packing == "padding_free":
+            raise ConfigError("packing=padding_free has no rows of pairs, and DPO compares two; use optimal or greedy")
+
+
+def check_pair_budget(cfg: TrainerConfig) -> None:
+    """Raise `BudgetError` unless two rows of `max_seq_len` tokens fit into the budget."""
+    if cfg.micro_token_budget < 2 * cfg.max_seq_len:
+        raise BudgetError(
+            f"micro_token_budget ({cfg.micro_token_budget}) must be >= 2 * max_seq_len ({cfg.max_seq_len}): a pair has two rows; "
+            "raise the budget or lower max_seq_len"
+        )

@@ -19,7 +19,7 @@ from ludic import _core
 from ludic.errors import ConfigError, DataError
 from ludic.list_fields import stored
 from ludic.training.averages import mean_or_zero
-from ludic.training.loggers.percent import Percent
+from ludic.training.loggers.base import Percent
 from ludic.training.loop.micro_stats import Stat, combine_micro_stats, copy_to_host, final_values
 from ludic.training.loss.mismatch import PREFIX
 from ludic.training.types import SAWBatch, SAWItem

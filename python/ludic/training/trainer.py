@@ -40,8 +40,7 @@ from ludic.training.loop.control import Control
 from ludic.training.loop.early_stopping import EarlyStopping
 from ludic.training.loop.evaluations import Evaluations
 from ludic.training.loop.fetching import BatchFetcher
-from ludic.training.loop.operations import run_operation
-from ludic.training.loop.outputs import publish_weights, sync_safely
+from ludic.training.loop.outputs import publish_weights, run_operation, sync_safely
 from ludic.training.loop.run_state import restore_run, run_state
 from ludic.training.loop.schedule import RunSchedule
 from ludic.training.loop.setup_checks import check_backend, check_setup, require_model

@@ -20,8 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TextIO, TypeVar
 
-from ludic.errors import ConfigError
-from ludic.exit_codes import TRY_AGAIN
+from ludic.errors import TRY_AGAIN, ConfigError
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from ludic.envs.adapters.missing_library import import_extra
+from ludic.envs.adapters.episode import import_extra
 from ludic.errors import MissingExtraError
 
 LIBRARIES = ["gymnasium", "textarena", "openenv", "verifiers"]

@@ -8,7 +8,7 @@ from gymnasium import spaces
 from hypothesis import given, strategies as st
 
 from ludic.envs.adapters import GymnasiumEnv
-from ludic.envs.adapters.gymnasium_spaces import action_reader, observation_text, rendered_text
+from ludic.envs.adapters.gymnasium import action_reader, observation_text, rendered_text
 from ludic.errors import ConfigError
 
 

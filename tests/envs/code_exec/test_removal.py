@@ -3,8 +3,7 @@
 import pytest
 from hypothesis import given, strategies as st
 
-from ludic.envs.code_exec.containers import this_process
-from ludic.envs.code_exec.removal import Remover
+from ludic.envs.code_exec.containers import Remover, this_process
 from ludic.errors import GradingError
 
 ENDED = f"{this_process().rsplit(' ', 2)[0]} {2**22 + 1} 5"

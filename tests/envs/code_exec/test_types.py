@@ -1,6 +1,6 @@
 import pytest
 
-from ludic.envs.code_exec.hashing import HashedTests, compute_hash, hash_calls, hash_tests
+from ludic.envs.code_exec.cache import HashedTests, compute_hash, hash_calls, hash_tests
 from ludic.envs.code_exec.types import (
     BatchTestResult,
     CompileResult,

@@ -17,7 +17,7 @@ from transformers import Phi3Config, Phi3ForCausalLM
 
 from ludic.errors import ConfigError
 from ludic.inference import ChatCompletionRequest, LocalChatClient, SamplingParams
-from ludic.inference.current_episode import Episode, current_episode, new_episode
+from ludic.inference.client import Episode, current_episode, new_episode
 from ludic.inference.local.decode import DecodeRequest, decode
 from ludic.inference.local.prefixes import PrefixCache, _common_length
 from ludic.models.byte_tokenizer import make_line_tokenizer

@@ -12,7 +12,7 @@ from playing import tiny_model
 from transformers.cache_utils import DynamicCache
 
 from ludic.inference import SamplingParams
-from ludic.inference.current_episode import Episode
+from ludic.inference.client import Episode
 from ludic.inference.local import decode as decoding
 from ludic.inference.local.decode import DecodeRequest, decode
 from ludic.inference.local.prefixes import PrefixCache

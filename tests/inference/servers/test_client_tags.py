@@ -12,8 +12,7 @@ from tiny_policy import tiny_tokenizer
 
 from ludic.errors import ClientTagError, ConfigError
 from ludic.inference import ChatCompletionRequest, ReturnSpec, SamplingParams, VLLMChatClient
-from ludic.inference.servers.client_tags import ClientTag, find_tag, resolve_client_tag
-from ludic.inference.servers.env_settings import shared_server_settings
+from ludic.inference.servers.client_tags import ClientTag, find_tag, resolve_client_tag, shared_server_settings
 from ludic.inference.vllm.in_server.client_tag_middleware import ClientTagMiddleware
 
 

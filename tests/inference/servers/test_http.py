@@ -21,9 +21,8 @@ from ludic.errors import (
     ServerUnreachableError,
 )
 from ludic.inference.servers.answers import WeightInfo
-from ludic.inference.servers.calls import convert_answer
 from ludic.inference.servers.errors import BusyError, is_retryable
-from ludic.inference.servers.http import BlockingHttp, Http
+from ludic.inference.servers.http import BlockingHttp, Http, convert_answer
 
 DEADLINE_S = 0.4
 FOREVER_S = 60.0

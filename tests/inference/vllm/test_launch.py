@@ -21,9 +21,11 @@ from ludic.errors import ConfigError, EngineDeadError
 from ludic.inference.servers.ports import free_port
 from ludic.inference.servers.server_secret import secret_file
 from ludic.inference.vllm.endpoints import VllmEndpoints
-from ludic.inference.vllm.environment import package_root, server_python, server_variables
 from ludic.inference.vllm.launch import (
     collect_proc_output,
+    package_root,
+    server_python,
+    server_variables,
     start_vllm_server,
     stop_vllm_server,
     wait_for_vllm_health,

@@ -13,7 +13,7 @@ from commands import metrics_of, summary_of
 import ludic.rollouts.alias  # noqa: F401  # binds the name rollouts
 from ludic.errors import CheckpointError, ConfigError, DataError, LaunchError
 from ludic.recipes.compose import compose
-from ludic.recipes.sft.schema import compose_sft
+from ludic.recipes.epochs_schema import compose_sft
 from ludic.rollouts.training import pipeline
 from ludic.rollouts.training.pipeline import latest_checkpoint, run_pipeline, run_rl, run_sft
 from ludic.rollouts.training.pipeline_tree import Translation, make_rl_row, make_sft_row, read_tree, translate_rl, translate_sft

@@ -7,7 +7,7 @@ from hypothesis import given, strategies as st
 
 from ludic.recipes.build import build_episodic_task
 from ludic.recipes.compose import compose
-from ludic.runs.actors.numbered_requests import NumberedRequests
+from ludic.runs.actors.worker import NumberedRequests
 from ludic.runs.rollouts import make_training_requests
 
 RECIPE = compose(["sort", "rollout.prompts=4", "rollout.group_size=3", "queue.prompts_per_entry=2", "place.actors=1"])

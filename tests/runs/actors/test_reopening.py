@@ -7,7 +7,7 @@ from jumping_loop import play_jumping
 from memory_log import MemoryLog
 
 from ludic.runs.actors.reopening import REOPEN_S, wait_until_open
-from ludic.training.queue.patience import Patience
+from ludic.training.queue.opening import Patience
 
 
 async def here(operation):

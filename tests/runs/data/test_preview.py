@@ -11,7 +11,7 @@ from rich.console import Console
 
 from ludic import SFT
 from ludic.models.byte_tokenizer import make_byte_tokenizer
-from ludic.recipes.sft.schema import compose_sft
+from ludic.recipes.epochs_schema import compose_sft
 from ludic.runs.data.preview import Preview, SamplePreview, Span, preview
 
 ROWS = [{"instruction": f"{n}+1=", "output": str(n + 1)} for n in range(5)]

@@ -6,7 +6,7 @@ import pytest
 
 from ludic.eval.intervals import Interval
 from ludic.runs.held_out import Answer, Evaluation, make_comparable
-from ludic.runs.report.conclusion import Change, Facts, collect_facts, conclude, count_idle
+from ludic.runs.report.reinforce import Change, Facts, collect_facts, conclude, count_idle
 
 ROSE = Change(0.25, 0.95, Interval(0.7, 0.6, 0.8, 50))
 FELL = Change(0.95, 0.25, Interval(-0.7, -0.8, -0.6, 50))

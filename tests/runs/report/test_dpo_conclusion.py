@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given, strategies as st
 
-from ludic.runs.report.dpo_conclusion import conclude
+from ludic.runs.report.dpo import describe_results
 
 FINISHED = {
     "status": "finished",
@@ -42,21 +42,21 @@ def rate(mean, low, high):
     ],
 )
 def test_a_sentence_is_printed_only_if_the_numbers_support_it(changes, said, unsaid):
-    text = conclude({**FINISHED, **changes})
+    text = describe_results({**FINISHED, **changes})
     assert said in text
     assert unsaid not in text
 
 
 def test_without_held_out_pairs_nothing_is_claimed_of_them():
     summary = {name: value for name, value in FINISHED.items() if not name.startswith("eval_")}
-    assert conclude(summary).startswith("No pairs are held out, so nothing here measures what was learned; raise heldout")
+    assert describe_results(summary).startswith("No pairs are held out, so nothing here measures what was learned; raise heldout")
 
 
 @given(share=st.floats(0, 1), pairs=st.integers(1, 10_000))
 def test_better_than_chance_is_said_only_if_the_interval_is_above_a_half(share, pairs):
     """By the score test: |s - n / 2| > 1.96 sqrt(n) / 2 is what a fair coin does 1 time in 20."""
     share = round(share * pairs) / pairs
-    text = conclude({**FINISHED, "eval_rewards/accuracies": share, "eval_num_pairs": float(pairs)})
+    text = describe_results({**FINISHED, "eval_rewards/accuracies": share, "eval_num_pairs": float(pairs)})
     distance = abs(share * pairs - pairs / 2) - 1.959963985 * pairs**0.5 / 2
     if abs(distance) > 1e-6:
         assert ("more often" in text) == (distance > 0 and share > 0.5)

@@ -12,8 +12,7 @@ import pytest
 from jumping_loop import play_jumping
 from processes import wait_for_end
 
-from ludic.errors import ConfigError, EngineDeadError, InferenceError
-from ludic.exit_codes import TRY_AGAIN
+from ludic.errors import TRY_AGAIN, ConfigError, EngineDeadError, InferenceError
 from ludic.inference.servers.server_secret import HEADER
 from ludic.inference.vllm.endpoints import VllmEndpoints
 from ludic.launch.local import LOOPBACK

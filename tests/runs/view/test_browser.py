@@ -13,8 +13,8 @@ from ludic.runs.reading import read_run
 from ludic.runs.report.scores import encode_scores
 from ludic.runs.view.page import build_page
 from ludic.training.classification_metrics import PreferenceMetrics
+from ludic.training.rollouts.episodes import EpisodeFailure
 from ludic.training.rollouts.log import append_failures
-from ludic.training.rollouts.played import EpisodeFailure
 
 pytestmark = pytest.mark.integration
 

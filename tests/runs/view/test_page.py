@@ -16,11 +16,10 @@ from run_folders import log_rollouts, make_rollout, make_run
 from ludic.runs.reading import read_run
 from ludic.runs.report.scores import decode_scores, describe_preferences, encode_scores
 from ludic.runs.view.episodes import BLOCK, EpisodeTable
-from ludic.runs.view.page import SCRIPTS, build_page, encode_data
-from ludic.runs.view.series import MAX_POINTS, read_series
+from ludic.runs.view.page import MAX_POINTS, SCRIPTS, build_page, encode_data, read_series
 from ludic.training.classification_metrics import PreferenceMetrics
+from ludic.training.rollouts.episodes import EpisodeFailure
 from ludic.training.rollouts.log import append_failures
-from ludic.training.rollouts.played import EpisodeFailure
 
 HOSTILE = "</script><script>alert(1)</script><!--<img src=x onerror=alert(2)>{{SCRIPT}}\u2028]]>"
 

@@ -7,8 +7,7 @@ from training_samples import cpu_config, tiny_model
 
 from ludic.errors import ConfigError
 from ludic.training import LoraSettings, apply_lora
-from ludic.training.backend.parameter_groups import parameter_groups
-from ludic.training.backend.torch import build_optimizer
+from ludic.training.backend.torch import build_optimizer, parameter_groups
 
 
 def settings_of(model, optimizer):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from ludic.errors import CheckpointError, DataError
-from ludic.training.batching.batch_codec import decode_batches, encode_batches
+from ludic.training.batching.overlapped import decode_batches, encode_batches
 from ludic.training.types import ActorTokenLogps, SampleAttachments, SAWBatch, SAWItem
 
 PLAIN = st.recursive(
@@ -96,7 +96,7 @@ def test_other_bytes_are_refused(data):
 
 
 def test_bytes_of_another_version_are_refused_with_both_versions(monkeypatch):
-    monkeypatch.setattr("ludic.training.batching.batch_codec.VERSION", 2)
+    monkeypatch.setattr("ludic.training.batching.overlapped.VERSION", 2)
     data = encode_batches([])
     monkeypatch.undo()
     with pytest.raises(CheckpointError, match="have version 2, this ludic reads 1"):

@@ -7,8 +7,8 @@ from hypothesis import given, settings, strategies as st
 from training_samples import sorting_items
 
 from ludic.errors import DataError, DataTypeError
-from ludic.training.batching.batch_columns import decode_columns, encode_columns
 from ludic.training.batching.mini_batches import MacroBatch
+from ludic.training.batching.shared_batches import decode_columns, encode_columns
 from ludic.training.types import ActorTokenLogps, SampleAttachments, SAWBatch, SAWItem
 
 PLAIN = st.recursive(

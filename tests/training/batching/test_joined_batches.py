@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, strategies as st
 from training_samples import sorting_items
 
-from ludic.training.batching.joined_batches import join_batches
+from ludic.training.batching.shared_batches import join_batches
 from ludic.training.types import SAWBatch
 
 REWARDS = st.lists(st.floats(-10, 10), max_size=6)

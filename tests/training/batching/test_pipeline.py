@@ -26,7 +26,7 @@ from ludic.training import (
     run_pipeline_actor,
 )
 from ludic.training.queue import sample_actor
-from ludic.training.queue.samples import SampleGroup, encode_samples
+from ludic.training.queue.entries import SampleGroup, encode_samples
 
 
 def item(name, *, rollout="r", reward=1.0, group=None):

@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 from ludic.errors import ConfigError
 from ludic.training.coefficients import Coefficient
 from ludic.training.controllers import EntropySchedule, MetaController, Observation
-from ludic.training.controllers.descent import Moments, descend
+from ludic.training.controllers.meta import Moments, descend
 from ludic.training.controllers.meta_gradient import potential_gradient, tracking_gradient
 from ludic.training.types import CandidateGroups
 

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from ludic.errors import MissingExtraError
 from ludic.training.loggers import JSONLLogger, PrintLogger, RichLiveLogger, TeeLogger, WandbLogger
-from ludic.training.loggers.percent import Percent
+from ludic.training.loggers.base import Percent
 from ludic.training.loggers.rich_live import sparkline
 
 STATS = {"train/loss": 0.12345, "train/avg_total_reward": 0.5, "eval/accuracy": 0.75, "eval/step": 4.0, "perf/step_s": 0.25}

@@ -12,7 +12,7 @@ import pytest
 
 from ludic.errors import MissingExtraError
 from ludic.training import MlflowLogger, TensorboardLogger, TrackioLogger, WandbLogger
-from ludic.training.loggers.percent import Percent
+from ludic.training.loggers.base import Percent
 
 STATS = [
     {"train/loss": 0.5, "train/clip_rate": Percent(0.25), "phase": "reinforce"},
@@ -179,7 +179,7 @@ def test_trackio_has_what_was_logged_and_continues_a_run(tmp_path):
     begun = """
 import json
 from ludic.training import TrackioLogger
-from ludic.training.loggers.percent import Percent
+from ludic.training.loggers.base import Percent
 with TrackioLogger(project="sorting", name="a", config={"lr": 0.5}, resume="allow") as logger:
     logger.log(STEP, {"train/loss": 0.5, "train/clip_rate": Percent(0.25), "phase": "reinforce"})
 from trackio.sqlite_storage import SQLiteStorage

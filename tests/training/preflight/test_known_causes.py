@@ -1,6 +1,6 @@
 import pytest
 
-from ludic.training.preflight import known_causes
+from ludic.training.preflight import causes
 
 FACTS = {
     "configured": 0.7,
@@ -16,7 +16,7 @@ FACTS = {
     "prompt": "{user}",
     "expected": "<|user|>",
 }
-CAUSES = {name: cause for name, cause in vars(known_causes).items() if isinstance(cause, known_causes.KnownCause)}
+CAUSES = {name: cause for name, cause in vars(causes).items() if isinstance(cause, causes.KnownCause)}
 
 
 @pytest.mark.parametrize("name", CAUSES)
@@ -28,10 +28,10 @@ def test_every_cause_has_a_name_a_reason_and_a_remedy_without_placeholders(name)
 
 
 def test_the_texts_contain_the_measured_values():
-    assert known_causes.SHIFTED_IDS(by=1).name == "completion ids +1"
-    assert known_causes.OTHER_TEMPERATURE(drawn=0.5, configured=1.0).remedy == "set TrainerConfig.temperature to 0.5"
-    assert "at character 3 they have '{user}'" in known_causes.OTHER_TEMPLATE(at=3, prompt="{user}", expected="x").description
+    assert causes.SHIFTED_IDS(by=1).name == "completion ids +1"
+    assert causes.OTHER_TEMPERATURE(drawn=0.5, configured=1.0).remedy == "set TrainerConfig.temperature to 0.5"
+    assert "at character 3 they have '{user}'" in causes.OTHER_TEMPLATE(at=3, prompt="{user}", expected="x").description
 
 
 def test_long_names_fit_into_the_table():
-    assert len(known_causes.OTHER_PROMPT_FITS(way="the chat template without its generation prompt and more").name) == 57
+    assert len(causes.OTHER_PROMPT_FITS(way="the chat template without its generation prompt and more").name) == 57

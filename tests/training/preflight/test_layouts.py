@@ -15,8 +15,8 @@ from ludic.errors import ConfigError
 from ludic.training import MaskedCausalLMCrossEntropyLoss, RLAlgorithm, Trainer
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
 from ludic.training.credit_assignment import ConstantCredit
-from ludic.training.dpo_config import DPOTrainerConfig
 from ludic.training.preflight.layouts import find_fault, with_right_layout
+from ludic.training.rm_config import DPOTrainerConfig
 
 ALGO = RLAlgorithm("supervised", ConstantCredit(1.0), MaskedCausalLMCrossEntropyLoss())
 LAYOUTS = ("padded rows", "concatenated sequences", "trees")

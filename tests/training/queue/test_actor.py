@@ -11,7 +11,7 @@ from ludic.errors import ConfigError, QueueError, RolloutError
 from ludic.training.queue.actor import poll_after, run_actor
 from ludic.training.queue.base import Work
 from ludic.training.queue.entries import decode_group
-from ludic.training.rollouts.played import EpisodeFailure, PlayedRollouts, RolloutCounts
+from ludic.training.rollouts.episodes import EpisodeFailure, PlayedRollouts, RolloutCounts
 
 
 async def no_weights(version):

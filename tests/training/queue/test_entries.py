@@ -11,12 +11,20 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from ludic.errors import ConfigError
-from ludic.training.queue import entries, envelope
+from ludic.training.queue import entries
 from ludic.training.queue.base import Lease, Work
-from ludic.training.queue.entries import _DECODER, Group, decode_group, encode_group
-from ludic.training.queue.envelope import GROUP, SAMPLES, EntryError, EntryLimits, seal
-from ludic.training.rollouts.check import SampleCheck
-from ludic.training.rollouts.played import EpisodeFailure, PlayedRollouts, RolloutCounts
+from ludic.training.queue.entries import (
+    _DECODER,
+    GROUP,
+    SAMPLES,
+    EntryError,
+    EntryLimits,
+    Group,
+    decode_group,
+    encode_group,
+    seal,
+)
+from ludic.training.rollouts.episodes import EpisodeFailure, PlayedRollouts, RolloutCounts, SampleCheck
 from ludic.types import Rollout, Step, TokenTrace
 
 TEXT = st.text(max_size=4)
@@ -266,11 +274,11 @@ def test_no_damaged_entry_is_read():
 def test_an_entry_with_a_checksum_of_its_own_is_refused_or_can_be_trained_on():
     """Bodies damaged at random behind a right checksum, as a hostile producer sends them: nothing
     but EntryError is raised, and what is read is sound enough to be sent again."""
-    rng, body = random.Random(1), encode_group(example())[envelope._HEADER.size :]
+    rng, body = random.Random(1), encode_group(example())[entries._HEADER.size :]
     read = 0
     for _ in range(3_000):
         damaged = mutations(body, rng)
-        payload = envelope._HEADER.pack(b"LUDQ", 1, GROUP, envelope.xxhash.xxh3_128_digest(damaged)) + damaged
+        payload = entries._HEADER.pack(b"LUDQ", 1, GROUP, entries.xxhash.xxh3_128_digest(damaged)) + damaged
         try:
             group = decode_group(payload)
         except EntryError:
@@ -281,22 +289,22 @@ def test_an_entry_with_a_checksum_of_its_own_is_refused_or_can_be_trained_on():
 
 
 def test_unknown_fields_are_refused():
-    content = msgspec.to_builtins(_DECODER.decode(encode_group(example())[envelope._HEADER.size :]), builtin_types=(bytes,))
+    content = msgspec.to_builtins(_DECODER.decode(encode_group(example())[entries._HEADER.size :]), builtin_types=(bytes,))
 
-    payload = envelope._HEADER.pack(b"LUDQ", 1, GROUP, envelope.xxhash.xxh3_128_digest(b"")) + b""
+    payload = entries._HEADER.pack(b"LUDQ", 1, GROUP, entries.xxhash.xxh3_128_digest(b"")) + b""
     with pytest.raises(EntryError, match="another structure"):
         decode_group(payload)
     body = msgspec.msgpack.encode([*content, "more"])
     with pytest.raises(EntryError, match="another structure"):
-        decode_group(envelope._HEADER.pack(b"LUDQ", 1, GROUP, envelope.xxhash.xxh3_128_digest(body)) + body)
+        decode_group(entries._HEADER.pack(b"LUDQ", 1, GROUP, entries.xxhash.xxh3_128_digest(body)) + body)
 
 
 def test_deep_nesting_is_refused_and_does_not_crash():
     body = b"\x91" * 100_000
     with pytest.raises(EntryError):
-        decode_group(envelope._HEADER.pack(b"LUDQ", 1, GROUP, envelope.xxhash.xxh3_128_digest(body)) + body)
+        decode_group(entries._HEADER.pack(b"LUDQ", 1, GROUP, entries.xxhash.xxh3_128_digest(body)) + body)
 
 
 def test_an_entry_that_is_too_large_is_not_sent():
     with pytest.raises(EntryError, match="play smaller groups"):
-        seal(GROUP, _DECODER.decode(encode_group(example())[envelope._HEADER.size :]), EntryLimits(max_bytes=64))
+        seal(GROUP, _DECODER.decode(encode_group(example())[entries._HEADER.size :]), EntryLimits(max_bytes=64))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from ludic.errors import CheckpointError, DataError
-from ludic.training.queue.ledger import Ledger
+from ludic.training.queue.arrivals import Ledger
 
 NUMBERS = st.lists(st.integers(0, 12), max_size=15)
 

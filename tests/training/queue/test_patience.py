@@ -3,7 +3,7 @@
 import pytest
 
 from ludic.errors import OwnershipLost, QueueDataLost, QueueError, QueueRefused
-from ludic.training.queue.patience import Patience
+from ludic.training.queue.opening import Patience
 
 
 class Calls:

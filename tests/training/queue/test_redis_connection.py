@@ -13,7 +13,7 @@ from redis.exceptions import (
 )
 
 from ludic.errors import ConfigError, QueueError, QueueRefused
-from ludic.training.queue.redis_connection import RedisConnection, check_prefix, hide_password
+from ludic.training.queue.redis import RedisConnection, check_prefix, hide_password
 
 PASSWORDS = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=3, max_size=12)
 

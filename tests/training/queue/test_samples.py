@@ -6,9 +6,8 @@ import pytest
 import xxhash
 from hypothesis import given, settings, strategies as st
 
-from ludic.training.queue.envelope import EntryError, EntryLimits
-from ludic.training.queue.samples import SampleGroup, decode_samples, encode_samples, split_groups
-from ludic.training.rollouts.check import SampleCheck
+from ludic.training.queue.entries import EntryError, EntryLimits, SampleGroup, decode_samples, encode_samples, split_groups
+from ludic.training.rollouts.episodes import SampleCheck
 from ludic.training.types import ActorTokenLogps, SampleAttachments, SAWItem
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False)

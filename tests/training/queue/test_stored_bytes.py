@@ -5,10 +5,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from ludic.training.batching.batch_codec import decode_batches, encode_batches
-from ludic.training.queue.entries import Group, decode_group, encode_group
-from ludic.training.queue.samples import SampleGroup, decode_samples, encode_samples
-from ludic.training.rollouts.played import EpisodeFailure, PlayedRollouts, RolloutCounts
+from ludic.training.batching.overlapped import decode_batches, encode_batches
+from ludic.training.queue.entries import Group, SampleGroup, decode_group, decode_samples, encode_group, encode_samples
+from ludic.training.rollouts.episodes import EpisodeFailure, PlayedRollouts, RolloutCounts
 from ludic.training.types import ActorTokenLogps, SampleAttachments, SAWBatch, SAWItem
 from ludic.types import Rollout, Step, TokenTrace
 

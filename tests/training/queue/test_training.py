@@ -12,8 +12,7 @@ from ludic.training.credit_assignment import GroupNormalizedReturn
 from ludic.training.queue.actor import run_actor
 from ludic.training.queue.arrivals import failed_group
 from ludic.training.queue.entries import Group, as_played
-from ludic.training.queue.source import QueueBatchSource
-from ludic.training.queue.to_batch import BatchFromGroups, join_groups
+from ludic.training.queue.source import BatchFromGroups, QueueBatchSource, join_groups
 from ludic.training.rollouts.log import read_rollouts
 from ludic.training.rollouts.to_samples import batch_from_rollouts
 from ludic.types import Rollout, Step, TokenTrace

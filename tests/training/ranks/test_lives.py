@@ -11,9 +11,8 @@ from torch.distributed import HashStore, TCPStore
 
 from ludic.errors import RankError
 from ludic.training.ranks import lives
-from ludic.training.ranks.lives import QUIET_S, Lives
+from ludic.training.ranks.lives import QUIET_S, Lives, find_begin, find_machine, has_ended
 from ludic.training.ranks.meeting import Meeting
-from ludic.training.ranks.processes import find_begin, find_machine, has_ended
 from ludic.training.ranks.rank_store import RankStore
 
 FOREVER_S = 1e9

@@ -27,11 +27,10 @@ from ludic.training import (
     TrainerConfig,
     make_grpo,
 )
-from ludic.training.batching.batch_columns import decode_columns, encode_columns
 from ludic.training.batching.overlapped import OverlappedSource
-from ludic.training.batching.shared_batches import SharedBatches
-from ludic.training.queue.samples import SampleGroup, encode_samples
-from ludic.training.rollouts.check import MAX_LATER_VERSIONS, SampleCheck
+from ludic.training.batching.shared_batches import SharedBatches, decode_columns, encode_columns
+from ludic.training.queue.entries import SampleGroup, encode_samples
+from ludic.training.rollouts.episodes import MAX_LATER_VERSIONS, SampleCheck
 from ludic.types import ChatResponse, StepOutcome
 
 VOCABULARY = tiny_model().get_input_embeddings().weight.shape[0]

@@ -21,7 +21,7 @@ from ludic.training import (
     RolloutRequest,
     drop_truncated,
 )
-from ludic.training.rollouts.cut_off import CutOffWarnings
+from ludic.training.rollouts.episodes import CutOffWarnings
 from ludic.types import Rollout, Step, TokenTrace
 
 

@@ -11,8 +11,7 @@ from pool_playing import Fate, PlayedPool
 from state_edits import edit
 
 from ludic.errors import ConfigError, DataError
-from ludic.training.rollouts.group_ledger import Ledger
-from ludic.training.rollouts.ledger_state import find_prompts, read_state
+from ludic.training.rollouts.group_ledger import Ledger, find_prompts, read_state
 
 SETTINGS = {"groups_per_batch": 3, "members_per_group": 2, "over_sampling_factor": 2.0, "patience": 1000}
 

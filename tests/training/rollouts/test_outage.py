@@ -11,7 +11,7 @@ from pool_playing import CountedPrompts
 
 from ludic.errors import RolloutAborted, RolloutError
 from ludic.training.rollouts.group_pool import GroupPool, MemberInterrupted
-from ludic.training.rollouts.outage import FailedCalls, Outage
+from ludic.training.rollouts.member_calls import FailedCalls, Outage
 
 
 def make_pool(play, **changes):

@@ -24,8 +24,7 @@ from ludic.training import (
     RolloutRequest,
     make_dataset_sequence_requests_fn,
 )
-from ludic.training.reward_functions import RewardFunctions
-from ludic.training.reward_values import WrongLength
+from ludic.training.reward_functions import RewardFunctions, WrongLength
 from ludic.training.rollouts.group_filters import check_reward_nonzero_std, of_rollouts
 from ludic.types import ChatResponse, StepOutcome
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ludic.errors import DataError, DataKeyError
-from ludic.training.samples.pair_facts import check_label, meta_value, same_tokens
+from ludic.training.samples.preference import check_label, meta_value, same_tokens
 from ludic.training.types import SAWItem
 
 

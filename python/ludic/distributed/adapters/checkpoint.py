@@ -22,10 +22,9 @@ from ludic.distributed.engines import (
     VLLMEngine,
     sync_weights_to_engines,
 )
+from ludic.distributed.publisher import UnchangedWeights
 from ludic.distributed.push.fan_out import describe_failures, list_urls, run_on_all
-from ludic.distributed.push.folder import VersionFolders
-from ludic.distributed.push.manifest import ServerManifest, cast_to_server, rename_to_checkpoint
-from ludic.distributed.unchanged import UnchangedWeights
+from ludic.distributed.push.manifest import ServerManifest, VersionFolders, cast_to_server, rename_to_checkpoint
 from ludic.errors import ConfigError, PublishError
 from ludic.inference.publishing import Publisher, Version
 from ludic.inference.sglang import SGLangClient, SGLangEndpoints

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ludic.distributed.publisher import UnchangedWeights
 from ludic.distributed.push.fan_out import describe_failures, run_on_all
-from ludic.distributed.push.folder import VersionFolders
+from ludic.distributed.push.manifest import VersionFolders
 from ludic.distributed.push.target import as_push_target
-from ludic.distributed.unchanged import UnchangedWeights
 from ludic.errors import ConfigError, PublishError
 from ludic.inference.publishing import Publisher, Version
 from ludic.inference.vllm.endpoints import VllmEndpoints

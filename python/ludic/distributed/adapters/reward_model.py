@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ludic.distributed.publisher import Rank0OnlyPublisher
 from ludic.inference.publishing import Publisher, Version
-from ludic.inference.reward_types import RewardModelTrainingMode
-from ludic.inference.reward_weights import select_trained_weights
+from ludic.inference.reward_types import RewardModelTrainingMode, select_trained_weights
 
 if TYPE_CHECKING:
     from torch import Tensor

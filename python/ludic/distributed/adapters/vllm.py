@@ -24,18 +24,17 @@ from ludic.distributed.adapters.reward_model import (
     RMPublisherAdapter as RMPublisherAdapter,
     create_rm_publisher as create_rm_publisher,
 )
-from ludic.distributed.publisher import BroadcastPolicyPublisher, Rank0OnlyPublisher
+from ludic.distributed.publisher import BroadcastPolicyPublisher, Rank0OnlyPublisher, UnchangedWeights
 from ludic.distributed.push.control_plane import VllmControlPlane as VllmControlPlane
-from ludic.distributed.push.folder import VersionFolders
 from ludic.distributed.push.manifest import (
     ServerManifest,
     StreamToServer,
+    VersionFolders,
     cast_to_server,
     has_tied_head,
     rename_to_checkpoint,
 )
 from ludic.distributed.push.target import as_push_target
-from ludic.distributed.unchanged import UnchangedWeights
 from ludic.errors import PublishError
 from ludic.inference.publishing import PolicyPublisher, Publisher, PushTarget, Version, WeightSource, as_publisher
 

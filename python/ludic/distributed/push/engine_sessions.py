@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from ludic.distributed.push.manifest import ServerManifest
 from ludic.distributed.push.server_link import ServerLink
 from ludic.errors import LudicError, PublishError, ServerTimeoutError
-from ludic.inference.servers.calls import ServerCalls
+from ludic.inference.servers.http import ServerCalls
 from ludic.inference.sglang import SGLangEndpoints
 from ludic.inference.vllm.endpoints import VllmEndpoints
 

@@ -3,16 +3,21 @@ dtypes.
 
 A server that gets a tensor of another shape crashes, and one that gets half of a fused layer serves
 a mix of old and new weights.
+
+Weights are also written as folders of safetensors for servers to read, with fingerprints.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ludic.distributed.interfaces import WeightMetadata
-from ludic.errors import PublishError, shorten_names
+from ludic.errors import ConfigError, PublishError, shorten_names
+from ludic.files.folders import delete_folder, replace_folder
 from ludic.inference.publishing import WeightSource
 from ludic.models.names import REPLACED_PART, is_adapter, strip_peft_parts
 
@@ -167,3 +172,106 @@ def check_fit(metadata: Iterable[WeightMetadata], manifest: ServerManifest, *, p
 def _is_floating(dtype: str) -> bool:
     name = dtype.removeprefix("torch.")
     return name.startswith(("float16", "float32", "float64", "bfloat"))
+
+
+WEIGHTS_FILE = "model.safetensors"
+MODEL_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
+"""Patterns of the files that a server needs beside the weights: config and tokenizer."""
+
+
+class VersionFolders:
+    """Writes one folder for each version, complete or not at all, and keeps the newest ones.
+
+    >>> VersionFolders("/shared/policy").write(weights, version=17)
+    PosixPath('/shared/policy/version_17')
+    """
+
+    def __init__(self, root: str | Path, *, keep: int = 2, model: str | Path | None = None) -> None:
+        """`keep` is the number of versions to keep. `model` is a folder whose config and tokenizer
+        are copied beside the weights."""
+        if keep < 1:
+            raise ConfigError(f"keep ({keep}) must be >= 1: the version that is served must not be deleted")
+        self.root = Path(root).resolve()
+        self.keep = keep
+        self.model = None if model is None else Path(model)
+        if self.model is not None and not (self.model / "config.json").exists():
+            raise ConfigError(f"{self.model} has no config.json; give the folder of the model that is served")
+        self._written: list[Path] = []
+
+    def write(self, weights: Mapping[str, Tensor], version: str | int | None) -> Path:
+        """Write the folder of this version, and return it. A folder of the same version is
+        replaced."""
+        from safetensors.torch import save_file
+
+        on_host = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
+        return self.fill(version, lambda folder: save_file(on_host, folder / WEIGHTS_FILE, metadata={"format": "pt"}))
+
+    def write_stream(self, weights: WeightSource, version: str | int | None) -> Path:
+        """`write` for weights that are gathered meanwhile; one tensor is in memory at a time."""
+        from ludic.models.tensor_files import TensorFileWriter
+
+        def write(folder: Path) -> None:
+            with TensorFileWriter(folder / WEIGHTS_FILE, weights.describe()) as file:
+                for name, tensor in weights:
+                    file.write(name, tensor)
+
+        return self.fill(version, write)
+
+    def fill(self, version: str | int | None, write: Callable[[Path], object]) -> Path:
+        """Have `write` put files into a new folder for this version, and return the folder's final
+        path."""
+        target = self.root / f"version_{version}"
+        if target.parent != self.root:
+            raise ConfigError(f"version ({version}) must be a valid folder name, without slashes")
+        with replace_folder(target) as folder:
+            self._copy_model_files(folder)
+            write(folder)
+        self._written = [*(path for path in self._written if path != target), target]
+        return target
+
+    def _copy_model_files(self, folder: Path) -> None:
+        if self.model is None:
+            return
+        for pattern in MODEL_FILES:
+            for path in self.model.glob(pattern):
+                if not path.name.endswith(".index.json"):
+                    shutil.copyfile(path, folder / path.name)
+
+    def prune(self, served: Path) -> None:
+        """Delete the oldest versions that this process wrote until `keep` are left, but never the
+        one that is served."""
+        while len(self._written) > self.keep:
+            oldest = self._written.pop(0)
+            if oldest != served:
+                delete_folder(oldest)
+
+
+def fingerprint_folder(folder: Path, manifest: ServerManifest, *, partial: bool = False) -> tuple[dict[str, str], dict[str, str]]:
+    """Fingerprints of the weights in a folder: as stored, and in the server's dtypes. Reads one
+    tensor at a time.
+
+    Raises PublishError if the folder cannot be read here, is incomplete, or has weights that do not
+    fit the server's model.
+    """
+    import torch
+    from safetensors import SafetensorError
+
+    from ludic.inference.vllm.in_server.weight_fingerprint import tensor_fingerprint
+    from ludic.inference.vllm.in_server.weight_receiver import Checkpoint, WeightTransferError
+
+    stored, served = {}, {}
+    try:
+        checkpoint = Checkpoint(folder)
+        ends = [name for name in checkpoint.weights if name == HEAD or name.endswith(EMBEDDING)]
+        tied_heads = set(ends) - set(drop_tied_head(dict(checkpoint.read(ends)), manifest))
+        names = sorted(set(checkpoint.weights) - tied_heads)
+        entries = ((name, checkpoint.weights[name]) for name in names)
+        check_fit([{"name": n, "dtype": w["dtype"], "shape": w["shape"]} for n, w in entries], manifest, partial=partial)
+        for name, tensor in checkpoint.read(names):
+            stored[name] = tensor_fingerprint(tensor)
+            served[name] = tensor_fingerprint(tensor.to(getattr(torch, manifest.weights[name][1])))
+    except (WeightTransferError, SafetensorError, OSError, ValueError, KeyError) as error:
+        raise PublishError(
+            f"{folder} is not a complete checkpoint ({error}); write all of it before the servers are told to read it"
+        ) from error
+    return stored, served

@@ -1,8 +1,14 @@
-"""The life cycle of an episode: new, running, over, closed."""
+"""What adapters share: the life cycle of an episode (new, running, over, closed), imports of
+optional libraries, and values of other libraries in the types of JSON.
+"""
 
 from __future__ import annotations
 
-from ludic.errors import RolloutError
+import importlib
+from collections.abc import Mapping, Set as AbstractSet
+from typing import Any
+
+from ludic.errors import MissingExtraError, RolloutError
 
 
 class Episode:
@@ -49,3 +55,35 @@ class Episode:
     def _refuse_closed(self) -> None:
         if self._state == "closed":
             raise RolloutError(f"{self._name} is closed; make a new one")
+
+
+def import_extra(module: str, extra: str) -> Any:
+    """Import and return a module. Raises MissingExtraError, which names the extra, if its package
+    is not installed; an import error within the package passes through."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        package = module.partition(".")[0]
+        if error.name is None or error.name.partition(".")[0] != package:
+            raise
+        raise MissingExtraError.for_extra(package, extra) from error
+
+
+def to_json_types(value: Any) -> Any:
+    """`value` in the types of JSON: arrays become lists, NumPy scalars Python numbers, keys
+    strings, and anything that JSON has no type for `str(value)`."""
+    if isinstance(value, float | str) and hasattr(value, "item"):  # NumPy's float64 and str_ subclass Python's types
+        return value.item()
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): to_json_types(element) for key, element in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_json_types(element) for element in value]
+    if isinstance(value, AbstractSet):
+        return sorted((to_json_types(element) for element in value), key=str)
+    if hasattr(value, "tolist"):
+        return to_json_types(value.tolist())
+    if hasattr(value, "model_dump"):
+        return to_json_types(value.model_dump())
+    return str(value)

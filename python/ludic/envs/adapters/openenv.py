@@ -8,9 +8,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ludic.envs.adapters.episode import Episode
-from ludic.envs.adapters.missing_library import import_extra
-from ludic.envs.adapters.plain_values import to_json_types
+from ludic.envs.adapters.episode import Episode, import_extra, to_json_types
 from ludic.envs.single_agent_env import SingleAgentEnv
 from ludic.errors import ConfigError, RolloutError
 from ludic.types import Info, StepOutcome

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from random import SystemRandom
 from typing import Any
 
-from ludic.envs.adapters.episode import Episode
-from ludic.envs.adapters.isolated_randomness import IsolatedRandomness
-from ludic.envs.adapters.missing_library import import_extra
-from ludic.envs.adapters.plain_values import to_json_types
+from ludic.envs.adapters.episode import Episode, import_extra, to_json_types
 from ludic.envs.env import LudicEnv
 from ludic.errors import ConfigError, RolloutError
 from ludic.types import Info, StepOutcome
@@ -228,3 +227,34 @@ def _maker(game: str | Callable[[], Any], settings: Mapping[str, Any]) -> Callab
 
 def _agent_id(player: int) -> str:
     return f"player_{player}"
+
+
+class IsolatedRandomness:
+    """The state of `random` and `numpy.random` of one environment.
+
+    While it is `active`, the global generators continue from this state; afterwards their own state
+    is restored. Environments that play at the same time therefore do not affect each other, nor
+    the rest of the process.
+    """
+
+    def __init__(self, seed: int | None = None) -> None:
+        """`seed`: any integer; None for a random state."""
+        import numpy as np
+
+        self._python = random.Random(seed).getstate()
+        self._numpy = np.random.RandomState(None if seed is None else seed % 2**32).get_state()
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Swap the state in. Do not `await` inside: other tasks would draw from it."""
+        import numpy as np
+
+        shared_python, shared_numpy = random.getstate(), np.random.get_state()
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+        try:
+            yield
+        finally:
+            self._python, self._numpy = random.getstate(), np.random.get_state()
+            random.setstate(shared_python)
+            np.random.set_state(shared_numpy)

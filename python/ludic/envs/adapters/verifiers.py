@@ -7,8 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from ludic.envs.adapters.episode import Episode
-from ludic.envs.adapters.missing_library import import_extra
+from ludic.envs.adapters.episode import Episode, import_extra
 from ludic.envs.adapters.verifiers_client import VerifiersClient, play_task
 from ludic.envs.adapters.verifiers_rollouts import rollout_from_trace
 from ludic.envs.single_agent_env import SingleAgentEnv

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ludic.envs.adapters.missing_library import import_extra
+from ludic.envs.adapters.episode import import_extra
 from ludic.errors import InferenceError
 from ludic.inference.client import ChatClient
 from ludic.inference.request import ChatCompletionRequest, InferenceSpec, ToolRequest

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ludic.envs.adapters.plain_values import to_json_types
+from ludic.envs.adapters.episode import to_json_types
 from ludic.errors import DataError, RolloutError
 from ludic.types import Info, Rollout, Step, TokenTrace
 

@@ -19,12 +19,11 @@ from ludic.envs.code_exec.backend import (
     is_singularity_available,
 )
 from ludic.envs.code_exec.bubblewrap import BubblewrapConfig, BubblewrapSandboxPool, is_bubblewrap_available
-from ludic.envs.code_exec.cache import LRUCache
+from ludic.envs.code_exec.cache import LRUCache, compute_hash, hash_tests
 from ludic.envs.code_exec.calls.runner import FunctionCallRunner
 from ludic.envs.code_exec.calls.values import ValueVerifier
 from ludic.envs.code_exec.env import CodeExecConfig, CodeExecEnv
 from ludic.envs.code_exec.factory import create_sandbox_pool
-from ludic.envs.code_exec.hashing import compute_hash, hash_tests
 from ludic.envs.code_exec.podman_sandbox import PodmanConfig, PodmanError, PodmanHPCSandbox, PodmanHPCSandboxPool
 from ludic.envs.code_exec.runners import CodeRunner, StdinStdoutRunner
 from ludic.envs.code_exec.sandbox import Sandbox, SandboxPool

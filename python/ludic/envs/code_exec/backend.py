@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ludic.envs.code_exec.bubblewrap import TRIAL_S, is_bubblewrap_available
-from ludic.envs.code_exec.docker_daemon import connect
+from ludic.envs.code_exec.docker_sandbox import connect
 from ludic.envs.code_exec.podman_sandbox import run_podman
 from ludic.envs.code_exec.types import NoSandboxError
 from ludic.errors import ConfigError, LudicError

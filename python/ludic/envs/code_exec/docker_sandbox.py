@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import socket
 import struct
 import threading
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
 from ludic.envs.code_exec.cache import LRUCache
@@ -25,16 +27,16 @@ from ludic.envs.code_exec.containers import (
     PULL_S,
     START_S,
     ContainerPlan,
+    Remover,
     Users,
     megabytes_of,
     this_process,
 )
-from ludic.envs.code_exec.docker_daemon import connect, daemon_errors, load_docker
 from ludic.envs.code_exec.pool import BaseSandboxPool
 from ludic.envs.code_exec.process_sandbox import LONGEST_REPLY, ProcessSandbox
-from ludic.envs.code_exec.removal import Remover
+from ludic.envs.code_exec.types import NoSandboxError
 from ludic.envs.line_process import LineProcess
-from ludic.errors import ConfigError, GradingError, LudicError
+from ludic.errors import ConfigError, GradingError, LudicError, MissingExtraError
 
 __all__ = ["DockerSandbox", "DockerSandboxConfig", "DockerSandboxPool", "LRUCache"]
 
@@ -316,3 +318,54 @@ def create_container(client: Any, config: DockerSandboxConfig, users: Users) -> 
         **({} if config.cpu_quota is None else {"cpu_period": CPU_PERIOD_US, "cpu_quota": config.cpu_quota}),
     }
     return client.containers.create(config.image, **{**options, **config.create_options})
+
+
+USUAL_ADDRESS = "unix:///var/run/docker.sock"
+
+
+def load_docker() -> ModuleType:
+    """The package. MissingExtraError without it."""
+    try:
+        import docker
+
+        docker.from_env  # noqa: B018  # a folder of this name is no package
+    except (ImportError, AttributeError) as error:
+        raise MissingExtraError.for_extra("docker", "docker") from error
+    return docker
+
+
+def daemon_errors() -> tuple[type[Exception], ...]:
+    """What a call to the daemon may raise. One that hangs or has ended is an OSError of requests,
+    or an error of urllib3 while a reply is read."""
+    from urllib3.exceptions import HTTPError  # comes with the package
+
+    return (load_docker().errors.DockerException, OSError, HTTPError)
+
+
+def connect(*, timeout_s: int = 60) -> Any:
+    """A client of the daemon at DOCKER_HOST. NoSandboxError if none answers."""
+    docker = load_docker()
+    address = os.environ.get("DOCKER_HOST") or USUAL_ADDRESS
+    try:
+        _try_socket(address, timeout_s)
+        client = docker.from_env(timeout=timeout_s)
+    except (OSError, docker.errors.DockerException) as error:
+        raise NoSandboxError(
+            f"no Docker daemon answers at {address} ({error}); start one that this user may reach, or set DOCKER_HOST"
+        ) from error
+    if not client.api.base_url.startswith(("http://", "http+docker://localhost")):
+        client.close()
+        raise ConfigError(
+            f"containers can be attached to over a Unix socket or plain TCP, not at {address}; forward the daemon's socket, "
+            "for example with `ssh -L`, and set DOCKER_HOST to it"
+        )
+    return client
+
+
+def _try_socket(address: str, timeout_s: float) -> None:
+    """OSError if nobody listens there. The package leaves such sockets open."""
+    scheme, _, path = address.partition("://")
+    if scheme in ("unix", "http+unix"):
+        with socket.socket(socket.AF_UNIX) as trial:
+            trial.settimeout(timeout_s)
+            trial.connect(path)

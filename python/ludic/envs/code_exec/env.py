@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ludic.envs.code_exec.adapters.base import ExactMatchVerifier, OutputVerifier, TestAdapter
-from ludic.envs.code_exec.hashing import HashedTests, compute_hash
+from ludic.envs.code_exec.cache import HashedTests, compute_hash
 from ludic.envs.code_exec.runners import CodeRunner, StdinStdoutRunner
 from ludic.envs.code_exec.sandbox import SandboxPool
 from ludic.envs.code_exec.types import BatchTestResult, RunStatus, TestResult

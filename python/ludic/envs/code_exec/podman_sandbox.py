@@ -28,13 +28,13 @@ from ludic.envs.code_exec.containers import (
     PULL_S,
     START_S,
     ContainerPlan,
+    Remover,
     Users,
     megabytes_of,
     this_process,
 )
 from ludic.envs.code_exec.pool import BaseSandboxPool
 from ludic.envs.code_exec.process_sandbox import LONGEST_REPLY, ProcessSandbox
-from ludic.envs.code_exec.removal import Remover
 from ludic.envs.code_exec.types import NoSandboxError
 from ludic.envs.line_process import LineProcess, Running
 from ludic.errors import ConfigError, GradingError

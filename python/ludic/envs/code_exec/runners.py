@@ -9,7 +9,7 @@ from contextlib import aclosing
 from typing import Protocol, runtime_checkable
 
 from ludic.envs.code_exec.adapters.base import OutputVerifier
-from ludic.envs.code_exec.hashing import compute_hash, hash_tests
+from ludic.envs.code_exec.cache import compute_hash, hash_tests
 from ludic.envs.code_exec.sandbox import BatchSandbox, Sandbox
 from ludic.envs.code_exec.types import (
     BatchExecutionSpec,

@@ -5,10 +5,22 @@ from __future__ import annotations
 from random import Random
 
 from ludic.envs.single_agent_env import SingleAgentEnv
-from ludic.envs.tictactoe.opponents import Opponent, RandomOpponent
-from ludic.envs.tictactoe.perfect_play import optimal_moves, value
-from ludic.envs.tictactoe.rules import EMPTY, Board, cell_name, legal_moves, play, read_cell, winner
-from ludic.envs.tictactoe.text import RULES, BoardText, GameText
+from ludic.envs.tictactoe.rules import (
+    EMPTY,
+    RULES,
+    Board,
+    BoardText,
+    GameText,
+    Opponent,
+    RandomOpponent,
+    cell_name,
+    legal_moves,
+    optimal_moves,
+    play,
+    read_cell,
+    value,
+    winner,
+)
 from ludic.errors import RolloutError
 from ludic.types import Info, StepOutcome
 

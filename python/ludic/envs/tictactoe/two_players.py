@@ -5,8 +5,19 @@ from __future__ import annotations
 from random import Random
 
 from ludic.envs.env import LudicEnv
-from ludic.envs.tictactoe.rules import EMPTY, Board, cell_name, legal_moves, play, read_cell, to_move, winner
-from ludic.envs.tictactoe.text import RULES, BoardText, GameText
+from ludic.envs.tictactoe.rules import (
+    EMPTY,
+    RULES,
+    Board,
+    BoardText,
+    GameText,
+    cell_name,
+    legal_moves,
+    play,
+    read_cell,
+    to_move,
+    winner,
+)
 from ludic.errors import ConfigError, RolloutError
 from ludic.types import Info, StepOutcome
 

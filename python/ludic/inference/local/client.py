@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ludic.errors import ConfigError, InferenceError
 from ludic.event_loop import run_in_thread
-from ludic.inference.current_episode import Episode, current_episode
+from ludic.inference.client import Episode, current_episode
 from ludic.inference.local.decode import Bounds, Completion, DecodeRequest, decode
 from ludic.inference.local.prefixes import PrefixCache
 from ludic.inference.local.weights import copy_for_sampling, copy_streamed_weights, copy_weights

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ludic.errors import InferenceError
-from ludic.inference.current_episode import Episode
+from ludic.inference.client import Episode
 from ludic.inference.local.prefixes import Match, Prefix, PrefixCache, Snapshot, is_plain, is_separable, join_prefixes
 from ludic.inference.local.sampler import Sampler, stream_key
 from ludic.inference.sampling import SamplingParams

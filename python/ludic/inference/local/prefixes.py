@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ludic.inference.current_episode import Episode
+from ludic.inference.client import Episode
 
 MIN_CACHED_SHARE = 0.5
 """Share of a prompt below which a cached prefix is not used, because reading the whole prompt is as

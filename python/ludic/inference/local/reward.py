@@ -18,7 +18,7 @@ from ludic import _core
 from ludic.errors import ConfigError, DataError, InferenceError
 from ludic.event_loop import run_in_thread
 from ludic.inference.local.weights import copy_weights
-from ludic.inference.prompts.vocabulary import reads_same_ids
+from ludic.inference.prompts.tokens import reads_same_ids
 from ludic.inference.reward_types import (
     PoolingType,
     RewardModelTrainingMode,
@@ -26,8 +26,8 @@ from ludic.inference.reward_types import (
     ScoringResponse,
     as_scoring_input,
     check_one_label,
+    select_trained_weights,
 )
-from ludic.inference.reward_weights import select_trained_weights
 from ludic.models.evaluation_mode import evaluation_mode
 from ludic.models.positions import find_context, pin_rope
 

@@ -4,24 +4,31 @@
 and `BlockingHttp` for synchronous code. The deadline covers name resolution, connecting, sending
 and every byte of the response, so slow servers are given up in time as well as silent ones. Bodies
 are never decompressed. Redirects are not followed, because requests carry prompts and keys.
+
+Runs coroutines for synchronous code, on one event loop in its own thread.
+
+Unlike `asyncio.run`, this also works inside a running event loop, and deadlines also end calls that
+wait for another thread, such as name resolution.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import os
 import ssl
-from collections.abc import Callable, Mapping
+import threading
+import time
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Required, TypedDict, TypeVar, Unpack
 from urllib.parse import urlsplit
 
 import msgspec
 
-from ludic.errors import ConfigError, ConfigTypeError, InferenceError, ServerTimeoutError, ServerUnreachableError
+from ludic.errors import ConfigError, ConfigTypeError, InferenceError, ServerError, ServerTimeoutError, ServerUnreachableError
 from ludic.inference.servers.errors import quote_body, status_error
-from ludic.inference.servers.loop_thread import run_blocking
-from ludic.inference.servers.server_secret import is_loopback_host
+from ludic.inference.servers.server_secret import is_loopback_host, secret_headers
 
 if TYPE_CHECKING:
     from httpx2 import AsyncClient, Response
@@ -262,3 +269,123 @@ def _load_certificates() -> ssl.SSLContext:
 def _make_plain_context() -> ssl.SSLContext:
     """For connections without TLS: loading the system's certificates takes a while."""
     return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+
+
+class LoopThread:
+    """An event loop in a daemon thread, started at the first call."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Return the result of the coroutine. It is cancelled when this thread is interrupted, for
+        example by Ctrl-C."""
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._get_loop())
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def _get_loop(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=self._loop.run_forever, name="ludic-http", daemon=True).start()
+            return self._loop
+
+
+_thread = LoopThread()
+
+
+def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine, which must have its own deadline, from synchronous code."""
+    return _thread.run(coroutine)
+
+
+def _reset_in_fork() -> None:
+    """Make a new thread in a forked process: a fork copies the loop but not its thread."""
+    global _thread
+    _thread = LoopThread()
+
+
+os.register_at_fork(after_in_child=_reset_in_fork)
+
+QUICK_TIMEOUT_S = 30.0
+"""For calls that do not move weights."""
+
+
+class ServerCalls:
+    """Calls to one server. Subclasses add a method for each endpoint."""
+
+    hint = ""
+    """How to start a server that has the endpoints; shown when one is missing."""
+
+    def __init__(self, url: str, *, headers: Mapping[str, str] | None = None, timeout_s: float = QUICK_TIMEOUT_S) -> None:
+        """`headers` are sent with every call."""
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self.timeout_s = timeout_s
+        self.ends_at: float | None = None
+        """The time of `time.monotonic()` at which every call ends, whatever its own timeout."""
+        self._http = BlockingHttp(headers)
+
+    def call(
+        self,
+        method: str,
+        path: str,
+        *,
+        json: Mapping[str, Any] | None = None,
+        params: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
+        answer: type[T] | None = None,
+    ) -> T:
+        """Make a call and return the response as JSON of the type `answer`. Without a type, return
+        any JSON, or the text if it is not JSON.
+
+        Raises ServerError, ServerTimeoutError and ServerUnreachableError, and InferenceError for
+        JSON of another type.
+        """
+        deadline_s = self._left_s(path, self.timeout_s if timeout_s is None else timeout_s)
+        body = None if method == "get" else dict(json or {})
+        response = self._http.request(
+            method.upper(),
+            f"{self.url}{path}",
+            json=body,
+            params=params,
+            headers=secret_headers(self.url),
+            timeout_s=deadline_s,
+        )
+        if response.status != 200:
+            raise ServerError(
+                self._message(path, response.status, response.excerpt()), status=response.status, reason=response.text
+            )
+        if answer is not None:
+            return response.read(answer)
+        try:
+            decoded: T = response.json()
+            return decoded
+        except InferenceError:
+            return response.text  # type: ignore[return-value]
+
+    def _left_s(self, path: str, timeout_s: float) -> float:
+        """The seconds that a call may take. Raises ServerTimeoutError if `ends_at` is over."""
+        if self.ends_at is None:
+            return timeout_s
+        left_s = self.ends_at - time.monotonic()
+        if left_s <= 0:
+            raise ServerTimeoutError(f"{self.url}{path} was not called: the time for this server is over")
+        return min(timeout_s, left_s)
+
+    def _message(self, path: str, status: int, excerpt: str) -> str:
+        hint = f"{self.hint}; " if status in (404, 405) and self.hint else ""
+        return f"{self.url}{path} answered {status}: {hint}it said {excerpt}"
+
+
+def convert_answer(payload: object, kind: type[T], url: str) -> T:
+    """Convert decoded JSON from the server at `url` to a type. Raises InferenceError if it has
+    another type."""
+    try:
+        return msgspec.convert(payload, kind)
+    except msgspec.ValidationError as error:
+        raise InferenceError(f"{url} answered {str(payload)[:200]}, which does not have the expected form: {error}") from error

@@ -12,10 +12,10 @@ from ludic.inference.publishing import Publisher, PushTarget
 from ludic.inference.request import ChatCompletionRequest
 from ludic.inference.sampling import SamplingParams, check_penalties, check_sampling
 from ludic.inference.servers.client_tags import ClientTag, TagPolicy
+from ludic.inference.servers.errors import RetryPolicy
 from ludic.inference.servers.openai_client import open_client
 from ludic.inference.servers.pool import Restarts
 from ludic.inference.servers.prompt_clipping import PromptClipper
-from ludic.inference.servers.retries import RetryPolicy
 from ludic.inference.vllm.completions import (
     ChatCompletions,
     Completion,
@@ -24,8 +24,7 @@ from ludic.inference.vllm.completions import (
     RenderedCompletions,
     TokenCompletions,
 )
-from ludic.inference.vllm.context_room import ContextRoom
-from ludic.inference.vllm.requests import TokenRequest, extension_fields
+from ludic.inference.vllm.requests import ContextRoom, TokenRequest, extension_fields
 from ludic.inference.vllm.responses import ResponseReader
 from ludic.inference.vllm.server_queries import server_url
 from ludic.inference.vllm.servers import VLLMServers

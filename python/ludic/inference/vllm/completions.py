@@ -3,21 +3,26 @@ sent as token ids."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ludic.inference.prompts.tokens import PromptTokens
+from ludic.errors import InferenceError
+from ludic.inference.extensions import VLLMExtensions
+from ludic.inference.prompts.template import select_tools
+from ludic.inference.prompts.tokens import Dialogue, PromptTokens
+from ludic.inference.prompts.tool_calls import assistant_message, completion_finish_reason, count_tool_calls
 from ludic.inference.request import ChatCompletionRequest
 from ludic.inference.sampling import check_penalties, check_sampling
+from ludic.inference.servers.pool import Server
 from ludic.inference.servers.prompt_clipping import PromptClipper
 from ludic.inference.servers.requests import request_body
-from ludic.inference.servers.server import Server
 from ludic.inference.servers.weight_versions import version_number
-from ludic.inference.vllm.context_room import ContextRoom
-from ludic.inference.vllm.rendered_chat import RenderedChat
+from ludic.inference.vllm.in_server.think_limits import respects_limit
 from ludic.inference.vllm.requests import (
     CHAT_FIELDS,
     TOKEN_FIELDS,
+    ContextRoom,
     TokenRequest,
     chat_arguments,
     check_fields,
@@ -26,7 +31,7 @@ from ludic.inference.vllm.requests import (
 from ludic.inference.vllm.responses import ResponseReader, SampledTokens, read_chat_response
 from ludic.inference.vllm.servers import VLLMServers
 from ludic.inference.vllm.token_endpoints import CHAT, TokenEndpoints
-from ludic.types import ChatResponse
+from ludic.types import ChatResponse, Message, TokenTrace
 
 Completion = tuple[ChatResponse, dict[str, Any]]
 """The response, and the info of `ChatClient.complete`."""
@@ -156,3 +161,47 @@ class OpenAICompletions:
         arguments = chat_arguments(request)
         answer = await self._client.chat.completions.create(**arguments)
         return read_chat_response(answer), {"raw_response": answer.model_dump(exclude_none=True), "used_args": arguments}
+
+
+class RenderedChat:
+    """One request. The text of its answer is decoded from the sampled ids, which are remembered so
+    that the chat's next prompt begins with them."""
+
+    def __init__(self, request: ChatCompletionRequest, messages: list[Message], tokens: PromptTokens) -> None:
+        """`messages` are the request's, after clipping. Raises what the chat template raises."""
+        self._request, self._messages, self._tokens = request, messages, tokens
+        self._tools = select_tools(request.tools)
+        self._dialogue = Dialogue(messages, self._tools, request.chat_template_kwargs)
+        self.prompt_ids = tokens.encode(self._dialogue)
+
+    def read(self, sampled: SampledTokens) -> tuple[ChatResponse, Mapping[str, Any]]:
+        """The response, also as a choice of a chat completion. Raises InferenceError if the server
+        ignored `max_think`."""
+        tokens = self._tokens
+        self._check_think_limit(sampled.token_ids)
+        text = tokens.decode(sampled.token_ids[:-1] if sampled.ended_by_token else sampled.token_ids)
+        if isinstance(sampled.stop_reason, str):
+            text = text.split(sampled.stop_reason, 1)[0]
+        message = {"role": "assistant", "content": text}
+        if self._tools:
+            message = assistant_message(text, first_id=count_tool_calls(self._messages))
+        tokens.remember_answer(self._dialogue, message, self.prompt_ids, sampled.token_ids)
+        finish_reason = completion_finish_reason(sampled.finish_reason, message)
+        trace = TokenTrace.from_arrays(self.prompt_ids, sampled.token_ids, sampled.logprobs, finish_reason)
+        return self._request.return_.make_response(text, trace), {
+            "index": 0,
+            "message": message,
+            "finish_reason": finish_reason,
+        }
+
+    def _check_think_limit(self, ids: Sequence[int]) -> None:
+        """Raise InferenceError if the server ignored `max_think`, as it silently does without the
+        logits processor."""
+        extensions = self._request.extensions
+        limit = extensions.max_think if isinstance(extensions, VLLMExtensions) else None
+        closing = () if limit is None else self._tokens.tokenizer("</think>", add_special_tokens=False)["input_ids"]
+        if limit is not None and not respects_limit(ids, limit, closing):
+            raise InferenceError(
+                f"the server did not end the thinking after max_think ({limit}) tokens; start it with the logits processor for "
+                "that (`ludic serve --think-limits`)"
+            )

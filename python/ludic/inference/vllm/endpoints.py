@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from ludic.errors import InferenceError, ServerError
 from ludic.inference.servers.answers import ModelList, WeightInfo
-from ludic.inference.servers.calls import ServerCalls
+from ludic.inference.servers.http import ServerCalls
 
 NEEDS_ADAPTERS = (
     "the server needs --enable-lora, a --max-lora-rank that is large enough and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, and must see the "

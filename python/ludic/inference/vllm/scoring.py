@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from msgspec import Struct, field
 
 from ludic.errors import ConfigError, DataError, InferenceError, ServerError
-from ludic.inference.prompts.vocabulary import reads_same_ids
+from ludic.inference.prompts.tokens import reads_same_ids
 from ludic.inference.publishing import Publisher
 from ludic.inference.reward_types import (
     PoolingType,
@@ -31,15 +31,12 @@ from ludic.inference.reward_types import (
     ScoringRequest,
     ScoringResponse,
     check_one_label,
+    select_trained_weights,
 )
-from ludic.inference.reward_weights import select_trained_weights
 from ludic.inference.servers.answers import ModelList, WeightInfo
-from ludic.inference.servers.calls import convert_answer
-from ludic.inference.servers.errors import is_missing_endpoint
-from ludic.inference.servers.loop_thread import run_blocking
-from ludic.inference.servers.pool import ServerPool
-from ludic.inference.servers.retries import RetryPolicy
-from ludic.inference.servers.server import Server
+from ludic.inference.servers.errors import RetryPolicy, is_missing_endpoint
+from ludic.inference.servers.http import convert_answer, run_blocking
+from ludic.inference.servers.pool import Server, ServerPool
 from ludic.inference.servers.weight_versions import version_number
 from ludic.inference.vllm.server_queries import server_url
 from ludic.inference.vllm.weight_push import make_publisher

@@ -9,12 +9,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from ludic.errors import InferenceError
-from ludic.inference.servers.errors import AbortedError, StaleWeightsError
-from ludic.inference.servers.http import BlockingHttp
-from ludic.inference.servers.loop_thread import run_blocking
-from ludic.inference.servers.pool import Restarts, ServerPool
-from ludic.inference.servers.retries import RetryPolicy
-from ludic.inference.servers.server import Server
+from ludic.inference.servers.errors import AbortedError, RetryPolicy, StaleWeightsError
+from ludic.inference.servers.http import BlockingHttp, run_blocking
+from ludic.inference.servers.pool import Restarts, Server, ServerPool
 from ludic.inference.servers.weight_versions import is_at_least, version_number
 from ludic.inference.vllm.server_queries import (
     read_progress,

@@ -9,7 +9,7 @@ from typing import Any
 from ludic.errors import ServerError
 from ludic.inference.servers.errors import is_missing_endpoint
 from ludic.inference.servers.http import HttpResponse
-from ludic.inference.servers.server import Server
+from ludic.inference.servers.pool import Server
 
 GENERATE, COMPLETIONS, CHAT = "/inference/v1/generate", "/v1/completions", "/v1/chat/completions"
 

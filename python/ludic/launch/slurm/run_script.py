@@ -8,12 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ludic.errors import ConfigError
-from ludic.exit_codes import DO_NOT_RETRY, TRY_AGAIN
+from ludic.errors import DO_NOT_RETRY, TRY_AGAIN, ConfigError
 from ludic.launch.process import USAGE, Process, check_processes
-from ludic.launch.restarts import LONGEST_DELAY_S
 from ludic.launch.slurm.steps import YOUNG_S
-from ludic.launch.supervisor import POLITE, WINDOW_S
+from ludic.launch.supervisor import LONGEST_DELAY_S, POLITE, WINDOW_S
 from ludic.rank_environment import STOP_ONCE
 
 _HOST = re.compile(r"\{host:([A-Za-z0-9_.-]+)\}")

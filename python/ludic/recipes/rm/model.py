@@ -8,9 +8,9 @@ from ludic.errors import ConfigError
 from ludic.models.adapters import has_adapters, map_base_names
 from ludic.models.loading import load_classifier
 from ludic.models.skeleton import load_skeleton
+from ludic.recipes.epochs_schema import RMRecipe
 from ludic.recipes.lora import add_adapters
 from ludic.recipes.model import make_small_config, model_options, small_dtype
-from ludic.recipes.rm.schema import RMRecipe
 from ludic.recipes.sharding import has_no_weights
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ludic.distributed.push.folder import WEIGHTS_FILE, VersionFolders
+from ludic.distributed.push.manifest import WEIGHTS_FILE, VersionFolders
 from ludic.errors import PublishError
 from ludic.files.folders import clear_unfinished, delete_folder
 from ludic.inference.publishing import Publisher, Version, WeightSource

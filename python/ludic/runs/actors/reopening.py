@@ -11,8 +11,7 @@ from ludic.runs.stop_request import Interrupted, StopRequest
 from ludic.training import ranks
 from ludic.training.queue.actor import StopFlag
 from ludic.training.queue.base import GroupLog
-from ludic.training.queue.claims import make_owner_name
-from ludic.training.queue.patience import Patience
+from ludic.training.queue.opening import Patience, make_owner_name
 
 REOPEN_S = 1800.0
 """How long an actor of a job waits for the trainer that opens its queue again."""

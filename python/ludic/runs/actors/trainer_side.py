@@ -26,16 +26,14 @@ from ludic.recipes.schema import Recipe
 from ludic.runs.actors.policy_versions import PolicyVersions, list_versions
 from ludic.runs.actors.queue import make_run_id, open_queue
 from ludic.runs.actors.supervision import ActorProcesses
-from ludic.runs.batch_logs import BatchLogs
 from ludic.runs.checkpoints import read_kept_metadata
 from ludic.runs.directory import RunDirectory
+from ludic.runs.rollouts import BatchLogs
 from ludic.runs.sampler import Sampler
 from ludic.runs.stop_request import StopRequest
 from ludic.training.batching.source import BATCH_NUMBER, BatchSourceBase
-from ludic.training.queue.entries import Group
-from ludic.training.queue.envelope import EntryLimits
-from ludic.training.queue.source import QueueBatchSource
-from ludic.training.queue.to_batch import BatchFromGroups
+from ludic.training.queue.entries import EntryLimits, Group
+from ludic.training.queue.source import BatchFromGroups, QueueBatchSource
 from ludic.training.rollouts.log import append_failures
 from ludic.training.types import CreditAssigner, SAWBatch
 

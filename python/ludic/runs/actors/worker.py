@@ -3,6 +3,17 @@
 It reads the run's config.yaml, takes the number of an entry from the queue, loads the version of
 the policy that the entry is to be sampled with, plays its episodes and delivers them. It writes
 nothing to the run's folder.
+
+Requests by the number of an entry: what an actor plays follows from the run's seed and this
+number alone.
+
+Example: 4 prompts a batch, 2 an entry, groups of 3.
+
+    entry     0     1     2     3     4     5
+    batch     0     0     1     1     2     2
+    prompts   0 1   2 3   0 1   2 3   0 1   2 3
+
+Entry 5 has prompts 2 and 3 of batch 2: 6 requests.
 """
 
 from __future__ import annotations
@@ -13,9 +24,12 @@ import os
 import signal
 import socket
 import time
+import uuid
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from random import Random
 from typing import Any, cast
 
 from torch import Tensor
@@ -24,19 +38,18 @@ from ludic.errors import ConfigError, PublishError
 from ludic.inference.client import ChatClient, VersionedClient
 from ludic.inference.local import LocalChatClient
 from ludic.inference.vllm.client import VLLMChatClient
-from ludic.recipes.actors import check_actors, uses_queue
+from ludic.recipes.actors import check_actors, count_prompts_per_entry, uses_queue
 from ludic.recipes.build import add_reward_model, build_episodic_task, check_numbers
 from ludic.recipes.compose import compose
 from ludic.recipes.devices import choose_devices
 from ludic.recipes.inference_section import choose_kind, choose_logprob_convention
 from ludic.recipes.model import build_policy
 from ludic.recipes.schema import Recipe
-from ludic.runs.actors.numbered_requests import NumberedRequests
 from ludic.runs.actors.policy_versions import read_version
 from ludic.runs.actors.queue import open_queue
 from ludic.runs.actors.reopening import wait_until_open
 from ludic.runs.directory import RunDirectory
-from ludic.runs.rollouts import check_rollouts, make_engine
+from ludic.runs.rollouts import TrainingRequests, check_rollouts, make_engine, make_training_requests
 from ludic.runs.sampler import open_sampler
 from ludic.runs.seeding import seed_everything, seed_phase
 from ludic.runs.stop_request import Interrupted
@@ -44,8 +57,9 @@ from ludic.runs.versions import collect_versions
 from ludic.tasks import EpisodicTask
 from ludic.training.queue.actor import run_actor
 from ludic.training.queue.base import Work
-from ludic.training.queue.patience import Patience
-from ludic.training.rollouts.played import PlayedRollouts
+from ludic.training.queue.opening import Patience
+from ludic.training.rollouts.episodes import PlayedRollouts
+from ludic.training.types import RolloutRequest
 
 logger = logging.getLogger(__name__)
 
@@ -255,3 +269,38 @@ def _check_same_library(directory: RunDirectory) -> None:
         raise ConfigError(
             f"the run began with ludic {began['ludic']}, this is {here['ludic']}; install the same version everywhere"
         )
+
+
+class NumberedRequests:
+    """The requests of each entry."""
+
+    def __init__(self, task: EpisodicTask, recipe: Recipe) -> None:
+        self._requests: TrainingRequests = make_training_requests(task, recipe.rollout, seed=recipe.seed)
+        self._seed, self._group_size = recipe.seed, recipe.rollout.group_size
+        self._prompts, self._per_entry = recipe.rollout.prompts, count_prompts_per_entry(recipe)
+        self._batch: tuple[int, Sequence[RolloutRequest]] = (-1, ())
+
+    @property
+    def episodes_per_entry(self) -> int:
+        return self._per_entry * self._group_size
+
+    @property
+    def entries_per_batch(self) -> int:
+        return self._prompts // self._per_entry
+
+    def __call__(self, number: int) -> list[RolloutRequest]:
+        """The requests of entry `number`, group after group. The id of a group follows from its
+        place in the run, so that an entry that is played again is the same."""
+        batch, part = divmod(number, self.entries_per_batch)
+        first = part * self._per_entry
+        return [self._with_id(request, batch, first + i // self._group_size) for i, request in enumerate(self._part(batch, part))]
+
+    def _part(self, batch: int, part: int) -> Sequence[RolloutRequest]:
+        if self._batch[0] != batch:
+            self._requests.batches = batch
+            self._batch = batch, self._requests()
+        return self._batch[1][part * self.episodes_per_entry : (part + 1) * self.episodes_per_entry]
+
+    def _with_id(self, request: RolloutRequest, batch: int, prompt: int) -> RolloutRequest:
+        bits = Random(f"group {self._seed} {batch} {prompt}").getrandbits(128)
+        return replace(request, meta={**request.meta, "group_id": str(uuid.UUID(int=bits, version=4))})

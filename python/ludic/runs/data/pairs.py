@@ -14,7 +14,7 @@ from ludic.data.sources import Draw
 from ludic.errors import ConfigError
 from ludic.files.jsonl import write_jsonl
 from ludic.recipes.build import build_named
-from ludic.recipes.pairs_schema import PairsRecipe
+from ludic.recipes.epochs_schema import PairsRecipe
 from ludic.runs.data.split import split_by_prompt
 from ludic.tasks import DigitPreferences
 from ludic.tasks.preferences import bayes_accuracy, drawn_accuracy

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from itertools import groupby, islice
 from typing import TYPE_CHECKING, Any
 
-from ludic.control_characters import escape_controls
+from ludic.errors import escape_controls
 from ludic.inference.prompts.template import find_turn_end, read_template
-from ludic.recipes.sft.schema import SFTRecipe
+from ludic.recipes.epochs_schema import SFTRecipe
 from ludic.runs.data.sft import make_items, read_training_rows
 from ludic.training.types import SAWItem
 

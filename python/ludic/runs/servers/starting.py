@@ -36,8 +36,7 @@ def start_server(
     """Start a server of the policy in `folder`. On a CPU it computes in float32, elsewhere in the
     policy's own dtype. `weights` is how new weights are sent; without `log` it writes where this
     process does."""
-    from ludic.inference.vllm.environment import is_cpu_build, server_python
-    from ludic.inference.vllm.launch import start_vllm_server
+    from ludic.inference.vllm.launch import is_cpu_build, server_python, start_vllm_server
 
     section = recipe.inference
     python = server_python(section.python)

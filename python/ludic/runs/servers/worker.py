@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from ludic.errors import ConfigError, InferenceError
-from ludic.exit_codes import TRY_AGAIN
+from ludic.errors import TRY_AGAIN, ConfigError, InferenceError
 from ludic.inference.servers.server_secret import VARIABLE
 from ludic.recipes.compose import compose
 from ludic.recipes.schema import Recipe

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ludic.envs.prompt_env import right_answer
+from ludic.envs.dataset_qa_env import right_answer
 from ludic.errors import DataError
 from ludic.files.json_values import is_finite
 from ludic.files.jsonl import parse_object

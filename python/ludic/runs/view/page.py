@@ -15,16 +15,15 @@ import time
 from collections.abc import Sequence
 from importlib.metadata import version
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from ludic.errors import CheckpointError, ConfigError, DataError
 from ludic.files.atomic import read_json
-from ludic.files.json_values import make_encodable
-from ludic.runs.reading import RunRecord, list_differences
+from ludic.files.json_values import is_finite, make_encodable
+from ludic.runs.reading import RunRecord, list_differences, read_steps
 from ludic.runs.report.scores import decode_scores, describe_preferences
-from ludic.runs.view.episodes import EpisodeTable
-from ludic.runs.view.series import read_series, round_number
-from ludic.runs.view.tokens import find_decoder
+from ludic.runs.view.episodes import Decode, EpisodeTable
 
 SCRIPTS = ("elements.js", "charts.js", "tables.js", "episodes.js", "preferences.js", "page.js")
 """In the order in which they stand in the file; each uses names of those before it."""
@@ -138,3 +137,71 @@ def _read_asset(name: str) -> str:
 
 def _hash(text: str) -> str:
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+
+
+def find_decoder(run: Path) -> Decode | None:
+    """The text of one token as the run's tokenizer gives it; None for a run without a tokenizer
+    that can be read. No code of the folder is run."""
+    if not (run / "model" / "tokenizer_config.json").is_file():
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(run / "model", trust_remote_code=False, local_files_only=True)
+    except Exception:  # whatever a library raises for files that it cannot read
+        return None
+
+    def decode(token: int) -> str:
+        try:
+            return str(tokenizer.decode([token]))
+        except Exception:  # a number that the tokenizer does not have
+            return f"<{token}>"
+
+    return decode
+
+
+MAX_POINTS = 4000
+"""Steps of a phase that are kept; of more, every k-th and the last, and all evaluations."""
+_OF_EVALUATIONS = ("eval/", "eval_seed/")
+
+
+def read_series(run: Path) -> dict[str, dict[str, Any]]:
+    """For each phase, in the order of the file: `steps` [N], and `values`: metric to its N values,
+    null where a step has none. A step that was repeated has its last values.
+
+    A line of a training step repeats the numbers of the last evaluation: they count only at the
+    step that was evaluated."""
+    phases: dict[str, dict[int, dict[str, float]]] = {}
+    for line in read_steps(run):
+        steps = phases.setdefault(str(line.get("phase", "train")), {})
+        is_evaluated = line.get("eval/step", line["step"]) == line["step"]
+        numbers = {
+            key: round_number(value)
+            for key, value in line.items()
+            if key not in ("step", "train/step", "eval/step")
+            and is_finite(value)
+            and (is_evaluated or not key.startswith(_OF_EVALUATIONS))
+        }
+        steps.setdefault(line["step"], {}).update(numbers)
+    return {phase: _make_columns(steps) for phase, steps in phases.items()}
+
+
+def _make_columns(by_step: dict[int, dict[str, float]]) -> dict[str, Any]:
+    steps = _thin(by_step)
+    names = dict.fromkeys(name for step in steps for name in by_step[step])
+    return {"steps": steps, "values": {name: [by_step[step].get(name) for step in steps] for name in sorted(names)}}
+
+
+def _thin(by_step: dict[int, dict[str, float]]) -> list[int]:
+    steps = sorted(by_step)
+    stride = -(-len(steps) // MAX_POINTS)
+    return [
+        step
+        for place, step in enumerate(steps)
+        if place % stride == 0 or place == len(steps) - 1 or any(key.startswith(_OF_EVALUATIONS) for key in by_step[step])
+    ]
+
+
+def round_number(value: float) -> float:
+    """Six significant digits, which is more than a page shows."""
+    return float(f"{value:.6g}")

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from ludic.errors import ConfigError
-from ludic.models.activation_checkpointing import enable_checkpointing
-from ludic.models.sharding import ShardingSettings, make_mesh, shard_model
+from ludic.models.sharding import ShardingSettings, enable_checkpointing, make_mesh, shard_model
 
 Strategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
 

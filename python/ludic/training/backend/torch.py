@@ -3,11 +3,15 @@
 The step is the same for a plain, a replicated (DDP) and a sharded (FSDP2) model. The gradients of
 all ranks add up to the gradient of the whole mini-batch: a factor undoes the mean that wrappers
 take, and without a wrapper gradients are summed before clipping.
+
+The samples that made a loss or a gradient infinite or NaN are looked for only after that happened,
+because it is slow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -18,24 +22,29 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ludic.errors import NonFiniteError
-from ludic.models.activation_checkpointing import enable_checkpointing as enable_checkpointing
+from ludic.errors import ConfigError, NonFiniteError
 from ludic.models.adapters import check_frozen
+from ludic.models.heads import find_head_parts, is_in_module
+from ludic.models.names import HEAD_NAMES
 from ludic.models.positions import pin_rope
 from ludic.models.published import ParamFilter, published_weights, shared_weights, unwrap_model
-from ludic.models.sharding import gather_tensor, is_sharded, reshard, set_gradient_sync
+from ludic.models.regions import split_in_buckets
+from ludic.models.sharding import (
+    enable_checkpointing as enable_checkpointing,
+    gather_tensor,
+    is_sharded,
+    reshard,
+    set_gradient_sync,
+)
 from ludic.models.state_files import read_model, read_optimizer_if_stored
 from ludic.training import ranks
 from ludic.training.algorithm import RLAlgorithm, forward_for_loss
 from ludic.training.backend.forward import ModelPasses
 from ludic.training.backend.freed_memory import FreedMemory
 from ludic.training.backend.futures import TrainFuture
-from ludic.training.backend.gradients import sum_gradients
 from ludic.training.backend.logits_path import trains_without_logits
 from ludic.training.backend.master_weights import MasterWeights, check_precision
 from ludic.training.backend.memory import MemoryProfile
-from ludic.training.backend.nonfinite import describe_nonfinite
-from ludic.training.backend.parameter_groups import parameter_groups
 from ludic.training.backend.precision import autocast
 from ludic.training.backend.prefix_sharing import can_train_on_trees, explain_rows
 from ludic.training.backend.protocol import BackwardResult, MicroBatches, TrainingBackend
@@ -344,3 +353,119 @@ def shares_prefixes(backend: TrainingBackend, cfg: TrainerConfig) -> bool:
     if cfg.prefix_sharing != "off":
         explain_rows(f"{type(backend).__name__} does not compute them", type(backend), cfg)
     return False
+
+
+BUCKET_BYTES = 64 << 20
+"""Gradients that are summed by one message between ranks."""
+
+
+@torch.no_grad()
+def sum_gradients(parameters: Iterable[Tensor]) -> None:
+    """Replace each gradient by its sum over all ranks. A rank without a gradient adds 0. All ranks
+    call it with the same parameters.
+
+    Gradients of one dtype travel together. Example: 3, 3 and 1 numbers as one message of 7.
+    """
+    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        groups.setdefault((parameter.grad.dtype, parameter.grad.device), []).append(parameter.grad)
+    for gradients in groups.values():
+        sizes = {str(number): gradient.nbytes for number, gradient in enumerate(gradients)}
+        for bucket in split_in_buckets(sizes, BUCKET_BYTES):
+            _sum_together([gradients[int(number)] for number in bucket])
+
+
+def _sum_together(gradients: list[Tensor]) -> None:
+    if len(gradients) == 1:
+        dist.all_reduce(gradients[0])
+        return
+    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    dist.all_reduce(flat)
+    for gradient, summed in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
+        gradient.copy_(summed.view_as(gradient))
+
+
+MAX_NAMED = 16
+
+
+def describe_nonfinite(model: nn.Module, micro_batches: Iterable[MicroBatch], backward: Callable[[MicroBatch], Tensor]) -> str:
+    """One sentence on the cause. `backward` adds the gradient of a micro-batch and returns its
+    loss. Clears all gradients."""
+    if not all(bool(torch.isfinite(parameter).all()) for parameter in model.parameters()):
+        return "weights were not finite before this step; resume from an earlier checkpoint"
+    names = []
+    for name in _find_offenders(model, micro_batches, backward):
+        names.append(name)
+        if len(names) == MAX_NAMED:
+            names.append("and possibly more")
+            break
+    if not names:
+        return "every sample alone gives finite values, but their sum overflows; lower lr or max_grad_norm"
+    return f"offending samples (rollout/step): {', '.join(names)}"
+
+
+def _find_offenders(
+    model: nn.Module, micro_batches: Iterable[MicroBatch], backward: Callable[[MicroBatch], Tensor]
+) -> Iterator[str]:
+    for micro_batch in micro_batches:
+        if _is_finite(model, micro_batch, backward):
+            continue
+        for number, part in enumerate(micro_batch.parts()):
+            if not _is_finite(model, part, backward):
+                yield part.sample_names[0] if part.sample_names else f"row {number}"
+
+
+def _is_finite(model: nn.Module, micro_batch: MicroBatch, backward: Callable[[MicroBatch], Tensor]) -> bool:
+    model.zero_grad(set_to_none=True)
+    loss = backward(micro_batch)
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    finite = bool(torch.isfinite(loss)) and all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
+    model.zero_grad(set_to_none=True)
+    return finite
+
+
+def parameter_groups(
+    model: nn.Module,
+    *,
+    lr: float,
+    weight_decay: float,
+    backbone_lr_mult: float | None = None,
+    head_only_weight_decay: bool = False,
+    decay_biases_and_norms: bool = True,
+) -> list[dict[str, Any]]:
+    """The trainable parameters in groups, as an optimizer takes them. Groups of the head
+    (`find_head_parts`) come first.
+
+    `backbone_lr_mult`: all parameters but the head have the rate `lr * backbone_lr_mult`; None: all
+    have `lr`. `head_only_weight_decay`: only the head has weight decay.
+    `decay_biases_and_norms=False`: parameters of fewer than two dimensions (biases and weights of
+    norms) have no weight decay.
+
+    Parameters with the same settings share a group. With the defaults there is one group.
+    """
+    heads = _require_head(model) if backbone_lr_mult is not None or head_only_weight_decay else []
+    if backbone_lr_mult is not None and not (math.isfinite(backbone_lr_mult) and backbone_lr_mult >= 0):
+        raise ConfigError(f"backbone_lr_mult ({backbone_lr_mult}) must be a finite number >= 0; 1.0 is the head's rate")
+    groups: dict[tuple[bool, float, float], list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        backbone = bool(heads) and not any(is_in_module(name, head) for head in heads)
+        rate = lr * backbone_lr_mult if backbone and backbone_lr_mult is not None else lr
+        has_no_decay = (backbone and head_only_weight_decay) or (parameter.ndim < 2 and not decay_biases_and_norms)
+        groups.setdefault((backbone, rate, 0.0 if has_no_decay else weight_decay), []).append(parameter)
+    if not groups:
+        raise ConfigError("the model has no parameter with requires_grad=True; there is nothing to train")
+    in_order = sorted(groups.items(), key=lambda group: group[0][0])  # head first: the first group's rate is logged
+    return [{"params": parameters, "lr": rate, "weight_decay": decay} for (_, rate, decay), parameters in in_order]
+
+
+def _require_head(model: nn.Module) -> list[str]:
+    heads = find_head_parts(model)
+    if not heads:
+        raise ConfigError(
+            f"{type(model).__name__} has no head ({', '.join(HEAD_NAMES)}) to train at a rate or decay of its own; leave "
+            "use_differential_lr and head_only_weight_decay off"
+        )
+    return heads

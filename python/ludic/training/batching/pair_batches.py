@@ -21,7 +21,7 @@ from ludic.training.batching.preference import collate_meta, find_pair_rows, val
 from ludic.training.batching.rank_plans import PlannedAtoms, plan_atoms
 from ludic.training.config import TrainerConfig
 from ludic.training.loss import BatchTotals
-from ludic.training.samples.pair_facts import PREFERENCE_KEYS
+from ludic.training.samples.preference import PREFERENCE_KEYS
 from ludic.training.types import SAWItem
 
 logger = logging.getLogger(__name__)

@@ -29,13 +29,10 @@ from ludic.errors import ConfigError, QueueDataLost, QueueError
 from ludic.training.averages import mean_or_zero
 from ludic.training.batching.source import BatchSourceBase
 from ludic.training.queue.base import Entry, GroupLog
-from ludic.training.queue.claims import make_owner_name
-from ludic.training.queue.envelope import EntryError
-from ludic.training.queue.opening import open_server_queue
-from ludic.training.queue.patience import Patience
+from ludic.training.queue.entries import EntryError, decode_samples
+from ludic.training.queue.opening import Patience, make_owner_name, open_server_queue
 from ludic.training.queue.sample_actor import run_pipeline_actor as run_pipeline_actor
-from ludic.training.queue.samples import decode_samples
-from ludic.training.rollouts.check import SampleCheck
+from ludic.training.rollouts.episodes import SampleCheck
 from ludic.training.types import SAWBatch, SAWItem
 
 logger = logging.getLogger(__name__)

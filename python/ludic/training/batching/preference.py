@@ -1,7 +1,7 @@
 """Preference pairs: find them by their metadata, check them, split them into micro-batches, and
 collate.
 
-`samples.pair_facts` describes the `meta` of the samples. The two samples of a pair are in the same
+`samples.preference` describes the `meta` of the samples. The two samples of a pair are in the same
 micro-batch, as two padded rows: a micro-batch of P pairs computes `2 * longest * P` tokens.
 
 The trainer uses `pair_batches`. The functions of this module are for code with its own training
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from ludic import _core
 from ludic.errors import DataError, shorten_names
 from ludic.training.batching.micro_batching import check_limits, collate_saw_items, token_lengths, truncate_item
-from ludic.training.samples.pair_facts import PREFERENCE_KEYS, check_label, meta_value, same_tokens
+from ludic.training.samples.preference import PREFERENCE_KEYS, check_label, meta_value, same_tokens
 from ludic.training.types import SAWItem
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from typing import Any
 
 from ludic.errors import ConfigError
 from ludic.forwarding import forward_members
-from ludic.training.rollouts.check import SampleCheck
+from ludic.training.rollouts.episodes import SampleCheck
 from ludic.training.types import BatchSource, SAWBatch
 
 PENDING_PATIENCE_S = 600.0

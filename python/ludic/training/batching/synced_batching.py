@@ -9,8 +9,8 @@ from ludic.errors import ConfigError
 from ludic.event_loop import await_if_needed
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.batching.source import BatchSourceBase
-from ludic.training.rollouts.check import SampleCheck
 from ludic.training.rollouts.engine import RolloutEngine, select_credit_assigner
+from ludic.training.rollouts.episodes import SampleCheck
 from ludic.training.types import CreditAssigner, RequestsFn, SampleFilter, SAWBatch
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ludic.control_characters import escape_controls
-from ludic.errors import ConfigError
+from ludic.errors import ConfigError, escape_controls
 from ludic.training.callbacks.protocol import Callback, TrainingEvent
 from ludic.training.types import SAWItem
 

@@ -7,8 +7,8 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from ludic.files.atomic import write_json
-from ludic.training.callbacks.metric import Metric, Mode
 from ludic.training.callbacks.protocol import Callback, TrainingEvent
+from ludic.training.callbacks.stop_on_metric import Metric, Mode
 
 logger = logging.getLogger(__name__)
 

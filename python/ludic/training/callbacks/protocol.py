@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+from ludic.training.algorithm import RLAlgorithm
+from ludic.training.batching.source import PENDING_PATIENCE_S
+from ludic.training.checkpoint import CheckpointManager
+from ludic.training.config import TrainerConfig
 from ludic.training.types import SAWBatch
-
-if TYPE_CHECKING:
-    from ludic.training.callbacks.run import CalledRun
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,3 +95,19 @@ class Callback:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned."""
+
+
+class CalledRun(Protocol):
+    """A run that calls callbacks."""
+
+    cfg: TrainerConfig
+    algo: RLAlgorithm
+    checkpointer: CheckpointManager | None
+
+    @property
+    def current_step(self) -> int: ...
+
+    @property
+    def last_eval(self) -> dict[str, float]: ...
+
+    async def ensure_checkpoint(self, *, patience_s: float = PENDING_PATIENCE_S) -> None: ...

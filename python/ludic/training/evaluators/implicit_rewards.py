@@ -15,8 +15,7 @@ from ludic.training.classification_metrics import PreferenceMetrics
 from ludic.training.config import TrainerConfig
 from ludic.training.evaluators.preferences import PreferenceEvaluator
 from ludic.training.loss.dpo import TIE, DPOLoss
-from ludic.training.precomputed_reference import PrecomputedReference, score_actions
-from ludic.training.reference import computes_trees
+from ludic.training.reference import PrecomputedReference, computes_trees, score_actions
 from ludic.training.types import SAWItem
 
 MEASURED = (

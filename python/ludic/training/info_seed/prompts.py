@@ -8,11 +8,12 @@ from typing import Any
 
 from ludic.envs.env import LudicEnv
 from ludic.errors import ConfigError
-from ludic.training.info_seed.settings import InfoSeed
-from ludic.training.info_seed.tagged_env import SeedTaggedEnv
+from ludic.interaction.base import await_results
+from ludic.training.info_seed.settings import InfoSeed, check_template, tag_prompt
 from ludic.training.info_seed.untagged import SEED_ID
 from ludic.training.rollouts.request_groups import GRPORequestStrategy
 from ludic.training.types import RolloutRequest
+from ludic.types import Info, StepOutcome
 
 
 @dataclass
@@ -58,3 +59,62 @@ def seed_tagged(factory: Callable[..., LudicEnv[str, str, str]], info_seed: Info
         return env if seed_id is None else SeedTaggedEnv(env, seed_id, info_seed.template)
 
     return make
+
+
+class SeedTaggedEnv(LudicEnv[str, str, str]):
+    """Plays `inner`, with the seed in the first observation and, if the info has `messages`, in the
+    last message of the user. Nothing else changes.
+
+    For environments of one turn: after another turn the conversation would still have the tag, so
+    `step` raises ConfigError for an outcome that does not end the episode.
+    """
+
+    def __init__(self, inner: LudicEnv[str, str, str], seed_id: int, template: str) -> None:
+        check_template(template)
+        if len(inner.agent_ids) != 1:
+            raise ConfigError(f"InfoSeed needs an environment with one agent; {type(inner).__name__} has {len(inner.agent_ids)}")
+        self.inner, self.seed_id, self.template = inner, seed_id, template
+
+    @property
+    def agent_ids(self) -> list[str]:
+        return self.inner.agent_ids
+
+    @property
+    def active_agents(self) -> list[str]:
+        return self.inner.active_agents
+
+    @property
+    def suggested_sysprompt(self) -> str | None:
+        return self.inner.suggested_sysprompt
+
+    async def reset(self, *, seed: int | None = None) -> dict[str, tuple[str, Info]]:  # type: ignore[override]  # protocols await it
+        started = await await_results(self.inner.reset(seed=seed))
+        return {
+            agent: (tag_prompt(observation, self.seed_id, self.template), self._tag_messages(info))
+            for agent, (observation, info) in started.items()
+        }
+
+    async def step(self, actions: dict[str, str]) -> dict[str, StepOutcome]:  # type: ignore[override]
+        outcomes: dict[str, StepOutcome] = await await_results(self.inner.step(actions))
+        if not all(outcome.terminated or outcome.truncated for outcome in outcomes.values()):
+            raise ConfigError(f"InfoSeed needs environments of one turn; {type(self.inner).__name__} goes on after the first")
+        return outcomes
+
+    def current_obs(self) -> dict[str, str]:
+        return {agent: tag_prompt(obs, self.seed_id, self.template) for agent, obs in self.inner.current_obs().items()}
+
+    def close(self) -> Any:
+        """Close `inner`, if it can be closed."""
+        close = getattr(self.inner, "close", None)
+        return None if close is None else close()
+
+    def _tag_messages(self, info: Info) -> Info:
+        messages = info.get("messages")
+        if not isinstance(messages, list):
+            return info
+        asked = [index for index, message in enumerate(messages) if message.get("role") == "user"]
+        if not asked or not isinstance(messages[asked[-1]].get("content"), str):
+            raise ConfigError("InfoSeed tags the text of the user's last message, and this prompt has none")
+        changed = [dict(message) for message in messages]
+        changed[asked[-1]]["content"] = tag_prompt(changed[asked[-1]]["content"], self.seed_id, self.template)
+        return {**info, "messages": changed}

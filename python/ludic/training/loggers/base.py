@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from ludic.training.loggers.duration import Duration
-from ludic.training.loggers.percent import Percent
-
 
 class TrainingLogger(Protocol):
     """Logs the statistics of a step. Keys have the prefix `train/`, `eval/`, `perf/` or
@@ -49,3 +46,35 @@ def plain_values(stats: Mapping[str, Any]) -> dict[str, Any]:
     """Convert the statistics for services that accept only floats: a `Percent` becomes its
     fraction, a `Duration` its seconds."""
     return {key: float(value) if isinstance(value, Percent | Duration) else value for key, value in stats.items()}
+
+
+class Duration(float):
+    """Seconds, such as 200.0, that terminals display as 3m20s. Otherwise it is a plain float.
+
+    >>> Duration(200.0).as_text(), Duration(7500.0).as_text(), Duration(0.4).as_text()
+    ('3m20s', '2h05m', '0s')
+    """
+
+    __slots__ = ()
+
+    def as_text(self) -> str:
+        """Return the time, rounded to seconds, or to minutes from an hour on."""
+        whole = round(self)
+        if whole < 60:
+            return f"{whole}s"
+        minutes, seconds = divmod(whole, 60)
+        return f"{minutes}m{seconds:02d}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02d}m"
+
+
+class Percent(float):
+    """A fraction, such as 0.25, that terminals display as 25.0%. Otherwise it is a plain float.
+
+    >>> Percent(0.25) + 1, Percent(0.25).as_percentage(1)
+    (1.25, '25.0%')
+    """
+
+    __slots__ = ()
+
+    def as_percentage(self, places: int) -> str:
+        """Return the percentage with `places` decimals, as text."""
+        return f"{100.0 * self:.{places}f}%"

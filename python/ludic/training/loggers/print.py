@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ludic.training.loggers.base import select_stats
-from ludic.training.loggers.duration import Duration
-from ludic.training.loggers.percent import Percent
+from ludic.training.loggers.base import Duration, Percent, select_stats
 
 
 class PrintLogger:

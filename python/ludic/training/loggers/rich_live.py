@@ -17,9 +17,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from ludic.training.loggers.base import select_stats, without_prefix
-from ludic.training.loggers.duration import Duration
-from ludic.training.loggers.percent import Percent
+from ludic.training.loggers.base import Duration, Percent, select_stats, without_prefix
 
 SECTIONS = {"train": "green", "eval": "magenta", "perf": "cyan"}
 HIDDEN = frozenset({"phase", "train_step", "eval_step", "train/step", "eval/step"})

@@ -14,8 +14,7 @@ from ludic.errors import ConfigError, StopRequested
 from ludic.event_loop import await_if_needed
 from ludic.training import ranks
 from ludic.training.batching.source import STOP_PATIENCE_S
-from ludic.training.callbacks.protocol import Callback, TrainingEvent
-from ludic.training.callbacks.run import CalledRun
+from ludic.training.callbacks.protocol import Callback, CalledRun, TrainingEvent
 from ludic.training.checkpoint import CheckpointManager
 from ludic.training.evaluators.protocol import Evaluator
 from ludic.training.loop.early_stopping import EarlyStopping

@@ -16,14 +16,13 @@ from ludic.list_fields import read_list, stored
 from ludic.models.heads import count_vocabulary
 from ludic.training import ranks, watchdog
 from ludic.training.algorithm import RLAlgorithm
-from ludic.training.batching.batch_columns import view_columns
 from ludic.training.batching.mini_batches import MacroBatch
 from ludic.training.batching.rank_plans import SAME_BATCH, RankShare, all_have_samples
+from ludic.training.batching.shared_batches import view_columns
 from ludic.training.batching.source import BATCH_NUMBER, BatchSourceBase
 from ludic.training.config import TrainerConfig
-from ludic.training.loop.signal_watch import SignalWatch
 from ludic.training.loop.timings import PhaseTimer
-from ludic.training.rollouts.check import SampleCheck
+from ludic.training.rollouts.episodes import SampleCheck
 from ludic.training.stats import distinct_rollouts
 from ludic.training.types import SAWBatch, SAWItem
 
@@ -148,3 +147,26 @@ class BatchFetcher:
         published or known."""
         versions = [item.meta["policy_version"] for item in items if item.meta.get("policy_version") is not None]
         return {"policy_lag": step - sum(versions) / len(versions)} if versions and self._run.sync_every_steps else {}
+
+
+PATIENCE = 10
+"""Batches without a signal in a row before the warning. A few are normal: problems may be too
+easy or too hard."""
+
+
+class SignalWatch:
+    """Counts batches in a row in which all samples have weight 0, and warns once, after
+    `PATIENCE` of them."""
+
+    def __init__(self) -> None:
+        self.in_a_row = 0
+
+    def count_batch(self, items: Sequence[SAWItem]) -> None:
+        """Count a batch to train on."""
+        self.in_a_row = 0 if any(item.weight for item in items) else self.in_a_row + 1
+        if self.in_a_row == PATIENCE:
+            logger.warning(
+                "all samples of %d batches in a row have weight 0: the rewards teach nothing. Members of a group that earn the same "
+                "have no advantage; look at the rewards, at answers that are cut off, at group_size and at the temperature",
+                PATIENCE,
+            )

@@ -6,7 +6,7 @@ import asyncio
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from ludic.distributed.interfaces import PolicyPublisher
 from ludic.event_loop import await_if_needed
@@ -14,6 +14,7 @@ from ludic.inference.publishing import as_publisher
 from ludic.models.published import ParamFilter
 from ludic.models.sharding import is_sharded
 from ludic.training import ranks
+from ludic.training.backend.futures import TrainFuture
 from ludic.training.backend.protocol import TrainingBackend
 from ludic.training.backend.torch import TorchBackend
 from ludic.training.loggers.base import SyncedLogger, TrainingLogger
@@ -76,3 +77,18 @@ async def publish_weights(
 
 async def _push(publish: Callable[[], Any], *, in_thread: bool) -> None:
     await await_if_needed(await asyncio.to_thread(publish) if in_thread else publish())  # may be a coroutine function
+
+
+T = TypeVar("T")
+
+
+async def run_operation(backend: TrainingBackend, operation: Callable[[TrainingBackend], TrainFuture[T]], *, overlaps: bool) -> T:
+    """The result of `operation(backend)`. `overlaps`: batches are generated at the same time. Then
+    it runs in a thread, so that the event loop is free for them; a backend with a worker has one
+    already."""
+    has_worker = isinstance(backend, TorchBackend) and backend.has_worker
+    if overlaps and not has_worker:
+        future = await asyncio.to_thread(operation, backend)
+    else:
+        future = operation(backend)
+    return await future.result()

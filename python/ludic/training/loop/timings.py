@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from ludic.training.loggers.duration import Duration
+from ludic.training.loggers.base import Duration
 
 
 class PhaseTimer:

@@ -31,8 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ludic.models.output_layer import OutputLayer, Products
-from ludic.models.vocabulary_shard import VocabularyShard
+from ludic.models.output_layer import OutputLayer, Products, VocabularyShard
 from ludic.training.loss.functional import LogitsUse, select_logp_and_entropy, selective_log_softmax
 
 TILE_ELEMENTS = 1 << 22

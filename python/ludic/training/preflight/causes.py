@@ -1,6 +1,5 @@
 """Finds the cause if trainer and sampler disagree: recomputes the trainer's log-probabilities as
-they would be under each possible cause, and compares them with the sampler's. `known_causes` has
-the texts of the causes.
+they would be under each possible cause, and compares them with the sampler's.
 
 The possible causes, in order of precedence: the sampler's log-probabilities are from before
 temperature scaling, or at another temperature; they are renormalised over top-p; log-probabilities
@@ -23,9 +22,7 @@ from ludic.inference.sampling import SamplingParams
 from ludic.training import ranks
 from ludic.training.backend.protocol import TrainingBackend
 from ludic.training.config import TrainerConfig
-from ludic.training.preflight import known_causes
 from ludic.training.preflight.comparison import Comparison, compare, mean_absolute, read_sampler_logps
-from ludic.training.preflight.known_causes import Cause
 from ludic.training.types import ActorTokenLogps, SampleAttachments, SAWItem
 from ludic.types import TokenTrace
 
@@ -43,7 +40,7 @@ async def find_cause(finder: CauseFinder, comparison: Comparison, threshold: flo
     """Return the cause that explains the difference best; None if the difference is at most
     `threshold` and no cause explains it. Writes the mean difference under each cause to `tried`."""
     if count := sum(int(np.isnan(part).sum()) for part in comparison.trainer_logps):
-        return known_causes.NOT_A_NUMBER(count=count, total=comparison.num_tokens)
+        return NOT_A_NUMBER(count=count, total=comparison.num_tokens)
     causes = {cause.name: cause for cause in await finder.try_causes(comparison, tried)}
     best = min(causes, key=lambda name: tried[name], default=None)
     if best is not None and tried[best] < MAX_REMAINDER * comparison.mean:
@@ -90,16 +87,16 @@ class CauseFinder:
         configured, sampling = self.cfg.temperature, self.sampling
         shapings: list[tuple[Cause, dict[str, Any]]] = []
         if configured != 1.0:
-            shapings.append((known_causes.RAW(configured=configured), {"temperature": 1.0}))
+            shapings.append((RAW(configured=configured), {"temperature": 1.0}))
         if sampling is None:
             return shapings
         drawn = sampling.temperature or 1.0
         if drawn not in (configured, 1.0):
-            shapings.append((known_causes.OTHER_TEMPERATURE(drawn=drawn, configured=configured), {"temperature": drawn}))
+            shapings.append((OTHER_TEMPERATURE(drawn=drawn, configured=configured), {"temperature": drawn}))
         if sampling.top_p < 1.0:
             cut: dict[str, Any] = {"top_p": sampling.top_p}
             shapings += [
-                (known_causes.NUCLEUS(top_p=sampling.top_p, temperature=t), {**cut, "temperature": t})
+                (NUCLEUS(top_p=sampling.top_p, temperature=t), {**cut, "temperature": t})
                 for t in dict.fromkeys((drawn, configured))
             ]
         return shapings
@@ -108,14 +105,11 @@ class CauseFinder:
         """The samples with other tokens that the sampler may have read or drawn, each with its
         cause."""
         largest = max(int(np.max(item.input_ids)) for item in comparison.items)
-        rewritten = [
-            (known_causes.SHIFTED_IDS(by=by), [_with_shifted_ids(item, -by, largest) for item in comparison.items])
-            for by in (1, -1)
-        ]
+        rewritten = [(SHIFTED_IDS(by=by), [_with_shifted_ids(item, -by, largest) for item in comparison.items]) for by in (1, -1)]
         for name, prompts in self._render_other_prompts(comparison).items():
             rewritten.append(
                 (
-                    known_causes.OTHER_PROMPT_FITS(way=name),
+                    OTHER_PROMPT_FITS(way=name),
                     [_with_prompt(i, ids) for i, ids in zip(comparison.items, prompts, strict=True)],
                 )
             )
@@ -173,7 +167,7 @@ class CauseFinder:
             if _encode(self.tokenizer, expected) == prompt:
                 continue
             text = self.tokenizer.decode(prompt)
-            return known_causes.RETOKENISED_PROMPT() if text == expected else _other_template(text, expected)
+            return RETOKENISED_PROMPT() if text == expected else _other_template(text, expected)
         return None
 
     def check_completions(self, comparison: Comparison) -> Cause | None:
@@ -189,7 +183,7 @@ class CauseFinder:
         agreeing = [len(part) > 0 and abs(part[0]) < EQUAL_WITHIN for part in comparison.differences]
         canonical = [self._is_canonical(item) for item in comparison.items]
         if sum(agreeing) >= 0.25 * len(agreeing) and sum(canonical) >= 0.9 * len(canonical):
-            return known_causes.RETOKENISED_COMPLETION()
+            return RETOKENISED_COMPLETION()
         return None
 
     def _is_canonical(self, item: SAWItem) -> bool:
@@ -204,13 +198,13 @@ class CauseFinder:
         """Ask the sampler, if it can, to continue token ids. This needs no template and no text, so
         a remaining difference is one of weights."""
         if not isinstance(self.client, CompletesTokens) or ranks.is_distributed():
-            return known_causes.OTHER_WEIGHTS(where="")
+            return OTHER_WEIGHTS(where="")
         probes = await self._sample_probes(self.client, comparison)
         tried[PROBES_NAME] = (await compare(self.backend, self.cfg, probes)).mean
         return (
-            known_causes.OTHER_PROMPTS()
+            OTHER_PROMPTS()
             if tried[PROBES_NAME] < max(EQUAL_WITHIN, threshold)
-            else known_causes.OTHER_WEIGHTS(where=", not even when it continues token ids")
+            else OTHER_WEIGHTS(where=", not even when it continues token ids")
         )
 
     async def _sample_probes(self, client: CompletesTokens, comparison: Comparison) -> list[SAWItem]:
@@ -250,7 +244,7 @@ def _try_shifts(comparison: Comparison) -> list[tuple[Cause, float]]:
             inside = (indices >= 0) & (indices < len(logps))
             parts.append(logps[indices[inside]] - sampler_logps[inside])
         if sum(map(len, parts)):
-            shifts.append((known_causes.SHIFTED_LOGPROBS(where="after" if by > 0 else "before"), mean_absolute(parts)))
+            shifts.append((SHIFTED_LOGPROBS(where="after" if by > 0 else "before"), mean_absolute(parts)))
     return shifts
 
 
@@ -296,4 +290,107 @@ def _other_template(text: str, expected: str) -> Cause:
     30 after it."""
     at = next((i for i, (a, b) in enumerate(zip(text, expected, strict=False)) if a != b), min(len(text), len(expected)))
     shown = slice(max(0, at - 10), at + 30)
-    return known_causes.OTHER_TEMPLATE(at=at, prompt=text[shown], expected=expected[shown])
+    return OTHER_TEMPLATE(at=at, prompt=text[shown], expected=expected[shown])
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A cause, with what was measured, and its remedy."""
+
+    name: str
+    description: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class KnownCause:
+    """A template of a cause; its texts have placeholders for what was measured.
+
+    >>> RAW(configured=0.7).description
+    "the sampler returns log-probabilities before temperature (raw); the trainer's are of logits /
+    0.7"
+    """
+
+    name: str
+    description: str
+    remedy: str
+
+    def __call__(self, **facts: object) -> Cause:
+        return Cause(self.name.format(**facts), self.description.format(**facts), self.remedy.format(**facts))
+
+
+SEND_IDS = (
+    "send the prompt as token ids, rendered once by the policy's own tokenizer, and keep the prompt ids that the server echoes"
+)
+
+NOT_A_NUMBER = KnownCause(
+    name="NaN from the trainer",
+    description="{count} of {total} log-probabilities of the trainer are NaN",
+    remedy="load the model in bfloat16 or float32 if it overflows in float16; if it has NaN there too, its weights are broken",
+)
+RAW = KnownCause(
+    name="the sampler's log-probabilities are before temperature",
+    description="the sampler returns log-probabilities before temperature (raw); the trainer's are of logits / {configured:g}",
+    remedy="start the server with --logprobs-mode processed_logprobs (LocalChatClient: logprobs_mode='processed'), or set "
+    "TrainerConfig.temperature to 1",
+)
+OTHER_TEMPERATURE = KnownCause(
+    name="the sampler's log-probabilities are at temperature {drawn:g}",
+    description="the sampler returns log-probabilities at temperature {drawn:g}, the sampling temperature; the trainer uses "
+    "{configured:g}",
+    remedy="set TrainerConfig.temperature to {drawn:g}",
+)
+NUCLEUS = KnownCause(
+    name="renormalised over top_p {top_p:g}, at temperature {temperature:g}",
+    description="the sampler returns log-probabilities renormalised over the tokens within top_p {top_p:g}; the trainer's are over all "
+    "tokens",
+    remedy="sample with top_p=1, or start the server with --logprobs-mode raw_logprobs (LocalChatClient: logprobs_mode='raw') and set "
+    "TrainerConfig.temperature to 1",
+)
+SHIFTED_LOGPROBS = KnownCause(
+    name="log-probabilities of the token {where}",
+    description="log-probabilities and ids are shifted by one: each value is that of the token {where}",
+    remedy="align them where the client reads the server's answer: one log-probability for each sampled id, in the same order, and an "
+    "action mask that begins at the first sampled id",
+)
+SHIFTED_IDS = KnownCause(
+    name="completion ids {by:+d}",
+    description="the ids of the completions are the sampler's {by:+d}: ids are shifted by one",
+    remedy="use the ids as the server returns them; an added token in the vocabulary of one side also shifts ids",
+)
+OTHER_PROMPT_FITS = KnownCause(
+    name="prompt: {way:.49s}",
+    description="the sampler read another prompt than the samples have: its log-probabilities fit this prompt: {way} (another chat "
+    "template, or text tokenised again)",
+    remedy=SEND_IDS,
+)
+OTHER_TEMPLATE = KnownCause(
+    name="another chat template",
+    description="the prompts are rendered by another chat template than the policy's: at character {at} they have {prompt!r}, the "
+    "policy's tokenizer makes {expected!r}",
+    remedy="give the server the chat template of the policy's tokenizer (--chat-template), or send prompts as token ids",
+)
+RETOKENISED_PROMPT = KnownCause(
+    name="prompt tokenised in another way",
+    description="the prompts have the right text but other token ids than the policy's tokenizer makes from it: the text was tokenised "
+    "again, or by another tokenizer",
+    remedy=SEND_IDS,
+)
+RETOKENISED_COMPLETION = KnownCause(
+    name="completions tokenised again",
+    description="the completions are what the tokenizer makes from their text, and agree with the sampler only up to some token: the text "
+    "was tokenised again, and the ids are not those that were sampled",
+    remedy="train on the ids that the server returns (return_token_ids), never on ids made from its text",
+)
+OTHER_PROMPTS = KnownCause(
+    name="another prompt on the sampler's side",
+    description="the sampler agrees with the trainer when it continues token ids, but not on these samples: it read another prompt than "
+    "they have (another chat template), or their ids were made from text",
+    remedy="send the prompt as token ids, keep the prompt ids that the server echoes, and train on the ids that it returns",
+)
+OTHER_WEIGHTS = KnownCause(
+    name="other weights",
+    description="no other cause explains the difference, and the sampler never agrees{where}: it serves stale weights, or another model",
+    remedy="publish the trainer's weights before the first batch, reset the server's prefix cache with them, and check that both "
+    "load the same model",
+)

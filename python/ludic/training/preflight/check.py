@@ -23,9 +23,8 @@ from ludic.inference.sampling import SamplingParams
 from ludic.training import ranks
 from ludic.training.backend.protocol import TrainingBackend
 from ludic.training.config import TrainerConfig
-from ludic.training.preflight.causes import CauseFinder, find_cause
+from ludic.training.preflight.causes import Cause, CauseFinder, find_cause
 from ludic.training.preflight.comparison import Comparison, compare
-from ludic.training.preflight.known_causes import Cause
 from ludic.training.types import SAWItem
 
 logger = logging.getLogger(__name__)

@@ -30,8 +30,7 @@ from ludic.training.algorithm import Batch, forward_logits
 from ludic.training.backend.precision import autocast
 from ludic.training.batching.micro_batching import to_tensors
 from ludic.training.config import TrainerConfig
-from ludic.training.dpo_config import DPOTrainerConfig
-from ludic.training.rm_config import RMTrainerConfig
+from ludic.training.rm_config import DPOTrainerConfig, RMTrainerConfig
 from ludic.training.rng import preserved_rng
 
 logger = logging.getLogger(__name__)

@@ -13,12 +13,12 @@ from ludic.training.presets.policy_gradient import (
     make_reinforce_baseline as make_reinforce_baseline,
     make_reinforce_plus_plus as make_reinforce_plus_plus,
     make_rloo as make_rloo,
+    make_sft as make_sft,
 )
-from ludic.training.presets.preference import make_dpo as make_dpo
 from ludic.training.presets.registry import PRESETS as PRESETS, REGISTRY as REGISTRY, Preset as Preset
 from ludic.training.presets.reward_models import (
     make_bradley_terry as make_bradley_terry,
+    make_dpo as make_dpo,
     make_grpo_with_rm as make_grpo_with_rm,
     make_scalerl_with_rm as make_scalerl_with_rm,
 )
-from ludic.training.presets.supervised import make_sft as make_sft

@@ -6,9 +6,7 @@ from ludic.training.algorithm import RLAlgorithm
 from ludic.training.credit_assignment import HybridNormalizedReturn
 from ludic.training.loss import CISPOLoss, CompositeLoss, Correction, Loss, LossTerm, Normalizer, TokenKLLoss, resolve_correction
 from ludic.training.loss.kl import Estimator
-from ludic.training.presets.groups import check_group_size, group_return
-from ludic.training.presets.preprocess import check_ratios
-from ludic.training.presets.reference_kl import add_reference_kl, token_mean
+from ludic.training.presets.preprocess import add_reference_kl, check_group_size, check_ratios, group_return, token_mean
 
 
 def make_cispo(

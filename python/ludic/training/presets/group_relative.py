@@ -16,9 +16,7 @@ from ludic.training.loss import (
 )
 from ludic.training.loss.kl import Estimator
 from ludic.training.loss.reference import KLLevel
-from ludic.training.presets.groups import group_return
-from ludic.training.presets.preprocess import check_ratios
-from ludic.training.presets.reference_kl import add_reference_kl
+from ludic.training.presets.preprocess import add_reference_kl, check_ratios, group_return
 from ludic.training.types import CreditAssigner
 
 

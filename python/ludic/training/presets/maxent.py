@@ -25,9 +25,7 @@ from ludic.training.loss.kl import Estimator
 from ludic.training.loss.listwise import RatioLevel
 from ludic.training.loss.reference import KLLevel
 from ludic.training.maxent.credit import Baseline, ListwiseCredit, Scale
-from ludic.training.presets.groups import check_group_size
-from ludic.training.presets.reference_kl import token_mean
-from ludic.training.presets.seeded import add_info_seed
+from ludic.training.presets.preprocess import add_info_seed, check_group_size, token_mean
 
 Form = Literal["surrogate", "likelihood"]
 

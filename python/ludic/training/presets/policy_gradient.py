@@ -1,5 +1,6 @@
-"""Policy-gradient algorithms: without a baseline, or with a baseline from the batch or the
-group."""
+"""Policy-gradient algorithms, without a baseline or with one from the batch or the group, and
+supervised fine-tuning.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +8,21 @@ from ludic.errors import ConfigError
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.credit_assignment import (
     BatchNormalizedReturn,
+    ConstantCredit,
     GroupNormalizedReturn,
     HybridNormalizedReturn,
     MonteCarloReturn,
 )
 from ludic.training.loss import (
     Correction,
+    MaskedCausalLMCrossEntropyLoss,
     Normalizer,
     ReinforceBaselineLoss,
     ReinforceLoss,
     TokenClippedSurrogateLoss,
     resolve_correction,
 )
-from ludic.training.presets.groups import check_group_size
-from ludic.training.presets.preprocess import check_ratios, drop_zero_weights
+from ludic.training.presets.preprocess import check_group_size, check_ratios, drop_zero_weights
 
 
 def make_reinforce(
@@ -125,4 +127,18 @@ def make_reinforce_plus_plus(
         ),
         preprocess=check_ratios(drop_zero_weight, drop_zero_weight_eps),
         correction=resolve_correction(correction),
+    )
+
+
+def make_sft(*, length_normalize: bool = False, normalizer: Normalizer = "samples", name: str = "sft") -> RLAlgorithm:
+    """Supervised fine-tuning: cross entropy on the action tokens, every sample with weight 1.
+
+    By default a sample's loss is the sum over its tokens, so the gradient grows with their number
+    and `max_grad_norm` clips it. `normalizer="tokens"` is the mean over tokens that transformers,
+    TRL and `ludic sft` take.
+    """
+    return RLAlgorithm(
+        name=name,
+        credit_assigner=ConstantCredit(value=1.0),
+        loss=MaskedCausalLMCrossEntropyLoss(length_normalize=length_normalize, normalizer=normalizer),
     )

@@ -1,16 +1,33 @@
-"""The preprocessing of batches in presets."""
+"""What presets share: the preprocessing of batches, credit compared within groups, the KL penalty
+towards a reference, and InfoSeed as a part of an algorithm.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
+from ludic.errors import ConfigError
 from ludic.training.algorithm import (
     PreprocessFn,
+    RLAlgorithm,
     compose_preprocess,
     drop_zero_weight_samples,
     filter_zero_variance_groups,
     validate_actor_logps,
 )
+from ludic.training.coefficients import Coefficient
+from ludic.training.credit_assignment import GroupNormalizedReturn
+from ludic.training.info_seed.settings import InfoSeed
+from ludic.training.info_seed.untagged import SEED_ID, seed_of, without_tags
+from ludic.training.loss import CompositeLoss, Loss, LossTerm, ReferenceKLLoss, SeedClassificationLoss, SeedContrastiveLoss
+from ludic.training.loss.info_seed import FixedSeedHead
+from ludic.training.loss.kl import Estimator
+from ludic.training.loss.reference import KLLevel
+from ludic.training.types import SAWItem
 
 
 def drop_zero_weights(drop: bool, eps: float) -> PreprocessFn | None:
@@ -29,3 +46,75 @@ def check_ratios(drop: bool, eps: float, *, flat_groups_eps: float | None = None
     filter_groups = None if flat_groups_eps is None else partial(filter_zero_variance_groups, eps=flat_groups_eps)
     steps = [step for step in (filter_groups, drop_zero_weights(drop, eps)) if step is not None]
     return compose_preprocess(*steps, validate_actor_logps) if steps else validate_actor_logps
+
+
+def group_return(group_size: int, normalize_adv: bool, positive_only: bool = False) -> GroupNormalizedReturn:
+    """Return the credit assigner for groups of at least 2."""
+    return GroupNormalizedReturn(check_group_size(group_size), normalize_adv=normalize_adv, positive_only=positive_only)
+
+
+def check_group_size(group_size: int) -> int:
+    """Return `group_size`. Raises ConfigError for 1: an answer that is compared only with itself
+    always has advantage 0."""
+    if group_size == 1:
+        raise ConfigError(
+            "group_size (1) must be at least 2: an answer is compared with the other answers to its prompt, and the advantage of a "
+            "single answer is always 0; raise it (rollout.group_size in a recipe), or use make_reinforce_baseline"
+        )
+    return group_size
+
+
+def add_reference_kl(
+    loss: Loss, coeff: float, estimator: Estimator = "k3", level: KLLevel = "token"
+) -> tuple[Loss, Mapping[str, Coefficient]]:
+    """Return the loss and the coefficients of the algorithm: with `coeff` above 0, `loss` with a
+    `ReferenceKLLoss`, whose coefficient is `beta`; with 0, `loss` itself and none. The terms of a
+    composite loss stay terms. The penalty has the mean of the first term, the policy loss."""
+    if not (coeff >= 0 and math.isfinite(coeff)):
+        raise ConfigError(f"reference_kl ({coeff}) must be a finite number >= 0; 0 is no penalty")
+    if coeff == 0:
+        return loss, {}
+    beta = Coefficient(coeff)
+    terms = loss.terms if isinstance(loss, CompositeLoss) else [LossTerm("policy", loss)]
+    penalty = ReferenceKLLoss(beta, estimator, level, **token_mean(terms[0].loss))
+    return CompositeLoss([*terms, LossTerm("reference_kl", penalty)]), {"beta": beta}
+
+
+def token_mean(policy: Loss) -> dict[str, Any]:
+    """The arguments that give a penalty per token the mean of the policy loss."""
+    return {name: getattr(policy, name) for name in ("length_normalize", "normalizer")}
+
+
+def add_info_seed(algorithm: RLAlgorithm, info_seed: InfoSeed | None) -> RLAlgorithm:
+    """The algorithm for batches of `SeedPrompts`: the prompts of seeded samples lose their tags,
+    their log-probabilities are computed anew, and the loss has the term `seed`. None: unchanged."""
+    if info_seed is None:
+        return algorithm
+    loss = algorithm.loss
+    terms = list(loss.terms) if isinstance(loss, CompositeLoss) else [LossTerm("policy", loss)]
+    checks = [] if algorithm.preprocess is None else [algorithm.preprocess]
+    return replace(
+        algorithm,
+        loss=CompositeLoss([*terms, LossTerm("seed", _make_loss(info_seed))]),
+        preprocess=compose_preprocess(without_tags, *checks),
+        sample_columns={**algorithm.sample_columns, SEED_ID: read_seed},
+        rescores=is_seeded,
+    )
+
+
+def read_seed(item: SAWItem) -> float:
+    """The seed of a sample; 0 if it has none."""
+    return float(seed_of(item.meta))
+
+
+def is_seeded(item: SAWItem) -> bool:
+    """Whether the prompt of a sample named a seed when it was sampled."""
+    return seed_of(item.meta) > 0
+
+
+def _make_loss(info_seed: InfoSeed) -> Loss:
+    """The loss of the settings. Its term has the weight 1: `coeff` is in the loss."""
+    if info_seed.loss == "infonce":
+        return SeedContrastiveLoss(info_seed.coeff, info_seed.temperature, info_seed.pooling)
+    head = FixedSeedHead(info_seed.num_seeds, info_seed.temperature)
+    return SeedClassificationLoss(head, info_seed.coeff, info_seed.pooling)

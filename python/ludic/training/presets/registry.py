@@ -53,7 +53,7 @@ PRESETS: dict[str, Preset] = {
     "bradley_terry": Preset("reward_models:make_bradley_terry", "Bradley and Terry 1952", "reward_model"),
     "cispo": Preset("cispo:make_cispo", "arXiv:2506.13585"),
     "dapo": Preset("group_relative:make_dapo", "arXiv:2503.14476"),
-    "dpo": Preset("preference:make_dpo", "arXiv:2305.18290", "preference"),
+    "dpo": Preset("reward_models:make_dpo", "arXiv:2305.18290", "preference"),
     "dr_grpo": Preset("group_relative:make_dr_grpo", "arXiv:2503.20783"),
     "gmpo": Preset("group_relative:make_gmpo", "arXiv:2507.20673"),
     "grpo": Preset("group_relative:make_grpo", "arXiv:2402.03300"),
@@ -67,7 +67,7 @@ PRESETS: dict[str, Preset] = {
     "sapo": Preset("group_relative:make_sapo", "arXiv:2511.20347"),
     "scalerl": Preset("cispo:make_scalerl", "arXiv:2510.13786"),
     "scalerl_rm": Preset("reward_models:make_scalerl_with_rm", "arXiv:2510.13786", "with_reward_model"),
-    "sft": Preset("supervised:make_sft", "", "supervised"),
+    "sft": Preset("policy_gradient:make_sft", "", "supervised"),
 }
 """Name of the algorithm -> preset."""
 

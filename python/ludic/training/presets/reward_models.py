@@ -1,4 +1,6 @@
-"""Reward models: training from preference pairs, and reinforcement learning with their scores."""
+"""Reward models: training from preference pairs, and reinforcement learning with their scores.
+Preferences without a reward model.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ from ludic.training.algorithm import RLAlgorithm
 from ludic.training.credit_assignment import ConstantCredit, GroupNormalizedReturn, HybridNormalizedReturn
 from ludic.training.loss import BradleyTerryLoss, CISPOLoss, TokenClippedSurrogateLoss
 from ludic.training.loss.base import ScoreType
+from ludic.training.loss.dpo import DPOLoss, DPOLossType
 from ludic.training.loss.kl import Estimator
 from ludic.training.loss.preference import RegularizationType, ScoreRegularization
 from ludic.training.presets.cispo import add_kl
@@ -109,4 +112,22 @@ def make_scalerl_with_rm(
         credit_assigner=RewardModelCreditAssigner(rm_mode, rm_coeff, rm_alpha, rm_score_key, inner),
         loss=add_kl(loss, kl_coeff, kl_estimator),
         preprocess=check_ratios(drop_zero_weight, drop_zero_weight_eps, flat_groups_eps=zvp_filter_eps if filter_zvp else None),
+    )
+
+
+def make_dpo(
+    *,
+    beta: float = 0.1,
+    loss_type: DPOLossType = "sigmoid",
+    label_smoothing: float = 0.0,
+    length_normalize: bool | None = None,
+    nll_coeff: float = 0.0,
+    name: str = "dpo",
+) -> RLAlgorithm:
+    """Direct preference optimization (arXiv:2305.18290) for `DPOTrainer`; `loss_type="ipo"` is IPO
+    (arXiv:2310.12036). `DPOLoss` has the formulas."""
+    return RLAlgorithm(
+        name=name,
+        credit_assigner=ConstantCredit(1.0),
+        loss=DPOLoss(beta, loss_type, label_smoothing, length_normalize, nll_coeff),
     )

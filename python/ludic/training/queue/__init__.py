@@ -1,6 +1,7 @@
 """The queue between actors, which play groups, and the trainer, which trains on them.
 
 `base` says what a log of groups guarantees, `sqlite` and `redis` are two such logs, `entries` turns
-a group into bytes, `ledger` holds which groups were trained, `source` is the trainer's batch source
-and `actor` the loop of a process that plays. `base`, `ledger` and `sqlite` do not import torch.
+a group into bytes, `arrivals` holds which groups were trained, `source` is the trainer's batch
+source and `actor` the loop of a process that plays. `base`, `arrivals` and `sqlite` do not import
+torch.
 """

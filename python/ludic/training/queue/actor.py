@@ -13,10 +13,9 @@ from ludic.errors import ConfigError, DataError, RolloutError
 from ludic.event_loop import is_being_cancelled
 from ludic.training.queue.arrivals import Order, failed_group
 from ludic.training.queue.base import DEFAULT_LEASE_S, GroupLog, Lease, Work
-from ludic.training.queue.entries import DEFAULT_LIMITS, Group, encode_group
-from ludic.training.queue.envelope import EntryLimits
-from ludic.training.queue.patience import LONGEST_WAIT_S, Patience
-from ludic.training.rollouts.played import PlayedRollouts
+from ludic.training.queue.entries import DEFAULT_LIMITS, EntryLimits, Group, encode_group
+from ludic.training.queue.opening import LONGEST_WAIT_S, Patience
+from ludic.training.rollouts.episodes import PlayedRollouts
 from ludic.types import Rollout
 
 logger = logging.getLogger(__name__)

@@ -3,7 +3,7 @@
 A *group* is all answers to one prompt. It has a number: with P groups in a batch, group n is member
 `n % P` of request batch `n // P`, so that its prompt and its seeds follow from the number alone.
 Example for P = 4: group 9 is member 1 of batch 2. `ludic train` lets a number stand for a few
-prompts, which are then sampled together (`runs.numbered_requests`); P is the numbers in a batch.
+prompts, which are then sampled together (`runs.actors.worker`); P is the numbers in a batch.
 
 A log has two parts:
 
@@ -20,8 +20,8 @@ A number's life:
                +-- give_back ---+   at once
                +-- time is up --+   `attempt` becomes one more
 
-**The trainer has the truth.** Its ledger of trained numbers is in its checkpoint (`ledger`). A log
-may lose all its data, and hold a number twice: the ledger refuses what was trained, and what is
+**The trainer has the truth.** Its ledger of trained numbers is in its checkpoint (`arrivals`). A
+log may lose all its data, and hold a number twice: the ledger refuses what was trained, and what is
 missing is offered again (`source.QueueBatchSource.heal`).
 
 **Every call is one transaction**: it happens as a whole or not at all, also if the process or the

@@ -2,26 +2,79 @@
 
 What is decoded equals what was encoded: rollouts with their steps and token traces, the outcomes of
 the episodes, and the failures. Every entry is checked as a protocol's rollouts are
-(`rollouts.check`, `require_trace`), and its size before it is decoded.
+(`rollouts.episodes`, `require_trace`), and its size before it is decoded.
+
+What all entries of a log have in common: a header with a checksum around msgpack. Numbers of
+tokens are in it as bytes.
+
+    0       4        5     6              22
+    | LUDQ | version | kind | xxh3-128 of the body | body ...
+
+Bytes that were changed on their way are found by the checksum before anything is decoded.
+
+Columns of numbers as the bytes of an entry: ids, log-probabilities and masks of T tokens. No
+object is made for a token.
+
+Samples of one group as the bytes of a log's entry, and back: what `run_pipeline_actor` sends.
+
+An actor that assigns credit itself sends samples, not rollouts. An entry is a whole group, so that
+no group is ever divided. It has no number; its name is its producer and how many entries the
+producer sent before.
 """
 
 from __future__ import annotations
 
+import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
 
-from ludic.errors import DataError
-from ludic.training.queue.base import Lease
-from ludic.training.queue.columns import floats_from_bytes, floats_to_bytes, ids_from_bytes, ids_to_bytes
-from ludic.training.queue.envelope import GROUP, EntryError, EntryLimits, check_meta, seal, unseal
-from ludic.training.rollouts.check import SampleCheck, check_rollouts, trace_columns
-from ludic.training.rollouts.played import EpisodeFailure, PlayedRollouts, RolloutCounts
+from ludic.columns import Column, float_column, mask_column
+from ludic.errors import ConfigError, DataError, DataTypeError
+from ludic.files.json_values import to_builtin
+from ludic.list_fields import stored
+from ludic.training.batching.fractions import read_fractions
+from ludic.training.queue.base import MAX_PAYLOAD_BYTES, Lease
+from ludic.training.rollouts.episodes import (
+    EpisodeFailure,
+    PlayedRollouts,
+    RolloutCounts,
+    SampleCheck,
+    check_rollouts,
+    is_reward,
+    trace_columns,
+)
 from ludic.training.rollouts.to_samples import require_trace
+from ludic.training.types import ActorTokenLogps, SampleAttachments, SAWItem
 from ludic.types import Rollout, Step, TokenTrace, group_of
+
+
+@dataclass(frozen=True)
+class EntryLimits:
+    """What an entry may hold. Larger ones are refused before they are decoded, or before they are
+    sent."""
+
+    max_bytes: int = MAX_PAYLOAD_BYTES
+    """Size of the entry."""
+    max_rollouts: int = 4096
+    """Rollouts of a group, or samples."""
+    max_steps: int = 4096
+    """Steps of a rollout."""
+    max_groups: int | None = None
+    """Groups (`group_id`) that the rollouts are of; None: any number."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_bytes", "max_rollouts", "max_steps", "max_groups"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name} ({value}) must be > 0")
+
 
 DEFAULT_LIMITS = EntryLimits()
 
@@ -211,3 +264,256 @@ def _check_counts(num_rollouts: int, num_steps: Sequence[int], limits: EntryLimi
             f"the group has {num_rollouts} rollouts of up to {max(num_steps, default=0)} steps; the limits are "
             f"{limits.max_rollouts} and {limits.max_steps}"
         )
+
+
+VERSION = 1
+GROUP, SAMPLES = 1, 2
+"""Kinds of entries."""
+_HEADER = struct.Struct(">4sBB16s")
+_MAGIC = b"LUDQ"
+T = TypeVar("T")
+
+
+class EntryError(DataError):
+    """An entry that cannot be trained on; it is set aside with this error's message."""
+
+
+def seal(kind: int, content: msgspec.Struct, limits: EntryLimits) -> bytes:
+    """The entry with this content. Raises EntryError if it is too large or holds what msgpack has
+    no form for. Numbers and arrays of numpy and torch become numbers and lists."""
+    try:
+        body = _encode(content)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise EntryError(f"a group holds a value that cannot be sent: {error}") from error
+    if _HEADER.size + len(body) > limits.max_bytes:
+        raise EntryError(
+            f"a group of {len(body)} bytes is larger than the limit of {limits.max_bytes}; play smaller groups, or raise the limit"
+        )
+    return _HEADER.pack(_MAGIC, VERSION, kind, xxhash.xxh3_128_digest(body)) + body
+
+
+def unseal(payload: bytes, kind: int, decoder: Callable[[memoryview], T], limits: EntryLimits) -> T:
+    """The content of an entry. Raises EntryError for an entry of another kind or version, and for
+    one that is damaged."""
+    if len(payload) > limits.max_bytes:
+        raise EntryError(f"the entry has {len(payload)} bytes, the limit is {limits.max_bytes}")
+    if len(payload) < _HEADER.size:
+        raise EntryError(f"the entry has {len(payload)} bytes, which is less than its header")
+    magic, version, found, digest = _HEADER.unpack_from(payload)
+    if magic != _MAGIC:
+        raise EntryError("this is no entry of ludic")
+    if version != VERSION:
+        raise EntryError(f"the entry has version {version}, this ludic reads {VERSION}; run the same ludic everywhere")
+    if found != kind:
+        raise EntryError(f"the entry is of kind {found}, and {kind} is expected: do groups and samples share a queue?")
+    body = memoryview(payload)[_HEADER.size :]
+    if xxhash.xxh3_128_digest(body) != digest:
+        raise EntryError("the entry is damaged: its checksum differs")
+    try:
+        return decoder(body)
+    except (msgspec.MsgspecError, TypeError, ValueError, RecursionError) as error:
+        raise EntryError(f"the entry has another structure: {error}") from error
+
+
+def check_meta(meta: Mapping[str, Any], what: str) -> None:
+    """Raise EntryError for metadata that the trainer computes with and that have another type."""
+    for name in ("request_meta", "engine"):
+        if not isinstance(meta.get(name) or {}, Mapping):
+            raise EntryError(f"{name} of {what} is a {type(meta[name]).__name__}; it must be a mapping")
+    for name, value in (("group_id", group_of(meta)), ("rollout_id", meta.get("rollout_id"))):
+        if not isinstance(value, str | int | None):
+            raise EntryError(f"{name} of {what} is a {type(value).__name__}; it must be text or a number")
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=to_builtin)
+
+
+def _encode(content: msgspec.Struct) -> bytes:
+    """`content` as msgpack. Half of a surrogate pair in a text, which UTF-8 cannot write, becomes a
+    question mark."""
+    try:
+        return _ENCODER.encode(content)
+    except UnicodeEncodeError:
+        return _ENCODER.encode(_without_surrogates(msgspec.to_builtins(content, builtin_types=(bytes,), enc_hook=to_builtin)))
+
+
+def _without_surrogates(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode("utf-8")
+    if isinstance(value, dict):
+        return {_without_surrogates(key): _without_surrogates(part) for key, part in value.items()}
+    return [_without_surrogates(part) for part in value] if isinstance(value, list) else value
+
+
+def ids_to_bytes(ids: Any) -> bytes:
+    """Token ids as 32-bit integers, little-endian. Raises OverflowError for larger ones."""
+    return np.asarray(ids, dtype="<i4").tobytes() if len(ids) else b""
+
+
+def ids_from_bytes(column: bytes) -> NDArray[np.int32]:
+    """The ids of `ids_to_bytes`, in their memory."""
+    if len(column) % 4:
+        raise EntryError(f"a column of token ids has {len(column)} bytes, which is no multiple of 4")
+    return np.frombuffer(column, dtype="<i4")
+
+
+def floats_to_bytes(values: Any) -> bytes:
+    """Numbers as 32-bit floats if that loses nothing, as with what comes from a model in this
+    process, else as 64-bit ones."""
+    wide = np.asarray(values, dtype="<f8")
+    with np.errstate(over="ignore", invalid="ignore"):
+        narrow = wide.astype("<f4")
+    return (narrow if np.array_equal(narrow, wide) else wide).tobytes()
+
+
+def floats_from_bytes(column: bytes, length: int) -> NDArray[np.float64]:
+    """The `length` numbers of `floats_to_bytes`, as 64-bit floats. Raises EntryError unless there
+    are so many."""
+    if len(column) not in (4 * length, 8 * length):
+        raise EntryError(
+            f"a column of {len(column)} bytes cannot hold the log-probabilities of {length} tokens, or their fractions"
+        )
+    return np.frombuffer(column, dtype="<f4" if len(column) == 4 * length else "<f8").astype(np.float64)
+
+
+def bits_to_bytes(mask: Any, name: str) -> bytes:
+    """[T] zeros and ones as bits, the first in the highest. Example: [1, 0, 1] is 0b10100000.
+    Raises ValueError, which says which mask it is by its `name`, for other numbers."""
+    bits = np.asarray(mask)
+    if not np.isin(bits, (0, 1)).all():
+        raise ValueError(f"{name} must have zeros and ones only")
+    return np.packbits(bits.astype(np.uint8)).tobytes()
+
+
+def bits_from_bytes(column: bytes, length: int) -> NDArray[np.uint8]:
+    """The `length` bits of `bits_to_bytes`. Raises EntryError for another number of bytes."""
+    if len(column) != (length + 7) // 8:
+        raise EntryError(f"a mask of {len(column)} bytes cannot be that of {length} tokens")
+    return np.unpackbits(np.frombuffer(column, dtype=np.uint8), count=length)
+
+
+_NUMBERS = ("reward", "total_reward", "completion_length", "prompt_length")
+"""Keys of a sample's meta that the trainer computes with."""
+
+
+@dataclass(frozen=True)
+class SampleGroup:
+    """All samples of a group, with their credit.
+
+    Example: the first entry of an actor is `SampleGroup("node1-77-5f3a", 0, items)`.
+    """
+
+    producer: str
+    """Unique to one actor since it was started."""
+    sequence: int
+    """How many entries the producer sent before this one."""
+    items: list[SAWItem]
+    """At least one; all have the same group, or none has one."""
+
+
+class _PlainSample(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    ids: bytes  # [T] 32-bit integers
+    attention: bytes | None  # [T] bits; None for 1 everywhere
+    actions: bytes  # [T] bits
+    weight: float
+    meta: dict[str, Any]
+    logps: bytes | None  # [A] floats
+
+
+class _Sample(_PlainSample, array_like=True, forbid_unknown_fields=True):
+    fractions: bytes | None = None  # [A] floats; without them it is sent as a `_PlainSample`
+
+
+class _Samples(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    producer: str
+    sequence: int
+    samples: list[_Sample]
+
+
+_SAMPLES_DECODER = msgspec.msgpack.Decoder(_Samples)
+
+
+def encode_samples(group: SampleGroup, limits: EntryLimits = DEFAULT_LIMITS) -> bytes:
+    """The entry of a group. Raises EntryError for what `decode_samples` would refuse, so that an
+    actor sends nothing that the trainer must set aside."""
+    try:
+        samples = [_encode_sample(item) for item in group.items]
+    except (TypeError, ValueError, OverflowError) as error:
+        raise EntryError(f"a sample cannot be sent: {error}") from error
+    payload = seal(SAMPLES, _Samples(group.producer, group.sequence, samples), limits)
+    decode_samples(payload, limits)
+    return payload
+
+
+def decode_samples(payload: bytes, limits: EntryLimits = DEFAULT_LIMITS, check: SampleCheck | None = None) -> SampleGroup:
+    """The group of an entry. Raises EntryError, which says what is wrong, for anything that is not
+    a group that can be trained on by whom `check` is."""
+    content = unseal(payload, SAMPLES, _SAMPLES_DECODER.decode, limits)
+    if content.sequence < 0:
+        raise EntryError(f"sequence ({content.sequence}) must be >= 0")
+    if not 0 < len(content.samples) <= limits.max_rollouts:
+        raise EntryError(f"the entry has {len(content.samples)} samples; it must have 1 to {limits.max_rollouts}")
+    items = [_decode_sample(sample, check or SampleCheck()) for sample in content.samples]
+    if len({group_of(item.meta) for item in items}) > 1:
+        raise EntryError("the samples are of several groups (group_id)")
+    return SampleGroup(content.producer, content.sequence, items)
+
+
+def split_groups(items: Sequence[SAWItem]) -> list[list[SAWItem]]:
+    """The samples of each group, in the order in which groups begin. Samples without a group belong
+    together if they are of one rollout.
+
+    Example: samples of groups a, b, a and of rollout r, which has no group, are [a, a], [b], [r].
+    """
+    groups: dict[tuple[str, Any], list[SAWItem]] = {}
+    for index, item in enumerate(items):
+        group = group_of(item.meta)
+        rollout = item.meta.get("rollout_id", index)
+        groups.setdefault(("rollout", rollout) if group is None else ("group", group), []).append(item)
+    return list(groups.values())
+
+
+def _encode_sample(item: SAWItem) -> Any:
+    ids, attention_mask, action_mask = (stored(item, name) for name in ("input_ids", "attention_mask", "action_mask"))
+    if not len(ids) == len(attention_mask) == len(action_mask):
+        raise ValueError(f"input_ids has {len(ids)} tokens, attention_mask {len(attention_mask)}, action_mask {len(action_mask)}")
+    item.attachments.check_sendable()
+    attention = bits_to_bytes(attention_mask, "attention_mask")
+    logps = None if item.actor_logps is None else floats_to_bytes(stored(item.actor_logps, "token_logps"))
+    fractions = item.attachments.action_fractions
+    columns = (
+        ids_to_bytes(ids),
+        None if np.all(attention_mask) else attention,
+        bits_to_bytes(action_mask, "action_mask"),
+        float(item.weight),
+        item.meta,
+        logps,
+    )
+    return _PlainSample(*columns) if fractions is None else _Sample(*columns, floats_to_bytes(fractions))
+
+
+def _decode_sample(sample: _Sample, check: SampleCheck) -> SAWItem:
+    ids: Any = ids_from_bytes(sample.ids).view(Column)
+    attention: Any = mask_column(0, len(ids))
+    if sample.attention is not None:
+        attention = bits_from_bytes(sample.attention, len(ids)).view(Column)
+    actions: Any = bits_from_bytes(sample.actions, len(ids)).view(Column)
+    num_actions = int(np.count_nonzero(actions))
+    if not is_reward(sample.weight):
+        raise EntryError(f"the weight of a sample is {sample.weight}; weights must be finite numbers of float32")
+    check_meta(sample.meta, "a sample")
+    for name in _NUMBERS:
+        value = sample.meta.get(name)
+        if value is not None and not is_reward(value):
+            raise EntryError(f"{name} of a sample is {value!r}; it must be a finite number of float32")
+    columns: Any = None if sample.logps is None else float_column(floats_from_bytes(sample.logps, num_actions))
+    if fault := check.find_fault(sample.meta, ids, columns):
+        raise EntryError(f"a sample has {fault}")
+    try:
+        logps = None if columns is None else ActorTokenLogps(columns)
+        fractions = None if sample.fractions is None else floats_from_bytes(sample.fractions, num_actions).tolist()
+        item = SAWItem(ids, attention, actions, sample.weight, sample.meta, SampleAttachments(logps, action_fractions=fractions))
+        read_fractions([item])
+    except (DataTypeError, DataError) as error:
+        raise EntryError(str(error)) from error
+    return item

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
+import random
 import re
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
-from ludic.errors import ConfigError
+from ludic.errors import ConfigError, OwnershipLost, QueueDataLost, QueueError, QueueRefused
 from ludic.training.queue.base import GroupLog
 from ludic.training.queue.sqlite import SQLiteLog
 
@@ -47,3 +56,92 @@ def open_server_queue(url: str, name: str) -> GroupLog:
     if not url:
         raise ConfigError(f"redis_url and {URL_VARIABLE} are empty; give the URL of a Redis server, such as redis://host:6379")
     return RedisLog(url, name)
+
+
+logger = logging.getLogger(__name__)
+
+
+def make_owner_name() -> str:
+    """A name that no other process has, and that says where to look for this one."""
+    return f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+
+
+class ClaimKeeper:
+    """Renews the claim from a thread, three times in `ttl_s` seconds: the event loop may be busy
+    with a step for longer than that."""
+
+    def __init__(self, log: GroupLog, owner: str, ttl_s: float) -> None:
+        self._log, self._owner, self._ttl_s = log, owner, ttl_s
+        self._stop = threading.Event()
+        self._lost: OwnershipLost | None = None
+        self._thread = threading.Thread(target=self._renew, name="ludic-queue-claim", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise OwnershipLost if another trainer has claimed the log."""
+        if self._lost is not None:
+            raise self._lost
+
+    def stop(self) -> None:
+        """End the thread; a call that runs is not waited for."""
+        self._stop.set()
+
+    def _renew(self) -> None:
+        while not self._stop.wait(self._ttl_s / 3):
+            try:
+                self._log.renew_claim(self._owner, ttl_s=self._ttl_s)
+            except OwnershipLost as error:
+                self._lost = error
+                return
+            except QueueError as error:  # unreachable, or its data are gone: the source heals it when it reads
+                logger.info("the claim of the queue was not renewed: %s", error)
+
+
+T = TypeVar("T")
+
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.1, 5.0
+"""Between two tries; doubled each time, and varied so that processes do not come at once."""
+
+
+class Patience:
+    """Runs calls in threads, so that the event loop goes on, and repeats one that raises QueueError
+    for up to `patience_s` seconds. `QueueDataLost` and `QueueRefused` are raised at once: they do
+    not pass by themselves. Simulations replace `sleep`, `clock` and `run`."""
+
+    def __init__(
+        self,
+        patience_s: float,
+        *,
+        sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
+        clock: Callable[[], float] = time.monotonic,
+        run: Callable[[Callable[[], Any]], Awaitable[Any]] = asyncio.to_thread,
+    ) -> None:
+        if not patience_s > 0:
+            raise ConfigError(f"patience_s ({patience_s}) must be > 0: it is how long a queue may be unreachable")
+        self.patience_s, self.sleep, self.clock, self.run = patience_s, sleep, clock, run
+        self.interruptions = 0
+        """Calls that succeeded only after the log had been unreachable."""
+
+    async def call(self, what: str, operation: Callable[[], T]) -> T:
+        """Return `operation()`. `what` says in messages what is being done."""
+        started, wait_s = self.clock(), FIRST_WAIT_S
+        failed = False
+        while True:
+            try:
+                result: T = await self.run(operation)
+            except (QueueDataLost, QueueRefused):
+                raise
+            except QueueError as error:
+                waited_s = self.clock() - started
+                if waited_s >= self.patience_s:
+                    raise QueueError(
+                        f"{what}: gave up after {waited_s:.0f} s (patience_s is {self.patience_s:g}): {error}"
+                    ) from error
+                if not failed:
+                    logger.warning("%s: %s; trying again for up to %g s", what, error, self.patience_s)
+                failed = True
+                await self.sleep(min(wait_s, self.patience_s) * random.SystemRandom().uniform(0.5, 1.0))
+                wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+            else:
+                self.interruptions += failed
+                return result

@@ -9,10 +9,8 @@ from typing import Any, Protocol
 from ludic.errors import ConfigError, QueueError, QueueRefused, RequestsExhausted
 from ludic.event_loop import await_if_needed
 from ludic.training.queue.base import GroupLog
-from ludic.training.queue.claims import make_owner_name
-from ludic.training.queue.envelope import EntryError
-from ludic.training.queue.opening import open_server_queue
-from ludic.training.queue.samples import SampleGroup, encode_samples, split_groups
+from ludic.training.queue.entries import EntryError, SampleGroup, encode_samples, split_groups
+from ludic.training.queue.opening import make_owner_name, open_server_queue
 from ludic.training.types import CreditAssigner, RequestsFn, SAWBatch, SAWItem
 
 logger = logging.getLogger(__name__)

@@ -10,22 +10,27 @@ at most `ahead + 1` batches are played at a time.
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
-from ludic.errors import ConfigError, QueueDataLost, QueueError, RolloutError, shorten_names
+from ludic.errors import ConfigError, LudicError, QueueDataLost, QueueError, RolloutError, shorten_names
+from ludic.training.algorithm import RLAlgorithm
 from ludic.training.batching.source import BatchSourceBase
 from ludic.training.queue.arrivals import Arrivals, Order
-from ludic.training.queue.base import DEFAULT_CLAIM_S, GroupLog, Work
-from ludic.training.queue.claims import ClaimKeeper, make_owner_name
-from ludic.training.queue.entries import DEFAULT_LIMITS, Group
-from ludic.training.queue.envelope import EntryError, EntryLimits
-from ludic.training.queue.metrics import measure_queue
-from ludic.training.queue.patience import Patience
-from ludic.training.queue.reading import EntryReader
-from ludic.training.rollouts.check import SampleCheck
-from ludic.training.types import SAWBatch
+from ludic.training.queue.base import DEFAULT_CLAIM_S, Entry, GroupLog, QueueStats, Work
+from ludic.training.queue.entries import DEFAULT_LIMITS, EntryError, EntryLimits, Group, decode_group
+from ludic.training.queue.opening import ClaimKeeper, Patience, make_owner_name
+from ludic.training.rollouts.engine import select_credit_assigner
+from ludic.training.rollouts.episodes import PlayedRollouts, RolloutCounts, SampleCheck
+from ludic.training.rollouts.log import append_rollouts
+from ludic.training.rollouts.to_samples import batch_from_played
+from ludic.training.types import CreditAssigner, SampleFilter, SAWBatch
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +40,7 @@ HEAL_AFTER_S = 5.0
 
 class QueueBatchSource(BatchSourceBase):
     """Batches of the groups that actors deliver to `log`. `to_batch` makes the batch of the groups,
-    usually `to_batch.BatchFromGroups`.
+    usually `BatchFromGroups`.
 
     **Order.** `exact` trains the groups by number: batch k is groups `kP .. kP+P-1`, P being
     `groups_per_batch`. A run is then the same whatever dies and when, if its actors sample the same
@@ -385,3 +390,150 @@ class QueueBatchSource(BatchSourceBase):
             return
         if number not in await self._reader.scan(self._arrivals.position):
             await self._with_data(lambda: self._offer([number]))
+
+
+READ_S = 1.0
+"""How long one reading of the log waits for an entry."""
+POLL_S = 0.2
+"""How often the log is looked at while the trainer computes."""
+
+
+class EntryReader:
+    """The entries that are read and not taken, each with its group or the reason to refuse it."""
+
+    def __init__(self, log: GroupLog, run: str, limits: EntryLimits, patience: Patience) -> None:
+        self._log, self._run, self._limits, self._patience = log, run, limits, patience
+        self.entries: deque[tuple[Entry, Group | EntryError]] = deque()
+        self._ahead: asyncio.Task[None] | None = None
+        self.check: SampleCheck | None = None
+        """The trainer's, once it has asked for a batch."""
+
+    def last_position(self, taken: str | None) -> str | None:
+        """The position of the last entry that was read; `taken` is that of the last one taken."""
+        return self.entries[-1][0].position if self.entries else taken
+
+    async def read(self, taken: str | None, timeout_s: float = READ_S) -> None:
+        """Read the next entries, and wait up to `timeout_s` seconds for the first. Where this is
+        cancelled, nothing is read."""
+        after = self.last_position(taken)
+        self.entries.extend(await self._patience.call("reading groups", lambda: self._read(after, timeout_s)))
+
+    async def scan(self, taken: str | None) -> dict[int, str]:
+        """The groups of all entries that are not taken, each with the position of its last entry.
+        What is read for it is not kept."""
+        positions = {entry.number: entry.position for entry, _ in self.entries if entry.number is not None}
+        position = self.last_position(taken)
+        while entries := await self._patience.call("reading groups", partial(self._log.read, position)):
+            positions |= {entry.number: entry.position for entry in entries if entry.number is not None}
+            position = entries[-1].position
+        return positions
+
+    def clear(self) -> None:
+        """Forget what was read, and stop reading ahead."""
+        self.entries.clear()
+        if self._ahead is not None:
+            self._ahead.cancel()
+
+    def read_ahead(self, taken: Callable[[], str | None], count: int) -> None:
+        """Begin to read until `count` entries are there."""
+        self._ahead = asyncio.create_task(self._read_ahead(taken, count))
+
+    async def stop_reading_ahead(self) -> None:
+        """Keep what was read. An error is raised by the next `read`, if it lasts."""
+        task, self._ahead = self._ahead, None
+        if task is not None:
+            task.cancel()
+            await asyncio.wait([task])
+
+    async def _read_ahead(self, taken: Callable[[], str | None], count: int) -> None:
+        try:
+            while len(self.entries) < count:
+                await self.read(taken(), timeout_s=0.0)
+                await self._patience.sleep(POLL_S)
+        except LudicError as error:
+            logger.info("reading ahead ended: %s", error)
+
+    def _read(self, after: str | None, timeout_s: float) -> list[tuple[Entry, Group | EntryError]]:
+        """Read and decode; runs in a thread."""
+        return [(entry, self._decode(entry)) for entry in self._log.read(after, timeout_s=timeout_s)]
+
+    def _decode(self, entry: Entry) -> Group | EntryError:
+        try:
+            group = decode_group(entry.payload, self._limits, self.check)
+        except EntryError as error:
+            return error
+        if group.number != entry.number:
+            return EntryError(f"the entry of group {entry.number} holds group {group.number}")
+        if group.run != self._run:
+            return EntryError(f"the entry is of run {group.run}, this is {self._run}")
+        return group
+
+
+def measure_queue(
+    stats: QueueStats, arrivals: Arrivals, groups: Sequence[Group], *, wait_s: float, aside: int
+) -> dict[str, float]:
+    """The statistics for the meta of the batch of `groups`, which are still among `arrivals`.
+
+    `wait_s`: how long the trainer waited for them. `aside`: entries that this trainer set aside.
+    """
+    ended = [group.ended_s for group in groups if group.ended_s]
+    return {
+        "generation_s": max((group.generation_s for group in groups), default=0.0),
+        "queue/depth": len(arrivals) - len(groups),
+        "queue/outstanding": stats.outstanding,
+        "queue/oldest_s": stats.oldest_s,
+        "queue/age_s": max(0.0, time.time() - min(ended)) if ended else 0.0,
+        "queue/wait_s": wait_s,
+        "queue/claimed": stats.claimed,
+        "queue/duplicates": arrivals.duplicates,
+        "queue/aside": aside,
+        "queue/abandoned": arrivals.abandoned,
+        "queue/bytes": stats.bytes,
+    }
+
+
+class BatchFromGroups:
+    """Assigns credit over all groups of a batch, filters the samples, and appends the rollouts to
+    `jsonl_path`. Credit comes from `credit_assigner`, or else from `algorithm`.
+
+    `rollouts_per_group`: how many a whole group has. It is what a failed group counts as in
+    `target_rollouts`.
+    """
+
+    def __init__(
+        self,
+        *,
+        rollouts_per_group: int,
+        algorithm: RLAlgorithm | None = None,
+        credit_assigner: CreditAssigner | None = None,
+        sample_filter: SampleFilter | None = None,
+        jsonl_path: str | Path | None = None,
+    ) -> None:
+        self._rollouts_per_group = rollouts_per_group
+        self._credit_assigner = select_credit_assigner(algorithm, credit_assigner)
+        self._sample_filter = sample_filter
+        self._jsonl_path = None if jsonl_path is None else Path(jsonl_path)
+
+    async def __call__(self, groups: Sequence[Group]) -> SAWBatch:
+        """The batch of the groups; at least one has rollouts."""
+        played = join_groups(groups, self._rollouts_per_group)
+        batch = batch_from_played(played, self._credit_assigner, self._sample_filter)
+        if self._jsonl_path is not None:
+            await asyncio.to_thread(append_rollouts, self._jsonl_path, played)
+        return batch
+
+
+def join_groups(groups: Sequence[Group], rollouts_per_group: int) -> PlayedRollouts:
+    """The rollouts of all groups as one call of the engine returns them.
+
+    Example: a group of 4 rollouts and one that failed, with 4 in a group, are 4 of 8 requested.
+    """
+    counts = RolloutCounts()
+    for group in groups:
+        counts += group.played.counts
+    return PlayedRollouts(
+        [rollout for group in groups for rollout in group.played],
+        counts,
+        [failure for group in groups for failure in group.played.failures],
+        num_requested=sum(group.played.num_requested or rollouts_per_group for group in groups),
+    )

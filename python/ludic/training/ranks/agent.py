@@ -3,7 +3,7 @@
     python -m ludic.training.ranks.agent --standalone --nproc-per-node 2 -m ludic.cli train sort
 
 torchrun ends with status 1 however a rank ended. Whoever starts this agent decides by its status
-whether to start again (`ludic.exit_codes`):
+whether to start again (`ludic.errors`):
 
 | end | status |
 |---|---|
@@ -30,7 +30,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import parse_args, run
 
-from ludic.exit_codes import DO_NOT_RETRY, TRY_AGAIN
+from ludic.errors import DO_NOT_RETRY, TRY_AGAIN
 from ludic.rank_environment import STATUS_FOLDER
 
 

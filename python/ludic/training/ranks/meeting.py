@@ -17,8 +17,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ludic.errors import RankError
-from ludic.exit_codes import TRY_AGAIN
+from ludic.errors import TRY_AGAIN, RankError
 from ludic.training.ranks.lives import LEFT, Lives, name_ranks
 from ludic.training.ranks.rank_store import RankStore
 from ludic.training.ranks.sent_errors import describe_error, rebuild_error

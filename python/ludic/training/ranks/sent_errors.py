@@ -7,8 +7,7 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
-from ludic.errors import RankError
-from ludic.exit_codes import TRY_AGAIN
+from ludic.errors import TRY_AGAIN, RankError
 
 _KNOWN = ("ludic.errors", "builtins", "torch", "safetensors", "jinja2")
 """Modules with errors for which the exit status of a rank, or what its user is told, depends on the

@@ -11,16 +11,24 @@ from typing import Any
 from ludic.envs.env import LudicEnv
 from ludic.errors import ConfigError, DataError, RolloutError
 from ludic.event_loop import await_if_needed, is_being_cancelled, run_to_completion
-from ludic.inference.current_episode import new_episode
+from ludic.inference.client import new_episode
 from ludic.inference.request import ReturnSpec
 from ludic.interaction.base import InteractionProtocol
 from ludic.interaction.containment import describe_error, run_contained
 from ludic.training.algorithm import RLAlgorithm
-from ludic.training.rollouts.check import GarbageError, SampleCheck, check_rollouts
-from ludic.training.rollouts.cut_off import CutOffWarnings
-from ludic.training.rollouts.episodes import Episode, count_episodes, drop_failed_groups, group_episodes
+from ludic.training.rollouts.episodes import (
+    CutOffWarnings,
+    Episode,
+    GarbageError,
+    PlayedRollouts,
+    RolloutCounts,
+    SampleCheck,
+    check_rollouts,
+    count_episodes,
+    drop_failed_groups,
+    group_episodes,
+)
 from ludic.training.rollouts.log import append_failures, append_rollouts
-from ludic.training.rollouts.played import PlayedRollouts, RolloutCounts
 from ludic.training.rollouts.to_samples import batch_from_played, require_trace
 from ludic.training.types import CreditAssigner, RolloutRequest, RolloutScorer, SampleFilter, SAWBatch
 from ludic.types import Rollout

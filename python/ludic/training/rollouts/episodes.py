@@ -1,18 +1,23 @@
-"""The episodes of one call of the engine, their outcomes, and the report of failures."""
+"""The episodes of one call of the engine: what they give, the checks of it, their outcomes, the
+report of failures, and warnings where a limit that cuts them off is probably too low by mistake.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, field
+from typing import Any
 
-from ludic.errors import LudicError, RolloutError
+import numpy as np
+
+from ludic.columns import LARGEST, find_token_fault
+from ludic.errors import DataError, LudicError, RolloutError
 from ludic.interaction.containment import describe_error
-from ludic.training.rollouts.check import GarbageError
-from ludic.training.rollouts.played import EpisodeFailure, PlayedRollouts, RolloutCounts
+from ludic.list_fields import stored
 from ludic.training.types import RolloutRequest
-from ludic.types import Rollout
+from ludic.types import Rollout, Step, TokenTrace
 
 logger = logging.getLogger(__name__)
 
@@ -117,4 +122,228 @@ def _describe_failure(episode: Episode) -> EpisodeFailure:
         meta=dict(episode.request.meta),
         seen=played[-1].prev_obs if played else None,
         answer=played[-1].action if played else None,
+    )
+
+
+@dataclass
+class RolloutCounts:
+    """Outcomes of the episodes of one call."""
+
+    num_episodes: int = 0
+    num_retried_episodes: int = 0
+    """Episodes that failed at least once and were played again."""
+    num_failed_episodes: int = 0
+    """Episodes that failed after all retries."""
+    num_cancelled_episodes: int = 0
+    """Episodes cancelled because another episode of their group failed after all retries."""
+    num_dropped_groups: int = 0
+    """Groups dropped because one of their episodes failed after all retries."""
+
+    def __add__(self, other: RolloutCounts) -> RolloutCounts:
+        return RolloutCounts(*(left + right for left, right in zip(astuple(self), astuple(other), strict=True)))
+
+
+@dataclass(frozen=True)
+class EpisodeFailure:
+    """An episode that failed after all retries."""
+
+    episode_idx: int
+    env_kind: str
+    env_seed: int | None
+    """The seed in the request."""
+    error: str
+    """Type and message of the last error."""
+    attempts: int
+    meta: dict[str, Any]
+    """The meta of the request."""
+    seen: str | None = None
+    """The last observation that was answered, of an episode that was played and could not be
+    rewarded; None of another."""
+    answer: str | None = None
+    """The answer to it."""
+
+
+class PlayedRollouts(list[Rollout]):
+    """The usable rollouts in the order of the requests, with the outcomes of all episodes."""
+
+    def __init__(
+        self,
+        rollouts: Sequence[Rollout],
+        counts: RolloutCounts,
+        failures: Sequence[EpisodeFailure],
+        *,
+        num_requested: int | None = None,
+    ) -> None:
+        """`num_requested`: number of rollouts that were requested; a failed episode counts as many
+        as the others returned on average. None: the number of `rollouts`."""
+        super().__init__(rollouts)
+        self.counts, self.failures = counts, list(failures)
+        self.num_requested = len(rollouts) if num_requested is None else num_requested
+
+
+MAX_LATER_VERSIONS = 10_000
+"""How much newer than the weights a sample may be. A trainer that went back to a checkpoint meets
+samples of weights that it had after it."""
+
+
+class GarbageError(RolloutError, DataError):
+    """An episode returned invalid rollouts; it counts as failed."""
+
+
+@dataclass
+class SampleCheck:
+    """What the model in hand can be trained on. A trainer makes one and hands it to its source
+    (`BatchSourceBase.use_check`), so that whatever is wrong is refused where it comes in."""
+
+    vocab_size: int | None = None
+    """Rows of the model's embedding; None if it is not known, as in an actor."""
+    version: int | None = None
+    """Version of the weights, that is the trainer's step; None if it is not known."""
+
+    def find_fault(self, meta: Mapping[str, Any], ids: Any = None, logps: Any = None) -> str | None:
+        """Why the `policy_version` in `meta`, or the ids [T] of a sample and the log-probabilities
+        [A] of some of them cannot be trained on; None if nothing is wrong."""
+        version, newest = meta.get("policy_version"), 2**31 - 1 if self.version is None else self.version + MAX_LATER_VERSIONS
+        if version is not None and not (isinstance(version, int | np.integer) and 0 <= version <= newest):
+            return f"policy_version {version!r}; it must be a whole number from 0 to {newest}"
+        if ids is None:
+            return None
+        return find_token_fault(ids, logps, self.vocab_size) if len(ids) else "no tokens"
+
+    def find_step_fault(self, rollout: Rollout, step: Step) -> str | None:
+        """The same for a step of a rollout."""
+        fault = self.find_fault(rollout.meta)
+        if step.trace is None:
+            return fault or self.find_fault(step.info)
+        prompt, completion, logps = trace_columns(step.trace)
+        fault = fault or self.find_fault(step.info, prompt if len(prompt) else completion)
+        return fault or find_token_fault(completion, logps, self.vocab_size)
+
+
+def check_rollouts(returned: Any, check: SampleCheck | None = None) -> list[Rollout]:
+    """Return the rollouts of one episode. Raises GarbageError unless they are a list of valid
+    rollouts, with text as observations and actions, finite rewards, and tokens that pass
+    `check`."""
+    if not isinstance(returned, Sequence) or isinstance(returned, str):
+        raise GarbageError(f"the protocol returned {type(returned).__name__} (TypeError); it must return a list of Rollout")
+    for rollout in returned:
+        if not isinstance(rollout, Rollout):
+            raise GarbageError(
+                f"the protocol returned a list with an element of type {type(rollout).__name__}; it must be Rollout"
+            )
+        _check_rollout(rollout, check or SampleCheck())
+    return list(returned)
+
+
+def _check_rollout(rollout: Rollout, check: SampleCheck) -> None:
+    _check_type(rollout.id, str, "the id of a rollout")
+    _check_type(rollout.meta, dict, "the meta of a rollout")
+    _check_type(rollout.steps, list, "the steps of a rollout")
+    for step in rollout.steps:
+        _check_type(step, Step, "a step of a rollout")
+        _check_step(step)
+        if fault := check.find_step_fault(rollout, step):
+            raise GarbageError(f"step {step.index} of rollout {rollout.id} has {fault}")
+    indices = [step.index for step in rollout.steps]
+    if len(set(indices)) < len(indices):
+        raise GarbageError(
+            f"the steps of a rollout have the indices {indices}; they must be distinct, since weights are assigned by index"
+        )
+
+
+def _check_type(value: Any, kind: type, what: str) -> None:
+    if not isinstance(value, kind):
+        raise GarbageError(f"{what} is of type {type(value).__name__}; it must be a {kind.__name__}")
+
+
+def _check_step(step: Step) -> None:
+    _check_type(step.index, int, "the index of a step")
+    _check_type(step.info, dict, f"the info of step {step.index}")
+    if step.trace is not None:
+        _check_type(step.trace, TokenTrace, f"the trace of step {step.index}")
+    texts: dict[str, object] = {"prev_obs": step.prev_obs, "action": step.action}
+    if step.next_obs is not None:
+        texts["next_obs"] = step.next_obs
+    for name, text in texts.items():
+        if not isinstance(text, str):
+            raise GarbageError(f"{name} of step {step.index} is of type {type(text).__name__}; it must be text")
+    if not is_reward(step.reward):
+        raise GarbageError(f"the reward of step {step.index} is {step.reward!r}; it must be a finite number of float32")
+
+
+def trace_columns(trace: TokenTrace) -> tuple[Any, Any, Any]:
+    """Ids of the prompt [P] and the completion [C], and log-probabilities [C] or None, as the trace
+    holds them: arrays or lists."""
+    names = ("prompt_token_ids", "completion_token_ids", "completion_logprobs")
+    prompt, completion, logps = (stored(trace, name) for name in names)
+    return prompt, completion, logps
+
+
+def is_reward(value: Any) -> bool:
+    """Whether `value` is a number of Python, numpy or torch that float32 holds. Text is not a
+    number."""
+    try:
+        return bool(abs(0.0 + value) <= LARGEST)
+    except (TypeError, ValueError):
+        return False
+
+
+REPORTED_SHARE = 0.1
+"""Share of the answers of a call from which on rejected ones are reported."""
+
+
+class CutOffWarnings:
+    """Looks at the rollouts of each call, and warns once of each limit."""
+
+    def __init__(self) -> None:
+        self._warned_of_steps = self._warned_of_tokens = False
+
+    def look_at(self, rollouts: Sequence[Rollout], max_steps: int) -> None:
+        """`max_steps`: the limit that the rollouts were played with."""
+        if not self._warned_of_steps and ran_out_of_steps(rollouts, max_steps):
+            self._warned_of_steps = True
+            _warn_of_steps(rollouts, max_steps)
+        rejected, answers = _split_rejected(rollouts)
+        if not self._warned_of_tokens and rejected and len(rejected) >= REPORTED_SHARE * answers:
+            self._warned_of_tokens = True
+            _warn_of_tokens(rejected, answers)
+
+
+def ran_out_of_steps(rollouts: Sequence[Rollout], max_steps: int) -> bool:
+    """Whether `max_steps` cut off all episodes, or with a limit of 1, which is the default, any;
+    those that ended with a parse error do not count."""
+    cut = [rollout.meta.get("truncation_reason") == "max_steps" for rollout in rollouts if _is_answered(rollout)]
+    return any(cut) if max_steps == 1 else bool(cut) and all(cut)
+
+
+def _is_answered(rollout: Rollout) -> bool:
+    return bool(rollout.steps) and not rollout.steps[-1].info.get("parse_error")
+
+
+def _warn_of_steps(rollouts: Sequence[Rollout], max_steps: int) -> None:
+    cut = [rollout for rollout in rollouts if _is_answered(rollout) and rollout.meta.get("truncation_reason") == "max_steps"]
+    logger.warning(
+        "%s %d episodes were cut off after max_steps (%d) before the environment (%s) ended them; raise max_steps if episodes have "
+        "more turns%s",
+        "all" if len(cut) == len(rollouts) else f"{len(cut)} of",
+        len(rollouts),
+        max_steps,
+        cut[0].meta.get("env_name", "of its own"),
+        ": without it a batch source plays one turn" if max_steps == 1 else "",
+    )
+
+
+def _split_rejected(rollouts: Sequence[Rollout]) -> tuple[list[Step], int]:
+    """(steps whose answer an agent rejected because it reached the token limit, number of all)."""
+    steps = [step for rollout in rollouts for step in rollout.steps]
+    return [step for step in steps if step.info.get("incomplete_completion")], len(steps)
+
+
+def _warn_of_tokens(rejected: Sequence[Step], answers: int) -> None:
+    logger.warning(
+        "%d of %d answers reached their token limit: no parser, environment or verifier saw them, and each earned %g instead; raise "
+        "max_tokens (rollout.max_new_tokens of a recipe), or have them judged with Agent(reject_incomplete_completions=False)",
+        len(rejected),
+        answers,
+        rejected[0].reward,
     )

@@ -14,12 +14,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from ludic.errors import ConfigError, RequestsExhausted, RolloutAborted
+from ludic.errors import ConfigError, RequestsExhausted, RolloutAborted, RolloutError
 from ludic.interaction.containment import describe_error
 from ludic.training.rollouts.group_ledger import (
     Group as Group,
@@ -30,10 +33,12 @@ from ludic.training.rollouts.group_ledger import (
     PlainMembers,
     PoolCounts as PoolCounts,
     Prompts,
+    SavedPool,
+    find_prompts,
+    read_state,
 )
-from ludic.training.rollouts.ledger_state import SavedPool, find_prompts, read_state
+from ludic.training.rollouts.hand_over import ArrivalOrder, HandOver, SubmissionOrder, choose_max_lag
 from ludic.training.rollouts.member_calls import MemberCalls, MemberInterrupted as MemberInterrupted, Ticket as Ticket
-from ludic.training.rollouts.pool_settings import PoolSettings
 
 logger = logging.getLogger(__name__)
 
@@ -61,12 +66,12 @@ class GroupPool:
     **Failures.** A call that raises is repeated with the same seed up to `max_retries` times, while
     its siblings go on; one that was interrupted after progress has not failed. After that the group
     is lost: counted and logged, and never a reward of 0. While no call succeeds at all, calls are
-    repeated after growing waits for up to `outage_patience_s` before a group is lost (`outage`).
-    Twice as many losses as groups are kept, and no whole group in between, are a RolloutError.
-    After more than `patience * groups_per_batch` rejections for one batch, `on_exhausted="error"`
-    raises RolloutError with the reasons that `explain(group)` gives; "short" gives a batch of the
-    groups that are left. When the prompts end, so does the pool: a short batch, then
-    RequestsExhausted.
+    repeated after growing waits for up to `outage_patience_s` before a group is lost
+    (`member_calls`). Twice as many losses as groups are kept, and no whole group in between, are a
+    RolloutError. After more than `patience * groups_per_batch` rejections for one batch,
+    `on_exhausted="error"` raises RolloutError with the reasons that `explain(group)` gives; "short"
+    gives a batch of the groups that are left. When the prompts end, so does the pool: a short
+    batch, then RequestsExhausted.
 
     **Life.** Inside `async with` calls go on between batches. Outside, `next_batch` ends the calls
     that it has started. Whole members stay in their groups either way, and the next call goes on
@@ -389,3 +394,136 @@ class GroupPool:
         message = "group %d is lost: member %d failed again and again, the last time with %s"
         logger.error(message, group.ordinal, member, describe_error(error), exc_info=trace)
         self._admit_more()
+
+
+ORDERS = ("arrival", "submission")
+ON_EXHAUSTED = ("error", "short")
+
+
+@dataclass(frozen=True)
+class PoolSettings:
+    """`GroupPool` says what each setting does. Raises ConfigError for one that is out of range."""
+
+    groups_per_batch: int
+    members_per_group: int
+    over_sampling_factor: float
+    max_lag: int | None
+    order: str
+    max_retries: int
+    max_concurrency: int | None
+    patience: int
+    outage_patience_s: float
+    on_exhausted: str
+    close_timeout_s: float
+
+    def __post_init__(self) -> None:
+        least = {"groups_per_batch": 1, "members_per_group": 1, "patience": 1, "max_concurrency": 1, "max_retries": 0}
+        for name, lowest in least.items():
+            value = getattr(self, name)
+            if value is not None and value < lowest:
+                raise ConfigError(f"{name} ({value}) must be >= {lowest}")
+        if not self.close_timeout_s > 0:
+            raise ConfigError(f"close_timeout_s ({self.close_timeout_s}) must be > 0 seconds")
+        if not 0 <= self.outage_patience_s < math.inf:
+            raise ConfigError(f"outage_patience_s ({self.outage_patience_s}) must be >= 0 seconds, and finite")
+        for name, choices in {"order": ORDERS, "on_exhausted": ON_EXHAUSTED}.items():
+            if getattr(self, name) not in choices:
+                raise ConfigError(f"{name} ({getattr(self, name)!r}) must be {' or '.join(map(repr, choices))}")
+        choose_max_lag(self.over_sampling_factor, self.max_lag)
+
+    @property
+    def lag(self) -> int:
+        """K: how many batches after its admission a group is given at the latest."""
+        return choose_max_lag(self.over_sampling_factor, self.max_lag)
+
+    @property
+    def max_kept(self) -> int:
+        """How many groups are kept."""
+        return math.ceil(self.groups_per_batch * self.over_sampling_factor - 1e-9)  # 10 * 1.1 is 11.000000000000002
+
+    @property
+    def is_short_allowed(self) -> bool:
+        """Whether a batch may be short after too many rejections."""
+        return self.on_exhausted == "short"
+
+    def capacity(self, batches_left: int | None, *, is_waiting: bool) -> int:
+        """How many groups may be kept when `batches_left` more are needed. Between two batches
+        groups are admitted with the weights of the batch before, so that all kept ones must leave
+        within the next K batches, not K + 1."""
+        size = self.groups_per_batch
+        left = self.max_kept if batches_left is None else size * max(int(is_waiting), batches_left)
+        return min(self.max_kept, left, size * (self.lag + int(is_waiting)))
+
+    def make_hand_over(self) -> HandOver:
+        """The rule by which groups leave."""
+        return ArrivalOrder(self.groups_per_batch, self.lag) if self.order == "arrival" else SubmissionOrder()
+
+    def make_setbacks(self) -> Setbacks:
+        """The counter of rejections and losses."""
+        return Setbacks(max_rejections=self.patience * self.groups_per_batch, max_losses=2 * self.max_kept)
+
+
+SHOWN_REASONS = 5
+"""How many reasons of rejections an error shows."""
+
+
+class Setbacks:
+    """Counts rejected groups by reason, and groups that were lost one after another."""
+
+    def __init__(self, *, max_rejections: int, max_losses: int) -> None:
+        self._max_rejections, self._max_losses = max_rejections, max_losses
+        self._reasons: Counter[str] = Counter()
+        self._losses = 0
+        self._last_error: Exception | None = None
+
+    @property
+    def is_out_of_patience(self) -> bool:
+        """Whether more groups were rejected than a batch may cost."""
+        return self._reasons.total() > self._max_rejections
+
+    @property
+    def is_losing(self) -> bool:
+        """Whether so many groups were lost in a row that something is broken."""
+        return self._losses >= self._max_losses
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no more groups should be admitted for now."""
+        return self.is_losing or self.is_out_of_patience
+
+    def reject(self, reason: str) -> None:
+        """The filter has refused a group."""
+        self._reasons[reason] += 1
+
+    def lose(self, error: Exception) -> bool:
+        """A group is lost. Returns whether it is the first one in a row."""
+        self._losses += 1
+        self._last_error = error
+        return self._losses == 1
+
+    def end_losses(self) -> None:
+        """A group is whole: the losses before it were not in a row with those after it."""
+        self._losses = 0
+
+    def reset(self) -> None:
+        """Begin anew, with the next batch or after an error."""
+        self._reasons.clear()
+        self._losses, self._last_error = 0, None
+
+    def make_error(self) -> RolloutError:
+        """The error of too many losses or rejections, with their causes."""
+        if self.is_losing:
+            error = RolloutError(
+                f"{self._losses} groups were lost one after another, the last one to "
+                f"{describe_error(self._last_error)}; mend the cause, then ask for the batch again"
+            )
+            error.__cause__ = self._last_error
+            return error
+        number = self._reasons.total()
+        shown = [f"{times} x {reason}" for reason, times in self._reasons.most_common(SHOWN_REASONS) if reason]
+        more = len(self._reasons) - len(shown) if shown else 0
+        listed = f" ({'; '.join(shown)}{f'; and {more} other reasons' if more else ''})" if shown else ""
+        return RolloutError(
+            f"the filter rejected {number} groups for one batch, more than patience * groups_per_batch ({self._max_rejections}){listed}; "
+            "relax the filter, use prompts of other difficulty, raise patience, or set on_exhausted='short' for smaller batches"
+        )

@@ -8,7 +8,7 @@ from typing import Any
 
 from ludic.errors import DataError
 from ludic.files.jsonl import append_jsonl, read_jsonl
-from ludic.training.rollouts.played import EpisodeFailure
+from ludic.training.rollouts.episodes import EpisodeFailure
 from ludic.types import Rollout, Step, TokenTrace
 
 

@@ -3,15 +3,22 @@ loop."""
 
 from __future__ import annotations
 
+import copy
 import queue
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+import uuid
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from inspect import iscoroutine
+from random import Random
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from ludic.data.passes import Passes, shuffle_range
-from ludic.errors import ConfigError, RequestsExhausted
+from ludic.errors import ConfigError, ConfigTypeError, RequestsExhausted
 from ludic.inference.request import InferenceSpec
+from ludic.training.rollouts.group_ledger import check_number, damaged
 from ludic.training.rollouts.request_groups import GRPORequestStrategy, IdentityStrategy, RequestStrategy
-from ludic.training.types import EnvSpec, ProtocolSpec, RolloutRequest
+from ludic.training.types import EnvSpec, ProtocolSpec, RequestsFn, RolloutRequest
 
 Row = tuple[int, Any]
 """(index in the data set, sample)"""
@@ -211,3 +218,195 @@ def _check_groups_differ(group_size: int, inference: InferenceSpec | None) -> No
 def _check_batch_size(batch_size: int) -> None:
     if batch_size <= 0:
         raise ConfigError(f"batch_size must be positive, got {batch_size}")
+
+
+@runtime_checkable
+class PromptRequests(Protocol):
+    """Requests by position. An own class may have `state_dict` and `load_state_dict` too."""
+
+    def take(self) -> tuple[int, RolloutRequest]:
+        """(position, the next request). Raises RequestsExhausted after the last one."""
+        ...
+
+    def at(self, position: int) -> RolloutRequest:
+        """The request at a position that `take` has returned."""
+        ...
+
+
+@runtime_checkable
+class _Stateful(Protocol):
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any], /) -> None: ...
+
+
+class RequestsByPosition:
+    """The requests of a function that returns them in batches, as `PromptRequests`.
+
+    A request is found again by the state that the function had before its batch, so the function
+    needs `state_dict` and `load_state_dict` for a run that is resumed. Requests that are groups
+    already, with `group_size` members of one `group_id`, count as one.
+
+        batches of 3: positions 0 1 2 | 3 4 5; at(4) loads the state before the second batch, calls
+        the function, and takes the request with index 1
+    """
+
+    def __init__(self, requests_fn: RequestsFn, group_size: int, oldest_kept: Callable[[], int | None] = lambda: 0) -> None:
+        """`oldest_kept()`: no position before this one is asked for any more; None: no position
+        that is taken."""
+        self._oldest_kept = oldest_kept
+        position: object = requests_fn
+        self._requests_fn, self._group_size = requests_fn, group_size
+        self._function = position if isinstance(position, _Stateful) else None
+        self._next = 0
+        self._starts: list[tuple[int, dict[str, Any] | None]] = []
+        """(position of the first request of a batch, the function's state before it)"""
+        self._batch: tuple[int, list[RolloutRequest]] = (0, [])
+        """(position of its first request, the requests) of the batch that `take` takes from."""
+
+    def take(self) -> tuple[int, RolloutRequest]:
+        first, batch = self._batch
+        if self._next == first + len(batch):
+            state = self._function_state()
+            batch = self._ask()
+            if not batch:
+                raise RequestsExhausted("requests has returned no more requests")
+            first = self._next
+            self._batch = first, batch
+            oldest = self._oldest_kept()
+            del self._starts[: len(self._starts) if oldest is None else max(0, self._index_of(oldest))]
+            self._starts.append((first, state))
+        self._next += 1
+        return self._next - 1, batch[self._next - 1 - first]
+
+    def at(self, position: int) -> RolloutRequest:
+        first, batch = self._batch
+        if not first <= position < first + len(batch):
+            first, batch = self._batch_of(position)
+        return batch[position - first]
+
+    def state_dict(self, kept: Iterable[int]) -> dict[str, Any]:
+        """The state from which the next requests and those at the positions `kept` follow."""
+        needed = {self._index_of(position) for position in [*kept, self._next - 1] if position >= 0}
+        self._starts = [start for i, start in enumerate(self._starts) if i in needed]
+        return {"next": self._next, "starts": [list(start) for start in self._starts], "requests": self._function_state()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state`. Raises ConfigError, and changes nothing, for a damaged one."""
+        starts, following = _read_starts(state)
+        put_back = self.remember()
+        try:
+            self._next, self._starts, self._batch = following, starts, (following, [])
+            if self._function is not None:
+                self._function.load_state_dict(copy.deepcopy(state["requests"]))
+                if following:
+                    self._batch = self._batch_of(following - 1)
+        except BaseException:
+            put_back()
+            raise
+
+    def remember(self) -> Callable[[], None]:
+        """A function that sets everything back to what it is now."""
+        kept = self._next, list(self._starts), self._batch
+        function = self._function_state()
+
+        def put_back() -> None:
+            self._next, self._starts, self._batch = kept
+            if self._function is not None:
+                self._function.load_state_dict(function or {})
+
+        return put_back
+
+    def _function_state(self) -> dict[str, Any] | None:
+        return None if self._function is None else copy.deepcopy(self._function.state_dict())
+
+    def _index_of(self, position: int) -> int:
+        return bisect_right(self._starts, position, key=lambda start: start[0]) - 1
+
+    def _batch_of(self, position: int) -> tuple[int, list[RolloutRequest]]:
+        """The batch of a position, asked for again. The function's state is then as before."""
+        if self._function is None:
+            raise ConfigError(
+                "requests has no state_dict, so the prompts of the groups that were being played are not known any more; give it "
+                "state_dict and load_state_dict, as make_dataset_sequence_requests_fn's has"
+            )
+        index = self._index_of(position)
+        if index < 0:
+            raise damaged(f"it does not say which requests had position {position}")
+        first, before = self._starts[index]
+        now = copy.deepcopy(self._function.state_dict())
+        try:
+            self._function.load_state_dict(copy.deepcopy(before or {}))
+            batch = self._ask()
+        finally:
+            self._function.load_state_dict(now)
+        if position >= first + len(batch):
+            raise damaged(f"position {position} is said to be in a batch of {len(batch)} requests from position {first} on")
+        return first, batch
+
+    def _ask(self) -> list[RolloutRequest]:
+        returned = self._requests_fn()
+        if not isinstance(returned, Sequence):
+            if iscoroutine(returned):
+                returned.close()
+            raise ConfigTypeError(
+                f"requests returned {type(returned).__name__}; a rolling source takes requests while groups are played, and needs a plain "
+                "function that returns a list"
+            )
+        return list(self._one_per_group(returned))
+
+    def _one_per_group(self, requests: Sequence[RolloutRequest]) -> Iterable[RolloutRequest]:
+        """The first request of every group. Raises ConfigError for groups of another size."""
+        seen: dict[object, int] = {}
+        for request in requests:
+            _check_one_episode(request)
+            group_id = request.meta.get("group_id")
+            if group_id is None or group_id not in seen:
+                yield request
+            if group_id is not None:
+                seen[group_id] = seen.get(group_id, 0) + 1
+        wrong = {size for size in seen.values() if size != self._group_size}
+        if wrong:
+            raise ConfigError(
+                f"requests returned a group of {min(wrong)} members, and group_size is {self._group_size}; return one request a prompt "
+                "(group_size=1 there), or groups of that size"
+            )
+
+
+def _read_starts(state: Any) -> tuple[list[tuple[int, Any]], int]:
+    """(starts, the next position) of a state. Raises ConfigError for one that was not saved."""
+    keys = {"next", "starts", "requests"}
+    if not isinstance(state, Mapping) or set(state) != keys or not isinstance(state["starts"], list):
+        raise damaged(f"requests ({state!r:.200}) must have {', '.join(sorted(keys))}, and starts a list")
+    check_number("requests.next", state["next"])
+    before = -1
+    for start in state["starts"]:
+        if not isinstance(start, list | tuple) or len(start) != 2:
+            raise damaged(f"a start of requests ({start!r:.200}) must be a position and a state")
+        check_number("a position of requests.starts", start[0], least=before + 1, most=state["next"] - 1)
+        before = start[0]
+    return [(first, function) for first, function in state["starts"]], state["next"]
+
+
+def make_group(request: RolloutRequest, ordinal: int, group_size: int, seed: int) -> list[RolloutRequest]:
+    """The members of group number `ordinal`: the same environment seed, consecutive sampling seeds,
+    one `group_id`. What the request does not say follows from (seed, ordinal).
+
+    Example, `group_size=3`: a request with `sampling_seed` 100 becomes three with 100, 101, 102.
+    """
+    _check_one_episode(request)
+    rng = Random(f"group {seed} {ordinal}")
+    group_id = str(uuid.UUID(int=rng.getrandbits(128), version=4))
+    env_seed, sampling_seed = rng.getrandbits(31), rng.getrandbits(31)
+    env_seed = env_seed if request.env_seed is None else request.env_seed
+    sampling_seed = sampling_seed if request.sampling_seed is None else request.sampling_seed
+    meta = {**request.meta, "group_id": group_id}
+    return [
+        replace(request, env_seed=env_seed, sampling_seed=sampling_seed + member, meta=dict(meta)) for member in range(group_size)
+    ]
+
+
+def _check_one_episode(request: RolloutRequest) -> None:
+    if request.num_episodes != 1:
+        raise ConfigError(
+            f"a request has num_episodes={request.num_episodes}; set group_size to the number of answers to a prompt"
+        )

@@ -24,13 +24,12 @@ from ludic.training.algorithm import RLAlgorithm
 from ludic.training.batching.source import BatchSourceBase
 from ludic.training.batching.synced_batching import Stateful
 from ludic.training.queue.entries import Group as GroupEntry, decode_group, encode_group
-from ludic.training.rollouts.check import SampleCheck
 from ludic.training.rollouts.engine import RolloutEngine, select_credit_assigner
+from ludic.training.rollouts.episodes import PlayedRollouts, RolloutCounts, SampleCheck
 from ludic.training.rollouts.group_filters import name_of_filter
+from ludic.training.rollouts.group_ledger import check_number, damaged
 from ludic.training.rollouts.group_pool import Group, GroupBatch, GroupPool, PoolCounts, Ticket
-from ludic.training.rollouts.ledger_state import check_number, damaged
-from ludic.training.rollouts.played import PlayedRollouts, RolloutCounts
-from ludic.training.rollouts.prompt_requests import PromptRequests, RequestsByPosition, make_group
+from ludic.training.rollouts.requests import PromptRequests, RequestsByPosition, make_group
 from ludic.training.rollouts.to_samples import batch_from_played
 from ludic.training.types import CreditAssigner, RequestsFn, SampleFilter, SAWBatch
 from ludic.types import Rollout

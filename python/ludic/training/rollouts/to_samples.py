@@ -13,8 +13,7 @@ from ludic.columns import Column, int_column, mask_column
 from ludic.errors import DataError
 from ludic.list_fields import stored
 from ludic.training.averages import mean_or_zero
-from ludic.training.rollouts.check import is_reward, trace_columns
-from ludic.training.rollouts.played import PlayedRollouts
+from ludic.training.rollouts.episodes import PlayedRollouts, is_reward, trace_columns
 from ludic.training.types import (
     ActorTokenLogps,
     CreditAssigner,

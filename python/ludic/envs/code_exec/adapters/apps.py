@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ludic.envs.code_exec.hashing import compute_hash
+from ludic.envs.code_exec.cache import compute_hash
 from ludic.envs.code_exec.types import TestCase
 from ludic.errors import DataError, DataKeyError
 

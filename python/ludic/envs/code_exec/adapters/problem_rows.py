@@ -7,10 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from ludic.envs.code_exec.adapters.call_rows import read_call_tests
-from ludic.envs.code_exec.adapters.limits import read_limits
-from ludic.envs.code_exec.adapters.problem import CodingProblem
+from ludic.envs.code_exec.adapters.problem import CodingProblem, read_limits
 from ludic.envs.code_exec.adapters.stdin_rows import read_stdin_tests
-from ludic.envs.code_exec.hashing import hash_calls
+from ludic.envs.code_exec.cache import hash_calls
 from ludic.envs.code_exec.types import TestCase
 from ludic.errors import DataError, DataKeyError
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ludic.envs.code_exec.adapters.base import OutputVerifier
+from ludic.envs.code_exec.cache import compute_hash, hash_calls
 from ludic.envs.code_exec.calls.values import ValueVerifier
-from ludic.envs.code_exec.hashing import compute_hash, hash_calls
 from ludic.envs.code_exec.runners import STDERR_LINES, crashed, judge, limit_of, not_compiled, not_run
 from ludic.envs.code_exec.sandbox import Sandbox
 from ludic.envs.code_exec.types import (

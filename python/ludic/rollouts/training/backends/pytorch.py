@@ -21,8 +21,13 @@ from ludic.files.checkpoints import PICKLED
 from ludic.models.packed_attention import unwrap_transformer
 from ludic.models.regions import make_slices
 from ludic.models.sharding import find_own_region, gather_tensor, get_local, is_sharded, reshard
-from ludic.rollouts.training.backends.columns import ColumnMiniBatch, ColumnRows, whole_micro_batch
-from ludic.rollouts.training.backends.function_loss import FunctionLoss, as_training_loss
+from ludic.rollouts.training.backends.columns import (
+    ColumnMiniBatch,
+    ColumnRows,
+    FunctionLoss,
+    as_training_loss,
+    whole_micro_batch,
+)
 from ludic.training import ranks
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.backend.futures import TrainFuture

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ludic.errors import ConfigTypeError, DataError
-from ludic.rollouts.training.backends.function_loss import name_ratio_loss
+from ludic.rollouts.training.backends.columns import name_ratio_loss
 from ludic.rollouts.training.backends.pytorch import PyTorchTrainingBackend
 from ludic.rollouts.training.loops.engine_publisher import EnginePublisher
 from ludic.rollouts.training.loops.trainer_parts import (

@@ -5,17 +5,12 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
-from ludic.errors import ConfigTypeError, DataError, RequestsExhausted, RolloutError
-from ludic.rollouts.training.rollout_gen.generate_calls import (
-    GenerateCalls,
-    check_reward_function,
-    is_coroutine_function,
-    name_of_function,
-    to_reward,
-)
+from ludic.errors import ConfigError, ConfigTypeError, DataError, LudicError, RequestsExhausted, RolloutError
+from ludic.interaction.containment import describe_error
 from ludic.rollouts.training.samples import check_sample
 from ludic.rollouts.training.types import RolloutBatch, RolloutConfig, Sample
 from ludic.training.rollouts.group_filters import name_of_filter
@@ -178,3 +173,153 @@ def build_batch_metadata(samples: Sequence[Sample], epoch_id: int, step_id: int)
         "responses": [sample.response for sample in samples],
         **{f"sample_{key}": [sample.metadata.get(key) for sample in samples] for key in keys},
     }
+
+
+OFFERED = ("seeds", "partial", "weight_version")
+"""Arguments that are passed where the signature names them."""
+
+
+class GenerateCalls:
+    """A `generate_fn` with the arguments of every call. Raises ConfigTypeError unless it can be
+    called with a list of prompts and `rollout_kwargs`."""
+
+    def __init__(self, generate_fn: Callable[..., Any], rollout_kwargs: Mapping[str, Any]) -> None:
+        self._generate, self._rollout_kwargs = generate_fn, dict(rollout_kwargs)
+        self.name = name_of_function(generate_fn)
+        signature = _read_signature(generate_fn)
+        named = () if signature is None else signature.parameters
+        self._takes = {name for name in OFFERED if name in named and name not in self._rollout_kwargs}
+        if signature is not None:
+            self._check_arguments(signature)
+
+    @property
+    def takes_partial(self) -> bool:
+        """Whether the function can go on with a sample that was interrupted."""
+        return "partial" in self._takes
+
+    def _check_arguments(self, signature: inspect.Signature) -> None:
+        offered = dict.fromkeys(self._takes)
+        try:
+            signature.bind([], **self._rollout_kwargs, **offered)
+        except TypeError as error:
+            raise ConfigTypeError(
+                f"{self.name}{signature} cannot be called as generate_fn(prompts{''.join(f', {name}=' for name in self._rollout_kwargs)}): "
+                f"{error}; it takes a list of prompts and the rollout_kwargs"
+            ) from error
+
+    def __call__(self, prompts: Sequence[Any], *, seeds: Sequence[int], partial: Any = None, weight_version: int = 0) -> Any:
+        """What the function returns, awaited by nobody."""
+        offered = {"seeds": list(seeds), "partial": partial, "weight_version": weight_version}
+        return self._generate(list(prompts), **self._rollout_kwargs, **{name: offered[name] for name in self._takes})
+
+    def check(self, samples: Any, prompts: Sequence[Any]) -> list[Sample]:
+        """The samples, if there is one for each prompt. Raises DataError if not."""
+        if not isinstance(samples, Sequence) or isinstance(samples, str):
+            raise DataError(f"{self.name} returned {_describe(samples)}; it must return a list with one Sample for each prompt")
+        strange = next((sample for sample in samples if not isinstance(sample, Sample)), None)
+        if strange is not None:
+            raise DataError(f"{self.name} returned a list with {_describe(strange)}; every element must be a Sample")
+        if len(samples) != len(prompts):
+            raise DataError(
+                f"{self.name} returned {len(samples)} samples for {len(prompts)} prompts; it must return one Sample for each prompt it "
+                "is given (n_samples_per_prompt calls it with the same prompt several times)"
+            )
+        return list(samples)
+
+
+def is_coroutine_function(function: Callable[..., Any]) -> bool:
+    """Whether calling it gives a coroutine: also for `functools.partial` and for an object with
+    `async def __call__`."""
+    while isinstance(function, partial):
+        function = function.func
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def name_of_function(function: Callable[..., Any]) -> str:
+    """Its name for messages."""
+    while isinstance(function, partial):
+        function = function.func
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def check_reward_function(reward_fn: Any) -> None:
+    """Raise ConfigTypeError unless it is a function, such as for a coroutine."""
+    if reward_fn is not None and not callable(reward_fn):
+        if inspect.iscoroutine(reward_fn):
+            reward_fn.close()
+        raise ConfigTypeError(f"reward_fn must be a function of a Sample, not {_describe(reward_fn)}; pass it without calling it")
+
+
+def to_reward(value: Any, name: str) -> float:
+    """The number that a reward function returned. Raises ConfigError for anything else."""
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{name} returned {_describe(value)}; a reward function is called with one Sample and returns its reward, a number"
+        ) from error
+
+
+def _read_signature(function: Callable[..., Any]) -> inspect.Signature | None:
+    """None for functions that do not tell, such as some of C."""
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError):
+        return None
+
+
+def _describe(value: Any) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+class BufferedPrompts:
+    """Takes prompts from a `DataBuffer`, or from a buffer of the user's own with `get_prompts`,
+    `save_state` and `load_state`. If it has `position` and `at` too, prompts are found again by
+    their position, and need not be in a saved state."""
+
+    def __init__(self, data_buffer: Any) -> None:
+        missing = [name for name in ("get_prompts", "save_state", "load_state") if not hasattr(data_buffer, name)]
+        if missing:
+            raise ConfigTypeError(
+                f"a {type(data_buffer).__name__} has no {' and no '.join(missing)}; give a DataBuffer(prompts=[...]), or an object "
+                "with get_prompts(n), save_state() and load_state(state)"
+            )
+        self.buffer = data_buffer
+        self.can_find = hasattr(data_buffer, "at") and hasattr(data_buffer, "position")
+        """Whether `at` works."""
+        self._taken = 0
+
+    def take(self) -> tuple[int, Any]:
+        """The next (position, prompt). Raises RequestsExhausted after the last one."""
+        position = self.buffer.position if self.can_find else self._taken
+        prompts = self.buffer.get_prompts(1)
+        if not prompts:
+            raise RequestsExhausted("the buffer gave no prompt")
+        if not isinstance(prompts, list | tuple) or len(prompts) != 1:
+            raise DataError(f"get_prompts(1) of {type(self.buffer).__name__} must return a list of one prompt, not {prompts!r}")
+        self._taken += 1
+        return position, prompts[0]
+
+    def at(self, position: int) -> Any:
+        """The prompt at a position that was taken, in this process or before it."""
+        return self.buffer.at(position)
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Load the state of the buffer. Raises ConfigError for one that it cannot read."""
+        try:
+            self.buffer.load_state(state)
+        except LudicError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"{type(self.buffer).__name__}.load_state cannot read the saved buffer_state ({describe_error(error)}); take an older "
+                "checkpoint, or give the buffer that was saved"
+            ) from error
+
+
+def copy_prompt(prompt: Any) -> Any:
+    """A copy that the caller may append messages to or write keys into. Texts, and anything that is
+    neither a list nor a mapping, stay as they are."""
+    if isinstance(prompt, dict):
+        return dict(prompt)
+    return [dict(part) if isinstance(part, dict) else part for part in prompt] if isinstance(prompt, list) else prompt

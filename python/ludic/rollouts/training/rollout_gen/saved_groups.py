@@ -23,8 +23,7 @@ from ludic.errors import ConfigError, DataError
 from ludic.rollouts.training.packed_columns import COLUMNS
 from ludic.rollouts.training.samples import check_sample
 from ludic.rollouts.training.types import Sample, SampleStatus
-from ludic.training.rollouts.group_ledger import FORMAT
-from ludic.training.rollouts.ledger_state import check_number, damaged
+from ludic.training.rollouts.group_ledger import FORMAT, check_number, damaged
 
 logger = logging.getLogger(__name__)
 
