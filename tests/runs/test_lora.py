@@ -221,3 +221,11 @@ def test_invalid_settings_are_refused_before_anything_is_written(tiny: list[str]
     assert "must be a list of names" in refused("train", *tiny, "lora.rank=2", "lora.target_modules=q_proj")
     assert "lora.rank" in refused("train", *tiny, "lora.ranks=2")
     assert not (tmp_path / "run").exists()
+
+
+def test_all_weights_of_merged_adapters_can_be_trained(run: Path, tiny: list[str], tmp_path: Path) -> None:
+    ludic("train", *tiny, "warmup.steps=0", "name=whole", f"model={run / 'adapter'}")
+    before, after = (load_model(str(folder), "float32") for folder in (run / "model", tmp_path / "whole" / "model"))
+    assert all(parameter.requires_grad for parameter in before.parameters())
+    changed = [name for (name, old), new in zip(before.named_parameters(), after.parameters(), strict=True) if (old != new).any()]
+    assert len(changed) > len(list(before.parameters())) / 2

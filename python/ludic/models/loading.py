@@ -54,7 +54,7 @@ def load_model(source: str, dtype: str, **options: Any) -> Any:
     if holds_only_adapters(place):
         base = load_model(find_adapter_base(Path(place)), dtype, **options)
         with _explained(f"the adapters in {source} could not be loaded"):
-            return load_adapter(base, place).merge_and_unload()
+            return load_adapter(base, place).merge_and_unload().requires_grad_(True)  # PEFT froze the base
     from transformers import AutoModelForCausalLM
 
     with _explained(f"model ({source}) could not be loaded"):
