@@ -238,6 +238,74 @@ def test_the_base_of_adapters_that_a_run_reads_is_read_too(tmp_path: Path) -> No
     assert list_read_files(recipe) == {str(adapter): ["adapter_config.json"], str(base): ["config.json"]}
 
 
+@pytest.mark.parametrize("layout", ["beside a config.yaml", "in a folder model"])
+def test_the_folder_that_a_model_is_loaded_from_is_the_one_that_is_verified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = Path("start") if "beside" in layout else Path("start", "model")
+    folder.mkdir(parents=True)
+    if "beside" in layout:
+        (folder / "config.yaml").write_text("of another library: 1")
+    run = stopped_sft(folder, "model=start")
+    shutil.rmtree(run / "checkpoints")
+    tiny_model(seed=1).save_pretrained(folder)
+    assert "the content of model.safetensors has changed" in refused("sft", "--resume", str(run))
+
+
+def test_a_model_may_change_once_a_checkpoint_has_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = stopped_sft(Path("start"), "model=start")
+    shutil.copytree(run, "undisturbed")
+    tiny_model(seed=1).save_pretrained("start")
+    ludic("sft", "--resume", str(run))
+    assert same_weights(run, Path("undisturbed"))
+    shutil.rmtree(stop_again(run) / "checkpoints")
+    assert "the content of model.safetensors has changed" in refused("sft", "--resume", str(run))
+
+
+def test_what_no_checkpoint_has_may_not_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reward model of a policy of the hub, and a reference that lies where the model does."""
+    monkeypatch.chdir(tmp_path)
+    for number, settings in enumerate((["model=owner/policy", "reward_model=judge"], ["model=judge", "reference.model=judge"])):
+        tiny_model().save_pretrained("judge")
+        recipe = compose([*settings, "output=runs", f"name=run{number}"])
+        directory = RunDirectory.begin(recipe, "run")
+        directory.release()
+        (directory.checkpoints / "reinforce" / "step_000001").mkdir(parents=True)
+        directory.check_models(recipe)
+        tiny_model(seed=1).save_pretrained("judge")
+        with pytest.raises(CheckpointError, match=r"the content of model\.safetensors has changed"):
+            directory.check_models(recipe)
+
+
+def test_a_folder_that_hides_an_id_of_the_hub_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    recipe = compose(["model=owner/policy", "output=runs", "name=run"])
+    directory = RunDirectory.begin(recipe, "run")
+    directory.release()
+    directory.check_models(recipe)
+    tiny_model().save_pretrained("owner/policy")
+    with pytest.raises(CheckpointError, match=r"folder owner/policy, .*: config\.json was added later"):
+        directory.check_models(recipe)
+
+
+def test_the_optimizer_beside_a_model_is_not_read(tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors", "optimizer.safetensors", "optimizer-00001-of-00002.safetensors"):
+        (tmp_path / name).write_text("{}")
+    assert list_read_files(compose_sft([f"model={tmp_path}"])) == {str(tmp_path): ["config.json", "model.safetensors"]}
+
+
+def test_the_base_of_a_reward_models_adapters_is_read_although_they_have_a_config(tmp_path: Path) -> None:
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    for folder in (base, adapter):
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}))
+    assert str(base) in list_read_files(compose([f"reward_model={adapter}"]))
+    assert str(base) not in list_read_files(compose([f"model={adapter}"]))  # transformers reads the config that is there
+
+
 def test_a_progress_file_without_its_hash_is_damaged(run: Path) -> None:
     progress = json.loads((run / "progress.json").read_text())
     del progress[HASH]

@@ -78,9 +78,8 @@ def warn_if_unverifiable(folder: Path) -> Path:
 def list_model_files(folder: Path) -> list[str]:
     """The files in `folder` that decide what is loaded from it as a model or a tokenizer. Others,
     such as a run's folder inside, change nothing."""
-    return sorted(
-        {path.relative_to(folder).as_posix() for pattern in _MODEL_FILES for path in folder.glob(pattern) if path.is_file()}
-    )
+    found = (path for pattern in _MODEL_FILES for path in folder.glob(pattern) if path.is_file())
+    return sorted({path.relative_to(folder).as_posix() for path in found if not path.name.startswith("optimizer")})
 
 
 def check_model_folder(folder: Path, remedy: str) -> Path:

@@ -13,9 +13,8 @@ import torch
 from safetensors import SafetensorError
 
 from ludic.errors import ConfigError
-from ludic.files.checkpoints import ADAPTER_CONFIG
 from ludic.models.lora import load_adapter
-from ludic.models.places import check_place, find_adapter_base, holds_only_adapters
+from ludic.models.places import CONFIGS, TOKENIZER_CONFIGS, check_place, find_adapter_base, find_place, holds_only_adapters
 
 DTYPES = ("float32", "bfloat16", "float16", "auto")
 
@@ -33,15 +32,13 @@ def locate_model(source: str, *files: str) -> str:
     A folder counts if it has one of `files`, by default the config of a model or of adapters.
     Raises ConfigError for a folder without them and for a path that does not exist.
     """
-    files = files or ("config.json", ADAPTER_CONFIG)
-    folder = Path(source).expanduser()
-    for place in (folder, folder / "model"):
-        if any((place / file).is_file() for file in files):
-            return str(place)
+    if place := find_place(source, *files):
+        return str(place)
     check_place(source)
-    if folder.is_dir():
+    if Path(source).expanduser().is_dir():
         raise ConfigError(
-            f"{source} has no {' and no '.join(files)}; give a folder in Hugging Face layout or a hub id such as Qwen/Qwen2.5-0.5B"
+            f"{source} has no {' and no '.join(files or CONFIGS)}; give a folder in Hugging Face layout or a hub id such as "
+            "Qwen/Qwen2.5-0.5B"
         )
     return source
 
@@ -119,7 +116,7 @@ def load_tokenizer(source: str, **options: Any) -> Any:
     ConfigError for one without an end token, and if there is none."""
     from transformers import AutoTokenizer
 
-    place = locate_model(source, "tokenizer_config.json", "config.json", ADAPTER_CONFIG)
+    place = locate_model(source, *TOKENIZER_CONFIGS)
     if holds_only_adapters(place) and not (Path(place) / "tokenizer_config.json").is_file():
         return load_tokenizer(find_adapter_base(Path(place)), **options)
     try:
@@ -136,12 +133,6 @@ def load_tokenizer(source: str, **options: Any) -> Any:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
-
-
-def find_adapters(source: str) -> Path | None:
-    """The folder of adapters that `source` names: itself, or `model` in it; None without any."""
-    folder = Path(source).expanduser()
-    return next((place for place in (folder, folder / "model") if (place / ADAPTER_CONFIG).is_file()), None)
 
 
 def find_whole_model(source: str | None) -> str | None:

@@ -10,6 +10,11 @@ from ludic.errors import ConfigError
 from ludic.files.atomic import read_json
 from ludic.files.checkpoints import ADAPTER_CONFIG
 
+CONFIGS = ("config.json", ADAPTER_CONFIG)
+"""Of which a folder has one, if a model or adapters lie in it."""
+TOKENIZER_CONFIGS = ("tokenizer_config.json", *CONFIGS)
+"""Of which a folder has one, if a tokenizer may lie in it."""
+
 
 def check_place(source: str, setting: str = "", *, files: bool = False) -> None:
     """Raise ConfigError for a local path that does not exist, so that the hub is not asked for it,
@@ -26,6 +31,15 @@ def check_place(source: str, setting: str = "", *, files: bool = False) -> None:
     if is_local(source):
         form = "give a folder with config.json, or a hub id such as Qwen/Qwen2.5-0.5B"
         raise ConfigError(f"{name} does not exist{suggest_path(path, form)}")
+
+
+def find_place(source: str | Path, *files: str) -> Path | None:
+    """The folder that `source` names and that has one of `files`, by default the config of a model
+    or of adapters: itself, or `model` in it for the folder of a run. None without any."""
+    folder = Path(source).expanduser()
+    return next(
+        (place for place in (folder, folder / "model") if any((place / file).is_file() for file in files or CONFIGS)), None
+    )
 
 
 def adapter_folder(model_folder: Path) -> Path:

@@ -11,11 +11,13 @@ from ludic.agents.tool_names import find_tools
 from ludic.agents.tool_use import check_tool
 from ludic.data.sources import is_local, suggest_path
 from ludic.errors import DataError
-from ludic.files.checkpoints import list_model_files
+from ludic.files.checkpoints import ADAPTER_CONFIG, list_model_files
 from ludic.importing import GivenNames, import_named
-from ludic.models.places import check_place, find_adapter_base, holds_only_adapters
+from ludic.models.places import CONFIGS, TOKENIZER_CONFIGS, check_place, find_adapter_base, find_place, holds_only_adapters
 
 _DATA, _MODELS = ("data", "heldout_data"), ("model", "tokenizer", "reward_model")
+FROZEN_MODELS = ("reward_model", "reference.model")
+"""Settings of models that a checkpoint does not have."""
 _FUNCTIONS = ("reward", "eval_reward", "algorithm", "task.kind", "rollout.group_filter")
 
 GIVEN_TASKS = GivenNames[type]("tasks")
@@ -47,20 +49,25 @@ def list_local_sources(recipe: Any) -> list[str]:
     return [source for source in dict.fromkeys(named) if Path(source).expanduser().exists()]
 
 
-def list_read_files(recipe: Any) -> dict[str, list[str]]:
-    """Folders here to the files in them that a run reads as models or as its chat template. The
-    first is the folder of `model`, if it is one."""
-    named = [_select(recipe, setting) for setting in (*_MODELS, "reference.model")]
+def list_read_models(recipe: Any, settings: Sequence[str] = (*_MODELS, *FROZEN_MODELS)) -> dict[str, list[str]]:
+    """Folders here to the files in them that a run reads as the models of `settings`."""
     subfolder = (_select(recipe, "model_init_kwargs") or {}).get("subfolder", "")
     found: dict[str, list[str]] = {}
-    for source in named:
-        while isinstance(source, str) and (folder := Path(source).expanduser()).is_dir():
-            place = folder / "model" if (folder / "config.yaml").is_file() else folder
-            if str(place) in found:
-                break
-            found |= {str(each): list_model_files(each) for each in (place, place / subfolder)}
-            source = find_adapter_base(place) if holds_only_adapters(str(place)) else None
-    template = _select(recipe, "chat_template")
+    for setting in settings:
+        named = [_select(recipe, setting)]
+        for source in named:
+            places = [find_place(source, *configs) for configs in (CONFIGS, TOKENIZER_CONFIGS)] if isinstance(source, str) else []
+            for place in filter(None, dict.fromkeys(places)):
+                found |= {str(each): list_model_files(each) for each in (place, place / subfolder)}
+                is_adapted = setting == "reward_model" and (place / ADAPTER_CONFIG).is_file()
+                if (is_adapted or holds_only_adapters(str(place))) and (base := find_adapter_base(place)) not in named:
+                    named.append(base)
+    return found
+
+
+def list_read_files(recipe: Any) -> dict[str, list[str]]:
+    """Folders here to the files in them that a run reads as models or as its chat template."""
+    found, template = list_read_models(recipe), _select(recipe, "chat_template")
     if isinstance(template, str) and not is_template(template) and (path := Path(template).expanduser()).is_file():
         found[str(path.parent)] = [*found.get(str(path.parent), []), path.name]
     return found

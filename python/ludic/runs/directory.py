@@ -19,7 +19,7 @@ from ludic.errors import CheckpointError, ConfigError
 from ludic.files.atomic import clear_unfinished_files, write_text
 from ludic.files.manifest import describe_files, find_changes, read_hashed_json, write_hashed_json
 from ludic.recipes.compose import to_plain_values, to_yaml
-from ludic.recipes.named_sources import list_local_sources, list_read_files
+from ludic.recipes.named_sources import FROZEN_MODELS, list_local_sources, list_read_files, list_read_models
 from ludic.runs.lock import RunLock
 from ludic.runs.versions import collect_versions
 
@@ -190,6 +190,11 @@ class RunDirectory:
         return self.config.is_file() and self._progress.is_file()
 
     @property
+    def has_all_weights(self) -> bool:
+        """Whether a checkpoint has all that was read of the weights of `model`."""
+        return any(self.checkpoints.glob("step_*")) or any((self.checkpoints / self.last_phase).glob("step_*"))
+
+    @property
     def has_steps(self) -> bool:
         """Whether any step was logged."""
         return self.metrics.is_file() and self.metrics.stat().st_size > 0
@@ -206,12 +211,14 @@ class RunDirectory:
     def check_models(self, recipe: Any) -> None:
         """Raise CheckpointError if a model or the chat template that the run reads is another one
         than when it began. The weights of `model` may change if a checkpoint has all of them."""
-        now, known = list_read_files(recipe), self.read_progress().model_files
-        if now and known is None:
-            logger.warning("%s: an older version began the run, and %s cannot be verified", self.path, ", ".join(now))
-        has_all = not recipe.lora.rank and any((self.checkpoints / self.last_phase).glob("step_*"))
-        for folder, files in (known or {}).items():
-            is_loaded = has_all and recipe.model is not None and folder == next(iter(now), None)
+        now, known, frozen = list_read_files(recipe), self.read_progress().model_files, list_read_models(recipe, FROZEN_MODELS)
+        if known is None:
+            if now:
+                logger.warning("%s: an older version began the run, and %s cannot be verified", self.path, ", ".join(now))
+            return
+        has_all = not recipe.lora.rank and self.has_all_weights
+        for folder in {**known, **now}:
+            files, is_loaded = known.get(folder, {}), has_all and folder not in frozen
             read = {name: files[name] for name in files if not (is_loaded and name.endswith(".safetensors"))}
             faults = find_changes(Path(folder), read)
             faults += [f"{name} was added later" for name in now.get(folder, ()) if name not in files]
@@ -314,6 +321,10 @@ class DPODirectory(PairsDirectory):
         super().__init__(path)
         self.answers = path / "answers.jsonl"
         self.reference_logps = path / "reference.logps"
+
+    @property
+    def has_all_weights(self) -> bool:
+        return self.reference_logps.is_file() and super().has_all_weights
 
 
 def run_path(output: str, name: str | None, default_name: str) -> Path:

@@ -14,10 +14,10 @@ from ludic.errors import ConfigError, shorten_names
 from ludic.files.atomic import read_json
 from ludic.files.checkpoints import ADAPTER, ADAPTER_CONFIG
 from ludic.inference.local.reward import LocalRewardModel
-from ludic.models.loading import check_dtype, find_adapters, load_classifier, load_tokenizer
+from ludic.models.loading import check_dtype, load_classifier, load_tokenizer
 from ludic.models.lora import load_adapter
 from ludic.models.names import WRAPPING
-from ludic.models.places import find_adapter_base
+from ludic.models.places import find_adapter_base, find_place
 from ludic.models.positions import pin_rope
 from ludic.tasks.adapters import WrappedTask
 from ludic.tasks.episodic import EpisodicTask, Played, share
@@ -132,7 +132,7 @@ def load_reward_model(
     adapters of one, which would score by chance.
     """
     check_dtype(dtype)
-    folder = find_adapters(source)
+    folder = find_place(source, ADAPTER_CONFIG)
     base, model = (source, _classifier(source, dtype)) if folder is None else _merged(source, folder, dtype)
     pin_rope(model, max_seq_len)
     return LocalRewardModel(
