@@ -290,6 +290,24 @@ def test_a_folder_that_hides_an_id_of_the_hub_is_refused(tmp_path: Path, monkeyp
         directory.check_models(recipe)
 
 
+@pytest.mark.parametrize("setting", ["heldout_data", "task.args.heldout_data"])
+def test_other_rows_to_measure_on_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str) -> None:
+    """Or the measurements before and after would be of different questions."""
+    monkeypatch.chdir(tmp_path)
+    make, kind = (compose_sft, SFTDirectory) if setting == "heldout_data" else (compose, RunDirectory)
+    for source, file in (("held.jsonl", Path("held.jsonl")), ("held", Path("held", "part.jsonl"))):
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(json.dumps({"prompt": "a?", "completion": "a!"}))
+        recipe = make([f"{setting}={source}", "output=runs", f"name={source}"])
+        directory = kind.begin(recipe, "run")
+        directory.release()
+        (file.parent / "notes.txt").write_text("not read")
+        directory.check_models(recipe)
+        file.write_text(json.dumps({"prompt": "a?", "completion": "b!"}))
+        with pytest.raises(CheckpointError, match=rf"the content of {file.name} has changed"):
+            directory.check_models(recipe)
+
+
 def test_the_optimizer_beside_a_model_is_not_read(tmp_path: Path) -> None:
     for name in ("config.json", "model.safetensors", "optimizer.safetensors", "optimizer-00001-of-00002.safetensors"):
         (tmp_path / name).write_text("{}")

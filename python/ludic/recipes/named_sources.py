@@ -16,6 +16,7 @@ from ludic.importing import GivenNames, import_named
 from ludic.models.places import CONFIGS, TOKENIZER_CONFIGS, check_place, find_adapter_base, find_place, holds_only_adapters
 
 _DATA, _MODELS = ("data", "heldout_data"), ("model", "tokenizer", "reward_model")
+_ROWS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 FROZEN_MODELS = ("reward_model", "reference.model")
 """Settings of models that a checkpoint does not have."""
 _FUNCTIONS = ("reward", "eval_reward", "algorithm", "task.kind", "rollout.group_filter")
@@ -66,10 +67,16 @@ def list_read_models(recipe: Any, settings: Sequence[str] = (*_MODELS, *FROZEN_M
 
 
 def list_read_files(recipe: Any) -> dict[str, list[str]]:
-    """Folders here to the files in them that a run reads as models or as its chat template."""
+    """Folders here to the files in them that a run reads as models, as its chat template, or as its
+    data. A stream of data has a digest of its own."""
     found, template = list_read_models(recipe), _select(recipe, "chat_template")
-    if isinstance(template, str) and not is_template(template) and (path := Path(template).expanduser()).is_file():
-        found[str(path.parent)] = [*found.get(str(path.parent), []), path.name]
+    named = [template] if isinstance(template, str) and not is_template(template) else []
+    for data in (*(_select(recipe, setting) for setting in _DATA), (_select(recipe, "task.args") or {}).get("heldout_data")):
+        named += () if _select(recipe, "streaming") else _list_sources(data)
+    for path in map(Path.expanduser, map(Path, named)):
+        inside = sorted(each for each in path.glob("*") if each.suffix.lower() in _ROWS)
+        for each in [path] if path.is_file() else inside:
+            found.setdefault(str(each.parent), []).append(each.name)
     return found
 
 
