@@ -31,6 +31,7 @@ from ludic.runs.reinforce_parts import RLParts
 from ludic.runs.reward_model import RMParts
 from ludic.runs.rollouts import make_engine, make_training_requests
 from ludic.training.samples.conversations import ChatTokenizer
+from ludic.training.samples.sft import SFTItems
 
 ASKED = [{"role": "user", "content": "What is 2+2?"}]
 SAID, WORSE = ([{"role": "assistant", "content": text}] for text in ("It is 4.", "It is 5."))
@@ -164,6 +165,30 @@ def test_arguments_of_the_template_reach_every_command(tmp_path, name, how):
         again = build_tokenizer(compose_sft([f"tokenizer={tmp_path / 'saved'}", *settings]))
         assert again.chat_template == parts.tokenizer.chat_template
         assert again.apply_chat_template(ASKED, add_generation_prompt=True)["input_ids"] == expected
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"instruction": "What is 2+2?", "input": "", "output": "It is 4."},
+        {"conversations": [{"from": "human", "value": "What is 2+2?"}, {"from": "gpt", "value": "It is 4."}]},
+    ],
+)
+def test_rows_of_other_formats_have_arguments_of_the_template_too(row):
+    tokenizer, arguments = make_tokenizer("gpt-oss"), {"reasoning_effort": "low"}
+    [item] = SFTItems(tokenizer).of_row({**row, "chat_template_kwargs": arguments}, "line 1")
+    assert prompt_of(item) == tokenizer.apply_chat_template(ASKED, add_generation_prompt=True, **arguments)["input_ids"]
+
+
+def test_a_row_with_tools_is_rendered_with_the_template_for_tools():
+    tokenizer = make_tokenizer("qwen2.5 base")
+    marked = "{% generation %}{{ messages[-1].content }}<|im_end|>{% endgeneration %}"
+    tokenizer.chat_template = {"default": marked, "tool_use": "{{ tools[0].function.name }}" + tokenizer.chat_template}
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+    [tokens] = ChatTokenizer(tokenizer).tokenize(TALK[:2], tools=tools)
+    prompt = tokenizer.apply_chat_template(ASKED, tools=tools, add_generation_prompt=True)["input_ids"]
+    assert tokens.input_ids[: len(prompt)] == prompt
+    assert tokens.action_mask.index(1) == len(prompt)
 
 
 def test_a_row_goes_before_the_setting(tmp_path):

@@ -19,9 +19,9 @@ from ludic.types import Message
 AUTO = "auto"
 FORMATS: dict[str, tuple[str, ...]] = {
     "messages": ("messages", "tools", "chat_template_kwargs"),
-    "sharegpt": ("conversations", "system", "tools"),
+    "sharegpt": ("conversations", "system", "tools", "chat_template_kwargs"),
     "prompt_completion": ("prompt", "completion", "tools", "chat_template_kwargs"),
-    "alpaca": ("instruction", "input", "output", "system", "history"),
+    "alpaca": ("instruction", "input", "output", "system", "history", "chat_template_kwargs"),
     "rollout": ("steps",),
     "tokens": ("input_ids", "action_mask"),
     "text": ("text",),

@@ -35,12 +35,12 @@ def select_tools(request: ToolRequest | None) -> list[dict[str, Any]]:
     return list(request.tools)
 
 
-def read_template(tokenizer: Any) -> str:
+def read_template(tokenizer: Any, tools: Any = None) -> str:
     """The Jinja source of the tokenizer's chat template; if there are several, of the one named
-    `default`. Empty if there is none."""
+    `default`, or with tools of `tool_use`. Empty if there is none."""
     template = getattr(tokenizer, "chat_template", None)
     if isinstance(template, Mapping):
-        template = template.get("default")
+        template = template.get("tool_use" if tools and "tool_use" in template else "default")
     return template or ""
 
 

@@ -93,7 +93,7 @@ class _Rendering:
 
     def tokenize(self, messages: Sequence[Message], trained: Sequence[int]) -> ChatTokens:
         """Tokenise the messages, with a mask on those at the indices `trained`."""
-        marks_generation = _GENERATION.search(read_template(self.tokenizer))
+        marks_generation = _GENERATION.search(read_template(self.tokenizer, self.template_args.get("tools")))
         return self._mask_by_marks(messages, trained) if marks_generation else self._mask_by_prefixes(messages, trained)
 
     def _ids(self, messages: Sequence[Message], *, prompt: bool) -> list[int]:
@@ -266,8 +266,8 @@ def _render_marked(
     try:
         texts, spans = render_jinja_template(
             conversations=[[normalize_message(message) for message in messages]],
+            chat_template=read_template(tokenizer, arguments.get("tools")),
             tools=arguments.pop("tools", None),
-            chat_template=read_template(tokenizer),
             return_assistant_tokens_mask=True,
             **arguments,
         )

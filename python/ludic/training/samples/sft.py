@@ -110,7 +110,7 @@ class SFTItems:
 
     def _tokenize_alpaca(self, row: Row, where: str) -> list[ChatTokens]:
         if read_template(self.tokenizer):
-            return self._tokenize_conversation(convert_alpaca(row, where), {}, where)
+            return self._tokenize_conversation(convert_alpaca(row, where), {**row, "tools": None}, where)
         return [tokenize_prompt_completion(self.tokenizer, *convert_alpaca_to_text(row, where), where)]
 
     def _tokenize_text(self, row: Row, where: str) -> list[ChatTokens]:
