@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +18,7 @@ from ludic.distributed import BroadcastPolicyPublisher, VllmControlPlane, VllmTe
 from ludic.distributed.adapters.vllm import VllmPublisherAdapter
 from ludic.distributed.publisher import MOST_IN_A_ROW
 from ludic.distributed.push import server_link
+from ludic.distributed.push.fan_out import complete_before_interrupt
 from ludic.distributed.push.target import as_push_target
 from ludic.errors import LudicError, PublishError
 from ludic.inference.servers.server_secret import remove_secret, store_secret
@@ -386,6 +388,27 @@ def test_ctrl_c_leaves_the_old_or_the_new_version_on_all_servers(start, step, se
     push.publish(weights(3), version=3)
     for server in servers:
         serves(server, "3", 3)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_ctrl_c_while_the_thread_of_a_push_starts_waits_for_it_or_has_it_never_begin(monkeypatch, begun):
+    started, done, original = threading.Event(), [], threading.Thread.start
+
+    def call():
+        started.set()
+        time.sleep(0.2)
+        done.append(True)
+
+    def interrupted(thread):
+        if begun:
+            original(thread)
+            assert started.wait(60)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        complete_before_interrupt(call, what="it")
+    assert done == [True] * begun
 
 
 def test_a_second_ctrl_c_is_raised_immediately(start):

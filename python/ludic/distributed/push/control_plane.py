@@ -161,12 +161,12 @@ class VllmControlPlane:
         resume is raised after the resume."""
         self.wait_staged()
         self.timings = {"transfer_s": time.perf_counter() - self._start}
-        self._open = False  # from here on the push cannot be abandoned
         complete_before_interrupt(lambda: self._switch(version), what="the push")
 
     def _switch(self, version: Version) -> None:
         """Pause, load and resume. A server resumes with its old weights or with the new ones, and
         its prefix cache never has entries of other weights."""
+        self._open = False  # from here on the push cannot be abandoned
         name = _version_name(version)
         pause_start = time.perf_counter()
         self._pause(version)

@@ -55,12 +55,15 @@ def _collect_failures(futures: Mapping[S, Future[Any]]) -> dict[S, Exception]:
     return failures
 
 
-def start_in_thread(call: Callable[[], T], *, daemon: bool = False) -> Future[T]:
+def start_in_thread(call: Callable[[], T], *, daemon: bool = False, future: Future[T] | None = None) -> Future[T]:
     """Start a call in its own thread. Only the call's own deadline ends it; the process waits for
-    it before it ends, unless it is a `daemon`."""
-    future: Future[T] = Future()
+    it before it ends, unless it is a `daemon`. A `future` that is given can be cancelled until the
+    call begins."""
+    future = Future() if future is None else future
 
     def run() -> None:
+        if not future.set_running_or_notify_cancel():
+            return
         try:
             future.set_result(call())
         except BaseException as error:
@@ -73,11 +76,15 @@ def start_in_thread(call: Callable[[], T], *, daemon: bool = False) -> Future[T]
 def complete_before_interrupt(call: Callable[[], T], *, what: str) -> T:
     """Run a call in a thread and return its result. A Ctrl-C during the call is raised after it. A
     second one is raised at once, but the process still ends only after the call, unless it is made
-    in a daemon thread, which Ctrl-C does not reach and which ends with the process."""
-    future = start_in_thread(call, daemon=threading.current_thread().daemon)
+    in a daemon thread, which Ctrl-C does not reach and which ends with the process. Before the call
+    has begun, a Ctrl-C is raised in its place."""
+    future: Future[T] = Future()
     try:
+        start_in_thread(call, daemon=threading.current_thread().daemon, future=future)
         wait([future])
     except BaseException as interrupt:
+        if future.cancel():  # it came before the call began
+            raise
         logger.warning("%s is completed first; press Ctrl-C again to stop at once", what)
         wait([future])
         raise interrupt from future.exception()
