@@ -1,5 +1,5 @@
 """The exceptions that ludic raises. Each is a `LudicError` and also the standard type that fits, so
-that either can be caught."""
+that either can be caught; the exit statuses of processes; and what messages are made of."""
 
 from __future__ import annotations
 
@@ -8,6 +8,13 @@ import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, Literal
+
+TRY_AGAIN = 75
+"""An exit status: a rank, a server or the network failed. A new start resumes from the last
+checkpoint."""
+DO_NOT_RETRY = 78
+"""The exit status of sysexits.h that tells whoever started a process not to start it again: a
+setting, a file or the disk must be changed first."""
 
 
 class LudicError(Exception):
@@ -136,10 +143,6 @@ class CheckpointError(LudicError, RuntimeError):
     """A checkpoint that is incomplete or does not match the model."""
 
 
-TRY_AGAIN = 75
-"""A rank, a server or the network failed. A new start resumes from the last checkpoint."""
-
-
 class RankError(LudicError, RuntimeError):
     """Another rank failed; the message has its number, its host and its error."""
 
@@ -220,11 +223,6 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str = "", *, count:
     near = get_close_matches(name, list(known), n=count, cutoff=cutoff)
     remedy = f"did you mean {' or '.join(near)}?" if near else otherwise
     return f"; {remedy}" if remedy else ""
-
-
-DO_NOT_RETRY = 78
-"""The exit status of sysexits.h that tells whoever started a process not to start it again: a
-setting, a file or the disk must be changed first."""
 
 
 def escape_controls(text: str, *, keep: str = "\n") -> str:

@@ -15,7 +15,19 @@ from contextlib import contextmanager
 
 import typer
 
-from ludic.errors import DO_NOT_RETRY, TRY_AGAIN, ConfigError, escape_controls
+from ludic.errors import (
+    DO_NOT_RETRY,
+    INPUT_ERRORS,
+    TRY_AGAIN,
+    CheckpointError,
+    ConfigError,
+    LudicError,
+    OwnershipLost,
+    QueueError,
+    QueueRefused,
+    RankError,
+    escape_controls,
+)
 from ludic.rank_environment import RankEnvironment, read_rank_environment
 
 FAILED, WRONG_INPUT, RETRY, STOP = 1, 2, TRY_AGAIN, DO_NOT_RETRY
@@ -27,8 +39,6 @@ and a restart cannot help."""
 def report_user_errors() -> Iterator[None]:
     """Turn errors of ludic and of the machine into one line and an exit status. Other exceptions
     are bugs and show their traceback. One of several ranks says which it is."""
-    from ludic.errors import LudicError
-
     try:
         yield
     except Exception as error:
@@ -52,8 +62,6 @@ def find_rank() -> RankEnvironment | None:
 
 def exit_status(error: Exception) -> int:
     """The exit status of a command that ends with this error."""
-    from ludic.errors import INPUT_ERRORS, OwnershipLost, QueueError, QueueRefused, RankError
-
     if isinstance(error, RankError):
         return error.exit_code
     if isinstance(error, (OwnershipLost, QueueRefused)):
@@ -67,8 +75,6 @@ def rank_exit_status(error: BaseException) -> int:
     """The exit status of all ranks for an error on one of them. For one of several ranks a launcher
     decides whether to start again, so that an error that comes back is `STOP`: wrong input, a disk,
     a checkpoint that cannot be read."""
-    from ludic.errors import CheckpointError
-
     if isinstance(error, CheckpointError) or describe_machine_fault(error) is not None:
         return STOP
     status = exit_status(error) if isinstance(error, Exception) else FAILED

@@ -37,6 +37,8 @@ from ludic.data.rows_on_disk import Changed, open_table
 from ludic.data.sources import Draw, Table, read_table
 from ludic.errors import ConfigError, DataError
 
+logger = logging.getLogger(__name__)
+
 SHOWN_FAULTS = 3
 
 
@@ -202,8 +204,6 @@ def _drop_empty_keys(kind: Kind, row: Row) -> Row:
     }
     return {**row, **changed} if changed else row
 
-
-logger = logging.getLogger(__name__)
 
 COLUMNS = {
     "prompt": ("prompt", "history"),

@@ -17,6 +17,8 @@ from ludic.inference.publishing import Publisher, Version, WeightSource, as_publ
 if TYPE_CHECKING:
     from torch import Tensor
 
+logger = logging.getLogger(__name__)
+
 
 class BroadcastPolicyPublisher(Publisher):
     """Announces the tensors, broadcasts them sorted by name, and waits until all receivers have
@@ -99,8 +101,6 @@ def _is_rank_zero() -> bool:
 
     return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
 
-
-logger = logging.getLogger(__name__)
 
 MOST_IN_A_ROW = 20
 """This many pushes of unchanged weights in a row are an error. Batches without a gradient do not

@@ -50,6 +50,16 @@ from ludic.training.loss.context import SharedContext, split_actions
 from ludic.training.token_columns import exchange_rows
 from ludic.training.types import HasTensors, ReferencePolicy, SAWItem
 
+__all__ = [
+    "AttachedReference",
+    "CachedReference",
+    "FrozenModel",
+    "PrecomputedReference",
+    "ReferencePolicy",
+    "WithoutAdapters",
+    "resolve_reference",
+]
+
 logger = logging.getLogger(__name__)
 
 KEY_BYTES = 16
@@ -220,8 +230,6 @@ def resolve_reference(
         )
     return WithoutAdapters(backend)
 
-
-__all__ = ["AttachedReference", "CachedReference", "FrozenModel", "ReferencePolicy", "WithoutAdapters", "resolve_reference"]
 
 Score = Callable[[MicroBatch], Tensor]
 """Returns [B, T - 1] log-probabilities of a micro-batch."""

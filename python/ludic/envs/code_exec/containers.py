@@ -25,6 +25,8 @@ from ludic.envs.code_exec.process_sandbox import first_process
 from ludic.envs.code_exec.seccomp import seccomp_filter
 from ludic.errors import ConfigError, GradingError
 
+logger = logging.getLogger(__name__)
+
 UNITS = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 OWN_MEMORY_MB = 128
 """Of the processes that run and watch a program."""
@@ -145,9 +147,6 @@ def _sees_processes() -> bool:
 def _start_of(pid: int) -> str:
     """When a process started, in ticks since the machine did. OSError if it cannot be seen."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[19]
-
-
-logger = logging.getLogger(__name__)
 
 
 class Engine(Protocol):

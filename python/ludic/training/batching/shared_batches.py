@@ -55,6 +55,8 @@ from ludic.training.ranks.sent_errors import describe_error, rebuild_error
 from ludic.training.rollouts.episodes import SampleCheck
 from ludic.training.types import ActorTokenLogps, BatchSource, SampleAttachments, SAWBatch, SAWItem
 
+logger = logging.getLogger(__name__)
+
 BATCH_PATIENCE_S = 3600.0
 """How long a rank waits for rank 0 to get a batch."""
 FINISH_GRACE_S = 60.0
@@ -194,8 +196,6 @@ class SharedBatches(BatchSourceBase):
         if ranks.rank() == 0:
             await self._inner.aclose()
 
-
-logger = logging.getLogger(__name__)
 
 Parts = tuple[bytes | memoryview, bytes | memoryview]
 """A batch as `encode_columns` returns it."""

@@ -21,6 +21,8 @@ from ludic.training.loop.timings import TimeLeft
 from ludic.training.preparation import Prepared
 from ludic.training.stats import Reducer, prefix_keys
 
+logger = logging.getLogger(__name__)
+
 
 class LoggedRun(Protocol):
     """The members of a trainer that its log reads."""
@@ -66,8 +68,6 @@ class StepLog:
         log_safely(run.train_logger, step, grouped)
         return grouped
 
-
-logger = logging.getLogger(__name__)
 
 SLOW, STEPS_IN_A_ROW = 1.5, 5
 """A rank is named in a warning if it takes so many times the median for so many steps."""

@@ -19,6 +19,8 @@ from ludic.errors import ConfigError, OwnershipLost, QueueDataLost, QueueError, 
 from ludic.training.queue.base import GroupLog
 from ludic.training.queue.sqlite import SQLiteLog
 
+logger = logging.getLogger(__name__)
+
 FILE_NAME = "queue.sqlite"
 """The file in a run's folder."""
 URL_VARIABLE = "LUDIC_QUEUE_URL"
@@ -56,9 +58,6 @@ def open_server_queue(url: str, name: str) -> GroupLog:
     if not url:
         raise ConfigError(f"redis_url and {URL_VARIABLE} are empty; give the URL of a Redis server, such as redis://host:6379")
     return RedisLog(url, name)
-
-
-logger = logging.getLogger(__name__)
 
 
 def make_owner_name() -> str:

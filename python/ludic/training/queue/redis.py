@@ -34,6 +34,13 @@ from ludic.training.queue.base import (
     check_size,
 )
 
+try:
+    import redis
+except ImportError as error:
+    raise MissingExtraError.for_extra("redis", "redis") from error
+
+logger = logging.getLogger(__name__)
+
 DEFAULT_DEADLINE_S = 30.0
 """How long a call tries to reach the server."""
 WAIT_S = 2.0
@@ -219,13 +226,6 @@ def _to_entry(born: str, row: Any) -> Entry:
     identifier, fields = row
     return Entry(f"{born}/{identifier.decode()}", _to_number(fields[1]), fields[3])
 
-
-try:
-    import redis as redis  # exported: the modules beside this one import it from here
-except ImportError as error:
-    raise MissingExtraError.for_extra("redis", "redis") from error
-
-logger = logging.getLogger(__name__)
 
 SCHEMES = ("redis", "rediss", "unix")
 OLDEST_SERVER = (6, 2)

@@ -44,6 +44,8 @@ from ludic.training.samples.text import append_eos, tokenize_prompt_completion, 
 from ludic.training.types import SAWItem
 from ludic.types import Message
 
+logger = logging.getLogger(__name__)
+
 Row = Mapping[str, Any]
 
 
@@ -266,8 +268,6 @@ def _make_item(sample: TruncatedTokens, meta: dict[str, Any], *, as_arrays: bool
         meta={**meta, **lengths, **sample.cut},
     )
 
-
-logger = logging.getLogger(__name__)
 
 SHOWN_FAULTS = 3
 Response = str | list[Message]
