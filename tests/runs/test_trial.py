@@ -157,6 +157,18 @@ def test_without_a_warm_up_the_task_needs_no_teacher():
     run_trial(task, "warmup.steps=0")
 
 
+def test_each_environment_is_closed_and_a_pool_may_give_it_again():
+    class Pooled(Counting):
+        def close(self):
+            free.append(self)
+
+    free = [Pooled(), Pooled()]
+    task = type("Mine", (Count,), {"make_env": lambda self, episode: free.pop()})()
+    for settings in ([], ["warmup.steps=0"]):
+        run_trial(task, *settings)
+        assert len(set(free)) == 2
+
+
 def test_an_environment_that_fails_is_a_warning_since_training_drops_such_episodes(caplog):
     class Failing(Counting):
         def env_step(self, action):

@@ -1,4 +1,4 @@
-"""Tries a task before it is trained: each method once, one demonstration and one episode. A mistake
+"""Tries a task before it is trained: each method, one demonstration and two episodes. A mistake
 then shows in seconds, and not after the warm-up."""
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from ludic.tasks import EpisodicTask
 from ludic.tasks.adapters import OneTurn, WrappedTask
 from ludic.tasks.episodic import Shown
 from ludic.training.rng import preserved_rng
+from ludic.training.rollouts.engine import close_environment
 from ludic.types import ChatResponse
 
 logger = logging.getLogger(__name__)
@@ -42,14 +43,14 @@ def try_task(recipe: Recipe, task: EpisodicTask, tokenizer: Any, model: Any) -> 
         else:
             answers.append(answers[0])
         context = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-        for each in answers:
-            trial.play(first[0] if len(first) else drawn, list(suites), _Scripted(each, tokenizer, context))
+        episode = first[0] if len(first) else drawn
+        for each, env in zip(answers, trial.make_envs(episode, len(answers)), strict=True):
+            trial.play(env, episode, list(suites), _Scripted(each, tokenizer, context))
 
 
 class _Trial:
     def __init__(self, recipe: Recipe, task: EpisodicTask) -> None:
         self._recipe, self._task, own = recipe, task, task
-        self._env: Any = None
         while isinstance(own, WrappedTask):
             own = own.task
         self._user = own.task if isinstance(own, OneTurn) else own
@@ -97,24 +98,33 @@ class _Trial:
                 break
         return [turn.action for turn in turns]
 
-    def play(self, episode: Mapping[str, Any], suites: Sequence[str], client: Any) -> None:
-        task, prompt = self._task, self._recipe.rollout.system_prompt
-        env = self._call("make_env", episode, is_right=lambda value: isinstance(value, LudicEnv), expected="a SingleAgentEnv")
-        if env is self._env:
+    def make_envs(self, episode: Mapping[str, Any], count: int) -> list[Any]:
+        """All before one is played: a pool may give an environment again after it was closed."""
+        is_right = lambda value: isinstance(value, LudicEnv)  # noqa: E731
+        envs = [self._call("make_env", episode, is_right=is_right, expected="a SingleAgentEnv") for _ in range(count)]
+        if len(set(map(id, envs))) < count:
             raise ConfigError(
                 f"{self._name('make_env')} returned one environment for two episodes, which are played at the same time; make a new one "
                 "in each call"
             )
-        self._env = env
+        return envs
+
+    def play(self, env: Any, episode: Mapping[str, Any], suites: Sequence[str], client: Any) -> None:
+        """Play the episode in `env` and close it, as the engine does."""
+        task, prompt = self._task, self._recipe.rollout.system_prompt
         if task.execution_s is not None:
             return
         inference = make_evaluation_inference(self._recipe.rollout, task, greedy=True)
         protocol = make_protocol(task, client, "trial", prompt)
+
+        async def run() -> Any:
+            try:
+                return await protocol.run(env=env, max_steps=task.max_turns, env_seed=0, inference=inference)
+            finally:
+                await close_environment(env)
+
         try:
-            [rollout] = call_outside_loop(
-                lambda: asyncio.run(protocol.run(env=env, max_steps=task.max_turns, env_seed=0, inference=inference)),
-                on_interrupt=lambda: None,
-            )
+            [rollout] = call_outside_loop(lambda: asyncio.run(run()), on_interrupt=lambda: None)
         except ConfigError:
             raise
         except Exception as error:  # in training such an episode has failed, and others go on

@@ -243,7 +243,7 @@ class RolloutEngine:
             )
         finally:
             for env in envs:
-                await _close(env)
+                await close_environment(env)
 
     async def _run(self, episode: Episode, envs: list[Any], max_steps: int, timeout_s: float | None) -> list[Rollout]:
         """Run users' code for an episode. Appends the environment to `envs`, so that the caller
@@ -328,7 +328,7 @@ def _add_meta(rollout: Rollout, episode: Episode, facts: dict[str, Any]) -> None
         rollout.meta.setdefault("policy_version", min(versions))
 
 
-async def _close(env: Any) -> None:
+async def close_environment(env: Any) -> None:
     """Close the environment if it has `close`. An error in `close` is logged and does not fail the
     episode. A cancellation takes effect after the environment is closed."""
     name = type(env).__name__
