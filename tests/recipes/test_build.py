@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 from random import Random
 
+import numpy as np
 import pytest
 from chat_tokenizers import merging_tokenizer
 
@@ -230,8 +231,10 @@ def test_a_run_that_can_learn_or_should_not_learn_is_accepted(overrides):
     build_algorithm(compose(["sort", *overrides]))
 
 
-@pytest.mark.parametrize("number", [0, 2.5, "2", lambda self: 2])
-def test_the_numbers_of_a_task_are_whole(monkeypatch, number):
+@pytest.mark.parametrize(
+    ("number", "remedy"), [(0, "$"), (2.5, "$"), ("2", "$"), (np.int64(2), "$"), (lambda self: 2, "; make it a property$")]
+)
+def test_the_numbers_of_a_task_are_whole(monkeypatch, number, remedy):
     monkeypatch.setattr(DigitSort, "max_new_tokens", number)
-    with pytest.raises(ConfigError, match=r"max_new_tokens of the task sort \(.*\) must be a whole number above 0"):
+    with pytest.raises(ConfigError, match=rf"max_new_tokens of the task sort \(.*\) must be an int above 0{remedy}"):
         build_episodic_task(compose(["sort"]))

@@ -118,9 +118,8 @@ def build_episodic_task(recipe: Recipe) -> EpisodicTask:
     for name in ("max_turns", "max_new_tokens"):
         number = getattr(task, name)
         if not isinstance(number, int) or number < 1:
-            raise ConfigError(
-                f"{name} of the task {recipe.task.kind} ({number!r}) must be a whole number above 0; make it a property"
-            )
+            remedy = "; make it a property" if callable(number) else ""
+            raise ConfigError(f"{name} of the task {recipe.task.kind} ({number!r}) must be an int above 0{remedy}")
     success_of(task, recipe.evaluation.solved_at, judged=judged)
     return _add_tools(recipe, task)
 
