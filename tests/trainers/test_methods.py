@@ -22,6 +22,7 @@ from ludic.errors import CheckpointError, ConfigError, ConfigTypeError
 from ludic.models.byte_tokenizer import make_byte_tokenizer
 from ludic.recipes.foreign_names import ARGUMENTS
 from ludic.tasks import Tools
+from ludic.trainers.inputs import as_plain
 from ludic.training import Callback, KeepBest, StopOnMetric
 from ludic.training.reward_functions import register_reward, reward_names
 from ludic.training.reward_registry import given_rewards, make_reward
@@ -126,6 +127,10 @@ def test_numbers_of_numpy_are_settings() -> None:
         None, digits, ROWS, steps=np.int64(3), trainer={"lr": np.float64(1e-4)}, **{"rollout.prompts": np.int32(2)}
     ).recipe
     assert (recipe.steps, recipe.trainer.lr, recipe.rollout.prompts) == (3, 1e-4, 2)
+
+
+def test_a_class_that_is_a_setting_stays_one() -> None:
+    assert as_plain({"dtype": np.float32}) == {"dtype": np.float32}  # whose method `tolist` is that of its numbers
 
 
 @pytest.mark.parametrize("weights", [[None], [[1.0]], "1", {"digits": 1.0}])

@@ -169,4 +169,6 @@ def as_plain(value: Any) -> Any:
         return {name: as_plain(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
         return [as_plain(inner) for inner in value]
-    return str(value) if isinstance(value, PathLike) else value.tolist() if hasattr(value, "tolist") else value
+    if hasattr(value, "tolist") and not isinstance(value, type):
+        return value.tolist()
+    return str(value) if isinstance(value, PathLike) else value
