@@ -218,10 +218,12 @@ class RunDirectory:
             return
         has_all = not recipe.lora.rank and self.has_all_weights
         for folder in {**known, **now}:
-            files, is_loaded = known.get(folder, {}), has_all and folder not in frozen
-            read = {name: files[name] for name in files if not (is_loaded and name.endswith(".safetensors"))}
-            faults = find_changes(Path(folder), read)
-            faults += [f"{name} was added later" for name in now.get(folder, ()) if name not in files]
+            files = known.get(folder, {})
+            unread = (".safetensors", ".safetensors.index.json") if has_all and folder not in frozen else ()
+            faults = find_changes(Path(folder), {name: files[name] for name in files if not name.endswith(unread)})
+            faults += [
+                f"{name} was added later" for name in now.get(folder, ()) if name not in files and not name.endswith(unread)
+            ]
             if faults:
                 raise CheckpointError(
                     f"the folder {folder}, which the run reads, has changed since it began: {', '.join(faults)}; put it back, or start a "
