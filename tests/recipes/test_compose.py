@@ -96,6 +96,8 @@ def test_a_file_can_have_settings_for_each_algorithm(tmp_path: Path) -> None:
     ("argument", "message"),
     [
         ("trainer.lrr=1e-4", r"no setting 'trainer\.lrr'; did you mean trainer\.lr\b"),
+        ("evaluation.samples=3", r"did you mean evaluation\.samples_per_prompt"),
+        ("checkpoint.every=3", r"did you mean checkpoint\.every_n_steps"),
         ("lr=1e-4", r"did you mean .*trainer\.lr"),
         ("trainr.lr=1", r"did you mean .*trainer\.lr"),
         ("sed=3", r"did you mean seed"),

@@ -93,7 +93,8 @@ def suggest(key: str, known: Sequence[str]) -> str:
     same_leaf = [name for name in known if name.rsplit(".", 1)[-1] == leaf]
     section = key[: -len(leaf)]  # compared without it: two keys of one section always have much in common
     siblings = [name[len(section) :] for name in known if section and name.rpartition(".")[0] == section[:-1]]
-    near = same_leaf or [section + name for name in get_close_matches(leaf, siblings, n=2, cutoff=0.7)]
+    close = get_close_matches(leaf, siblings, n=2, cutoff=0.7) or [name for name in siblings if name.startswith(f"{leaf}_")]
+    near = same_leaf or [section + name for name in close]
     near = near or get_close_matches(key, known, n=3, cutoff=0.85 if siblings else 0.6)
     return f"; did you mean {' or '.join(near)}?" if near else "; `--print-config` lists every key"
 
