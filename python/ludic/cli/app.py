@@ -63,7 +63,7 @@ ALGORITHMS = " or ".join([", ".join(sorted(REGISTRY)[:-1]), sorted(REGISTRY)[-1]
 _OF_THE_COMMAND = ("arguments", "task", "accelerator", "resume", "submit", "setup")
 """Options that are not fields of `SlurmSettings`."""
 _CheckpointPath = Annotated[Path, typer.Argument(metavar="PATH", help="A run, its folder of checkpoints, or one checkpoint.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+_AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 _TRAIN_HELP = """Train a model with reinforcement learning and show what it learnt: held-out accuracy before and after, answers side by
 side, and the reward curve.
@@ -108,10 +108,10 @@ def train(
     raise typer.Exit(code)
 
 
-DEFAULT_PREVIEW = 3
+_DEFAULT_PREVIEW = 3
 """Rows that `ludic sft --preview` shows."""
 
-SFT_HELP = """Supervised fine-tuning: a data file in, a model out.
+_SFT_HELP = """Supervised fine-tuning: a data file in, a model out.
 
 A row of the file has `messages`, `prompt` and `completion`, or `text`; or is one of Alpaca (`instruction`, `output`) or ShareGPT
 (`conversations`); or is a rollout written by `ludic rollout`. The loss covers only the assistant's tokens, and all of a `text`.
@@ -128,7 +128,7 @@ stops after the current step and saves the run.
 """
 
 
-class SFTTyperCommand(TyperCommand):
+class _PreviewCommand(TyperCommand):
     """Accepts `--preview` without a number."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -136,12 +136,13 @@ class SFTTyperCommand(TyperCommand):
         return super().parse_args(
             ctx,
             [
-                f"--preview={DEFAULT_PREVIEW}" if one == "--preview" and not next_.isdecimal() else one
+                f"--preview={_DEFAULT_PREVIEW}" if one == "--preview" and not next_.isdecimal() else one
                 for one, next_ in zip(args, following, strict=True)
             ],
         )
 
 
+@app.command(help=_SFT_HELP, cls=_PreviewCommand, context_settings={"ignore_unknown_options": True})
 def sft(
     arguments: Settings = None,
     resume: Resume = None,
@@ -151,7 +152,7 @@ def sft(
     preview: Annotated[
         int | None,
         typer.Option(
-            metavar="[N]", help=f"Show the first N rows ({DEFAULT_PREVIEW}) with their trained tokens marked, and stop."
+            metavar="[N]", help=f"Show the first N rows ({_DEFAULT_PREVIEW}) with their trained tokens marked, and stop."
         ),
     ] = None,
 ) -> None:
@@ -165,9 +166,6 @@ def sft(
         else:
             code = sft_command(settings, resume=resume, json_only=json_only, print_config=print_config)
     raise typer.Exit(code)
-
-
-app.command("sft", help=SFT_HELP, cls=SFTTyperCommand, context_settings={"ignore_unknown_options": True})(sft)
 
 
 _TRAIN_RM_HELP = """Train a reward model on preference pairs, and measure it on held-out pairs.
@@ -207,7 +205,7 @@ def train_rm(
     raise typer.Exit(code)
 
 
-DPO_HELP = """Train a policy on preference pairs, without a reward model: DPO or IPO. Measure it on held-out pairs and by its answers.
+_DPO_HELP = """Train a policy on preference pairs, without a reward model: DPO or IPO. Measure it on held-out pairs and by its answers.
 
 A row of the data has `prompt`, `chosen` and `rejected`, as text or as messages. The reference is the model as it is given, or
 `reference.model`; it scores every pair once. Everything is written to `runs/NAME/`: config.yaml, metrics.jsonl, summary.json,
@@ -222,6 +220,7 @@ answers.jsonl, plots, and the model in Hugging Face layout. Ctrl-C stops after t
 """
 
 
+@app.command(help=_DPO_HELP, context_settings={"ignore_unknown_options": True})
 def dpo(
     arguments: Settings = None,
     resume: Resume = None,
@@ -237,8 +236,6 @@ def dpo(
         code = dpo_command(settings, resume=resume, json_only=json_only, print_config=print_config)
     raise typer.Exit(code)
 
-
-app.command("dpo", help=DPO_HELP, context_settings={"ignore_unknown_options": True})(dpo)
 
 _ROLLOUT_HELP = """Play episodes of a recipe's task with a model and write them to a file, with token traces. `ludic sft` reads it.
 
@@ -384,12 +381,10 @@ checkpoints = typer.Typer(
     no_args_is_help=True,
     help="List the checkpoints of a run, verify them (every file has the size and the hash that it was written with), or export one.",
 )
-
-
 app.add_typer(checkpoints, name="checkpoint")
 app.add_typer(workers, name="worker")
 
-SLURM_HELP = """Train in a Slurm job, with vLLM servers beside the trainer if the recipe samples from vLLM.
+_SLURM_HELP = """Train in a Slurm job, with vLLM servers beside the trainer if the recipe samples from vLLM.
 
 On one node the servers have its first GPUs and training the others; on several, the servers have the last nodes, as few as
 hold them. Every GPU that trains has a rank. Prints the batch script and the plan, or submits the job from the current folder,
@@ -405,6 +400,7 @@ third, with two servers of two GPUs
 """
 
 
+@app.command(help=_SLURM_HELP)
 def slurm(
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="[RECIPE] [KEY=VALUE]...", help="As those of `ludic train`.")
@@ -448,9 +444,7 @@ def slurm(
     raise typer.Exit(code)
 
 
-app.command("slurm", help=SLURM_HELP)(slurm)
-
-RUNS_HELP = """List runs: how each ended, its steps, held-out rates before and after, its time, and the settings in which they differ.
+_RUNS_HELP = """List runs: how each ended, its steps, held-out rates before and after, its time, and the settings in which they differ.
 
 **Examples**
 
@@ -460,11 +454,12 @@ RUNS_HELP = """List runs: how each ended, its steps, held-out rates before and a
 """
 
 
+@app.command(help=_RUNS_HELP)
 def runs(
     folders: Annotated[
         list[Path] | None, typer.Argument(metavar="[FOLDER]...", help="Runs, or folders with runs. Default: runs.")
     ] = None,
-    json_only: AsJson = False,
+    json_only: _AsJson = False,
 ) -> None:
     from ludic.cli.runs import runs_command
 
@@ -473,9 +468,7 @@ def runs(
     raise typer.Exit(code)
 
 
-app.command("runs", help=RUNS_HELP)(runs)
-
-VIEW_HELP = """Write one HTML file that shows runs: curves laid over each other, held-out rates with intervals, settings side by side,
+_VIEW_HELP = """Write one HTML file that shows runs: curves laid over each other, held-out rates with intervals, settings side by side,
 sampled episodes turn by turn with their tokens, and a reward model's margins and calibration. It needs no network.
 
 **Examples**
@@ -487,6 +480,7 @@ sampled episodes turn by turn with their tokens, and a reward model's margins an
 """
 
 
+@app.command(help=_VIEW_HELP)
 def view(
     folders: Annotated[
         list[Path] | None, typer.Argument(metavar="[RUN]...", help="Runs, or folders with runs. Default: the newest in runs.")
@@ -504,16 +498,13 @@ def view(
     raise typer.Exit(code)
 
 
-app.command("view", help=VIEW_HELP)(view)
-
-
 @app.command(
     help="Print what the processes of a run do: role, state, restarts, last end; the last step and checkpoint; what the queue holds. "
     "The exit status is 1 if the supervisor has died."
 )
 def status(
     path: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")],
-    json_only: AsJson = False,
+    json_only: _AsJson = False,
 ) -> None:
     from ludic.cli.status import status_command
 
@@ -538,7 +529,7 @@ def doctor(
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="[RECIPE] [KEY=VALUE]...", help="As those of `ludic train`.")
     ] = None,
-    json_only: AsJson = False,
+    json_only: _AsJson = False,
 ) -> None:
     from ludic.cli.doctor import examine, show, show_memory
 
@@ -557,7 +548,7 @@ def version() -> None:
 
 
 @checkpoints.command("list", help="Print path, time and size of each checkpoint. No file is read.")
-def list_checkpoints(path: _CheckpointPath, json_only: AsJson = False) -> None:
+def list_checkpoints(path: _CheckpointPath, json_only: _AsJson = False) -> None:
     from ludic.cli.checkpoint import checkpoint_command
 
     with report_user_errors():
@@ -566,7 +557,7 @@ def list_checkpoints(path: _CheckpointPath, json_only: AsJson = False) -> None:
 
 
 @checkpoints.command("verify", help="Read every file and compare it with the manifest. The exit status is 1 if one is damaged.")
-def verify_checkpoints(path: _CheckpointPath, json_only: AsJson = False) -> None:
+def verify_checkpoints(path: _CheckpointPath, json_only: _AsJson = False) -> None:
     from ludic.cli.checkpoint import checkpoint_command
 
     with report_user_errors():
