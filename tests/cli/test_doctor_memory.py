@@ -41,6 +41,11 @@ def test_a_model_that_is_not_there_is_named() -> None:
     assert "nosuch" in commands.refused("doctor", "model=runs/nosuch")
 
 
+def test_layers_that_no_adapter_fits_are_named() -> None:
+    said = commands.refused("doctor", "sort", *SMALL, "lora.rank=4", "lora.target_modules=[nope]")
+    assert "lora.target_modules (['nope']): Target modules {'nope'} not found" in said
+
+
 def test_pages_of_files_do_not_count_as_used(tmp_path) -> None:
     """A limit of 1000, of which 900 are used and 600 of these are files that nothing reads: 700 are
     left."""

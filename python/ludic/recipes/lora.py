@@ -40,10 +40,15 @@ def add_adapters(model: Any, recipe: QuantizedRecipe, *, seed: int, device: str 
     model = quantize_base(model, recipe, device)
     with preserved_rng():
         torch.manual_seed(seed)
-        try:
-            return apply_lora(model, settings)
-        except ConfigError:
-            raise
-        except ValueError as error:  # PEFT's own, for names that no layer has
-            message = " ".join(str(error).split())[:300]
-            raise ConfigError(f"lora.target_modules ({recipe.lora.target_modules or 'all'}): {message}") from error
+        return apply_settings(model, settings)
+
+
+def apply_settings(model: Any, settings: LoraSettings) -> Any:
+    """The model with adapters. Raises ConfigError for layers that PEFT does not find or adapt."""
+    try:
+        return apply_lora(model, settings)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        message = " ".join(str(error).split())[:300]
+        raise ConfigError(f"lora.target_modules ({settings.target_modules or 'all'}): {message}") from error

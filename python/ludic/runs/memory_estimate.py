@@ -17,10 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ludic.errors import ConfigError
 from ludic.models.loading import check_dtype, locate_model
-from ludic.models.lora import apply_lora
 from ludic.models.places import find_adapter_base, holds_only_adapters
 from ludic.models.quantization import QuantizationSettings, find_quantizable_layers
-from ludic.recipes.lora import build_lora_settings
+from ludic.recipes.lora import apply_settings, build_lora_settings
 from ludic.recipes.model import build_tokenizer, make_small_config
 from ludic.recipes.quantization import build_quantization
 from ludic.recipes.quantization_section import QuantizationSection
@@ -181,7 +180,7 @@ class MemoryEstimator:
             model: nn.Module = AutoModelForCausalLM.from_config(self.config, dtype=dtype, trust_remote_code=False)
         model.train()
         adapters = build_lora_settings(settings.lora)
-        return model if adapters is None else apply_lora(model, adapters)
+        return model if adapters is None else apply_settings(model, adapters)
 
 
 def _check_settings(settings: Settings) -> QuantizationSettings | None:
