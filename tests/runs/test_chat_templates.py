@@ -282,6 +282,11 @@ def test_an_argument_that_every_prompt_sets_is_an_error(name):
         read_template_kwargs({"chat_template_kwargs": {name: True}}, "row 1")
 
 
+def test_an_argument_has_a_name_that_a_template_can_set():
+    with pytest.raises(ConfigError, match="chat_template_kwargs has a-b"):
+        with_kwargs("{{ a }}-b{{ a-b }}", {"a-b": 1})
+
+
 def test_a_column_that_is_no_object_names_the_row(tmp_path):
     save_model("qwen3", tmp_path)
     recipe = compose_sft(

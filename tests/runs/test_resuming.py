@@ -207,7 +207,8 @@ def stopped_sft(folder: Path, *arguments: str) -> Path:
 def test_a_run_inside_the_folder_of_its_model_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run = stopped_sft(Path(), "model=.")
-    Path("notes.txt").write_text("not read")
+    for name in ("notes.txt", "sft_config.json", "results.json"):
+        Path(name).write_text("not read")
     ludic("sft", "--resume", str(run))
     Path("chat_template.jinja").write_text("{{ messages }}")
     assert "chat_template.jinja was added later" in refused("sft", "--resume", str(stop_again(run)))
@@ -221,9 +222,10 @@ def test_the_weights_of_the_model_may_be_sharded_anew_once_a_checkpoint_has_them
     tiny_model().save_pretrained("start", max_shard_size="20KB")
     Path("start/model.safetensors").unlink()
     assert len(list(Path("start").glob("*.safetensors"))) > 1
-    assert "model-00001-of-00002.safetensors was added later" in refused("sft", "--resume", str(run))
     directory, recipe = SFTDirectory(run), compose_sft([str(run / "config.yaml")])
-    (directory.checkpoints / "sft" / "step_000001").mkdir(parents=True)
+    shutil.rmtree(directory.checkpoints)
+    assert "model-00001-of-00002.safetensors was added later" in refused("sft", "--resume", str(run))
+    (directory.checkpoints / "step_000001").mkdir(parents=True)
     directory.check_models(recipe)
     Path("start/adapter_config.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"since it began: adapter_config\.json was added later;"):

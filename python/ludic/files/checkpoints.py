@@ -33,7 +33,7 @@ TOKENIZER_FILES = (
 )
 """Patterns of the files of tokenizers."""
 _MODEL_FILES = (
-    "*config.json",
+    *("config.json", "generation_config.json", "processor_config.json", "preprocessor_config.json", ADAPTER_CONFIG),
     *TOKENIZER_FILES,
     "additional_chat_templates/*.jinja",
     "*.safetensors",

@@ -254,7 +254,7 @@ def _translate_batch(flat: Mapping[str, Any], settings: dict[str, Any], ranks: i
     if answers % group:
         raise ConfigError(
             f"per_device_train_batch_size ({sizes[0]}) x gradient_accumulation_steps ({sizes[1]}) x num_processes or ranks ({sizes[2]}) is "
-            f"{answers} answers, which num_generations ({group}) does not divide"
+            f"{answers} answers, which num_generations ({group}) does not divide; a key that is left out has GRPOConfig's default"
         )
     settings["rollout.prompts"] = answers // group
 

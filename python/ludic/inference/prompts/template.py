@@ -53,7 +53,7 @@ def with_kwargs(template: Any, template_kwargs: Mapping[str, Any]) -> Any:
     if isinstance(template, Mapping):
         return {name: with_kwargs(each, template_kwargs) for name, each in template.items()}
     for name in template_kwargs:
-        if name in _SET or not re.search(rf"\b{re.escape(name)}\b", template or ""):
+        if name in _SET or not name.isidentifier() or not re.search(rf"\b{re.escape(name)}\b", template or ""):
             why = "every prompt sets" if name in _SET else "the tokenizer's chat template does not read"
             raise ConfigError(f"chat_template_kwargs has {name}, which {why}; leave it out")
     values = (
