@@ -1,8 +1,7 @@
 """A data set in memory: read, checked row by row, of one kind and one form.
 
-Converts rows of two responses with scores, as in SHP, to preferences.
-
-The columns have the names of SHP, or plain names:
+Rows of two responses with scores, as in SHP, are converted to preferences. The columns have the
+names of SHP, or plain names:
 
     {"history": "why?", "human_ref_A": "so", "human_ref_B": "no", "score_A": 12, "score_B": 3}
     {"prompt": "why?", "response_a": "so", "response_b": "no", "score_a": 12, "score_b": 3}

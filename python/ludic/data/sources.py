@@ -1,6 +1,6 @@
 """Reads rows from a file, a folder or a hub id, and keeps the location of each row for messages.
 
-Distinguishes local paths from hub ids, so that a mistyped path is not looked up on the
+`is_local` distinguishes paths from hub ids, so that a mistyped path is not looked up on the
 network.
 """
 

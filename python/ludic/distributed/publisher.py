@@ -1,7 +1,7 @@
 """Publishers that work over any control plane and communicator.
 
-Handles pushes of unchanged weights: only the version that the servers report changes, and too
-many such pushes in a row are an error.
+A push of unchanged weights changes only the version that the servers report; too many of them in a
+row are an error.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""pass@k: the probability that at least one of k answers is right.
-
-How many different answers a policy gives: distinct answers of k samples, and their entropy.
+"""pass@k: the probability that at least one of k answers is right; and how many different answers a
+policy gives: distinct answers of k samples, and their entropy.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ folder still is what was written.
 A file has a second entry while it is replaced: both its versions are valid, so that a process that
 is killed in between leaves a valid folder.
 
-Remembers which folders were verified, so that none is read twice while its files stay as they
-are.
+`VerifiedFolders` remembers which folders were verified, so that none is read twice while its files
+stay as they are.
 """
 
 from __future__ import annotations

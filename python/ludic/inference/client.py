@@ -1,7 +1,5 @@
-"""The interfaces of inference clients, for agents and publishers.
-
-The episode that a request belongs to, which lets an engine cache the prefix for the episode's
-next turn.
+"""The interfaces of inference clients, for agents and publishers, and the episode that a request
+belongs to: with it an engine caches the prefix for the episode's next turn.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Requests to a reward model, and its responses.
+"""Requests to a reward model, its responses, and the weights of it that are published.
 
-Selects the weights of a reward model that are published. The sender selects them, because a
-receiver that skipped a tensor that is sent would wait forever, and so would the sender.
+The sender selects these weights, because a receiver that skipped a tensor that is sent would wait
+forever, and so would the sender.
 """
 
 from __future__ import annotations

@@ -10,9 +10,7 @@ queries of consecutive branches, a **span**, meet the keys of the span and of th
 Short branches are in one span, so that the keys and values of a long prompt are not copied for each
 of them: all spans together have at most 6 U keys, and with padding 8 U and 16 for each tree.
 
-Shapes: U tokens of the row, S tokens of all samples, H heads, D width of a head.
-
-FlexAttention over a row of prefix trees: who may look at whom, as one interval per token. The
+FlexAttention over such a row knows who may look at whom as one interval per token. The
 branches of a row are in the order of a depth-first walk, so the tokens that a token precedes in its
 samples are the next ones of the row, up to where a branch leaves its path. For the samples above:
 
@@ -20,8 +18,8 @@ samples are the next ones of the row, up to where a branch leaves its path. For 
 
 Token k is seen by the tokens q with k <= q < ends[k]: 2 by all behind it, 3 by itself and 4.
 
-Shapes: U tokens of the row, P the row padded to whole blocks, H heads, D width of a head. A padding
-token sees itself alone.
+Shapes: U tokens of the row, P the row padded to whole blocks, S tokens of all samples, H heads, D
+width of a head. A padding token sees itself alone.
 """
 
 from __future__ import annotations

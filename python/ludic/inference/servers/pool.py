@@ -1,8 +1,8 @@
 """Several servers of one model behind one client: each request goes to the least loaded server, and
 moves to another one when its server dies.
 
-Detects servers that hold requests without answering while others answer: such a server is
-probed, and its requests are cancelled if it fails the probe.
+A server that holds requests without answering while others answer is probed, and its requests are
+cancelled if it fails the probe.
 """
 
 from __future__ import annotations

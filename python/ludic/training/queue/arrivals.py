@@ -12,10 +12,9 @@ trained before, so that a trainer that went back to a checkpoint makes the same 
 
 A group that failed counts as any other, and brings no rollouts.
 
-Which groups were trained: the truth about a run, which its checkpoint holds.
-
-The log of groups may lose entries and repeat them. The ledger refuses what was trained, and names
-what is missing.
+The ledger says which groups were trained: the truth about a run, which its checkpoint holds. The
+log of groups may lose entries and repeat them; the ledger refuses what was trained, and names what
+is missing.
 """
 
 from __future__ import annotations

@@ -1,25 +1,21 @@
-"""A played group as the bytes of a log's entry, and back.
+"""The entries of a log as bytes, and back: a header, columns, played groups, and groups of samples.
 
 What is decoded equals what was encoded: rollouts with their steps and token traces, the outcomes of
 the episodes, and the failures. Every entry is checked as a protocol's rollouts are
 (`rollouts.episodes`, `require_trace`), and its size before it is decoded.
 
-What all entries of a log have in common: a header with a checksum around msgpack. Numbers of
-tokens are in it as bytes.
+All entries have a header with a checksum around msgpack. Numbers of tokens are in it as bytes.
 
     0       4        5     6              22
     | LUDQ | version | kind | xxh3-128 of the body | body ...
 
 Bytes that were changed on their way are found by the checksum before anything is decoded.
 
-Columns of numbers as the bytes of an entry: ids, log-probabilities and masks of T tokens. No
-object is made for a token.
+Ids, log-probabilities and masks of T tokens are columns of numbers; no object is made for a token.
 
-Samples of one group as the bytes of a log's entry, and back: what `run_pipeline_actor` sends.
-
-An actor that assigns credit itself sends samples, not rollouts. An entry is a whole group, so that
-no group is ever divided. It has no number; its name is its producer and how many entries the
-producer sent before.
+`run_pipeline_actor` sends the samples of one group. An actor that assigns credit itself sends
+samples, not rollouts. An entry is a whole group, so that no group is ever divided. It has no
+number; its name is its producer and how many entries the producer sent before.
 """
 
 from __future__ import annotations

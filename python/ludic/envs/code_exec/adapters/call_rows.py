@@ -1,10 +1,10 @@
 """Rows whose tests call a function: MBPP, HumanEval, and the part of APPS, TACO and LiveCodeBench
 that is from LeetCode.
 
-What the tests of a problem need of the program: names that neither Python nor the texts around
-the program define. A test that needs nothing would pass with any program.
+The tests of a problem need names of the program: those that neither Python nor the texts around it
+define. A test that needs nothing would pass with any program.
 
-Takes asserts apart: the call runs in the sandbox, and what is expected stays outside.
+Asserts are taken apart: the call runs in the sandbox, and what is expected stays outside.
 
 `assert f(2) == 3` is the call `f(2)` and the value 3. An assert whose two sides cannot be told
 apart, such as one that compares two calls, is refused: a program could replace what it uses, and
