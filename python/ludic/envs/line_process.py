@@ -1,19 +1,28 @@
-"""A child process that answers each JSON line with a JSON line, and is killed at a deadline."""
+"""A child process that answers each JSON line with a JSON line, and is killed at a deadline; and a
+pool of them."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
+import queue
 import select
 import selectors
 import subprocess
 import tempfile
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import IO, Any, Protocol
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import IO, Any, Protocol, TypeVar
 
-from ludic.errors import GradingError
+from ludic.errors import ConfigError, GradingError
+
+T = TypeVar("T")
 
 LONGEST_REPLY = 1 << 20
 """Bytes."""
@@ -177,6 +186,88 @@ class LineProcess:
     def _wait(self, selector: selectors.BaseSelector, deadline: float, timeout_s: float) -> None:
         if not selector.select(max(0.0, deadline - time.monotonic())):
             raise TimeoutError(f"{self._name} did not answer within {timeout_s} s")
+
+
+@dataclass
+class GraderCounts:
+    """Counts of all answers so far."""
+
+    graded: int = 0
+    """With a verdict."""
+    failed: int = 0
+    """The grader raised, or its process died."""
+    timed_out: int = 0
+
+
+class LineProcessPool:
+    """Several equal processes, each asked by one thread at a time. They start at their first
+    request (`workers` of them; None: one for each core, at most 8), and end with the pool."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        timeout_s: float = 5.0,
+        workers: int | None = None,
+        start_timeout_s: float = 60.0,
+        name: str = "the grader",
+    ) -> None:
+        workers = min(8, os.cpu_count() or 1) if workers is None else workers
+        if timeout_s <= 0 or workers < 1:
+            raise ConfigError(f"timeout_s ({timeout_s}) must be > 0 and workers ({workers}) >= 1")
+        self.timeout_s = timeout_s
+        self.counts = GraderCounts()
+        self._counting = threading.Lock()
+        processes = [LineProcess(command, start_timeout_s=start_timeout_s, name=name) for _ in range(workers)]
+        self._idle: queue.LifoQueue[LineProcess] = queue.LifoQueue()
+        for process in processes:
+            self._idle.put(process)
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="line-process")
+        self._end = weakref.finalize(self, _end_all, processes, self._threads)
+
+    def ask(self, request: Mapping[str, Any], what: str) -> dict[str, Any]:
+        """The reply to `request`. Raises GradingError, which says `what` was asked; it is counted.
+        The deadline starts when a process is free."""
+        process = self._idle.get()
+        try:
+            return process.ask(request, timeout_s=self.timeout_s)
+        except TimeoutError as error:
+            self._count(timed_out=1)
+            raise GradingError(f"it took longer than {self.timeout_s} s: {what}") from error
+        except GradingError:
+            self._count(failed=1)
+            raise
+        finally:
+            self._idle.put(process)
+
+    def check(self, reply: Mapping[str, Any], key: str, kind: type, what: str) -> Any:
+        """The value of `key`, which is a verdict of this `kind`. Raises GradingError for a reply
+        without one, such as `{"error": "..."}`."""
+        if not isinstance(reply.get(key), kind):
+            self._count(failed=1)
+            raise GradingError(f"{reply.get('error', reply)}: {what}")
+        self._count(graded=1)
+        return reply[key]
+
+    async def run_in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Call `function`, which asks, in a thread of the pool."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
+
+    def close(self) -> None:
+        """End the processes."""
+        self._end()
+
+    def _count(self, *, graded: int = 0, failed: int = 0, timed_out: int = 0) -> None:
+        with self._counting:
+            self.counts.graded += graded
+            self.counts.failed += failed
+            self.counts.timed_out += timed_out
+
+
+def _end_all(processes: Sequence[LineProcess], threads: ThreadPoolExecutor) -> None:
+    threads.shutdown(wait=False, cancel_futures=True)
+    for process in processes:
+        process.end()
 
 
 @contextlib.contextmanager
