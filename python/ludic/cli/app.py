@@ -1,5 +1,5 @@
 """The command `ludic`: train, eval, sft, train-rm, dpo, rollout, runs, view, serve, slurm,
-checkpoint, status, doctor, version.
+checkpoint, status, doctor, convert, version.
 
 Each command imports what it needs when it runs, so that `--help` is fast.
 """
@@ -538,6 +538,35 @@ def doctor(
             show_memory(arguments, as_json=json_only)
         else:
             show(examine(), as_json=json_only)
+
+
+_CONVERT_HELP = """Write a GGUF file, the format of llama.cpp, as a folder in Hugging Face layout, which every command takes as a model.
+Quantised weights are dequantised.
+
+**Examples**
+
+- `ludic convert SmolLM2-135M-Instruct.Q4_1.gguf models/smollm2`
+- `ludic convert model.gguf models/mine --dtype bfloat16`
+"""
+
+
+@app.command(help=_CONVERT_HELP)
+def convert(
+    file: Annotated[Path, typer.Argument(metavar="FILE.gguf", help="The file; a split one is joined first.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write, which must not exist.")],
+    dtype: Annotated[str, typer.Option(help="Type of the weights that are written: float32, bfloat16 or float16.")] = "float32",
+) -> None:
+    with report_user_errors():
+        from ludic.cli.console import quiet_libraries
+        from ludic.models.gguf import convert_gguf
+
+        quiet_libraries()
+        made = convert_gguf(file, out, dtype)
+        tensors = ", ".join(f"{number} {kind}" for kind, number in made.stored_as.items())
+        typer.echo(f"{out}: {made.name}, {made.parameters:,} parameters as {dtype}, from tensors stored as {tensors}")
+        typer.echo(f"Licence: {made.licence or 'not named by the file'}")
+        if not made.has_chat_template:
+            typer.echo("It has no chat template: conversations need chat_template=FILE.jinja")
 
 
 @app.command(help="Print the version.")

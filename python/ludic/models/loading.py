@@ -50,16 +50,16 @@ def load_model(source: str, dtype: str, **options: Any) -> Any:
     place = locate_model(source)
     if holds_only_adapters(place):
         base = load_model(find_adapter_base(Path(place)), dtype, **options)
-        with _explained(f"the adapters in {source} could not be loaded"):
+        with explain_load_errors(f"the adapters in {source} could not be loaded"):
             return load_adapter(base, place).merge_and_unload().requires_grad_(True)  # PEFT froze the base
     from transformers import AutoModelForCausalLM
 
-    with _explained(f"model ({source}) could not be loaded"):
+    with explain_load_errors(f"model ({source}) could not be loaded"):
         return AutoModelForCausalLM.from_pretrained(place, dtype=dtype, use_safetensors=True, trust_remote_code=False, **options)
 
 
 @contextmanager
-def _explained(failure: str) -> Iterator[None]:
+def explain_load_errors(failure: str) -> Iterator[None]:
     """Raise ConfigError, with `failure`, for what transformers and PEFT raise for wrong files."""
     try:
         yield
@@ -85,7 +85,7 @@ def load_classifier(source: str, dtype: str, *, description: str, **options: Any
     place = locate_model(source)
     failure = f"{description} could not be loaded with a head for scores"
     try:
-        with _explained(failure), _without_load_report():
+        with explain_load_errors(failure), _without_load_report():
             model, loading = AutoModelForSequenceClassification.from_pretrained(
                 place, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True, **options
             )

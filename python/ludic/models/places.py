@@ -24,6 +24,8 @@ def check_place(source: str, setting: str = "", *, files: bool = False) -> None:
     path.
     """
     path, name = Path(source).expanduser(), f"{setting} ({source})" if setting else source
+    if path.suffix == ".gguf" and path.is_file():
+        raise ConfigError(f"{name} is a GGUF file; `ludic convert {source} FOLDER` makes a folder of it, to name instead")
     if path.is_file() and not files:
         raise ConfigError(f"{name} is a file; give the folder that it lies in, in Hugging Face layout, or a hub id")
     if path.exists():

@@ -1,0 +1,102 @@
+"""GGUF files, the format of llama.cpp, as folders in Hugging Face layout."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ludic.errors import ConfigError, MissingExtraError
+from ludic.files.folders import replace_folder
+from ludic.models.loading import check_dtype, explain_load_errors
+
+
+@dataclass(frozen=True)
+class ConvertedModel:
+    """What was written, for people to read."""
+
+    name: str
+    """As the file has it, or that of the file."""
+    licence: str | None
+    """As the file has it, such as apache-2.0."""
+    parameters: int
+    """Of the model; weights that are used twice count once."""
+    stored_as: dict[str, int]
+    """Storage type, such as Q4_1 -> number of tensors."""
+    has_chat_template: bool
+
+
+def convert_gguf(file: Path, out: Path, dtype: str = "float32") -> ConvertedModel:
+    """Write the model and the tokenizer of `file` to the new folder `out`. Quantised weights are
+    dequantised: they have the values that the file stores, rounded to `dtype`, and no quantization
+    is applied to them any more.
+
+    Raises ConfigError if `out` exists, and for a file that is damaged, no GGUF, or of an
+    architecture that transformers does not read. `out` is written whole or not at all.
+    """
+    check_dtype(dtype)
+    if dtype == "auto":
+        raise ConfigError("dtype (auto) has no meaning for quantised weights; give float32, bfloat16 or float16")
+    if out.exists():
+        raise ConfigError(f"{out} exists already, and is not replaced; give a new folder")
+    metadata, stored_as = _read_header(file)
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    place = {"gguf_file": file.name, "trust_remote_code": False}
+    with explain_load_errors(f"{file} could not be converted"):
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, **place)
+        model = AutoModelForCausalLM.from_pretrained(file.parent, dtype=getattr(torch, dtype), **place)
+    _split_numbers(tokenizer, metadata)
+    # transformers takes the weights for quantised and refuses to save them; they are not any more.
+    model.hf_quantizer = None
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    with replace_folder(out) as aside:
+        model.save_pretrained(aside)
+        tokenizer.save_pretrained(aside)
+        for notice in sorted({*file.parent.glob("LICENSE*"), *file.parent.glob("NOTICE*")}):
+            shutil.copyfile(notice, aside / notice.name)
+    return ConvertedModel(
+        name=metadata.get("general.name") or file.stem,
+        licence=metadata.get("general.license"),
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        stored_as=stored_as,
+        has_chat_template=bool(tokenizer.chat_template),
+    )
+
+
+def _read_header(file: Path) -> tuple[dict[str, Any], dict[str, int]]:
+    """(the metadata without lists, number of tensors by their storage type)."""
+    if not file.is_file():
+        raise ConfigError(f"{file} is no file; give a GGUF file, such as model.Q4_1.gguf")
+    try:
+        from gguf import GGUFReader
+    except ImportError as error:
+        raise MissingExtraError.for_extra("gguf", "gguf") from error
+    try:
+        reader = GGUFReader(file)
+        metadata = {name: field.contents() for name, field in reader.fields.items() if len(field.types) == 1}
+    except (ValueError, KeyError, IndexError, OverflowError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} is no GGUF file, or is damaged: {error}") from error
+    stored_as: dict[str, int] = {}
+    for tensor in reader.tensors:
+        stored_as[tensor.tensor_type.name] = stored_as.get(tensor.tensor_type.name, 0) + 1
+    return metadata, stored_as
+
+
+def _split_numbers(tokenizer: Any, metadata: dict[str, Any]) -> None:
+    """Split text before its merges as SmolLM does: each digit by itself, then GPT-2's words.
+
+    transformers 5.23 knows this rule of other families, and reads `smollm` as GPT-2, so that the
+    two newlines before a number would be two tokens, where the model has seen one:
+    `"\\n\\n12"` is `["\\n\\n", "1", "2"]`.
+    """
+    if metadata.get("tokenizer.ggml.pre") == "smollm":
+        from tokenizers import pre_tokenizers
+
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        )
