@@ -23,6 +23,7 @@ from ludic.tasks import Addition, Code, DigitSort, EpisodicTask, Rising, Task, T
 from ludic.tasks.code_data import CodeData
 from ludic.tasks.data_task import DataTask, TaskData
 from ludic.tasks.judged import judged_by
+from ludic.tasks.reasoning_gym import ReasoningGym
 from ludic.tasks.success import success_of
 from ludic.tasks.with_tools import WithTools
 from ludic.training.algorithm import RLAlgorithm, compose_preprocess
@@ -41,6 +42,7 @@ TASKS: dict[str, Callable[..., Task | EpisodicTask]] = {
     "sort": DigitSort,
     "addition": Addition,
     "code": Code,
+    "reasoning_gym": ReasoningGym,
     "rising": Rising,
     "tictactoe": TicTacToe,
     "tools": Tools,

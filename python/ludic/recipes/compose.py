@@ -212,7 +212,9 @@ def _read_layers(source: str | None, user: DictConfig, overrides: Sequence[Overr
     `loaded_model: null` no settings depend on the model."""
     overridden = {override.key: override.value for override in overrides}
     is_file = _is_file(source)
-    default = "data" if any(layer.get(key) is not None for layer in (overridden, user) for key in ("data", "reward")) else "sort"
+    kind = overridden.get("task.kind", OmegaConf.select(user, "task.kind"))
+    has_rows = any(layer.get(key) is not None for layer in (overridden, user) for key in ("data", "reward"))
+    default = "data" if has_rows or kind == "reasoning_gym" else "sort"  # for a pretrained model
     base_name = overridden.get("recipe", user.get("recipe", default) if is_file else source or default)
     base = _read_builtin(str(base_name))
     algorithm = overridden.get("algorithm", user.get("algorithm", base.algorithm))

@@ -32,8 +32,8 @@ class TaskSection:
     """The problems, their teacher and their verifier."""
 
     kind: str = MISSING
-    """`sort`, `addition`, `rising`, `code`, `tictactoe`, `tools`, `data` (with `data` and
-    `reward`), or a class of your own as `package.module:Class`."""
+    """`sort`, `addition`, `rising`, `code`, `tictactoe`, `tools`, `reasoning_gym`, `data` (with
+    `data` and `reward`), or a class of your own as `package.module:Class`."""
     args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the task."""
 
