@@ -4,6 +4,7 @@ server."""
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import fake_vllm
 import httpx2
@@ -14,13 +15,15 @@ from typer.testing import CliRunner
 
 from ludic.cli.app import app
 from ludic.errors import ConfigError
+from ludic.recipes.build import build_task
 from ludic.recipes.compose import compose, to_yaml
 from ludic.recipes.inference_section import LogprobConvention, choose_kind, choose_logprob_convention
 from ludic.recipes.model import make_small_model
 from ludic.runs.reinforce_parts import RLParts
 from ludic.runs.report.costs import sum_phases
 from ludic.runs.report.reinforce import summarize_mismatch, summarize_overlap, summarize_weight_sync
-from ludic.runs.sampler import _run_server, check_inference
+from ludic.runs.sampler import _run_server, check_inference, make_preflight
+from ludic.tasks.adapters import as_episodic
 from ludic.training.loop.timings import PhaseTimer
 
 
@@ -50,6 +53,22 @@ def test_a_keyword_an_interpreter_or_an_address_selects_the_engine(given, expect
     assert choose_kind(recipe.inference) == expected
     (tmp_path / "again.yaml").write_text(to_yaml(recipe))
     assert compose([str(tmp_path / "again.yaml")]).inference == recipe.inference
+
+
+@pytest.mark.parametrize(
+    ("given", "threshold"),
+    [
+        ([], 0.02),
+        (["dtype=bfloat16"], 0.1),  # SmolLM2-135M differs from itself by 0.035 nats there
+        (["trainer.mixed_precision_dtype=bf16"], 0.1),
+        (["quantization=int8", "lora.rank=4"], 0.1),
+        (["dtype=bfloat16", "inference.preflight_threshold=0.01"], 0.01),
+    ],
+)
+def test_coarse_rounding_is_no_disagreement(given, threshold):
+    recipe = compose(given)
+    checked = make_preflight(recipe, as_episodic(build_task(recipe.task)), None, SimpleNamespace(client=None))
+    assert checked.threshold == threshold
 
 
 def test_a_recipe_file_can_set_the_sampler_in_one_word(tmp_path):

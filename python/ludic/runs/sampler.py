@@ -24,7 +24,7 @@ from ludic.runs.servers.starting import SERVED_NAME, start_server
 from ludic.tasks import EpisodicTask
 from ludic.training import ranks
 from ludic.training.loop.timings import PhaseTimer
-from ludic.training.preflight.check import Preflight
+from ludic.training.preflight.check import MAX_DIFFERENCE, MAX_ROUNDING, Preflight
 
 if TYPE_CHECKING:
     from ludic.distributed.interfaces import PolicyPublisher
@@ -237,9 +237,11 @@ def make_preflight(recipe: Recipe, task: EpisodicTask, tokenizer: Any, sampler: 
     section = recipe.inference
     if not section.preflight:
         return None
+    is_exact = recipe.dtype == "float32" and recipe.trainer.mixed_precision_dtype is None and recipe.quantization.kind is None
+    threshold = section.preflight_threshold
     return Preflight(
         sampling=make_training_inference(recipe.rollout, task).sampling,
         tokenizer=tokenizer if task.tool_use is None else None,  # its template alone gives no prompt with tools
         client=sampler.client,
-        threshold=section.preflight_threshold,
+        threshold=(MAX_DIFFERENCE if is_exact else MAX_ROUNDING) if threshold is None else threshold,
     )

@@ -20,6 +20,7 @@ import ludic
 from ludic.errors import ConfigError, EngineDeadError
 from ludic.inference.servers.ports import free_port
 from ludic.inference.servers.server_secret import secret_file
+from ludic.inference.vllm import launch
 from ludic.inference.vllm.endpoints import VllmEndpoints
 from ludic.inference.vllm.launch import (
     collect_proc_output,
@@ -42,7 +43,8 @@ def start(tmp_path):
     def begin(mode="ok", **settings):
         facts, port = tmp_path / f"facts-{len(running)}.json", free_port()
         env = {"FAKE_VLLM": mode, "FAKE_VLLM_FACTS": str(facts), **settings.pop("env", {})}
-        proc = start_vllm_server("tiny", "127.0.0.1", port, env=env, **{"python": python, "stream_output": False, **settings})
+        settings = {"model": "tiny", "python": python, "stream_output": False, **settings}
+        proc = start_vllm_server(host="127.0.0.1", port=port, env=env, **settings)
         running.append(proc)
 
         def read():
@@ -147,7 +149,7 @@ def test_on_a_cpu_the_flags_are_those_that_a_cpu_supports(start):
         "--dtype": "float32",
         "--generation-config": "vllm",
         "--logprobs-mode": "processed_logprobs",
-        "--kv-cache-memory-bytes": str(64 * 2**20),
+        "--kv-cache-memory-bytes": str(2**30),  # there is no config of `tiny`
         "--worker-extension-cls": "ludic.inference.vllm.in_server.worker.WeightWorker",
         "--weight-transfer-config": '{"backend": "disk"}',
         "--middleware": "ludic.inference.vllm.in_server.client_tag_middleware.ClientTagMiddleware",
@@ -158,6 +160,38 @@ def test_on_a_cpu_the_flags_are_those_that_a_cpu_supports(start):
     assert "--gpu-memory-utilization" not in arguments
     assert (env["VLLM_SERVER_DEV_MODE"], env["VLLM_USE_V1"], env["VLLM_ENABLE_V1_MULTIPROCESSING"]) == ("1", "1", "0")
     assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" not in env
+
+
+CONFIG = {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 64, "num_hidden_layers": 3}
+
+
+@pytest.mark.parametrize(
+    ("config", "limit", "tokens"),
+    [
+        ({**CONFIG, "max_position_embeddings": 100_000}, None, 100_000),  # one request of the whole context
+        ({**CONFIG, "max_position_embeddings": 100_000}, 50_000, 50_000),
+        ({**CONFIG, "max_position_embeddings": 128}, None, 64 * 512),
+        ({"text_config": {**CONFIG, "max_position_embeddings": 128}, "model_type": "of images too"}, None, 64 * 512),
+    ],
+)
+def test_on_a_cpu_the_cache_has_room_for_the_model(start, tmp_path, config, limit, tokens):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    arguments = start(model=str(tmp_path), max_model_len=limit)[2]()["arguments"]
+    # 3 layers, keys and values, 2 heads of 8 values of 4 bytes: 384 bytes a token, and 5 % more
+    assert int(after(arguments, "--kv-cache-memory-bytes")) == int(3 * 2 * 2 * 8 * 4 * 1.05 * tokens)
+
+
+def test_the_first_error_of_the_engine_is_named(tmp_path):
+    log = tmp_path / "server.log"
+    lines = ["WARNING limits can cause `OSError: [Errno 24] Too many open files`", "Traceback (most recent call last):"]
+    lines += ["(EngineCore pid=7) ERROR 11-28 10:17:05 [core.py:1510] ValueError: 0.35 GiB KV cache is needed"]
+    lines += [f"  line {n}" for n in range(80)] + ["RuntimeError: Engine core initialization failed. See root cause above."]
+    log.write_text("\n".join(lines))
+    proc = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
+    proc.wait()
+    launch._LOGS[proc] = log
+    with pytest.raises(RuntimeError, match=r"its first error: ValueError: 0.35 GiB KV cache is needed; the end of its output"):
+        wait_for_vllm_health("127.0.0.1", free_port(), proc, timeout_s=60)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ from ludic.errors import ConfigError
 from ludic.training import MaskedCausalLMCrossEntropyLoss, RLAlgorithm, Trainer
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
 from ludic.training.credit_assignment import ConstantCredit
-from ludic.training.preflight.layouts import find_fault, with_right_layout
+from ludic.training.preflight import layouts
+from ludic.training.preflight.layouts import LENGTHS, SHARED, find_fault, find_precision, measure_rounding, with_right_layout
 from ludic.training.rm_config import DPOTrainerConfig
 
 ALGO = RLAlgorithm("supervised", ConstantCredit(1.0), MaskedCausalLMCrossEntropyLoss())
@@ -118,3 +119,36 @@ def test_rounding_is_no_fault(layout, dtype):
     for model in (mixture_model("DeepseekV3"), make_from_config("Qwen3", "ForCausalLM", {**LLAMA, "head_dim": 8}, 0)):
         attention = None if layout == "padded rows" else "ludic_packed"
         assert find_fault(model.to(dtype), cpu_config(), layout, attention=attention) is None
+
+
+def test_rounding_is_measured_where_samples_begin_alike():
+    """A logit of 30 is rounded to a multiple of 1/8 in bfloat16: what a pass of another length
+    changes by two of these is rounding, but by twenty it is not."""
+    alone = [torch.zeros(length, 4) for length in LENGTHS]
+    alone[-1][:, 0] = 30.0
+    for one, shared in zip(alone, SHARED, strict=True):
+        one[:shared, 0] = 30.0
+    precision = 2.0**-7  # a rounding of 30 is 30 / 128 at most
+    assert measure_rounding(alone, precision) == 0.0
+    alone[2][:, 0] += 0.25  # five tokens that it shares with the last sample
+    assert measure_rounding(alone, precision) == 4 * 0.25
+    alone[2][:, 0] += 4.75
+    assert measure_rounding(alone, precision) == 8 * 30 / 128
+    assert measure_rounding(alone, 2.0**-23) < 1e-4  # in float32
+
+
+def test_the_precision_is_that_of_the_forward_pass():
+    model = tiny_model()
+    assert find_precision(model, cpu_config()) == 2.0**-23
+    assert find_precision(model, cpu_config(mixed_precision_dtype="bf16")) == 2.0**-7
+    assert find_precision(model.to(torch.bfloat16), cpu_config()) == 2.0**-7
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_rounding_of_a_deep_model_is_no_fault(layout, monkeypatch):
+    """One whose logits hardly depend on other tokens, so that rounding is all there is."""
+    settings = {"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 24, "intermediate_size": 64}
+    model = make_from_config("Llama", "ForCausalLM", {**LLAMA, **settings, "initializer_range": 0.02}, 0).to(torch.bfloat16)
+    monkeypatch.setattr(layouts, "DIFFERENCE", 0.0)
+    attention = None if layout == "padded rows" else "ludic_packed"
+    assert find_fault(model, cpu_config(), layout, attention=attention) is None

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import logging
 import os
+import re
 import shutil
 import signal
 import socket
@@ -47,8 +49,13 @@ from ludic.rank_environment import without_rank
 logger = logging.getLogger(__name__)
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
-CPU_CACHE_BYTES = 64 * 2**20
+CACHED_TOKENS = 64 * 512
+"""For which a CPU's server has keys and values, or for one request of the longest context."""
+CACHE_OF_UNKNOWN = 2**30
+"""Bytes, for a model whose config is not on this machine."""
 TAIL_LINES = 60
+_ERROR_LINE = re.compile(r"^(?:.* ERROR .*\] )?([A-Z]\w*(?:Error|Exception): .+)")
+"""Of a log, or of a traceback."""
 MAX_LINES = 10_000
 GRACE_S = 15.0
 """Time between SIGTERM and SIGKILL."""
@@ -103,7 +110,8 @@ def start_vllm_server(
     cpu = device == "cpu" or (device == "auto" and is_cpu_build(interpreter))
     values = {"--host": host, "--port": port, "--served-model-name": served_model_name, "--max-model-len": max_model_len}
     flags = [*_make_flags(values), ("--logprobs-mode", logprobs_mode), *DEFAULT_FLAGS, *weight_flags(weights)]
-    flags += _device_flags(dtype, gpu_memory_utilization, cpu=cpu)
+    cache_bytes = _size_cache(Path(model), max_model_len) if cpu else None
+    flags += _device_flags(dtype, gpu_memory_utilization, cache_bytes=cache_bytes)
     flags += [("--enforce-eager", None)] if enforce_eager else []
     flags += [("--logits-processors", THINK_PROCESSOR)] if think_limits else []
     command = [interpreter, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
@@ -120,12 +128,32 @@ def _make_flags(values: Mapping[str, object]) -> list[Flag]:
     return [(name, str(value)) for name, value in values.items() if value is not None]
 
 
-def _device_flags(dtype: str | None, gpu_memory_utilization: float, *, cpu: bool) -> list[Flag]:
-    """Flags for the CPU or the GPU. On the CPU weights default to float32, because bfloat16 crashes
-    the worker on machines that wrongly report to support it."""
-    if not cpu:
+def _device_flags(dtype: str | None, gpu_memory_utilization: float, *, cache_bytes: int | None) -> list[Flag]:
+    """Flags for the GPU, or for the CPU, with `cache_bytes` for keys and values. On the CPU weights
+    default to float32, because bfloat16 crashes the worker on machines that wrongly report to
+    support it."""
+    if cache_bytes is None:
         return _make_flags({"--dtype": dtype, "--gpu-memory-utilization": gpu_memory_utilization})
-    return _make_flags({"--dtype": dtype or "float32", "--kv-cache-memory-bytes": CPU_CACHE_BYTES, "--max-num-seqs": 64})
+    return _make_flags({"--dtype": dtype or "float32", "--kv-cache-memory-bytes": cache_bytes, "--max-num-seqs": 64})
+
+
+def _size_cache(model: Path, max_model_len: int | None) -> int:
+    """Bytes for the keys and values of `CACHED_TOKENS`, or of one request of the whole context,
+    without which vLLM does not start. The memory is taken when it is written to.
+
+    Example: 30 layers, 3 heads of 64 values in float32, 32,768 tokens: 2 * 30 * 3 * 64 * 4 * 32,768
+    = 1.5 GB.
+    """
+    try:
+        config = json.loads((model / "config.json").read_bytes())
+        config = config.get("text_config") or config
+        heads = config["num_attention_heads"]
+        width = config.get("head_dim") or config["hidden_size"] // heads
+        values = 2 * config["num_hidden_layers"] * (config.get("num_key_value_heads") or heads) * width
+        context = max_model_len or config.get("max_position_embeddings") or 0
+        return int(4 * values * 1.05 * max(context, CACHED_TOKENS))  # 5 % more: it is divided into blocks
+    except (OSError, ValueError, KeyError, TypeError):
+        return CACHE_OF_UNKNOWN
 
 
 def _arguments(flags: Sequence[Flag], extra_args: Sequence[str], *, client_tags: bool) -> list[str]:
@@ -314,9 +342,14 @@ def _describe_output(proc: subprocess.Popen[Any]) -> str:
         text = path.read_text(encoding="utf-8", errors="replace")
     else:
         return "; its output is above"
-    lines = text.splitlines()[-TAIL_LINES:]
+    lines = text.splitlines()
     where = "" if path is None else f" ({path})"
-    return f"; it wrote nothing{where}" if not lines else f"; the end of its output{where}:\n" + "\n".join(lines)
+    if not lines:
+        return f"; it wrote nothing{where}"
+    # The cause is in the engine's log, far above the traceback of the process that waited for it.
+    cause = next((found[1] for line in lines if (found := _ERROR_LINE.match(line))), None)
+    first = "" if cause is None else f"; its first error: {cause}"
+    return f"{first}; the end of its output{where}:\n" + "\n".join(lines[-TAIL_LINES:])
 
 
 def _check_address(host: str, port: int) -> None:

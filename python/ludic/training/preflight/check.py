@@ -5,10 +5,9 @@ tokens and at `TrainerConfig.temperature`. If they differ, every ratio of the ru
 and nothing else would show it: the loss decreases anyway. `causes` then finds the cause.
 
 Both engines compute in finite precision. At the same weights the mean absolute difference is about
-1e-6 to 1e-5 nats in float32. In bfloat16 it is below 0.01 for small logits, and more where they are
-large: one of 30 is rounded to a multiple of 1/8 (0.035 with SmolLM2-135M). With a wrong
-temperature, template or set of weights it is a few tenths. So a difference above the threshold is
-also compared with what rounding makes of the trainer's own log-probabilities (`measure_rounding`).
+1e-6 to 1e-5 nats in float32. In bfloat16 it is below 0.01 where logits are small, and more where
+they are large: one of 30 is rounded to a multiple of 1/8 (0.035 nats with SmolLM2-135M). With a
+wrong temperature, template or set of weights it is a few tenths.
 """
 
 from __future__ import annotations
@@ -26,22 +25,19 @@ from ludic.training import ranks
 from ludic.training.backend.protocol import TrainingBackend
 from ludic.training.config import TrainerConfig
 from ludic.training.preflight.causes import Cause, CauseFinder, find_cause
-from ludic.training.preflight.comparison import Comparison, compare, measure_rounding
+from ludic.training.preflight.comparison import Comparison, compare
 from ludic.training.types import SAWItem
 
 logger = logging.getLogger(__name__)
 
 WORST_SHOWN = 8
+MAX_DIFFERENCE, MAX_ROUNDING = 0.02, 0.1
+"""The default thresholds, in nats: in float32, and in coarser types."""
 MIN_DIFFERENCE = 1e-3
 """Mean difference, in nats, above which causes are tried. A smaller one needs no explanation."""
 MIN_REDUCTION = 4.0
 """If the difference is below the threshold, a cause is reported only if it reduces the
 difference by this factor."""
-
-TIMES_ROUNDING = 3.0
-"""How many times the trainer's own rounding counts as agreement."""
-MOST_OF_ROUNDING = 0.1
-"""Mean difference, in nats, that no rounding excuses."""
 
 
 @dataclass(frozen=True)
@@ -124,9 +120,8 @@ class Preflight:
     client: Any | None = None
     """The sampler. If it has `complete_tokens`, it is asked to continue token ids, without template
     or text."""
-    threshold: float = 0.02
-    """Largest mean absolute difference, in nats, that counts as agreement. Above it, so does three
-    times the trainer's own rounding, up to 0.1."""
+    threshold: float = MAX_DIFFERENCE
+    """Largest mean absolute difference, in nats, that counts as agreement."""
     num_samples: int = 32
     """Maximum number of samples to compare; they must also fit into one micro-batch."""
     on_report: Callable[[PreflightReport], None] | None = None
@@ -149,11 +144,8 @@ class Preflight:
             return None
         comparison = await compare(backend, cfg, selected)
         report = self.report = self._report(comparison)
-        if comparison.mean > self.threshold and not ranks.is_distributed():  # a forward pass on one rank would hang
-            rounding = TIMES_ROUNDING * await measure_rounding(backend, cfg, comparison)
-            report.threshold = max(self.threshold, min(rounding, MOST_OF_ROUNDING))
         finder = CauseFinder(backend, cfg, self.sampling, self.tokenizer, self.client)
-        cause = await find_cause(finder, comparison, report.threshold, report.tried) if comparison.mean > MIN_DIFFERENCE else None
+        cause = await find_cause(finder, comparison, self.threshold, report.tried) if comparison.mean > MIN_DIFFERENCE else None
         report.cause = self._confirm_cause(cause, report) or finder.check_prompts(comparison)
         if self.on_report is not None:
             self.on_report(report)
@@ -167,7 +159,7 @@ class Preflight:
     def _confirm_cause(self, cause: Cause | None, report: PreflightReport) -> Cause | None:
         """Return the cause, or None if the difference is below the threshold and the cause does not
         explain nearly all of it."""
-        if cause is None or report.mean > report.threshold:
+        if cause is None or report.mean > self.threshold:
             return cause
         explained = report.tried.get(cause.name)
         return cause if explained is not None and explained * MIN_REDUCTION < report.mean else None

@@ -96,13 +96,6 @@ async def compare(
     )
 
 
-async def measure_rounding(backend: TrainingBackend, cfg: TrainerConfig, comparison: Comparison) -> float:
-    """Mean absolute difference, in nats, of the trainer's log-probabilities from those that it
-    computes for each sample alone: the same sums, in another order."""
-    alone = [await compare(backend, cfg, [item]) for item in comparison.items]
-    return mean_absolute([one.trainer_logps[0] - together for one, together in zip(alone, comparison.trainer_logps, strict=True)])
-
-
 def _with_neighbours(mask: Tensor) -> Tensor:
     """[B, T] 1 at the tokens of the mask and at those before and after them.
 

@@ -45,7 +45,7 @@ DIFFERENCE = 0.05
 tokens of a sample: this fraction of the largest change by another first token."""
 ROUNDING = 1e-3
 """What always counts as equal, as a fraction of the logits."""
-TIMES_ROUNDING, MOST_ROUNDINGS = 2.0, 8.0
+TIMES_ROUNDING, MOST_ROUNDINGS = 4.0, 8.0
 """Where rounding is coarser, as in bfloat16: so many times what the length of a pass changes, and
 at most so many roundings of the largest logit. In bfloat16 one of 30 is a multiple of 1/8."""
 FORBIDDEN = 6e4
@@ -117,7 +117,7 @@ def find_fault(model: nn.Module, cfg: TrainerConfig, layout: Layout, *, attentio
             limit = max(
                 DIFFERENCE * own if own < torch.inf else 0.0,
                 ROUNDING * _mean_size(alone[-1]),
-                _measure_rounding(alone, _find_precision(model, cfg)),
+                measure_rounding(alone, find_precision(model, cfg)),
             )
             packs = layout != "padded rows" and get_attention(model) in OWN
             if packs and hides_windows(model, cfg.model_device, cfg.max_seq_len):
@@ -151,13 +151,13 @@ def _warn_of_answers(model: nn.Module, alone: Sequence[Tensor], limit: float) ->
         )
 
 
-def _find_precision(model: nn.Module, cfg: TrainerConfig) -> float:
+def find_precision(model: nn.Module, cfg: TrainerConfig) -> float:
     """The relative size of a rounding in the forward pass: 2^-7 in bfloat16."""
     computed = torch.bfloat16 if cfg.mixed_precision_dtype is not None else next(model.parameters()).dtype
     return torch.finfo(computed).eps if computed.is_floating_point else 0.0
 
 
-def _measure_rounding(alone: Sequence[Tensor], precision: float) -> float:
+def measure_rounding(alone: Sequence[Tensor], precision: float) -> float:
     """What rounding may change in the logits of `LENGTHS`: samples that begin alike have the same
     logits there, computed in passes of other lengths. 0.0 where they share nothing."""
     begun = [(one[:shared], alone[-1][:shared]) for one, shared in zip(alone[:-1], SHARED, strict=False) if shared]
