@@ -28,6 +28,8 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "trackio": (("trackio",), "TrackioLogger sends metrics to Trackio, local or remote"),
     "datasets": (("datasets",), "training data by hub id, from parquet files and from folders"),
     "ray": (("ray",), "place.on=ray: the processes of a run on the machines of a cluster"),
+    "gguf": (("gguf",), "`ludic convert`: GGUF files as folders in Hugging Face layout"),
+    "reasoning-gym": (("reasoning_gym",), "task.kind=reasoning_gym: problems with verifiers"),
     "math": (("math_verify",), "the verifiers `gsm8k` and `math`, by math-verify in processes with a deadline"),
 }
 
