@@ -223,3 +223,14 @@ def make_tokenizer(name):
     )
     tokenizer.chat_template = family.template
     return tokenizer
+
+
+def gemma_that_begins_texts():
+    """Gemma's tokenizer as it is published: it puts `<bos>` before each text."""
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = make_tokenizer("gemma")
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", tokenizer.bos_token_id)]
+    )
+    return tokenizer

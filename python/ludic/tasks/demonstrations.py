@@ -8,7 +8,7 @@ from typing import Any
 
 from ludic.context import GivenDialog
 from ludic.errors import ConfigError
-from ludic.inference.prompts.template import ChatTemplate, find_turn_end
+from ludic.inference.prompts.template import ChatTemplate, begin_prompt, find_turn_end
 from ludic.tasks.adapters import as_episodic
 from ludic.tasks.base import Task
 from ludic.tasks.episodic import EpisodicTask, Turn
@@ -50,7 +50,7 @@ class DemonstrationSource:
         end = [token for token in [find_turn_end(self._tokenizer).token] if token is not None]
         first, items = self._batches * self._batch_size, []
         for number, episode_texts in enumerate(texts, first):
-            turns = [(ids[prompt], [*ids[action], *end]) for prompt, action in episode_texts]
+            turns = [(begin_prompt(self._tokenizer, ids[prompt]), [*ids[action], *end]) for prompt, action in episode_texts]
             items += _items(f"demonstration {number}", turns)
         self._batches += 1
         return SAWBatch(items=items, meta={"target_rollouts": len(episodes), "num_samples": len(items)})

@@ -1,6 +1,7 @@
 """Prompts rendered by a chat template with tools, and a client that parses tool calls."""
 
 import pytest
+from chat_families import FAMILIES, gemma_that_begins_texts
 from playing import play, tiny_model, tokenizer
 from tool_playing import TEMPLATE, call
 
@@ -8,7 +9,12 @@ from ludic.errors import ConfigError
 from ludic.inference import ChatCompletionRequest, LocalChatClient, ReturnSpec, SamplingParams, ToolRequest
 from ludic.inference.local.decode import Completion
 from ludic.inference.prompts.template import ChatTemplate, select_tools
+from ludic.inference.prompts.tokens import Dialogue, PromptEncoder, PromptTokens
 from ludic.models.byte_tokenizer import EOS_ID, make_byte_tokenizer
+from ludic.tasks.addition import Addition
+from ludic.tasks.demonstrations import DemonstrationSource
+from ludic.training.samples.preference import PreferenceItems
+from ludic.training.samples.text import tokenize_prompt_completion
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"type": "object"}}}
 DEAF = "{% for message in messages %}{{ message.content }};{% endfor %}"
@@ -188,3 +194,29 @@ def test_tools_that_the_template_ignores_fail_only_their_request():
     assert ask(client, tools=ToolRequest([]))[0].completion_token_ids
     with pytest.raises(ConfigError, match="cannot be forced"):
         ask(client, tools=ToolRequest([TOOL], "required"))
+
+
+def test_a_text_without_a_template_begins_as_the_tokenizer_begins_texts():
+    """As with Gemma: its model was trained with `<bos>` before every text."""
+    beginning = gemma_that_begins_texts()
+    for encoder in (PromptEncoder(beginning), PromptTokens(beginning)):
+        beginning.chat_template = FAMILIES["gemma"].template
+        [chat] = encoder.encode_batch([Dialogue([user("It is 4.")])])
+        assert chat.count(beginning.bos_token_id) == 1
+        beginning.chat_template = None
+        [plain] = type(encoder)(beginning).encode_batch([Dialogue([user("It is 4.")])])
+        [written] = type(encoder)(beginning).encode_batch([Dialogue([user("<bos>It is 4.")])])
+        assert plain == beginning("It is 4.")["input_ids"]
+        assert written.count(beginning.bos_token_id) == 1
+    assert PromptTokens(beginning).encode(Dialogue([user("It is 4.")])) == plain
+    trained = tokenize_prompt_completion(beginning, "It is", " 4.", "row 1").input_ids
+    assert trained[0] == beginning.bos_token_id
+    pair = PreferenceItems(beginning).of_row({"chosen": "It is 4.", "rejected": "It is 5."}, "row 1", pair_id=0)
+    assert [item.input_ids[0] for item in pair] == [beginning.bos_token_id] * 2
+
+
+def test_demonstrations_without_a_template_begin_as_the_tokenizer_begins_texts():
+    beginning = gemma_that_begins_texts()
+    beginning.chat_template = None
+    source = DemonstrationSource(Addition(), beginning, batch_size=2, seed=0)
+    assert {item.input_ids[0] for item in play(source.next_batch()).items} == {beginning.bos_token_id}

@@ -75,6 +75,21 @@ def read_template_kwargs(row: Mapping[str, Any], where: str) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
+def begin_text(tokenizer: Any, ids: list[int]) -> list[int]:
+    """The ids of a plain text, after the token with which the tokenizer begins texts, such as
+    Gemma's `<bos>`, if it has one and they do not begin with it. A model that was trained with it
+    predicts a text without it far worse. Example: with 1, [5, 6] and [1, 5, 6] give [1, 5, 6]."""
+    bos = getattr(tokenizer, "bos_token_id", None)
+    if bos is None or ids[:1] == [bos] or list(tokenizer("a")["input_ids"])[:1] != [bos]:
+        return ids
+    return [bos, *ids]
+
+
+def begin_prompt(tokenizer: Any, ids: list[int]) -> list[int]:
+    """The ids of a rendered prompt. A chat template writes how it begins; else `begin_text`."""
+    return ids if read_template(tokenizer) else begin_text(tokenizer, ids)
+
+
 class ChatTemplate:
     """Renders prompts with the tokenizer's chat template.
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Generic, TypeVar
 
-from ludic.inference.prompts.template import ChatTemplate, find_turn_end
+from ludic.inference.prompts.template import ChatTemplate, begin_prompt, find_turn_end
 from ludic.types import Message
 
 V = TypeVar("V")
@@ -56,8 +56,8 @@ class DialogueCache(Generic[V]):
 
 
 class PromptEncoder:
-    """Renders prompts with the tokenizer's chat template, and encodes them without adding special
-    tokens."""
+    """Renders prompts with the tokenizer's chat template, and encodes them. Without a
+    template they begin as the tokenizer begins texts; no other special token is added."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -69,7 +69,8 @@ class PromptEncoder:
         once."""
         results: list[list[int] | str | Exception] = [self._ids_or_text(dialogue) for dialogue in dialogues]
         texts = list(dict.fromkeys(text for text in results if isinstance(text, str)))
-        ids_by_text = dict(zip(texts, self._tokenize(texts) if texts else [], strict=True))
+        encoded = [begin_prompt(self.tokenizer, ids) for ids in self._tokenize(texts)] if texts else []
+        ids_by_text = dict(zip(texts, encoded, strict=True))
         for dialogue, text in zip(dialogues, results, strict=True):
             if isinstance(text, str):
                 self._prompts.put(dialogue, ids_by_text[text])
@@ -120,7 +121,7 @@ class PromptTokens(PromptEncoder):
         if ids is None:
             text = self._render(dialogue)
             prefix_text, prefix_ids = self._longest_answered_prefix(dialogue, text)
-            ids = [*prefix_ids, *self._tokenize(text[len(prefix_text) :])]
+            ids = begin_prompt(self.tokenizer, [*prefix_ids, *self._tokenize(text[len(prefix_text) :])])
             self._prompts.put(dialogue, ids)
         return list(ids)
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ludic.inference.client import ClipsPrompts, CompletesTokens
-from ludic.inference.prompts.template import ChatTemplate
+from ludic.inference.prompts.template import ChatTemplate, begin_prompt
 from ludic.inference.sampling import SamplingParams
 from ludic.training import ranks
 from ludic.training.backend.protocol import TrainingBackend
@@ -164,9 +164,10 @@ class CauseFinder:
                 continue
             expected = ChatTemplate(self.tokenizer).render(messages, **(item.meta.get("chat_template_kwargs") or {}))
             prompt = _prompt(item)
-            if _encode(self.tokenizer, expected) == prompt:
+            ids = begin_prompt(self.tokenizer, _encode(self.tokenizer, expected))
+            if ids == prompt:
                 continue
-            text = self.tokenizer.decode(prompt)
+            text, expected = self.tokenizer.decode(prompt), self.tokenizer.decode(ids)
             return RETOKENISED_PROMPT() if text == expected else _other_template(text, expected)
         return None
 

@@ -38,7 +38,7 @@ import numpy as np
 
 from ludic.data import DataSet, load_data
 from ludic.errors import ConfigError, DataError, DataKeyError, RowError
-from ludic.inference.prompts.template import read_template_kwargs
+from ludic.inference.prompts.template import begin_text, read_template_kwargs
 from ludic.training.samples.conversations import ChatTokenizer, ChatTokens
 from ludic.training.samples.text import append_eos, tokenize_prompt_completion, tokenize_text
 from ludic.training.types import SAWItem
@@ -119,7 +119,8 @@ class PreferenceItems:
         if prompt:
             both = [tokenize_prompt_completion(self.tokenizer, prompt, text, where) for text in (chosen, rejected)]
         else:
-            ids = [append_eos(self.tokenizer, tokenize_text(self.tokenizer, text)) for text in (chosen, rejected)]
+            texts = [tokenize_text(self.tokenizer, text) for text in (chosen, rejected)]
+            ids = [append_eos(self.tokenizer, begin_text(self.tokenizer, each)) for each in texts]
             both = _split_common_prefix(ids)
         return [truncate_left(tokens, self.max_length) for tokens in both]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ludic.errors import RowError
+from ludic.inference.prompts.template import begin_text
 from ludic.training.samples.conversations import ChatTokens
 
 
@@ -43,6 +44,7 @@ def tokenize_document(tokenizer: Any, text: str, max_tokens: int | None, where: 
 
 def tokenize_prompt_completion(tokenizer: Any, prompt: str, completion: str, where: str) -> ChatTokens:
     """Return the ids of prompt, completion and end token; completion and end token are the action.
+    The prompt begins with the token with which the tokenizer begins texts, if there is one.
 
     If the tokenizer merges characters of prompt and completion into one token, the two are
     tokenised separately: the policy reads the prompt by itself. Raises RowError, naming the row
@@ -58,4 +60,5 @@ def tokenize_prompt_completion(tokenizer: Any, prompt: str, completion: str, whe
     if not completion_ids:
         raise RowError(f"{where} has an empty completion; leave the row out", reason="empty_response")
     completion_ids = append_eos(tokenizer, completion_ids)
+    prompt_ids = begin_text(tokenizer, prompt_ids)
     return ChatTokens([*prompt_ids, *completion_ids], [0] * len(prompt_ids) + [1] * len(completion_ids))
