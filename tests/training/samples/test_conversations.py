@@ -200,3 +200,15 @@ def test_tools_and_template_settings_reach_the_template():
     tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
     [tokens] = ChatTokenizer(tokenizer, "all", {"mood": "calm"}).tokenize(TALK, tools=tools)
     assert tokenizer.decode(tokens.input_ids).startswith("Tlookcalm<|im_start|>system")
+
+
+@pytest.mark.parametrize("make", [ChatTokenizer, lambda tokenizer: ChatTokenizer(tokenizer, "each")])
+def test_tools_that_the_template_leaves_out_are_an_error(make):
+    """As with SmolLM2's, which renders roles and contents only."""
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+    for template in (CHATML, MARKED):
+        with pytest.raises(DataError, match=r"line 1 has tools, which the chat template leaves out.*or leave the column out"):
+            make(chat_tokenizer(template)).tokenize(talk, tools=tools, where="line 1")
+    [shown] = make(chat_tokenizer("{{ tools[0].function.name }}" + CHATML)).tokenize(talk, tools=tools)
+    assert chat_tokenizer(CHATML).decode(shown.input_ids).startswith("look<|im_start|>")

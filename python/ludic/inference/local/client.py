@@ -74,9 +74,9 @@ class LocalChatClient:
     fails alone; a failure of the model fails the whole batch.
 
     The prompt is rendered by the tokenizer's chat template if it has one; otherwise it is the
-    contents of the messages, after the token with which the tokenizer begins texts. Tools need a chat template that renders them;
-    tool calls are parsed in the format of Hermes and Qwen models. The returned token ids are those
-    that the model read and sampled; text is never tokenised again.
+    contents of the messages, after the token with which the tokenizer begins texts. Tools need a
+    chat template that renders them; tool calls are parsed in the format of Hermes and Qwen models.
+    The returned token ids are those that the model read and sampled; text is never tokenised again.
 
     `logprobs_mode="raw"` returns log-probabilities of the unmodified model, as the trainer computes
     them; `"processed"` those of the distribution sampled from, after penalties, temperature and

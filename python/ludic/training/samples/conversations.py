@@ -67,7 +67,8 @@ class ChatTokenizer:
         """Return one sample, or with `turns="each"` one sample per assistant message. Messages
         before index `first` are not trained. `where` names the row in errors.
 
-        Raises DataError for a conversation without an assistant message to train.
+        Raises DataError for a conversation without an assistant message to train, and for tools
+        that the template leaves out.
 
         Example: in user, assistant, user, assistant the assistant's indices are 1 and 3. `all`
         trains both, `last` trains 3, and `each` gives messages [0, 1] and [0, 1, 2, 3].
@@ -76,6 +77,8 @@ class ChatTokenizer:
         if not assistant:
             raise DataError(f"{where} has no assistant message to train on; each row needs one")
         rendering = _Rendering(self.tokenizer, {**self.template_args, **({"tools": tools} if tools else {})}, where)
+        if tools:
+            rendering.check_tools(messages, self.template_args)
         if self.turns == "all":
             return [rendering.tokenize(messages, assistant)]
         ends = assistant if self.turns == "each" else assistant[-1:]
@@ -95,6 +98,19 @@ class _Rendering:
         """Tokenise the messages, with a mask on those at the indices `trained`."""
         marks_generation = _GENERATION.search(read_template(self.tokenizer, self.template_args.get("tools")))
         return self._mask_by_marks(messages, trained) if marks_generation else self._mask_by_prefixes(messages, trained)
+
+    def check_tools(self, messages: Sequence[Message], other_args: Mapping[str, Any]) -> None:
+        """Raise DataError if the template leaves out the tools: the model would be trained as if
+        there were none."""
+        try:
+            plain = apply_template(self.tokenizer, messages, prompt=False, where=self.where, **other_args)
+        except DataError:
+            return  # it asks for them
+        if plain == self._ids(messages, prompt=False):
+            raise DataError(
+                f"{self.where} has tools, which the chat template leaves out, so that the model would not see them; set "
+                "chat_template=FILE.jinja to a template that renders `tools`, or leave the column out"
+            )
 
     def _ids(self, messages: Sequence[Message], *, prompt: bool) -> list[int]:
         """Return the ids of `messages`; with `prompt`, followed by the header of the assistant's
