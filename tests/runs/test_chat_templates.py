@@ -6,35 +6,21 @@ import json
 import pytest
 from chat_families import FAMILIES, make_tokenizer
 from playing import play, tiny_model
-from safetensors.torch import save_file
-from stub_sglang import StubSGLang
-from stub_vllm import StubVLLM
-from stub_vllm_sampling import GENERATE
-from stub_weight_server import weights
-from typer.testing import CliRunner
+from rendering_commands import ASKED, SAID, last_trained, prompt_of, prompts_of_commands, write_rows
 
-from ludic.cli.app import app
 from ludic.errors import ConfigError, DataError
 from ludic.inference import ChatCompletionRequest, ReturnSpec, SamplingParams
 from ludic.inference.local.client import LocalChatClient
 from ludic.inference.prompts.template import find_turn_end, read_template_kwargs, with_kwargs
-from ludic.inference.sglang import SGLangClient
-from ludic.inference.vllm.client import VLLMChatClient
 from ludic.recipes.compose import compose
 from ludic.recipes.epochs_schema import compose_dpo, compose_rm, compose_sft
 from ludic.recipes.model import build_tokenizer
-from ludic.rollouts.training.datasets.dataset_loaders import load_sft_dataset
 from ludic.runs.data.preview import preview
 from ludic.runs.data.sft import SFTData, count_sample
-from ludic.runs.dpo import DPOParts
 from ludic.runs.reinforce_parts import RLParts
-from ludic.runs.reward_model import RMParts
-from ludic.runs.rollouts import make_engine, make_training_requests
 from ludic.training.samples.conversations import ChatTokenizer
 from ludic.training.samples.sft import SFTItems
 
-ASKED = [{"role": "user", "content": "What is 2+2?"}]
-SAID, WORSE = ([{"role": "assistant", "content": text}] for text in ("It is 4.", "It is 5."))
 TALK = [*ASKED, *SAID, {"role": "user", "content": "Be brief."}, {"role": "assistant", "content": "4"}]
 
 
@@ -49,97 +35,17 @@ def save_model(name, folder, **settings):
     return tokenizer
 
 
-def write_rows(path, row, **more):
-    path.write_text("".join(json.dumps({**row, **more, "answer": str(n)}) + "\n" for n in range(4)))
-    return f"data={path}"
-
-
-def prompt_of(item):
-    return [int(token) for token in item.input_ids[: list(item.action_mask).index(1)]]
-
-
-def last_trained(item):
-    return [token for token, trained in zip(item.input_ids, item.action_mask, strict=True) if trained][-1]
-
-
-def first_item(parts):
-    return [*parts.data.train, *parts.data.heldout][0]
-
-
-def ask_trained_policy(parts, recipe, client):
-    """The prompt ids of one training request."""
-    engine = make_engine(parts.task, client, model_name="tiny", system_prompt=None)
-    request = make_training_requests(parts.task, recipe.rollout, seed=0)()[0]
-
-    async def played():
-        try:
-            return await engine.generate_rollouts([request], 1)
-        finally:
-            if hasattr(client, "aclose"):
-                await client.aclose()
-
-    return list(play(played())[0].steps[0].trace.prompt_token_ids)
-
-
-def prompts_of_commands(tmp_path, name, settings, column):
-    """Command -> prompt ids of the conversation."""
+def prompts_of_family(tmp_path, name, settings, column):
+    """`prompts_of_commands` of a tiny model with the family's tokenizer, which comes first."""
     folder = tmp_path / "policy"
     tokenizer = save_model(name, folder)
-    given = [f"model={folder}", f"tokenizer={folder / 'tokenizer'}", "threads=1", *settings]
-    chats = write_rows(tmp_path / "chats.jsonl", {"prompt": ASKED, "completion": SAID}, **column)
-    pairs = write_rows(tmp_path / "pairs.jsonl", {"prompt": ASKED, "chosen": SAID, "rejected": WORSE}, **column)
-    asked = write_rows(tmp_path / "asked.jsonl", {"prompt": ASKED}, **column)
-    sft = compose_sft([*given, chats])
-    built = build_tokenizer(sft)
-    [item] = SFTData.read(sft, built).train[:1]
-    found = {"sft": prompt_of(item)}
-    for command, parts in {
-        "dpo": DPOParts.build(compose_dpo([*given, pairs, "heldout=0"]), note=print),
-        "train-rm": RMParts.build(compose_rm([*given, pairs, "heldout=0"]), note=print),
-    }.items():
-        found[command] = prompt_of(first_item(parts))
-        assert last_trained(first_item(parts)) == last_trained(item)
-    other = write_rows(tmp_path / "other.jsonl", {"prompt": "another"})
-    given.append("reward=byte_rewards:mean_id")
-    recipe = compose(
-        [*given, asked, f"task.args.heldout_{other}", "rollout.prompts=1", "rollout.group_size=2", "task.args.max_new_tokens=2"]
-    )
-    parts = RLParts.build(recipe)
-    found["train"] = ask_trained_policy(parts, recipe, LocalChatClient(parts.model, parts.tokenizer))
-    [sample] = load_sft_dataset(str(tmp_path / "chats.jsonl"), tokenizer=built, max_samples=1)
-    found["rollouts"] = sample.tokens[: sample.loss_mask.index(1.0)]
-    with StubVLLM(vocabulary=len(tokenizer), eos_id=tokenizer.eos_token_id) as server:
-        found["vllm"] = ask_trained_policy(parts, recipe, VLLMChatClient(urls=[server.url], tokenizer=parts.tokenizer))
-        stops = set(server.bodies(GENERATE)[0]["sampling_params"].get("stop_token_ids", ())) | {tokenizer.eos_token_id}
-    assert stops == find_turn_end(tokenizer).ids
-    found |= {
-        "sglang": ask_sglang(tmp_path, parts, recipe),
-        "eval": ask_evaluated(tmp_path, [*given, other, f"task.args.heldout_{asked}"]),
-    }
-    return tokenizer, item, parts, found
-
-
-def ask_sglang(tmp_path, parts, recipe):
-    save_file(weights(0), tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps({"dtype": "float32"}))
-    with StubSGLang(tmp_path) as server:
-        found = ask_trained_policy(parts, recipe, SGLangClient(server.url, tokenizer=parts.tokenizer))
-        sent = set(server.calls[0][1]["sampling_params"].get("stop_token_ids", ())) | {parts.tokenizer.eos_token_id}
-    assert sent == find_turn_end(parts.tokenizer).ids
-    return found
-
-
-def ask_evaluated(tmp_path, given):
-    arguments = [*given, "k=1", "problems=1", "max_tokens=2", "device=cpu", f"output={tmp_path}", "name=measured"]
-    result = CliRunner().invoke(app, ["eval", *arguments])
-    assert result.exit_code == 0, result.output
-    [rollouts] = tmp_path.rglob("rollouts.jsonl")
-    return json.loads(rollouts.read_text().splitlines()[0])["steps"][0]["trace"]["prompt_token_ids"]
+    named = [f"model={folder}", f"tokenizer={folder / 'tokenizer'}"]
+    return tokenizer, *prompts_of_commands(tmp_path, [*named, *settings], column)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_command_renders_the_same_prompt_and_ends_with_the_templates_token(tmp_path, name):
-    tokenizer, item, parts, found = prompts_of_commands(tmp_path, name, [], {})
+    tokenizer, item, parts, found = prompts_of_family(tmp_path, name, [], {})
     expected = tokenizer.apply_chat_template(ASKED, add_generation_prompt=True)["input_ids"]
     assert found == dict.fromkeys(found, expected)
     end = tokenizer.convert_tokens_to_ids(FAMILIES[name].turn_end)
@@ -156,7 +62,7 @@ def test_arguments_of_the_template_reach_every_command(tmp_path, name, how):
     settings = [f"chat_template_kwargs.{key}={json.dumps(value)}" for key, value in arguments.items()]
     column = {"chat_template_kwargs": {**arguments, "absent": None}}
     given = (settings, {}) if how == "setting" else ([], column)
-    tokenizer, _, parts, found = prompts_of_commands(tmp_path, name, *given)
+    tokenizer, _, parts, found = prompts_of_family(tmp_path, name, *given)
     expected = tokenizer.apply_chat_template(ASKED, add_generation_prompt=True, **arguments)["input_ids"]
     assert expected != tokenizer.apply_chat_template(ASKED, add_generation_prompt=True)["input_ids"]
     assert found == dict.fromkeys(found, expected)
@@ -192,7 +98,7 @@ def test_a_row_with_tools_is_rendered_with_the_template_for_tools():
 
 
 def test_a_row_goes_before_the_setting(tmp_path):
-    tokenizer, _, _, found = prompts_of_commands(
+    tokenizer, _, _, found = prompts_of_family(
         tmp_path, "gpt-oss", ["chat_template_kwargs.reasoning_effort=high"], {"chat_template_kwargs": {"reasoning_effort": "low"}}
     )
     expected = tokenizer.apply_chat_template(ASKED, add_generation_prompt=True, reasoning_effort="low")["input_ids"]
