@@ -110,7 +110,7 @@ def plot(results: dict[str, list[dict[str, Any]]], path: Path) -> None:
             axes.plot(range(1, length + 1), each["curve"][:length], color=f"C{number}", alpha=0.25, linewidth=0.8)
         mean = [sum(each["curve"][step] for each in runs) / len(runs) for step in range(length)]
         smooth = [sum(mean[max(0, step - 4) : step + 1]) / len(mean[max(0, step - 4) : step + 1]) for step in range(length)]
-        axes.plot(range(1, length + 1), smooth, color=f"C{number}", label=f"{name} ({len(runs)} seeds)")
+        axes.plot(range(1, length + 1), smooth, color=f"C{number}", label=f"{name} (seeds: {len(runs)})")
     axes.set(xlabel="step of 64 answers", ylabel="reward of the sampled answers", ylim=(0, 1))
     axes.legend()
     figure.savefig(path, dpi=120)
