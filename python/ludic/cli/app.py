@@ -552,7 +552,7 @@ Quantised weights are dequantised.
 
 @app.command(help=_CONVERT_HELP)
 def convert(
-    file: Annotated[Path, typer.Argument(metavar="FILE.gguf", help="The file; a split one is joined first.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE.gguf", help="The file, in one part.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write, which must not exist.")],
     dtype: Annotated[str, typer.Option(help="Type of the weights that are written: float32, bfloat16 or float16.")] = "float32",
 ) -> None:

@@ -19,9 +19,9 @@ class ConvertedModel:
     """What was written, for people to read."""
 
     name: str
-    """As the file has it, or that of the file."""
+    """From the metadata; without one there, the name of the file."""
     licence: str | None
-    """As the file has it, such as apache-2.0."""
+    """From the metadata, such as apache-2.0; None if it names none."""
     parameters: int
     """Of the model; weights that are used twice count once."""
     stored_as: dict[str, int]

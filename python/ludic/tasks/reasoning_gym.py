@@ -4,7 +4,6 @@ settings of difficulty, and judged by its own verifier."""
 from __future__ import annotations
 
 import json
-import re
 import sys
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,8 @@ from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from ludic.envs.line_process import LineProcessPool
+from ludic.envs.maths.answers import NUMBER
+from ludic.envs.maths.tagged import tagged_answer
 from ludic.envs.single_agent_env import SingleAgentEnv
 from ludic.errors import ConfigError, MissingExtraError, RolloutError, did_you_mean
 from ludic.tasks.base import Problem
@@ -29,8 +30,6 @@ TAGS_PROMPT = (
     "Think step by step. Then write the final answer, and nothing else, between <answer> and </answer>, in the form that the "
     "question asks for."
 )
-_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 _ATTEMPTS = 1_000
 
 
@@ -133,8 +132,11 @@ class ReasoningGym:
         """The answer in the model's text; None without one."""
         if self.answer_in == "text":
             return text.strip() or None
-        found = (_TAGGED if self.answer_in == "tags" else _NUMBER).findall(text)
-        return found[-1].strip() if found else None
+        if self.answer_in == "tags":
+            found = tagged_answer(text, template="relaxed")
+            return None if found is None else found.strip()
+        numbers = NUMBER.findall(text)
+        return numbers[-1] if numbers else None
 
     async def score(self, problem: GymProblem, answer: str) -> float:
         """The verifier's score, from 0 to 1. Raises GradingError past the deadline."""

@@ -88,9 +88,10 @@ _OF_SYMPY = (ast.Call, ast.Name, ast.keyword)
 
 
 def _evaluate(code: Any, globals: Any = None, locals: Any = None, /) -> Any:
-    """`eval`, which refuses what is more than an expression of numbers, lists and sympy's symbols
-    and functions: attributes, subscripts, lambdas, comprehensions, Python's own functions, and
-    texts that are no word or number, as that of `Symbol('x')` is, are a ValueError."""
+    """`eval` for expressions of numbers, lists, and sympy's symbols and functions.
+
+    Raises ValueError for attributes, subscripts, lambdas, comprehensions, Python's own functions,
+    and, beside sympy, for a string that is more than a word or a number (`Symbol('x')` has one)."""
     frame = sys._getframe(1)
     if not str(frame.f_globals.get("__name__")).startswith(_READ_ANSWERS):
         # Libraries define classes with it; without namespaces it would use this module's.

@@ -13,7 +13,7 @@ READ_AT_MOST = 2_000
 """How many characters at the end of an answer without a box are searched for an expression. The
 time of the search grows faster than the length."""
 
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 _THOUGHT_ENDS = re.compile(r"</think>", re.IGNORECASE)
 
 
@@ -21,7 +21,7 @@ def gsm8k_target(solution: str) -> str:
     """The last number after `####`, without commas. `gsm8k_target("6*7=42\\n#### 1,042") ==
     "1042"`."""
     _, mark, final = solution.rpartition("####")
-    numbers = _NUMBER.findall(final) if mark else []
+    numbers = NUMBER.findall(final) if mark else []
     if not numbers:
         raise DataError(f"the solution {solution[-80:]!r} has no number after ####")
     return str(numbers[-1].replace(",", ""))
