@@ -1,13 +1,13 @@
-"""What the trainers do with a public model on tasks of reasoning-gym: the tables and the picture of
-docs/measured.md.
+"""What the trainers do with a public model: the tables and the picture of docs/measured.md.
 
     make smollm2 && .venv/bin/pip install '.[reasoning-gym]'
     python -m benches.python.public_models --output FOLDER             # all, seeds 0 to 2
     python -m benches.python.public_models sums sums-lora --output FOLDER --seeds 0
     python -m benches.python.public_models --output FOLDER --show      # tables of what is there
 
-A run is one command, which is printed. Runs follow one another; one that has finished in FOLDER is
-not repeated. `--save NAME` writes benches/results/NAME.json and docs/NAME.png.
+An experiment is one `ludic` command, which is printed; those whose models or data it uses come
+before it. Runs follow one another; one that has finished in FOLDER is not repeated. `--save NAME`
+writes benches/results/NAME.json and docs/NAME.png.
 """
 
 from __future__ import annotations
@@ -15,46 +15,249 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import resource
 import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 REPOSITORY = Path(__file__).parents[2]
 MODEL = REPOSITORY / "target" / "models" / "smollm2"
+HERE = "benches.python.public_models"
+
 _GYM = ["task.kind=reasoning_gym", "task.args.answer_in=number", "task.args.partial_credit=false"]
-_SIZE = ["rollout.prompts=8", "rollout.group_size=8", "rollout.max_new_tokens=16", "steps=40"]
-_HELD_OUT = ["evaluation.prompts=100", "evaluation.samples_per_prompt=2", "threads=2"]
+_STEP = ["rollout.prompts=8", "rollout.group_size=8"]
+_SHORT, _HELD_OUT = ["rollout.max_new_tokens=16"], ["evaluation.prompts=100", "evaluation.samples_per_prompt=2"]
 _SUMS = "{min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 2}"
 _DIGITS = "{min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 1}"
-SUMS = [*_GYM, "task.args.name=chain_sum", f"task.args.config={_SUMS}", *_SIZE, *_HELD_OUT]
-PRODUCTS = [*_GYM, "task.args.name=products", f"task.args.config={_DIGITS}", *_SIZE, *_HELD_OUT]
-FULL, LORA = ["trainer.lr=1e-5"], ["lora.rank=16", "trainer.lr=3e-4"]
+SUMS = [*_GYM, "task.args.name=chain_sum", f"task.args.config={_SUMS}", *_STEP, *_SHORT, *_HELD_OUT]
+PRODUCTS = [*_GYM, "task.args.name=products", f"task.args.config={_DIGITS}", *_STEP, *_SHORT, *_HELD_OUT]
+BETWEEN = ["data=@ranges.jsonl", f"reward={HERE}:between", *_STEP, "rollout.max_new_tokens=8"]
+BETWEEN += ["task.args.num_heldout=20", "evaluation.prompts=20", "evaluation.samples_per_prompt=8"]
+FUNCTIONS = ["data=@functions.jsonl", "reward=code", "rollout.prompts=4", "rollout.group_size=8", "rollout.max_new_tokens=64"]
+FUNCTIONS += ["task.args.num_heldout=24", "evaluation.prompts=24", "evaluation.samples_per_prompt=4"]
+FULL, LORA = ["model=@smollm2", "trainer.lr=1e-5"], ["model=@smollm2", "lora.rank=16", "trainer.lr=3e-4"]
+MAXENT = ["algorithm=maxent_grpo", "algorithm_args.tau=0.1", "algorithm_args.beta=0"]
+TUNED = ["model=@sft/model", "trainer.lr=1e-5"]
+
 EXPERIMENTS: dict[str, list[str]] = {
-    "sums": [*SUMS, *FULL],
-    "sums-lora": [*SUMS, *LORA],
-    "products": [*PRODUCTS, *FULL],
-    "products-lora": [*PRODUCTS, *LORA],
-    "sums-bfloat16": [*SUMS, *FULL, "dtype=bfloat16"],
-    "sums-sft": [*SUMS, *FULL, "warmup.steps=10", "warmup.batch_size=16"],
+    "sums": ["train", *SUMS, *FULL, "steps=40"],
+    "sums-lora": ["train", *SUMS, *LORA, "steps=40"],
+    "sums-bfloat16": ["train", *SUMS, *FULL, "steps=40", "dtype=bfloat16"],
+    "products": ["train", *PRODUCTS, *FULL, "steps=40"],
+    "products-lora": ["train", *PRODUCTS, *LORA, "steps=40"],
+    "sft": ["sft", "data=@solved.jsonl", "model=@smollm2", "trainer.lr=2e-5", "epochs=1", "batch_size=16"],
+    "sft-grpo": ["train", *SUMS, *TUNED, "steps=20"],
+    "dpo": ["dpo", "data=@pairs.jsonl", "model=@sft/model", "trainer.lr=5e-6", "epochs=1", "batch_size=16"],
+    "rm": ["train-rm", "data=@pairs.jsonl", "heldout=0.25", *TUNED, "epochs=2", "batch_size=16"],
+    "rm-grpo": ["train", *SUMS, *TUNED, "reward_model=@rm", "steps=20"],
+    "between": ["train", *BETWEEN, *FULL, "steps=40"],
+    "between-maxent": ["train", *BETWEEN, *FULL, "steps=40", *MAXENT],
+    "functions": ["train", *FUNCTIONS, *FULL, "steps=20"],
+    "tools-sft": ["sft", "data=@calls.jsonl", "chat_template=@tools.jinja", "model=@smollm2", "trainer.lr=2e-5", "epochs=1"],
+    "tools": [
+        "train",
+        "data=@products.jsonl",
+        f"reward={HERE}:last_number",
+        f"tools=[{HERE}:multiply]",
+        "model=@tools-sft/model",
+    ],
 }
-"""Name -> settings of `ludic train`, besides model, seed and name."""
+EXPERIMENTS["tools"] += [*_STEP, "rollout.max_new_tokens=40", "rollout.max_tool_turns=1", "steps=20", "trainer.lr=1e-5"]
+EXPERIMENTS["tools"] += ["task.args.num_heldout=50", "evaluation.prompts=50", "evaluation.samples_per_prompt=2"]
+EXPERIMENTS["tools-sft"] += ["batch_size=16"]
+EVALUATIONS = {name: [[*SUMS, "k=2"], [*SUMS, "temperature=0"]] for name in ("sft", "dpo")}
+EVALUATIONS |= {name: [[*BETWEEN, "k=32"]] for name in ("between", "between-maxent")}
+"""Name -> command and settings. `@NAME` is the model, the folder of another experiment with the
+same seed, or a file that a function of `FILES` writes."""
+
+
+def last_number(completions: list[list[dict[str, str]]], answer: list[str], **_: object) -> list[float]:
+    """1 for each answer whose last number is the right one, else 0."""
+    texts = [completion[-1]["content"] for completion in completions]
+    return [float(re.findall(r"-?\d+", text)[-1:] == [right]) for text, right in zip(texts, answer, strict=True)]
+
+
+def between(completions: list[list[dict[str, str]]], low: list[int], high: list[int], **_: object) -> list[float]:
+    """1 for each answer that is a whole number from `low` to `high` and nothing else."""
+    texts = [completion[-1]["content"].strip() for completion in completions]
+    return [
+        float(re.fullmatch(r"\d{1,3}", text) is not None and first <= int(text) <= last)
+        for text, first, last in zip(texts, low, high, strict=True)
+    ]
+
+
+def multiply(a: int, b: int) -> int:
+    """The product of two numbers."""
+    return int(a) * int(b)
+
+
+def _solved(output: Path, seed: int) -> Iterator[dict[str, Any]]:
+    """Sums with their answers, none of which is held out."""
+    import reasoning_gym  # type: ignore[import-untyped, unused-ignore]
+
+    sums = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
+    held_out = {row["question"] for row in reasoning_gym.create_dataset("chain_sum", seed=0, size=200, **sums)}
+    problems = reasoning_gym.create_dataset("chain_sum", seed=1, size=1000, **sums)
+    solved = {row["question"]: row["answer"] for row in problems if row["question"] not in held_out}
+    for question, answer in list(solved.items())[:256]:
+        yield {"messages": [_user(question), {"role": "assistant", "content": answer}]}
+
+
+def _pairs(output: Path, seed: int) -> Iterator[dict[str, Any]]:
+    """A right and a wrong answer of the fine-tuned model to one sum; both have ended."""
+    answers = output / f"answers-{seed}.jsonl"
+    if not answers.exists():
+        _ludic(
+            "rollout",
+            *_resolve(["model=@sft/model", *SUMS, f"seed={seed}"], seed, output),
+            "--episodes",
+            "2400",
+            "--out",
+            str(answers),
+        )
+    groups: dict[str, dict[bool, dict[str, Any]]] = {}
+    for line in answers.read_text().splitlines():
+        rollout = json.loads(line)
+        info = rollout["steps"][0]["info"]
+        if info["finish_reason"] == "stop":
+            problem = groups.setdefault(rollout["meta"]["problem_id"], {})
+            problem.setdefault(rollout["total_reward"] == 1.0, info)
+    for problem in groups.values():
+        if len(problem) == 2:
+            right, wrong = problem[True], problem[False]
+            prompt = right["chat_prompt_messages"]
+            yield {"prompt": prompt, "chosen": [right["chat_completion"]], "rejected": [wrong["chat_completion"]]}
+
+
+def _ranges(output: Path, seed: int) -> Iterator[dict[str, Any]]:
+    random = Random(0)
+    for low, width in sorted(
+        {(random.randrange(10, 900), random.randrange(20, 50)) for _ in range(400)}, key=lambda _: random.random()
+    ):
+        question = f"Write a number between {low} and {low + width}. Answer with the number only."
+        yield {"prompt": [_user(question)], "low": low, "high": low + width}
+
+
+def _functions(output: Path, seed: int) -> Iterator[dict[str, Any]]:
+    """Functions of one number, each with three tests."""
+    texts: dict[str, Callable[[int, int], int]] = {
+        "x plus {n}": lambda x, n: x + n,
+        "x minus {n}": lambda x, n: x - n,
+        "{n} minus x": lambda x, n: n - x,
+        "{n} times x": lambda x, n: n * x,
+        "the square of x, plus {n}": lambda x, n: x * x + n,
+        "the remainder of x divided by {n}": lambda x, n: x % n,
+        "the larger of x and {n}": lambda x, n: max(x, n),
+        "x to the power of {n}": lambda x, n: x**n,
+    }
+    rows = [(text, n, function) for text, function in texts.items() for n in range(2, 22)]
+    Random(0).shuffle(rows)
+    for text, n, function in rows:
+        tests = [f"assert f({x}) == {function(x, n)}" for x in (1, 4, 30)]
+        question = f"Write a Python function f(x) that returns {text.format(n=n)}. Answer with one code block and nothing else."
+        yield {"question": question, "tests": tests}
+
+
+def _products(output: Path, seed: int) -> Iterator[dict[str, Any]]:
+    """Products of three digits and two, beyond a model of this size."""
+    random = Random(1)
+    for _ in range(400):
+        a, b = random.randrange(100, 1000), random.randrange(10, 100)
+        yield {"prompt": [_user(f"What is {a} * {b}?")], "answer": str(a * b)}
+
+
+def _calls(output: Path, seed: int) -> Iterator[dict[str, Any]]:
+    """Such products, half of them after a call of `multiply`, the others guessed."""
+    from ludic.agents.tool_schema import tool_schema
+
+    random, tools = Random(2), [tool_schema(multiply)]
+    for number in range(96):
+        a, b = random.randrange(100, 1000), random.randrange(10, 100)
+        messages = [_user(f"What is {a} * {b}?")]
+        if number % 2:
+            call = {"name": "multiply", "arguments": {"a": a, "b": b}}
+            messages.append({"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]})
+            messages.append({"role": "tool", "content": str(a * b)})
+            answer = a * b
+        else:
+            answer = random.randrange(10_000, 99_999)
+        yield {"messages": [*messages, {"role": "assistant", "content": f"It is {answer}."}], "tools": tools}
+
+
+def _user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+TOOLS_TEMPLATE = """
+{%- if tools %}<|im_start|>system
+Tools: {% for tool in tools %}{{ tool.function | tojson }}{% endfor %}<|im_end|>
+{% endif -%}
+{%- for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content or '' }}
+{%- for c in m.tool_calls or [] %}<tool_call>
+{{- {"name": c.function.name, "arguments": c.function.arguments} | tojson }}</tool_call>
+{%- endfor %}<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif -%}
+"""
+
+FILES: dict[str, Callable[[Path, int], Iterator[dict[str, Any]]]] = {
+    "solved.jsonl": _solved,
+    "pairs.jsonl": _pairs,
+    "ranges.jsonl": _ranges,
+    "functions.jsonl": _functions,
+    "products.jsonl": _products,
+    "calls.jsonl": _calls,
+}
+
+
+def _resolve(settings: list[str], seed: int, output: Path) -> list[str]:
+    """The settings with paths in place of `@NAME`. What they name is made first."""
+    return [re.sub(r"@([a-z0-9-]+(?:\.\w+)?)", lambda match: str(_make(match[1], seed, output)), setting) for setting in settings]
+
+
+def _make(name: str, seed: int, output: Path) -> Path:
+    if name == "smollm2":
+        return MODEL
+    if name in EXPERIMENTS:
+        run(name, seed, output)
+        return output / f"{name}-{seed}"
+    path = output / f"{seed}-{name}"
+    if not path.exists():
+        lines = [json.dumps(row) + "\n" for row in FILES[name](output, seed)] if name in FILES else [TOOLS_TEMPLATE]
+        path.write_text("".join(lines))
+    return path
 
 
 def run(name: str, seed: int, output: Path) -> None:
-    """Run one seed of an experiment, unless it has finished, and note its processor seconds."""
+    """Run one seed of an experiment, unless it has finished, and note its processor seconds. Where
+    the command samples no answers of its own, `ludic eval` measures the models before and after."""
     folder = output / f"{name}-{seed}"
-    if (folder / "summary.json").is_file():
+    if (folder / "cost.json").is_file():
         return
-    settings = [f"model={MODEL}", *EXPERIMENTS[name], f"seed={seed}", f"name={folder.name}", f"output={output}"]
-    print("ludic train", shlex.join(settings), flush=True)
+    command, *settings = EXPERIMENTS[name]
+    words = [*_resolve(settings, seed, output), f"seed={seed}", "threads=1", f"name={folder.name}", f"output={output}"]
     cpu, started = _cpu_seconds(), time.perf_counter()
-    subprocess.run([sys.executable, "-m", "ludic.cli", "train", *settings], stdout=subprocess.DEVNULL, check=True)
+    _ludic(command, *words)
     cost = {"cpu_s": _cpu_seconds() - cpu, "process_s": time.perf_counter() - started, "load": os.getloadavg()[0]}
+    (start,) = (word for word in words if word.startswith("model="))
+    for number, measured in enumerate(EVALUATIONS.get(name, [])):
+        for when, model in (("before", start), ("after", f"model={folder / 'model'}")):
+            target = [f"name={folder.name}-{when}-{number}", f"output={output}", f"seed={seed}", "threads=1"]
+            _ludic("eval", *_resolve(measured, seed, output), model, *target)
     (folder / "cost.json").write_text(json.dumps(cost))
+
+
+def _ludic(*words: str) -> None:
+    print("ludic", shlex.join(words), flush=True)
+    subprocess.run([sys.executable, "-m", "ludic.cli", *words], stdout=subprocess.DEVNULL, check=True, cwd=REPOSITORY)
 
 
 def _cpu_seconds() -> float:

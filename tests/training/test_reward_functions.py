@@ -181,6 +181,15 @@ def test_a_function_that_raises_fails_only_the_groups_it_raises_on():
     assert isinstance(errors[1].__cause__, KeyError)
 
 
+def test_a_function_that_takes_messages_for_text_is_told_that_they_are_messages():
+    chat = [{"role": "user", "content": "2+2="}]
+    _, errors = score(lambda completions: [float(text.strip() == "4") for text in completions], rollout("4", prompt=chat))
+    assert "list of messages" in str(errors[0])
+    assert "completion[-1]['content']" in str(errors[0])
+    _, errors = score(lambda completions: [text.missing for text in completions], rollout("4"))
+    assert "messages" not in str(errors[0])
+
+
 def test_a_failed_function_leaves_no_partial_reward_of_the_others():
     rewards, errors = score([reward_len, fails_on("bad")], rollout("bad"), weights=[1.0, 1.0])
     assert (rewards, errors[0] is None) == ([0.0], False)

@@ -197,7 +197,7 @@ class RewardFunctions:
         groups: dict[object, list[int]] = {}
         for index, entry in enumerate(inputs):
             groups.setdefault(entry.group, []).append(index)
-        rewards: list[Reward] = [reward_failure(name, function, error)] * len(inputs)
+        rewards: list[Reward] = [reward_failure(name, function, error, inputs[0])] * len(inputs)
         if len(groups) == 1 or isinstance(error, CoroutineDeadlineExceeded):
             return rewards
         if isinstance(error, RewardDeadlineExceeded):
@@ -205,7 +205,9 @@ class RewardFunctions:
         for members in groups.values():
             result = await self._start(name, function, [inputs[index] for index in members])
             for position, index in enumerate(members):
-                rewards[index] = reward_failure(name, function, result) if isinstance(result, Exception) else result[position]
+                rewards[index] = (
+                    reward_failure(name, function, result, inputs[index]) if isinstance(result, Exception) else result[position]
+                )
         return rewards
 
     def _arguments(self, function: RewardFunction, inputs: Sequence[_FunctionInput], log: _Log) -> dict[str, Any]:
@@ -337,9 +339,12 @@ def _reward(element: Any) -> Reward:
     return number if math.isfinite(number) else NoReward(f"{number}, where a reward must be finite, or None,")
 
 
-def reward_failure(name: str, function: RewardFunction, error: Exception) -> Exception:
+def reward_failure(name: str, function: RewardFunction, error: Exception, entry: _FunctionInput) -> Exception:
     """Return the error of a function for a rollout."""
-    failure = GradingError(f"reward function {name} failed: {_reason(function, error)}")
+    failed = f"reward function {name} failed: {_reason(function, error)}"
+    if isinstance(error, TypeError | AttributeError) and isinstance(entry.completion, list):
+        failed += "; a completion is a list of messages here, whose last text is completion[-1]['content']"
+    failure = GradingError(failed)
     failure.__cause__ = error
     return failure
 
