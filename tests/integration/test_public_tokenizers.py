@@ -198,7 +198,7 @@ def test_layouts_beyond_the_sliding_window_have_the_gradient_of_each_sample_alon
 
 
 @pytest.mark.parametrize("name", ENDS)
-def test_a_run_of_one_step_can_be_viewed(tmp_path, name):
+def test_a_run_of_one_step_can_be_viewed_and_its_rollouts_trained_on(tmp_path, name):
     rows = write_rows(tmp_path / "rows.jsonl", {"prompt": [SYSTEM, {"role": "user", "content": " héé 日本 🙂"}]})
     other = write_rows(tmp_path / "other.jsonl", {"prompt": "another"})
     sizes = ["steps=1", "rollout.prompts=1", "rollout.group_size=2", "task.args.max_new_tokens=8", "evaluation.prompts=1"]
@@ -206,7 +206,17 @@ def test_a_run_of_one_step_can_be_viewed(tmp_path, name):
     for arguments in (
         ["train", *settings_of(tmp_path, name), rows, f"task.args.heldout_{other}", *sizes, *where],
         ["view", str(tmp_path / "run"), "--out", str(tmp_path / "page.html")],
+        ["rollout", str(tmp_path / "run"), "--episodes", "2", "--out", str(tmp_path / "played.jsonl")],
+        ["sft", *settings_of(tmp_path, name), f"data={tmp_path / 'played.jsonl'}", "--preview", "1", "--json"],
     ):
         result = CliRunner().invoke(app, arguments)
         assert result.exit_code == 0, result.output
     assert "héé 日本 🙂" in json.dumps((tmp_path / "page.html").read_text(encoding="utf-8"), ensure_ascii=False)
+    played = json.loads((tmp_path / "played.jsonl").read_text(encoding="utf-8").splitlines()[0])["steps"][0]
+    (sample,) = json.loads(result.stdout)["samples"]
+    tokenizer, ids = tokenizer_of(name), played["trace"]["completion_token_ids"]
+    assert "".join(span["text"] for span in sample["spans"] if span["trained"]) == tokenizer.decode(ids)
+    assert (
+        played["trace"]["prompt_token_ids"]
+        == tokenizer.apply_chat_template(played["info"]["chat_prompt_messages"], add_generation_prompt=True)["input_ids"]
+    )
