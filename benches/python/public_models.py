@@ -21,6 +21,7 @@ import shlex
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
@@ -71,7 +72,7 @@ EXPERIMENTS: dict[str, list[str]] = {
 EXPERIMENTS["tools"] += [*_STEP, "rollout.max_new_tokens=40", "rollout.max_tool_turns=1", "steps=20", "trainer.lr=1e-5"]
 EXPERIMENTS["tools"] += ["task.args.num_heldout=50", "evaluation.prompts=50", "evaluation.samples_per_prompt=2"]
 EXPERIMENTS["tools-sft"] += ["batch_size=16"]
-EVALUATIONS = {name: [[*SUMS, "k=2"], [*SUMS, "temperature=0"]] for name in ("sft", "dpo")}
+EVALUATIONS = {name: [[*SUMS, "k=2"], [*SUMS, "temperature=0", "k=1"]] for name in ("sft", "dpo")}
 EVALUATIONS |= {name: [[*BETWEEN, "k=32"]] for name in ("between", "between-maxent")}
 """Name -> command and settings. `@NAME` is the model, the folder of another experiment with the
 same seed, or a file that a function of `FILES` writes."""
@@ -239,20 +240,20 @@ def _make(name: str, seed: int, output: Path) -> Path:
 def run(name: str, seed: int, output: Path) -> None:
     """Run one seed of an experiment, unless it has finished, and note its processor seconds. Where
     the command samples no answers of its own, `ludic eval` measures the models before and after."""
-    folder = output / f"{name}-{seed}"
-    if (folder / "cost.json").is_file():
-        return
-    command, *settings = EXPERIMENTS[name]
-    words = [*_resolve(settings, seed, output), f"seed={seed}", "threads=1", f"name={folder.name}", f"output={output}"]
-    cpu, started = _cpu_seconds(), time.perf_counter()
-    _ludic(command, *words)
-    cost = {"cpu_s": _cpu_seconds() - cpu, "process_s": time.perf_counter() - started, "load": os.getloadavg()[0]}
+    folder, (command, *settings) = output / f"{name}-{seed}", EXPERIMENTS[name]
+    words = [*_resolve(settings, seed, output), f"seed={seed}", "threads=1", f"output={output}"]
+    if not (folder / "cost.json").is_file():
+        cpu, started = _cpu_seconds(), time.perf_counter()
+        _ludic(command, *words, f"name={folder.name}")
+        cost = {"cpu_s": _cpu_seconds() - cpu, "process_s": time.perf_counter() - started, "load": os.getloadavg()[0]}
+        (folder / "cost.json").write_text(json.dumps(cost))
     (start,) = (word for word in words if word.startswith("model="))
     for number, measured in enumerate(EVALUATIONS.get(name, [])):
         for when, model in (("before", start), ("after", f"model={folder / 'model'}")):
-            target = [f"name={folder.name}-{when}-{number}", f"output={output}", f"seed={seed}", "threads=1"]
-            _ludic("eval", *_resolve(measured, seed, output), model, *target)
-    (folder / "cost.json").write_text(json.dumps(cost))
+            evaluation = f"{folder.name}-{when}-{number}"
+            if not (output / evaluation / "summary.json").is_file():
+                common = [f"output={output}", f"seed={seed}", "threads=1", f"name={evaluation}"]
+                _ludic("eval", *_resolve(measured, seed, output), model, *common)
 
 
 def _ludic(*words: str) -> None:
@@ -266,36 +267,74 @@ def _cpu_seconds() -> float:
 
 
 def read(output: Path, name: str) -> list[dict[str, Any]]:
-    """The finished runs of an experiment, by seed, with the reward of each step as `curve`."""
+    """The finished runs of an experiment, by seed. `rates` has [value, low, high] of each held-out
+    rate `before` and `after`, `curve` the reward of each step."""
     found = []
-    for folder in sorted(output.glob(f"{name}-[0-9]*")):
-        if (folder / "summary.json").is_file():
-            summary = json.loads((folder / "summary.json").read_text())
+    for path in sorted(output.glob(f"{name}-*/summary.json")):
+        folder = path.parent
+        if re.fullmatch(rf"{name}-\d+", folder.name) and (folder / "cost.json").is_file():
+            summary = json.loads(path.read_text())
             steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
             curve = [step["train/avg_sampled_reward"] for step in steps if "train/avg_sampled_reward" in step]
-            cost = json.loads((folder / "cost.json").read_text()) if (folder / "cost.json").is_file() else {}
-            found.append({**summary, "curve": curve, **cost})
+            rates = {when: read_rates(output, folder.name, summary, when) for when in ("before", "after")}
+            pairs = {key: value for key, value in summary.items() if key.startswith(("eval_", "sample_"))}
+            kept = {key: summary.get(key) for key in ("seed", "memory", "versions", "mismatch")}
+            found.append(
+                {**kept, "rates": rates, "pairs": pairs, "curve": curve, **json.loads((folder / "cost.json").read_text())}
+            )
     return found
 
 
+def read_rates(output: Path, name: str, summary: dict[str, Any], when: str) -> dict[str, list[float]]:
+    """By the run itself, and by its evaluations: the first samples, the second is greedy."""
+    found = {rate: [summary[when][rate], *limits] for rate, limits in summary.get("intervals", {}).get(when, {}).items()}
+    for number, rate in enumerate(("sampled_reward", "greedy_accuracy")):
+        folder = output / f"{name}-{when}-{number}"
+        if (folder / "summary.json").is_file():
+            accuracy = json.loads((folder / "summary.json").read_text())["accuracy"]
+            found[rate] = [accuracy["value"], accuracy["low"], accuracy["high"]]
+            problems = [json.loads(line) for line in (folder / "problems.jsonl").read_text().splitlines()]
+            for k in (8, 32) if len(problems[0]["texts"]) == 32 else ():
+                found[f"distinct_of_{k}"] = [sum(count_distinct(problem, k) for problem in problems) / len(problems)]
+    return found
+
+
+def count_distinct(problem: dict[str, Any], k: int) -> float:
+    """How many different right answers `k` samples have, estimated from all of a problem."""
+    from ludic.eval import distinct_at_k
+
+    right = Counter(text.strip() for text, reward in zip(problem["texts"], problem["rewards"], strict=True) if reward == 1.0)
+    return distinct_at_k(right.values(), len(problem["texts"]), k)
+
+
+RATES = {
+    "sampled_reward": "sampled",
+    "greedy_accuracy": "greedy",
+    "distinct_of_8": "distinct of 8",
+    "distinct_of_32": "distinct of 32",
+}
+
+
 def format_table(results: dict[str, list[dict[str, Any]]]) -> str:
-    lines = [
-        "| run | seed | sampled before | after | greedy before | after | minutes | peak memory |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    """One table for the experiments that have the same rates."""
+    tables: dict[tuple[str, ...], list[str]] = {}
     for name, runs in results.items():
         for each in runs:
-            cells = [
-                f"{_rate(each, when, rate)}" for rate in ("sampled_reward", "greedy_accuracy") for when in ("before", "after")
-            ]
+            rates = tuple(rate for rate in RATES if rate in each["rates"]["after"])
+            heads = [f"{RATES[rate]} before | after" for rate in rates]
+            heads += ["processor minutes", "peak memory"]
+            lines = tables.setdefault(rates, ["", f"| run | seed | {' | '.join(heads)} |", "|---" * (4 + 2 * len(rates)) + "|"])
+            cells = [show_rate(each["rates"][when].get(rate)) for rate in rates for when in ("before", "after")]
             memory = each["memory"]["process_peak_mb"] / 1024
-            lines.append(f"| {name} | {each['seed']} | {' | '.join(cells)} | {each['wall_s'] / 60:.1f} | {memory:.1f} GiB |")
-    return "\n".join(lines)
+            cells += ["not noted" if each["cpu_s"] is None else f"{each['cpu_s'] / 60:.1f}", f"{memory:.1f} GiB"]
+            lines.append(f"| {name} | {each['seed']} | {' | '.join(cells)} |")
+    return "\n".join("\n".join(lines) for lines in tables.values())
 
 
-def _rate(summary: dict[str, Any], when: str, rate: str) -> str:
-    low, high = summary["intervals"][when][rate]
-    return f"{summary[when][rate]:.3f} ({low:.2f} to {high:.2f})"
+def show_rate(rate: list[float] | None) -> str:
+    if rate is None:
+        return ""
+    return f"{rate[0]:.3f} ({rate[1]:.2f} to {rate[2]:.2f})" if len(rate) == 3 else f"{rate[0]:.1f}"
 
 
 def plot(results: dict[str, list[dict[str, Any]]], path: Path) -> None:
@@ -307,7 +346,8 @@ def plot(results: dict[str, list[dict[str, Any]]], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 4), constrained_layout=True)
-    for number, (name, runs) in enumerate(results.items()):
+    curves = {name: runs for name, runs in results.items() if all(each["curve"] for each in runs)}
+    for number, (name, runs) in enumerate(curves.items()):
         length = min(len(each["curve"]) for each in runs)
         for each in runs:
             axes.plot(range(1, length + 1), each["curve"][:length], color=f"C{number}", alpha=0.25, linewidth=0.8)
@@ -334,11 +374,9 @@ def main() -> None:
     results = {name: runs for name in options.experiments if (runs := read(options.output, name))}
     print(format_table(results))
     if options.save:
-        keys = ("seed", "before", "after", "intervals", "wall_s", "memory", "versions", "mismatch", "curve", "cpu_s", "load")
-        record = {name: [{key: each.get(key) for key in keys} for each in runs] for name, runs in results.items()}
         folder = REPOSITORY / "benches" / "results"
         folder.mkdir(exist_ok=True)
-        (folder / f"{options.save}.json").write_text(json.dumps(record, indent=1) + "\n")
+        (folder / f"{options.save}.json").write_text(json.dumps(results, indent=1) + "\n")
         plot(results, REPOSITORY / "docs" / f"{options.save}.png")
 
 

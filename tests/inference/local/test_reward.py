@@ -7,6 +7,7 @@ import threading
 
 import pytest
 import torch
+from chat_families import gemma_that_begins_texts
 from hypothesis import given, settings, strategies as st
 from playing import tokenizer
 from reward_models import EOS, PAD, reward_model, score_alone
@@ -62,6 +63,15 @@ def test_text_has_the_score_of_its_token_ids():
     text, ids, other = scores(client, ["2+2=4", list(tokenizer()("2+2=4")["input_ids"]), "2+2=5"])
     assert text == pytest.approx(ids, abs=1e-5)  # rows of a batch may differ in the last bits
     assert abs(text - other) > 1e-3
+
+
+def test_text_begins_as_pairs_of_text_were_trained():
+    """As with Gemma, whose texts begin with `<bos>`."""
+    beginning = gemma_that_begins_texts()
+    client = LocalRewardModel(reward_model(), beginning)
+    plain, written = client._token_ids(["It is 4.", "<bos>It is 4."])
+    assert plain == beginning("It is 4.")["input_ids"]
+    assert plain.count(beginning.bos_token_id) == written.count(beginning.bos_token_id) == 1
 
 
 def test_a_normalised_score_is_the_logistic_function_of_the_score():

@@ -5,6 +5,7 @@ import math
 from types import SimpleNamespace
 
 import pytest
+from chat_families import gemma_that_begins_texts
 from faulty_server import CUT, HANG
 from playing import tokenizer
 from reward_models import rollout
@@ -43,6 +44,13 @@ async def test_texts_and_ids_are_sent_in_separate_requests(server):
     mixed = await score_with(client(server), ["ab", ids, "a", [7]])
     assert mixed == [sum(ids) / 100, sum(ids) / 100, ids[0] / 100, 0.07]
     assert [len(body["input"]) for body in server.bodies("/classify")] == [2, 2]
+
+
+async def test_text_is_sent_as_ids_that_begin_as_in_training_if_the_tokenizer_is_known(server):
+    beginning = gemma_that_begins_texts()
+    with pytest.raises(DataError, match="out of vocabulary"):  # of the stub, which is smaller
+        await score_with(client(server, tokenizer=beginning), ["It is 4."])
+    assert [body["input"] for body in server.bodies("/classify")] == [[beginning("It is 4.")["input_ids"]]]
 
 
 async def test_special_tokens_are_added_to_text_on_request(server):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from ludic import _core
 from ludic.errors import ConfigError, DataError, InferenceError
 from ludic.event_loop import run_in_thread
 from ludic.inference.local.weights import copy_weights
+from ludic.inference.prompts.template import encode_text
 from ludic.inference.prompts.tokens import reads_same_ids
 from ludic.inference.reward_types import (
     PoolingType,
@@ -38,8 +40,8 @@ class LocalRewardModel:
     """Scores sequences with `model`, in evaluation mode and without gradients; the mode of each
     module is restored after a call.
 
-    Token ids are scored as they are. Text is tokenised with `tokenizer`, without special tokens
-    unless `add_special_tokens`.
+    Token ids are scored as they are. Text is tokenised with `tokenizer`, after the token with which
+    it begins texts, if any; with `add_special_tokens`, with all of its special tokens.
 
     The score of a decoder is computed at the last token of each sequence, whatever its id. vLLM
     does the same; the forward pass of transformers uses the last token that is not
@@ -185,12 +187,10 @@ class LocalRewardModel:
         checked = [as_scoring_input(item) for item in inputs]
         if self.tokenizer is None and any(isinstance(item, str) for item in checked):
             raise ConfigError(f"{self.name} has no tokenizer but got text; pass tokenizer=, or token ids")
-        return [
-            self.tokenizer(sequence, add_special_tokens=self._add_special_tokens)["input_ids"]
-            if isinstance(sequence, str)
-            else sequence
-            for sequence in checked
-        ]
+        encode = (
+            (lambda text: self.tokenizer(text)["input_ids"]) if self._add_special_tokens else partial(encode_text, self.tokenizer)
+        )
+        return [encode(sequence) if isinstance(sequence, str) else sequence for sequence in checked]
 
     def _check_sequences(self, sequences: Sequence[Sequence[int]], pooling: PoolingType | None) -> None:
         if pooling is PoolingType.STEP:

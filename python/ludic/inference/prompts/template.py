@@ -85,6 +85,11 @@ def begin_text(tokenizer: Any, ids: list[int]) -> list[int]:
     return [bos, *ids]
 
 
+def encode_text(tokenizer: Any, text: str) -> list[int]:
+    """The ids of a plain text (`begin_text`), without other special tokens."""
+    return begin_text(tokenizer, list(tokenizer(text, add_special_tokens=False)["input_ids"]))
+
+
 def begin_prompt(tokenizer: Any, ids: list[int]) -> list[int]:
     """The ids of a rendered prompt. A chat template writes how it begins; else `begin_text`."""
     return ids if read_template(tokenizer) else begin_text(tokenizer, ids)

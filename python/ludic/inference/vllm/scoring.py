@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from msgspec import Struct, field
 
 from ludic.errors import ConfigError, DataError, InferenceError, ServerError
+from ludic.inference.prompts.template import encode_text
 from ludic.inference.prompts.tokens import reads_same_ids
 from ludic.inference.publishing import Publisher
 from ludic.inference.reward_types import (
@@ -79,7 +80,8 @@ class VLLMScoringClient:
     are retried up to `max_retries` times; a dead engine raises EngineDeadError at once. With
     several servers each call goes to the least busy one; a dead server is drained, and its calls
     move to the others. With `tokenizer`, the server's own, rollouts are scored as the token ids
-    that were sampled. `pooling_type` must be that of the server, which requests cannot change.
+    that were sampled, and text begins as in training. `pooling_type` must be that of the server,
+    which requests cannot change.
     """
 
     def __init__(
@@ -240,10 +242,17 @@ class VLLMScoringClient:
         model = request.model if request.model != ANY_MODEL else self.model
         return {
             **({} if model == ANY_MODEL else {"model": model}),
-            "input": [each if isinstance(each, str) else list(each) for each in inputs],
+            "input": [self._as_input(each) for each in inputs],
             "use_activation": False,
             "add_special_tokens": self._add_special_tokens,
         }
+
+    def _as_input(self, each: ScoringInput) -> str | list[int]:
+        """Text as ids if the tokenizer is known, begun as texts are in training: a server puts
+        all special tokens around it or none."""
+        if not isinstance(each, str):
+            return list(each)
+        return each if self.tokenizer is None or self._add_special_tokens else encode_text(self.tokenizer, each)
 
     async def _call(self, path: str, kind: type[T], body: dict[str, Any] | None = None) -> T:
         """The response of a live server, with retries."""
