@@ -35,30 +35,32 @@ _GYM = ["task.kind=reasoning_gym", "task.args.answer_in=number", "task.args.part
 _STEP = ["rollout.prompts=8", "rollout.group_size=8"]
 _SHORT, _HELD_OUT = ["rollout.max_new_tokens=16"], ["evaluation.prompts=100", "evaluation.samples_per_prompt=2"]
 _SUMS = "{min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 2}"
-_DIGITS = "{min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 1}"
+_SMALL = "{min_terms: 2, max_terms: 2, max_value: 10}"
 SUMS = [*_GYM, "task.args.name=chain_sum", f"task.args.config={_SUMS}", *_STEP, *_SHORT, *_HELD_OUT]
-PRODUCTS = [*_GYM, "task.args.name=products", f"task.args.config={_DIGITS}", *_STEP, *_SHORT, *_HELD_OUT]
+EQUATIONS = [*_GYM, "task.args.name=simple_equations", f"task.args.config={_SMALL}", *_STEP, *_SHORT, *_HELD_OUT]
 BETWEEN = ["data=@ranges.jsonl", f"reward={HERE}:between", *_STEP, "rollout.max_new_tokens=8"]
 BETWEEN += ["task.args.num_heldout=20", "evaluation.prompts=20", "evaluation.samples_per_prompt=8"]
 FUNCTIONS = ["data=@functions.jsonl", "reward=code", "rollout.prompts=4", "rollout.group_size=8", "rollout.max_new_tokens=64"]
 FUNCTIONS += ["task.args.num_heldout=24", "evaluation.prompts=24", "evaluation.samples_per_prompt=4"]
 FULL, LORA = ["model=@smollm2", "trainer.lr=1e-5"], ["model=@smollm2", "lora.rank=16", "trainer.lr=3e-4"]
 MAXENT = ["algorithm=maxent_grpo", "algorithm_args.tau=0.1", "algorithm_args.beta=0"]
+VARIED = ["model=@between-sft/model", "trainer.lr=1e-5", "steps=30"]
 TUNED = ["model=@sft/model", "trainer.lr=1e-5"]
 
 EXPERIMENTS: dict[str, list[str]] = {
     "sums": ["train", *SUMS, *FULL, "steps=40"],
     "sums-lora": ["train", *SUMS, *LORA, "steps=40"],
     "sums-bfloat16": ["train", *SUMS, *FULL, "steps=40", "dtype=bfloat16"],
-    "products": ["train", *PRODUCTS, *FULL, "steps=40"],
-    "products-lora": ["train", *PRODUCTS, *LORA, "steps=40"],
+    "equations": ["train", *EQUATIONS, *FULL, "steps=40"],
+    "equations-lora": ["train", *EQUATIONS, *LORA, "steps=40"],
     "sft": ["sft", "data=@solved.jsonl", "model=@smollm2", "trainer.lr=2e-5", "epochs=1", "batch_size=16"],
     "sft-grpo": ["train", *SUMS, *TUNED, "steps=20"],
     "dpo": ["dpo", "data=@pairs.jsonl", "model=@sft/model", "trainer.lr=5e-6", "epochs=1", "batch_size=16"],
     "rm": ["train-rm", "data=@pairs.jsonl", "heldout=0.25", *TUNED, "epochs=2", "batch_size=16"],
     "rm-grpo": ["train", *SUMS, *TUNED, "reward_model=@rm", "steps=20"],
-    "between": ["train", *BETWEEN, *FULL, "steps=40"],
-    "between-maxent": ["train", *BETWEEN, *FULL, "steps=40", *MAXENT],
+    "between-sft": ["sft", "data=@numbers.jsonl", "model=@smollm2", "trainer.lr=2e-5", "epochs=1", "batch_size=16"],
+    "between": ["train", *BETWEEN, *VARIED],
+    "between-maxent": ["train", *BETWEEN, *VARIED, *MAXENT],
     "functions": ["train", *FUNCTIONS, *FULL, "steps=20"],
     "tools-sft": ["sft", "data=@calls.jsonl", "chat_template=@tools.jinja", "model=@smollm2", "trainer.lr=2e-5", "epochs=1"],
     "tools": [
@@ -137,12 +139,26 @@ def _pairs(output: Path, seed: int) -> Iterator[dict[str, Any]]:
 
 
 def _ranges(output: Path, seed: int) -> Iterator[dict[str, Any]]:
-    random = Random(0)
-    for low, width in sorted(
-        {(random.randrange(10, 900), random.randrange(20, 50)) for _ in range(400)}, key=lambda _: random.random()
-    ):
-        question = f"Write a number between {low} and {low + width}. Answer with the number only."
-        yield {"prompt": [_user(question)], "low": low, "high": low + width}
+    for low, high in _draw_ranges(400):
+        yield {"prompt": [_user(NUMBER.format(low, high))], "low": low, "high": high}
+
+
+def _numbers(output: Path, seed: int) -> Iterator[dict[str, Any]]:
+    """Other ranges, each with a number of it, any as likely as any other."""
+    random = Random(1)
+    for low, high in _draw_ranges(656)[400:]:
+        yield {"messages": [_user(NUMBER.format(low, high)), {"role": "assistant", "content": str(random.randint(low, high))}]}
+
+
+NUMBER = "Write a number between {} and {}. Answer with the number only."
+
+
+def _draw_ranges(count: int) -> list[tuple[int, int]]:
+    random, drawn = Random(0), dict[tuple[int, int], None]()
+    while len(drawn) < count:
+        low = random.randrange(10, 900)
+        drawn[low, low + random.randrange(20, 50)] = None
+    return list(drawn)
 
 
 def _functions(output: Path, seed: int) -> Iterator[dict[str, Any]]:
@@ -213,6 +229,7 @@ FILES: dict[str, Callable[[Path, int], Iterator[dict[str, Any]]]] = {
     "solved.jsonl": _solved,
     "pairs.jsonl": _pairs,
     "ranges.jsonl": _ranges,
+    "numbers.jsonl": _numbers,
     "functions.jsonl": _functions,
     "products.jsonl": _products,
     "calls.jsonl": _calls,
