@@ -45,6 +45,7 @@ FUNCTIONS += ["task.args.num_heldout=24", "evaluation.prompts=24", "evaluation.s
 FULL, LORA = ["model=@smollm2", "trainer.lr=1e-5"], ["model=@smollm2", "lora.rank=16", "trainer.lr=3e-4"]
 MAXENT = ["algorithm=maxent_grpo", "algorithm_args.tau=0.1", "algorithm_args.beta=0"]
 VARIED = ["model=@between-sft/model", "trainer.lr=1e-5", "steps=30"]
+WARM_UP = ["trainer.warmup_steps=0", "trainer.warmup_ratio=0.1"]
 TUNED = ["model=@sft/model", "trainer.lr=1e-5"]
 
 EXPERIMENTS: dict[str, list[str]] = {
@@ -55,8 +56,8 @@ EXPERIMENTS: dict[str, list[str]] = {
     "equations-lora": ["train", *EQUATIONS, *LORA, "steps=40"],
     "sft": ["sft", "data=@solved.jsonl", "model=@smollm2", "trainer.lr=2e-5", "epochs=1", "batch_size=16"],
     "sft-grpo": ["train", *SUMS, *TUNED, "steps=20"],
-    "dpo": ["dpo", "data=@pairs.jsonl", "model=@sft/model", "trainer.lr=5e-6", "epochs=1", "batch_size=16"],
-    "rm": ["train-rm", "data=@pairs.jsonl", "heldout=0.25", *TUNED, "epochs=2", "batch_size=16"],
+    "dpo": ["dpo", "data=@pairs.jsonl", *TUNED, *WARM_UP, "epochs=1", "batch_size=16"],
+    "rm": ["train-rm", "data=@pairs.jsonl", "heldout=0.25", *TUNED, *WARM_UP, "epochs=1", "batch_size=16"],
     "rm-grpo": ["train", *SUMS, *TUNED, "reward_model=@rm", "steps=20"],
     "between-sft": ["sft", "data=@numbers.jsonl", "model=@smollm2", "trainer.lr=2e-5", "epochs=1", "batch_size=16"],
     "between": ["train", *BETWEEN, *VARIED],
@@ -113,7 +114,7 @@ def _solved(output: Path, seed: int) -> Iterator[dict[str, Any]]:
 
 
 def _pairs(output: Path, seed: int) -> Iterator[dict[str, Any]]:
-    """A right and a wrong answer of the fine-tuned model to one sum; both have ended."""
+    """A right answer of the fine-tuned model to a sum, and up to four wrong ones; all have ended."""
     answers = output / f"answers-{seed}.jsonl"
     if not answers.exists():
         _ludic(
@@ -124,18 +125,17 @@ def _pairs(output: Path, seed: int) -> Iterator[dict[str, Any]]:
             "--out",
             str(answers),
         )
-    groups: dict[str, dict[bool, dict[str, Any]]] = {}
+    problems: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
     for line in answers.read_text().splitlines():
         rollout = json.loads(line)
         info = rollout["steps"][0]["info"]
         if info["finish_reason"] == "stop":
-            problem = groups.setdefault(rollout["meta"]["problem_id"], {})
-            problem.setdefault(rollout["total_reward"] == 1.0, info)
-    for problem in groups.values():
-        if len(problem) == 2:
-            right, wrong = problem[True], problem[False]
-            prompt = right["chat_prompt_messages"]
-            yield {"prompt": prompt, "chosen": [right["chat_completion"]], "rejected": [wrong["chat_completion"]]}
+            right, wrong = problems.setdefault(rollout["meta"]["problem_id"], ({}, {}))
+            (right if rollout["total_reward"] == 1.0 else wrong)[info["completion"]] = info
+    for right, wrong in problems.values():
+        for info in list(wrong.values())[: 4 * len(right)]:
+            chosen = next(iter(right.values()))["chat_completion"]
+            yield {"prompt": info["chat_prompt_messages"], "chosen": [chosen], "rejected": [info["chat_completion"]]}
 
 
 def _ranges(output: Path, seed: int) -> Iterator[dict[str, Any]]:
