@@ -114,7 +114,7 @@ def _solved(output: Path, seed: int) -> Iterator[dict[str, Any]]:
 
 
 def _pairs(output: Path, seed: int) -> Iterator[dict[str, Any]]:
-    """A right answer of the fine-tuned model to a sum, and up to four wrong ones; all have ended."""
+    """A right answer of the fine-tuned model to a sum, and up to four wrong ones, all ended."""
     answers = output / f"answers-{seed}.jsonl"
     if not answers.exists():
         _ludic(
