@@ -35,9 +35,9 @@ _GYM = ["task.kind=reasoning_gym", "task.args.answer_in=number", "task.args.part
 _STEP = ["rollout.prompts=8", "rollout.group_size=8"]
 _SHORT, _HELD_OUT = ["rollout.max_new_tokens=16"], ["evaluation.prompts=100", "evaluation.samples_per_prompt=2"]
 _SUMS = "{min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 2}"
-_SMALL = "{min_terms: 2, max_terms: 2, max_value: 10}"
+_DIGITS = "{min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 1}"
 SUMS = [*_GYM, "task.args.name=chain_sum", f"task.args.config={_SUMS}", *_STEP, *_SHORT, *_HELD_OUT]
-EQUATIONS = [*_GYM, "task.args.name=simple_equations", f"task.args.config={_SMALL}", *_STEP, *_SHORT, *_HELD_OUT]
+PRODUCTS = [*_GYM, "task.args.name=products", f"task.args.config={_DIGITS}", *_STEP, *_SHORT, *_HELD_OUT]
 BETWEEN = ["data=@ranges.jsonl", f"reward={HERE}:between", *_STEP, "rollout.max_new_tokens=8"]
 BETWEEN += ["task.args.num_heldout=20", "evaluation.prompts=20", "evaluation.samples_per_prompt=8"]
 FUNCTIONS = ["data=@functions.jsonl", "reward=code", "rollout.prompts=4", "rollout.group_size=8", "rollout.max_new_tokens=64"]
@@ -52,8 +52,8 @@ EXPERIMENTS: dict[str, list[str]] = {
     "sums": ["train", *SUMS, *FULL, "steps=40"],
     "sums-lora": ["train", *SUMS, *LORA, "steps=40"],
     "sums-bfloat16": ["train", *SUMS, *FULL, "steps=40", "dtype=bfloat16"],
-    "equations": ["train", *EQUATIONS, *FULL, "steps=40"],
-    "equations-lora": ["train", *EQUATIONS, *LORA, "steps=40"],
+    "products": ["train", *PRODUCTS, *FULL, "steps=40"],
+    "products-lora": ["train", *PRODUCTS, *LORA, "steps=40"],
     "sft": ["sft", "data=@solved.jsonl", "model=@smollm2", "trainer.lr=2e-5", "epochs=1", "batch_size=16"],
     "sft-grpo": ["train", *SUMS, *TUNED, "steps=20"],
     "dpo": ["dpo", "data=@pairs.jsonl", *TUNED, *WARM_UP, "epochs=1", "batch_size=16"],
