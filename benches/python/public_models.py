@@ -57,8 +57,8 @@ EXPERIMENTS: dict[str, list[str]] = {
     "sft": ["sft", "data=@solved.jsonl", "model=@smollm2", "trainer.lr=2e-5", "epochs=1", "batch_size=16"],
     "sft-grpo": ["train", *SUMS, *TUNED, "steps=20"],
     "dpo": ["dpo", "data=@pairs.jsonl", *TUNED, *WARM_UP, "epochs=1", "batch_size=16"],
-    "rm": ["train-rm", "data=@pairs.jsonl", "heldout=0.25", *TUNED, *WARM_UP, "epochs=1", "batch_size=16"],
-    "rm-grpo": ["train", *SUMS, *TUNED, "reward_model=@rm", "steps=20"],
+    "rm": ["train-rm", "data=@drafts.jsonl", "heldout=0.25", *FULL, *WARM_UP, "epochs=1", "batch_size=16"],
+    "rm-grpo": ["train", *SUMS, *FULL, "reward_model=@rm", "steps=20"],
     "between-sft": ["sft", "data=@numbers.jsonl", "model=@smollm2", "trainer.lr=2e-5", "epochs=1", "batch_size=16"],
     "between": ["train", *BETWEEN, *VARIED],
     "between-maxent": ["train", *BETWEEN, *VARIED, *MAXENT],
@@ -113,29 +113,28 @@ def _solved(output: Path, seed: int) -> Iterator[dict[str, Any]]:
         yield {"messages": [_user(question), {"role": "assistant", "content": answer}]}
 
 
-def _pairs(output: Path, seed: int) -> Iterator[dict[str, Any]]:
-    """A right answer of the fine-tuned model to a sum, and up to four wrong ones, all ended."""
-    answers = output / f"answers-{seed}.jsonl"
+def _pairs(output: Path, seed: int, model: str = "@sft/model", *, finished: bool = True) -> Iterator[dict[str, Any]]:
+    """A right answer of the model to a sum, and up to four wrong ones, of those that ended."""
+    answers = output / f"answers-{model.strip('@').partition('/')[0]}-{seed}.jsonl"
     if not answers.exists():
-        _ludic(
-            "rollout",
-            *_resolve(["model=@sft/model", *SUMS, f"seed={seed}"], seed, output),
-            "--episodes",
-            "2400",
-            "--out",
-            str(answers),
-        )
+        settings = _resolve([f"model={model}", *SUMS, f"seed={seed}", "threads=1"], seed, output)
+        _ludic("rollout", *settings, "--episodes", "2400", "--out", str(answers))
     problems: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
     for line in answers.read_text().splitlines():
         rollout = json.loads(line)
         info = rollout["steps"][0]["info"]
-        if info["finish_reason"] == "stop":
+        if info["finish_reason"] == "stop" or not finished:
             right, wrong = problems.setdefault(rollout["meta"]["problem_id"], ({}, {}))
             (right if rollout["total_reward"] == 1.0 else wrong)[info["completion"]] = info
     for right, wrong in problems.values():
         for info in list(wrong.values())[: 4 * len(right)]:
             chosen = next(iter(right.values()))["chat_completion"]
             yield {"prompt": info["chat_prompt_messages"], "chosen": [chosen], "rejected": [info["chat_completion"]]}
+
+
+def _drafts(output: Path, seed: int) -> Iterator[dict[str, Any]]:
+    """The same of SmolLM2 itself, with answers that were cut off among the wrong ones."""
+    return _pairs(output, seed, "@smollm2", finished=False)
 
 
 def _ranges(output: Path, seed: int) -> Iterator[dict[str, Any]]:
@@ -228,6 +227,7 @@ Tools: {% for tool in tools %}{{ tool.function | tojson }}{% endfor %}<|im_end|>
 FILES: dict[str, Callable[[Path, int], Iterator[dict[str, Any]]]] = {
     "solved.jsonl": _solved,
     "pairs.jsonl": _pairs,
+    "drafts.jsonl": _drafts,
     "ranges.jsonl": _ranges,
     "numbers.jsonl": _numbers,
     "functions.jsonl": _functions,
