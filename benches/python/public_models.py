@@ -63,7 +63,7 @@ EXPERIMENTS: dict[str, list[str]] = {
     "between": ["train", *BETWEEN, *VARIED],
     "between-maxent": ["train", *BETWEEN, *VARIED, *MAXENT],
     "functions": ["train", *FUNCTIONS, *FULL, "steps=20"],
-    "tools-sft": ["sft", "data=@calls.jsonl", "chat_template=@tools.jinja", "model=@smollm2", "trainer.lr=2e-5", "epochs=1"],
+    "tools-sft": ["sft", "data=@calls.jsonl", "chat_template=@tools.jinja", "model=@smollm2", "trainer.lr=1e-4", "epochs=2"],
     "tools": [
         "train",
         "data=@products.jsonl",
@@ -72,9 +72,9 @@ EXPERIMENTS: dict[str, list[str]] = {
         "model=@tools-sft/model",
     ],
 }
-EXPERIMENTS["tools"] += [*_STEP, "rollout.max_new_tokens=40", "rollout.max_tool_turns=1", "steps=20", "trainer.lr=1e-5"]
+EXPERIMENTS["tools"] += [*_STEP, "rollout.max_new_tokens=40", "rollout.max_tool_turns=1", "steps=15", "trainer.lr=1e-5"]
 EXPERIMENTS["tools"] += ["task.args.num_heldout=50", "evaluation.prompts=50", "evaluation.samples_per_prompt=2"]
-EXPERIMENTS["tools-sft"] += ["batch_size=16"]
+EXPERIMENTS["tools-sft"] += ["batch_size=8"]
 EVALUATIONS = {name: [[*SUMS, "k=2"], [*SUMS, "temperature=0", "k=1"]] for name in ("sft", "dpo")}
 EVALUATIONS |= {name: [[*BETWEEN, "k=32"]] for name in ("between", "between-maxent")}
 """Name -> command and settings. `@NAME` is the model, the folder of another experiment with the
