@@ -13,8 +13,7 @@ that process, its libraries included. `ludic eval` measures both models on the h
 side that has finished in FOLDER is not repeated.
 
 TRL needs an environment of its own (`pip install trl==1.16.0 -c constraints.txt`), whose process
-imports only TRL. Its settings are those that were fastest here: no bfloat16, no gradient
-checkpointing, 8 rows in a pass.
+imports only TRL. It runs in float32, without gradient checkpointing, with `--rows` rows in a pass.
 """
 
 from __future__ import annotations
@@ -83,6 +82,8 @@ def train_with_ludic(folder: Path, options: argparse.Namespace, result: dict[str
     result.update({key: summary[key] for key in ("before", "after", "intervals")})
     steps = [json.loads(line) for line in (folder / "ludic" / "metrics.jsonl").read_text().splitlines()]
     result["rewards"] = [step["train/avg_sampled_reward"] for step in steps if "train/avg_sampled_reward" in step]
+    assert len(drawn) == options.steps * PROMPTS * GROUP
+    assert all(row == drawn[index - index % GROUP] for index, row in enumerate(drawn))  # whole groups, in order
     (folder / "order.json").write_text(json.dumps(drawn[::GROUP]))
 
 
@@ -177,7 +178,7 @@ def main() -> None:
     if options.side:
         folder, result = options.output / str(options.seed), {}
         TRAIN[options.side](folder, options, result)
-        (folder / f"{options.side}.json").write_text(json.dumps({**result, "load": os.getloadavg()[0]}))
+        (folder / f"{options.side}.json").write_text(json.dumps({"load": os.getloadavg()[0], **result}))
         return
     for seed in [] if options.show else options.seeds:
         folder = options.output / str(seed)

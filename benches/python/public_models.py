@@ -75,10 +75,11 @@ EXPERIMENTS: dict[str, list[str]] = {
 EXPERIMENTS["tools"] += [*_STEP, "rollout.max_new_tokens=40", "rollout.max_tool_turns=1", "steps=15", "trainer.lr=1e-5"]
 EXPERIMENTS["tools"] += ["task.args.num_heldout=50", "evaluation.prompts=50", "evaluation.samples_per_prompt=2"]
 EXPERIMENTS["tools-sft"] += ["batch_size=8"]
-EVALUATIONS = {name: [[*SUMS, "k=2"], [*SUMS, "temperature=0", "k=1"]] for name in ("sft", "dpo")}
-EVALUATIONS |= {name: [[*BETWEEN, "k=32"]] for name in ("between", "between-maxent")}
 """Name -> command and settings. `@NAME` is the model, the folder of another experiment with the
 same seed, or a file that a function of `FILES` writes."""
+EVALUATIONS = {name: [[*SUMS, "k=2"], [*SUMS, "temperature=0", "k=1"]] for name in ("sft", "dpo")}
+EVALUATIONS |= {name: [[*BETWEEN, "k=32"]] for name in ("between", "between-maxent")}
+"""Name -> the settings of each `ludic eval`, before and after."""
 
 
 def last_number(completions: list[list[dict[str, str]]], answer: list[str], **_: object) -> list[float]:
@@ -114,7 +115,7 @@ def _solved(output: Path, seed: int) -> Iterator[dict[str, Any]]:
 
 
 def _pairs(output: Path, seed: int, model: str = "@sft/model", *, finished: bool = True) -> Iterator[dict[str, Any]]:
-    """A right answer of the model to a sum, and up to four wrong ones, of those that ended."""
+    """A right answer of the model to a sum, with up to four wrong ones for each right one."""
     answers = output / f"answers-{model.strip('@').partition('/')[0]}-{seed}.jsonl"
     if not answers.exists():
         settings = _resolve([f"model={model}", *SUMS, f"seed={seed}", "threads=1"], seed, output)
@@ -249,8 +250,8 @@ def _make(name: str, seed: int, output: Path) -> Path:
         return output / f"{name}-{seed}"
     path = output / f"{seed}-{name}"
     if not path.exists():
-        lines = [json.dumps(row) + "\n" for row in FILES[name](output, seed)] if name in FILES else [TOOLS_TEMPLATE]
-        path.write_text("".join(lines))
+        rows = () if name == "tools.jinja" else FILES[name](output, seed)
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows) or TOOLS_TEMPLATE)
     return path
 
 
@@ -363,7 +364,7 @@ def plot(results: dict[str, list[dict[str, Any]]], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 4), constrained_layout=True)
-    curves = {name: runs for name, runs in results.items() if all(each["curve"] for each in runs)}
+    curves = {name: results[name] for name in ("sums", "sums-lora", "products", "products-lora") if name in results}
     for number, (name, runs) in enumerate(curves.items()):
         length = min(len(each["curve"]) for each in runs)
         for each in runs:
