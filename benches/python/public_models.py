@@ -18,6 +18,7 @@ import os
 import re
 import resource
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -265,6 +266,7 @@ def run(name: str, seed: int, output: Path) -> None:
         _ludic(command, *words, f"name={folder.name}")
         cost = {"cpu_s": _cpu_seconds() - cpu, "process_s": time.perf_counter() - started, "load": os.getloadavg()[0]}
         (folder / "cost.json").write_text(json.dumps(cost))
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # 2 GB
     (start,) = (word for word in words if word.startswith("model="))
     for number, measured in enumerate(EVALUATIONS.get(name, [])):
         for when, model in (("before", start), ("after", f"model={folder / 'model'}")):
