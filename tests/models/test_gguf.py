@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType, GGUFWriter
+from gguf import GGMLQuantizationType, GGUFWriter, RopeScalingType
 from gguf.quants import dequantize, quantize
 from small_models import make_from_config
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -38,8 +38,9 @@ def permuted(weight, heads):
     return weight.reshape(heads, 2, -1, weight.shape[-1]).swapaxes(1, 2).reshape(weight.shape)
 
 
-def write_gguf(path, *, pre="smollm", template=TEMPLATE):
-    """A tiny Llama with quantised matrices. Returns its weights as the file stores them."""
+def write_gguf(path, *, pre="smollm", template=TEMPLATE, scaling=None, without=(), more=()):
+    """A tiny Llama with quantised matrices, `without` some tensors and with `more`. Returns its
+    weights as the file stores them."""
     sizes = {
         "hidden_size": 64,
         "num_hidden_layers": 1,
@@ -60,6 +61,9 @@ def write_gguf(path, *, pre="smollm", template=TEMPLATE):
     writer.add_head_count_kv(1)
     writer.add_rope_freq_base(10_000.0)
     writer.add_rope_dimension_count(32)
+    if scaling is not None:
+        writer.add_rope_scaling_type(scaling)
+        writer.add_rope_scaling_factor(8.0)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(len(TOKENS))
     writer.add_tokenizer_model("gpt2")
@@ -82,6 +86,8 @@ def write_gguf(path, *, pre="smollm", template=TEMPLATE):
             key = "token_embd.weight" if "embed" in name else "output_norm.weight"
         else:
             continue
+        if key in without:
+            continue
         if array.ndim == 1:
             writer.add_tensor(key, array)
             stored[name] = array
@@ -90,11 +96,29 @@ def write_gguf(path, *, pre="smollm", template=TEMPLATE):
         packed = quantize(permuted(array, heads) if heads else array, QUANTISED)
         writer.add_tensor(key, packed, raw_dtype=QUANTISED)
         stored[name] = dequantize(quantize(array, QUANTISED), QUANTISED)
+    for key in more:
+        writer.add_tensor(key, np.ones(64, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return stored
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"without": ["blk.0.ffn_down.weight"]}, "some are missing"),
+        ({"more": ["blk.0.attn_q.bias"]}, "transformers drops them"),
+        ({"more": ["rope_freqs.weight"]}, "rotary positions"),
+        ({"scaling": RopeScalingType.YARN}, "scales its rotary positions .yarn."),
+    ],
+)
+def test_a_file_that_transformers_reads_in_part_is_refused(tmp_path, change, said):
+    write_gguf(tmp_path / "tiny.gguf", **change)
+    with pytest.raises(ConfigError, match=said):
+        convert_gguf(tmp_path / "tiny.gguf", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_folder_has_the_values_that_the_file_stores(tmp_path):

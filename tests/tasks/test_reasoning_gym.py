@@ -42,6 +42,51 @@ def test_held_out_questions_are_not_drawn():
     assert not held & {task.draw(rng)["question"] for _ in range(300)}
 
 
+def test_each_question_is_held_out_once():
+    task = make("chain_sum", SUMS, num_heldout=100)
+    questions = [problem["question"] for problem in task.heldout()]
+    assert len(questions) == len({*questions}) < 100  # about 200 different ones exist
+
+
+def test_a_number_with_commas_is_right():
+    task = make("lcm", answer_in="number")
+    problem = next(problem for problem in task.heldout() if len(problem["answer"]) > 3)
+    assert score(task, problem, task.find_answer(f"It is {int(problem['answer']):,}, as shown.")) == 1.0
+
+
+def test_a_generator_that_draws_from_the_global_state_makes_the_same_problems_in_any_order():
+    first, again = make("list_functions"), make("list_functions")
+    assert [first._pool.make(0, n) for n in range(60)] == [again._pool.make(0, n) for n in reversed(range(60))][::-1]
+
+
+def test_a_problem_that_takes_too_long_to_make_is_not_drawn(monkeypatch):
+    """A resumed run would draw it again."""
+    task = make("chain_sum", SUMS)
+    drawn, make_problem = [task.draw(Random(0)), task.draw(Random(1))], task._pool.make
+    slow = {drawn[0]["index"]}
+
+    def make_slowly(dataset, index):
+        if slow is None or index in slow:
+            raise GradingError("it took longer than 5 s: making it")
+        return make_problem(dataset, index)
+
+    monkeypatch.setattr(task._pool, "make", make_slowly)
+    assert task.draw(Random(0)) not in drawn
+    assert task.draw(Random(1)) == drawn[1]
+    slow = None
+    with pytest.raises(GradingError, match="took longer"):
+        task.draw(Random(0))
+    del task.__dict__["_held"]
+    with pytest.raises(ConfigError, match=r"took longer.*task.args.timeout_s"):
+        task.heldout()
+
+
+def test_problems_without_an_answer_cannot_be_demonstrated():
+    task = make("propositional_logic")
+    with pytest.raises(ConfigError, match=r"names no answer.*warmup.steps=0"):
+        task.demonstrate(task.heldout()[0], Random(0))
+
+
 def test_settings_with_few_questions_are_an_error_where_all_are_held_out():
     task = make("coin_flip", {"min_trials": 3, "max_trials": 3}, num_heldout=300)
     with pytest.raises(ConfigError, match=r"1000 problems of coin_flip in a row.*num_heldout"):
@@ -68,7 +113,7 @@ def test_the_verifier_of_the_problem_scores():
         ("tags", "42", None),
         ("text", " 42 \n", "42"),
         ("text", " ", None),
-        ("number", "6 * 7 = -1,042.5, I think", "-1,042.5"),
+        ("number", "6 * 7 = -1,042.5, I think", "-1042.5"),
         ("number", "none", None),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,21 +35,28 @@ def convert_gguf(file: Path, out: Path, dtype: str = "float32") -> ConvertedMode
     dequantised: they have the values that the file stores, rounded to `dtype`, and no quantization
     is applied to them any more.
 
-    Raises ConfigError if `out` exists, and for a file that is damaged, no GGUF, or of an
-    architecture that transformers does not read. `out` is written whole or not at all.
+    Raises ConfigError if `out` exists, and for a file that is damaged, no GGUF, or one that
+    transformers does not read or reads in part: one of several files, or one with scaled positions
+    or other tensors that it drops. `out` is written whole or not at all.
     """
     check_dtype(dtype)
     if dtype == "auto":
         raise ConfigError("dtype (auto) has no meaning for quantised weights; give float32, bfloat16 or float16")
     if out.exists():
         raise ConfigError(f"{out} exists already, and is not replaced; give a new folder")
-    metadata, stored_as = _read_header(file)
+    metadata, stored_as, weights = _read_header(file)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     place = {"gguf_file": file.name, "trust_remote_code": False}
     with explain_load_errors(f"{file} could not be converted"):
         tokenizer = AutoTokenizer.from_pretrained(file.parent, **place)
         model = AutoModelForCausalLM.from_pretrained(file.parent, dtype=getattr(torch, dtype), **place)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    if parameters != weights:
+        raise ConfigError(
+            f"{file} has {weights:,} weights, and the model that transformers makes of it {parameters:,}: some are missing (a file in "
+            "parts must be joined first, with llama-gguf-split --merge), or transformers drops them, as it does factors of rotary positions"
+        )
     _split_numbers(tokenizer, metadata)
     # transformers takes the weights for quantised and refuses to save them; they are not any more.
     model.hf_quantizer = None
@@ -57,19 +65,19 @@ def convert_gguf(file: Path, out: Path, dtype: str = "float32") -> ConvertedMode
     with replace_folder(out) as aside:
         model.save_pretrained(aside)
         tokenizer.save_pretrained(aside)
-        for notice in sorted({*file.parent.glob("LICENSE*"), *file.parent.glob("NOTICE*")}):
+        for notice in filter(Path.is_file, [*file.parent.glob("LICENSE*"), *file.parent.glob("NOTICE*")]):
             shutil.copyfile(notice, aside / notice.name)
     return ConvertedModel(
         name=metadata.get("general.name") or file.stem,
         licence=metadata.get("general.license"),
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        parameters=parameters,
         stored_as=stored_as,
         has_chat_template=bool(tokenizer.chat_template),
     )
 
 
-def _read_header(file: Path) -> tuple[dict[str, Any], dict[str, int]]:
-    """(the metadata without lists, number of tensors by their storage type)."""
+def _read_header(file: Path) -> tuple[dict[str, Any], dict[str, int], int]:
+    """(the metadata without lists, number of tensors by their storage type, number of weights)."""
     if not file.is_file():
         raise ConfigError(f"{file} is no file; give a GGUF file, such as model.Q4_1.gguf")
     try:
@@ -81,20 +89,26 @@ def _read_header(file: Path) -> tuple[dict[str, Any], dict[str, int]]:
         metadata = {name: field.contents() for name, field in reader.fields.items() if len(field.types) == 1}
     except (ValueError, KeyError, IndexError, OverflowError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} is no GGUF file, or is damaged: {error}") from error
-    stored_as: dict[str, int] = {}
-    for tensor in reader.tensors:
-        stored_as[tensor.tensor_type.name] = stored_as.get(tensor.tensor_type.name, 0) + 1
-    return metadata, stored_as
+    architecture = metadata.get("general.architecture")
+    scaling = metadata.get(f"{architecture}.rope.scaling.type", "none")
+    if scaling != "none" and architecture != "gpt-oss":
+        raise ConfigError(f"{file} scales its rotary positions ({scaling}), which transformers does not read from GGUF files")
+    stored_as = Counter(tensor.tensor_type.name for tensor in reader.tensors)
+    return metadata, stored_as, sum(int(tensor.n_elements) for tensor in reader.tensors)
+
+
+_DIGITS_ALONE = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
+"""Values of `tokenizer.ggml.pre` with this rule in llama.cpp."""
 
 
 def _split_numbers(tokenizer: Any, metadata: dict[str, Any]) -> None:
     """Split text before its merges as SmolLM does: each digit by itself, then GPT-2's words.
 
-    transformers 5.23 knows this rule of other families, and reads `smollm` as GPT-2, so that the
-    two newlines before a number would be two tokens, where the model has seen one:
-    `"\\n\\n12"` is `["\\n\\n", "1", "2"]`.
+    transformers 5.23 knows the rules of other families, and reads these as GPT-2, so that the two
+    newlines before a number would be two tokens, where the model has seen one: `"\\n\\n12"` is
+    `["\\n\\n", "1", "2"]`.
     """
-    if metadata.get("tokenizer.ggml.pre") == "smollm":
+    if metadata.get("tokenizer.ggml.pre") in _DIGITS_ALONE:
         from tokenizers import pre_tokenizers
 
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

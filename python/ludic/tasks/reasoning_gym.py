@@ -20,7 +20,7 @@ from ludic.envs.line_process import LineProcessPool
 from ludic.envs.maths.answers import NUMBER
 from ludic.envs.maths.tagged import tagged_answer
 from ludic.envs.single_agent_env import SingleAgentEnv
-from ludic.errors import ConfigError, MissingExtraError, RolloutError, did_you_mean
+from ludic.errors import ConfigError, GradingError, MissingExtraError, RolloutError, did_you_mean
 from ludic.tasks.base import Problem
 from ludic.types import Info, StepOutcome
 
@@ -30,7 +30,7 @@ TAGS_PROMPT = (
     "Think step by step. Then write the final answer, and nothing else, between <answer> and </answer>, in the form that the "
     "question asks for."
 )
-_ATTEMPTS = 1_000
+_ATTEMPTS, _FAILURES = 1_000, 10
 
 
 class GymProblem(Problem):
@@ -106,10 +106,16 @@ class ReasoningGym:
         return f"what reasoning-gym's verifier says of {place}, in an answer that ended"
 
     def draw(self, rng: Random) -> GymProblem:
-        """A problem to train on. Raises ConfigError if every question seems to be held out."""
+        """A problem to train on. Raises ConfigError if every question seems to be held out, and
+        GradingError if each of several problems fails or takes too long to make."""
         dataset = bisect_right(self._bounds, rng.random() * self._bounds[-1])
-        for _ in range(_ATTEMPTS):
-            problem = self._pool.make(dataset, rng.randrange(self._num_held[dataset], self.num_problems))
+        for attempt in range(_ATTEMPTS):
+            try:
+                problem = self._pool.make(dataset, rng.randrange(self._num_held[dataset], self.num_problems))
+            except GradingError:  # a resumed run would draw the same one
+                if attempt < _FAILURES:
+                    continue
+                raise
             if problem["question"] not in self._held_questions:
                 return problem
         name = self._kinds[dataset]["name"]
@@ -122,7 +128,12 @@ class ReasoningGym:
         return self._held
 
     def demonstrate(self, problem: Problem, rng: Random) -> str:
-        """The generator's own answer, without steps that lead to it."""
+        """The generator's own answer, without steps that lead to it. Raises ConfigError where it
+        names none."""
+        if not problem["answer"]:
+            raise ConfigError(
+                f"the problem {problem['id']} names no answer, which could be shown to the model; set warmup.steps=0"
+            )
         return f"<answer>{problem['answer']}</answer>" if self.answer_in == "tags" else problem["answer"]
 
     def make_env(self, problem: Problem) -> ReasoningGymEnv:
@@ -136,7 +147,7 @@ class ReasoningGym:
             found = tagged_answer(text, template="relaxed")
             return None if found is None else found.strip()
         numbers = NUMBER.findall(text)
-        return numbers[-1] if numbers else None
+        return numbers[-1].replace(",", "") if numbers else None  # most verifiers compare the text
 
     async def score(self, problem: GymProblem, answer: str) -> float:
         """The verifier's score, from 0 to 1. Raises GradingError past the deadline."""
@@ -160,7 +171,16 @@ class ReasoningGym:
 
     @cached_property
     def _held(self) -> list[GymProblem]:
-        return [self._pool.make(kind, index) for kind, count in enumerate(self._num_held) for index in range(count)]
+        """The first problems of each kind, each question once."""
+        held: dict[str, GymProblem] = {}
+        try:
+            for kind, count in enumerate(self._num_held):
+                for index in range(count):
+                    problem = self._pool.make(kind, index)
+                    held.setdefault(problem["question"], problem)
+        except GradingError as error:
+            raise ConfigError(f"{error}; change task.args.config, or raise task.args.timeout_s") from error
+        return list(held.values())
 
     @cached_property
     def _held_questions(self) -> frozenset[str]:

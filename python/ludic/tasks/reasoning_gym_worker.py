@@ -17,6 +17,7 @@ import ast
 import builtins
 import json
 import os
+import random
 import re
 import resource
 import signal
@@ -64,6 +65,7 @@ def _make(datasets: list[Any], settings: dict[str, Any]) -> dict[str, Any]:
 
 def _answer(datasets: list[Any], request: dict[str, Any]) -> dict[str, Any]:
     dataset = datasets[request["dataset"]]
+    random.seed(request["index"])  # list_functions draws from it
     entry = dataset[request["index"]]
     if "text" not in request:
         return {"question": entry["question"], "answer": entry["answer"]}
