@@ -306,7 +306,8 @@ def test_a_limit_draws_randomly_from_the_whole_data_set(tiny: list[str], tmp_pat
 
 def test_a_loaded_model_gets_the_usual_settings_of_reward_models() -> None:
     made, loaded = compose_rm([]), compose_rm(["model=some/model"])
-    assert (loaded.trainer.warmup_steps, loaded.trainer.lr_scheduler_type, loaded.trainer.lr_min_ratio) == (50, "cosine", 0.0)
+    assert (loaded.trainer.warmup_steps, loaded.trainer.warmup_ratio) == (0, 0.1)  # a short run reaches its rate, too
+    assert (loaded.trainer.lr_scheduler_type, loaded.trainer.lr_min_ratio) == ("cosine", 0.0)
     assert (loaded.loss.label_smoothing, loaded.loss.regularization_lambda) == (0.05, 0.001)
     assert (made.loss.label_smoothing, made.loss.regularization_lambda) == (
         0.0,
