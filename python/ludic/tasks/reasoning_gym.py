@@ -52,6 +52,7 @@ class ReasoningGym:
 
     system_prompt: str | None
     measures: Mapping[str, str]
+    success_reward = 1.0
 
     def __init__(
         self,
@@ -153,10 +154,6 @@ class ReasoningGym:
         """The verifier's score, from 0 to 1. Raises GradingError past the deadline."""
         score = await self._pool.run_in_thread(self._pool.score, problem, answer)
         return score if self.partial_credit else float(score >= 1.0)
-
-    @property
-    def success_reward(self) -> float:
-        return 1.0
 
     @cached_property
     def _num_held(self) -> list[int]:
