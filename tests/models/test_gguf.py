@@ -38,7 +38,7 @@ def permuted(weight, heads):
     return weight.reshape(heads, 2, -1, weight.shape[-1]).swapaxes(1, 2).reshape(weight.shape)
 
 
-def write_gguf(path, *, pre="smollm", template=TEMPLATE, scaling=None, without=(), more=()):
+def write_gguf(path, *, pre="smollm", template=TEMPLATE, scaling=None, factor=None, parts=1, without=(), more=()):
     """A tiny Llama with quantised matrices, `without` some tensors and with `more`. Returns its
     weights as the file stores them."""
     sizes = {
@@ -63,7 +63,9 @@ def write_gguf(path, *, pre="smollm", template=TEMPLATE, scaling=None, without=(
     writer.add_rope_dimension_count(32)
     if scaling is not None:
         writer.add_rope_scaling_type(scaling)
-        writer.add_rope_scaling_factor(8.0)
+    if factor is not None:
+        writer.add_rope_scaling_factor(factor)
+    writer.add_uint16("split.count", parts)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(len(TOKENS))
     writer.add_tokenizer_model("gpt2")
@@ -109,9 +111,11 @@ def write_gguf(path, *, pre="smollm", template=TEMPLATE, scaling=None, without=(
     ("change", "said"),
     [
         ({"without": ["blk.0.ffn_down.weight"]}, "some are missing"),
-        ({"more": ["blk.0.attn_q.bias"]}, "transformers drops them"),
-        ({"more": ["rope_freqs.weight"]}, "rotary positions"),
-        ({"scaling": RopeScalingType.YARN}, "scales its rotary positions .yarn."),
+        ({"more": ["blk.0.attn_q.bias"]}, "some are dropped"),
+        ({"more": ["rope_freqs.weight"]}, "some are dropped"),
+        ({"scaling": RopeScalingType.YARN, "factor": 8.0}, "rotary positions .yarn, 8.0."),
+        ({"factor": 8.0}, "rotary positions .linear, 8.0."),
+        ({"parts": 2}, "one of 2 parts"),
     ],
 )
 def test_a_file_that_transformers_reads_in_part_is_refused(tmp_path, change, said):
@@ -119,6 +123,11 @@ def test_a_file_that_transformers_reads_in_part_is_refused(tmp_path, change, sai
     with pytest.raises(ConfigError, match=said):
         convert_gguf(tmp_path / "tiny.gguf", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_positions_that_are_scaled_by_one_are_not_scaled(tmp_path):
+    write_gguf(tmp_path / "tiny.gguf", scaling=RopeScalingType.LINEAR, factor=1.0)
+    assert convert_gguf(tmp_path / "tiny.gguf", tmp_path / "out").name == "Tiny"
 
 
 def test_the_folder_has_the_values_that_the_file_stores(tmp_path):

@@ -44,19 +44,19 @@ def convert_gguf(file: Path, out: Path, dtype: str = "float32") -> ConvertedMode
         raise ConfigError("dtype (auto) has no meaning for quantised weights; give float32, bfloat16 or float16")
     if out.exists():
         raise ConfigError(f"{out} exists already, and is not replaced; give a new folder")
-    metadata, stored_as, weights = _read_header(file)
+    metadata, stored_as, sizes = _read_header(file)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     place = {"gguf_file": file.name, "trust_remote_code": False}
     with explain_load_errors(f"{file} could not be converted"):
         tokenizer = AutoTokenizer.from_pretrained(file.parent, **place)
         model = AutoModelForCausalLM.from_pretrained(file.parent, dtype=getattr(torch, dtype), **place)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    if parameters != weights:
-        raise ConfigError(
-            f"{file} has {weights:,} weights, and the model that transformers makes of it {parameters:,}: some are missing (a file in "
-            "parts must be joined first, with llama-gguf-split --merge), or transformers drops them, as it does factors of rotary positions"
-        )
+    if model.config.tie_word_embeddings:  # BLOOM's files and Falcon's may repeat the embeddings
+        sizes.pop("output.weight", None)
+    weights, parameters = sum(sizes.values()), sum(parameter.numel() for parameter in model.parameters())
+    if weights != parameters:
+        lost = "some are missing; give the whole file" if weights < parameters else "some are dropped; convert the original model"
+        raise ConfigError(f"{file} has {weights:,} weights, and the model that transformers makes of it {parameters:,}: {lost}")
     _split_numbers(tokenizer, metadata)
     # transformers takes the weights for quantised and refuses to save them; they are not any more.
     model.hf_quantizer = None
@@ -76,8 +76,8 @@ def convert_gguf(file: Path, out: Path, dtype: str = "float32") -> ConvertedMode
     )
 
 
-def _read_header(file: Path) -> tuple[dict[str, Any], dict[str, int], int]:
-    """(the metadata without lists, number of tensors by their storage type, number of weights)."""
+def _read_header(file: Path) -> tuple[dict[str, Any], dict[str, int], dict[str, int]]:
+    """(the metadata without lists, number of tensors by their storage type, tensor -> its size)."""
     if not file.is_file():
         raise ConfigError(f"{file} is no file; give a GGUF file, such as model.Q4_1.gguf")
     try:
@@ -89,16 +89,15 @@ def _read_header(file: Path) -> tuple[dict[str, Any], dict[str, int], int]:
         metadata = {name: field.contents() for name, field in reader.fields.items() if len(field.types) == 1}
     except (ValueError, KeyError, IndexError, OverflowError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} is no GGUF file, or is damaged: {error}") from error
+    if metadata.get("split.count", 1) > 1:
+        raise ConfigError(f"{file} is one of {metadata['split.count']} parts; join them with llama-gguf-split --merge")
     architecture = metadata.get("general.architecture")
-    scaling = metadata.get(f"{architecture}.rope.scaling.type", "none")
-    if scaling != "none" and architecture != "gpt-oss":
-        raise ConfigError(f"{file} scales its rotary positions ({scaling}), which transformers does not read from GGUF files")
+    kind = metadata.get(f"{architecture}.rope.scaling.type", "linear")  # llama.cpp's default
+    factor = metadata.get(f"{architecture}.rope.scaling.factor", metadata.get(f"{architecture}.rope.scale_linear", 1.0))
+    if architecture != "gpt-oss" and kind != "none" and (kind != "linear" or factor not in (0.0, 1.0)):
+        raise ConfigError(f"{file} scales its rotary positions ({kind}, {factor}), which transformers does not read")
     stored_as = Counter(tensor.tensor_type.name for tensor in reader.tensors)
-    return metadata, stored_as, sum(int(tensor.n_elements) for tensor in reader.tensors)
-
-
-_DIGITS_ALONE = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
-"""Values of `tokenizer.ggml.pre` with this rule in llama.cpp."""
+    return metadata, stored_as, {tensor.name: int(tensor.n_elements) for tensor in reader.tensors}
 
 
 def _split_numbers(tokenizer: Any, metadata: dict[str, Any]) -> None:
@@ -108,7 +107,7 @@ def _split_numbers(tokenizer: Any, metadata: dict[str, Any]) -> None:
     newlines before a number would be two tokens, where the model has seen one: `"\\n\\n12"` is
     `["\\n\\n", "1", "2"]`.
     """
-    if metadata.get("tokenizer.ggml.pre") in _DIGITS_ALONE:
+    if metadata.get("tokenizer.ggml.pre") in ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"):
         from tokenizers import pre_tokenizers
 
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

@@ -110,13 +110,15 @@ class ReasoningGym:
         """A problem to train on. Raises ConfigError if every question seems to be held out, and
         GradingError if each of several problems fails or takes too long to make."""
         dataset = bisect_right(self._bounds, rng.random() * self._bounds[-1])
-        for attempt in range(_ATTEMPTS):
+        own, failures = Random(rng.getrandbits(64)), 0  # a retry leaves the draws after this one as they are
+        for _ in range(_ATTEMPTS):
             try:
-                problem = self._pool.make(dataset, rng.randrange(self._num_held[dataset], self.num_problems))
+                problem = self._pool.make(dataset, own.randrange(self._num_held[dataset], self.num_problems))
             except GradingError:  # a resumed run would draw the same one
-                if attempt < _FAILURES:
-                    continue
-                raise
+                failures += 1
+                if failures == _FAILURES:
+                    raise
+                continue
             if problem["question"] not in self._held_questions:
                 return problem
         name = self._kinds[dataset]["name"]
@@ -132,9 +134,7 @@ class ReasoningGym:
         """The generator's own answer, without steps that lead to it. Raises ConfigError where it
         names none."""
         if not problem["answer"]:
-            raise ConfigError(
-                f"the problem {problem['id']} names no answer, which could be shown to the model; set warmup.steps=0"
-            )
+            raise ConfigError(f"the problem {problem['id']} has no reference answer to demonstrate; set warmup.steps=0")
         return f"<answer>{problem['answer']}</answer>" if self.answer_in == "tags" else problem["answer"]
 
     def make_env(self, problem: Problem) -> ReasoningGymEnv:

@@ -65,7 +65,7 @@ def _make(datasets: list[Any], settings: dict[str, Any]) -> dict[str, Any]:
 
 def _answer(datasets: list[Any], request: dict[str, Any]) -> dict[str, Any]:
     dataset = datasets[request["dataset"]]
-    random.seed(request["index"])  # list_functions draws from it
+    random.seed(f"{dataset.seed} {request['index']}")  # list_functions draws from it
     entry = dataset[request["index"]]
     if "text" not in request:
         return {"question": entry["question"], "answer": entry["answer"]}

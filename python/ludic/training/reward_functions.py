@@ -343,7 +343,7 @@ def reward_failure(name: str, function: RewardFunction, error: Exception, entry:
     """Return the error of a function for a rollout."""
     failed = f"reward function {name} failed: {_reason(function, error)}"
     if isinstance(error, TypeError | AttributeError) and isinstance(entry.completion, list):
-        failed += "; a completion is a list of messages here, whose last text is completion[-1]['content']"
+        failed += "; a completion is a list of messages here, the last text is completion[-1]['content']"
     failure = GradingError(failed)
     failure.__cause__ = error
     return failure

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -41,7 +40,7 @@ class LocalRewardModel:
     module is restored after a call.
 
     Token ids are scored as they are. Text is tokenised with `tokenizer`, after the token with which
-    it begins texts, if any; with `add_special_tokens`, with all of its special tokens.
+    it begins texts, without the end token; with `add_special_tokens`, with all special tokens.
 
     The score of a decoder is computed at the last token of each sequence, whatever its id. vLLM
     does the same; the forward pass of transformers uses the last token that is not
@@ -187,10 +186,10 @@ class LocalRewardModel:
         checked = [as_scoring_input(item) for item in inputs]
         if self.tokenizer is None and any(isinstance(item, str) for item in checked):
             raise ConfigError(f"{self.name} has no tokenizer but got text; pass tokenizer=, or token ids")
-        encode = (
-            (lambda text: self.tokenizer(text)["input_ids"]) if self._add_special_tokens else partial(encode_text, self.tokenizer)
-        )
-        return [encode(sequence) if isinstance(sequence, str) else sequence for sequence in checked]
+        return [self._encode(item) if isinstance(item, str) else item for item in checked]
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self.tokenizer(text)["input_ids"]) if self._add_special_tokens else encode_text(self.tokenizer, text)
 
     def _check_sequences(self, sequences: Sequence[Sequence[int]], pooling: PoolingType | None) -> None:
         if pooling is PoolingType.STEP:

@@ -38,9 +38,9 @@ import numpy as np
 
 from ludic.data import DataSet, load_data
 from ludic.errors import ConfigError, DataError, DataKeyError, RowError
-from ludic.inference.prompts.template import begin_text, read_template_kwargs
+from ludic.inference.prompts.template import encode_text, read_template_kwargs
 from ludic.training.samples.conversations import ChatTokenizer, ChatTokens
-from ludic.training.samples.text import append_eos, tokenize_prompt_completion, tokenize_text
+from ludic.training.samples.text import append_eos, tokenize_prompt_completion
 from ludic.training.types import SAWItem
 from ludic.types import Message
 
@@ -119,8 +119,7 @@ class PreferenceItems:
         if prompt:
             both = [tokenize_prompt_completion(self.tokenizer, prompt, text, where) for text in (chosen, rejected)]
         else:
-            texts = [tokenize_text(self.tokenizer, text) for text in (chosen, rejected)]
-            ids = [append_eos(self.tokenizer, begin_text(self.tokenizer, each)) for each in texts]
+            ids = [append_eos(self.tokenizer, encode_text(self.tokenizer, text)) for text in (chosen, rejected)]
             both = _split_common_prefix(ids)
         return [truncate_left(tokens, self.max_length) for tokens in both]
 
