@@ -46,7 +46,6 @@ FUNCTIONS += ["task.args.num_heldout=24", "evaluation.prompts=24", "evaluation.s
 FULL, LORA = ["model=@smollm2", "trainer.lr=1e-5"], ["model=@smollm2", "lora.rank=16", "trainer.lr=3e-4"]
 MAXENT = ["algorithm=maxent_grpo", "algorithm_args.tau=0.1", "algorithm_args.beta=0"]
 VARIED = ["model=@between-sft/model", "trainer.lr=1e-5", "steps=30"]
-WARM_UP = ["trainer.warmup_steps=0", "trainer.warmup_ratio=0.1"]
 TUNED = ["model=@sft/model", "trainer.lr=1e-5"]
 
 EXPERIMENTS: dict[str, list[str]] = {
@@ -57,8 +56,8 @@ EXPERIMENTS: dict[str, list[str]] = {
     "products-lora": ["train", *PRODUCTS, *LORA, "steps=40"],
     "sft": ["sft", "data=@solved.jsonl", "model=@smollm2", "trainer.lr=2e-5", "epochs=1", "batch_size=16"],
     "sft-grpo": ["train", *SUMS, *TUNED, "steps=20"],
-    "dpo": ["dpo", "data=@pairs.jsonl", *TUNED, *WARM_UP, "epochs=1", "batch_size=16"],
-    "rm": ["train-rm", "data=@drafts.jsonl", "heldout=0.25", *FULL, *WARM_UP, "epochs=1", "batch_size=16"],
+    "dpo": ["dpo", "data=@pairs.jsonl", *TUNED, "epochs=1", "batch_size=16"],
+    "rm": ["train-rm", "data=@drafts.jsonl", "heldout=0.25", *FULL, "epochs=1", "batch_size=16"],
     "rm-grpo": ["train", *SUMS, *FULL, "reward_model=@rm", "steps=20"],
     "between-sft": ["sft", "data=@numbers.jsonl", "model=@smollm2", "trainer.lr=2e-5", "epochs=1", "batch_size=16"],
     "between": ["train", *BETWEEN, *VARIED],
