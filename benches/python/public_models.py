@@ -43,6 +43,8 @@ BETWEEN = ["data=@ranges.jsonl", f"reward={HERE}:between", *_STEP, "rollout.max_
 BETWEEN += ["task.args.num_heldout=20", "evaluation.prompts=20", "evaluation.samples_per_prompt=8"]
 FUNCTIONS = ["data=@functions.jsonl", "reward=code", "rollout.prompts=4", "rollout.group_size=8", "rollout.max_new_tokens=64"]
 FUNCTIONS += ["task.args.num_heldout=24", "evaluation.prompts=24", "evaluation.samples_per_prompt=4"]
+TOOLS = ["data=@products.jsonl", f"reward={HERE}:last_number", f"tools=[{HERE}:multiply]", *_STEP, "rollout.max_new_tokens=40"]
+TOOLS += ["rollout.max_tool_turns=1", "task.args.num_heldout=50", "evaluation.prompts=50", "evaluation.samples_per_prompt=2"]
 FULL, LORA = ["model=@smollm2", "trainer.lr=1e-5"], ["model=@smollm2", "lora.rank=16", "trainer.lr=3e-4"]
 MAXENT = ["algorithm=maxent_grpo", "algorithm_args.tau=0.1", "algorithm_args.beta=0"]
 VARIED = ["model=@between-sft/model", "trainer.lr=1e-5", "steps=30"]
@@ -63,18 +65,17 @@ EXPERIMENTS: dict[str, list[str]] = {
     "between": ["train", *BETWEEN, *VARIED],
     "between-maxent": ["train", *BETWEEN, *VARIED, *MAXENT],
     "functions": ["train", *FUNCTIONS, *FULL, "steps=20"],
-    "tools-sft": ["sft", "data=@calls.jsonl", "chat_template=@tools.jinja", "model=@smollm2", "trainer.lr=1e-4", "epochs=2"],
-    "tools": [
-        "train",
-        "data=@products.jsonl",
-        f"reward={HERE}:last_number",
-        f"tools=[{HERE}:multiply]",
-        "model=@tools-sft/model",
+    "tools-sft": [
+        "sft",
+        "data=@calls.jsonl",
+        "chat_template=@tools.jinja",
+        "model=@smollm2",
+        "trainer.lr=1e-4",
+        "epochs=2",
+        "batch_size=8",
     ],
+    "tools": ["train", *TOOLS, "model=@tools-sft/model", "trainer.lr=1e-5", "steps=15"],
 }
-EXPERIMENTS["tools"] += [*_STEP, "rollout.max_new_tokens=40", "rollout.max_tool_turns=1", "steps=15", "trainer.lr=1e-5"]
-EXPERIMENTS["tools"] += ["task.args.num_heldout=50", "evaluation.prompts=50", "evaluation.samples_per_prompt=2"]
-EXPERIMENTS["tools-sft"] += ["batch_size=8"]
 """Name -> command and settings. `@NAME` is the model, the folder of another experiment with the
 same seed, or a file that a function of `FILES` writes."""
 EVALUATIONS = {name: [[*SUMS, "k=2"], [*SUMS, "temperature=0", "k=1"]] for name in ("sft", "dpo")}
