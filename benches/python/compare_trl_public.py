@@ -9,8 +9,9 @@ The problems are `sums` of `public_models`, as one user message each; both sides
 function: 1 if the last number of the text is the answer. A step is 8 problems x 8 answers of at
 most 16 tokens and one optimizer step with a constant learning rate of 1e-5. Each side runs in a
 process of its own, which is measured from the start of training to its end; memory is the peak of
-that process, its libraries included. `ludic eval` measures both models on the held-out problems. A
-side that has finished in FOLDER is not repeated.
+that process, its libraries included, and for ludic the held-out measurement before training too.
+ludic's held-out measurement is made of both models. A side that has finished in FOLDER is not
+repeated.
 
 TRL needs an environment of its own (`pip install trl==1.16.0 -c constraints.txt`), whose process
 imports only TRL. It runs in float32, without gradient checkpointing, with `--rows` rows in a pass.
@@ -29,7 +30,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benches.python.public_models import last_number
+from benches.python.public_models import SUM_SETTINGS, last_number
 from benches.python.sampling_speed import read_status
 from benches.python.trl_grpo import grpo_config
 
@@ -43,9 +44,7 @@ def make_rows(count: int) -> list[dict[str, Any]]:
     """`count` different problems. The first HELD_OUT are held out."""
     import reasoning_gym  # type: ignore[import-untyped, unused-ignore]
 
-    problems = reasoning_gym.create_dataset(
-        "chain_sum", seed=0, size=4 * count, min_terms=2, max_terms=2, min_digits=1, max_digits=2
-    )
+    problems = reasoning_gym.create_dataset("chain_sum", seed=0, size=4 * count, **SUM_SETTINGS)
     answers = {problem["question"]: problem["answer"] for problem in problems}
     return [
         {"prompt": [{"role": "user", "content": question}], "answer": answer}

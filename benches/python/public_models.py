@@ -35,7 +35,8 @@ HERE = "benches.python.public_models"
 _GYM = ["task.kind=reasoning_gym", "task.args.answer_in=number", "task.args.partial_credit=false"]
 _STEP = ["rollout.prompts=8", "rollout.group_size=8"]
 _SHORT, _HELD_OUT = ["rollout.max_new_tokens=16"], ["evaluation.prompts=100", "evaluation.samples_per_prompt=2"]
-_SUMS = "{min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 2}"
+SUM_SETTINGS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
+_SUMS = str(SUM_SETTINGS).replace("'", "")
 _DIGITS = "{min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 1}"
 SUMS = [*_GYM, "task.args.name=chain_sum", f"task.args.config={_SUMS}", *_STEP, *_SHORT, *_HELD_OUT]
 PRODUCTS = [*_GYM, "task.args.name=products", f"task.args.config={_DIGITS}", *_STEP, *_SHORT, *_HELD_OUT]
@@ -107,9 +108,8 @@ def _solved(output: Path, seed: int) -> Iterator[dict[str, Any]]:
     """Sums with their answers, none of which is held out."""
     import reasoning_gym  # type: ignore[import-untyped, unused-ignore]
 
-    sums = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
-    held_out = {row["question"] for row in reasoning_gym.create_dataset("chain_sum", seed=0, size=200, **sums)}
-    problems = reasoning_gym.create_dataset("chain_sum", seed=1, size=1000, **sums)
+    held_out = {row["question"] for row in reasoning_gym.create_dataset("chain_sum", seed=0, size=200, **SUM_SETTINGS)}
+    problems = reasoning_gym.create_dataset("chain_sum", seed=1, size=1000, **SUM_SETTINGS)
     solved = {row["question"]: row["answer"] for row in problems if row["question"] not in held_out}
     for question, answer in list(solved.items())[:256]:
         yield {"messages": [_user(question), {"role": "assistant", "content": answer}]}

@@ -48,7 +48,7 @@ async def test_texts_and_ids_are_sent_in_separate_requests(server):
 
 async def test_text_is_sent_as_ids_that_begin_as_in_training_if_the_tokenizer_is_known(server):
     beginning = gemma_that_begins_texts()
-    with pytest.raises(DataError, match="out of vocabulary"):  # of the stub, which is smaller
+    with pytest.raises(DataError, match="out of vocabulary"):  # the stub knows fewer ids; it was sent these
         await score_with(client(server, tokenizer=beginning), ["It is 4."])
     assert [body["input"] for body in server.bodies("/classify")] == [[beginning("It is 4.")["input_ids"]]]
 

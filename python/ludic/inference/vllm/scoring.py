@@ -80,7 +80,7 @@ class VLLMScoringClient:
     are retried up to `max_retries` times; a dead engine raises EngineDeadError at once. With
     several servers each call goes to the least busy one; a dead server is drained, and its calls
     move to the others. With `tokenizer`, the server's own, rollouts are scored as the token ids
-    that were sampled, and text begins as in training. `pooling_type` must be that of the server,
+    that were sampled, and text begins as in training. `pooling_type` must equal the server's,
     which requests cannot change.
     """
 
