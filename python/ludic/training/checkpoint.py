@@ -51,9 +51,8 @@ from ludic.models.saving import StaticFiles, TokenizerFiles, write_card
 from ludic.models.sharding import is_sharded
 from ludic.models.state_files import read_model, read_optimizer_if_stored
 from ludic.training import ranks
-from ludic.training.backend.protocol import TrainingBackend
+from ludic.training.backend.protocol import TrainingBackend, with_defaults
 from ludic.training.backend.saving import replace_folder_on_ranks, write_weights
-from ludic.training.backend.torch import TorchBackend
 
 logger = logging.getLogger(__name__)
 
@@ -151,8 +150,9 @@ class CheckpointManager:
         """Save the backend's weights and optimizer; `Trainer` calls this method. If a subclass
         overrides `save` and the model is in this process, this calls `save`. `files`: names and
         contents of more JSON files."""
-        if isinstance(backend, TorchBackend) and type(self).save is not CheckpointManager.save:
-            folder = self.save(backend.model, optimizer=backend.optimizer, step=step, metadata=metadata)
+        here = with_defaults(backend)
+        if here.model is not None and type(self).save is not CheckpointManager.save:
+            folder = self.save(here.model, optimizer=here.optimizer, step=step, metadata=metadata)
             with ranks.agree(f"saving the checkpoint of step {step}"):
                 if folder is not None:
                     _write_files(folder, files)
@@ -160,11 +160,13 @@ class CheckpointManager:
                     self._write_manifest(folder, step)  # of what the subclass changed after it called `save`
                     self._point_to(folder)
             return folder
-        save, shared = backend.save, writes_on_all_ranks(backend)
-        if self._is_shallow and isinstance(backend, TorchBackend):
-            save = backend.save_as_held
+        save = here.save_as_held if self._is_shallow and here.model is not None else backend.save
         return self.write(
-            lambda folder: save(folder, optimizer=self.cfg.save_optimizer).wait(), step, metadata, shared=shared, files=files
+            lambda folder: save(folder, optimizer=self.cfg.save_optimizer).wait(),
+            step,
+            metadata,
+            shared=here.is_sharded,
+            files=files,
         )
 
     def write(
@@ -335,8 +337,9 @@ class CheckpointManager:
     def load_backend(self, backend: TrainingBackend, folder: Path) -> dict[str, Any]:
         """Load a checkpoint into the backend; `Trainer` calls this method. If a subclass overrides
         `load` and the model is in this process, this calls `load`."""
-        if isinstance(backend, TorchBackend) and type(self).load is not CheckpointManager.load:
-            return self.load(backend.model, optimizer=backend.optimizer, path=folder)
+        here = with_defaults(backend)
+        if here.model is not None and type(self).load is not CheckpointManager.load:
+            return self.load(here.model, optimizer=here.optimizer, path=folder)
         backend.load(folder).wait()
         return _read_metadata(folder)
 
@@ -345,11 +348,6 @@ class CheckpointManager:
         step_000050, unless a folder named 50 exists."""
         is_step = isinstance(checkpoint, int) or (str(checkpoint).isdigit() and not Path(checkpoint).exists())
         return self.find(step=int(str(checkpoint))) if is_step else self.find(path=str(checkpoint))
-
-
-def writes_on_all_ranks(backend: TrainingBackend) -> bool:
-    """Whether every rank writes files of its own in `backend.save`."""
-    return isinstance(backend, TorchBackend) and is_sharded(backend.model)
 
 
 def _write_files(folder: Path, files: Mapping[str, Mapping[str, Any]] | None) -> None:

@@ -23,8 +23,8 @@ from ludic.training import ranks
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.backend.forward import as_forward_passes, forward_action_logprobs
 from ludic.training.backend.futures import TrainFuture
+from ludic.training.backend.prefix_sharing import shares_prefixes
 from ludic.training.backend.protocol import ForwardPasses, TrainingBackend
-from ludic.training.backend.torch import shares_prefixes
 from ludic.training.batching.epochs import ItemBatchSource
 from ludic.training.batching.micro_batching import MicroBatch
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch

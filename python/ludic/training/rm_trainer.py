@@ -18,8 +18,9 @@ from ludic.models.heads import is_classifier
 from ludic.models.lora import LoraSettings, apply_lora
 from ludic.models.published import unwrap_model
 from ludic.training.algorithm import RLAlgorithm
+from ludic.training.backend.prefix_sharing import shares_prefixes
 from ludic.training.backend.protocol import ForwardPasses, TrainingBackend
-from ludic.training.backend.torch import build_optimizer, shares_prefixes
+from ludic.training.backend.torch import build_optimizer
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
 from ludic.training.batching.packing import Rows
 from ludic.training.batching.pair_batches import PreferenceMacroBatch, PreferenceMiniBatch, SampleMiniBatch

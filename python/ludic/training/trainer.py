@@ -23,8 +23,9 @@ from ludic.models.published import ParamFilter
 from ludic.training import ranks, watchdog
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.backend.futures import TrainFuture
-from ludic.training.backend.protocol import TrainingBackend
-from ludic.training.backend.torch import TorchBackend, build_optimizer, shares_prefixes
+from ludic.training.backend.prefix_sharing import shares_prefixes
+from ludic.training.backend.protocol import TrainingBackend, with_defaults
+from ludic.training.backend.torch import TorchBackend, build_optimizer
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
 from ludic.training.batching.packing import Rows
 from ludic.training.batching.source import BATCH_NUMBER, PENDING_PATIENCE_S, BatchSourceBase, as_batch_source
@@ -173,7 +174,7 @@ class Trainer:
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
         """The optimizer of a `TorchBackend`; None with another backend."""
-        return self.backend.optimizer if isinstance(self.backend, TorchBackend) else None
+        return with_defaults(self.backend).optimizer
 
     @property
     def early_stopping(self) -> EarlyStopping:
@@ -256,8 +257,7 @@ class Trainer:
                     await self._optimize(mini_batch, record, first_epoch=epoch == 0)
                 record.add_padding(mini_batch)
         self._step += 1
-        if isinstance(self.backend, TorchBackend):
-            self.backend.note_step(self._step)
+        with_defaults(self.backend).note_step(self._step)
         if self.sync_every_steps and self._step % self.sync_every_steps == 0:
             await self.publish(timer)
         stats = self._log_step(record, prepared)

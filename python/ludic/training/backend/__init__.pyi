@@ -4,6 +4,7 @@ from ludic.training.backend.futures import (
     wait_all as wait_all,
 )
 from ludic.training.backend.protocol import (
+    BackendBase as BackendBase,
     BackwardResult as BackwardResult,
     ForwardPasses as ForwardPasses,
     MicroBatches as MicroBatches,

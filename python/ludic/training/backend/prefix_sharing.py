@@ -17,6 +17,7 @@ from ludic.models.heads import is_classifier
 from ludic.models.packed_attention import OWN, PACKED, get_attention, unwrap_transformer
 from ludic.models.prefix_trees import PREFIX_FLEX
 from ludic.training.algorithm import RLAlgorithm
+from ludic.training.backend.protocol import with_defaults
 from ludic.training.config import TrainerConfig
 from ludic.training.loss.base import adapted_loss, loss_name
 from ludic.training.preflight.layouts import find_fault
@@ -48,6 +49,14 @@ def can_train_on_trees(model: nn.Module, algo: RLAlgorithm, cfg: TrainerConfig) 
     reason = _find_loss_reason(model, algo)
     explain_rows(reason, model, cfg)
     return reason is None
+
+
+def shares_prefixes(backend: object, cfg: TrainerConfig) -> bool:
+    """Whether the mini-batches of a trainer may be rows of prefix trees; one line says why not."""
+    shared = with_defaults(backend).shares_prefixes
+    if shared is None and cfg.prefix_sharing != "off":
+        explain_rows(f"{type(backend).__name__} does not compute them", type(backend), cfg)
+    return bool(shared)
 
 
 def explain_rows(reason: str | None, owner: object, cfg: TrainerConfig) -> None:

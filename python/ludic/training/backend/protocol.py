@@ -8,26 +8,24 @@ thread than that of the event loop.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from ludic.models.published import ParamFilter
 from ludic.training.backend.futures import TrainFuture
+from ludic.training.backend.weight_stream import WeightStream
 from ludic.training.batching.micro_batching import MicroBatch
+from ludic.training.batching.mini_batches import MiniBatch
 from ludic.training.loss import BatchTotals
 from ludic.training.loss.base import ScoreType
 
-
-class MicroBatches(Protocol):
-    """The micro-batches of a mini-batch: a list, or an object that collates them one by one. It can
-    be iterated twice."""
-
-    def __len__(self) -> int: ...
-    def __iter__(self) -> Iterator[MicroBatch]: ...
+MicroBatches = list[MicroBatch] | MiniBatch
+"""The micro-batches of a mini-batch, which can be iterated twice. A `MiniBatch` collates each when
+it is reached."""
 
 
 @dataclass
@@ -104,3 +102,48 @@ class TrainingBackend(ForwardPasses, Protocol):
 
     def restore_weights(self, snapshot: Any) -> TrainFuture[None]:
         """Set the trained weights to those of a snapshot of the same backend."""
+
+
+class BackendBase:
+    """Members that a `TrainingBackend` may have besides, with their defaults. A backend that does
+    not derive from this class has the defaults."""
+
+    model: nn.Module | None = None
+    """The model, if it is in this process."""
+    optimizer: torch.optim.Optimizer | None = None
+    """Its optimizer."""
+
+    @property
+    def has_worker(self) -> bool:
+        """Whether operations run in a thread of the backend."""
+        return False
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each rank has a part of the model, and writes files of its own in `save`."""
+        return False
+
+    @property
+    def shares_prefixes(self) -> bool | None:
+        """Whether the mini-batches of `forward_backward` may be rows of prefix trees
+        (`TreeMiniBatch`); None: never."""
+        return None
+
+    def note_step(self, step: int) -> None:
+        """The trainer has taken `step` steps, each of one or more optimizer steps. A subclass may
+        number its weights so; called before they are published and saved."""
+
+    def save_as_held(self, path: str | Path | None, *, optimizer: bool = True) -> TrainFuture[None]:
+        """`TrainingBackend.save` for a shallow checkpoint, if there is a `model`: each rank writes
+        the parts that it has. `load` reads both."""
+        raise NotImplementedError
+
+    def stream_weights(self, *, param_filter: ParamFilter | None = None) -> WeightStream:
+        """`TrainingBackend.export_weights` of a sharded model, gathered on rank 0 while they are
+        read. All ranks call this."""
+        raise NotImplementedError
+
+
+def with_defaults(backend: object) -> BackendBase:
+    """`backend`, or the defaults if it does not derive from `BackendBase`."""
+    return backend if isinstance(backend, BackendBase) else BackendBase()

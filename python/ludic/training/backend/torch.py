@@ -46,8 +46,8 @@ from ludic.training.backend.logits_path import trains_without_logits
 from ludic.training.backend.master_weights import MasterWeights, check_precision
 from ludic.training.backend.memory import MemoryProfile
 from ludic.training.backend.precision import autocast
-from ludic.training.backend.prefix_sharing import can_train_on_trees, explain_rows
-from ludic.training.backend.protocol import BackwardResult, MicroBatches, TrainingBackend
+from ludic.training.backend.prefix_sharing import can_train_on_trees
+from ludic.training.backend.protocol import BackendBase, BackwardResult, MicroBatches
 from ludic.training.backend.saving import write_weights
 from ludic.training.backend.serial_worker import SerialWorker
 from ludic.training.backend.weight_stream import WeightStream
@@ -76,13 +76,16 @@ def build_optimizer(
     return torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, weight_decay=cfg.weight_decay)
 
 
-class TorchBackend(ModelPasses):
+class TorchBackend(ModelPasses, BackendBase):
     """Trains a torch model in this process; the methods are those of `TrainingBackend`.
 
     >>> backend = TorchBackend(model, cfg, algo=make_grpo(group_size=8))
     >>> result = await backend.forward_backward(mini_batch, totals=mini_batch.totals).result()
     >>> await backend.optim_step().result()
     """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
 
     def __init__(
         self,
@@ -118,14 +121,16 @@ class TorchBackend(ModelPasses):
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether the mini-batches of `forward_backward` may be rows of prefix trees
-        (`TreeMiniBatch`). It follows the loss, which may be replaced between steps."""
+        """It follows the loss, which may be replaced between steps."""
         return can_train_on_trees(self.model, self.algo, self.cfg) and self.computes_trees
 
     @property
     def has_worker(self) -> bool:
-        """Whether operations run in a thread of their own."""
         return self._worker is not None
+
+    @property
+    def is_sharded(self) -> bool:
+        return is_sharded(self.model)
 
     def _run(self, operation: str, compute: Callable[[], T]) -> TrainFuture[T]:
         if self._worker is None:
@@ -243,10 +248,6 @@ class TorchBackend(ModelPasses):
         self._freed.return_to_system()  # activations and gradients, around the optimizer's state
         return {"grad_norm": norm, "lr": self.optimizer.param_groups[0]["lr"]}
 
-    def note_step(self, step: int) -> None:
-        """The trainer has taken `step` steps, each of one or more optimizer steps. A subclass may
-        number its weights so; called before they are published and saved."""
-
     def _clip_gradient(self) -> float:
         """Clip the gradient of all ranks. Returns its L2 norm before. Waits for the device."""
         stepped = [self._masters.stepped_tensor(parameter) for parameter in self.model.parameters() if parameter.requires_grad]
@@ -292,16 +293,12 @@ class TorchBackend(ModelPasses):
         return published_weights(self.model, param_filter=param_filter, device=self.cfg.runtime_device)
 
     def stream_weights(self, *, param_filter: ParamFilter | None = None) -> WeightStream:
-        """The same weights of a sharded model, gathered on rank 0 while they are read. All ranks
-        call this."""
         return WeightStream(shared_weights(self.model, param_filter=param_filter), self.cfg.runtime_device)
 
     def save(self, path: str | Path | None, *, optimizer: bool = True) -> TrainFuture[None]:
         return self._run("save", lambda: self._save(None if path is None else Path(path), optimizer))
 
     def save_as_held(self, path: str | Path | None, *, optimizer: bool = True) -> TrainFuture[None]:
-        """`save`, but each rank of a sharded model writes the parts that it has, which no other
-        library opens. `load` reads both."""
         return self._run("save", lambda: self._save(None if path is None else Path(path), optimizer, as_held=True))
 
     def _save(self, folder: Path | None, optimizer: bool, as_held: bool = False) -> None:
@@ -344,15 +341,6 @@ def _place_rows(rows: dict[str, Tensor], name: str, values: Tensor, position: Te
     if name not in rows:
         rows[name] = values.new_zeros(count, *values.shape[1:])
     rows[name].index_add_(0, position, values)
-
-
-def shares_prefixes(backend: TrainingBackend, cfg: TrainerConfig) -> bool:
-    """Whether the mini-batches of a trainer may be rows of prefix trees; one line says why not."""
-    if isinstance(backend, TorchBackend):
-        return backend.shares_prefixes
-    if cfg.prefix_sharing != "off":
-        explain_rows(f"{type(backend).__name__} does not compute them", type(backend), cfg)
-    return False
 
 
 BUCKET_BYTES = 64 << 20

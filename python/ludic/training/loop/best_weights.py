@@ -11,9 +11,8 @@ from ludic.files.checkpoints import BEST, WEIGHT_FILES
 from ludic.files.folders import restore_replaced
 from ludic.files.manifest import MANIFEST, find_faults, write_manifest
 from ludic.training import ranks
-from ludic.training.backend.protocol import TrainingBackend
+from ludic.training.backend.protocol import TrainingBackend, with_defaults
 from ludic.training.backend.saving import replace_folder_on_ranks
-from ludic.training.checkpoint import writes_on_all_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +39,7 @@ class BestWeights:
         def write(folder: Path | None) -> None:
             self._backend.save(folder, optimizer=False).wait()
 
-        shared = writes_on_all_ranks(self._backend)
+        shared = with_defaults(self._backend).is_sharded
         with (
             ranks.agree(f"saving the best weights, of step {step}"),
             replace_folder_on_ranks(self.folder, write, shared=shared) as written,

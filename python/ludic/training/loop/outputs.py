@@ -12,11 +12,9 @@ from ludic.distributed.interfaces import PolicyPublisher
 from ludic.event_loop import await_if_needed
 from ludic.inference.publishing import as_publisher
 from ludic.models.published import ParamFilter
-from ludic.models.sharding import is_sharded
 from ludic.training import ranks
 from ludic.training.backend.futures import TrainFuture
-from ludic.training.backend.protocol import TrainingBackend
-from ludic.training.backend.torch import TorchBackend
+from ludic.training.backend.protocol import TrainingBackend, with_defaults
 from ludic.training.loggers.base import SyncedLogger, TrainingLogger
 
 logger = logging.getLogger(__name__)
@@ -61,8 +59,9 @@ async def publish_weights(
         adapted.expect_change(expect_change)
         await _push(functools.partial(adapted.publish, {}, version=version), in_thread=in_thread)
         return
-    if isinstance(backend, TorchBackend) and is_sharded(backend.model):
-        stream = backend.stream_weights(param_filter=param_filter)
+    here = with_defaults(backend)
+    if here.is_sharded:
+        stream = here.stream_weights(param_filter=param_filter)
         with stream.shared():
             if ranks.rank() == 0:
                 adapted.expect_change(expect_change)
@@ -86,8 +85,7 @@ async def run_operation(backend: TrainingBackend, operation: Callable[[TrainingB
     """The result of `operation(backend)`. `overlaps`: batches are generated at the same time. Then
     it runs in a thread, so that the event loop is free for them; a backend with a worker has one
     already."""
-    has_worker = isinstance(backend, TorchBackend) and backend.has_worker
-    if overlaps and not has_worker:
+    if overlaps and not with_defaults(backend).has_worker:
         future = await asyncio.to_thread(operation, backend)
     else:
         future = operation(backend)

@@ -35,7 +35,7 @@ from ludic.training.backend.protocol import MicroBatches
 from ludic.training.backend.serial_worker import SerialWorker
 from ludic.training.backend.torch import TorchBackend
 from ludic.training.batching.micro_batching import MicroBatch
-from ludic.training.checkpoint import CheckpointConfig, CheckpointManager, writes_on_all_ranks
+from ludic.training.checkpoint import CheckpointConfig, CheckpointManager
 from ludic.training.config import TrainerConfig
 from ludic.training.credit_assignment import ConstantCredit
 from ludic.training.loop.micro_stats import combine_micro_stats, copy_to_host, final_values, reduce_over_ranks
@@ -194,7 +194,7 @@ class PyTorchTrainingBackend(TorchBackend):
         Returns the folder, which vLLM and SGLang can load."""
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise ConfigError(f"step ({step!r}) must be a whole number >= 0; the folder is named after it")
-        given, shared = _check_metrics(metrics or {}), writes_on_all_ranks(self)
+        given, shared = _check_metrics(metrics or {}), self.is_sharded
 
         def write(folder: Path | None) -> None:
             self.save(folder, step=step, metrics=given).wait()

@@ -19,8 +19,8 @@ from ludic.inference.publishing import PolicyPublisher, Publisher, Version
 from ludic.rollouts.training.backends.foreign import ForeignBackend
 from ludic.rollouts.training.backends.pytorch import PyTorchTrainingBackend
 from ludic.training import ranks
+from ludic.training.backend.protocol import with_defaults
 from ludic.training.backend.saving import replace_folder_on_ranks
-from ludic.training.checkpoint import writes_on_all_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ class EnginePublisher(Publisher):
 
         with (
             ranks.agree(f"writing the weights of step {step}"),
-            replace_folder_on_ranks(target, write, shared=writes_on_all_ranks(backend)) as written,
+            replace_folder_on_ranks(target, write, shared=with_defaults(backend).is_sharded) as written,
         ):
             if written is not None:
                 folder, described = written
