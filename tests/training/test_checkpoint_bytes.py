@@ -111,7 +111,7 @@ def test_a_checkpoint_equals_what_the_plain_writers_write(tmp_path, optimizer):
 
 def test_the_best_weights_file_has_only_the_model(tmp_path):
     trainer = trainer_in(tmp_path / "run")
-    trainer.evaluations.best_weights.keep(4)
+    trainer.best_weights.keep(4)
     write_model(trainer.model, tmp_path)
     folder = tmp_path / "run" / "best"
     assert sorted(path.name for path in folder.iterdir()) == ["best.json", "config.json", "manifest.json", "model.safetensors"]

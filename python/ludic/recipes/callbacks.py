@@ -10,8 +10,8 @@ from ludic.importing import import_named
 from ludic.recipes.callbacks_section import CallbacksSection, RLCallbacksSection
 from ludic.training.callbacks import Callback, CompletionTable, KeepBest, PushToHub, StopOnMetric
 from ludic.training.config import TrainerConfig
+from ludic.training.evaluators.protocol import bare_name
 from ludic.training.loop.callbacks import check_watched
-from ludic.training.loop.metric_names import bare_name
 
 
 def build_callbacks(section: CallbacksSection, *, console: Any = None) -> list[Callback]:

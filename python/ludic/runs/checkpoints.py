@@ -46,7 +46,7 @@ def rewind_logs(directory: RunDirectory, phase: str, trainer: Trainer, *, note: 
     """Remove what the run logged of the phase after the trainer's checkpoint, so that each step is
     logged once. Without a checkpoint the whole phase is removed."""
     step = trainer.current_step
-    lost = directory.cut_metrics(phase, step, evaluated=trainer.evaluations.evaluated_step == step)
+    lost = directory.cut_metrics(phase, step, evaluated=trainer.evaluated_step == step)
     if step == 0:
         for log in (directory.rollouts, directory.token_logps, directory.failed_episodes):
             log.unlink(missing_ok=True)

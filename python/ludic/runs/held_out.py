@@ -25,7 +25,7 @@ from ludic.tasks import Episode, EpisodicTask, Task, as_episodic
 from ludic.tasks.episodic import Played, share
 from ludic.tasks.success import success_of
 from ludic.training.config import TrainerConfig
-from ludic.training.loop.metric_names import bare_name
+from ludic.training.evaluators.protocol import bare_name
 from ludic.training.reward_scorer import SCORE_INFO
 from ludic.training.rollouts.engine import RolloutEngine
 from ludic.training.rollouts.episodes import PlayedRollouts

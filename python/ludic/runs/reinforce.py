@@ -45,9 +45,9 @@ from ludic.training.batching.overlapped import OverlappedSource
 from ludic.training.batching.source import BATCH_NUMBER, STOP_PATIENCE_S, BatchSourceBase
 from ludic.training.batching.synced_batching import RolloutBatchSource
 from ludic.training.config import TrainerConfig
+from ludic.training.evaluators.protocol import eval_key
 from ludic.training.info_seed import SeedEvaluator
 from ludic.training.loggers import TrainingLogger
-from ludic.training.loop.metric_names import eval_key
 from ludic.training.preflight.check import PreflightReport
 from ludic.training.presets import make_sft
 from ludic.training.rollouts.engine import RolloutEngine
@@ -238,7 +238,7 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
         """Show the held-out rates on the dashboard from the first training step on."""
         if self.progress.before is not None and not trainer.last_eval:
             rates = Evaluation.from_dict(self.progress.before).rates()
-            trainer.evaluations.last_eval = {"eval/step": 0.0, **{eval_key(name): rate for name, rate in rates.items()}}
+            trainer.last_eval = {"eval/step": 0.0, **{eval_key(name): rate for name, rate in rates.items()}}
         self.screen.show_rates(trainer.last_eval)
 
     def _make_source(

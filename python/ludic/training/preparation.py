@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,37 +23,18 @@ from ludic.list_fields import stored
 from ludic.training import ranks
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.backend.forward import forward_action_logprobs
-from ludic.training.backend.protocol import TrainingBackend
 from ludic.training.batching.fractions import refuse_fractions
 from ludic.training.batching.micro_batching import MicroBatch
 from ludic.training.batching.mini_batches import MacroBatch
-from ludic.training.batching.source import BatchSourceBase
-from ludic.training.config import TrainerConfig
 from ludic.training.info_seed.untagged import SEED_ID
 from ludic.training.info_seed.weight_entropies import sum_weight_entropies
 from ludic.training.loop.outputs import run_operation
-from ludic.training.loop.token_log import TokenLog
+from ludic.training.loop.state import TrainerState
 from ludic.training.loss.base import adapted_loss
 from ludic.training.reference import computes_trees
 from ludic.training.token_columns import ForwardLogps, add_token_column, score_rows
-from ludic.training.types import BatchCredit, CandidateGroups, Candidates, ReferencePolicy, SAWItem, Weighed
+from ludic.training.types import BatchCredit, CandidateGroups, Candidates, SAWItem, Weighed
 from ludic.types import group_of
-
-
-class PreparedRun(Protocol):
-    """The members of a trainer that preparation reads."""
-
-    algo: RLAlgorithm
-    cfg: TrainerConfig
-    backend: TrainingBackend
-    reference: ReferencePolicy | None
-    token_log: TokenLog | None
-
-    @property
-    def current_step(self) -> int: ...
-
-    @property
-    def source(self) -> BatchSourceBase: ...
 
 
 @dataclass(frozen=True)
@@ -67,7 +48,7 @@ class Prepared:
     """The groups of the batch credit, for controllers."""
 
 
-def skips_zero_weight(run: PreparedRun) -> bool:
+def skips_zero_weight(run: TrainerState) -> bool:
     """Whether samples of weight 0 need no forward pass."""
     return run.cfg.skip_zero_weight and adapted_loss(run.algo).zero_weight_is_zero_gradient
 
@@ -77,7 +58,7 @@ def select_comparable(algo: RLAlgorithm, items: Sequence[SAWItem]) -> list[SAWIt
     return [item for item in items if algo.rescores is None or not algo.rescores(item)]
 
 
-async def prepare(run: PreparedRun, macro: MacroBatch, batch_number: int | None = None) -> Prepared:
+async def prepare(run: TrainerState, macro: MacroBatch, batch_number: int | None = None) -> Prepared:
     """Replace the log-probabilities of samples that were drawn with another prompt, score the
     samples with the reference if something reads it and not all of them bring its
     log-probabilities, then weigh them, then add the log-probabilities that the step begins with if
@@ -110,7 +91,7 @@ async def prepare(run: PreparedRun, macro: MacroBatch, batch_number: int | None 
     return Prepared(macro, stats, groups)
 
 
-def _measure_seeds(run: PreparedRun, macro: MacroBatch) -> dict[str, float]:
+def _measure_seeds(run: TrainerState, macro: MacroBatch) -> dict[str, float]:
     """Statistics of InfoSeed over all ranks: the share of the samples with a seed, and with
     listwise weights how those of plain and of seeded answers are spread."""
     if SEED_ID not in macro.sample_columns:
@@ -128,7 +109,7 @@ def _measure_seeds(run: PreparedRun, macro: MacroBatch) -> dict[str, float]:
     return stats
 
 
-def _read_attached(run: PreparedRun, macro: MacroBatch) -> dict[int, Tensor] | None:
+def _read_attached(run: TrainerState, macro: MacroBatch) -> dict[int, Tensor] | None:
     """Row -> [A] log-probabilities of the reference that the samples bring; None unless all of them
     do, on all ranks. Raises DataError for another number than the sample has action tokens."""
     logps = [item.attachments.reference_logps for item in macro.items]
@@ -152,12 +133,12 @@ def _predicted(item: SAWItem, logps: Sequence[float] | NDArray[Any]) -> NDArray[
     return np.asarray(logps, dtype=np.float64)[int(stored(item, "action_mask")[0] == 1) :]
 
 
-def _as_column(item: SAWItem, logps: Sequence[float] | NDArray[Any], run: PreparedRun) -> Tensor:
+def _as_column(item: SAWItem, logps: Sequence[float] | NDArray[Any], run: TrainerState) -> Tensor:
     """[A] float32, `_predicted` on the device of the model."""
     return torch.from_numpy(_predicted(item, logps).astype(np.float32)).to(run.cfg.model_device)
 
 
-async def _rescore(run: PreparedRun, macro: MacroBatch, rescores: Callable[[SAWItem], bool]) -> MacroBatch:
+async def _rescore(run: TrainerState, macro: MacroBatch, rescores: Callable[[SAWItem], bool]) -> MacroBatch:
     """The batch, with the trainer's own log-probabilities in place of those that the sampler
     reported for samples which `rescores` names."""
     has_logps = macro.table.has_actor_logps
@@ -181,7 +162,7 @@ async def _rescore(run: PreparedRun, macro: MacroBatch, rescores: Callable[[SAWI
     )
 
 
-async def _add_reference(run: PreparedRun, macro: MacroBatch) -> MacroBatch:
+async def _add_reference(run: TrainerState, macro: MacroBatch) -> MacroBatch:
     reference = run.reference
     assert reference is not None  # resolve_reference gave one, or raised
 
@@ -197,7 +178,7 @@ async def _add_reference(run: PreparedRun, macro: MacroBatch) -> MacroBatch:
     )
 
 
-def _weigh(run: PreparedRun, credit: BatchCredit, macro: MacroBatch) -> Weighed:
+def _weigh(run: TrainerState, credit: BatchCredit, macro: MacroBatch) -> Weighed:
     """The result of `credit`. If it fails on one rank, all raise, before the first sum over ranks:
     the others would wait in it."""
     agreed = False
@@ -227,7 +208,7 @@ def _weigh(run: PreparedRun, credit: BatchCredit, macro: MacroBatch) -> Weighed:
     return weighed
 
 
-async def _add_proximal(run: PreparedRun, macro: MacroBatch) -> MacroBatch:
+async def _add_proximal(run: TrainerState, macro: MacroBatch) -> MacroBatch:
     """Add the log-probabilities under the weights that the step begins with, if a correction needs
     them after the first optimizer step."""
     if run.algo.correction is None or run.cfg.minibatches_per_batch * run.cfg.epochs_per_batch == 1:
@@ -236,7 +217,7 @@ async def _add_proximal(run: PreparedRun, macro: MacroBatch) -> MacroBatch:
     return await add_token_column(macro, "proximal_logps", run.cfg, _own_forward(run), skip_zero_weight=skips, trees=trees)
 
 
-async def _log_tokens(run: PreparedRun, macro: MacroBatch, number: int) -> None:
+async def _log_tokens(run: TrainerState, macro: MacroBatch, number: int) -> None:
     """Log the log-probabilities with which the step of batch `number` begins, on rank 0."""
     if run.token_log is None or not run.token_log.is_due(number):
         return
@@ -247,7 +228,7 @@ async def _log_tokens(run: PreparedRun, macro: MacroBatch, number: int) -> None:
             run.token_log.write(macro, logps)
 
 
-def _own_forward(run: PreparedRun) -> ForwardLogps:
+def _own_forward(run: TrainerState) -> ForwardLogps:
     """Scores micro-batches with the weights as they are."""
 
     async def forward(micro_batch: MicroBatch) -> Tensor:
@@ -275,7 +256,7 @@ def candidates_of(macro: MacroBatch) -> Candidates:
     )
 
 
-def _sum_over_ranks(run: PreparedRun, macro: MacroBatch, values: list[float]) -> list[float]:
+def _sum_over_ranks(run: TrainerState, macro: MacroBatch, values: list[float]) -> list[float]:
     """Of a batch that all ranks have, the sums are those of one."""
     return values if macro.share is not None else ranks.sum_over_ranks(values, run.cfg.model_device)
 

@@ -1,8 +1,9 @@
 """The training loop.
 
-A step: fetch a macro-batch (`loop.fetching`), plan it (`batching.mini_batches`), run it and step
-the optimizer (`backend`), publish the weights, log (`loop.outputs`), save (`checkpoint`). Between
-steps: evaluate, and stop early (`loop.evaluations`).
+A step: fetch a macro-batch (`loop.fetching`), score and weigh it (`preparation`), plan it
+(`batching.mini_batches`), run it and step the optimizer (`backend`), publish the weights
+(`loop.outputs`), log (`loop.step_record`), save (`checkpoint`). Between steps: evaluate, and stop
+early (`loop.early_stopping`).
 """
 
 from __future__ import annotations
@@ -28,34 +29,33 @@ from ludic.training.backend.protocol import TrainingBackend, with_defaults
 from ludic.training.backend.torch import TorchBackend, build_optimizer
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
 from ludic.training.batching.packing import Rows
-from ludic.training.batching.source import BATCH_NUMBER, PENDING_PATIENCE_S, BatchSourceBase, as_batch_source
+from ludic.training.batching.source import BATCH_NUMBER, PENDING_PATIENCE_S
 from ludic.training.batching.tree_batches import TreeMiniBatch
 from ludic.training.callbacks.protocol import Callback
 from ludic.training.checkpoint import CheckpointConfig, CheckpointManager
 from ludic.training.config import TrainerConfig
 from ludic.training.controllers.protocol import Controller
-from ludic.training.evaluators.protocol import Evaluator
+from ludic.training.evaluators.protocol import Evaluator, eval_key, runs_on_all_ranks
 from ludic.training.loggers.base import TrainingLogger
 from ludic.training.loop.callbacks import Callbacks
 from ludic.training.loop.control import Control
-from ludic.training.loop.early_stopping import EarlyStopping
-from ludic.training.loop.evaluations import Evaluations
+from ludic.training.loop.early_stopping import BestWeights, EarlyStopping
 from ludic.training.loop.fetching import BatchFetcher
-from ludic.training.loop.outputs import publish_weights, run_operation, sync_safely
-from ludic.training.loop.run_state import restore_run, run_state
+from ludic.training.loop.outputs import log_safely, publish_weights, run_operation, sync_safely
+from ludic.training.loop.run_state import SOURCE, add_ranks, restore_of_this_rank
 from ludic.training.loop.schedule import RunSchedule
 from ludic.training.loop.setup_checks import check_backend, check_setup, require_model
-from ludic.training.loop.step_log import StepLog
+from ludic.training.loop.state import TrainerState
 from ludic.training.loop.step_record import StepRecord
-from ludic.training.loop.timings import PhaseTimer
+from ludic.training.loop.timings import PhaseTimer, RankTimes, TimeLeft
 from ludic.training.loop.token_log import TokenLog
 from ludic.training.loss.base import adapted_loss
 from ludic.training.preflight.check import Preflight
 from ludic.training.preflight.layouts import with_right_layout
 from ludic.training.preparation import Prepared, prepare, select_comparable, skips_zero_weight
 from ludic.training.reference import decide_trees, resolve_reference
-from ludic.training.rng import preserved_rng
-from ludic.training.stats import Reducer, default_reducers
+from ludic.training.rng import preserved_rng, rng_state
+from ludic.training.stats import Reducer, default_reducers, prefix_keys
 from ludic.training.types import BatchSource, ReferencePolicy, SAWItem
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ Stats = dict[str, float]
 LogFn = Callable[[Stats], Any]  # or a coroutine function
 
 
-class Trainer:
+class Trainer(TrainerState):
     """Trains a model on the batches of a source.
 
     `model` is None if `backend` has the model elsewhere. Without `publisher` nothing is published,
@@ -126,7 +126,21 @@ class Trainer:
         self.checkpointer = checkpointer or (CheckpointManager(checkpoint_config) if checkpoint_config else None)
         check_backend(self.cfg, self.backend, checkpoints=self.checkpointer is not None)
         self.reference = resolve_reference(reference, algo, self.backend, self._model)
-        self._begin(total_training_steps, controllers, callbacks)
+        self.control, self.callbacks = Control(controllers, algo), Callbacks(callbacks, self, self.ensure_checkpoint)
+        self.schedule = RunSchedule(self.cfg, total_training_steps)
+        self.early_stopping, self.last_eval = EarlyStopping(self.cfg), {}
+        self.best_weights = BestWeights(self.backend, None if self.checkpointer is None else self.checkpointer.root)
+        self._has_best_weights = False
+        """Whether the model has the weights of the best evaluation, not those of the last step."""
+        self.evaluated_step: int | None = None
+        """The step of the last evaluation that `eval_at_start` or `eval_every_n_steps` asked
+        for."""
+        self._publish_before_step = False
+        """Whether the publisher lacks the weights of this step."""
+        self._has_new_gradient = False
+        """Whether a gradient other than 0 was applied since the last push."""
+        self._checkpoint_s = 0.0
+        self._time_left, self._rank_times, self._event_loop = TimeLeft(), RankTimes(), EventLoop()
         if resume_from is not None:
             self._resume(resume_from)
         decide_trees(self.backend, self.reference, self.cfg)
@@ -142,17 +156,6 @@ class Trainer:
         self.cfg = with_right_layout(self.cfg, self.model)  # another backend decides itself
         return backend
 
-    def _begin(self, total_training_steps: int | None, controllers: Sequence[Controller], callbacks: Sequence[Callback]) -> None:
-        self._step, self.control, self.callbacks = 0, Control(controllers, self.algo), Callbacks(callbacks, self)
-        self.schedule = RunSchedule(self.cfg, total_training_steps)
-        self.evaluations = Evaluations(self)
-        self._publish_before_step = False
-        """Whether the publisher lacks the weights of this step."""
-        self._has_new_gradient = False
-        """Whether a gradient other than 0 was applied since the last push."""
-        self._checkpoint_s = 0.0
-        self._step_log, self._event_loop = StepLog(self), EventLoop()
-
     def initialize_optimizer(self) -> torch.optim.Optimizer:
         """Return the optimizer for the model on its device. A subclass can override this."""
         return build_optimizer(self.model, self.cfg)
@@ -167,29 +170,9 @@ class Trainer:
         self._model = model
 
     @property
-    def source(self) -> BatchSourceBase:
-        """`batch_source`, with defaults for the optional members that it lacks."""
-        return as_batch_source(self.batch_source)
-
-    @property
     def optimizer(self) -> torch.optim.Optimizer | None:
         """The optimizer of a `TorchBackend`; None with another backend."""
         return with_defaults(self.backend).optimizer
-
-    @property
-    def early_stopping(self) -> EarlyStopping:
-        """The best evaluation so far, and how many came after it."""
-        return self.evaluations.early_stopping
-
-    @property
-    def last_eval(self) -> Stats:
-        """What the last evaluation gave, as it was logged."""
-        return self.evaluations.last_eval
-
-    @property
-    def current_step(self) -> int:
-        """Number of steps taken; also the version of the weights."""
-        return self._step
 
     async def train(
         self, num_steps: int | None = None, *, log_every: int = 1, log_fn: LogFn | None = None, eval_log_fn: LogFn | None = None
@@ -201,9 +184,9 @@ class Trainer:
         one that a callback ended none unless its last step is to be later than before."""
         last = None if num_steps is None else self._step + num_steps
         self.schedule.begin(last)
-        self._step_log.begin(last)
+        self._time_left.begin(self._step, last)
         if not self.early_stopping.stopped:
-            self.evaluations.undo_restore_best(self._has_checkpoint, self._resume)
+            self._undo_restore_best()
         async with self.callbacks.until_end(last):
             while not await self._should_stop(eval_log_fn) and (last is None or self._step < last):
                 try:
@@ -217,17 +200,54 @@ class Trainer:
                     await await_if_needed(log_fn(stats))
 
     async def _should_stop(self, log_fn: LogFn | None) -> bool:
-        """Whether early stopping or a callback ends the run. A due evaluation comes first."""
-        if self.evaluations.is_due():
+        """Whether early stopping or a callback ends the run. A due evaluation comes first, also the one
+        of the step at which the run was resumed."""
+        if self.evaluator is not None and self.cfg.evaluates_at(self._step) and self.evaluated_step != self._step:
             if self._publish_before_step:
                 await self.publish()  # the evaluator may sample from a server, which needs these weights
-            await self.evaluations.record((await self.eval(log_fn=log_fn))["metrics"])
-        return await self.evaluations.end_if_stopped() or await self.callbacks.end_if_stopped()
+            await self._record_evaluation((await self.eval(log_fn=log_fn))["metrics"])
+        if self.early_stopping.stopped:  # a run with more patience continues from the checkpoint of the last step
+            await self.ensure_checkpoint()
+            self.restore_best()
+            return True
+        return await self.callbacks.end_if_stopped()
+
+    async def _record_evaluation(self, metrics: Mapping[str, float]) -> None:
+        """Record the evaluation of the present step, in its checkpoint too, and keep the weights if
+        they are the best so far. The weights before the first step are never kept. Callbacks see
+        it, and may have a checkpoint saved."""
+        step = self._step
+        await self.callbacks.on_evaluation(metrics)
+        if step > 0 and self.early_stopping.record_evaluation(metrics, step, self.cfg.model_device):
+            self.best_weights.keep(step)
+        self.evaluated_step = step
+        if self.checkpointer is not None:
+            sync_safely(self.train_logger, step)
+            self.checkpointer.amend(step, {**self._evaluation_state(), **self.callbacks.state()})
+        if self.callbacks.take_save_request():
+            await self.ensure_checkpoint()
 
     def restore_best(self) -> int | None:
         """Set the weights to those of the best evaluation, unpublished; `train` does so if early
         stopping ends it. Returns their step, or None. A later `train` resumes at `current_step`."""
-        return self.evaluations.restore_best()
+        step = self.early_stopping.best_step
+        if step is None:
+            return None
+        if not self.best_weights.restore(step):
+            logger.warning("the best weights, of step %d, are missing; those of step %d stay", step, self._step)
+            return None
+        self._has_best_weights = True
+        return step
+
+    def _undo_restore_best(self) -> None:
+        """Set the weights to those of the last step, from its checkpoint, if they are not."""
+        if not self._has_best_weights:
+            return
+        if self._has_checkpoint():
+            self._resume(self._step)
+        else:
+            logger.warning("training goes on from the best weights: there is no checkpoint of step %d", self._step)
+        self._has_best_weights = False
 
     def _check_early_stopping(self, metric: float) -> tuple[bool, bool]:  # documented, for subclasses
         return self.early_stopping.update(metric)
@@ -236,6 +256,7 @@ class Trainer:
     async def train_step(self) -> Stats:
         """Train on one macro-batch, in one or more optimizer steps. Returns its statistics, with
         prefixed keys."""
+        # 1. Publish the weights, if the sampler lacks them: after a resume.
         timer = PhaseTimer()
         if self._checkpoint_s:
             timer.add("checkpoint", self._checkpoint_s)
@@ -243,11 +264,17 @@ class Trainer:
         self.schedule.warn_once_if_guessed()
         if self._publish_before_step:
             await self.publish(timer)
+
+        # 2. Fetch a macro-batch with samples to train on.
         batch, macro = await self._fetcher.fetch(self._step, timer)
         await self._check_sampler(macro)
+
+        # 3. Score and weigh all its samples, before they are divided.
         with timer.phase("forward_backward"):
             prepared = await prepare(self, macro, batch.meta[BATCH_NUMBER])
         macro = prepared.macro
+
+        # 4. Take an optimizer step on each mini-batch.
         record = StepRecord(batch, macro, timer, prepared.stats)
         for epoch in range(self.cfg.epochs_per_batch):
             for rows in macro.divide(self.cfg.minibatches_per_batch, seed=self.cfg.seed, step=self._step, epoch=epoch):
@@ -258,8 +285,12 @@ class Trainer:
                 record.add_padding(mini_batch)
         self._step += 1
         with_defaults(self.backend).note_step(self._step)
+
+        # 5. Publish the new weights.
         if self.sync_every_steps and self._step % self.sync_every_steps == 0:
             await self.publish(timer)
+
+        # 6. Log the step, then save: no step may be in a checkpoint and not in the log.
         stats = self._log_step(record, prepared)
         await self.callbacks.on_step(stats, batch)
         await self._checkpoint()
@@ -313,8 +344,7 @@ class Trainer:
         self._publish_before_step = False
 
     async def _checkpoint(self) -> None:
-        """Save if a checkpoint is due. The step is logged before, so that no step is in a
-        checkpoint and not in the log; the log line of the next step has the seconds."""
+        """Save if a checkpoint is due. The log line of the next step has the seconds."""
         if self.checkpointer is not None and (self.callbacks.take_save_request() | self.checkpointer.should_save(self._step)):
             started = time.perf_counter()
             await self._save_with_pending(PENDING_PATIENCE_S)
@@ -345,10 +375,10 @@ class Trainer:
         other ranks."""
         if self.checkpointer is None:
             raise CheckpointError("the trainer has no checkpointer; pass checkpointer= or checkpoint_config=")
-        if self.evaluations.has_best_weights and self._has_checkpoint():
+        if self._has_best_weights and self._has_checkpoint():
             return self.checkpointer.find(step=self._step)  # which has the weights of the last step, to continue from
         sync_safely(self.train_logger, self._step)
-        content = {**(metadata or {}), "algorithm": self.algo.name, **run_state(self, self.source)}
+        content = {**(metadata or {}), "algorithm": self.algo.name, **self._run_state()}
         return self.checkpointer.save_backend(self.backend, step=self._step, metadata=content, **self.control.files(self._step))
 
     @watchdog.watched("load")
@@ -359,12 +389,66 @@ class Trainer:
         with ranks.agree(f"loading the checkpoint {folder}"):
             metadata = self.checkpointer.load_backend(self.backend, Path(folder))
             self._step = int(metadata["step"])
-            restore_run(self, self.source, metadata)
+            self._restore_run(metadata)
         self._publish_before_step = bool(self.sync_every_steps)
 
+    def _run_state(self) -> dict[str, Any]:
+        """What a checkpoint has besides weights and optimizer, so that a resumed run continues as
+        if it had not ended. All ranks call it."""
+        state = {
+            "scheduler_state_dict": self.schedule.state_dict(self._step),
+            **self._evaluation_state(),
+            "rng_state": rng_state(),
+            **self.callbacks.state(),
+        }
+        if self.control.controllers:
+            state["controllers"] = self.control.state_dict()
+        if self.token_log is not None:
+            state["token_log"] = self.token_log.state_dict()
+        source_state = self.source.state_dict()
+        if source_state is not None:
+            state[SOURCE] = source_state
+        add_ranks(state, self.source)
+        return state
+
+    def _evaluation_state(self) -> dict[str, Any]:
+        return {
+            "early_stopping": self.early_stopping.state_dict(),
+            "last_eval": self.last_eval,
+            "evaluated_step": self.evaluated_step,
+        }
+
+    def _restore_run(self, metadata: Mapping[str, Any]) -> None:
+        """Restore `_run_state`. What a checkpoint of an older version lacks stays as it is."""
+        if "scheduler_state_dict" in metadata:
+            self.schedule.resume(int(metadata["scheduler_state_dict"]["total_steps"]))
+        if "early_stopping" in metadata:
+            self.early_stopping.load_state_dict(metadata["early_stopping"])
+        self.last_eval = dict(metadata.get("last_eval", {}))
+        self.evaluated_step = metadata.get("evaluated_step")
+        self.control.load_state_dict(metadata.get("controllers", {}))
+        self.callbacks.load_state(metadata)
+        if self.token_log is not None and "token_log" in metadata and ranks.rank() == 0:
+            self.token_log.load_state_dict(metadata["token_log"])
+        restore_of_this_rank(self.source, metadata)
+
     def _log_step(self, record: StepRecord, prepared: Prepared) -> Stats:
-        """Log the step if it is due. Controllers see every step."""
-        return self._step_log.log(record, prepared)
+        """Log the step that was just taken if it is due; returns what was logged, or only its
+        number. Controllers see every step. All ranks call it."""
+        step, device = self._step, self.cfg.model_device
+        is_logged, is_controlled = step % self.cfg.log_every == 0, bool(self.control.controllers)
+        if not is_logged and not is_controlled:
+            return {"train/step": float(step)}
+        stats = record.stats(self.reducers, self.cfg, of_all_ranks=is_controlled)
+        stats |= self.control.update(stats, prepared, self.schedule, device, step=step - 1)
+        if not is_logged:
+            return {"train/step": float(step)}
+        times = self._rank_times.compare(record.timer.seconds("forward_backward"), device)
+        left = self._time_left.after(step)
+        times |= {} if left is None else {"perf/time_left_s": left}
+        grouped = prefix_keys({"train_step": float(step), **stats, **times})
+        log_safely(self.train_logger, step, grouped)
+        return grouped
 
     async def eval(
         self,
@@ -381,7 +465,19 @@ class Trainer:
         if self.evaluator is None:
             raise ConfigError("the trainer has no evaluator; pass evaluator=")
         limits = self.cfg.eval_limits(max_steps=max_steps, timeout_s=timeout_s, concurrency=concurrency)
-        return await self.evaluations.evaluate(self.evaluator, reducers=reducers, limits=limits, log_fn=log_fn)
+        records: list[Any] = []
+        metrics: Stats = {}
+        together = runs_on_all_ranks(self.evaluator)
+        doing = f"the evaluation of step {self._step}"
+        with watchdog.phase("evaluation"), ranks.agree(doing) if together else ranks.rank_0_alone(doing):
+            if ranks.rank() == 0 or together:
+                with preserved_rng():
+                    records, metrics = await self.evaluator.eval(reducers=reducers, **limits)
+                self.last_eval = {eval_key(name): value for name, value in metrics.items()} | {"eval/step": float(self._step)}
+                log_safely(self.train_logger, self._step, self.last_eval)
+                if log_fn is not None and ranks.rank() == 0:
+                    await await_if_needed(log_fn(self.last_eval))
+        return {"records": records, "metrics": metrics}
 
     def train_sync(
         self, num_steps: int | None = None, *, log_every: int = 1, log_fn: LogFn | None = None, eval_log_fn: LogFn | None = None

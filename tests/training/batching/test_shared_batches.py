@@ -15,7 +15,6 @@ from ludic.training import SharedBatches, Trainer, make_sft, ranks
 from ludic.training.batching.epochs import ItemBatchSource
 from ludic.training.batching.overlapped import OverlappedSource
 from ludic.training.batching.source import BatchSourceBase, as_batch_source
-from ludic.training.loop.run_state import restore_run, run_state
 from ludic.training.types import SAWBatch
 
 OWN_OF_RANK_0 = ("perf/", "ranks/", "train/grad_norm")
@@ -160,11 +159,12 @@ class Shared(BatchSourceBase):
 def states_of(saved, source, world, monkeypatch, rank=0):
     """What `source` loads of the entries `saved` on one of `world` ranks."""
     trainer = Trainer(model=tiny_model(), algo=make_sft(), batch_source=PromptSource(), cfg=cpu_config())
-    metadata = {**run_state(trainer, source), **saved}
+    trainer.batch_source = source
+    metadata = {**trainer._run_state(), **saved}
     with monkeypatch.context() as patched:
         patched.setattr(ranks, "world_size", lambda: world)
         patched.setattr(ranks, "rank", lambda: rank)
-        restore_run(trainer, source, metadata)
+        trainer._restore_run(metadata)
     return source.position
 
 

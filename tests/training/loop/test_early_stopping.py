@@ -11,8 +11,7 @@ from training_samples import DrawingSource, assert_same_tensors, cpu_config, tin
 from ludic.errors import ConfigError
 from ludic.training import CheckpointConfig, LoraSettings, Trainer, make_grpo
 from ludic.training.backend.torch import TorchBackend
-from ludic.training.loop.best_weights import BestWeights
-from ludic.training.loop.early_stopping import EarlyStopping, metric_direction
+from ludic.training.loop.early_stopping import BestWeights, EarlyStopping, metric_direction
 
 
 class ScriptedEvaluator:

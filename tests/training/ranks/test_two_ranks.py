@@ -11,7 +11,6 @@ from ludic.files.atomic import read_json, write_json
 from ludic.models.state_files import read_optimizer
 from ludic.models.tensor_files import StoredTensors
 from ludic.training import CheckpointConfig, CheckpointManager, Trainer, make_sft, ranks
-from ludic.training.loop.run_state import restore_run, run_state
 
 
 class Positioned(ListSource):
@@ -139,12 +138,12 @@ def test_each_rank_resumes_with_its_data_and_generators_and_learns_of_a_full_dis
 
 def test_positions_of_two_ranks_that_differ_are_refused_on_one_and_equal_ones_are_taken(tmp_path):
     trainer = Trainer(model=tiny_model(), algo=make_sft(), batch_source=Positioned(), cfg=cpu_config())
-    metadata = run_state(trainer, trainer.source)
+    metadata = trainer._run_state()
     both = [{"batch_source": {"position": 2}}, {"batch_source": {"position": 7}}]
     with pytest.raises(CheckpointError, match="has the data positions of 2 ranks, which differ, and there are 1 now"):
-        restore_run(trainer, trainer.source, {**metadata, "ranks": both})
-    restore_run(trainer, trainer.source, {**metadata, "batch_source": {"position": 2}, "ranks": [both[0], both[0]]})
+        trainer._restore_run({**metadata, "ranks": both})
+    trainer._restore_run({**metadata, "batch_source": {"position": 2}, "ranks": [both[0], both[0]]})
     assert trainer.batch_source.position == 2
     pending = [{"batch_source": {"position": 4, "pending_batches": name, "states_after_pending": []}} for name in "ab"]
-    restore_run(trainer, trainer.source, {**metadata, "ranks": pending})  # each generates its own again
+    trainer._restore_run({**metadata, "ranks": pending})  # each generates its own again
     assert trainer.batch_source.position == 4

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from ludic.training.algorithm import RLAlgorithm
-from ludic.training.batching.source import PENDING_PATIENCE_S
-from ludic.training.checkpoint import CheckpointManager
-from ludic.training.config import TrainerConfig
+from ludic.training.loop.state import TrainerState
 from ludic.training.types import SAWBatch
 
 
@@ -20,7 +17,7 @@ class TrainingEvent:
 
     step: int
     """Number of steps taken."""
-    trainer: CalledRun
+    trainer: TrainerState
     """The trainer. Do not train, publish or save with it here: the other ranks do not."""
     stop: Callable[[str], None]
     """Ends the run after this step, for the reason given: a sentence. A checkpoint is saved. The
@@ -95,19 +92,3 @@ class Callback:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned."""
-
-
-class CalledRun(Protocol):
-    """A run that calls callbacks."""
-
-    cfg: TrainerConfig
-    algo: RLAlgorithm
-    checkpointer: CheckpointManager | None
-
-    @property
-    def current_step(self) -> int: ...
-
-    @property
-    def last_eval(self) -> dict[str, float]: ...
-
-    async def ensure_checkpoint(self, *, patience_s: float = PENDING_PATIENCE_S) -> None: ...

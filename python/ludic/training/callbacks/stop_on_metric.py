@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from ludic.errors import ConfigError
 from ludic.training.callbacks.protocol import Callback, TrainingEvent
+from ludic.training.evaluators.protocol import bare_name, eval_key
 from ludic.training.loop.early_stopping import find_direction
-from ludic.training.loop.metric_names import bare_name, eval_key
 
 
 class StopOnMetric(Callback):

@@ -1,4 +1,4 @@
-"""The interface of evaluators."""
+"""The interface of evaluators, and the names of their metrics."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from ludic.training.stats import Reducer
+
+OF_SEEDS = "eval_seed/"
+"""Prefix of metrics that an evaluator gives with it, and that are logged as they are."""
 
 
 class Evaluator(Protocol):
@@ -33,3 +36,14 @@ class RankedEvaluator(Evaluator, Protocol):
 def runs_on_all_ranks(evaluator: Evaluator) -> bool:
     """Whether all ranks call `evaluator`: by default only rank 0 does."""
     return isinstance(evaluator, RankedEvaluator) and evaluator.on_all_ranks
+
+
+def eval_key(name: str) -> str:
+    """The key under which a metric of an evaluator is logged."""
+    return name if name.startswith(OF_SEEDS) else f"eval/{name}"
+
+
+def bare_name(metric: str) -> str:
+    """The name that the evaluator gives: `loss` for `loss`, `eval_loss` and `eval/loss`, and
+    `eval_seed/pass_at_n` for itself."""
+    return metric if metric.startswith(OF_SEEDS) else metric.removeprefix("eval/").removeprefix("eval_")

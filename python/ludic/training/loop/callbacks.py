@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ludic.errors import ConfigError, StopRequested
 from ludic.event_loop import await_if_needed
 from ludic.training import ranks
 from ludic.training.batching.source import STOP_PATIENCE_S
-from ludic.training.callbacks.protocol import Callback, CalledRun, TrainingEvent
+from ludic.training.callbacks.protocol import Callback, TrainingEvent
 from ludic.training.checkpoint import CheckpointManager
-from ludic.training.evaluators.protocol import Evaluator
-from ludic.training.loop.early_stopping import EarlyStopping
-from ludic.training.loop.metric_names import bare_name, eval_key
+from ludic.training.evaluators.protocol import bare_name, eval_key
+from ludic.training.loop.state import TrainerState
 from ludic.training.rng import await_preserving_rng
 from ludic.training.types import SAWBatch
 
@@ -26,15 +25,6 @@ logger = logging.getLogger(__name__)
 
 KEY = "callbacks"
 """Under which a checkpoint has the states."""
-
-
-class CallbackRun(CalledRun, Protocol):
-    """The members of a trainer that are read here."""
-
-    evaluator: Evaluator | None
-
-    @property
-    def early_stopping(self) -> EarlyStopping: ...
 
 
 @dataclass(frozen=True)
@@ -62,11 +52,11 @@ class Callbacks:
     >>> await trainer.train(100)  # until step 130: goes on
     """
 
-    def __init__(self, callbacks: Sequence[Callback], run: CallbackRun) -> None:
-        """Raises ConfigError for what is no callback, two of one name, one that needs checkpoints
-        if there are none, and ranks with different ones."""
+    def __init__(self, callbacks: Sequence[Callback], run: TrainerState, save: Callable[..., Awaitable[None]]) -> None:
+        """`save`: `Trainer.ensure_checkpoint`. Raises ConfigError for what is no callback, two of
+        one name, one that needs checkpoints if there are none, and ranks with different ones."""
         self.callbacks = tuple(callbacks)
-        self._run = run
+        self._run, self._save = run, save
         at_rank_0 = ranks.ask_rank_0("listing the callbacks", lambda: _list_names(self.callbacks))
         with ranks.agree("comparing the callbacks of the ranks"):
             _check(self.callbacks, run.checkpointer)
@@ -102,7 +92,7 @@ class Callbacks:
         try:
             yield
             if self.callbacks:
-                await self._run.ensure_checkpoint()
+                await self._save()
         except StopRequested as error:
             await self.end_if_requested(error)
             raise
@@ -116,7 +106,7 @@ class Callbacks:
         may come before that, because the process may be killed soon."""
         if isinstance(error, StopRequested) and self.callbacks:
             try:
-                await self._run.ensure_checkpoint(patience_s=STOP_PATIENCE_S)
+                await self._save(patience_s=STOP_PATIENCE_S)
             finally:
                 await self._end(_describe(error), is_interrupted=True)
 
@@ -216,7 +206,7 @@ class Callbacks:
         """Whether a callback ends the run. If so, save a checkpoint of the last step."""
         if self.stop is None:
             return False
-        await self._run.ensure_checkpoint()
+        await self._save()
         return True
 
     def _protect_checkpoints(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
@@ -15,30 +15,17 @@ from ludic.event_loop import await_if_needed
 from ludic.list_fields import read_list, stored
 from ludic.models.heads import count_vocabulary
 from ludic.training import ranks, watchdog
-from ludic.training.algorithm import RLAlgorithm
 from ludic.training.batching.mini_batches import MacroBatch
 from ludic.training.batching.rank_plans import SAME_BATCH, RankShare, all_have_samples
 from ludic.training.batching.shared_batches import view_columns
-from ludic.training.batching.source import BATCH_NUMBER, BatchSourceBase
-from ludic.training.config import TrainerConfig
+from ludic.training.batching.source import BATCH_NUMBER
+from ludic.training.loop.state import TrainerState
 from ludic.training.loop.timings import PhaseTimer
 from ludic.training.rollouts.episodes import SampleCheck
 from ludic.training.stats import distinct_rollouts
 from ludic.training.types import SAWBatch, SAWItem
 
 logger = logging.getLogger(__name__)
-
-
-class FetchingRun(Protocol):
-    """The members of a trainer that fetching reads, as they are at each step."""
-
-    algo: RLAlgorithm
-    cfg: TrainerConfig
-    sync_every_steps: int | None
-    backend: Any
-
-    @property
-    def source(self) -> BatchSourceBase: ...
 
 
 class BatchFetcher:
@@ -49,7 +36,7 @@ class BatchFetcher:
     does not number its batches, and, if the run publishes weights, `policy_lag`.
     """
 
-    def __init__(self, run: FetchingRun, ingest: Callable[[Sequence[SAWItem]], MacroBatch]) -> None:
+    def __init__(self, run: TrainerState, ingest: Callable[[Sequence[SAWItem]], MacroBatch]) -> None:
         self._run, self._ingest = run, ingest
         self._signal, self._check, self._is_checked = SignalWatch(), SampleCheck(), False
 

@@ -1,74 +1,31 @@
-"""The state of a run that a checkpoint has besides weights and optimizer, so that a resumed run
-continues as if it had not ended."""
+"""The part of a run's state that differs between ranks: random generators and batch sources."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from ludic.errors import CheckpointError
 from ludic.training import ranks
 from ludic.training.batching.overlapped import PENDING, STATES_AFTER
 from ludic.training.batching.source import BatchSourceBase
-from ludic.training.loop.callbacks import Callbacks
-from ludic.training.loop.control import Control
-from ludic.training.loop.evaluations import Evaluations
-from ludic.training.loop.schedule import RunSchedule
-from ludic.training.loop.token_log import TokenLog
-from ludic.training.rng import reseed_for_rank, rng_state, set_rng_state
+from ludic.training.rng import reseed_for_rank, set_rng_state
 
-SOURCE, TOKEN_LOG = "batch_source", "token_log"
+SOURCE = "batch_source"
 OF_EACH_RANK, RANKS = ("rng_state", SOURCE), "ranks"
 """Entries that differ between ranks, and the key under which a checkpoint has those of each. A
 source that all ranks share has one state, which is not among them."""
 
 
-class ResumableRun(Protocol):
-    """The members of a trainer that a checkpoint saves."""
-
-    schedule: RunSchedule
-    evaluations: Evaluations
-    control: Control
-    callbacks: Callbacks
-    token_log: TokenLog | None
-
-    @property
-    def current_step(self) -> int: ...
-
-
-def run_state(run: ResumableRun, source: BatchSourceBase) -> dict[str, Any]:
-    """Schedule, early stopping, last evaluation and its step, random generators, and the states of
-    controllers, callbacks, the log of tokens and the batch source if there are any. With several
-    ranks, all call this; `ranks` has generators and source of each."""
-    state: dict[str, Any] = {
-        "scheduler_state_dict": run.schedule.state_dict(run.current_step),
-        **run.evaluations.state_dict(),
-        "rng_state": rng_state(),
-        **run.callbacks.state(),
-    }
-    if run.control.controllers:
-        state["controllers"] = run.control.state_dict()
-    if run.token_log is not None:
-        state[TOKEN_LOG] = run.token_log.state_dict()
-    source_state = source.state_dict()
-    if source_state is not None:
-        state[SOURCE] = source_state
+def add_ranks(state: dict[str, Any], source: BatchSourceBase) -> None:
+    """With several ranks, add the generators and the source of each. All ranks call it."""
     if ranks.is_distributed():
         own = [name for name in OF_EACH_RANK if name in state and not (name == SOURCE and _is_shared(source))]
         state[RANKS] = ranks.gather_json({name: state[name] for name in own})
-    return state
 
 
-def restore_run(run: ResumableRun, source: BatchSourceBase, metadata: Mapping[str, Any]) -> None:
-    """Restore the state in `metadata`. What a checkpoint of an older version lacks stays as it
-    is."""
-    if "scheduler_state_dict" in metadata:
-        run.schedule.resume(int(metadata["scheduler_state_dict"]["total_steps"]))
-    run.evaluations.load_state_dict(metadata)
-    run.control.load_state_dict(metadata.get("controllers", {}))
-    run.callbacks.load_state(metadata)
-    if run.token_log is not None and TOKEN_LOG in metadata and ranks.rank() == 0:
-        run.token_log.load_state_dict(metadata[TOKEN_LOG])
+def restore_of_this_rank(source: BatchSourceBase, metadata: Mapping[str, Any]) -> None:
+    """Restore the batch source and the random generators."""
     own = _state_of_this_rank(metadata, shared=_is_shared(source))
     if SOURCE in own:
         source.load_state_dict(own[SOURCE])
