@@ -3,6 +3,7 @@ server."""
 
 import json
 import os
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -176,26 +177,26 @@ def test_an_overlapped_run_trains_on_samples_one_version_old(tiny, tmp_path):
 def test_a_stopped_overlapped_run_continues_with_the_following_prompts(tiny, tmp_path, monkeypatch):
     """Stopped after two of four steps, with a generated batch that is never trained, then
     resumed."""
-    from ludic.runs.stop_request import StoppableSource
+    from ludic.training.batching.overlapped import OverlappedSource
 
     asked = []
-    next_batch = StoppableSource.next_batch
+    next_batch = OverlappedSource.next_batch
 
     async def noting(self):
         batch = await next_batch(self)
         if "problem_id" in batch.items[0].meta:
             asked.append(sorted({item.meta["problem_id"] for item in batch.items}))
             if len(asked) == 2:
-                self._stop.signum = 2
+                signal.raise_signal(signal.SIGINT)
         return batch
 
-    monkeypatch.setattr(StoppableSource, "next_batch", noting)
+    monkeypatch.setattr(OverlappedSource, "next_batch", noting)
     arguments = [*tiny, "inference.batches_ahead=1", "steps=4", "rollout.log_every=0"]
     assert CliRunner().invoke(app, ["train", *arguments]).exit_code == 130
     train("--resume", str(tmp_path / "run"))
     whole = list(asked)
     asked.clear()
-    monkeypatch.setattr(StoppableSource, "next_batch", next_batch)
+    monkeypatch.setattr(OverlappedSource, "next_batch", next_batch)
     assert len(whole) == 4
 
     from ludic.recipes.build import build_episodic_task

@@ -24,12 +24,11 @@ from ludic.runs.model_card import try_card
 from ludic.runs.screen import Screen
 from ludic.runs.seeding import seed_phase
 from ludic.runs.shared_model import HomeEvaluator, SharedModel, describe_precision
-from ludic.runs.stop_request import ImpatientSource, StoppableSource, StopRequest
+from ludic.runs.stop_request import StopRequest
 from ludic.runs.tracking import run_logger
 from ludic.tasks import EpisodicTask
 from ludic.training import ranks, watchdog
 from ludic.training.batching.shared_batches import SharedBatches
-from ludic.training.batching.source import BatchSourceBase
 from ludic.training.callbacks import Callback
 from ludic.training.checkpoint import CheckpointConfig, CheckpointManager
 from ludic.training.evaluators.protocol import Evaluator
@@ -37,6 +36,9 @@ from ludic.training.loggers import TrainingLogger
 from ludic.training.loop.timings import PhaseTimer
 from ludic.training.rng import reseed_for_rank
 from ludic.training.trainer import Trainer
+
+STOP_PATIENCE_S = 8.0
+"""How long several ranks wait for a batch after a stop was requested."""
 
 
 class RunParts(Protocol):
@@ -165,7 +167,8 @@ class TrainingRun(ABC, Generic[RecipeT, PartsT, DirectoryT]):
         manager = CheckpointManager(places, tokenizer=self.parts.tokenizer, card=self._make_checkpoint_card)
         trainer = trainer_class(
             model=self.parts.model if self.shared is None else self.shared.share_out(self.parts.model),
-            batch_source=self._make_stoppable(source),
+            batch_source=self._share(source) if ranks.is_distributed() else source,
+            should_stop=None if ranks.is_distributed() else lambda: bool(self.stop),
             checkpointer=manager,
             resume_from=ranks.ask_rank_0("finding the newest checkpoint", lambda: find_latest_checkpoint(manager)),
             callbacks=() if phase == "warm_up" else self._build_callbacks(),
@@ -194,13 +197,10 @@ class TrainingRun(ABC, Generic[RecipeT, PartsT, DirectoryT]):
         if self.shared is not None:
             self.shared.bring_home(self.parts.model)
 
-    def _make_stoppable(self, source: Any) -> BatchSourceBase:
-        """The source of this rank, which raises StopRequested once a stop was asked for: on all
-        ranks before the same batch."""
-        if not ranks.is_distributed():
-            return StoppableSource(source, self.stop)
-        inner = None if source is None else ImpatientSource(source, self.stop)
-        return SharedBatches(inner, stop=self._check_others, patience_s=self.recipe.ranks.generation_s)
+    def _share(self, source: Any) -> SharedBatches:
+        """The source of this rank. After a stop all ranks end before the same batch."""
+        patience_s = self.recipe.ranks.generation_s
+        return SharedBatches(source, stop=self._check_others, patience_s=patience_s, stop_patience_s=STOP_PATIENCE_S)
 
     def _check_others(self) -> bool:
         """Whether a stop was asked for. Raises RankError once another rank has failed."""

@@ -79,8 +79,10 @@ class Trainer(TrainerState):
     one (`training.reference`); None: the model without its adapters. `controllers` set coefficients
     of the algorithm after each step; `callbacks` are called on the way; `token_log` gets the
     log-probabilities of some batches. `total_training_steps`: length of the learning-rate schedule;
-    None: `num_steps` of the first `train`. With several ranks, the source must return different
-    samples on each rank (`shards_across_ranks`).
+    None: `num_steps` of the first `train`. `should_stop` is called before each batch is requested;
+    if it returns true, StopRequested is raised. With several ranks, the source must return
+    different samples on each rank (`shards_across_ranks`), and gets the stop
+    (`SharedBatches(stop=...)`), so that it is the same on all.
 
     >>> trainer = Trainer(model=model, algo=make_grpo(group_size=8), batch_source=source, cfg=cfg)
     >>> trainer.train_sync(num_steps=100)
@@ -110,15 +112,18 @@ class Trainer(TrainerState):
         controllers: Sequence[Controller] = (),
         callbacks: Sequence[Callback] = (),
         token_log: TokenLog | None = None,
+        should_stop: Callable[[], object] | None = None,
     ) -> None:
         self.cfg = TrainerConfig() if cfg is None else cfg
         self.algo, self.batch_source, self.publisher = algo, batch_source, publisher
         self.evaluator, self.train_logger, self.param_filter = evaluator, train_logger, param_filter
         self.reducers = default_reducers() if reducers is None else reducers
-        self.preflight, self.token_log = preflight, token_log
+        self.preflight, self.token_log, self.should_stop = preflight, token_log, should_stop
         check_setup(self.cfg, self.reducers, publisher, evaluator, batch_source)
         if resume_from is not None and not (checkpointer or checkpoint_config):
             raise ConfigError(f"resume_from ({resume_from}) needs a checkpointer; pass checkpointer= or checkpoint_config=")
+        if should_stop is not None and ranks.is_distributed():
+            raise ConfigError("should_stop may differ between ranks; pass it to SharedBatches(stop=...), which asks all of them")
         self._model = model if lora_config is None else apply_lora(require_model(model), lora_config)
         self.sync_every_steps = (self.cfg.sync_every_steps or None) if publisher is not None else None
         self.backend = self._make_backend(enable_gradient_checkpointing) if backend is None else backend
@@ -188,7 +193,7 @@ class Trainer(TrainerState):
         if not self.early_stopping.stopped:
             self._undo_restore_best()
         async with self.callbacks.until_end(last):
-            while not await self._should_stop(eval_log_fn) and (last is None or self._step < last):
+            while not await self._is_over(eval_log_fn) and (last is None or self._step < last):
                 try:
                     stats = await self.train_step()
                 except (RequestsExhausted, StopRequested, StopAsyncIteration) as error:
@@ -199,9 +204,9 @@ class Trainer(TrainerState):
                 if log_fn is not None and self._step % log_every == 0:
                     await await_if_needed(log_fn(stats))
 
-    async def _should_stop(self, log_fn: LogFn | None) -> bool:
-        """Whether early stopping or a callback ends the run. A due evaluation comes first, also the one
-        of the step at which the run was resumed."""
+    async def _is_over(self, log_fn: LogFn | None) -> bool:
+        """Whether early stopping or a callback ends the run. A due evaluation comes first, also of
+        the step at which the run was resumed."""
         if self.evaluator is not None and self.cfg.evaluates_at(self._step) and self.evaluated_step != self._step:
             if self._publish_before_step:
                 await self.publish()  # the evaluator may sample from a server, which needs these weights

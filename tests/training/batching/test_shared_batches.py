@@ -7,14 +7,16 @@ import pytest
 from rank_processes import on_ranks
 from safetensors.torch import load_file
 from shared_runs import TRAINERS, PromptSource
+from torch.distributed import HashStore
 from training_samples import assert_same_tensors, cpu_config, sorting_items, tiny_model
 
-from ludic.errors import CheckpointError, ConfigError
-from ludic.runs.stop_request import StoppableSource, StopRequest
+from ludic.errors import CheckpointError, ConfigError, StopRequested
 from ludic.training import SharedBatches, Trainer, make_sft, ranks
+from ludic.training.batching import shared_batches
 from ludic.training.batching.epochs import ItemBatchSource
 from ludic.training.batching.overlapped import OverlappedSource
 from ludic.training.batching.source import BatchSourceBase, as_batch_source
+from ludic.training.ranks.meeting import Meeting
 from ludic.training.types import SAWBatch
 
 OWN_OF_RANK_0 = ("perf/", "ranks/", "train/grad_norm")
@@ -113,13 +115,60 @@ def test_rank_0_needs_a_source_and_a_positive_patience():
         SharedBatches(PromptSource(), patience_s=0)
 
 
+class SlowSource(BatchSourceBase):
+    """Generates until it is released, or cancelled."""
+
+    def __init__(self):
+        self.released, self.cancelled, self.begun = asyncio.Event(), False, asyncio.Event()
+
+    async def next_batch(self):
+        self.begun.set()
+        try:
+            await self.released.wait()
+        except asyncio.CancelledError:
+            self.cancelled = True
+            raise
+        return SAWBatch(sorting_items(3), {})
+
+
+async def test_ranks_wait_for_a_batch_in_progress_but_not_for_long_after_a_stop(monkeypatch):
+    monkeypatch.setattr(shared_batches, "STOP_TICK_S", 0.01)
+    monkeypatch.setattr(shared_batches, "group_device", lambda: "cpu")
+    monkeypatch.setattr(shared_batches, "broadcast_bytes", lambda content, size, device: memoryview(content))
+
+    def make(**options):
+        meeting = Meeting(HashStore(), 0, 2)
+        monkeypatch.setattr(ranks, "current_meeting", lambda: meeting)
+        return SharedBatches(SlowSource(), **options), meeting
+
+    shared, meeting = make(stop=lambda: False, stop_patience_s=0.05)
+    waiting = asyncio.ensure_future(shared.next_batch())
+    await shared._inner.begun.wait()
+    meeting.request_stop(15)
+    with pytest.raises(StopRequested, match=r"a batch was not generated within 0.05 s"):
+        await waiting
+    assert shared._inner.cancelled
+    with pytest.raises(StopRequested, match=r"the run was asked to stop$"):
+        await shared.next_batch()
+
+    for options in ({"stop_patience_s": 600.0}, {}):  # a batch that comes in time is not lost
+        shared, meeting = make(stop=lambda: False, **options)
+        waiting = asyncio.ensure_future(shared.next_batch())
+        await shared._inner.begun.wait()
+        meeting.request_stop(15)
+        await asyncio.sleep(0.1)
+        shared._inner.released.set()
+        assert len((await waiting).items) == 3
+        assert not shared._inner.cancelled
+
+
 def test_a_source_that_divides_its_samples_returns_all_of_them(monkeypatch):
     alone = ItemBatchSource(sorting_items(7), batch_size=3, seed=1)
     with monkeypatch.context() as two:
         two.setattr(ranks, "world_size", lambda: 2)
         source = ItemBatchSource(sorting_items(7), batch_size=3, seed=1)
     assert source.num_batches_per_epoch == 2  # of 4 samples
-    shared = SharedBatches(StoppableSource(OverlappedSource(source, max_lag=0), StopRequest(print)))
+    shared = SharedBatches(OverlappedSource(source, max_lag=0))
     assert source.shards_across_ranks is False
     assert source.num_batches_per_epoch == 3
     for _ in range(7):

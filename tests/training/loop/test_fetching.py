@@ -1,11 +1,15 @@
-"""Fetching a batch that all ranks have."""
+"""Fetching a batch: one that all ranks have, and none after a stop."""
 
+import random
+import shutil
 from types import SimpleNamespace
 
 import pytest
-from training_samples import sorting_items
+import torch
+from training_samples import DrawingSource, assert_same_tensors, cpu_config, sorting_items, tiny_model, weights_of
 
-from ludic.training import TrainerConfig, ranks
+from ludic.errors import ConfigError, StopRequested
+from ludic.training import CheckpointConfig, Trainer, TrainerConfig, make_grpo, ranks
 from ludic.training.batching.mini_batches import MacroBatch
 from ludic.training.batching.source import BatchSourceBase
 from ludic.training.loop.fetching import BatchFetcher
@@ -31,6 +35,7 @@ async def test_ranks_compare_their_samples_only_where_a_function_could_have_chan
         source=SameBatch(),
         algo=SimpleNamespace(preprocess=preprocess),
         cfg=TrainerConfig(model_device="cpu", max_seq_len=32, micro_token_budget=64),
+        should_stop=None,
         sync_every_steps=None,
         backend=None,
     )
@@ -39,3 +44,37 @@ async def test_ranks_compare_their_samples_only_where_a_function_could_have_chan
     [values] = exchanged  # that no rank failed is exchanged in any case
     assert values[0] == 0.0
     assert macro.share is not None
+
+
+def test_a_stop_ends_the_run_before_the_next_batch_and_a_resumed_run_goes_on_with_that(tmp_path, monkeypatch):
+    wanted = []
+
+    def start(**options):
+        torch.manual_seed(0)
+        random.seed(0)
+        places = CheckpointConfig(tmp_path, every_n_steps=2)
+        return Trainer(
+            model=tiny_model(),
+            algo=make_grpo(group_size=4),
+            batch_source=DrawingSource(),
+            cfg=cpu_config(),
+            checkpoint_config=places,
+            **options,
+        )
+
+    whole = start()
+    whole.train_sync(4)
+    shutil.rmtree(tmp_path)
+    stopped = start(should_stop=lambda: wanted)
+    stopped.train_sync(2)
+    state = stopped.source.state_dict()
+    wanted.append("Ctrl-C")
+    with pytest.raises(StopRequested, match="the run was asked to stop"):
+        stopped.train_sync(2)
+    assert (stopped.current_step, stopped.source.state_dict()) == (2, state)
+    resumed = start(should_stop=list, resume_from=2)
+    resumed.train_sync(2)
+    assert_same_tensors(weights_of(resumed.model), weights_of(whole.model))
+    monkeypatch.setattr(ranks, "is_distributed", lambda: True)
+    with pytest.raises(ConfigError, match=r"should_stop may differ between ranks; pass it to SharedBatches\(stop="):
+        start(should_stop=list)

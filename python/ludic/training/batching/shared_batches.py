@@ -34,6 +34,7 @@ import logging
 import math
 import signal
 import struct
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -59,6 +60,8 @@ logger = logging.getLogger(__name__)
 
 BATCH_PATIENCE_S = 3600.0
 """How long a rank waits for rank 0 to get a batch."""
+STOP_TICK_S = 0.5
+"""How often rank 0 looks for a stop while a batch is generated."""
 FINISH_GRACE_S = 60.0
 """How much longer than rank 0 the others wait for its pending batches."""
 
@@ -78,7 +81,9 @@ class SharedBatches(BatchSourceBase):
     gives back. An error of the source is raised on all ranks: as the same type where it can be
     built from a message, else as its nearest base class. A batch of rank 0 that does not come
     within `patience_s` is a RankError on the others. If `stop` is true on any rank before a batch
-    is requested, that request raises StopRequested on all, as a stop of the run does.
+    is requested, that request raises StopRequested on all, as a stop of the run does. A batch that
+    takes longer than `stop_patience_s` after a stop is not finished: the other ranks, and a
+    launcher that kills what does not end, wait for it. A resumed run generates it again.
 
     The state is that of rank 0's source, so that a run resumes on any number of ranks.
     """
@@ -87,12 +92,17 @@ class SharedBatches(BatchSourceBase):
     shards_across_ranks = False
 
     def __init__(
-        self, inner: BatchSource | None, *, stop: Callable[[], object] | None = None, patience_s: float = BATCH_PATIENCE_S
+        self,
+        inner: BatchSource | None,
+        *,
+        stop: Callable[[], object] | None = None,
+        patience_s: float = BATCH_PATIENCE_S,
+        stop_patience_s: float | None = None,
     ) -> None:
         if not patience_s > 0:
             raise ConfigError(f"patience_s ({patience_s}) must be > 0 seconds")
         self._source = None if inner is None else as_batch_source(inner)
-        self._stop, self._patience_s = stop, patience_s
+        self._stop, self._patience_s, self._stop_patience_s = stop, patience_s, stop_patience_s
         facts = ranks.ask_rank_0("preparing the batch source of all ranks", self._prepare)
         self.overlaps, self.max_lag, self.pairs_incomplete = facts
         self._meeting = ranks.current_meeting()
@@ -124,7 +134,7 @@ class SharedBatches(BatchSourceBase):
     async def _share_next(self) -> SAWBatch:
         try:
             self._check_stop()
-            parts = encode_columns(await self._inner.next_batch())
+            parts = encode_columns(await self._generate())
         except BaseException as error:  # also if this rank is interrupted: the others would wait for it
             with suppress(RuntimeError):  # of the store; the error itself matters more
                 self._post_error(error)
@@ -132,6 +142,26 @@ class SharedBatches(BatchSourceBase):
         self._post("batch", sizes=[len(part) for part in parts])
         head, table = [await self._broadcast(part, len(part)) for part in parts]
         return decode_columns(head, table)
+
+    async def _generate(self) -> SAWBatch:
+        """The next batch of `inner`, unless a stop was requested and it takes too long."""
+        if self._stop_patience_s is None:
+            return await self._inner.next_batch()
+        batch = asyncio.ensure_future(self._inner.next_batch())
+        stopped_at: float | None = None
+        try:
+            while not batch.done():
+                await asyncio.wait([batch], timeout=STOP_TICK_S)
+                stopped_at = time.monotonic() if stopped_at is None and self._is_stop_requested() else stopped_at
+                if stopped_at is not None and time.monotonic() - stopped_at > self._stop_patience_s:
+                    break
+        finally:
+            if not batch.done():
+                batch.cancel()
+                await asyncio.wait([batch])
+        if batch.cancelled():
+            raise StopRequested(f"the run was asked to stop, and a batch was not generated within {self._stop_patience_s:g} s")
+        return batch.result()
 
     async def _broadcast(self, content: bytes | None, size: int) -> memoryview:
         """The bytes of rank 0. In a thread where the event loop generates the next batches."""
@@ -143,8 +173,12 @@ class SharedBatches(BatchSourceBase):
     def _check_stop(self) -> None:
         if self._stop is None:
             return
-        if self._stop() or (self._meeting is not None and self._meeting.requested_stop() is not None):
+        if self._stop() or self._is_stop_requested():
             raise StopRequested("the run was asked to stop")
+
+    def _is_stop_requested(self) -> bool:
+        """Whether a rank has told all others."""
+        return self._meeting is not None and self._meeting.requested_stop() is not None
 
     def _report_stop(self) -> None:
         """Tell rank 0, which may be about to ask for the next batch."""

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from ludic.columns import Column
-from ludic.errors import DataError, EmptyBatchError
+from ludic.errors import DataError, EmptyBatchError, StopRequested
 from ludic.event_loop import await_if_needed
 from ludic.list_fields import read_list, stored
 from ludic.models.heads import count_vocabulary
@@ -42,7 +42,7 @@ class BatchFetcher:
 
     async def fetch(self, step: int, timer: PhaseTimer) -> tuple[SAWBatch, MacroBatch]:
         """The next batch with samples to train on in step `step`. Raises EmptyBatchError after
-        `max_empty_batches` empty ones in a row."""
+        `max_empty_batches` empty ones in a row, and StopRequested if `should_stop` is true."""
         fetched = stale = 0
         model = getattr(self._run.backend, "model", None)  # a user's backend may have none, or a stand-in
         self._check.vocab_size = (count_vocabulary(model) or None) if isinstance(model, nn.Module) else None
@@ -50,6 +50,8 @@ class BatchFetcher:
         for attempt in range(self._run.cfg.max_empty_batches):
             source = self._run.source
             self._is_checked = source.use_check(self._check)
+            if self._run.should_stop is not None and self._run.should_stop():
+                raise StopRequested("the run was asked to stop")
             with timer.phase("rollout"), watchdog.phase("generation"):
                 source_batch = await source.next_batch()
             with timer.phase("batching"):

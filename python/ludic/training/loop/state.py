@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.backend.protocol import TrainingBackend
 from ludic.training.batching.source import BatchSourceBase, as_batch_source
@@ -24,6 +26,7 @@ class TrainerState:
     checkpointer: CheckpointManager | None
     evaluator: Evaluator | None
     token_log: TokenLog | None
+    should_stop: Callable[[], object] | None
     sync_every_steps: int | None
     """Steps between publications; None: nothing is published."""
     early_stopping: EarlyStopping
