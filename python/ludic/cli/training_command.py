@@ -160,7 +160,7 @@ def _build_parts(command: TrainingCommand[D, R], recipe: Any, console: Console) 
     from ludic.runs.screen import Screen
     from ludic.runs.tracking import check_trackers
     from ludic.training import ranks
-    from ludic.training.backend.master_weights import check_precision
+    from ludic.training.backend.precision import check_precision
 
     with ranks.agree("setting up the run"):
         quiet_libraries()

@@ -43,9 +43,8 @@ from ludic.training.backend.forward import ModelPasses
 from ludic.training.backend.freed_memory import FreedMemory
 from ludic.training.backend.futures import TrainFuture
 from ludic.training.backend.logits_path import trains_without_logits
-from ludic.training.backend.master_weights import MasterWeights, check_precision
 from ludic.training.backend.memory import MemoryProfile
-from ludic.training.backend.precision import autocast
+from ludic.training.backend.precision import MasterWeights, autocast, check_precision
 from ludic.training.backend.prefix_sharing import can_train_on_trees
 from ludic.training.backend.protocol import BackendBase, BackwardResult, MicroBatches
 from ludic.training.backend.saving import write_weights

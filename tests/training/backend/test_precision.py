@@ -8,7 +8,7 @@ from training_samples import ListSource, assert_same_tensors, cpu_config, sortin
 
 from ludic.errors import ConfigError
 from ludic.training import CheckpointConfig, LoraSettings, ReinforceLoss, RLAlgorithm, Trainer
-from ludic.training.backend.master_weights import MasterWeights
+from ludic.training.backend.precision import MasterWeights
 from ludic.training.credit_assignment import ConstantCredit
 
 ALGO = RLAlgorithm("plain", ConstantCredit(1.0), ReinforceLoss())
