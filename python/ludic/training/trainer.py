@@ -42,10 +42,9 @@ from ludic.training.loop.control import Control
 from ludic.training.loop.early_stopping import BestWeights, EarlyStopping
 from ludic.training.loop.fetching import BatchFetcher
 from ludic.training.loop.outputs import log_safely, publish_weights, run_operation, sync_safely
-from ludic.training.loop.run_state import SOURCE, add_ranks, restore_of_this_rank
 from ludic.training.loop.schedule import RunSchedule
 from ludic.training.loop.setup_checks import check_backend, check_setup, require_model
-from ludic.training.loop.state import TrainerState
+from ludic.training.loop.state import SOURCE, TrainerState, add_ranks, restore_of_this_rank
 from ludic.training.loop.step_record import StepRecord
 from ludic.training.loop.timings import PhaseTimer, RankTimes, TimeLeft
 from ludic.training.loop.token_log import TokenLog

@@ -11,6 +11,7 @@ from training_samples import DrawingSource, ListSource, assert_same_tensors, cpu
 
 from ludic.errors import ConfigError
 from ludic.training import CheckpointConfig, RMTrainer, TorchBackend, Trainer, TrainFuture, make_bradley_terry, make_grpo
+from ludic.training.backend import BackendBase
 from ludic.training.evaluators.heldout_loss import HeldOutLoss
 
 ALGO = make_grpo(group_size=4)
@@ -159,6 +160,18 @@ def test_a_remote_reward_model_is_trained_and_evaluated():
         trainer.train_sync(1)
         metrics.append((trainer.evaluate(), trainer.evaluate(sorted_pairs(3, seed=4)), trainer.eval_sync()["metrics"]))
     assert metrics[0] == metrics[1]
+
+
+def test_a_backend_that_derives_from_the_base_class_is_told_of_each_step():
+    class Counting(RemoteBackend, BackendBase):
+        steps = ()
+
+        def note_step(self, step):
+            self.steps += (step,)
+
+    backend = Counting(tiny_model, cpu_config())
+    make_trainer(None, backend).train_sync(2)
+    assert backend.steps == (1, 2)
 
 
 def test_features_that_need_a_local_model_are_refused_with_a_reason():

@@ -73,7 +73,7 @@ class TrainingBackend(ForwardPasses, Protocol):
     """A model that is trained, with its optimizer.
 
     With several ranks, all ranks call every method. Only the backend itself reads the files of
-    `save` and the values of `snapshot_weights`.
+    `save` and the values of `snapshot_weights`. Optional members: `BackendBase`.
     """
 
     def forward_backward(
