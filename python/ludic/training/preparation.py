@@ -28,7 +28,6 @@ from ludic.training.batching.micro_batching import MicroBatch
 from ludic.training.batching.mini_batches import MacroBatch
 from ludic.training.info_seed.untagged import SEED_ID
 from ludic.training.info_seed.weight_entropies import sum_weight_entropies
-from ludic.training.loop.outputs import run_operation
 from ludic.training.loop.state import TrainerState
 from ludic.training.loss.base import adapted_loss
 from ludic.training.reference import computes_trees
@@ -232,9 +231,7 @@ def _own_forward(run: TrainerState) -> ForwardLogps:
     """Scores micro-batches with the weights as they are."""
 
     async def forward(micro_batch: MicroBatch) -> Tensor:
-        return await run_operation(
-            run.backend, lambda backend: forward_action_logprobs(backend, micro_batch), overlaps=run.source.overlaps
-        )
+        return await run.compute(lambda backend: forward_action_logprobs(backend, micro_batch))
 
     return forward
 

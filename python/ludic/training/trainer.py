@@ -1,29 +1,31 @@
 """The training loop.
 
 A step: fetch a macro-batch (`loop.fetching`), score and weigh it (`preparation`), plan it
-(`batching.mini_batches`), run it and step the optimizer (`backend`), publish the weights
-(`loop.outputs`), log (`loop.step_record`), save (`checkpoint`). Between steps: evaluate, and stop
-early (`loop.early_stopping`).
+(`batching.mini_batches`), run it and step the optimizer (`backend`), publish the weights, log
+(`loop.step_record`), save (`checkpoint`). Between steps: evaluate, and stop early
+(`loop.early_stopping`).
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from ludic.errors import CheckpointError, ConfigError, RequestsExhausted, StopRequested
 from ludic.event_loop import EventLoop, await_if_needed
+from ludic.inference.publishing import as_publisher
 from ludic.models.lora import LoraSettings, apply_lora
 from ludic.models.published import ParamFilter
 from ludic.training import ranks, watchdog
 from ludic.training.algorithm import RLAlgorithm
-from ludic.training.backend.futures import TrainFuture
 from ludic.training.backend.prefix_sharing import shares_prefixes
 from ludic.training.backend.protocol import TrainingBackend, with_defaults
 from ludic.training.backend.torch import TorchBackend, build_optimizer
@@ -36,12 +38,11 @@ from ludic.training.checkpoint import CheckpointConfig, CheckpointManager
 from ludic.training.config import TrainerConfig
 from ludic.training.controllers.protocol import Controller
 from ludic.training.evaluators.protocol import Evaluator, eval_key, runs_on_all_ranks
-from ludic.training.loggers.base import TrainingLogger
+from ludic.training.loggers.base import SyncedLogger, TrainingLogger
 from ludic.training.loop.callbacks import Callbacks
 from ludic.training.loop.control import Control
 from ludic.training.loop.early_stopping import BestWeights, EarlyStopping
 from ludic.training.loop.fetching import BatchFetcher
-from ludic.training.loop.outputs import log_safely, publish_weights, run_operation, sync_safely
 from ludic.training.loop.schedule import RunSchedule
 from ludic.training.loop.setup_checks import check_backend, check_setup, require_model
 from ludic.training.loop.state import SOURCE, TrainerState, add_ranks, restore_of_this_rank
@@ -63,7 +64,6 @@ if TYPE_CHECKING:
     from ludic.distributed.interfaces import PolicyPublisher
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 Stats = dict[str, float]
 LogFn = Callable[[Stats], Any]  # or a coroutine function
 
@@ -226,7 +226,7 @@ class Trainer(TrainerState):
             self.best_weights.keep(step)
         self.evaluated_step = step
         if self.checkpointer is not None:
-            sync_safely(self.train_logger, step)
+            self._sync_log()
             self.checkpointer.amend(step, {**self._evaluation_state(), **self.callbacks.state()})
         if self.callbacks.take_save_request():
             await self.ensure_checkpoint()
@@ -314,14 +314,11 @@ class Trainer(TrainerState):
     async def _optimize(self, mini_batch: MiniBatch, record: StepRecord, *, first_epoch: bool) -> None:
         at_start = first_epoch and (record.optimizer_steps == 0 or "proximal_logps" in mini_batch.batch.token_columns)
         with record.timer.phase("forward_backward"):
-            result = await self._compute(lambda backend: backend.forward_backward(mini_batch, totals=mini_batch.totals))
+            result = await self.compute(lambda backend: backend.forward_backward(mini_batch, totals=mini_batch.totals))
         with record.timer.phase("optimizer"):
-            step = await self._compute(lambda backend: backend.optim_step(lr_factor=self.schedule.factor(self._step)))
+            step = await self.compute(lambda backend: backend.optim_step(lr_factor=self.schedule.factor(self._step)))
         self._has_new_gradient |= step["grad_norm"] > 0
         record.add(result, step, at_step_start=at_start)
-
-    async def _compute(self, operation: Callable[[TrainingBackend], TrainFuture[T]]) -> T:
-        return await run_operation(self.backend, operation, overlaps=self.source.overlaps)
 
     async def _check_sampler(self, macro: MacroBatch) -> None:
         """Run `preflight` once, on the first samples to train on; if one rank fails, all stop."""
@@ -332,19 +329,32 @@ class Trainer(TrainerState):
 
     @watchdog.watched("publish")
     async def publish(self, timer: PhaseTimer | None = None) -> None:
-        """Publish the weights as version `current_step`."""
+        """Publish the weights as version `current_step`, on rank 0. A sharded model is gathered
+        meanwhile, a part at a time; all ranks call this. A publisher without `needs_weights` is
+        called on all ranks and gets none."""
         if self.publisher is None:
             raise ConfigError("there is no PolicyPublisher to publish with; pass publisher= to Trainer")
+        publisher, here = as_publisher(self.publisher), with_defaults(self.backend)
+        has_changed, self._has_new_gradient = self._has_new_gradient, False
+
+        async def push(publish: Callable[..., Any], weights: Any) -> None:
+            publisher.expect_change(has_changed)
+            call = partial(publish, weights, version=self._step)  # may be a coroutine function
+            await await_if_needed(await asyncio.to_thread(call) if self.source.overlaps else call())
+
         with (timer or PhaseTimer()).phase("publish"):
-            expect_change, self._has_new_gradient = self._has_new_gradient, False
-            await publish_weights(
-                self.backend,
-                self.publisher,
-                param_filter=self.param_filter,
-                version=self._step,
-                expect_change=expect_change,
-                in_thread=self.source.overlaps,
-            )
+            if not publisher.needs_weights:
+                await push(publisher.publish, {})
+            elif here.is_sharded:
+                stream = here.stream_weights(param_filter=self.param_filter)
+                with stream.shared():
+                    if ranks.rank() == 0:
+                        await push(publisher.publish_stream, stream)
+            else:
+                weights = await self.backend.export_weights(param_filter=self.param_filter).result()
+                with ranks.rank_0_alone(f"publishing the weights of step {self._step}"):
+                    if ranks.rank() == 0:
+                        await push(publisher.publish, weights)
         self._publish_before_step = False
 
     async def _checkpoint(self) -> None:
@@ -381,7 +391,7 @@ class Trainer(TrainerState):
             raise CheckpointError("the trainer has no checkpointer; pass checkpointer= or checkpoint_config=")
         if self._has_best_weights and self._has_checkpoint():
             return self.checkpointer.find(step=self._step)  # which has the weights of the last step, to continue from
-        sync_safely(self.train_logger, self._step)
+        self._sync_log()
         content = {**(metadata or {}), "algorithm": self.algo.name, **self._run_state()}
         return self.checkpointer.save_backend(self.backend, step=self._step, metadata=content, **self.control.files(self._step))
 
@@ -451,8 +461,27 @@ class Trainer(TrainerState):
         left = self._time_left.after(step)
         times |= {} if left is None else {"perf/time_left_s": left}
         grouped = prefix_keys({"train_step": float(step), **stats, **times})
-        log_safely(self.train_logger, step, grouped)
+        self._log_safely(grouped)
         return grouped
+
+    def _log_safely(self, stats: Stats) -> None:
+        """Log on rank 0. If the logger fails, the run goes on."""
+        if self.train_logger is None or ranks.rank() != 0:
+            return
+        try:
+            self.train_logger.log(self._step, stats)
+        except Exception:
+            logger.exception("the logger failed at step %d; training goes on", self._step)
+
+    def _sync_log(self) -> None:
+        """Write what was logged to disk. Called before a checkpoint is written, so that no step is
+        in a checkpoint and not in the log."""
+        log: object = self.train_logger
+        if isinstance(log, SyncedLogger) and ranks.rank() == 0:
+            try:
+                log.sync()
+            except Exception:
+                logger.exception("the logger could not be synced at step %d; training goes on", self._step)
 
     async def eval(
         self,
@@ -478,7 +507,7 @@ class Trainer(TrainerState):
                 with preserved_rng():
                     records, metrics = await self.evaluator.eval(reducers=reducers, **limits)
                 self.last_eval = {eval_key(name): value for name, value in metrics.items()} | {"eval/step": float(self._step)}
-                log_safely(self.train_logger, self._step, self.last_eval)
+                self._log_safely(self.last_eval)
                 if log_fn is not None and ranks.rank() == 0:
                     await await_if_needed(log_fn(self.last_eval))
         return {"records": records, "metrics": metrics}

@@ -3,13 +3,15 @@ checkpoints."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from ludic.errors import CheckpointError
 from ludic.training import ranks
 from ludic.training.algorithm import RLAlgorithm
-from ludic.training.backend.protocol import TrainingBackend
+from ludic.training.backend.futures import TrainFuture
+from ludic.training.backend.protocol import TrainingBackend, with_defaults
 from ludic.training.batching.overlapped import PENDING, STATES_AFTER
 from ludic.training.batching.source import BatchSourceBase, as_batch_source
 from ludic.training.checkpoint import CheckpointManager
@@ -20,6 +22,7 @@ from ludic.training.loop.token_log import TokenLog
 from ludic.training.rng import reseed_for_rank, set_rng_state
 from ludic.training.types import BatchSource, ReferencePolicy
 
+T = TypeVar("T")
 SOURCE = "batch_source"
 OF_EACH_RANK, RANKS = ("rng_state", SOURCE), "ranks"
 """Entries that differ between ranks, and the key under which a checkpoint has those of each. A
@@ -55,6 +58,15 @@ class TrainerState:
     def current_step(self) -> int:
         """Number of steps taken; also the version of the weights."""
         return self._step
+
+    async def compute(self, operation: Callable[[TrainingBackend], TrainFuture[T]]) -> T:
+        """The result of `operation(backend)`. If batches are generated at the same time, it runs in
+        a thread, so that the event loop is free for them; a backend with a worker has its own."""
+        if self.source.overlaps and not with_defaults(self.backend).has_worker:
+            future = await asyncio.to_thread(operation, self.backend)
+        else:
+            future = operation(self.backend)
+        return await future.result()
 
 
 def add_ranks(state: dict[str, Any], source: BatchSourceBase) -> None:
