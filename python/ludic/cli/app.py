@@ -14,9 +14,17 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from ludic.cli.shared_options import JsonOnly, LearningRate, PrintConfig, Resume, Settings, make_lr_setting, refuse_flags_in
-from ludic.cli.user_errors import find_rank, report_user_errors
-from ludic.cli.worker import workers
+from ludic.cli.options import (
+    JsonOnly,
+    LearningRate,
+    PrintConfig,
+    Resume,
+    Settings,
+    make_lr_setting,
+    refuse_flags_in,
+    report_user_errors,
+)
+from ludic.runs.exit_status import find_rank
 from ludic.training.presets.registry import REGISTRY
 
 
@@ -104,7 +112,7 @@ def train(
     settings = [*(arguments or ()), *([f"algorithm={algorithm}"] if algorithm else ()), *make_lr_setting(lr)]
     with report_user_errors():
         refuse_flags_in(arguments)
-        code = train_command(settings, resume=resume, json_only=json_only, print_config=print_config)
+        code = train_command("train", settings, resume=resume, json_only=json_only, print_config=print_config)
     raise typer.Exit(code)
 
 
@@ -156,7 +164,7 @@ def sft(
         ),
     ] = None,
 ) -> None:
-    from ludic.cli.train import preview_command, sft_command
+    from ludic.cli.train import preview_command, train_command
 
     with report_user_errors():
         refuse_flags_in(arguments)
@@ -164,7 +172,7 @@ def sft(
         if preview is not None:
             code = preview_command(settings, rows=preview, json_only=json_only)
         else:
-            code = sft_command(settings, resume=resume, json_only=json_only, print_config=print_config)
+            code = train_command("sft", settings, resume=resume, json_only=json_only, print_config=print_config)
     raise typer.Exit(code)
 
 
@@ -198,10 +206,10 @@ def train_rm(
     json_only: JsonOnly = False,
     print_config: Annotated[bool, typer.Option("--print-config", help="Print the resolved settings as YAML and stop.")] = False,
 ) -> None:
-    from ludic.cli.train import train_rm_command
+    from ludic.cli.train import train_command
 
     with report_user_errors():
-        code = train_rm_command(arguments or (), resume=resume, json_only=json_only, print_config=print_config)
+        code = train_command("train-rm", arguments or (), resume=resume, json_only=json_only, print_config=print_config)
     raise typer.Exit(code)
 
 
@@ -228,12 +236,12 @@ def dpo(
     json_only: JsonOnly = False,
     print_config: PrintConfig = False,
 ) -> None:
-    from ludic.cli.train import dpo_command
+    from ludic.cli.train import train_command
 
     settings = [*(arguments or ()), *make_lr_setting(lr)]
     with report_user_errors():
         refuse_flags_in(arguments)
-        code = dpo_command(settings, resume=resume, json_only=json_only, print_config=print_config)
+        code = train_command("dpo", settings, resume=resume, json_only=json_only, print_config=print_config)
     raise typer.Exit(code)
 
 
@@ -382,7 +390,6 @@ checkpoints = typer.Typer(
     help="List the checkpoints of a run, verify them (every file has the size and the hash that it was written with), or export one.",
 )
 app.add_typer(checkpoints, name="checkpoint")
-app.add_typer(workers, name="worker")
 
 _SLURM_HELP = """Train in a Slurm job, with vLLM servers beside the trainer if the recipe samples from vLLM.
 
@@ -557,8 +564,8 @@ def convert(
     dtype: Annotated[str, typer.Option(help="Type of the weights that are written: float32, bfloat16 or float16.")] = "float32",
 ) -> None:
     with report_user_errors():
-        from ludic.cli.console import quiet_libraries
         from ludic.models.gguf import convert_gguf
+        from ludic.runs.console import quiet_libraries
 
         quiet_libraries()
         made = convert_gguf(file, out, dtype)
@@ -613,6 +620,58 @@ def export_checkpoint(
     raise typer.Exit(code)
 
 
+workers = typer.Typer(
+    no_args_is_help=True,
+    help="One process of a run with actors. `ludic train place.actors=2` starts them itself; on other machines you start them, "
+    "with the run's folder on a shared file system.",
+)
+app.add_typer(workers, name="worker")
+_Run = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of the run.")]
+
+
+@workers.command(
+    "actor", help="Sample for the trainer of a run until it is done. Several may, on any machine that has the folder."
+)
+def actor(
+    run: _Run,
+    name: Annotated[
+        str | None, typer.Option(help="Name of this actor, of no other one. Default: machine and process id.")
+    ] = None,
+) -> None:
+    from ludic.runs.actors.worker import run_actor_process
+
+    with report_user_errors():
+        code = run_actor_process(run, name=name)
+    raise typer.Exit(code)
+
+
+@workers.command("server", help="Serve the policy of a run until its trainer is done; the trainer gives it every version.")
+def server(
+    run: _Run,
+    name: Annotated[str, typer.Option(help="Name of this server: server0, server1 and so on.")],
+    host: Annotated[str, typer.Option(help="The address of this machine at which trainer and actors reach it.")] = "127.0.0.1",
+) -> None:
+    from ludic.runs.servers.worker import run_server_process
+
+    with report_user_errors():
+        code = run_server_process(run, name=name, host=host)
+    raise typer.Exit(code)
+
+
+@workers.command(
+    "trainer", help="Train a run in this process or rank, from its newest checkpoint; its actors are started elsewhere."
+)
+def trainer(run: _Run) -> None:
+    from ludic.runs.command import RunCommand
+    from ludic.runs.directory import DIRECTORIES, RunDirectory
+
+    with report_user_errors():
+        folder = RunDirectory(run)
+        name = folder.read_progress().command if folder.is_run else RunDirectory.command
+        code = RunCommand(DIRECTORIES.get(name, RunDirectory), resume=run, is_placed=True).execute()
+    raise typer.Exit(code)
+
+
 def main() -> None:
     """The entry point of the `ludic` script.
 
@@ -626,7 +685,7 @@ def main() -> None:
     if find_rank() is None:
         app(prog_name="ludic")
         return
-    from ludic.cli.training_command import ended_as_rank
+    from ludic.runs.on_ranks import ended_as_rank
 
     with ended_as_rank():
         app(prog_name="ludic")

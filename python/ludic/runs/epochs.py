@@ -28,6 +28,9 @@ DirectoryT = TypeVar("DirectoryT", bound=RunDirectory)
 class EpochsRun(TrainingRun[RecipeT, PartsT, DirectoryT]):
     """A run whose last phase goes over a fixed set of samples."""
 
+    source: BatchSourceBase | None = None
+    """The batches; None before training."""
+
     async def train(self, trainer_class: Callable[..., TrainerT], source: BatchSourceBase, *, keys: list[str]) -> TrainerT:
         """Take the steps of the last phase that are left, or those until a stop, and save the
         model. Raises `Interrupted` after a stop.
@@ -36,6 +39,7 @@ class EpochsRun(TrainingRun[RecipeT, PartsT, DirectoryT]):
         the statistics of the plain lines.
         """
         parts, directory, phase = self.parts, self.directory, self.directory.last_phase
+        self.source = source
         with (
             self.open_logger(phase, keys=keys, spark_key="loss", last_step=parts.steps) as logger,
             self.timer.phase("train"),
