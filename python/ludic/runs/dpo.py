@@ -26,7 +26,7 @@ from ludic.recipes.sharding import has_no_weights, is_shared_out
 from ludic.runs.data.pairs import PairData
 from ludic.runs.directory import DONE, DPODirectory
 from ludic.runs.dpo_answers import Answers, read_answers, sample_answers
-from ludic.runs.pairs import PairsParts, PairsRun, check_heldout, count_steps
+from ludic.runs.epochs import PairsParts, PairsRun, check_heldout, count_steps
 from ludic.runs.report.dpo import DPOReport
 from ludic.runs.screen import Screen
 from ludic.runs.seeding import seed_everything

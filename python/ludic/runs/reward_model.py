@@ -15,7 +15,7 @@ from ludic.recipes.rm.model import build_reward_model, choose_padding_token
 from ludic.recipes.sharding import is_shared_out
 from ludic.runs.data.pairs import PairData
 from ludic.runs.directory import DONE, RMDirectory
-from ludic.runs.pairs import PairsParts, PairsRun, check_heldout, count_steps
+from ludic.runs.epochs import PairsParts, PairsRun, check_heldout, count_steps
 from ludic.runs.report.reward_model import RMReport
 from ludic.runs.report.scores import encode_scores
 from ludic.runs.seeding import seed_everything
