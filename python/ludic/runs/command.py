@@ -28,12 +28,11 @@ from ludic.recipes.devices import choose_devices, devices_left_open
 from ludic.recipes.named_sources import check_named_sources
 from ludic.recipes.place_section import needs_launcher
 from ludic.runs.console import quiet_libraries, run_with_console
-from ludic.runs.directory import DONE, RunDirectory, check_name, run_path
+from ludic.runs.directory import DONE, RunDirectory, check_name, collect_versions, run_path
 from ludic.runs.launching import launch
 from ludic.runs.on_ranks import RankLog, run_on_ranks
 from ludic.runs.process_memory import settle_memory
 from ludic.runs.resume import Changes, find_steps, parse_changes, resume_recipe, save_changes
-from ludic.runs.versions import collect_versions
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -7,11 +7,13 @@ import errno
 import json
 import logging
 import os
+import platform
 import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -22,7 +24,6 @@ from ludic.recipes.compose import compose, to_plain_values, to_yaml
 from ludic.recipes.epochs_schema import compose_dpo, compose_rm, compose_sft, list_data_files
 from ludic.recipes.named_sources import FROZEN_MODELS, list_local_sources, list_read_files, list_read_models
 from ludic.runs.lock import RunLock
-from ludic.runs.versions import collect_versions
 
 logger = logging.getLogger(__name__)
 
@@ -424,3 +425,20 @@ def _list_candidates(path: Path) -> Iterator[Path]:
     later = path.with_name(f"{path.name}-{time.strftime('%Y%m%d-%H%M%S')}")
     yield later
     yield from (later.with_name(f"{later.name}-{number}") for number in range(2, 1000))
+
+
+def collect_versions() -> dict[str, str]:
+    """Versions of ludic, Python, torch and transformers, read without importing them."""
+    return {
+        "ludic": _find_version("ludic"),
+        "python": platform.python_version(),
+        "torch": _find_version("torch"),
+        "transformers": _find_version("transformers"),
+    }
+
+
+def _find_version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"

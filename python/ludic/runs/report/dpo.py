@@ -36,7 +36,7 @@ class DPOReport(PairsReport):
     def title(self) -> str:
         return f"{self.run.recipe.loss.loss_type} loss, beta {self.run.recipe.loss.beta:g}"
 
-    def list_results(self) -> dict[str, Any]:
+    def list_facts(self) -> dict[str, Any]:
         loss, after = self.run.recipe.loss, self.run.progress.after or {}
         return {
             "loss_type": loss.loss_type,
@@ -44,7 +44,7 @@ class DPOReport(PairsReport):
             **{key: value for key, value in after.items() if key.startswith("eval_")},
             "before": self.run.progress.before,
             "after": {key: value for key, value in after.items() if not key.startswith("eval_")} or None,
-            **super().list_results(),
+            **super().list_facts(),
         }
 
     def show(self, summary: Mapping[str, Any]) -> None:

@@ -42,25 +42,20 @@ class EpochsReport(ABC):
         recipe, progress = self.run.recipe, self.run.progress
         return {
             **provenance(progress, model=recipe.model, algorithm=find_algorithm(progress)),
-            **self.list_results(),
+            **self.list_facts(),
             "wall_s": round(progress.seconds.get("wall", 0.0), 2),
             "phases_s": sum_phases(progress.seconds, self.lines),
             "padding": sum_padding(self.lines),
             "memory": memory_peaks(),
             "steps": progress.steps,
             "early_stopping": progress.early_stopping,
-            **self.count_data(),
             "seed": recipe.seed,
             "config_hash": config_hash(recipe, schedule_steps=progress.schedule_steps),
         }
 
     @abstractmethod
-    def list_results(self) -> dict[str, Any]:
-        """What was measured."""
-
-    @abstractmethod
-    def count_data(self) -> dict[str, Any]:
-        """`epochs` and `data`."""
+    def list_facts(self) -> dict[str, Any]:
+        """What was measured, `epochs` and `data`."""
 
     @abstractmethod
     def draw(self, summary: Mapping[str, Any]) -> None:
@@ -90,18 +85,16 @@ class PairsReport(EpochsReport):
     def title(self) -> str:
         """The title of the curves."""
 
-    def list_results(self) -> dict[str, Any]:
+    def list_facts(self) -> dict[str, Any]:
         pairs, seconds = (sum(line.get(key, 0.0) for line in self.lines) for key in ("train/total_pairs", "perf/step_s"))
-        data = self.run.parts.data
+        data, trained = self.run.parts.data, self.run.progress.steps * self.run.recipe.batch_size
         return {
             "bayes_accuracy": data.bayes_accuracy,
             "latent_accuracy": data.latent_accuracy,
             "pairs_per_s": round(pairs / seconds, 1) if seconds else None,
+            "epochs": round(trained / (len(data.train) // 2), 3),
+            "data": data.counts(),
         }
-
-    def count_data(self) -> dict[str, Any]:
-        data, trained = self.run.parts.data, self.run.progress.steps * self.run.recipe.batch_size
-        return {"epochs": round(trained / (len(data.train) // 2), 3), "data": data.counts()}
 
     def draw(self, summary: Mapping[str, Any]) -> None:
         series = {name: [line[f"train/{name}"] for line in self.lines] for name in ("loss", self.accuracy)}

@@ -34,12 +34,10 @@ class RMReport(PairsReport):
     margins = "the score differences of the held-out pairs"
     title = "reward model"
 
-    def list_results(self) -> dict[str, Any]:
-        return {**(self.run.progress.after or {}), **super().list_results()}
-
-    def count_data(self) -> dict[str, Any]:
+    def list_facts(self) -> dict[str, Any]:
         trained, frozen = (count_weights(self.run.parts.model, trained=flag) for flag in (True, False))
-        return {"parameters": trained + frozen, "trained_parameters": trained, **super().count_data()}
+        counts = {"parameters": trained + frozen, "trained_parameters": trained}
+        return {**(self.run.progress.after or {}), **super().list_facts(), **counts}
 
     def show(self, summary: Mapping[str, Any]) -> None:
         if "eval_loss" in summary:

@@ -29,12 +29,11 @@ class SFTReport(EpochsReport):
             return earlier
         return super().build_summary()
 
-    def list_results(self) -> dict[str, Any]:
-        return {"before": self.run.progress.before, "after": self.run.progress.after}
-
-    def count_data(self) -> dict[str, Any]:
+    def list_facts(self) -> dict[str, Any]:
         run, parts = self.run, self.run.parts
         return {
+            "before": run.progress.before,
+            "after": run.progress.after,
             "epochs": round(parts.data.count_epochs(run.source, run.progress.steps, run.recipe.batch_size), 3),
             "data": parts.data.count(run.source, parts.cfg.max_seq_len, end_token_ids(parts.model, parts.tokenizer)),
         }
