@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 import yaml
 
 from ludic.cli.evaluate import EvalSettings
-from ludic.cli.print_config import read_field_docs
+from ludic.cli.settings import read_field_docs
 from ludic.recipes.compose import compose, list_builtin_recipes, to_plain_values
 from ludic.recipes.epochs_schema import compose_dpo, compose_rm, compose_sft
 

@@ -81,10 +81,10 @@ LAYERS = [
     ["ludic.eval", "ludic.tasks"],
     ["ludic.rollouts"],
     ["ludic.recipes"],
-    ["ludic.runs"],
+    ["ludic.runs"],  # it runs recipes, for the objects of `trainers` and for the commands
+    ["ludic.trainers"],
     ["ludic.rollouts.training.pipeline"],  # it writes recipes, which commands run in processes of their own
     ["ludic.cli"],
-    ["ludic.trainers"],  # they run recipes as the commands do
 ]
 UPWARD = {
     "ludic.inference.vllm.weight_push imports ludic.distributed.adapters.vllm",  # the documented sync_weights of chat clients
@@ -231,6 +231,7 @@ def run(code: str) -> str:
         ("ludic.cli.checkpoint", ["torch", "transformers"]),
         ("ludic.cli.status", ["torch", "transformers"]),
         ("ludic.cli.train", ["torch", "transformers"]),
+        ("ludic.runs.command", ["torch", "transformers"]),
         ("ludic.training", ["transformers", "peft", "wandb"]),
         ("ludic.training.queue.base", ["torch", "transformers", "redis"]),
         ("ludic.rollouts.training.types", ["torch", "transformers"]),

@@ -28,9 +28,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ludic.cli.train import TrainCommand
-from ludic.cli.training_command import run_command
 from ludic.models.loading import load_model, load_tokenizer
+from ludic.runs.command import RunCommand
+from ludic.runs.directory import RunDirectory
 from ludic.training.info_seed.settings import tag_prompt
 
 SEEDS, PROBLEMS, EVERY = 4, 5, 20
@@ -63,7 +63,7 @@ def measure(
     settings += [f'info_seed.template="{TEMPLATE}"', "evaluation.samples_per_prompt=64"]
     with redirect_stdout(StringIO()):  # the summary, which is in the folder too
         arguments = ["maxent", *settings, f"trainer.eval_every_n_steps={EVERY}", *extra]
-        run_command(TrainCommand(), arguments, resume=None, json_only=True, print_config=False)
+        RunCommand(RunDirectory, arguments).execute(json_only=True)
     summary = json.loads((output / name / "summary.json").read_text())
     lines = [json.loads(line) for line in (output / name / "metrics.jsonl").read_text().splitlines()]
     between = [(line["step"], line, "eval/") for line in lines if "eval_seed/pred_acc" in line and line["step"] < steps]

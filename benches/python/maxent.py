@@ -25,12 +25,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from ludic.cli.train import TrainCommand
-from ludic.cli.training_command import run_command
 from ludic.eval.picture import make_figure
-from ludic.recipes.schema import Recipe
-from ludic.runs.reinforce_parts import RLParts
-from ludic.runs.screen import Screen
+from ludic.runs.base import TrainingRun
+from ludic.runs.command import RunCommand
+from ludic.runs.directory import RunDirectory
 from ludic.training.loss import CompositeLoss, EntropyBonus, LossTerm
 
 REWARD, OF_8, OF_32, ENTROPY = MEASURES = ("sampled_reward", "distinct_of_8", "distinct_of_32", "entropy_of_right")
@@ -62,19 +60,12 @@ ARMS = {
 Point = tuple[int, dict[str, float]]
 
 
-class ArmCommand(TrainCommand):
-    """`ludic train`, with an entropy bonus beside the loss of the recipe."""
-
-    def __init__(self, entropy_bonus: float):
-        super().__init__()
-        self.entropy_bonus = entropy_bonus
-
-    def build(self, recipe: Recipe, screen: Screen) -> RLParts:
-        parts = super().build(recipe, screen)
-        if self.entropy_bonus:
-            terms = [LossTerm("policy", parts.algorithm.loss), LossTerm("entropy", EntropyBonus(self.entropy_bonus))]
-            parts.algorithm = replace(parts.algorithm, loss=CompositeLoss(terms))
-        return parts
+def add_entropy_bonus(run: TrainingRun[Any, Any, Any], coeff: float) -> None:
+    """Put an entropy bonus beside the loss of the recipe."""
+    if coeff:
+        algorithm = run.parts.algorithm
+        terms = [LossTerm("policy", algorithm.loss), LossTerm("entropy", EntropyBonus(coeff))]
+        run.parts.algorithm = replace(algorithm, loss=CompositeLoss(terms))
 
 
 def train_arm(output: Path, extra: Sequence[str], arm: str, seed: int) -> list[Point]:
@@ -86,7 +77,8 @@ def train_arm(output: Path, extra: Sequence[str], arm: str, seed: int) -> list[P
         begun = folder if folder.exists() else None
         arguments = ["maxent", *settings, *chosen.settings, *extra] if begun is None else []
         with redirect_stdout(StringIO()):  # the summary, which is in the folder too
-            run_command(ArmCommand(chosen.entropy_bonus), arguments, resume=begun, json_only=True, print_config=False)
+            add = partial(add_entropy_bonus, coeff=chosen.entropy_bonus)
+            RunCommand(RunDirectory, arguments, resume=begun, on_set_up=add).execute(json_only=True)
     if not is_finished(folder):
         raise SystemExit(f"{folder} was stopped; the same command with --output {output} goes on with it")
     return read_course(folder)

@@ -18,12 +18,12 @@ from commands import NETWORK, ludic, refused
 from safetensors import SafetensorError
 from training_samples import TOKENIZER, tiny_model
 
-from ludic.cli.console import open_console
-from ludic.cli.user_errors import describe_machine_fault
 from ludic.errors import ConfigError
 from ludic.models.loading import load_classifier, load_model, load_tokenizer
 from ludic.recipes.overrides import MOST_VALUES, check_yaml
+from ludic.runs.console import open_console
 from ludic.runs.directory import RunDirectory
+from ludic.runs.exit_status import describe_machine_fault
 
 SFT = ["threads=1", "rows=40", "batch_size=8", "steps=2", *NETWORK]
 

@@ -8,11 +8,11 @@ import pytest
 from typer.testing import CliRunner
 
 from ludic.cli.app import app
-from ludic.cli.resume import parse_changes
 from ludic.launch.slurm.settings import read_settings
 from ludic.recipes.actors import check_actors
 from ludic.recipes.compose import compose
 from ludic.runs.directory import RunDirectory
+from ludic.runs.resume import parse_changes
 
 SERVED = ["sort", "model=here", "inference=vllm", "rollout.prompts=4"]
 
@@ -196,7 +196,7 @@ def test_servers_return_the_log_probabilities_that_the_trainer_computes(settings
 
 def test_a_run_is_resumed_with_the_servers_of_the_new_job(tmp_path):
     last = ["inference.kind=vllm", "inference.url=[http://old:1]", "inference.trainer_address=old"]
-    RunDirectory.begin(compose(["sort", "model=here", "name=a", "steps=9", *last]), "a").release()
+    RunDirectory.begin(compose(["sort", "model=here", "name=a", "steps=9", *last])).release()
     train, server = read_job("--resume", "runs/a", "steps=12")
     command = train[train.index("train", train.index("-m")) + 1 :]
     assert command == [

@@ -6,10 +6,10 @@ import pytest
 from typer.testing import CliRunner
 
 from ludic.cli.app import app
-from ludic.cli.user_errors import exit_status
 from ludic.errors import CheckpointError, ConfigError, OwnershipLost, QueueDataLost, QueueError, QueueRefused
 from ludic.recipes.compose import compose
 from ludic.runs.directory import RunDirectory
+from ludic.runs.exit_status import exit_status
 
 
 def refused(*arguments: object) -> str:
@@ -24,13 +24,13 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path, role: str) -> None:
 
 
 def test_a_run_without_actors_is_refused_with_the_remedy(tmp_path: Path) -> None:
-    directory = RunDirectory.begin(compose(["sort", f"output={tmp_path}", "name=run"]), "run")
+    directory = RunDirectory.begin(compose(["sort", f"output={tmp_path}", "name=run"]))
     directory.release()
     assert "is a run without actors; start one with place.actors=N" in refused("worker", "actor", directory.path)
 
 
 def test_an_actor_of_another_version_of_ludic_is_refused(tmp_path: Path) -> None:
-    directory = RunDirectory.begin(compose(["sort", "place.actors=1", f"output={tmp_path}", "name=run"]), "run")
+    directory = RunDirectory.begin(compose(["sort", "place.actors=1", f"output={tmp_path}", "name=run"]))
     progress = directory.read_progress()
     assert progress.versions is not None
     progress.versions["ludic"] = "0.0.1"

@@ -9,7 +9,6 @@ import pytest
 from chat_tokenizers import merging_tokenizer
 
 from ludic.cli import app as cli
-from ludic.cli.train import TrainCommand
 from ludic.errors import ConfigError
 from ludic.models.byte_tokenizer import make_byte_tokenizer
 from ludic.recipes.build import build_algorithm, build_episodic_task, build_task, build_trainer_config, check_numbers
@@ -18,6 +17,7 @@ from ludic.recipes.epochs_schema import compose_rm, compose_sft
 from ludic.recipes.model import build_policy, make_small_model
 from ludic.recipes.rm.model import build_reward_model
 from ludic.recipes.schema import TaskSection
+from ludic.runs.directory import RunDirectory
 from ludic.runs.reinforce_parts import RLParts
 from ludic.tasks import DigitSort
 from ludic.training.algorithm import RLAlgorithm
@@ -56,7 +56,7 @@ def test_an_algorithm_of_your_own_is_named_by_module_and_function() -> None:
     recipe = compose([f"algorithm={__name__}:make_own", "algorithm_args.eps=0.4", "rollout.group_size=6"])
     algorithm = build_algorithm(recipe)
     assert (algorithm.name, algorithm.loss.clip_eps_high) == ("own", 0.4)
-    assert TrainCommand().folder_name(recipe) == "sort-make_own-seed0"
+    assert RunDirectory.default_name(recipe) == "sort-make_own-seed0"
 
 
 def test_the_algorithms_group_size_is_that_of_the_rollouts() -> None:

@@ -5,7 +5,8 @@ from typing import Any
 
 from hypothesis import given, strategies as st
 
-from ludic.runs.loggers import PhaseLogger, ThinnedLogger
+from ludic.runs.screen import ThinnedLogger
+from ludic.runs.tracking import PhaseLogger
 
 
 class Remembering:

@@ -92,7 +92,7 @@ def test_a_path_that_is_gone_is_no_id_of_the_hub(tmp_path: Path, monkeypatch: py
     recipe = compose(
         ["model=models/first", "data=sets/chats", "reward=gsm8k", "reward_model=someone/judge", "name=run", "output=out"]
     )
-    directory = RunDirectory.begin(recipe, "run")
+    directory = RunDirectory.begin(recipe)
     directory.release()
     begun = directory.read_progress()
     assert begun.local_sources == ["sets/chats", "models/first"]

@@ -17,7 +17,6 @@ from training_samples import TOKENIZER, tiny_model
 from typer.testing import CliRunner
 
 from ludic.cli.app import app
-from ludic.cli.resume import Changes, find_steps
 from ludic.errors import CheckpointError, ConfigError
 from ludic.files.manifest import HASH
 from ludic.recipes.compose import compose
@@ -26,6 +25,7 @@ from ludic.recipes.named_sources import list_read_files
 from ludic.runs.directory import RunDirectory, SFTDirectory
 from ludic.runs.lock import RunLock
 from ludic.runs.reinforce import RLRun
+from ludic.runs.resume import Changes, find_steps
 
 TINY = [
     *("threads=1", "warmup.steps=1", "warmup.batch_size=4", "steps=3", "rollout.prompts=2", "rollout.group_size=4"),
@@ -289,7 +289,7 @@ def test_what_no_checkpoint_has_may_not_change(tmp_path: Path, monkeypatch: pyte
     for number, settings in enumerate((["model=owner/policy", "reward_model=judge"], ["model=judge", "reference.model=judge"])):
         tiny_model().save_pretrained("judge")
         recipe = compose([*settings, "output=runs", f"name=run{number}"])
-        directory = RunDirectory.begin(recipe, "run")
+        directory = RunDirectory.begin(recipe)
         directory.release()
         (directory.checkpoints / "reinforce" / "step_000001").mkdir(parents=True)
         directory.check_models(recipe)
@@ -301,7 +301,7 @@ def test_what_no_checkpoint_has_may_not_change(tmp_path: Path, monkeypatch: pyte
 def test_a_folder_that_hides_an_id_of_the_hub_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     recipe = compose(["model=owner/policy", "output=runs", "name=run"])
-    directory = RunDirectory.begin(recipe, "run")
+    directory = RunDirectory.begin(recipe)
     directory.release()
     directory.check_models(recipe)
     tiny_model().save_pretrained("owner/policy")

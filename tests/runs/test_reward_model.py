@@ -20,7 +20,7 @@ from ludic.models.byte_tokenizer import make_byte_tokenizer
 from ludic.recipes.epochs_schema import compose_rm
 from ludic.recipes.rm.model import choose_padding_token
 from ludic.runs.data.pairs import PairData
-from ludic.runs.report import reward_model as report
+from ludic.runs.report import epochs as report
 from ludic.runs.report.scores import decode_scores
 
 TINY = [*NETWORK, "threads=1", "pairs=40", "batch_size=8", "train_sample=16", "task.args.num_heldout=20"]

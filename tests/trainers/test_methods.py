@@ -17,10 +17,11 @@ from typer.testing import CliRunner
 import ludic
 from ludic import DPO, GRPO, SFT, RewardModel
 from ludic.cli.app import app
-from ludic.cli.train import TrainCommand
 from ludic.errors import CheckpointError, ConfigError, ConfigTypeError
 from ludic.models.byte_tokenizer import make_byte_tokenizer
+from ludic.recipes.compose import compose
 from ludic.recipes.foreign_names import ARGUMENTS
+from ludic.runs.reinforce import RLRun
 from ludic.tasks import Tools
 from ludic.trainers.inputs import as_plain
 from ludic.training import Callback, KeepBest, StopOnMetric
@@ -273,16 +274,16 @@ def test_a_stop_while_the_model_is_loaded_ends_the_run_before_its_first_step(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     grpo = GRPO(model, digits, ROWS, name="early", **{**SMALL, "steps": 1})
-    build = TrainCommand.build
+    build = RLRun.build
 
     def build_while_stopped(*arguments):
         grpo.stop()
         return build(*arguments)
 
-    monkeypatch.setattr(TrainCommand, "build", build_while_stopped)
+    monkeypatch.setattr(RLRun, "build", build_while_stopped)
     summary = grpo.train()
     assert (summary["status"], summary["steps"]) == ("interrupted", 0)
-    monkeypatch.setattr(TrainCommand, "build", build)
+    monkeypatch.setattr(RLRun, "build", build)
     assert grpo.train(resume=True)["status"] == "finished"  # the request was of the first
 
 
@@ -360,7 +361,7 @@ def test_tracebacks_of_wrong_input_end_at_the_users_line(model: Path) -> None:
 
 def test_the_name_of_an_earlier_run_is_refused_before_the_model_is_loaded(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     GRPO(model, digits, ROWS, name="once", **{**SMALL, "steps": 0}).train()
-    monkeypatch.setattr(TrainCommand, "build", lambda *_: pytest.fail("it was built"))
+    monkeypatch.setattr(RLRun, "build", lambda *_: pytest.fail("it was built"))
     with pytest.raises(CheckpointError, match=r"exists already.*in Python train\(resume=True\)"):
         GRPO(model, digits, ROWS, name="once", **SMALL).train()
 
@@ -457,5 +458,5 @@ def test_every_name_of_trl_that_is_refused_is_none_of_our_arguments_or_settings(
     """But for `tokenizer` and `reward_model`, whose values here are paths, and `tools` of GRPO."""
     ours = {name for method in (GRPO, SFT, DPO, RewardModel) for name in inspect.signature(method.__init__).parameters}
     assert set(ARGUMENTS) & ours == {"tools"}  # an argument of GRPO, and not of the others
-    settings = {field.name for field in dataclasses.fields(TrainCommand().compose(["sort"]))}
+    settings = {field.name for field in dataclasses.fields(compose(["sort"]))}
     assert set(ARGUMENTS) & settings <= {"tokenizer", "reward_model", "tools"}

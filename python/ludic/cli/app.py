@@ -14,14 +14,28 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from ludic.cli.shared_options import JsonOnly, LearningRate, PrintConfig, Resume, Settings, make_lr_setting, refuse_flags_in
-from ludic.cli.user_errors import find_rank, report_user_errors
-from ludic.cli.worker import workers
+from ludic.cli.options import (
+    JsonOnly,
+    LearningRate,
+    PrintConfig,
+    Resume,
+    Settings,
+    make_lr_setting,
+    refuse_flags_in,
+    report_user_errors,
+)
+from ludic.runs.exit_status import find_rank
 from ludic.training.presets.registry import REGISTRY
 
 
 class _Commands(TyperGroup):
-    """Accepts `--version` before and after the command."""
+    """Accepts `--version` before and after the command. Commands return their exit status; None is
+    0."""
+
+    def invoke(self, ctx: Any) -> Any:
+        with report_user_errors():
+            code = super().invoke(ctx)
+        raise typer.Exit(code or 0)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         own = args[: args.index("--")] if "--" in args else args  # what follows is for vLLM
@@ -98,14 +112,12 @@ def train(
     lr: LearningRate = None,
     json_only: JsonOnly = False,
     print_config: Annotated[bool, typer.Option(help="Print the resolved recipe as YAML and stop.")] = False,
-) -> None:
+) -> int:
     from ludic.cli.train import train_command
 
     settings = [*(arguments or ()), *([f"algorithm={algorithm}"] if algorithm else ()), *make_lr_setting(lr)]
-    with report_user_errors():
-        refuse_flags_in(arguments)
-        code = train_command(settings, resume=resume, json_only=json_only, print_config=print_config)
-    raise typer.Exit(code)
+    refuse_flags_in(arguments)
+    return train_command("train", settings, resume=resume, json_only=json_only, print_config=print_config)
 
 
 _DEFAULT_PREVIEW = 3
@@ -155,17 +167,14 @@ def sft(
             metavar="[N]", help=f"Show the first N rows ({_DEFAULT_PREVIEW}) with their trained tokens marked, and stop."
         ),
     ] = None,
-) -> None:
-    from ludic.cli.train import preview_command, sft_command
+) -> int:
+    from ludic.cli.train import preview_command, train_command
 
-    with report_user_errors():
-        refuse_flags_in(arguments)
-        settings = [*(arguments or ()), *make_lr_setting(lr)]
-        if preview is not None:
-            code = preview_command(settings, rows=preview, json_only=json_only)
-        else:
-            code = sft_command(settings, resume=resume, json_only=json_only, print_config=print_config)
-    raise typer.Exit(code)
+    refuse_flags_in(arguments)
+    settings = [*(arguments or ()), *make_lr_setting(lr)]
+    if preview is not None:
+        return preview_command(settings, rows=preview, json_only=json_only)
+    return train_command("sft", settings, resume=resume, json_only=json_only, print_config=print_config)
 
 
 _TRAIN_RM_HELP = """Train a reward model on preference pairs, and measure it on held-out pairs.
@@ -197,12 +206,10 @@ def train_rm(
     resume: Resume = None,
     json_only: JsonOnly = False,
     print_config: Annotated[bool, typer.Option("--print-config", help="Print the resolved settings as YAML and stop.")] = False,
-) -> None:
-    from ludic.cli.train import train_rm_command
+) -> int:
+    from ludic.cli.train import train_command
 
-    with report_user_errors():
-        code = train_rm_command(arguments or (), resume=resume, json_only=json_only, print_config=print_config)
-    raise typer.Exit(code)
+    return train_command("train-rm", arguments or (), resume=resume, json_only=json_only, print_config=print_config)
 
 
 _DPO_HELP = """Train a policy on preference pairs, without a reward model: DPO or IPO. Measure it on held-out pairs and by its answers.
@@ -227,14 +234,12 @@ def dpo(
     lr: LearningRate = None,
     json_only: JsonOnly = False,
     print_config: PrintConfig = False,
-) -> None:
-    from ludic.cli.train import dpo_command
+) -> int:
+    from ludic.cli.train import train_command
 
     settings = [*(arguments or ()), *make_lr_setting(lr)]
-    with report_user_errors():
-        refuse_flags_in(arguments)
-        code = dpo_command(settings, resume=resume, json_only=json_only, print_config=print_config)
-    raise typer.Exit(code)
+    refuse_flags_in(arguments)
+    return train_command("dpo", settings, resume=resume, json_only=json_only, print_config=print_config)
 
 
 _ROLLOUT_HELP = """Play episodes of a recipe's task with a model and write them to a file, with token traces. `ludic sft` reads it.
@@ -262,12 +267,10 @@ def rollout(
         typer.Option(metavar="CONDITION", help='Write only episodes with KEY > NUMBER, joined by "and". Default: all.'),
     ] = None,
     json_only: Annotated[bool, typer.Option("--json", help="Print only the counts, as JSON, on standard output.")] = False,
-) -> None:
+) -> int:
     from ludic.cli.rollout import rollout_command
 
-    with report_user_errors():
-        code = rollout_command(arguments or (), episodes=episodes, keep=keep, out=out, json_only=json_only)
-    raise typer.Exit(code)
+    return rollout_command(arguments or (), episodes=episodes, keep=keep, out=out, json_only=json_only)
 
 
 _EVAL_HELP = """Measure a model on the held-out problems of a task: accuracy (avg@k) and pass@k with confidence intervals.
@@ -296,12 +299,10 @@ def evaluate(
     ] = None,
     json_only: JsonOnly = False,
     print_config: Annotated[bool, typer.Option(help="Print the resolved recipe and settings as YAML and stop.")] = False,
-) -> None:
+) -> int:
     from ludic.cli.evaluate import eval_command
 
-    with report_user_errors():
-        code = eval_command(arguments or (), json_only=json_only, print_config=print_config)
-    raise typer.Exit(code)
+    return eval_command(arguments or (), json_only=json_only, print_config=print_config)
 
 
 _SERVE_HELP = """Start a vLLM server for training. Ctrl-C stops it with all its processes.
@@ -350,31 +351,11 @@ def serve(
     ready_timeout_s: Annotated[
         float, typer.Option(min=1.0, help="Seconds until the server must have sampled its first token.")
     ] = 600.0,
-) -> None:
+) -> int:
+    options = locals() | {"flags": flags or ()}
     from ludic.cli.serve import ServeSettings, serve_command
 
-    with report_user_errors():
-        settings = ServeSettings(
-            model=model,
-            host=host,
-            port=port,
-            name=name,
-            python=python,
-            device=device,
-            dtype=dtype,
-            max_model_len=max_model_len,
-            gpu_memory_utilization=gpu_memory_utilization,
-            logprobs_mode=logprobs_mode,
-            weights=weights,
-            client_tags=client_tags,
-            think_limits=think_limits,
-            lora_rank=lora_rank,
-            compiled=compiled,
-            ready_timeout_s=ready_timeout_s,
-            flags=flags or (),
-        )
-        code = serve_command(settings)
-    raise typer.Exit(code)
+    return serve_command(ServeSettings(**options))
 
 
 checkpoints = typer.Typer(
@@ -382,7 +363,6 @@ checkpoints = typer.Typer(
     help="List the checkpoints of a run, verify them (every file has the size and the hash that it was written with), or export one.",
 )
 app.add_typer(checkpoints, name="checkpoint")
-app.add_typer(workers, name="worker")
 
 _SLURM_HELP = """Train in a Slurm job, with vLLM servers beside the trainer if the recipe samples from vLLM.
 
@@ -433,15 +413,13 @@ def slurm(
         int | None, typer.Option(help="Port at which the ranks meet. Default: by the job's number, if no port is set.")
     ] = None,
     submit: Annotated[bool, typer.Option(help="Submit the job instead of printing it.")] = False,
-) -> None:
+) -> int:
     options = {name: value for name, value in locals().items() if name not in _OF_THE_COMMAND}
-    with report_user_errors():
-        from ludic.cli.slurm import slurm_command
+    from ludic.cli.slurm import slurm_command
 
-        code = slurm_command(
-            arguments or (), task=task, accelerator=accelerator, resume=resume, submit=submit, setup=setup or (), options=options
-        )
-    raise typer.Exit(code)
+    return slurm_command(
+        arguments or (), task=task, accelerator=accelerator, resume=resume, submit=submit, setup=setup or (), options=options
+    )
 
 
 _RUNS_HELP = """List runs: how each ended, its steps, held-out rates before and after, its time, and the settings in which they differ.
@@ -460,12 +438,10 @@ def runs(
         list[Path] | None, typer.Argument(metavar="[FOLDER]...", help="Runs, or folders with runs. Default: runs.")
     ] = None,
     json_only: _AsJson = False,
-) -> None:
+) -> int:
     from ludic.cli.runs import runs_command
 
-    with report_user_errors():
-        code = runs_command(folders or [], json_only=json_only)
-    raise typer.Exit(code)
+    return runs_command(folders or [], json_only=json_only)
 
 
 _VIEW_HELP = """Write one HTML file that shows runs: curves laid over each other, held-out rates with intervals, settings side by side,
@@ -490,12 +466,10 @@ def view(
         typer.Option("--out", "-o", metavar="FILE", help="Default: report.html in the run's folder, or here for several runs."),
     ] = None,
     episodes: Annotated[int, typer.Option(min=1, help="Episodes of each run to show at most.")] = 10_000,
-) -> None:
+) -> int:
     from ludic.cli.runs import view_command
 
-    with report_user_errors():
-        code = view_command(folders or [], out=out, episodes=episodes)
-    raise typer.Exit(code)
+    return view_command(folders or [], out=out, episodes=episodes)
 
 
 @app.command(
@@ -505,12 +479,10 @@ def view(
 def status(
     path: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")],
     json_only: _AsJson = False,
-) -> None:
+) -> int:
     from ludic.cli.status import status_command
 
-    with report_user_errors():
-        code = status_command(path, json_only=json_only)
-    raise typer.Exit(code)
+    return status_command(path, json_only=json_only)
 
 
 _DOCTOR_HELP = """Print versions, devices, and the optional extras with what each adds; with settings of `ludic train`, what such a run
@@ -533,11 +505,10 @@ def doctor(
 ) -> None:
     from ludic.cli.doctor import examine, show, show_memory
 
-    with report_user_errors():
-        if arguments:
-            show_memory(arguments, as_json=json_only)
-        else:
-            show(examine(), as_json=json_only)
+    if arguments:
+        show_memory(arguments, as_json=json_only)
+    else:
+        show(examine(), as_json=json_only)
 
 
 _CONVERT_HELP = """Write a GGUF file, the format of llama.cpp, as a folder in Hugging Face layout, which every command takes as a model.
@@ -556,17 +527,16 @@ def convert(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write, which must not exist.")],
     dtype: Annotated[str, typer.Option(help="Type of the weights that are written: float32, bfloat16 or float16.")] = "float32",
 ) -> None:
-    with report_user_errors():
-        from ludic.cli.console import quiet_libraries
-        from ludic.models.gguf import convert_gguf
+    from ludic.models.gguf import convert_gguf
+    from ludic.runs.console import quiet_libraries
 
-        quiet_libraries()
-        made = convert_gguf(file, out, dtype)
-        tensors = ", ".join(f"{number} {kind}" for kind, number in made.stored_as.items())
-        typer.echo(f"{out}: {made.name}, {made.parameters:,} parameters as {dtype}, from tensors stored as {tensors}")
-        typer.echo(f"Licence: {made.licence or 'not named by the file'}")
-        if not made.has_chat_template:
-            typer.echo("It has no chat template: conversations need chat_template=FILE.jinja")
+    quiet_libraries()
+    made = convert_gguf(file, out, dtype)
+    tensors = ", ".join(f"{number} {kind}" for kind, number in made.stored_as.items())
+    typer.echo(f"{out}: {made.name}, {made.parameters:,} parameters as {dtype}, from tensors stored as {tensors}")
+    typer.echo(f"Licence: {made.licence or 'not named by the file'}")
+    if not made.has_chat_template:
+        typer.echo("It has no chat template: conversations need chat_template=FILE.jinja")
 
 
 @app.command(help="Print the version.")
@@ -577,21 +547,17 @@ def version() -> None:
 
 
 @checkpoints.command("list", help="Print path, time and size of each checkpoint. No file is read.")
-def list_checkpoints(path: _CheckpointPath, json_only: _AsJson = False) -> None:
+def list_checkpoints(path: _CheckpointPath, json_only: _AsJson = False) -> int:
     from ludic.cli.checkpoint import checkpoint_command
 
-    with report_user_errors():
-        code = checkpoint_command(path, verify=False, json_only=json_only)
-    raise typer.Exit(code)
+    return checkpoint_command(path, verify=False, json_only=json_only)
 
 
 @checkpoints.command("verify", help="Read every file and compare it with the manifest. The exit status is 1 if one is damaged.")
-def verify_checkpoints(path: _CheckpointPath, json_only: _AsJson = False) -> None:
+def verify_checkpoints(path: _CheckpointPath, json_only: _AsJson = False) -> int:
     from ludic.cli.checkpoint import checkpoint_command
 
-    with report_user_errors():
-        code = checkpoint_command(path, verify=True, json_only=json_only)
-    raise typer.Exit(code)
+    return checkpoint_command(path, verify=True, json_only=json_only)
 
 
 @checkpoints.command(
@@ -605,12 +571,56 @@ def export_checkpoint(
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; by default as stored.")] = None,
     merge: Annotated[bool, typer.Option("--merge", help="Merge adapters into the model that they adapt.")] = False,
     base: Annotated[str | None, typer.Option(help="That model, if it is not where the adapters say.")] = None,
-) -> None:
-    from ludic.cli.checkpoint_export import export_command
+) -> int:
+    from ludic.cli.checkpoint import export_command
 
-    with report_user_errors():
-        code = export_command(checkpoint, out, dtype=dtype, merge=merge, base=base)
-    raise typer.Exit(code)
+    return export_command(checkpoint, out, dtype=dtype, merge=merge, base=base)
+
+
+workers = typer.Typer(
+    no_args_is_help=True,
+    help="One process of a run with actors. `ludic train place.actors=2` starts them itself; on other machines you start them, "
+    "with the run's folder on a shared file system.",
+)
+app.add_typer(workers, name="worker")
+_Run = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of the run.")]
+
+
+@workers.command(
+    "actor", help="Sample for the trainer of a run until it is done. Several may, on any machine that has the folder."
+)
+def actor(
+    run: _Run,
+    name: Annotated[
+        str | None, typer.Option(help="Name of this actor, of no other one. Default: machine and process id.")
+    ] = None,
+) -> int:
+    from ludic.runs.actors.worker import run_actor_process
+
+    return run_actor_process(run, name=name)
+
+
+@workers.command("server", help="Serve the policy of a run until its trainer is done; the trainer gives it every version.")
+def server(
+    run: _Run,
+    name: Annotated[str, typer.Option(help="Name of this server: server0, server1 and so on.")],
+    host: Annotated[str, typer.Option(help="The address of this machine at which trainer and actors reach it.")] = "127.0.0.1",
+) -> int:
+    from ludic.runs.servers.worker import run_server_process
+
+    return run_server_process(run, name=name, host=host)
+
+
+@workers.command(
+    "trainer", help="Train a run in this process or rank, from its newest checkpoint; its actors are started elsewhere."
+)
+def trainer(run: _Run) -> int:
+    from ludic.runs.command import RunCommand
+    from ludic.runs.directory import DIRECTORIES, RunDirectory
+
+    folder = RunDirectory(run)
+    name = folder.read_progress().command if folder.is_run else RunDirectory.command
+    return RunCommand(DIRECTORIES.get(name, RunDirectory), resume=run, is_placed=True).execute()
 
 
 def main() -> None:
@@ -626,7 +636,7 @@ def main() -> None:
     if find_rank() is None:
         app(prog_name="ludic")
         return
-    from ludic.cli.training_command import ended_as_rank
+    from ludic.runs.on_ranks import ended_as_rank
 
     with ended_as_rank():
         app(prog_name="ludic")

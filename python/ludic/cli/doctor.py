@@ -73,7 +73,7 @@ def show(report: dict[str, Any], *, as_json: bool) -> None:
 
 def show_memory(arguments: Sequence[str], *, as_json: bool) -> None:
     """Print what a run with these settings needs of memory, as a table or as one JSON object."""
-    from ludic.cli.console import open_console, quiet_libraries
+    from ludic.runs.console import open_console, quiet_libraries
 
     quiet_libraries()
     with open_console(as_json) as console:

@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any, Optional, cast
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ludic.cli.console import quiet_libraries, run_with_console
-from ludic.cli.run_folder import expand_run_folder
+from ludic.cli.settings import expand_run_folder
 from ludic.errors import ConfigError
 from ludic.files.atomic import write_text
 from ludic.list_fields import stored
@@ -31,6 +30,7 @@ from ludic.recipes.compose import compose, config_hash, to_yaml
 from ludic.recipes.devices import choose_devices
 from ludic.recipes.overrides import Override, parse_override
 from ludic.recipes.schema import Recipe
+from ludic.runs.console import quiet_libraries, run_with_console
 from ludic.runs.report.files import show_files
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def eval_command(arguments: Sequence[str], *, json_only: bool, print_config: boo
     """Run the command and return the exit status. User errors are raised as `LudicError`."""
     recipe, settings = resolve(arguments)
     if print_config:
-        from ludic.cli.print_config import add_help_texts, format_recipe
+        from ludic.cli.settings import add_help_texts, format_recipe
 
         own = OmegaConf.to_yaml(OmegaConf.create(asdict(settings)))
         print(format_recipe(recipe) + add_help_texts(own, EvalSettings), end="")

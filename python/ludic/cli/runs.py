@@ -14,11 +14,11 @@ from typing import Any
 
 import typer
 
-from ludic.cli.console import align
 from ludic.cli.status import format_duration
 from ludic.errors import CheckpointError, ConfigError, escape_controls
 from ludic.files.atomic import write_text
 from ludic.files.json_values import make_encodable
+from ludic.runs.console import align
 from ludic.runs.reading import PLACES, RunRecord, find_runs, list_differences, read_run
 
 OUTPUT = Path("runs")

@@ -13,8 +13,7 @@ from typing import Any
 
 import typer
 
-from ludic.cli.resume import parse_changes
-from ludic.cli.shared_options import add_named_recipe
+from ludic.cli.settings import add_named_recipe
 from ludic.errors import ConfigError, LaunchError
 from ludic.files.atomic import write_text
 from ludic.launch.slurm import Allocation, Placement, SlurmSettings, batch_script, place, server_steps, training_step
@@ -27,6 +26,7 @@ from ludic.recipes.inference_section import choose_kind, choose_logprob_conventi
 from ludic.recipes.queue_section import check_url
 from ludic.recipes.schema import Recipe
 from ludic.runs.directory import RunDirectory
+from ludic.runs.resume import parse_changes
 
 ACCELERATORS = {"ddp": "none", "fsdp": "full", "zero2": "full", "zero3": "full"}
 """`--accelerator` -> `sharding.kind`."""

@@ -13,7 +13,6 @@ from typing import Any
 import typer
 from omegaconf import DictConfig
 
-from ludic.cli.console import align
 from ludic.errors import CheckpointError, LudicError
 from ludic.files.atomic import read_json
 from ludic.files.manifest import MANIFEST
@@ -21,6 +20,7 @@ from ludic.launch.state import SILENT_S, LaunchState, ProcessState, read_launch
 from ludic.recipes.compose import read_yaml
 from ludic.recipes.queue_section import QueueSection, find_queue
 from ludic.runs.actors.queue import RUN_ID, open_queue
+from ludic.runs.console import align
 
 _STEP = re.compile(r"step_\d+")
 

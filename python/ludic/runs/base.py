@@ -24,7 +24,7 @@ from ludic.runs.model_card import try_card
 from ludic.runs.screen import Screen
 from ludic.runs.seeding import seed_phase
 from ludic.runs.shared_model import HomeEvaluator, SharedModel, describe_precision
-from ludic.runs.stop_request import StopRequest
+from ludic.runs.stop_request import StopRequest, make_stop_request
 from ludic.runs.tracking import run_logger
 from ludic.tasks import EpisodicTask
 from ludic.training import ranks, watchdog
@@ -62,9 +62,12 @@ class TrainingRun(ABC, Generic[RecipeT, PartsT, DirectoryT]):
 
     task: EpisodicTask | None = None
     """What is played; None in a run without episodes."""
+    is_placed = False
+    """Whether a launcher has started this process, and starts the actors."""
 
-    def __init__(self, recipe: RecipeT, parts: PartsT, directory: DirectoryT, screen: Screen, stop: StopRequest) -> None:
-        self.recipe, self.parts, self.directory, self.screen, self.stop = recipe, parts, directory, screen, stop
+    def __init__(self, recipe: RecipeT, parts: PartsT, directory: DirectoryT, screen: Screen) -> None:
+        self.recipe, self.parts, self.directory, self.screen = recipe, parts, directory, screen
+        self.stop = make_stop_request(screen.note)
         self.progress = Progress(**ranks.ask_rank_0("reading the progress", lambda: asdict(directory.read_progress())))
         self.timer = PhaseTimer(self.progress.seconds)
         """Wall seconds of each phase, summed over all processes that worked on the run."""
@@ -89,6 +92,13 @@ class TrainingRun(ABC, Generic[RecipeT, PartsT, DirectoryT]):
         """The name of the run in its first line of output."""
         return self.directory.command
 
+    @classmethod
+    @abstractmethod
+    def build(cls, recipe: RecipeT, note: Callable[[str], None]) -> PartsT:
+        """The parts of the run. All data is read here, before a folder is made, so that a wrong
+        setting leaves nothing behind. `note` receives remarks on settings that cannot be
+        followed."""
+
     async def play(self) -> None:
         """Run the phases that are left. Raises `Interrupted` after a stop."""
         async with ending_task(self.task, self.progress.seconds):
@@ -98,6 +108,10 @@ class TrainingRun(ABC, Generic[RecipeT, PartsT, DirectoryT]):
     @abstractmethod
     async def play_phases(self) -> None:
         """Run the phases from `progress.phase` on; the last thing is `end_phase(DONE)`."""
+
+    @abstractmethod
+    def conclude(self) -> str:
+        """Write the summary and the plots, show the report, and return the summary as JSON."""
 
     def end_phase(self, following: str) -> None:
         """Record that the phase `following` is next; a resumed run starts with it."""

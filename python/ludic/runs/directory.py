@@ -7,21 +7,23 @@ import errno
 import json
 import logging
 import os
+import platform
 import shutil
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from ludic.errors import CheckpointError, ConfigError
 from ludic.files.atomic import clear_unfinished_files, write_text
 from ludic.files.manifest import describe_files, find_changes, read_hashed_json, write_hashed_json
-from ludic.recipes.compose import to_plain_values, to_yaml
+from ludic.recipes.compose import compose, to_plain_values, to_yaml
+from ludic.recipes.epochs_schema import compose_dpo, compose_rm, compose_sft, list_data_files
 from ludic.recipes.named_sources import FROZEN_MODELS, list_local_sources, list_read_files, list_read_models
 from ludic.runs.lock import RunLock
-from ludic.runs.versions import collect_versions
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +82,10 @@ class RunDirectory:
 
     command: ClassVar[str] = "train"
     """The command of `ludic` that makes such folders."""
+    run_class: ClassVar[str] = "ludic.runs.reinforce:RLRun"
+    """The class of its runs, as `module:name`: the import loads torch."""
+    compose: ClassVar[Callable[[Sequence[str]], Any]] = staticmethod(compose)
+    """Returns the recipe of a command line."""
     first_phase: ClassVar[str] = "warm_up"
     last_phase: ClassVar[str] = "reinforce"
 
@@ -108,12 +114,16 @@ class RunDirectory:
         """Whether another process writes the folder, and this one nothing in it."""
 
     @classmethod
-    def begin(cls, recipe: Any, default_name: str) -> Self:
-        """Make a folder with the recipe in it. Without `name` in the recipe it is named
-        `default_name`.
+    def default_name(cls, recipe: Any) -> str:
+        """The name of a run whose recipe has none."""
+        return f"{recipe.recipe}-{recipe.algorithm.rpartition(':')[2]}-seed{recipe.seed}"
+
+    @classmethod
+    def begin(cls, recipe: Any) -> Self:
+        """Make a folder with the recipe in it.
 
         The folder appears with all of its files, and is locked until `release`."""
-        place = run_path(recipe.output, recipe.name, default_name)
+        place = run_path(recipe.output, recipe.name, cls.default_name(recipe))
         aside = place.with_name(f".unfinished_{place.name}.{os.getpid()}")
         make_folder(aside)
         lock, unfinished = RunLock(aside), cls(aside)
@@ -281,10 +291,20 @@ def _parse_line(line: str) -> dict[str, Any]:
     return record if isinstance(record, dict) else {}
 
 
-class SFTDirectory(RunDirectory):
+class EpochsDirectory(RunDirectory):
+    """The folder of a run over a fixed set of samples."""
+
+    @classmethod
+    def default_name(cls, recipe: Any) -> str:
+        data = recipe.task.kind.rpartition(":")[2] if recipe.data is None else list_data_files(recipe.data, "data")[0].stem
+        return f"{cls.last_phase}-{data}-seed{recipe.seed}"
+
+
+class SFTDirectory(EpochsDirectory):
     """The folder of a supervised run."""
 
     command, first_phase, last_phase = "sft", "sft", "sft"
+    run_class, compose = "ludic.runs.sft:SFTRun", staticmethod(compose_sft)
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -292,7 +312,7 @@ class SFTDirectory(RunDirectory):
         self.demonstrations = path / "data.jsonl"
 
 
-class PairsDirectory(RunDirectory):
+class PairsDirectory(EpochsDirectory):
     """The folder of a run over preference pairs."""
 
     def __init__(self, path: Path) -> None:
@@ -308,6 +328,7 @@ class RMDirectory(PairsDirectory):
     """The folder of a reward-model run."""
 
     command, first_phase, last_phase = "train-rm", "rm", "rm"
+    run_class, compose = "ludic.runs.reward_model:RMRun", staticmethod(compose_rm)
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -318,6 +339,7 @@ class DPODirectory(PairsDirectory):
     """The folder of a run of direct preference optimization."""
 
     command, first_phase, last_phase = "dpo", "warm_up", "dpo"
+    run_class, compose = "ludic.runs.dpo:DPORun", staticmethod(compose_dpo)
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -327,6 +349,12 @@ class DPODirectory(PairsDirectory):
     @property
     def has_all_weights(self) -> bool:
         return self.reference_logps.is_file() and super().has_all_weights
+
+
+DIRECTORIES: dict[str, type[RunDirectory]] = {
+    kind.command: kind for kind in (RunDirectory, SFTDirectory, RMDirectory, DPODirectory)
+}
+"""Command to the folder of its runs."""
 
 
 def run_path(output: str, name: str | None, default_name: str) -> Path:
@@ -397,3 +425,20 @@ def _list_candidates(path: Path) -> Iterator[Path]:
     later = path.with_name(f"{path.name}-{time.strftime('%Y%m%d-%H%M%S')}")
     yield later
     yield from (later.with_name(f"{later.name}-{number}") for number in range(2, 1000))
+
+
+def collect_versions() -> dict[str, str]:
+    """Versions of ludic, Python, torch and transformers, read without importing them."""
+    return {
+        "ludic": _find_version("ludic"),
+        "python": platform.python_version(),
+        "torch": _find_version("torch"),
+        "transformers": _find_version("transformers"),
+    }
+
+
+def _find_version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"

@@ -26,11 +26,12 @@ from ludic.recipes.sharding import has_no_weights, is_shared_out
 from ludic.runs.data.pairs import PairData
 from ludic.runs.directory import DONE, DPODirectory
 from ludic.runs.dpo_answers import Answers, read_answers, sample_answers
-from ludic.runs.pairs import PairsParts, PairsRun, check_heldout, count_steps
+from ludic.runs.epochs import PairsParts, PairsRun, check_heldout, count_steps
+from ludic.runs.report.dpo import DPOReport
 from ludic.runs.screen import Screen
 from ludic.runs.seeding import seed_everything
 from ludic.runs.shared_model import check_sharding_settings, choose_precision, place_model
-from ludic.runs.stop_request import Interrupted, StopRequest
+from ludic.runs.stop_request import Interrupted
 from ludic.training import ranks, watchdog
 from ludic.training.batching.epochs import ItemBatchSource
 from ludic.training.batching.source import STOP_PATIENCE_S
@@ -76,11 +77,18 @@ class DPOParts(PairsParts[DPOTrainerConfig]):
 class DPORun(PairsRun[DPORecipe, DPOParts, DPODirectory]):
     """Warm-up, sampled answers, training on pairs, metrics on held-out pairs, and answers again."""
 
-    def __init__(self, recipe: DPORecipe, parts: DPOParts, directory: DPODirectory, screen: Screen, stop: StopRequest) -> None:
-        super().__init__(recipe, parts, directory, screen, stop)
+    def __init__(self, recipe: DPORecipe, parts: DPOParts, directory: DPODirectory, screen: Screen) -> None:
+        super().__init__(recipe, parts, directory, screen)
         self._answers: list[dict[str, Any]] = []
         if recipe.warmup.steps and self.progress.phase != WARM_UP:
             self._read_warmed_up()
+
+    @classmethod
+    def build(cls, recipe: DPORecipe, note: Callable[[str], None]) -> DPOParts:
+        return DPOParts.build(recipe, note=note)
+
+    def conclude(self) -> str:
+        return DPOReport(self).conclude()
 
     @property
     def _warmed_up(self) -> Path:

@@ -1,16 +1,26 @@
-"""Training over a fixed set of samples: what `ludic sft`, `train-rm` and `dpo` have in common."""
+"""Training over a fixed set of samples: what `ludic sft`, `train-rm` and `dpo` have in common, and
+over preference pairs, the last two."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
 
-from ludic.recipes.epochs_schema import EpochsRecipe
+from ludic.errors import ConfigError
+from ludic.eval.preference_picture import draw_margins, draw_reliability
+from ludic.recipes.epochs_schema import EpochsRecipe, PairsRecipe
 from ludic.runs.base import RunParts, TrainerT, TrainingRun
 from ludic.runs.checkpoints import restore_best_weights
-from ludic.runs.directory import RunDirectory
+from ludic.runs.data.pairs import PairData
+from ludic.runs.directory import PairsDirectory, RunDirectory
 from ludic.runs.stop_request import Interrupted
+from ludic.training.algorithm import RLAlgorithm
+from ludic.training.batching.epochs import ItemBatchSource
+from ludic.training.batching.pair_batches import preference_batches
 from ludic.training.batching.source import STOP_PATIENCE_S, BatchSourceBase
+from ludic.training.classification_metrics import PreferenceMetrics
+from ludic.training.config import TrainerConfig
 
 
 class EpochsParts(RunParts, Protocol):
@@ -28,6 +38,9 @@ DirectoryT = TypeVar("DirectoryT", bound=RunDirectory)
 class EpochsRun(TrainingRun[RecipeT, PartsT, DirectoryT]):
     """A run whose last phase goes over a fixed set of samples."""
 
+    source: BatchSourceBase | None = None
+    """The batches; None before training."""
+
     async def train(self, trainer_class: Callable[..., TrainerT], source: BatchSourceBase, *, keys: list[str]) -> TrainerT:
         """Take the steps of the last phase that are left, or those until a stop, and save the
         model. Raises `Interrupted` after a stop.
@@ -36,6 +49,7 @@ class EpochsRun(TrainingRun[RecipeT, PartsT, DirectoryT]):
         the statistics of the plain lines.
         """
         parts, directory, phase = self.parts, self.directory, self.directory.last_phase
+        self.source = source
         with (
             self.open_logger(phase, keys=keys, spark_key="loss", last_step=parts.steps) as logger,
             self.timer.phase("train"),
@@ -60,3 +74,67 @@ class EpochsRun(TrainingRun[RecipeT, PartsT, DirectoryT]):
             directory.write_progress(self.progress)
             raise Interrupted
         return trainer
+
+
+ConfigT = TypeVar("ConfigT", bound=TrainerConfig)
+
+
+@dataclass
+class PairsParts(Generic[ConfigT]):
+    """The objects of a run. They are built before anything is written, so that a wrong setting
+    or pair leaves no folder behind."""
+
+    model: Any
+    tokenizer: Any
+    data: PairData
+    algorithm: RLAlgorithm
+    cfg: ConfigT
+    steps: int
+    """Batches of pairs in the whole run."""
+
+
+PairsRecipeT = TypeVar("PairsRecipeT", bound=PairsRecipe)
+PairsPartsT = TypeVar("PairsPartsT", bound=PairsParts[Any])
+PairsDirectoryT = TypeVar("PairsDirectoryT", bound=PairsDirectory)
+
+
+class PairsRun(EpochsRun[PairsRecipeT, PairsPartsT, PairsDirectoryT]):
+    """A run whose last phase goes over preference pairs."""
+
+    def write_pairs(self) -> None:
+        """Write the pairs that a task drew, on rank 0; data of the user's are where they are."""
+        if self.recipe.data is None:
+            self.parts.data.write_missing_rows(self.directory.pairs, self.directory.heldout_pairs)
+
+    def make_source(self) -> ItemBatchSource:
+        """Batches of training pairs, shuffled by the seed and shared by all ranks."""
+        return make_source(self.parts.data, self.recipe)
+
+    def note_heldout(self) -> None:
+        """Say so if no pairs are held out."""
+        if not self.parts.data.heldout:
+            self.screen.note("No pairs are held out; only training pairs are measured")
+
+    def draw_heldout(self, metrics: PreferenceMetrics) -> None:
+        """Draw the reliability and the margins of the held-out pairs."""
+        title = f"{self.directory.path.name}, held-out pairs"
+        draw_reliability(self.directory.reliability, metrics, title=title)
+        draw_margins(self.directory.margins, metrics, title=title)
+
+
+def make_source(data: PairData, recipe: PairsRecipe) -> ItemBatchSource:
+    """Batches of `batch_size` training pairs, shuffled by the seed and shared by all ranks."""
+    source = preference_batches(data.train, batch_size=recipe.batch_size, seed=recipe.seed)
+    source.unshard()  # all ranks share its batches
+    return source
+
+
+def count_steps(data: PairData, recipe: PairsRecipe) -> int:
+    """Batches of the whole run: `steps`, or as many as `epochs` have."""
+    return recipe.epochs * make_source(data, recipe).num_batches_per_epoch if recipe.steps is None else recipe.steps
+
+
+def check_heldout(data: PairData, cfg: TrainerConfig) -> None:
+    """Raise `ConfigError` for evaluations during training without pairs to measure on."""
+    if not data.heldout and (cfg.eval_every_n_steps or cfg.eval_at_start):
+        raise ConfigError("trainer.eval_every_n_steps needs held-out pairs; raise heldout, or give heldout_data or heldout_split")

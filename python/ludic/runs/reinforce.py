@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from ludic.models.lora import describe_trained_share
 from ludic.models.saving import save_policy
 from ludic.models.state_files import read_model
 from ludic.recipes.actors import uses_queue
+from ludic.recipes.compose import config_hash
 from ludic.recipes.inference_section import choose_kind
 from ludic.recipes.lora import add_adapters
 from ludic.recipes.over_sampling import build_group_filter, choose_lag, uses_pool
@@ -32,11 +33,12 @@ from ludic.runs.control import open_control
 from ludic.runs.directory import DONE, RunDirectory
 from ludic.runs.held_out import Evaluation, HeldOut, list_all_measured
 from ludic.runs.reinforce_parts import RLParts
+from ludic.runs.report.reinforce import build_outcome, draw_rewards, show_report
 from ludic.runs.rollouts import BatchLogs, OccasionallyLogged, TrainingRequests, make_engine, make_training_requests, remove_sizes
 from ludic.runs.sampler import Sampler, make_preflight, open_sampler
 from ludic.runs.screen import Screen
 from ludic.runs.shared_model import choose_precision, place_model
-from ludic.runs.stop_request import Interrupted, StopRequest
+from ludic.runs.stop_request import Interrupted
 from ludic.tasks import EpisodicTask
 from ludic.tasks.measures import logged_names, task_reducers
 from ludic.training import ranks, watchdog
@@ -69,26 +71,20 @@ REINFORCE_KEYS = [
 
 
 class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
-    """Warm-up, held-out measurement, reinforcement, and the measurement again. `is_placed`: a
-    launcher has started this process, and starts the actors."""
+    """Warm-up, held-out measurement, reinforcement, and the measurement again."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        parts: RLParts,
-        directory: RunDirectory,
-        screen: Screen,
-        stop: StopRequest,
-        *,
-        is_placed: bool = False,
-    ) -> None:
-        super().__init__(recipe, parts, directory, screen, stop)
-        self._is_placed, self.task = is_placed, parts.task
+    def __init__(self, recipe: Recipe, parts: RLParts, directory: RunDirectory, screen: Screen) -> None:
+        super().__init__(recipe, parts, directory, screen)
+        self.task = parts.task
         if self.progress.phase == REINFORCE:
             parts.model = self._load_warmed_up()
         place_model(parts.model, recipe.sharding, parts.trainer_cfg.model_device)
         self._client = LocalChatClient(parts.model, parts.tokenizer, max_batch_size=recipe.rollout.concurrency)
         self._held_out = make_held_out(recipe, parts.task, self._make_engine(), parts.model, directory)
+
+    @classmethod
+    def build(cls, recipe: Recipe, note: Callable[[str], None]) -> RLParts:
+        return RLParts.build(recipe)
 
     @property
     def measured(self) -> list[str]:
@@ -144,6 +140,16 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
                 self.progress.after = await self._evaluate() if self.recipe.steps else self.progress.before
             self._finish_phase(DONE)
 
+    def conclude(self) -> str:
+        recipe, progress = self.recipe, self.progress
+        hashed = config_hash(recipe, schedule_steps=progress.schedule_steps)
+        outcome = build_outcome(progress, self.directory, self.parts.task, recipe, config_hash=hashed)
+        outcome.summary.write(self.directory)
+        if outcome.rewards:
+            draw_rewards(outcome, self.directory, f"{recipe.recipe}, {recipe.algorithm}, seed {recipe.seed}")
+        show_report(self.screen.console, outcome, self.directory)
+        return outcome.summary.to_json()
+
     async def _warm_up(self) -> None:
         recipe, parts = self.recipe, self.parts
         if steps := parts.warmup.steps:
@@ -173,7 +179,7 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
         each = f"{recipe.rollout.prompts} problems x {recipe.rollout.group_size + recipe.info_seed.num_seeds} answers"
         self.screen.note(f"Reinforcement with {recipe.algorithm}: {recipe.steps} steps of {each}")
         keys = [*REINFORCE_KEYS, *(f"train/{name}" for name in logged_names(parts.task))]
-        running = run_actors(recipe, self.directory.path, self.screen.note, self.stop, is_placed=self._is_placed)
+        running = run_actors(recipe, self.directory.path, self.screen.note, self.stop, is_placed=self.is_placed)
         async with running as actors, self._open_sampler(actors) as sampler:
             with self.open_logger(REINFORCE, keys=keys, spark_key=SAMPLED_REWARD, last_step=recipe.steps) as logger:
                 source = None if self.directory.is_followed else self._make_source(sampler, actors)

@@ -15,7 +15,8 @@ from ludic.recipes.rm.model import build_reward_model, choose_padding_token
 from ludic.recipes.sharding import is_shared_out
 from ludic.runs.data.pairs import PairData
 from ludic.runs.directory import DONE, RMDirectory
-from ludic.runs.pairs import PairsParts, PairsRun, check_heldout, count_steps
+from ludic.runs.epochs import PairsParts, PairsRun, check_heldout, count_steps
+from ludic.runs.report.reward_model import RMReport
 from ludic.runs.report.scores import encode_scores
 from ludic.runs.seeding import seed_everything
 from ludic.runs.shared_model import check_sharding_settings, choose_precision, place_model
@@ -53,10 +54,17 @@ class RMParts(PairsParts[RMTrainerConfig]):
 class RMRun(PairsRun[RMRecipe, RMParts, RMDirectory]):
     """Training on pairs, and the metrics on held-out pairs."""
 
+    @classmethod
+    def build(cls, recipe: RMRecipe, note: Callable[[str], None]) -> RMParts:
+        return RMParts.build(recipe, note=note)
+
     async def play_phases(self) -> None:
         ranks.ask_rank_0("writing the pairs", self.write_pairs)
         self.progress.after = self._measure(await self._train())
         self.end_phase(DONE)
+
+    def conclude(self) -> str:
+        return RMReport(self).conclude()
 
     async def _train(self) -> RMTrainer:
         recipe, parts = self.recipe, self.parts

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from rich.console import Console
 
-from ludic.runs.loggers import ThinnedLogger
 from ludic.training.loggers import PrintLogger, RichLiveLogger, TrainingLogger
 
 PROGRESS_KEYS = ["perf/tokens_per_s", "perf/time_left_s"]
@@ -75,3 +75,14 @@ class Screen:
         else:
             lines = PrintLogger(prefix=f"[{title}]", keys=[*keys, *measured], precision=3)
             yield ThinnedLogger(lines, self._every, last_step)
+
+
+class ThinnedLogger:
+    """Passes on every `every`-th step, the last step, and every evaluation."""
+
+    def __init__(self, inner: TrainingLogger, every: int, last: int) -> None:
+        self._inner, self._every, self._last = inner, every, last
+
+    def log(self, step: int, stats: Mapping[str, Any]) -> None:
+        if step == self._last or step % self._every == 0 or "eval/step" in stats:
+            self._inner.log(step, stats)

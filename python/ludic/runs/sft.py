@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,10 +18,10 @@ from ludic.recipes.quantization import quantize_base
 from ludic.runs.data.sft import SFTData, StreamedSFTData, describe_missing_ends, write_demonstrations
 from ludic.runs.directory import DONE, SFTDirectory
 from ludic.runs.epochs import EpochsRun
+from ludic.runs.report.sft import SFTReport
 from ludic.runs.seeding import seed_everything
 from ludic.runs.shared_model import check_sharding_settings, choose_precision, place_model
 from ludic.training import ranks, watchdog
-from ludic.training.batching.source import BatchSourceBase
 from ludic.training.config import TrainerConfig
 from ludic.training.evaluators.heldout_loss import HeldOutLoss
 from ludic.training.presets import make_sft
@@ -67,8 +68,9 @@ class SFTParts:
 class SFTRun(EpochsRun[SFTRecipe, SFTParts, SFTDirectory]):
     """Held-out loss, training, and the loss again."""
 
-    source: BatchSourceBase | None = None
-    """The batches; None before training."""
+    @classmethod
+    def build(cls, recipe: SFTRecipe, note: Callable[[str], None]) -> SFTParts:
+        return SFTParts.build(recipe)
 
     @property
     def measured(self) -> tuple[str, ...]:
@@ -98,8 +100,10 @@ class SFTRun(EpochsRun[SFTRecipe, SFTParts, SFTDirectory]):
         if counts["samples_without_end"]:  # of a stream, they are known at the end
             self.screen.note(describe_missing_ends(counts["samples_without_end"], parts.tokenizer))
         trainer_class = partial(Trainer, algo=make_sft(normalizer="tokens"), evaluator=self.evaluator(parts.heldout))
-        self.source = parts.data.make_source(recipe)
-        await self.train(trainer_class, self.source, keys=KEYS)
+        await self.train(trainer_class, parts.data.make_source(recipe), keys=KEYS)
+
+    def conclude(self) -> str:
+        return SFTReport(self).conclude()
 
     def _measure(self) -> dict[str, float] | None:
         if self.parts.heldout is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -15,7 +15,6 @@ from ludic.files.atomic import write_text
 from ludic.recipes.run_header import run_header
 from ludic.recipes.schema import Recipe
 from ludic.runs.directory import RunDirectory
-from ludic.runs.loggers import PhaseLogger
 from ludic.runs.screen import Screen
 from ludic.training.loggers import (
     AliasLogger,
@@ -185,3 +184,17 @@ def _read_or_make_id(directory: RunDirectory) -> tuple[str, bool]:
     run_id = secrets.token_hex(8)
     write_text(path, run_id + "\n")
     return run_id, False
+
+
+class PhaseLogger:
+    """Adds the phase of the run, and its `header`, to every record of the `JSONLLogger` that it
+    wraps."""
+
+    def __init__(self, inner: Any, phase: str, header: Mapping[str, Any] | None = None) -> None:
+        self._inner, self._added = inner, {"phase": phase, **(header or {})}
+
+    def log(self, step: int, stats: Mapping[str, Any]) -> None:
+        self._inner.log(step, {**self._added, **stats})
+
+    def sync(self) -> None:
+        self._inner.sync()

@@ -8,10 +8,9 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ludic.agents.tool_names import given_tools
-from ludic.cli.training_command import TrainingCommand, run_command
 from ludic.errors import ConfigError, ConfigTypeError
 from ludic.event_loop import call_outside_loop
 from ludic.rank_environment import read_rank_environment
@@ -20,18 +19,14 @@ from ludic.recipes.named_sources import GIVEN_TASKS
 from ludic.recipes.overrides import Override
 from ludic.recipes.place_section import needs_launcher
 from ludic.recipes.schema import Recipe
-from ludic.runs.directory import run_path
+from ludic.runs.command import RunCommand
+from ludic.runs.directory import RunDirectory, run_path
 from ludic.trainers.errors import with_short_errors
 from ludic.trainers.inputs import overrides_of
 from ludic.training.reward_registry import given_rewards
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from ludic.runs.base import TrainingRun
-    from ludic.runs.directory import RunDirectory
-    from ludic.runs.screen import Screen
-    from ludic.runs.stop_request import StopRequest
     from ludic.training.callbacks import Callback
     from ludic.training.trainer import Trainer
 
@@ -47,9 +42,11 @@ class RecipeTrainer:
     phase.
     """
 
+    kind: ClassVar[type[RunDirectory]] = RunDirectory
+    """The class of the run's folder, which names its command and the class of the run."""
+
     def __init__(
         self,
-        command: TrainingCommand[Any, Any],
         overrides: Sequence[Override],
         callbacks: Sequence[Callback],
         rewards: Mapping[str, Callable[..., Any]] | None = None,
@@ -61,10 +58,9 @@ class RecipeTrainer:
         self.callbacks = tuple(callbacks)
         """Called besides those that the settings name. Each `train` begins with their state of the
         first one's beginning."""
-        self.recipe: Any = command.compose(overrides)  # type: ignore[arg-type]
+        self.recipe: Any = self.kind.compose(overrides)  # type: ignore[arg-type]
         self.run: TrainingRun[Any, Any, Any] | None = None
         """The run; None before `train`."""
-        self._command = _PreparedCommand(command, self)
         self._rewards, self._tools, self._tasks = dict(rewards or {}), dict(tools or {}), dict(tasks or {})
         self._states: list[dict[str, Any] | None] | None = None
         self._is_stopped = False
@@ -112,11 +108,9 @@ class RecipeTrainer:
         arguments = [] if place is None else self._more_steps(place)
         self._reset_callbacks()
         self._is_stopped = self._is_set_up = False
+        command = RunCommand(self.kind, arguments, resume=place, recipe=self.recipe, on_set_up=self._begin)
         with given_rewards(self._rewards), given_tools(self._tools), GIVEN_TASKS.given(self._tasks):
-            call_outside_loop(
-                lambda: run_command(self._command, arguments, resume=place, json_only=False, print_config=False),
-                on_interrupt=self.stop,
-            )
+            call_outside_loop(command.execute, on_interrupt=self.stop)
         if self.run is None:
             return {}
         summary = self.run.directory.summary
@@ -144,7 +138,7 @@ class RecipeTrainer:
     def _check_place(self) -> None:
         """Raise ConfigError for processes that would know neither this object's callbacks nor its
         functions."""
-        place, command = self.recipe.place, f"ludic {self._command.directory.command}"
+        place, command = self.recipe.place, f"ludic {self.kind.command}"
         if needs_launcher(place) and read_rank_environment() is None:
             setting = f"place.trainers ({place.trainers})" if place.on == "local" else f"place.on ({place.on})"
             raise ConfigError(
@@ -185,7 +179,7 @@ class RecipeTrainer:
 
     def _more_steps(self, place: Path) -> list[str]:
         """The argument that raises the steps of the run in `place`, if it began with fewer."""
-        began = self._command.directory.open_to_read(place).read_progress().recipe or {}
+        began = self.kind.open_to_read(place).read_progress().recipe or {}
         steps = self.recipe.steps
         return [] if steps is None or steps == began.get("steps", steps) else [f"steps={steps}"]
 
@@ -193,39 +187,6 @@ class RecipeTrainer:
         if self.run is None:
             raise ConfigError("the run has not begun; call train() first")
         return self.run
-
-
-class _PreparedCommand:
-    """The command of a `RecipeTrainer`, whose settings are composed already."""
-
-    is_placed = False
-
-    def __init__(self, inner: TrainingCommand[Any, Any], owner: RecipeTrainer) -> None:
-        self._inner, self._owner = inner, owner
-
-    @property
-    def directory(self) -> type[RunDirectory]:
-        folder: type[RunDirectory] = self._inner.directory
-        return folder
-
-    def compose(self, arguments: Sequence[str]) -> Any:
-        """The recipe of the object, whatever the arguments: of a run that is resumed, they name its
-        settings, with which this one is compared then."""
-        return deepcopy(self._owner.recipe)
-
-    def build(self, recipe: Any, screen: Screen) -> Any:
-        return self._inner.build(recipe, screen)
-
-    def folder_name(self, recipe: Any) -> str:
-        return self._inner.folder_name(recipe)
-
-    def run(self, recipe: Any, parts: Any, directory: Any, screen: Screen, stop: StopRequest) -> TrainingRun[Any, Any, Any]:
-        run: TrainingRun[Any, Any, Any] = self._inner.run(recipe, parts, directory, screen, stop)
-        self._owner._begin(run)
-        return run
-
-    def conclude(self, run: Any, console: Console) -> str:
-        return self._inner.conclude(run, console)
 
 
 def _read_state(callback: Callback) -> dict[str, Any] | None:

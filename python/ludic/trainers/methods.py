@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ludic.cli.train import DPOCommand, SFTCommand, TrainCommand, TrainRMCommand
+from ludic.runs.directory import DPODirectory, RMDirectory, SFTDirectory
 from ludic.trainers.base import RecipeTrainer, settings_of
 from ludic.trainers.errors import with_short_errors, without_trl_names
 from ludic.trainers.inputs import Rewards, Rows, TaskSetting, Tools, as_plain, name_rewards, name_tools, source_of, task_of
@@ -67,9 +67,7 @@ class GRPO(RecipeTrainer):
             judging = None if settings.get("eval_reward") is not None else reward_functions
             given["task.args.heldout_data"] = source_of(eval_dataset, rows, rewards=judging or ())
         given["tools"], own_tools = (None, {}) if tools is None else name_tools(tools)
-        super().__init__(
-            TrainCommand(), settings_of(model, {**task_section, **settings}, **given), callbacks, own, own_tools, own_task
-        )
+        super().__init__(settings_of(model, {**task_section, **settings}, **given), callbacks, own, own_tools, own_task)
 
 
 class SFT(RecipeTrainer):
@@ -78,6 +76,8 @@ class SFT(RecipeTrainer):
 
     >>> SFT("path/to/model", rows, epochs=2).train()
     """
+
+    kind = SFTDirectory
 
     @with_short_errors
     @without_trl_names
@@ -92,7 +92,7 @@ class SFT(RecipeTrainer):
     ) -> None:
         """`eval_dataset`: measured instead of a share of `dataset` (`heldout=`). `settings` are
         those of `ludic sft`."""
-        super().__init__(SFTCommand(), _over_rows(model, dataset, eval_dataset, settings), callbacks)
+        super().__init__(_over_rows(model, dataset, eval_dataset, settings), callbacks)
 
     def preview(self, rows: int = 3) -> None:
         """Print the first rows as they would be trained on: after the chat template, with the
@@ -111,6 +111,8 @@ class DPO(RecipeTrainer):
     >>> DPO("path/to/model", rows, loss={"beta": 0.1}).train()
     """
 
+    kind = DPODirectory
+
     @with_short_errors
     @without_trl_names
     def __init__(
@@ -127,7 +129,7 @@ class DPO(RecipeTrainer):
         `eval_dataset`: measured instead of a share of `dataset` (`heldout=`). `settings` are those
         of `ludic dpo`."""
         given = {"reference.model": None if ref_model is None else str(ref_model)}
-        super().__init__(DPOCommand(), _over_rows(model, dataset, eval_dataset, settings, **given), callbacks)
+        super().__init__(_over_rows(model, dataset, eval_dataset, settings, **given), callbacks)
 
 
 class RewardModel(RecipeTrainer):
@@ -135,6 +137,8 @@ class RewardModel(RecipeTrainer):
 
     >>> RewardModel("path/to/model", rows).train()
     """
+
+    kind = RMDirectory
 
     @with_short_errors
     @without_trl_names
@@ -149,7 +153,7 @@ class RewardModel(RecipeTrainer):
     ) -> None:
         """`eval_dataset`: measured instead of a share of `dataset` (`heldout=`). `settings` are
         those of `ludic train-rm`."""
-        super().__init__(TrainRMCommand(), _over_rows(model, dataset, eval_dataset, settings), callbacks)
+        super().__init__(_over_rows(model, dataset, eval_dataset, settings), callbacks)
 
 
 def _over_rows(

@@ -87,7 +87,7 @@ async def test_a_signal_ends_a_server_that_waits_for_the_warm_up(world: World) -
 
 
 def test_a_run_without_servers_has_none_to_start(tmp_path: Path) -> None:
-    RunDirectory.begin(compose(["sort", f"output={tmp_path}", "name=run"]), "run").release()
+    RunDirectory.begin(compose(["sort", f"output={tmp_path}", "name=run"])).release()
     with pytest.raises(ConfigError, match="is a run without servers of its own"):
         run_server_process(tmp_path / "run", name="server0", host=LOOPBACK)
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from ludic.cli.user_errors import describe_machine_fault, rank_exit_status
 from ludic.errors import DataError, InferenceError, RankError, RequestsExhausted, ServerUnreachableError
+from ludic.runs.exit_status import describe_machine_fault, rank_exit_status
 from ludic.training.ranks.sent_errors import describe_error, rebuild_error
 
 

@@ -48,12 +48,11 @@ from ludic.recipes.schema import Recipe
 from ludic.runs.actors.policy_versions import read_version
 from ludic.runs.actors.queue import open_queue
 from ludic.runs.actors.reopening import wait_until_open
-from ludic.runs.directory import RunDirectory
+from ludic.runs.directory import RunDirectory, collect_versions
 from ludic.runs.rollouts import TrainingRequests, check_rollouts, make_engine, make_training_requests
 from ludic.runs.sampler import open_sampler
 from ludic.runs.seeding import seed_everything, seed_phase
 from ludic.runs.stop_request import Interrupted
-from ludic.runs.versions import collect_versions
 from ludic.tasks import EpisodicTask
 from ludic.training.queue.actor import run_actor
 from ludic.training.queue.base import Work

@@ -1,4 +1,4 @@
-"""The report of a run of direct preference optimization and its summary.json.
+"""The report of a run of direct preference optimization.
 
 Each closing sentence is printed only if the numbers support it.
 """
@@ -6,27 +6,15 @@ Each closing sentence is printed only if the numbers support it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ludic.eval.intervals import wilson_interval
 from ludic.runs.dpo_answers import read_answers
-from ludic.runs.report.curve import write_picture
-from ludic.runs.report.files import describe_files, show_files, write_summary
-from ludic.runs.report.pairs import (
-    describe_data,
-    describe_pictures,
-    describe_rows,
-    measured_by_step,
-    show_best_accuracy,
-    show_pair_costs,
-    summarize,
-)
-from ludic.runs.report.provenance import provenance
+from ludic.runs.report.epochs import PairsReport, describe_data
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from ludic.runs.dpo import DPORun
+    pass
 
 ACCURACY = "rewards/accuracies"
 SHOWN_ANSWERS, SHOWN_CHARACTERS = 4, 60
@@ -37,69 +25,51 @@ RATES = {
 }
 
 
-def conclude(run: DPORun, console: Console, *, config_hash: str) -> str:
-    """Write summary.json and training.png and print the report. Returns the summary as JSON."""
-    lines = run.directory.read_steps("dpo")
-    summary = build_summary(run, lines, config_hash=config_hash)
-    text = write_summary(run.directory, summary)
-    if lines:
-        _draw(run, summary, lines)
-    _show(run, console, summary)
-    return text
+class DPOReport(PairsReport):
+    """Its summary.json has the `eval_` metrics and `after` once the run is finished, the `eval_`
+    metrics only if pairs are held out."""
 
+    accuracy = heldout_accuracy = ACCURACY
+    margins = "the differences of the implicit rewards of the held-out pairs"
 
-def build_summary(run: DPORun, lines: Sequence[Mapping[str, float]], *, config_hash: str) -> dict[str, Any]:
-    """The content of summary.json. It has the `eval_` metrics and `after` once the run is finished,
-    the `eval_` metrics only if pairs are held out."""
-    recipe, after = run.recipe, run.progress.after or {}
-    return {
-        **provenance(run.progress, model=recipe.model, algorithm="dpo"),
-        "loss_type": recipe.loss.loss_type,
-        "beta": recipe.loss.beta,
-        **{key: value for key, value in after.items() if key.startswith("eval_")},
-        "before": run.progress.before,
-        "after": {key: value for key, value in after.items() if not key.startswith("eval_")} or None,
-        **summarize(run, lines),
-        "data": run.parts.data.counts(),
-        "seed": recipe.seed,
-        "config_hash": config_hash,
-    }
+    @property
+    def title(self) -> str:
+        return f"{self.run.recipe.loss.loss_type} loss, beta {self.run.recipe.loss.beta:g}"
 
+    def list_facts(self) -> dict[str, Any]:
+        loss, after = self.run.recipe.loss, self.run.progress.after or {}
+        return {
+            "loss_type": loss.loss_type,
+            "beta": loss.beta,
+            **{key: value for key, value in after.items() if key.startswith("eval_")},
+            "before": self.run.progress.before,
+            "after": {key: value for key, value in after.items() if not key.startswith("eval_")} or None,
+            **super().list_facts(),
+        }
 
-def _draw(run: DPORun, summary: Mapping[str, Any], lines: Sequence[Mapping[str, float]]) -> None:
-    series = {name: [line[f"train/{name}"] for line in lines] for name in ("loss", ACCURACY)}
-    measured = {f"held-out {ACCURACY}": measured_by_step(run.directory, run.progress, summary, ACCURACY)}
-    title = f"{run.recipe.loss.loss_type} loss, beta {run.recipe.loss.beta:g}, seed {run.recipe.seed}"
-    write_picture(run.directory.picture, series, marks={}, measured=measured, title=title)
+    def show(self, summary: Mapping[str, Any]) -> None:
+        console, data = self.console, summary["data"]
+        if "eval_loss" in summary:
+            console.print(_make_pairs_table(summary))
+        self.show_best_accuracy(summary)
+        if (summary["before"] or {}).get("answers") and summary["after"]:
+            console.print(_make_rates_table(summary["before"], summary["after"]))
+        rows = read_answers(self.directory.answers, before="end")
+        if rows:
+            console.print(_make_answers_table(rows))
+        left_out = f"{sum(data['left_out'].values()):,} rows make no pair"
+        console.print(f"{describe_data(data)}; {left_out}", highlight=False)
+        self.show_pair_costs(summary)
+        console.print(f"[bold]What this shows[/]: {describe_results(summary)}", highlight=False)
 
-
-def _show(run: DPORun, console: Console, summary: Mapping[str, Any]) -> None:
-    if "eval_loss" in summary:
-        console.print(_make_pairs_table(summary))
-    show_best_accuracy(console, summary)
-    if (summary["before"] or {}).get("answers") and summary["after"]:
-        console.print(_make_rates_table(summary["before"], summary["after"]))
-    rows = read_answers(run.directory.answers, before="end")
-    if rows:
-        console.print(_make_answers_table(rows))
-    data = summary["data"]
-    left_out = f"{sum(data['left_out'].values()):,} rows make no pair"
-    console.print(f"{describe_data(data)}; {left_out}", highlight=False)
-    show_pair_costs(console, summary)
-    console.print(f"[bold]What this shows[/]: {describe_results(summary)}", highlight=False)
-    _show_files(run, console)
-
-
-def _show_files(run: DPORun, console: Console) -> None:
-    directory = run.directory
-    pictures = describe_pictures(directory, margins="the differences of the implicit rewards of the held-out pairs")
-    rows = {
-        **describe_rows(directory),
-        directory.answers: "sampled answers, before and after",
-        directory.reference_logps: "log-probabilities of the reference, for a resume",
-        directory.reference: "the policy after the warm-up, which is the reference",
-    }
-    show_files(console, directory.path, describe_files(directory, pictures, rows))
+    def list_files(self) -> tuple[dict[Path, str], dict[Path, str]]:
+        pictures, rows = super().list_files()
+        return pictures, {
+            **rows,
+            self.directory.answers: "sampled answers, before and after",
+            self.directory.reference_logps: "log-probabilities of the reference, for a resume",
+            self.directory.reference: "the policy after the warm-up, which is the reference",
+        }
 
 
 def _make_pairs_table(summary: Mapping[str, Any]) -> Any:

@@ -1,28 +1,15 @@
-"""The report of a reward-model run and its summary.json."""
+"""The report of a reward-model run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ludic.models.quantization import count_weights
-from ludic.runs.report.curve import write_picture
-from ludic.runs.report.files import describe_files, show_files, write_summary
-from ludic.runs.report.pairs import (
-    describe_data,
-    describe_pictures,
-    describe_rows,
-    measured_by_step,
-    show_best_accuracy,
-    show_pair_costs,
-    summarize,
-)
-from ludic.runs.report.provenance import provenance
+from ludic.runs.report.epochs import PairsReport, describe_data
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from ludic.runs.reward_model import RMRun
+    pass
 
 CRITERIA: dict[str, tuple[str, Callable[[Mapping[str, float]], float], Callable[[float], bool]]] = {
     "held-out accuracy": ("over 60 %", lambda summary: summary["eval_pairwise_accuracy"], lambda value: value > 0.6),
@@ -39,58 +26,34 @@ CRITERIA: dict[str, tuple[str, Callable[[Mapping[str, float]], float], Callable[
 against."""
 
 
-def conclude(run: RMRun, console: Console, *, config_hash: str) -> str:
-    """Write summary.json and training.png and print the report. Returns the summary as JSON."""
-    lines = run.directory.read_steps("rm")
-    summary = build_summary(run, lines, config_hash=config_hash)
-    text = write_summary(run.directory, summary)
-    if lines:
-        _draw(run, summary, lines)
-    _show(run, console, summary)
-    return text
+class RMReport(PairsReport):
+    """Its summary.json has the `eval_` metrics and `train_pairwise_accuracy` once the run is
+    finished, the `eval_` metrics only if pairs are held out."""
 
+    accuracy, heldout_accuracy = "accuracy", "pairwise_accuracy"
+    margins = "the score differences of the held-out pairs"
+    title = "reward model"
 
-def build_summary(run: RMRun, lines: Sequence[Mapping[str, float]], *, config_hash: str) -> dict[str, Any]:
-    """The content of summary.json. It has the `eval_` metrics and `train_pairwise_accuracy` once
-    the run is finished, the `eval_` metrics only if pairs are held out."""
-    trained = count_weights(run.parts.model, trained=True)
-    return {
-        **provenance(run.progress, model=run.recipe.model, algorithm="bradley_terry"),
-        **(run.progress.after or {}),
-        **summarize(run, lines),
-        "parameters": trained + count_weights(run.parts.model, trained=False),
-        "trained_parameters": trained,
-        "data": run.parts.data.counts(),
-        "seed": run.recipe.seed,
-        "config_hash": config_hash,
-    }
+    def list_facts(self) -> dict[str, Any]:
+        trained, frozen = (count_weights(self.run.parts.model, trained=flag) for flag in (True, False))
+        counts = {"parameters": trained + frozen, "trained_parameters": trained}
+        return {**(self.run.progress.after or {}), **super().list_facts(), **counts}
 
-
-def _draw(run: RMRun, summary: Mapping[str, Any], lines: Sequence[Mapping[str, float]]) -> None:
-    series = {name: [line[f"train/{name}"] for line in lines] for name in ("loss", "accuracy")}
-    title = f"reward model, seed {run.recipe.seed}"
-    measured = {"held-out accuracy": measured_by_step(run.directory, run.progress, summary, "pairwise_accuracy")}
-    write_picture(run.directory.picture, series, marks={}, measured=measured, title=title)
-
-
-def _show(run: RMRun, console: Console, summary: Mapping[str, Any]) -> None:
-    if "eval_loss" in summary:
-        console.print(_make_criteria_table(summary))
-        if run.progress.early_stopping is not None:
-            console.print(
-                "Early stopping chose the weights by these same pairs, so the figures are slightly optimistic; for figures to publish, "
-                "measure on other pairs (heldout_data=FILE in a separate run with steps=0)",
-                highlight=False,
-            )
-    show_best_accuracy(console, summary)
-    data = summary["data"]
-    console.print(describe_data(data), highlight=False)
-    if data["left_out"] or data["heldout_left_out"]:
-        console.print(_make_left_out_table(data))
-    show_pair_costs(console, summary)
-    directory = run.directory
-    pictures = describe_pictures(directory, margins="the score differences of the held-out pairs")
-    show_files(console, directory.path, describe_files(directory, pictures, describe_rows(directory)))
+    def show(self, summary: Mapping[str, Any]) -> None:
+        if "eval_loss" in summary:
+            self.console.print(_make_criteria_table(summary))
+            if self.run.progress.early_stopping is not None:
+                self.console.print(
+                    "Early stopping chose the weights by these same pairs, so the figures are slightly optimistic; for figures to "
+                    "publish, measure on other pairs (heldout_data=FILE in a separate run with steps=0)",
+                    highlight=False,
+                )
+        self.show_best_accuracy(summary)
+        data = summary["data"]
+        self.console.print(describe_data(data), highlight=False)
+        if data["left_out"] or data["heldout_left_out"]:
+            self.console.print(_make_left_out_table(data))
+        self.show_pair_costs(summary)
 
 
 def _make_left_out_table(data: Mapping[str, Any]) -> Any:

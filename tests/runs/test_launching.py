@@ -14,10 +14,10 @@ from processes import is_running
 from scripted_place import ScriptedPlace
 from typer.testing import CliRunner
 
-from ludic.cli import launching
 from ludic.cli.app import app
 from ludic.errors import LaunchError
 from ludic.launch.torchrun import STOP_VARIABLE
+from ludic.runs import launching
 from ludic.runs.directory import RunDirectory, SFTDirectory
 
 SFT = [*NETWORK, "threads=1", "rows=40", "batch_size=6", "epochs=1", "heldout=0.1"]

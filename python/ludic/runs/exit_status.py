@@ -1,4 +1,4 @@
-"""Errors of ludic and of the machine as one line and an exit status.
+"""The exit status of an error, and errors of the machine as one line.
 
 Errors of the machine are a full disk, a folder that is not writable, a GPU out of memory. Any other
 exception is a bug and shows its traceback.
@@ -10,10 +10,6 @@ import errno
 import os
 import re
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-import typer
 
 from ludic.errors import (
     DO_NOT_RETRY,
@@ -21,34 +17,16 @@ from ludic.errors import (
     TRY_AGAIN,
     CheckpointError,
     ConfigError,
-    LudicError,
     OwnershipLost,
     QueueError,
     QueueRefused,
     RankError,
-    escape_controls,
 )
 from ludic.rank_environment import RankEnvironment, read_rank_environment
 
 FAILED, WRONG_INPUT, RETRY, STOP = 1, 2, TRY_AGAIN, DO_NOT_RETRY
 """Exit statuses: failed; a wrong setting, file or content; failed, and a restart may help; failed,
 and a restart cannot help."""
-
-
-@contextmanager
-def report_user_errors() -> Iterator[None]:
-    """Turn errors of ludic and of the machine into one line and an exit status. Other exceptions
-    are bugs and show their traceback. One of several ranks says which it is."""
-    try:
-        yield
-    except Exception as error:
-        line = str(error) if isinstance(error, LudicError) else describe_machine_fault(error)
-        if line is None:
-            raise
-        environment = find_rank()
-        who = "" if environment is None else f"rank {environment.rank} of {environment.world_size}: "
-        typer.secho(f"ludic: {who}{escape_controls(line)}", err=True, fg="red")
-        raise typer.Exit(exit_status(error) if environment is None else rank_exit_status(error)) from error
 
 
 def find_rank() -> RankEnvironment | None:

@@ -1,19 +1,22 @@
-"""Exit statuses of ranks, and how their processes end."""
+"""Exit statuses of ranks, how their processes end, and the output of ranks other than 0."""
 
 import errno
+import logging
 import os
 import sys
 
 import pytest
+import typer
 from torch.distributed import HashStore
 
-from ludic.cli import training_command, user_errors
-from ludic.cli.training_command import ended_as_rank
-from ludic.cli.user_errors import rank_exit_status
+from ludic.cli.options import report_user_errors
 from ludic.errors import CheckpointError, ConfigError, DataError, NonFiniteError, OwnershipLost, QueueError, RankError
 from ludic.rank_environment import RankEnvironment
 from ludic.recipes.compose import compose, config_hash
 from ludic.recipes.ranks_section import RanksSection, check_ranks, phase_deadlines
+from ludic.runs import on_ranks
+from ludic.runs.exit_status import rank_exit_status
+from ludic.runs.on_ranks import RankLog
 from ludic.training import watchdog
 from ludic.training.ranks import session
 from ludic.training.ranks.meeting import Failure, Meeting
@@ -53,12 +56,12 @@ def test_the_exit_status_says_whether_to_start_again(error, status):
 def test_an_error_of_a_rank_says_which_and_has_its_status(monkeypatch, capsys):
     for name, value in {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "host", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(user_errors.typer.Exit) as ended, user_errors.report_user_errors():
+    with pytest.raises(typer.Exit) as ended, report_user_errors():
         raise ConfigError("steps (-1) must be at least 0")
     assert ended.value.exit_code == 78
     assert capsys.readouterr().err == "ludic: rank 1 of 4: steps (-1) must be at least 0\n"
     monkeypatch.setenv("RANK", "9")  # the error that an environment like this causes is shown, too
-    with pytest.raises(user_errors.typer.Exit) as ended, user_errors.report_user_errors():
+    with pytest.raises(typer.Exit) as ended, report_user_errors():
         raise ConfigError("this is rank 9 of 4")
     assert ended.value.exit_code == 2
 
@@ -76,22 +79,22 @@ def test_an_error_of_a_rank_says_which_and_has_its_status(monkeypatch, capsys):
 def test_a_rank_ends_without_clean_up(ends, code, said, monkeypatch, capsys):
     codes = []
     monkeypatch.setattr(os, "_exit", codes.append)
-    monkeypatch.setattr(training_command.logging, "shutdown", lambda: None)
-    with ended_as_rank():
+    monkeypatch.setattr(on_ranks.logging, "shutdown", lambda: None)
+    with on_ranks.ended_as_rank():
         ends()
     assert codes == [code]
     assert said in capsys.readouterr().err
 
 
 def test_the_end_of_a_rank_with_an_error_has_a_deadline(two_ranks):
-    with pytest.raises(OSError, match="full"), training_command._watched(RankEnvironment(0, 2, 0, "host", 1), RanksSection()):
+    with pytest.raises(OSError, match="full"), on_ranks._watched(RankEnvironment(0, 2, 0, "host", 1), RanksSection()):
         raise OSError("full")
-    assert 50 < watchdog.remaining_s(0.0) <= training_command.ENDING_S
+    assert 50 < watchdog.remaining_s(0.0) <= on_ranks.ENDING_S
 
 
 def test_a_rank_that_outlives_another_ends_with_the_status_of_its_failure(two_ranks):
     two_ranks[1].report_failure(Failure(1, "host1", "the data are wrong", 78))
-    with training_command._watched(RankEnvironment(0, 2, 0, "host", 1), RanksSection()):
+    with on_ranks._watched(RankEnvironment(0, 2, 0, "host", 1), RanksSection()):
         assert watchdog._active._find_failure() == ("rank 1 failed, on host1: the data are wrong", 78)
     assert watchdog._active is None
 
@@ -99,7 +102,7 @@ def test_a_rank_that_outlives_another_ends_with_the_status_of_its_failure(two_ra
 def test_a_rank_that_outlives_one_that_was_killed_ends_too_and_says_so_by_itself(two_ranks, monkeypatch):
     """A collective of NCCL would wait for the killed one until its timeout."""
     monkeypatch.setattr(two_ranks[0], "describe_ended", lambda: "rank 1 of 2 ended without a word")
-    with training_command._watched(RankEnvironment(0, 2, 0, "host", 1), RanksSection()):
+    with on_ranks._watched(RankEnvironment(0, 2, 0, "host", 1), RanksSection()):
         assert watchdog._active._find_failure() == ("rank 1 of 2 ended without a word", 75)
 
 
@@ -112,3 +115,30 @@ def test_times_of_ranks_are_checked_and_change_no_result():
         check_ranks(RanksSection(step_s=0))
     with pytest.raises(ConfigError, match=r"ranks.port \(70000\) must be from 1 to 65535"):
         check_ranks(RanksSection(port=70000))
+
+
+def test_what_is_printed_early_and_late_is_in_one_file_and_only_errors_are_shown(tmp_path, capsys):
+    with RankLog(3) as log, log.in_use():
+        print("early")
+        logging.getLogger("ludic.x").warning("a remark")
+        log.open_file(tmp_path / "ranks")
+        print("late")
+        logging.getLogger("ludic.x").error("a fault")
+    content = (tmp_path / "ranks" / "rank_0003.log").read_text()
+    assert content.splitlines() == ["early", "a remark", "late", "a fault"]
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "rank 3: a fault" in err
+    assert "a remark" not in err
+    assert not isinstance(sys.stdout, RankLog)
+
+
+def test_a_log_is_continued_and_nothing_is_left_without_a_folder(tmp_path):
+    for text in ("first", "second"):
+        with RankLog(1) as log:
+            log.open_file(tmp_path)
+            log.write(f"{text}\n")
+    assert (tmp_path / "rank_0001.log").read_text() == "first\nsecond\n"
+    with RankLog(2) as log:
+        log.write("lost with the run")
+    assert len(list(tmp_path.iterdir())) == 1

@@ -1,13 +1,18 @@
 """A run whose processes are all started and watched by the command of the user, which trains
 nothing itself: several trainers on this machine, and everything on Ray or Slurm.
 
-The processes write to `RUN/workers`; what the trainers write there is shown here too.
+The processes write to `RUN/workers`; what the trainers write there is shown here too. The place
+that the recipe names is this machine, a Ray cluster, or the script of a Slurm job.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
+import os
+import re
 import shutil
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -15,15 +20,21 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ludic.errors import TRY_AGAIN
-from ludic.launch.process import DONE, Process
+from ludic.errors import TRY_AGAIN, ConfigError
+from ludic.files.atomic import write_text
+from ludic.launch.local import LocalPlace
+from ludic.launch.process import DONE, Place, Process
+from ludic.launch.ray import RayPlace
+from ludic.launch.slurm import SlurmJob, assign_nodes, write_script
 from ludic.launch.supervisor import Supervisor
 from ludic.recipes.actors import check_actors, uses_queue
+from ludic.recipes.devices import AUTO
+from ludic.recipes.inference_section import choose_kind
+from ludic.recipes.place_section import TrainersSection
 from ludic.recipes.schema import Recipe
 from ludic.runs.directory import run_path
 from ludic.runs.lock import LAUNCH_LOCK, RunLock
-from ludic.runs.places import describe_lacking_gpus, describe_submission, open_place, write_job
-from ludic.runs.plan import TRAINER, plan_processes
+from ludic.runs.plan import ACTOR, TRAINER, plan_processes
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -148,3 +159,77 @@ def _shown_logs(folder: Path, names: Sequence[str], console: Console) -> Iterato
 
 def _size(path: Path) -> int:
     return path.stat().st_size if path.is_file() else 0
+
+
+SCRIPT = "job.sh"
+NOTICE_MARGIN_S = 60
+"""What a Slurm job has left after `place.stop_s`: the others end, and it is queued again."""
+
+
+def open_place(section: TrainersSection, processes: Sequence[Process], folder: Path) -> Place:
+    """The place on which the processes can be started. Raises LaunchError if it has no room."""
+    if section.on == "ray":
+        return RayPlace(processes, folder, address=section.address or "auto", insecure=section.insecure)
+    return LocalPlace(folder)
+
+
+def describe_lacking_gpus(recipe: Any, processes: Sequence[Process]) -> str | None:
+    """What to tell the user if Ray or Slurm will show no GPU to processes that may compute on one;
+    None if each has one, or they compute on the CPU. Actors that ask servers need none."""
+    if recipe.place.on == "local" or not recipe.trainer.model_device.startswith((AUTO, "cuda")):
+        return None
+    asks = isinstance(recipe, Recipe) and choose_kind(recipe.inference) == "vllm"
+    roles = dict.fromkeys(process.role for process in processes if process.gpus == 0 and not (asks and process.role == ACTOR))
+    if not roles:
+        return None
+    settings = " ".join(f"place.{role}_gpus=1" for role in roles)
+    return (
+        f"No GPU is reserved for the {' and the '.join(roles)} on {recipe.place.on}; set {settings}, or trainer.model_device=cpu if they "
+        "are to compute on the CPU"
+    )
+
+
+def write_job(section: TrainersSection, processes: Sequence[Process], folder: Path) -> Path:
+    """Write the batch script of the run, and return its path. Nodes are as small as the processes
+    allow."""
+    job = fit_job(section, processes, re.sub(r"[^A-Za-z0-9_.-]", "_", folder.name))
+    path = folder / SCRIPT
+    write_text(path, write_script(processes, folder.absolute(), job, cwd=Path.cwd()))
+    path.chmod(0o755)
+    return path
+
+
+def fit_job(section: TrainersSection, processes: Sequence[Process], name: str) -> SlurmJob:
+    """The smallest nodes, all alike, on which the processes have room. Example: two processes with
+    8 CPUs and one with 2 on two nodes need 10 CPUs each. Raises ConfigError for a share of a CPU or
+    GPU, which Slurm does not have."""
+
+    def make(cpus: int, gpus: int) -> SlurmJob:
+        options = tuple(section.slurm_options)
+        return SlurmJob(
+            name,
+            section.nodes,
+            cpus,
+            gpus,
+            time=section.slurm_time,
+            notice_s=math.ceil(section.stop_s) + NOTICE_MARGIN_S,
+            python=sys.executable,
+            options=options,
+        )
+
+    def fits(cpus: int, gpus: int) -> bool:
+        try:
+            assign_nodes(processes, make(cpus, gpus))
+        except ConfigError:
+            return False
+        return True
+
+    all_cpus = math.ceil(sum(max(1.0, process.cpus) for process in processes))
+    all_gpus = math.ceil(sum(process.gpus for process in processes))
+    assign_nodes(processes, make(all_cpus, all_gpus))  # raises for shares; whole numbers have room on the first node
+    cpus = next(cpus for cpus in range(1, all_cpus + 1) if fits(cpus, all_gpus))
+    return make(cpus, next(gpus for gpus in range(all_gpus + 1) if fits(cpus, gpus)))
+
+
+def describe_submission(script: Path) -> str:
+    return f"Wrote {script}; submit it with `sbatch {os.path.relpath(script)}`"

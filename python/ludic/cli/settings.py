@@ -1,18 +1,60 @@
-"""The output of `--print-config`: YAML with the docstring of each field as a comment above it."""
+"""The settings of a command line: what stands for a recipe in it, and the output of
+`--print-config`, YAML with the docstring of each field as a comment above it."""
 
 from __future__ import annotations
 
 import ast
 import inspect
+import json
+import os
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, get_type_hints
 
-from ludic.recipes.compose import to_yaml
+from ludic.errors import ConfigError
+from ludic.recipes.compose import split_arguments, to_yaml
 
 _WIDTH = 100
+
+
+def add_named_recipe(arguments: Sequence[str], resume: Path | None) -> Sequence[str]:
+    """The arguments, before them the file that `GRPO_RECIPE` names if they name no recipe."""
+    named = os.environ.get("GRPO_RECIPE")
+    return [named, *arguments] if named and resume is None and split_arguments(arguments)[0] is None else arguments
+
+
+def expand_run_folder(argument: str) -> list[str]:
+    """For the folder of a run: the arguments that give its recipe with the trained model. Any
+    other argument is returned as it is. Raises ConfigError for a run without a task or without a
+    model yet."""
+    folder = Path(argument)
+    if not (folder / "config.yaml").is_file():
+        return [argument]
+    _check_has_task(folder)
+    if not (folder / "model").is_dir():
+        raise ConfigError(
+            f"{argument} has no model yet; resume it with `ludic train --resume {argument}`, or name a run that has one"
+        )
+    saved = [f"{name}=null" for name in ("tokenizer", "chat_template", "eos_token", "name")]  # those of the model's folder
+    return [str(folder / "config.yaml"), f"model='{folder / 'model'}'", *saved]
+
+
+def _check_has_task(folder: Path) -> None:
+    """Raise `ConfigError` for a run of another command than `ludic train`, which has no task."""
+    try:
+        command = json.loads((folder / "progress.json").read_text(encoding="utf-8")).get("command", "train")
+    except (OSError, ValueError, AttributeError):
+        return
+    if command in ("sft", "dpo"):
+        raise ConfigError(f"{folder} is a run of `ludic {command}`, which has no task; say which, such as: sort model={folder}")
+    if command == "train-rm":
+        raise ConfigError(
+            f"{folder} is a run of `ludic train-rm`: a reward model scores and does not answer; its own measurement is in "
+            f"{folder / 'summary.json'}, and reward_model={folder} lets it score the answers of another model"
+        )
 
 
 def format_recipe(recipe: Any) -> str:

@@ -1,13 +1,16 @@
-"""Options that commands share, and what they do with them before their settings are composed."""
+"""What the commands share: options, and errors as one line and an exit status."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from ludic.errors import LudicError, escape_controls
+from ludic.runs.exit_status import describe_machine_fault, exit_status, find_rank, rank_exit_status
 
 Settings = Annotated[
     list[str] | None, typer.Argument(metavar="[FILE.yaml] [KEY=VALUE]...", help="A settings file, and fields to set.")
@@ -16,14 +19,6 @@ Resume = Annotated[Path | None, typer.Option(metavar="RUN", help="Folder of the 
 LearningRate = Annotated[float | None, typer.Option(help="Learning rate; short for trainer.lr=RATE.")]
 JsonOnly = Annotated[bool, typer.Option("--json", help="Print only summary.json on standard output.")]
 PrintConfig = Annotated[bool, typer.Option(help="Print the resolved settings as YAML and stop.")]
-
-
-def add_named_recipe(arguments: Sequence[str], resume: Path | None) -> Sequence[str]:
-    """The arguments, before them the file that `GRPO_RECIPE` names if they name no recipe."""
-    from ludic.recipes.compose import split_arguments
-
-    named = os.environ.get("GRPO_RECIPE")
-    return [named, *arguments] if named and resume is None and split_arguments(arguments)[0] is None else arguments
 
 
 def make_lr_setting(lr: float | None) -> list[str]:
@@ -38,3 +33,19 @@ def refuse_flags_in(arguments: list[str] | None) -> None:
         from ludic.recipes.overrides import refuse_flags
 
         refuse_flags(arguments or (), list_settings())
+
+
+@contextmanager
+def report_user_errors() -> Iterator[None]:
+    """Turn errors of ludic and of the machine into one line and an exit status. Other exceptions
+    are bugs and show their traceback. One of several ranks says which it is."""
+    try:
+        yield
+    except Exception as error:
+        line = str(error) if isinstance(error, LudicError) else describe_machine_fault(error)
+        if line is None:
+            raise
+        environment = find_rank()
+        who = "" if environment is None else f"rank {environment.rank} of {environment.world_size}: "
+        typer.secho(f"ludic: {who}{escape_controls(line)}", err=True, fg="red")
+        raise typer.Exit(exit_status(error) if environment is None else rank_exit_status(error)) from error

@@ -1,11 +1,15 @@
-"""What `--print-config` says of each setting, beside the values that it always had."""
+"""What `--print-config` says of each setting, beside the values that it always had, and the
+folder of a run as an argument."""
+
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import yaml
 from typer.testing import CliRunner
 
 from ludic.cli.app import app
-from ludic.cli.print_config import add_help_texts, read_field_docs
+from ludic.cli.settings import add_help_texts, expand_run_folder, read_field_docs
 from ludic.recipes.compose import compose, to_yaml
 from ludic.recipes.schema import EvaluationSection, Recipe
 from ludic.training.config import TrainerConfig
@@ -45,3 +49,16 @@ def test_every_command_says_what_its_settings_mean(command, said):
     assert said in shown
     assert "# Learning rate of AdamW" in shown
     assert yaml.safe_load(shown)
+
+
+def test_a_resolved_recipe_stays_as_it_is_for_the_model_that_came_out_of_it(tmp_path: Path) -> None:
+    """A run of the small model plays in moves; a file that was read with `model=` took the words
+    of chat models."""
+    run, resolved = tmp_path / "run", compose(["tictactoe", "steps=7"])
+    (run / "model").mkdir(parents=True)
+    (run / "config.yaml").write_text(to_yaml(resolved))
+    again = compose(expand_run_folder(str(run)))
+    assert again == replace(resolved, model=str(run / "model"))
+    assert again.task.args.get("format", "moves") == "moves"
+    assert compose(["tictactoe", "model=somewhere"]).task.args["format"] == "chat"
+    assert expand_run_folder("tictactoe") == ["tictactoe"]
