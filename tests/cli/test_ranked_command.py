@@ -13,7 +13,8 @@ from ludic.cli.user_errors import rank_exit_status
 from ludic.errors import CheckpointError, ConfigError, DataError, NonFiniteError, OwnershipLost, QueueError, RankError
 from ludic.rank_environment import RankEnvironment
 from ludic.recipes.compose import compose, config_hash
-from ludic.recipes.ranks_section import RanksSection, check_ranks, phase_deadlines
+from ludic.recipes.epochs_schema import compose_sft
+from ludic.recipes.processes import RanksSection, phase_deadlines
 from ludic.training import watchdog
 from ludic.training.ranks import session
 from ludic.training.ranks.meeting import Failure, Meeting
@@ -107,8 +108,10 @@ def test_times_of_ranks_are_checked_and_change_no_result():
     recipe = compose(["ranks.timeout_s=30", "ranks.save_s=7"])
     assert config_hash(recipe) == config_hash(compose())
     assert phase_deadlines(recipe.ranks)["save"] == 7
-    check_ranks(recipe.ranks)
-    with pytest.raises(ConfigError, match=r"ranks.step_s \(0\) must be > 0 seconds"):
-        check_ranks(RanksSection(step_s=0))
-    with pytest.raises(ConfigError, match=r"ranks.port \(70000\) must be from 1 to 65535"):
-        check_ranks(RanksSection(port=70000))
+    for make in (compose, compose_sft):
+        with pytest.raises(ConfigError, match=r"ranks.step_s \(0.0\) must be above 0"):
+            make(["ranks.step_s=0"])
+        with pytest.raises(ConfigError, match=r"ranks.port \(70000\) must be at most 65535"):
+            make(["ranks.port=70000"])
+        with pytest.raises(ConfigError, match=r"ranks.port \(0\) must be at least 1"):
+            make(["ranks.port=0"])

@@ -18,7 +18,7 @@ from ludic.data.sources import Draw
 from ludic.errors import DataError
 from ludic.models.byte_tokenizer import make_byte_tokenizer
 from ludic.recipes.epochs_schema import compose_rm
-from ludic.recipes.rm.model import choose_padding_token
+from ludic.recipes.model import choose_padding_token
 from ludic.runs.data.pairs import PairData
 from ludic.runs.report import reward_model as report
 from ludic.runs.report.scores import decode_scores

@@ -27,8 +27,7 @@ from ludic.cli.run_folder import expand_run_folder
 from ludic.errors import ConfigError
 from ludic.files.atomic import write_text
 from ludic.list_fields import stored
-from ludic.recipes.compose import compose, config_hash, to_yaml
-from ludic.recipes.devices import choose_devices
+from ludic.recipes.compose import choose_devices, compose, config_hash, to_yaml
 from ludic.recipes.overrides import Override, parse_override
 from ludic.recipes.schema import Recipe
 from ludic.runs.report.files import show_files
@@ -66,11 +65,10 @@ def eval_command(arguments: Sequence[str], *, json_only: bool, print_config: boo
 async def _evaluate(recipe: Recipe, settings: EvalSettings, console: Console) -> str:
     """Play the episodes, measure, write and show; returns the summary as JSON. All settings are
     checked before the folder is made."""
-    from ludic.recipes.build import build_episodic_task, check_numbers
+    from ludic.recipes.build import build_episodic_task
     from ludic.tasks.success import success_of
 
     started = time.perf_counter()
-    check_numbers(recipe)
     _check_reward_model(recipe, settings)
     own_task = build_episodic_task(recipe)
     problems = _choose_problems(recipe, settings, own_task, console)

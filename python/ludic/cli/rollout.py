@@ -30,8 +30,7 @@ from ludic.cli.console import INTERRUPTED, quiet_libraries, run_with_console
 from ludic.cli.run_folder import expand_run_folder
 from ludic.errors import ConfigError, DataError
 from ludic.list_fields import stored
-from ludic.recipes.compose import compose
-from ludic.recipes.devices import choose_devices
+from ludic.recipes.compose import choose_devices, compose
 from ludic.types import Rollout
 
 if TYPE_CHECKING:

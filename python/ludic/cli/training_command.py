@@ -33,10 +33,9 @@ from ludic.cli.user_errors import rank_exit_status
 from ludic.errors import TRY_AGAIN
 from ludic.files.atomic import write_text
 from ludic.rank_environment import RankEnvironment, read_rank_environment, tell_status
-from ludic.recipes.devices import choose_devices, devices_left_open
+from ludic.recipes.compose import choose_devices, devices_left_open
 from ludic.recipes.named_sources import check_named_sources
-from ludic.recipes.place_section import needs_launcher
-from ludic.recipes.ranks_section import RanksSection, check_ranks, phase_deadlines
+from ludic.recipes.processes import RanksSection, needs_launcher, phase_deadlines
 from ludic.runs.directory import DONE, check_name, run_path
 from ludic.runs.process_memory import settle_memory
 from ludic.runs.versions import collect_versions
@@ -377,7 +376,6 @@ def run_on_ranks(section: RanksSection, work: Callable[[Console, RankLog | None]
     from ludic.runs.rank_log import RankLog
     from ludic.training import ranks
 
-    check_ranks(section)
     environment = read_rank_environment(port=section.port)
     assert environment is not None
     timeouts = {"timeout_s": section.timeout_s, "rendezvous_timeout_s": section.rendezvous_timeout_s}

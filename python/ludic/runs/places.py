@@ -17,10 +17,8 @@ from ludic.launch.local import LocalPlace
 from ludic.launch.process import Place, Process
 from ludic.launch.ray import RayPlace
 from ludic.launch.slurm import SlurmJob, assign_nodes, write_script
-from ludic.recipes.devices import AUTO
-from ludic.recipes.inference_section import choose_kind
-from ludic.recipes.place_section import TrainersSection
-from ludic.recipes.schema import Recipe
+from ludic.recipes.processes import TrainersSection, choose_kind
+from ludic.recipes.schema import AUTO, Recipe
 from ludic.runs.plan import ACTOR
 
 SCRIPT = "job.sh"

@@ -21,8 +21,7 @@ from ludic.files.jsonl import measure_log, truncate_log
 from ludic.inference import ChatClient, InferenceSpec, ReturnSpec, SamplingParams
 from ludic.inference.sampling import check_sampling, make_sampling
 from ludic.interaction import SingleAgentProtocol
-from ludic.recipes.actors import uses_queue
-from ludic.recipes.over_sampling import uses_pool
+from ludic.recipes.actors import uses_pool, uses_queue
 from ludic.recipes.schema import Recipe, RolloutSection
 from ludic.runs.directory import RunDirectory
 from ludic.tasks import Episode, EpisodicTask, Task, as_episodic
