@@ -29,6 +29,7 @@ from ludic.files.atomic import write_text
 from ludic.list_fields import stored
 from ludic.recipes.compose import choose_devices, compose, config_hash, to_yaml
 from ludic.recipes.overrides import Override, parse_override
+from ludic.recipes.rules import check_settings, setting
 from ludic.recipes.schema import Recipe
 from ludic.runs.report.files import show_files
 
@@ -472,16 +473,16 @@ class EvalSettings:
     """Name of the environment variable with the server's API key; null: none is sent."""
     returns_token_ids: bool = False
     """The server supports vLLM's `return_token_ids`; rollouts then contain the tokens."""
-    timeout_s: float = 600.0
+    timeout_s: float = setting(600.0, above=0)
     """Deadline of one model call, in seconds."""
-    episode_timeout_s: Optional[float] = None  # noqa: UP045
+    episode_timeout_s: Optional[float] = setting(None, above=0)  # noqa: UP045
     """Deadline of a whole episode, in seconds; null: none."""
-    episode_retries: int = 1
+    episode_retries: int = setting(1, least=0)
     """How often a failed episode is retried."""
     suite: Optional[str] = None  # noqa: UP045
     """The set of held-out problems, for tasks with several sets, such as `perfect` of tictactoe;
     null: the first."""
-    confidence: float = 0.95
+    confidence: float = setting(0.95, above=0, below=1)
     """Confidence level of all intervals."""
 
 
@@ -542,12 +543,5 @@ def _parse_settings(overrides: Sequence[Override]) -> EvalSettings:
         except OmegaConfBaseException as error:
             raise ConfigError(f"{override.text}: {str(error).splitlines()[0]}") from error
     settings = cast(EvalSettings, OmegaConf.to_object(tree))
-    if settings.timeout_s <= 0:
-        raise ConfigError(f"timeout_s ({settings.timeout_s}) must be > 0; a call without a deadline may never end")
-    if not 0 < settings.confidence < 1:
-        raise ConfigError(f"confidence ({settings.confidence:g}) must be between 0 and 1, such as 0.95")
-    if settings.episode_timeout_s is not None and settings.episode_timeout_s <= 0:
-        raise ConfigError(f"episode_timeout_s ({settings.episode_timeout_s:g}) must be > 0, or null for no limit")
-    if settings.episode_retries < 0:
-        raise ConfigError(f"episode_retries ({settings.episode_retries}) must be >= 0; 0 never retries a failed episode")
+    check_settings(settings)
     return settings

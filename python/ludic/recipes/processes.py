@@ -23,8 +23,9 @@ class TrainersSection:
     on: str = setting("local", choices=("local", "ray", "slurm"))
     """Where processes run. `local`: this machine. `ray`: a Ray cluster. `slurm`: a job, for which a
     script is written and not submitted. `place=ray` is short for `place.on=ray`."""
-    # OmegaConf reads annotations at run time, and no `str | None`
-    address: Optional[str] = setting(None, needs="place.on=ray")  # noqa: UP045
+    address: Optional[str] = setting(  # noqa: UP045  OmegaConf reads this annotation at run time
+        None, needs="place.on=ray"
+    )
     """The Ray cluster: auto, the one that this machine belongs to; local, one on this machine for
     this run alone; or HOST:PORT. Null: auto."""
     insecure: bool = setting(False, needs="place.on=ray")

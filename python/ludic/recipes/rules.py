@@ -45,7 +45,7 @@ class Rules(TypedDict, total=False):
     excludes: str
     """It may be set only if none of these conditions is true."""
     hint: str
-    """A remedy or reason that ends the error."""
+    """A remedy or reason that ends an error about the choices or another setting."""
 
 
 def setting(default: Any = MISSING, **rules: Unpack[Rules]) -> Any:
@@ -59,8 +59,7 @@ def check_settings(recipe: Any) -> None:
     for path, item, value in _list_settings(recipe, ""):
         problem = _find_problem(recipe, path, item, value)
         if problem is not None:
-            hint = item.metadata.get("hint")
-            raise ConfigError(f"{path} ({value}) {problem}{f'; {hint}' if hint else ''}")
+            raise ConfigError(f"{path} ({value}) {problem}")
 
 
 def _list_settings(section: Any, prefix: str) -> Iterator[tuple[str, Field[Any], Any]]:
@@ -78,15 +77,16 @@ def _find_problem(recipe: Any, path: str, item: Field[Any], value: Any) -> str |
     for name, (words, holds) in _BOUNDS.items():
         if name in rules and not holds(value, rules[name]):
             return f"must be {words} {rules[name]}"
+    hint = f"; {rules['hint']}" if "hint" in rules else ""
     if "choices" in rules and value not in rules["choices"]:
-        return f"must be one of {', '.join(rules['choices'])}{did_you_mean(str(value), rules['choices'])}"
+        return f"must be one of {', '.join(rules['choices'])}{did_you_mean(str(value), rules['choices'])}{hint}"
     if value == _default(item):
         return None
     if "needs" in rules and not any(_is_true(recipe, each) for each in rules["needs"].split(" or ")):
-        return f"needs {rules['needs']}; set that too, or leave {path} out"
+        return f"needs {rules['needs']}; set that too, or leave {path} out{hint}"
     for other in rules["excludes"].split(" or ") if "excludes" in rules else ():
         if _is_true(recipe, other):
-            return f"does not go together with {other}; leave one of them out"
+            return f"does not go together with {other}; leave one of them out{hint}"
     return None
 
 

@@ -17,7 +17,6 @@ from ludic.training.info_seed.settings import InfoSeed
 
 _SHARDED = "sharding.kind=full or sharding.kind=hybrid"
 _DTYPES = ("float32", "bfloat16")
-_NO_FLOAT16 = "float16 would need loss scaling"
 _SEEDED = "info_seed.num_seeds"
 
 
@@ -29,13 +28,14 @@ class ShardingSection:
     kind: str = setting("none", choices=("none", "full", "hybrid"))
     """`none`: each rank has the whole model. `full`: each has one part of every weight. `hybrid`:
     each group of `shards` ranks has a copy, shared out over its ranks."""
-    # OmegaConf reads annotations at run time, and no `int | None`
-    shards: Optional[int] = setting(None, least=1, needs="sharding.kind=hybrid")  # noqa: UP045
+    shards: Optional[int] = setting(  # noqa: UP045  OmegaConf reads this annotation at run time
+        None, least=1, needs="sharding.kind=hybrid"
+    )
     """Ranks that share one copy of a hybrid model; null: the ranks of one machine."""
-    param_dtype: Optional[str] = setting(None, choices=_DTYPES, needs=_SHARDED, hint=_NO_FLOAT16)  # noqa: UP045
+    param_dtype: Optional[str] = setting(None, choices=_DTYPES, needs=_SHARDED)  # noqa: UP045
     """bfloat16 or float32: type of forward and backward passes, over weights that are stored and
     stepped in float32; null: `dtype`. One process computes in bfloat16 by autocast."""
-    reduce_dtype: str = setting("float32", choices=_DTYPES, needs=_SHARDED, hint=_NO_FLOAT16)
+    reduce_dtype: str = setting("float32", choices=_DTYPES, needs=_SHARDED)
     """Type in which gradients are summed over ranks: float32 or bfloat16."""
     cpu_offload: bool = setting(False, needs=_SHARDED)
     """Keep weights, gradients and optimizer in the memory of the CPU. Needs GPUs."""
@@ -180,7 +180,11 @@ class InfoSeedSection:
     """Answers whose prompt names a seed, and a loss by which the seed can be told from the answer.
     For tasks of one turn."""
 
-    num_seeds: int = 0
+    num_seeds: int = setting(
+        0,
+        excludes="place.actors or queue.url or rollout.over_sampling_factor or rollout.group_filter",
+        hint="seeded answers need whole groups of this process",
+    )
     """Seeded answers to each problem, besides `rollout.group_size` plain ones; 0: no InfoSeed."""
     coeff: float = setting(0.01, needs=_SEEDED)
     """Factor of the loss."""
