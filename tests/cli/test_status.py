@@ -12,7 +12,7 @@ from ludic.cli.app import app
 from ludic.cli.status import describe, format_duration, read_status
 from ludic.errors import MissingExtraError
 from ludic.launch.state import LaunchState, ProcessState
-from ludic.recipes.queue_section import QueueSection
+from ludic.recipes.processes import QueueSection
 from ludic.runs.actors.queue import make_run_id, open_queue
 from ludic.training.queue.base import Work
 

@@ -15,7 +15,7 @@ from ludic.cli.app import app
 from ludic.errors import MismatchError
 from ludic.recipes.build import build_algorithm
 from ludic.recipes.compose import compose
-from ludic.recipes.inference_section import InferenceSection, choose_kind
+from ludic.recipes.processes import InferenceSection, choose_kind
 from ludic.runs.sampler import HEAD_DIMS
 from ludic.training import make_grpo
 from ludic.training.backend.torch import TorchBackend

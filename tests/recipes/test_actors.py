@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 from ludic.errors import ConfigError
 from ludic.recipes.actors import check_actors, count_prompts_per_entry, uses_queue
 from ludic.recipes.compose import compose
-from ludic.recipes.queue_section import check_url, find_queue
+from ludic.recipes.processes import check_url, find_queue
 
 
 def recipe_of(*settings: str):
@@ -22,19 +22,19 @@ RECIPE = recipe_of()
 @pytest.mark.parametrize(
     ("settings", "rule"),
     [
-        (["place.actors=-1"], r"place.actors \(-1\) must be >= 0"),
-        (["place.actors=1", "place.restarts=-1"], r"place.restarts \(-1\)"),
-        (["place.actors=1", "queue.order=random"], r"queue.order \(random\) must be exact or arrival"),
+        (["place.actors=-1"], r"place.actors \(-1\) must be at least 0"),
+        (["place.actors=1", "place.restarts=-1"], r"place.restarts \(-1\) must be at least 0"),
+        (["place.actors=1", "queue.order=random"], r"queue.order \(random\) must be one of exact, arrival"),
         (["place.actors=1", "queue.prompts_per_entry=5"], r"prompts_per_entry \(5\) must divide rollout.prompts \(32\)"),
-        (["place.actors=1", "queue.prompts_per_entry=0"], r"prompts_per_entry \(0\)"),
-        (["place.actors=1", "queue.lease_s=0"], r"queue.lease_s \(0.0\) must be > 0"),
-        (["place.actors=1", "queue.patience_s=-3"], r"queue.patience_s \(-3.0\)"),
-        (["place.actors=1", "queue.max_lag=3"], "no effect with queue.order=exact"),
+        (["place.actors=1", "queue.prompts_per_entry=0"], r"prompts_per_entry \(0\) must be at least 1"),
+        (["place.actors=1", "queue.lease_s=0"], r"queue.lease_s \(0.0\) must be above 0"),
+        (["place.actors=1", "queue.patience_s=-3"], r"queue.patience_s \(-3.0\) must be above 0"),
+        (["place.actors=1", "queue.max_lag=3"], r"queue.max_lag \(3\) .* queue.order=exact; leave one of them out"),
         (
             ["place.actors=1", "queue.order=arrival", "queue.max_lag=2", "inference.batches_ahead=2"],
             r"must be more than inference.batches_ahead \(2\)",
         ),
-        (["queue.order=arrival"], "queue.order has no effect in a run without actors; set place.actors=N too"),
+        (["queue.order=arrival"], r"queue.order \(arrival\) needs place.actors or queue.url; set that too, or leave"),
         (["queue.url=http://localhost"], "must begin with redis:// or rediss://"),
         (
             ["place.actors=1", "place.servers=1", "inference.batches_ahead=1"],

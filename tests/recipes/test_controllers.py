@@ -1,8 +1,8 @@
 import pytest
 
 from ludic.errors import ConfigError
-from ludic.recipes.controllers import build_controllers
-from ludic.recipes.controllers_section import ControllersSection
+from ludic.recipes.build import build_controllers
+from ludic.recipes.sections import ControllersSection
 from ludic.training import make_grpo
 from ludic.training.controllers import EntropyController, KLController, MetaController
 from ludic.training.presets import make_maxent_grpo

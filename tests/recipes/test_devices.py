@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from ludic.recipes.compose import compose, config_hash, to_yaml
-from ludic.recipes.devices import choose_devices
+from ludic.recipes.compose import choose_devices, compose, config_hash, to_yaml
 from ludic.recipes.epochs_schema import compose_dpo, compose_rm, compose_sft
 
 

@@ -9,12 +9,11 @@ from omegaconf import OmegaConf
 
 from ludic.errors import ConfigError
 from ludic.recipes import flat_recipe
-from ludic.recipes.build import build_algorithm, build_trainer_config
+from ludic.recipes.build import build_algorithm, build_controllers, build_trainer_config
 from ludic.recipes.compose import compose, list_settings
-from ludic.recipes.controllers import build_controllers
-from ludic.recipes.controllers_section import ControllersSection
 from ludic.recipes.flat_recipe import KNOWN, WITHOUT_EFFECT, from_flat, is_flat, translate_name
 from ludic.recipes.foreign_names import SEED
+from ludic.recipes.sections import ControllersSection
 from ludic.training.loss import CompositeLoss, ListwiseLoss, ReferenceKLLoss
 from ludic.training.maxent.credit import ListwiseCredit
 from ludic.training.presets import make_grpo, make_maxent_grpo

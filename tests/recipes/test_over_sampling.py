@@ -4,8 +4,8 @@ them."""
 import pytest
 
 from ludic.errors import ConfigError
+from ludic.recipes.actors import build_group_filter, check_over_sampling, choose_lag, uses_pool
 from ludic.recipes.compose import compose
-from ludic.recipes.over_sampling import build_group_filter, check_over_sampling, choose_lag, uses_pool
 
 
 def recipe_of(*settings: str):
@@ -15,26 +15,41 @@ def recipe_of(*settings: str):
 @pytest.mark.parametrize(
     ("settings", "rule"),
     [
-        (["rollout.over_sampling_factor=0.5"], r"rollout.over_sampling_factor \(0.5\) must be >= 1"),
+        (["rollout.over_sampling_factor=0.5"], r"rollout.over_sampling_factor \(0.5\) must be at least 1"),
         (["rollout.over_sampling_factor=2.5", "rollout.max_lag=1"], "set max_lag=2, or lower the factor"),
-        (["rollout.order=random", "rollout.group_filter=nonzero_std"], r"rollout.order \(random\) must be arrival or submission"),
+        (
+            ["rollout.order=random", "rollout.group_filter=nonzero_std"],
+            r"rollout.order \(random\) must be one of arrival, submission",
+        ),
         (["rollout.group_filter=zero_std"], r"rollout.group_filter \(zero_std\) must be one of nonzero_std, any_success"),
         (["rollout.group_filter=nonzero_std", "rollout.group_size=1"], "set rollout.group_size to at least 2"),
         (
             ["rollout.group_filter=nonzero_std", "rollout.outage_patience_s=-1"],
-            r"rollout.outage_patience_s \(-1.0\) must be >= 0",
+            r"rollout.outage_patience_s \(-1.0\) must be at least 0",
         ),
-        (["rollout.outage_patience_s=3"], "rollout.outage_patience_s has no effect in a run without over-sampling"),
+        (
+            ["rollout.outage_patience_s=3"],
+            r"rollout.outage_patience_s \(3.0\) needs rollout.over_sampling_factor or rollout.group_filter; set",
+        ),
         (["rollout.group_filter=nowhere:f"], r"rollout.group_filter \(nowhere:f\) cannot be imported"),
-        (["rollout.order=submission"], "rollout.order has no effect in a run without over-sampling and group filter"),
-        (["rollout.patience=3"], "rollout.patience has no effect"),
-        (["rollout.group_filter=nonzero_std", "inference.batches_ahead=1"], "set inference.batches_ahead=0, and"),
-        (["rollout.over_sampling_factor=1.5", "place.actors=2"], "does not go together with place.actors and queue.url"),
+        (
+            ["rollout.order=submission"],
+            r"rollout.order \(submission\) needs rollout.over_sampling_factor or rollout.group_filter; set",
+        ),
+        (["rollout.patience=3"], r"rollout.patience \(3\) needs rollout.over_sampling_factor or rollout.group_filter; set"),
+        (
+            ["rollout.group_filter=nonzero_std", "inference.batches_ahead=1"],
+            r"rollout.group_filter \(nonzero_std\) .* inference.batches_ahead; leave one of them out",
+        ),
+        (["rollout.over_sampling_factor=1.5", "place.actors=2"], r"factor \(1.5\) .* place.actors; leave one of them out"),
         (
             ["rollout.over_sampling_factor=1.5", "queue.url=redis://host/0"],
-            "does not go together with place.actors and queue.url",
+            r"factor \(1.5\) .* queue.url; leave one of them out",
         ),
-        (["rollout.over_sampling_factor=1.5", "trainer.sync_every_steps=0"], "trainer.sync_every_steps=0 never updates it"),
+        (
+            ["rollout.over_sampling_factor=1.5", "trainer.sync_every_steps=0"],
+            r"trainer.sync_every_steps \(0\) never updates the copy .* set it to 1",
+        ),
     ],
 )
 def test_wrong_settings_are_refused_with_the_rule(settings: list[str], rule: str) -> None:

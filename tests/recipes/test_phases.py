@@ -54,7 +54,7 @@ def test_on_the_command_line_the_mode_counts_more_than_the_steps_of_a_file(tmp_p
             ["warmup.data=x.jsonl", "warmup.epochs=2", "warmup.steps=9"],
             "warmup.epochs=2 and warmup.steps=9 both say how long the warm-up is; drop one of them, or set warmup.steps=0",
         ),
-        (["warmup.epochs=2"], "warmup.epochs counts passes over warmup.data; set warmup.data=FILE"),
+        (["warmup.epochs=2"], r"warmup.epochs \(2\) needs warmup.data; set that too, or leave warmup.epochs out"),
     ],
 )
 def test_contradictions_are_refused_with_the_remedy(arguments: list[str], message: str) -> None:

@@ -6,7 +6,7 @@ from ludic.errors import ConfigError
 from ludic.recipes.actors import check_actors
 from ludic.recipes.compose import compose, config_hash
 from ludic.recipes.epochs_schema import compose_dpo, compose_rm, compose_sft
-from ludic.recipes.place_section import PlaceSection, TrainersSection, check_place, needs_launcher
+from ludic.recipes.processes import needs_launcher
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_supervised_runs_have_the_settings_of_trainers():
         assert (recipe.place.trainers, recipe.place.on) == (2, "ray")
     with pytest.raises(ConfigError, match=r"there is no setting 'place\.actors'"):
         compose_sft(["actors=2"])
-    with pytest.raises(ConfigError, match=r"place\.trainers \(0\) must be >= 1"):
+    with pytest.raises(ConfigError, match=r"place\.trainers \(0\) must be at least 1"):
         compose_sft(["ranks=0"])
 
 
@@ -48,24 +48,29 @@ def test_where_a_run_executes_does_not_change_its_hash():
 
 
 @pytest.mark.parametrize(
-    ("section", "rule"),
+    ("settings", "rule"),
     [
-        (PlaceSection(on="cloud"), r"place.on \(cloud\) must be local, ray or slurm"),
-        (PlaceSection(address="auto"), r"place.address \(auto\) is of a Ray cluster; set place.on=ray too"),
-        (TrainersSection(insecure=True), r"place.insecure \(True\) is of a Ray cluster"),
-        (PlaceSection(nodes=2, trainers=2), r"place.nodes \(2\) is more than this machine"),
-        (PlaceSection(on="ray", nodes=2, trainers=3), r"place.trainers \(3\) must be divided evenly among place.nodes \(2\)"),
-        (PlaceSection(on="ray", nodes=2, trainers=2, min_nodes=3), r"place.min_nodes \(3\) must be from 1 to place.nodes \(2\)"),
-        (PlaceSection(nodes=0), r"place.nodes \(0\) must be >= 1"),
-        (PlaceSection(actors=-1), r"place.actors \(-1\) must be >= 0"),
-        (PlaceSection(actor_gpus=1.5), r"place.actor_gpus \(1.5\) must be a whole number, or less than 1"),
-        (PlaceSection(actor_cpus=-1), r"place.actor_cpus \(-1\) must be >= 0"),
-        (PlaceSection(slurm_options=["--x"]), "place.slurm_options has no effect without place.on=slurm"),
+        (["on=cloud"], r"place.on \(cloud\) must be one of local, ray, slurm"),
+        (["address=auto"], r"place.address \(auto\) needs place.on=ray; set that too, or leave place.address out"),
+        (["insecure=true"], r"place.insecure \(True\) needs place.on=ray; set that too"),
+        (["nodes=2", "trainers=2"], r"place.nodes \(2\) needs place.on=ray or place.on=slurm; .*torchrun"),
+        (["on=ray", "nodes=2", "trainers=3"], r"place.trainers \(3\) must be divided evenly among place.nodes \(2\)"),
+        (["on=ray", "nodes=2", "trainers=2", "min_nodes=3"], r"place.min_nodes \(3\) must be from 1 to place.nodes \(2\)"),
+        (["on=ray", "nodes=2", "trainers=2", "min_nodes=0"], r"place.min_nodes \(0\) must be at least 1"),
+        (["stop_s=0.5"], r"place.stop_s \(0.5\) must be at least 1"),
+        (["nodes=0"], r"place.nodes \(0\) must be at least 1"),
+        (["actors=-1"], r"place.actors \(-1\) must be at least 0"),
+        (["actor_gpus=1.5"], r"place.actor_gpus \(1.5\) must be a whole number, or less than 1"),
+        (["actor_cpus=-1"], r"place.actor_cpus \(-1.0\) must be at least 0"),
+        (["slurm_options=['--x']"], r"place.slurm_options \(\['--x'\]\) needs place.on=slurm; set that too, or leave"),
     ],
 )
-def test_wrong_settings_are_refused_with_the_rule(section, rule):
+def test_wrong_settings_are_refused_with_the_rule(settings, rule):
     with pytest.raises(ConfigError, match=rule):
-        check_place(section)
+        check_actors(compose(["sort", *(f"place.{setting}" for setting in settings)]))
+    if not any("actor" in setting for setting in settings):
+        with pytest.raises(ConfigError, match=rule):
+            compose_sft([f"place.{setting}" for setting in settings])
 
 
 @pytest.mark.parametrize(
@@ -94,11 +99,11 @@ def test_servers_of_a_run_are_sampled_from():
 @pytest.mark.parametrize(
     ("settings", "rule"),
     [
-        (["inference.url=http://127.0.0.1:8000"], r"place.servers \(2\) starts servers and inference.url names running ones"),
-        (["inference=local"], "inference=local samples without servers"),
+        (["inference.url=http://127.0.0.1:8000"], r"place.servers \(2\) .* inference.url; leave one of them out"),
+        (["inference=local"], r"place.servers \(2\) .* inference.kind=local; leave one of them out"),
         (["inference.weights=gloo"], r"inference.weights \(gloo\) must be disk with place.servers"),
         (["place.server_gpus=1.5"], r"place.server_gpus \(1.5\) must be a whole number"),
-        (["servers=-1"], r"place.servers \(-1\) must be >= 0"),
+        (["servers=-1"], r"place.servers \(-1\) must be at least 0"),
     ],
 )
 def test_settings_that_do_not_go_with_servers_are_refused(settings, rule):

@@ -7,8 +7,8 @@ from ludic.errors import ConfigError
 from ludic.models.sharding import ShardingSettings
 from ludic.recipes.compose import compose
 from ludic.recipes.epochs_schema import compose_dpo, compose_rm, compose_sft
-from ludic.recipes.sharding import build_sharding, has_no_weights, is_shared_out
-from ludic.recipes.sharding_section import ShardingSection, check_sharding
+from ludic.recipes.model import build_sharding, has_no_weights, is_shared_out
+from ludic.recipes.sections import ShardingSection, check_sharding
 from ludic.runs.shared_model import check_sampling, choose_precision, describe_precision, place_model
 from ludic.training import TrainerConfig
 
@@ -32,19 +32,34 @@ def test_every_training_command_has_the_section_and_one_word_sets_its_kind(compo
 @pytest.mark.parametrize(
     ("section", "world_size", "message"),
     [
-        ({"kind": "fsdp"}, 2, r"sharding\.kind \(fsdp\) must be one of none, full, hybrid"),
-        ({"kind": "full", "param_dtype": "float16"}, 2, r"sharding\.param_dtype \(float16\) must be float32 or bfloat16"),
-        ({"kind": "full", "reduce_dtype": "int8"}, 2, r"sharding\.reduce_dtype \(int8\)"),
-        ({"param_dtype": "bfloat16"}, 2, r"the settings of sharding need sharding\.kind=full or hybrid"),
-        ({"kind": "full", "shards": 2}, 2, r"sharding\.shards \(2\) is for sharding\.kind=hybrid, which is full"),
-        ({"kind": "hybrid", "shards": 3}, 8, r"must divide the number of ranks \(8\)"),
-        ({"kind": "hybrid", "shards": 0}, 8, r"sharding\.shards \(0\)"),
+        ({"kind": "hybrid", "shards": 3}, 8, r"sharding\.shards \(3\) must divide the number of ranks \(8\)"),
         ({"kind": "full", "cpu_offload": True}, 1, r"needs several processes, and this run is one"),
     ],
 )
 def test_settings_that_cannot_be_followed_are_refused(section, world_size, message):
     with pytest.raises(ConfigError, match=message):
         check_sharding(ShardingSection(**section), world_size=world_size)
+
+
+@pytest.mark.parametrize("compose_any", [compose, compose_sft, compose_rm, compose_dpo])
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["kind=fsdp"], r"sharding\.kind \(fsdp\) must be one of none, full, hybrid"),
+        (["kind=full", "param_dtype=float16"], r"sharding\.param_dtype \(float16\) must be one of float32, bfloat16"),
+        (["kind=full", "reduce_dtype=int8"], r"sharding\.reduce_dtype \(int8\) must be one of float32, bfloat16"),
+        (
+            ["param_dtype=bfloat16"],
+            r"sharding\.param_dtype \(bfloat16\) needs sharding\.kind=full or sharding\.kind=hybrid; set that",
+        ),
+        (["cpu_offload=true"], r"sharding\.cpu_offload \(True\) needs sharding\.kind=full or sharding\.kind=hybrid; set that"),
+        (["kind=full", "shards=2"], r"sharding\.shards \(2\) needs sharding\.kind=hybrid; set that too, or leave"),
+        (["kind=hybrid", "shards=0"], r"sharding\.shards \(0\) must be at least 1"),
+    ],
+)
+def test_wrong_settings_are_refused_with_the_rule(compose_any, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        compose_any([f"sharding.{setting}" for setting in settings])
 
 
 def test_one_process_trains_the_whole_model():

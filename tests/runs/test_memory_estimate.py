@@ -8,8 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from ludic.models.byte_tokenizer import make_byte_tokenizer
 from ludic.recipes.compose import compose
-from ludic.recipes.lora import add_adapters
-from ludic.recipes.model import make_small_model
+from ludic.recipes.model import add_adapters, make_small_model
 from ludic.runs.memory_estimate import MemoryEstimate, MemoryEstimator, Settings
 from ludic.training import Trainer, TrainerConfig, make_sft
 from ludic.training.batching.epochs import ItemBatchSource

@@ -13,7 +13,8 @@ from ludic.cli.options import report_user_errors
 from ludic.errors import CheckpointError, ConfigError, DataError, NonFiniteError, OwnershipLost, QueueError, RankError
 from ludic.rank_environment import RankEnvironment
 from ludic.recipes.compose import compose, config_hash
-from ludic.recipes.ranks_section import RanksSection, check_ranks, phase_deadlines
+from ludic.recipes.epochs_schema import compose_sft
+from ludic.recipes.processes import RanksSection, phase_deadlines
 from ludic.runs import on_ranks
 from ludic.runs.exit_status import rank_exit_status
 from ludic.runs.on_ranks import RankLog
@@ -110,11 +111,13 @@ def test_times_of_ranks_are_checked_and_change_no_result():
     recipe = compose(["ranks.timeout_s=30", "ranks.save_s=7"])
     assert config_hash(recipe) == config_hash(compose())
     assert phase_deadlines(recipe.ranks)["save"] == 7
-    check_ranks(recipe.ranks)
-    with pytest.raises(ConfigError, match=r"ranks.step_s \(0\) must be > 0 seconds"):
-        check_ranks(RanksSection(step_s=0))
-    with pytest.raises(ConfigError, match=r"ranks.port \(70000\) must be from 1 to 65535"):
-        check_ranks(RanksSection(port=70000))
+    for make in (compose, compose_sft):
+        with pytest.raises(ConfigError, match=r"ranks.step_s \(0.0\) must be above 0"):
+            make(["ranks.step_s=0"])
+        with pytest.raises(ConfigError, match=r"ranks.port \(70000\) must be at most 65535"):
+            make(["ranks.port=70000"])
+        with pytest.raises(ConfigError, match=r"ranks.port \(0\) must be at least 1"):
+            make(["ranks.port=0"])
 
 
 def test_what_is_printed_early_and_late_is_in_one_file_and_only_errors_are_shown(tmp_path, capsys):

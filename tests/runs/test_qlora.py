@@ -17,8 +17,7 @@ from ludic.models.byte_tokenizer import make_byte_tokenizer
 from ludic.models.loading import load_model
 from ludic.models.quantization import find_quantized_layers
 from ludic.recipes.compose import compose
-from ludic.recipes.lora import add_adapters
-from ludic.recipes.model import make_small_model
+from ludic.recipes.model import add_adapters, make_small_model
 from ludic.runs.memory_estimate import MemoryEstimator, Settings
 
 NEEDED = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
@@ -134,11 +133,15 @@ def test_doctor_counts_the_bytes_that_are_stored(settings: tuple[str, str]) -> N
 @pytest.mark.parametrize("command", ["train", "sft", "train-rm", "dpo"])
 def test_settings_that_cannot_be_followed_are_refused(command: str, tmp_path: Path) -> None:
     output = f"output={tmp_path / 'runs'}"
-    assert "quantised weights are not trained; add lora.rank=16" in refused(command, output, "quantization=int8")
+    assert "quantization.kind (int8) needs lora.rank; set that too" in refused(command, output, "quantization=int8")
     assert "must be one of nf4, fp4, int8" in refused(command, output, "quantization=int3", "lora.rank=2")
-    assert "need a kind; set quantization=nf4" in refused(command, output, "quantization.double=true", "lora.rank=2")
+    assert "quantization.double (True) needs quantization.kind; set that too" in refused(
+        command, output, "quantization.double=true", "lora.rank=2"
+    )
     assert "must be one of float32" in refused(
         command, output, "quantization=int8", "quantization.compute_dtype=int8", "lora.rank=2"
     )
-    assert "are not sharded" in refused(command, output, "quantization=int8", "lora.rank=2", "sharding=full")
+    assert "quantization.kind (int8) does not go together with sharding.kind; leave one of them out" in refused(
+        command, output, "quantization=int8", "lora.rank=2", "sharding=full"
+    )
     assert not (tmp_path / "runs").exists()

@@ -17,7 +17,7 @@ from ludic.errors import ConfigError
 from ludic.models.byte_tokenizer import make_byte_tokenizer
 from ludic.recipes.compose import compose
 from ludic.recipes.model import make_small_model
-from ludic.recipes.reference_section import ReferenceSection, check_reference, switches_adapters_off
+from ludic.recipes.sections import ReferenceSection, check_reference, switches_adapters_off
 from ludic.runs.directory import RunDirectory
 
 KL = "algorithm_args.reference_kl=0.1"
@@ -131,14 +131,15 @@ def test_the_built_in_tasks_take_a_reference(task: str, tmp_path: Path) -> None:
 
 def test_a_source_that_the_run_does_not_have_is_an_error() -> None:
     check_reference(ReferenceSection(), has_adapters=False)
-    for section, adapters, words in (
-        (ReferenceSection("copy"), True, "reference.source"),
-        (ReferenceSection("attached"), True, r"in Python .*AttachedReference"),
-        (ReferenceSection("adapters_off"), False, r"lora.rank"),
-        (ReferenceSection("adapters_off", "folder"), True, "reference.model"),
+    with pytest.raises(ConfigError, match=r"reference\.source=adapters_off needs adapters .* lora\.rank"):
+        check_reference(ReferenceSection("adapters_off"), has_adapters=False)
+    for settings, words in (
+        (["source=copy"], r"reference\.source \(copy\) must be one of auto, model, adapters_off"),
+        (["source=attached"], r"reference\.source \(attached\) .*in Python, .*AttachedReference"),
+        (["source=adapters_off", "model=folder"], r"reference\.model \(folder\) .* reference\.source=adapters_off; leave one"),
     ):
         with pytest.raises(ConfigError, match=words):
-            check_reference(section, has_adapters=adapters)
+            compose(["lora.rank=2", *(f"reference.{setting}" for setting in settings)])
 
 
 def test_auto_switches_adapters_off_where_there_are_some_and_no_model_is_named() -> None:

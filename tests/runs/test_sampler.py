@@ -18,8 +18,8 @@ from ludic.cli.app import app
 from ludic.errors import ConfigError
 from ludic.recipes.build import build_task
 from ludic.recipes.compose import compose, to_yaml
-from ludic.recipes.inference_section import LogprobConvention, choose_kind, choose_logprob_convention
 from ludic.recipes.model import make_small_model
+from ludic.recipes.processes import LogprobConvention, choose_kind, choose_logprob_convention
 from ludic.runs.reinforce_parts import RLParts
 from ludic.runs.report.costs import sum_phases
 from ludic.runs.report.reinforce import summarize_mismatch, summarize_overlap, summarize_weight_sync
@@ -80,16 +80,22 @@ def test_a_recipe_file_can_set_the_sampler_in_one_word(tmp_path):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["inference=tgi"], "local or vllm"),
-        (["inference=local", "inference.url=http://127.0.0.1:1"], "leave inference.python and inference.url out"),
-        (["inference.url=http://127.0.0.1:1", "inference.python=python"], "set only one of them"),
-        (["inference.batches_ahead=-1"], "batches_ahead"),
-        (["inference.timeout_s=0"], "deadline"),
+        (["inference=tgi"], r"inference.kind \(tgi\) must be one of local, vllm"),
+        (
+            ["inference=local", "inference.url=http://127.0.0.1:1"],
+            r"inference.url \(http://127.0.0.1:1\) .* inference.kind=local; leave one of them out",
+        ),
+        (
+            ["inference.url=http://127.0.0.1:1", "inference.python=python"],
+            r"inference.python \(python\) .* inference.url; leave one of them out",
+        ),
+        (["inference.batches_ahead=-1"], r"inference.batches_ahead \(-1\) must be at least 0"),
+        (["inference.timeout_s=0"], r"inference.timeout_s \(0.0\) must be above 0"),
     ],
 )
 def test_contradictory_settings_are_refused(given, said):
     with pytest.raises(ConfigError, match=said):
-        choose_kind(compose(given).inference)
+        compose(given)
 
 
 def test_an_interpreter_without_vllm_is_refused_immediately():

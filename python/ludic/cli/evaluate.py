@@ -26,9 +26,9 @@ from ludic.cli.settings import expand_run_folder
 from ludic.errors import ConfigError
 from ludic.files.atomic import write_text
 from ludic.list_fields import stored
-from ludic.recipes.compose import compose, config_hash, to_yaml
-from ludic.recipes.devices import choose_devices
+from ludic.recipes.compose import choose_devices, compose, config_hash, to_yaml
 from ludic.recipes.overrides import Override, parse_override
+from ludic.recipes.rules import check_settings, setting
 from ludic.recipes.schema import Recipe
 from ludic.runs.console import quiet_libraries, run_with_console
 from ludic.runs.report.files import show_files
@@ -66,11 +66,10 @@ def eval_command(arguments: Sequence[str], *, json_only: bool, print_config: boo
 async def _evaluate(recipe: Recipe, settings: EvalSettings, console: Console) -> str:
     """Play the episodes, measure, write and show; returns the summary as JSON. All settings are
     checked before the folder is made."""
-    from ludic.recipes.build import build_episodic_task, check_numbers
+    from ludic.recipes.build import build_episodic_task
     from ludic.tasks.success import success_of
 
     started = time.perf_counter()
-    check_numbers(recipe)
     _check_reward_model(recipe, settings)
     own_task = build_episodic_task(recipe)
     problems = _choose_problems(recipe, settings, own_task, console)
@@ -474,16 +473,16 @@ class EvalSettings:
     """Name of the environment variable with the server's API key; null: none is sent."""
     returns_token_ids: bool = False
     """The server supports vLLM's `return_token_ids`; rollouts then contain the tokens."""
-    timeout_s: float = 600.0
+    timeout_s: float = setting(600.0, above=0)
     """Deadline of one model call, in seconds."""
-    episode_timeout_s: Optional[float] = None  # noqa: UP045
+    episode_timeout_s: Optional[float] = setting(None, above=0)  # noqa: UP045
     """Deadline of a whole episode, in seconds; null: none."""
-    episode_retries: int = 1
+    episode_retries: int = setting(1, least=0)
     """How often a failed episode is retried."""
     suite: Optional[str] = None  # noqa: UP045
     """The set of held-out problems, for tasks with several sets, such as `perfect` of tictactoe;
     null: the first."""
-    confidence: float = 0.95
+    confidence: float = setting(0.95, above=0, below=1)
     """Confidence level of all intervals."""
 
 
@@ -544,12 +543,5 @@ def _parse_settings(overrides: Sequence[Override]) -> EvalSettings:
         except OmegaConfBaseException as error:
             raise ConfigError(f"{override.text}: {str(error).splitlines()[0]}") from error
     settings = cast(EvalSettings, OmegaConf.to_object(tree))
-    if settings.timeout_s <= 0:
-        raise ConfigError(f"timeout_s ({settings.timeout_s}) must be > 0; a call without a deadline may never end")
-    if not 0 < settings.confidence < 1:
-        raise ConfigError(f"confidence ({settings.confidence:g}) must be between 0 and 1, such as 0.95")
-    if settings.episode_timeout_s is not None and settings.episode_timeout_s <= 0:
-        raise ConfigError(f"episode_timeout_s ({settings.episode_timeout_s:g}) must be > 0, or null for no limit")
-    if settings.episode_retries < 0:
-        raise ConfigError(f"episode_retries ({settings.episode_retries}) must be >= 0; 0 never retries a failed episode")
+    check_settings(settings)
     return settings

@@ -29,8 +29,7 @@ from typing import TYPE_CHECKING, Any
 from ludic.cli.settings import expand_run_folder
 from ludic.errors import ConfigError, DataError
 from ludic.list_fields import stored
-from ludic.recipes.compose import compose
-from ludic.recipes.devices import choose_devices
+from ludic.recipes.compose import choose_devices, compose
 from ludic.runs.console import INTERRUPTED, quiet_libraries, run_with_console
 from ludic.types import Rollout
 

@@ -22,8 +22,7 @@ from ludic.launch.slurm.settings import write_settings
 from ludic.launch.slurm.steps import tell_servers
 from ludic.recipes.actors import check_actors
 from ludic.recipes.compose import compose
-from ludic.recipes.inference_section import choose_kind, choose_logprob_convention
-from ludic.recipes.queue_section import check_url
+from ludic.recipes.processes import check_url, choose_kind, choose_logprob_convention
 from ludic.recipes.schema import Recipe
 from ludic.runs.directory import RunDirectory
 from ludic.runs.resume import parse_changes

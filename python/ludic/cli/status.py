@@ -18,7 +18,7 @@ from ludic.files.atomic import read_json
 from ludic.files.manifest import MANIFEST
 from ludic.launch.state import SILENT_S, LaunchState, ProcessState, read_launch
 from ludic.recipes.compose import read_yaml
-from ludic.recipes.queue_section import QueueSection, find_queue
+from ludic.recipes.processes import QueueSection, find_queue
 from ludic.runs.actors.queue import RUN_ID, open_queue
 from ludic.runs.console import align
 

@@ -1,18 +1,27 @@
-"""What a recipe says of actors and servers as a whole: whether there are any, and checks of their
-settings."""
+"""What a recipe says about sampling: whether there are actors, servers or over-sampling, and checks
+of their settings."""
 
 from __future__ import annotations
 
-from dataclasses import fields
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ludic.errors import ConfigError
-from ludic.recipes.inference_section import choose_kind
-from ludic.recipes.place_section import check_place, is_on_one_machine
-from ludic.recipes.queue_section import QueueSection, check_url, find_queue
+from ludic.importing import import_named
+from ludic.recipes.processes import check_place, check_url, choose_kind, find_queue, is_on_one_machine
 from ludic.recipes.schema import Recipe
+from ludic.training.rollouts.group_filters import (
+    COMPARING,
+    GroupFilter,
+    check_any_success,
+    check_quality_and_diversity,
+    check_response_diversity,
+    check_reward_nonzero_std,
+    of_rollouts,
+)
+from ludic.training.rollouts.hand_over import choose_max_lag
+from ludic.types import Rollout
 
-ORDERS = ("exact", "arrival")
 ENTRIES_PER_BATCH = 4
 """How many entries a batch has by default, so that as many actors share one."""
 
@@ -33,28 +42,26 @@ def count_prompts_per_entry(recipe: Recipe) -> int:
 
 
 def check_actors(recipe: Recipe) -> None:
-    """Raise `ConfigError` for settings of actors, of their queue or of servers that are wrong, or
-    that have no effect."""
+    """Raise `ConfigError` for settings of actors, their queue or servers that contradict each
+    other."""
     check_place(recipe.place)
-    _check_servers(recipe)
+    weights = recipe.inference.weights
+    if recipe.place.servers and weights not in (None, "disk"):
+        raise ConfigError(
+            f"inference.weights ({weights}) must be disk with place.servers: a server that is restarted gets its weights from the "
+            "run's folder; leave it out, or start the servers with `ludic serve` and set inference.url"
+        )
     if uses_queue(recipe):
         _check_queue(recipe)
-    elif changed := [item.name for item in fields(QueueSection) if getattr(recipe.queue, item.name) != item.default]:
-        raise ConfigError(f"queue.{changed[0]} has no effect in a run without actors; set place.actors=N too, or queue.url")
 
 
 def _check_queue(recipe: Recipe) -> None:
-    section = recipe.queue
-    if section.order not in ORDERS:
-        raise ConfigError(f"queue.order ({section.order}) must be {' or '.join(ORDERS)}")
-    if section.max_lag is not None:
-        _check_max_lag(section, recipe.inference.batches_ahead)
+    section, ahead = recipe.queue, recipe.inference.batches_ahead
+    if section.max_lag is not None and section.max_lag <= ahead:
+        raise ConfigError(f"queue.max_lag ({section.max_lag}) must be more than inference.batches_ahead ({ahead})")
     size, prompts = section.prompts_per_entry, recipe.rollout.prompts
-    if size is not None and (size < 1 or prompts % size):
+    if size is not None and prompts % size:
         raise ConfigError(f"queue.prompts_per_entry ({size}) must divide rollout.prompts ({prompts})")
-    for name, value in (("lease_s", section.lease_s), ("patience_s", section.patience_s)):
-        if not value > 0:
-            raise ConfigError(f"queue.{name} ({value}) must be > 0")
     if section.url is not None:
         check_url(section.url)
     find_queue(section, Path())  # raises for a wrong LUDIC_QUEUE_URL
@@ -65,22 +72,6 @@ def _check_queue(recipe: Recipe) -> None:
             "that you started with `ludic serve`"
         )
     _check_reached(recipe)
-
-
-def _check_servers(recipe: Recipe) -> None:
-    """Raise ConfigError for settings that do not go with servers of the run."""
-    servers, section = recipe.place.servers, recipe.inference
-    if servers == 0:
-        return
-    if section.url is not None:
-        raise ConfigError(f"place.servers ({servers}) starts servers and inference.url names running ones; set only one of them")
-    if choose_kind(section) == "local":
-        raise ConfigError(f"inference=local samples without servers; leave it out, or place.servers ({servers})")
-    if section.weights not in (None, "disk"):
-        raise ConfigError(
-            f"inference.weights ({section.weights}) must be disk with place.servers: a server that is restarted gets its weights from the "
-            "run's folder; leave it out, or start the servers with `ludic serve` and set inference.url"
-        )
 
 
 def _check_exact(recipe: Recipe) -> None:
@@ -105,11 +96,55 @@ def _check_reached(recipe: Recipe) -> None:
         )
 
 
-def _check_max_lag(section: QueueSection, ahead: int) -> None:
-    if section.order == "exact":
+GROUP_FILTERS: dict[str, GroupFilter] = {
+    "nonzero_std": check_reward_nonzero_std,
+    "any_success": check_any_success,
+    "response_diversity": check_response_diversity,
+    "quality_and_diversity": check_quality_and_diversity,
+}
+
+
+def uses_pool(recipe: Recipe) -> bool:
+    """Whether groups are over-sampled or filtered."""
+    return recipe.rollout.over_sampling_factor != 1 or recipe.rollout.group_filter is not None
+
+
+def choose_lag(recipe: Recipe) -> int:
+    """How many batches after it was begun a group is trained at the latest; 0 without
+    over-sampling."""
+    section = recipe.rollout
+    return choose_max_lag(section.over_sampling_factor, section.max_lag) if uses_pool(recipe) else 0
+
+
+def build_group_filter(recipe: Recipe) -> Callable[[Sequence[Rollout]], bool] | None:
+    """The filter of groups by its name, or the user's own as `package.module:name`."""
+    name = recipe.rollout.group_filter
+    if name is None:
+        return None
+    if name in GROUP_FILTERS:
+        return of_rollouts(GROUP_FILTERS[name])
+    if ":" in name:
+        return of_rollouts(import_named(name, "rollout.group_filter"))
+    raise ConfigError(
+        f"rollout.group_filter ({name}) must be one of {', '.join(GROUP_FILTERS)}, or a function of your own as package.module:name"
+    )
+
+
+def check_over_sampling(recipe: Recipe) -> None:
+    """Raise `ConfigError` for settings of over-sampling that do not fit each other."""
+    section = recipe.rollout
+    try:
+        max_lag = choose_lag(recipe)
+    except ConfigError as error:
+        raise ConfigError(f"rollout.{error}") from error
+    build_group_filter(recipe)
+    if GROUP_FILTERS.get(section.group_filter or "") in COMPARING and section.group_size == 1:
         raise ConfigError(
-            f"queue.max_lag ({section.max_lag}) has no effect with queue.order=exact, where samples are exactly inference.batches_ahead "
-            f"({ahead}) versions old; set queue.order=arrival, or leave it out"
+            f"rollout.group_filter ({section.group_filter}) compares the answers to a problem, and would replace every problem with "
+            "rollout.group_size=1; set rollout.group_size to at least 2, or another filter"
         )
-    if section.max_lag is not None and section.max_lag <= ahead:
-        raise ConfigError(f"queue.max_lag ({section.max_lag}) must be more than inference.batches_ahead ({ahead})")
+    if max_lag and choose_kind(recipe.inference) == "local" and not recipe.trainer.sync_every_steps:
+        raise ConfigError(
+            "trainer.sync_every_steps (0) never updates the copy of the model that over-sampling samples from while the trainer "
+            "computes; set it to 1"
+        )

@@ -1,4 +1,6 @@
-"""Objects from the names in a recipe: the task, the algorithm, the trainer's configuration."""
+"""Objects from the names in a recipe: the task, the algorithm, its controllers, the callbacks, the
+trainer's configuration.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,16 @@ from ludic.agents.tool_names import find_tools
 from ludic.agents.tool_use import ToolUse
 from ludic.errors import ConfigError, did_you_mean
 from ludic.importing import import_named
-from ludic.recipes.checkpoint_section import check_checkpoints
-from ludic.recipes.compose import check_minimums
 from ludic.recipes.named_sources import GIVEN_TASKS
-from ludic.recipes.ranks_section import check_ranks
-from ludic.recipes.reference_section import build_info_seed, check_reference
 from ludic.recipes.schema import NULL_UNLESS_SET, Recipe, TaskSection
+from ludic.recipes.sections import (
+    CallbacksSection,
+    ControllersSection,
+    EntropyControllerSection,
+    RLCallbacksSection,
+    build_info_seed,
+    check_reference,
+)
 from ludic.tasks import Addition, Code, DigitSort, EpisodicTask, Rising, Task, TicTacToe, Tools, as_episodic
 from ludic.tasks.code_data import CodeData
 from ludic.tasks.data_task import DataTask, TaskData
@@ -27,8 +33,14 @@ from ludic.tasks.reasoning_gym import ReasoningGym
 from ludic.tasks.success import success_of
 from ludic.tasks.with_tools import WithTools
 from ludic.training.algorithm import RLAlgorithm, compose_preprocess
+from ludic.training.callbacks import Callback, CompletionTable, KeepBest, PushToHub, StopOnMetric
+from ludic.training.coefficients import Coefficient
 from ludic.training.config import TrainerConfig
+from ludic.training.controllers import Controller, EntropyController, EntropySchedule, KLController, MetaController
+from ludic.training.controllers.entropy import check_reachable
+from ludic.training.evaluators.protocol import bare_name
 from ludic.training.filters import drop_incomplete_completions
+from ludic.training.loop.callbacks import check_watched
 from ludic.training.presets.preprocess import add_info_seed
 from ludic.training.presets.registry import REGISTRY
 from ludic.training.reward_functions import required_arguments
@@ -47,23 +59,6 @@ TASKS: dict[str, Callable[..., Task | EpisodicTask]] = {
     "tictactoe": TicTacToe,
     "tools": Tools,
 }
-
-_LEAST = {
-    **dict.fromkeys(("steps", "warmup.steps", "rollout.log_every", "seed"), 0),
-    **dict.fromkeys(
-        ("threads", "log_every", "warmup.batch_size", "warmup.epochs", "evaluation.prompts", "evaluation.samples_per_prompt"), 1
-    ),
-    **dict.fromkeys(("rollout.prompts", "rollout.group_size", "rollout.max_new_tokens", "rollout.concurrency"), 1),
-    **dict.fromkeys(("rollout.patience", "rollout.max_tool_turns"), 1),
-}
-
-
-def check_numbers(recipe: Recipe) -> None:
-    """Raise `ConfigError` for a count or a time that is too small, and for wrong settings of
-    checkpoints."""
-    check_minimums(recipe, _LEAST)
-    check_ranks(recipe.ranks)
-    check_checkpoints(recipe.checkpoint)
 
 
 def build_task(
@@ -137,8 +132,6 @@ def add_reward_model(recipe: Recipe, task: EpisodicTask, tokenizer: Any) -> Epis
     """The task, with the recipe's reward model, if there is one, as its reward in training.
     `tokenizer` is that of the policy."""
     if recipe.reward_model is None:
-        if recipe.reward_model_args:
-            raise ConfigError("reward_model_args need a reward model; set reward_model=DIRECTORY")
         return task
     derived = {
         "task": task,
@@ -266,3 +259,138 @@ def _call(make: Callable[..., Any], arguments: dict[str, Any], setting: str, *, 
     if missing:
         raise ConfigError(f"{getattr(make, '__name__', make)} needs {' and '.join(missing)}; set {setting}.{missing[0]}=VALUE")
     return make(**arguments)
+
+
+def build_controllers(section: ControllersSection, algorithm: RLAlgorithm, *, group_size: int) -> list[Controller]:
+    """The controllers of a recipe. Raises `ConfigError` for settings that do not fit the
+    algorithm."""
+    schedule = _schedule(section.entropy)
+    if schedule is not None:
+        check_reachable(schedule, group_size)
+    if section.meta.method is not None:
+        return [_build_meta(section, schedule, algorithm)]
+    controllers: list[Controller] = []
+    kl, entropy = section.kl, section.entropy
+    if kl.target and kl.horizon and kl.step_size:
+        beta = _require(algorithm, "beta", "controllers.kl")
+        controllers.append(KLController(beta, target=kl.target, horizon=kl.horizon, step_size=kl.step_size))
+    if schedule is not None and entropy.lr:
+        controllers.append(
+            EntropyController(
+                _require(algorithm, "tau", "controllers.entropy"),
+                target=schedule,
+                lr=entropy.lr,
+                least=entropy.least,
+                most=entropy.most,
+                warmup_steps=entropy.warmup_steps,
+            )
+        )
+    return controllers
+
+
+def _schedule(section: EntropyControllerSection) -> EntropySchedule | None:
+    if section.target is None and section.start is None and section.final is None:
+        return None
+    return EntropySchedule(section.target, section.start, section.final, section.horizon)
+
+
+def _build_meta(section: ControllersSection, schedule: EntropySchedule | None, algorithm: RLAlgorithm) -> MetaController:
+    meta = section.meta
+    if schedule is None and not section.kl.target:
+        raise ConfigError(
+            f"controllers.meta.method ({meta.method}) has nothing to aim at; set controllers.entropy.target, controllers.kl.target or both"
+        )
+    if schedule is not None:
+        _require(algorithm, "tau", "controllers.entropy.target")
+    if section.kl.target:
+        _require(algorithm, "beta", "controllers.kl.target")
+    return MetaController(
+        algorithm.coefficients.get("tau"),
+        algorithm.coefficients.get("beta"),
+        entropy_target=schedule,
+        kl_target=section.kl.target or None,
+        method=str(meta.method),
+        lr=meta.lr,
+        tau_lr=meta.tau_lr,
+        beta_lr=meta.beta_lr,
+        beta_grad_clip=meta.beta_grad_clip,
+        optimizer=meta.optimizer,
+        update_interval=meta.update_interval,
+        truncation_steps=meta.truncation_steps,
+        use_hessian=meta.use_hessian,
+        inner_lr=meta.inner_lr,
+        kl_signal=meta.kl_signal,
+        tau_least=section.entropy.least,
+        tau_most=section.entropy.most,
+        beta_most=meta.beta_most,
+    )
+
+
+def _require(algorithm: RLAlgorithm, name: str, setting: str) -> Coefficient:
+    if name not in algorithm.coefficients:
+        remedy = {
+            "tau": "it belongs to algorithm=maxent_grpo",
+            "beta": "set algorithm_args.beta (maxent_grpo) or algorithm_args.reference_kl above 0",
+        }
+        raise ConfigError(
+            f"{setting} controls {name}, which {algorithm.name} does not have; {remedy[name]}, or leave the setting out"
+        )
+    return algorithm.coefficients[name]
+
+
+def build_callbacks(section: CallbacksSection, *, console: Any = None) -> list[Callback]:
+    """The callbacks that the settings name; tables are printed on `console`. Raises ConfigError for
+    settings that contradict each other, MissingExtraError without huggingface_hub."""
+    built: list[Callback] = []
+    if section.keep_best is not None:
+        built.append(KeepBest(section.keep_best, mode=section.keep_best_mode))  # type: ignore[arg-type]
+    if stop := _build_stop(section):
+        built.append(stop)
+    if section.push_to_hub is not None:
+        built.append(PushToHub(section.push_to_hub, private=section.private))
+    if isinstance(section, RLCallbacksSection) and section.completions_every:
+        built.append(CompletionTable(every=section.completions_every, rows=section.completions, console=console))
+    return [*built, *(_import_callback(path) for path in _list_own(section.own))]
+
+
+def check_callbacks(section: CallbacksSection, cfg: TrainerConfig, *, measured: Sequence[str] | None = None) -> None:
+    """Raise ConfigError for callbacks that could never act: a metric of evaluations that do not
+    take place or, if they are known, do not measure it."""
+    built = build_callbacks(section)
+    for setting, name in (("callbacks.keep_best", section.keep_best), ("callbacks.stop.metric", section.stop.metric)):
+        if name is None or name.startswith("train/"):
+            continue
+        if cfg.eval_every_n_steps is None:
+            raise ConfigError(
+                f"{setting} ({name}) is a metric of evaluations, and there are none; set trainer.eval_every_n_steps"
+            )
+        if measured is not None and bare_name(name) not in measured:
+            raise ConfigError(f"{setting} ({name}) is not measured by this run, which measures {', '.join(measured)}")
+    check_watched(built, cfg.eval_every_n_steps, measured=measured)
+
+
+def _build_stop(section: CallbacksSection) -> StopOnMetric | None:
+    stop = section.stop
+    if stop.metric is None:
+        return None
+    return StopOnMetric(stop.metric, at=stop.at, patience=stop.patience, min_delta=stop.min_delta, mode=stop.mode)  # type: ignore[arg-type]
+
+
+def _list_own(own: Any) -> list[str]:
+    listed = [own] if isinstance(own, str) else own or []
+    if not isinstance(listed, list) or not all(isinstance(path, str) for path in listed):
+        raise ConfigError(f"callbacks.own ({own}) must be package.module:name, or a list of these")
+    return listed
+
+
+def _import_callback(path: str) -> Callback:
+    found = import_named(path, "callbacks.own")
+    made = found
+    if callable(found) and not isinstance(found, Callback):
+        try:
+            made = found()
+        except TypeError as error:
+            raise ConfigError(f"callbacks.own ({path}) cannot be called without arguments: {error}") from error
+    if not isinstance(made, Callback):
+        raise ConfigError(f"callbacks.own ({path}) is {type(made).__name__}; it must be a ludic.training.Callback or make one")
+    return made

@@ -12,9 +12,11 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from copy import deepcopy
 from dataclasses import asdict
-from functools import cache, reduce
+from functools import cache
 from importlib.resources import files
 from io import StringIO
 from pathlib import Path
@@ -25,7 +27,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ludic.errors import ConfigError, did_you_mean
 from ludic.rank_environment import read_rank_environment
-from ludic.recipes.devices import are_left_open, choose_devices
 from ludic.recipes.flat_recipe import KNOWN, from_flat, is_flat, translate_name
 from ludic.recipes.overrides import (
     RENAMED,
@@ -38,8 +39,9 @@ from ludic.recipes.overrides import (
     suggest,
 )
 from ludic.recipes.phases import choose_phases
-from ludic.recipes.place_section import needs_launcher
-from ludic.recipes.schema import Recipe, make_trainer_section
+from ludic.recipes.processes import needs_launcher
+from ludic.recipes.rules import check_settings
+from ludic.recipes.schema import AUTO, Recipe, make_trainer_section
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +78,7 @@ def compose(arguments: Sequence[str] = (), *, ranks: int | None = None) -> Recip
     recipe = cast(Recipe, resolve_layers(_make_schema(), layers, overrides))
     if recipe.place.servers and recipe.inference.kind is None:
         recipe.inference.kind = "vllm"
+    check_settings(recipe)
     choose_phases(recipe, [file if _is_file(source) else {}, _flatten(overrides)])
     return recipe
 
@@ -110,18 +113,9 @@ def resolve_layers(tree: DictConfig, layers: Iterable[tuple[str, DictConfig]], o
             known = _list_paths(tree)
     check_plain(OmegaConf.to_container(tree, resolve=False), "")
     recipe: Any = OmegaConf.to_object(tree)
-    if not needs_launcher(recipe.place) and not are_left_open():
+    if not needs_launcher(recipe.place) and not _LEFT_OPEN.get():
         choose_devices(recipe)
     return recipe
-
-
-def check_minimums(recipe: Any, least: Mapping[str, int]) -> None:
-    """Raise `ConfigError` for a count that is too small. `least`: path of a setting to its
-    smallest value."""
-    for path, smallest in least.items():
-        value = reduce(getattr, path.split("."), recipe)
-        if value is not None and value < smallest:
-            raise ConfigError(f"{path} ({value}) must be at least {smallest}")
 
 
 def to_yaml(recipe: Any) -> str:
@@ -341,3 +335,35 @@ def _flatten(overrides: Sequence[Override]) -> dict[str, Any]:
         if isinstance(override.value, Mapping):
             values |= {f"{override.key}.{key}": value for key, value in override.value.items()}
     return values
+
+
+DEVICE_SETTINGS = ("trainer.model_device", "warmup.trainer.model_device")
+_LEFT_OPEN: ContextVar[bool] = ContextVar("_LEFT_OPEN", default=False)
+
+
+@contextmanager
+def devices_left_open() -> Iterator[None]:
+    """Inside the block, a recipe that is composed keeps `auto`, and torch is not imported for it.
+    Who opens the block chooses afterwards."""
+    token = _LEFT_OPEN.set(True)
+    try:
+        yield
+    finally:
+        _LEFT_OPEN.reset(token)
+
+
+def choose_devices(recipe: Any) -> None:
+    """Replace `auto` by the device of this process, in place. A command that trains does this; one
+    that only starts the processes of a run leaves it to them, since they may be on machines of
+    another kind."""
+    has_warmup = "warmup" in vars(recipe) and "trainer" in vars(recipe.warmup)
+    sections = [recipe.trainer, *([recipe.warmup.trainer] if has_warmup else [])]
+    for section in sections:
+        if section.model_device == AUTO:
+            section.model_device = choose_device()
+
+
+def choose_device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,10 +1,9 @@
 """The settings of `ludic sft`, `train-rm` and `dpo`: what they have in common, how they are
-resolved, and the schema of each, whose values come from its `defaults.yaml`.
-"""
+resolved, and the schema of each, whose values come from `defaults/`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
@@ -14,16 +13,12 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 
 from ludic.data.sft_formats import check_format_name
 from ludic.errors import ConfigError
-from ludic.recipes.callbacks_section import CallbacksSection
-from ludic.recipes.checkpoint_section import CheckpointSection, check_checkpoints
-from ludic.recipes.compose import LOADED_MODEL, check_minimums, read_yaml, resolve_layers, split_arguments
-from ludic.recipes.overrides import Override
-from ludic.recipes.place_section import TrainersSection, check_place
-from ludic.recipes.quantization_section import QuantizationSection
-from ludic.recipes.ranks_section import RanksSection, check_ranks
-from ludic.recipes.rm.flags import parse_flags
+from ludic.recipes.compose import LOADED_MODEL, read_yaml, resolve_layers, split_arguments
+from ludic.recipes.overrides import Override, parse_flags
+from ludic.recipes.processes import RanksSection, TrainersSection, check_place
+from ludic.recipes.rules import check_settings, setting
 from ludic.recipes.schema import CommonSettings, LoraSection, NetworkSection, TaskSection, make_trainer_section
-from ludic.recipes.sharding_section import ShardingSection
+from ludic.recipes.sections import CallbacksSection, CheckpointSection, QuantizationSection, ShardingSection, check_checkpoints
 from ludic.training.rm_config import DPOTrainerConfig, RMTrainerConfig
 from ludic.training.samples.conversations import ASSISTANT_TURNS
 
@@ -37,14 +32,14 @@ class EpochsRecipe(CommonSettings):
     that exists."""
     output: str = MISSING
     """Folder that all runs are written to."""
-    seed: int = MISSING
+    seed: int = setting(least=0)
     """Seed of the weights of a small model or a new head, of the order of the data, and of
     generated data."""
-    threads: Optional[int] = MISSING  # noqa: UP045
+    threads: Optional[int] = setting(least=1)  # noqa: UP045
     """Threads of torch; null: torch's default."""
     data: Any = MISSING
     """Training data; null: `task` generates it."""
-    heldout: float = MISSING
+    heldout: float = setting(least=0, below=1)
     """Share of the data that is held out from training and measured. The choice of rows does not
     depend on the seed."""
     model: Optional[str] = MISSING  # noqa: UP045
@@ -54,14 +49,14 @@ class EpochsRecipe(CommonSettings):
     dtype: str = MISSING
     """Type of the weights: float32, bfloat16, or auto, the type in the model's files. float16 is
     only for weights that are not trained."""
-    epochs: int = MISSING
+    epochs: int = setting(least=1)
     """Passes over the data."""
-    steps: Optional[int] = MISSING  # noqa: UP045
+    steps: Optional[int] = setting(least=0)  # noqa: UP045
     """Training steps; null: as many as `epochs` have batches."""
-    batch_size: int = MISSING
+    batch_size: int = setting(least=1)
     """Samples or pairs per step, packed into micro-batches by `trainer.packing` and
     `trainer.micro_token_budget`."""
-    log_every: int = MISSING
+    log_every: int = setting(least=1)
     """Without a terminal, one line is printed every so many steps. metrics.jsonl has every step."""
     report_to: Any = None
     """Experiment trackers: wandb, tensorboard, trackio, mlflow, or a list of these; null: none. Its
@@ -82,41 +77,30 @@ class EpochsRecipe(CommonSettings):
 
 R = TypeVar("R", bound=EpochsRecipe)
 
-_LEAST = {"seed": 0, "threads": 1, "epochs": 1, "steps": 0, "batch_size": 1, "log_every": 1}
 
-
-def compose_epochs(
-    recipe: type[R],
-    arguments: Sequence[str | Override],
-    *,
-    package: str,
-    trainer: type[Any],
-    least: Mapping[str, int],
-) -> R:
+def compose_epochs(recipe: type[R], arguments: Sequence[str | Override], *, command: str, trainer: type[Any]) -> R:
     """Resolve a recipe. `arguments` are at most one YAML file and any number of `key=value`.
 
-    Later values win, in this order: `defaults.yaml` of `package`, its values for a loaded model,
-    the file, the command line. `trainer` is the trainer's config, from `make_trainer_section`.
-    `least` has the smallest values of the recipe's own counts."""
+    Later values win, in this order: the defaults of `command`, its values for a loaded model, the
+    file, the command line. `trainer` is the trainer's config, from `make_trainer_section`."""
     source, overrides = split_arguments(arguments)
     tree = cast(DictConfig, OmegaConf.structured(recipe))
     tree.trainer = OmegaConf.structured(trainer)
-    resolved = cast(R, resolve_layers(tree, _read_layers(package, source, overrides), overrides))
-    check_minimums(resolved, {**_LEAST, **least})
-    check_ranks(resolved.ranks)
+    resolved = cast(R, resolve_layers(tree, _read_layers(command, source, overrides), overrides))
+    check_settings(resolved)
     check_checkpoints(resolved.checkpoint)
     check_place(resolved.place)
-    if not 0.0 <= resolved.heldout < 1.0:
-        raise ConfigError(f"heldout ({resolved.heldout}) must be a share of the data, from 0 to less than 1")
     return resolved
 
 
-def _read_layers(package: str, source: str | None, overrides: Sequence[Override]) -> Iterator[tuple[str, DictConfig]]:
+def _read_layers(command: str, source: str | None, overrides: Sequence[Override]) -> Iterator[tuple[str, DictConfig]]:
     if source is not None and not source.endswith((".yaml", ".yml")):
         raise ConfigError(
             f"{source!r} is neither a setting nor a settings file; write data={source} for a data file, FILE.yaml for a settings file"
         )
-    base = cast(DictConfig, OmegaConf.create((files(package) / "defaults.yaml").read_text(encoding="utf-8")))
+    base = cast(
+        DictConfig, OmegaConf.create((files("ludic.recipes") / "defaults" / f"{command}.yaml").read_text(encoding="utf-8"))
+    )
     user = read_yaml(Path(source).expanduser()) if source else OmegaConf.create({})
     model = {override.key: override.value for override in overrides}.get("model", user.get("model", base.model))
     for where, layer in (("defaults", base), (str(source), user)):
@@ -124,10 +108,6 @@ def _read_layers(package: str, source: str | None, overrides: Sequence[Override]
         yield where, layer
         if model is not None:
             yield f"{where}, {LOADED_MODEL}", loaded
-
-
-PAIRS_LEAST = dict.fromkeys(("limit", "heldout_limit", "pairs"), 1)
-"""The smallest values of the counts."""
 
 
 @dataclass
@@ -155,13 +135,13 @@ class PairsRecipe(EpochsRecipe):
     """The configuration of a hub id."""
     split: str = MISSING
     """The split of a hub id or folder to train on."""
-    limit: Optional[int] = MISSING  # noqa: UP045
+    limit: Optional[int] = setting(least=1)  # noqa: UP045
     """Rows to read at most, drawn at random by `seed`; null: all."""
     heldout_data: Optional[str] = MISSING  # noqa: UP045
     """File, folder or hub id to measure on instead of a share of the data."""
     heldout_split: Optional[str] = MISSING  # noqa: UP045
     """Split of `heldout_data`, or of `data`, to measure on. Files have no splits."""
-    heldout_limit: Optional[int] = MISSING  # noqa: UP045
+    heldout_limit: Optional[int] = setting(least=1)  # noqa: UP045
     """Held-out rows at most, the same in every run; null: all."""
     columns: ColumnsSection = field(default_factory=ColumnsSection)
     chat_template: Any = MISSING
@@ -170,7 +150,7 @@ class PairsRecipe(EpochsRecipe):
     which is saved with the tokenizer."""
     system_prompt: Optional[str] = MISSING  # noqa: UP045
     """System prompt of every conversation."""
-    pairs: int = MISSING
+    pairs: int = setting(least=1)
     """Pairs to generate if `data` is null."""
 
 
@@ -190,23 +170,19 @@ class SFTRecipe(EpochsRecipe):
     streaming: bool = False
     """Read `data` while training instead of all before it: JSONL and parquet files, folders of
     such, and ids of the hub, of any size."""
-    shuffle_buffer: int = 10_000
+    shuffle_buffer: int = setting(10_000, least=1)
     """Rows that are in memory with `streaming`: each such block is shuffled by itself. The share
     `heldout` is taken from the first block."""
-    assistant_turns: str = MISSING
+    assistant_turns: str = setting(choices=ASSISTANT_TURNS)
     """The messages of the assistant that are trained in a conversation: all, last, or each in a
     sample of its own."""
-    rows: int = MISSING
+    rows: int = setting(least=2)
     """Demonstrations to generate if `data` is null."""
 
 
 def compose_sft(arguments: Sequence[str] = ()) -> SFTRecipe:
     """`arguments`: at most one YAML file, and any number of `key=value`, as for `ludic train`."""
-    recipe = compose_epochs(
-        SFTRecipe, arguments, package="ludic.recipes.sft", trainer=make_trainer_section(), least={"rows": 2, "shuffle_buffer": 1}
-    )
-    if recipe.assistant_turns not in ASSISTANT_TURNS:
-        raise ConfigError(f"assistant_turns ({recipe.assistant_turns}) must be one of {', '.join(ASSISTANT_TURNS)}")
+    recipe = compose_epochs(SFTRecipe, arguments, command="sft", trainer=make_trainer_section())
     check_format_name(recipe.data_format)
     return recipe
 
@@ -217,9 +193,6 @@ def list_data_files(setting: Any, name: str) -> list[Path]:
     if not isinstance(paths, list) or not paths or not all(isinstance(path, str) for path in paths):
         raise ConfigError(f"{name} ({setting}) must be the path of a file, or a list of paths: {name}=[a.jsonl,b.parquet]")
     return [Path(path).expanduser() for path in paths]
-
-
-WARMUP_ON = ("chosen", "both")
 
 
 @dataclass
@@ -243,13 +216,13 @@ class DPOWarmupSection:
     """Supervised fine-tuning on the answers of the pairs, before the reference is fixed: for a
     model that does not answer such prompts yet."""
 
-    steps: int = MISSING
+    steps: int = setting(least=0)
     """0: no warm-up."""
-    batch_size: int = MISSING
+    batch_size: int = setting(least=1)
     """Answers per step."""
     lr: float = MISSING
     """Its learning rate; the other settings are those of `trainer`."""
-    answers: str = MISSING
+    answers: str = setting(choices=("chosen", "both"))
     """What is learnt: the `chosen` answers, as in the DPO paper, or `both` of each pair."""
 
 
@@ -270,24 +243,15 @@ class DPORecipe(PairsRecipe):
     reference: DPOReferenceSection = field(default_factory=DPOReferenceSection)
     warmup: DPOWarmupSection = field(default_factory=DPOWarmupSection)
     loss: DPOLossSection = field(default_factory=DPOLossSection)
-    answers: int = MISSING
+    answers: int = setting(least=0)
     """Answers that are sampled before and after, to held-out prompts at temperature 1; 0: none."""
-    max_new_tokens: int = MISSING
+    max_new_tokens: int = setting(least=1)
     """Token limit of such an answer."""
 
 
 def compose_dpo(arguments: Sequence[str] = ()) -> DPORecipe:
     """Resolve a recipe. `arguments` are at most one YAML file and any number of `key=value`."""
-    recipe = compose_epochs(
-        DPORecipe,
-        arguments,
-        package="ludic.recipes.dpo",
-        trainer=make_trainer_section(DPOTrainerConfig),
-        least={**PAIRS_LEAST, "warmup.steps": 0, "warmup.batch_size": 1, "answers": 0, "max_new_tokens": 1},
-    )
-    if recipe.warmup.answers not in WARMUP_ON:
-        raise ConfigError(f"warmup.answers ({recipe.warmup.answers}) must be one of {', '.join(WARMUP_ON)}")
-    return recipe
+    return compose_epochs(DPORecipe, arguments, command="dpo", trainer=make_trainer_section(DPOTrainerConfig))
 
 
 @dataclass
@@ -314,18 +278,13 @@ class RMRecipe(PairsRecipe):
     """A run of `ludic train-rm`: a model with a scalar head, trained on preference pairs and
     measured on held-out pairs."""
 
-    train_sample: int = MISSING
+    train_sample: int = setting(least=1)
     """Training pairs at most on which `train_pairwise_accuracy` is measured."""
     loss: LossSection = field(default_factory=LossSection)
 
 
 def compose_rm(arguments: Sequence[str] = ()) -> RMRecipe:
     """Resolve a recipe. `arguments` are at most one YAML file, any number of `key=value`, and
-    the flags of `flags.py`."""
-    return compose_epochs(
-        RMRecipe,
-        list(parse_flags(arguments)),
-        package="ludic.recipes.rm",
-        trainer=make_trainer_section(RMTrainerConfig),
-        least={**PAIRS_LEAST, "train_sample": 1},
-    )
+    the flags of `overrides.FLAGS`."""
+    trainer = make_trainer_section(RMTrainerConfig)
+    return compose_epochs(RMRecipe, list(parse_flags(arguments)), command="train-rm", trainer=trainer)

@@ -1,29 +1,34 @@
-"""The policy that a recipe names: any causal model on disk, or a small one made from `network`."""
+"""The models that a recipe names: a causal model on disk, a small one made from `network`, a
+classifier with one score; and their adapters, quantised weights and shards."""
 
 from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ludic.errors import ConfigError
 from ludic.inference.local.client import end_token_ids
 from ludic.inference.prompts.template import find_turn_end, read_template, with_kwargs
+from ludic.models.adapters import has_adapters, map_base_names
 from ludic.models.byte_tokenizer import make_byte_tokenizer, make_line_tokenizer
-from ludic.models.loading import check_dtype, load_model, load_tokenizer
+from ludic.models.loading import check_dtype, load_classifier, load_model, load_tokenizer
+from ludic.models.lora import LoraSettings, apply_lora
 from ludic.models.positions import pin_rope
+from ludic.models.quantization import QuantizationSettings, find_quantized_layers, quantize_layers, require_bitsandbytes
+from ludic.models.sharding import ShardingSettings
 from ludic.models.skeleton import load_skeleton
+from ludic.recipes.epochs_schema import EpochsRecipe, RMRecipe
 from ludic.recipes.named_sources import is_template
 from ludic.recipes.phases import has_warmup
-from ludic.recipes.sharding import has_no_weights
+from ludic.recipes.schema import LoraSection, NetworkSection, Recipe
+from ludic.recipes.sections import QuantizationSection, ShardingSection
+from ludic.training import ranks
+from ludic.training.rng import preserved_rng
 
 logger = logging.getLogger(__name__)
-
-if TYPE_CHECKING:
-    from ludic.recipes.epochs_schema import DPORecipe, RMRecipe, SFTRecipe
-    from ludic.recipes.schema import NetworkSection, Recipe
 
 
 def build_policy(recipe: Recipe) -> tuple[Any, Any]:
@@ -41,7 +46,7 @@ def build_policy(recipe: Recipe) -> tuple[Any, Any]:
     return build_model(recipe, tokenizer), tokenizer
 
 
-def build_model(recipe: Recipe | SFTRecipe | DPORecipe, tokenizer: Any) -> Any:
+def build_model(recipe: Recipe | EpochsRecipe, tokenizer: Any) -> Any:
     """The model that `recipe.model` names, else a small one over the tokens of `tokenizer`. A
     rank that gets its weights from rank 0 reads none from files."""
     if recipe.model is not None:
@@ -79,7 +84,7 @@ def name_end_tokens(model: Any, tokenizer: Any) -> Any:
     return tokenizer
 
 
-def build_tokenizer(recipe: Recipe | SFTRecipe | DPORecipe | RMRecipe) -> Any:
+def build_tokenizer(recipe: Recipe | EpochsRecipe) -> Any:
     """The tokenizer that the recipe names, else that of its model, else that of the small model,
     with the recipe's chat template and end token."""
     source = recipe.tokenizer or recipe.model
@@ -160,3 +165,150 @@ def _make_small_tokenizer(network: NetworkSection) -> Any:
     if network.end_of_turn not in makers:
         raise ConfigError(f"network.end_of_turn ({network.end_of_turn}) must be eos or newline")
     return makers[network.end_of_turn]()
+
+
+def is_shared_out(section: ShardingSection) -> bool:
+    """Whether the ranks of this run share out its model. One process never does."""
+    return section.kind != "none" and ranks.is_distributed()
+
+
+def has_no_weights(section: ShardingSection) -> bool:
+    """Whether this rank gets its shards from rank 0, and builds the model without weights."""
+    return is_shared_out(section) and ranks.rank() > 0
+
+
+def recomputes_activations(recipe: Any) -> bool:
+    """Whether the backward pass of a recipe's trainers recomputes activations, by either name."""
+    return bool(recipe.gradient_checkpointing or recipe.sharding.activation_checkpointing)
+
+
+def build_sharding(section: ShardingSection) -> ShardingSettings:
+    """The settings of a section, whose kind is not none."""
+    return ShardingSettings(
+        "hybrid" if section.kind == "hybrid" else "full",
+        shards=section.shards,
+        param_dtype=None if section.param_dtype is None else getattr(torch, section.param_dtype),
+        reduce_dtype=getattr(torch, section.reduce_dtype),
+        cpu_offload=section.cpu_offload,
+        activation_checkpointing=section.activation_checkpointing,
+    )
+
+
+def build_quantization(section: QuantizationSection) -> QuantizationSettings | None:
+    """The settings of the section; None if nothing is quantised. Raises ConfigError for a kind that
+    does not exist."""
+    if section.kind is None:
+        return None
+    dtype = None if section.compute_dtype is None else getattr(torch, section.compute_dtype)
+    return QuantizationSettings(section.kind, section.double, dtype)
+
+
+def quantize_base(model: Any, recipe: Recipe | EpochsRecipe, device: str | None = None) -> Any:
+    """The model, with quantised weights if the recipe asks for them and it has none yet. Layers are
+    quantised on `device`, where they stay, so that it never has all weights unquantised."""
+    settings = build_quantization(recipe.quantization)
+    if settings is not None and not has_adapters(model) and not find_quantized_layers(model):
+        quantize_layers(model, settings, device=device)
+    return model
+
+
+def build_lora_settings(section: LoraSection) -> LoraSettings | None:
+    """The settings of the section; None if every weight is trained."""
+    return LoraSettings(section.rank, section.alpha, section.dropout, section.target_modules) if section.rank else None
+
+
+def check_adapters(recipe: Recipe | EpochsRecipe) -> None:
+    """Raise ConfigError for wrong settings of adapters or of quantised weights before a model is
+    loaded, and MissingExtraError for 4 bits without bitsandbytes."""
+    build_lora_settings(recipe.lora)
+    settings = build_quantization(recipe.quantization)
+    if settings is not None and settings.kind != "int8":
+        require_bitsandbytes()
+
+
+def add_adapters(model: Any, recipe: Recipe | EpochsRecipe, *, seed: int, device: str | None = None) -> Any:
+    """The model with adapters, whose initial weights depend on the seed alone, over weights that
+    are quantised if the recipe asks for it, on `device` if one is given; without `lora.rank` the
+    model as it is."""
+    settings = build_lora_settings(recipe.lora)
+    if settings is None:
+        return model
+    model = quantize_base(model, recipe, device)
+    with preserved_rng():
+        torch.manual_seed(seed)
+        return apply_settings(model, settings)
+
+
+def apply_settings(model: Any, settings: LoraSettings) -> Any:
+    """The model with adapters. Raises ConfigError for layers that PEFT does not find or adapt."""
+    try:
+        return apply_lora(model, settings)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        message = " ".join(str(error).split())[:300]
+        raise ConfigError(f"lora.target_modules ({settings.target_modules or 'all'}): {message}") from error
+
+
+def build_reward_model(recipe: RMRecipe, tokenizer: Any) -> Any:
+    """The model that the recipe names, or a small one. It has one score per sequence, at the last
+    token that is not padding.
+
+    A head that the model's files do not have is drawn from torch's global generator, which the
+    caller seeds. LoRA adapters are added if the recipe asks for them. Raises ConfigError if weights
+    that were drawn would then stay untrained.
+    """
+    drawn, options = set[str](), model_options(recipe)
+    if recipe.model is None:
+        model = _make_small_classifier(recipe, tokenizer)
+    elif has_no_weights(recipe.sharding):
+        from transformers import AutoModelForSequenceClassification
+
+        model = load_skeleton(recipe.model, recipe.dtype, AutoModelForSequenceClassification, num_labels=1, **options)
+    else:
+        about = f"model ({recipe.model})"
+        model, drawn = load_classifier(recipe.model, recipe.dtype, description=about, num_labels=1, **options)
+    model.config.pad_token_id = tokenizer.pad_token_id  # a classifier finds the last token by it
+    model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    adapted = add_adapters(model, recipe, seed=recipe.seed, device=recipe.trainer.model_device)
+    frozen = sorted(drawn & _find_frozen(adapted))
+    if frozen:
+        raise ConfigError(
+            f"model ({recipe.model}) has no weights for {', '.join(frozen[:3])}, and LoRA would leave them as they were drawn; train every "
+            "weight (lora.rank=0), or give a model that has them"
+        )
+    return adapted
+
+
+def _find_frozen(model: Any) -> set[str]:
+    """Names, in the model without adapters, of parameters that are not trained."""
+    parameters = dict(model.named_parameters())
+    names = map_base_names(model, parameters) if has_adapters(model) else {name: name for name in parameters}
+    return {plain for plain, name in names.items() if not parameters[name].requires_grad}
+
+
+def choose_padding_token(tokenizer: Any) -> Any:
+    """The tokenizer, with a padding token that is not the end token, if it has a suitable one.
+
+    A classifier of transformers reads its score at the last token that is not padding. If the end
+    token also pads, that is the token before the end, while servers and `LocalRewardModel` read the
+    score at the end.
+    """
+    if tokenizer.pad_token_id != tokenizer.eos_token_id:
+        return tokenizer
+    special = [
+        token for token in tokenizer.all_special_tokens if tokenizer.convert_tokens_to_ids(token) != tokenizer.eos_token_id
+    ]
+    padding = [token for token in special if "pad" in token.lower()]
+    opening = [token for token in special if not any(part in token.lower() for part in ("end", "eos", "eot", "</s", "stop"))]
+    if padding or opening:
+        tokenizer.pad_token = (padding or opening)[0]
+    return tokenizer
+
+
+def _make_small_classifier(recipe: RMRecipe, tokenizer: Any) -> Any:
+    from transformers import Qwen2ForSequenceClassification
+
+    config = make_small_config(recipe.network, tokenizer)
+    config.num_labels = 1
+    return Qwen2ForSequenceClassification(config).to(small_dtype(recipe.dtype))

@@ -6,6 +6,7 @@ Values come from the built-in recipes (`builtin/*.yaml`) and, for the two `train
 
 from __future__ import annotations
 
+import math
 import types
 from dataclasses import MISSING as NO_DEFAULT, Field, dataclass, field, fields, make_dataclass
 from functools import cache
@@ -13,18 +14,24 @@ from typing import Any, Literal, Optional, Union, get_args, get_origin, get_type
 
 from omegaconf import MISSING
 
-from ludic.recipes.callbacks_section import RLCallbacksSection
-from ludic.recipes.checkpoint_section import CheckpointSection
-from ludic.recipes.controllers_section import ControllersSection
-from ludic.recipes.devices import AUTO
-from ludic.recipes.inference_section import InferenceSection
-from ludic.recipes.place_section import PlaceSection
-from ludic.recipes.quantization_section import QuantizationSection
-from ludic.recipes.queue_section import QueueSection
-from ludic.recipes.ranks_section import RanksSection
-from ludic.recipes.reference_section import InfoSeedSection, ReferenceSection
-from ludic.recipes.sharding_section import ShardingSection
+from ludic.recipes.processes import InferenceSection, PlaceSection, QueueSection, RanksSection
+from ludic.recipes.rules import setting
+from ludic.recipes.sections import (
+    CheckpointSection,
+    ControllersSection,
+    InfoSeedSection,
+    QuantizationSection,
+    ReferenceSection,
+    RLCallbacksSection,
+    ShardingSection,
+)
 from ludic.training.config import TrainerConfig
+
+MODES = ("sft", "rl", "sft+rl")
+_POOL = "rollout.over_sampling_factor or rollout.group_filter"
+_WHOLE_BATCHES = "actors and batches ahead sample whole batches, of which no problem is replaced"
+AUTO = "auto"
+"""The default of `trainer.model_device`: "cuda" if available, else "cpu"."""
 
 
 @dataclass
@@ -68,11 +75,11 @@ class LoraSection:
 
     rank: int = 0
     """0: no adapters, every weight is trained."""
-    alpha: Optional[float] = None  # noqa: UP045
+    alpha: Optional[float] = setting(None, needs="lora.rank")  # noqa: UP045
     """The adapters' output is scaled by `alpha / rank`; null: alpha is twice the rank."""
-    dropout: float = 0.0
+    dropout: float = setting(0.0, needs="lora.rank")
     """Dropout on the adapters' input."""
-    target_modules: Any = None
+    target_modules: Any = field(default=None, metadata={"needs": "lora.rank"})
     """List of the last parts of layer names, such as [q_proj,v_proj]; null: all attention and
     feed-forward projections."""
 
@@ -81,16 +88,16 @@ class LoraSection:
 class WarmupSection:
     """Supervised fine-tuning before reinforcement, on the teacher's demonstrations or on rows."""
 
-    steps: int = MISSING
+    steps: int = setting(least=0)
     """0: no warm-up, or with `data` one pass over it."""
     data: Any = None
     """Rows as `ludic sft` takes them: a file, or a list of files; null: demonstrations of the
     task."""
     data_format: str = "auto"
     """Format of the rows of `data`, as for `ludic sft`."""
-    epochs: Optional[int] = None  # noqa: UP045
+    epochs: Optional[int] = setting(None, least=1, needs="warmup.data")  # noqa: UP045
     """Passes over `data`, instead of `steps`."""
-    batch_size: int = MISSING
+    batch_size: int = setting(least=1)
     """Demonstrations or samples per step."""
     trainer: Any = MISSING
     """Fields of `TrainerConfig`."""
@@ -100,9 +107,9 @@ class WarmupSection:
 class RolloutSection:
     """Sampling for one step of reinforcement."""
 
-    prompts: int = MISSING
+    prompts: int = setting(least=1)
     """Problems per step."""
-    group_size: int = MISSING
+    group_size: int = setting(least=1)
     """Answers per problem."""
     temperature: float = MISSING
     """Logits are divided by it before sampling; the trainer divides its own, too. 0: greedy."""
@@ -119,40 +126,48 @@ class RolloutSection:
     stop: Any = None
     """Text that ends an answer, or a list of texts, besides the end token. The tokens of the text
     are trained."""
-    max_new_tokens: Optional[int] = MISSING  # noqa: UP045  OmegaConf reads this annotation at run time
+    max_new_tokens: Optional[int] = setting(least=1)  # noqa: UP045  OmegaConf reads this annotation at run time
     """Token limit of one turn, and of each call of tools; null: the limit of the task."""
-    concurrency: int = MISSING
+    concurrency: int = setting(least=1)
     """Episodes in flight at once; also the largest batch of the in-process engine."""
     system_prompt: Optional[str] = MISSING  # noqa: UP045
     """System prompt of every conversation; null: that of the task, if it has one."""
-    max_tool_turns: int = 4
+    max_tool_turns: int = setting(4, least=1)
     """Of `tools`: model calls of an answer in which it may call them. The one after them offers no
     tools, and is the answer."""
     tool_timeout_s: Optional[float] = 30.0  # noqa: UP045
     """Seconds after which a call of a tool is given up, and its result is an error; null: never."""
     mask_truncated: bool = False
     """Answers that the token limit cuts off are not trained; their rewards count in their group."""
-    log_every: int = MISSING
+    log_every: int = setting(least=0)
     """Rollouts are written to rollouts.jsonl every so many steps; 0: never."""
-    over_sampling_factor: float = 1.0
+    over_sampling_factor: float = setting(
+        1.0,
+        least=1,
+        below=math.inf,
+        excludes="place.actors or queue.url or inference.batches_ahead",
+        hint=_WHOLE_BATCHES,
+    )
     """Problems in the air, as a multiple of `prompts`. With 1.5 a step trains those that are
     answered first, and the slower third goes on into later steps; nothing is thrown away. Answers
     are then up to ceil(factor - 1) policy versions old. 1: a step waits for its slowest answer."""
-    group_filter: Optional[str] = None  # noqa: UP045
+    group_filter: Optional[str] = setting(  # noqa: UP045
+        None, excludes="place.actors or queue.url or inference.batches_ahead", hint=_WHOLE_BATCHES
+    )
     """Problems whose answers are not worth training are replaced by the next one before the step:
     `nonzero_std` (rewards must differ, DAPO's dynamic sampling), `any_success`,
     `response_diversity`, `quality_and_diversity`, or a function of your own as
     `package.module:name`, from the answers of a problem to bool. Null: none is replaced."""
-    order: str = "arrival"
+    order: str = setting("arrival", choices=("arrival", "submission"), needs=_POOL)
     """Of over-sampling. `arrival`: a step has the problems that are answered first. `submission`:
     always the oldest problems, so that the prompts of a step do not depend on timing."""
-    max_lag: Optional[int] = None  # noqa: UP045
+    max_lag: Optional[int] = setting(None, needs=_POOL)  # noqa: UP045
     """Of over-sampling: steps after which a problem is trained at the latest. More lets slow
     answers take longer. Null: the least, ceil(over_sampling_factor - 1)."""
-    patience: int = 10
+    patience: int = setting(10, least=1, needs=_POOL)
     """The run ends with an error if `group_filter` rejects more than `patience` * `prompts`
     problems for one step."""
-    outage_patience_s: float = 15.0
+    outage_patience_s: float = setting(15.0, least=0, below=math.inf, needs=_POOL)
     """Of over-sampling and `group_filter`: how many seconds no problem at all can be answered,
     because a server is away, before problems are given up. Meanwhile each is tried again after 1,
     2, 4, 8, 8 ... s."""
@@ -162,10 +177,10 @@ class RolloutSection:
 class EvaluationSection:
     """Held-out measurement, before and after reinforcement."""
 
-    prompts: int = MISSING
+    prompts: int = setting(least=1)
     """Held-out problems of each suite of the task. Those of the first suite are also answered
     greedily."""
-    samples_per_prompt: int = MISSING
+    samples_per_prompt: int = setting(least=1)
     """Answers sampled per problem, at the temperature of `rollout`."""
     on: str = "trainer"
     """Who answers: `trainer`, the model in the trainer's process, or `servers`, those that sample
@@ -209,10 +224,10 @@ class Recipe(CommonSettings):
     time appended if that exists."""
     output: str = MISSING
     """Folder that all runs are written to."""
-    seed: int = MISSING
+    seed: int = setting(least=0)
     """Seed of initial weights, demonstrations, problems and sampling. The held-out problems do
     not depend on it."""
-    threads: Optional[int] = MISSING  # noqa: UP045
+    threads: Optional[int] = setting(least=1)  # noqa: UP045
     """Threads of torch; null: torch's default. The last digits of results depend on it, so that
     runs with other values differ."""
     model: Optional[str] = MISSING  # noqa: UP045
@@ -244,7 +259,7 @@ class Recipe(CommonSettings):
     reward_model: Optional[str] = None  # noqa: UP045
     """Folder of a reward model, such as a `ludic train-rm` run. Its score replaces the task's
     reward in training; held-out measurement keeps the task's reward."""
-    reward_model_args: dict[str, Any] = field(default_factory=dict)
+    reward_model_args: dict[str, Any] = field(default_factory=dict, metadata={"needs": "reward_model"})
     """mode (replace, add, multiply, weighted, bonus), rm_coeff, alpha, unfinished_penalty (10;
     subtracted from the score of an answer that hit the token limit), normalize, dtype,
     micro_token_budget, batch_size, timeout_s."""
@@ -253,12 +268,12 @@ class Recipe(CommonSettings):
     Or `package.module:function` of your own, which returns an `RLAlgorithm`."""
     algorithm_args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the algorithm's `make_` function."""
-    steps: int = MISSING
+    steps: int = setting(least=0)
     """Steps of reinforcement, one batch each."""
-    mode: Optional[str] = None  # noqa: UP045
+    mode: Optional[str] = setting(None, choices=MODES)  # noqa: UP045
     """`sft`: only the warm-up. `rl`: only reinforcement. `sft+rl`: both. null: what `warmup.steps`,
     `warmup.data` and `steps` say."""
-    log_every: int = MISSING
+    log_every: int = setting(least=1)
     """Without a terminal, one line is printed every so many steps. metrics.jsonl has every step."""
     report_to: Any = None
     """Experiment trackers: wandb, tensorboard, trackio, mlflow, or a list of these; null: none. Its

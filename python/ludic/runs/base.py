@@ -14,17 +14,17 @@ from ludic.errors import StopRequested
 from ludic.models.adapters import has_adapters
 from ludic.models.loading import find_whole_model
 from ludic.models.saving import save_missing_base, save_policy, write_card
-from ludic.recipes.callbacks import build_callbacks
+from ludic.recipes.build import build_callbacks
 from ludic.recipes.epochs_schema import EpochsRecipe
+from ludic.recipes.model import is_shared_out, recomputes_activations
 from ludic.recipes.schema import Recipe
-from ludic.recipes.sharding import is_shared_out, recomputes_activations
 from ludic.runs.checkpoints import describe_kept_schedule, find_kept_schedule, find_latest_checkpoint, rewind_logs
 from ludic.runs.directory import DONE, Progress, RunDirectory
 from ludic.runs.model_card import try_card
 from ludic.runs.screen import Screen
 from ludic.runs.seeding import seed_phase
 from ludic.runs.shared_model import HomeEvaluator, SharedModel, describe_precision
-from ludic.runs.stop_request import StopRequest, make_stop_request
+from ludic.runs.stop_request import make_stop_request
 from ludic.runs.tracking import run_logger
 from ludic.tasks import EpisodicTask
 from ludic.training import ranks, watchdog

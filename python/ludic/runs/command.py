@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any
 
 from ludic.files.atomic import write_text
 from ludic.rank_environment import read_rank_environment
-from ludic.recipes.devices import choose_devices, devices_left_open
+from ludic.recipes.compose import choose_devices, devices_left_open
 from ludic.recipes.named_sources import check_named_sources
-from ludic.recipes.place_section import needs_launcher
+from ludic.recipes.processes import needs_launcher
 from ludic.runs.console import quiet_libraries, run_with_console
 from ludic.runs.directory import DONE, RunDirectory, check_name, collect_versions, run_path
 from ludic.runs.launching import launch

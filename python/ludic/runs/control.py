@@ -17,9 +17,9 @@ from ludic.files.manifest import replace_with_manifest
 from ludic.models.adapters import has_adapters
 from ludic.models.lora import save_merged
 from ludic.models.state_files import holds_whole_weights
-from ludic.recipes.controllers import build_controllers
-from ludic.recipes.reference_section import check_reference, switches_adapters_off
+from ludic.recipes.build import build_controllers
 from ludic.recipes.schema import Recipe
+from ludic.recipes.sections import check_reference, switches_adapters_off
 from ludic.runs.base import RunParts
 from ludic.runs.checkpoints import has_checkpoint
 from ludic.runs.directory import RunDirectory

@@ -16,13 +16,17 @@ from ludic.models.loading import load_tokenizer
 from ludic.models.lora import describe_trained_share
 from ludic.models.saving import save_policy
 from ludic.models.state_files import holds_whole_weights, read_model
-from ludic.recipes.build import build_config
-from ludic.recipes.callbacks import check_callbacks
+from ludic.recipes.build import build_config, check_callbacks
 from ludic.recipes.epochs_schema import DPORecipe
-from ludic.recipes.lora import add_adapters, check_adapters
-from ludic.recipes.model import build_model, build_tokenizer
-from ludic.recipes.quantization import quantize_base
-from ludic.recipes.sharding import has_no_weights, is_shared_out
+from ludic.recipes.model import (
+    add_adapters,
+    build_model,
+    build_tokenizer,
+    check_adapters,
+    has_no_weights,
+    is_shared_out,
+    quantize_base,
+)
 from ludic.runs.data.pairs import PairData
 from ludic.runs.directory import DONE, DPODirectory
 from ludic.runs.dpo_answers import Answers, read_answers, sample_answers

@@ -17,9 +17,9 @@ from ludic.errors import ConfigError
 from ludic.eval.intervals import Interval, mean_interval, share_interval
 from ludic.eval.tally import average_by_key
 from ludic.inference import InferenceSpec
-from ludic.recipes.callbacks import check_callbacks
-from ludic.recipes.reference_section import InfoSeedSection
+from ludic.recipes.build import check_callbacks
 from ludic.recipes.schema import EvaluationSection, Recipe, RolloutSection
+from ludic.recipes.sections import InfoSeedSection
 from ludic.runs.rollouts import make_evaluation_inference, make_request
 from ludic.tasks import Episode, EpisodicTask, Task, as_episodic
 from ludic.tasks.episodic import Played, share

@@ -28,10 +28,8 @@ from ludic.launch.ray import RayPlace
 from ludic.launch.slurm import SlurmJob, assign_nodes, write_script
 from ludic.launch.supervisor import Supervisor
 from ludic.recipes.actors import check_actors, uses_queue
-from ludic.recipes.devices import AUTO
-from ludic.recipes.inference_section import choose_kind
-from ludic.recipes.place_section import TrainersSection
-from ludic.recipes.schema import Recipe
+from ludic.recipes.processes import TrainersSection, choose_kind
+from ludic.recipes.schema import AUTO, Recipe
 from ludic.runs.directory import run_path
 from ludic.runs.lock import LAUNCH_LOCK, RunLock
 from ludic.runs.plan import ACTOR, TRAINER, plan_processes

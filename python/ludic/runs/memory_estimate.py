@@ -19,12 +19,16 @@ from ludic.errors import ConfigError
 from ludic.models.loading import check_dtype, locate_model
 from ludic.models.places import find_adapter_base, holds_only_adapters
 from ludic.models.quantization import QuantizationSettings, find_quantizable_layers
-from ludic.recipes.lora import apply_settings, build_lora_settings
-from ludic.recipes.model import build_tokenizer, make_small_config
-from ludic.recipes.quantization import build_quantization
-from ludic.recipes.quantization_section import QuantizationSection
+from ludic.recipes.model import (
+    apply_settings,
+    build_lora_settings,
+    build_quantization,
+    build_tokenizer,
+    make_small_config,
+    recomputes_activations,
+)
 from ludic.recipes.schema import LoraSection, Recipe
-from ludic.recipes.sharding import recomputes_activations
+from ludic.recipes.sections import QuantizationSection
 from ludic.training.backend.logits_path import CHUNKED_FROM
 from ludic.training.loss.token_scores import count_tile_elements
 

@@ -18,7 +18,7 @@ from typing import IO, TYPE_CHECKING, TextIO, cast
 
 from ludic.errors import TRY_AGAIN
 from ludic.rank_environment import RankEnvironment, read_rank_environment, tell_status
-from ludic.recipes.ranks_section import RanksSection, check_ranks, phase_deadlines
+from ludic.recipes.processes import RanksSection, phase_deadlines
 from ludic.runs.console import INTERRUPTED, run_with_console
 from ludic.runs.exit_status import rank_exit_status
 
@@ -89,7 +89,6 @@ def run_on_ranks(section: RanksSection, work: Callable[[Console, RankLog | None]
 
     from ludic.training import ranks
 
-    check_ranks(section)
     environment = read_rank_environment(port=section.port)
     assert environment is not None
     timeouts = {"timeout_s": section.timeout_s, "rendezvous_timeout_s": section.rendezvous_timeout_s}

@@ -9,7 +9,7 @@ from ludic.launch.local import LOOPBACK
 from ludic.launch.process import PYTHON, Process
 from ludic.launch.torchrun import ENV, PORT, STOP_VARIABLE, torchrun_argv
 from ludic.recipes.epochs_schema import EpochsRecipe
-from ludic.recipes.place_section import PlaceSection, is_on_one_machine
+from ludic.recipes.processes import PlaceSection, is_on_one_machine
 from ludic.recipes.schema import Recipe
 
 TRAINER, ACTOR, SERVER = "trainer", "actor", "server"

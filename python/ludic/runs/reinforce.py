@@ -16,14 +16,12 @@ from ludic.models.adapters import has_adapters
 from ludic.models.lora import describe_trained_share
 from ludic.models.saving import save_policy
 from ludic.models.state_files import read_model
-from ludic.recipes.actors import uses_queue
+from ludic.recipes.actors import build_group_filter, choose_lag, uses_pool, uses_queue
 from ludic.recipes.compose import config_hash
-from ludic.recipes.inference_section import choose_kind
-from ludic.recipes.lora import add_adapters
-from ludic.recipes.over_sampling import build_group_filter, choose_lag, uses_pool
-from ludic.recipes.reference_section import build_info_seed
+from ludic.recipes.model import add_adapters, has_no_weights
+from ludic.recipes.processes import choose_kind
 from ludic.recipes.schema import EvaluationSection, Recipe, RolloutSection
-from ludic.recipes.sharding import has_no_weights
+from ludic.recipes.sections import build_info_seed
 from ludic.runs.actors.policy_versions import PolicyVersions
 from ludic.runs.actors.supervision import ActorProcesses, run_actors
 from ludic.runs.actors.trainer_side import ActorBatches

@@ -5,19 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ludic.recipes.actors import check_actors
+from ludic.recipes.actors import check_actors, check_over_sampling
 from ludic.recipes.build import (
     add_reward_model,
     build_algorithm,
     build_episodic_task,
     build_trainer_config,
-    check_numbers,
 )
-from ludic.recipes.inference_section import choose_logprob_convention
-from ludic.recipes.lora import add_adapters, check_adapters
-from ludic.recipes.model import build_policy
-from ludic.recipes.over_sampling import check_over_sampling
+from ludic.recipes.model import add_adapters, build_policy, check_adapters
+from ludic.recipes.processes import choose_logprob_convention
 from ludic.recipes.schema import Recipe
+from ludic.recipes.sections import check_checkpoints
 from ludic.runs.control import check_control
 from ludic.runs.data.warmup import Warmup
 from ludic.runs.held_out import check_watched_metrics
@@ -48,7 +46,7 @@ class RLParts:
     @classmethod
     def build(cls, recipe: Recipe) -> RLParts:
         """Build the parts from a recipe. Seeds all random generators first (`seed_everything`)."""
-        check_numbers(recipe)
+        check_checkpoints(recipe.checkpoint)
         check_actors(recipe)
         check_over_sampling(recipe)
         check_sharding_settings(recipe.sharding, recipe.trainer.model_device)

@@ -14,11 +14,9 @@ from ludic.errors import ConfigError
 from ludic.files.atomic import write_text
 from ludic.rank_environment import read_rank_environment
 from ludic.recipes.actors import check_actors
-from ludic.recipes.compose import read_yaml, to_plain_values, to_yaml
-from ludic.recipes.devices import AUTO, SETTINGS
+from ludic.recipes.compose import DEVICE_SETTINGS, read_yaml, to_plain_values, to_yaml
 from ludic.recipes.overrides import RENAMED, Override, parse_override
-from ludic.recipes.ranks_section import check_ranks
-from ludic.recipes.schema import Recipe
+from ludic.recipes.schema import AUTO, Recipe
 from ludic.runs.directory import DONE, Progress, RunDirectory
 
 _FREE = (
@@ -91,7 +89,6 @@ def save_changes(changes: Changes, recipe: Any, directory: RunDirectory) -> None
         return
     if isinstance(recipe, Recipe):
         check_actors(recipe)
-        check_ranks(recipe.ranks)
     tree = read_yaml(directory.config)
     for override in changes.settings:
         OmegaConf.update(tree, override.key, override.value, merge=True)
@@ -123,7 +120,7 @@ def resume_recipe(recipe: Any, directory: RunDirectory, changes: Changes) -> Any
 
 def _check_same(original: Mapping[str, Any], recipe: Any, directory: RunDirectory) -> None:
     before = {RENAMED.get(key, key): value for key, value in _flatten(original).items()}
-    before = {key: value for key, value in before.items() if key not in SETTINGS or value != AUTO}
+    before = {key: value for key, value in before.items() if key not in DEVICE_SETTINGS or value != AUTO}
     now = _flatten(to_plain_values(recipe))
     for key in sorted(before.keys() & now.keys()):
         if before[key] != now[key] and not key.startswith(_FREE):

@@ -6,13 +6,9 @@ from collections.abc import Callable
 from functools import partial
 
 from ludic.files.atomic import write_text
-from ludic.recipes.build import build_config
-from ludic.recipes.callbacks import check_callbacks
+from ludic.recipes.build import build_config, check_callbacks
 from ludic.recipes.epochs_schema import RMRecipe
-from ludic.recipes.lora import check_adapters
-from ludic.recipes.model import build_tokenizer
-from ludic.recipes.rm.model import build_reward_model, choose_padding_token
-from ludic.recipes.sharding import is_shared_out
+from ludic.recipes.model import build_reward_model, build_tokenizer, check_adapters, choose_padding_token, is_shared_out
 from ludic.runs.data.pairs import PairData
 from ludic.runs.directory import DONE, RMDirectory
 from ludic.runs.epochs import PairsParts, PairsRun, check_heldout, count_steps

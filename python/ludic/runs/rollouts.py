@@ -21,8 +21,6 @@ from ludic.files.jsonl import measure_log, truncate_log
 from ludic.inference import ChatClient, InferenceSpec, ReturnSpec, SamplingParams
 from ludic.inference.sampling import check_sampling, make_sampling
 from ludic.interaction import SingleAgentProtocol
-from ludic.recipes.actors import uses_queue
-from ludic.recipes.over_sampling import uses_pool
 from ludic.recipes.schema import Recipe, RolloutSection
 from ludic.runs.directory import RunDirectory
 from ludic.tasks import Episode, EpisodicTask, Task, as_episodic
@@ -103,11 +101,6 @@ def check_rollouts(recipe: Recipe, task: EpisodicTask) -> None:
         )
     if recipe.info_seed.num_seeds and task.tool_use is not None:
         raise ConfigError(f"info_seed.num_seeds ({recipe.info_seed.num_seeds}) needs answers of one model call; leave tools out")
-    if recipe.info_seed.num_seeds and (uses_queue(recipe) or uses_pool(recipe)):
-        raise ConfigError(
-            f"info_seed.num_seeds ({recipe.info_seed.num_seeds}) needs whole groups of this process: leave actors, over-sampling and "
-            "group_filter out"
-        )
 
 
 def make_request(problem: Episode, *, inference: InferenceSpec, seed: int | None, **meta: Any) -> RolloutRequest:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from ludic.errors import ConfigError, InferenceError
 from ludic.inference.client import ChatClient
 from ludic.launch.local import LOOPBACK
-from ludic.recipes.inference_section import InferenceSection, choose_kind, choose_logprob_convention
-from ludic.recipes.over_sampling import choose_lag
+from ludic.recipes.actors import choose_lag
+from ludic.recipes.processes import InferenceSection, choose_kind, choose_logprob_convention
 from ludic.recipes.schema import Recipe
 from ludic.runs.plan import list_servers
 from ludic.runs.rollouts import make_training_inference

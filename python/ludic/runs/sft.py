@@ -9,12 +9,9 @@ from typing import Any
 
 from ludic.errors import ConfigError
 from ludic.inference.local.client import end_token_ids
-from ludic.recipes.build import build_trainer_config
-from ludic.recipes.callbacks import check_callbacks
+from ludic.recipes.build import build_trainer_config, check_callbacks
 from ludic.recipes.epochs_schema import SFTRecipe
-from ludic.recipes.lora import add_adapters, check_adapters
-from ludic.recipes.model import build_model, build_tokenizer
-from ludic.recipes.quantization import quantize_base
+from ludic.recipes.model import add_adapters, build_model, build_tokenizer, check_adapters, quantize_base
 from ludic.runs.data.sft import SFTData, StreamedSFTData, describe_missing_ends, write_demonstrations
 from ludic.runs.directory import DONE, SFTDirectory
 from ludic.runs.epochs import EpochsRun

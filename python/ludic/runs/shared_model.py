@@ -19,10 +19,10 @@ from ludic.models.sharded_loading import copy_home, shard_copy
 from ludic.models.sharding import make_mesh
 from ludic.models.skeleton import drop_weights
 from ludic.recipes.actors import uses_queue
-from ludic.recipes.inference_section import choose_kind
+from ludic.recipes.model import build_sharding, has_no_weights, is_shared_out
+from ludic.recipes.processes import choose_kind
 from ludic.recipes.schema import Recipe
-from ludic.recipes.sharding import build_sharding, has_no_weights, is_shared_out
-from ludic.recipes.sharding_section import ShardingSection, check_sharding
+from ludic.recipes.sections import ShardingSection, check_sharding
 from ludic.training import ranks
 from ludic.training.config import TrainerConfig
 from ludic.training.evaluators.protocol import Evaluator, runs_on_all_ranks

@@ -17,7 +17,7 @@ from ludic.rank_environment import read_rank_environment
 from ludic.recipes.actors import uses_queue
 from ludic.recipes.named_sources import GIVEN_TASKS
 from ludic.recipes.overrides import Override
-from ludic.recipes.place_section import needs_launcher
+from ludic.recipes.processes import needs_launcher
 from ludic.recipes.schema import Recipe
 from ludic.runs.command import RunCommand
 from ludic.runs.directory import RunDirectory, run_path

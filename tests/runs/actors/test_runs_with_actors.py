@@ -160,15 +160,19 @@ def test_a_stopped_run_leaves_no_actor_and_resumes(whole: Path, tmp_path: Path) 
         assert running.enter_context(Forked("train", "--resume", run)).end() == 0
         assert actor.end() == 0
     assert_is_the_run(run, whole)
-    assert "the run began with queue.sqlite" in refused_with(run, "url: queue.sqlite", "url: null")
-    assert "queue.order is arrival, but the run began with exact" in refused_with(run, "order: exact", "order: arrival")
+    assert "the run began with queue.sqlite" in refused_with(
+        run, ("url: queue.sqlite", "url: null"), ("lease_s: 2.0", "lease_s: 60.0")
+    )
+    assert "queue.order is arrival, but the run began with exact" in refused_with(run, ("order: exact", "order: arrival"))
 
 
-def refused_with(run: Path, setting: str, changed: str) -> str:
+def refused_with(run: Path, *changes: tuple[str, str]) -> str:
     config = run / "config.yaml"
-    before = config.read_text()
-    assert setting in before
-    config.write_text(before.replace(setting, changed))
+    before = text = config.read_text()
+    for setting, changed in changes:
+        assert setting in text
+        text = text.replace(setting, changed)
+    config.write_text(text)
     try:
         return refused("train", "--resume", str(run))
     finally:

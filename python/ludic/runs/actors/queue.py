@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ludic.errors import QueueError
 from ludic.files.atomic import write_text
-from ludic.recipes.queue_section import FILE, QueueSection, find_queue
+from ludic.recipes.processes import QUEUE_FILE, QueueSection, find_queue
 from ludic.training.queue.base import GroupLog
 from ludic.training.queue.opening import open_log
 
@@ -35,5 +35,5 @@ def open_queue(section: QueueSection, folder: Path, *, timeout_s: float = 30.0) 
     """The queue of the run in `folder`. Nothing is connected to yet; each call then takes at most
     `timeout_s` seconds."""
     address = find_queue(section, folder)
-    name = f"ludic-{read_run_id(folder)}" if "://" in address else FILE
+    name = f"ludic-{read_run_id(folder)}" if "://" in address else QUEUE_FILE
     return open_log(address, name=name, timeout_s=min(timeout_s, section.patience_s))

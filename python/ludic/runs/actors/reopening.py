@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from ludic.recipes.queue_section import QueueSection
+from ludic.recipes.processes import QueueSection
 from ludic.runs.actors.queue import make_run_id, open_queue
 from ludic.runs.stop_request import Interrupted, StopRequest
 from ludic.training import ranks

@@ -39,11 +39,10 @@ from ludic.inference.client import ChatClient, VersionedClient
 from ludic.inference.local import LocalChatClient
 from ludic.inference.vllm.client import VLLMChatClient
 from ludic.recipes.actors import check_actors, count_prompts_per_entry, uses_queue
-from ludic.recipes.build import add_reward_model, build_episodic_task, check_numbers
-from ludic.recipes.compose import compose
-from ludic.recipes.devices import choose_devices
-from ludic.recipes.inference_section import choose_kind, choose_logprob_convention
+from ludic.recipes.build import add_reward_model, build_episodic_task
+from ludic.recipes.compose import choose_devices, compose
 from ludic.recipes.model import build_policy
+from ludic.recipes.processes import choose_kind, choose_logprob_convention
 from ludic.recipes.schema import Recipe
 from ludic.runs.actors.policy_versions import read_version
 from ludic.runs.actors.queue import open_queue
@@ -82,7 +81,6 @@ class ActorParts:
     @classmethod
     def build(cls, recipe: Recipe) -> ActorParts:
         """Build the parts from a recipe. The weights of the model are those of no version yet."""
-        check_numbers(recipe)
         check_actors(recipe)
         task = build_episodic_task(recipe)
         check_rollouts(recipe, task)

@@ -12,7 +12,7 @@ from typing import Any
 from ludic.files.atomic import read_json
 from ludic.inference.vllm.in_server.flags import WeightBackend
 from ludic.models.positions import find_rope_limits
-from ludic.recipes.inference_section import choose_logprob_convention
+from ludic.recipes.processes import choose_logprob_convention
 from ludic.recipes.schema import Recipe
 
 SERVED_NAME = "policy"

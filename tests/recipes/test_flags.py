@@ -6,8 +6,7 @@ import shlex
 import pytest
 
 from ludic.errors import ConfigError
-from ludic.recipes.overrides import Override
-from ludic.recipes.rm.flags import FLAGS, SWITCHES, parse_flags
+from ludic.recipes.overrides import FLAGS, SWITCHES, Override, parse_flags
 
 DOCUMENTED = shlex.split("""
     --model Qwen/Qwen2.5-0.5B --hf-dataset stanfordnlp/SHP --hf-split train --limit 5000 --steps 1000 --batch-size 16

@@ -1,0 +1,102 @@
+"""Rules of single settings: `setting` states them beside the default, and `check_settings` applies
+them to a whole recipe. Rules between settings that these cannot express are functions `check_...`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import MISSING as NO_DEFAULT, Field, field, fields, is_dataclass
+from functools import reduce
+from typing import Any, TypedDict, Unpack
+
+from omegaconf import MISSING
+
+from ludic.errors import ConfigError, did_you_mean
+
+_BOUNDS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
+    "least": ("at least", operator.ge),
+    "above": ("above", operator.gt),
+    "most": ("at most", operator.le),
+    "below": ("below", operator.lt),
+}
+
+
+class Rules(TypedDict, total=False):
+    """The rules of a setting. Null is always allowed.
+
+    `needs` and `excludes` are conditions on other settings, separated by ` or `: `place.on=ray` is
+    true for that value, `queue.url` for every value but the default. They apply to a setting that
+    is not at its default.
+    """
+
+    least: float
+    """The value is at least this."""
+    above: float
+    """It is greater than this."""
+    most: float
+    """It is at most this."""
+    below: float
+    """It is less than this."""
+    choices: Sequence[str]
+    """It is one of these."""
+    needs: str
+    """It may be set only if one of these conditions is true."""
+    excludes: str
+    """It may be set only if none of these conditions is true."""
+    hint: str
+    """A remedy or reason that ends an error about the choices or another setting."""
+
+
+def setting(default: Any = MISSING, **rules: Unpack[Rules]) -> Any:
+    """A field of a section with this default. Without one a file has the value."""
+    return field(default=default, metadata=rules)
+
+
+def check_settings(recipe: Any) -> None:
+    """Raise `ConfigError` for the first setting of a recipe, in the order of its sections, that
+    breaks a rule. The message names the setting, its value, the rule and the remedy."""
+    for path, item, value in _list_settings(recipe, ""):
+        problem = _find_problem(recipe, path, item, value)
+        if problem is not None:
+            raise ConfigError(f"{path} ({value}) {problem}")
+
+
+def _list_settings(section: Any, prefix: str) -> Iterator[tuple[str, Field[Any], Any]]:
+    """(path, field, value) of each setting that has rules and is not null."""
+    for item in fields(section):
+        value, path = getattr(section, item.name), f"{prefix}{item.name}"
+        if is_dataclass(value):
+            yield from _list_settings(value, f"{path}.")
+        elif item.metadata and value is not None:
+            yield path, item, value
+
+
+def _find_problem(recipe: Any, path: str, item: Field[Any], value: Any) -> str | None:
+    rules = item.metadata
+    for name, (words, holds) in _BOUNDS.items():
+        if name in rules and not holds(value, rules[name]):
+            return f"must be {words} {rules[name]}"
+    hint = f"; {rules['hint']}" if "hint" in rules else ""
+    if "choices" in rules and value not in rules["choices"]:
+        return f"must be one of {', '.join(rules['choices'])}{did_you_mean(str(value), rules['choices'])}{hint}"
+    if value == _default(item):
+        return None
+    if "needs" in rules and not any(_is_true(recipe, each) for each in rules["needs"].split(" or ")):
+        return f"needs {rules['needs']}; set that too, or leave {path} out{hint}"
+    for other in rules["excludes"].split(" or ") if "excludes" in rules else ():
+        if _is_true(recipe, other):
+            return f"does not go together with {other}; leave one of them out{hint}"
+    return None
+
+
+def _is_true(recipe: Any, condition: str) -> bool:
+    path, has_value, wanted = condition.partition("=")
+    *sections, name = path.split(".")
+    section = reduce(getattr, sections, recipe)
+    value = getattr(section, name)
+    return str(value) == wanted if has_value else value != next(_default(item) for item in fields(section) if item.name == name)
+
+
+def _default(item: Field[Any]) -> Any:
+    return item.default if item.default_factory is NO_DEFAULT else item.default_factory()
