@@ -71,9 +71,10 @@ def test_wrong_rows_leave_no_folder_behind(settings: list[str], tmp_path: Path) 
 def test_the_number_of_steps_follows_from_epochs_or_steps(settings: list[str]) -> None:
     from ludic.models.byte_tokenizer import make_byte_tokenizer
     from ludic.recipes.compose import compose
+    from ludic.tasks import DigitSort, as_episodic
 
     def steps(*more: str) -> int:
-        return Warmup.read(compose([*settings, *more]), make_byte_tokenizer()).steps
+        return Warmup.read(compose([*settings, *more]), as_episodic(DigitSort()), make_byte_tokenizer()).steps
 
     assert steps() == 6
     assert steps("warmup.epochs=null") == 3  # one pass

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from ludic.inference.local.client import LocalChatClient
     from ludic.tasks import Episode, EpisodicTask
     from ludic.tasks.episodic import Shown
-    from ludic.tasks.success import Success
+    from ludic.tasks.rewards import Success
     from ludic.training.rollouts.engine import RolloutEngine
     from ludic.training.types import RolloutRequest
     from ludic.types import Rollout
@@ -67,7 +67,7 @@ async def _evaluate(recipe: Recipe, settings: EvalSettings, console: Console) ->
     """Play the episodes, measure, write and show; returns the summary as JSON. All settings are
     checked before the folder is made."""
     from ludic.recipes.build import build_episodic_task, check_numbers
-    from ludic.tasks.success import success_of
+    from ludic.tasks.rewards import success_of
 
     started = time.perf_counter()
     check_numbers(recipe)

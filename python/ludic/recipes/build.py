@@ -20,12 +20,12 @@ from ludic.recipes.ranks_section import check_ranks
 from ludic.recipes.reference_section import build_info_seed, check_reference
 from ludic.recipes.schema import NULL_UNLESS_SET, Recipe, TaskSection
 from ludic.tasks import Addition, Code, DigitSort, EpisodicTask, Rising, Task, TicTacToe, Tools, as_episodic
+from ludic.tasks.adapters import WithTools
 from ludic.tasks.code_data import CodeData
 from ludic.tasks.data_task import DataTask, TaskData
 from ludic.tasks.judged import judged_by
 from ludic.tasks.reasoning_gym import ReasoningGym
-from ludic.tasks.success import success_of
-from ludic.tasks.with_tools import WithTools
+from ludic.tasks.rewards import success_of
 from ludic.training.algorithm import RLAlgorithm, compose_preprocess
 from ludic.training.config import TrainerConfig
 from ludic.training.filters import drop_incomplete_completions

@@ -23,7 +23,7 @@ from ludic.recipes.schema import EvaluationSection, Recipe, RolloutSection
 from ludic.runs.rollouts import make_evaluation_inference, make_request
 from ludic.tasks import Episode, EpisodicTask, Task, as_episodic
 from ludic.tasks.episodic import Played, share
-from ludic.tasks.success import success_of
+from ludic.tasks.rewards import success_of
 from ludic.training.config import TrainerConfig
 from ludic.training.loop.metric_names import bare_name
 from ludic.training.reward_scorer import SCORE_INFO

@@ -38,7 +38,7 @@ from ludic.runs.screen import Screen
 from ludic.runs.shared_model import choose_precision, place_model
 from ludic.runs.stop_request import Interrupted, StopRequest
 from ludic.tasks import EpisodicTask
-from ludic.tasks.measures import logged_names, task_reducers
+from ludic.tasks.episodic import logged_names, task_reducers
 from ludic.training import ranks, watchdog
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.batching.overlapped import OverlappedSource
@@ -152,6 +152,8 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
             with self.open_logger(WARM_UP, keys=WARM_UP_KEYS, spark_key="loss", last_step=steps) as logger:
                 trainer = self._make_phase_trainer(WARM_UP, make_sft(normalizer="tokens"), source, parts.warmup_cfg, logger)
                 await self._train(trainer, steps, WARM_UP)
+        elif recipe.warmup.steps:
+            self.screen.note("No warm-up: the task has no demonstrations")
         if not self._is_measured_on_servers:
             self.progress.before = await self._evaluate()
         if recipe.lora.rank and not has_adapters(parts.model):

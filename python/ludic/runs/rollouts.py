@@ -26,7 +26,7 @@ from ludic.recipes.over_sampling import uses_pool
 from ludic.recipes.schema import Recipe, RolloutSection
 from ludic.runs.directory import RunDirectory
 from ludic.tasks import Episode, EpisodicTask, Task, as_episodic
-from ludic.tasks.base import ProblemList
+from ludic.tasks.episodic import ProblemList
 from ludic.training.batching.source import BATCH_NUMBER, BatchSourceBase
 from ludic.training.batching.synced_batching import RolloutBatchSource
 from ludic.training.info_seed import InfoSeed, SeedPrompts, seed_tagged
