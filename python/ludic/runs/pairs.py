@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from ludic.errors import ConfigError
-from ludic.eval.preference_picture import draw_margins, draw_reliability
+from ludic.eval.picture import draw_margins, draw_reliability
 from ludic.recipes.epochs_schema import PairsRecipe
 from ludic.runs.data.pairs import PairData
 from ludic.runs.directory import PairsDirectory

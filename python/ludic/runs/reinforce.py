@@ -21,7 +21,7 @@ from ludic.recipes.inference_section import choose_kind
 from ludic.recipes.lora import add_adapters
 from ludic.recipes.over_sampling import build_group_filter, choose_lag, uses_pool
 from ludic.recipes.reference_section import build_info_seed
-from ludic.recipes.schema import EvaluationSection, Recipe, RolloutSection
+from ludic.recipes.schema import Recipe
 from ludic.recipes.sharding import has_no_weights
 from ludic.runs.actors.policy_versions import PolicyVersions
 from ludic.runs.actors.supervision import ActorProcesses, run_actors
@@ -364,10 +364,8 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
 class SeededHeldOut(HeldOut):
     """Measures `eval_seed/*` too, and writes a heat map for each measurement."""
 
-    def __init__(
-        self, engine: RolloutEngine, task: EpisodicTask, section: EvaluationSection, rollout: RolloutSection, seeds: SeedEvaluator
-    ) -> None:
-        super().__init__(engine, task, section, rollout)
+    def __init__(self, seeds: SeedEvaluator, *held_out: Any, **settings: Any) -> None:
+        super().__init__(*held_out, **settings)
         self._seeds = seeds
 
     async def measure(self, *, concurrency: int | None = None, timeout_s: float | None = None) -> Evaluation:
@@ -382,7 +380,7 @@ def make_held_out(recipe: Recipe, task: EpisodicTask, engine: RolloutEngine, mod
     engine."""
     info_seed, section = build_info_seed(recipe.info_seed), recipe.info_seed
     if info_seed is None or not section.eval_samples:
-        return HeldOut(engine, task, recipe.evaluation, recipe.rollout)
+        return HeldOut(engine, task, recipe.evaluation, recipe.rollout, seed=recipe.seed)
     seeds = SeedEvaluator(
         engine,
         task,
@@ -393,7 +391,7 @@ def make_held_out(recipe: Recipe, task: EpisodicTask, engine: RolloutEngine, mod
         samples=section.eval_samples,
         heatmaps=directory.seed_heatmaps,
     )
-    return SeededHeldOut(engine, task, recipe.evaluation, recipe.rollout, seeds)
+    return SeededHeldOut(seeds, engine, task, recipe.evaluation, recipe.rollout, seed=recipe.seed)
 
 
 def describe_over_sampling(recipe: Recipe) -> str:
