@@ -104,9 +104,11 @@ def test_optional_members_are_used_if_present():
 def test_members_that_are_set_or_changed_later_count_from_then_on(own):
     task, scorer = as_episodic(own), object()
     own.measures, own.scorer, own.problem_list = {"length": "its length"}, scorer, [1]
-    own.system_prompt, own.success_reward = "Think.", 7.0
+    own.system_prompt, own.success_reward, own.cut_off_reward = "Think.", 7.0, -2.0
+    own.measure = lambda played: {"of": len(played)}
     assert (task.measures, task.scorer, task.training_scorer) == ({"length": "its length"}, scorer, scorer)
     assert (task.problem_list, task.system_prompt, task.success_reward) == ([1], "Think.", 7.0)
+    assert (task.cut_off_reward, task.measure({})) == (-2.0, {"of": 0})
     assert task.sees_cut_off_answers
     own.scorer = None
     assert (task.scorer, task.sees_cut_off_answers) == (None, False)
