@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ludic.errors import DataError
-from ludic.eval.preference_picture import _make_bin_edges, draw_margins, draw_reliability
+from ludic.eval.picture import _make_bin_edges, draw_margins, draw_reliability
 from ludic.training import PreferenceMetrics
 
 

@@ -6,7 +6,7 @@ from playing import FOR_RL, ScriptedClient, play, protocol
 from ludic.envs import DatasetQAEnv
 from ludic.errors import ConfigError
 from ludic.eval import ProblemEvaluator
-from ludic.eval.problems import repeat_requests
+from ludic.eval.evaluator import repeat_requests
 from ludic.training import EnvSpec, ProtocolSpec, Reducer, RolloutEngine, RolloutRequest
 from ludic.types import ChatResponse
 

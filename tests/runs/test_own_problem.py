@@ -253,6 +253,7 @@ def test_gsm8k_from_a_file_needs_no_python_code(here: Path, model: Path, monkeyp
 
 def test_a_stopped_and_resumed_run_equals_the_uninterrupted_run(here: Path, model: Path) -> None:
     given = [f"model={model}", "data=problems.jsonl", "reward=own_problem_rewards:vowels", "steps=4", "trainer.lr=1e-2"]
+    given.append("evaluation.samples_per_prompt=32")  # some with a vowel
     trained(*given, "name=whole")
     assert train_until("train", 2, [*TINY, "output=.", *given, "name=parts"]) == 130
     result = CliRunner().invoke(app, ["train", "--resume", "parts"])

@@ -153,8 +153,21 @@ def test_a_token_limit_of_the_recipe_is_its_users_choice(caplog):
 
 
 def test_without_a_warm_up_the_task_needs_no_teacher():
-    task = type("Mine", (Count,), {"demonstrations": returning(None)})()
+    task = type("Mine", (Count,), {"demonstrations": returning([])})()
     run_trial(task, "warmup.steps=0")
+
+
+def test_without_a_teacher_only_answers_that_mean_nothing_are_tried():
+    played = []
+
+    class Watched(Counting):
+        def env_step(self, action):
+            played.append(action)
+            return super().env_step(action)
+
+    members = {"make_env": lambda self, episode: Watched(), "demonstrations": EpisodicTask.demonstrations}
+    run_trial(type("Mine", (Count,), members)())
+    assert played == ["?"] * 6  # two episodes of three turns
 
 
 def test_each_environment_is_closed_and_a_pool_may_give_it_again():

@@ -71,12 +71,30 @@ def test_wrong_rows_leave_no_folder_behind(settings: list[str], tmp_path: Path) 
 def test_the_number_of_steps_follows_from_epochs_or_steps(settings: list[str]) -> None:
     from ludic.models.byte_tokenizer import make_byte_tokenizer
     from ludic.recipes.compose import compose
+    from ludic.tasks import DigitSort, as_episodic
 
     def steps(*more: str) -> int:
-        return Warmup.read(compose([*settings, *more]), make_byte_tokenizer()).steps
+        return Warmup.read(compose([*settings, *more]), as_episodic(DigitSort()), make_byte_tokenizer()).steps
 
     assert steps() == 6
     assert steps("warmup.epochs=null") == 3  # one pass
     assert steps("warmup.epochs=null", "warmup.steps=5") == 5
     with pytest.raises(ConfigError, match=r"both say how long the warm-up is"):
         steps("warmup.steps=5")
+
+
+def test_a_task_without_demonstrations_has_no_warm_up() -> None:
+    from ludic.models.byte_tokenizer import make_byte_tokenizer
+    from ludic.recipes.compose import compose
+    from ludic.tasks import EpisodicTask, TicTacToe
+
+    class Untaught(TicTacToe):
+        demonstrations = EpisodicTask.demonstrations
+
+    def steps(*more: str) -> int:
+        return Warmup.read(compose(["tictactoe", *more]), Untaught(), make_byte_tokenizer()).steps
+
+    assert compose(["tictactoe"]).warmup.steps > 0 == steps()
+    assert Warmup.read(compose(["tictactoe"]), TicTacToe(), make_byte_tokenizer()).steps > 0
+    with pytest.raises(ConfigError, match=r"mode=sft .* no demonstrations; set warmup\.data=FILE"):
+        steps("mode=sft")

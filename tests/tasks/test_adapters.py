@@ -9,8 +9,9 @@ from ludic.envs import DatasetQAEnv
 from ludic.parsers import ParseResult
 from ludic.tasks import DigitSort, EpisodicTask, Tools, as_episodic
 from ludic.tasks.adapters import WrappedTask
-from ludic.tasks.measures import logged_names, task_reducers
-from ludic.tasks.success import Success, success_of
+from ludic.tasks.episodic import Shown, logged_names, task_reducers
+from ludic.tasks.rewards import Success, success_of
+from ludic.types import Rollout, Step
 
 
 class OwnEpisodes:
@@ -103,20 +104,70 @@ def test_optional_members_are_used_if_present():
 def test_members_that_are_set_or_changed_later_count_from_then_on(own):
     task, scorer = as_episodic(own), object()
     own.measures, own.scorer, own.problem_list = {"length": "its length"}, scorer, [1]
-    own.system_prompt, own.success_reward = "Think.", 7.0
+    own.system_prompt, own.success_reward, own.cut_off_reward = "Think.", 7.0, -2.0
+    own.measure = lambda played: {"of": len(played)}
     assert (task.measures, task.scorer, task.training_scorer) == ({"length": "its length"}, scorer, scorer)
     assert (task.problem_list, task.system_prompt, task.success_reward) == ([1], "Think.", 7.0)
+    assert (task.cut_off_reward, task.measure({})) == (-2.0, {"of": 0})
     assert task.sees_cut_off_answers
     own.scorer = None
     assert (task.scorer, task.sees_cut_off_answers) == (None, False)
 
 
-def test_a_task_of_episodes_needs_the_abstract_members_alone():
-    own = type("Bare", (), {name: getattr(OwnEpisodes, name) for name in EpisodicTask.__abstractmethods__})()
+THREE = ("max_turns", "draw", "make_env")
+
+
+@pytest.mark.parametrize("bases", [(), (EpisodicTask,)])
+def test_three_members_make_a_task_of_episodes(bases):
+    assert set(THREE) == EpisodicTask.__abstractmethods__
+    own = type("Three", bases, {name: getattr(OwnEpisodes, name) for name in THREE})()
     task = as_episodic(own)
-    assert (task.max_turns, task.draw(Random(1)), task.suites()) == (2, own.draw(Random(1)), own.suites())
+    assert (task is own) == bool(bases)
+    assert (task.max_turns, task.draw(Random(1)), task.max_new_tokens) == (2, own.draw(Random(1)), 256)
     assert (task.system_prompt, task.cut_off_reward, task.success_reward, task.facts, task.rates) == (None, 0.0, None, {}, {})
     assert task.parser(" 3 ").action == " 3 "
+    assert (task.demonstrations(4, Random(1)), task.reward_sees) == (None, "what the environment rewards")
+    [(name, heldout)] = task.suites().items()
+    assert (name, len(heldout), {episode["id"] for episode in heldout}) == ("held out", 500, set("01234"))
+    assert task.suites() == as_episodic(own).suites()
+
+
+def dialogue(*steps, **episode):
+    """(episode, rollout) with a step for each (observation, action, info)."""
+    following = [observation for observation, _, _ in steps[1:]] + ["end"]
+    played = [
+        Step(i, observation, action, following[i], 0.5, False, i == len(steps) - 1, info)
+        for i, (observation, action, info) in enumerate(steps)
+    ]
+    return {"id": "1", **episode}, Rollout(steps=played)
+
+
+def test_by_default_facts_are_shares_of_episodes_and_measures_means_of_steps():
+    class Counted(EpisodicTask):
+        max_turns, draw, make_env = 2, OwnEpisodes.draw, OwnEpisodes.make_env
+        facts, measures = MappingProxyType({"right": "it is right"}), MappingProxyType({"length": "its length"})
+
+    first = dialogue(("a", "x", {"right": True, "length": 1}), ("b", "y", {"length": 3}))
+    second, third = dialogue(("a", "x", {"length": 8})), dialogue(("a", "x", {}))
+    task = Counted()
+    assert task.measure({"one": [first, second], "two": [third]}) == {"right": 1 / 3, "length": 4.0}
+    assert task.measure({"one": []}) == {"right": 0.0, "length": 0.0}
+
+
+def test_by_default_the_dialogue_is_shown():
+    task = as_episodic(type("Three", (), {name: getattr(OwnEpisodes, name) for name in THREE})())
+    steps = ("up?", "u p\n", {}), ("again?", "down", {})
+    assert task.show(*dialogue(*steps)) == Shown("up?", "u p again? down", "")
+    assert task.show(*dialogue(*steps, question="where", answer=7)) == Shown("where", "u p again? down", "7")
+
+
+def test_a_task_of_one_turn_needs_neither_teacher_nor_words():
+    own = type("Bare", (), {name: getattr(OwnProblems, name) for name in ("draw", "heldout", "make_env")})()
+    task = as_episodic(own)
+    assert (task.max_turns, task.suites(), task.demonstrations(2, Random(1))) == (1, {"held out": own.heldout()}, None)
+    assert (task.facts, task.reward_sees) == ({}, "what the environment rewards")
+    own.max_turns = 3  # no member of a task of one turn
+    assert as_episodic(own).max_turns == 1
 
 
 def test_a_scorer_of_its_own_for_training_is_read():

@@ -41,9 +41,8 @@ if TYPE_CHECKING:
     from ludic.inference.local.client import LocalChatClient
     from ludic.tasks import Episode, EpisodicTask
     from ludic.tasks.episodic import Shown
-    from ludic.tasks.success import Success
+    from ludic.tasks.rewards import Success
     from ludic.training.rollouts.engine import RolloutEngine
-    from ludic.training.types import RolloutRequest
     from ludic.types import Rollout
 
 
@@ -67,7 +66,7 @@ async def _evaluate(recipe: Recipe, settings: EvalSettings, console: Console) ->
     """Play the episodes, measure, write and show; returns the summary as JSON. All settings are
     checked before the folder is made."""
     from ludic.recipes.build import build_episodic_task
-    from ludic.tasks.success import success_of
+    from ludic.tasks.rewards import success_of
 
     started = time.perf_counter()
     _check_reward_model(recipe, settings)
@@ -81,7 +80,7 @@ async def _evaluate(recipe: Recipe, settings: EvalSettings, console: Console) ->
         console.print(f"{model_name}: {episodes} episodes on {where}, writing to {folder}/", highlight=False, markup=False)
         with _show_progress(console, episodes) as on_episode:
             engine = _make_engine(recipe, settings, task, client, model_name, folder, on_episode)
-            evaluator = _make_evaluator(recipe, settings, task, engine, _make_requests(recipe, task, problems), success.reward)
+            evaluator = _make_evaluator(recipe, settings, task, engine, problems, success.reward)
             rollouts, measurement = await evaluator.play()
     solved_at = success.holds_for(reward for problem in measurement.problems for reward in problem.rewards)
     result = EvaluationResult(measurement, rollouts, problems, task, success, solved_at)
@@ -159,22 +158,22 @@ def _make_evaluator(
     settings: EvalSettings,
     task: EpisodicTask,
     engine: RolloutEngine,
-    requests: Sequence[RolloutRequest],
+    problems: Sequence[Episode],
     solved_at: float | None,
 ) -> ProblemEvaluator:
-    from ludic.eval import ProblemEvaluator
+    from ludic.runs.held_out import make_evaluator
     from ludic.training.reward_scorer import TASK_REWARD_INFO
 
     numbers = [name for name in task.measures if name != TASK_REWARD_INFO]  # the reward is measured anyway
 
-    return ProblemEvaluator(
-        engine=engine,
-        requests_fn=lambda: requests,
+    return make_evaluator(
+        engine,
+        task,
+        {problem["id"]: problem for problem in problems},
+        recipe.rollout,
         k=recipe.evaluation.samples_per_prompt,
-        max_steps=task.max_turns,
-        timeout_s=settings.timeout_s if settings.base_url is None else None,  # a server's client has its own deadline
-        concurrency=recipe.rollout.concurrency,
         seed=recipe.seed,
+        timeout_s=settings.timeout_s if settings.base_url is None else None,  # a server's client has its own deadline
         solved_at=1.0 if solved_at is None else solved_at,  # unused and not reported if nothing says what is right
         confidence=settings.confidence,
         also={
@@ -202,14 +201,6 @@ def _choose_problems(recipe: Recipe, settings: EvalSettings, task: EpisodicTask,
         {**problem, "id": f"{problem['id']}, {i}"} if repeated[problem["id"]] > 1 else problem
         for i, problem in enumerate(problems)
     ]
-
-
-def _make_requests(recipe: Recipe, task: EpisodicTask, problems: Sequence[Episode]) -> list[RolloutRequest]:
-    """One request for each problem; `ProblemEvaluator` gives it its seeds."""
-    from ludic.runs.rollouts import make_evaluation_inference, make_request
-
-    inference = make_evaluation_inference(recipe.rollout, task, greedy=False)
-    return [make_request(problem, inference=inference, seed=None) for problem in problems]
 
 
 @asynccontextmanager

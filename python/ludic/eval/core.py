@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from ludic.event_loop import EventLoop
 from ludic.list_fields import stored
+from ludic.training.rollouts.engine import RolloutEngine
 from ludic.training.rollouts.episodes import PlayedRollouts
 from ludic.training.rollouts.to_samples import step_facts
 from ludic.training.stats import Reducer, apply_reducers_to_records
@@ -17,17 +18,9 @@ Record = dict[str, Any]
 Metrics = dict[str, float]
 
 
-class RolloutGenerator(Protocol):
-    """The part of an engine that an evaluation uses."""
-
-    async def generate_rollouts(
-        self, *, requests: Sequence[RolloutRequest], max_steps: int, timeout_s: float | None, concurrency: int
-    ) -> list[Rollout]: ...
-
-
 async def run_eval(
     *,
-    engine: RolloutGenerator,
+    engine: RolloutEngine,
     requests: Sequence[RolloutRequest],
     reducers: Mapping[str, Reducer],
     max_steps: int,
@@ -51,7 +44,7 @@ async def run_eval(
 
 def run_eval_sync(
     *,
-    engine: RolloutGenerator,
+    engine: RolloutEngine,
     requests: Sequence[RolloutRequest],
     reducers: Mapping[str, Reducer],
     max_steps: int,

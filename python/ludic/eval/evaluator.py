@@ -1,37 +1,29 @@
-"""Evaluators that a trainer can use."""
+"""Evaluators that a trainer can use: each request once, or several answers to each problem for
+accuracy, avg@k and pass@k."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from ludic.eval.core import Metrics, Record, RolloutGenerator, run_eval
+from ludic.errors import ConfigError
+from ludic.eval.core import Metrics, Record, reduce_rollouts, run_eval
+from ludic.eval.tally import PROBLEM_KEY, SAMPLE_KEY, Measurement, RolloutValue, measure
 from ludic.event_loop import await_if_needed
+from ludic.seeds import derive_seed
+from ludic.training.evaluators.protocol import Evaluator as Evaluator
+from ludic.training.rollouts.engine import RolloutEngine
+from ludic.training.rollouts.episodes import PlayedRollouts
 from ludic.training.stats import Reducer
 from ludic.training.types import RequestsFn, RolloutRequest
-
-
-class Evaluator(Protocol):
-    """Measures the policy. The evaluator has its own value for each argument that is None."""
-
-    async def eval(
-        self,
-        *,
-        requests: Sequence[RolloutRequest] | None = None,
-        reducers: Mapping[str, Reducer] | None = None,
-        max_steps: int | None = None,
-        timeout_s: float | None = None,
-        concurrency: int | None = None,
-    ) -> tuple[list[Record], Metrics]:
-        """(records, metrics)."""
+from ludic.types import Rollout
 
 
 @dataclass(frozen=True)
 class EngineEvaluator:
     """Plays the requests of `requests_fn` with an engine. For `Trainer(evaluator=...)`."""
 
-    engine: RolloutGenerator
+    engine: RolloutEngine
     requests_fn: RequestsFn
     """A plain or a coroutine function."""
     reducers: Mapping[str, Reducer]
@@ -58,3 +50,105 @@ class EngineEvaluator:
             timeout_s=self.timeout_s if timeout_s is None else timeout_s,
             concurrency=self.concurrency if concurrency is None else concurrency,
         )
+
+
+@dataclass(frozen=True)
+class ProblemEvaluator:
+    """Plays each request `k` times and measures by problem. Also an `Evaluator` for `Trainer`.
+
+    Every evaluation uses the same seeds: those of sample j of problem i depend only on `seed`, i
+    and j, so the first answers are the same for every `k`.
+    """
+
+    engine: RolloutEngine
+    requests_fn: RequestsFn
+    """Returns one request for each problem. The problem's name is `problem_id` in the meta, or else
+    its position. `num_episodes` is ignored."""
+    k: int = 1
+    """Number of answers to each problem."""
+    reducers: Mapping[str, Reducer] = field(default_factory=dict)
+    max_steps: int = 1
+    timeout_s: float | None = None
+    """Deadline of each model call, in seconds."""
+    concurrency: int = 32
+    seed: int = 0
+    solved_at: float = 1.0
+    """An answer is right if its total reward is at least this."""
+    confidence: float = 0.95
+    select: Callable[[Rollout], bool] | None = None
+    """Selects the rollout to measure, for episodes with several."""
+    also: Mapping[str, RolloutValue] = field(default_factory=dict)
+    """Other values to average, such as a fact of the last step's info."""
+
+    def __post_init__(self) -> None:
+        if self.k < 1:
+            raise ConfigError(f"k ({self.k}) must be >= 1; it is the number of answers to each problem")
+
+    async def measure(self) -> Measurement:
+        """Play and measure. Raises RolloutError if every episode failed."""
+        return (await self.play())[1]
+
+    async def play(self) -> tuple[list[Rollout], Measurement]:
+        """The same, also returning the rollouts that were measured."""
+        rollouts = await self.sample()
+        return rollouts, self._measure(rollouts)
+
+    async def sample(
+        self,
+        problems: Sequence[RolloutRequest] | None = None,
+        *,
+        max_steps: int | None = None,
+        timeout_s: float | None = None,
+        concurrency: int | None = None,
+    ) -> list[Rollout]:
+        """The answers, which are not measured. Arguments that are not None override the
+        evaluator's own."""
+        problems = await await_if_needed(self.requests_fn()) if problems is None else problems
+        return await self.engine.generate_rollouts(
+            requests=repeat_requests(problems, k=self.k, seed=self.seed),
+            max_steps=self.max_steps if max_steps is None else max_steps,
+            timeout_s=self.timeout_s if timeout_s is None else timeout_s,
+            concurrency=self.concurrency if concurrency is None else concurrency,
+        )
+
+    async def eval(
+        self,
+        *,
+        requests: Sequence[RolloutRequest] | None = None,
+        reducers: Mapping[str, Reducer] | None = None,
+        max_steps: int | None = None,
+        timeout_s: float | None = None,
+        concurrency: int | None = None,
+    ) -> tuple[list[Record], Metrics]:
+        """(a record for each step, the metrics of the measurement and of the reducers)."""
+        rollouts = await self.sample(requests, max_steps=max_steps, timeout_s=timeout_s, concurrency=concurrency)
+        records, reduced = reduce_rollouts(rollouts, self.reducers if reducers is None else reducers)
+        return records, {**self._measure(rollouts).metrics(), **reduced}
+
+    def _measure(self, rollouts: Sequence[Rollout]) -> Measurement:
+        return measure(
+            rollouts,
+            rollouts.failures if isinstance(rollouts, PlayedRollouts) else (),
+            solved_at=self.solved_at,
+            confidence=self.confidence,
+            select=self.select,
+            also=self.also,
+        )
+
+
+def repeat_requests(problems: Sequence[RolloutRequest], *, k: int, seed: int) -> list[RolloutRequest]:
+    """`k` requests of one episode for each problem. They are not a group: if one fails, the others
+    still count."""
+    return [_make_sample_request(problem, i, j, seed) for i, problem in enumerate(problems) for j in range(k)]
+
+
+def _make_sample_request(problem: RolloutRequest, i: int, j: int, seed: int) -> RolloutRequest:
+    of_problem = derive_seed(seed, 1 + i)
+    meta = {key: value for key, value in problem.meta.items() if key != "group_id"}
+    return replace(
+        problem,
+        num_episodes=1,
+        env_seed=of_problem if problem.env_seed is None else problem.env_seed,
+        sampling_seed=derive_seed(of_problem, 1 + j),
+        meta={PROBLEM_KEY: str(i), **meta, SAMPLE_KEY: j},
+    )

@@ -1,4 +1,5 @@
-"""Plots measurements: shares with their intervals, and the pass@k curve."""
+"""Plots of measurements: shares with their intervals and the pass@k curve, the calibration of
+preference scores, and the margins between the two responses of a pair."""
 
 from __future__ import annotations
 
@@ -6,8 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
+from ludic.errors import DataError
 from ludic.eval.intervals import Interval
 from ludic.eval.tally import Measurement
+from ludic.training.classification_metrics import CalibrationBins, PreferenceMetrics, margins_in_both_orders, percentiles
+
+_MARGIN_BINS = 40
 
 
 def make_figure(size: tuple[float, float], *, layout: Literal["constrained"] | None = "constrained") -> Any:
@@ -68,3 +75,87 @@ def _draw_curve(axes: Any, measurement: Measurement, *, colour: str, label: str)
     )
     axes.set_xscale("log", base=2)
     axes.set_xticks(ks, [str(k) for k in ks])
+
+
+def draw_reliability(path: Path, metrics: PreferenceMetrics, *, title: str) -> None:
+    """Write a reliability diagram of the scores in `metrics` as PNG: the observed frequency for
+    each bin of predicted probabilities, the diagonal of perfect calibration, and below the
+    number of predictions in each bin. Raises DataError without scores."""
+    _check_has_scores(metrics)
+    figure = make_figure((5.4, 6))
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    bins = metrics.calibration()
+    _draw_calibration(upper, bins)
+    lower.bar(_find_bin_middles(bins), bins.counts, width=_bar_width(bins), color="C0", alpha=0.6)
+    error = metrics.compute()["ece"]
+    upper.set(xlim=(0, 1), ylim=(0, 1.03), ylabel="how often it is preferred", title=f"expected calibration error {error:.3f}")
+    orders = ", each in both orders" if metrics.both_orders else ""
+    lower.set(xlabel="probability that a response is preferred, as stated", ylabel="predictions")
+    lower.set_title(f"{metrics.num_pairs:,} pairs{orders}", fontsize="medium")
+    upper.legend(loc="upper left")
+    _save(figure, (upper, lower), path, title)
+
+
+def draw_margins(path: Path, metrics: PreferenceMetrics, *, title: str) -> None:
+    """Write a histogram of the margins (score of the preferred response minus the other's) as PNG,
+    with margins below 0 in another colour. A pair whose label is a probability counts in both
+    orders, weighted. Raises DataError without scores."""
+    _check_has_scores(metrics)
+    chosen, rejected, labels = metrics.scores
+    margins, weights = margins_in_both_orders(chosen - rejected, labels)
+    figure = make_figure((7, 4))
+    axes = figure.subplots()
+    edges = _make_bin_edges(margins)
+    for part, colour, name in ((margins > 0, "C0", "right"), (margins < 0, "C3", "wrong")):
+        share = weights[part].sum() / weights.sum()
+        axes.hist(margins[part], bins=edges, weights=weights[part], color=colour, alpha=0.6, label=f"{name}: {share:.1%}")
+    median = percentiles(chosen - rejected, labels)["margin_p50"]
+    axes.axvline(0.0, color="black", linewidth=1)
+    axes.axvline(median, color="black", linewidth=1, linestyle="--", label=f"median {median:.2f}")
+    axes.set(
+        xlabel="score of the preferred response less that of the other", ylabel="pairs", title=f"{metrics.num_pairs:,} pairs"
+    )
+    axes.legend(loc="best")
+    _save(figure, (axes,), path, title)
+
+
+def _draw_calibration(axes: Any, bins: CalibrationBins) -> None:
+    filled = bins.counts > 0
+    axes.bar(
+        _find_bin_middles(bins)[filled],
+        bins.frequency[filled],
+        width=_bar_width(bins),
+        color="C0",
+        alpha=0.6,
+        edgecolor="C0",
+        label="observed",
+    )
+    axes.plot(bins.confidence[filled], bins.frequency[filled], marker="o", color="C1", label="mean prediction of each bin")
+    axes.plot([0, 1], [0, 1], color="black", linestyle="--", linewidth=1, label="perfectly calibrated")
+
+
+def _find_bin_middles(bins: CalibrationBins) -> Any:
+    return (bins.edges[:-1] + bins.edges[1:]) / 2
+
+
+def _bar_width(bins: CalibrationBins) -> float:
+    return 0.94 / len(bins.counts)
+
+
+def _make_bin_edges(margins: Any) -> Any:
+    """Edges of bins of equal width with an edge at 0, so that no bin has both colours."""
+    reach = max(float(np.abs(margins).max()), 1e-9)
+    width = 2 * reach / _MARGIN_BINS
+    return np.arange(-_MARGIN_BINS // 2, _MARGIN_BINS // 2 + 1) * width
+
+
+def _check_has_scores(metrics: PreferenceMetrics) -> None:
+    if not metrics.num_pairs:
+        raise DataError("there are no scores to draw; evaluate some pairs first")
+
+
+def _save(figure: Any, axes: tuple[Any, ...], path: Path, title: str) -> None:
+    for one in axes:
+        one.grid(alpha=0.3)
+    figure.suptitle(title)
+    figure.savefig(path, dpi=120)

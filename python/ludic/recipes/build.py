@@ -26,12 +26,12 @@ from ludic.recipes.sections import (
     check_reference,
 )
 from ludic.tasks import Addition, Code, DigitSort, EpisodicTask, Rising, Task, TicTacToe, Tools, as_episodic
+from ludic.tasks.adapters import WithTools
 from ludic.tasks.code_data import CodeData
 from ludic.tasks.data_task import DataTask, TaskData
 from ludic.tasks.judged import judged_by
 from ludic.tasks.reasoning_gym import ReasoningGym
-from ludic.tasks.success import success_of
-from ludic.tasks.with_tools import WithTools
+from ludic.tasks.rewards import success_of
 from ludic.training.algorithm import RLAlgorithm, compose_preprocess
 from ludic.training.callbacks import Callback, CompletionTable, KeepBest, PushToHub, StopOnMetric
 from ludic.training.coefficients import Coefficient

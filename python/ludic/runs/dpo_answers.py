@@ -14,7 +14,6 @@ from ludic.eval.intervals import Interval, mean_interval, share_interval
 from ludic.files.jsonl import read_jsonl
 from ludic.inference.local import LocalChatClient
 from ludic.inference.sampling import SamplingParams
-from ludic.tasks.preferences import Judge
 from ludic.training.types import SAWItem
 
 ENDED = "stop"
@@ -63,8 +62,8 @@ async def sample_answers(
     model: Any, tokenizer: Any, heldout: Sequence[SAWItem], task: Any, *, count: int, max_new_tokens: int, seed: int
 ) -> Answers:
     """`count` answers to the prompts of held-out pairs, one prompt after another, at temperature 1.
-    The prompts are the tokens that were trained on. A `task` that is a `Judge` gives the
-    quality."""
+    The prompts are the tokens that were trained on. If the `task` has
+    `judge(prompt, response)`, it gives the quality; None if the response is no answer."""
     prompts = list_prompts(heldout)
     if not prompts or not count:
         return Answers()
@@ -74,7 +73,7 @@ async def sample_answers(
     traces = await asyncio.gather(
         *(client.complete_tokens(prompt, sampling=sampling, seed=seed + index) for index, prompt in enumerate(asked))
     )
-    judge = task.judge if isinstance(task, Judge) else None
+    judge = getattr(task, "judge", None)
     answers = []
     for prompt, trace in zip(asked, traces, strict=True):
         question, text = (tokenizer.decode(ids, skip_special_tokens=True) for ids in (prompt, trace.completion_token_ids))

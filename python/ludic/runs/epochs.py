@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from ludic.errors import ConfigError
-from ludic.eval.preference_picture import draw_margins, draw_reliability
+from ludic.eval.picture import draw_margins, draw_reliability
 from ludic.recipes.epochs_schema import EpochsRecipe, PairsRecipe
 from ludic.runs.base import RunParts, TrainerT, TrainingRun
 from ludic.runs.checkpoints import restore_best_weights

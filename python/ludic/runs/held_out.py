@@ -1,39 +1,34 @@
 """Held-out measurement: the mean reward of sampled answers, the accuracy of greedy answers, and
 a few answers to look at.
 
-It is not `eval.problems.ProblemEvaluator`, which `ludic eval` uses. That samples k answers to each
-problem of one suite, for accuracy and pass@k, with seeds from the recipe. This measures all suites,
-sampled and greedy, with the same seeds in every run, so that before and after training, and other
-runs of the task, can be compared. Intervals and means by problem are those of `eval` in both.
+`ludic train` measures all suites of the task, sampled and greedy, before and after training; `ludic
+eval` measures one of them. Both ask for the same answers: those of one seed are the same in both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ludic.errors import ConfigError
+from ludic.eval.evaluator import ProblemEvaluator
 from ludic.eval.intervals import Interval, mean_interval, share_interval
-from ludic.eval.tally import average_by_key
-from ludic.inference import InferenceSpec
+from ludic.eval.tally import PROBLEM_KEY, SAMPLE_KEY, average_by_key
 from ludic.recipes.build import check_callbacks
 from ludic.recipes.schema import EvaluationSection, Recipe, RolloutSection
 from ludic.recipes.sections import InfoSeedSection
 from ludic.runs.rollouts import make_evaluation_inference, make_request
 from ludic.tasks import Episode, EpisodicTask, Task, as_episodic
-from ludic.tasks.episodic import Played, share
-from ludic.tasks.success import success_of
+from ludic.tasks.episodic import share
+from ludic.tasks.rewards import success_of
 from ludic.training.config import TrainerConfig
 from ludic.training.evaluators.protocol import bare_name
 from ludic.training.reward_scorer import SCORE_INFO
 from ludic.training.rollouts.engine import RolloutEngine
-from ludic.training.rollouts.episodes import PlayedRollouts
 from ludic.types import Rollout
 
 _SHOWN = 8  # answers in the report
-_PLACE = "held_out_place"  # number of the request of an episode; failed episodes are missing from the result
-_SAMPLING_SEED = 1_000_000  # the same before and after training
 
 
 @dataclass(frozen=True)
@@ -153,14 +148,41 @@ def _list_measured_by_seed(section: InfoSeedSection) -> list[str]:
     return [f"eval_seed/{name}" for name in ("pass_at_n", *between)]
 
 
+def make_evaluator(
+    engine: RolloutEngine,
+    task: EpisodicTask,
+    problems: Mapping[Any, Episode],
+    rollout: RolloutSection,
+    *,
+    k: int,
+    seed: int,
+    greedy: bool = False,
+    **settings: Any,
+) -> ProblemEvaluator:
+    """`k` answers to each of the problems, which are named by their keys, with the sampling of
+    training or greedy. `settings` are fields of the evaluator."""
+    inference = make_evaluation_inference(rollout, task, greedy=greedy)
+    requests = [
+        make_request(problem, inference=inference, seed=None, **{PROBLEM_KEY: name}) for name, problem in problems.items()
+    ]
+    settings = {"concurrency": rollout.concurrency, "max_steps": task.max_turns, **settings}
+    return ProblemEvaluator(engine, lambda: requests, k=k, seed=seed, **settings)
+
+
 class HeldOut:
     """Measures the policy on the task's held-out problems, as an evaluator of `Trainer` and at
-    both ends of a run. The same policy gives the same numbers."""
+    both ends of a run. The same policy and `seed` give the same numbers."""
 
     def __init__(
-        self, engine: RolloutEngine, task: Task | EpisodicTask, section: EvaluationSection, rollout: RolloutSection
+        self,
+        engine: RolloutEngine,
+        task: Task | EpisodicTask,
+        section: EvaluationSection,
+        rollout: RolloutSection,
+        *,
+        seed: int = 0,
     ) -> None:
-        self._engine, self._task, self._section, self._rollout = engine, as_episodic(task), section, rollout
+        self._engine, self._task, self._section, self._rollout, self._seed = engine, as_episodic(task), section, rollout, seed
         self.success = success_of(self._task, section.solved_at)
         self.current_step: Callable[[], int] = lambda: 0
         """The step of the policy that is measured, where a trainer says it."""
@@ -175,15 +197,16 @@ class HeldOut:
     async def measure(self, *, concurrency: int | None = None, timeout_s: float | None = None) -> Evaluation:
         """Sample answers to all problems, and answer those of the first suite greedily."""
         suites = {name: list(problems[: self._section.prompts]) for name, problems in self._task.suites().items()}
-        sampling, greedy = (make_evaluation_inference(self._rollout, self._task, greedy=flag) for flag in (False, True))
-        limits = {"concurrency": concurrency or self._rollout.concurrency, "timeout_s": timeout_s}
-        sampled = {
-            name: await self._play(problems * self._section.samples_per_prompt, sampling, **limits)
-            for name, problems in suites.items()
-        }
+        limits: dict[str, Any] = {"concurrency": concurrency, "timeout_s": timeout_s}
+        k = self._section.samples_per_prompt
+        sampled = {name: await self._sample(problems, k=k, **limits) for name, problems in suites.items()}
         first = next(iter(suites))
-        best = await self._play(suites[first], greedy, **limits)
-        paired = {name: _pair_with_problems(suites[name], episodes) for name, episodes in sampled.items()}
+        best = await self._sample(suites[first], k=1, greedy=True, **limits)
+        requested = k * sum(map(len, suites.values())) + len(suites[first])
+        paired = {
+            name: [(suites[name][episode.meta[PROBLEM_KEY]], episode) for episode in episodes]
+            for name, episodes in sampled.items()
+        }
         rewards = [episode.total_reward for _, episode in paired[first]]
         greedy_rewards = [episode.total_reward for episode in best]
         solved_at = self.success.holds_for([*rewards, *greedy_rewards])
@@ -194,7 +217,7 @@ class HeldOut:
             facts=self._task.measure(paired),
             answers=[self._build_answer(problem, place, sampled[first], solved_at) for place, problem in shown],
             num_sampled=len(rewards),
-            failed=sum(episodes.counts.num_failed_episodes for episodes in [*sampled.values(), best]),
+            failed=requested - sum(map(len, [*sampled.values(), best])),
             greedy_reward=share(greedy_rewards),
             solved_at=solved_at,
             sampled_right=None if solved_at is None else share(reward >= solved_at for reward in rewards),
@@ -203,7 +226,7 @@ class HeldOut:
 
     def _build_answer(self, problem: Episode, place: int, episodes: Sequence[Rollout], solved_at: float | None) -> Answer:
         """The first answer to the problem at `place`; without text if it failed."""
-        first = next((episode for episode in episodes if episode.meta[_PLACE] == place), None)
+        first = next((each for each in episodes if (each.meta[PROBLEM_KEY], each.meta[SAMPLE_KEY]) == (place, 0)), None)
         if first is None:
             return Answer(str(problem.get("question", problem["id"])), "", str(problem.get("answer", "")), None)
         shown = self._task.show(problem, first)
@@ -228,19 +251,11 @@ class HeldOut:
             "num_failed_episodes": float(measured.failed),
         }
 
-    async def _play(self, problems: Sequence[Episode], inference: InferenceSpec, **limits: Any) -> PlayedRollouts:
-        requests = [
-            make_request(problem, inference=inference, seed=_SAMPLING_SEED + place, **{_PLACE: place})
-            for place, problem in enumerate(problems)
-        ]
-        return await self._engine.generate_rollouts(requests=requests, max_steps=self._task.max_turns, **limits)
-
-
-def _pair_with_problems(problems: Sequence[Episode], episodes: Sequence[Rollout]) -> list[Played]:
-    """Each rollout with its problem; failed ones are missing.
-
-    Two problems sampled twice: requests 0, 1, 2, 3 are on problems 0, 1, 0, 1 = request % 2."""
-    return [(problems[episode.meta[_PLACE] % len(problems)], episode) for episode in episodes]
+    async def _sample(self, problems: Sequence[Episode], *, k: int, greedy: bool = False, **limits: Any) -> list[Rollout]:
+        """The answers to the problems, which are named by their places."""
+        named = dict(enumerate(problems))
+        evaluator = make_evaluator(self._engine, self._task, named, self._rollout, k=k, seed=self._seed, greedy=greedy)
+        return await evaluator.sample(**limits)
 
 
 def _collect_by_problem(
@@ -263,5 +278,5 @@ def _collect_by_problem(
 
 def _average_by_problem(count: int, values: Iterable[tuple[Rollout, float]]) -> list[float | None]:
     """The mean of the values of each of `count` problems; None for a problem without any."""
-    means = average_by_key((episode.meta[_PLACE] % count, value) for episode, value in values)
+    means = average_by_key((episode.meta[PROBLEM_KEY], value) for episode, value in values)
     return [means.get(problem) for problem in range(count)]

@@ -20,7 +20,7 @@ from ludic.recipes.actors import build_group_filter, choose_lag, uses_pool, uses
 from ludic.recipes.compose import config_hash
 from ludic.recipes.model import add_adapters, has_no_weights
 from ludic.recipes.processes import choose_kind
-from ludic.recipes.schema import EvaluationSection, Recipe, RolloutSection
+from ludic.recipes.schema import Recipe
 from ludic.recipes.sections import build_info_seed
 from ludic.runs.actors.policy_versions import PolicyVersions
 from ludic.runs.actors.supervision import ActorProcesses, run_actors
@@ -38,7 +38,7 @@ from ludic.runs.screen import Screen
 from ludic.runs.shared_model import choose_precision, place_model
 from ludic.runs.stop_request import Interrupted
 from ludic.tasks import EpisodicTask
-from ludic.tasks.measures import logged_names, task_reducers
+from ludic.tasks.episodic import logged_names, task_reducers
 from ludic.training import ranks, watchdog
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.batching.overlapped import OverlappedSource
@@ -156,6 +156,8 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
             with self.open_logger(WARM_UP, keys=WARM_UP_KEYS, spark_key="loss", last_step=steps) as logger:
                 trainer = self._make_phase_trainer(WARM_UP, make_sft(normalizer="tokens"), source, parts.warmup_cfg, logger)
                 await self._train(trainer, steps, WARM_UP)
+        elif recipe.warmup.steps:
+            self.screen.note("No warm-up: the task has no demonstrations")
         if not self._is_measured_on_servers:
             self.progress.before = await self._evaluate()
         if recipe.lora.rank and not has_adapters(parts.model):
@@ -366,10 +368,8 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
 class SeededHeldOut(HeldOut):
     """Measures `eval_seed/*` too, and writes a heat map for each measurement."""
 
-    def __init__(
-        self, engine: RolloutEngine, task: EpisodicTask, section: EvaluationSection, rollout: RolloutSection, seeds: SeedEvaluator
-    ) -> None:
-        super().__init__(engine, task, section, rollout)
+    def __init__(self, seeds: SeedEvaluator, *held_out: Any, **settings: Any) -> None:
+        super().__init__(*held_out, **settings)
         self._seeds = seeds
 
     async def measure(self, *, concurrency: int | None = None, timeout_s: float | None = None) -> Evaluation:
@@ -384,7 +384,7 @@ def make_held_out(recipe: Recipe, task: EpisodicTask, engine: RolloutEngine, mod
     engine."""
     info_seed, section = build_info_seed(recipe.info_seed), recipe.info_seed
     if info_seed is None or not section.eval_samples:
-        return HeldOut(engine, task, recipe.evaluation, recipe.rollout)
+        return HeldOut(engine, task, recipe.evaluation, recipe.rollout, seed=recipe.seed)
     seeds = SeedEvaluator(
         engine,
         task,
@@ -395,7 +395,7 @@ def make_held_out(recipe: Recipe, task: EpisodicTask, engine: RolloutEngine, mod
         samples=section.eval_samples,
         heatmaps=directory.seed_heatmaps,
     )
-    return SeededHeldOut(engine, task, recipe.evaluation, recipe.rollout, seeds)
+    return SeededHeldOut(seeds, engine, task, recipe.evaluation, recipe.rollout, seed=recipe.seed)
 
 
 def describe_over_sampling(recipe: Recipe) -> str:

@@ -71,7 +71,7 @@ class RLParts:
             algorithm=algorithm,
             warmup_cfg=build_trainer_config(recipe.warmup.trainer, **derived),
             trainer_cfg=build_trainer_config(recipe.trainer, **derived, temperature=convention.temperature),
-            warmup=Warmup.read(recipe, tokenizer),
+            warmup=Warmup.read(recipe, task, tokenizer),
             model=model,
             tokenizer=tokenizer,
         )

@@ -24,7 +24,7 @@ from ludic.interaction import SingleAgentProtocol
 from ludic.recipes.schema import Recipe, RolloutSection
 from ludic.runs.directory import RunDirectory
 from ludic.tasks import Episode, EpisodicTask, Task, as_episodic
-from ludic.tasks.base import ProblemList
+from ludic.tasks.episodic import ProblemList
 from ludic.training.batching.source import BATCH_NUMBER, BatchSourceBase
 from ludic.training.batching.synced_batching import RolloutBatchSource
 from ludic.training.info_seed import InfoSeed, SeedPrompts, seed_tagged

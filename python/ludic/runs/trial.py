@@ -37,11 +37,10 @@ def try_task(recipe: Recipe, task: EpisodicTask, tokenizer: Any, model: Any) -> 
     with preserved_rng():
         drawn, suites = trial.read_episodes(Random("trial"))
         first = next(iter(suites.values()))
-        answers = [["?"]]
+        taught = ["?"]
         if recipe.warmup.steps and recipe.warmup.data is None:
-            answers.insert(0, trial.demonstrate(Random("trial"), tokenizer))
-        else:
-            answers.append(answers[0])
+            taught = trial.demonstrate(Random("trial"), tokenizer) or taught
+        answers = [taught, ["?"]]
         context = getattr(getattr(model, "config", None), "max_position_embeddings", None)
         episode = first[0] if len(first) else drawn
         for each, env in zip(answers, trial.make_envs(episode, len(answers)), strict=True):
@@ -50,12 +49,12 @@ def try_task(recipe: Recipe, task: EpisodicTask, tokenizer: Any, model: Any) -> 
 
 class _Trial:
     def __init__(self, recipe: Recipe, task: EpisodicTask) -> None:
-        self._recipe, self._task, own = recipe, task, task
+        self._recipe, self._task, own, is_one_turn = recipe, task, task, False
         while isinstance(own, WrappedTask):
-            own = own.task
-        self._user = own.task if isinstance(own, OneTurn) else own
-        self._keys = ("id", "question", "answer") if isinstance(own, OneTurn) else ("id",)
-        self._renamed = {"suites": "heldout", "demonstrations": "demonstrate"} if isinstance(own, OneTurn) else {}
+            own, is_one_turn = own.task, isinstance(own, OneTurn)
+        self._user = own
+        self._keys = ("id", "question", "answer") if is_one_turn else ("id",)
+        self._renamed = {"suites": "heldout", "demonstrations": "demonstrate"} if is_one_turn else {}
 
     def read_episodes(self, rng: Random) -> tuple[Any, Mapping[str, Any]]:
         """An episode that is drawn, and the suites."""
@@ -74,15 +73,20 @@ class _Trial:
         several = f"a list, each episode {expected}" if self._renamed else f"a mapping of names to lists, each episode {expected}"
         return drawn, self._call("suites", is_right=are_suites, expected=several)
 
-    def demonstrate(self, rng: Random, tokenizer: Any) -> list[str]:
-        """The actions of a demonstration."""
+    def demonstrate(self, rng: Random, tokenizer: Any) -> list[str] | None:
+        """The actions of a demonstration; None without a teacher."""
 
         def is_right(value: Any) -> bool:
+            if value is None:
+                return True
             [turns] = value
             return bool(turns) and all(isinstance(text, str) for turn in turns for text in (turn.observation, turn.action))
 
         expected = "the answer as text" if self._renamed else "`count` lists of Turn(observation, action)"
-        [turns] = self._call("demonstrations", 1, rng, is_right=is_right, expected=expected)
+        demonstrations = self._call("demonstrations", 1, rng, is_right=is_right, expected=expected)
+        if demonstrations is None:
+            return None
+        [turns] = demonstrations
         chosen = self._recipe.rollout.max_new_tokens
         limit = chosen or self._task.max_new_tokens
         for turn in turns:

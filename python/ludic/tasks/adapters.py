@@ -1,122 +1,77 @@
-"""Adapters that make an `EpisodicTask` of any task."""
+"""Tasks around tasks: an `EpisodicTask` of any object with the members of a task, and a task whose
+model may call tools before it answers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from random import Random
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
+from ludic.agents.react_agent import CALLS_INFO, FAILED_INFO
+from ludic.agents.tool_use import ToolUse
 from ludic.envs.single_agent_env import SingleAgentEnv
 from ludic.forwarding import forward_members
 from ludic.inference.prompts.template import read_template_kwargs
-from ludic.tasks.base import Task, TaskDefaults
-from ludic.tasks.episodic import OPTIONAL_MEMBERS, Episode, EpisodicTask, Played, Shown, Turn, share
-from ludic.types import Message, Rollout
+from ludic.tasks.episodic import Episode, EpisodicTask, Played, Shown, Task, Turn, share, transcript
+from ludic.types import Message, Rollout, answers_of
 
-
-@runtime_checkable
-class _HasSuites(Protocol):
-    """A task of episodes; a task of one turn has no suites."""
-
-    def suites(self) -> Mapping[str, Sequence[Episode]]: ...
+_WITH_DEFAULT = [name for name in vars(EpisodicTask) if not name.startswith("_") and name not in EpisodicTask.__abstractmethods__]
 
 
 def as_episodic(task: Task | EpisodicTask) -> EpisodicTask:
     """`task` itself if it is an `EpisodicTask`, else an adapter around it.
 
-    A class of the user's need not subclass anything: with `suites` it is a task of episodes,
-    without a task of one turn. Its members are read when they are needed, so a member that is set
-    or changed later counts from then on.
+    A class of the user's need not subclass anything: with `suites`, or with `max_turns` and no
+    `heldout`, it is a task of episodes, else a task of one turn. Its members are read when they are
+    needed, so a member that is set or changed later counts from then on.
     """
     if isinstance(task, EpisodicTask):
         return task
-    return WrappedTask(task) if isinstance(task, _HasSuites) else OneTurn(task)
+    has_episodes = hasattr(task, "suites") or (hasattr(task, "max_turns") and not hasattr(task, "heldout"))
+    return WrappedTask(task) if has_episodes else OneTurn(task)
 
 
-@forward_members("task", OPTIONAL_MEMBERS)
+@forward_members("task", _WITH_DEFAULT)
 class WrappedTask(EpisodicTask):
-    """Passes everything on to `task`, which is an `EpisodicTask` or an object of the user's with
-    its abstract members. A subclass overrides what differs."""
+    """Has the members of `task`, an `EpisodicTask` or an object of the user's, and the defaults of
+    `EpisodicTask` for those that it lacks. A subclass overrides what differs."""
 
     def __init__(self, task: Any) -> None:
-        self.task: EpisodicTask = task
+        self.task = task
 
     @property
     def max_turns(self) -> int:
         return self.task.max_turns
 
-    @property
-    def max_new_tokens(self) -> int:
-        return self.task.max_new_tokens
-
-    @property
-    def reward_sees(self) -> str:
-        return self.task.reward_sees
-
     def draw(self, rng: Random) -> Episode:
         return self.task.draw(rng)
-
-    def demonstrations(self, count: int, rng: Random) -> Sequence[Sequence[Turn]]:
-        return self.task.demonstrations(count, rng)
 
     def make_env(self, episode: Episode) -> SingleAgentEnv:
         return self.task.make_env(episode)
 
-    def suites(self) -> Mapping[str, Sequence[Episode]]:
-        return self.task.suites()
 
-    def measure(self, played: Mapping[str, Sequence[Played]]) -> dict[str, float]:
-        return self.task.measure(played)
-
-    def show(self, episode: Episode, rollout: Rollout) -> Shown:
-        return self.task.show(episode, rollout)
-
-
-@forward_members("task", (*TaskDefaults.__annotations__, "training_scorer", "rates", "aclose"))
-class OneTurn(TaskDefaults, EpisodicTask):
-    """A task of one turn as a task of episodes."""
-
-    def __init__(self, task: Task) -> None:
-        self.task = task
+class OneTurn(WrappedTask):
+    """A task of one turn, with the members of `Task`, as a task of episodes."""
 
     @property
     def max_turns(self) -> int:
         return 1
 
     @property
-    def max_new_tokens(self) -> int:
-        return self.task.max_new_tokens
+    def success_reward(self) -> float | None:
+        return getattr(self.task, "success_reward", 1.0)
 
-    @property
-    def reward_sees(self) -> str:
-        return self.task.reward_sees
-
-    @property
-    def facts(self) -> Mapping[str, str]:
-        return self.task.facts
-
-    def draw(self, rng: Random) -> Episode:
-        return self.task.draw(rng)
-
-    def demonstrations(self, count: int, rng: Random) -> Sequence[Sequence[Turn]]:
+    def demonstrations(self, count: int, rng: Random) -> Sequence[Sequence[Turn]] | None:
+        if not hasattr(self.task, "demonstrate"):
+            return None
         problems = [self.task.draw(rng) for _ in range(count)]
         return [
             [Turn(each["question"], self.task.demonstrate(each, rng), prompt_messages(each), _kwargs(each))] for each in problems
         ]
 
-    def make_env(self, episode: Episode) -> SingleAgentEnv:
-        return self.task.make_env(episode)  # type: ignore[arg-type]
-
     def suites(self) -> Mapping[str, Sequence[Episode]]:
         return {"held out": self.task.heldout()}
-
-    def measure(self, played: Mapping[str, Sequence[Played]]) -> dict[str, float]:
-        [answers] = played.values()
-        infos = [rollout.steps[-1].info for _, rollout in answers]
-        facts = {name: share(bool(info.get(name, False)) for info in infos) for name in self.facts}
-        each = [name for name in self.rates if name in self.measures]
-        together = {} if self.measure_answers is None else self.measure_answers(answers)
-        return {**facts, **{name: share(info[name] for info in infos if name in info) for name in each}, **together}
 
     def show(self, episode: Episode, rollout: Rollout) -> Shown:
         return Shown(episode["question"], rollout.steps[-1].action, episode["answer"])
@@ -130,3 +85,45 @@ def prompt_messages(problem: Mapping[str, Any]) -> Sequence[Message] | None:
     """The messages of a problem with a conversation as prompt; None if the prompt is text."""
     prompt = problem["row"]["prompt"] if "row" in problem else None
     return prompt if isinstance(prompt, list) else None
+
+
+MEASURES = {CALLS_INFO: "calls of tools before an answer", FAILED_INFO: "calls before an answer that failed"}
+"""What is measured beside the task's own rates, means over the answers."""
+
+
+class WithTools(WrappedTask):
+    """`task`, in which the model may call tools before each answer. The task sees the answers only;
+    people are shown the calls and their results too."""
+
+    def __init__(self, task: EpisodicTask, use: ToolUse) -> None:
+        super().__init__(task)
+        self._use = use
+
+    @property
+    def tool_use(self) -> ToolUse:
+        return self._use
+
+    @property
+    def measures(self) -> Mapping[str, str]:
+        return {**self.task.measures, **MEASURES}
+
+    @property
+    def rates(self) -> Mapping[str, str]:
+        return {**self.task.rates, **MEASURES}
+
+    def measure(self, played: Mapping[str, Sequence[Played]]) -> dict[str, float]:
+        answers = {
+            suite: [(episode, keep_answers(rollout)) for episode, rollout in episodes] for suite, episodes in played.items()
+        }
+        infos = [step.info for episodes in answers.values() for _, rollout in episodes for step in rollout.steps]
+        means = {name: share(info[name] for info in infos if name in info) for name in MEASURES}
+        return {**self.task.measure(answers), **means}
+
+    def show(self, episode: Episode, rollout: Rollout) -> Shown:
+        shown = self.task.show(episode, keep_answers(rollout))
+        return shown._replace(text=transcript(rollout)) if len(rollout.steps) > 1 else shown
+
+
+def keep_answers(rollout: Rollout) -> Rollout:
+    """The rollout without the model calls that called tools."""
+    return replace(rollout, steps=answers_of(rollout))

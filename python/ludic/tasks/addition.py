@@ -17,7 +17,7 @@ from random import Random
 
 from ludic.envs.dataset_qa_env import DatasetQAEnv
 from ludic.errors import ConfigError
-from ludic.tasks.base import Problem, check_share
+from ludic.tasks.episodic import Problem, check_share
 from ludic.types import StepOutcome
 
 _SPLIT_SEED = 20_000  # of the held-out problems, which are the same in every run

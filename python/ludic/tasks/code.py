@@ -23,7 +23,7 @@ from ludic.envs.code_exec.sandbox import SandboxPool
 from ludic.envs.code_exec.shared_pool import SharedSandboxPool, share_sandboxes
 from ludic.envs.code_exec.types import TestCase
 from ludic.errors import ConfigError
-from ludic.tasks.base import Problem, check_share
+from ludic.tasks.episodic import Problem, check_share
 from ludic.types import StepOutcome
 
 PICKS = ("max", "min", "first", "last")

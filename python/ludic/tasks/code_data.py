@@ -16,8 +16,8 @@ from ludic.envs.code_exec.sandbox import SandboxPool
 from ludic.envs.code_exec.shared_pool import SharedSandboxPool, share_sandboxes
 from ludic.errors import ConfigError, DataError
 from ludic.parsers import extract_last_code_block
-from ludic.tasks.base import Problem
 from ludic.tasks.data_task import TaskData, hash_text
+from ludic.tasks.episodic import Problem
 from ludic.types import StepOutcome
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from ludic.data import DataMixture, DataSet, Row, load_data, load_mixture
 from ludic.data.rows_on_disk import Changed
 from ludic.envs.dataset_qa_env import PromptEnv, prompt_shown, right_answer
 from ludic.errors import ConfigError, DataError
-from ludic.tasks.base import Problem
+from ludic.tasks.episodic import Problem
 from ludic.tasks.rewards import DataRewards, NoRewards, build_rewards, is_one_verifier
 
 PROMPT_COLUMNS = ("prompt", "question", "problem", "instruction")
@@ -94,10 +94,6 @@ class DataTask:
     def system_prompt(self) -> str | None:
         """Suggested by a reward function, for prompts and recipes without a system prompt."""
         return self.training_scorer.system_prompt or self.scorer.system_prompt
-
-    @property
-    def facts(self) -> Mapping[str, str]:
-        return {}
 
     @property
     def measures(self) -> Mapping[str, str]:

@@ -10,8 +10,7 @@ from ludic.context import GivenDialog
 from ludic.errors import ConfigError
 from ludic.inference.prompts.template import ChatTemplate, begin_prompt, find_turn_end
 from ludic.tasks.adapters import as_episodic
-from ludic.tasks.base import Task
-from ludic.tasks.episodic import EpisodicTask, Turn
+from ludic.tasks.episodic import EpisodicTask, Task, Turn
 from ludic.training.types import SAWBatch, SAWItem
 from ludic.types import Message
 
@@ -35,7 +34,7 @@ class DemonstrationSource:
 
     async def next_batch(self) -> SAWBatch:
         rng = Random(f"demonstrations {self._seed} {self._batches}")
-        episodes = self._task.demonstrations(self._batch_size, rng)
+        episodes = self._task.demonstrations(self._batch_size, rng) or []
         if len(episodes) != self._batch_size or not all(episodes):
             teacher, empty = type(getattr(self._task, "task", self._task)).__name__, sum(not episode for episode in episodes)
             raise ConfigError(

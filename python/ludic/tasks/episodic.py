@@ -1,18 +1,72 @@
-"""The interface of tasks with episodes of one or several turns."""
+"""The interface of tasks: what is trained on, the environments that score it, and what is
+measured and logged of it."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypedDict
 
 from ludic.agents.tool_use import ToolUse
 from ludic.envs.single_agent_env import SingleAgentEnv
+from ludic.errors import ConfigError
 from ludic.parsers import Parser, ParseResult
-from ludic.tasks.base import ProblemList
+from ludic.training.stats import Denominator, Reducer
 from ludic.training.types import RolloutScorer
 from ludic.types import Message, Rollout
+
+
+class Problem(TypedDict):
+    """One question with its only right answer. Example: `{"id": "529140", "question": "529140>",
+    "answer": "012459"}`."""
+
+    id: str
+    """Unique in the task; two problems with one id are the same problem."""
+    question: str
+    """The prompt, verbatim."""
+    answer: str
+    """The verifier's reference."""
+
+
+class Task(Protocol):
+    """A source of problems with one answer each, and the environment that scores it. Stateless:
+    every draw comes from the caller's `rng`.
+
+    A task may also have `demonstrate(problem, rng)`, an answer of the imperfect teacher, and the
+    members of `EpisodicTask` that have a default. `success_reward` is 1 if the task lacks it.
+    """
+
+    def draw(self, rng: Random) -> Problem:
+        """A problem to train on; never a held-out one."""
+
+    def heldout(self) -> Sequence[Problem]:
+        """The problems for evaluation: the same in every run, for any seed."""
+
+    def make_env(self, problem: Problem) -> SingleAgentEnv:
+        """The environment of one episode: one answer, reward 1 or 0."""
+
+
+class ProblemList(Protocol):
+    """A finite list of problems, such as a data set. Training passes through it instead of
+    drawing from it."""
+
+    @property
+    def training(self) -> Sequence[Problem]:
+        """The problems to train on."""
+
+    @property
+    def digest(self) -> str:
+        """Changes when the content of the list changes."""
+
+    def begin_batch(self, number: int) -> None:
+        """Called before batch `number`, the first is 0, is requested."""
+
+
+def check_share(name: str, value: float) -> None:
+    if not 0.0 <= value <= 1.0:
+        raise ConfigError(f"{name} ({value}) must be between 0 and 1; it is a share of the demonstrations")
+
 
 Episode = Mapping[str, Any]
 """What an environment is built from: `id`, and other JSON values of the task. The environment's
@@ -21,6 +75,9 @@ seed decides the rest."""
 
 Played = tuple[Episode, Rollout]
 """An episode and how the model played it."""
+
+
+_DRAWN = 500  # held-out episodes of a task without suites
 
 
 class Turn(NamedTuple):
@@ -47,8 +104,8 @@ class EpisodicTask(ABC):
     """A source of episodes and the environments that score them. Stateless: every draw comes
     from the caller's `rng`.
 
-    A task of your own may subclass it, or just have its abstract members. It may have any of the
-    others too; those that it lacks have the defaults of this class.
+    A task of your own needs `max_turns`, `draw` and `make_env`; the other members have defaults. It
+    may subclass this class, or just have its members.
     """
 
     @property
@@ -56,43 +113,49 @@ class EpisodicTask(ABC):
     def max_turns(self) -> int:
         """Number of actions in the longest episode."""
 
-    @property
-    @abstractmethod
-    def max_new_tokens(self) -> int:
-        """Enough tokens for every action of the teacher and the end of the turn, with a small
-        margin."""
-
-    @property
-    @abstractmethod
-    def reward_sees(self) -> str:
-        """What the reward depends on, in words, for the report."""
-
     @abstractmethod
     def draw(self, rng: Random) -> Episode:
         """An episode to train on."""
 
     @abstractmethod
-    def demonstrations(self, count: int, rng: Random) -> Sequence[Sequence[Turn]]:
-        """`count` whole episodes of the imperfect teacher."""
-
-    @abstractmethod
     def make_env(self, episode: Episode) -> SingleAgentEnv:
         """The environment of one episode."""
 
-    @abstractmethod
+    @property
+    def max_new_tokens(self) -> int:
+        """Enough tokens for every action of the teacher and the end of the turn, with a small
+        margin."""
+        return 256
+
+    @property
+    def reward_sees(self) -> str:
+        """What the reward depends on, in words, for the report."""
+        return "what the environment rewards"
+
+    def demonstrations(self, count: int, rng: Random) -> Sequence[Sequence[Turn]] | None:
+        """`count` whole episodes of the imperfect teacher. None: there is no teacher, and a run has
+        no warm-up."""
+        return None
+
     def suites(self) -> Mapping[str, Sequence[Episode]]:
         """The episodes for evaluation, by name of the suite: the same in every run, for any
-        seed. The first suite is also played greedily."""
+        seed. The first suite is also played greedily. By default episodes that `draw` returns."""
+        rng = Random("held out")
+        return {"held out": [self.draw(rng) for _ in range(_DRAWN)]}
 
-    @abstractmethod
     def measure(self, played: Mapping[str, Sequence[Played]]) -> dict[str, float]:
-        """Rates of the sampled episodes of each suite. `played`: name of the suite -> pairs
-        (episode, rollout). `rollout.steps` has a `Step` for each action (`prev_obs`, `action`,
-        `next_obs`, `reward`, `info`), and `rollout.total_reward` is the sum of their rewards."""
+        """Rates of the sampled episodes of each suite, besides their mean reward. `played`: name of
+        the suite -> pairs (episode, rollout). `rollout.steps` has a `Step` for each action
+        (`prev_obs`, `action`, `next_obs`, `reward`, `info`), and `rollout.total_reward` is the sum
+        of their rewards. By default the shares of `facts` and the means of `measures`."""
+        infos = [[step.info for step in rollout.steps] for episodes in played.values() for _, rollout in episodes]
+        facts = {name: share(any(info.get(name, False) for info in steps) for steps in infos) for name in self.facts}
+        means = [name for name in self.rates if name in self.measures]
+        return {**facts, **{name: share(info[name] for steps in infos for info in steps if name in info) for name in means}}
 
-    @abstractmethod
     def show(self, episode: Episode, rollout: Rollout) -> Shown:
-        """One episode for people to read."""
+        """One episode for people to read. By default the dialogue."""
+        return Shown(str(episode.get("question", rollout.steps[0].prev_obs)), transcript(rollout), str(episode.get("answer", "")))
 
     @property
     def system_prompt(self) -> str | None:
@@ -172,12 +235,6 @@ class EpisodicTask(ABC):
         """End what the episodes have started, such as sandboxes; new episodes start it again."""
 
 
-OPTIONAL_MEMBERS = tuple(
-    name for name in vars(EpisodicTask) if not name.startswith("_") and name not in EpisodicTask.__abstractmethods__
-)
-"""Those with a default."""
-
-
 def verbatim(text: str) -> ParseResult:
     """The whole completion is the action."""
     return ParseResult(action=text, reward=0.0, obs=None)
@@ -187,6 +244,19 @@ def share(truths: Iterable[bool | float]) -> float:
     """Mean of booleans or numbers; 0 where there are none."""
     values = [float(value) for value in truths]
     return sum(values) / len(values) if values else 0.0
+
+
+def logged_names(task: EpisodicTask) -> list[str]:
+    """The keys of all facts and measures, facts first."""
+    return [*task.facts, *task.measures]
+
+
+def task_reducers(task: EpisodicTask) -> dict[str, Reducer]:
+    """Facts are shares of all samples, or of all episodes where these have several model calls.
+    Measures are means over the samples that have them."""
+    each: Denominator = "samples" if task.max_turns == 1 and task.tool_use is None else "rollouts"
+    facts = {name: Reducer("count_true", name, normalize_by=each) for name in task.facts}
+    return {**facts, **{name: Reducer("mean", name) for name in task.measures}}
 
 
 def transcript(rollout: Rollout) -> str:

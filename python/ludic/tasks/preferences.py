@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from random import Random
-from typing import Protocol, TypedDict, runtime_checkable
+from typing import TypedDict
 
 from ludic.errors import ConfigError
 
@@ -31,15 +31,6 @@ class Preference(TypedDict):
     rejected: str
     probability: float
     """Probability that `chosen` is preferred; below 0.5 if the worse response was drawn."""
-
-
-@runtime_checkable
-class Judge(Protocol):
-    """A source of preference pairs that also knows how good any answer is."""
-
-    def judge(self, prompt: str, response: str) -> float | None:
-        """The quality of a text; None if it is no answer."""
-        ...
 
 
 @dataclass(frozen=True)

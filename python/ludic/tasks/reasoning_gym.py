@@ -21,7 +21,7 @@ from ludic.envs.maths.answers import NUMBER
 from ludic.envs.maths.tagged import tagged_answer
 from ludic.envs.single_agent_env import SingleAgentEnv
 from ludic.errors import ConfigError, GradingError, MissingExtraError, RolloutError, did_you_mean
-from ludic.tasks.base import Problem
+from ludic.tasks.episodic import Problem
 from ludic.types import Info, StepOutcome
 
 AnswerIn = Literal["tags", "text", "number"]

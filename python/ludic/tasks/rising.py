@@ -19,8 +19,7 @@ from random import Random
 from ludic.envs.dataset_qa_env import DatasetQAEnv
 from ludic.errors import ConfigError
 from ludic.eval.pass_at_k import distinct_at_k, entropy_of_answers
-from ludic.tasks.base import Problem, check_share
-from ludic.tasks.episodic import Played
+from ludic.tasks.episodic import Played, Problem, check_share
 
 DIGITS = 3
 SAMPLES = (8, 32)
@@ -63,10 +62,6 @@ class Rising:
         return "whether the whole answer is three rising digits above the question's, whichever they are"
 
     @property
-    def facts(self) -> Mapping[str, str]:
-        return {}
-
-    @property
     def rates(self) -> Mapping[str, str]:
         distinct = {f"distinct_of_{k}": f"distinct right answers of {k} samples, its mean" for k in SAMPLES}
         return {**distinct, "entropy_of_right": "entropy among right answers in nats, its mean"}
@@ -89,11 +84,11 @@ class Rising:
     def make_env(self, problem: Problem) -> DatasetQAEnv:
         return DatasetQAEnv({**problem, "answer": problem["id"]}, verifier=rises_above)
 
-    def measure_answers(self, played: Sequence[Played]) -> dict[str, float]:
+    def measure(self, played: Mapping[str, Sequence[Played]]) -> dict[str, float]:
         """The `rates`, each the mean over questions. A size of sample for which a question has too
         few answers is left out."""
         by_question: dict[str, list[str]] = {}
-        for problem, rollout in played:
+        for problem, rollout in played["held out"]:
             by_question.setdefault(problem["id"], []).append(rollout.steps[-1].action if rollout.total_reward > 0 else "")
         if not by_question:
             return {}

@@ -31,8 +31,7 @@ from ludic.envs.tictactoe import (
 from ludic.envs.tictactoe.rules import RULES
 from ludic.errors import ConfigError
 from ludic.parsers import Parser, xml_tag_parser
-from ludic.tasks.base import check_share
-from ludic.tasks.episodic import Episode, EpisodicTask, Played, Shown, Turn, share, transcript, verbatim
+from ludic.tasks.episodic import Episode, EpisodicTask, Played, Shown, Turn, check_share, share, transcript, verbatim
 from ludic.types import Rollout
 
 FORMATS = ("moves", "chat")

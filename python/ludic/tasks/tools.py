@@ -18,8 +18,7 @@ from random import Random
 from ludic.envs.key_value import KEYS, TOOL_RULES, KeyValueEnv, StoreText, TaggedText, TerseText
 from ludic.envs.single_agent_env import SingleAgentEnv
 from ludic.errors import ConfigError
-from ludic.tasks.base import check_share
-from ludic.tasks.episodic import Episode, EpisodicTask, Played, Shown, Turn, share, transcript
+from ludic.tasks.episodic import Episode, EpisodicTask, Played, Shown, Turn, check_share, share, transcript
 from ludic.types import Rollout
 
 FORMATS = ("terse", "chat")

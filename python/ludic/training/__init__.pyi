@@ -60,8 +60,10 @@ from ludic.training.credit_assignment import (
     PerStepReward as PerStepReward,
 )
 from ludic.training.dpo_trainer import DPOTrainer as DPOTrainer, DPOTrainerConfig as DPOTrainerConfig
-from ludic.training.evaluators.implicit_rewards import ImplicitRewardEvaluator as ImplicitRewardEvaluator
-from ludic.training.evaluators.preferences import PreferenceEvaluator as PreferenceEvaluator
+from ludic.training.evaluators.preferences import (
+    ImplicitRewardEvaluator as ImplicitRewardEvaluator,
+    PreferenceEvaluator as PreferenceEvaluator,
+)
 from ludic.training.filters import (
     any_of as any_of,
     apply_filter as apply_filter,

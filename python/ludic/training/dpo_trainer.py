@@ -2,7 +2,7 @@
 
 It overrides the ingestion, splitting and collation of `Trainer` (`batching.pair_batches`), has the
 log-probabilities of the reference computed before the first step (`training.reference`), and
-evaluates implicit rewards (`evaluators.implicit_rewards`).
+evaluates implicit rewards (`evaluators.preferences`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
 from ludic.training.batching.packing import Rows
 from ludic.training.batching.pair_batches import PreferenceMacroBatch, PreferenceMiniBatch
 from ludic.training.batching.tree_batches import PairTreeMiniBatch
-from ludic.training.evaluators.implicit_rewards import ImplicitRewardEvaluator
+from ludic.training.evaluators.preferences import ImplicitRewardEvaluator
 from ludic.training.loop.setup_checks import require_model
 from ludic.training.loss.base import adapted_loss, loss_name
 from ludic.training.loss.dpo import DPOLoss

@@ -129,7 +129,10 @@ def make_demonstrations(recipe: SFTRecipe, tokenizer: Any) -> Iterator[dict[str,
             f"ludic train {recipe.task.kind} steps=0"
         )
     for _ in range(recipe.rows):
-        [[turn]] = task.demonstrations(1, rng)
+        demonstrations = task.demonstrations(1, rng)
+        if demonstrations is None:
+            raise ConfigError(f"task.kind ({recipe.task.kind}) has no demonstrations to train on; set data=FILE")
+        [[turn]] = demonstrations
         prompt, completion = turn.observation, turn.action
         if read_template(tokenizer):
             yield {"prompt": [{"role": "user", "content": prompt}], "completion": [{"role": "assistant", "content": completion}]}

@@ -4,9 +4,11 @@ them, or demonstrations of the task."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from random import Random
 from typing import Any
 
 from ludic.data.sft_formats import check_format_name
+from ludic.errors import ConfigError
 from ludic.recipes.schema import Recipe
 from ludic.runs.data.sft import read_rows
 from ludic.tasks import EpisodicTask
@@ -27,9 +29,17 @@ class Warmup:
     """For each file, the formats of its rows in words."""
 
     @classmethod
-    def read(cls, recipe: Recipe, tokenizer: Any) -> Warmup:
-        """Read and tokenize all rows, so that a wrong one is found before anything is written."""
+    def read(cls, recipe: Recipe, task: EpisodicTask, tokenizer: Any) -> Warmup:
+        """Read and tokenize all rows, so that a wrong one is found before anything is written. A
+        task without demonstrations has no steps."""
         section = recipe.warmup
+        if section.data is None and section.steps and task.demonstrations(1, Random("trial")) is None:
+            if recipe.mode in ("sft", "sft+rl"):
+                raise ConfigError(
+                    f"mode={recipe.mode} begins with supervised training, and the task has no demonstrations; set warmup.data=FILE, or "
+                    "mode=rl"
+                )
+            return cls(None, 0)
         if section.data is None:
             return cls(None, section.steps)
         check_format_name(section.data_format, "warmup.data_format")

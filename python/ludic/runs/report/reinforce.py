@@ -18,8 +18,8 @@ from ludic.runs.report.costs import format_execution, format_memory, format_padd
 from ludic.runs.report.curve import draw_text_curve, write_picture
 from ludic.runs.report.files import describe_files, show_files
 from ludic.runs.report.provenance import count_lost_episodes, count_samples, format_lost, provenance
-from ludic.tasks.measures import logged_names
-from ludic.tasks.success import success_of
+from ludic.tasks.episodic import logged_names
+from ludic.tasks.rewards import success_of
 from ludic.training.backend.memory import memory_peaks
 from ludic.training.reward_scorer import SCORE_INFO
 from ludic.training.stats import SAMPLED_REWARD

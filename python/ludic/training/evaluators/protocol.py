@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 from ludic.training.stats import Reducer
+from ludic.training.types import RolloutRequest
 
 OF_SEEDS = "eval_seed/"
 """Prefix of metrics that an evaluator gives with it, and that are logged as they are."""
 
 
 class Evaluator(Protocol):
-    """Measures the policy. It runs on rank 0 only, unless it is a `RankedEvaluator`."""
+    """Measures the policy. It runs on rank 0 only, unless it has
+    `on_all_ranks`, which is true."""
 
     async def eval(
         self,
         *,
+        requests: Sequence[RolloutRequest] | None = None,
         reducers: Mapping[str, Reducer] | None = None,
         max_steps: int | None = None,
         timeout_s: float | None = None,
@@ -25,17 +28,9 @@ class Evaluator(Protocol):
         """(records, metrics). For an argument that is None the evaluator uses its default."""
 
 
-@runtime_checkable
-class RankedEvaluator(Evaluator, Protocol):
-    """An evaluator that says which ranks it runs on."""
-
-    on_all_ranks: bool
-    """Whether all ranks must call `eval`. If so, all get the metrics."""
-
-
 def runs_on_all_ranks(evaluator: Evaluator) -> bool:
-    """Whether all ranks call `evaluator`: by default only rank 0 does."""
-    return isinstance(evaluator, RankedEvaluator) and evaluator.on_all_ranks
+    """Whether all ranks call `evaluator`, and all get the metrics."""
+    return bool(getattr(evaluator, "on_all_ranks", False))
 
 
 def eval_key(name: str) -> str:

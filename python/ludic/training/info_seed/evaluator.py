@@ -8,10 +8,10 @@ Shapes: N representations of width D, of S seeds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import combinations, groupby
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from ludic.training.info_seed.prompts import SeedPrompts
 from ludic.training.info_seed.settings import InfoSeed
 from ludic.training.info_seed.untagged import seed_of, without_tags
 from ludic.training.loss.info_seed import pool_completions, seed_directions
+from ludic.training.rollouts.engine import RolloutEngine
 from ludic.training.rollouts.to_samples import sample_from_step
 from ludic.training.types import EnvSpec, ProtocolSpec, RolloutRequest, SAWBatch, SAWItem
 from ludic.types import Rollout, group_of
@@ -36,36 +37,6 @@ Metrics = dict[str, float]
 ROWS = 64
 """Answers in one forward pass."""
 SAMPLING_SEED = 2_000_000
-
-
-class SeedTask(Protocol):
-    """The members of a task that are read. `ludic.tasks` has such."""
-
-    @property
-    def max_turns(self) -> int: ...
-
-    @property
-    def max_new_tokens(self) -> int: ...
-
-    @property
-    def success_reward(self) -> float | None: ...
-
-    def suites(self) -> Mapping[str, Sequence[Mapping[str, Any]]]: ...
-
-
-class SeedRollout(Protocol):
-    """The sampling; a `rollout` section of a recipe has these."""
-
-    temperature: float
-    top_p: float
-    max_new_tokens: int | None
-    concurrency: int
-
-
-class PlaysRollouts(Protocol):
-    async def generate_rollouts(
-        self, *, requests: Sequence[RolloutRequest], max_steps: int, timeout_s: float | None, concurrency: int
-    ) -> list[Rollout]: ...
 
 
 class SeedEvaluator:
@@ -77,18 +48,19 @@ class SeedEvaluator:
       directions. Chance is 1 / `num_seeds`. Only with `model`, whose hidden states under the plain
       prompt represent the answers.
 
-    A plain answer is sampled beside them, for its prompt. `prompts`: of how many problems of the
-    first suite; `samples`: answers to each seed. `heatmaps`: folder to write heat maps to, each
-    under the number of its evaluation, or `step`.
+    A plain answer is sampled beside them, for its prompt. `task`: a `ludic.tasks.EpisodicTask`.
+    `rollout`: the sampling, such as the `rollout` section of a recipe. `prompts`: of how many
+    problems of the first suite; `samples`: answers to each seed. `heatmaps`: folder to write heat
+    maps to, each under the number of its evaluation, or `step`.
     """
 
     def __init__(
         self,
-        engine: PlaysRollouts,
-        task: SeedTask,
+        engine: RolloutEngine,
+        task: Any,
         info_seed: InfoSeed,
         *,
-        rollout: SeedRollout,
+        rollout: Any,
         model: nn.Module | None = None,
         prompts: int | None = None,
         samples: int = 1,

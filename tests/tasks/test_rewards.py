@@ -10,7 +10,7 @@ from ludic.errors import ConfigError
 from ludic.recipes.build import build_task
 from ludic.recipes.schema import TaskSection
 from ludic.tasks import DigitSort, TicTacToe, as_episodic
-from ludic.tasks.success import Success, success_of
+from ludic.tasks.rewards import Success, success_of
 
 
 @dataclass(frozen=True)
