@@ -27,7 +27,7 @@ from ludic.training.queue.entries import Group as GroupEntry, decode_group, enco
 from ludic.training.rollouts.engine import RolloutEngine, select_credit_assigner
 from ludic.training.rollouts.episodes import PlayedRollouts, RolloutCounts, SampleCheck
 from ludic.training.rollouts.group_filters import name_of_filter
-from ludic.training.rollouts.group_ledger import check_number, damaged
+from ludic.training.rollouts.group_ledger import MemberCodec, check_number, damaged
 from ludic.training.rollouts.group_pool import Group, GroupBatch, GroupPool, PoolCounts, Ticket
 from ludic.training.rollouts.requests import PromptRequests, RequestsByPosition, make_group
 from ludic.training.rollouts.to_samples import batch_from_played
@@ -287,7 +287,7 @@ def _unchanged_on_error(prompts: RequestsByPosition | Stateful) -> Iterator[None
         raise
 
 
-class _PlayedCodec:
+class _PlayedCodec(MemberCodec):
     """The rollouts of a group as text: the entry that actors send, compressed, in base64."""
 
     def encode(self, member: PlayedRollouts) -> str:
