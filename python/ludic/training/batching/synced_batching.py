@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from ludic.errors import ConfigError
 from ludic.event_loop import await_if_needed
@@ -11,21 +11,9 @@ from ludic.training.algorithm import RLAlgorithm
 from ludic.training.batching.source import BatchSourceBase
 from ludic.training.rollouts.engine import RolloutEngine, select_credit_assigner
 from ludic.training.rollouts.episodes import SampleCheck
+from ludic.training.rollouts.requests import Stateful
 from ludic.training.types import CreditAssigner, RequestsFn, SampleFilter, SAWBatch
 from ludic.types import Rollout
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """An engine or a `requests_fn` with a position that checkpoints save."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position."""
-        ...
-
-    def load_state_dict(self, state: Mapping[str, Any], /) -> None:
-        """Continue at the position in `state`."""
-        ...
 
 
 class RolloutBatchSource(BatchSourceBase):

@@ -33,7 +33,7 @@ import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from ludic.errors import ConfigError, DataError
 from ludic.interaction.containment import describe_error
@@ -88,8 +88,10 @@ class Group:
         return [index for index, member in enumerate(self.members) if member is MISSING]
 
 
+@runtime_checkable
 class Prompts(Protocol):
-    """Where prompts come from."""
+    """Where prompts or requests come from. An own class may have `state_dict` and
+    `load_state_dict` too."""
 
     def take(self) -> tuple[int, Any]:
         """The next (position, prompt). Raises RequestsExhausted after the last one."""
