@@ -13,7 +13,7 @@ from stub_vllm import StubVLLM
 from ludic.models.byte_tokenizer import make_byte_tokenizer
 from ludic.recipes.compose import compose
 from ludic.rollouts.training import DataBuffer, RolloutConfig, Sample, SampleStatus
-from ludic.rollouts.training.pipeline_tree import read_tree
+from ludic.rollouts.training.pipeline import read_tree
 from ludic.rollouts.training.rollout_gen import generate_rollout_batch
 from ludic.training.rollouts.member_calls import seed_of_member
 

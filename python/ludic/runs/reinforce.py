@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from ludic.errors import CheckpointError
 from ludic.files.checkpoints import check_model_folder
-from ludic.forwarding import forward_members
 from ludic.inference.local import LocalChatClient
 from ludic.models.adapters import has_adapters
 from ludic.models.lora import describe_trained_share
@@ -32,7 +30,7 @@ from ludic.runs.directory import DONE, RunDirectory
 from ludic.runs.held_out import Evaluation, HeldOut, list_all_measured
 from ludic.runs.reinforce_parts import RLParts
 from ludic.runs.report.reinforce import build_outcome, draw_rewards, show_report
-from ludic.runs.rollouts import BatchLogs, OccasionallyLogged, TrainingRequests, make_engine, make_training_requests, remove_sizes
+from ludic.runs.rollouts import BatchLogs, PlayedBatches, TrainingRequests, make_engine, make_training_requests, remove_sizes
 from ludic.runs.sampler import Sampler, make_preflight, open_sampler
 from ludic.runs.screen import Screen
 from ludic.runs.shared_model import choose_precision, place_model
@@ -43,7 +41,6 @@ from ludic.training import ranks, watchdog
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.batching.overlapped import OverlappedSource
 from ludic.training.batching.source import BATCH_NUMBER, STOP_PATIENCE_S, BatchSourceBase
-from ludic.training.batching.synced_batching import RolloutBatchSource
 from ludic.training.config import TrainerConfig
 from ludic.training.evaluators.protocol import eval_key
 from ludic.training.info_seed import SeedEvaluator
@@ -52,12 +49,11 @@ from ludic.training.preflight.check import PreflightReport
 from ludic.training.presets import make_sft
 from ludic.training.rollouts.engine import RolloutEngine
 from ludic.training.rollouts.group_ledger import check_number
-from ludic.training.rollouts.log import append_rollouts
+from ludic.training.rollouts.log import RolloutLog
 from ludic.training.rollouts.rolling import RollingBatchSource
 from ludic.training.stats import SAMPLED_REWARD, default_reducers
 from ludic.training.trainer import Trainer
 from ludic.training.types import CreditAssigner, RolloutRequest, SAWBatch
-from ludic.types import Rollout
 
 WARM_UP, REINFORCE = "warm_up", "reinforce"
 WARM_UP_KEYS = ["train/loss", "train/grad_norm"]
@@ -247,32 +243,20 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
             trainer.last_eval = {"eval/step": 0.0, **{eval_key(name): rate for name, rate in rates.items()}}
         self.screen.show_rates(trainer.last_eval)
 
-    def _make_source(
-        self, sampler: Sampler, actors: ActorProcesses | None
-    ) -> OverlappedSource | ActorBatches | OverSampledRollouts:
+    def _make_source(self, sampler: Sampler, actors: ActorProcesses | None) -> BatchSourceBase:
+        credit, turns = self.parts.algorithm.credit_assigner, self.parts.task.max_turns
         if uses_queue(self.recipe):
-            credit = self.parts.algorithm.credit_assigner
             checkpoints = self.directory.checkpoints / REINFORCE
             return ActorBatches(self.recipe, self.directory, checkpoints, credit, self.stop, actors)
         info_seed = build_info_seed(self.recipe.info_seed)
         requests = make_training_requests(self.parts.task, self.recipe.rollout, seed=self.recipe.seed, info_seed=info_seed)
+        engine = self._make_engine(trained=True, sampler=sampler)
         if uses_pool(self.recipe):
             self.screen.note(describe_over_sampling(self.recipe))
-            engine, credit = self._make_engine(trained=True, sampler=sampler), self.parts.algorithm.credit_assigner
-            turns = self.parts.task.max_turns
             return OverSampledRollouts(self.recipe, engine, requests, credit, max_steps=turns, directory=self.directory)
-        plain, logged = (self._make_rollout_source(requests, log, sampler) for log in (None, self.directory.rollouts))
-        source = OccasionallyLogged(plain, logged, requests, every=self.recipe.rollout.log_every, directory=self.directory)
-        return OverlappedSource(source, max_lag=self.recipe.inference.batches_ahead)
-
-    def _make_rollout_source(self, requests: TrainingRequests, log: Path | None, sampler: Sampler) -> RolloutBatchSource:
-        return RolloutBatchSource(
-            engine=self._make_engine(log, trained=True, sampler=sampler),
-            requests_fn=requests,
-            credit_assigner=self.parts.algorithm.credit_assigner,
-            max_steps=self.parts.task.max_turns,
-            concurrency=self.recipe.rollout.concurrency,
-        )
+        source = PlayedBatches(self.recipe.rollout, engine, requests, credit, max_steps=turns, directory=self.directory)
+        ahead = self.recipe.inference.batches_ahead
+        return OverlappedSource(source, max_lag=ahead) if ahead else source
 
     def _make_phase_trainer(
         self,
@@ -340,13 +324,12 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
             self.screen.note(f"  {measured.failed} answers failed or could not be graded, and are in no rate")
         return measured
 
-    def _make_engine(self, log: Path | None = None, *, trained: bool = False, sampler: Sampler | None = None) -> RolloutEngine:
+    def _make_engine(self, *, trained: bool = False, sampler: Sampler | None = None) -> RolloutEngine:
         return make_engine(
             self.parts.task,
             self._client if sampler is None else sampler.client,
             model_name=self.recipe.model or "small" if sampler is None else sampler.model_name,
             system_prompt=self.recipe.rollout.system_prompt,
-            jsonl_path=log,
             failures_path=self.directory.failed_episodes if trained else None,
             trained=trained,
             info_seed=build_info_seed(self.recipe.info_seed),
@@ -437,14 +420,11 @@ class RequestsByProblem:
         self._next, self._batch = position, (-1, [])
 
 
-@forward_members("_rolling", ["use_check"])
-class OverSampledRollouts(BatchSourceBase):
+class OverSampledRollouts(RollingBatchSource):
     """A `RollingBatchSource` with the settings of a recipe, which writes the rollouts of every
     `rollout.log_every`-th batch to the log in the run's folder. A batch's meta has its number.
 
     Batches that are trained again after a resume replace their lines in the logs."""
-
-    shards_across_ranks = False
 
     def __init__(
         self,
@@ -457,9 +437,8 @@ class OverSampledRollouts(BatchSourceBase):
         directory: RunDirectory,
     ) -> None:
         section = recipe.rollout
-        self._requests, self._log, self._every = requests, directory.rollouts, section.log_every
-        self._logs = BatchLogs(directory)
-        self._rolling = RollingBatchSource(
+        self._requests, self._logs = requests, BatchLogs(directory)
+        super().__init__(
             engine=engine,
             requests=RequestsByProblem(requests, section.prompts),
             groups_per_batch=section.prompts,
@@ -474,31 +453,19 @@ class OverSampledRollouts(BatchSourceBase):
             patience=section.patience,
             outage_patience_s=section.outage_patience_s,
             seed=recipe.seed,
-            on_rollouts=self._write,
+            on_rollouts=RolloutLog(directory.rollouts, section.log_every).write,
         )
-        self.max_lag, self.overlaps = self._rolling.max_lag, self._rolling.overlaps
 
     async def next_batch(self) -> SAWBatch:
-        number = self._rolling.num_batches
+        number = self.num_batches
         self._requests.begin_batch(number)
-        batch = await self._rolling.next_batch()
+        batch = await super().next_batch()
         batch.meta[BATCH_NUMBER] = number
         return batch
 
-    def limit(self, num_batches: int) -> None:
-        """Say how many more batches the run needs."""
-        self._rolling.limit(num_batches)
-
     def state_dict(self) -> dict[str, Any]:
-        return {**self._rolling.state_dict(), **self._logs.state_dict()}
+        return {**super().state_dict(), **self._logs.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._rolling.load_state_dict(remove_sizes(state))
+        super().load_state_dict(remove_sizes(state))
         self._logs.load_state_dict(state)
-
-    async def aclose(self) -> None:
-        await self._rolling.aclose()
-
-    def _write(self, number: int, rollouts: list[Rollout]) -> None:
-        if self._every > 0 and number % self._every == 0:
-            append_rollouts(self._log, rollouts)

@@ -7,8 +7,8 @@ are made again after a resume replace their lines.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -25,14 +25,15 @@ from ludic.recipes.schema import Recipe, RolloutSection
 from ludic.runs.directory import RunDirectory
 from ludic.tasks import Episode, EpisodicTask, Task, as_episodic
 from ludic.tasks.episodic import ProblemList
-from ludic.training.batching.source import BATCH_NUMBER, BatchSourceBase
+from ludic.training.batching.overlapped import GENERATION_S
+from ludic.training.batching.source import BATCH_NUMBER
 from ludic.training.batching.synced_batching import RolloutBatchSource
 from ludic.training.info_seed import InfoSeed, SeedPrompts, seed_tagged
 from ludic.training.rollouts.engine import RolloutEngine
-from ludic.training.rollouts.episodes import SampleCheck
 from ludic.training.rollouts.group_ledger import check_number
+from ludic.training.rollouts.log import RolloutLog
 from ludic.training.rollouts.request_groups import GRPORequestStrategy, RequestStrategy
-from ludic.training.types import EnvSpec, ProtocolSpec, RolloutRequest, SAWBatch
+from ludic.training.types import CreditAssigner, EnvSpec, ProtocolSpec, RolloutRequest, SAWBatch
 
 ENV_KIND, PROTOCOL_KIND = "task", "single_agent"
 
@@ -43,7 +44,6 @@ def make_engine(
     *,
     model_name: str,
     system_prompt: str | None,
-    jsonl_path: Path | None = None,
     trained: bool = False,
     info_seed: InfoSeed | None = None,
     **settings: Any,
@@ -56,7 +56,7 @@ def make_engine(
     (`ReActAgent`). `trained`: the rollouts are trained on and therefore
     rewarded by the task's reward model, if it has one. Without a `system_prompt` the task's own is
     used. `info_seed`: prompts of requests with a seed name it. `settings` are arguments of
-    `RolloutEngine`, such as `max_retries` and `failures_path`."""
+    `RolloutEngine`, such as `jsonl_path` and `max_retries`."""
     played = as_episodic(task)
     scorer = played.training_scorer if trained else played.scorer
 
@@ -66,7 +66,6 @@ def make_engine(
     return RolloutEngine(
         env_registry={ENV_KIND: make_env if info_seed is None else seed_tagged(make_env, info_seed)},
         protocol_registry={PROTOCOL_KIND: lambda: make_protocol(played, client, model_name, system_prompt)},
-        jsonl_path=jsonl_path,
         scorer=scorer,
         **settings,
     )
@@ -131,50 +130,49 @@ def _make_sampling(section: RolloutSection, task: EpisodicTask, **changes: Any) 
     return make_sampling(section, max_tokens=section.max_new_tokens or task.max_new_tokens, **changes)
 
 
-class OccasionallyLogged(BatchSourceBase):
-    """Two sources over the same requests: every `every`-th batch comes from `logged`, which writes
-    its rollouts to a log; 0 means never. A batch's meta has its number.
+class PlayedBatches(RolloutBatchSource):
+    """Plays the requests of a run. The rollouts of every `log_every`-th batch go to the log in the
+    run's folder. A batch's meta has its number, and how long it took.
 
-    Its state is that of the requests, the number of episodes of each engine and the sizes of the
-    logs. Batches that are played again after a resume replace their lines in these.
+    The state is that of the requests, the number of episodes and the sizes of the logs. Batches
+    that are played again after a resume replace their lines in these.
     """
-
-    shards_across_ranks = False
 
     def __init__(
         self,
-        plain: RolloutBatchSource,
-        logged: RolloutBatchSource,
+        section: RolloutSection,
+        engine: RolloutEngine,
         requests: TrainingRequests,
+        credit: CreditAssigner,
         *,
-        every: int,
+        max_steps: int,
         directory: RunDirectory,
     ) -> None:
-        self._plain, self._logged, self._requests, self._every = plain, logged, requests, every
-        self._logs = BatchLogs(directory)
+        log, self._requests, self._logs = RolloutLog(directory.rollouts, section.log_every), requests, BatchLogs(directory)
+        super().__init__(
+            engine=engine,
+            requests_fn=requests,
+            credit_assigner=credit,
+            max_steps=max_steps,
+            concurrency=section.concurrency,
+            on_rollouts=lambda rollouts: log.write(requests.batches - 1, rollouts),
+        )
 
     async def next_batch(self) -> SAWBatch:
-        number = self._requests.batches
-        due = self._every > 0 and number % self._every == 0
-        batch = await (self._logged if due else self._plain).next_batch()
-        batch.meta[BATCH_NUMBER] = number
+        number, started = self._requests.batches, time.perf_counter()
+        batch = await super().next_batch()
+        batch.meta |= {BATCH_NUMBER: number, GENERATION_S: time.perf_counter() - started}
         return batch
 
-    def state_dict(self) -> dict[str, Any]:
-        engines = {name: engine.state_dict() for name, engine in self._engines().items()}
-        return {**self._requests.state_dict(), "engines": engines, **self._logs.state_dict()}
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._state_before = None
         self._requests.load_state_dict(state)
-        for name, engine in self._engines().items() if "engines" in state else ():
-            engine.load_state_dict(state["engines"][name])
+        engines = [state["engine"]] if "engine" in state else state.get("engines", {}).values()  # two in older versions
+        self.engine.load_state_dict({"episodes": sum(engine["episodes"] for engine in engines)})
         self._logs.load_state_dict(state)
 
-    def use_check(self, check: SampleCheck) -> bool:
-        return self._plain.use_check(check) and self._logged.use_check(check)
-
-    def _engines(self) -> dict[str, RolloutEngine]:
-        return {"plain": self._plain.engine, "logged": self._logged.engine}
+    def _current_state(self) -> dict[str, Any]:
+        return {**self._requests.state_dict(), "engine": self.engine.state_dict(), **self._logs.state_dict()}
 
 
 class TrainingRequests:

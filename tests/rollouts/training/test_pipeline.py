@@ -15,8 +15,18 @@ from ludic.errors import CheckpointError, ConfigError, DataError, LaunchError
 from ludic.recipes.compose import compose
 from ludic.recipes.epochs_schema import compose_sft
 from ludic.rollouts.training import pipeline
-from ludic.rollouts.training.pipeline import latest_checkpoint, run_pipeline, run_rl, run_sft
-from ludic.rollouts.training.pipeline_tree import Translation, make_rl_row, make_sft_row, read_tree, translate_rl, translate_sft
+from ludic.rollouts.training.pipeline import (
+    Translation,
+    latest_checkpoint,
+    make_rl_row,
+    make_sft_row,
+    read_tree,
+    run_pipeline,
+    run_rl,
+    run_sft,
+    translate_rl,
+    translate_sft,
+)
 
 
 def write_rows(path: Path, rows: list[dict[str, object]]) -> Path:

@@ -13,7 +13,7 @@ from ludic.training.queue.actor import run_actor
 from ludic.training.queue.arrivals import failed_group
 from ludic.training.queue.entries import Group, as_played
 from ludic.training.queue.source import BatchFromGroups, QueueBatchSource, join_groups
-from ludic.training.rollouts.log import read_rollouts
+from ludic.training.rollouts.log import RolloutLog, read_rollouts
 from ludic.training.rollouts.to_samples import batch_from_rollouts
 from ludic.types import Rollout, Step, TokenTrace
 
@@ -37,7 +37,8 @@ def group(number, version=0):
 
 async def test_a_batch_of_groups_is_that_of_their_rollouts(tmp_path):
     assigner = GroupNormalizedReturn(group_size=MEMBERS)
-    to_batch = BatchFromGroups(rollouts_per_group=MEMBERS, credit_assigner=assigner, jsonl_path=tmp_path / "rollouts.jsonl")
+    log = RolloutLog(tmp_path / "rollouts.jsonl")
+    to_batch = BatchFromGroups(rollouts_per_group=MEMBERS, credit_assigner=assigner, log=log)
     batch = await to_batch([group(0), group(1)])
     rollouts = play_group(0, 0) + play_group(1, 0)
     expected = batch_from_rollouts(rollouts, assigner)

@@ -13,7 +13,7 @@ from jumping_loop import play_jumping
 from pool_playing import CountedPrompts, Fate, PlayedPool, play_killed
 
 from ludic.errors import ConfigError, DataError, RequestsExhausted, RolloutAborted, RolloutError
-from ludic.training.rollouts.group_ledger import PlainMembers
+from ludic.training.rollouts.group_ledger import MemberCodec
 from ludic.training.rollouts.group_pool import GroupPool, MemberInterrupted
 
 
@@ -471,7 +471,7 @@ def test_a_state_that_does_not_fit_is_an_error():
 
 
 def test_a_member_that_cannot_be_saved_is_played_again(caplog):
-    class Codec(PlainMembers):
+    class Codec(MemberCodec):
         def encode(self, member):
             if member == "no JSON":
                 raise DataError("it has no form")

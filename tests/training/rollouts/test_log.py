@@ -5,7 +5,7 @@ import json
 import numpy as np
 from hypothesis import given, strategies as st
 
-from ludic.training.rollouts.log import append_rollouts, read_rollouts
+from ludic.training.rollouts.log import RolloutLog, append_rollouts, read_rollouts
 from ludic.types import Rollout, Step, TokenTrace
 
 text = st.text(st.characters(exclude_categories=["Cs"]))
@@ -88,3 +88,17 @@ def test_an_info_that_contains_itself_is_dropped_without_its_rollout(tmp_path):
     first, second = read_rollouts(path)
     assert first.steps[0].info == {"kept": 1, "itself": "<this dict contains itself>"}
     assert (first.total_reward, second.total_reward) == (1.0, 2.0)
+
+
+def test_every_nth_batch_is_written(tmp_path):
+    for every, written in ((1, "01234"), (2, "024"), (3, "03")):
+        log = RolloutLog(tmp_path / f"{every}.jsonl", every)
+        for number in range(5):
+            log.write(number, [Rollout(str(number), [Step(0, "", "", None, 1.0, False, True)])])
+        assert "".join(rollout.id for rollout in read_rollouts(tmp_path / f"{every}.jsonl")) == written
+
+
+def test_a_log_of_no_batch_writes_no_file(tmp_path):
+    RolloutLog(tmp_path / "rollouts.jsonl", 0).write(0, [Rollout(steps=[Step(0, "", "", None, 1.0, False, True)])])
+    RolloutLog(tmp_path / "rollouts.jsonl").write(0, [])
+    assert not (tmp_path / "rollouts.jsonl").exists()

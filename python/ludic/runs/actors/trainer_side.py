@@ -32,9 +32,9 @@ from ludic.runs.rollouts import BatchLogs
 from ludic.runs.sampler import Sampler
 from ludic.runs.stop_request import StopRequest
 from ludic.training.batching.source import BATCH_NUMBER, BatchSourceBase
-from ludic.training.queue.entries import EntryLimits, Group
+from ludic.training.queue.entries import EntryLimits
 from ludic.training.queue.source import BatchFromGroups, QueueBatchSource
-from ludic.training.rollouts.log import append_failures
+from ludic.training.rollouts.log import RolloutLog
 from ludic.training.types import CreditAssigner, SAWBatch
 
 logger = logging.getLogger(__name__)
@@ -42,31 +42,6 @@ T = TypeVar("T")
 
 STOP_CHECK_S = 0.2
 """How often a wait for actors looks whether the run was asked to stop."""
-
-
-class OccasionallyLoggedGroups:
-    """Makes batches of entries, and writes the rollouts of every `every`-th batch to `log`; 0 means
-    never. `failures` gets the failed episodes of all batches. A batch's meta has its number."""
-
-    def __init__(
-        self, credit_assigner: CreditAssigner, *, rollouts_per_entry: int, log: Path, every: int, failures: Path
-    ) -> None:
-        self._plain, self._logged = (
-            BatchFromGroups(rollouts_per_group=rollouts_per_entry, credit_assigner=credit_assigner, jsonl_path=path)
-            for path in (None, log)
-        )
-        self._every, self._failures = every, failures
-        self.batches = 0
-        """Batches that were made."""
-
-    async def __call__(self, entries: Sequence[Group]) -> SAWBatch:
-        number = self.batches
-        due = self._every > 0 and number % self._every == 0
-        self.batches += 1
-        append_failures(self._failures, [failure for group in entries for failure in group.played.failures])
-        batch = await (self._logged if due else self._plain)(entries)
-        batch.meta[BATCH_NUMBER] = number
-        return batch
 
 
 @forward_members("_source", ["use_check"])
@@ -93,12 +68,11 @@ class ActorBatches(BatchSourceBase):
         run_id = make_run_id(directory.path)
         self._checkpoints, self._stop, self._actors = checkpoints, stop, actors
         self._logs = BatchLogs(directory)
-        self._to_batch = OccasionallyLoggedGroups(
-            credit_assigner,
-            rollouts_per_entry=per_entry * rollout.group_size,
-            log=directory.rollouts,
-            every=rollout.log_every,
-            failures=directory.failed_episodes,
+        self._to_batch = BatchFromGroups(
+            rollouts_per_group=per_entry * rollout.group_size,
+            credit_assigner=credit_assigner,
+            log=RolloutLog(directory.rollouts, rollout.log_every),
+            failures_path=directory.failed_episodes,
         )
         self._every = recipe.trainer.sync_every_steps or sys.maxsize
         self._queue = open_queue(recipe.queue, directory.path)
@@ -144,7 +118,9 @@ class ActorBatches(BatchSourceBase):
             self._source.load_state_dict({**state, "versions": versions})
 
     async def next_batch(self) -> SAWBatch:
+        number = self._to_batch.batches
         batch = await self._wait_for(self._source.next_batch())
+        batch.meta[BATCH_NUMBER] = number
         self._logged = self._logs.state_dict()
         if self._actors is not None:
             batch.meta.update(self._actors.measure())

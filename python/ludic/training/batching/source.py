@@ -62,6 +62,9 @@ class BatchSourceBase:
     async def aclose(self) -> None:
         """Stop all background work."""
 
+    def limit(self, num_batches: int) -> None:
+        """Set how many more batches the run needs."""
+
     def use_check(self, check: SampleCheck) -> bool:
         """Refuse with `check` what cannot be trained on, where it comes in: an episode or an entry
         of a queue, and not a whole batch. The trainer calls this before each batch. Returns whether

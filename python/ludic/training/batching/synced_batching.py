@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from ludic.errors import ConfigError
 from ludic.event_loop import await_if_needed
@@ -11,20 +11,9 @@ from ludic.training.algorithm import RLAlgorithm
 from ludic.training.batching.source import BatchSourceBase
 from ludic.training.rollouts.engine import RolloutEngine, select_credit_assigner
 from ludic.training.rollouts.episodes import SampleCheck
+from ludic.training.rollouts.requests import Stateful
 from ludic.training.types import CreditAssigner, RequestsFn, SampleFilter, SAWBatch
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """An engine or a `requests_fn` with a position that checkpoints save."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position."""
-        ...
-
-    def load_state_dict(self, state: Mapping[str, Any], /) -> None:
-        """Continue at the position in `state`."""
-        ...
+from ludic.types import Rollout
 
 
 class RolloutBatchSource(BatchSourceBase):
@@ -35,7 +24,7 @@ class RolloutBatchSource(BatchSourceBase):
 
     `max_steps`: maximum turns of an episode; 1 is a question and an answer. A longer episode is cut
     off and marked as truncated; the engine warns once if this happens to all of them, or with a
-    limit of 1 to any.
+    limit of 1 to any. `on_rollouts` is called with the rollouts of each batch.
 
     The source does not divide prompts among ranks: the same `requests_fn` on every rank plays the
     same prompts with the same seeds. If `requests_fn` returns different prompts on each rank, set
@@ -59,6 +48,7 @@ class RolloutBatchSource(BatchSourceBase):
         request_fn: RequestsFn | None = None,
         algorithm: RLAlgorithm | None = None,
         shards_across_ranks: bool = False,
+        on_rollouts: Callable[[list[Rollout]], object] | None = None,
     ) -> None:
         self.engine: RolloutEngine = _pick_argument(orchestrator, engine, "orchestrator", "engine")
         self.requests_fn: RequestsFn = _pick_argument(requests_fn, request_fn, "requests_fn", "request_fn")
@@ -68,6 +58,7 @@ class RolloutBatchSource(BatchSourceBase):
         self.concurrency = concurrency
         self.sample_filter = sample_filter
         self.shards_across_ranks = shards_across_ranks
+        self._logging: dict[str, Any] = {} if on_rollouts is None else {"on_rollouts": on_rollouts}
         self._state_before: dict[str, Any] | None = None
         """The state before the batch that is being played or that failed."""
 
@@ -82,6 +73,7 @@ class RolloutBatchSource(BatchSourceBase):
             timeout_s=self.timeout_s,
             concurrency=self.concurrency,
             sample_filter=self.sample_filter,
+            **self._logging,
         )
         self._state_before = None
         return batch

@@ -28,7 +28,7 @@ from ludic.training.queue.entries import DEFAULT_LIMITS, EntryError, EntryLimits
 from ludic.training.queue.opening import ClaimKeeper, Patience, make_owner_name
 from ludic.training.rollouts.engine import select_credit_assigner
 from ludic.training.rollouts.episodes import PlayedRollouts, RolloutCounts, SampleCheck
-from ludic.training.rollouts.log import append_rollouts
+from ludic.training.rollouts.log import RolloutLog, append_failures
 from ludic.training.rollouts.to_samples import batch_from_played
 from ludic.training.types import CreditAssigner, SampleFilter, SAWBatch
 
@@ -493,8 +493,9 @@ def measure_queue(
 
 
 class BatchFromGroups:
-    """Assigns credit over all groups of a batch, filters the samples, and appends the rollouts to
-    `jsonl_path`. Credit comes from `credit_assigner`, or else from `algorithm`.
+    """Assigns credit over all groups of a batch, filters the samples, and writes the rollouts to
+    `log`, and the failed episodes to `failures_path`. Credit comes from `credit_assigner`, or else
+    from `algorithm`.
 
     `rollouts_per_group`: how many a whole group has. It is what a failed group counts as in
     `target_rollouts`.
@@ -507,19 +508,25 @@ class BatchFromGroups:
         algorithm: RLAlgorithm | None = None,
         credit_assigner: CreditAssigner | None = None,
         sample_filter: SampleFilter | None = None,
-        jsonl_path: str | Path | None = None,
+        log: RolloutLog | None = None,
+        failures_path: Path | None = None,
     ) -> None:
         self._rollouts_per_group = rollouts_per_group
         self._credit_assigner = select_credit_assigner(algorithm, credit_assigner)
         self._sample_filter = sample_filter
-        self._jsonl_path = None if jsonl_path is None else Path(jsonl_path)
+        self._log, self._failures_path = log, failures_path
+        self.batches = 0
+        """Number of batches so far."""
 
     async def __call__(self, groups: Sequence[Group]) -> SAWBatch:
         """The batch of the groups; at least one has rollouts."""
-        played = join_groups(groups, self._rollouts_per_group)
+        number, played = self.batches, join_groups(groups, self._rollouts_per_group)
+        self.batches += 1
+        if self._failures_path is not None:
+            append_failures(self._failures_path, played.failures)
         batch = batch_from_played(played, self._credit_assigner, self._sample_filter)
-        if self._jsonl_path is not None:
-            await asyncio.to_thread(append_rollouts, self._jsonl_path, played)
+        if self._log is not None:
+            await asyncio.to_thread(self._log.write, number, played)
         return batch
 
 

@@ -138,9 +138,11 @@ class RolloutEngine:
         credit_assigner: CreditAssigner | None = None,
         timeout_s: float | None = None,
         concurrency: int = 8,
+        on_rollouts: Callable[[list[Rollout]], object] | None = None,
     ) -> SAWBatch:
         """Play the requests and return one sample per step, with credit from `credit_assigner`, or
-        else from `algorithm`."""
+        else from `algorithm`. `on_rollouts` is called in a thread with the rollouts and their
+        credit."""
         assigner = select_credit_assigner(algorithm, credit_assigner)
         gate = asyncio.Semaphore(max(1, concurrency))
         rollouts = await self._play_all(requests, max_steps, timeout_s, gate, for_training=True)
@@ -148,6 +150,8 @@ class RolloutEngine:
             return batch_from_played(rollouts, assigner, sample_filter)
         finally:
             await self._write_log(rollouts)  # with their credit
+            if on_rollouts is not None:
+                await asyncio.to_thread(on_rollouts, rollouts)
 
     def state_dict(self) -> dict[str, int]:
         """Return the number of episodes started so far, which seeds that are None depend on."""

@@ -30,10 +30,10 @@ import json
 import logging
 import math
 import reprlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from ludic.errors import ConfigError, DataError
 from ludic.interaction.containment import describe_error
@@ -88,8 +88,10 @@ class Group:
         return [index for index, member in enumerate(self.members) if member is MISSING]
 
 
+@runtime_checkable
 class Prompts(Protocol):
-    """Where prompts come from."""
+    """Where prompts or requests come from. An own class may have `state_dict` and
+    `load_state_dict` too."""
 
     def take(self) -> tuple[int, Any]:
         """The next (position, prompt). Raises RequestsExhausted after the last one."""
@@ -100,26 +102,17 @@ class Prompts(Protocol):
         ...
 
 
-class MemberCodec(Protocol):
-    """Turns a member into plain JSON values and back."""
+class MemberCodec:
+    """Turns a member into plain JSON values and back. This one is for members that are such
+    values."""
 
     def encode(self, member: Any) -> Any:
         """The member as JSON values. Raises DataError for one that has none: a resumed run plays it
         again."""
-        ...
-
-    def decode(self, value: Any) -> Any:
-        """The member of `encode`'s values."""
-        ...
-
-
-class PlainMembers:
-    """The codec of members that are JSON values themselves."""
-
-    def encode(self, member: Any) -> Any:
         return member
 
     def decode(self, value: Any) -> Any:
+        """The member of `encode`'s values."""
         return value
 
 
@@ -195,7 +188,7 @@ class Ledger:
 
     def admit(self, position: int, prompt: Any, batch: int) -> Group:
         """A new group for the prompt, with all members missing."""
-        group = self._make_group(self.admitted, position, batch)
+        group = self.make_group(self.admitted, position, batch)
         group.prompt = prompt
         self._kept[group.ordinal] = group
         self.admitted += 1
@@ -266,7 +259,8 @@ class Ledger:
         self._totals = {kind: counts[kind.value] for kind in self._totals}
         self.admitted, self.retried = admitted, counts["retried"]
 
-    def _make_group(self, ordinal: int, position: int, batch: int) -> Group:
+    def make_group(self, ordinal: int, position: int, batch: int) -> Group:
+        """A group with all members missing."""
         number = self._members_per_group
         return Group(ordinal, position, batch, members=[MISSING] * number, missing=number)
 
@@ -310,11 +304,6 @@ def _encode_members(members: Mapping[int, Any], group: Group, codec: MemberCodec
     return encoded
 
 
-_KEYS = {"batch", "format", "members_per_group", "next_ordinal", "counts", "groups", "arrivals"}
-_COUNTS = {"given", "rejected", "lost", "retried"}
-_GROUP_KEYS = {"ordinal", "position", "admitted", "members"}
-
-
 @dataclass(frozen=True)
 class SavedPool:
     """What a state says."""
@@ -330,55 +319,80 @@ class SavedPool:
 def read_state(state: Any, codec: MemberCodec, members_per_group: int, *, with_prompts: bool) -> SavedPool:
     """The groups of a state. `with_prompts`: the prompts are in it.
 
-    Raises ConfigError for a state of another format or number of members, and for a damaged one.
+    Raises ConfigError for a state of another format or number of members, and for one that a pool
+    would not save.
     """
-    check_state(state, members_per_group, with_prompts=with_prompts)
-    ledger, groups = Ledger(members_per_group), {}
-    for saved in state["groups"]:
-        group = Group(saved["ordinal"], saved["position"], saved["admitted"], [MISSING] * members_per_group)
-        group.prompt = saved.get("prompt")
-        members = _decode_members(saved, "members", codec)
-        for i, value in members.items():
-            group.members[i] = value
-        group.missing = members_per_group - len(members)
-        group.partials = _decode_members(saved, "partials", codec)
-        groups[group.ordinal] = group
-    ledger.restore(groups.values(), admitted=state["next_ordinal"], counts=state["counts"])
-    return SavedPool(ledger, [groups[ordinal] for ordinal in state["arrivals"]], state["batch"])
-
-
-def check_state(state: Any, members_per_group: int, *, with_prompts: bool) -> None:
-    """Raise ConfigError unless this has the form of a state, with groups of so many members. What
-    is saved of each member is not read."""
-    if not isinstance(state, Mapping) or state.get("format") != FORMAT:
-        found = state.get("format") if isinstance(state, Mapping) else state
+    found = state.get("format") if isinstance(state, Mapping) else state
+    if found != FORMAT:
         raise ConfigError(f"the saved pool of groups has format {found!r}, this version reads {FORMAT}; take its own checkpoint")
-    _check_keys("the state", state, _KEYS)
-    check_number("members_per_group", state["members_per_group"], least=1)
-    if state["members_per_group"] != members_per_group:
+    if state.get("members_per_group") != members_per_group:
         raise ConfigError(
-            f"the saved groups have {state['members_per_group']} members each, here they have {members_per_group}, and a group is never "
-            "split; set the old number, or begin a new run"
+            f"the saved groups have {state.get('members_per_group')} members each, here they have {members_per_group}, and a group is "
+            "never split; set the old number, or begin a new run"
         )
-    check_number("batch", state["batch"])
-    check_number("next_ordinal", state["next_ordinal"])
-    _check_keys("counts", state["counts"], _COUNTS)
-    for name, count in state["counts"].items():
-        check_number(f"counts.{name}", count)
-    if not isinstance(state["groups"], list) or not isinstance(state["arrivals"], list):
-        raise damaged("groups and arrivals must be lists")
-    gone = sum(state["counts"][name] for name in ("given", "rejected", "lost"))
-    if gone + len(state["groups"]) != state["next_ordinal"]:
-        raise damaged(
-            f"{gone} groups are gone and {len(state['groups'])} are kept, which is not the {state['next_ordinal']} that were admitted"
-        )
-    before, whole = -1, set()
-    for group in state["groups"]:
-        _check_group(group, state, before, with_prompts=with_prompts)
-        before = group["ordinal"]
-        if len(group["members"]) == members_per_group:
-            whole.add(before)
-    _check_arrivals(state["arrivals"], whole)
+    ledger = Ledger(members_per_group)
+    arrivals = _restore(ledger, state)
+    for group, saved in zip(ledger.owed(), state["groups"], strict=True):
+        if with_prompts and group.missing and "prompt" not in saved:
+            raise damaged(f"group {group.ordinal} has no prompt")
+        if not with_prompts and "prompt" in saved:
+            raise ConfigError(
+                f"group {group.ordinal} was saved with its prompt, because the prompts had no positions then, and now they have; load the "
+                "state with the buffer it was saved with, or begin a new run"
+            )
+        group.members = [value if value is MISSING else _decode(value, i, group, codec) for i, value in enumerate(group.members)]
+        group.partials = {i: _decode(value, i, group, codec) for i, value in group.partials.items()}
+    return SavedPool(ledger, arrivals, state["batch"])
+
+
+def _restore(ledger: Ledger, state: Mapping[str, Any]) -> list[Group]:
+    """Put the groups of a state, with encoded members, into the ledger. Returns the arrived ones.
+    Raises ConfigError unless the ledger saves the same state."""
+    groups: dict[int, Group] = {}
+    try:
+        for saved in state["groups"]:
+            group = groups[saved["ordinal"]] = ledger.make_group(saved["ordinal"], saved["position"], saved["admitted"])
+            group.prompt = saved.get("prompt")
+            for i, value in saved["members"].items():
+                group.members[int(i)] = value
+            group.missing = len(group.list_missing())
+            group.partials = {int(i): value for i, value in saved.get("partials", {}).items()}
+        ledger.restore(groups.values(), admitted=state["next_ordinal"], counts=state["counts"])
+        arrivals = [groups[ordinal] for ordinal in state["arrivals"]]
+        again = {"batch": state["batch"], **ledger.encode(MemberCodec(), arrivals, with_prompts=False)}
+        read = {**state, "groups": [{key: group[key] for key in group if key != "prompt"} for group in state["groups"]]}
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise damaged(describe_error(error)) from error
+    if wrong := [str(key) for key in {**again, **read} if again.get(key, MISSING) != read.get(key, MISSING)]:
+        raise damaged(f"no pool saves such {' and '.join(wrong)}")
+    kept = groups.values()
+    ordinals, counts = [group.ordinal for group in kept], state["counts"]
+    numbers = {"batch": [state["batch"]], "next_ordinal": [ledger.admitted], "counts": counts.values(), "ordinal": ordinals}
+    numbers |= {"position": [group.position for group in kept], "admitted": [group.admitted for group in kept]}
+    for name, values in numbers.items():
+        for value in values:
+            check_number(name, value, least=-1 if name == "position" else 0)
+    laws = {
+        "counts and groups are not all that were admitted": sum(counts.values()) - counts["retried"] + len(kept)
+        == ledger.admitted,
+        "ordinals must be unique and in order": ordinals == sorted(ordinals) and max(ordinals, default=-1) < ledger.admitted,
+        "a group was admitted after the last batch": all(group.admitted <= state["batch"] for group in kept),
+        "an interrupted member is not missing": all(set(group.partials) <= set(group.list_missing()) for group in kept),
+        "a group has arrived twice": len(set(state["arrivals"])) == len(arrivals),
+    }
+    for what, holds in laws.items():
+        if not holds:
+            raise damaged(what)
+    return arrivals
+
+
+def _decode(value: Any, member: int, group: Group, codec: MemberCodec) -> Any:
+    try:
+        return codec.decode(value)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise damaged(f"member {member} of group {group.ordinal} cannot be read ({describe_error(error)})") from error
 
 
 def find_prompts(ledger: Ledger, prompts: Prompts) -> None:
@@ -404,66 +418,3 @@ def check_number(name: str, value: Any, least: int = 0, most: int | None = None)
         limits = f">= {least}" if most is None else f"from {least} to {most}"
         raise damaged(f"{name} ({value!r}) must be a whole number {limits}")
     return value
-
-
-def _check_keys(name: str, value: Any, wanted: set[str], allowed: Collection[str] = ()) -> None:
-    if not isinstance(value, Mapping):
-        raise damaged(f"{name} ({value!r}) must be a mapping")
-    if missing := sorted(wanted - set(value)):
-        raise damaged(f"{name} has no {' and no '.join(missing)}")
-    if unknown := sorted(str(key) for key in set(value) - wanted - set(allowed)):
-        raise damaged(f"{name} has the unknown keys {', '.join(unknown)}")
-
-
-def _check_group(group: Any, state: Mapping[str, Any], before: int, *, with_prompts: bool) -> None:
-    _check_keys("a group", group, _GROUP_KEYS, ("partials", "prompt"))
-    check_number("the ordinal of a group", group["ordinal"], most=state["next_ordinal"] - 1)
-    name, number = f"group {group['ordinal']}", state["members_per_group"]
-    if group["ordinal"] <= before:
-        raise damaged(f"{name} comes after group {before}, and ordinals are unique and in order")
-    check_number(f"the batch of admission of {name}", group["admitted"], most=state["batch"])
-    indices = {key: _check_members(f"{name}.{key}", group.get(key, {}), number) for key in ("members", "partials")}
-    if both := sorted(indices["members"] & indices["partials"]):
-        raise damaged(f"member {both[0]} of {name} is both whole and interrupted")
-    if not group.get("partials", True):
-        raise damaged(f"{name}.partials is empty")
-    is_owed = len(indices["members"]) < number
-    check_number(f"the position of {name}", group["position"], least=0 if is_owed else -1)
-    if with_prompts and is_owed and "prompt" not in group:
-        raise damaged(f"{name} has no prompt")
-    if not with_prompts and "prompt" in group:
-        raise ConfigError(
-            f"{name} was saved with its prompt, because the prompts had no positions then, and now they have; load the state with the "
-            "buffer it was saved with, or begin a new run"
-        )
-
-
-def _check_members(name: str, saved: Any, number: int) -> set[int]:
-    """The members that are saved. Raises ConfigError for one that no group has."""
-    if not isinstance(saved, Mapping):
-        raise damaged(f"{name} ({saved!r}) must be a mapping")
-    known = {str(i): i for i in range(number)}
-    if wrong := [key for key in saved if key not in known]:
-        raise damaged(f"{name} has the member {wrong[0]!r}, and groups have the members 0 to {number - 1}")
-    return {known[key] for key in saved}
-
-
-def _check_arrivals(arrivals: list[Any], whole: set[int]) -> None:
-    seen = set()
-    for ordinal in arrivals:
-        check_number("an ordinal of arrivals", ordinal)
-        if ordinal in seen or ordinal not in whole:
-            raise damaged(f"group {ordinal} arrived {'twice' if ordinal in seen else 'and is not whole'}")
-        seen.add(ordinal)
-
-
-def _decode_members(group: Mapping[str, Any], key: str, codec: MemberCodec) -> dict[int, Any]:
-    decoded = {}
-    for i, value in group.get(key, {}).items():
-        try:
-            decoded[int(i)] = codec.decode(value)
-        except ConfigError:
-            raise
-        except Exception as error:
-            raise damaged(f"member {i} of group {group['ordinal']} cannot be read ({describe_error(error)})") from error
-    return decoded

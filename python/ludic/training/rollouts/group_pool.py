@@ -18,7 +18,6 @@ import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -30,7 +29,6 @@ from ludic.training.rollouts.group_ledger import (
     GroupState,
     Ledger,
     MemberCodec,
-    PlainMembers,
     PoolCounts as PoolCounts,
     Prompts,
     SavedPool,
@@ -41,6 +39,9 @@ from ludic.training.rollouts.hand_over import ArrivalOrder, HandOver, Submission
 from ludic.training.rollouts.member_calls import MemberCalls, MemberInterrupted as MemberInterrupted, Ticket as Ticket
 
 logger = logging.getLogger(__name__)
+
+ORDERS = ("arrival", "submission")
+ON_EXHAUSTED = ("error", "short")
 
 
 class GroupPool:
@@ -103,20 +104,27 @@ class GroupPool:
         explain: Callable[[Group], str] | None = None,
         prompts_in_state: bool = False,
     ) -> None:
-        self._settings = PoolSettings(
-            groups_per_batch=groups_per_batch,
-            members_per_group=members_per_group,
-            over_sampling_factor=over_sampling_factor,
-            max_lag=max_lag,
-            order=order,
-            max_retries=max_retries,
-            max_concurrency=max_concurrency,
-            patience=patience,
-            outage_patience_s=outage_patience_s,
-            on_exhausted=on_exhausted,
-            close_timeout_s=close_timeout_s,
-        )
-        self._accept, self._explain, self._codec = accept, explain, codec or PlainMembers()
+        for name, value, least in (
+            ("groups_per_batch", groups_per_batch, 1),
+            ("members_per_group", members_per_group, 1),
+            ("patience", patience, 1),
+            ("max_concurrency", max_concurrency, 1),
+            ("max_retries", max_retries, 0),
+        ):
+            if value is not None and value < least:
+                raise ConfigError(f"{name} ({value}) must be >= {least}")
+        if not close_timeout_s > 0:
+            raise ConfigError(f"close_timeout_s ({close_timeout_s}) must be > 0 seconds")
+        if not 0 <= outage_patience_s < math.inf:
+            raise ConfigError(f"outage_patience_s ({outage_patience_s}) must be >= 0 seconds, and finite")
+        for name, choice, choices in (("order", order, ORDERS), ("on_exhausted", on_exhausted, ON_EXHAUSTED)):
+            if choice not in choices:
+                raise ConfigError(f"{name} ({choice!r}) must be {' or '.join(map(repr, choices))}")
+        self._lag = choose_max_lag(over_sampling_factor, max_lag)
+        self._max_kept = math.ceil(groups_per_batch * over_sampling_factor - 1e-9)  # 10 * 1.1 is 11.000000000000002
+        self._groups_per_batch, self._members_per_group, self._order = groups_per_batch, members_per_group, order
+        self._is_short_allowed, self._close_timeout_s = on_exhausted == "short", close_timeout_s
+        self._accept, self._explain, self._codec = accept, explain, codec or MemberCodec()
         self._prompts, self._prompts_in_state = prompts, prompts_in_state
         self._calls = MemberCalls(
             play,
@@ -129,8 +137,8 @@ class GroupPool:
             seed=seed,
             outage_patience_s=outage_patience_s,
         )
-        self._ledger, self._setbacks = Ledger(members_per_group), self._settings.make_setbacks()
-        self._hand_over = self._settings.make_hand_over()
+        self._ledger, self._hand_over = Ledger(members_per_group), self._make_hand_over()
+        self._setbacks = Setbacks(max_rejections=patience * groups_per_batch, max_losses=2 * self._max_kept)
         self._batch = 0
         self._batches_left: int | None = None
         self._counts_before = PoolCounts()
@@ -145,7 +153,7 @@ class GroupPool:
     @property
     def max_lag(self) -> int:
         """How many batches after its admission a group is given at the latest."""
-        return self._settings.lag
+        return self._lag
 
     @property
     def num_batches(self) -> int:
@@ -178,7 +186,7 @@ class GroupPool:
         """End all calls. A batch that is awaited elsewhere is RolloutAborted."""
         self._is_entered = False
         self._cut_off_wait()
-        await self._calls.stop(self._settings.close_timeout_s)
+        await self._calls.stop(self._close_timeout_s)
         if self._ended is not None:
             await asyncio.wait([self._ended])
 
@@ -196,7 +204,7 @@ class GroupPool:
                 await self._wait_until_complete()
             finally:
                 if not self._is_entered:
-                    await self._calls.stop(self._settings.close_timeout_s)
+                    await self._calls.stop(self._close_timeout_s)
             return self._give()  # the last step: a cancellation after it would lose the batch
         finally:
             self._is_waiting = False
@@ -231,7 +239,7 @@ class GroupPool:
         changes nothing, while calls run, and for a state that is damaged or does not fit."""
         if self._calls.is_open:
             raise ConfigError("the pool is playing groups; leave it (`async with`) before you set its state")
-        saved, hand_over = self.read_state(state), self._settings.make_hand_over()
+        saved, hand_over = self.read_state(state), self._make_hand_over()
         for group in saved.ledger.owed():
             hand_over.admit(group)
         for group in saved.arrivals:
@@ -246,7 +254,7 @@ class GroupPool:
     def read_state(self, state: Any) -> SavedPool:
         """What `load_state_dict` takes over of a state, but for the prompts. Changes nothing, and
         raises the same errors."""
-        return read_state(state, self._codec, self._settings.members_per_group, with_prompts=self._prompts_in_state)
+        return read_state(state, self._codec, self._members_per_group, with_prompts=self._prompts_in_state)
 
     async def _wait_until_complete(self) -> None:
         assert self._loop is not None
@@ -254,7 +262,7 @@ class GroupPool:
             await self._open()
         while True:
             if self._is_aborted or self._is_cut_off:
-                await self._calls.stop(self._settings.close_timeout_s)
+                await self._calls.stop(self._close_timeout_s)
                 asked = "asked to abort" if self._is_aborted else "left while a batch was awaited"
                 remedy = "resume()" if self._is_aborted else "the next batch"
                 raise RolloutAborted(f"the pool was {asked}; whole members are kept, and {remedy} goes on with them")
@@ -274,7 +282,7 @@ class GroupPool:
         """Let calls run, those of owed groups first, and try again what raised between batches."""
         self._failure = None
         if not self._calls.is_open:
-            await self._calls.stop(self._settings.close_timeout_s)  # those that an abort has cancelled
+            await self._calls.stop(self._close_timeout_s)  # those that an abort has cancelled
             if self._is_cut_off:
                 return
             self._calls.open()
@@ -296,9 +304,7 @@ class GroupPool:
 
     def _check_setbacks(self) -> None:
         """Raise if the batch cannot be completed."""
-        if self._setbacks.is_losing or (
-            self._setbacks.is_out_of_patience and not (self._settings.is_short_allowed and len(self._ledger))
-        ):
+        if self._setbacks.is_losing or (self._setbacks.is_out_of_patience and not (self._is_short_allowed and len(self._ledger))):
             error = self._setbacks.make_error()
             self._setbacks.reset()
             self._calls.outage.forget()
@@ -312,8 +318,8 @@ class GroupPool:
 
     def _batch_size(self) -> int:
         """N; what is left, if no more groups are admitted."""
-        is_last = self._prompts_ended or (self._settings.is_short_allowed and self._setbacks.is_out_of_patience)
-        return min(self._settings.groups_per_batch, len(self._ledger)) if is_last else self._settings.groups_per_batch
+        is_last = self._prompts_ended or (self._is_short_allowed and self._setbacks.is_out_of_patience)
+        return min(self._groups_per_batch, len(self._ledger)) if is_last else self._groups_per_batch
 
     def _give(self) -> GroupBatch:
         groups = self._hand_over.take(self._batch, self._batch_size())
@@ -337,9 +343,7 @@ class GroupPool:
             self._wake()
 
     def _admit(self) -> None:
-        while not (self._prompts_ended or self._setbacks.is_over) and len(self._ledger) < self._settings.capacity(
-            self._batches_left, is_waiting=self._is_waiting
-        ):
+        while not (self._prompts_ended or self._setbacks.is_over) and len(self._ledger) < self._capacity():
             try:
                 position, prompt = self._prompts.take()
             except RequestsExhausted:
@@ -351,6 +355,17 @@ class GroupPool:
             group = self._ledger.admit(position, prompt, self._batch if self._is_waiting else max(0, self._batch - 1))
             self._hand_over.admit(group)
             self._calls.add(group)
+
+    def _capacity(self) -> int:
+        """How many groups may be kept. Between two batches groups are admitted with the weights of
+        the batch before, so that all kept ones must leave within the next K batches, not K + 1."""
+        size, waiting = self._groups_per_batch, int(self._is_waiting)
+        left = self._max_kept if self._batches_left is None else size * max(waiting, self._batches_left)
+        return min(self._max_kept, left, size * (self._lag + waiting))
+
+    def _make_hand_over(self) -> HandOver:
+        """The rule by which groups leave."""
+        return ArrivalOrder(self._groups_per_batch, self._lag) if self._order == "arrival" else SubmissionOrder()
 
     def _wake(self) -> None:
         if self._changed is not None and not self._changed.done():
@@ -394,73 +409,6 @@ class GroupPool:
         message = "group %d is lost: member %d failed again and again, the last time with %s"
         logger.error(message, group.ordinal, member, describe_error(error), exc_info=trace)
         self._admit_more()
-
-
-ORDERS = ("arrival", "submission")
-ON_EXHAUSTED = ("error", "short")
-
-
-@dataclass(frozen=True)
-class PoolSettings:
-    """`GroupPool` says what each setting does. Raises ConfigError for one that is out of range."""
-
-    groups_per_batch: int
-    members_per_group: int
-    over_sampling_factor: float
-    max_lag: int | None
-    order: str
-    max_retries: int
-    max_concurrency: int | None
-    patience: int
-    outage_patience_s: float
-    on_exhausted: str
-    close_timeout_s: float
-
-    def __post_init__(self) -> None:
-        least = {"groups_per_batch": 1, "members_per_group": 1, "patience": 1, "max_concurrency": 1, "max_retries": 0}
-        for name, lowest in least.items():
-            value = getattr(self, name)
-            if value is not None and value < lowest:
-                raise ConfigError(f"{name} ({value}) must be >= {lowest}")
-        if not self.close_timeout_s > 0:
-            raise ConfigError(f"close_timeout_s ({self.close_timeout_s}) must be > 0 seconds")
-        if not 0 <= self.outage_patience_s < math.inf:
-            raise ConfigError(f"outage_patience_s ({self.outage_patience_s}) must be >= 0 seconds, and finite")
-        for name, choices in {"order": ORDERS, "on_exhausted": ON_EXHAUSTED}.items():
-            if getattr(self, name) not in choices:
-                raise ConfigError(f"{name} ({getattr(self, name)!r}) must be {' or '.join(map(repr, choices))}")
-        choose_max_lag(self.over_sampling_factor, self.max_lag)
-
-    @property
-    def lag(self) -> int:
-        """K: how many batches after its admission a group is given at the latest."""
-        return choose_max_lag(self.over_sampling_factor, self.max_lag)
-
-    @property
-    def max_kept(self) -> int:
-        """How many groups are kept."""
-        return math.ceil(self.groups_per_batch * self.over_sampling_factor - 1e-9)  # 10 * 1.1 is 11.000000000000002
-
-    @property
-    def is_short_allowed(self) -> bool:
-        """Whether a batch may be short after too many rejections."""
-        return self.on_exhausted == "short"
-
-    def capacity(self, batches_left: int | None, *, is_waiting: bool) -> int:
-        """How many groups may be kept when `batches_left` more are needed. Between two batches
-        groups are admitted with the weights of the batch before, so that all kept ones must leave
-        within the next K batches, not K + 1."""
-        size = self.groups_per_batch
-        left = self.max_kept if batches_left is None else size * max(int(is_waiting), batches_left)
-        return min(self.max_kept, left, size * (self.lag + int(is_waiting)))
-
-    def make_hand_over(self) -> HandOver:
-        """The rule by which groups leave."""
-        return ArrivalOrder(self.groups_per_batch, self.lag) if self.order == "arrival" else SubmissionOrder()
-
-    def make_setbacks(self) -> Setbacks:
-        """The counter of rejections and losses."""
-        return Setbacks(max_rejections=self.patience * self.groups_per_batch, max_losses=2 * self.max_kept)
 
 
 SHOWN_REASONS = 5

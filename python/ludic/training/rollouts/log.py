@@ -18,6 +18,18 @@ def append_rollouts(path: Path, rollouts: Sequence[Rollout]) -> None:
     append_jsonl(path, map(rollout_record, rollouts))
 
 
+class RolloutLog:
+    """Writes the rollouts of every `every`-th batch to a file; 0 means none."""
+
+    def __init__(self, path: str | Path, every: int = 1) -> None:
+        self._path, self._every = Path(path), every
+
+    def write(self, number: int, rollouts: Sequence[Rollout]) -> None:
+        """Append the rollouts of batch `number`, from 0, if they are to be written."""
+        if self._every > 0 and number % self._every == 0 and rollouts:
+            append_rollouts(self._path, rollouts)
+
+
 def rollout_record(rollout: Rollout) -> dict[str, Any]:
     """Return the fields of a rollout that the log has."""
     return {

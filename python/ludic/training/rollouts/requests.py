@@ -221,26 +221,20 @@ def _check_batch_size(batch_size: int) -> None:
 
 
 @runtime_checkable
-class PromptRequests(Protocol):
-    """Requests by position. An own class may have `state_dict` and `load_state_dict` too."""
+class Stateful(Protocol):
+    """An engine or a function of requests with a position that checkpoints save."""
 
-    def take(self) -> tuple[int, RolloutRequest]:
-        """(position, the next request). Raises RequestsExhausted after the last one."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position."""
         ...
 
-    def at(self, position: int) -> RolloutRequest:
-        """The request at a position that `take` has returned."""
+    def load_state_dict(self, state: Mapping[str, Any], /) -> None:
+        """Continue at the position in `state`."""
         ...
-
-
-@runtime_checkable
-class _Stateful(Protocol):
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: Mapping[str, Any], /) -> None: ...
 
 
 class RequestsByPosition:
-    """The requests of a function that returns them in batches, as `PromptRequests`.
+    """The requests of a function that returns them in batches, as `Prompts`.
 
     A request is found again by the state that the function had before its batch, so the function
     needs `state_dict` and `load_state_dict` for a run that is resumed. Requests that are groups
@@ -256,7 +250,7 @@ class RequestsByPosition:
         self._oldest_kept = oldest_kept
         position: object = requests_fn
         self._requests_fn, self._group_size = requests_fn, group_size
-        self._function = position if isinstance(position, _Stateful) else None
+        self._function = position if isinstance(position, Stateful) else None
         self._next = 0
         self._starts: list[tuple[int, dict[str, Any] | None]] = []
         """(position of the first request of a batch, the function's state before it)"""

@@ -22,14 +22,13 @@ from ludic.errors import ConfigError, LudicError, RolloutError
 from ludic.interaction.containment import describe_error
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.batching.source import BatchSourceBase
-from ludic.training.batching.synced_batching import Stateful
 from ludic.training.queue.entries import Group as GroupEntry, decode_group, encode_group
 from ludic.training.rollouts.engine import RolloutEngine, select_credit_assigner
 from ludic.training.rollouts.episodes import PlayedRollouts, RolloutCounts, SampleCheck
 from ludic.training.rollouts.group_filters import name_of_filter
-from ludic.training.rollouts.group_ledger import check_number, damaged
+from ludic.training.rollouts.group_ledger import MemberCodec, Prompts, check_number, damaged
 from ludic.training.rollouts.group_pool import Group, GroupBatch, GroupPool, PoolCounts, Ticket
-from ludic.training.rollouts.requests import PromptRequests, RequestsByPosition, make_group
+from ludic.training.rollouts.requests import RequestsByPosition, Stateful, make_group
 from ludic.training.rollouts.to_samples import batch_from_played
 from ludic.training.types import CreditAssigner, RequestsFn, SampleFilter, SAWBatch
 from ludic.types import Rollout
@@ -54,7 +53,7 @@ class RollingBatchSource(BatchSourceBase):
     >>> await source.aclose()
 
     `requests`: a function that returns the next requests, one a prompt, and has `state_dict` and
-    `load_state_dict`; or an object with `take` and `at` (`PromptRequests`). Seeds that a request
+    `load_state_dict`; or an object with `take` and `at` (`Prompts`). Seeds that a request
     leaves None, and the ids of groups, follow from `seed` and the number of the group.
 
     `group_filter` judges the rollouts of a group after their rewards and before credit; a group
@@ -81,7 +80,7 @@ class RollingBatchSource(BatchSourceBase):
         self,
         *,
         engine: RolloutEngine,
-        requests: RequestsFn | PromptRequests,
+        requests: RequestsFn | Prompts,
         groups_per_batch: int,
         group_size: int,
         algorithm: RLAlgorithm | None = None,
@@ -107,7 +106,7 @@ class RollingBatchSource(BatchSourceBase):
         self.credit_assigner = select_credit_assigner(algorithm, credit_assigner)
         self._prompts = (
             requests
-            if isinstance(requests, PromptRequests)
+            if isinstance(requests, Prompts)
             else RequestsByPosition(requests, group_size, oldest_kept=lambda: self._pool.oldest_position())
         )
         self._group_size, self._seed, self._concurrency = group_size, seed, concurrency
@@ -287,7 +286,7 @@ def _unchanged_on_error(prompts: RequestsByPosition | Stateful) -> Iterator[None
         raise
 
 
-class _PlayedCodec:
+class _PlayedCodec(MemberCodec):
     """The rollouts of a group as text: the entry that actors send, compressed, in base64."""
 
     def encode(self, member: PlayedRollouts) -> str:

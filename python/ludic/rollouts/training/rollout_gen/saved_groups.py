@@ -23,7 +23,7 @@ from ludic.errors import ConfigError, DataError
 from ludic.rollouts.training.packed_columns import COLUMNS
 from ludic.rollouts.training.samples import check_sample
 from ludic.rollouts.training.types import Sample, SampleStatus
-from ludic.training.rollouts.group_ledger import FORMAT, check_number, damaged
+from ludic.training.rollouts.group_ledger import FORMAT, MemberCodec, check_number, damaged
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ Member = Sample | list[Sample]
 """What a pool plays in one call: a sample, or with `group_calls` all samples of a group."""
 
 
-class SampleCodec:
+class SampleCodec(MemberCodec):
     """Samples as JSON values, with packed columns."""
 
     def __init__(self, samples_per_member: int | None) -> None:
