@@ -77,7 +77,7 @@ lint: setup ## Formatting, lint, types, and the stub of the extension.
 	@$(BIN)/mypy
 	@$(BIN)/python -m mypy.stubtest ludic._core
 
-bench: setup ## Measure what docs/performance.md says; changes no page.
+bench: setup ## Measure what benches/results/speed.md says; changes no page.
 	@cargo bench --quiet
 	@$(BIN)/python -m benches.python --everything
 

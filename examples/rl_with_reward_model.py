@@ -17,7 +17,7 @@ Before and after, two numbers are measured on held-out problems: the score, whic
 the share of right answers, which is wanted. Where the first rises and the second falls, the reward
 model is over-optimised, and the end says so. It does not take much: 5 steps of GRPO raise the share
 of right answers from about 0.2 to about 0.5, and 15 steps raise the score further and lose them
-all again (docs/reward-models-in-rl.md has three seeds).
+all again (docs/reward-models.md has three seeds).
 """
 
 import argparse

@@ -28,8 +28,14 @@ ROOT_PAGES = {
     "SECURITY.md": "security.md",
     "CHANGELOG.md": "changelog.md",
     "examples/sft_then_rl.py": "sft_then_rl.md",
+    "benches/results/trl.md": "results-trl.md",
+    "benches/results/tasks.md": "results-tasks.md",
+    "benches/results/speed.md": "results-speed.md",
+    "benches/results/reliability.md": "results-reliability.md",
 }
 """File of the repository -> page of the site. The other pages keep their names in docs/."""
+COPIED = ("examples/small_chat.yaml", "benches/results/public_models.json")
+"""Files outside of docs/ to which pages link: the site has copies under the same paths."""
 LINK = re.compile(r"\]\(([^)\s#]+)(#[^)\s]*)?\)")
 
 
@@ -52,7 +58,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     assert own is not None
     files.remove(own)
     generated = {page: read_root_page(source) for source, page in ROOT_PAGES.items()}
-    for path, text in (generated | write_settings_pages() | write_api_pages()).items():
+    copied = {path: (ROOT / path).read_text(encoding="utf-8") for path in COPIED}
+    for path, text in (generated | copied | write_settings_pages() | write_api_pages()).items():
         files.append(File.generated(config, path, content=text))
     return files
 

@@ -1,5 +1,5 @@
 """`python -m benches.python`: runs every comparison and prints it as markdown; with `--everything`
-also the programs of docs/performance.md that have options of their own.
+also the programs of benches/results/speed.md that have options of their own.
 
 Each subject runs on one thread in a process of its own, so that memory which an earlier subject
 allocated does not help it: fresh pages cost as much as a plan. Within a subject the contenders take

@@ -7,7 +7,7 @@ TRL is not a dependency: it needs an environment of its own (`pip install trl==1
 constraints.txt`). This process warms a model up with ludic and trains it. A second process, with
 that interpreter, runs this module with `--trl` and imports only TRL. Both models get the same
 held-out evaluation. The script writes comparison.json and comparison.png, and prints the table of
-docs/comparison.md.
+benches/results/trl.md.
 """
 
 from __future__ import annotations

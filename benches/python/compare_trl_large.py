@@ -13,7 +13,8 @@ rate, AdamW, clipping, the mean over tokens and the scale of the rewards are the
 Each side runs in a process of its own and is measured from the start of training to its end; memory
 is the peak of the process, the model's loading and the libraries included. TRL needs an environment
 of its own (`pip install trl==1.16.0 -c constraints.txt`); that process imports only TRL. The script
-writes comparison-large.json and comparison-large.png, and prints the tables of docs/comparison.md.
+writes comparison-large.json and comparison-large.png, and prints the tables of
+benches/results/trl.md.
 """
 
 from __future__ import annotations

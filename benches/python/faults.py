@@ -1,5 +1,5 @@
 """Kills the processes of a run at random moments, and counts what was lost or trained twice: the
-tables of docs/reliability.md.
+tables of benches/results/reliability.md.
 
     python -m benches.python.faults                  # exact order on Redis: 60 kills in 60 s
     python -m benches.python.faults --queue sqlite --protocol arrival

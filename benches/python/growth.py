@@ -4,8 +4,8 @@
     python -m benches.python.growth --renew    # measures nothing: docs get the numbers written last
     python -m benches.python.growth --renew docs/growth.json    # or these; the plot is drawn again
 
-`--renew` writes docs/growth.json, docs/growth.svg and the table of docs/performance.md, so that
-the page always has the numbers of the plot. Measuring alone changes no page.
+`--renew` writes docs/growth.json, docs/growth.svg and the table of benches/results/speed.md,
+so that the page always has the numbers of the plot. Measuring alone changes no page.
 
 Every point is the least of several rounds, on one thread, in processor time. Memory of torch is
 counted (`peak_bytes`), that of the core is the size of what it returns. Log-probabilities are those
@@ -32,6 +32,7 @@ from ludic import _core
 
 ROOT = Path(__file__).parents[2]
 DOCS, MEASURED = ROOT / "docs", ROOT / "target" / "benches"
+PAGE = ROOT / "benches" / "results" / "speed.md"
 TOKENS = (512, 1024, 2048, 4096)
 VOCABULARIES = (8192, 16384, 32768, 65536, 131072)
 SAMPLES = (128, 512, 2048, 8192)
@@ -67,9 +68,8 @@ def write(table: Table, folder: Path) -> None:
     draw(table, folder / "growth.svg")
 
 
-def renew(table: Table, docs: Path) -> None:
-    """Write the numbers and their plot to `docs`, and the table to its `performance.md`."""
-    page = docs / "performance.md"
+def renew(table: Table, docs: Path, page: Path) -> None:
+    """Write the numbers and their plot to `docs`, and the table to `page`."""
     text = with_table(page.read_text(encoding="utf-8"), format_growth(table))
     write(table, docs)
     page.write_text(text, encoding="utf-8")
@@ -224,7 +224,7 @@ def main() -> None:
     if not source.is_file():
         parser.error(f"{source} is not there; measure first: python -m benches.python growth")
     table = json.loads(source.read_text(encoding="utf-8"))
-    renew(table, DOCS)
+    renew(table, DOCS, PAGE)
     print(format_growth(table))
 
 

@@ -1,10 +1,10 @@
 """Kills the processes of `ludic train place.actors=2` with SIGKILL, and compares what the resumed
 runs end with.
 
-`python -m benches.python.killed_actors` prints the table of docs/reliability.md. The command, which
-is the trainer and the supervisor, and its actors get SIGKILL at random moments, some commands
-inside a save, one to three times in a run. With `queue.order=exact` each must end with the weights,
-losses, gradient norms, rewards and rollouts of the undisturbed run, bit for bit.
+`python -m benches.python.killed_actors` prints the table of benches/results/reliability.md. The
+command, which is the trainer and the supervisor, and its actors get SIGKILL at random moments, some
+commands inside a save, one to three times in a run. With `queue.order=exact` each must end with the
+weights, losses, gradient norms, rewards and rollouts of the undisturbed run, bit for bit.
 
 All processes are forks of this one (`forked_workers`), so that a start takes no time to import.
 """

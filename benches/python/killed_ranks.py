@@ -1,9 +1,9 @@
 """Kills one of two ranks with SIGKILL, again and again in one run, and compares what it ends with.
 
-`python -m benches.python.killed_ranks` prints the table of docs/reliability.md. This process
-stands for torchrun's agent, and the ranks are forks of it: when one is killed, the other gets
-SIGTERM, SIGKILL after 30 s, and both are started again with the same command. They resume the run
-from its newest checkpoint. It must end as the undisturbed one of two ranks does, bit for bit.
+`python -m benches.python.killed_ranks` prints the table of benches/results/reliability.md. This
+process stands for torchrun's agent, and the ranks are forks of it: when one is killed, the other
+gets SIGTERM, SIGKILL after 30 s, and both are started again with the same command. They resume the
+run from its newest checkpoint. It must end as the undisturbed one of two ranks does, bit for bit.
 """
 
 from __future__ import annotations

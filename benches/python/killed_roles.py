@@ -1,16 +1,16 @@
 """Kills the trainer, the actor and the servers of one run that trains, each `--rounds` times, and
 compares what the run ends with.
 
-`python -m benches.python.killed_roles` prints a row of docs/reliability.md. In each round each role
-gets SIGKILL once, in random order and at a random moment, also while another process starts again;
-the next round begins once the run has taken a step. The run must end with status 0 and the weights,
-losses, gradient norms, rewards and rollouts of the run that nothing disturbed, bit for bit, and no
-server may have answered with two sets of weights under one version.
+`python -m benches.python.killed_roles` prints a row of benches/results/reliability.md. In each
+round each role gets SIGKILL once, in random order and at a random moment, also while another
+process starts again; the next round begins once the run has taken a step. The run must end with
+status 0 and the weights, losses, gradient norms, rewards and rollouts of the run that nothing
+disturbed, bit for bit, and no server may have answered with two sets of weights under one version.
 
 The servers are the fakes of `tests/support/policy_vllm.py`: processes that load the policy, take
 the versions that the trainer publishes, and sample from what they hold. Arguments that are no
 options are settings of the killed run, such as `place=ray place.address=local`; Ray must be run as
-docs/reliability.md says.
+benches/results/reliability.md says.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Kills runs with SIGKILL at random moments, and resumes them from each state that their files go
 through, and compares what they end with.
 
-`python -m benches.python.kills` prints the table of docs/reliability.md. A run must end as the
-uninterrupted one does, bit for bit: losses, gradient norms and all other metrics but times,
-rollouts, the model's files and the summary; each step and each episode once. Which weights sample
-a group of an over-sampled run depends on timing: there, no group may be lost, doubled or split.
+`python -m benches.python.kills` prints the table of benches/results/reliability.md. A run must end
+as the uninterrupted one does, bit for bit: losses, gradient norms and all other metrics but times,
+rollouts, the model's files and the summary; each step and each episode once. Which weights sample a
+group of an over-sampled run depends on timing: there, no group may be lost, doubled or split.
 
 `file_events.c`, loaded with LD_PRELOAD, stops a life at each change to its files, in the middle of
 each write too, and its folder is read. A kill at that moment leaves the same files, since what is

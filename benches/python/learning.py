@@ -1,4 +1,5 @@
-"""What the built-in recipes learn, per seed: the tables of docs/results.md and docs/games.md.
+"""What the built-in recipes learn, per seed: the tables of benches/results/tasks.md and
+docs/games.md.
 
     python benches/python/learning.py sort --algorithm grpo --seeds 50 54
     python benches/python/learning.py addition --seeds 60 64 threads=1

@@ -1,10 +1,10 @@
 """Faults inside a save of a sharded model over two ranks: at each change to its files, on either
 rank, SIGKILL, a full disk, or a disk that is full in the middle of a write.
 
-`python -m benches.python.save_faults` prints the table of docs/reliability.md. After each fault
-there must be a verified checkpoint with the weights of the undisturbed run. After a full disk, both
-ranks must have raised, one with the error and the other with one line that names it, and the same
-save must succeed once there is room again.
+`python -m benches.python.save_faults` prints the table of benches/results/reliability.md. After
+each fault there must be a verified checkpoint with the weights of the undisturbed run. After a full
+disk, both ranks must have raised, one with the error and the other with one line that names it, and
+the same save must succeed once there is room again.
 
 Each rank is a fork of this process, which has imported everything. `save_faults.c`, loaded with
 LD_PRELOAD, makes the faults.

@@ -9,12 +9,13 @@ import pytest
 from benches.python import growth
 from benches.python.__main__ import PROGRAMS, SUBJECTS, command_of
 
-DOCS = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[2]
+DOCS, PAGE = ROOT / "docs", ROOT / "benches" / "results" / "speed.md"
 
 
 def test_the_page_has_the_numbers_of_the_plots():
     table = json.loads((DOCS / "growth.json").read_text(encoding="utf-8"))
-    page = (DOCS / "performance.md").read_text(encoding="utf-8")
+    page = PAGE.read_text(encoding="utf-8")
     lines = growth.format_growth(table).splitlines()[2:]
     assert len(lines) == 2 + sum(map(len, table.values()))
     for line in lines:
@@ -26,22 +27,23 @@ def test_the_page_has_the_numbers_of_the_plots():
 
 
 def test_measuring_changes_no_page_and_renewing_changes_all_its_numbers(monkeypatch, tmp_path):
-    docs, measured = tmp_path / "docs", tmp_path / "target" / "benches"
+    docs, measured, copy = tmp_path / "docs", tmp_path / "target" / "benches", tmp_path / "speed.md"
     docs.mkdir()
-    page = (DOCS / "performance.md").read_text(encoding="utf-8")
-    (docs / "performance.md").write_text(page, encoding="utf-8")
+    page = PAGE.read_text(encoding="utf-8")
+    copy.write_text(page, encoding="utf-8")
     table = json.loads((DOCS / "growth.json").read_text(encoding="utf-8"))
     table["tokens"] = {"another way": [{"x": 10, "seconds": 0.1, "bytes": 5e6}, {"x": 1000, "seconds": 10.0, "bytes": 5e6}]}
     monkeypatch.setattr(growth, "measure_all", lambda: table)
     monkeypatch.setattr(growth, "DOCS", docs)
+    monkeypatch.setattr(growth, "PAGE", copy)
     monkeypatch.setattr(growth, "MEASURED", measured)
     assert growth.report() == growth.format_growth(table)
-    assert [path.name for path in docs.iterdir()] == ["performance.md"]
-    assert (docs / "performance.md").read_text(encoding="utf-8") == page
+    assert list(docs.iterdir()) == []
+    assert copy.read_text(encoding="utf-8") == page
 
     monkeypatch.setattr("sys.argv", ["growth", "--renew", str(measured / "growth.json")])
     growth.main()
-    renewed = (docs / "performance.md").read_text(encoding="utf-8")
+    renewed = copy.read_text(encoding="utf-8")
     fresh = growth.format_growth(table).splitlines()[2:]
     kept = page.splitlines()
     first, rows = kept.index(fresh[0]), len(growth.format_growth(json.loads((DOCS / "growth.json").read_text())).splitlines()[2:])
@@ -51,11 +53,13 @@ def test_measuring_changes_no_page_and_renewing_changes_all_its_numbers(monkeypa
 
 
 def test_a_page_without_the_table_is_an_error_and_stays(tmp_path):
-    (tmp_path / "performance.md").write_text("nothing\n", encoding="utf-8")
+    page = tmp_path / "speed.md"
+    page.write_text("nothing\n", encoding="utf-8")
     table = json.loads((DOCS / "growth.json").read_text(encoding="utf-8"))
     with pytest.raises(ValueError, match="no table that begins with"):
-        growth.renew(table, tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["performance.md"]
+        growth.renew(table, tmp_path, page)
+    assert [path.name for path in tmp_path.iterdir()] == ["speed.md"]
+    assert page.read_text(encoding="utf-8") == "nothing\n"
 
 
 def test_memory_grows_with_the_logits_only_where_they_are_computed(monkeypatch, tmp_path):
@@ -80,7 +84,7 @@ def test_the_exponent_is_the_slope_between_the_ends():
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_every_program_of_the_page_is_run_in_one_go(program):
-    assert program in (DOCS / "performance.md").read_text(encoding="utf-8")
+    assert program in PAGE.read_text(encoding="utf-8")
     assert (Path(growth.__file__).with_name(f"{program}.py")).is_file()
     assert program not in SUBJECTS
     command = command_of(program, Namespace(trl_python="trl", vllm_python=None))

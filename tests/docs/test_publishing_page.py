@@ -1,4 +1,5 @@
-"""The code of docs/publishing.md runs against a stub, and the options that it names exist."""
+"""The code of docs/servers.md that publishes weights runs against a stub, and the options that it
+names exist."""
 
 import copy
 import inspect
@@ -14,7 +15,8 @@ from ludic.distributed import create_vllm_publisher
 from ludic.inference.vllm.launch import WeightBackend
 from ludic.models.lora import LoraSettings, apply_lora
 
-PAGE = (Path(__file__).parents[2] / "docs" / "publishing.md").read_text(encoding="utf-8")
+SERVERS = (Path(__file__).parents[2] / "docs" / "servers.md").read_text(encoding="utf-8")
+PAGE = SERVERS.partition("## Publish weights to running servers")[2].partition("\n## ")[0]
 BLOCKS = re.findall(r"^```py\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
 
 

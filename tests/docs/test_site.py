@@ -42,6 +42,18 @@ def test_links_lead_to_the_pages_of_the_site(pages, link, folder, page):
     assert pages.replace_links(link, folder) == page
 
 
+def test_the_site_has_every_file_to_which_a_page_links(pages):
+    sources = [*(ROOT / "docs").glob("*.md"), *(ROOT / name for name in pages.ROOT_PAGES if name.endswith(".md"))]
+    linked = {
+        (source.parent / match[1]).resolve().relative_to(ROOT).as_posix()
+        for source in sources
+        for match in pages.LINK.finditer(source.read_text(encoding="utf-8"))
+        if "://" not in match[1]
+    }
+    outside = {path for path in linked if not path.startswith("docs/")}
+    assert outside <= {*pages.ROOT_PAGES, *pages.COPIED}
+
+
 def recipes():
     return {"train": compose(["sort"]), "sft": compose_sft([]), "train-rm": compose_rm([]), "dpo": compose_dpo([])}
 

@@ -1,5 +1,5 @@
 """Runs whose processes are killed (`benches.python.faults`): its counts find every fault, and short
-runs have none. docs/reliability.md has the long ones."""
+runs have none. benches/results/reliability.md has the long ones."""
 
 import json
 import subprocess
