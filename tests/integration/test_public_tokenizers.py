@@ -19,6 +19,7 @@ from ludic.errors import ConfigError, DataError
 from ludic.inference import ChatCompletionRequest, ReturnSpec, SamplingParams
 from ludic.inference.local.client import LocalChatClient, end_token_ids
 from ludic.inference.prompts.template import ChatTemplate, find_turn_end
+from ludic.inference.prompts.tokens import Dialogue, PromptTokens
 from ludic.recipes.epochs_schema import compose_sft
 from ludic.recipes.model import build_tokenizer
 from ludic.runs.data.preview import preview
@@ -220,3 +221,21 @@ def test_a_run_of_one_step_can_be_viewed_and_its_rollouts_trained_on(tmp_path, n
         played["trace"]["prompt_token_ids"]
         == tokenizer.apply_chat_template(played["info"]["chat_prompt_messages"], add_generation_prompt=True)["input_ids"]
     )
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_later_turns_begin_with_the_sampled_ids_whatever_the_tokenizer_would_make_of_their_text(name):
+    tokenizer = tokenizer_of(name)
+    prompts, talk, before = PromptTokens(tokenizer), list(TALKS["system"]), []
+    for said in ("Paris", "the largest one, Lyon"):
+        ids = prompts.encode(Dialogue(talk))
+        assert ids[: len(before)] == before
+        assert tokenizer.decode(ids) == ChatTemplate(tokenizer).render(talk)
+        # One token a character: not what the tokenizer makes of the word.
+        answer = [token for letter in said for token in tokenizer.encode(letter, add_special_tokens=False)]
+        assert answer != tokenizer.encode(said, add_special_tokens=False)
+        before = [*ids, *answer, tokenizer.convert_tokens_to_ids(ENDS[name])]
+        message = {"role": "assistant", "content": said}
+        prompts.remember_answer(Dialogue(talk), message, ids, before[len(ids) :])
+        talk = [*talk, message, {"role": "user", "content": "Another?"}]
+    assert prompts.encode(Dialogue(talk))[: len(before)] == before
