@@ -2,6 +2,10 @@
 tree as the source."""
 
 import ast
+import io
+import re
+import tokenize
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +16,22 @@ MAX_LONG_FILES = 0.05
 """Share of the package's files that may be longer than `LONG_FILE_LINES`."""
 MAX_FILE_LINES = 800
 MAX_FUNCTION_LINES = 80
+SMALL_FILE_LINES = 40
+"""A shorter file with one importer, in its own folder, belongs in that importer."""
+IDIOMS = {
+    "those of": "repeat the noun, or use 's",
+    "that of": "repeat the noun, or use 's",
+    "what is": "name it",
+    "so many": "this number of",
+    "nobody": "no process, no query, not",
+    "at once": "immediately, concurrently, atomically",
+    "beside": "next to, in addition to",
+    "asked for": "requested",
+    "None: ": "None means",
+    "in vain": "without effect",
+    "shall": "must",
+}
+"""Words that readers of this field stumble over -> what they expect. One in 10,000 words is kept."""
 TEST_FOLDERS = {"core", "docs", "examples", "gpu", "integration", "support"}
 """Folders of tests/ without a counterpart in the package: the Rust core, pages, scripts, real
 servers, GPUs and shared support."""
@@ -70,6 +90,57 @@ def test_no_function_exceeds_the_line_limit():
     }
     assert len(lengths) > 1000
     assert {name: lines for name, lines in lengths.items() if lines > MAX_FUNCTION_LINES} == {}
+
+
+def test_no_small_file_is_imported_by_one_file_of_its_folder_alone():
+    modules = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in python_files()}
+    importers: dict[str, set[str]] = {name: set() for name in modules}
+    for name, path in modules.items():
+        for imported in imports_of(ast.parse(path.read_text(encoding="utf-8"))) & modules.keys():
+            importers[imported].add(name)
+    sizes = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in modules.items()}
+    small = {
+        name: importer
+        for name, (importer, *others) in ((name, sorted(found)) for name, found in importers.items() if found)
+        if not others and sizes[name] < SMALL_FILE_LINES and modules[name].parent == modules[importer].parent
+    }
+    assert sum(map(len, importers.values())) > 1000
+    # An `__init__` that imports a file makes it public: users are its other importers.
+    assert {name: importer for name, importer in small.items() if not importer.endswith("__init__")} == {}
+
+
+def imports_of(tree: ast.Module) -> set[str]:
+    """Every name that an import may take from a module or package."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.update([node.module, *(f"{node.module}.{alias.name}" for alias in node.names)])
+    return names
+
+
+def prose_of(source: str) -> Iterator[str]:
+    """The docstrings and comments of a file."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield " ".join(node.value.value.split())
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.string
+
+
+def test_docstrings_and_comments_have_the_words_of_the_field():
+    prose = [text for path in python_files() for text in prose_of(path.read_text(encoding="utf-8"))]
+    words = sum(len(text.split()) for text in prose)
+    assert words > 100_000
+    found = Counter(idiom for idiom in IDIOMS for text in prose for _ in re.finditer(rf"(?i)\b{idiom}", text))
+    assert {idiom: (count, IDIOMS[idiom]) for idiom, count in found.items() if count * 10_000 > words} == {}
+
+
+def test_the_check_of_words_sees_docstrings_and_comments():
+    source = '"""Weights\nthose\nof a run."""\nx = 1  # what is left\n'
+    assert list(prose_of(source)) == ["Weights those of a run.", "# what is left"]
 
 
 def test_every_test_folder_mirrors_a_folder_of_the_package():
