@@ -1,4 +1,4 @@
-"""How the package is cut: files, lines of code, refusals, and the files that a training step passes.
+"""The grain of the package: files, lines of code, refusals, and the files that a step passes.
 
     python -m benches.python.shape                     # this checkout
     python -m benches.python.shape OTHER/python/ludic  # beside another one
@@ -43,12 +43,17 @@ LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, toke
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benches.python.shape", description=__doc__.splitlines()[0])
-    parser.add_argument("packages", nargs="*", type=lambda name: Path(name).resolve(), default=[PACKAGE], help="folders of the package; default: this checkout's")
+    parser.add_argument(
+        "packages",
+        nargs="*",
+        type=lambda name: Path(name).resolve(),
+        default=[PACKAGE],
+        help="folders of the package; default: this checkout's",
+    )
     parser.add_argument("--source-only", action="store_true", help="train nothing")
     options = parser.parse_args()
-    columns = []
-    for package in options.packages:
-        columns.append(measure_source(package) | ({} if options.source_only else measure_run(package)))
+    run = (lambda package: {}) if options.source_only else measure_run
+    columns = [measure_source(package) | run(package) for package in options.packages]
     for name in columns[0]:
         print(f"| {name} | {' | '.join(f'{column[name]:,}' for column in columns)} |")
 
@@ -161,9 +166,9 @@ class Passed:
 
 def run_traced(package: Path, output: Path, folder: str) -> None:
     """Train with every call noted, and write the counts to `output`."""
-    from ludic import GRPO  # noqa: F401, PLC0415  (the command's imports are not what a run passes)
-    from ludic.cli.app import app  # noqa: PLC0415
-    from ludic.training.callbacks import Callback  # noqa: PLC0415
+    from ludic import GRPO  # noqa: F401  imports count for no run
+    from ludic.cli.app import app
+    from ludic.training.callbacks import Callback
 
     passed, steps = Passed(package), []
 
