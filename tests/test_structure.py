@@ -22,8 +22,6 @@ FOREIGN_OBJECTS = {
     "envs": "foreign environments and their values, a user's runner, the standard library of this platform",
     "eval": "a user's argparse.Namespace",
     "files": "numpy and torch",
-    "forwarding.py": "a user's object, adapted",
-    "importing.py": "a user's module",
     "inference": "transformers, PEFT, torch, openai, vLLM and a tokenizer",
     "interaction": "a user's agent and environment",
     "models": "transformers, PEFT, bitsandbytes and wrappers of torch",
@@ -33,6 +31,7 @@ FOREIGN_OBJECTS = {
     "tasks": "a user's reward function",
     "trainers": "a user's function",
     "training": "a user's reward, loss, filter and environment, transformers, torch, wandb and the C library",
+    "user_objects.py": "a user's module, and a user's object, adapted",
 }
 """Packages that may read optional members, and the foreign objects that they read them from. Our
 own types declare every member."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from ludic.agents.tool_use import Tool
 from ludic.errors import ConfigError
-from ludic.importing import GivenNames, import_named
+from ludic.user_objects import GivenNames, import_named
 
 _GIVEN = GivenNames[Tool]("tools")
 given_tools = _GIVEN.given

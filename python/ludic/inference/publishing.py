@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from ludic.forwarding import forward_members
+from ludic.user_objects import forward_members
 
 if TYPE_CHECKING:
     from torch import Tensor

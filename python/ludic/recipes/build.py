@@ -12,7 +12,6 @@ import torch
 from ludic.agents.tool_names import find_tools
 from ludic.agents.tool_use import ToolUse
 from ludic.errors import ConfigError, did_you_mean
-from ludic.importing import import_named
 from ludic.recipes.checkpoint_section import check_checkpoints
 from ludic.recipes.compose import check_minimums
 from ludic.recipes.named_sources import GIVEN_TASKS
@@ -34,6 +33,7 @@ from ludic.training.presets.registry import REGISTRY
 from ludic.training.reward_functions import required_arguments
 from ludic.training.reward_registry import CODE_REWARDS
 from ludic.training.types import SAWBatch
+from ludic.user_objects import import_named
 
 C = TypeVar("C", bound=TrainerConfig)
 T = TypeVar("T")

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from ludic.errors import ConfigError
-from ludic.importing import import_named
 from ludic.recipes.callbacks_section import CallbacksSection, RLCallbacksSection
 from ludic.training.callbacks import Callback, CompletionTable, KeepBest, PushToHub, StopOnMetric
 from ludic.training.config import TrainerConfig
 from ludic.training.loop.callbacks import check_watched
 from ludic.training.loop.metric_names import bare_name
+from ludic.user_objects import import_named
 
 
 def build_callbacks(section: CallbacksSection, *, console: Any = None) -> list[Callback]:

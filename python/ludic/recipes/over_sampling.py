@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 
 from ludic.errors import ConfigError
-from ludic.importing import import_named
 from ludic.recipes.actors import uses_queue
 from ludic.recipes.inference_section import choose_kind
 from ludic.recipes.schema import Recipe, RolloutSection
@@ -24,6 +23,7 @@ from ludic.training.rollouts.group_filters import (
 from ludic.training.rollouts.group_pool import ORDERS
 from ludic.training.rollouts.hand_over import choose_max_lag
 from ludic.types import Rollout
+from ludic.user_objects import import_named
 
 GROUP_FILTERS: dict[str, GroupFilter] = {
     "nonzero_std": check_reward_nonzero_std,

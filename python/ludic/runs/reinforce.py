@@ -10,7 +10,6 @@ from typing import Any
 
 from ludic.errors import CheckpointError
 from ludic.files.checkpoints import check_model_folder
-from ludic.forwarding import forward_members
 from ludic.inference.local import LocalChatClient
 from ludic.models.adapters import has_adapters
 from ludic.models.lora import describe_trained_share
@@ -58,6 +57,7 @@ from ludic.training.stats import SAMPLED_REWARD, default_reducers
 from ludic.training.trainer import Trainer
 from ludic.training.types import CreditAssigner, RolloutRequest, SAWBatch
 from ludic.types import Rollout
+from ludic.user_objects import forward_members
 
 WARM_UP, REINFORCE = "warm_up", "reinforce"
 WARM_UP_KEYS = ["train/loss", "train/grad_norm"]

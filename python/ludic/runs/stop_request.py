@@ -12,12 +12,12 @@ from types import FrameType
 from typing import Any
 
 from ludic.errors import StopRequested
-from ludic.forwarding import forward_members
 from ludic.rank_environment import STOP_ONCE
 from ludic.training import ranks
 from ludic.training.batching.source import PENDING_PATIENCE_S, BatchSourceBase, as_batch_source
 from ludic.training.ranks.meeting import Meeting
 from ludic.training.types import BatchSource, SAWBatch
+from ludic.user_objects import forward_members
 
 BATCH_PATIENCE_S = 8.0
 """How long several ranks wait for a batch after a stop was requested."""

@@ -7,11 +7,11 @@ from random import Random
 from typing import Any, Protocol, runtime_checkable
 
 from ludic.envs.single_agent_env import SingleAgentEnv
-from ludic.forwarding import forward_members
 from ludic.inference.prompts.template import read_template_kwargs
 from ludic.tasks.base import Task, TaskDefaults
 from ludic.tasks.episodic import OPTIONAL_MEMBERS, Episode, EpisodicTask, Played, Shown, Turn, share
 from ludic.types import Message, Rollout
+from ludic.user_objects import forward_members
 
 
 @runtime_checkable
