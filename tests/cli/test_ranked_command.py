@@ -11,7 +11,7 @@ from ludic.cli import training_command, user_errors
 from ludic.cli.training_command import ended_as_rank
 from ludic.cli.user_errors import rank_exit_status
 from ludic.errors import CheckpointError, ConfigError, DataError, NonFiniteError, OwnershipLost, QueueError, RankError
-from ludic.rank_environment import RankEnvironment
+from ludic.launch.rank_environment import RankEnvironment
 from ludic.recipes.compose import compose, config_hash
 from ludic.recipes.ranks_section import RanksSection, check_ranks, phase_deadlines
 from ludic.training import watchdog

@@ -10,7 +10,7 @@ import pytest
 from torch.distributed import HashStore
 
 from ludic.errors import StopRequested
-from ludic.rank_environment import STOP_ONCE
+from ludic.launch.rank_environment import STOP_ONCE
 from ludic.runs import stop_request
 from ludic.runs.stop_request import ImpatientSource, SharedStopRequest, StoppableSource, StopRequest
 from ludic.training.batching.source import BatchSourceBase

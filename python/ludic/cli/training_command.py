@@ -32,7 +32,7 @@ from ludic.cli.resume import Changes, find_steps, parse_changes, resume_recipe, 
 from ludic.cli.user_errors import rank_exit_status
 from ludic.errors import TRY_AGAIN
 from ludic.files.atomic import write_text
-from ludic.rank_environment import RankEnvironment, read_rank_environment, tell_status
+from ludic.launch.rank_environment import RankEnvironment, read_rank_environment, tell_status
 from ludic.recipes.devices import choose_devices, devices_left_open
 from ludic.recipes.named_sources import check_named_sources
 from ludic.recipes.place_section import needs_launcher

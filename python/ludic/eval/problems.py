@@ -9,7 +9,7 @@ from ludic.errors import ConfigError
 from ludic.eval.core import Metrics, Record, RolloutGenerator, reduce_rollouts
 from ludic.eval.tally import PROBLEM_KEY, SAMPLE_KEY, Measurement, RolloutValue, measure
 from ludic.event_loop import await_if_needed
-from ludic.seeds import derive_seed
+from ludic.inference.sampling import derive_seed
 from ludic.training.rollouts.episodes import PlayedRollouts
 from ludic.training.stats import Reducer
 from ludic.training.types import RequestsFn, RolloutRequest

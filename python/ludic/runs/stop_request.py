@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any
 
 from ludic.errors import StopRequested
-from ludic.rank_environment import STOP_ONCE
+from ludic.launch.rank_environment import STOP_ONCE
 from ludic.training import ranks
 from ludic.training.batching.source import PENDING_PATIENCE_S, BatchSourceBase, as_batch_source
 from ludic.training.ranks.meeting import Meeting

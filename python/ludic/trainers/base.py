@@ -14,7 +14,7 @@ from ludic.agents.tool_names import given_tools
 from ludic.cli.training_command import TrainingCommand, run_command
 from ludic.errors import ConfigError, ConfigTypeError
 from ludic.event_loop import call_outside_loop
-from ludic.rank_environment import read_rank_environment
+from ludic.launch.rank_environment import read_rank_environment
 from ludic.recipes.actors import uses_queue
 from ludic.recipes.named_sources import GIVEN_TASKS
 from ludic.recipes.overrides import Override
