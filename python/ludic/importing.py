@@ -16,6 +16,8 @@ from typing import Any
 
 MOVED = {
     "ludic.agent": "ludic.agents",
+    "ludic.envs.code_exec.factory": "ludic.envs.code_exec.backend",
+    "ludic.inference.extensions.base": "ludic.inference.extensions.vllm",
     "ludic.inference.servers.client_tag_middleware": "ludic.inference.vllm.in_server.client_tag_middleware",
     "ludic.inference.servers.secret_middleware": "ludic.inference.vllm.in_server.secret_middleware",
     "ludic.inference.vllm.think": "ludic.inference.vllm.in_server.think_processor",

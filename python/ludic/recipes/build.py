@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ludic.agents.tool_names import find_tools
-from ludic.agents.tool_use import ToolUse
+from ludic.agents.tool_use import ToolUse, find_tools
 from ludic.errors import ConfigError, did_you_mean
 from ludic.recipes.checkpoint_section import check_checkpoints
 from ludic.recipes.compose import check_minimums

@@ -10,7 +10,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ludic.agents.tool_names import given_tools
+from ludic.agents.tool_use import given_tools
 from ludic.cli.training_command import TrainingCommand, run_command
 from ludic.errors import ConfigError, ConfigTypeError
 from ludic.event_loop import call_outside_loop
