@@ -16,6 +16,8 @@ sys.path.insert(0, str(Path(__file__).parent))  # MkDocs loads this file by its 
 
 from settings_pages import write_settings_pages
 
+from ludic.importing import MOVED, home_of
+
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
     from mkdocs.structure.files import Files
@@ -106,7 +108,9 @@ def write_api_pages() -> dict[str, str]:
     `ludic.envs.LudicEnv` is not shown again as `ludic.envs.env.LudicEnv`."""
     listed: dict[str, list[str]] = json.loads((ROOT / "tests" / "public_names.json").read_text(encoding="utf-8"))
     modules = {name: import_module(name) for name in listed}
-    shortest_first = sorted(modules, key=lambda name: (name.count("."), not hasattr(modules[name], "__path__"), name))
+    shortest_first = sorted(
+        modules, key=lambda name: (name in MOVED, name.count("."), not hasattr(modules[name], "__path__"), name)
+    )
     homes = dict[int, str]()
     for module in shortest_first:
         for name in sorted(listed[module]):
@@ -114,5 +118,5 @@ def write_api_pages() -> dict[str, str]:
     pages = dict[str, str]()
     for path in homes.values():
         module = path.rpartition(".")[0]
-        pages[module] = pages.get(module, f"# {module}\n") + f"\n::: {path}\n"
+        pages[module] = pages.get(module, f"# {module}\n") + f"\n::: {home_of(module)}{path.removeprefix(module)}\n"
     return {f"api/{module}.md": pages[module] for module in sorted(pages)}

@@ -14,19 +14,12 @@ import pytest
 
 ROOT = Path(__file__).parents[1] / "python"
 LAYERS = [
-    [
-        *(
-            "ludic.errors",
-            "ludic.event_loop",
-            "ludic.forwarding",
-        ),
-        *("ludic.importing", "ludic.rank_environment", "ludic.seeds", "ludic._lazy", "ludic._core"),
-    ],
+    ["ludic.errors", "ludic.event_loop", "ludic.importing", "ludic.user_objects", "ludic._core"],
     ["ludic.list_fields", "ludic.columns", "ludic.types", "ludic.files"],
     ["ludic.launch"],
     ["ludic.models", "ludic.parsers", "ludic.data", "ludic.context"],
     ["ludic.inference"],
-    ["ludic.envs", "ludic.agents", "ludic.agent", "ludic.distributed"],
+    ["ludic.envs", "ludic.agents", "ludic.distributed"],
     ["ludic.interaction"],
     [
         "ludic.training.types",
@@ -53,8 +46,6 @@ LAYERS = [
         "ludic.training.batching",
         "ludic.training.info_seed",
         "ludic.training.queue",
-        "ludic.training.chat_template_utils",
-        "ludic.training.preference_utils",
         "ludic.training.reward_deadline",
         "ludic.training.reward_functions",
         "ludic.training.reward_registry",
@@ -199,15 +190,15 @@ def test_the_check_reports_upward_imports_and_cycles(tmp_path):
     package.mkdir()
     (package / "errors.py").write_text("from ludic.parsers import xml_parser\nimport ludic\n")
     (package / "parsers.py").write_text("from ludic.errors import LudicError\nfrom .errors import LudicError\n")
-    (package / "agent.py").write_text("def late():\n    from ludic import cli\n")
-    (package / "cli.py").write_text("if TYPE_CHECKING:\n    from ludic.agent import late\nimport ludic.errors\n")
+    (package / "event_loop.py").write_text("def late():\n    from ludic import cli\n")
+    (package / "cli.py").write_text("if TYPE_CHECKING:\n    from ludic.event_loop import late\nimport ludic.errors\n")
     assert upward_imports(tmp_path) == [
-        "ludic.agent imports ludic.cli",
         "ludic.errors imports ludic.parsers",
+        "ludic.event_loop imports ludic.cli",
         "ludic.parsers imports .errors: say it from the root",
     ]
     assert cycles_of(import_graph(tmp_path)) == [
-        {"ludic.agent", "ludic.cli"},
+        {"ludic.cli", "ludic.event_loop"},
         {"ludic.errors", "ludic.parsers"},
     ]
 

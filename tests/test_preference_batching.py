@@ -9,7 +9,6 @@ import torch
 from hypothesis import given, strategies as st
 from preference_samples import TOKENIZER, pair, response, rm_config, sorted_pairs
 
-import ludic.training.batching as batching
 from ludic.errors import BudgetError, ConfigError, DataError, DataKeyError
 from ludic.training.batching import (
     collate_preference_items,
@@ -17,7 +16,6 @@ from ludic.training.batching import (
     count_pairs_in_items,
     group_preference_pairs,
     preference_batches,
-    rm_batching,
     split_preference_pairs_by_token_budget,
     validate_preference_batch,
 )
@@ -177,11 +175,6 @@ def test_collation_adds_the_metadata_in_the_order_of_the_items():
     assert only["meta"] == {"role": ["rejected", "chosen"] * 2}
     with pytest.raises(KeyError, match="'source'"):
         collate_preference_items(items, pad_token_id=0, device="cpu", meta_keys=("source",))
-
-
-def test_both_modules_have_the_same_functions():
-    for name in rm_batching.__all__:
-        assert getattr(rm_batching, name) is getattr(batching, name)
 
 
 # --- what the trainer runs

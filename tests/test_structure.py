@@ -31,7 +31,7 @@ IDIOMS = {
     "in vain": "without effect",
     "shall": "must",
 }
-"""Words that readers of this field stumble over -> what they expect. One in 10,000 words is kept."""
+"""Words that stop a reader of this field -> the usual ones. One in 10,000 words is kept."""
 TEST_FOLDERS = {"core", "docs", "examples", "gpu", "integration", "support"}
 """Folders of tests/ without a counterpart in the package: the Rust core, pages, scripts, real
 servers, GPUs and shared support."""
@@ -42,8 +42,6 @@ FOREIGN_OBJECTS = {
     "envs": "foreign environments and their values, a user's runner, the standard library of this platform",
     "eval": "a user's argparse.Namespace",
     "files": "numpy and torch",
-    "forwarding.py": "a user's object, adapted",
-    "importing.py": "a user's module",
     "inference": "transformers, PEFT, torch, openai, vLLM and a tokenizer",
     "interaction": "a user's agent and environment",
     "models": "transformers, PEFT, bitsandbytes and wrappers of torch",
@@ -53,6 +51,7 @@ FOREIGN_OBJECTS = {
     "tasks": "a user's reward function",
     "trainers": "a user's function",
     "training": "a user's reward, loss, filter and environment, transformers, torch, wandb and the C library",
+    "user_objects.py": "a user's module, and a user's object, adapted",
 }
 """Packages that may read optional members, and the foreign objects that they read them from. Our
 own types declare every member."""

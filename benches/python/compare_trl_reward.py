@@ -80,7 +80,7 @@ def evaluate(work: Path, model: Path) -> dict[str, float]:
 
     from ludic.training.config import TrainerConfig
     from ludic.training.evaluators.preferences import PreferenceEvaluator
-    from ludic.training.preference_utils import load_preference_items
+    from ludic.training.samples.preference import load_preference_items
 
     tokenizer = AutoTokenizer.from_pretrained(work / "start" / "model")
     items = load_preference_items(str(work / "start" / "heldout.jsonl"), tokenizer)
@@ -121,7 +121,7 @@ def prepare_ludic(work: Path, model: Any, tokenizer: Any, pairs: int, seed: int)
     """A call that trains with RMTrainer: Bradley-Terry, one pass over the pairs."""
     from ludic.training import RMTrainer, RMTrainerConfig, make_bradley_terry
     from ludic.training.batching.pair_batches import preference_batches
-    from ludic.training.preference_utils import load_preference_items
+    from ludic.training.samples.preference import load_preference_items
 
     items = load_preference_items(str(work / "start" / "data.jsonl"), tokenizer)
     cfg = RMTrainerConfig(

@@ -25,7 +25,7 @@ from statistics import median
 
 from ludic.envs.code_exec import ExactMatchVerifier, StdinStdoutRunner, TestCase, create_sandbox_pool
 from ludic.envs.code_exec.bubblewrap import find_python
-from ludic.envs.code_exec.calls.runner import FunctionCallRunner
+from ludic.envs.code_exec.calls import FunctionCallRunner
 from ludic.envs.code_exec.pool import BaseSandboxPool
 
 PYTHON = str(find_python(None))

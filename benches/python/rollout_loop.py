@@ -49,9 +49,9 @@ async def train(options: argparse.Namespace) -> None:
         RolloutConfig,
         run_rl_training,
     )
-    from ludic.rollouts.training.filters import check_reward_nonzero_std
     from ludic.rollouts.training.metrics import JSONLLogger
     from ludic.rollouts.training.rl_losses import ppo_loss
+    from ludic.training.rollouts.group_filters import check_reward_nonzero_std
 
     torch.set_num_threads(1)
 

@@ -34,10 +34,10 @@ from typing import Any
 import torch
 from benches.python.random_models import make_qwen2
 
+from ludic.launch.rank_environment import RankEnvironment
 from ludic.models.byte_tokenizer import VOCAB_SIZE
 from ludic.models.sharding import ShardingSettings, make_mesh, shard_model
 from ludic.models.tensor_files import StoredTensors
-from ludic.rank_environment import RankEnvironment
 from ludic.training import CheckpointConfig, LoraSettings, SAWItem, Trainer, TrainerConfig, apply_lora, make_sft, ranks
 from ludic.training.batching.epochs import ItemBatchSource
 from ludic.training.batching.shared_batches import SharedBatches

@@ -19,11 +19,11 @@ from pathlib import Path
 import torch
 from benches.python.random_models import make_qwen2
 
+from ludic.launch.rank_environment import RankEnvironment
 from ludic.models.loading import load_model
 from ludic.models.sharded_loading import load_sharded, shard_copy
 from ludic.models.sharding import ShardingSettings, make_mesh, shard_model
 from ludic.models.skeleton import load_skeleton
-from ludic.rank_environment import RankEnvironment
 from ludic.training import ranks
 
 WAYS = ("whole", "slices", "rank 0")

@@ -7,10 +7,14 @@ fine-tuning.
 
 from typing import TYPE_CHECKING, Any
 
+from ludic.importing import install_finder
+
 if TYPE_CHECKING:
     from ludic.trainers import DPO, GRPO, SFT, RewardModel
 
 __all__ = ["DPO", "GRPO", "SFT", "RewardModel"]
+
+install_finder()
 
 
 def __getattr__(name: str) -> Any:

@@ -1,95 +1,115 @@
-"""Objects that a recipe names as `package.module:name`, and objects that a run was given as such,
-and not by a name that another process can import.
+"""How modules of ludic are found and loaded: documented paths of modules that are elsewhere, and
+packages that import a name when it is first read.
 """
 
 from __future__ import annotations
 
-import os
+import ast
+import importlib.util
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from importlib import import_module
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from types import CodeType, ModuleType
+from typing import Any
 
-from ludic.errors import ConfigError, did_you_mean, error_location
+MOVED = {
+    "ludic.agent": "ludic.agents",
+    "ludic.envs.code_exec.factory": "ludic.envs.code_exec.backend",
+    "ludic.inference.extensions.base": "ludic.inference.extensions.vllm",
+    "ludic.inference.servers.client_tag_middleware": "ludic.inference.vllm.in_server.client_tag_middleware",
+    "ludic.inference.servers.secret_middleware": "ludic.inference.vllm.in_server.secret_middleware",
+    "ludic.inference.vllm.think": "ludic.inference.vllm.in_server.think_processor",
+    "ludic.inference.vllm.worker": "ludic.inference.vllm.in_server.worker",
+    "ludic.inference.vllm_client": "ludic.inference.vllm.reward_client",
+    "ludic.inference.vllm_server": "ludic.inference.vllm.in_server.server",
+    "ludic.inference.vllm_utils": "ludic.inference.vllm.launch",
+    "ludic.recipes.tokenizer": "ludic.models.byte_tokenizer",
+    "ludic.rollouts.agents": "ludic.agents",
+    "ludic.rollouts.training.filters": "ludic.training.rollouts.group_filters",
+    "ludic.rollouts.training.weight_sync": "ludic.distributed.engines",
+    "ludic.training.batching.intra_batch_control": "ludic.training.rollouts.request_groups",
+    "ludic.training.batching.requests_from_dataset": "ludic.training.rollouts.requests",
+    "ludic.training.batching.rm_batching": "ludic.training.batching.preference",
+    "ludic.training.batching.rollout_engine": "ludic.training.rollouts.engine",
+    "ludic.training.chat_template_utils": "ludic.training.samples.prompt_completion",
+    "ludic.training.preference_utils": "ludic.training.samples.preference",
+}
+"""Documented path -> the module that has its names. Importing either gives the same module, also
+with `python -m`. A type checker does not run the finder and knows only the module on the right:
+typed code imports from there, or from a package such as `ludic.training`.
+"""
 
 
-def import_named(path: str, setting: str) -> Any:
-    """The object that `path` names, in an installed package or a file of the current directory.
+class MovedModules:
+    """The finder and loader of the paths in `MOVED`, and of the modules below them."""
 
-    Raises ConfigError, which names `setting`, if it is not found or its import fails.
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        home = home_of(fullname)
+        found = None if home == fullname else importlib.util.find_spec(home)
+        if found is None:
+            return None
+        is_package = found.submodule_search_locations is not None
+        return ModuleSpec(fullname, self, origin=found.origin, is_package=is_package)  # type: ignore[arg-type]  # it loads by exec_module
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = import_module(home_of(spec.name))
+        spec.loader_state = module.__spec__  # the import system overwrites it with the one of the documented path
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """The module has run already; give it its own spec back."""
+        assert module.__spec__ is not None
+        module.__spec__ = module.__spec__.loader_state
+
+    def get_code(self, fullname: str) -> CodeType | None:
+        """What `python -m` runs."""
+        found: Any = importlib.util.find_spec(home_of(fullname))
+        return found.loader.get_code(found.name)
+
+
+def home_of(name: str) -> str:
+    """The module that the path stands for. Example: `ludic.agent.base_agent` is
+    `ludic.agents.base_agent`."""
+    path, below = name, ""
+    while path not in MOVED:
+        path, dot, last = path.rpartition(".")
+        if not dot:
+            return name
+        below = f".{last}{below}"
+    return home_of(MOVED[path] + below)
+
+
+def install_finder() -> None:
+    """Let the import system find the paths in `MOVED`."""
+    if not any(isinstance(finder, MovedModules) for finder in sys.meta_path):
+        sys.meta_path.insert(0, MovedModules())
+
+
+def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """`__getattr__`, `__dir__` and `__all__` of `package`, from the imports in its `__init__.pyi`.
+
+    Example: a stub with the line `from ludic.training.trainer import Trainer as Trainer` makes
+    `package.Trainer` import `ludic.training.trainer` the first time it is read.
     """
-    module, mark, name = path.partition(":")
-    if not mark or not module or not name:
-        raise ConfigError(f"{setting} ({path}) must be package.module:name, such as rewards:exact for `exact` of ./rewards.py")
-    if module.endswith(".py") or "/" in module:
-        raise ConfigError(f"{setting} ({path}): name the module and not its file, such as {_module_of(module)}:{name}")
-    with _current_directory_first():
-        try:
-            loaded = import_module(module)
-        except Exception as error:  # the user's module may raise anything
-            raise ConfigError(f"{setting} ({path}) cannot be imported: {_fault(error, module)}") from error
-    if not hasattr(loaded, name):
-        raise ConfigError(
-            f"{setting} ({path}) cannot be imported: {loaded.__file__} has no {name!r}{did_you_mean(name, vars(loaded))}"
-        )
-    return getattr(loaded, name)
+    namespace = vars(sys.modules[package])
+    homes = _homes(Path(namespace["__file__"]).with_suffix(".pyi"))
+
+    def __getattr__(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(import_module(homes[name]), name)
+        namespace[name] = value
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*namespace, *homes})
+
+    return __getattr__, __dir__, sorted(homes)
 
 
-def _fault(error: Exception, module: str) -> str:
-    """The reason in words: an unknown module, or the exception of the module and its place."""
-    if isinstance(error, ModuleNotFoundError) and error.name is not None and f"{module}.".startswith(f"{error.name}."):
-        here = sorted(file.stem for file in Path.cwd().glob("*.py"))
-        return f"{error}; write package.module:name{did_you_mean(module, here)}"
-    place = "" if isinstance(error, SyntaxError) else error_location(error)  # the message of a syntax error has the place
-    return f"{type(error).__name__}: {error}" + (f" ({place})" if place else "")
-
-
-@contextmanager
-def _current_directory_first() -> Iterator[None]:
-    """Put the current directory first on `sys.path`, and last afterwards: modules can still import
-    their neighbours later, but no file there hides an installed package."""
-    here = os.getcwd()
-    was_listed = here in sys.path
-    sys.path.insert(0, here)
-    try:
-        yield
-    finally:
-        sys.path.remove(here)
-        if not was_listed:
-            sys.path.append(here)
-
-
-def _module_of(path: str) -> str:
-    return path.removesuffix(".py").removeprefix("./").replace("/", ".")
-
-
-T = TypeVar("T")
-
-
-class GivenNames(Generic[T]):
-    """The names of such objects, in the run that is given them.
-
-    >>> with TOOLS.given({"look_up": look_up}):
-    ...     TOOLS.now["look_up"]
-    """
-
-    def __init__(self, kind: str) -> None:
-        self._now: ContextVar[Mapping[str, T] | None] = ContextVar(kind, default=None)
-
-    @property
-    def now(self) -> Mapping[str, T]:
-        """The objects by name; none outside the block."""
-        return self._now.get() or {}
-
-    @contextmanager
-    def given(self, objects: Mapping[str, T]) -> Iterator[None]:
-        """Inside the block, and in the threads and tasks that it starts, these have their names;
-        elsewhere nobody sees them."""
-        token = self._now.set(dict(objects))
-        try:
-            yield
-        finally:
-            self._now.reset(token)
+def _homes(stub: Path) -> dict[str, str]:
+    """Name -> module, from the imports of the stub."""
+    imports = (node for node in ast.parse(stub.read_text(encoding="utf-8")).body if isinstance(node, ast.ImportFrom))
+    return {alias.name: node.module for node in imports if node.module for alias in node.names}

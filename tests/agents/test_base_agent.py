@@ -6,8 +6,6 @@ import copy
 import pytest
 from playing import FOR_RL, ScriptedClient, play, verbatim
 
-import ludic.agent
-import ludic.agents
 from ludic.agents import Agent
 from ludic.agents.base_agent import drop_traces
 from ludic.context import FullDialog
@@ -74,10 +72,6 @@ def test_weights_are_passed_to_clients_that_accept_them():
     assert agent(Taking("a")).push_policy_update({"w": 1}, timeout_s=3.0, version=2) == "['w'] 3.0 2"
     with pytest.raises(RuntimeError, match="no sync_weights"):
         agent(ScriptedClient("a")).push_policy_update({})
-
-
-def test_both_packages_offer_the_agent():
-    assert ludic.agent.Agent is ludic.agents.Agent is Agent
 
 
 def test_request_settings_default_to_the_clients_and_extensions_are_passed_on():

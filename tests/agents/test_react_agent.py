@@ -11,9 +11,9 @@ from ludic.agents import ReActAgent
 from ludic.context import FullDialog
 from ludic.errors import ConfigError, LudicError
 from ludic.inference import InferenceSpec
+from ludic.inference.sampling import call_seed, derive_seed
 from ludic.interaction import SingleAgentProtocol
 from ludic.parsers import ParseResult
-from ludic.seeds import call_seed, derive_seed
 from ludic.training import EpisodicReturn, GroupNormalizedReturn, MonteCarloReturn
 from ludic.training.rollouts.to_samples import batch_from_rollouts
 

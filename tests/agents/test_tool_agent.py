@@ -9,8 +9,6 @@ import pytest
 from playing import FOR_RL, ScriptedClient, play, verbatim
 from tool_playing import call
 
-import ludic.agent
-import ludic.agents
 from ludic.agents import ToolAgent
 from ludic.context import FullDialog
 from ludic.errors import ConfigError
@@ -206,11 +204,6 @@ def test_invalid_settings_are_refused():
         agent(add, tool_timeout_s=0.0)
     with pytest.raises(ConfigError, match="share a name"):
         agent(add, add)
-
-
-def test_both_packages_offer_the_agents():
-    assert ludic.agent.ToolAgent is ludic.agents.ToolAgent
-    assert ludic.agent.ReActAgent is ludic.agents.ReActAgent
 
 
 def test_a_thousand_calls_leak_no_thread_and_no_task():

@@ -14,10 +14,10 @@ from ludic.context import FullDialog
 from ludic.envs import LudicEnv
 from ludic.errors import ConfigError
 from ludic.inference import LocalChatClient
+from ludic.inference.sampling import agent_seed
 from ludic.interaction import MultiAgentProtocol
 from ludic.models.byte_tokenizer import make_line_tokenizer
 from ludic.parsers import ParseResult
-from ludic.seeds import agent_seed
 from ludic.training import EnvSpec, GroupNormalizedReturn, ProtocolSpec, RolloutEngine, RolloutRequest
 from ludic.training.rollouts.request_groups import GRPORequestStrategy
 from ludic.types import StepOutcome

@@ -275,7 +275,7 @@ def test_prompts_are_those_of_the_pairs_and_samples_follow_from_the_seed() -> No
     import asyncio
 
     tokenizer = make_byte_tokenizer()
-    from ludic.training.preference_utils import preference_dataset_to_saw_items
+    from ludic.training.samples.preference import preference_dataset_to_saw_items
 
     items = preference_dataset_to_saw_items([*rows(2), *rows(2)], tokenizer)
     prompts = [tokenizer.decode(ids) for ids in list_prompts(items)]

@@ -11,7 +11,7 @@ from torch.distributed import HashStore
 
 from ludic.cli.options import report_user_errors
 from ludic.errors import CheckpointError, ConfigError, DataError, NonFiniteError, OwnershipLost, QueueError, RankError
-from ludic.rank_environment import RankEnvironment
+from ludic.launch.rank_environment import RankEnvironment
 from ludic.recipes.compose import compose, config_hash
 from ludic.recipes.epochs_schema import compose_sft
 from ludic.recipes.processes import RanksSection, phase_deadlines

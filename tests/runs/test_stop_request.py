@@ -6,7 +6,7 @@ import signal
 import pytest
 from torch.distributed import HashStore
 
-from ludic.rank_environment import STOP_ONCE
+from ludic.launch.rank_environment import STOP_ONCE
 from ludic.runs.stop_request import SharedStopRequest, StopRequest
 from ludic.training.ranks.meeting import Meeting
 

@@ -13,7 +13,7 @@ from forkserver import FORKSERVER
 from free_ports import free_port
 from tiny_recipe import TINY
 
-from ludic.rank_environment import RankEnvironment
+from ludic.launch.rank_environment import RankEnvironment
 
 PATIENCE_S = 600.0
 NETWORK = [argument for argument in TINY if argument.startswith("network.")]

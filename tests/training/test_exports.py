@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-import ludic._lazy
+import ludic.importing
 
-ROOT = Path(ludic._lazy.__file__).parent
+ROOT = Path(ludic.importing.__file__).parent
 FACADES = sorted(str(path.parent.relative_to(ROOT.parent)).replace("/", ".") for path in ROOT.rglob("__init__.pyi"))
 
 

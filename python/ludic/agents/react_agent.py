@@ -10,8 +10,8 @@ from ludic.agents.base_agent import IntermediateCall
 from ludic.agents.tool_agent import ToolAgent, ToolCall
 from ludic.errors import ConfigError, ConfigTypeError
 from ludic.inference.request import InferenceSpec
+from ludic.inference.sampling import call_seed
 from ludic.parsers import ParseResult
-from ludic.seeds import call_seed
 from ludic.types import ChatResponse, Message, TokenTrace
 
 CALLS_INFO, FAILED_INFO = "tools/calls", "tools/failed"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ludic.cli.settings import add_named_recipe, format_recipe
 from ludic.errors import ConfigError
-from ludic.rank_environment import read_rank_environment
+from ludic.launch.rank_environment import read_rank_environment
 from ludic.runs.command import RunCommand
 from ludic.runs.console import quiet_libraries, run_with_console
 from ludic.runs.directory import DIRECTORIES, RunDirectory, SFTDirectory

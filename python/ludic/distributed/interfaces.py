@@ -33,19 +33,12 @@ class TensorCommunicator(Protocol):
 
 @runtime_checkable
 class ControlPlane(Protocol):
-    """Announces an update to the receivers, and ends it."""
+    """Announces an update to the receivers, and ends it. With a method `abandon_update`, it can
+    also cancel an announced update: receivers then keep the weights that they have."""
 
     def announce_update_batch(self, metadata: list[WeightMetadata], version: str | int | None = None) -> Any: ...
 
     def finalize_update(self, version: str | int | None = None) -> None: ...
-
-
-@runtime_checkable
-class AbandoningControlPlane(ControlPlane, Protocol):
-    """A control plane that can cancel an announced update. Receivers keep the weights that they
-    have."""
-
-    def abandon_update(self) -> None: ...
 
 
 WeightPublisher = PolicyPublisher

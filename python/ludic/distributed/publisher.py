@@ -10,7 +10,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from ludic.distributed.interfaces import AbandoningControlPlane, ControlPlane, PolicyPublisher, TensorCommunicator, WeightMetadata
+from ludic.distributed.interfaces import ControlPlane, PolicyPublisher, TensorCommunicator, WeightMetadata
 from ludic.errors import PublishError
 from ludic.inference.publishing import Publisher, Version, WeightSource, as_publisher
 
@@ -51,7 +51,7 @@ class BroadcastPolicyPublisher(Publisher):
             self.comm.barrier()
             self.control.finalize_update(version=version)
         except BaseException:
-            if isinstance(self.control, AbandoningControlPlane):
+            if hasattr(self.control, "abandon_update"):
                 self.control.abandon_update()
             raise
 

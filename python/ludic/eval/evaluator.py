@@ -10,7 +10,7 @@ from ludic.errors import ConfigError
 from ludic.eval.core import Metrics, Record, reduce_rollouts, run_eval
 from ludic.eval.tally import PROBLEM_KEY, SAMPLE_KEY, Measurement, RolloutValue, measure
 from ludic.event_loop import await_if_needed
-from ludic.seeds import derive_seed
+from ludic.inference.sampling import derive_seed
 from ludic.training.evaluators.protocol import Evaluator as Evaluator
 from ludic.training.rollouts.engine import RolloutEngine
 from ludic.training.rollouts.episodes import PlayedRollouts

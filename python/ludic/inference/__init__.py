@@ -3,6 +3,6 @@
 Importing this package loads no model library.
 """
 
-from ludic._lazy import lazy_exports
+from ludic.importing import lazy_exports
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

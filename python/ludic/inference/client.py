@@ -16,7 +16,7 @@ from ludic.types import ChatResponse, TokenTrace
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["ChatClient", "ChatResponse", "ClipsPrompts", "CompletesTokens", "VersionedClient"]
+__all__ = ["ChatClient", "ChatResponse", "CompletesTokens", "VersionedClient"]
 
 
 class ChatClient(Protocol):
@@ -47,16 +47,6 @@ class CompletesTokens(Protocol):
         self, prompt_token_ids: Sequence[int], *, sampling: SamplingParams | None = None, seed: int | None = None
     ) -> TokenTrace:
         """Sample a completion of these ids."""
-        ...
-
-
-@runtime_checkable
-class ClipsPrompts(Protocol):
-    """A client that may cut long prompts before it sends them."""
-
-    @property
-    def prompts_clipped(self) -> int:
-        """Prompts cut so far."""
         ...
 
 

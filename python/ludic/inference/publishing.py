@@ -4,9 +4,9 @@ sample from it."""
 from __future__ import annotations
 
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from ludic.forwarding import forward_members
+from ludic.user_objects import forward_members
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,13 +20,6 @@ class PolicyPublisher(Protocol):
     """Makes new weights the ones that are sampled from. `publish` may be a coroutine function."""
 
     def publish(self, state_dict: Mapping[str, Tensor], version: Version = None) -> Awaitable[None] | None: ...
-
-
-@runtime_checkable
-class LearningPublisher(PolicyPublisher, Protocol):
-    """A publisher that is told whether there was a gradient."""
-
-    def expect_change(self, expected: bool) -> None: ...
 
 
 class WeightSource(Protocol):
@@ -72,7 +65,7 @@ class Publisher:
         return {}
 
 
-@forward_members("_publisher", ["needs_weights"])
+@forward_members("_publisher", ["needs_weights", "expect_change"])
 class _UserPublisher(Publisher):
     """Wraps a user's object with `publish`, which may also have `expect_change` and
     `needs_weights`."""
@@ -83,20 +76,10 @@ class _UserPublisher(Publisher):
     def publish(self, state_dict: Mapping[str, Tensor], version: Version = None) -> Awaitable[None] | None:
         return self._publisher.publish(state_dict, version=version)
 
-    def expect_change(self, expected: bool) -> None:
-        if isinstance(self._publisher, LearningPublisher):
-            self._publisher.expect_change(expected)
-
 
 def as_publisher(publisher: PolicyPublisher) -> Publisher:
     """The publisher itself if it derives from `Publisher`, else a wrapper with the defaults."""
     return publisher if isinstance(publisher, Publisher) else _UserPublisher(publisher)
-
-
-class Connections(Protocol):
-    """The open connections of a publisher to servers."""
-
-    def close(self) -> None: ...
 
 
 class PushTarget:
@@ -110,8 +93,8 @@ class PushTarget:
     """The address of the first server."""
     server_urls: Sequence[str] = ()
     """The address of each server. May be empty if there is only `server_url`."""
-    connections: Connections | None = None
-    """The connections of the last publisher that was made for these servers."""
+    connections: Any = None
+    """The connections of the last publisher that was made for these servers; they have `close`."""
 
     def all_urls(self) -> list[str]:
         """The address of each server."""
@@ -122,7 +105,7 @@ class PushTarget:
         """Headers of every request to these servers, such as the API key."""
         return {}
 
-    def hold_connections(self, connections: Connections) -> None:
+    def hold_connections(self, connections: Any) -> None:
         """Remember the connections that a publisher made for these servers."""
         self.connections = connections
 

@@ -16,11 +16,10 @@ from ludic.inference.prompts.tokens import Dialogue, PromptTokens
 from ludic.inference.publishing import PolicyPublisher, PushTarget
 from ludic.inference.request import ChatCompletionRequest
 from ludic.inference.sampling import SamplingParams
-from ludic.inference.servers.answers import WeightInfo
+from ludic.inference.servers.answers import WeightInfo, check_served_version, version_number
 from ludic.inference.servers.errors import AbortedError, RetryPolicy
 from ludic.inference.servers.http import HttpResponse, ServerCalls
 from ludic.inference.servers.pool import Server, ServerPool
-from ludic.inference.servers.weight_versions import check_served_version, version_number
 from ludic.inference.vllm.responses import TokenId, check_tokens
 from ludic.list_fields import read_list
 from ludic.types import ChatResponse, TokenTrace

@@ -5,11 +5,11 @@ from __future__ import annotations
 from ludic.agents.base_agent import Agent
 from ludic.envs.env import LudicEnv
 from ludic.inference.request import InferenceSpec
+from ludic.inference.sampling import agent_seed
 from ludic.interaction.info import merge_step_info
 from ludic.interaction.step_collector import TraceCollector
 from ludic.interaction.steps import make_failed_step, make_intermediate_steps, make_played_step, mark_truncated, system_prompt
 from ludic.parsers import ParseResult
-from ludic.seeds import agent_seed
 from ludic.types import Info, Step, StepOutcome, TokenTrace
 
 NO_OUTCOME = StepOutcome(obs="", reward=0.0, truncated=False, terminated=False)

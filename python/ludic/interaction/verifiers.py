@@ -9,8 +9,8 @@ from ludic.envs.env import LudicEnv
 from ludic.errors import ConfigError
 from ludic.inference.client import ChatClient
 from ludic.inference.request import InferenceSpec, ReturnSpec
+from ludic.inference.sampling import derive_seed
 from ludic.interaction.base import InteractionProtocol
-from ludic.seeds import derive_seed
 from ludic.types import Rollout
 
 

@@ -19,7 +19,7 @@ from ludic.errors import LaunchError
 from ludic.launch import guard
 from ludic.launch.gpus import GpuPool, find_gpus
 from ludic.launch.process import Ended, Process, Started
-from ludic.rank_environment import without_rank
+from ludic.launch.rank_environment import without_rank
 
 LOOPBACK = "127.0.0.1"
 START_S = 30.0

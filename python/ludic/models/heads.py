@@ -3,16 +3,11 @@ its name."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from torch import nn
 
 from ludic.models.names import HEAD_NAMES
-
-
-@runtime_checkable
-class _HasEmbeddings(Protocol):
-    def get_input_embeddings(self) -> nn.Embedding: ...
 
 
 def find_head(model: nn.Module) -> str | None:
@@ -60,9 +55,9 @@ def _gives_vocabulary(head: nn.Module, model: nn.Module) -> bool:
     return 0 < count_vocabulary(model) <= rows
 
 
-def count_vocabulary(model: nn.Module) -> int:
+def count_vocabulary(model: Any) -> int:
     """Rows of the token embedding; if the model does not name it, of its largest embedding."""
-    if isinstance(model, _HasEmbeddings):
+    if hasattr(model, "get_input_embeddings"):
         return int(model.get_input_embeddings().weight.shape[0])
     return max((module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)), default=0)
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ludic.errors import ConfigError
-from ludic.importing import import_named
 from ludic.recipes.processes import check_place, check_url, choose_kind, find_queue, is_on_one_machine
 from ludic.recipes.schema import Recipe
 from ludic.training.rollouts.group_filters import (
@@ -21,6 +20,7 @@ from ludic.training.rollouts.group_filters import (
 )
 from ludic.training.rollouts.hand_over import choose_max_lag
 from ludic.types import Rollout
+from ludic.user_objects import import_named
 
 ENTRIES_PER_BATCH = 4
 """How many entries a batch has by default, so that as many actors share one."""

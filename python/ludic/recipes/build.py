@@ -11,10 +11,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from ludic.agents.tool_names import find_tools
-from ludic.agents.tool_use import ToolUse
+from ludic.agents.tool_use import ToolUse, find_tools
 from ludic.errors import ConfigError, did_you_mean
-from ludic.importing import import_named
 from ludic.recipes.named_sources import GIVEN_TASKS
 from ludic.recipes.schema import NULL_UNLESS_SET, Recipe, TaskSection
 from ludic.recipes.sections import (
@@ -46,6 +44,7 @@ from ludic.training.presets.registry import REGISTRY
 from ludic.training.reward_functions import required_arguments
 from ludic.training.reward_registry import CODE_REWARDS
 from ludic.training.types import SAWBatch
+from ludic.user_objects import import_named
 
 C = TypeVar("C", bound=TrainerConfig)
 T = TypeVar("T")

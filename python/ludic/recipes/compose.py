@@ -26,7 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ludic.errors import ConfigError, did_you_mean
-from ludic.rank_environment import read_rank_environment
+from ludic.launch.rank_environment import read_rank_environment
 from ludic.recipes.flat_recipe import KNOWN, from_flat, is_flat, translate_name
 from ludic.recipes.overrides import (
     RENAMED,

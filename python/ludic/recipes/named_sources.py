@@ -7,13 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ludic.agents.tool_names import find_tools
-from ludic.agents.tool_use import check_tool
+from ludic.agents.tool_use import check_tool, find_tools
 from ludic.data.sources import is_local, suggest_path
 from ludic.errors import DataError
 from ludic.files.checkpoints import ADAPTER_CONFIG, list_model_files
-from ludic.importing import GivenNames, import_named
 from ludic.models.places import CONFIGS, TOKENIZER_CONFIGS, check_place, find_adapter_base, find_place, holds_only_adapters
+from ludic.user_objects import GivenNames, import_named
 
 _DATA, _MODELS = ("data", "heldout_data"), ("model", "tokenizer", "reward_model")
 _ROWS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow")

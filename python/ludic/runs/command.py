@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ludic.files.atomic import write_text
-from ludic.rank_environment import read_rank_environment
+from ludic.launch.rank_environment import read_rank_environment
 from ludic.recipes.compose import choose_devices, devices_left_open
 from ludic.recipes.named_sources import check_named_sources
 from ludic.recipes.processes import needs_launcher

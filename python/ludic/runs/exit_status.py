@@ -22,7 +22,7 @@ from ludic.errors import (
     QueueRefused,
     RankError,
 )
-from ludic.rank_environment import RankEnvironment, read_rank_environment
+from ludic.launch.rank_environment import RankEnvironment, read_rank_environment
 
 FAILED, WRONG_INPUT, RETRY, STOP = 1, 2, TRY_AGAIN, DO_NOT_RETRY
 """Exit statuses: failed; a wrong setting, file or content; failed, and a restart may help; failed,

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, TextIO, cast
 
 from ludic.errors import TRY_AGAIN
-from ludic.rank_environment import RankEnvironment, read_rank_environment, tell_status
+from ludic.launch.rank_environment import RankEnvironment, read_rank_environment, tell_status
 from ludic.recipes.processes import RanksSection, phase_deadlines
 from ludic.runs.console import INTERRUPTED, run_with_console
 from ludic.runs.exit_status import rank_exit_status

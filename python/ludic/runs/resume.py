@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from ludic.errors import ConfigError
 from ludic.files.atomic import write_text
-from ludic.rank_environment import read_rank_environment
+from ludic.launch.rank_environment import read_rank_environment
 from ludic.recipes.actors import check_actors
 from ludic.recipes.compose import DEVICE_SETTINGS, read_yaml, to_plain_values, to_yaml
 from ludic.recipes.overrides import RENAMED, Override, parse_override

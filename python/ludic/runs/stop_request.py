@@ -9,7 +9,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from ludic.rank_environment import STOP_ONCE
+from ludic.launch.rank_environment import STOP_ONCE
 from ludic.training import ranks
 from ludic.training.ranks.meeting import Meeting
 

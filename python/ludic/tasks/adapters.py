@@ -11,10 +11,10 @@ from typing import Any
 from ludic.agents.react_agent import CALLS_INFO, FAILED_INFO
 from ludic.agents.tool_use import ToolUse
 from ludic.envs.single_agent_env import SingleAgentEnv
-from ludic.forwarding import forward_members
 from ludic.inference.prompts.template import read_template_kwargs
 from ludic.tasks.episodic import Episode, EpisodicTask, Played, Shown, Task, Turn, share, transcript
 from ludic.types import Message, Rollout, answers_of
+from ludic.user_objects import forward_members
 
 _WITH_DEFAULT = [name for name in vars(EpisodicTask) if not name.startswith("_") and name not in EpisodicTask.__abstractmethods__]
 

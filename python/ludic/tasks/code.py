@@ -17,7 +17,7 @@ from random import Random
 from typing import Any
 
 from ludic.envs.code_exec.cache import hash_calls
-from ludic.envs.code_exec.calls.runner import FunctionCallRunner
+from ludic.envs.code_exec.calls import FunctionCallRunner
 from ludic.envs.code_exec.env import CodeExecConfig, CodeExecEnv
 from ludic.envs.code_exec.sandbox import SandboxPool
 from ludic.envs.code_exec.shared_pool import SharedSandboxPool, share_sandboxes

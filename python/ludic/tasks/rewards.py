@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ludic.errors import ConfigError, did_you_mean
-from ludic.importing import import_named
 from ludic.tasks.episodic import EpisodicTask
 from ludic.training.reward_functions import RewardFunction, RewardFunctions, TrainerState
 from ludic.training.reward_registry import CODE_REWARDS, VERIFIERS, make_reward, reward_names
 from ludic.types import Rollout
+from ludic.user_objects import import_named
 
 
 class DataRewards(RewardFunctions):

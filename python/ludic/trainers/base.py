@@ -10,10 +10,10 @@ from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ludic.agents.tool_names import given_tools
+from ludic.agents.tool_use import given_tools
 from ludic.errors import ConfigError, ConfigTypeError
 from ludic.event_loop import call_outside_loop
-from ludic.rank_environment import read_rank_environment
+from ludic.launch.rank_environment import read_rank_environment
 from ludic.recipes.actors import uses_queue
 from ludic.recipes.named_sources import GIVEN_TASKS
 from ludic.recipes.overrides import Override

@@ -40,11 +40,6 @@ from ludic.training.callbacks import (
     StopOnMetric as StopOnMetric,
     TrainingEvent as TrainingEvent,
 )
-from ludic.training.chat_template_utils import (
-    ChatTemplateResult as ChatTemplateResult,
-    format_chat_template_text as format_chat_template_text,
-    tokenize_with_chat_template as tokenize_with_chat_template,
-)
 from ludic.training.checkpoint import CheckpointConfig as CheckpointConfig, CheckpointManager as CheckpointManager
 from ludic.training.classification_metrics import PreferenceMetrics as PreferenceMetrics
 from ludic.training.coefficients import Coefficient as Coefficient
@@ -113,12 +108,6 @@ from ludic.training.loss import (
     selective_log_softmax as selective_log_softmax,
 )
 from ludic.training.maxent import ListwiseCredit as ListwiseCredit
-from ludic.training.preference_utils import (
-    create_preference_saw_items as create_preference_saw_items,
-    load_preference_items as load_preference_items,
-    preference_dataset_to_saw_items as preference_dataset_to_saw_items,
-    shuffle_preference_pairs as shuffle_preference_pairs,
-)
 from ludic.training.preflight.check import Preflight as Preflight, PreflightReport as PreflightReport
 from ludic.training.presets import (
     make_bradley_terry as make_bradley_terry,
@@ -169,6 +158,17 @@ from ludic.training.rollouts.requests import (
     make_requests_fn_from_queue as make_requests_fn_from_queue,
 )
 from ludic.training.rollouts.rolling import RollingBatchSource as RollingBatchSource
+from ludic.training.samples.preference import (
+    create_preference_saw_items as create_preference_saw_items,
+    load_preference_items as load_preference_items,
+    preference_dataset_to_saw_items as preference_dataset_to_saw_items,
+    shuffle_preference_pairs as shuffle_preference_pairs,
+)
+from ludic.training.samples.prompt_completion import (
+    ChatTemplateResult as ChatTemplateResult,
+    format_chat_template_text as format_chat_template_text,
+    tokenize_with_chat_template as tokenize_with_chat_template,
+)
 from ludic.training.stats import (
     Reducer as Reducer,
     aggregate_stats as aggregate_stats,

@@ -7,7 +7,7 @@ from typing import Any
 
 from ludic.envs.maths import TaggedMathReward, gsm8k_reward, math_reward
 from ludic.errors import ConfigError
-from ludic.importing import GivenNames
+from ludic.user_objects import GivenNames
 
 MakeReward = Callable[[], Callable[..., Any]]
 VERIFIERS: dict[str, MakeReward] = {"gsm8k": gsm8k_reward, "math": math_reward, "pure_accuracy_math": TaggedMathReward}

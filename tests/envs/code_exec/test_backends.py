@@ -7,9 +7,8 @@ import shutil
 import pytest
 
 from ludic.envs.code_exec import backend as backends
-from ludic.envs.code_exec.backend import SandboxBackend, detect_available_backend, get_backend_info
+from ludic.envs.code_exec.backend import SandboxBackend, create_sandbox_pool, detect_available_backend, get_backend_info
 from ludic.envs.code_exec.bubblewrap import BubblewrapConfig, BubblewrapProcess
-from ludic.envs.code_exec.factory import create_sandbox_pool
 from ludic.envs.code_exec.types import NoSandboxError
 from ludic.errors import ConfigError
 
@@ -23,7 +22,6 @@ def machine(monkeypatch):
     def set_up(*working, job=None):
         for name, check in CHECKS.items():
             monkeypatch.setattr(backends, check, lambda name=name: name in working)
-        monkeypatch.setattr("ludic.envs.code_exec.factory.is_bubblewrap_available", lambda: "bubblewrap" in working)
         monkeypatch.delenv("SLURM_JOB_ID", raising=False)
         if job is not None:
             monkeypatch.setenv("SLURM_JOB_ID", job)

@@ -6,8 +6,8 @@ import math
 import pytest
 from hypothesis import given, strategies as st
 
-from ludic.envs.code_exec.calls.in_program import encode
-from ludic.envs.code_exec.calls.values import Near, OneOf, Same, ValueVerifier
+from ludic.envs.code_exec.calls import Near, OneOf, Same, ValueVerifier
+from ludic.envs.code_exec.in_program import encode
 
 scalars = (
     st.none() | st.booleans() | st.integers(-3, 3) | st.sampled_from([0.5, 1.0, -0.0, 1e300]) | st.sampled_from(["", "a", "1"])

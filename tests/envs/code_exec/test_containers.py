@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, strategies as st
 
 from ludic.envs.code_exec import containers
+from ludic.envs.code_exec.backend import create_sandbox_pool
 from ludic.envs.code_exec.containers import USERS, ContainerPlan, Users, has_ended, megabytes_of, this_process
 from ludic.envs.code_exec.docker_sandbox import DockerProcess, DockerSandboxConfig, DockerSandboxPool
-from ludic.envs.code_exec.factory import create_sandbox_pool
 from ludic.envs.code_exec.podman_sandbox import PodmanConfig, PodmanHPCSandbox, PodmanHPCSandboxPool, PodmanProcess, run_arguments
 from ludic.envs.code_exec.process_sandbox import ProcessSandbox
 from ludic.envs.code_exec.types import NoSandboxError

@@ -10,8 +10,8 @@ from benches.python.hostile_contest import contests, is_right
 from real_containers import CGROUP, IMAGE, docker_daemon, docker_pool, own_podman, podman_pool, podman_settings
 from real_sandboxes import BACKENDS, pool_or_skip
 
+from ludic.envs.code_exec.backend import create_sandbox_pool
 from ludic.envs.code_exec.containers import OWNER, this_process
-from ludic.envs.code_exec.factory import create_sandbox_pool
 from ludic.envs.code_exec.types import SandboxPoolExhaustedError
 
 PAGE = Path(__file__).parents[3] / "docs" / "code.md"

@@ -178,7 +178,7 @@ def test_without_a_backend_the_error_says_what_to_install(monkeypatch):
         ("bubblewrap", r"bubblewrap does not work here.*apt install bubblewrap"),
         ("docker", r"docker does not work here.*a Docker daemon"),
         ("podman-hpc", r"podman-hpc does not work here"),
-        ("singularity", r"singularity is not yet implemented"),
+        ("singularity", r"Singularity backend is not yet implemented"),
     ],
 )
 def test_a_backend_that_cannot_work_is_refused_before_a_program_runs(monkeypatch, backend, message):

@@ -1,8 +1,8 @@
 """The request body for servers with OpenAI's API."""
 
 from ludic.inference import ChatCompletionRequest, ReturnSpec, SamplingParams, ToolRequest
+from ludic.inference.request import chat_fields, request_body
 from ludic.inference.servers.openai_client import OpenAIChatClient
-from ludic.inference.servers.requests import chat_fields, request_body
 from ludic.inference.vllm.requests import TokenRequest, chat_arguments
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}

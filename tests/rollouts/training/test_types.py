@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 
 from ludic.errors import ConfigError, ConfigTypeError, DataError
 from ludic.rollouts.training import RLTrainingConfig, RolloutBatch, RolloutConfig, Sample, SampleStatus, SFTTrainingConfig
-from ludic.rollouts.training.filters import check_reward_nonzero_std
+from ludic.training.rollouts.group_filters import check_reward_nonzero_std
 
 float32 = st.floats(-1e3, 0, width=32)
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=5)

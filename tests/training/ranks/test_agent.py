@@ -16,7 +16,7 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 RANK = """
 import os, signal, sys, time
 from pathlib import Path
-from ludic.rank_environment import tell_status
+from ludic.launch.rank_environment import tell_status
 
 here, rank = Path(sys.argv[1]), os.environ["RANK"]
 

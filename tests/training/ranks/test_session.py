@@ -11,7 +11,7 @@ from free_ports import free_port
 from torch.distributed import TCPStore
 
 from ludic.errors import ConfigError, RankError
-from ludic.rank_environment import RankEnvironment
+from ludic.launch.rank_environment import RankEnvironment
 from ludic.training import ranks
 from ludic.training.ranks import meeting, session
 from ludic.training.ranks.meeting import Meeting

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ludic.inference.publishing import Connections, PushTarget, Version
+from ludic.inference.publishing import PushTarget, Version
 
 
 class _Urls(PushTarget):
@@ -29,7 +29,7 @@ class _UserClient(PushTarget):
         session = getattr(self._client, "_session", None)
         return {} if session is None else dict(session.headers)
 
-    def hold_connections(self, connections: Connections) -> None:
+    def hold_connections(self, connections: Any) -> None:
         """Also keep the connections on the user's client, where a later `as_push_target` finds
         them."""
         self.connections = self._client._connections = connections

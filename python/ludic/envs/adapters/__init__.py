@@ -4,6 +4,6 @@ An adapter is imported when its name is first read, its library when an environm
 missing library is a `MissingExtraError` that names the extra to install.
 """
 
-from ludic._lazy import lazy_exports
+from ludic.importing import lazy_exports
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

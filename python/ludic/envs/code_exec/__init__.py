@@ -11,6 +11,7 @@ from ludic.envs.code_exec.adapters.base import ExactMatchVerifier, OutputVerifie
 from ludic.envs.code_exec.adapters.problem_rows import CodingProblemAdapter, read_problem
 from ludic.envs.code_exec.backend import (
     SandboxBackend,
+    create_sandbox_pool,
     detect_available_backend,
     get_backend_info,
     is_docker_available,
@@ -20,10 +21,8 @@ from ludic.envs.code_exec.backend import (
 )
 from ludic.envs.code_exec.bubblewrap import BubblewrapConfig, BubblewrapSandboxPool, is_bubblewrap_available
 from ludic.envs.code_exec.cache import LRUCache, compute_hash, hash_tests
-from ludic.envs.code_exec.calls.runner import FunctionCallRunner
-from ludic.envs.code_exec.calls.values import ValueVerifier
+from ludic.envs.code_exec.calls import FunctionCallRunner, ValueVerifier
 from ludic.envs.code_exec.env import CodeExecConfig, CodeExecEnv
-from ludic.envs.code_exec.factory import create_sandbox_pool
 from ludic.envs.code_exec.podman_sandbox import PodmanConfig, PodmanError, PodmanHPCSandbox, PodmanHPCSandboxPool
 from ludic.envs.code_exec.runners import CodeRunner, StdinStdoutRunner
 from ludic.envs.code_exec.sandbox import Sandbox, SandboxPool

@@ -1,4 +1,4 @@
-"""The backends of sandboxes, and which of them work on this machine.
+"""The backends of sandboxes, which of them work on this machine, and pools of them by their names.
 
 A backend is looked at when it is asked for, so that nothing is imported or started before.
 """
@@ -12,11 +12,17 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from ludic.envs.code_exec.bubblewrap import TRIAL_S, is_bubblewrap_available
-from ludic.envs.code_exec.docker_sandbox import connect
-from ludic.envs.code_exec.podman_sandbox import run_podman
+from ludic.envs.code_exec.bubblewrap import OWN_VERSION, TRIAL_S, BubblewrapConfig, BubblewrapSandboxPool, is_bubblewrap_available
+from ludic.envs.code_exec.docker_sandbox import DockerSandboxConfig, DockerSandboxPool, connect
+from ludic.envs.code_exec.podman_sandbox import PodmanConfig, PodmanHPCSandboxPool, run_podman
+from ludic.envs.code_exec.pool import BaseSandboxPool, check_workspace
 from ludic.envs.code_exec.types import NoSandboxError
+from ludic.envs.code_exec.unsafe_subprocess import UnsafeSubprocessPool
 from ludic.errors import ConfigError, LudicError
+
+
+class UnsupportedBackendError(NoSandboxError, NotImplementedError):
+    """A backend with a documented name that cannot be chosen."""
 
 
 class SandboxBackend(StrEnum):
@@ -27,7 +33,6 @@ class SandboxBackend(StrEnum):
     PODMAN = "podman"
     PODMAN_HPC = "podman-hpc"
     SINGULARITY = "singularity"
-    """Not there yet."""
     UNSAFE_SUBPROCESS = "unsafe_subprocess"
     """No sandbox. Never chosen by `auto`."""
 
@@ -41,7 +46,8 @@ REQUIRES = {
 }
 ROOT = Path(__file__).parents[4]
 """Of a checkout, if this file is in one."""
-NOTES = {SandboxBackend.SINGULARITY: "not yet implemented"}
+_UNSUPPORTED = {SandboxBackend.SINGULARITY: "not yet implemented"}
+"""Documented backends that cannot be chosen, and why."""
 
 
 def is_docker_available() -> bool:
@@ -78,11 +84,16 @@ def detect_available_backend() -> SandboxBackend:
 
 
 def parse_backend(name: str) -> SandboxBackend:
-    """ConfigError for an unknown name."""
+    """ConfigError for an unknown name, UnsupportedBackendError for one that cannot be chosen."""
     try:
-        return SandboxBackend(name)
+        backend = SandboxBackend(name)
     except ValueError:
         raise ConfigError(f"Unknown backend {name!r}; it must be one of {', '.join(SandboxBackend)}") from None
+    if backend in _UNSUPPORTED:
+        raise UnsupportedBackendError(
+            f"{backend.capitalize()} backend is {_UNSUPPORTED[backend]}; bubblewrap needs neither root nor a daemon"
+        )
+    return backend
 
 
 def choose_backend(name: str) -> SandboxBackend:
@@ -91,8 +102,6 @@ def choose_backend(name: str) -> SandboxBackend:
     chosen = parse_backend(name)
     if chosen is SandboxBackend.AUTO:
         return detect_available_backend()
-    if chosen is SandboxBackend.SINGULARITY:
-        raise NoSandboxError(f"the backend {chosen} is {NOTES[chosen]}; bubblewrap needs neither root nor a daemon")
     if chosen is not SandboxBackend.UNSAFE_SUBPROCESS and not _checks()[chosen]():
         raise NoSandboxError(f"the backend {chosen} does not work here; it needs {REQUIRES[chosen]}")
     return chosen
@@ -103,8 +112,8 @@ def get_backend_info() -> dict[str, Any]:
     backends = {}
     for backend, is_available in _checks().items():
         backends[backend.value] = {"available": is_available(), "requires": REQUIRES[backend]}
-        if backend in NOTES:
-            backends[backend.value]["note"] = NOTES[backend]
+        if backend in _UNSUPPORTED:
+            backends[backend.value]["note"] = _UNSUPPORTED[backend]
     job = os.environ.get("SLURM_JOB_ID")
     return {"environment": {"in_slurm": job is not None, "slurm_job_id": job}, "backends": backends}
 
@@ -141,3 +150,45 @@ def _checks() -> dict[SandboxBackend, Callable[[], bool]]:
         SandboxBackend.PODMAN_HPC: is_podman_hpc_available,
         SandboxBackend.SINGULARITY: is_singularity_available,
     }
+
+
+async def create_sandbox_pool(
+    n_workers: int = 4,
+    backend: str = "auto",
+    python_version: str | None = "3.11",
+    cache_size: int = 10_000,
+    max_concurrent_ops: int = 8,
+    workspace_base_dir: str = "auto",
+    **backend_kwargs: Any,
+) -> BaseSandboxPool:
+    """A pool that is started; `await pool.shutdown()` ends it.
+
+    `backend` is a `SandboxBackend`. `python_version` None is this interpreter's. Workspaces are in
+    memory: `workspace_base_dir` can only be "auto". `backend_kwargs` are further arguments of the
+    backend's pool, such as its `config`; `memory_limit_mb` (256) is that of a program. ConfigError
+    for an unknown name or setting, NoSandboxError, a RuntimeError, if the backend does not work.
+    """
+    check_workspace(workspace_base_dir)
+    chosen = parse_backend(backend)
+    if chosen is SandboxBackend.AUTO:
+        chosen = detect_available_backend()
+    settings = {"n_workers": n_workers, "cache_size": cache_size, "max_concurrent_ops": max_concurrent_ops, **backend_kwargs}
+    pool = _make_pool(chosen, python_version, settings)
+    await pool.start()
+    return pool
+
+
+def _make_pool(backend: SandboxBackend, python_version: str | None, settings: dict[str, Any]) -> BaseSandboxPool:
+    if backend is SandboxBackend.UNSAFE_SUBPROCESS:
+        return UnsafeSubprocessPool(python_version=python_version, **settings)
+    if backend is SandboxBackend.BUBBLEWRAP:
+        if not is_bubblewrap_available():
+            raise NoSandboxError(f"bubblewrap does not work here; it needs {REQUIRES[backend]}")
+        config = settings.pop("config", None) or BubblewrapConfig(python_version, settings.pop("memory_limit_mb", 256))
+        return BubblewrapSandboxPool(config=config, **settings)
+    memory_mb = settings.pop("memory_limit_mb", 256)
+    if backend is SandboxBackend.DOCKER:
+        docker = DockerSandboxConfig(python_version or OWN_VERSION, memory_limit=f"{memory_mb}m")
+        return DockerSandboxPool(**{"config": docker, "auto_replace_failed": True, **settings})
+    podman = PodmanConfig(memory_limit=f"{memory_mb}m", command=backend.value)
+    return PodmanHPCSandboxPool(**{"image": f"python:{python_version or OWN_VERSION}-slim", "config": podman, **settings})

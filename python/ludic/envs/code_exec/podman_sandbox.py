@@ -33,7 +33,7 @@ from ludic.envs.code_exec.containers import (
     megabytes_of,
     this_process,
 )
-from ludic.envs.code_exec.pool import BaseSandboxPool
+from ludic.envs.code_exec.pool import BaseSandboxPool, check_workspace
 from ludic.envs.code_exec.process_sandbox import LONGEST_REPLY, ProcessSandbox
 from ludic.envs.code_exec.types import NoSandboxError
 from ludic.envs.line_process import LineProcess, Running
@@ -258,8 +258,7 @@ class PodmanHPCSandboxPool(BaseSandboxPool):
         workspace_base_dir: str = "auto",
     ) -> None:
         super().__init__(n_workers, cache_size, auto_replace_failed, max_consecutive_failures, max_concurrent_ops)
-        if workspace_base_dir != "auto":
-            raise ConfigError(f"workspace_base_dir ({workspace_base_dir!r}) must be 'auto': what programs write is in memory")
+        check_workspace(workspace_base_dir)
         self._image, self._config, self._users = image, config or PodmanConfig(), Users()
         self._version = self._parse_python_version(image)
         self._remover: Remover | None = None

@@ -23,6 +23,13 @@ FIRST_WAIT_S = 1.0
 LONGEST_WAIT_S = 30.0
 
 
+def check_workspace(workspace_base_dir: str) -> None:
+    if workspace_base_dir != "auto":
+        raise ConfigError(
+            f"workspace_base_dir ({workspace_base_dir!r}) must be 'auto': what programs write is in memory, of limited size"
+        )
+
+
 class BaseSandboxPool(ABC):
     """A pool of `n_workers` sandboxes. A backend implements `_start_sandbox` and `python_version`.
 

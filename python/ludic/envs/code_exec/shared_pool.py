@@ -11,9 +11,8 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any
 
-from ludic.envs.code_exec.backend import choose_backend
+from ludic.envs.code_exec.backend import choose_backend, create_sandbox_pool
 from ludic.envs.code_exec.bubblewrap import OWN_VERSION
-from ludic.envs.code_exec.factory import create_sandbox_pool
 from ludic.envs.code_exec.sandbox import Sandbox, SandboxPool
 from ludic.envs.code_exec.types import BatchTestResult
 

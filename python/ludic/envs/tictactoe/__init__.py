@@ -1,6 +1,6 @@
 """Tic-tac-toe: rules, perfect play, opponents, and environments for one or two agents."""
 
-from ludic.envs.tictactoe.env import TicTacToeEnv
+from ludic.envs.tictactoe.env import TicTacToeEnv, TwoPlayerTicTacToeEnv
 from ludic.envs.tictactoe.rules import (
     EMPTY,
     Board,
@@ -20,7 +20,6 @@ from ludic.envs.tictactoe.rules import (
     value,
     winner,
 )
-from ludic.envs.tictactoe.two_players import TwoPlayerTicTacToeEnv
 
 __all__ = [
     "EMPTY",

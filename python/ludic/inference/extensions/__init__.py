@@ -1,6 +1,5 @@
 """Request settings that only one kind of server understands."""
 
-from ludic.inference.extensions.base import BackendExtensions
-from ludic.inference.extensions.vllm import VLLMExtensions
+from ludic.inference.extensions.vllm import BackendExtensions, VLLMExtensions
 
 __all__ = ["BackendExtensions", "VLLMExtensions"]

@@ -1,11 +1,19 @@
-"""Request settings that only vLLM has."""
+"""Request settings that only one kind of server has."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ludic.inference.extensions.base import BackendExtensions
+
+@dataclass(frozen=True)
+class BackendExtensions:
+    """Base class of server-specific settings; `kind` names the server."""
+
+    kind: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct
 
 from ludic.errors import ConfigError, InferenceError
-from ludic.inference.request import ChatCompletionRequest
+from ludic.inference.request import ChatCompletionRequest, chat_fields, request_body
 from ludic.inference.servers.answers import ModelList, drop_nulls
 from ludic.inference.servers.errors import RetryPolicy
 from ludic.inference.servers.http import CONNECT_TIMEOUT_S, Http, HttpResponse, is_loopback_url
-from ludic.inference.servers.requests import chat_fields, request_body
 from ludic.inference.vllm.responses import ChatMessage, Logprobs, ResponseReader
 from ludic.types import ChatResponse
 

@@ -12,12 +12,11 @@ from ludic.inference.extensions import VLLMExtensions
 from ludic.inference.prompts.template import select_tools
 from ludic.inference.prompts.tokens import Dialogue, PromptTokens
 from ludic.inference.prompts.tool_calls import assistant_message, completion_finish_reason, count_tool_calls
-from ludic.inference.request import ChatCompletionRequest
+from ludic.inference.request import ChatCompletionRequest, request_body
 from ludic.inference.sampling import check_penalties, check_sampling
+from ludic.inference.servers.answers import version_number
 from ludic.inference.servers.pool import Server
 from ludic.inference.servers.prompt_clipping import PromptClipper
-from ludic.inference.servers.requests import request_body
-from ludic.inference.servers.weight_versions import version_number
 from ludic.inference.vllm.in_server.think_limits import respects_limit
 from ludic.inference.vllm.requests import (
     CHAT_FIELDS,
@@ -29,8 +28,7 @@ from ludic.inference.vllm.requests import (
     extension_fields,
 )
 from ludic.inference.vllm.responses import ResponseReader, SampledTokens, read_chat_response
-from ludic.inference.vllm.servers import VLLMServers
-from ludic.inference.vllm.token_endpoints import CHAT, TokenEndpoints
+from ludic.inference.vllm.servers import CHAT, TokenEndpoints, VLLMServers
 from ludic.types import ChatResponse, Message, TokenTrace
 
 Completion = tuple[ChatResponse, dict[str, Any]]

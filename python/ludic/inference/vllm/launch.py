@@ -44,7 +44,7 @@ from ludic.inference.vllm.in_server.flags import (
 from ludic.inference.vllm.in_server.server import PYTHON_VARIABLE, missing_vllm_message
 from ludic.inference.vllm.orphan_reaper import OrphanReaper
 from ludic.inference.vllm.server_queries import can_sample, poll_until, server_url
-from ludic.rank_environment import without_rank
+from ludic.launch.rank_environment import without_rank
 
 logger = logging.getLogger(__name__)
 

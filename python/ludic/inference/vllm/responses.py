@@ -11,11 +11,10 @@ from msgspec import Meta, Struct
 
 from ludic.errors import InferenceError
 from ludic.inference.request import ChatCompletionRequest, ReturnSpec
-from ludic.inference.servers.answers import drop_nulls
+from ludic.inference.servers.answers import check_served_version, drop_nulls
 from ludic.inference.servers.client_tags import ClientTag
 from ludic.inference.servers.errors import AbortedError
 from ludic.inference.servers.http import HttpResponse, convert_answer
-from ludic.inference.servers.weight_versions import check_served_version
 from ludic.inference.vllm.requests import TokenRequest
 from ludic.types import ChatResponse
 

@@ -34,11 +34,10 @@ from ludic.inference.reward_types import (
     check_one_label,
     select_trained_weights,
 )
-from ludic.inference.servers.answers import ModelList, WeightInfo
+from ludic.inference.servers.answers import ModelList, WeightInfo, version_number
 from ludic.inference.servers.errors import RetryPolicy, is_missing_endpoint
 from ludic.inference.servers.http import convert_answer, run_blocking
 from ludic.inference.servers.pool import Server, ServerPool
-from ludic.inference.servers.weight_versions import version_number
 from ludic.inference.vllm.server_queries import server_url
 from ludic.inference.vllm.weight_push import make_publisher
 

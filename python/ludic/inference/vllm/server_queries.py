@@ -12,10 +12,9 @@ from typing import Any
 from msgspec import Struct
 
 from ludic.errors import ConfigError, EngineDeadError, InferenceError, ServerTimeoutError, ServerUnreachableError
-from ludic.inference.servers.answers import ModelList, WeightInfo
+from ludic.inference.servers.answers import ModelList, WeightInfo, check_served_version
 from ludic.inference.servers.http import BlockingHttp, HttpResponse, request_once
 from ludic.inference.servers.server_secret import secret_headers
-from ludic.inference.servers.weight_versions import check_served_version
 
 HEALTH_TIMEOUT_S = 5.0
 HEALTH_INTERVAL_S = 2.0

@@ -1,5 +1,6 @@
-"""The vLLM servers behind one client: sends calls to them and tracks the weight version that they
-serve."""
+"""The vLLM servers behind one client: sends calls to them, tracks their weight version, and finds
+the endpoint that takes token ids: `/inference/v1/generate` on a vLLM server started with
+`--enable-scale-out`, else `/v1/completions`."""
 
 from __future__ import annotations
 
@@ -8,11 +9,11 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from ludic.errors import InferenceError
-from ludic.inference.servers.errors import AbortedError, RetryPolicy, StaleWeightsError
-from ludic.inference.servers.http import BlockingHttp, run_blocking
+from ludic.errors import InferenceError, ServerError
+from ludic.inference.servers.answers import is_at_least, version_number
+from ludic.inference.servers.errors import AbortedError, RetryPolicy, StaleWeightsError, is_missing_endpoint
+from ludic.inference.servers.http import BlockingHttp, HttpResponse, run_blocking
 from ludic.inference.servers.pool import Restarts, Server, ServerPool
-from ludic.inference.servers.weight_versions import is_at_least, version_number
 from ludic.inference.vllm.server_queries import (
     read_progress,
     read_served,
@@ -20,7 +21,6 @@ from ludic.inference.vllm.server_queries import (
     reset_prefix_cache,
     wait_for_servers,
 )
-from ludic.inference.vllm.token_endpoints import COMPLETIONS
 
 T = TypeVar("T")
 
@@ -151,3 +151,29 @@ class VLLMServers:
 
     async def _read_progress(self, server: Server) -> float | None:
         return await read_progress(server.request_headers, server.url)
+
+
+GENERATE, COMPLETIONS, CHAT = "/inference/v1/generate", "/v1/completions", "/v1/chat/completions"
+
+
+class TokenEndpoints:
+    """Finds out with the first request which endpoint each server has."""
+
+    def __init__(self) -> None:
+        self.without_generate: set[str] = set()
+        """URLs of servers that have only `/v1/completions`, which does not report the weight
+        version."""
+
+    async def post(
+        self, server: Server, generate: dict[str, Any], completions: dict[str, Any], headers: Mapping[str, str] | None
+    ) -> HttpResponse:
+        """Post the body that fits the server's endpoint: `generate` or `completions`, which are the
+        same request. Raises InferenceError."""
+        if server.url not in self.without_generate:
+            try:
+                return await server.post(GENERATE, generate, headers=headers)
+            except ServerError as error:
+                if not is_missing_endpoint(error):
+                    raise
+                self.without_generate.add(server.url)
+        return await server.post(COMPLETIONS, completions, headers=headers)

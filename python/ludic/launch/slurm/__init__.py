@@ -4,8 +4,7 @@ with servers beside it (`ludic slurm`)."""
 from ludic.launch.slurm.placement import Allocation, Placement, Server, place
 from ludic.launch.slurm.run import run_job
 from ludic.launch.slurm.run_script import SlurmJob, assign_nodes, write_script
-from ludic.launch.slurm.script import batch_script
-from ludic.launch.slurm.settings import SlurmSettings
+from ludic.launch.slurm.settings import SlurmSettings, batch_script
 from ludic.launch.slurm.steps import server_steps, training_step
 
 __all__ = [

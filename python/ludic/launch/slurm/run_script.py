@@ -10,9 +10,9 @@ from pathlib import Path
 
 from ludic.errors import DO_NOT_RETRY, TRY_AGAIN, ConfigError
 from ludic.launch.process import USAGE, Process, check_processes
+from ludic.launch.rank_environment import STOP_ONCE
 from ludic.launch.slurm.steps import YOUNG_S
 from ludic.launch.supervisor import LONGEST_DELAY_S, POLITE, WINDOW_S
-from ludic.rank_environment import STOP_ONCE
 
 _HOST = re.compile(r"\{host:([A-Za-z0-9_.-]+)\}")
 _TIME = re.compile(r"\d+(-\d+(:\d+){0,2})?|\d+:\d+(:\d+)?")

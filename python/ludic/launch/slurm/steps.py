@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ludic.errors import ConfigError
+from ludic.launch.rank_environment import STOP_ONCE
 from ludic.launch.slurm.placement import LOOPBACK, Placement
 from ludic.launch.slurm.settings import SlurmSettings
 from ludic.launch.torchrun import AGENT, ENV, RENDEZVOUS_S, STOP_VARIABLE
-from ludic.rank_environment import STOP_ONCE
 
 TRAIN = "train"
 """The name of the step that trains."""

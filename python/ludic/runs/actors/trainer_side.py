@@ -19,7 +19,6 @@ from torch import Tensor
 
 from ludic.errors import StopRequested
 from ludic.event_loop import await_if_needed
-from ludic.forwarding import forward_members
 from ludic.inference.publishing import PolicyPublisher, Publisher, Version, WeightSource, as_publisher
 from ludic.recipes.actors import count_prompts_per_entry
 from ludic.recipes.schema import Recipe
@@ -36,6 +35,7 @@ from ludic.training.queue.entries import EntryLimits
 from ludic.training.queue.source import BatchFromGroups, QueueBatchSource
 from ludic.training.rollouts.log import RolloutLog
 from ludic.training.types import CreditAssigner, SAWBatch
+from ludic.user_objects import forward_members
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

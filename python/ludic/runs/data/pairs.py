@@ -18,7 +18,7 @@ from ludic.recipes.epochs_schema import PairsRecipe
 from ludic.runs.data.split import split_by_prompt
 from ludic.tasks import DigitPreferences
 from ludic.tasks.preferences import bayes_accuracy, drawn_accuracy
-from ludic.training.preference_utils import load_preference_items, preference_dataset_to_saw_items
+from ludic.training.samples.preference import load_preference_items, preference_dataset_to_saw_items
 from ludic.training.types import SAWItem
 
 PREFERENCES: dict[str, Callable[..., Any]] = {"digits": DigitPreferences}

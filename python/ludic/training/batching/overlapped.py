@@ -32,10 +32,10 @@ import numpy as np
 
 from ludic.columns import Column
 from ludic.errors import CheckpointError, ConfigError, DataError
-from ludic.forwarding import forward_members
 from ludic.list_fields import stored
 from ludic.training.batching.source import PENDING_PATIENCE_S, BatchSourceBase, as_batch_source
 from ludic.training.types import ActorTokenLogps, BatchSource, SampleAttachments, SAWBatch, SAWItem
+from ludic.user_objects import forward_members
 
 logger = logging.getLogger(__name__)
 

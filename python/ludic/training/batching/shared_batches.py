@@ -46,7 +46,6 @@ from numpy.typing import NDArray
 from ludic import _core
 from ludic.columns import Column
 from ludic.errors import ConfigError, DataError, StopRequested
-from ludic.forwarding import forward_members
 from ludic.training import ranks
 from ludic.training.batching.fractions import read_fractions
 from ludic.training.batching.mini_batches import unit_key
@@ -55,6 +54,7 @@ from ludic.training.ranks.collectives import broadcast_bytes, group_device
 from ludic.training.ranks.sent_errors import describe_error, rebuild_error
 from ludic.training.rollouts.episodes import SampleCheck
 from ludic.training.types import ActorTokenLogps, BatchSource, SampleAttachments, SAWBatch, SAWItem
+from ludic.user_objects import forward_members
 
 logger = logging.getLogger(__name__)
 

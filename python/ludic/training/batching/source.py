@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ludic.errors import ConfigError
-from ludic.forwarding import forward_members
 from ludic.training.rollouts.episodes import SampleCheck
 from ludic.training.types import BatchSource, SAWBatch
+from ludic.user_objects import forward_members
 
 PENDING_PATIENCE_S = 600.0
 """How long a checkpoint waits for batches that are being generated."""

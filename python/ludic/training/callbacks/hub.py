@@ -7,13 +7,16 @@ import threading
 import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any
 
 from ludic.errors import CheckpointError, MissingExtraError
 from ludic.event_loop import run_in_daemon_thread
 from ludic.files.atomic import read_json, write_json
 from ludic.files.checkpoints import parse_step
 from ludic.training.callbacks.protocol import Callback, TrainingEvent
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
 
 logger = logging.getLogger(__name__)
 
@@ -22,14 +25,6 @@ OF_THE_RUN = ["optimizer*", "trainer_state.json", "controller_state.json", "mani
 END_PATIENCE_S = 600.0
 PUSHED = "pushed.json"
 """Beside the checkpoints: the last one that was pushed, as {"repo_id": "me/mine", "step": 40}."""
-
-
-class HubInterface(Protocol):
-    """The methods of `huggingface_hub.HfApi` that are called."""
-
-    def create_repo(self, repo_id: str, *, private: bool | None, exist_ok: bool) -> Any: ...
-
-    def upload_folder(self, *, repo_id: str, folder_path: str, commit_message: str, ignore_patterns: list[str]) -> Any: ...
 
 
 class PushToHub(Callback):
@@ -52,7 +47,7 @@ class PushToHub(Callback):
         *,
         private: bool | None = True,
         token: str | None = None,
-        api: HubInterface | None = None,
+        api: HfApi | None = None,
         end_patience_s: float = END_PATIENCE_S,
     ) -> None:
         """`private`: of a repository that is made; None: as the hub's settings say. `token`: None
@@ -166,14 +161,14 @@ async def join_thread(thread: threading.Thread, seconds: float) -> None:
     await run_in_daemon_thread(lambda: thread.join(seconds), name="wait for a push")
 
 
-def push_folder(api: HubInterface, repo_id: str, folder: Path, message: str) -> None:
+def push_folder(api: HfApi, repo_id: str, folder: Path, message: str) -> None:
     """Push a folder in Hugging Face layout as one commit."""
     api.upload_folder(repo_id=repo_id, folder_path=str(folder), commit_message=message, ignore_patterns=OF_THE_RUN)
 
 
-def _open_hub(token: str | None) -> HubInterface:
+def _open_hub(token: str | None) -> HfApi:
     try:
         from huggingface_hub import HfApi
     except ImportError as error:
         raise MissingExtraError.for_extra("huggingface_hub", "datasets") from error
-    return cast(HubInterface, HfApi(token=token))
+    return HfApi(token=token)

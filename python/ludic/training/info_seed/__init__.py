@@ -5,6 +5,6 @@ before training, and the losses of `loss.info_seed` reward that the seed can be 
 imported on first access.
 """
 
-from ludic._lazy import lazy_exports
+from ludic.importing import lazy_exports
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -22,10 +22,10 @@ from typing import Any, Literal
 from torch import Tensor
 
 from ludic.errors import ConfigError, ConfigTypeError
-from ludic.forwarding import forward_members
 from ludic.training.loss.batch import Batch, Normalizer, Stats
 from ludic.training.loss.context import SharedContext
 from ludic.training.loss.functional import weigh_values
+from ludic.user_objects import forward_members
 
 ScoreType = Literal["reward", "logprob"]
 """The score of a sample in a preference pair: the model's single logit (`reward`), or the summed

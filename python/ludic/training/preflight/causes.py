@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ludic.inference.client import ClipsPrompts, CompletesTokens
+from ludic.inference.client import CompletesTokens
 from ludic.inference.prompts.template import ChatTemplate, begin_prompt
 from ludic.inference.sampling import SamplingParams
 from ludic.training import ranks
@@ -155,7 +155,7 @@ class CauseFinder:
     def check_prompts(self, comparison: Comparison) -> Cause | None:
         """Return the cause if a first prompt has other tokens than the policy's tokenizer makes
         from its messages; None if all are equal. The size of the difference does not matter."""
-        has_clipped_prompts = isinstance(self.client, ClipsPrompts) and self.client.prompts_clipped > 0
+        has_clipped_prompts = getattr(self.client, "prompts_clipped", 0) > 0
         if self.tokenizer is None or has_clipped_prompts:  # a clipped prompt has other messages than the sample
             return None
         for item in comparison.items:

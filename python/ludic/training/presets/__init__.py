@@ -18,6 +18,6 @@ Every preset lists all its arguments, so its signature is its documentation, and
 does not import torch.
 """
 
-from ludic._lazy import lazy_exports
+from ludic.importing import lazy_exports
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -31,7 +31,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import parse_args, run
 
 from ludic.errors import DO_NOT_RETRY, TRY_AGAIN
-from ludic.rank_environment import STATUS_FOLDER
+from ludic.launch.rank_environment import STATUS_FOLDER
 
 
 def run_agent(arguments: Sequence[str]) -> int:

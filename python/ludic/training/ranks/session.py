@@ -22,7 +22,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from torch.distributed.distributed_c10d import _get_default_store  # torch has no public name for it
 
 from ludic.errors import TRY_AGAIN, ConfigError, RankError
-from ludic.rank_environment import RankEnvironment, read_rank_environment
+from ludic.launch.rank_environment import RankEnvironment, read_rank_environment
 from ludic.training import watchdog
 from ludic.training.ranks.collectives import is_distributed, rank, world_size
 from ludic.training.ranks.lives import name_ranks

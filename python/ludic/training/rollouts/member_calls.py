@@ -30,8 +30,8 @@ from typing import Any
 
 from ludic.errors import RolloutError
 from ludic.event_loop import is_being_cancelled
+from ludic.inference.sampling import derive_seed
 from ludic.interaction.containment import describe_error
-from ludic.seeds import derive_seed
 from ludic.training.reward_deadline import RewardsBroken
 from ludic.training.rollouts.group_ledger import Group, GroupState
 

@@ -31,13 +31,6 @@ class TestAdapter(Protocol):
 
 
 @runtime_checkable
-class ReferenceSolutionProvider(Protocol):
-    """A data set that has right programs."""
-
-    def get_reference_solution(self, sample: Mapping[str, Any]) -> str | None: ...
-
-
-@runtime_checkable
 class OutputVerifier(Protocol):
     """Compares an output with the expected one."""
 

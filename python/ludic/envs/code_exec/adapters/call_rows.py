@@ -22,9 +22,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ludic.envs.code_exec.adapters.problem import CodingProblem
-from ludic.envs.code_exec.adapters.stdin_rows import LIVE_CODE_BENCH, live_code_bench_tests, parse_column, zip_tests
-from ludic.envs.code_exec.calls.values import Near, OneOf, Same
+from ludic.envs.code_exec.adapters.problem import LIVE_CODE_BENCH, CodingProblem, live_code_bench_tests, parse_column, zip_tests
+from ludic.envs.code_exec.calls import Near, OneOf, Same
 from ludic.envs.code_exec.types import TestCase
 from ludic.errors import DataError
 

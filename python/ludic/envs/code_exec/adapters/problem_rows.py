@@ -7,8 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ludic.envs.code_exec.adapters.call_rows import read_call_tests
-from ludic.envs.code_exec.adapters.problem import CodingProblem, read_limits
-from ludic.envs.code_exec.adapters.stdin_rows import read_stdin_tests
+from ludic.envs.code_exec.adapters.problem import CodingProblem, read_limits, read_stdin_tests
 from ludic.envs.code_exec.cache import hash_calls
 from ludic.envs.code_exec.types import TestCase
 from ludic.errors import DataError, DataKeyError

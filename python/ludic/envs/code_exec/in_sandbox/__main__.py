@@ -14,7 +14,9 @@ import sys
 import time
 
 from ludic.envs.code_exec.in_sandbox.leftovers import ALONE, delete_files, end_programs, stat_fields
-from ludic.envs.code_exec.in_sandbox.process_control import (
+from ludic.envs.code_exec.in_sandbox.runs import ENDED_ITS_HANDLER, run_child
+from ludic.envs.code_exec.in_sandbox.watch import (
+    HOST_IS_GONE,
     JSON,
     PR_SET_CHILD_SUBREAPER,
     PR_SET_DUMPABLE,
@@ -22,9 +24,8 @@ from ludic.envs.code_exec.in_sandbox.process_control import (
     PR_SET_THP_DISABLE,
     control,
     install_filter,
+    longest_s,
 )
-from ludic.envs.code_exec.in_sandbox.runs import ENDED_ITS_HANDLER, run_child
-from ludic.envs.code_exec.in_sandbox.watch import HOST_IS_GONE, longest_s
 
 # What most programs import: imported here once, they cost a fork nothing.
 import bisect, collections, functools, heapq, itertools, random, re, string  # noqa: E401, F401  # isort: skip

@@ -20,8 +20,16 @@ from _sitebuiltins import Quitter
 from typing import NoReturn
 
 from ludic.envs.code_exec.in_sandbox.leftovers import ALONE, delete_files, end_programs
-from ludic.envs.code_exec.in_sandbox.process_control import JSON, PR_SET_DUMPABLE, PR_SET_PDEATHSIG, control
-from ludic.envs.code_exec.in_sandbox.watch import KEPT_OUTPUT, MEGABYTE, MOST_PROCESSES, Watch
+from ludic.envs.code_exec.in_sandbox.watch import (
+    JSON,
+    KEPT_OUTPUT,
+    MEGABYTE,
+    MOST_PROCESSES,
+    PR_SET_DUMPABLE,
+    PR_SET_PDEATHSIG,
+    Watch,
+    control,
+)
 
 ENDED_ITS_HANDLER: JSON = {
     "status": "killed",

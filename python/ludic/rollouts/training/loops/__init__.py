@@ -1,5 +1,5 @@
 """The loops: supervised fine-tuning and reinforcement learning."""
 
-from ludic._lazy import lazy_exports
+from ludic.importing import lazy_exports
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -3,6 +3,6 @@
 A name is imported on first access; none of them needs torch.
 """
 
-from ludic._lazy import lazy_exports
+from ludic.importing import lazy_exports
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

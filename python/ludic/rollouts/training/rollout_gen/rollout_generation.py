@@ -7,7 +7,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from ludic.errors import ConfigError, ConfigTypeError, DataError, LudicError, RequestsExhausted, RolloutError
 from ludic.interaction.containment import describe_error
@@ -19,16 +19,9 @@ from ludic.training.rollouts.member_calls import seed_of_member
 logger = logging.getLogger(__name__)
 
 
-class PromptBuffer(Protocol):
-    """What gives prompts; `DataBuffer` does."""
-
-    def get_prompts(self, n: int) -> list[Any]:
-        """The next `n` prompts; fewer at the end. Raises RequestsExhausted after it."""
-        ...
-
-
-def generate_rollout_batches(data_buffer: PromptBuffer, config: RolloutConfig, **rollout_kwargs: Any) -> Iterator[RolloutBatch]:
-    """Batches without end, or until the buffer is exhausted.
+def generate_rollout_batches(data_buffer: Any, config: RolloutConfig, **rollout_kwargs: Any) -> Iterator[RolloutBatch]:
+    """Batches without end, or until the buffer is exhausted: a `DataBuffer`, or an object with
+    `get_prompts(n)`, which returns the next prompts and raises RequestsExhausted after the last.
 
     Each takes `batch_size` prompts and calls `generate_fn` once, with every prompt repeated
     `n_samples_per_prompt` times: `[p0, p0, p1, p1]`. Samples are rewarded, then filtered by group.
@@ -46,7 +39,7 @@ def generate_rollout_batches(data_buffer: PromptBuffer, config: RolloutConfig, *
     return _generate_batches(data_buffer, config, GenerateCalls(config.generate_fn, rollout_kwargs))
 
 
-def _generate_batches(data_buffer: PromptBuffer, config: RolloutConfig, calls: GenerateCalls) -> Iterator[RolloutBatch]:
+def _generate_batches(data_buffer: Any, config: RolloutConfig, calls: GenerateCalls) -> Iterator[RolloutBatch]:
     step, ordinal, empty = 0, 0, 0
     while True:
         epoch = epoch_of(data_buffer)

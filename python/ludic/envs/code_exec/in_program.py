@@ -23,7 +23,7 @@ SEQUENCES: tuple[Any, ...] = (list, tuple, set, frozenset)
 
 
 def encode(value: Any) -> Any:
-    """JSON for a value of Python's own types; `values.py` has its inverse. Classes that derive from
+    """JSON for a value of Python's own types; `ValueVerifier` reads it. Classes that derive from
     them count as these.
 
     Example: `(1, {2.5})` is `{"tuple": [1, {"set": [2.5]}]}`; a long int is `{"int": "0x..."}`.

@@ -4,9 +4,9 @@ import doctest
 
 import pytest
 
-from ludic import rank_environment
 from ludic.errors import ConfigError
-from ludic.rank_environment import RankEnvironment, first_host, read_rank_environment, without_rank
+from ludic.launch import rank_environment
+from ludic.launch.rank_environment import RankEnvironment, first_host, read_rank_environment, without_rank
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "MASTER_ADDR": "node7", "MASTER_PORT": "29500"}
 SRUN = {
