@@ -18,14 +18,14 @@ class Column(np.ndarray, ListWhenRead):
 
 
 def int_column(values: Any) -> Column:
-    """[N] token ids as int32; a `Column` as it is. Raises DataTypeError for what is no sequence of
-    whole numbers, DataError for an id that 32 bits cannot hold."""
+    """[N] token ids as int32; a `Column` as it is. Raises DataTypeError for anything but a sequence
+    of whole numbers, DataError for an id that 32 bits cannot hold."""
     return values if type(values) is Column else _core.read_ids(values).view(Column)
 
 
 def float_column(values: Any) -> Column:
     """[N] log-probabilities as float32 if that changes none of them, else as float64: read as a
-    list, they are the numbers that were given. Raises DataTypeError for what is no sequence of
+    list, they are the numbers that were given. Raises DataTypeError for anything but a sequence of
     numbers."""
     return values if type(values) is Column else _core.read_floats(values).view(Column)
 
@@ -39,7 +39,7 @@ LARGEST = float(np.finfo(np.float32).max)
 def find_token_fault(ids: Any, logps: Any = None, vocab_size: int | None = None) -> str | None:
     """Why a model of `vocab_size` embeddings cannot be trained on the ids [T], of which some have
     the log-probabilities `logps` [A] under their sampler; None if nothing is wrong. Raises
-    DataError for what is no id."""
+    DataError for a value that is no id."""
     column = np.asarray(int_column(ids))
     if len(column) and int(column.view(np.uint32).max()) >= (2**31 if vocab_size is None else vocab_size):
         wrong = int(column.min() if column.min() < 0 else column.max())

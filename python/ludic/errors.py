@@ -81,7 +81,7 @@ class RolloutError(LudicError, RuntimeError):
 
 
 class RolloutAborted(LudicError, RuntimeError):
-    """The generation of rollouts was asked to abort. What is finished is kept, and generation can
+    """The generation of rollouts was asked to abort. Finished rollouts are kept, and generation can
     be resumed."""
 
 
@@ -158,8 +158,8 @@ class QueueError(LudicError, RuntimeError):
 
 
 class QueueDataLost(QueueError):
-    """Nobody owns the queue: its data are gone. The trainer claims it again and offers again what
-    is missing."""
+    """The queue has no owner: its data are gone. The trainer claims it again and offers the missing
+    groups again."""
 
 
 class QueueRefused(QueueError):
@@ -194,7 +194,7 @@ class PublishError(LudicError, RuntimeError):
     others serve."""
 
     def __init__(self, message: str, *, answers: Sequence[Mapping[str, Any]] = ()) -> None:
-        """`answers` are those of the engines of `sync_weights_to_engines`, in their order."""
+        """`answers` of the engines of `sync_weights_to_engines`, in their order."""
         super().__init__(message)
         self.answers = list(answers)
 

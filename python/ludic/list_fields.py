@@ -36,8 +36,8 @@ def is_column(value: Any) -> bool:
 
 
 def stored(record: object, name: str) -> Any:
-    """The field as `record` holds it: a `Column` that nobody has read, else what the attribute is.
-    For code that reads an array as well as a list, and does not change it."""
+    """The field as `record` holds it: a `Column` that has not been read as a list, else the
+    attribute's value. For code that reads an array as well as a list, and does not change it."""
     try:
         return record.__dict__[name]
     except (AttributeError, KeyError):  # of a class that computes it, or has slots

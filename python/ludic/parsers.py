@@ -68,7 +68,7 @@ def xml_parser(
 
 
 Finder = Callable[[str], tuple[str | None, str]]
-"""Text -> (content or None, what is wrong)."""
+"""Text -> (content or None, the fault)."""
 
 
 def _tag_patterns(tag: str) -> tuple[re.Pattern[str], re.Pattern[str]]:

@@ -126,7 +126,7 @@ def _described(value: object, *kinds: type) -> str:
 @lists_when_read(*_TOKEN_FIELDS)
 @dataclass
 class ChatResponse:
-    """One completion, with its tokens if the server returned them. Those of ludic's engines are
+    """One completion, with its tokens if the server returned them. Tokens of ludic's engines are
     arrays until they are read, as in a `TokenTrace`."""
 
     text: str
@@ -180,7 +180,7 @@ class ChatResponse:
 
 
 def _copy_list(values: Any) -> Any:
-    """Another list of the same numbers. None and arrays, which nobody changes, as they are."""
+    """Another list of the same numbers. None and arrays, which are never changed, as they are."""
     return values if values is None or is_column(values) else list(values)
 
 

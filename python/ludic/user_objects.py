@@ -87,7 +87,7 @@ class GivenNames(Generic[T]):
     @contextmanager
     def given(self, objects: Mapping[str, T]) -> Iterator[None]:
         """Inside the block, and in the threads and tasks that it starts, these have their names;
-        elsewhere nobody sees them."""
+        they are not visible elsewhere."""
         token = self._now.set(dict(objects))
         try:
             yield
@@ -96,8 +96,8 @@ class GivenNames(Generic[T]):
 
 
 def forward_members(adapted: str, names: Iterable[str]) -> Callable[[type[T]], type[T]]:
-    """A class decorator. Each member in `names` is read from the object in the attribute `adapted`,
-    every time it is asked for; where that object lacks it, the adapter's base class has it.
+    """A class decorator. Each member in `names` is read from the object in the attribute `adapted`
+    on each access; where that object lacks it, the adapter's base class has it.
 
     >>> class Source:
     ...     overlaps = False

@@ -43,13 +43,13 @@ class ToolAgent(Agent):
         check_names(tools)
         self._tool_timeout_s = tool_timeout_s
         self.num_calls = 0
-        """Calls of tools so far; those of the present answer, for an agent that begins again with
+        """Calls of tools so far, or in the present answer for an agent that begins again with
         each."""
         self.num_failed = 0
-        """Those of them whose result is an error."""
+        """Calls whose result is an error."""
 
     def _tool_request(self) -> ToolRequest:
-        """A request that offers all tools and lets the model decide whether to call one."""
+        """A request that offers all tools, with `tool_choice` auto."""
         return ToolRequest(tools=self.tool_schemas, tool_choice="auto")
 
     def _with_tools(self, inference: InferenceSpec | None) -> InferenceSpec:

@@ -1,6 +1,6 @@
 """Describes Python functions as tools in OpenAI's function format.
 
-The descriptions of parameters are those of docstrings in Google style:
+The descriptions of parameters come from docstrings in Google style:
 
     Args:
         city (str): Where to look,

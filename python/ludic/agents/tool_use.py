@@ -29,7 +29,7 @@ class ToolUse:
     max_turns: int = 4
     """Model calls in which it may call tools; the one after them is the answer."""
     timeout_s: float | None = 30.0
-    """Deadline of one tool call; None: there is none."""
+    """Deadline of one tool call. None means no deadline."""
 
     def __post_init__(self) -> None:
         """Raises ConfigError for a limit that is too small, and for functions that a model cannot
@@ -50,7 +50,7 @@ class ToolUse:
         return [tool_schema(function) for function in self.functions]
 
     def make_agent(self, **settings: Any) -> ReActAgent:
-        """The agent of one episode. `settings` are those of `Agent`."""
+        """The agent of one episode. `settings` are arguments of `Agent`."""
         return ReActAgent(self.functions, self.max_turns + 1, tool_timeout_s=self.timeout_s, **settings)
 
 

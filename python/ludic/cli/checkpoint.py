@@ -20,7 +20,7 @@ from ludic.files.manifest import MANIFEST
 
 @dataclass(frozen=True)
 class CheckpointLine:
-    """What is printed of a checkpoint."""
+    """The line that is printed for a checkpoint."""
 
     path: str
     saved: str
@@ -30,7 +30,7 @@ class CheckpointLine:
     state: str
     """verified, damaged, unverifiable (an older version wrote no manifest), or listed: not read."""
     faults: list[str]
-    """What is damaged, one phrase for each file."""
+    """The damage, one phrase for each file."""
     layout: str = "full"
     """full, or shallow: for resuming alone."""
 

@@ -124,9 +124,9 @@ def _describe_devices(devices: dict[str, Any]) -> list[str]:
 
 GIB, MIB = 2**30, 2**20
 RUNTIME_BYTES = {"cpu": 500 * 2**20, "cuda": 1000 * 2**20}
-"""What Python, torch and the driver need besides, roughly."""
+"""The memory of Python, torch and the driver, roughly."""
 MARGIN = 0.9
-"""The share of the memory that may be used: allocators keep more than is asked for."""
+"""The share of the memory that may be used: allocators keep more than is requested."""
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "kv_cache", "training", "sampling")
 TITLES = ("weights", "grads", "optim", "activ", "logits", "KV", "training", "sampling")
 """Of the columns, one for each of `PARTS`."""

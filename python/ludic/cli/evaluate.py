@@ -325,12 +325,12 @@ class EvaluationResult:
     task: EpisodicTask
     success: Success
     solved_at: float | None
-    """The reward from which an answer counts as right; None if nothing says what is right."""
+    """The reward from which an answer counts as right; None if the reward does not say so."""
 
 
 def build_summary(result: EvaluationResult, facts: Mapping[str, Any]) -> str:
-    """The content of summary.json: settings and all numbers. There is no accuracy if nothing says
-    what is right."""
+    """The content of summary.json: settings and all numbers. There is no accuracy if the reward
+    does not say which answers are right."""
     numbers = result.measurement.to_dict()
     if result.solved_at is None:
         numbers |= {"accuracy": None, "accuracy_bounds": None, "pass_at_k": {}}

@@ -86,8 +86,8 @@ def _show_seeds(records: Sequence[RunRecord]) -> None:
 
 
 def _show_settings(records: Sequence[RunRecord], command: str | None) -> None:
-    """The settings in which runs of one command differ; those of two commands have different ones
-    anyway. `command`: its name, if there are runs of others."""
+    """The settings in which runs of one command differ; runs of two commands have different
+    settings anyway. `command`: its name, if there are runs of others."""
     differences = list_differences(records)
     if not differences:
         return
@@ -157,7 +157,7 @@ REPORT = "report.html"
 
 
 def view_command(folders: Sequence[Path], *, out: Path | None, episodes: int) -> int:
-    """Write the page and print its path. Without folders it is that of the newest run. Returns the
+    """Write the page and print its path. Without folders it shows the newest run. Returns the
     exit status."""
     from ludic.runs.view.page import build_page
 
@@ -180,9 +180,8 @@ def view_command(folders: Sequence[Path], *, out: Path | None, episodes: int) ->
 
 
 def _read_newest(folder: Path) -> tuple[list[RunRecord], list[str]]:
-    """The run whose config.yaml was written last, of those that can be read: what is wrong with
-    later ones is printed. If none can, what is wrong with each. Raises ConfigError if there is
-    none."""
+    """The readable run whose config.yaml was written last. The faults of unreadable later ones are
+    printed, or of all if none can be read. Raises ConfigError if there is none."""
     runs = find_runs(folder) if folder.is_dir() else []
     if not runs:
         raise ConfigError(

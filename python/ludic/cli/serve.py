@@ -117,7 +117,7 @@ def _secret_location(settings: ServeSettings) -> str:
 
 
 def _choose_weights(settings: ServeSettings) -> WeightBackend | None:
-    """The backend named; left open, host memory beside a CPU and NCCL between GPUs."""
+    """The backend named; left open, host memory next to a CPU and NCCL between GPUs."""
     if settings.weights != "auto":
         return None if settings.weights == "none" else cast(WeightBackend, settings.weights)
     cpu = settings.device == "cpu" or (settings.device == "auto" and is_cpu_build(server_python(settings.python)))

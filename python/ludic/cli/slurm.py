@@ -1,4 +1,4 @@
-"""`ludic slurm`: a training job with servers beside it, as a batch script."""
+"""`ludic slurm`: a training job and its servers, as a batch script."""
 
 from __future__ import annotations
 

@@ -108,8 +108,8 @@ def load_data(
     `config` and `split` are for ids and folders. Rows of two responses with scores, as in SHP,
     become preferences (see `convert_scores`). `limit` is the maximum number of rows; they are
     sampled at random with `seed` and stay in order. `streaming` leaves the rows on disk: each is
-    checked once now, and read again when it is asked for. It takes JSONL and parquet files, folders
-    and ids, a `kind` that is given, and no `limit`.
+    checked once now, and read again on access. It takes JSONL and parquet files, folders and ids, a
+    `kind` that is given, and no `limit`.
 
     Raises DataError, naming file and row, for rows that do not fit the format; ConfigError for an
     unknown kind or a missing column.

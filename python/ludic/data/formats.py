@@ -41,7 +41,7 @@ def find_dialogue_columns(kind: Kind, row: Mapping[str, Any]) -> list[str]:
 
 
 def _has_prompt_of_its_form(row: Mapping[str, Any]) -> bool:
-    """Whether a preference has a separate prompt. A text prompt beside conversations only repeats
+    """Whether a preference has a separate prompt. A text prompt next to conversations only repeats
     their beginning."""
     prompt = row.get("prompt")
     return prompt is not None and not (isinstance(prompt, str) and isinstance(row.get("chosen"), list))

@@ -26,7 +26,7 @@ class MixtureEntry:
     split: str = "train"
     """Of an id or a folder."""
     columns: Sequence[str] | None = None
-    """The columns to keep; None: all."""
+    """The columns to keep. None means all."""
     weight: float = 1.0
     """Up to 1: the share of the rows that is taken, at random. Above: whole copies of all rows,
     and a share. 2.5 is every row twice and half of them a third time."""
@@ -57,7 +57,7 @@ class DataMixture:
     datasets: Sequence[MixtureEntry]
     seed: int = 0
     test_split_size: float | None = None
-    """The share of the prompts that a task holds out; None: the task's own choice."""
+    """The share of the prompts that a task holds out. None means the task's default."""
 
     def __post_init__(self) -> None:
         if not self.datasets:
@@ -96,7 +96,8 @@ class _MixedTable(Table):
 def load_mixture(
     mixture: DataMixture, *, kind: Kind = "prompt", columns: Mapping[str, str | Sequence[str]] | None = None
 ) -> DataSet:
-    """The rows of all data sets, shuffled. `kind` and `columns` are those of `load_data`, for each.
+    """The rows of all data sets, shuffled. `kind` and `columns` are arguments of `load_data`, for
+    each.
 
     The same mixture gives the same rows in the same order. A row keeps the file and the line that
     it came from (`DataSet.where`). Raises ConfigError if a weight takes no row, or if some data

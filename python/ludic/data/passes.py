@@ -35,7 +35,7 @@ class Passes:
     """
 
     def __init__(self, length: int, order: PassOrder | None = None) -> None:
-        """`order` returns the order of a pass; None: every pass is in the order of the data.
+        """`order` returns the order of a pass. With None every pass is in the order of the data.
 
         Saved positions are only valid for one order. Each caller therefore keeps the random stream
         that its checkpoints were written with.

@@ -1,5 +1,5 @@
-"""Rows of a data set that stay on disk, read when they are asked for: only where each one begins is
-in memory.
+"""Rows of a data set that stay on disk and are read on access: only where each one begins is in
+memory.
 
     a.jsonl    {"prompt": "1+1="}⏎ ⏎ {"prompt": "2+2="}⏎
     starts     0, 20                 bytes before each row, 8 bytes a row
@@ -26,7 +26,7 @@ LINES = (".jsonl", ".ndjson")
 
 
 class Lazy(Sequence[T], ABC):
-    """A sequence whose values are made by `read` when they are asked for, and not kept."""
+    """A sequence whose values are made by `read` on access, and not kept."""
 
     @abstractmethod
     def read(self, index: int) -> T:
@@ -128,7 +128,7 @@ class _ArrowRows(Lazy[Row]):
 
 def open_table(source: str, *, config: str | None = None, split: str = "train") -> Table:
     """The rows of a JSONL file, a parquet file, a folder or a hub id, left on disk. `config` and
-    `split` are for ids and folders. Raises DataError for what is none of these."""
+    `split` are for ids and folders. Raises DataError for anything else."""
     path = Path(source).expanduser()
     if path.suffix.lower() in LINES and not path.is_dir():
         if not path.is_file():

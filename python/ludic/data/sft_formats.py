@@ -2,7 +2,7 @@
 ShareGPT's rows become conversations.
 
 A format has one column that no other needs: a row has the first format of `FORMATS` whose column it
-has. One file has one format, or mixes those of this library.
+has. One file has one format, or mixes the formats of this library.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ class FormatCount:
     """Format -> the place of its first row."""
 
     def add(self, row: Mapping[str, Any], where: str) -> None:
-        """Count a row. Raises DataError for one without a format, and for one whose format does
-        not go with that of the rows before it."""
+        """Count a row. Raises DataError for one without a format, and for one whose format does not
+        go with the rows before it."""
         found = detect_format(row) if self.chosen == AUTO else self.chosen
         if found is None:
             raise DataError(f"{where} has the columns {', '.join(row) or '(none)'}, which are no format ({list_formats()})")

@@ -54,7 +54,7 @@ class Draw:
     """
 
     limit: int | None = None
-    """None: every row."""
+    """None means every row."""
     seed: int = 0
 
     def of(self, count: int) -> Sequence[int]:

@@ -48,8 +48,8 @@ T = TypeVar("T")
 
 Policy = Literal["all", "any"] | int
 EngineAnswer = dict[str, Any]
-"""`success`, `version` that it serves (None: not known, or none), `seconds`, `fingerprint` of the
-weights that a vLLM server has, `error` where it failed, and what the engine said itself."""
+"""`success`, `version` that it serves (None if it is not known, or none), `seconds`, `fingerprint`
+of the weights that a vLLM server has, `error` where it failed, and what the engine said itself."""
 
 
 class InferenceEngine(Protocol):
@@ -102,7 +102,7 @@ async def update_vllm_weights_from_disk(base_url: str, checkpoint_path: str, *, 
 async def sync_weights_to_engines(
     engines: Sequence[InferenceEngine], checkpoint_path: str | Path, *, policy: Policy = "all", retries: int = 1
 ) -> list[EngineAnswer]:
-    """Have all engines load a checkpoint at once. Returns their answers in the order of the
+    """Have all engines load a checkpoint concurrently. Returns their answers in the order of the
     engines.
 
     checkpoint_path: a folder with `model.safetensors` and the model's config, which the servers see
@@ -154,8 +154,8 @@ async def _complete_before_cancellation(sync: Coroutine[Any, Any, T]) -> T:
 
 
 async def sync_returned_engines(engines: Sequence[InferenceEngine]) -> list[EngineAnswer | None]:
-    """Bring engines to the version that was synced last: those that the sync did not reach, and
-    servers that have another version, as after a restart. Call it before such engines are asked for
+    """Bring engines to the version that was synced last: engines that the sync did not reach, and
+    servers that have another version, as after a restart. Call it before such engines generate
     samples. Returns their answers, in the order of the engines; None for an engine that needs
     nothing. One that cannot be reached yet has an answer with its error.
     """

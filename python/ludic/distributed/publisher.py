@@ -109,7 +109,7 @@ count, if the trainer reports them."""
 
 class UnchangedWeights:
     """Decides for each push whether the weights have to be sent, by comparing their fingerprints
-    with those of the previous push.
+    with the previous push.
 
     >>> unchanged = UnchangedWeights("weights")
     >>> unchanged.publish(fingerprints, 17, push=push, rename=rename, still_served=lambda: True)
@@ -140,8 +140,8 @@ class UnchangedWeights:
         """Call `rename` if these are the weights of the last push and the servers still have them,
         else `push`.
 
-        After a failed push, `push` is always called, because it is not known what is served.
-        `dtype` is the dtype of the published weights, for the message.
+        After a failed push, `push` is always called, because it is not known which weights are
+        served. `dtype` is the dtype of the published weights, for the message.
         """
         if self.is_repeat(fingerprints, version, dtype=dtype) and still_served():
             rename()

@@ -1,5 +1,5 @@
-"""Environments: they return observations and rewards for actions. `adapters` has those of other
-libraries."""
+"""Environments: they return observations and rewards for actions. `adapters` has environments of
+other libraries."""
 
 from ludic.envs.dataset_qa_env import DatasetQAEnv, ParserFn, PromptBuilder, PromptEnv, Sample, VerifierFn
 from ludic.envs.env import LudicEnv

@@ -39,7 +39,7 @@ class End(Protocol):
 
 
 class Running(Protocol):
-    """What is needed of `subprocess.Popen`."""
+    """The members of `subprocess.Popen` that are used."""
 
     @property
     def stdin(self) -> End | None: ...
@@ -48,7 +48,7 @@ class Running(Protocol):
     def stdout(self) -> End | None: ...
 
     def kill(self) -> None:
-        """End it, at once or soon. For any thread, and also if it has ended."""
+        """End it, without waiting. For any thread, and also if it has ended."""
 
     def wait(self) -> int: ...
 
@@ -97,8 +97,8 @@ class LineProcess:
             raise
 
     def is_silent(self) -> bool:
-        """Whether the process runs, as far as is known at once, and has written nothing that nobody
-        asked for."""
+        """Whether the process runs, as far as is known without waiting, and has written nothing
+        without a request."""
         if self._process is None or self._process.stdout is None:
             return False
         poll = select.poll()
@@ -201,7 +201,7 @@ class GraderCounts:
 
 class LineProcessPool:
     """Several equal processes, each asked by one thread at a time. They start at their first
-    request (`workers` of them; None: one for each core, at most 8), and end with the pool."""
+    request (`workers` of them; None means one for each core, at most 8), and end with the pool."""
 
     def __init__(
         self,

@@ -56,8 +56,8 @@ class EngineEvaluator:
 class ProblemEvaluator:
     """Plays each request `k` times and measures by problem. Also an `Evaluator` for `Trainer`.
 
-    Every evaluation uses the same seeds: those of sample j of problem i depend only on `seed`, i
-    and j, so the first answers are the same for every `k`.
+    Every evaluation uses the same seeds: the seeds of sample j of problem i depend only on `seed`,
+    i and j, so the first answers are the same for every `k`.
     """
 
     engine: RolloutEngine

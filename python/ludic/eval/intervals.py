@@ -52,8 +52,8 @@ def share_interval(shares: Sequence[float], *, answers: int | None = None, confi
 
     It is the interval of n independent answers, with n chosen so that they would have the same
     standard error as the mean over problems: n = p (1 - p) / (that standard error squared), but at
-    most `answers`, the number of answers (None: one per problem). With one answer per problem it is
-    the plain Wilson interval. The effective sample size in Wilson's interval is that of Dean and
+    most `answers`, the number of answers (one per problem if None). With one answer per problem it
+    is the plain Wilson interval. The effective sample size in Wilson's interval follows Dean and
     Pagano 2015, section 2.
     """
     if not shares:

@@ -33,7 +33,7 @@ def curve_points(most: int) -> list[int]:
 
 def distinct_at_k(counts: Iterable[int], answers: int, k: int) -> float:
     """The expected number of distinct answers among `k` of the `answers` samples, drawn without
-    replacement: an unbiased estimate of that of k new samples.
+    replacement: an unbiased estimate of the number for k new samples.
 
     `counts` says how often each answer that is of interest, such as a right one, occurred. An
     answer that occurred c times of n is missed with probability C(n - c, k) / C(n, k).
@@ -53,7 +53,7 @@ def distinct_at_k(counts: Iterable[int], answers: int, k: int) -> float:
 def entropy_of_answers(counts: Iterable[int]) -> float:
     """The entropy in nats of how the samples are shared among the answers; 0 without samples.
 
-    It is the entropy of the observed shares, on average below that of the policy by about
+    It is the entropy of the observed shares, on average below the policy's entropy by about
     (number of answers - 1) / (2 * samples).
 
     >>> entropy_of_answers([3, 3]) == math.log(2)

@@ -18,7 +18,7 @@ K = TypeVar("K", bound=Hashable)
 PROBLEM_KEY, SAMPLE_KEY = "problem_id", "sample_index"
 """Keys of a request's meta: the problem, and the number of the answer to it."""
 RolloutValue = Callable[[Rollout], float | bool | None]
-"""A value to measure beside the reward; None if a rollout has no such value."""
+"""A value to measure in addition to the reward; None if a rollout has no such value."""
 
 
 @dataclass

@@ -13,8 +13,8 @@ from ludic.files.json_values import parse_json
 
 
 def write_text(path: Path, text: str, *, private: bool = False) -> None:
-    """Replace the file at once: write beside it, flush to disk, rename. `private`: only this user
-    can ever read it."""
+    """Replace the file atomically: write a temporary file, flush it to disk, rename it. `private`:
+    only this user can ever read it."""
     aside = name_aside(path)
     with open(aside, "w", encoding="utf-8", opener=_open_private if private else None) as file:
         file.write(text)
@@ -35,7 +35,8 @@ def name_aside(path: Path) -> Path:
 
 
 def clear_unfinished_files(folder: Path) -> None:
-    """Delete the next contents that killed processes left in `folder`, where nobody writes now."""
+    """Delete the next contents that killed processes left in `folder`. No other process may write
+    there now."""
     for leftover in folder.glob(".*.unfinished"):
         leftover.unlink(missing_ok=True)
 

@@ -14,8 +14,8 @@ from ludic.files.manifest import MANIFEST, find_faults, read_manifest
 STEP_NAME = re.compile(r"step_(\d{6,})")
 STATE, LATEST = "trainer_state.json", "latest.json"
 BEST = "best"
-"""Folder beside the checkpoints: what `TrainingBackend.save` writes without an optimizer, best.json
-with its `step`, and a manifest."""
+"""Folder next to the checkpoints: what `TrainingBackend.save` writes without an optimizer,
+best.json with its `step`, and a manifest."""
 INDEX, MODEL, ADAPTER = "model.safetensors.index.json", "model.safetensors", "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 SHARDS = "model.shards.json"
@@ -54,7 +54,7 @@ def check_layout(layout: str) -> None:
 
 
 def find_checkpoint_faults(folder: Path) -> list[str]:
-    """What is damaged in a checkpoint: one phrase for each file. [] for an undamaged one. Every
+    """The damage of a checkpoint: one phrase for each file, [] if it is whole. Every
     byte is read.
 
     A folder without a manifest was written by an older version and cannot be verified. It is a
@@ -76,7 +76,7 @@ def warn_if_unverifiable(folder: Path) -> Path:
 
 
 def list_model_files(folder: Path) -> list[str]:
-    """The files in `folder` that decide what is loaded from it as a model or a tokenizer. Others,
+    """The files in `folder` that are loaded from it as a model or a tokenizer. Others,
     such as a run's folder inside, change nothing."""
     found = (path for pattern in _MODEL_FILES for path in folder.glob(pattern) if path.is_file())
     return sorted({path.relative_to(folder).as_posix() for path in found if not path.name.startswith("optimizer")})

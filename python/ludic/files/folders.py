@@ -1,8 +1,8 @@
-"""Folders that are written whole or not at all, and deleted at once.
+"""Folders that are written and deleted atomically.
 
-A new folder is written beside its place, flushed to disk and renamed. A folder to delete is renamed
-first, so that half of it never stands under its name. What a killed process leaves behind has a
-name that begins with `.unfinished_`.
+A new folder is written under a temporary name, flushed to disk and renamed. A folder to delete is
+renamed first, so that half of it never stands under its name. What a killed process leaves behind
+has a name that begins with `.unfinished_`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _REPLACED = f"{UNFINISHED}replaced_"
 
 @contextmanager
 def replace_folder(target: Path) -> Iterator[Path]:
-    """A new folder beside `target`, which takes its place when the block ends; an existing `target`
+    """A temporary folder that takes the place of `target` when the block ends; an existing `target`
     is deleted. An error leaves `target` as it was."""
     target.parent.mkdir(parents=True, exist_ok=True)
     restore_replaced(target.parent)

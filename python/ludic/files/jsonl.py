@@ -20,7 +20,7 @@ from ludic.files.json_values import encode_lines, parse_json
 logger = logging.getLogger(__name__)
 
 _BLOCK = 1 << 16
-"""Bytes read at once while looking for the last line break."""
+"""Bytes of one read while looking for the last line break."""
 
 
 def read_jsonl(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -42,8 +42,8 @@ def is_blank(line: bytes) -> bool:
 
 
 def write_jsonl(path: str | Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """One record per line. Makes the folder, and replaces the file at once; a pipe or a device is
-    written to. `encode_lines` says how values that JSON cannot express are written."""
+    """One record per line. Makes the folder, and replaces the file atomically; a pipe or a device
+    is written to. `encode_lines` says how values that JSON cannot express are written."""
     path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists() and not path.is_file():

@@ -34,7 +34,7 @@ HASH = "xxh3_128"
 """Name of the hash. It finds damage; it does not protect against an attacker, who can write a new
 manifest."""
 _BLOCK = 1 << 20
-"""Bytes that are hashed at once."""
+"""Bytes that are hashed in one call."""
 
 
 def write_manifest(folder: Path, facts: Mapping[str, Any], *, described: Mapping[str, Mapping[str, Any]] | None = None) -> None:
@@ -123,11 +123,11 @@ def hash_manifest(folder: Path) -> str | None:
 
 
 def find_faults(folder: Path, foreign: Iterable[str] = ()) -> list[str]:
-    """What is wrong with the files of `folder`, by its manifest: one phrase for each file. Reads
+    """The faults of the files of `folder` by its manifest: one phrase for each file. Reads
     every byte. Raises OSError for a file that exists and cannot be read, and CheckpointError for a
     manifest of a newer version.
 
-    `foreign`: names of files that change what is loaded. One of these that the manifest does not
+    `foreign`: names of files that are loaded too. One of these that the manifest does not
     list is a fault; other files may be added to the folder.
     """
     try:
@@ -217,7 +217,7 @@ class VerifiedFolders:
         self._stamps: dict[Path, _Stamps] = {}
 
     def find_faults(self, folder: Path, verify: Callable[[Path], list[str]]) -> list[str]:
-        """`verify(folder)`, which reads every byte and returns what is damaged; [] without reading
+        """`verify(folder)`, which reads every byte and returns the damage; [] without reading
         if it returned that before, and every file has the size, times and inode of then."""
         before = _stamp_files(folder)
         if self._stamps.get(folder) == before:

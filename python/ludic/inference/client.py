@@ -59,7 +59,7 @@ class Episode:
         self._callbacks: set[Callable[[Episode], None]] = set()
 
     def on_end(self, callback: Callable[[Episode], None]) -> None:
-        """Call `callback` with this episode when it ends, or at once if it has ended already.
+        """Call `callback` with this episode when it ends, or immediately if it has ended already.
         Thread-safe."""
         self._callbacks.add(callback)
         if self.is_over:
@@ -77,7 +77,7 @@ _CURRENT: ContextVar[Episode | None] = ContextVar("ludic_episode", default=None)
 
 @contextmanager
 def new_episode() -> Iterator[Episode]:
-    """All requests in the block, also those of tasks started inside, belong to one episode. The
+    """All requests in the block, also in tasks started inside, belong to one episode. The
     episode ends with the block."""
     episode = Episode()
     token = _CURRENT.set(episode)

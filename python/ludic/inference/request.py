@@ -15,7 +15,7 @@ from ludic.types import ChatResponse, Message, TokenTrace
 
 @dataclass(frozen=True)
 class ReturnSpec:
-    """What is returned in addition to the text."""
+    """What a completion returns in addition to the text."""
 
     return_token_ids: bool = False
     return_chosen_logprobs: bool = False

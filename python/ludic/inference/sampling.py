@@ -29,7 +29,7 @@ class SamplingParams:
     stop: str | list[str] | None = None
     """Text that ends the completion; several texts in a list. None may be empty."""
     top_k: int = 0
-    """Sample from so many of the most likely tokens; 0 keeps all."""
+    """Sample from this number of the most likely tokens; 0 keeps all."""
     min_p: float = 0.0
     """Sample from the tokens that are at least this many times as likely as the likeliest."""
     repetition_penalty: float = 1.0

@@ -30,7 +30,7 @@ class GpuPool:
         self._lent: dict[str, tuple[list[str], float]] = {}
 
     def lend(self, process: Process) -> dict[str, str]:
-        """The variables that show the process its GPUs; empty for a process that asked for none.
+        """The variables that show the process its GPUs; empty for a process that requested none.
         Raises LaunchError if too few are free."""
         if process.gpus == 0:
             return {}

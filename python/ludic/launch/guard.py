@@ -1,5 +1,5 @@
-"""Runs one command, and ends it with every process that it started, when the command ends, when
-asked to, or when the process that asked for it is gone.
+"""Runs one command, and ends it with every process that it started, when the command ends, on
+request, or when the process that started it is gone.
 
 A guard is a pair of small processes around each command. Orphans of the command become children of
 the inner one (PR_SET_CHILD_SUBREAPER), so that none escapes, not even from a session of its own,

@@ -43,7 +43,7 @@ class Process:
     gpus: float = 0
     """GPUs to reserve; a fraction shares one."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """Variables in addition to those of the place."""
+    """Variables in addition to the variables of the place."""
     restarts: int = 3
     """How often it may be restarted within the supervisor's window."""
 
@@ -155,7 +155,7 @@ class Place(Protocol):
 
     def stop(self, names: Sequence[str], grace_s: float) -> list[Ended]:
         """End processes: SIGTERM, and SIGKILL for them and all that they started after `grace_s`
-        seconds, or at once if that is 0. Names that do not run are left out."""
+        seconds, or immediately if that is 0. Names that do not run are left out."""
         ...
 
     def close(self, grace_s: float = 0.0) -> list[Ended]:

@@ -58,8 +58,8 @@ of a step, and an agent passes its own on to its ranks."""
 
 
 def read_rank_environment(environ: Mapping[str, str] = os.environ, *, port: int | None = None) -> RankEnvironment | None:
-    """The environment of torchrun if it is set, else that of srun; None if there is one process.
-    `port`: that of the store under Slurm, instead of one that follows from the job.
+    """The environment of torchrun if it is set, else srun's; None if there is one process. `port`
+    of the store under Slurm, instead of one that follows from the job.
 
     Variables of a Slurm job alone do not count: a batch script, in which `srun` was not called, is
     one process. Raises ConfigError for variables that are incomplete or contradict each other.

@@ -168,7 +168,7 @@ class RayPlace:
             held.stage, held.reply = "idle", None
 
     def _wait(self, replies: list[Any], timeout_s: float) -> list[Any]:
-        """Those of the replies that have come within `timeout_s`."""
+        """The replies that have come within `timeout_s`."""
         return list(self._ray.wait(replies, num_returns=len(replies), timeout=timeout_s)[0]) if replies else []
 
     def _place_actor(self, held: _Held) -> None:
@@ -254,7 +254,7 @@ class RayPlace:
         return Ended(held.process.name, None, None, seconds, reason)
 
     def _describe_room(self, processes: Sequence[Process]) -> str:
-        """What was asked for, and what the cluster has."""
+        """The resources that were requested, and the resources of the cluster."""
         wanted = ", ".join(f"{process.name} {_amounts(_bundle(process))}" for process in processes)
         nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
         machines = "; ".join(_amounts(node) for node in nodes)
@@ -263,7 +263,7 @@ class RayPlace:
 
 
 def _bundle(process: Process) -> dict[str, float]:
-    """What is reserved for a process. Ray refuses empty bundles."""
+    """The resources reserved for a process. Ray refuses empty bundles."""
     bundle = {"CPU": process.cpus, "GPU": process.gpus}
     return {name: amount for name, amount in bundle.items() if amount} or {"CPU": 0.001}
 

@@ -54,7 +54,7 @@ class LaunchState:
     processes: list[ProcessState] = field(default_factory=list)
 
     def write(self, folder: Path) -> None:
-        """Replace the file at once. It is not flushed to disk, since it describes only this
+        """Replace the file atomically. It is not flushed to disk, since it describes only this
         launch."""
         aside = folder / f".{STATE}.unfinished"
         aside.write_text(encode_json(asdict(self)), encoding="utf-8")

@@ -53,7 +53,7 @@ POLITE = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 @dataclass
 class _Slot:
-    """A process, and what is planned for it."""
+    """A process, and its next start."""
 
     process: Process
     budget: RestartBudget
@@ -73,9 +73,9 @@ class Supervisor:
     ...     status = Supervisor(place, processes, folder=run).run()
 
     Roles are started in the order of `processes`; the first of a role starts once all earlier ones
-    run. With `least`, the run goes on while so many of the role `until` are left. `folder` gets
-    events.jsonl and launch.json. `note` is told in one line what a person should know. `clock` and
-    `sleep` are replaced in tests.
+    run. With `least`, the run goes on while this number of the role `until` are left. `folder` gets
+    events.jsonl and launch.json. `note` gets one line for each event that a person should know.
+    `clock` and `sleep` are replaced in tests.
     """
 
     def __init__(
@@ -121,8 +121,8 @@ class Supervisor:
         self._beat_at = 0.0
 
     def run(self) -> int:
-        """Run to the end and return the exit status: that of the trainer, or 128 plus the signal's
-        number after SIGTERM or SIGINT.
+        """Run to the end and return the exit status of the trainer, or 128 plus the signal's number
+        after SIGTERM or SIGINT.
 
         The first signal is passed to the trainer, which then has `stop_grace_s` to save and end; so
         are the following ones. Raises LaunchError if a process cannot be started the first time.
@@ -141,7 +141,8 @@ class Supervisor:
         self._signals.append(number)
 
     def tick(self) -> int | None:
-        """One round: what has ended, what is to be started. Returns the exit status at the end."""
+        """One round: note the ended processes, start the next ones. Returns the exit status at the
+        end."""
         status = None
         for report in self._place.poll():
             if isinstance(report, Started):
@@ -162,7 +163,8 @@ class Supervisor:
         return [slot for slot in self._slots.values() if slot.process.role == self._until]
 
     def _start_due(self) -> None:
-        """Start what is due. A role waits for the roles before it until they have started once."""
+        """Start the processes that are due. A role waits for the roles before it until they have
+        started once."""
         for slot in self._slots.values():
             if slot.start_at is not None and slot.start_at <= self._clock() and self._may_start(slot):
                 self._start(slot)

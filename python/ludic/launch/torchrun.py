@@ -22,7 +22,7 @@ RENDEZVOUS_S = 600
 
 ENV: Mapping[str, str] = MappingProxyType({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
 """The environment of agents on several machines (`Process.env`). Rank 0 then serves a new store at
-each start of the ranks; that of the agents would have what an earlier start left in it."""
+each start of the ranks; the store of the agents would still have the keys of an earlier start."""
 
 STOP_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 """Seconds after which an agent that got a signal kills ranks that have not ended; 30 without it,

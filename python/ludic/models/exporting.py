@@ -4,8 +4,7 @@
     step_000050/adapter_model.safetensors         ->  out/adapter_model.safetensors, or merged
                                                       into the weights of the base model
 
-No model is built, so the memory needed is that of a bucket of tensors, whatever the size of the
-model.
+No model is built. The memory needed is one bucket of tensors, whatever the size of the model.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from ludic.models.state_files import find_weight_files
 from ludic.models.tensor_files import StoredTensors, TensorFileWriter
 
 FILE_BYTES = 5_000_000_000
-"""A file of weights ends with the tensor with which it has so many bytes."""
+"""A file of weights ends with the tensor that brings it to this number of bytes."""
 READ_BYTES = 256 << 20
 """Bytes of tensors that are read before the files are opened again, which frees what was mapped."""
 OUT_A, OUT_B = ".lora_A.weight", ".lora_B.weight"
@@ -57,8 +56,8 @@ class _Tensors:
 
 def export_model(folder: Path, out: Path, dtype: torch.dtype | None = None) -> None:
     """Write the weights and the config of `folder` to the empty folder `out`. Floating-point
-    weights become `dtype`; None: they stay. Raises ConfigError for a folder that `from_pretrained`
-    could not open."""
+    weights become `dtype`; with None they keep theirs. Raises ConfigError for a folder that
+    `from_pretrained` could not open."""
     tensors = _Tensors.find(folder)
     _copy(tensors, tensors.describe(), out, dtype, lambda name, tensor: tensor)
     _write_config(folder, out, dtype)
@@ -66,7 +65,7 @@ def export_model(folder: Path, out: Path, dtype: torch.dtype | None = None) -> N
 
 def export_adapter(folder: Path, out: Path, *, base: str | None, dtype: torch.dtype | None = None) -> None:
     """Write the adapters of `folder` to the empty folder `out`, as PEFT and vLLM load them. They
-    name `base` as the model that they adapt; None: the one that they name already."""
+    name `base` as the model that they adapt; with None the name stays."""
     tensors = _Tensors(folder, [ADAPTER], None)
     _copy(tensors, tensors.describe(), out, dtype, lambda name, tensor: tensor, single=ADAPTER)
     config = read_json(folder / ADAPTER_CONFIG)
@@ -76,7 +75,7 @@ def export_adapter(folder: Path, out: Path, *, base: str | None, dtype: torch.dt
 def export_merged(folder: Path, base: Path, out: Path, dtype: torch.dtype | None = None) -> None:
     """Write the model of the folder `base` with the adapters of `folder` merged to the empty folder
     `out`. A weight is merged in float32 and rounded once. Raises ConfigError for adapters other
-    than LoRA on layers whose weights the base has, and for those of a classifier."""
+    than LoRA on layers whose weights the base has, and for adapters of a classifier."""
     adapters = _Adapters.read(folder)
     tensors = _Tensors.find(base)
     described = tensors.describe()

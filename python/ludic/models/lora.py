@@ -65,15 +65,15 @@ class LoraSettings:
 
     rank: int = 8
     alpha: float | None = None
-    """The adapters' output is scaled by `alpha / rank`; None: alpha is twice the rank."""
+    """The adapters' output is scaled by `alpha / rank`. None means twice the rank."""
     dropout: float = 0.0
     """Dropout on the adapters' input in training."""
     target_modules: Sequence[str] | None = None
-    """Last parts of the names of the layers to adapt; None: those that `find_target_modules`
-    finds."""
+    """Last parts of the names of the layers to adapt. None means the layers that
+    `find_target_modules` finds."""
     modules_to_save: Sequence[str] | None = None
-    """Layers that are trained in full and saved with the adapters; None: the head of a model
-    that scores, with all of its parts."""
+    """Layers that are trained in full and saved with the adapters. None means the whole head of a
+    model that scores."""
     rank_stabilized: bool = False
     """Scale by `alpha / sqrt(rank)` instead (Kalajdzievski 2023)."""
 
@@ -114,8 +114,8 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 def apply_lora(model: nn.Module, settings: LoraSettings | LoraConfig | None = None, *, adapters_in_float32: bool = True) -> Any:
-    """The model with adapters of PEFT; all weights but theirs and those of `modules_to_save` are
-    frozen.
+    """The model with adapters of PEFT; all weights except theirs and the ones of `modules_to_save`
+    are frozen.
 
     What a `LoraConfig` leaves open (`target_modules`, `modules_to_save`, `task_type`,
     `fan_in_fan_out`) is filled in as for `LoraSettings`, in a copy. Adapters of a model in half

@@ -9,7 +9,7 @@ WRAPPING = "base_model.model."
 MERGED_PART = ".base_layer."
 """Part of the names of weights that adapters are merged into."""
 SAVED_PART = ".modules_to_save.default."
-"""Part of the names of modules that are trained in full, beside adapters."""
+"""Part of the names of modules that are trained in full, in addition to adapters."""
 REPLACED_PART = ".original_module."
 """Part of the names of the originals of those modules."""
 

@@ -42,7 +42,7 @@ class SequenceGroups:
     scatter: Tensor
     """[S] the place of each token of the row."""
     windows: set[int] = field(default_factory=set)
-    """The windows that layers have asked for."""
+    """The windows that layers have requested."""
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int], device: torch.device) -> SequenceGroups:
@@ -131,7 +131,7 @@ def make_packed_keywords(model: nn.Module, batch: Mapping[str, Any]) -> dict[str
 @torch.no_grad()
 def hides_windows(model: nn.Module, device: torch.device | str, max_seq_len: int) -> bool:
     """Whether layers of a transformers model attend in windows or chunks of which only its mask
-    knows, as those of Qwen2MoE, PhiMoE and Llama4. The attention of this module, whose name the
+    knows, as in Qwen2MoE, PhiMoE and Llama4. The attention of this module, whose name the
     model has, uses no mask. Runs the model on two tokens if samples can exceed its windows."""
     config = read_text_config(model)
     longest = min(max_seq_len, getattr(config, "max_position_embeddings", max_seq_len))
@@ -238,7 +238,7 @@ def _attend_varlen(query: Tensor, key: Tensor, value: Tensor, sliding_window: in
 
 @cache
 def _find_varlen() -> tuple[Callable[..., Tensor] | None, bool]:
-    """torch's `varlen_attn` and whether it has `enable_gqa`, which that of torch 2.11 has not.
+    """torch's `varlen_attn` and whether it has `enable_gqa`, which torch 2.11 lacks.
     (None, False) for a torch that has no `varlen_attn` with windows."""
     try:
         from torch.nn.attention.varlen import varlen_attn

@@ -1,5 +1,5 @@
 """Where a model lies: names that can be a path of this machine or an id of the hub, and the folders
-beside a run's model."""
+next to a run's model."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ TOKENIZER_CONFIGS = ("tokenizer_config.json", *CONFIGS)
 
 
 def check_place(source: str, setting: str = "", *, files: bool = False) -> None:
-    """Raise ConfigError for a local path that does not exist, so that the hub is not asked for it,
-    and for a file unless `files` are allowed.
+    """Raise ConfigError for a local path that does not exist, so that it is not looked up on the
+    hub, and for a file unless `files` are allowed.
 
     `setting` is the setting that named it, for the error. `data.sources.is_local` decides what is a
     path.
@@ -60,8 +60,8 @@ def holds_only_adapters(place: str) -> bool:
 
 
 def find_adapter_base(adapter: Path) -> str:
-    """The model that the adapters adapt: the one that their config names, or the folder `base`
-    beside them where that path is gone because the run was moved."""
+    """The model that the adapters adapt: the one that their config names, or the folder `base` next
+    to them where that path is gone because the run was moved."""
     named = read_json(adapter / ADAPTER_CONFIG).get("base_model_name_or_path")
     beside = base_folder(adapter)
     if not named or (Path(named).is_absolute() and not Path(named).is_dir()):

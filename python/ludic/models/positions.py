@@ -1,9 +1,9 @@
 """Positions that do not depend on the other sequences of a forward pass.
 
 transformers chooses the frequencies of RoPE by the largest position of the whole pass, if their
-type is `longrope` (Phi-3, MiniCPM) or `dynamic`: a sequence then has other logits beside a longer
-one. Here they are pinned for a run, as in vLLM: those of a sequence of `max_seq_len` tokens, in
-every pass. The config does not change.
+type is `longrope` (Phi-3, MiniCPM) or `dynamic`: a sequence then has other logits in a batch with a
+longer one. Here they are pinned for a run, as in vLLM: every pass uses the frequencies of
+`max_seq_len` tokens. The config does not change.
 
 Models like RoBERTa count positions from `padding_idx + 1`, and only tokens that are not padding.
 """
@@ -29,7 +29,7 @@ class _Pin:
 
     def __init__(self) -> None:
         self.tokens: int | None = None
-        """None: those of the model's whole context."""
+        """None means the frequencies of the model's whole context."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Pin:
         return self
@@ -49,8 +49,8 @@ class _Pin:
 
 
 def pin_rope(model: nn.Module, tokens: int | None = None, *, again: bool = False) -> None:
-    """Compute the RoPE of `model` as for sequences of `tokens` tokens, whatever is in a pass. None:
-    of the whole context, until someone says. Only `again` replaces a number."""
+    """Compute the RoPE of `model` as for sequences of `tokens` tokens, whatever is in a pass. None
+    means the whole context, until a number is given. Only `again` replaces a number."""
     modules: Any = [each for each in model.modules() if _depends_on_length(getattr(each, "rope_type", None))]
     pin = next((getattr(each, _PIN) for each in modules if hasattr(each, _PIN)), _Pin())
     for module in modules:

@@ -4,8 +4,8 @@
                                        places   0 1 2 3 | 0 1 4
 
 Each sample adds a **branch** to the row: the tokens that it does not share with the sample before
-it. A token attends to the tokens before it in its samples, which are those of its branch and those
-that the branch begins with: above, 5 sees 1, 2 and itself. No mask of the whole row is built: the
+it. A token attends to the tokens before it in its samples: the tokens of its branch and the tokens
+that the branch begins with. Above, 5 sees 1, 2 and itself. No mask of the whole row is built: the
 queries of consecutive branches, a **span**, meet the keys of the span and of the path before it.
 Short branches are in one span, so that the keys and values of a long prompt are not copied for each
 of them: all spans together have at most 6 U keys, and with padding 8 U and 16 for each tree.
@@ -53,14 +53,14 @@ class SpanGroup:
     queries: Tensor
     """[G, Q] the row's token at each place; a span's last one again as padding."""
     keys: Tensor
-    """[G, K] the row's token at each place; U as padding, which nobody sees."""
+    """[G, K] the row's token at each place; U as padding, which no query sees."""
     is_causal: bool
     """Whether each span begins a tree and has one branch, so that queries and keys are the same."""
 
     def find_seen(self, ends: Tensor, positions: Tensor, window: int | None) -> Tensor | None:
-        """[G, 1, Q, K] which keys each query sees: those whose path it continues, with `window`
-        only those fewer than `window` positions back. None: causal attention says so. `ends` and
-        `positions` [U + 1] are those of `Branches`.
+        """[G, 1, Q, K] which keys each query sees: the keys whose path it continues, with `window`
+        only the ones fewer than `window` positions back. None if causal attention says the same.
+        `ends` and `positions` [U + 1] come from `Branches`.
 
         Above, the query 5 of the keys 1 2 5 sees [1 1 1], with a window of 2 [0 1 1]."""
         if self.is_causal and (window is None or self.keys.shape[1] <= window):
@@ -78,7 +78,7 @@ class Branches:
     def __init__(self, groups: Sequence[SpanGroup], scatter: Tensor, ends: Tensor, positions: Tensor) -> None:
         """`scatter` [U]: the place of each token of the row among the queries of all groups.
         `ends` and `positions` [U + 1]: the place behind the last token that sees a token
-        (`find_ends`), and its position in its samples; the last entry is that of padding."""
+        (`find_ends`), and its position in its samples; the last entry belongs to padding."""
         self.groups, self._scatter, self._ends, self._positions = groups, scatter, ends, positions
         self._masks: dict[tuple[int | None, torch.dtype], list[Tensor | None]] = {}
 
@@ -123,7 +123,7 @@ class Branches:
         return torch.cat(parts).index_select(0, self._scatter)[None]
 
     def masks(self, window: int | None, dtype: torch.dtype) -> list[Tensor | None]:
-        """What is added to the scores of each group: 0 or -inf. Made once for all layers."""
+        """The term added to the scores of each group: 0 or -inf. Made once for all layers."""
         if (window, dtype) not in self._masks:
             seen = [group.find_seen(self._ends, self._positions, window) for group in self.groups]
             self._masks[window, dtype] = [None if each is None else _as_scores(each, dtype) for each in seen]
@@ -137,7 +137,8 @@ def _as_scores(seen: Tensor, dtype: torch.dtype) -> Tensor:
 def _find_spans(lengths: Ints, shared: Ints) -> list[tuple[int, int]]:
     """(first, last) sample of each span. The first branch of a tree is alone, so that it needs no
     mask. The others are joined until they have a quarter as many tokens as the path before them,
-    and 64: each key that is copied has so many queries, and few of them see only a small part."""
+    and 64: each key that is copied has this number of queries, and few of them see only a small
+    part."""
     own, tokens = lengths - shared, 0
     spans: list[tuple[int, int]] = []
     for at in np.flatnonzero(own).tolist():
@@ -172,7 +173,7 @@ def _is_near(length: int, longest: int) -> bool:
 
 
 def _pad(rows: Sequence[Ints], value: int | None = None) -> Ints:
-    """[G, L] the rows, padded with `value`; None: with the last of each."""
+    """[G, L] the rows, padded with `value`, or with the last of each if None."""
     padded = np.empty((len(rows), max(map(len, rows))), dtype=np.int64)
     for line, row in zip(padded, rows, strict=True):
         line[: len(row)] = row
@@ -206,8 +207,8 @@ class PrefixTrees:
         device: torch.device | str,
         order: Ints | None = None,
     ) -> PrefixTrees:
-        """`arrays`: those of `SampleTable.collate_trees`; `lengths` and `shared` [N]. `order` [N]:
-        which sample of the batch is at each place of the trees; None: they have the same order.
+        """`arrays` come from `SampleTable.collate_trees`; `lengths` and `shared` [N]. `order` [N]:
+        which sample of the batch is at each place of the trees. None means the same order.
 
         Example: places 0 1 | 0 2 with the order [1, 0] are 0 2 | 0 1 in the batch."""
         places, sizes = arrays["places"], np.asarray(lengths, dtype=np.int64)
@@ -272,8 +273,8 @@ class PrefixIntervals:
         self._masks: dict[int | None, BlockMask] = {}
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, window: int | None = None, **options: Any) -> Tensor:
-        """[1, U, H, D] from `query` [1, H, U, D] and `key`, `value` [1, H_kv, U, D]. `window`: a
-        token sees at most so many, itself included. Options: `scaling`, `softcap` as in
+        """[1, U, H, D] from `query` [1, H, U, D] and `key`, `value` [1, H_kv, U, D]. `window`: the
+        number of tokens that a token sees, itself included. Options: `scaling`, `softcap` as in
         transformers. Raises ValueError for options that FlexAttention does not support."""
         given = [name for name in UNSUPPORTED if options.get(name) is not None]
         given += ["dropout"] if options.get("dropout") else []

@@ -6,7 +6,7 @@ et al. 2023, QLoRA, section 3).
     int8       rows: w ~ code * max|row| / 127, with codes from -127 to 127
 
 A layer computes with the dequantised weights, in training and in sampling, and keeps none of them.
-Codes of 4 bits are those of bitsandbytes. For int8 only weights are quantised, unlike in
+Codes of 4 bits are the ones of bitsandbytes. For int8 only weights are quantised, unlike in
 LLM.int8(), so that the trainer and a sampler compute the same.
 """
 
@@ -44,7 +44,7 @@ class QuantizationSettings:
     double: bool = False
     """Store the scales of nf4 and fp4 in 8 bits too."""
     compute_dtype: torch.dtype | None = None
-    """What weights are dequantised to for a product; None: the type that they had."""
+    """What weights are dequantised to for a product. None means the type that they had."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -53,7 +53,7 @@ class QuantizationSettings:
             raise ConfigError("quantization.double is for nf4 and fp4, whose blocks have scales; int8 has one for each row")
 
     def count_bytes(self, weights: int, rows: int) -> int:
-        """Bytes of a layer with so many weights in so many rows. Example: nf4, 4096 weights: 2048
+        """Bytes of a layer with this number of weights and rows. Example: nf4, 4096 weights: 2048
         of codes and 64 scales of 4 bytes, 2304 in all, 0.5625 a weight."""
         if self.kind == "int8":
             return weights + 4 * rows
@@ -82,7 +82,7 @@ class Int8Linear(nn.Linear):
     scales: Tensor
 
     def __init__(self, layer: nn.Linear, weight: Tensor, compute_dtype: torch.dtype) -> None:
-        """`weight`: that of `layer`, on the device where it is to be."""
+        """`weight` of `layer`, on its final device."""
         super().__init__(layer.in_features, layer.out_features, bias=False, device="meta")
         largest = weight.abs().amax(dim=1).float()
         codes = (weight.float() * (127.0 / largest.clamp_min(torch.finfo(torch.float32).tiny))[:, None]).round_()
@@ -155,7 +155,7 @@ def quantize_layers(model: nn.Module, settings: QuantizationSettings, *, device:
     many weights. Call it before `apply_lora`.
 
     device: where they are quantised and stay, so that a GPU never has the whole model in full
-        precision; None: where they are.
+    precision. None means where they are.
 
     Raises ConfigError for a model with adapters and for one without such layers, MissingExtraError
     for 4 bits without bitsandbytes.
@@ -201,8 +201,8 @@ def _quantize(layer: nn.Linear, settings: QuantizationSettings, device: torch.de
 
 
 def find_quantized_layers(model: nn.Module) -> dict[str, nn.Linear]:
-    """The layers with quantised weights by name: those of `quantize_layers`, and those of a model
-    that transformers loaded with a `BitsAndBytesConfig`."""
+    """The layers with quantised weights by name: from `quantize_layers`, or from a model that
+    transformers loaded with a `BitsAndBytesConfig`."""
     return {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and _is_quantized(module)}
 
 

@@ -52,7 +52,7 @@ def reads_last_token(model: nn.Module, scores: Tensor, pooled: Tensor, input_ids
 
 
 def select_scores(scores: Tensor, batch: Mapping[str, Any], pad_token_id: int | None) -> Tensor:
-    """[B, K] from `scores` [1, U, K], those of the row that the model computed for the padding-free
+    """[B, K] from `scores` [1, U, K], the row that the model computed for the padding-free
     `batch`. A sample is read at its last token that is not padding, as transformers does; at its
     first if all are.
 

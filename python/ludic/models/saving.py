@@ -1,5 +1,5 @@
 """A policy and its tokenizer in Hugging Face layout; of a model with adapters also the adapters and
-what they adapt, in folders beside it."""
+what they adapt, in folders next to it."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def save_policy(
     model: Any, tokenizer: Any, folder: Path, *, base: str | None = None, make_card: Callable[[bool], str | None] | None = None
 ) -> None:
     """Write model and tokenizer. Adapters are merged in `folder`, and are written alone to
-    `adapter` beside it; they name `base` as what they adapt, or without it the folder `base` beside
-    them. `make_card` gives the model card, of adapters if its argument is true."""
+    `adapter` next to it. They name `base` as their base model, or without it the folder `base` next
+    to them. `make_card` gives the model card, of adapters if its argument is true."""
     with replace_with_manifest(folder) as aside:
         tokenizer.save_pretrained(aside)
         if has_adapters(model):
@@ -121,7 +121,7 @@ def save_missing_base(model: Any, source: str | None, folder: Path) -> None:
     folder does not hold one, whole and undamaged. Without adapters nothing is written.
 
     Call it before the first step and before a checkpoint is read: until then the adapters change
-    nothing, and the merged weights are those of the base.
+    nothing, and the merged weights equal the base.
     """
     if not has_adapters(model) or find_whole_model(source) is not None:
         return

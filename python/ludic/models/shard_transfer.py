@@ -101,7 +101,7 @@ def transfer(bucket: Mapping[str, SharedTensor], owners: Mapping[str, int], buff
 
 
 class _Pending:
-    """Messages that are on their way, and what is done when they have arrived."""
+    """Messages that are on their way, and the calls to make when they have arrived."""
 
     def __init__(self) -> None:
         self.messages: list[Any] = []

@@ -49,8 +49,9 @@ def write_sharded(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, folder: Path, *, agree: Agree, as_held: bool = False
 ) -> None:
     """Write this rank's files into the folder, which all ranks see. All ranks call it; `agree` is
-    that of `shard_transfer`. Raises on all ranks if it fails on one while weights are moved.
-    `as_held`: each rank writes the parts of the weights that it has. Adapters are always whole."""
+    the function of `shard_transfer`. Raises on all ranks if it fails on one while weights are
+    moved. `as_held`: each rank writes the parts of the weights that it has. Adapters are always
+    whole."""
     inner = unwrap_model(model)
     reshard(inner)
     if has_adapters(inner):
@@ -111,7 +112,7 @@ def _list_stored(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _write_config(model: Any, folder: Path) -> None:
-    """What `save_pretrained` writes beside weights. FSDP gives the class another name."""
+    """What `save_pretrained` writes in addition to weights. FSDP gives the class another name."""
     kind = type(model).__name__.removeprefix("FSDP")
     if not hasattr(model, "save_pretrained"):
         write_json(folder / "config.json", {"model_class": kind})
@@ -163,7 +164,7 @@ def _write_parts(kind: str, tensors: Mapping[str, tuple[int, Tensor]], folder: P
 
 def _writes(value: Tensor, number: int) -> bool:
     """Whether this rank writes its part of a tensor of the parameter `number`. Of several copies of
-    a hybrid model, one is written: those of the parameters 0, 1, 2, .. in turn."""
+    a hybrid model, one is written; the parameters 0, 1, 2, .. take the copies in turn."""
     if not isinstance(value, DTensor):
         return dist.get_rank() == 0
     coordinate = value.device_mesh.get_coordinate()

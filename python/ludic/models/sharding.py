@@ -40,10 +40,10 @@ class ShardingSettings:
     """`full`: each rank has one part of every weight. `hybrid`: each group of `shards` ranks has a
     copy of the model, shared out over its ranks."""
     shards: int | None = None
-    """Ranks that share one copy of a hybrid model; None: the ranks of one machine."""
+    """Ranks that share one copy of a hybrid model. None means the ranks of one machine."""
     param_dtype: torch.dtype | None = None
-    """dtype of forward and backward passes, over weights that are stored and stepped in float32;
-    None: the dtype of the weights."""
+    """dtype of forward and backward passes, over weights that are stored and stepped in float32.
+    None means the dtype of the weights."""
     reduce_dtype: torch.dtype = torch.float32
     """dtype in which gradients are summed over ranks."""
     cpu_offload: bool = False
@@ -54,8 +54,8 @@ class ShardingSettings:
     """Give up the whole weights of a block after its forward pass, and gather them again for the
     backward pass. False: keep them in between, which costs memory and saves a gathering."""
     block_parameters: int | None = None
-    """For a model that names no blocks: modules of at least this many parameters are blocks. None:
-    the model is one."""
+    """For a model that names no blocks: modules of at least this many parameters are blocks. None
+    means that the model is one."""
 
     def __post_init__(self) -> None:
         if self.kind not in ("full", "hybrid"):

@@ -39,10 +39,10 @@ def _make_empty(parameter: nn.Parameter) -> nn.Parameter:
 
 def load_skeleton(source: str, dtype: str, model_class: Any = None, **options: Any) -> Any:
     """The model that `load_model` loads, without its weights: only its config is read. Stored
-    buffers have the values that the model begins with, not those of the files.
+    buffers have the values that the model begins with, not the values of the files.
 
-    model_class: a class of transformers with `from_config`; None: that of causal language models.
-    options: fields of the config, such as `num_labels`.
+    model_class: a class of transformers with `from_config`. None means the class of causal language
+    models. options: fields of the config, such as `num_labels`.
     """
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM

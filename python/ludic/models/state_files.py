@@ -7,7 +7,7 @@ Mixtures of experts whose files have each expert's matrices and whose model has 
 of them. A rank reads its own part of that tensor, from the experts that are in it.
 
     files   experts.0.gate_proj [3, 4], experts.0.up_proj [3, 4], experts.1.gate_proj ..
-    model   experts.gate_up_proj [2, 6, 4]   expert 0: its 3 rows of gate, then those of up
+    model   experts.gate_up_proj [2, 6, 4]   expert 0: its 3 rows of gate, then 3 of up
 
 transformers has the names (`get_checkpoint_conversion_mapping`) and converts whole models by them.
 """
@@ -122,7 +122,7 @@ def read_model(model: nn.Module, folder: Path) -> None:
 def _convert_names(model: nn.Module, folder: Path) -> dict[str, Tensor] | None:
     """The weights in the folder by the model's names. `save_pretrained` writes a mixture of experts
     expert by expert, as it is published, and the model has one tensor for all of them. None if the
-    weights are those of another model."""
+    weights belong to another model."""
     from transformers import PreTrainedModel
 
     if not isinstance(model, PreTrainedModel):
@@ -169,7 +169,7 @@ def _read_shards_of_model(model: nn.Module, folder: Path) -> None:
 def _open_by_names_of_model(
     model: nn.Module, folder: Path, files: Iterable[str], places: Mapping[str, str] | None
 ) -> Iterator[StoredTensors | FusedExperts]:
-    """The stored tensors, those of experts by the names of the model if it has others."""
+    """The stored tensors. Experts have the names of the model if they are stored under others."""
     with StoredTensors([folder / name for name in files], places=places) as stored:
         fits = set(stored.names()) <= set(model.state_dict())
         yield stored if fits else find_fused(model, stored) or stored
@@ -279,7 +279,7 @@ def write_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, folder: 
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
-    """What the state dict of an optimizer has besides tensors, as JSON values."""
+    """The entries of an optimizer's state dict that are not tensors, as JSON values."""
     values: dict[str, dict[str, Any]] = {}
     for parameter, entries in state["state"].items():
         for name, value in entries.items():

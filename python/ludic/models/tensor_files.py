@@ -126,7 +126,7 @@ class StoredTensors:
         self._parts: dict[str, list[_Part]] = {}
         self._dtypes: dict[str, torch.dtype] = {}
         self.metadata: dict[str, str] = {}
-        """What the headers of the files say besides tensors."""
+        """The metadata in the headers of the files."""
         for path in paths:
             try:
                 file = self._open.enter_context(safe_open(path, framework="pt"))
@@ -160,7 +160,7 @@ class StoredTensors:
         return [max(stop for _, stop in ranges) for ranges in zip(*regions, strict=True)]
 
     def read(self, name: str, region: Region | None = None) -> Tensor:
-        """The region of a tensor; None: all of it. Only its own bytes are read. Raises
+        """The region of a tensor, or all of it if None. Only its own bytes are read. Raises
         CheckpointError if the parts in the files do not cover it."""
         wanted = tuple((0, size) for size in self._shape(name)) if region is None else region
         parts = [part for part in self._parts[name] if part.region == wanted]

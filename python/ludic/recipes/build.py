@@ -129,7 +129,7 @@ def _add_tools(recipe: Recipe, task: EpisodicTask) -> EpisodicTask:
 
 def add_reward_model(recipe: Recipe, task: EpisodicTask, tokenizer: Any) -> EpisodicTask:
     """The task, with the recipe's reward model, if there is one, as its reward in training.
-    `tokenizer` is that of the policy."""
+    `tokenizer` is the policy's."""
     if recipe.reward_model is None:
         return task
     derived = {
@@ -146,7 +146,7 @@ def add_reward_model(recipe: Recipe, task: EpisodicTask, tokenizer: Any) -> Epis
 def build_algorithm(recipe: Recipe, *, max_completion_tokens: int | None = None) -> RLAlgorithm:
     """The preset, or the function of your own, that the recipe names, with `algorithm_args`.
 
-    The group size is that of the rollouts, and InfoSeed's answers are of the group;
+    The group size is taken from the rollouts, and InfoSeed's answers belong to the group;
     `max_completion_tokens`, the token limit of an answer, goes to presets that take it. Raises
     `ConfigError` for a reference that the run cannot have."""
     check_reference(recipe.reference, has_adapters=bool(recipe.lora.rank))

@@ -69,8 +69,8 @@ def list_builtin_recipes() -> list[str]:
 
 def compose(arguments: Sequence[str] = (), *, ranks: int | None = None) -> Recipe:
     """Resolve a recipe of `ludic train`. `arguments` are at most one recipe name or YAML file,
-    and any number of overrides. `ranks`: processes that train, for the batch of a flat file; 0: not
-    known yet; None: those of this process's environment, else `place.trainers`."""
+    and any number of overrides. `ranks`: processes that train, for the batch of a flat file; 0 if
+    not known yet. None means the ranks of this process's environment, else `place.trainers`."""
     source, overrides = split_arguments(arguments)
     user, overrides = _read_file(source, overrides, _count_ranks(overrides) if ranks is None else ranks)
     layers = list(_read_layers(source, user, overrides))
@@ -135,7 +135,7 @@ def config_hash(recipe: Any, *, schedule_steps: int | None = None) -> str:
     """16 hex digits over all settings that can change results: all but `name`, `output`, those
     that begin with `report_`, `ranks`, callbacks that end no run, and where processes run. A device
     that is left to the processes of a run counts as the one of this machine. `schedule_steps`:
-    those of the learning rate, if it decays in fewer steps than the run now has."""
+    length of the learning-rate schedule, if it decays in fewer steps than the run now has."""
     recipe = deepcopy(recipe)
     choose_devices(recipe)
     content = {key: value for key, value in asdict(recipe).items() if key not in _NO_RESULTS}

@@ -57,7 +57,8 @@ class EpochsRecipe(CommonSettings):
     """Samples or pairs per step, packed into micro-batches by `trainer.packing` and
     `trainer.micro_token_budget`."""
     log_every: int = setting(least=1)
-    """Without a terminal, one line is printed every so many steps. metrics.jsonl has every step."""
+    """Without a terminal, one line is printed every this many steps. metrics.jsonl has every
+    step."""
     report_to: Any = None
     """Experiment trackers: wandb, tensorboard, trackio, mlflow, or a list of these; null: none. Its
     short name is `log`: `log=[wandb,mlflow]`."""
@@ -115,11 +116,11 @@ class ColumnsSection:
     """The columns of the data, if they have other names."""
 
     prompt: Optional[str] = None  # noqa: UP045
-    """What was asked; null: that of the row's format."""
+    """The column of the prompt; null: the one of the row's format."""
     chosen: Optional[str] = None  # noqa: UP045
-    """The better response; null: that of the row's format."""
+    """The column of the better response; null: the one of the row's format."""
     rejected: Optional[str] = None  # noqa: UP045
-    """The other response; null: that of the row's format."""
+    """The column of the other response; null: the one of the row's format."""
     label: Optional[str] = None  # noqa: UP045
     """The probability that the chosen response is better; null: 1 for every pair."""
 
@@ -221,9 +222,9 @@ class DPOWarmupSection:
     batch_size: int = setting(least=1)
     """Answers per step."""
     lr: float = MISSING
-    """Its learning rate; the other settings are those of `trainer`."""
+    """Its learning rate; the other settings are taken from `trainer`."""
     answers: str = setting(choices=("chosen", "both"))
-    """What is learnt: the `chosen` answers, as in the DPO paper, or `both` of each pair."""
+    """The answers to learn: `chosen`, as in the DPO paper, or `both` of each pair."""
 
 
 @dataclass

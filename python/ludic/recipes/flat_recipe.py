@@ -61,9 +61,9 @@ SHARED = {
     for name, paths in SETTINGS.items()
     if name not in (*BETA_NAMES, *WITHOUT_EFFECT) and not paths.startswith("loss.")
 }
-"""Key whose value is that of one setting, for both objectives -> the setting."""
+"""Key with the value of one setting, for both objectives -> the setting."""
 KNOWN = (*_SPECIAL, *BETA_NAMES, *SHARED, *MAXENT_ONLY, *META, *SEED, *WITHOUT_EFFECT)
-"""Every key that a flat file may have; those of `INSTEAD` only if they are off."""
+"""Every key that a flat file may have; keys of `INSTEAD` only if they are off."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ def _translate_beta(flat: Mapping[str, Any], settings: dict[str, Any], is_maxent
 
 def _translate_clip(flat: Mapping[str, Any], settings: dict[str, Any], is_maxent: bool) -> None:
     """The document's MaxEnt is the likelihood form, without our departures; its clip term is on if
-    it is asked for."""
+    the file says so."""
     own = flat.get("maxent_clip_range")
     width = own if own is not None else flat.get("clip_range")
     if width is None and not is_maxent:

@@ -116,8 +116,8 @@ report_args.entity <- wandb_entity | | wandb_org
 report_args.group <- wandb_run_group | | wandb_group
 """
 SETTINGS, VERL, OPENRLHF = (_read(_TABLE, column) for column in range(3))
-"""Name -> our setting. Those of TRL, transformers and MaxEnt-GRPO take the same value, some of the
-others another form. Of several settings the first that a command has is meant; the last is that of
+"""Name -> our setting. Names of TRL, transformers and MaxEnt-GRPO take the same value, some of the
+others another form. Of several settings the first that a command has is meant; the last is for
 `ludic train`, and is behind a comma."""
 
 INSTEAD = _read("""
@@ -160,7 +160,8 @@ inference.server_args with the server's own, such as ['--tensor-parallel-size','
     vllm_gpu_memory_utilization vllm_tensor_parallel_size vllm_max_model_length vllm_model_impl
 task.kind=module:Class, a task of your own; in Python docs/rollouts.md too <- environment_factory rollout_func
 """)
-"""Name in TRL or transformers -> what is written instead, in another form or with another value."""
+"""Name in TRL or transformers -> the setting to write instead, in another form or with another
+value."""
 
 REASONS = _read("""
 not yet: AdamW is the only optimizer <- optim optim_args optim_target_modules
@@ -316,8 +317,9 @@ a sample is never divided among processes <- ring_attn_size ring_head_stride ds_
     actor_rollout_ref.actor.ulysses_sequence_parallel_size actor_rollout_ref.actor.megatron
 docs/migration.md has the names of verl that have a counterpart <- actor_rollout_ref
 """)
-"""Name of verl or OpenRLHF, or section of verl's, that is no setting of the same value -> what is
-written instead, or why there is none. A section answers for the names in it that have no line."""
+"""Name of verl or OpenRLHF, or section of verl's, that is no setting of the same value -> the
+setting to write instead, or why there is none. A section answers for the names in it that have no
+line."""
 
 ARGUMENTS = _read("""
 reward_functions <- reward_funcs
@@ -337,7 +339,7 @@ ludic.rollouts, or a protocol of your own (docs/rollouts.md) <- rollout_func
 task= with a class of your own (docs/quickstart.md#a-multi-turn-environment) <- environment_factory
 GRPO(model, reward, rows, tools=[...]), or rows with a column `tools` to fine-tune on <- tools
 """)
-"""Argument of TRL's trainers -> what is written in Python."""
+"""Argument of TRL's trainers -> the argument to write in Python."""
 
 BETA_NAMES = ("init_kl_coeff", "init_kl_coef", "kl_penalty_beta", "beta")
 """Names of beta in flat recipe files, the one that counts first."""
@@ -358,7 +360,7 @@ controllers.entropy.least <- maxent_tau_min
 controllers.entropy.most <- maxent_tau_max
 controllers.entropy.warmup_steps <- maxent_tau_warmup_steps
 """)
-"""Those of MaxEnt alone; with the objective of GRPO they are an error."""
+"""Keys of MaxEnt alone; with the objective of GRPO they are an error."""
 
 META: Mapping[str, str] = {
     **{f"controller_meta_{name}": name for name in ("method", "lr", "tau_lr", "beta_lr", "beta_grad_clip", "update_interval")},

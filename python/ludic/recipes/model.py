@@ -85,8 +85,8 @@ def name_end_tokens(model: Any, tokenizer: Any) -> Any:
 
 
 def build_tokenizer(recipe: Recipe | EpochsRecipe) -> Any:
-    """The tokenizer that the recipe names, else that of its model, else that of the small model,
-    with the recipe's chat template and end token."""
+    """The tokenizer that the recipe names, else its model's, else the small model's, with the
+    recipe's chat template and end token."""
     source = recipe.tokenizer or recipe.model
     options = {} if recipe.tokenizer else {key: value for key, value in model_options(recipe).items() if key == "revision"}
     tokenizer = _make_small_tokenizer(recipe.network) if source is None else load_tokenizer(source, **options)
@@ -127,7 +127,7 @@ def make_small_model(network: NetworkSection, tokenizer: Any = None) -> Any:
 
 
 def small_dtype(dtype: str) -> torch.dtype:
-    """The dtype of the small model. `auto` is that of a model's files, and float32 here."""
+    """The dtype of the small model. `auto` is the dtype of a model's files, and float32 here."""
     check_dtype(dtype)
     torch_dtype: torch.dtype = torch.float32 if dtype == "auto" else getattr(torch, dtype)
     return torch_dtype

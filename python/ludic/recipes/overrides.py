@@ -101,7 +101,7 @@ def suggest(key: str, known: Sequence[str]) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of its message: those of OmegaConf and Hydra have more, of their own terms."""
+    """The first line of its message: OmegaConf and Hydra add lines in their own terms."""
     return str(error).splitlines()[0]
 
 

@@ -20,9 +20,9 @@ def has_warmup(recipe: Recipe) -> bool:
 
 
 def choose_phases(recipe: Recipe, said: Sequence[Mapping[str, Any]]) -> None:
-    """Leave out the phase that `mode` leaves out. `said` are the settings of the user, those of the
-    file and then those of the command line. A setting that the mode leaves out is an error, unless
-    it is in the file and the mode on the command line.
+    """Leave out the phase that `mode` leaves out. `said` are the settings of the user, first of the
+    file and then of the command line. A setting that the mode leaves out is an error, unless it is
+    in the file and the mode on the command line.
 
     Example: `steps: 120` in a file and `mode=sft` on the command line give `steps=0`; `mode: sft`
     in a file and `steps=120` on the command line are an error.

@@ -88,7 +88,7 @@ def parse_place(value: Any) -> dict[str, Any]:
 
 def needs_launcher(place: TrainersSection) -> bool:
     """Whether the command of the user only starts and watches the processes of the run. Otherwise
-    it trains itself, and starts actors beside it."""
+    it trains itself, and starts actors as well."""
     return place.on != "local" or place.trainers > 1
 
 
@@ -120,7 +120,7 @@ class RanksSection:
     """How long the ranks wait for each other at the start."""
     port: Optional[int] = setting(None, least=1, most=65535)  # noqa: UP045
     """Port at which ranks meet under Slurm; null: one that follows from the job's id. With
-    `place.nodes`, that of torchrun's agents; null: 29400."""
+    `place.nodes`, the port of torchrun's agents; null: 29400."""
     step_s: float = setting(3600.0, above=0)
     """Longest time of a step without the phases below. A rank that exceeds this or one of the
     following prints the stacks of all its threads and exits with 75."""
@@ -157,8 +157,8 @@ class InferenceSection:
     """`local`: the model in this process. `vllm`: a vLLM server. Null: vllm if `python` or `url`
     is set, else local."""
     python: Optional[str] = setting(None, excludes="inference.kind=local or inference.url")  # noqa: UP045
-    """Python interpreter of an environment with vLLM, from which a server is started for the
-    run. Null: that of ./.venv-vllm, if it exists."""
+    """Python interpreter of an environment with vLLM, from which a server is started for the run.
+    Null: the one of ./.venv-vllm, if it exists."""
     url: Any = field(default=None, metadata={"excludes": "inference.kind=local"})
     """A server that runs already, such as http://127.0.0.1:8000, or a list of them. It is
     neither started nor stopped."""
@@ -204,10 +204,10 @@ class LogprobConvention:
     in both, or every ratio is wrong."""
 
     processed: bool
-    """The sampler returns log-probabilities of the distribution that it samples from; if False,
-    those of the model's raw logits."""
+    """The sampler returns log-probabilities of the distribution that it samples from; if False, of
+    the model's raw logits."""
     temperature: float
-    """The trainer's policy is that of logits / temperature."""
+    """The trainer's policy is softmax(logits / temperature)."""
 
 
 def choose_logprob_convention(rollout: object) -> LogprobConvention:
@@ -269,7 +269,7 @@ def find_queue(section: QueueSection, folder: Path) -> str:
 
 
 def check_url(url: str) -> None:
-    """Raise `ConfigError` for what is no address of a queue, and for one that may have a
+    """Raise `ConfigError` for text that is no address of a queue, and for one that may have a
     password."""
     if "://" not in url and url.endswith(".sqlite"):
         return

@@ -1,4 +1,4 @@
-"""Where the code and the recipe of a run come from: three entries that ride beside its metrics."""
+"""Where the code and the recipe of a run come from: three entries in its metrics."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def run_header(
 ) -> dict[str, str | bool]:
     """`run/git_sha`, `run/git_dirty` and `run/recipe_path`.
 
-    The commit is `MAXENT_GIT_SHA` of `environment` (None: that of this process), else that of the
-    repository of `folder` (None: the current one); `git_dirty` says whether files that git knows
-    were changed since, and is only there if git was asked. The recipe is `recipe_path`, else
-    `GRPO_RECIPE_USED` or `GRPO_RECIPE`. What nobody knows is `unknown`.
+    The commit is `MAXENT_GIT_SHA` of `environment` (this process's if None), else the commit of the
+    repository of `folder` (the current one if None); `git_dirty` says whether files that git knows
+    were changed since, and is only there if the commit comes from git. The recipe is `recipe_path`,
+    else `GRPO_RECIPE_USED` or `GRPO_RECIPE`. An entry that is not known is `unknown`.
     """
     env = os.environ if environment is None else environment
     header: dict[str, str | bool] = {}

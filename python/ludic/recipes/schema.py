@@ -116,22 +116,21 @@ class RolloutSection:
     top_p: float = MISSING
     """Sample among the likeliest tokens that have this probability together; 1: among all."""
     top_k: int = 0
-    """Sample among so many of the likeliest tokens; 0: among all."""
+    """Sample among this number of the likeliest tokens; 0: among all."""
     min_p: float = 0.0
     """Sample among the tokens that are at least this many times as likely as the likeliest."""
     repetition_penalty: float = 1.0
     """Above 1, tokens that the prompt or the answer has already become less likely. With it,
-    `top_p`, `top_k` or `min_p` the policy that is trained is that of the logits, at temperature
-    1."""
+    `top_p`, `top_k` or `min_p` the trained policy is softmax(logits), at temperature 1."""
     stop: Any = None
-    """Text that ends an answer, or a list of texts, besides the end token. The tokens of the text
-    are trained."""
+    """Text that ends an answer, or a list of texts, in addition to the end token. The tokens of the
+    text are trained."""
     max_new_tokens: Optional[int] = setting(least=1)  # noqa: UP045  OmegaConf reads this annotation at run time
     """Token limit of one turn, and of each call of tools; null: the limit of the task."""
     concurrency: int = setting(least=1)
-    """Episodes in flight at once; also the largest batch of the in-process engine."""
+    """Concurrent episodes; also the largest batch of the in-process engine."""
     system_prompt: Optional[str] = MISSING  # noqa: UP045
-    """System prompt of every conversation; null: that of the task, if it has one."""
+    """System prompt of every conversation; null: the task's, if it has one."""
     max_tool_turns: int = setting(4, least=1)
     """Of `tools`: model calls of an answer in which it may call them. The one after them offers no
     tools, and is the answer."""
@@ -140,7 +139,7 @@ class RolloutSection:
     mask_truncated: bool = False
     """Answers that the token limit cuts off are not trained; their rewards count in their group."""
     log_every: int = setting(least=0)
-    """Rollouts are written to rollouts.jsonl every so many steps; 0: never."""
+    """Rollouts are written to rollouts.jsonl every this many steps; 0: never."""
     over_sampling_factor: float = setting(
         1.0,
         least=1,
@@ -178,8 +177,8 @@ class EvaluationSection:
     """Held-out measurement, before and after reinforcement."""
 
     prompts: int = setting(least=1)
-    """Held-out problems of each suite of the task. Those of the first suite are also answered
-    greedily."""
+    """Held-out problems of each suite of the task. The problems of the first suite are also
+    answered greedily."""
     samples_per_prompt: int = setting(least=1)
     """Answers sampled per problem, at the temperature of `rollout`."""
     on: str = "trainer"
@@ -250,7 +249,7 @@ class Recipe(CommonSettings):
     reward_weights: Any = None
     """One weight per reward function; null: 1 each."""
     eval_reward: Any = None
-    """Reward functions of the held-out answers; null: those of `reward`, with `is_eval` true."""
+    """Reward functions of the held-out answers; null: `reward`, with `is_eval` true."""
     eval_reward_weights: Any = None
     """One weight per function of `eval_reward`; null: 1 each."""
     tools: Any = None
@@ -274,7 +273,8 @@ class Recipe(CommonSettings):
     """`sft`: only the warm-up. `rl`: only reinforcement. `sft+rl`: both. null: what `warmup.steps`,
     `warmup.data` and `steps` say."""
     log_every: int = setting(least=1)
-    """Without a terminal, one line is printed every so many steps. metrics.jsonl has every step."""
+    """Without a terminal, one line is printed every this many steps. metrics.jsonl has every
+    step."""
     report_to: Any = None
     """Experiment trackers: wandb, tensorboard, trackio, mlflow, or a list of these; null: none. Its
     short name is `log`: `log=[wandb,mlflow]`."""

@@ -81,8 +81,8 @@ class CheckpointSection:
     every_n_steps: int = MISSING
     """0: only at the end, and when the run is stopped."""
     max_to_keep: Optional[int] = MISSING  # noqa: UP045
-    """The newest so many of a phase are kept, at least 1; those of `callbacks.keep_best` do not
-    count. Null: all."""
+    """This number of the newest checkpoints of a phase is kept, at least 1; `callbacks.keep_best`
+    does not count. Null: all."""
     layout: str = setting("full", choices=LAYOUTS)
     """`full`: each checkpoint is a model with its tokenizer, which transformers and vLLM open.
     `shallow`: for resuming alone. Of a sharded model each rank writes the parts that it has, and no
@@ -101,7 +101,7 @@ def check_checkpoints(section: CheckpointSection) -> None:
 @dataclass
 class StopSection:
     """Ends a run by a metric, with the weights of its last step. `trainer.early_stopping_patience`
-    ends it with those of its best evaluation."""
+    ends it with the weights of its best evaluation."""
 
     metric: Optional[str] = None  # noqa: UP045  OmegaConf reads these annotations at run time
     """A metric of evaluations, such as sampled_reward, or of steps, such as train/loss. Null:
@@ -109,7 +109,7 @@ class StopSection:
     at: Optional[float] = setting(None, needs="callbacks.stop.metric")  # noqa: UP045
     """The run ends when the metric is as good as this."""
     patience: Optional[int] = setting(None, needs="callbacks.stop.metric")  # noqa: UP045
-    """It ends after so many values in a row that are not better than the best."""
+    """It ends after this number of values in a row that are not better than the best."""
     min_delta: float = 0.0
     """A value that is better by no more than this is no improvement."""
     mode: str = "auto"
@@ -122,7 +122,7 @@ class CallbacksSection:
 
     keep_best: Optional[str] = None  # noqa: UP045
     """A metric of evaluations, such as sampled_reward: the checkpoint of the best evaluation is not
-    deleted, and `best.json` beside the checkpoints names it. Null: only the newest are kept."""
+    deleted, and `best.json` next to the checkpoints names it. Null: only the newest are kept."""
     keep_best_mode: str = "auto"
     """min or max: which is better; auto: as the metric's name says."""
     stop: StopSection = field(default_factory=StopSection)
@@ -141,7 +141,7 @@ class RLCallbacksSection(CallbacksSection):
     """The callbacks of reinforcement, which can show sampled completions too."""
 
     completions_every: int = 0
-    """A table of sampled completions with their rewards is printed every so many steps; 0: never.
+    """A table of sampled completions with their rewards is printed every this many steps; 0: never.
     rollouts.jsonl has them in any case."""
     completions: int = 5
     """Rows of that table, from the best reward to the worst."""
@@ -156,8 +156,8 @@ class ReferenceSection:
         choices=("auto", "model", "adapters_off"),
         hint="in Python, samples may bring SampleAttachments.reference_logps, with Trainer(reference=AttachedReference())",
     )
-    """`model`: a frozen copy, in memory beside the policy. `adapters_off`: the policy with its
-    adapters switched off (`lora.rank`). `auto`: adapters off if the policy has some and
+    """`model`: a frozen copy, in memory in addition to the policy. `adapters_off`: the policy with
+    its adapters switched off (`lora.rank`). `auto`: adapters off if the policy has some and
     `reference.model` is null, else a frozen copy."""
     model: Optional[str] = setting(None, excludes="reference.source=adapters_off")  # noqa: UP045
     """Folder in Hugging Face layout, or hub id, with the policy's tokenizer; null: the policy as it
@@ -185,7 +185,8 @@ class InfoSeedSection:
         excludes="place.actors or queue.url or rollout.over_sampling_factor or rollout.group_filter",
         hint="seeded answers need whole groups of this process",
     )
-    """Seeded answers to each problem, besides `rollout.group_size` plain ones; 0: no InfoSeed."""
+    """Seeded answers to each problem, in addition to `rollout.group_size` plain ones; 0: no
+    InfoSeed."""
     coeff: float = setting(0.01, needs=_SEEDED)
     """Factor of the loss."""
     temperature: float = setting(0.1, needs=_SEEDED)
@@ -231,7 +232,7 @@ class EntropyControllerSection:
     final: Optional[float] = None  # noqa: UP045
     """... to here, linearly over `horizon` steps; null: `target`."""
     horizon: int = 0
-    """Training steps from `start` to `final`; 0: `final` at once."""
+    """Training steps from `start` to `final`; 0: `final` from the first step."""
     lr: float = 0.0
     """Change of log tau per nat of error and step, times the learning-rate schedule."""
     least: float = 1e-6

@@ -61,7 +61,7 @@ class TrainingRun(ABC, Generic[RecipeT, PartsT, DirectoryT]):
     """
 
     task: EpisodicTask | None = None
-    """What is played; None in a run without episodes."""
+    """The task; None in a run without episodes."""
     is_placed = False
     """Whether a launcher has started this process, and starts the actors."""
 
@@ -75,9 +75,9 @@ class TrainingRun(ABC, Generic[RecipeT, PartsT, DirectoryT]):
         self.shared = SharedModel(section, recipe.trainer.model_device) if is_shared_out(section) else None
         """What the ranks train instead of `parts.model`, if they share it out."""
         self.trainer: Trainer | None = None
-        """That of the present or last phase."""
+        """The trainer of the present or last phase."""
         self.callbacks: Sequence[Callback] = ()
-        """Callbacks besides those of the recipe, for all phases but the warm-up."""
+        """Callbacks in addition to the recipe's, for all phases but the warm-up."""
         if precision := describe_precision(section):
             screen.note(precision)
         ranks.ask_rank_0("saving the base", lambda: save_missing_base(parts.model, recipe.model, directory.base))
@@ -143,7 +143,7 @@ class TrainingRun(ABC, Generic[RecipeT, PartsT, DirectoryT]):
         return try_card(self.directory.path.name, self.progress, is_adapter=is_adapter)
 
     def _write_cards(self) -> None:
-        """Write the model cards of what is saved."""
+        """Write the model cards of the saved models."""
         for folder, is_adapter in ((self.directory.model, False), (self.directory.adapter, True)):
             if folder.is_dir():
                 write_card(folder, self._make_card(is_adapter))
@@ -163,7 +163,7 @@ class TrainingRun(ABC, Generic[RecipeT, PartsT, DirectoryT]):
         """The trainer of a phase, loaded from its last checkpoint if there is one. `options` are
         more arguments of `trainer_class`.
 
-        With several ranks, `source` is that of rank 0, and may be None on the others. All ranks
+        With several ranks, `source` is rank 0's, and may be None on the others. All ranks
         get its batches and divide them."""
         seed_phase(self.recipe.seed, phase)
         if ranks.rank() > 0:
@@ -217,7 +217,7 @@ class TrainingRun(ABC, Generic[RecipeT, PartsT, DirectoryT]):
         return SharedBatches(source, stop=self._check_others, patience_s=patience_s, stop_patience_s=STOP_PATIENCE_S)
 
     def _check_others(self) -> bool:
-        """Whether a stop was asked for. Raises RankError once another rank has failed."""
+        """Whether a stop was requested. Raises RankError once another rank has failed."""
         ranks.raise_if_failed()
         return bool(self.stop)
 

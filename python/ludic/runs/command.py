@@ -90,7 +90,7 @@ class RunCommand:
         return self.kind.compose(arguments) if self._recipe is None else deepcopy(self._recipe)
 
     def _train(self, console: Console, started: float, log: RankLog | None) -> tuple[int, str]:
-        """The exit status and the summary. `log`: that of a rank other than 0, which changes
+        """The exit status and the summary. `log`: the log of a rank other than 0, which changes
         nothing in the run's folder and has no summary."""
         with devices_left_open():
             recipe, directory = self.open(follows=log is not None)
@@ -141,8 +141,8 @@ class RunCommand:
         return run_class, screen, parts
 
     def open(self, *, follows: bool) -> tuple[Any, RunDirectory | None]:
-        """The recipe of the command line; for a run that is resumed, that of its folder, and the
-        folder. `follows`: this is another rank than 0, which resumes the run.
+        """The recipe of the command line; for a run that is resumed, the recipe of its folder, and
+        the folder. `follows`: this is another rank than 0, which resumes the run.
 
         An agent of torchrun that starts its ranks again gives them the same command line: they
         resume the run that they began before. None of them can tell by itself that it was started

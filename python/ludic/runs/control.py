@@ -50,7 +50,7 @@ def open_control(
     logger: TrainingLogger | None,
 ) -> dict[str, Any]:
     """The arguments `reference`, `controllers`, `train_logger` and `token_log` of the trainer of a
-    phase. An algorithm without coefficients, as that of the warm-up, has no controllers."""
+    phase. An algorithm without coefficients, as in the warm-up, has no controllers."""
     controllers: list[Controller] = []
     if algorithm.coefficients:
         controllers = build_controllers(recipe.controllers, algorithm, group_size=_answers(recipe))

@@ -60,7 +60,7 @@ class Progress:
     metric and its best value."""
     stopped_by: dict[str, Any] | None = None
     """If a callback ended the run: its name (`callback`), the `reason`, the `step`, and the number
-    of steps that were asked for (`of_steps`)."""
+    of steps of the recipe (`of_steps`)."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Wall seconds of each phase so far, and of the whole run (`wall`)."""
     recipe: dict[str, Any] | None = None
@@ -256,7 +256,7 @@ class RunDirectory:
         return [by_step[step] for step in sorted(by_step)]
 
     def read_steps(self, phase: str) -> list[dict[str, Any]]:
-        """The metrics of the phase's training steps, without those of evaluations alone."""
+        """The metrics of the phase's training steps, without entries of evaluations alone."""
         return [line for line in self.read_metrics(phase) if "train/loss" in line]
 
     def cut_metrics(self, phase: str, step: int, *, evaluated: bool) -> int:

@@ -53,7 +53,7 @@ class Evaluation:
     greedy_accuracy: float | None
     """Share of problems with a successful greedy answer; None if nothing defines success."""
     facts: dict[str, float]
-    """Rates that the task measures on the sampled episodes, besides the reward."""
+    """Rates that the task measures on the sampled episodes, in addition to the reward."""
     answers: list[Answer]
     """The first sampled answers."""
     num_sampled: int = 0
@@ -129,7 +129,7 @@ def check_watched_metrics(recipe: Recipe, warmup_cfg: TrainerConfig, cfg: Traine
 
 
 def list_all_measured(recipe: Recipe, task: EpisodicTask) -> list[str]:
-    """The metrics of an evaluation of this run, those of its seeds too."""
+    """The metrics of an evaluation of this run, InfoSeed's too."""
     return [*list_measured(task, recipe.evaluation), *_list_measured_by_seed(recipe.info_seed)]
 
 
@@ -195,7 +195,7 @@ class HeldOut:
         )
 
     async def measure(self, *, concurrency: int | None = None, timeout_s: float | None = None) -> Evaluation:
-        """Sample answers to all problems, and answer those of the first suite greedily."""
+        """Sample answers to all problems, and answer the problems of the first suite greedily."""
         suites = {name: list(problems[: self._section.prompts]) for name, problems in self._task.suites().items()}
         limits: dict[str, Any] = {"concurrency": concurrency, "timeout_s": timeout_s}
         k = self._section.samples_per_prompt

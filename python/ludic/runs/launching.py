@@ -40,12 +40,12 @@ if TYPE_CHECKING:
     from ludic.runs.directory import RunDirectory
 
 SIGNALLED = 128
-"""Exit statuses from here on are those of a process that a signal ended or asked to stop."""
+"""Exit statuses from here on belong to a process that a signal ended or stopped."""
 
 
 def launch(recipe: Any, begin: Callable[[], RunDirectory], directory: RunDirectory | None, console: Console) -> tuple[int, str]:
     """Run the processes of a recipe to their end. Returns the exit status of the trainer and the
-    summary. `directory` is that of a run that is resumed; otherwise `begin` makes it."""
+    summary. `directory` is the folder of a run that is resumed; otherwise `begin` makes it."""
     is_new = directory is None
     if isinstance(recipe, Recipe):
         check_actors(recipe)
@@ -67,8 +67,8 @@ def launch(recipe: Any, begin: Callable[[], RunDirectory], directory: RunDirecto
 
 
 def _has_failed(status: int | None) -> bool:
-    """Whether the run ended by its own error (None: raised here), which it would meet again: not if
-    a launcher may try again, nor after a stop or a kill."""
+    """Whether the run ended by its own error (raised here if None), which it would meet again: not
+    if a launcher may try again, nor after a stop or a kill."""
     return status is None or (status not in (DONE, TRY_AGAIN) and status < SIGNALLED)
 
 

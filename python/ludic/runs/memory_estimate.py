@@ -53,13 +53,13 @@ class Settings:
     checkpointing: bool
     """Whether activations are recomputed in the backward pass."""
     concurrency: int
-    """Sequences that are sampled at once in this process; 0: none are."""
+    """Sequences that are sampled together in this process; 0: none are."""
     lora: LoraSection
     quantization: QuantizationSection = field(default_factory=QuantizationSection)
 
     @classmethod
     def of(cls, recipe: Recipe) -> Settings:
-        """Those of a recipe of `ludic train`."""
+        """The sizes of a recipe of `ludic train`."""
         trainer = recipe.trainer
         return cls(
             dtype=recipe.dtype,
@@ -80,7 +80,7 @@ class MemoryEstimate:
 
     settings: Settings
     parameters: int
-    """Number of weights, those of adapters included."""
+    """Number of weights, adapters included."""
     trained: int
     """Number of them that are trained."""
     weights: int
@@ -94,7 +94,7 @@ class MemoryEstimate:
     chunked: bool
     """Whether no logits are kept."""
     kv_cache: int
-    """Keys and values of all sequences that are sampled at once, at their full length."""
+    """Keys and values of all sequences that are sampled together, at their full length."""
 
     @property
     def training(self) -> int:

@@ -51,7 +51,7 @@ _MEASURED = {
     "eval_rewards/margins": "held-out margin of the implicit rewards",
 }
 _SHARES = {"eval_pairwise_accuracy": "eval_num_pairs", "eval_rewards/accuracies": "eval_num_pairs"}
-"""Shares of so many pairs, which have an interval."""
+"""Shares of this number of pairs, which have an interval."""
 
 
 def make_card(name: str, progress: Progress, *, is_adapter: bool) -> str:
@@ -237,8 +237,8 @@ NEARLY = (
 
 
 def explain_loading(command: str, recipe: Mapping[str, Any], *, base: str | None, is_adapter: bool) -> str:
-    """`base`: the hub id of the model that was trained; None: it has none. Adapters over quantised
-    weights are loaded over the same weights: those of 4 bits by transformers, which stores them as
+    """`base`: the hub id of the model that was trained. None if it has none. Adapters over
+    quantised weights are loaded over the same weights: 4 bits by transformers, which stores them as
     the run did, and int8 by ludic, since LLM.int8() is another form."""
     auto = "AutoModelForSequenceClassification" if command == "train-rm" else "AutoModelForCausalLM"
     serve = "--runner pooling " if command == "train-rm" else ""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class RankLog(io.TextIOBase):
-    """A text stream that keeps what is written until the run's folder is known (`open_file`).
+    """A text stream that keeps its text until the run's folder is known (`open_file`).
 
     >>> with RankLog(rank=1).in_use() as log:
     ...     print("this goes to ranks/rank_0001.log")
@@ -120,7 +120,7 @@ def ended_as_rank() -> Iterator[None]:
 
 
 def _lead(work: Callable[[Console, RankLog | None], tuple[int, str]], console: Console) -> tuple[int, str]:
-    """`work` on rank 0. The other ranks are told of a second Ctrl-C, which ends it at once."""
+    """`work` on rank 0. The other ranks are told of a second Ctrl-C, which ends it immediately."""
     from ludic.training import ranks
     from ludic.training.ranks.meeting import Failure
 

@@ -53,7 +53,7 @@ class RunRecord:
     before: Mapping[str, Any]
     """Held-out rates before training; empty if they were not measured."""
     after: Mapping[str, Any]
-    """Held-out rates at the end; empty until the run has finished all steps it was asked for."""
+    """Held-out rates at the end; empty until the run has finished all of its steps."""
     intervals: Mapping[str, Mapping[str, Sequence[float | None]]]
     """95 % intervals `[low, high]` by rate, for `before` and `after`."""
     wall_s: float

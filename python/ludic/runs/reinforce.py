@@ -209,7 +209,8 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
     @asynccontextmanager
     async def _open_sampler(self, processes: ActorProcesses | None) -> AsyncIterator[Sampler]:
         """The sampler of the recipe. With actors that sample themselves, weights are published to
-        the run's folder, and the sampler in this process is only asked for causes of a mismatch."""
+        the run's folder, and the sampler in this process is only used to find causes of a
+        mismatch."""
         recipe, parts, directory = self.recipe, self.parts, self.directory
         if uses_queue(recipe) and choose_kind(recipe.inference) == "local":
             versions = PolicyVersions(directory.policy)
@@ -363,7 +364,7 @@ class SeededHeldOut(HeldOut):
 
 
 def make_held_out(recipe: Recipe, task: EpisodicTask, engine: RolloutEngine, model: Any, directory: RunDirectory) -> HeldOut:
-    """The measurement of a run, with that of its seeds if it has some. `model` is the policy of the
+    """The measurement of a run, with InfoSeed's if it has seeds. `model` is the policy of the
     engine."""
     info_seed, section = build_info_seed(recipe.info_seed), recipe.info_seed
     if info_seed is None or not section.eval_samples:
@@ -382,8 +383,7 @@ def make_held_out(recipe: Recipe, task: EpisodicTask, engine: RolloutEngine, mod
 
 
 def describe_over_sampling(recipe: Recipe) -> str:
-    """One line of output that says how old samples can be, which over-sampling brings without being
-    asked for."""
+    """One line of output that says how old samples can be, as a consequence of over-sampling."""
     section, lag = recipe.rollout, choose_lag(recipe)
     replaced = f"problems that {section.group_filter} rejects are replaced" if section.group_filter else ""
     oldest = f"answers are up to {lag + max(1, recipe.trainer.sync_every_steps) - 1} policy versions old" if lag else ""

@@ -41,9 +41,9 @@ class Changes:
     """What the command line of `--resume` changes in a run."""
 
     steps: int | None = None
-    """The steps that the run shall have in all."""
+    """The total number of steps."""
     more_steps: int | None = None
-    """Steps besides those that it was asked for so far."""
+    """Steps in addition to the run's present total."""
     settings: tuple[Override, ...] = ()
     """Other settings, each of which may differ on resume."""
 
@@ -147,9 +147,9 @@ def _check_same_samplers(before: Mapping[str, Any], now: Mapping[str, Any], dire
 
 
 def find_steps(changes: Changes, recipe: Any, directory: RunDirectory) -> int | None:
-    """The steps that the run shall have in all: `more_steps` are added to those that its `recipe`
-    asks for. None if they stay as they are. Raises ConfigError where that number is not known, and
-    for one of several ranks: started again, it would add them again."""
+    """The total number of steps: `more_steps` are added to the number of its `recipe`. None if it
+    stays. Raises ConfigError where that number is not known, and for one of several ranks: started
+    again, it would add them again."""
     more, progress = changes.more_steps, directory.read_progress()
     if more is None:
         return changes.steps

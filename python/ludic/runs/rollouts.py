@@ -103,8 +103,8 @@ def check_rollouts(recipe: Recipe, task: EpisodicTask) -> None:
 
 
 def make_request(problem: Episode, *, inference: InferenceSpec, seed: int | None, **meta: Any) -> RolloutRequest:
-    """A request for one episode on `problem`. `seed` is that of the environment and of the
-    sampling; None leaves both to whoever plays the request."""
+    """A request for one episode on `problem`. `seed` is used by the environment and the sampling;
+    None leaves both to the engine that plays the request."""
     return RolloutRequest(
         env=EnvSpec(kind=ENV_KIND, kwargs={"problem": problem}),
         protocol=ProtocolSpec(kind=PROTOCOL_KIND),
@@ -246,8 +246,8 @@ class PassRequests(TrainingRequests):
         return {**super().state_dict(), "data": self._data.digest}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises ConfigError if the data has changed, since the requests would differ from those of
-        the run."""
+        """Raises ConfigError if the data has changed, since the requests would differ from the
+        run's."""
         if state.get("data", self._data.digest) != self._data.digest:
             raise ConfigError(
                 f"the data has changed since the run was stopped (digest {state['data']}, now {self._data.digest}); put the file back, or "

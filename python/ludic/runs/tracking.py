@@ -63,7 +63,7 @@ def _make_trackio(run: TrackerRun) -> Tracker:
 
 
 def _make_mlflow(run: TrackerRun) -> Tracker:
-    """Unless the user names a server, the data is in a database beside the runs."""
+    """Unless the user names a server, the data is in a database next to the runs."""
     place = None if os.environ.get("MLFLOW_TRACKING_URI") else f"sqlite:///{run.directory.path.resolve().parent / 'mlflow.db'}"
     known = run.directory.path / f"mlflow_run_{run.phase}"
     logger = MlflowLogger(

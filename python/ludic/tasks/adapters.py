@@ -88,7 +88,7 @@ def prompt_messages(problem: Mapping[str, Any]) -> Sequence[Message] | None:
 
 
 MEASURES = {CALLS_INFO: "calls of tools before an answer", FAILED_INFO: "calls before an answer that failed"}
-"""What is measured beside the task's own rates, means over the answers."""
+"""Metrics in addition to the task's own rates, means over the answers."""
 
 
 class WithTools(WrappedTask):

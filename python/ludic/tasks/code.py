@@ -38,7 +38,7 @@ class CodeProblem(Problem):
     """A problem and its tests."""
 
     tests: list[tuple[list[int], int]]
-    """Lists of numbers and what is expected for them; the first is shown."""
+    """Lists of numbers and the expected result of each; the first is shown."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class Code:
     num_heldout: int = 100
     """Problems kept for evaluation, out of 320."""
     workers: int | None = None
-    """Sandboxes; None: one for each processor."""
+    """Sandboxes. None means one for each processor."""
     backend: str = "auto"
     """Of the sandboxes (docs/code.md)."""
     pool: SandboxPool | None = field(default=None, repr=False, compare=False)
@@ -213,7 +213,7 @@ def _problem(wanted: Wanted) -> CodeProblem:
 def _test_lists(selection: str, rng: Random) -> list[list[int]]:
     """The lists of the tests, of numbers from 0 to 9. The first, which is shown, has a number that
     is selected. The last has none, so that the answer is 0, but the limit itself; the one before
-    has the limit and a number beside it.
+    has the limit and another number.
 
     Example: of `over 3`, these two could be [4, 3] and [1, 3, 0].
     """

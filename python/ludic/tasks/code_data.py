@@ -63,8 +63,8 @@ class CodeData:
         backend: str = "auto",
         pool: SandboxPool | None = None,
     ) -> None:
-        """Limits are those of tests for which the data set has none. `workers` sandboxes of
-        `backend` (docs/code.md); None: one for each processor. `pool`: sandboxes of your own, in
+        """Limits apply to tests for which the data set has none. `workers` sandboxes of `backend`
+        (docs/code.md). None means one for each processor. `pool`: sandboxes of your own, in
         Python."""
         rows = TaskData.of(data)
         if not isinstance(rows.source, str):

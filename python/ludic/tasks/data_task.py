@@ -46,9 +46,10 @@ class DataTask:
         eval_reward_weights: Any = None,
     ) -> None:
         """`reward_timeout_s`: the deadline of a call of a reward function with all completions of a
-        batch; None: 600 s for coroutine functions, and none for plain ones, which run in a thread
-        of their own if it is set. `judged`: a reward model scores the answers, so that `reward` is
-        optional. `eval_reward` rewards the held-out answers; None: `reward` with its weights."""
+        batch. None means 600 s for coroutine functions, and no deadline for plain ones, which run
+        in a thread of their own if it is set. `judged`: a reward model scores the answers, so that
+        `reward` is optional. `eval_reward` rewards the held-out answers. None means `reward` with
+        its weights."""
         source = data.source if isinstance(data, TaskData) else data
         if source is None or (reward is None and not judged):
             raise ConfigError("a problem of your own needs data=FILE and reward=MODULE:FUNCTION, or reward_model=DIRECTORY")
@@ -133,7 +134,7 @@ class DataTask:
         return PromptEnv(row, system_prompt=self.system_prompt)
 
     def _make_problems(self, loaded: DataSet, prefix: str) -> Sequence[DataProblem]:
-        """The problems of the rows; of rows on disk, made when they are asked for. Raises
+        """The problems of the rows; of rows on disk, made on access. Raises
         DataError, naming the row, if a reward function cannot judge it."""
         scorers = (self.training_scorer, self.scorer)
         for scorer in scorers:
@@ -201,15 +202,15 @@ class TaskData:
     source: Any = None
     """A source of `load_data`, or a mixture of several, as `DataMixture` or its mapping."""
     prompt_column: str | None = None
-    """None: the first column that there is of those that usually hold the prompt."""
+    """None means the first of the usual columns of a prompt that the rows have."""
     answer_column: str | None = None
-    """The column that reward functions get as `answer`; None: the one of that name, if any."""
+    """The column that reward functions get as `answer`. None means the one of that name, if any."""
     config: str | None = None
     """Of an id of the `datasets` library."""
     split: str = "train"
     num_heldout: int | None = None
-    """The prompts with the lowest hashes, the same for any order of the rows and any seed; None: a
-    tenth of the prompts, at most 200. All rows of a held-out prompt are held out."""
+    """The prompts with the lowest hashes, the same for any order of the rows and any seed. None
+    means a tenth of the prompts, at most 200. All rows of a held-out prompt are held out."""
     heldout_data: str | None = None
     """Data that is held out instead, its first `num_heldout` rows if that is given."""
     heldout_split: str = "test"
@@ -219,7 +220,7 @@ class TaskData:
 
     @classmethod
     def of(cls, data: TaskData | Source | Mapping[str, Any] | None) -> TaskData:
-        """The record itself, or one of a source alone. ConfigError for what is neither."""
+        """The record itself, or one of a source alone. ConfigError for other values."""
         given = data if isinstance(data, TaskData) else cls(data)
         source = given.source
         if isinstance(source, Mapping):
@@ -262,8 +263,8 @@ class TaskData:
 
 
 def hold_out(keys: Keys, number: int | None, source: str) -> tuple[Keys, list[int]]:
-    """(the `number` lowest keys, the first row that has each); None: a tenth of the different keys,
-    at most 200. The same prompts for any order of the rows.
+    """(the `number` lowest keys, the first row that has each). None means a tenth of the different
+    keys, at most 200. The same prompts for any order of the rows.
 
     Example: the keys c a b a and number 2 are (a b, rows 1 and 2).
     """

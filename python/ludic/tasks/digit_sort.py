@@ -36,7 +36,7 @@ class DigitSort:
     backwards: float = 0.5
     """Share in descending order; the rest lose one digit of the right answer."""
     num_heldout: int | None = None
-    """Problems kept for evaluation; None: 500, or fewer for few digits."""
+    """Problems kept for evaluation. None means 500, or fewer for few digits."""
 
     def __post_init__(self) -> None:
         if self.digits < 3:

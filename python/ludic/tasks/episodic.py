@@ -175,18 +175,18 @@ class EpisodicTask(ABC):
 
     @property
     def tool_use(self) -> ToolUse | None:
-        """Functions that the model may call before each action; None: it has none."""
+        """Functions that the model may call before each action. None means no tools."""
         return None
 
     @property
     def success_reward(self) -> float | None:
-        """Total reward from which an episode is a success; None: undefined."""
+        """Total reward from which an episode is a success. None means undefined."""
         return None
 
     @property
     def facts(self) -> Mapping[str, str]:
-        """Booleans of a step's info to log beside the reward: key to meaning. Each is true at
-        one step of an episode at most."""
+        """Booleans of a step's info to log in addition to the reward: key to meaning. Each is true
+        at one step of an episode at most."""
         return {}
 
     @property
@@ -196,12 +196,13 @@ class EpisodicTask(ABC):
 
     @property
     def measures(self) -> Mapping[str, str]:
-        """Numbers of a step's info to log beside the reward: key to meaning."""
+        """Numbers of a step's info to log in addition to the reward: key to meaning."""
         return {}
 
     @property
     def scorer(self) -> RolloutScorer | None:
-        """Rewards the episodes in place of the environment; None: the environment rewards them."""
+        """Rewards the episodes in place of the environment. None if the environment rewards
+        them."""
         return None
 
     @property
@@ -223,12 +224,12 @@ class EpisodicTask(ABC):
 
     @property
     def problem_list(self) -> ProblemList | None:
-        """The problems to train on in passes; None: they are drawn."""
+        """The problems to train on in passes. None if they are drawn."""
         return None
 
     @property
     def execution_s(self) -> float | None:
-        """Wall seconds so far in which programs ran to be judged; None: there are none."""
+        """Wall seconds so far in which programs ran to be judged. None if there are none."""
         return None
 
     async def aclose(self) -> None:  # noqa: B027  most have nothing to end

@@ -102,7 +102,7 @@ def judged_by(
     """`task`, rewarded in training by the model in `source`, which is loaded on `device`.
     `tokenizer` is the policy's.
 
-    The keywords are those of `RewardModelReward`, `RewardModelScorer` and `load_reward_model`.
+    The keywords are arguments of `RewardModelReward`, `RewardModelScorer` and `load_reward_model`.
     """
     scorer = RewardModelScorer(
         load_reward_model(source, dtype=dtype, device=device, micro_token_budget=micro_token_budget, max_seq_len=max_seq_len),
@@ -124,9 +124,9 @@ def load_reward_model(
     micro_token_budget: int = 16384,
     max_seq_len: int | None = None,
 ) -> LocalRewardModel:
-    """A model with one label: a folder in Hugging Face layout, that of a `ludic train-rm` run, a
-    folder of adapters, or a hub id. `max_seq_len`: RoPE that depends on length is that of sequences
-    of so many tokens (`pin_rope`).
+    """A model with one label: a folder in Hugging Face layout, of a `ludic train-rm` run or of
+    adapters, or a hub id. `max_seq_len`: RoPE that depends on length is computed for sequences of
+    this number of tokens (`pin_rope`).
 
     Weights are read from safetensors only. Raises ConfigError for a model without a head, or
     adapters of one, which would score by chance.

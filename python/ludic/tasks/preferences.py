@@ -47,8 +47,8 @@ class DigitPreferences:
     temperature: float = 0.5
     """The difference in quality at which the preference has probability sigmoid(1) = 73 %."""
     num_heldout: int | None = None
-    """Pairs kept for evaluation; None: 5,000, or fewer for few digits. The standard error of an
-    accuracy on 5,000 is 0.5 points."""
+    """Pairs kept for evaluation. None means 5,000, or fewer for few digits. The standard error of
+    an accuracy on 5,000 is 0.5 points."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_digits <= self.max_digits:
@@ -68,8 +68,8 @@ class DigitPreferences:
         return _SIGN[prompt] * sum(map(int, response)) / len(response)
 
     def judge(self, prompt: str, response: str) -> float | None:
-        """The quality of any text less that of random digits: at random 0, at best 4.5. None unless
-        it is `min_digits` to `max_digits` digits."""
+        """The quality of any text minus the quality of random digits: at random 0, at best 4.5.
+        None unless it is `min_digits` to `max_digits` digits."""
         is_response = response.isascii() and response.isdigit() and self.min_digits <= len(response) <= self.max_digits
         return self.quality(prompt, response) - _SIGN[prompt] * 4.5 if is_response else None
 

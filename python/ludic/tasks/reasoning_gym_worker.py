@@ -2,8 +2,8 @@
 out. It runs as a file and imports nothing from ludic.
 
 Its argument is `{"datasets": [{"name": "chain_sum", "config": {"max_terms": 2}}], "seed": 0,
-"size": 1000}`. It begins with `{"ready": true}`, and answers `{}` by `{"made": 1}`, or by what is
-wrong with the argument. `{"dataset": 0, "index": 5}` is answered by a problem, `{"question": "...",
+"size": 1000}`. It begins with `{"ready": true}`, and answers `{}` by `{"made": 1}`, or by the fault
+of the argument. `{"dataset": 0, "index": 5}` is answered by a problem, `{"question": "...",
 "answer": "42"}`, and the same with `"text": "41"` by `{"score": 0.0}`, or by `{"error": "..."}`.
 
 Some verifiers call Python's `eval` on the answer, themselves or through sympy's parser: here it
@@ -93,7 +93,8 @@ def _evaluate(code: Any, globals: Any = None, locals: Any = None, /) -> Any:
     """`eval` for expressions of numbers, lists, and sympy's symbols and functions.
 
     Raises ValueError for attributes, subscripts, lambdas, comprehensions, Python's own functions,
-    and, beside sympy, for a string that is more than a word or a number (`Symbol('x')` has one)."""
+    and, without sympy, for a string that is more than a word or a number (`Symbol('x')` has
+    one)."""
     frame = sys._getframe(1)
     if not str(frame.f_globals.get("__name__")).startswith(_READ_ANSWERS):
         # Libraries define classes with it; without namespaces it would use this module's.

@@ -34,7 +34,7 @@ class DataRewards(RewardFunctions):
             self.timeout_s = timeout_s
         prompts = (getattr(function, "system_prompt", None) for function in functions)
         self.system_prompt: str | None = next((prompt for prompt in prompts if prompt), None)
-        """That of the first function that has one."""
+        """The value of the first function that has one."""
         self._row_checks = [function.check_row for function in functions if hasattr(function, "check_row")]
 
     @property
@@ -71,7 +71,7 @@ class NoRewards(DataRewards):
 def build_rewards(reward: Any, weights: Any, *, timeout_s: float | None, setting: str = "reward") -> DataRewards:
     """The reward functions of a recipe. `reward`: one name, a list of names, or names with their
     weights. A name is `module:function`, a built-in verifier, or a name of `register_reward`.
-    `setting` is the setting's name, for errors; that of the weights is `setting_weights`."""
+    `setting` is the setting's name, for errors; the weights' is `setting_weights`."""
     if isinstance(reward, Mapping):
         if weights is not None:
             raise ConfigError(f"{setting} has weights of its own; leave {setting}_weights out, or make {setting} a list of names")
@@ -129,7 +129,8 @@ class Success:
     """The total reward from which an episode is a success."""
 
     reward: float | None
-    """None: nothing says what is right, for example if the reward is a reward model's score."""
+    """None if the reward does not say which answers are right, for example a reward model's
+    score."""
     is_assumed: bool = False
     """Not configured, but assumed; valid as long as every reward is 0 or 1."""
 

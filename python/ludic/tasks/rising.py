@@ -3,8 +3,8 @@ for any of them, else 0.
 
 The questions 0 to 4 have 84, 56, 35, 20 and 10 right answers. A policy can earn every reward with
 one answer to each; the task shows whether it keeps the others. There are only five questions, which
-are trained on and measured alike: what is measured is the variety of the answers, not what the
-policy makes of a new question.
+are used for training and measurement alike: it measures the variety of the answers, not
+generalisation to a new question.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Rising:
         return _problem(rng.choice(self.lows))
 
     def heldout(self) -> Sequence[Problem]:
-        """All questions, which are those of training too."""
+        """All questions, which are the training questions too."""
         return [_problem(low) for low in self.lows]
 
     def demonstrate(self, problem: Problem, rng: Random) -> str:

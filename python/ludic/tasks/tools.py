@@ -2,7 +2,7 @@
 `ludic.envs.key_value`.
 
 In 16 % of its demonstrations the warm-up teacher looks up both keys and answers right; in 62 % it
-guesses at once, and in the rest it makes a mistake on the way. Reinforcement learning selects the
+guesses directly, and in the rest it makes a mistake on the way. Reinforcement learning selects the
 episodes that look up the answer. Pairs of a start key and its content are held out; the content of
 the second key is random in every episode.
 """

@@ -56,8 +56,8 @@ class RecipeTrainer:
         """`rewards`, `tools` and `tasks`: what the settings name, and only this object knows.
         Raises ConfigError for settings that cannot be."""
         self.callbacks = tuple(callbacks)
-        """Called besides those that the settings name. Each `train` begins with their state of the
-        first one's beginning."""
+        """Called in addition to the callbacks of the settings. Each `train` begins with their state
+        of the first one's beginning."""
         self.recipe: Any = self.kind.compose(overrides)  # type: ignore[arg-type]
         self.run: TrainingRun[Any, Any, Any] | None = None
         """The run; None before `train`."""
@@ -66,7 +66,7 @@ class RecipeTrainer:
         self._is_stopped = False
         """Whether the present `train` was asked to end."""
         self._is_set_up = False
-        """Whether `run` is that of the present `train`."""
+        """Whether `run` belongs to the present `train`."""
         self._check_place()
 
     @property
@@ -100,8 +100,8 @@ class RecipeTrainer:
         `resume`: True to go on with the run of this name (`name=`), if there is one; a path to go
         on with the run in that folder. Settings that differ from those that it began with are
         errors, but for more `steps` and for those that change no result. In a notebook this blocks
-        too; the run is then in another thread, and a second interrupt returns at once, while that
-        thread still ends the run.
+        too; the run is then in another thread, and a second interrupt returns immediately, while
+        that thread still ends the run.
         """
         self._check_place()
         place = self._find_resumed(resume)

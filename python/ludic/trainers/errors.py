@@ -20,9 +20,9 @@ _SETTINGS_TOO = ("tokenizer", "reward_model")
 
 
 def with_short_errors(call: Callable[P, T]) -> Callable[P, T]:
-    """`call`, whose traceback for wrong input ends at the user's line: the message says what is
-    wrong. The logger `ludic.trainers.errors` has the whole one, at the level DEBUG. Any other error
-    keeps its own."""
+    """`call`, whose traceback for wrong input ends at the user's line: the message names the fault.
+    The logger `ludic.trainers.errors` has the whole one, at the level DEBUG. Any other error keeps
+    its own."""
 
     @wraps(call)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:

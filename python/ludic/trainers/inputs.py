@@ -61,7 +61,7 @@ def source_of(data: Rows, folder: Path, *, rewards: Rewards = ()) -> Any:
 def task_of(task: TaskSetting | None, dataset: Rows | None, rewards: Rewards | None) -> tuple[dict[str, Any], dict[str, type]]:
     """The settings of the task, empty without one, and its class if only this process knows it, as
     `name_rewards` does it. Raises ConfigError if there is neither a task nor rows, and for rows or
-    reward functions beside a task of one's own, which has both."""
+    reward functions next to a task object, which has both."""
     section = dict(task) if isinstance(task, Mapping) else {}
     if dataset is None and (task is None or (isinstance(task, Mapping) and "kind" not in section)):
         raise ConfigError("there is nothing to train on; give reward functions and rows, or task= with a class of your own")
@@ -82,9 +82,9 @@ def task_of(task: TaskSetting | None, dataset: Rows | None, rewards: Rewards | N
 
 
 def name_rewards(rewards: Rewards) -> tuple[list[str], dict[str, Callable[..., Any]]]:
-    """The setting `reward`, and those of its functions that only this process knows, such as those
-    of a notebook or a script: they have their own name. Another process can import the others,
-    which are named by their module. Raises ConfigError for a name that is taken."""
+    """The setting `reward`, and its functions that only this process knows, such as functions of a
+    notebook or a script: they have their own name. Another process can import the others, which are
+    named by their module. Raises ConfigError for a name that is taken."""
     listed = _listed(rewards)
     names = [reward if isinstance(reward, str) else _name(reward) for reward in listed]
     own = {name: reward for name, reward in zip(names, listed, strict=True) if not isinstance(reward, str) and ":" not in name}
@@ -97,7 +97,7 @@ def name_rewards(rewards: Rewards) -> tuple[list[str], dict[str, Callable[..., A
 
 
 def name_tools(tools: Tools) -> tuple[list[str], dict[str, Tool]]:
-    """The setting `tools`, and those of its functions that only this process knows, as
+    """The setting `tools`, and its functions that only this process knows, as
     `name_rewards` does it. Raises ConfigError for functions that a model cannot be told of."""
     names, own = [], dict[str, Tool]()
     for tool in _listed(tools):

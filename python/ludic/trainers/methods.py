@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ludic.training.callbacks import Callback
 
 ROWS = ".rows"
-"""Folder of rows that were given as Python objects, in that of all runs."""
+"""Folder of rows that were given as Python objects, in the folder of all runs."""
 
 
 class GRPO(RecipeTrainer):
@@ -25,7 +25,7 @@ class GRPO(RecipeTrainer):
     >>> GRPO("path/to/model", task=MyTask, warmup={"steps": 0}, steps=100).train()
     >>> GRPO("path/to/model", reward, rows, tools=[look_up, add], steps=100).train()
 
-    `settings` are those of `ludic train`: by name, sections as mappings or with dots
+    `settings` are settings of `ludic train`: by name, sections as mappings or with dots
     (`**{"trainer.lr": 1e-5}`). `algorithm="rloo"` is one of the others.
     """
 
@@ -44,11 +44,11 @@ class GRPO(RecipeTrainer):
         callbacks: Sequence[Callback] = (),
         **settings: Any,
     ) -> None:
-        """`model`: a folder or a hub id; None: a small one is made. `reward_functions`: as in TRL,
-        `reward(prompts, completions, **columns) -> list of floats`; the columns are those of
-        `dataset`, whose column `prompt` is text or messages. None: only `reward_model=` judges.
-        `tools`: functions with type hints and docstrings that the model may call before it answers,
-        in training and in every measurement; the reward functions get the answer.
+        """`model`: a folder or a hub id. None means a small new one. `reward_functions`: as in TRL,
+        `reward(prompts, completions, **columns) -> list of floats`; the columns come from
+        `dataset`, whose column `prompt` is text or messages. None means that only `reward_model=`
+        judges. `tools`: functions with type hints and docstrings that the model may call before it
+        answers, in training and in every measurement; the reward functions get the answer.
         `eval_dataset`: held out instead of a tenth of the prompts. `task`: instead of both, a class
         with the members of `ludic.tasks.EpisodicTask` or `Task`; it is `task.kind=module:Class` of
         `ludic train`, so its demonstrations warm the model up unless `warmup={"steps": 0}`;
@@ -72,7 +72,7 @@ class GRPO(RecipeTrainer):
 
 class SFT(RecipeTrainer):
     """`ludic sft` on your own rows: conversations (`messages`), `prompt` and `completion`, `text`,
-    or those of Alpaca or ShareGPT. `preview()` shows what is trained of them.
+    or the columns of Alpaca or ShareGPT. `preview()` shows what is trained of them.
 
     >>> SFT("path/to/model", rows, epochs=2).train()
     """
@@ -91,7 +91,7 @@ class SFT(RecipeTrainer):
         **settings: Any,
     ) -> None:
         """`eval_dataset`: measured instead of a share of `dataset` (`heldout=`). `settings` are
-        those of `ludic sft`."""
+        settings of `ludic sft`."""
         super().__init__(_over_rows(model, dataset, eval_dataset, settings), callbacks)
 
     def preview(self, rows: int = 3) -> None:
@@ -125,9 +125,9 @@ class DPO(RecipeTrainer):
         callbacks: Sequence[Callback] = (),
         **settings: Any,
     ) -> None:
-        """`ref_model`: a folder or a hub id; None: `model` itself, as it is before the first step.
-        `eval_dataset`: measured instead of a share of `dataset` (`heldout=`). `settings` are those
-        of `ludic dpo`."""
+        """`ref_model`: a folder or a hub id. None means `model` itself, as it is before the first
+        step. `eval_dataset`: measured instead of a share of `dataset` (`heldout=`). `settings` are
+        settings of `ludic dpo`."""
         given = {"reference.model": None if ref_model is None else str(ref_model)}
         super().__init__(_over_rows(model, dataset, eval_dataset, settings, **given), callbacks)
 
@@ -152,7 +152,7 @@ class RewardModel(RecipeTrainer):
         **settings: Any,
     ) -> None:
         """`eval_dataset`: measured instead of a share of `dataset` (`heldout=`). `settings` are
-        those of `ludic train-rm`."""
+        settings of `ludic train-rm`."""
         super().__init__(_over_rows(model, dataset, eval_dataset, settings), callbacks)
 
 

@@ -88,8 +88,8 @@ class RLAlgorithm:
     """Columns of the batch that the loss reads, by name: what the function says of each sample.
     Example: `{"seed_id": lambda item: item.meta["seed_id"]}` gives `batch["seed_id"]` [B]."""
     rescores: Callable[[SAWItem], bool] | None = None
-    """Whether a sample's reported log-probabilities are those of another prompt than it is trained
-    on. They are replaced by the trainer's own, under the weights that the step begins with."""
+    """Whether a sample's reported log-probabilities belong to another prompt than it is trained on.
+    They are replaced by the trainer's own, under the weights that the step begins with."""
 
     def __post_init__(self) -> None:
         loss = adapted_loss(self, required=type(self).compute_loss is RLAlgorithm.compute_loss)
@@ -199,8 +199,8 @@ def forward_batch(
 def forward_for_loss(
     model: nn.Module, batch: Batch, loss: Loss, *, chunked_logits: bool = False, temperature: float = 1.0, wide: bool = True
 ) -> tuple[Tensor, Batch]:
-    """`forward_scores` with `chunked_logits`, otherwise `forward_batch`. Logits of prefix trees are
-    not those of the samples' tokens: the batch then has `token_scores` made of them, in float32
+    """`forward_scores` with `chunked_logits`, otherwise `forward_batch`. Logits of prefix trees do
+    not belong to the samples' tokens: the batch then has `token_scores` made of them, in float32
     unless not `wide`."""
     if chunked_logits:
         return forward_scores(model, batch, loss, temperature=temperature)

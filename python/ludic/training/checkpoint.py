@@ -17,9 +17,9 @@ No file is a pickle, and no pickle is read. A checkpoint is written to a tempora
 renamed, and renamed again before it is deleted (`files.folders`), so a crash leaves older
 checkpoints intact. `models.state_files` writes and reads models and optimizers.
 
-What is read is verified first. A damaged checkpoint is skipped with a warning that names the
-damaged files, and the newest verified one is taken. Checkpoints of versions that wrote no manifest
-are read with a warning.
+Files are verified before they are read. A damaged checkpoint is skipped with a warning that names
+the damaged files, and the newest verified one is taken. Checkpoints of versions that wrote no
+manifest are read with a warning.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class CheckpointConfig:
     every_n_steps: int = 0
     """Save every this many steps; 0: only on request."""
     max_to_keep: int | None = 2
-    """Number of checkpoints to keep; older ones are deleted. None: all are kept."""
+    """Number of checkpoints to keep; older ones are deleted. None means that all are kept."""
     save_optimizer: bool = True
     """Save the optimizer's state too."""
     layout: Literal["full", "shallow"] = "full"
@@ -209,7 +209,7 @@ class CheckpointManager:
         return bool(self._folders())
 
     def amend(self, step: int, metadata: Mapping[str, Any]) -> None:
-        """Update the metadata of the last saved checkpoint, if it is that of `step`."""
+        """Update the metadata of the last saved checkpoint, if it belongs to `step`."""
         if self._saved is None or parse_step(self._saved) != step:
             return
         with ranks.agree(f"amending the checkpoint of step {step}"):
@@ -225,7 +225,7 @@ class CheckpointManager:
 
     def _prune(self, written: Path) -> None:
         """Delete the leftovers of interrupted saves, and all checkpoints but `written` and the
-        newest others, `max_to_keep` in total; those of `protected` remain."""
+        newest others, `max_to_keep` in total; `protected` ones remain."""
         clear_unfinished(self.root)
         if self.cfg.max_to_keep is None:
             return
@@ -237,7 +237,7 @@ class CheckpointManager:
 
     def clear_leftovers(self) -> None:
         """Delete what killed processes left here unfinished. Call it where no other process can be
-        saving; a save clears only what lies beside the checkpoints."""
+        saving; a save clears only leftovers next to the checkpoints."""
         clear_unfinished(self.root)
         for folder in (self.root, *self._folders()):
             clear_unfinished_files(folder)
@@ -251,7 +251,7 @@ class CheckpointManager:
         """The checkpoint folder: `path` if given, else `step`, else the one that latest.json names,
         else the newest.
 
-        A checkpoint asked for by `path` or `step` raises CheckpointError if it is damaged.
+        A checkpoint named by `path` or `step` raises CheckpointError if it is damaged.
         Otherwise damaged ones are skipped with a warning. Raises FileNotFoundError without any
         checkpoint, and CheckpointError if all are damaged.
         """
@@ -273,7 +273,7 @@ class CheckpointManager:
         return self._verified.find_faults(folder, find_checkpoint_faults)
 
     def _require_undamaged(self, folder: Path) -> Path:
-        """`folder`, or CheckpointError with what is damaged in it and an undamaged one instead."""
+        """`folder`, or CheckpointError that names its damage and an undamaged one instead."""
         faults = self._find_faults(folder)
         if not faults:
             return warn_if_unverifiable(folder)

@@ -41,7 +41,7 @@ class PreferenceMetrics:
     calibration_bins: int = 10
     """Bins of equal width over [0, 1]."""
     thresholds: Sequence[float] | None = field(default_factory=lambda: [0.5])
-    """Thresholds t of `fpr@t` and `fnr@t`; None: no thresholds."""
+    """Thresholds t of `fpr@t` and `fnr@t`. None means no thresholds."""
     beta: float = 1.0
     """sigma(beta m) is the probability that the chosen response is better."""
     thresholds_on: Literal["pairs", "responses"] = field(default="pairs", kw_only=True)

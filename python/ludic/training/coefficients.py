@@ -20,8 +20,8 @@ class Coefficient:
     """
 
     def __init__(self, value: float, *, least: float = 0.0, most: float | None = None) -> None:
-        """`most` None: no upper bound. Raises ConfigError for a value that is not finite or
-        outside the bounds."""
+        """With `most` None there is no upper bound. Raises ConfigError for a value that is not
+        finite or outside the bounds."""
         if not (math.isfinite(least) and (most is None or least <= most < math.inf)):
             raise ConfigError(f"least ({least}) must be finite and not above most ({most}); None is no upper bound")
         if not least <= value <= (math.inf if most is None else most) or math.isinf(value):

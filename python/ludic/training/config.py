@@ -113,7 +113,7 @@ class TrainerConfig:
     eps: float = 1e-8
     """Epsilon of AdamW."""
     max_grad_norm: float | None = 1.0
-    """Clip the gradient to this L2 norm; None: no clipping."""
+    """Clip the gradient to this L2 norm. None means no clipping."""
     max_seq_len: int = 1024
     """Maximum tokens of a sample. Longer samples are cut on the right, and their metadata records
     it."""
@@ -127,24 +127,24 @@ class TrainerConfig:
     to change a bfloat16 weight. False: step them in bfloat16, which saves 10 bytes per parameter
     but leaves most parameters unchanged. Float32 parameters are always stepped directly."""
     mixed_precision_dtype: str | None = None
-    """"bf16": run the forward passes of a float32 model under autocast. None: compute in the
-    model's dtype. Weights and optimizer state keep the dtype that the model was loaded in."""
+    """"bf16": run the forward passes of a float32 model under autocast. None means to compute in
+    the model's dtype. Weights and optimizer state keep the dtype that the model was loaded in."""
     temperature: float = 1.0
     """The policy is softmax(logits / temperature). Set it to the sampling temperature if the
     sampler returns log-probabilities after temperature scaling (vLLM's `processed_logprobs`)."""
     cast_logits_to_fp32: bool = True
     """Compute log-probabilities in float32 for models of any dtype."""
     logits: LogitsPath = "auto"
-    """full: compute the logits [B, T, V] of a micro-batch. chunked: compute those of the action
+    """full: compute the logits [B, T, V] of a micro-batch. chunked: compute the logits of action
     tokens alone, for some tokens of the vocabulary at a time, and once more in the backward pass;
     the loss and the gradient are the same up to rounding. It needs a loss with `reads_shared_only`
     and a model whose output layer is known and whole; otherwise a warning says why all are
     computed. auto: chunked if `micro_token_budget` times the vocabulary is at least 2^26."""
     max_lag: int | None = None
-    """Drop samples of a policy that is more than this many versions old; None: never."""
+    """Drop samples of a policy that is more than this many versions old. None means never."""
     reduce_stats_across_ranks: bool = False
-    """Log statistics over all ranks instead of those of rank 0. Those of shared batches always
-    are."""
+    """Log statistics over all ranks instead of rank 0 alone. Shared batches always have them over
+    all ranks."""
     profile_memory: bool = False
     """Log peak memory of forward and backward passes (CUDA)."""
     log_every: int = 1
@@ -154,24 +154,24 @@ class TrainerConfig:
     eval_at_start: bool = False
     """Evaluate before the first step."""
     eval_every_n_steps: int | None = None
-    """Evaluate every this many steps; None: no evaluation during training."""
+    """Evaluate every this many steps. None means no evaluation during training."""
     eval_concurrency: int = 32
     """Maximum concurrent episodes of an evaluation."""
     eval_max_steps: int = 1
     """Maximum turns of an episode in an evaluation."""
     eval_timeout_s: float | None = None
-    """Time limit of a model call in an evaluation, in seconds; None: no limit. This and the two
-    fields above are passed to the evaluator only if they were set; otherwise it uses its own
+    """Time limit of a model call in an evaluation, in seconds. None means no limit. This and the
+    two fields above are passed to the evaluator only if they were set; otherwise it uses its own
     settings."""
     lr_scheduler_type: SchedulerType | None = None
-    """Shape of the learning-rate schedule. `constant`, as in transformers, has no warm-up. None: it
-    is constant, and settings of a warm-up are refused."""
+    """Shape of the learning-rate schedule. `constant`, as in transformers, has no warm-up. None
+    means constant, and settings of a warm-up are refused."""
     warmup_steps: int = 0
     """Number of steps in which the learning rate rises to `lr`."""
     warmup_ratio: float | None = None
     """`warmup_steps` as a fraction of all steps; used if `warmup_steps` is 0."""
     early_stopping_patience: int | None = None
-    """Stop after this many evaluations in a row without improvement; None: never."""
+    """Stop after this many evaluations in a row without improvement. None means never."""
     early_stopping_metric: str = "eval_loss"
     """The metric that decides which evaluation is best. After an early stop the model has the
     weights of the best evaluation (`Trainer.restore_best`)."""
@@ -202,9 +202,9 @@ class TrainerConfig:
     logits exclusively through its shared context (`Loss.reads_shared_only`)."""
     prefix_sharing: PrefixSharing = "auto"
     """auto: where that saves at least a tenth of a mini-batch's tokens, compute the tokens that
-    samples begin with in common once, in rows that hold a tree. The gradient is that of separate
-    rows. It needs a transformers model with sdpa that keeps the branches apart, and a loss with
-    `reads_shared_only` and `reads_actions_only`, or for a reward model `reads_scores_only`;
+    samples begin with in common once, in rows that hold a tree. The gradient equals the gradient of
+    separate rows. It needs a transformers model with sdpa that keeps the branches apart, and a loss
+    with `reads_shared_only` and `reads_actions_only`, or for a reward model `reads_scores_only`;
     otherwise one line says why not. tree: always, and a warning says why not. off: never."""
     seed: int = 0
     """Seed of the order of samples in mini-batches."""

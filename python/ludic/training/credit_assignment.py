@@ -49,7 +49,7 @@ class PerStepReward:
 class EpisodicReturn:
     """The weight of every step is the undiscounted return of its episode.
 
-    With `group_size` the groups are checked as those of `GroupNormalizedReturn` are: a group of
+    With `group_size` the groups are checked as by `GroupNormalizedReturn`: a group of
     another size is a DataError, a smaller one is fine with `allow_partial`.
     """
 

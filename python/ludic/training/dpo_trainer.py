@@ -79,11 +79,11 @@ class DPOTrainer(Trainer):
         backend: TrainingBackend | None = None,
         **options: Any,
     ) -> None:
-        """`pairs`: all samples that `batch_source` gives; None: those of a `preference_batches`.
-        `eval_items`: the pairs for `evaluate` and `eval_every_n_steps`. `reference`: another
-        policy, such as `FrozenModel.from_pretrained(folder, cfg)`. `reference_file`: read if it
-        exists, else written. `lora_config` adds adapters. `options`: other arguments of
-        `Trainer`."""
+        """`pairs`: all samples that `batch_source` gives. None means the samples of a
+        `preference_batches`. `eval_items`: the pairs for `evaluate` and `eval_every_n_steps`.
+        `reference`: another policy, such as `FrozenModel.from_pretrained(folder, cfg)`.
+        `reference_file`: read if it exists, else written. `lora_config` adds adapters. `options`:
+        other arguments of `Trainer`."""
         cfg = DPOTrainerConfig() if cfg is None else cfg
         if not isinstance(cfg, DPOTrainerConfig):
             raise ConfigTypeError(f"DPOTrainer needs a DPOTrainerConfig, which has room for pairs, not a {type(cfg).__name__}")
@@ -155,7 +155,7 @@ def _open_reference(
     model: nn.Module | None,
     file: Path | None,
 ) -> PrecomputedReference:
-    """The log-probabilities of all samples: those that are given, those of the file, or computed
+    """The log-probabilities of all samples: the given ones, the ones of the file, or computed
     now."""
     if isinstance(reference, PrecomputedReference):
         return reference

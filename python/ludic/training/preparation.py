@@ -92,7 +92,7 @@ async def prepare(run: TrainerState, macro: MacroBatch, batch_number: int | None
 
 def _measure_seeds(run: TrainerState, macro: MacroBatch) -> dict[str, float]:
     """Statistics of InfoSeed over all ranks: the share of the samples with a seed, and with
-    listwise weights how those of plain and of seeded answers are spread."""
+    listwise weights how the weights of plain and of seeded answers are spread."""
     if SEED_ID not in macro.sample_columns:
         return {}
     seeds = macro.sample_columns[SEED_ID]
@@ -254,7 +254,7 @@ def candidates_of(macro: MacroBatch) -> Candidates:
 
 
 def _sum_over_ranks(run: TrainerState, macro: MacroBatch, values: list[float]) -> list[float]:
-    """Of a batch that all ranks have, the sums are those of one."""
+    """For a batch that all ranks have, the sums of one rank are used."""
     return values if macro.share is not None else ranks.sum_over_ranks(values, run.cfg.model_device)
 
 
@@ -273,8 +273,8 @@ def _number(keys: list[tuple[object, object]]) -> NDArray[np.int64]:
 
 
 def _sum_rows(by_row: Mapping[int, Tensor], macro: MacroBatch) -> NDArray[np.float64]:
-    """[N] sums of the rows' values, which are copied to the host at once. Raises DataError for a
-    value that is not finite."""
+    """[N] sums of the rows' values, which are copied to the host in one call. Raises DataError for
+    a value that is not finite."""
     values = torch.cat([by_row[row] for row in range(len(macro.items))]).cpu().double().numpy()
     starts = np.concatenate([[0], macro.table.target_counts[:-1].cumsum()])
     sums = np.add.reduceat(values, starts)

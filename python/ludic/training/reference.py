@@ -69,8 +69,8 @@ KEY_BYTES = 16
 class FrozenModel:
     """A copy of `model`: without gradient, in evaluation mode, at the temperature of `cfg`.
 
-    Each rank has a whole copy. Make it before the first step, and of a resumed run from the same
-    weights as at its begin, not from those that it has now.
+    Each rank has a whole copy. Make it before the first step, and in a resumed run from the same
+    weights as at its start, not from its present weights.
     """
 
     def __init__(self, model: nn.Module, cfg: TrainerConfig) -> None:
@@ -80,8 +80,8 @@ class FrozenModel:
 
     @classmethod
     def from_pretrained(cls, source: str, cfg: TrainerConfig, *, dtype: str = "auto") -> FrozenModel:
-        """The model of a folder in Hugging Face layout, of a run, or of the hub. `dtype`: that of
-        the weights, by default as they are stored."""
+        """The model of a folder in Hugging Face layout, of a run, or of the hub. `dtype` of the
+        weights, by default as they are stored."""
         frozen = cls.__new__(cls)
         frozen._freeze(load_model(source, dtype), cfg)
         return frozen

@@ -366,7 +366,7 @@ def exit_error(error: SystemExit) -> Exception:
 
 RewardFunction = Callable[..., Any]
 PROVIDED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "is_eval")
-"""Keywords besides the columns of the data."""
+"""Keywords in addition to the columns of the data."""
 
 
 def needed_columns(function: RewardFunction) -> list[str]:

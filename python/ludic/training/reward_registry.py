@@ -23,7 +23,7 @@ given_rewards = _GIVEN.given
 def register_reward(name: str, make: MakeReward | None = None, *, replace: bool = False) -> Any:
     """Let recipes name a reward. `make` takes no arguments and returns the reward function. Without
     `make` it is a decorator of that function. Raises ConfigError for a name that is taken; with
-    `replace`, only for that of a built-in one.
+    `replace`, only for the name of a built-in one.
 
     >>> @register_reward("short")
     ... def make_short():

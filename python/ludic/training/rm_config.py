@@ -32,7 +32,7 @@ class RMTrainerConfig(TrainerConfig):
     rm_calibration_bins: int = 10
     """Number of bins of the calibration error in evaluations."""
     rm_eval_thresholds: Sequence[float] | None = (0.5,)
-    """Thresholds at which the evaluation computes FPR and FNR; None: no thresholds."""
+    """Thresholds at which the evaluation computes FPR and FNR. None means no thresholds."""
     rm_log_per_response_metrics: bool = True
     """Thresholds classify the scores of single responses as chosen or rejected. False: they
     classify the probability of each pair, compared with its label."""
@@ -65,7 +65,7 @@ class RMTrainerConfig(TrainerConfig):
 
 @config_dataclass
 class DPOTrainerConfig(TrainerConfig):
-    """Settings of `DPOTrainer`: those of `TrainerConfig`, with a budget that has room for a pair.
+    """Settings of `DPOTrainer`: `TrainerConfig`, with a budget that has room for a pair.
 
     >>> cfg = DPOTrainerConfig(lr=1e-6, max_seq_len=1024, micro_token_budget=8192)
     """

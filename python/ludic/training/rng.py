@@ -63,8 +63,8 @@ def preserved_rng() -> Iterator[None]:
 
 @types.coroutine
 def await_preserving_rng(work: Coroutine[Any, Any, T]) -> Generator[Any, Any, T]:
-    """Await `work` with the generators restored whenever it pauses, and at its end: neither do its
-    draws change those of other tasks, nor are theirs undone."""
+    """Await `work` with the generators restored whenever it pauses, and at its end: its draws do
+    not change the draws of other tasks, and theirs are not undone."""
     error: BaseException | None = None
     value: Any = None
     while True:

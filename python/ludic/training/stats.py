@@ -115,8 +115,8 @@ def apply_reducers_to_records(
     sample_count: int | None = None,
     rollout_count: int | None = None,
 ) -> dict[str, float]:
-    """Apply reducers to records, such as those of an evaluation. Both denominators default to the
-    number of records."""
+    """Apply reducers to records, such as the records of an evaluation. Both denominators default to
+    the number of records."""
     samples = len(records) if sample_count is None else sample_count
     rollouts = len(records) if rollout_count is None else rollout_count
     return _reduce(records, records, reducers, (samples, rollouts))
@@ -185,7 +185,7 @@ def aggregate_stats(
     reducers: Mapping[str, Reducer] | None = None,
     micro_batch_sizes: Sequence[int] | None = None,
 ) -> dict[str, float]:
-    """Combine the statistics of micro-batches and batches into those of the step; `{}` without
+    """Combine the statistics of micro-batches and batches into statistics of the step; `{}` without
     micro-batches.
 
     All tensors are copied to the host in one transfer. `loop.micro_stats` says how each key is

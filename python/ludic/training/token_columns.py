@@ -36,7 +36,7 @@ async def add_token_column(
     batch: MacroBatch, name: str, cfg: TrainerConfig, forward: ForwardLogps, *, skip_zero_weight: bool, trees: bool
 ) -> MacroBatch:
     """The batch with the token column `name`: what `forward` computes for every sample, or with
-    `skip_zero_weight` for those of another weight than 0."""
+    `skip_zero_weight` for samples whose weight is not 0."""
     rows = np.arange(len(batch.items))
     scored = await score_rows(batch, rows, cfg, forward, skip_zero_weight=skip_zero_weight, trees=trees)
     return replace(batch, token_columns={**batch.token_columns, name: scored})

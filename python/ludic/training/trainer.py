@@ -75,12 +75,12 @@ class Trainer(TrainerState):
     and `sync_every_steps` above 1 is an error. `lora_config` adds adapters (`apply_lora`): only
     these and the head of a scoring model are trained. `preflight` checks before the first step
     whether trainer and sampler agree, and raises if not. `reference` is for algorithms that read
-    one (`training.reference`); None: the model without its adapters. `controllers` set coefficients
-    of the algorithm after each step; `callbacks` are called on the way; `token_log` gets the
-    log-probabilities of some batches. `total_training_steps`: length of the learning-rate schedule;
-    None: `num_steps` of the first `train`. `should_stop` is called before each batch is requested;
-    if it returns true, StopRequested is raised. With several ranks, the source must return
-    different samples on each rank (`shards_across_ranks`), and gets the stop
+    one (`training.reference`). None means the model without its adapters. `controllers` set
+    coefficients of the algorithm after each step; `callbacks` are called on the way; `token_log`
+    gets the log-probabilities of some batches. `total_training_steps`: length of the learning-rate
+    schedule. None means `num_steps` of the first `train`. `should_stop` is called before each batch
+    is requested; if it returns true, StopRequested is raised. With several ranks, the source must
+    return different samples on each rank (`shards_across_ranks`), and gets the stop
     (`SharedBatches(stop=...)`), so that it is the same on all.
 
     >>> trainer = Trainer(model=model, algo=make_grpo(group_size=8), batch_source=source, cfg=cfg)
@@ -135,10 +135,11 @@ class Trainer(TrainerState):
         self.early_stopping, self.last_eval = EarlyStopping(self.cfg), {}
         self.best_weights = BestWeights(self.backend, None if self.checkpointer is None else self.checkpointer.root)
         self._has_best_weights = False
-        """Whether the model has the weights of the best evaluation, not those of the last step."""
+        """Whether the model has the weights of the best evaluation, not the weights of the last
+        step."""
         self.evaluated_step: int | None = None
-        """The step of the last evaluation that `eval_at_start` or `eval_every_n_steps` asked
-        for."""
+        """The step of the last evaluation that `eval_at_start` or `eval_every_n_steps`
+        requested."""
         self._publish_before_step = False
         """Whether the publisher lacks the weights of this step."""
         self._has_new_gradient = False
@@ -181,11 +182,12 @@ class Trainer(TrainerState):
     async def train(
         self, num_steps: int | None = None, *, log_every: int = 1, log_fn: LogFn | None = None, eval_log_fn: LogFn | None = None
     ) -> None:
-        """Take `num_steps` steps; None: until the source raises RequestsExhausted, StopRequested or
-        StopAsyncIteration. `log_fn` gets the statistics of every `log_every`-th step, `eval_log_fn`
-        those of each evaluation. A run that was killed before it evaluated its last step evaluates
-        it first. A run that early stopping ended takes no step unless the patience is raised, and
-        one that a callback ended none unless its last step is to be later than before."""
+        """Take `num_steps` steps. None means until the source raises RequestsExhausted,
+        StopRequested or StopAsyncIteration. `log_fn` gets the statistics of every `log_every`-th
+        step, `eval_log_fn` the statistics of each evaluation. A run that was killed before it
+        evaluated its last step evaluates it first. A run that early stopping ended takes no step
+        unless the patience is raised, and one that a callback ended none unless its last step is to
+        be later than before."""
         last = None if num_steps is None else self._step + num_steps
         self.schedule.begin(last)
         self._time_left.begin(self._step, last)
@@ -232,7 +234,7 @@ class Trainer(TrainerState):
             await self.ensure_checkpoint()
 
     def restore_best(self) -> int | None:
-        """Set the weights to those of the best evaluation, unpublished; `train` does so if early
+        """Set the weights to the best evaluation's, unpublished; `train` does so if early
         stopping ends it. Returns their step, or None. A later `train` resumes at `current_step`."""
         step = self.early_stopping.best_step
         if step is None:

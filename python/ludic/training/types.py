@@ -95,12 +95,13 @@ class RolloutRequest:
     protocol: ProtocolSpec
     """How agents act in the environment; each episode gets a new protocol object."""
     env_seed: int | None = None
-    """Seed of `env.reset`; all members of a group have the same one. None: the episode number."""
+    """Seed of `env.reset`; all members of a group have the same one. None means the episode
+    number."""
     sampling_seed: int | None = None
-    """Seed of the episode's first model call; the seeds of later calls are derived from it. None:
-    the episode number."""
+    """Seed of the episode's first model call; the seeds of later calls are derived from it. None
+    means the episode number."""
     inference: InferenceSpec | None = None
-    """Sampling settings, and what the server returns in addition to the text. None: the
+    """Sampling settings, and what the server returns in addition to the text. None means the
     defaults."""
     num_episodes: int = 1
     """Number of episodes to play. All of them use `env_seed` and `sampling_seed` if these are
@@ -116,8 +117,8 @@ RequestsFn = Callable[[], Sequence[RolloutRequest] | Awaitable[Sequence[RolloutR
 @lists_when_read("token_logps")
 @dataclass(frozen=True)
 class ActorTokenLogps:
-    """Sampled log-probabilities: those of a sample's action tokens under the policy that sampled
-    them, as the sampler reported them. "Actor" in a public name means this policy."""
+    """Sampled log-probabilities of a sample's action tokens under the policy that sampled them, as
+    the sampler reported them. "Actor" in a public name means this policy."""
 
     token_logps: list[float]
     """[A] natural logarithms; a list of floats or a one-dimensional float array."""
@@ -144,8 +145,8 @@ class SampleAttachments:
     floats or a one-dimensional float array. If all samples of a batch have them, no reference
     scores the batch. They do not travel between processes, nor into checkpoints of batches."""
     action_fractions: list[float] | None = None
-    """[A] what each action token counts for, a number > 0: a token of 0.5 is half a token in sums
-    and in numbers of tokens. A list of floats or a one-dimensional float array. None: 1 each."""
+    """[A] weight of each action token, a number > 0: a token of 0.5 is half a token in sums and in
+    numbers of tokens. A list of floats or a one-dimensional float array. None means 1 each."""
 
     def __post_init__(self) -> None:
         for name in ("reference_logps", "action_fractions"):
@@ -335,8 +336,8 @@ class ReferencePolicy(Protocol):
         return False
 
     def logps(self, micro_batch: HasTensors) -> Tensor | Awaitable[Tensor]:
-        """[B, T - 1] log-probability of each next token, without gradient; only those of action
-        tokens are read. With several ranks, all call it equally often."""
+        """[B, T - 1] log-probability of each next token, without gradient; only action tokens are
+        read. With several ranks, all call it equally often."""
         ...
 
 

@@ -1,8 +1,9 @@
 """Ends a process that hangs: when a phase of training exceeds its deadline, the stacks of all
 threads are printed and the process exits with 75 (try again).
 
-A run of several ranks starts it (`Watchdog.start`). A run of one process does not: nobody waits for
-it, and its user can look. `phase` and `watched` mark the phases and cost nothing without it.
+A run of several ranks starts it (`Watchdog.start`). A run of one process does not: no other rank
+waits for it, and its user can look. `phase` and `watched` mark the phases and cost nothing without
+it.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Watchdog:
     >>> with phase("step"):
     ...     train_step()
 
-    The deadline of a phase counts from its begin, and again from the end of a phase inside it:
+    The deadline of a phase counts from its start, and again from the end of a phase inside it:
     what counts is the time without any progress from phase to phase. Between phases nothing is
     watched. `find_failure` is asked about once a second whether another rank has failed, and
     returns what to print and the exit status of all ranks; this process then has `GRACE_S` to end
@@ -207,8 +208,8 @@ def watched(name: str) -> Callable[[F], F]:
 
 
 def print_stacks(out: TextIO | None = None) -> None:
-    """Print the stacks of this process: those of the newest `MOST_STACKS` threads, and of the main
-    thread in any case."""
+    """Print the stacks of this process: of the newest `MOST_STACKS` threads, and of the main thread
+    in any case."""
     faulthandler.dump_traceback(file=out or sys.stderr, all_threads=True)
     stacks = sys._current_frames()
     main = stacks.get(threading.main_thread().ident or 0)

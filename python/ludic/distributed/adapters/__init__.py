@@ -1,6 +1,6 @@
 """Publishers by receiver: models in this process, vLLM, SGLang, LoRA adapters, reward models.
 
-"Adapters" are those of `ludic.distributed.interfaces` to each kind of receiver. The package keeps
+"Adapters" connect `ludic.distributed.interfaces` to each kind of receiver. The package keeps
 this name because `ludic.distributed.adapters.vllm` is a documented path.
 """
 

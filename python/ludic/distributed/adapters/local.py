@@ -27,7 +27,7 @@ class LocalPublisher(Publisher):
 
     def publish_stream(self, weights: WeightSource, version: Version = None) -> None:
         """Copy each tensor when it arrives, if the client is a `LocalChatClient`; other clients get
-        all of them at once."""
+        all of them together."""
         from ludic.inference.local.client import LocalChatClient
 
         if isinstance(self.client, LocalChatClient):

@@ -4,7 +4,7 @@ A version is a folder that all servers see. Each server loads it by itself, so t
 down holds up no other; it gets the newest version once it is back (`bring_back`). Until then its
 answers are of version `default`, which clients refuse (`VLLMChatClient.follow_restarts`).
 
-What is asked of a server runs in a thread, so that a server that hangs holds up nobody else.
+Each request to a server runs in a thread, so that a server that hangs holds up no other.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class SupervisedServers(Publisher):
 
     `publish` needs one server that serves the version, and waits for the others for `wait_s` more.
     One that has not answered by then is sent no requests until it has the version, which it is
-    given beside the training, and later pushes do not wait for it. The first version of a trainer
-    must reach all servers that have an address where somebody listens: they may have weights of a
-    trainer before it.
+    given while training goes on, and later pushes do not wait for it. The first version of a
+    trainer must reach all servers that have an address where a process listens: they may have
+    weights of a trainer before it.
 
     Raises PublishError if servers do not answer for `answer_s` and there is no push without them;
     for other failures that last for `timeout_s`; and for weights that do not fit.
@@ -267,7 +267,7 @@ class ServedVersion:
     sent: Mapping[str, str]
     """Fingerprints of the weights in the folder, by name."""
     served: Mapping[str, str]
-    """Those of the same in the server's dtypes."""
+    """The same weights in the server's dtypes."""
 
 
 class NoAddressError(ServerUnreachableError):
@@ -311,8 +311,8 @@ class ServerLife:
     def give(self, find_newest: Callable[[], ServedVersion]) -> ServedVersion | None:
         """Have it load the newest version and serve it, unless it has it. Returns what it was
         given. The name changes together with the weights, in the same life of the server, or not
-        at all. `find_newest` is called once nobody else talks to the server, so that no version is
-        followed by one before it."""
+        at all. `find_newest` is called once no other thread talks to the server, so that no version
+        is followed by an older one."""
         with self._alone():
             version = find_newest()
             if self.has(version):
@@ -326,7 +326,7 @@ class ServerLife:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Raises HangsError at once while another thread talks to it, which may take long."""
+        """Raises HangsError immediately while another thread talks to it, which may take long."""
         if not self._busy.acquire(blocking=False):
             raise HangsError("it has not answered what it was asked before")
         try:
@@ -418,8 +418,8 @@ class AskedServer(Generic[T]):
 
 def prepare(control: VllmControlPlane) -> ServerManifest:
     """Make a server ready for a push. One that is silent is given up after the short deadline of
-    the first question, not after that of a push. One that was taken out of service, because it did
-    not say in time that it had loaded a version, is asked again: it is given all weights."""
+    the first question, not after the deadline of a push. One that was taken out of service, because
+    it did not say in time that it had loaded a version, is asked again: it is given all weights."""
     control.links[0].endpoints.weight_version()
     control.links[0].drained = False
     return control.prepare()
@@ -432,8 +432,8 @@ def combine_failures(failures: Mapping[SupervisedServer, Exception]) -> PublishE
 
 
 def is_dead(error: Exception) -> bool:
-    """Whether the server has no address, or nobody listens there: it will be another life that
-    does. One whose connection broke, or that is silent, may live and serve other weights."""
+    """Whether the server has no address, or no process listens there: a restart will. One whose
+    connection broke, or that is silent, may live and serve other weights."""
     causes = [error, error.__cause__]
     return any(
         isinstance(cause, NoAddressError) or (isinstance(cause, ServerUnreachableError) and is_refused(cause)) for cause in causes

@@ -1,5 +1,5 @@
-"""The control plane of a push to vLLM servers: runs each step on all servers of the push at
-once."""
+"""The control plane of a push to vLLM servers: runs each step on all servers of the push
+concurrently."""
 
 from __future__ import annotations
 

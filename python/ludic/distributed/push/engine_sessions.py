@@ -5,9 +5,9 @@
     open      let it answer again, and ask which version it serves
     withdraw  instead of the next step: serve the version before
 
-A vLLM server stages a folder beside the weights that it serves. An SGLang server cannot: its
-`stage` pauses it and loads the folder, so that it answers nothing until `open`. An engine of the
-user has one call, which is its `stage`; it serves the new weights at once.
+A vLLM server stages a folder in addition to the weights that it serves. An SGLang server cannot:
+its `stage` pauses it and loads the folder, so that it answers nothing until `open`. An engine of
+the user has one call, which is its `stage`; it serves the new weights immediately.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ class EngineSession(ABC):
         self.used_s = 0.0
         self.error: Exception | None = None
         self.serves: str | None = None
-        """The version with which it answers requests. None: it answers none, or it is not known
+        """The version with which it answers requests. None if it answers none, or it is not known
         which."""
         self.answer: dict[str, Any] = {}
         self.fingerprint: str | None = None
 
     @property
     def hung(self) -> bool:
-        """Whether it did not answer in time. It may still do what it was asked for."""
+        """Whether it did not answer in time. It may still do the step."""
         return isinstance(self.error, TimeoutError)
 
     async def take(self, step: Callable[[], Awaitable[None]]) -> Exception | None:

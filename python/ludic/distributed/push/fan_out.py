@@ -1,4 +1,4 @@
-"""Runs one step on several servers at once, and calls that Ctrl-C must not interrupt."""
+"""Runs one step on several servers concurrently, and calls that Ctrl-C must not interrupt."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ S = TypeVar("S", bound=Addressed)
 
 
 def run_on_all(servers: Sequence[S], step: Callable[[S], Any]) -> dict[S, Exception]:
-    """Run a step on all servers at once. Returns the servers where it failed, in the order of
+    """Run a step on all servers concurrently. Returns the servers where it failed, in the order of
     `servers`, with their errors."""
     if len(servers) == 1:  # in this thread, which Ctrl-C reaches
         return _collect_failures({servers[0]: _call_now(lambda: step(servers[0]))})
@@ -75,9 +75,9 @@ def start_in_thread(call: Callable[[], T], *, daemon: bool = False, future: Futu
 
 def complete_before_interrupt(call: Callable[[], T], *, what: str) -> T:
     """Run a call in a thread and return its result. A Ctrl-C during the call is raised after it. A
-    second one is raised at once, but the process still ends only after the call, unless it is made
-    in a daemon thread, which Ctrl-C does not reach and which ends with the process. Before the call
-    has begun, a Ctrl-C is raised in its place."""
+    second one is raised immediately, but the process still ends only after the call, unless it is
+    made in a daemon thread, which Ctrl-C does not reach and which ends with the process. Before the
+    call has begun, a Ctrl-C is raised in its place."""
     future: Future[T] = Future()
     try:
         start_in_thread(call, daemon=threading.current_thread().daemon, future=future)

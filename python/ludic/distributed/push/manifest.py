@@ -90,7 +90,7 @@ def cast_to_server(weights: Mapping[str, Tensor], manifest: ServerManifest, *, p
 
 class StreamToServer:
     """Weights on their way from several processes to servers: renamed and cast as `cast_to_server`
-    does, one after the other. Raises PublishError at once for weights that do not fit."""
+    does, one after the other. Raises PublishError immediately for weights that do not fit."""
 
     def __init__(self, weights: WeightSource, manifest: ServerManifest, *, partial: bool) -> None:
         self._weights, self._manifest = weights, manifest
@@ -120,7 +120,7 @@ class StreamToServer:
 
 def has_tied_head(weights: WeightSource, manifest: ServerManifest) -> bool:
     """Whether the weights have a head that the server ties to the embedding: it must be compared
-    with that, which needs both at once."""
+    with the embedding, which needs both in memory."""
     return manifest.tied and HEAD in rename_to_checkpoint(weights.describe())
 
 
@@ -176,7 +176,7 @@ def _is_floating(dtype: str) -> bool:
 
 WEIGHTS_FILE = "model.safetensors"
 MODEL_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
-"""Patterns of the files that a server needs beside the weights: config and tokenizer."""
+"""Patterns of the files that a server needs in addition to the weights: config and tokenizer."""
 
 
 class VersionFolders:
@@ -188,7 +188,7 @@ class VersionFolders:
 
     def __init__(self, root: str | Path, *, keep: int = 2, model: str | Path | None = None) -> None:
         """`keep` is the number of versions to keep. `model` is a folder whose config and tokenizer
-        are copied beside the weights."""
+        are copied next to the weights."""
         if keep < 1:
             raise ConfigError(f"keep ({keep}) must be >= 1: the version that is served must not be deleted")
         self.root = Path(root).resolve()

@@ -178,7 +178,7 @@ class ServerLink:
         self._group, self._group_id = group, str(info["group_id"])
 
     def begin(self, update_info: Mapping[str, Any]) -> None:
-        """Ask the server to stage a push. Returns at once."""
+        """Ask the server to stage a push. Returns without waiting."""
         self.endpoints.start_update()
         self._update = start_in_thread(lambda: self.endpoints.update(update_info, timeout_s=self._deadline_s), daemon=True)
 

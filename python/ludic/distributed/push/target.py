@@ -17,7 +17,7 @@ class _Urls(PushTarget):
 
 class _UserClient(PushTarget):
     """A client that does not derive from `PushTarget`. It has `server_url` or `server_urls`, and
-    other members of `PushTarget` or not. Its headers are those of its `_session`, if it has one."""
+    other members of `PushTarget` or not. Its headers come from its `_session`, if it has one."""
 
     def __init__(self, client: Any) -> None:
         self._client = client

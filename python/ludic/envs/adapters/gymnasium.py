@@ -111,7 +111,7 @@ class GymnasiumEnv(SingleAgentEnv):
 
 
 ReadAction = Callable[[str], Any]
-"""Text to an element of the action space; ValueError, which says what is legal, for other text."""
+"""Text to an element of the action space; for other text a ValueError that names the legal ones."""
 
 _INTEGER = re.compile(r"[+-]?[0-9]{1,18}")
 _HIGHLIGHT = re.compile(r"\x1b\[[0-9;]*m(.*?)\x1b\[0?m", re.DOTALL)
@@ -152,8 +152,8 @@ def _number(value: float | int) -> str:
 
 
 def action_reader(space: Any, names: Sequence[str] | None) -> tuple[ReadAction, str]:
-    """(the parser of actions of this space, the legal actions in words). `names` are those of a
-    Discrete space, in order.
+    """(the parser of actions of this space, the legal actions in words). `names` are the actions of
+    a Discrete space, in order.
 
     Raises ConfigError for a space whose actions have no obvious text form, and for names that do
     not fit.

@@ -73,8 +73,8 @@ class OpenEnvEnv(SingleAgentEnv):
         timeout_s: float = 60.0,
         reset_settings: Mapping[str, Any] | None = None,
     ) -> None:
-        """`reset_settings` are sent with every reset, beside the seed. Raises ConfigError unless
-        `timeout_s` is above 0."""
+        """`reset_settings` are sent with every reset, in addition to the seed. Raises ConfigError
+        unless `timeout_s` is above 0."""
         super().__init__()
         if not timeout_s > 0:
             raise ConfigError(f"timeout_s ({timeout_s}) must be > 0")

@@ -28,12 +28,12 @@ class TextArenaEnv(LudicEnv[str, str, str]):
     among its agents. With one agent left the environment is single-agent, and every outcome
     contains everything that happened until the agent's next turn.
 
-    A player sees what is new to it, without its own moves. `step` takes the move of the one active
-    agent. It returns outcomes for that agent, for every other agent with news, and for all agents
-    when the game is over. The rewards are the game's and come at the end. The game judges moves
-    against its rules: usually a warning first, then the loss of the game. Text that makes the game
-    raise counts as an empty move, with `info["game_error"]`; if that fails too, it is a
-    RolloutError, never a reward.
+    A player sees the messages since its last turn, without its own moves. `step` takes the move of
+    the one active agent. It returns outcomes for that agent, for every other agent with news, and
+    for all agents when the game is over. The rewards are the game's and come at the end. The game
+    judges moves against its rules: usually a warning first, then the loss of the game. Text that
+    makes the game raise counts as an empty move, with `info["game_error"]`; if that fails too, it
+    is a RolloutError, never a reward.
 
     The end is always `terminated`, also at a turn limit of the game; `info["reason"]` says which it
     was. The game has its own random state: it follows the seed of `reset` and leaves the process's

@@ -145,7 +145,7 @@ async def play_task(
     """Play a `verifiers.v1.Task` to its end and return the trace. Raises the first error of
     `policy_client`.
 
-    `agent_config`: a `verifiers.v1.AgentConfig`; its model, client and sampling are those of
+    `agent_config`: a `verifiers.v1.AgentConfig`; its model, client and sampling are taken from
     `policy_client`. None asks the model once, in this process, without tools.
     """
     vf = import_extra("verifiers.v1", "verifiers")

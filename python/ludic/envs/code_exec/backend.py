@@ -1,6 +1,6 @@
 """The backends of sandboxes, which of them work on this machine, and pools of them by their names.
 
-A backend is looked at when it is asked for, so that nothing is imported or started before.
+A backend is checked on its first use, so that nothing is imported or started before.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ async def create_sandbox_pool(
 
     `backend` is a `SandboxBackend`. `python_version` None is this interpreter's. Workspaces are in
     memory: `workspace_base_dir` can only be "auto". `backend_kwargs` are further arguments of the
-    backend's pool, such as its `config`; `memory_limit_mb` (256) is that of a program. ConfigError
+    backend's pool, such as its `config`; `memory_limit_mb` (256) limits a program. ConfigError
     for an unknown name or setting, NoSandboxError, a RuntimeError, if the backend does not work.
     """
     check_workspace(workspace_base_dir)

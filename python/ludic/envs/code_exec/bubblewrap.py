@@ -3,8 +3,9 @@
 A program sees `/usr` and the interpreter, read-only, an empty `/workspace`, `/tmp` and `/dev/shm`
 of limited size, its own processes, and nothing else: no network, no other file, no variable of the
 environment. It has no capability, and a filter refuses most of the kernel's interface
-(`ludic.envs.code_exec.seccomp`). What is left is the kernel itself: a program that exploits a fault
-of the kernel gets out, and programs on the same processor can be timed. `docs/code.md` says more.
+(`ludic.envs.code_exec.seccomp`). The remaining risk is the kernel itself: a program that exploits a
+fault of the kernel gets out, and programs on the same processor can be timed. `docs/code.md` says
+more.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class BubblewrapConfig:
     """Settings of all sandboxes of a pool."""
 
     python_version: str | None = None
-    """As `3.11`; None: this interpreter's."""
+    """As `3.11`. None means this interpreter's."""
     memory_limit_mb: int = 256
     """Of a program, unless its test says otherwise."""
 
@@ -120,7 +121,7 @@ class BubblewrapSandboxPool(BaseSandboxPool):
 
 
 def sandbox_arguments(python: Path) -> list[str]:
-    """The arguments of bwrap: namespaces, what is mounted, and the command."""
+    """The arguments of bwrap: namespaces, mounts, and the command."""
     arguments = ["--unshare-all", "--unshare-user", "--disable-userns", "--uid", "1000", "--gid", "1000"]
     arguments += ["--as-pid-1", "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--hostname", "sandbox"]
     arguments += ["--ro-bind", "/usr", "/usr"]
@@ -147,7 +148,7 @@ def sandbox_arguments(python: Path) -> list[str]:
 
 
 def find_python(version: str | None, *, others: bool = False) -> Path:
-    """An interpreter of this version, its links followed; None: this interpreter's version.
+    """An interpreter of this version, its links followed. None means this interpreter's version.
 
     `others` prefers one that every user of this machine can read. ConfigError if there is none.
     """

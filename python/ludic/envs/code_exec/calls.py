@@ -1,8 +1,8 @@
 """Judges programs by the values of calls: the calls run in a sandbox, and their values, which come
 as JSON, are compared outside with the expected ones.
 
-Nothing of a sandbox's answer is made an object of a class, a key or a member of a set: it is
-looked up in what is expected, so that no answer costs more than its length.
+Nothing of a sandbox's answer is made an object of a class, a key or a member of a set: it is looked
+up in the expected values, so that no answer costs more than its length.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def _key(value: Any) -> str:
 
 
 def _long_int(written: Any) -> int | None:
-    """Example: `"0x1f"` is 31. None for what is none."""
+    """Example: `"0x1f"` is 31. None for any other text."""
     try:
         return int(written, 16) if isinstance(written, str) else None
     except ValueError:

@@ -186,9 +186,9 @@ class Remover:
             self._failed.discard(container)
 
     def remove_leftovers(self) -> None:
-        """Remove the containers that could not be removed before, and those of processes that have
-        ended: one that is killed between the creation and the start of a container leaves it. What
-        cannot be removed now is logged. GradingError if the containers cannot be listed."""
+        """Remove the containers that could not be removed before, and containers of processes that
+        have ended: one that is killed between the creation and the start of a container leaves it.
+        What cannot be removed now is logged. GradingError if the containers cannot be listed."""
         before, owners = self.failed, self._engine.list_owners()
         with self._lock:
             self._failed -= before - owners.keys()  # gone by themselves

@@ -55,11 +55,11 @@ class DockerSandboxConfig:
 
     python_version: str = "3.11"
     base_image: str | None = None
-    """With a `python3`; None: `python:VERSION-slim`."""
+    """With a `python3`. None means `python:VERSION-slim`."""
     memory_limit: str = "256m"
     """Of a program, unless its test asks for less. The container has some more, for files."""
     cpu_quota: int | None = 50_000
-    """Microseconds of processor time in each 100,000: half a processor; None: no limit."""
+    """Microseconds of processor time in each 100,000: half a processor. None means no limit."""
     network_disabled: bool = True
     """False: the container has Docker's default network, and programs may use sockets."""
     working_dir: str = "/workspace"
@@ -363,7 +363,7 @@ def connect(*, timeout_s: int = 60) -> Any:
 
 
 def _try_socket(address: str, timeout_s: float) -> None:
-    """OSError if nobody listens there. The package leaves such sockets open."""
+    """OSError if no process listens there. The package leaves such sockets open."""
     scheme, _, path = address.partition("://")
     if scheme in ("unix", "http+unix"):
         with socket.socket(socket.AF_UNIX) as trial:

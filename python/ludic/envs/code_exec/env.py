@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 CHECKOUT_S = 3600.0
 """How long a program may wait for a sandbox. Each sandbox ends its own program in time, so that
-those who wait are served; a pool that has given up says so at once."""
+waiting programs are served; a pool that has given up says so immediately."""
 TRIES = 3
 """Sandboxes that a program is judged in, if they fail, before its episode fails."""
 

@@ -65,7 +65,7 @@ class PodmanConfig:
     memory_limit: str = "256m"
     """Of a program, unless its test asks for less. The container has some more, for files."""
     cpu_quota: int | None = None
-    """Microseconds of processor time in each 100,000; None: no limit."""
+    """Microseconds of processor time in each 100,000. None means no limit."""
     network_disabled: bool = True
     """False: the container has Podman's default network, and programs may use sockets."""
     working_dir: str = "/workspace"
@@ -75,7 +75,7 @@ class PodmanConfig:
     extra_args: list[str] | None = None
     """Further arguments of `podman run`."""
     command: str | None = None
-    """`podman` or `podman-hpc`; None: podman-hpc if it is found, else podman."""
+    """`podman` or `podman-hpc`. None means podman-hpc if it is found, else podman."""
 
 
 def find_podman(command: str | None = None) -> str:

@@ -33,11 +33,12 @@ def check_workspace(workspace_base_dir: str) -> None:
 class BaseSandboxPool(ABC):
     """A pool of `n_workers` sandboxes. A backend implements `_start_sandbox` and `python_version`.
 
-    `release` returns at once; the sandbox is reset in the background, at most `max_concurrent_ops`
-    at the same time. One that cannot be reset is stopped and, if `auto_replace_failed`, replaced,
-    with waits of 1, 2, 4 ... s between starts that fail. After `max_consecutive_failures` failures
-    with no success between them, where those of the same time are one, every `checkout` raises
-    SandboxPoolExhaustedError. Sandboxes are used by any number of event loops, one after another.
+    `release` returns without waiting; the sandbox is reset in the background, at most
+    `max_concurrent_ops` at the same time. One that cannot be reset is stopped and, if
+    `auto_replace_failed`, replaced, with waits of 1, 2, 4 ... s between starts that fail. After
+    `max_consecutive_failures` failures with no success between them, where simultaneous failures
+    count as one, every `checkout` raises SandboxPoolExhaustedError. Sandboxes are used by any
+    number of event loops, one after another.
     """
 
     def __init__(
@@ -299,7 +300,7 @@ class BaseSandboxPool(ABC):
         return None
 
     def _give_up_without_sandboxes(self) -> None:
-        """Without a sandbox left, nobody could ever be served."""
+        """Without a sandbox left, no program could ever be served."""
         with self._lock:
             if not (self._idle or self._used or self._lent or self._resetting):
                 self._failures = max(self._failures, self._max_consecutive_failures)
@@ -307,8 +308,8 @@ class BaseSandboxPool(ABC):
             self._wake(len(self._waiting))
 
     def _count_failure(self, what: str, error: Exception, before: int) -> None:
-        """One more than `before`, the failures when this was begun: a daemon that is away fails
-        every sandbox at once, which counts once."""
+        """One more than `before`, the failures when this was begun: a daemon that is away fails all
+        sandboxes, which counts as one failure."""
         self._failures = max(self._failures, before + 1)
         self._last_failure = f"{what}: {type(error).__name__}: {error}"
         logger.warning("a sandbox failed (%d in a row): %s", self._failures, self._last_failure)

@@ -35,7 +35,7 @@ module.main(sent["places"], base64.b64decode(sent["filter"]))
 LONGEST_REPLY = 16 << 20
 """Bytes: twice a megabyte of output, six bytes for each byte at most, and some more."""
 ANSWER_S = 20.0
-"""How long a sandbox has for its answer beside the program's own time."""
+"""How long a sandbox has for its answer in addition to the program's own time."""
 
 
 def first_process(python: str, places: Sequence[str], *, system_call_filter: bytes = b"") -> list[str]:
@@ -59,8 +59,8 @@ class ProcessSandbox:
     """
 
     def __init__(self, process: LineProcess, *, memory_limit_mb: int = 256, most_memory_mb: int | None = None) -> None:
-        """`memory_limit_mb` is a program's, unless a call says otherwise; at most
-        `most_memory_mb`, which what is around the process allows."""
+        """`memory_limit_mb` is a program's, unless a call says otherwise; at most `most_memory_mb`,
+        which the limits around the process allow."""
         self._process, self._memory_limit_mb, self._most_memory_mb = process, memory_limit_mb, most_memory_mb
         self._stopped = False
         self._was_cancelled = False
@@ -130,8 +130,8 @@ class ProcessSandbox:
     async def execute_batch(
         self, spec: BatchExecutionSpec
     ) -> AsyncGenerator[CompileResult | ExecutionResult | dict[str, Any], None]:
-        """Each test runs when its answer is asked for, so the caller, who alone knows what is
-        expected, can stop at the first wrong one."""
+        """Each test runs when its answer is read, so the caller, who alone knows the expected
+        value, can stop at the first wrong one."""
         if spec.compile_first and not spec.tests:
             yield await self.compile(spec.code, timeout_s=spec.timeout_s)
         for place, test in enumerate(spec.tests):
@@ -201,7 +201,7 @@ class ProcessSandbox:
 
     async def _call(self, call: Callable[[], T]) -> T:
         """Run the call in the sandbox's thread. If the caller is cancelled, the process is killed,
-        so that the thread is free at once."""
+        so that the thread becomes free."""
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, call)
         except asyncio.CancelledError:

@@ -156,8 +156,8 @@ class StdinStdoutRunner:
 
 
 def judge(test: TestCase, execution: ExecutionResult, verifier: OutputVerifier) -> TestResult:
-    """The verdict on one run: it passes if the program ended with status 0 and printed what is
-    expected."""
+    """The verdict on one run: it passes if the program ended with status 0 and printed the expected
+    output."""
     if not execution.compiled:
         return TestResult(test, False, None, execution, _compile_details(execution.compile_result))
     if execution.run_status is RunStatus.SUCCESS:

@@ -51,7 +51,7 @@ class SandboxPool(Protocol):
 
     @property
     def available(self) -> int:
-        """Sandboxes that can be lent at once."""
+        """Sandboxes that can be lent at the same time."""
 
     @property
     def cache_stats(self) -> dict[str, int]: ...

@@ -152,7 +152,7 @@ class SharedSandboxPool:
 
 def share_sandboxes(n_workers: int | None = None, backend: str = "auto") -> SharedSandboxPool:
     """The sandboxes of a task or a reward function: `n_workers`, by default one a processor. Raises
-    at once if `backend` is unknown (ConfigError) or does not work here (NoSandboxError)."""
+    immediately if `backend` is unknown (ConfigError) or does not work here (NoSandboxError)."""
     workers = n_workers or min(MOST_WORKERS, len(os.sched_getaffinity(0)))
     chosen = choose_backend(backend)
     return SharedSandboxPool(lambda: create_sandbox_pool(workers, chosen, python_version=None))

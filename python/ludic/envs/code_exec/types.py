@@ -71,7 +71,7 @@ class ExecutionResult:
 
     compile_result: CompileResult
     run_status: RunStatus | None = None
-    """None: it was compiled only."""
+    """None if it was compiled only."""
     stdout: str = ""
     stderr: str = ""
     exit_code: int | None = None
@@ -118,7 +118,7 @@ class TestCase:
 @dataclass
 class BatchExecutionSpec:
     """A program and its tests, for `execute_batch` of a sandbox. A sandbox of ours reads the inputs
-    alone: what is expected never enters it."""
+    alone: the expected output never enters it."""
 
     code: str
     tests: list[TestCase]

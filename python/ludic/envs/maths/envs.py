@@ -123,7 +123,7 @@ class MathReward:
         return self._target(first_present(row, *self._keys))
 
     async def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | GradingError]:
-        """Columns are those of the data set; completions are text or messages."""
+        """Columns come from the data set; completions are text or messages."""
         grader = self._grader or shared_grader()
         rows = [{key: columns[key][index] for key in self._keys if key in columns} for index in range(len(completions))]
         verdicts = await asyncio.gather(

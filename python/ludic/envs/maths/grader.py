@@ -20,9 +20,9 @@ class MathGrader(LineProcessPool):
     """Compares answers with targets by math-verify: `0.5` is `\\frac{1}{2}`, `x^2+2x+1` is
     `(x+1)^2`.
 
-    Comparisons run in `workers` processes (None: one for each core, at most 8), which start at the
-    first use. A comparison that takes longer than `timeout_s` is killed with its process. This and
-    every other failure raises GradingError and is counted in `counts`; it is never a verdict.
+    Comparisons run in `workers` processes (None means one for each core, at most 8), which start at
+    the first use. A comparison that takes longer than `timeout_s` is killed with its process. This
+    and every other failure raises GradingError and is counted in `counts`; it is never a verdict.
     `memory_mb` limits the address space of each process. `command` replaces the worker by another
     program with the same protocol.
     """

@@ -119,7 +119,7 @@ class TaggedMathReward:
         return str(row["answer"]) if row.get("answer") is not None else math_target(first_present(row, "solution"))
 
     async def __call__(self, completions: Sequence[Any], *, is_eval: bool = False, **columns: Any) -> list[float | GradingError]:
-        """Columns are those of the data set; completions are text, messages or None."""
+        """Columns come from the data set; completions are text, messages or None."""
         template: Template = "relaxed" if is_eval else self._template
         answers = [tagged_answer(_text(completion), template=template, which=self._which) for completion in completions]
         untold = template != "relaxed" and set(answers) == {None} and any("<answer>" in _text(each) for each in completions)

@@ -31,17 +31,16 @@ class TicTacToeEnv(SingleAgentEnv):
     """The agent names an empty cell and the opponent moves, until the game is over.
 
     A draw is **forced** if every move of the agent kept the value of perfect play: it missed no win
-    and allowed none. Its reward may be higher than that of other draws. An illegal move ends the
-    game with `illegal_reward`.
+    and allowed none. Its reward may be higher than the reward of other draws. An illegal move ends
+    the game with `illegal_reward`.
 
     With the same seed the opponent draws the same random numbers at its n-th move, regardless of
     the agent's moves, so the games of a group have the same luck. The global random state is
     neither read nor changed.
 
-    A step's info: `agent_move` (A1 to C3, or the text if it is illegal), `gto_action` (a
-    move of perfect play), `opponent_move` (or None), `board`, `illegal_move`; at the end `result`
-    (win, draw, loss or illegal), `won`, `drawn` and `forced_draw`; `error` says what is wrong with
-    an illegal move.
+    A step's info: `agent_move` (A1 to C3, or the text if it is illegal), `gto_action` (a move of
+    perfect play), `opponent_move` (or None), `board`, `illegal_move`; at the end `result` (win,
+    draw, loss or illegal), `won`, `drawn` and `forced_draw`; `error` says why a move is illegal.
 
     >>> env = TicTacToeEnv(opponent=PerfectOpponent())
     >>> obs, info = env.env_reset(seed=0)

@@ -79,8 +79,8 @@ class LocalChatClient:
     The returned token ids are those that the model read and sampled; text is never tokenised again.
 
     `logprobs_mode="raw"` returns log-probabilities of the unmodified model, as the trainer computes
-    them; `"processed"` those of the distribution sampled from, after penalties, temperature and
-    top-p. At temperature 1 and top-p 1 both are equal.
+    them; `"processed"` log-probabilities of the distribution sampled from, after penalties,
+    temperature and top-p. At temperature 1 and top-p 1 both are equal.
 
     Each distinct prompt of a batch is read once. Its keys and values are then read by all of its
     rows, without a copy for each, if the model is in float32 and its attention is `sdpa` through
@@ -175,11 +175,11 @@ class LocalChatClient:
         """Copy weights by name, never in the middle of a batch; returns the version now sampled
         from.
 
-        Names are those of the model without adapters. A client that shares the trainer's model,
-        with or without adapters, is already up to date; in a copy of a model, adapters are merged.
-        Everything is checked before the first weight is copied. Raises ConfigError for an unknown
-        name, a wrong shape or a version that is not a number, and TimeoutError if a batch takes
-        longer than `timeout_s`.
+        Names are the parameter names of the model without adapters. A client that shares the
+        trainer's model, with or without adapters, is already up to date; in a copy of a model,
+        adapters are merged. Everything is checked before the first weight is copied. Raises
+        ConfigError for an unknown name, a wrong shape or a version that is not a number, and
+        TimeoutError if a batch takes longer than `timeout_s`.
         """
         return self._sync(lambda: copy_weights(self.model, params), timeout_s, version)
 

@@ -138,7 +138,7 @@ def _forward_keywords(model: Any) -> frozenset[str]:
 
 class _Decoding:
     """The state of one batch. Row i of the tensors belongs to request `rows[i]`; ended rows are
-    dropped, at once if that copies only the rows that take their places."""
+    dropped, immediately if that copies only the rows that take their places."""
 
     def __init__(
         self,
@@ -234,8 +234,8 @@ class _Decoding:
         return logits
 
     def _run_model(self, arguments: dict[str, Any]) -> Any:
-        """The model's output; from whole rows if its attention is not that of the first pass, and
-        so does not read shared prompts."""
+        """The model's output; from whole rows if its attention differs from the first pass and
+        cannot read shared prompts."""
         if not (self.has_row_cache and self.cache.shares):
             return self.model(input_ids=self.ids, **arguments)
         length = self.cache.get_seq_length()

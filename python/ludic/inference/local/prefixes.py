@@ -60,7 +60,7 @@ class Prefix:
 
 @dataclass(frozen=True)
 class Match:
-    """The first `length` tokens of a prompt are those of `prefix`."""
+    """The first `length` tokens of a prompt equal `prefix`."""
 
     prefix: Prefix
     length: int

@@ -54,7 +54,7 @@ class Groups:
 
 
 class RowLayer(DynamicLayer):  # type: ignore[misc, unused-ignore]
-    """One layer of a `RowCache`: the columns of each row, without those of a shared prompt."""
+    """One layer of a `RowCache`: the columns of each row, without a shared prompt."""
 
     def __init__(self, keys: Tensor, values: Tensor, *, rows: Tensor, limit: int, groups: Groups | None) -> None:
         """From prompts [R, H, P, D] and the prompt of each row [N]. At most `limit` columns follow.
@@ -104,7 +104,7 @@ class RowLayer(DynamicLayer):  # type: ignore[misc, unused-ignore]
         return self.keys, self.values
 
     def get_seq_length(self) -> int:
-        """Columns of a row, those of its prompt included."""
+        """Columns of a row, its prompt included."""
         return self.length + (0 if self.prompt is None else self.prompt[0].shape[2])
 
     @property
@@ -164,7 +164,7 @@ class RowCache(DynamicCache):  # type: ignore[misc, unused-ignore]
         self.shares, written.layer = False, None
 
     def nbytes_of_rows(self, rows: int) -> int:
-        """Bytes of `read_rows` for so many rows."""
+        """Bytes of `read_rows` for this number of rows."""
         return sum(
             2 * rows * layer.keys.shape[1] * layer.get_seq_length() * layer.keys.shape[3] * layer.keys.element_size()
             for layer in self.layers

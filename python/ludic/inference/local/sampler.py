@@ -25,13 +25,13 @@ from torch import Tensor
 from ludic.inference.sampling import SamplingParams
 
 CHUNK_ELEMENTS = 1 << 20
-"""Probabilities processed at once."""
+"""Probabilities processed in one pass."""
 TILE = 128
 """Tokens whose probabilities are summed first when a uniform number is looked up."""
 HEAD = 1024
 """Most likely tokens that top-p sorts before it sorts a whole row."""
 BLOCK = 64
-"""Uniforms drawn from each stream at once; a multiple of four."""
+"""Uniforms drawn from each stream in one call; a multiple of four."""
 
 
 def stream_key(seed: int | None, prompt_ids: Sequence[int]) -> NDArray[np.uint64]:

@@ -147,7 +147,8 @@ def attend_rows(query: Tensor, layer: RowLayer, mask: Tensor | None, scale: floa
 
 
 def _split_mask(mask: Tensor | None, rows: Tensor, length: int) -> tuple[Tensor | None, Tensor | None]:
-    """The mask of the prompts' columns, of one row of each prompt, and that of the rows' own."""
+    """The mask of the prompts' columns, of one row of each prompt, and the mask of the rows' own
+    columns."""
     if mask is None:
         return None, None
     of_prompts = mask[..., :length]

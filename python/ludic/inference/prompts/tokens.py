@@ -1,5 +1,5 @@
 """Converts messages to prompt token ids, with a cache, so that the ids of each turn of a dialogue
-begin with those of the previous turn."""
+begin with the ids of the previous turn."""
 
 from __future__ import annotations
 
@@ -112,7 +112,8 @@ class PromptTokens(PromptEncoder):
 
     @property
     def extra_end_ids(self) -> list[int]:
-        """Tokens that end an answer beside the tokenizer's end token, which servers know."""
+        """Tokens that end an answer in addition to the tokenizer's end token, which servers
+        know."""
         return sorted(find_turn_end(self.tokenizer).ids - {getattr(self.tokenizer, "eos_token_id", None)})
 
     def encode(self, dialogue: Dialogue) -> list[int]:

@@ -13,7 +13,8 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_aft
 from ludic.errors import ConfigError, EngineDeadError, InferenceError, ServerError, ServerUnreachableError
 
 TRANSIENT_STATUS = frozenset({408, 409, 425, 429})
-"""Statuses below 500 after which a retry may succeed. Those of 500 and above are transient too."""
+"""Statuses below 500 after which a retry may succeed. Statuses of 500 and above are transient
+too."""
 DEAD_MARKS = ("EngineCore encountered an issue", "EngineDeadError", "EngineGenerateError")
 """Text in the body of a 500 by which vLLM reports that its engine has died."""
 MAX_QUOTED_CHARS = 500

@@ -221,8 +221,8 @@ def is_loopback_url(url: str) -> bool:
 
 
 def is_refused(error: ServerUnreachableError) -> bool:
-    """Whether nobody listens at the address, so that whoever served there has ended. A connection
-    that broke, or was not accepted in time, says nothing of that."""
+    """Whether no process listens at the address, so that the server there has ended. A connection
+    that broke, or was not accepted in time, does not say so."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, ConnectionRefusedError):

@@ -27,17 +27,17 @@ class OpenAIChatClient:
     A call takes at most `timeout_s`, including retries and the waits between them. Failed
     connections and the statuses 408, 409, 425, 429 and 500 and above are retried up to
     `max_retries` times, after the server's Retry-After or a random wait that grows from
-    `backoff_s`. Anything else that is not a completion raises InferenceError at once.
+    `backoff_s`. Anything else that is not a completion raises InferenceError immediately.
 
     Token ids are requested only with `returns_token_ids=True`, which needs a server that supports
-    vLLM's `return_token_ids`, and responses with them are checked as those of vLLM are. Without
+    vLLM's `return_token_ids`, and responses with them are checked like responses of vLLM. Without
     them an evaluation has no traces and training is impossible.
     Weights cannot be pushed through this interface.
 
-    `chat_template_kwargs` are arguments of the server's chat template; those of a request go before
-    them. `api_key` is sent to `base_url`; keys in the environment are not. The client belongs to
-    the event loop that first uses it: close it there with `aclose`, or use it as an asynchronous
-    context manager.
+    `chat_template_kwargs` are arguments of the server's chat template; arguments of a request
+    override them. `api_key` is sent to `base_url`; keys in the environment are not. The client
+    belongs to the event loop that first uses it: close it there with `aclose`, or use it as an
+    asynchronous context manager.
     """
 
     def __init__(

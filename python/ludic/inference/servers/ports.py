@@ -15,9 +15,9 @@ _RANDOM = SystemRandom()  # another one in each process, whatever its seeds
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port that nobody listens on at `host` now. A server listens only after it has loaded its
-    model, so the port is below the range from which the kernel serves whoever connects or asks for
-    any port; only if no port there is found, in it."""
+    """A port on which no process listens at `host` now. A server listens only after it has loaded
+    its model, so the port is below the range from which the kernel serves whoever connects or asks
+    for any port; only if no port there is found, in it."""
     first = _first_of_kernel()
     below = range(LOWEST, first) if first > LOWEST else range(0)
     for port in _RANDOM.sample(below, min(TRIES, len(below))):

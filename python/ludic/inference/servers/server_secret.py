@@ -63,7 +63,7 @@ def remove_secret(port: int, secret: str) -> None:
 
 def secret_headers(url: str, environment: Mapping[str, str] | None = None) -> dict[str, str]:
     """The headers of a request that may change what the server at `url` serves: the secret of
-    `LUDIC_SERVER_SECRET`, else that of the server at this port of this machine, else none."""
+    `LUDIC_SERVER_SECRET`, else the one of the server at this port of this machine, else none."""
     env = os.environ if environment is None else environment
     secret = env.get(VARIABLE) or _read_stored_secret(url)
     return {HEADER: secret} if secret else {}

@@ -49,7 +49,7 @@ class VLLMChatClient(PushTarget):
 
     A call takes at most `timeout_s`, including retries. Failed connections, 408, 409, 425, 429, 5xx
     and aborted requests are retried up to `max_retries` times; sampling changes nothing on the
-    server. A dead engine raises EngineDeadError at once.
+    server. A dead engine raises EngineDeadError immediately.
 
     With several servers (`urls`) each request goes to the least loaded one. A dead server is
     drained and its requests move to the others. So is one that hangs: it has answered nothing for
@@ -210,8 +210,8 @@ class VLLMChatClient(PushTarget):
 
     @property
     def served_names(self) -> dict[str, str]:
-        """Requested model -> name under which its newest weights are served, such as that of the
-        newest adapter."""
+        """Requested model -> name under which its newest weights are served, such as the name of
+        the newest adapter."""
         return self._settings.served_names
 
     @property
@@ -244,9 +244,9 @@ class VLLMChatClient(PushTarget):
 
     def follow_restarts(self, restarts: Restarts) -> None:
         """Wait for servers that are restarted, and take no answer of weights that were not
-        published, or are older than the version that is published or required when it is asked
-        for. Raises ConfigError for a client without `tokenizer`, whose answers do not say what
-        sampled them."""
+        published, or are older than the version that is published or required at the request.
+        Raises ConfigError for a client without `tokenizer`, whose answers do not say what sampled
+        them."""
         if isinstance(self._completions, ChatCompletions):
             raise ConfigError(
                 "servers that are restarted need a client with tokenizer=: only then do answers say which weights they are of"

@@ -77,8 +77,8 @@ class VllmEndpoints(ServerCalls):
         self.call("post", "/finish_weight_update", json=body, timeout_s=timeout_s)
 
     def reset_prefix_cache(self) -> None:
-        """Drop the keys and values of the old weights. Those of frozen requests are also dropped
-        and then computed again."""
+        """Drop the keys and values of the old weights. For frozen requests they are computed
+        again."""
         answer: Any = self.call("post", "/reset_prefix_cache", params={"reset_running_requests": "true"})
         if isinstance(answer, Mapping) and answer.get("success") is False:
             raise InferenceError(

@@ -92,10 +92,10 @@ def start_vllm_server(
     `device="auto"` is the CPU if vLLM's CPU build is installed there. `extra_args` override all
     flags.
 
-    Log-probabilities are those of the distribution sampled from (`processed_logprobs`), sampling
+    Log-probabilities belong to the distribution sampled from (`processed_logprobs`), sampling
     defaults are vLLM's rather than the model's, and the token endpoint is on. `weights` is the
     transport of new weights: "gloo" through host memory, "ludic_nccl" between GPUs, "disk" from a
-    shared folder. Requests that change what is served need the server's secret:
+    shared folder. Requests that change the served weights need the server's secret:
     `LUDIC_SERVER_SECRET` if set, else a random one, which this user's processes on this machine
     find. Sampling needs no secret, so `host` should be this machine. `client_tags` loads the
     middleware that echoes client tags, `think_limits` the logits processor for `max_think`.

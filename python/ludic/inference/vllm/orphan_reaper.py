@@ -1,12 +1,12 @@
 """Stops a server after its parent process has ended, even if that was killed and ran no cleanup
 code.
 
-A reaper is a small process beside each server, in its own session. It reads from a pipe whose other
+A reaper is a small process for each server, in its own session. It reads from a pipe whose other
 end only the server's parent holds. When the pipe closes without a dismissal, the reaper sends
 SIGTERM to the server's process group, and SIGKILL after the grace period. This file is run as a
 script by an interpreter that imports only the standard library.
 
-`launch.guard` stands between a process and its parent, and kills at once. A server gets time to
+`launch.guard` stands between a process and its parent, and kills immediately. A server gets time to
 end, and the `Popen` object that its starter has must be the server itself.
 """
 

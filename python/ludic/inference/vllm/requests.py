@@ -91,7 +91,7 @@ class TokenRequest:
     top_k: int = 1
     """Alternatives for each token; 1 is the sampled token alone."""
     stop_token_ids: Sequence[int] = ()
-    """Tokens that end an answer beside the model's end token."""
+    """Tokens that end an answer in addition to the model's end token."""
     fields: Mapping[str, Any] = field(default_factory=dict)
     """More fields of the body, which override the others."""
 

@@ -76,7 +76,7 @@ class VLLMScoringClient:
     """A reward model behind one or more vLLM servers, `http://host:port`.
 
     A call takes at most `timeout_s`, retries included. Failed connections and transient statuses
-    are retried up to `max_retries` times; a dead engine raises EngineDeadError at once. With
+    are retried up to `max_retries` times; a dead engine raises EngineDeadError immediately. With
     several servers each call goes to the least busy one; a dead server is drained, and its calls
     move to the others. With `tokenizer`, the server's own, rollouts are scored as the token ids
     that were sampled, and text begins as in training. `pooling_type` must equal the server's,
@@ -276,7 +276,8 @@ class VLLMScoringClient:
 
 
 def _group_by_kind(inputs: Sequence[ScoringInput]) -> list[list[int]]:
-    """The positions of the texts and those of the token ids, because a request takes only one kind.
+    """The positions of the texts and the positions of the token ids, because a request takes only
+    one kind.
 
     `["a", (1, 2), "b"]` -> `[[0, 2], [1]]`.
     """

@@ -38,7 +38,7 @@ VERSION_ENDPOINTS: tuple[tuple[str, type[WeightInfo | _RuntimeVersion]], ...] = 
     ("/weight_info", WeightInfo),
     ("/runtime_version", _RuntimeVersion),
 )
-"""vLLM's own endpoint, and that of older servers."""
+"""vLLM's own endpoint, and the endpoint of older servers."""
 
 
 def server_url(address: str, port: int | None = None) -> str:

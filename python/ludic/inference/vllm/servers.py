@@ -77,16 +77,16 @@ class VLLMServers:
         return await self._retries.run(attempt, name=self.name)
 
     def follow_restarts(self, restarts: Restarts) -> None:
-        """Take answers only of versions that were published, and are no older than `version` was
-        when they were asked for. A server with others is drained until it has been given the
-        newest."""
+        """Take answers only of versions that were published, and are no older than `version` was at
+        the request. A server with others is drained until it has been given the newest."""
         self.pool.restarts = restarts
 
     def check_served(self, server: Server, spans: Sequence[Mapping[str, Any]], least: int) -> None:
         """Raise StaleWeightsError for an answer of another version than `follow_restarts` allows.
 
         A server that was restarted says `default`, whatever weights it has, until a push has loaded
-        others: with the answer itself it says that nobody has published to this life of it."""
+        others: with the answer itself it says that nothing has been published to it since it
+        started."""
         if self.pool.restarts is None:
             return
         if stale := [span["version"] for span in spans if not is_at_least(span["version"], least)] or ([] if spans else [None]):

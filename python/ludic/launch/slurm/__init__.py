@@ -1,5 +1,5 @@
-"""Slurm: the batch script of the processes of a run (`place=slurm`), and that of a training job
-with servers beside it (`ludic slurm`)."""
+"""Slurm: the batch script of the processes of a run (`place=slurm`), and the script of a training
+job with its servers (`ludic slurm`)."""
 
 from ludic.launch.slurm.placement import Allocation, Placement, Server, place
 from ludic.launch.slurm.run import run_job

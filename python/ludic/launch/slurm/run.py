@@ -40,7 +40,7 @@ Step = subprocess.Popen[Any]
 
 
 def run_job(settings: SlurmSettings) -> int:
-    """Run the job of this process. Returns the exit status: that of the first rank that failed, or
+    """Run the job of this process. Returns the exit status of the first rank that failed, or
     1 if a server ended or was not healthy in time. Raises ConfigError if the GPUs are too few."""
     job_id = os.environ["SLURM_JOB_ID"]
     settings = settings.with_ports_of(job_id)
@@ -76,8 +76,8 @@ def describe(placement: Placement) -> list[str]:
 
 
 def find_status(errors: str, status: int) -> int:
-    """The status of the first rank that failed. With several nodes srun's own is that of any of
-    them, since it ends the others.
+    """The status of the first rank that failed. With several nodes srun returns the status of any
+    of them, since it ends the others.
 
     >>> find_status("srun: error: n1: task 0: Exited with exit code 3", 143)
     3
@@ -120,7 +120,7 @@ class _Ending:
         self._is_asked, self._next_ask = False, 0.0
 
     def go_on(self, reason: str) -> None:
-        """Do what is due. It is called until the trainer has ended."""
+        """Do the next round of work. It is called until the trainer has ended."""
         now = time.monotonic()
         if self._deadline is None:
             self._deadline = now + self._patience_s

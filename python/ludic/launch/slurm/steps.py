@@ -35,9 +35,9 @@ def server_steps(settings: SlurmSettings, placement: Placement, job_id: str) -> 
 
 
 def training_step(settings: SlurmSettings, placement: Placement, job_id: str) -> list[str]:
-    """The command that trains, on all nodes of the training at once: the settings' own, with the
-    addresses of the servers unless it has some. Several ranks are those of one agent of torchrun
-    on each node."""
+    """The command that trains, on all nodes of the training: the settings' own, with the addresses
+    of the servers unless it has some. With several ranks, one torchrun agent on each node starts
+    them."""
     nodes, ranks = placement.train_nodes, placement.ranks_per_node
     environment = {STOP_ONCE: "1", STOP_VARIABLE: str(settings.stop_before_end_s), **(ENV if len(nodes) > 1 else {})}
     agent: list[str] = []
@@ -51,7 +51,7 @@ def training_step(settings: SlurmSettings, placement: Placement, job_id: str) ->
 
 def tell_servers(train: Sequence[str], placement: Placement) -> list[str]:
     """The settings of the recipe that name the servers, and this side for servers elsewhere. A run
-    that is resumed is always told its side, since it has that of its last job."""
+    that is resumed is always told its side, since its recipe has the side of its last job."""
     if not placement.servers or any(part.startswith(_URL) for part in train):
         return []
     told = [f"{_URL}[{','.join(placement.urls)}]"]

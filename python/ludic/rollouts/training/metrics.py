@@ -1,4 +1,5 @@
-"""Loggers with `log(metrics, step)` and `finish()`, over those of `ludic.training.loggers`."""
+"""Loggers with `log(metrics, step)` and `finish()`, over the loggers of
+`ludic.training.loggers`."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ class MetricsLogger(Protocol):
         ...
 
     def finish(self) -> None:
-        """Write what is left and release files and connections."""
+        """Write the remaining metrics and release files and connections."""
         ...
 
 

@@ -73,7 +73,7 @@ def ppo_loss(
     """PPO's clipped objective, with its sign turned: `PPOLoss` of one batch.
 
     logits [B, T, V], labels [B, T] int64, loss_mask [B, T], advantages [B] or [B, T]. old_log_probs
-    [B, T] are those of the tokens under the policy that sampled them; [B] are their means over the
+    [B, T] belong to the tokens under the policy that sampled them; [B] are their means over the
     tokens of each row, and the ratio is then one per row (GSPO). ref_log_probs [B, T] is needed for
     `kl_coef`. Returns [] float32; with `return_metrics` (loss, statistics).
     """
@@ -103,9 +103,9 @@ class PPOLoss(Loss):
       (arXiv:2503.20783). Its division by a constant length is left to the learning rate.
 
     k3 = exp(ref - logp) - 1 + logp - ref estimates KL(policy || reference). A batch that has
-    `old_logp_action` [B] without `actor_logps` has one ratio per row, the geometric mean of those
-    of its tokens, and its terms are means over rows whatever `aggregation` says (GSPO,
-    arXiv:2507.18071, eq. 5 to 7).
+    `old_logp_action` [B] without `actor_logps` has one ratio per row, the geometric mean over its
+    tokens, and its terms are means over rows whatever `aggregation` says (GSPO, arXiv:2507.18071,
+    eq. 5 to 7).
     """
 
     clip_range: float = 0.2

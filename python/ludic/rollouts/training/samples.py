@@ -1,4 +1,4 @@
-"""Converts samples to what is trained, and rollouts to samples and back.
+"""Converts samples to trained items, and rollouts to samples and back.
 
     Sample(tokens=[5, 6, 7, 8, 9], loss_mask=[0, 0, 1, 0, 1])
         item_of_sample       one `SAWItem`: the action mask is the loss mask, where that is not 0;
@@ -162,8 +162,8 @@ def _rollout_of_item(sample: Sample, item: SAWItem) -> Rollout:
 
 def rollout_of_sample(sample: Sample, *, place: int = 0) -> Rollout:
     """The sample as an episode: one step for each run of tokens with mask 1, whose prompt is all
-    that comes before it. The reward is that of the last step. Example: mask 0 0 1 0 1 has two
-    steps, with prompts of 2 and 4 tokens."""
+    that comes before it. The last step has the reward. Example: mask 0 0 1 0 1 has two steps, with
+    prompts of 2 and 4 tokens."""
     item = item_of_sample(sample, place=place)
     if item.attachments.action_fractions is not None:
         raise DataError(f"the loss_mask of {item.meta['rollout_id']} has fractions, which an episode cannot have; round them")

@@ -11,7 +11,7 @@ A worked example: the prompt `2+2=` (ids 53 46 53 64) and the sampled answer `4<
         rollout_log_probs=[0, 0, 0, 0, -0.2, -0.1],
     )
 
-A sample is what a `generate_fn` returns: text, tokens and reward, before credit. What is trained is
+A sample is what a `generate_fn` returns: text, tokens and reward, before credit. The trainer takes
 an `SAWItem`; `samples` converts one to the other and checks lengths, masks and rewards. Building a
 sample or a batch checks nothing.
 """
@@ -66,7 +66,7 @@ class SampleStatus(Enum):
 
 
 class _NoReward(float):
-    """The reward of a sample that nobody has rewarded: 0, and yet not a reward of 0."""
+    """The reward of a sample without a reward: 0, and yet not a reward of 0."""
 
 
 NO_REWARD = _NoReward()
@@ -221,7 +221,7 @@ class RLTrainingConfig(_Config):
     sync_every: int = 10
     """Steps between two publications of the weights to the inference engines."""
     baseline: float = 0.0
-    """What is subtracted from a reward where advantages are not relative to a group."""
+    """The baseline subtracted from a reward where advantages are not relative to a group."""
     log_every: int = 10
     checkpoint_every: int = 100
     advantage: Advantage = "auto"
@@ -272,23 +272,23 @@ class RolloutConfig(_Config):
     generate_fn: GenerateFn = None  # type: ignore[assignment]  # checked below
     """Required. Where its signature has `seeds`, `partial` or `weight_version`, it gets them."""
     reward_fn: RewardFn | None = None
-    """None: the samples have their reward already. A plain function is called in the thread of the
-    event loop, so a slow judge should be a coroutine function."""
+    """None if the samples have their reward already. A plain function is called in the thread of
+    the event loop, so a slow judge should be a coroutine function."""
     filter_fn: FilterFn | None = None
-    """None: every group is trained."""
+    """None means that every group is trained."""
     max_lag: int | None = None
     """Batches by which a prompt may be trained later than it was begun; `TrainerConfig.max_lag`
-    counts policy steps instead. None: the least that `over_sampling_factor` needs. Above 0, samples
-    are taken while the trainer steps: a sampler in this process needs weights of its own then, or
-    `generate_while_training=False`."""
+    counts policy steps instead. None means the least that `over_sampling_factor` needs. Above 0,
+    samples are taken while the trainer steps: a sampler in this process needs weights of its own
+    then, or `generate_while_training=False`."""
     order: Order = "arrival"
-    """`arrival`: a batch is what is complete first. `submission`: prompts in the order of the data,
-    whatever their samples take."""
+    """`arrival`: a batch has the prompts that are complete first. `submission`: prompts in the
+    order of the data, however long their samples take."""
     max_retries: int = 1
     """How often one sample is tried again after a failure."""
     max_concurrency: int | None = None
-    """Calls of `generate_fn` at the same time. None: as many as there are samples in the air, or 64
-    of a plain function, since each of them takes a thread."""
+    """Concurrent calls of `generate_fn`. None means as many as there are samples being generated,
+    or 64 of a plain function, since each of them takes a thread."""
     patience: int = 10
     """A batch may refuse `patience * batch_size` groups before `on_exhausted` applies."""
     on_exhausted: OnExhausted = "error"
@@ -296,8 +296,9 @@ class RolloutConfig(_Config):
     group_calls: bool = False
     """Pass the prompts of a group to `generate_fn` in one call instead of one call each."""
     generate_while_training: bool = True
-    """Whether groups go on while the trainer computes. False: each batch waits for the calls of a
-    plain `generate_fn` that still run, up to 30 s; those of a coroutine function are cancelled."""
+    """Whether groups go on while the trainer computes. If False, each batch waits for the calls of
+    a plain `generate_fn` that still run, up to 30 s; calls of a coroutine function are
+    cancelled."""
     seed: int = 0
     """The seeds of samples are derived from it and their position."""
     outage_patience_s: float = 15.0

@@ -20,8 +20,8 @@ POLL_S = 1.0
 
 async def wait_until_open(log: GroupLog, patience: Patience, stop: StopFlag) -> bool:
     """Wait while the queue is closed, until `stop` is set or for `REOPEN_S` seconds, and return
-    whether it is open. The actors of a Slurm job start beside its trainer: the queue of a run that
-    was done, and takes more steps, is closed until the trainer has loaded its model."""
+    whether it is open. The actors of a Slurm job start together with its trainer: the queue of a
+    run that was done, and takes more steps, is closed until the trainer has loaded its model."""
     deadline = patience.clock() + REOPEN_S
     while is_closed := await patience.call("looking whether the queue is closed", log.is_closed):
         if stop.is_set() or patience.clock() >= deadline:
@@ -31,10 +31,10 @@ async def wait_until_open(log: GroupLog, patience: Patience, stop: StopFlag) -> 
 
 
 async def reopen_queue(section: QueueSection, folder: Path, stop: StopRequest) -> None:
-    """Claim the queue before actors of the run look at it: that of a run which was done is closed,
-    and they would end. The trainer's own claim, of the same run, replaces this one. Rank 0 does it,
-    and the others wait. Raises Interrupted on all if a stop is asked for while the queue cannot be
-    reached."""
+    """Claim the queue before actors of the run look at it: the queue of a run which was done is
+    closed, and they would end. The trainer's own claim, of the same run, replaces this one. Rank 0
+    does it, and the others wait. Raises Interrupted on all if a stop is requested while the queue
+    cannot be reached."""
     with ranks.rank_0_alone("opening the queue") as is_open:
         if ranks.rank() == 0:
             try:

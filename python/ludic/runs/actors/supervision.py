@@ -1,7 +1,7 @@
 """The actors and servers of a run, started and watched from a thread of the trainer's process.
 
 The trainer's process is the one that the user started: its terminal, signals and exit status are
-those of a run without actors.
+the same as in a run without actors.
 """
 
 from __future__ import annotations

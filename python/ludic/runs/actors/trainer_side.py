@@ -1,5 +1,5 @@
-"""The trainer's side of a run with actors: batches of what they deliver, the versions that they
-sample with, and what is deleted once a checkpoint is saved.
+"""The trainer's side of a run with actors: batches of their groups, the versions that they sample
+with, and the deletion of old versions once a checkpoint is saved.
 
     trainer --publish--> policy/version_N --announce--> queue --> actors
     trainer <--batches-- ActorBatches <---- entries --- queue <-- actors
@@ -48,9 +48,9 @@ STOP_CHECK_S = 0.2
 class ActorBatches(BatchSourceBase):
     """The batches of a run with actors.
 
-    Its state is that of the queue's source and the sizes of the logs: batches that are made again
-    after a resume replace their lines. A wait for actors ends when the run is asked to
-    stop, and when none is left.
+    Its state is the state of the queue's source and the sizes of the logs: batches that are made
+    again after a resume replace their lines. A wait for actors ends when the run is asked to stop,
+    and when none is left.
     """
 
     shards_across_ranks = False
@@ -146,8 +146,8 @@ class ActorBatches(BatchSourceBase):
             await asyncio.gather(task, return_exceptions=True)
 
     async def publish(self, push: Callable[[int], Awaitable[None] | None], version: int) -> None:
-        """Publish with `push(version)` and announce a version, if it is one that actors are asked
-        for. A resumed run has some that are not, and those of its checkpoint."""
+        """Publish with `push(version)` and announce a version, if actors sample with it. A resumed
+        run has versions that they do not, and the ones of its checkpoint."""
         rounded = self._round(version)
         if rounded == version or self._versions is None or rounded not in list_versions(self._versions.root):
             await await_if_needed(await asyncio.to_thread(push, rounded))

@@ -80,7 +80,7 @@ class ActorParts:
 
     @classmethod
     def build(cls, recipe: Recipe) -> ActorParts:
-        """Build the parts from a recipe. The weights of the model are those of no version yet."""
+        """Build the parts from a recipe. The weights of the model belong to no version yet."""
         check_actors(recipe)
         task = build_episodic_task(recipe)
         check_rollouts(recipe, task)

@@ -79,8 +79,8 @@ class Preview:
 
 
 def preview(recipe: SFTRecipe, tokenizer: Any, rows: int = ROWS) -> Preview:
-    """The samples of the first `rows` rows. The formats are those of all rows; only the rows that
-    are shown are tokenised."""
+    """The samples of the first `rows` rows. The formats are the formats of all rows; only the rows
+    that are shown are tokenised."""
     make = make_items(recipe, tokenizer)
     all_rows, formats = read_training_rows(recipe, tokenizer)
     items = [item for where, row in islice(all_rows, rows) for item in make.of_row(row, where)]

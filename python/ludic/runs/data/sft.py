@@ -180,7 +180,7 @@ MANY_SAMPLES = ("text", "rollout")
 
 @dataclass(frozen=True)
 class StreamedSFTData:
-    """What is known of the data before it is read."""
+    """The settings of the data, known before it is read."""
 
     heldout: list[SAWItem]
     """Of the first `shuffle_buffer` rows, or of `heldout_data`."""

@@ -29,8 +29,8 @@ def split_by_prompt(rows: Sequence[list[SAWItem]], share: float) -> tuple[list[S
 
 
 def explain_no_heldout(rows: int, share: float, prompts: int, smallest: int) -> str:
-    """Why no rows are held out, and the remedy. `rows` is the number of rows, `prompts` that of
-    different prompts, `smallest` that of the rows with the rarest prompt."""
+    """Why no rows are held out, and the remedy. `rows` is the number of rows, `prompts` of
+    different prompts, `smallest` of the rows with the rarest prompt."""
     if share == 0:
         return "heldout is 0; set heldout=0.05, or give heldout_data"
     return (

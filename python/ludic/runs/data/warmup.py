@@ -23,7 +23,7 @@ class Warmup:
     """The samples of a warm-up and the number of its steps."""
 
     items: list[SAWItem] | None
-    """None: demonstrations, without end."""
+    """None means demonstrations, without end."""
     steps: int
     formats: tuple[str, ...] = ()
     """For each file, the formats of its rows in words."""

@@ -24,8 +24,8 @@ def write_summary(directory: RunDirectory, summary: Mapping[str, Any]) -> str:
 def describe_files(
     directory: RunDirectory, pictures: Mapping[Path, str], episodes_or_rows: Mapping[Path, str]
 ) -> dict[Path, str]:
-    """What is in each file of a training run: those that all commands write, its `pictures`, and
-    the episodes or rows that it trained on."""
+    """The content of each file of a training run: files that all commands write, its `pictures`,
+    and the episodes or rows that it trained on."""
     return {
         directory.summary: "this, for programs",
         **pictures,

@@ -1,4 +1,4 @@
-"""The parts of a summary besides the results: how the run ended, what was trained, library
+"""The parts of a summary other than the results: how the run ended, what was trained, library
 versions, lost episodes and cut samples."""
 
 from __future__ import annotations
@@ -53,9 +53,10 @@ def find_algorithm(progress: Progress) -> str | None:
 
 
 def write_failure(directory: RunDirectory, progress: Progress) -> None:
-    """Write the summary.json of a run that has failed: `status`, the error as `failed`, and what is
-    known of it without its objects. It replaces that of an earlier attempt, whose results the run
-    has gone beyond; that of a finished run, which was only looked at again, stays."""
+    """Write the summary.json of a run that has failed: `status`, the error as `failed`, and the
+    facts that need no objects of the run. It replaces the summary of an earlier attempt, whose
+    results the run has gone beyond; the summary of a finished run, which was only looked at again,
+    stays."""
     if progress.phase == DONE and _has_finished(directory):
         return
     lines = directory.read_steps(directory.last_phase)
@@ -73,7 +74,7 @@ def write_failure(directory: RunDirectory, progress: Progress) -> None:
 
 
 def _has_finished(directory: RunDirectory) -> bool:
-    """Whether summary.json is that of a finished run."""
+    """Whether summary.json belongs to a finished run."""
     try:
         return read_json(directory.summary).get("status") == FINISHED
     except (CheckpointError, OSError):  # damaged, or not written yet

@@ -45,10 +45,11 @@ class Summary:
     """The content of summary.json."""
 
     status: str
-    """finished or interrupted; that of a run that failed has only what `write_failure` knows."""
+    """finished or interrupted. The summary of a failed run has only the entries of
+    `write_failure`."""
     stopped_by: dict[str, Any] | None
-    """The `callback` that ended the run, its `reason`, the `step`, and the steps that were asked
-    for (`of_steps`); null if none did."""
+    """The `callback` that ended the run, its `reason`, the `step`, and the steps of the recipe
+    (`of_steps`); null if none did."""
     model: str | None
     """The model that was trained; null for a small model that was made."""
     algorithm: str
@@ -131,7 +132,7 @@ class Outcome:
 
     @property
     def is_untrained(self) -> bool:
-        """No step of reinforcement was asked for, so that there is one measurement."""
+        """No step of reinforcement was requested, so that there is one measurement."""
         return self.closing_facts.requested_steps == 0
 
 

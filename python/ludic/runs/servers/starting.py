@@ -60,7 +60,7 @@ def start_server(
 
 
 def _read_rope_limit(folder: Path, tokens: int) -> int | None:
-    """The context for which vLLM chooses the RoPE that the trainer is pinned to; None: any."""
+    """The context for which vLLM chooses the RoPE that the trainer is pinned to. None means any."""
     config = SimpleNamespace(**read_json(folder / "config.json"))
     return min(find_rope_limits(config, tokens), default=None)
 

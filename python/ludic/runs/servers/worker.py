@@ -117,8 +117,8 @@ async def _wait_for_end(proc: subprocess.Popen[Any], stop: asyncio.Event) -> Non
 
 
 def _choose_port(host: str, before: str | None) -> int:
-    """The port of the life before, if it is free on this machine, so that clients find the server
-    again at once; else a free one."""
+    """The port that the server had before, if it is free on this machine, so that clients find the
+    server again; else a free one."""
     from ludic.inference.servers.ports import free_port
 
     port = urlsplit(before).port if before is not None and urlsplit(before).hostname == host else None

@@ -38,9 +38,9 @@ class EpisodeTable:
         lists: [observation, action, next observation, reward, credit, flags, token numbers,
         log-probabilities in -0.01 nats, mismatches in 0.001 nats, facts]; a number refers to
         `pieces`. A mismatch is the trainer's log-probability minus the sampler's; there are none of
-        a batch that the trainer did not log. None: not a finite number. Facts are texts: the right
-        answer, and the reward of each function. An episode that failed has no group, the reward
-        None, no turn or one, and its error at the end."""
+        a batch that the trainer did not log. None stands for a number that is not finite. Facts are
+        texts: the right answer, and the reward of each function. An episode that failed has no
+        group, the reward None, no turn or one, and its error at the end."""
         self.pieces: list[str] = []
         """Texts of tokens."""
         self.counts: dict[int, int] = {}
@@ -223,7 +223,7 @@ def _count_lines(log: Path) -> int:
 
 
 def _number(value: Any) -> float:
-    """The number; 0 for what is none."""
+    """The number, or 0 for other values."""
     return float(value) if isinstance(value, bool) or is_finite(value) else 0.0
 
 

@@ -38,7 +38,7 @@ class FSDPConfig:
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass instead of storing them."""
     clip_grad: float | None = 1.0
-    """L2 norm to which the gradient of all ranks is clipped; None: no clipping."""
+    """L2 norm to which the gradient of all ranks is clipped. None means no clipping."""
 
     def __post_init__(self) -> None:
         if self.sharding_strategy not in get_args(Strategy):

@@ -1,6 +1,6 @@
 """The result of an operation of a training backend, which may still be running.
 
-Await it at once, `await backend.forward_backward(batch).result()`, or keep it, do other work, and
+Await it directly, `await backend.forward_backward(batch).result()`, or keep it, do other work, and
 await it later.
 """
 

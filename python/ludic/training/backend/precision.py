@@ -67,7 +67,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def move_gradients(self) -> None:
-        """Add the gradients of the parameters to those of their masters, in float32, and clear
+        """Add the gradients of the parameters to their masters' gradients, in float32, and clear
         them."""
         for parameter, master in self._masters.items():
             if parameter.grad is None:

@@ -1,9 +1,9 @@
 """The interface between the trainer, its checks and its evaluators, and the model, which may be in
 another process.
 
-Every call returns a `TrainFuture` at once; the result may come later. The trainer awaits most
-results, but blocks its thread while it writes and reads checkpoints: complete futures from another
-thread than that of the event loop.
+Every call returns a `TrainFuture` without waiting; the result may come later. The trainer awaits
+most results, but blocks its thread while it writes and reads checkpoints: complete futures from
+another thread than the event loop's.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ForwardPasses(Protocol):
         adapters: bool = True,
         actions_only: bool = False,
     ) -> TrainFuture[Tensor]:
-        """[B, T - 1] log-probability of each next token at `temperature` (None: the policy's),
+        """[B, T - 1] log-probability of each next token at `temperature` (the policy's if None),
         renormalised over the smallest set of tokens that reaches `top_p`. `adapters=False`: under
         the model without its adapters; given only where a reference needs it. `actions_only`: 0
         where the next token is no action; given only to backends that have this argument. Of a
@@ -79,7 +79,7 @@ class TrainingBackend(ForwardPasses, Protocol):
     def forward_backward(
         self, batch: MicroBatch | MicroBatches, *, totals: BatchTotals | None = None
     ) -> TrainFuture[BackwardResult]:
-        """Add the gradients of the micro-batches. `totals` are those of the whole mini-batch."""
+        """Add the gradients of the micro-batches. `totals` belong to the whole mini-batch."""
 
     def optim_step(self, *, lr_factor: float = 1.0) -> TrainFuture[dict[str, float]]:
         """Clip the gradient, step the optimizer and clear the gradient. Returns `grad_norm`, the
@@ -101,7 +101,7 @@ class TrainingBackend(ForwardPasses, Protocol):
         """A copy of the trained weights, which later steps do not change, for `restore_weights`."""
 
     def restore_weights(self, snapshot: Any) -> TrainFuture[None]:
-        """Set the trained weights to those of a snapshot of the same backend."""
+        """Set the trained weights to a snapshot of the same backend."""
 
 
 class BackendBase:

@@ -56,14 +56,14 @@ class SerialWorker:
         self, operation: str, compute: Callable[[], T], *, harmless: type[Exception] | tuple[type[Exception], ...] = ()
     ) -> TrainFuture[T]:
         """Run `compute` after everything that was submitted before. An error of a `harmless` type
-        is raised by the future, and what is behind runs all the same. Raises RuntimeError after
+        is raised by the future, and later operations run all the same. Raises RuntimeError after
         `close`, and inside an operation, which would wait for itself."""
         future = TrainFuture[T](operation)
         self._enqueue(operation, lambda: self._run(future, compute, harmless))
         return future
 
     def reset(self, clear: Callable[[], None] = lambda: None) -> TrainFuture[None]:
-        """Run `clear` in its turn, whatever has failed before; what is submitted from now on runs
+        """Run `clear` in its turn, whatever has failed before; operations submitted from now on run
         again."""
         future = TrainFuture[None]("reset")
 

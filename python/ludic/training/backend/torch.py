@@ -76,7 +76,7 @@ def build_optimizer(
 
 
 class TorchBackend(ModelPasses, BackendBase):
-    """Trains a torch model in this process; the methods are those of `TrainingBackend`.
+    """Trains a torch model in this process, with the methods of `TrainingBackend`.
 
     >>> backend = TorchBackend(model, cfg, algo=make_grpo(group_size=8))
     >>> result = await backend.forward_backward(mini_batch, totals=mini_batch.totals).result()
@@ -96,9 +96,9 @@ class TorchBackend(ModelPasses, BackendBase):
         enable_gradient_checkpointing: bool = False,
         worker: SerialWorker | None = None,
     ) -> None:
-        """`optimizer_factory` is called after the model is on its device; None: AdamW. With
-        `worker` operations run in its thread, in the order of the calls, and calls return at once;
-        None: each is computed when it is called."""
+        """`optimizer_factory` is called after the model is on its device. None means AdamW. With
+        `worker` operations run in its thread, in the order of the calls, and calls return without
+        waiting; with None each is computed when it is called."""
         super().__init__(model if is_sharded(model) else model.to(cfg.model_device), cfg)
         self.algo, self._worker = algo, worker
         pin_rope(model, cfg.max_seq_len, again=True)
@@ -424,8 +424,8 @@ def parameter_groups(
     """The trainable parameters in groups, as an optimizer takes them. Groups of the head
     (`find_head_parts`) come first.
 
-    `backbone_lr_mult`: all parameters but the head have the rate `lr * backbone_lr_mult`; None: all
-    have `lr`. `head_only_weight_decay`: only the head has weight decay.
+    `backbone_lr_mult`: all parameters but the head have the rate `lr * backbone_lr_mult`. With None
+    all have `lr`. `head_only_weight_decay`: only the head has weight decay.
     `decay_biases_and_norms=False`: parameters of fewer than two dimensions (biases and weights of
     norms) have no weight decay.
 

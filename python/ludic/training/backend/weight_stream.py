@@ -1,6 +1,6 @@
 """The weights of a sharded model, gathered on rank 0 a bucket at a time while they are published.
 
-rank 0         reads: bucket 0, bucket 1, ..; a bucket is dropped when the next one is asked for
+rank 0         reads: bucket 0, bucket 1, ..; a bucket is dropped when the next one is requested
 other ranks    send their parts of the bucket that rank 0 asks for, until it needs no more
 """
 
@@ -34,7 +34,7 @@ class WeightStream:
     """
 
     def __init__(self, tensors: Mapping[str, SharedTensor], device: torch.device | str | None = None) -> None:
-        """`device`: where rank 0 gets the tensors; None: where they arrive."""
+        """`device`: where rank 0 gets the tensors. None means where they arrive."""
         self._tensors = {name: tensors[name] for name in sorted(tensors)}
         self._buckets = split_in_buckets(
             {name: tensor.size for name, tensor in self._tensors.items()}, shard_transfer.BUCKET_BYTES

@@ -23,8 +23,8 @@ class ItemBatchSource(BatchSourceBase):
 
     With several ranks, the samples of a pass are divided among them. All ranks get the same number
     of samples: to this end the first samples of the pass are repeated, or with `drop_last` the last
-    ones left out. `batch_size` is per rank. In `SharedBatches` it is that of all ranks together,
-    and the batches are those of one process.
+    ones left out. `batch_size` is per rank. In `SharedBatches` it is the size over all ranks, and
+    the batches equal the batches of one process.
 
     Example: 5 samples on 2 ranks, not shuffled. The order 0 1 2 3 4 is extended to 0 1 2 3 4 0;
     rank 0 gets 0 2 4, rank 1 gets 1 3 0. With `drop_last` they get 0 2 and 1 3.

@@ -36,8 +36,8 @@ class MicroBatch:
     tensors: dict[str, Any]
     """Padded `[B, T]`, or padding-free `[1, S]` with `cu_seqlens` `[B + 1]` and the `int`
     `max_seqlen`; then also `prefix_trees`, if the model computes these. If samples share a row,
-    `turns` `[N, 3]` has the row, begin and end of each. Preference samples have a `meta` beside
-    their tensors."""
+    `turns` `[N, 3]` has the row, start and end of each. Preference samples have a `meta` in
+    addition to their tensors."""
     num_items: int
     """N: number of samples; equal to the number of rows unless samples share one."""
     sample_names: tuple[str, ...] = ()
@@ -128,7 +128,7 @@ def truncate_item(item: SAWItem, max_seq_len: int) -> SAWItem:
     Returns the same object if it is short enough.
 
     Example, `max_seq_len=3`: ids [5, 6, 7, 8] with action mask [0, 1, 1, 1] become [5, 6, 7] and
-    [0, 1, 1]; of the three log-probabilities, those of the two remaining action tokens are kept.
+    [0, 1, 1]; of the three log-probabilities, two are kept, for the remaining action tokens.
     """
     ids, attention, mask = (stored(item, name) for name in _SEQUENCES)
     total = len(ids)

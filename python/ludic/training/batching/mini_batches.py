@@ -65,8 +65,8 @@ class MacroBatch:
     """Name -> [N] values of the samples, which micro-batches have as [B] tensors in float32: the
     columns of the algorithm's batch credit."""
     share: RankShare | None = None
-    """Set if all ranks have this batch: each of its mini-batches is divided over them. None: these
-    are the samples of this rank alone, and other ranks have others."""
+    """Set if all ranks have this batch: each of its mini-batches is divided over them. None means
+    that these are the samples of this rank alone, and other ranks have others."""
 
     @classmethod
     def ingest(cls, items: Sequence[SAWItem], max_seq_len: int, *, merge_turns: bool = False) -> MacroBatch:
@@ -158,8 +158,8 @@ def unit_key(item: SAWItem, row: int) -> tuple[str, Any]:
 
 
 def _role_and_label(meta: Mapping[str, Any]) -> list[Any]:
-    """What the trainer reads of a preference sample, beside its pair; other keys of these names
-    are the user's own."""
+    """The keys that the trainer reads of a preference sample, in addition to its pair; other keys
+    of these names are the user's own."""
     role, label = meta.get("role"), meta.get("label")
     return [role if isinstance(role, str) else None, float(label) if isinstance(label, int | float | np.number) else None]
 
@@ -187,7 +187,7 @@ class MiniBatch:
         self.skipped_tokens = float(tokens[rows].sum() - tokens[self.rows].sum())
         """Action tokens of the skipped samples."""
         self.totals = self._totals(rows)
-        """Totals over all samples, including skipped ones and those of other ranks."""
+        """Totals over all samples, including skipped ones and the ones of other ranks."""
         self.collate_s = 0.0
         """Seconds spent on collation so far."""
         self._find_lines()
@@ -204,7 +204,8 @@ class MiniBatch:
         """[L + 1] index in `rows` at which each line begins, and the end of the last line. Example:
         two lines of 2 samples and 1 sample have [0, 2, 3]."""
         self.lengths = np.ascontiguousarray(self.batch.table.lengths[self.rows[self.line_bounds[1:] - 1]])
-        """[L] number of tokens of each line: that of its last sample, which contains the others."""
+        """[L] number of tokens of each line, which is the length of its last sample: it contains
+        the others."""
 
     @property
     def unshared_lengths(self) -> NDArray[np.int32]:
@@ -310,7 +311,7 @@ class MiniBatch:
         """Return `PADDING_KEYS`: real tokens; tokens that samples share, which are computed once;
         computed tokens, padding included; computed tokens under the greedy plan, and with all
         samples padded to the longest, both without trees; and the number of micro-batches. The
-        tokens of a shared batch are those of all ranks."""
+        tokens of a shared batch are counted over all ranks."""
         if self.plan is None:
             return dict.fromkeys(PADDING_KEYS, 0.0)
         greedy = self._plan_lines_greedily()

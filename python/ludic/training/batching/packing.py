@@ -21,8 +21,8 @@ Rows = NDArray[np.int64]
 
 
 def plan_lines(lengths: NDArray[np.int32], cfg: TrainerConfig, packing: PackingName | None = None) -> _core.Plan:
-    """Plan micro-batches for lines of these lengths with the algorithm `packing`; None: that of
-    `cfg`."""
+    """Plan micro-batches for lines of these lengths with the algorithm `packing`. None means
+    `cfg`'s."""
     packing = packing or cfg.packing
     if packing == "padding_free":
         return _core.plan_padding_free(lengths, cfg.micro_token_budget)

@@ -194,7 +194,7 @@ class PreferenceMiniBatch(SampleMiniBatch):
 
 @dataclass(frozen=True)
 class PairsThenLone:
-    """The micro-batches of pairs, then those of lone samples.
+    """The micro-batches of pairs, then of lone samples.
 
     Example: `pairs` plans [[0, 1]], `lone_plan` plans [[0]], and `lone` is [2]. Micro-batch 0 is
     positions [0, 1]; micro-batch 1 is entry 0 of `lone`, position [2].

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 RUN = "pipeline"
 """The run that owns the queue. It is the same for all trainers: a restarted one replaces the one
-before it at once."""
+before it immediately."""
 CLAIM_S = 3600.0
 DEFAULT_KEEP = 4096
 """How many trained groups are kept for a restart."""
@@ -52,8 +52,8 @@ class _Read:
 
     position: str
     items: list[SAWItem] | None
-    """Its samples, while they wait for a batch; None once they are in one, and for what is no group
-    or came before."""
+    """Its samples, while they wait for a batch; None once they are in one, and for an entry that is
+    no group or came before."""
     producer: str = ""
     sequence: int = 0
 
@@ -67,13 +67,14 @@ class PipelineBatchSource(BatchSourceBase):
     **Resuming.** The state is the position after the last trained group, and the last entry of each
     actor. Groups stay in the queue until a checkpoint has them (`checkpoint_saved`), so that a
     resumed run trains what came after its checkpoint, each group once. At most `keep` trained
-    groups stay, besides those of the last batch; the oldest are forgotten with a warning.
+    groups stay, in addition to the groups of the last batch; the oldest are forgotten with a
+    warning.
 
-    **Failures.** What is no group of samples is set aside in the queue with its reason, and logged.
-    If the server loses its data, the groups in it are lost, and actors go on. QueueError if the
-    server cannot be reached for `patience_s` seconds, or no group comes for `wait_s`. OwnershipLost
-    if another source reads the queue: one queue has one trainer, and with several ranks one of them
-    reads it.
+    **Failures.** An entry that is no group of samples is set aside in the queue with its reason,
+    and logged. If the server loses its data, the groups in it are lost, and actors go on.
+    QueueError if the server cannot be reached for `patience_s` seconds, or no group comes for
+    `wait_s`. OwnershipLost if another source reads the queue: one queue has one trainer, and with
+    several ranks one of them reads it.
 
     `redis_url`: as for `queue.redis.RedisLog`; if empty, LUDIC_QUEUE_URL. Raises ImportError that
     names the extra if redis is not installed. `log`: a queue that takes the server's place.
@@ -247,7 +248,7 @@ class PipelineBatchSource(BatchSourceBase):
         return self._entries.index(self._waiting[groups]) if len(self._waiting) > groups else len(self._entries)
 
     async def _keep_few(self, groups: int) -> None:
-        """Forget what is beyond `keep` once the next `groups` are in a batch, but none of these."""
+        """Forget groups beyond `keep` once the next `groups` are in a batch, but none of these."""
         surplus = min(self._count_done(groups) - self._keep, self._count_done())
         if surplus <= 0:
             return

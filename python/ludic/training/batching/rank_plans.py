@@ -63,7 +63,7 @@ def plan_atoms(
     lines: Rows, lengths: NDArray[np.int32], cfg: TrainerConfig, world: int, packing: PackingName | None = None
 ) -> PlannedAtoms:
     """Plan the atoms `lines` [A, W], whose longest lines have `lengths` [A] tokens, for `world`
-    ranks, with the algorithm `packing`; None: that of `cfg`.
+    ranks, with the algorithm `packing`. None means `cfg`'s.
 
     W lines of one atom, which are padded to the same length, cost W times one of them: the budget
     and the overhead of a micro-batch are divided by W instead.
@@ -75,9 +75,9 @@ def plan_atoms(
 
 
 class RankPlans:
-    """The micro-batches of this rank, and what is known of those of all.
+    """The micro-batches of this rank, and the totals of all ranks.
 
-    Some parts follow each other, such as the micro-batches of pairs and those of samples without a
+    Some parts follow each other, such as the micro-batches of pairs and of samples without a
     partner. Each has the same number of micro-batches on every rank, the heaviest first.
     """
 
@@ -145,7 +145,7 @@ def all_have_samples(digest: int | None, device: torch.device | str) -> bool:
     """Whether every rank has prepared its samples. `digest`: `MacroBatch.digest`, below 2**53, or
     `SAME_BATCH`; None where the preparation failed. One exchange of three numbers. Raises RankError
     on all ranks unless all have the same samples: each would make another plan, and they would wait
-    for each other in vain."""
+    for each other without end."""
     number = float(digest or 0)
     failed, largest, smallest = ranks.max_over_ranks([float(digest is None), number, -number], device)
     if not failed and largest != -smallest:

@@ -85,7 +85,7 @@ class SharedBatches(BatchSourceBase):
     takes longer than `stop_patience_s` after a stop is not finished: the other ranks, and a
     launcher that kills what does not end, wait for it. A resumed run generates it again.
 
-    The state is that of rank 0's source, so that a run resumes on any number of ranks.
+    The state is the state of rank 0's source, so that a run resumes on any number of ranks.
     """
 
     divided_by_trainer = True
@@ -238,16 +238,16 @@ _OWN = ("divided_by_trainer", "shards_across_ranks", "unshard")
 
 @forward_members("_inner", [name for name in OPTIONAL_MEMBERS if name not in _OWN])
 class GatheredBatches(BatchSourceBase):
-    """Gives all ranks the samples of every rank's own source, those of rank 0 first.
+    """Gives all ranks the samples of every rank's own source, rank 0's first.
 
     >>> source = GatheredBatches(RolloutBatchSource(..., shards_across_ranks=True))
     >>> await Trainer(batch_source=source, ...).train(100)
 
     All ranks make one, with a source of other samples on each. Groups, pairs and rollouts need
     names that no other rank uses, as uuids are. About 9 bytes a token, the texts and the metadata
-    of all samples travel to every rank, which then has what was sent: numbers in 32 bits,
-    metadata are what msgpack gives back. In the meta of the batch, counts are added up, and means
-    and deviations are those of all samples.
+    of all samples travel to every rank, which then has what was sent: numbers in 32 bits, metadata
+    are values of msgpack. In the meta of the batch, counts are added up, and means and deviations
+    are over all samples.
 
     The ranks wait for each other at the store, until the deadline of the watchdog's phase. The
     error of one rank's source, the end of its data, and its interruption (a RankError on the
@@ -297,8 +297,7 @@ class GatheredBatches(BatchSourceBase):
 
 
 def _exchange(parts: Parts | None, failure: BaseException | None, device: Any) -> list[Parts]:
-    """The parts of every rank. Raises this rank's `failure`, else that of the first that has
-    one."""
+    """The parts of every rank. Raises this rank's `failure`, else the first rank's that has one."""
     ranks.barrier()  # a wait at the store: one rank may sample for longer than a collective may take
     sent: dict[str, Any] = {"sizes": [len(part) for part in parts or ()]}
     if failure is not None:
@@ -319,8 +318,8 @@ def _broadcast_parts(parts: Parts | None, sizes: Sequence[int], rank: int, devic
 
 
 def _check_names(batches: Sequence[SAWBatch]) -> None:
-    """Raise DataError if a group or a pair is on two ranks: what is computed of a group, and which
-    two samples are a pair, follows from its name."""
+    """Raise DataError if a group or a pair is on two ranks: its name decides which samples are
+    normalised together or form a pair."""
     ranks_of: dict[tuple[str, Any], int] = {}
     for rank, batch in enumerate(batches):
         for kind, name in dict.fromkeys(unit_key(item, row) for row, item in enumerate(batch.items)):
@@ -332,7 +331,7 @@ def _check_names(batches: Sequence[SAWBatch]) -> None:
 
 
 _ADDED = ("target_rollouts", "played_rollouts", "batch_size", "seed/without_plain")
-"""Counts, beside all whose names begin with `num_`."""
+"""Counts, in addition to all whose names begin with `num_`."""
 _LARGEST = ("generation_s", "queue/", "actors/", "groups/")
 _MEAN_REWARD, _DEVIATION = "avg_total_reward", "reward_std"
 _OF_ROLLOUTS = (_MEAN_REWARD, "zvp_filter_frac", "frac_reward_zero_std")
@@ -343,9 +342,9 @@ _OF_SAMPLES = ("avg_completion_length", "avg_prompt_length")
 
 def join_batches(batches: Sequence[SAWBatch]) -> SAWBatch:
     """The samples of `batches`, in their order. In the meta, counts are added up; means, and the
-    deviation of the reward, are those of all samples or rollouts and are left out if a batch with
-    such lacks them; of times and of numbers of a queue the largest is taken, of anything else the
-    first.
+    deviation of the reward, are over all samples or rollouts and are left out if a batch with
+    samples lacks them; of times and of numbers of a queue the largest is taken, of anything else
+    the first.
 
     Example: 3 rollouts with a mean reward of 1.0 and 1 with 0.0 have a mean of 0.75.
     """
@@ -413,7 +412,7 @@ class _Head(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     weights: bytes
     """[N] float64; the table has them as float32."""
     action_counts: bytes
-    """[N] int32, so that nobody has to count them again."""
+    """[N] int32, so that they are not counted again."""
     fractions: bytes
     """float64 `action_fractions` of all samples that have them, one after another."""
     has_fractions: bytes
@@ -545,7 +544,8 @@ def _split(column: NDArray[Any], offsets: NDArray[np.int64]) -> list[Any]:
 def _attachments(
     logps: NDArray[np.float32] | None, actions: NDArray[np.uint8], action_counts: NDArray[np.int32]
 ) -> list[SampleAttachments]:
-    """The log-probabilities of each sample's action tokens, from those of all tokens.
+    """The log-probabilities of each sample's action tokens, from the log-probabilities of all
+    tokens.
 
     Example: [0, a, 0, b, c] with actions [0, 1, 0, 1, 1] is [a, b, c]. Two samples with 1 and 2
     actions divide it at 0, 1 and 3: [a] and [b, c].

@@ -19,8 +19,8 @@ PENDING_PATIENCE_S = 600.0
 STOP_PATIENCE_S = 20.0
 """How long the last checkpoint of a run does."""
 BATCH_NUMBER = "batch_number"
-"""Key in a batch's meta: how many batches its source had returned before, also such as had nothing
-to train on."""
+"""Key in a batch's meta: how many batches its source had returned before, batches without samples
+included."""
 
 
 class BatchSourceBase:
@@ -32,7 +32,8 @@ class BatchSourceBase:
     """Whether batches are generated while the trainer computes. The trainer then computes in a
     thread."""
     shards_across_ranks: bool | None = None
-    """Whether each rank gets different samples. False: all ranks get the same. None: unknown."""
+    """Whether each rank gets different samples. False if all ranks get the same, None if it is not
+    known."""
     divided_by_trainer: bool = False
     """Whether all ranks get the same samples and the trainer divides them over the ranks
     (`SharedBatches`)."""

@@ -21,7 +21,7 @@ BARREN_ROWS = 100_000
 class StreamedBatchSource(BatchSourceBase):
     """Returns batches of the samples of a `RowStream`, without end.
 
-    A batch has `batch_size` samples, and may have those of two passes. Several samples of a row
+    A batch has `batch_size` samples, which may come from two passes. Several samples of a row
     stay in order. The state is the place in the stream and the number of samples of the last row
     that were returned; `counts` are part of it.
 

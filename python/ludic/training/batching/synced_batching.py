@@ -30,7 +30,7 @@ class RolloutBatchSource(BatchSourceBase):
     same prompts with the same seeds. If `requests_fn` returns different prompts on each rank, set
     `shards_across_ranks=True`; with several ranks, the trainer raises otherwise.
 
-    The state is that of the engine and, if it has one, of `requests_fn`. It advances when a batch
+    The state is the engine's and, if it has one, `requests_fn`'s. It advances when a batch
     is returned: a resumed run plays a failed or unfinished batch again.
     """
 

@@ -1,9 +1,9 @@
 """Mini-batches whose samples share prefixes: rows of prefix trees (`models.prefix_trees`).
 
-The samples of a group begin with the same prompt, and those of an episode with its earlier turns.
-In a tree each of these tokens is computed once. Only the model sees trees: the columns of a
-micro-batch are those of its samples, concatenated without padding, so that losses, weights and
-normalizers are those of separate rows.
+The samples of a group begin with the same prompt, and the samples of an episode with its earlier
+turns. In a tree each of these tokens is computed once. Only the model sees trees: the columns of a
+micro-batch are the columns of its samples, concatenated without padding, so that losses, weights
+and normalizers are the same as for separate rows.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TreePlan = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArra
 
 class TreeMiniBatch(MiniBatch):
     """The micro-batches of one optimizer step, as rows of prefix trees if that pays, or if
-    `prefix_sharing="tree"`; otherwise those of `MiniBatch`.
+    `prefix_sharing="tree"`; otherwise the micro-batches of `MiniBatch`.
 
     A line is a tree, or a part of one that is too large for the token budget; what it computes
     counts for the budget and the cost.
@@ -38,7 +38,7 @@ class TreeMiniBatch(MiniBatch):
 
     _shared: NDArray[np.int64] | None = None
     """[N of the macro-batch] how many tokens each sample shares with the one before it in the
-    trees. None: no trees."""
+    trees. None means no trees."""
     _places: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
     """[N of the macro-batch] the place of each sample in the order of the trees."""
     _unshared: NDArray[np.int32] | None = None
@@ -67,8 +67,8 @@ class TreeMiniBatch(MiniBatch):
         return self.batch.table.plan_trees(self.rows, self.cfg.micro_token_budget, MIN_SHARED)
 
     def _arrange(self, order: Rows, bounds: Rows) -> Rows:
-        """The samples of each line in the order in which micro-batches have them, from that of the
-        trees."""
+        """The samples of each line in the order in which micro-batches have them, from the order of
+        the trees."""
         return order
 
     @property
@@ -98,7 +98,7 @@ class PairTreeMiniBatch(TreeMiniBatch, PreferenceMiniBatch):
     their prompt, or samples without a partner.
 
     The samples of a micro-batch are in the order of `PreferenceMiniBatch`, chosen before rejected,
-    whatever that of the trees.
+    whatever the order of the trees.
     """
 
     _num_pair_lines = 0
@@ -134,6 +134,6 @@ class PairTreeMiniBatch(TreeMiniBatch, PreferenceMiniBatch):
         return [plan_atoms(lines[:, None], self.lengths[lines], self.cfg, world, self.packing) for lines in parts]
 
     def _divide_lines(self) -> tuple[Rows, Rows]:
-        """The lines of pairs, and those of samples without a partner."""
+        """The lines of pairs, and the lines of samples without a partner."""
         first, second = np.split(np.arange(len(self.lengths)), [self._num_pair_lines])
         return first, second

@@ -19,7 +19,7 @@ SHOWN_CHARACTERS = 300
 class CompletionTable(Callback):
     """Prints `rows` samples of every `every`-th batch: from the best reward to the worst, evenly
     spaced. Characters that a terminal would obey are shown as escapes. Samples without the text of
-    their answer, as those of `ludic sft`, are not shown.
+    their answer, as in `ludic sft`, are not shown.
     """
 
     def __init__(self, *, every: int = 10, rows: int = 5, console: Console | None = None) -> None:

@@ -24,7 +24,8 @@ OF_THE_RUN = ["optimizer*", "trainer_state.json", "controller_state.json", "mani
 """Files of a checkpoint from which only its run resumes."""
 END_PATIENCE_S = 600.0
 PUSHED = "pushed.json"
-"""Beside the checkpoints: the last one that was pushed, as {"repo_id": "me/mine", "step": 40}."""
+"""A file next to the checkpoints: the last one that was pushed, as {"repo_id": "me/mine", "step":
+40}."""
 
 
 class PushToHub(Callback):
@@ -50,8 +51,8 @@ class PushToHub(Callback):
         api: HfApi | None = None,
         end_patience_s: float = END_PATIENCE_S,
     ) -> None:
-        """`private`: of a repository that is made; None: as the hub's settings say. `token`: None
-        for that of `hf auth login` or `HF_TOKEN`. Raises MissingExtraError without
+        """`private`: of a repository that is made. None means as the hub's settings say. `token`:
+        None means the token of `hf auth login` or `HF_TOKEN`. Raises MissingExtraError without
         huggingface_hub."""
         self.repo_id, self.private, self.end_patience_s = repo_id, private, end_patience_s
         self._api = _open_hub(token) if api is None else api

@@ -17,7 +17,7 @@ FILE_NAME = "best.json"
 
 class KeepBest(Callback):
     """Saves a checkpoint at each evaluation that is the best so far, and keeps it from being
-    deleted until there is a better one. `best.json` beside the checkpoints names it: {"step": 40,
+    deleted until there is a better one. `best.json` next to the checkpoints names it: {"step": 40,
     "checkpoint": "step_000040", "metric": "eval/loss", "value": 1.25}.
 
     The run still ends with the weights of its last step, and resumes from its newest checkpoint.

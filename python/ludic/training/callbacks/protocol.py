@@ -44,7 +44,7 @@ class Callback:
 
     With several ranks, rank 0 alone calls it, and what it asks for holds for all of them. A
     callback that raises is logged with its traceback, and the run goes on. Random generators keep
-    their state, so that a callback does not change what is sampled; tasks that it starts may.
+    their state, so that a callback does not change the samples; tasks that it starts may.
 
     >>> class Alarm(Callback):
     ...     def on_step(self, event):
@@ -60,7 +60,7 @@ class Callback:
     @property
     def watched_metric(self) -> str | None:
         """The metric of evaluations without which it does nothing, so that a run without it is
-        refused; None: it needs none."""
+        refused. None if it needs none."""
         return None
 
     @property

@@ -19,7 +19,7 @@ class StopOnMetric(Callback):
 
     A metric of evaluations has a value at each evaluation but the one before the first step;
     `train/...` has one at each step that is logged. The run ends with the weights of its last step;
-    `TrainerConfig.early_stopping_patience` ends it with those of its best evaluation.
+    `TrainerConfig.early_stopping_patience` ends it with the weights of its best evaluation.
 
     >>> StopOnMetric("eval/sampled_reward", at=0.95)
     >>> StopOnMetric("loss", patience=3, min_delta=0.01)

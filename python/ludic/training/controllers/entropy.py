@@ -21,7 +21,7 @@ class EntropySchedule:
     """A target of entropy that is constant, or changes linearly over `horizon` steps.
 
     With neither `start` nor `final` it is `target`; with one of them, `target` stands in for the
-    other. `horizon` 0: `final` at once.
+    other. With `horizon` 0 it is `final` from the start.
 
     Example: from 1.2 to 2.2 over 2000 steps is 1.7 at step 1000 and 2.2 from step 2000 on.
     """
@@ -83,7 +83,7 @@ class EntropyController:
     entropy of the weights: more tau makes them more equal.
 
     tau is clipped to [least, most], and log tau is set to the log of the clipped value. So tau
-    leaves a bound at once when the error changes its sign, however long it was there.
+    leaves a bound immediately when the error changes its sign, however long it was there.
 
     Nothing happens, and no entropy enters the average, while step <= `warmup_steps`; -1 is the
     warm-up of the learning rate. A step whose entropy is unknown or not finite is left out, too.

@@ -37,7 +37,8 @@ class Moments:
     steps: int = 0
 
     def __post_init__(self) -> None:
-        """Raises TypeError for what is not a number, and ValueError for what no gradients give."""
+        """Raises TypeError for a value that is not a number, and ValueError for one that no
+        gradient has."""
         if not (math.isfinite(self.first) and 0 <= self.second < math.inf and self.steps >= 0) or self.steps != int(self.steps):
             raise ValueError(
                 f"first ({self.first}) must be finite, second ({self.second}) finite and >= 0, and steps ({self.steps}) a whole "
@@ -120,10 +121,10 @@ class MetaController:
         beta_most: float | None = None,
         tau_least: float = 1e-6,
     ) -> None:
-        """`tau` or `beta` None: the algorithm has none. `tau_lr`, `beta_lr` None: `lr`; 0 keeps the
-        coefficient fixed. `kl_signal`, of the analytic method: "policy", the KL to the reference
-        that the step measured, or "weights", that of the weights. `beta_grad_clip`, `tau_most`,
-        `beta_most` None or 0: none. Raises ConfigError for invalid values."""
+        """`tau` or `beta` is None if the algorithm has none. `tau_lr`, `beta_lr`: None means `lr`;
+        0 keeps the coefficient fixed. `kl_signal`, of the analytic method: "policy", the KL to the
+        reference that the step measured, or "weights", the KL of the weights. `beta_grad_clip`,
+        `tau_most`, `beta_most` None or 0: none. Raises ConfigError for invalid values."""
         self.method = _known(METHODS, method, "method")
         self.optimizer = _known({name: name for name in OPTIMIZERS}, optimizer, "optimizer")
         self.kl_signal = _known({name: name for name in ("policy", "weights")}, kl_signal, "kl_signal")
@@ -198,7 +199,8 @@ class MetaController:
 
     def _gradient(self, seen: Observation) -> MetaGradient:
         """The gradient of the method. A measured KL that is unknown counts as one on target; an
-        entropy that is unknown is that of the weights before they are shared among the best."""
+        entropy that is unknown is computed from the weights before they are shared among the
+        best."""
         tau = 0.0 if self._tau is None else float(self._tau)
         beta = 0.0 if self._beta is None else float(self._beta)
         entropy_target = None if self.entropy_target is None else self.entropy_target.at(seen.step)

@@ -48,10 +48,10 @@ def potential_gradient(
 
         dPhi/dtau = H - H*,   dPhi/dbeta = -(KL - KL*)
 
-    KL is KL(w || rho), or `kl` where that is given; H is that of w, or `entropy`, such as that of
-    the weights after `share_among_best`. Descent enforces H >= H* and KL <= KL*: it ends at the
-    multipliers of these constraints, and that of a slack one is at its bound. A target of None
-    makes the derivative 0.
+    KL is KL(w || rho), or `kl` if given; H is the entropy of w, or `entropy` if given, such as the
+    entropy after `share_among_best`. Descent enforces H >= H* and KL <= KL*: it ends at the
+    multipliers of these constraints, and the multiplier of a slack constraint is at its bound. A
+    target of None makes the derivative 0.
 
     Raises DataError if the groups lack what a target needs.
     """
@@ -86,7 +86,7 @@ def tracking_gradient(
     z_0, on -sum w log softmax(z) + beta KL(softmax(z) || rho). Its derivative in (tau, beta) is
     carried forward through the steps. Without `use_hessian` the gradient of a step counts as
     constant in z; with one step both are the same. A term whose target is None is left out.
-    `entropy` stands in for mean H, whose slopes stay those of w.
+    `entropy` stands in for mean H, whose slopes are still computed from w.
 
     Raises DataError if the groups lack what a target needs.
     """
@@ -163,9 +163,9 @@ class _Candidates:
         """Sums over groups of KL(softmax z_N || rho) and its derivatives in tau and beta.
 
         One step, with a = log pi - log rho, d = KL(pi || rho) and c = pi (a - d), the gradient of d
-        in z: z <- z - eta g, g = (pi - w) + beta c. Its tangent is
-        dg = -dw + [0, c] + (P + beta Q) dz, where P = diag(pi) - pi pi^T is the derivative of pi
-        and Q = diag(c) + P - c pi^T - pi c^T that of c.
+        in z: z <- z - eta g, g = (pi - w) + beta c. Its tangent is dg = -dw + [0, c] + (P + beta Q)
+        dz, where P = diag(pi) - pi pi^T is the derivative of pi, and Q = diag(c) + P - c pi^T - pi
+        c^T is the derivative of c.
         """
         if self.start is None:
             raise DataError("the groups have no behaviour_logp, from which the inner steps start; sample with log-probabilities")

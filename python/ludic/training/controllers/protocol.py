@@ -16,7 +16,7 @@ SumOverRanks = Callable[[Sequence[float]], Sequence[float]]
 
 @dataclass(frozen=True, eq=False)
 class Observation:
-    """One training step, seen after its optimizer steps. The numbers are those of all ranks."""
+    """One training step, seen after its optimizer steps. The numbers are over all ranks."""
 
     step: int
     """Number of training steps before this one."""

@@ -2,8 +2,8 @@
 another run.
 
 A resumed run does not need it: `trainer_state.json` of a checkpoint has the same numbers. The keys
-tau, beta, tau_log and tau_entropy_ema are those of other implementations of MaxEnt-GRPO, whose
-files load, too.
+tau, beta, tau_log and tau_entropy_ema are used by other implementations of MaxEnt-GRPO, whose files
+load, too.
 
 Example: {"schema_version": 1, "step": 200, "tau": 0.31, "beta": 0.1, "tau_log": -1.17,
 "tau_entropy_ema": 1.58, "controllers": {"entropy": {"tau": 0.31, "log_tau": -1.17, "ema": 1.58}}}
@@ -42,7 +42,7 @@ def controller_state(controllers: Sequence[Controller], coefficients: Mapping[st
 def save_controller_state(
     path: str | Path, controllers: Sequence[Controller], coefficients: Mapping[str, Coefficient], *, step: int
 ) -> None:
-    """Write the file, or replace it at once. `step`: number of training steps taken."""
+    """Write the file, or replace it atomically. `step`: number of training steps taken."""
     write_json(Path(path), controller_state(controllers, coefficients, step=step))
 
 
@@ -50,7 +50,7 @@ def load_controller_state(path: str | Path, controllers: Sequence[Controller], c
     """Set the coefficients and the controllers to what the file has.
 
     A coefficient that the file lacks stays as it is, with a warning, and a controller whose state
-    it lacks begins anew from its coefficient. Where log tau is not that of tau, tau counts.
+    it lacks begins anew from its coefficient. Where log tau and tau differ, tau counts.
     Settings are not loaded. Raises CheckpointError, and changes nothing, for a file that is not an
     object of finite numbers, or lacks a part of a controller's state.
     """
@@ -120,7 +120,7 @@ def _clip(value: float, coefficient: Coefficient) -> float:
 
 
 def _log_tau(state: Mapping[str, Any], path: str | Path) -> float:
-    """The saved one if it is that of tau, which a file may say otherwise after it was edited."""
+    """The saved value if it equals log tau, which may differ in a file that was edited."""
     tau, saved = state["tau"], state.get("log_tau")
     if not tau > 0:
         raise CheckpointError(f"tau in {path} must be above 0, since the entropy controller changes its log, got {tau}")

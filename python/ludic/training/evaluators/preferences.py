@@ -100,7 +100,7 @@ MEASURED = (
     *("loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "logps/chosen", "logps/rejected"),
     *("ece", "negative_margin_rate", "margin_p5", "margin_p25", "margin_p50", "margin_p75", "margin_p95", "num_pairs"),
 )
-"""The metrics, besides the numbers of dropped pairs."""
+"""The metrics, in addition to the numbers of dropped pairs."""
 
 
 class ImplicitRewardEvaluator(PreferenceEvaluator):
@@ -108,10 +108,9 @@ class ImplicitRewardEvaluator(PreferenceEvaluator):
     over its action tokens (Rafailov et al. 2023, eq. 5), by TRL's names. As the evaluator of a
     `Trainer` it logs `eval/rewards/accuracies` and so on.
 
-    `loss` is that of the training, with its label smoothing and without `nll_coeff`. `ece` and the
-    percentiles of the margins are those of `PreferenceMetrics` for the probability sigmoid(margin),
-    which is what the sigmoid loss fits. With several ranks each scores its share, and all get the
-    metrics.
+    `loss` is the training's, with its label smoothing and without `nll_coeff`. `ece` and the
+    percentiles of the margins are as in `PreferenceMetrics` for the probability sigmoid(margin),
+    which the sigmoid loss fits. With several ranks each scores its share, and all get the metrics.
     """
 
     def __init__(

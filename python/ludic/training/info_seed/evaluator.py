@@ -48,7 +48,7 @@ class SeedEvaluator:
       directions. Chance is 1 / `num_seeds`. Only with `model`, whose hidden states under the plain
       prompt represent the answers.
 
-    A plain answer is sampled beside them, for its prompt. `task`: a `ludic.tasks.EpisodicTask`.
+    A plain answer is sampled too, for its prompt. `task`: a `ludic.tasks.EpisodicTask`.
     `rollout`: the sampling, such as the `rollout` section of a recipe. `prompts`: of how many
     problems of the first suite; `samples`: answers to each seed. `heatmaps`: folder to write heat
     maps to, each under the number of its evaluation, or `step`.
@@ -219,7 +219,7 @@ def _means(rows: Array, ids: NDArray[np.int64], seeds: NDArray[np.int64]) -> Arr
 
 def _predict_by_direction(rows: Array, ids: NDArray[np.int64], seeds: NDArray[np.int64]) -> NDArray[np.int64]:
     """[N] seed whose summed directions, the row's own left out, are nearest to the row. A seed
-    without other rows is nobody's prediction."""
+    without other rows is never predicted."""
     x = _unit(rows)
     is_own = ids[:, None] == seeds[None, :]
     sums = is_own.T.astype(np.float64) @ x

@@ -22,8 +22,8 @@ def seed_of(meta: dict[str, Any]) -> int:
 
 
 def without_tags(batch: SAWBatch) -> SAWBatch:
-    """Replace the prompt of each seeded sample by that of a plain sample of its group. Nothing is
-    tokenized: the ids are copied. Changes `batch.items`.
+    """Replace the prompt of each seeded sample by the prompt of a plain sample of its group.
+    Nothing is tokenized: the ids are copied. Changes `batch.items`.
 
     A seeded sample whose group has no plain sample left is dropped. Their number is
     `batch.meta["seed/without_plain"]`, which the trainer logs. Raises DataError for samples of

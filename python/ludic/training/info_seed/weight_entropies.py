@@ -1,4 +1,4 @@
-"""How the weights of the plain answers of a group are spread, and those of its seeded answers."""
+"""How the weights are spread over the plain answers of a group, and over its seeded answers."""
 
 from __future__ import annotations
 

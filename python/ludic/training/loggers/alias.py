@@ -1,4 +1,4 @@
-"""Metrics under other libraries' names, beside ours."""
+"""Metrics under other libraries' names, in addition to ours."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ DOCUMENT_NAMES: Mapping[str, str] = MappingProxyType(
         **{f"reference/kl_bucket/{tokens}": f"train/kl_per_token_bucket/{tokens}" for tokens in _BUCKETS},
     }
 )
-"""Our names of metrics -> those of MaxEnt-GRPO's training guide, where they differ."""
+"""Our names of metrics -> names of MaxEnt-GRPO's training guide, where they differ."""
 
 
 class AliasLogger:

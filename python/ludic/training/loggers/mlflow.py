@@ -50,7 +50,7 @@ class MlflowLogger:
         tags: Mapping[str, str] | None = None,
     ) -> None:
         """Raises MissingExtraError without the package mlflow. `tracking_uri`: a database or a
-        server; None: `MLFLOW_TRACKING_URI`, else MLflow's default, `mlflow.db` in the current
+        server. None means `MLFLOW_TRACKING_URI`, else MLflow's default, `mlflow.db` in the current
         folder. `experiment`: None for `MLFLOW_EXPERIMENT_NAME`, else `Ludic`. `run_id`: continue
         this run. `config` becomes the parameters of a new run, nested keys joined with dots."""
         for variable, value in ENVIRONMENT.items():
@@ -65,7 +65,7 @@ class MlflowLogger:
         self._client: Any = None
 
     def start(self) -> None:
-        """Start the run, or continue that of `run_id`, if the first `log` has not done so."""
+        """Start the run, or continue `run_id`, if the first `log` has not done so."""
         if self._client is not None:
             return
         with warnings.catch_warnings():  # of its own use of SQLAlchemy

@@ -22,7 +22,7 @@ class PrintLogger:
         precision: int = 4,
         max_items_per_line: int = 6,
     ) -> None:
-        """`keys`: the statistics to print, in this order, with or without prefix; None: all,
+        """`keys`: the statistics to print, in this order, with or without prefix. None means all,
         sorted. `precision`: number of decimals; percentages have two fewer."""
         self.prefix, self.keys = prefix, keys
         self.precision, self.max_items_per_line = precision, max(1, max_items_per_line)

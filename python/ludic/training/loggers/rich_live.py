@@ -48,8 +48,8 @@ class RichLiveLogger:
         run_name: str = "",
         last_step: int | None = None,
     ) -> None:
-        """`keys`: the statistics to display, with or without prefix; None: all. `spark_key`: the
-        metric of the sparkline; the last `history` values are stored, the last `spark_window`
+        """`keys`: the statistics to display, with or without prefix. None means all. `spark_key`:
+        the metric of the sparkline; the last `history` values are stored, the last `spark_window`
         drawn. `run_name` is in the title of that panel, `last_step` in the train panel's."""
         self.keys, self.spark_key = keys, spark_key
         self.spark_window, self.precision = spark_window, precision

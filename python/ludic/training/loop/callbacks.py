@@ -37,7 +37,7 @@ class Stop:
     step: int
     """Number of steps taken."""
     of_steps: int | None
-    """Number of steps that the run was to take; None: until its data ends."""
+    """Number of steps that the run was to take. None means until its data ends."""
 
 
 class Callbacks:
@@ -65,7 +65,7 @@ class Callbacks:
         self.stop: Stop | None = None
         """Why the run ended before its last step; None if no callback ended it."""
         self.saves = False
-        """Whether a checkpoint of this step was asked for."""
+        """Whether a checkpoint of this step was requested."""
         self._last: int | None = None
         self._states: dict[str, Any] = {}
         self._has_ended = False
@@ -73,7 +73,7 @@ class Callbacks:
         self._protect_checkpoints()
 
     def begin(self, last: int | None) -> None:
-        """Called before the first step. `last`: number of the last step; None: until the data
+        """Called before the first step. `last`: number of the last step. None means until the data
         ends."""
         self._last, self._has_ended = last, False
         stop = self.stop
@@ -136,13 +136,13 @@ class Callbacks:
         await self._notify("on_step", stats=stats, batch=batch)
 
     async def on_evaluation(self, metrics: Mapping[str, float]) -> None:
-        """`metrics`: as the evaluator named them; those of rank 0, which may be the only rank that
-        has them."""
+        """`metrics`: as the evaluator named them, from rank 0, which may be the only rank that has
+        them."""
         await self._notify("on_evaluation", stats={eval_key(name): value for name, value in metrics.items()})
 
     async def on_checkpoint(self, folder: Path | None) -> None:
         """Called on all ranks after a checkpoint was saved, which then gets the states that this
-        changed. `folder` is that of rank 0."""
+        changed. `folder` is rank 0's."""
         before = self.state()
         asked = self.saves
         await self._notify("on_checkpoint", checkpoint=folder)
@@ -180,7 +180,7 @@ class Callbacks:
                 logger.exception("the callback %s failed in %s at step %d; training goes on", callback.name, method, step)
 
     def _event(self, callback: Callback, asked: list[dict[str, Any]] | None, **facts: Any) -> TrainingEvent:
-        """`asked`: gets what the callback asks for; None: it is too late to ask."""
+        """`asked` gets the requests of the callback. None means that it is too late for one."""
         run = self._run
 
         def stop(reason: str) -> None:
@@ -198,7 +198,7 @@ class Callbacks:
         return TrainingEvent(run.current_step, run, stop, save_checkpoint, **{"stats": {}, **facts})
 
     def take_save_request(self) -> bool:
-        """Whether a checkpoint of this step was asked for. The next call returns False."""
+        """Whether a checkpoint of this step was requested. The next call returns False."""
         asked, self.saves = self.saves, False
         return asked
 
@@ -254,7 +254,8 @@ def _describe(error: BaseException) -> str:
 
 
 def _list_names(callbacks: Sequence[Callback]) -> list[str]:
-    """Raises ConfigError for what is no callback, and for an `on_` method that is never called."""
+    """Raises ConfigError for an object that is no callback, and for an `on_` method that is never
+    called."""
     called = [name for name in dir(Callback) if name.startswith("on_")]
     for callback in callbacks:
         if not isinstance(callback, Callback):
@@ -289,8 +290,8 @@ def _check(callbacks: Sequence[Callback], checkpointer: CheckpointManager | None
 
 def check_watched(callbacks: Sequence[Callback], every: int | None, *, measured: Sequence[str] | None = None) -> None:
     """Raise ConfigError for a callback whose metric no evaluation will give: there are none or, if
-    it is known what they measure, they measure others. `every`: steps between evaluations; None:
-    there are none."""
+    it is known what they measure, they measure others. `every`: steps between evaluations. None
+    means that there are none."""
     for callback in callbacks:
         metric = callback.watched_metric
         if metric is None:

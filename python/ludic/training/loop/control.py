@@ -1,4 +1,4 @@
-"""The controllers of a run: what they see of each step, what is logged of them, and their state in
+"""The controllers of a run: what they see of each step, their statistics, and their state in
 checkpoints."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ludic.training.preparation import Prepared
 logger = logging.getLogger(__name__)
 
 ENTROPY = "weight_entropy"
-"""The statistic of a step that controllers see, beside that of `kl_statistic`."""
+"""The statistic of a step that controllers see, in addition to `kl_statistic`."""
 
 
 class Control:
@@ -54,7 +54,7 @@ class Control:
         self, stats: Mapping[str, float], prepared: Prepared, schedule: RunSchedule, device: torch.device | str, *, step: int
     ) -> dict[str, float]:
         """Show the controllers a step, the first is 0, and let them set the coefficients of the
-        next one. `stats` are those of all ranks; sums over ranks travel on `device`. Returns what
+        next one. `stats` are over all ranks; sums over ranks travel on `device`. Returns what
         the step used (`tau`), by how much it changed (`delta_tau`), and the statistics of the
         controllers."""
         if not self.controllers:
@@ -104,8 +104,8 @@ class Control:
 
 
 def kl_statistic(loss: Loss) -> str:
-    """The KL to the reference that controllers see, which is the one that the loss penalises: that
-    of whole answers with `kl_level="sequence"`, else that of tokens."""
+    """The KL to the reference that controllers see, which is the one that the loss penalises: of
+    whole answers with `kl_level="sequence"`, else of tokens."""
     parts = [term.loss for term in loss.terms] if isinstance(loss, CompositeLoss) else [loss]
     levels = {part.level for part in parts if isinstance(part, ReferenceKLLoss)}
     return "reference/sequence_kl" if levels == {"sequence"} else "reference/kl"

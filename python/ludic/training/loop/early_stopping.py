@@ -150,7 +150,7 @@ class EarlyStopping:
 
 
 class BestWeights:
-    """Keeps one set of weights: in a folder beside the checkpoints, or in memory without
+    """Keeps one set of weights: in a folder next to the checkpoints, or in memory without
     checkpoints.
 
     With several ranks, all call both methods. Rank 0 writes the folder; of a sharded model, each
@@ -163,7 +163,7 @@ class BestWeights:
         self._in_memory: tuple[int, Any] | None = None
 
     def keep(self, step: int) -> None:
-        """Keep the current weights, those of `step`, and drop the previous ones."""
+        """Keep the current weights, of step `step`, and drop the previous ones."""
         if self.folder is None:
             self._in_memory = step, self._backend.snapshot_weights().wait()
             return
@@ -182,8 +182,8 @@ class BestWeights:
                 write_manifest(folder, {"step": step}, described=described)
 
     def restore(self, step: int) -> bool:
-        """Set the model to the weights of `step`. Returns False, and changes nothing, if those
-        of another step or none were kept, or if they are damaged."""
+        """Set the model to the weights of `step`. Returns False, and changes nothing, if another
+        step's weights or none were kept, or if they are damaged."""
         if self._in_memory is not None and self._in_memory[0] == step:
             self._backend.restore_weights(self._in_memory[1]).wait()
             return True

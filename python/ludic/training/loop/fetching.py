@@ -32,7 +32,7 @@ class BatchFetcher:
     """Gets batches from the source, drops stale samples, and preprocesses and truncates the rest.
 
     After an empty batch it fetches the next, up to `max_empty_batches` in all. `ingest` makes a
-    macro-batch of samples. The meta of the batch gets its number, that of the step if the source
+    macro-batch of samples. The meta of the batch gets its number, which is the step's if the source
     does not number its batches, and, if the run publishes weights, `policy_lag`.
     """
 
@@ -117,7 +117,7 @@ class BatchFetcher:
                 raise DataError(f"sample {macro.name(row)} has {fault}")
 
     def _describe_long_prompts(self, items: Sequence[SAWItem]) -> str:
-        """A hint if every prompt alone is longer than what is trained, else "".
+        """A hint if every prompt alone is longer than `max_seq_len`, else "".
 
         Example: `action_mask` [0, 0, 1] is a prompt of 2 tokens; `max_seq_len` 2 leaves no answer.
         """

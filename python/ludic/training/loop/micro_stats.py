@@ -1,10 +1,10 @@
-"""Combines the statistics of parts (micro-batches, ranks) into those of the whole. The result does
-not depend on the split.
+"""Combines the statistics of parts (micro-batches, ranks) into statistics of the whole. The result
+does not depend on the split.
 
 A mean is weighted by what it is a mean over: action tokens for `TOKEN_KEYS` if the part has
 `avg_action_tokens`, pairs for `PAIR_MEAN_KEYS` if it has `num_pairs`, else samples. A standard
-deviation `x_std` beside `x_mean` is that of all values together: the variance is the mean of the
-parts' variances plus the variance of their means. `gpu_*` is a maximum, counts are sums. A key of a
+deviation `x_std` next to `x_mean` is over all values: the variance is the mean of the parts'
+variances plus the variance of their means. `gpu_*` is a maximum, counts are sums. A key of a
 composite loss, `term/key`, follows the rule of `key`.
 """
 
@@ -40,7 +40,8 @@ Rule = Literal["mean", "std", "sum", "max", "min"]
 
 @dataclass(frozen=True)
 class Stat:
-    """A statistic of some samples, and the rule that combines it with that of other samples.
+    """A statistic of some samples, and the rule that combines it with the statistic of other
+    samples.
 
     >>> combine_stats([Stat(1.0, weight=3.0), Stat(5.0, weight=1.0)])
     Stat(value=2.0, weight=4.0, rule='mean', mean=0.0)
@@ -56,7 +57,7 @@ class Stat:
 
 
 def combine_stats(parts: Sequence[Stat]) -> Stat:
-    """The statistic of all samples, from those of one or more parts."""
+    """The statistic of all samples, from the statistics of one or more parts."""
     rule = parts[0].rule
     values = [part.value for part in parts]
     if rule == "sum":

@@ -52,7 +52,7 @@ class LearningRateSchedule:
     @classmethod
     def from_config(cls, cfg: TrainerConfig, total_steps: int | None) -> LearningRateSchedule:
         """The schedule of the config. `warmup_steps` takes precedence over `warmup_ratio`;
-        `total_steps` None: 1,000,000."""
+        `total_steps` None means 1,000,000."""
         total = DEFAULT_TOTAL_STEPS if total_steps is None else total_steps
         warmup = cfg.warmup_steps or int((cfg.warmup_ratio or 0.0) * total)
         return cls(cfg.lr_scheduler_type, warmup, total, cfg.lr_min_ratio)
@@ -80,12 +80,13 @@ class RunSchedule:
     """The schedule of a run. The length of the run may be unknown until the run begins."""
 
     def __init__(self, cfg: TrainerConfig, total_steps: int | None) -> None:
-        """`total_steps` None: that of the first `begin`, or else `DEFAULT_TOTAL_STEPS`."""
+        """`total_steps` None means the number of the first `begin`, or else
+        `DEFAULT_TOTAL_STEPS`."""
         self._cfg, self._is_open, self._is_guessed = cfg, total_steps is None, total_steps is None
         self._schedule = LearningRateSchedule.from_config(cfg, total_steps)
 
     def begin(self, last_step: int | None) -> None:
-        """Set the length of the run, if this is the first call and it has none yet. None: the
+        """Set the length of the run, if this is the first call and it has none yet. None means the
         default."""
         if last_step is not None and self._is_open and self._cfg.lr_scheduler_type is not None:
             self._schedule, self._is_guessed = LearningRateSchedule.from_config(self._cfg, last_step), False

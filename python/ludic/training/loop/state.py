@@ -25,8 +25,8 @@ from ludic.training.types import BatchSource, ReferencePolicy
 T = TypeVar("T")
 SOURCE = "batch_source"
 OF_EACH_RANK, RANKS = ("rng_state", SOURCE), "ranks"
-"""Entries that differ between ranks, and the key under which a checkpoint has those of each. A
-source that all ranks share has one state, which is not among them."""
+"""Entries that differ between ranks, and the key under which a checkpoint has each rank's. A source
+that all ranks share has one state, which is not among them."""
 
 
 class TrainerState:

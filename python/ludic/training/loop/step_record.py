@@ -33,7 +33,7 @@ class StepRecord:
     def __init__(
         self, batch: SAWBatch, macro: MacroBatch, timer: PhaseTimer, prepared: Mapping[str, float] | None = None
     ) -> None:
-        """`prepared`: statistics of the preparation, which are already those of all ranks."""
+        """`prepared`: statistics of the preparation, which are already over all ranks."""
         self.batch, self.macro, self.timer = batch, macro, timer
         self._prepared = {} if prepared is None else prepared
         self._losses: list[torch.Tensor] = []
@@ -45,9 +45,9 @@ class StepRecord:
         self._work = self._time_of_ranks = 0.0
 
     def add(self, result: BackwardResult, step: dict[str, float], *, at_step_start: bool = True) -> None:
-        """Add one optimizer step. `at_step_start`: its log-probabilities are those of the
-        weights at the start of the training step. Only these measure the difference between
-        trainer and sampler; later ones include the updates since."""
+        """Add one optimizer step. `at_step_start`: its log-probabilities belong to the weights at
+        the start of the training step. Only these measure the difference between trainer and
+        sampler; later ones include the updates since."""
         self._losses.append(result.loss)
         self._steps.append(step)
         self._micro_stats.extend(stats if at_step_start else _without_mismatch(stats) for stats in result.micro_stats)

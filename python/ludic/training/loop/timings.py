@@ -29,7 +29,7 @@ class PhaseTimer:
     """
 
     def __init__(self, seconds: dict[str, float] | None = None) -> None:
-        """`seconds`: the totals to add to, such as those of a resumed run."""
+        """`seconds`: the totals to add to, such as the totals of a resumed run."""
         self._started = time.perf_counter()
         self._seconds = {} if seconds is None else seconds
 
@@ -70,7 +70,8 @@ class TimeLeft:
         self._marks: deque[tuple[int, float]] = deque(maxlen=self.WINDOW + 1)
 
     def begin(self, step: int, last: int | None) -> None:
-        """Called at `step`, before the next one. `last`: number of the last step; None: unknown."""
+        """Called at `step`, before the next one. `last`: number of the last step. None if it is not
+        known."""
         self._last = last
         self._marks.clear()
         self._marks.append((step, self._clock()))
@@ -85,7 +86,7 @@ class TimeLeft:
 
 
 SLOW, STEPS_IN_A_ROW = 1.5, 5
-"""A rank is named in a warning if it takes so many times the median for so many steps."""
+"""A rank is named in a warning if it takes this multiple of the median for this number of steps."""
 
 
 class RankTimes:

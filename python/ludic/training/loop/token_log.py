@@ -1,5 +1,5 @@
 """The trainer's log-probabilities of the sampled tokens of some batches, in a file of JSON lines
-beside the log of the rollouts. `ludic view` shows how far they are from the sampler's."""
+next to the log of the rollouts. `ludic view` shows how far they are from the sampler's."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ DIGITS = 4
 
 
 class TokenLog:
-    """Appends a line for each sample of every `every`-th batch: `id` (that of its rollout), `step`
-    (its index in the rollout), `logps` (one for each sampled token that is trained on, with the
-    weights that the training step begins with; null for one that is not finite) and `skipped`, the
-    number of sampled tokens before these. They cost a forward pass over such a batch."""
+    """Appends a line for each sample of every `every`-th batch: `id` (the id of its rollout),
+    `step` (its index in the rollout), `logps` (one for each sampled token that is trained on, with
+    the weights that the training step begins with; null for one that is not finite) and `skipped`,
+    the number of sampled tokens before these. They cost a forward pass over such a batch."""
 
     def __init__(self, path: Path, every: int) -> None:
-        """`every`: batch 0 and every so manieth after it; 0: none."""
+        """`every`: batch 0 and every `every`-th after it. 0 means none."""
         self._path, self._every = path, every
 
     def is_due(self, number: int) -> bool:

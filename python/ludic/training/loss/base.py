@@ -56,8 +56,7 @@ class Loss:
     samples may share a row; `logits` may be nan without memory (`TrainerConfig.logits`). Set it to
     False on an instance to keep the logits."""
     reads_actions_only: bool = False
-    """Of log-probabilities and entropies, the loss reads those of action tokens alone: others may
-    be 0."""
+    """Of log-probabilities and entropies, the loss reads action tokens alone: others may be 0."""
     reads_scores_only: bool = False
     """Of a reward model's batch, the loss reads the logits [B, 1], one score per sample, `meta` and
     `weight`, and nothing that has a value per token: samples may be concatenated in one row."""
@@ -151,7 +150,8 @@ def as_loss(loss: Any) -> Loss:
 
 
 def loss_name(loss: Loss) -> str:
-    """Return the class name of the loss; for an adapter, that of the user's class or function."""
+    """Return the class name of the loss; for an adapter, the name of the user's class or
+    function."""
     inner = loss.inner if isinstance(loss, AdaptedLoss) else loss
     return inner.__name__ if inspect.isroutine(inner) else type(inner).__name__
 

@@ -55,7 +55,7 @@ class DPOLoss(Loss):
     label_smoothing: float = 0.0
     """eps: the probability that a label is wrong. In [0, 0.5)."""
     length_normalize: bool | None = None
-    """Divide each log-ratio by the number of action tokens. None: for `ipo` alone. True with
+    """Divide each log-ratio by the number of action tokens. None means for `ipo` alone. True with
     `sigmoid` is TRL's `sigmoid_norm`."""
     nll_coeff: float = 0.0
     """Weight of a second term, the mean over pairs of -log pi of the chosen answer divided by its

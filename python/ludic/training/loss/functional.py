@@ -336,8 +336,8 @@ class _SelectedLogpAndEntropy(torch.autograd.Function):
 def _logp_and_entropy_gradient(
     logits_NV: Tensor, index_N1: Tensor, logsumexp_N1: Tensor, entropy_N1: Tensor, logp_grad_N1: Tensor, entropy_grad_N1: Tensor
 ) -> Tensor:
-    """onehot * g - p * g - p (log p + H) * h, where g is the gradient of the log-probability and h
-    that of the entropy."""
+    """onehot * g - p * g - p (log p + H) * h, where g and h are the gradients of the
+    log-probability and of the entropy."""
     logp = torch.sub(logits_NV, logsumexp_N1).clamp_(min=torch.finfo(logsumexp_N1.dtype).min)
     p = logp.exp()
     negative = logp.add_(entropy_N1).mul_(p).mul_(entropy_grad_N1).addcmul_(p, logp_grad_N1)

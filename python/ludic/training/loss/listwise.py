@@ -61,14 +61,14 @@ class ListwiseLoss(Loss):
 @dataclass
 class ListwiseClipLoss(Loss):
     """L = coeff * mean over groups of sum_i -min(r_i A_i, clip(r_i, 1 - low, 1 + high) A_i), with
-    A_i = w_i - baseline; None: 1/K.
+    A_i = w_i - baseline, which is 1/K if None.
 
     Source: liv-daliberti/maxent-grpo, the clip term, with two departures: min for both signs of A,
     as in PPO (arXiv:1707.06347, eq. 7), and the ratio to the *sampler* at `ratio_level`. It is
     exp of the mean log-ratio of a sample's tokens ("sequence_mean"), of their sum
     ("sequence_sum"), or of each token, of which the objective is then the mean ("token"). With
     several turns, the terms of a candidate's samples are weighted by their tokens. With sums and
-    `baseline` far from 1/K this term outweighs that of `ListwiseLoss` by orders of magnitude.
+    `baseline` far from 1/K this term outweighs `ListwiseLoss` by orders of magnitude.
     """
 
     coeff: float = 1.0

@@ -38,8 +38,8 @@ BUCKET_NAMES = ("0-32", "33-64", "65-128", "129-256", "257+")
 class ReferenceKLLoss(Loss):
     """L = coeff * mean of k(log pi - log pi_ref) over tokens, a KL penalty towards the reference.
 
-    The estimators k are those of `TokenKLLoss`. As a loss on samples of the policy, k3, the
-    default, has the expected gradient of KL(pi_ref || pi), k2 that of KL(pi || pi_ref), k1 none.
+    The estimators k are defined in `TokenKLLoss`. As a loss on samples of the policy, k3, the
+    default, has the expected gradient of KL(pi_ref || pi), k2 of KL(pi || pi_ref), k1 none.
     `level="sequence"`, the form of liv-daliberti/maxent-grpo (2026): every token has k of its
     sample's mean log-ratio. It is never above the token's k3, and blind to log-ratios that cancel
     within an answer. The mean is over the action tokens of the mini-batch; with

@@ -18,7 +18,7 @@ class ReinforceLoss(Loss):
     """L = -mean_b[ sg(r_b) A_b l_b ], where l_b = log pi(action_b), r_b = exp(l_b - l_old,b), and
     A_b is the weight of the sample; sg is stop-gradient.
 
-    Williams 1992, eq. 4. The importance weight r_b is that of the off-policy policy gradient
+    Williams 1992, eq. 4. The importance weight r_b comes from the off-policy policy gradient
     (Degris et al. 2012, eq. 5); it corrects for the difference between the sampling and the
     training engine. With `length_normalize`, l_b and l_old,b are means over the tokens instead of
     sums. r_b is a product over tokens, so its variance grows with the length of the answer:

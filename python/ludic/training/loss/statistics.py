@@ -1,6 +1,6 @@
 """Statistics that losses report: detached scalars, which stay on the device of the logits.
 
-Shapes: B samples, T tokens. Per-token values are [B, T - 1]; only those of action tokens count.
+Shapes: B samples, T tokens. Per-token values are [B, T - 1]; only action tokens count.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Log-probabilities and entropy from hidden states, without the logits [B, T, V].
 
 The logits of N positions are computed for some columns of the vocabulary at a time, in the dtype of
-the model, and reduced in float32. The backward pass computes them again. What is kept is [N] and
-[N, D]; the gradient of the output layer is written once, in its own dtype.
+the model, and reduced in float32. The backward pass computes them again. The tensors kept are [N]
+and [N, D]; the gradient of the output layer is written once, in its own dtype.
 
 For one position with logits x, m = max x, s = sum exp(x - m) and t = sum exp(x - m) (x - m):
 
@@ -37,7 +37,7 @@ from ludic.training.loss.functional import LogitsUse, select_logp_and_entropy, s
 TILE_ELEMENTS = 1 << 22
 """Number of logits in a tile: 16 MiB in float32."""
 GPU_TILE_ELEMENTS = 1 << 24
-"""At least so many on a GPU: there an operation on a small tile is mostly its start."""
+"""The least number on a GPU: there an operation on a small tile is mostly its start."""
 LEAST_COLUMNS = 64
 TOKEN_SCORES = "token_scores"
 """Name of the `TokenScores` of a batch whose logits were not computed."""
@@ -60,11 +60,11 @@ class TokenScores:
         anchor: Tensor | None = None,
     ) -> None:
         """hidden [B, T, D]: the inputs of the output layer; input_ids [B, T]. mask [B, T]: only
-        next tokens at which it is not 0 have scores, the others have 0; None: all have.
+        next tokens at which it is not 0 have scores, the others have 0. None means all.
         `temperature`: the policy is softmax(logits / temperature). `with_entropy`: the entropy will
         be read, and is computed together with the log-probabilities. places [B * T]: where the
-        hidden state of each token is in `hidden`; None: at its own place. anchor [B, 0, V]: the
-        model's output, for backward hooks that wait for a gradient of it, as those of FSDP2."""
+        hidden state of each token is in `hidden`. None means at its own place. anchor [B, 0, V]:
+        the model's output, for backward hooks that wait for a gradient of it, as in FSDP2."""
         self.anchor = anchor
         self.hidden, self.layer, self.input_ids, self.places = hidden, layer, input_ids, places
         self.mask, self.temperature, self.with_entropy = mask, temperature, with_entropy
@@ -118,7 +118,7 @@ class TokenScores:
 
 
 class LogitScores(TokenScores):
-    """The same from logits that the model computed for another row than that of the samples."""
+    """The same from logits that the model computed for another row than the row of the samples."""
 
     def __init__(
         self,
@@ -175,7 +175,7 @@ class _Rule:
     temperature: float
     with_entropy: bool
     dtype: torch.dtype | None
-    """dtype of the products; None: their own."""
+    """dtype of the products. None means their own."""
     shard: VocabularyShard | None = None
     """The columns of this rank, if they are not all."""
 
@@ -301,8 +301,8 @@ def _find_in_tile(local_N: Tensor, tile_NC: Tensor) -> tuple[Tensor, Tensor]:
 def _gradient(
     tile_NC: Tensor, local_N: Tensor, logsumexp_N: Tensor, entropy_N: Tensor, grads: tuple[Tensor, ...], with_entropy: bool
 ) -> Tensor:
-    """onehot * g - p * g - p (log p + H) * h, where g is the gradient of the log-probability and h
-    that of the entropy."""
+    """onehot * g - p * g - p (log p + H) * h, where g and h are the gradients of the
+    log-probability and of the entropy."""
     logp_grad_N, entropy_grad_N = grads
     logp_NC = tile_NC - logsumexp_N[:, None]
     if with_entropy:

@@ -29,7 +29,7 @@ Scale = Literal["weights", "tempered"]
 
 class ListwiseCredit:
     """A_i = (C/G) (w_i - 1/K) for every step of candidate i, where w are the listwise weights of
-    its group of K, and C candidates in G groups are those of the macro-batch, on all ranks.
+    its group of K, and the macro-batch has C candidates in G groups, over all ranks.
 
     A candidate is a rollout; candidates of one group answer the same prompt. A group of equal
     utilities has weights 1/K at beta = 0, so its credit is exactly 0. With

@@ -89,8 +89,8 @@ def share_among_best(
     *,
     exponent: float = 1.0,
 ) -> Column:
-    """[C] the weights, with those of the best candidates shared anew: among the candidates above
-    the mean utility of their group, w is multiplied by exp(-exponent b), and rescaled so that
+    """[C] the weights, with the weight of the best candidates shared anew: among the candidates
+    above the mean utility of their group, w is multiplied by exp(-exponent b), and rescaled so that
     their sum stays.
 
     Candidates come from the policy, so each answer's expected weight is its probability times w:

@@ -232,7 +232,7 @@ def _try_shifts(comparison: Comparison) -> list[tuple[Cause, float]]:
     """Return the mean difference if each log-probability belonged to the token after, and if it
     belonged to the token before.
 
-    Example: `all_trainer_logps` [a, b, c] are those of positions 1 to 3, so position 2 has index 1
+    Example: `all_trainer_logps` [a, b, c] belong to positions 1 to 3, so position 2 has index 1
     (b); shifted by 1 it has index 2 (c), shifted by -1 index 0 (a).
     """
     shifts = []

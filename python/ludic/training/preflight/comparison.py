@@ -1,4 +1,4 @@
-"""Compares the trainer's log-probabilities of samples with those of the sampler."""
+"""Compares the trainer's log-probabilities of samples with the sampler's."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ async def compare(
     top_p: float = 1.0,
 ) -> Comparison:
     """Compute the trainer's log-probabilities of the samples' actions and of the tokens next to
-    them, in one forward pass. `temperature` and `top_p`: those of `forward_logprobs`."""
+    them, in one forward pass. `temperature` and `top_p` as in `forward_logprobs`."""
     tensors = collate_saw_items(items, pad_token_id=cfg.pad_token_id, device=cfg.model_device)
     tensors["action_mask"] = _with_neighbours(tensors["action_mask"])
     batch = MicroBatch(tensors, len(items))

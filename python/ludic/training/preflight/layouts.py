@@ -37,17 +37,17 @@ logger = logging.getLogger(__name__)
 
 Layout = Literal["padded rows", "concatenated sequences", "trees"]
 LENGTHS = (8, 40, 5, 24, 48)
-"""Tokens of the samples, if the run and the model have room for so many."""
+"""Tokens of the samples, if the run and the model have room for them."""
 SHARED = (0, 3, 5, 16, 16)
 """How many of its tokens each sample shares with the last one."""
 DIFFERENCE = 0.05
-"""How much the logits of a layout may differ from those of samples alone, in the mean over the
+"""How much the logits of a layout may differ from the logits of samples alone, in the mean over the
 tokens of a sample: this fraction of the largest change by another first token."""
 ROUNDING = 1e-3
 """What always counts as equal, as a fraction of the logits."""
 TIMES_ROUNDING, MOST_ROUNDINGS = 4.0, 8.0
-"""Where rounding is coarser, as in bfloat16: so many times what the length of a pass changes, and
-at most so many roundings of the largest logit. In bfloat16 one of 30 is a multiple of 1/8."""
+"""Where rounding is coarser, as in bfloat16: a multiple of the change by the length of a pass, and
+a maximum number of roundings of the largest logit. In bfloat16 one of 30 is a multiple of 1/8."""
 FORBIDDEN = 6e4
 """Logits at least as large say nothing of rounding."""
 _said: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
@@ -179,8 +179,8 @@ def _differences(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _mean_size(logits: Tensor) -> float:
-    """Mean size of the logits, but for those of tokens that a model forbids: -inf, or the least
-    number of a type. 0.0 if there are no others."""
+    """Mean size of the logits, without tokens that a model forbids: -inf, or the least number of a
+    type. 0.0 if there are no others."""
     sizes = logits.abs()
     allowed = sizes[sizes < FORBIDDEN]
     return float(allowed.mean()) if len(allowed) else 0.0

@@ -87,7 +87,8 @@ def token_mean(policy: Loss) -> dict[str, Any]:
 
 def add_info_seed(algorithm: RLAlgorithm, info_seed: InfoSeed | None) -> RLAlgorithm:
     """The algorithm for batches of `SeedPrompts`: the prompts of seeded samples lose their tags,
-    their log-probabilities are computed anew, and the loss has the term `seed`. None: unchanged."""
+    their log-probabilities are computed anew, and the loss has the term `seed`. With None it is
+    unchanged."""
     if info_seed is None:
         return algorithm
     loss = algorithm.loss

@@ -61,7 +61,7 @@ async def run_actor(
 
     **Leases** are renewed every `lease_s / 3` seconds. A group whose lease is lost (somebody else
     took it, or it was delivered) is not played on. When the actor is cancelled or must stop, its
-    group is given back at once.
+    group is given back immediately.
 
     **Failures.** An error of `weights` gives the group back, and the next try waits longer each
     time. An error of `play` is logged and the group played again, `max_attempts` times in all;

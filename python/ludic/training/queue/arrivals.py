@@ -13,8 +13,8 @@ trained before, so that a trainer that went back to a checkpoint makes the same 
 A group that failed counts as any other, and brings no rollouts.
 
 The ledger says which groups were trained: the truth about a run, which its checkpoint holds. The
-log of groups may lose entries and repeat them; the ledger refuses what was trained, and names what
-is missing.
+log of groups may lose entries and repeat them; the ledger refuses trained groups, and names missing
+ones.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Arrivals:
         return len(self._refused.get(number, ()))
 
     def take(self, entry: Entry, group: Group | None) -> bool:
-        """Take the next entry of the log; None is an entry that is nobody's. Returns False for a
+        """Take the next entry of the log; None is an entry without a group. Returns False for a
         group that has come before."""
         before, self.position = self.position, entry.position
         if group is None:

@@ -17,21 +17,21 @@ A number's life:
 
     offer --> free --lease--> leased --deliver--> entry --read, train, save--> forgotten
                ^                |
-               +-- give_back ---+   at once
+               +-- give_back ---+   immediately
                +-- time is up --+   `attempt` becomes one more
 
 **The trainer has the truth.** Its ledger of trained numbers is in its checkpoint (`arrivals`). A
-log may lose all its data, and hold a number twice: the ledger refuses what was trained, and what is
-missing is offered again (`source.QueueBatchSource.heal`).
+log may lose all its data, and hold a number twice: the ledger refuses trained groups, and missing
+groups are offered again (`source.QueueBatchSource.heal`).
 
 **Every call is one transaction**: it happens as a whole or not at all, also if the process or the
 server is killed in it. A call whose answer was lost can be repeated: it then does nothing more, or
 says so. Calls block for at most the deadline of the log, and then raise `QueueError`; an
 asynchronous caller runs them in a thread. A log can be used by several threads at the same time.
 
-**One owner.** `claim` makes a trainer the owner. The calls that change what is played or kept take
-the owner's name and check it in their transaction: `OwnershipLost` if another trainer has claimed
-the log since, `QueueDataLost` if nobody owns it.
+**One owner.** `claim` makes a trainer the owner. The calls that change the played or kept groups
+take the owner's name and check it in their transaction: `OwnershipLost` if another trainer has
+claimed the log since, `QueueDataLost` if it has no owner.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Work:
     """The policy version to sample it with: exactly this one, or with order `arrival` this one or a
     newer one."""
     attempt: int = 0
-    """How many times it was begun in vain: leases that ran out, and entries that were set aside."""
+    """How many attempts failed: leases that ran out, and entries that were set aside."""
 
 
 @dataclass(frozen=True)
@@ -131,8 +131,8 @@ class GroupLog(Protocol):
     def claim(self, owner: str, *, run: str, ttl_s: float = DEFAULT_CLAIM_S) -> None:
         """Make `owner` the owner for `ttl_s` seconds, and open the log if it was closed.
 
-        An owner of the same run is replaced at once: that trainer was restarted, and the lock of
-        the run's folder keeps two from running. Another run's log raises OwnershipLost while its
+        An owner of the same run is replaced immediately: that trainer was restarted, and the lock
+        of the run's folder keeps two from running. Another run's log raises OwnershipLost while its
         claim lasts; after that, and once it is closed, everything it holds is deleted.
         """
         ...
@@ -203,19 +203,20 @@ class GroupLog(Protocol):
     # ---- actors --------------------------------------------------------------------------------
 
     def lease(self, actor: str, *, lease_s: float = DEFAULT_LEASE_S) -> Lease | None:
-        """Take the smallest number that nobody has, for `lease_s` seconds. None if there is none,
+        """Take the smallest number that is free, for `lease_s` seconds. None if there is none,
         or if the log is closed. A number whose lease ran out has `attempt` one more."""
         ...
 
     def renew(self, lease: Lease, *, lease_s: float = DEFAULT_LEASE_S) -> bool:
-        """Have the lease for `lease_s` seconds from now, also if its time was up and nobody has the
-        group now; `attempt` stays. False if somebody has it, or if it is not outstanding as it was
-        leased: it was delivered, withdrawn or offered with another version, or the data are gone.
+        """Have the lease for `lease_s` seconds from now, also if its time was up and the group is
+        free now; `attempt` stays. False if another actor has it, or if it is not outstanding as it
+        was leased: it was delivered, withdrawn or offered with another version, or the data are
+        gone.
         """
         ...
 
     def give_back(self, lease: Lease) -> None:
-        """Make the group free at once; `attempt` stays. Does nothing if the lease is not held."""
+        """Make the group free now; `attempt` stays. Does nothing if the lease is not held."""
         ...
 
     def deliver(self, lease: Lease, payload: bytes) -> bool:
@@ -233,7 +234,7 @@ class GroupLog(Protocol):
         ...
 
     def is_closed(self) -> bool:
-        """Whether the trainer is done. False for a log that nobody has claimed yet."""
+        """Whether the trainer is done. False for a log that has not been claimed yet."""
         ...
 
     # ---- producers without numbers -------------------------------------------------------------

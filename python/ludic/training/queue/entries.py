@@ -1,6 +1,6 @@
 """The entries of a log as bytes, and back: a header, columns, played groups, and groups of samples.
 
-What is decoded equals what was encoded: rollouts with their steps and token traces, the outcomes of
+Decoding returns what was encoded: rollouts with their steps and token traces, the outcomes of
 the episodes, and the failures. Every entry is checked as a protocol's rollouts are
 (`rollouts.episodes`, `require_trace`), and its size before it is decoded.
 
@@ -63,7 +63,7 @@ class EntryLimits:
     max_steps: int = 4096
     """Steps of a rollout."""
     max_groups: int | None = None
-    """Groups (`group_id`) that the rollouts are of; None: any number."""
+    """Groups (`group_id`) of the rollouts. None means any number."""
 
     def __post_init__(self) -> None:
         for name in ("max_bytes", "max_rollouts", "max_steps", "max_groups"):
@@ -86,7 +86,7 @@ class Group:
     version: int
     """The policy version that it was to be sampled with."""
     attempt: int = 0
-    """How many times it was begun in vain before."""
+    """How many attempts failed before."""
     actor: str = ""
     """Who played it."""
     generation_s: float = 0.0
@@ -363,8 +363,8 @@ def floats_to_bytes(values: Any) -> bytes:
 
 
 def floats_from_bytes(column: bytes, length: int) -> NDArray[np.float64]:
-    """The `length` numbers of `floats_to_bytes`, as 64-bit floats. Raises EntryError unless there
-    are so many."""
+    """The `length` numbers of `floats_to_bytes`, as 64-bit floats. Raises EntryError for another
+    number of them."""
     if len(column) not in (4 * length, 8 * length):
         raise EntryError(
             f"a column of {len(column)} bytes cannot hold the log-probabilities of {length} tokens, or their fractions"

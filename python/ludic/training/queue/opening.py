@@ -99,13 +99,14 @@ class ClaimKeeper:
 T = TypeVar("T")
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.1, 5.0
-"""Between two tries; doubled each time, and varied so that processes do not come at once."""
+"""Between two tries; doubled each time, and varied so that processes do not all come at the same
+time."""
 
 
 class Patience:
     """Runs calls in threads, so that the event loop goes on, and repeats one that raises QueueError
-    for up to `patience_s` seconds. `QueueDataLost` and `QueueRefused` are raised at once: they do
-    not pass by themselves. Simulations replace `sleep`, `clock` and `run`."""
+    for up to `patience_s` seconds. `QueueDataLost` and `QueueRefused` are raised immediately:
+    waiting does not help. Simulations replace `sleep`, `clock` and `run`."""
 
     def __init__(
         self,
@@ -122,7 +123,7 @@ class Patience:
         """Calls that succeeded only after the log had been unreachable."""
 
     async def call(self, what: str, operation: Callable[[], T]) -> T:
-        """Return `operation()`. `what` says in messages what is being done."""
+        """Return `operation()`. `what` names the operation in messages."""
         started, wait_s = self.clock(), FIRST_WAIT_S
         failed = False
         while True:

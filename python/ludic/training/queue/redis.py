@@ -2,8 +2,8 @@
 
 Transactions are scripts (`redis_scripts`), so that no call is ever half done. The server needs
 Redis 6.2 or newer, `maxmemory-policy noeviction`, and should have `appendonly yes`. Data that are
-lost in spite of it, or deleted, cost what was played and not trained: the trainer claims the log
-again and offers again what is missing.
+lost in spite of it, or deleted, cost the groups that were played and not trained: the trainer
+claims the log again and offers missing groups again.
 
 Calls have deadlines and are repeated after lost connections. URLs are shown without their
 passwords.

@@ -7,14 +7,14 @@ The keys, all with one hash tag, so that they are on one server of a cluster:
                              which is part of a position
     {name}:samples   stream  the entries: n (number, or nothing), b (payload), t (`added` before it)
     {name}:work      hash    number -> "version attempt offered_ms", for all outstanding groups
-    {name}:free      zset    numbers that nobody has, scored by themselves
+    {name}:free      zset    numbers that are free, scored by themselves
     {name}:leased    zset    numbers that an actor has, scored by the end of the lease in ms
     {name}:leases    hash    number -> "token actor" of its lease
     {name}:tokens    hash    token -> number, so that a repeated `lease` returns what it took
     {name}:aside     stream  what was set aside: p (position), n, b, r (reason)
     {name}:kept      hash    position -> its id in `aside`
 
-The last argument of each script is the time in ms, or nothing for that of the server. Numbers are
+The last argument of each script is the time in ms, or nothing for the server's time. Numbers are
 below 2^53, which a Lua number and a score hold exactly.
 """
 

@@ -55,8 +55,8 @@ async def run_pipeline_actor(
     Each call of `requests_fn` is one batch for `credit_assigner`. Its samples are sent group by
     group, and tagged with the policy version that `client` had before they were sampled (0 without
     a client), where the sampler did not tag them more exactly. An error is logged, and the next
-    requests are played after a second. What is played is sent: while the queue is full or cannot be
-    reached, the actor waits.
+    requests are played after a second. Every played group is sent: while the queue is full or
+    cannot be reached, the actor waits.
 
     `max_entries`: how many groups wait for the trainer before actors wait. Samples are that much
     older than the weights; `TrainerConfig.max_lag` drops the ones that are too old. `redis_url` and

@@ -3,7 +3,7 @@
     offer batches k .. k+ahead  ->  work     -> actors (actor.run_actor)
     batch k  <-  Arrivals       <-  entries  <-
 
-Batch k is offered when batch `k - ahead` is asked for, with the policy version that was announced
+Batch k is offered when batch `k - ahead` is requested, with the policy version that was announced
 last. So a group is sampled with weights that are `ahead` steps old, as with `OverlappedSource`, and
 at most `ahead + 1` batches are played at a time.
 """
@@ -35,7 +35,7 @@ from ludic.training.types import CreditAssigner, SampleFilter, SAWBatch
 logger = logging.getLogger(__name__)
 
 HEAL_AFTER_S = 5.0
-"""After so long without an entry, what is missing is offered again."""
+"""After this time without an entry, missing groups are offered again."""
 
 
 class QueueBatchSource(BatchSourceBase):
@@ -48,13 +48,13 @@ class QueueBatchSource(BatchSourceBase):
     `max_lag` versions after it was offered, by default `ahead + 2` (`arrivals`).
 
     **Resuming.** The state has the ledger of trained groups, the position in the log and the
-    versions of what is offered. Delivered groups are read again from the log, and others played.
+    versions of the offered groups. Delivered groups are read again from the log, and others played.
     `checkpoint_saved` forgets what the checkpoint no longer needs.
 
     **Failures.** A group that failed, or that was refused `max_attempts` times, is missing in its
-    batch; RolloutError if that leaves none. Refused entries are set aside with their reason. What
-    is in no place where it should be is offered again (`heal`): at the start, after the log could
-    not be reached, and after 5 s without an entry.
+    batch; RolloutError if that leaves none. Refused entries are set aside with their reason. A
+    group that is in no place where it should be is offered again (`heal`): at the start, after the
+    log could not be reached, and after 5 s without an entry.
 
     **Deadlines.** QueueError after `patience_s` seconds in which the log could not be reached or no
     actor had work, and after `group_timeout_s` without any entry. OwnershipLost if another trainer
@@ -146,8 +146,8 @@ class QueueBatchSource(BatchSourceBase):
         return True
 
     async def announce(self, version: int) -> None:
-        """Say that the weights of `version` can be sampled with; the publisher calls this. Before
-        the first batch is asked for, it is only noted."""
+        """Say that actors can sample with the weights of `version`; the publisher calls this.
+        Before the first batch is requested, it is only noted."""
         self._version = version - version % self._publish_every
         if self._claims is not None:
             await self._with_data(self._announce)
@@ -170,7 +170,7 @@ class QueueBatchSource(BatchSourceBase):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`. Raises ConfigError if it is that of another kind of source, or of
+        """Continue from `state`. Raises ConfigError if it belongs to another kind of source, or to
         another number of groups in a batch."""
         if "ledger" not in state:
             raise ConfigError("the checkpoint has no ledger of groups: it was saved by a run without actors; resume it without")
@@ -198,7 +198,7 @@ class QueueBatchSource(BatchSourceBase):
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Stop reading, and renewing the claim. Actors go on with what is offered."""
+        """Stop reading, and renewing the claim. Actors go on with the offered groups."""
         await self._reader.stop_reading_ahead()
         if self._claims is not None:
             self._claims.stop()
@@ -218,7 +218,7 @@ class QueueBatchSource(BatchSourceBase):
         return await self._patience.call(what, operation)
 
     async def _with_data(self, operation: Callable[[], Awaitable[Any]]) -> Any:
-        """Run `operation`; where the log's data are gone, claim it and offer what is missing, and
+        """Run `operation`; where the log's data are gone, claim it, offer the missing groups and
         run it again."""
         is_lost = False
         for _ in range(3):
@@ -233,9 +233,9 @@ class QueueBatchSource(BatchSourceBase):
         raise QueueError("the data of the queue were lost three times in a row; check the memory and the disk of its server")
 
     async def heal(self) -> int:
-        """Withdraw what nobody needs, and offer every group that is expected and is in no place:
-        neither trained nor come, nor in the log behind the position, nor outstanding. Returns the
-        number of groups that were offered.
+        """Withdraw groups that are not needed, and offer every group that is expected and is in no
+        place: neither trained nor come, nor in the log behind the position, nor outstanding.
+        Returns the number of groups that were offered.
 
         Actors take the smallest number first. One that was trained would keep them from all others:
         the weights it asks for may be deleted."""
@@ -259,8 +259,8 @@ class QueueBatchSource(BatchSourceBase):
 
     def _is_needed(self, number: int) -> bool:
         """Whether the group, which is outstanding, is to be played: it has not come, and its batch
-        is offered or will be with the next one. Those of later batches are of a trainer that was
-        further than its checkpoint; they are offered again in their turn."""
+        is offered or will be with the next one. Groups of later batches come from a trainer that
+        was further than its checkpoint; they are offered again in their turn."""
         batch = number // self._arrivals.groups_per_batch
         return not self._arrivals.has(number) and (batch in self._versions or batch <= self._batch + self._ahead)
 
@@ -406,10 +406,11 @@ class EntryReader:
         self.entries: deque[tuple[Entry, Group | EntryError]] = deque()
         self._ahead: asyncio.Task[None] | None = None
         self.check: SampleCheck | None = None
-        """The trainer's, once it has asked for a batch."""
+        """The trainer's event loop, once it has requested a batch."""
 
     def last_position(self, taken: str | None) -> str | None:
-        """The position of the last entry that was read; `taken` is that of the last one taken."""
+        """The position of the last entry that was read; `taken` is the position of the last one
+        taken."""
         return self.entries[-1][0].position if self.entries else taken
 
     async def read(self, taken: str | None, timeout_s: float = READ_S) -> None:
@@ -420,7 +421,7 @@ class EntryReader:
 
     async def scan(self, taken: str | None) -> dict[int, str]:
         """The groups of all entries that are not taken, each with the position of its last entry.
-        What is read for it is not kept."""
+        The entries read for it are not kept."""
         positions = {entry.number: entry.position for entry, _ in self.entries if entry.number is not None}
         position = self.last_position(taken)
         while entries := await self._patience.call("reading groups", partial(self._log.read, position)):

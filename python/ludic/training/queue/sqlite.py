@@ -3,7 +3,7 @@
 The file has a write-ahead log and is flushed at its checkpoints (`synchronous=NORMAL`): killing
 processes loses nothing that was acknowledged; a power failure may lose the last moments, which the
 trainer then offers again. It must not be on a network file system, where SQLite's locks do not
-work. Deleting the file (with `-wal` and `-shm` beside it) while it is in use costs its data only:
+work. Deleting the file (with its `-wal` and `-shm`) while it is in use costs its data only:
 every process notices and makes a new one.
 """
 

@@ -9,7 +9,7 @@ whether to start again (`ludic.errors`):
 |---|---|
 | all ranks with 0 | 0 |
 | a rank with 78, first or later | 78 |
-| another failure | that of the first rank that failed; 128 + n if signal n ended it |
+| another failure | the status of the first rank that failed; 128 + n if signal n ended it |
 | a signal to the agent, which passes it on | 128 + n, unless a rank said 78 |
 | the agents of other machines do not come, or are gone | 75 |
 """
@@ -35,7 +35,8 @@ from ludic.launch.rank_environment import STATUS_FOLDER
 
 
 def run_agent(arguments: Sequence[str]) -> int:
-    """Run the ranks to their end, and return the exit status. `arguments` are those of torchrun."""
+    """Run the ranks to their end, and return the exit status. `arguments` are arguments of
+    torchrun."""
     options = parse_args(list(arguments))
     if options.nproc_per_node != "1":
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, which says so at length

@@ -18,8 +18,8 @@ WAIT_S = 7200.0
 
 @contextmanager
 def agree(doing: str) -> Iterator[None]:
-    """Raise on every rank if the block fails on any: its own error, or RankError with that of a
-    rank that failed. Without this, the others would wait in the next collective until the group's
+    """Raise on every rank if the block fails on any: its own error, or RankError with the error of
+    a rank that failed. Without this, the others would wait in the next collective until the group's
     timeout.
 
     The block must take part in its collectives also after an error. All ranks call it, and meet at
@@ -36,8 +36,8 @@ def agree(doing: str) -> Iterator[None]:
 @contextmanager
 def rank_0_alone(doing: str) -> Iterator[list[Any]]:
     """Work in the block on rank 0 alone; the other ranks, which do nothing in theirs, wait for its
-    end at the store. Its error is raised on all. What rank 0 puts into the list, as JSON values,
-    is in that of all ranks afterwards.
+    end at the store. Its error is raised on all. The JSON values that rank 0 puts into the list are
+    in the lists of all ranks afterwards.
 
     >>> with rank_0_alone("measuring") as shared:
     ...     if rank() == 0:
@@ -52,9 +52,9 @@ def rank_0_alone(doing: str) -> Iterator[list[Any]]:
 
 
 def ask_rank_0(doing: str, question: Callable[[], T]) -> T:
-    """What `question`, which is called on rank 0 alone, returns there: a JSON value. For what is
-    read from files: ranks that look for themselves may see different ones. Its error is raised on
-    all, as by `agree`."""
+    """The JSON value of `question`, which is called on rank 0 alone. Use it for values read from
+    files: ranks that look for themselves may see different ones. Its error is raised on all, as by
+    `agree`."""
     with rank_0_alone(doing) as shared:
         if rank() == 0:
             shared.append(question())

@@ -1,7 +1,7 @@
-"""Which other ranks are alive, so that nobody waits at the store for one that was killed.
+"""Which other ranks are alive, so that no rank waits at the store for one that was killed.
 
 A rank on this machine is alive as long as its process is. Of one on another machine, only the signs
-tell that its watchdog gives each second. Their absence counts only once a stop was asked for: a
+tell that its watchdog gives each second. Their absence counts only once a stop was requested: a
 launcher that asks all ranks to stop because one has ended kills them if they do not. Before that,
 the deadline of the wait counts, since a process may be too busy to give signs.
 """
@@ -50,8 +50,8 @@ class Lives:
         self._store.set(f"alive/{self._rank}", str(self._signs))
 
     def look(self, now: float, *, stopping: bool) -> str | None:
-        """What the others must know if a rank is lost, else None, also if the last look was just
-        before `now` (seconds). `stopping`: whether a stop was asked for."""
+        """The message to the others if a rank is lost, else None, also if the last look was just
+        before `now` (seconds). `stopping`: whether a stop was requested."""
         if now < self._look_at:
             return None
         self._look_at = now + LOOK_S * max(1.0, self._world_size / RANKS_PER_LOOK)

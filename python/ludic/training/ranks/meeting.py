@@ -1,5 +1,5 @@
-"""What ranks tell each other through a store, besides collectives: that they have come, what they
-ask and answer, that one failed, that a stop was asked for.
+"""Messages of ranks through a store, in addition to collectives: arrival, questions and answers,
+failures, and requests to stop.
 
 A wait at the store has a deadline of its own, says who is missing, and ends early with the error of
 a rank that failed. A collective has the timeout of its group and says neither, so nothing that
@@ -29,7 +29,7 @@ FIRST_DELAY_S, LAST_DELAY_S = 0.001, 0.05
 LONGEST_PAUSE_S = 0.1
 """The longest time between two looks for a message."""
 RANKS_PER_DELAY = 64
-"""The last delay is for so many ranks; more of them ask less often."""
+"""The last delay is for this number of ranks; more of them ask less often."""
 REPLY_S = 1.0
 """How long a rank whose collective failed waits for the others to say that theirs did too."""
 
@@ -96,8 +96,8 @@ class Meeting:
 
     @contextmanager
     def agree(self, doing: str, timeout_s: float) -> Iterator[None]:
-        """Raise on every rank if the block fails on any: its own error, or RankError with that of
-        the rank that failed first."""
+        """Raise on every rank if the block fails on any: its own error, or RankError with the error
+        of the rank that failed first."""
         error: Exception | None = None
         try:
             yield
@@ -141,7 +141,7 @@ class Meeting:
     @contextmanager
     def rank_0_alone(self, doing: str, timeout_s: float) -> Iterator[list[Any]]:
         """Run the block on rank 0, while the others wait for it after theirs. Yields a list; the
-        JSON values that rank 0 puts into it are in that of all ranks in the end."""
+        JSON values that rank 0 puts into it are in the lists of all ranks in the end."""
         key = self._next_key()
         self._read.append(key)
         values: list[Any] = []

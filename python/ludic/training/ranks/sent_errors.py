@@ -16,8 +16,8 @@ class."""
 
 def describe_error(error: BaseException, *, exit_code: int = TRY_AGAIN, rank: int = 0) -> dict[str, Any]:
     """An error as JSON: its text, its host, the names of its class and of that class's bases, the
-    nearest first, and what else decides the exit status of a rank. `exit_code`: that of this rank,
-    whose number is `rank`."""
+    nearest first, and the other values that decide the exit status of a rank. `exit_code`: the exit
+    status of this rank, whose number is `rank`."""
     kinds = [base.__name__ for base in type(error).__mro__ if issubclass(base, Exception)]
     facts: dict[str, Any] = {}
     if isinstance(error, OSError):

@@ -204,9 +204,9 @@ def _comes_from_collective(error: BaseException | None) -> bool:
 
 
 def _name_attempt(environment: RankEnvironment) -> str:
-    """What tells the keys of this start of the ranks from those of earlier ones in the same store;
-    the same on all ranks. A store that rank 0 serves is new at each start, for which the agents of
-    several machines may have counted differently."""
+    """A prefix that tells the keys of this start of the ranks from earlier starts in the same
+    store; the same on all ranks. A store that rank 0 serves is new at each start, for which the
+    agents of several machines may have counted differently."""
     if not environment.has_store:
         return "0"
     if environment.num_machines > 1:

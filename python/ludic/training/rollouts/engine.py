@@ -61,7 +61,7 @@ class RolloutEngine:
     `STOP_TIMEOUT_S` (`interaction.containment`). An environment with a `close` method is always
     closed, within `CLOSE_TIMEOUT_S`.
 
-    **Scoring.** `scorer` gets all rollouts of a call at once, before credit is assigned, and
+    **Scoring.** `scorer` gets all rollouts of a call together, before credit is assigned, and
     changes their rewards. If it cannot reward a rollout, the episode has failed and is not played
     again.
 
@@ -274,7 +274,7 @@ class RolloutEngine:
 
 
 def select_credit_assigner(algorithm: RLAlgorithm | None, credit_assigner: CreditAssigner | None) -> CreditAssigner:
-    """Return `credit_assigner`, or else that of the algorithm. Raises ConfigError if both are
+    """Return `credit_assigner`, or else the algorithm's. Raises ConfigError if both are
     None."""
     if credit_assigner is not None:
         return credit_assigner

@@ -175,7 +175,7 @@ class PlayedRollouts(list[Rollout]):
         num_requested: int | None = None,
     ) -> None:
         """`num_requested`: number of rollouts that were requested; a failed episode counts as many
-        as the others returned on average. None: the number of `rollouts`."""
+        as the others returned on average. None means the number of `rollouts`."""
         super().__init__(rollouts)
         self.counts, self.failures = counts, list(failures)
         self.num_requested = len(rollouts) if num_requested is None else num_requested

@@ -65,7 +65,7 @@ def check_response_diversity(samples: Sequence[GroupMember], min_unique_ratio: f
 
 
 def check_reasonable_length(samples: Sequence[GroupMember], min_tokens: int = 10, max_tokens: int = 2048) -> bool:
-    """Whether the mean number of tokens, those of the prompt included, is at least `min_tokens` and
+    """Whether the mean number of tokens, prompt included, is at least `min_tokens` and
     at most `max_tokens`."""
     _check_bounds(min_tokens, max_tokens)
     _require_members(samples)
@@ -107,8 +107,8 @@ def make_length_filter(min_tokens: int, max_tokens: int) -> GroupFilter:
 
 
 def of_rollouts(group_filter: GroupFilter) -> Callable[[Sequence[Rollout]], bool]:
-    """The same filter for rollouts. The reward is the episode's, the response what the model said
-    in all steps, the tokens those of the last step, whose prompt has the earlier ones."""
+    """The same filter for rollouts. The reward is the episode's, the response is the model's text
+    of all steps, and the tokens belong to the last step, whose prompt has the earlier ones."""
 
     def check(rollouts: Sequence[Rollout]) -> bool:
         return group_filter([_RolloutMember(rollout) for rollout in rollouts])

@@ -11,8 +11,8 @@ kept, the others only counted, so that always
 
     given + rejected + lost + kept == admitted
 
-Reads the saved state of a pool of groups. Whatever is not a state that a pool has saved is an
-error that names what is wrong, before anything is changed.
+Reads the saved state of a pool of groups. Whatever is not a state that a pool has saved is an error
+that names the fault, before anything is changed.
 
     {"format": 1, "batch": 3, "members_per_group": 2, "next_ordinal": 9, "arrivals": [7],
      "counts": {"given": 6, "rejected": 1, "lost": 0, "retried": 4},
@@ -72,7 +72,7 @@ class Group:
     position: int
     """Where its prompt is in the prompts."""
     admitted: int
-    """The batch that had been asked for when it was admitted: its weights are those of that
+    """The batch that had been requested when it was admitted: it begins with the weights of that
     batch."""
     members: list[Any]
     """One entry a member; `MISSING` until the member is played."""
@@ -151,7 +151,7 @@ class GroupBatch(list[Group]):
 
     @property
     def lags(self) -> list[int]:
-        """For each group, how many batches were asked for after its admission, up to this one."""
+        """For each group, how many batches were requested after its admission, up to this one."""
         return [self.number - group.admitted for group in self]
 
 
@@ -294,7 +294,7 @@ def _has_come_back(value: Any, copy: Any) -> bool:
 
 
 def _encode_members(members: Mapping[int, Any], group: Group, codec: MemberCodec) -> dict[str, Any]:
-    """The members, or what is sampled of them, that have a form."""
+    """The members, or their samples, that have a form."""
     encoded = {}
     for i, member in members.items():
         try:
@@ -309,7 +309,7 @@ class SavedPool:
     """What a state says."""
 
     ledger: Ledger
-    """Its groups are all owed: the caller lets arrive those of `arrivals`."""
+    """Its groups are all owed: the caller lets the groups of `arrivals` arrive."""
     arrivals: list[Group]
     """In the order of arrival."""
     batch: int

@@ -54,15 +54,15 @@ class GroupPool:
     return fast. A pool is used in one event loop of asyncio.
 
     **Admission.** `ceil(groups_per_batch * over_sampling_factor)` groups are kept, arrived ones
-    included. A group that is rejected or lost is replaced at once. The groups that replace those of
-    a batch are admitted when the next batch is asked for, and thus begin with its weights; sooner
-    only as far as they can leave within `max_lag` of the batch before. Calls start in the order of
-    ordinals, at most `max_concurrency` at once.
+    included. A group that is rejected or lost is replaced immediately. The groups that replace the
+    groups of a batch are admitted when the next batch is requested, and thus begin with its
+    weights; sooner only as far as they can leave within `max_lag` of the batch before. Calls start
+    in the order of ordinals, at most `max_concurrency` at the same time.
 
     **Hand-over.** `order="arrival"`: first come, first served, and nothing later than `max_lag`
     batches after its admission (default: ceil(factor - 1), the least that is possible).
-    `order="submission"`: always the lowest ordinals, so that what is trained does not depend on
-    timing; a batch then waits for its slowest group.
+    `order="submission"`: always the lowest ordinals, so that the batches do not depend on timing; a
+    batch then waits for its slowest group.
 
     **Failures.** A call that raises is repeated with the same seed up to `max_retries` times, while
     its siblings go on; one that was interrupted after progress has not failed. After that the group
@@ -174,8 +174,8 @@ class GroupPool:
         return ordinal in self._ledger
 
     def limit(self, num_batches: int) -> None:
-        """Say how many more batches are needed. No more groups are admitted than those hold, unless
-        more batches are asked for after all."""
+        """Say how many more batches are needed. No more groups are admitted than they hold, unless
+        more batches are requested after all."""
         self._batches_left = num_batches
 
     async def __aenter__(self) -> GroupPool:
@@ -224,7 +224,7 @@ class GroupPool:
                 self._loop.call_soon_threadsafe(self._abort)
 
     def resume(self) -> None:
-        """Go on after `request_abort`, with the next batch that is asked for."""
+        """Go on after `request_abort`, with the next batch that is requested."""
         self._is_aborted = False
 
     def state_dict(self) -> dict[str, Any]:
@@ -279,7 +279,7 @@ class GroupPool:
                 self._changed = None
 
     async def _open(self) -> None:
-        """Let calls run, those of owed groups first, and try again what raised between batches."""
+        """Let calls run, owed groups first, and repeat calls that raised between batches."""
         self._failure = None
         if not self._calls.is_open:
             await self._calls.stop(self._close_timeout_s)  # those that an abort has cancelled
@@ -317,7 +317,7 @@ class GroupPool:
         return size > 0 and self._hand_over.is_complete(self._batch, size)
 
     def _batch_size(self) -> int:
-        """N; what is left, if no more groups are admitted."""
+        """N, or the remaining groups if no more are admitted."""
         is_last = self._prompts_ended or (self._is_short_allowed and self._setbacks.is_out_of_patience)
         return min(self._groups_per_batch, len(self._ledger)) if is_last else self._groups_per_batch
 
@@ -384,7 +384,7 @@ class GroupPool:
 
     def _judge(self, group: Group) -> None:
         """Let the filter judge a whole group. If it raises, the group is judged again when the next
-        batch is asked for."""
+        batch is requested."""
         try:
             is_accepted = self._accept(group)
             reason = "" if is_accepted or self._explain is None else self._explain(group)
@@ -431,7 +431,7 @@ class Setbacks:
 
     @property
     def is_losing(self) -> bool:
-        """Whether so many groups were lost in a row that something is broken."""
+        """Whether the number of groups lost in a row says that something is broken."""
         return self._losses >= self._max_losses
 
     @property

@@ -148,8 +148,7 @@ class ArrivalOrder:
 
 
 class SubmissionOrder:
-    """The lowest ordinals first, however long they take: what is trained does not depend on
-    timing."""
+    """The lowest ordinals first, however long they take: the batches do not depend on timing."""
 
     def __init__(self) -> None:
         self._line: deque[Group] = deque()

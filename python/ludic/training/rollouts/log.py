@@ -44,7 +44,7 @@ def rollout_record(rollout: Rollout) -> dict[str, Any]:
 
 def append_failures(path: Path, failures: Iterable[EpisodeFailure]) -> None:
     """Append one line per episode that failed after all retries, with the fields of
-    `EpisodeFailure`; `meta` is that of its request."""
+    `EpisodeFailure`; `meta` comes from its request."""
     records = [vars(failure) for failure in failures]
     if records:
         append_jsonl(path, records)

@@ -1,5 +1,5 @@
-"""The calls that play the members of groups: started in order, a limited number at once, repeated
-where they fail, and stopped together.
+"""The calls that play the members of groups: started in order, a limited number at the same time,
+repeated where they fail, and stopped together.
 
 When a call that failed is repeated, and when its member is given up.
 
@@ -7,14 +7,14 @@ A member is given up after `max_retries` + 1 failures in a row, except in an out
 no call of any member succeeds: then a server is away, and losing groups would not help.
 
     max_retries = 1, seconds since the first failure of a member
-    0  fails, repeated at once     0  fails again: are there successes of other calls since then,
+    0  fails, repeated now         0  fails again: are there successes of other calls since then,
                                       or since this call began?
        yes  it is given up         no  it is repeated after 1, 2, 4, 8, 8 ... s, until the outage
                                        is over or has lasted `patience_s`
 
 After an outage that it has lived through, a member has `max_retries` + 1 failures again, and may
-live through the next one: `max_retries` + 1 in a row, since a member that alone fails at once may
-see what looks like an outage between two slow successes of others.
+live through the next one: `max_retries` + 1 in a row, since a member that alone fails immediately
+may see what looks like an outage between two slow successes of others.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class MemberInterrupted(Exception):
 
 
 class MemberCalls:
-    """Plays the missing members of groups, those of the lowest ordinals first, at most
-    `max_concurrency` at once (None: all).
+    """Plays the missing members of groups, the lowest ordinals first, at most `max_concurrency` at
+    the same time (None means all).
 
     `fill(group, member, value)` is called with what `play` returned, `lose(group, member, error)`
     when a member is given up, by the rule above; neither for a group that is not owed
@@ -191,7 +191,7 @@ class MemberCalls:
                 return
 
     def _may_repeat(self, group: Group, member: int, error: Exception, successes_before: int) -> bool:
-        """Whether to repeat a call at once that has failed. Otherwise it is repeated later, or the
+        """Whether to repeat a failed call immediately. Otherwise it is repeated later, or the
         member is given up."""
         key, loop = (group.ordinal, member), asyncio.get_running_loop()
         failed = self._failed.setdefault(key, FailedCalls(self.outage, self._max_retries))
@@ -253,7 +253,7 @@ class MemberCalls:
 
 
 def seed_of_member(seed: int, ordinal: int, member: int) -> int:
-    """The seed of a member of group `ordinal`, 31 bits, from that of the run."""
+    """The seed of a member of group `ordinal`, 31 bits, from the seed of the run."""
     derived = derive_seed(derive_seed(seed, ordinal + 1), member + 1)
     assert derived is not None
     return derived
@@ -317,7 +317,7 @@ class FailedCalls:
         """Whether the member would be given up, were it not for an outage."""
 
     def fail(self, now_s: float, successes_before: int) -> float | None:
-        """The member's call has failed, which began after so many successes of all members.
+        """The member's call has failed, which began after this number of successes of all members.
         Returns how many seconds to wait before the next one, or None to give the member up."""
         self._outage.fail(now_s)
         successes = self._outage.successes
@@ -337,5 +337,5 @@ class FailedCalls:
 
 
 def _wait_s(failures: int) -> float:
-    """Seconds before the call after so many failures: 0, 1, 2, 4, 8, 8 ..."""
+    """Seconds before the call after this number of failures: 0, 1, 2, 4, 8, 8 ..."""
     return 0.0 if failures <= 1 else min(LONGEST_WAIT_S, FIRST_WAIT_S * 2.0 ** min(failures - 2, 30))

@@ -107,7 +107,7 @@ def make_dataset_sequence_requests_fn(
     sample a new pass begins, with `shuffle` in a new order.
 
     The function has `state_dict` and `load_state_dict`, so a resumed run continues with the next
-    sample. The other arguments are those of `make_dataset_queue_requests_fn`.
+    sample. The other arguments are as in `make_dataset_queue_requests_fn`.
     """
     _check_groups_differ(group_size, inference)
     build = _request_builder(
@@ -245,8 +245,8 @@ class RequestsByPosition:
     """
 
     def __init__(self, requests_fn: RequestsFn, group_size: int, oldest_kept: Callable[[], int | None] = lambda: 0) -> None:
-        """`oldest_kept()`: no position before this one is asked for any more; None: no position
-        that is taken."""
+        """`oldest_kept()`: no position before this one is requested any more. None means no
+        position that is taken."""
         self._oldest_kept = oldest_kept
         position: object = requests_fn
         self._requests_fn, self._group_size = requests_fn, group_size
@@ -317,7 +317,7 @@ class RequestsByPosition:
         return bisect_right(self._starts, position, key=lambda start: start[0]) - 1
 
     def _batch_of(self, position: int) -> tuple[int, list[RolloutRequest]]:
-        """The batch of a position, asked for again. The function's state is then as before."""
+        """The batch of a position, requested again. The function's state is then as before."""
         if self._function is None:
             raise ConfigError(
                 "requests has no state_dict, so the prompts of the groups that were being played are not known any more; give it "

@@ -58,7 +58,8 @@ class RollingBatchSource(BatchSourceBase):
 
     `group_filter` judges the rollouts of a group after their rewards and before credit; a group
     that it rejects is replaced by the next prompt. `sample_filter` judges single samples after
-    credit, which are not replaced. `on_rollouts(batch number, rollouts)` is told what is returned.
+    credit, which are not replaced. `on_rollouts(batch number, rollouts)` gets what each batch
+    returns.
 
     `concurrency` limits the episodes in flight. The engine plays a failed episode again; a group
     that fails in the end is lost, counted and replaced, unless no group can be played at all: then
@@ -183,7 +184,7 @@ class RollingBatchSource(BatchSourceBase):
         return True
 
     def limit(self, num_batches: int) -> None:
-        """Say how many more batches the run needs, so that none is begun in vain."""
+        """Say how many more batches the run needs, so that no more are begun."""
         self._pool.limit(num_batches)
 
     def state_dict(self) -> dict[str, Any]:
@@ -197,7 +198,7 @@ class RollingBatchSource(BatchSourceBase):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`. Raises ConfigError, and changes nothing, for a damaged state and
-        for that of another kind of source."""
+        for the state of another kind of source."""
         if not isinstance(state, Mapping) or "pool" not in state:
             raise ConfigError(
                 "the checkpoint is of a run without over-sampling and group filter; resume it with its settings, or begin a new run"

@@ -5,10 +5,10 @@ There are two ways to find the assistant's tokens:
 - A template with `{% generation %}` marks them. The conversation is rendered once, and the marked
   spans of characters are mapped to tokens by the tokenizer's offsets, each up to its end token.
 - Any other template is rendered twice for each assistant message, without and with the message: the
-  additional tokens are the message. The ids of each rendering must begin with those of the previous
-  one. If they do not (because the tokenizer merges characters of two messages into one token, or
-  because the template renders earlier turns differently when later ones follow), a `DataError` says
-  where.
+  additional tokens are the message. The ids of each rendering must begin with the ids of the
+  previous one. If they do not (because the tokenizer merges characters of two messages into one
+  token, or because the template renders earlier turns differently when later ones follow), a
+  `DataError` says where.
 
     tokens   <user> hi <assistant> yo <eos> \\n
     mask        0    0      0       1   1    0

@@ -74,7 +74,7 @@ class SFTItems:
     row_format: str = AUTO
     """The format of all rows, one of `ludic.data.sft_formats.FORMATS`; `auto`: by the columns."""
     max_tokens: int | None = None
-    """Longer plain texts are divided into samples of at most so many tokens."""
+    """Longer plain texts are divided into samples of at most this number of tokens."""
 
     def of(self, rows: Iterable[tuple[str, Row]]) -> list[SAWItem]:
         """Return the samples of all `(name, row)` pairs. Raises DataError, naming the row, for a

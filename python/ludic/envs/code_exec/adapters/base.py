@@ -1,6 +1,6 @@
 """The protocols of data sets of problems and of verifiers, and the verifiers.
 
-A verifier compares what a program printed with what is expected, outside the sandbox.
+A verifier compares the output of a program with the expected output, outside the sandbox.
 """
 
 from __future__ import annotations

@@ -4,11 +4,11 @@ that is from LeetCode.
 The tests of a problem need names of the program: those that neither Python nor the texts around it
 define. A test that needs nothing would pass with any program.
 
-Asserts are taken apart: the call runs in the sandbox, and what is expected stays outside.
+Asserts are taken apart: the call runs in the sandbox, and the expected value stays outside.
 
 `assert f(2) == 3` is the call `f(2)` and the value 3. An assert whose two sides cannot be told
-apart, such as one that compares two calls, is refused: a program could replace what it uses, and
-would find in it what is expected.
+apart, such as one that compares two calls, is refused: a program could replace the functions that
+it uses, and would find the expected value in it.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def _read_json_calls(row: Mapping[str, Any], problem: CodingProblem) -> CodingPr
 
 
 def _named_calls(row: Mapping[str, Any]) -> tuple[str | None, list[tuple[list[Any], Any]]]:
-    """(name of the function or None, pairs of its arguments and what is expected)."""
+    """(name of the function or None, pairs of its arguments and the expected value)."""
     if row.get("input_output"):
         tests = parse_column(row["input_output"], "input_output")
         name = tests.get("fn_name") if isinstance(tests, Mapping) else None
@@ -215,7 +215,7 @@ def _need(test: TestCase, definitions: Sequence[Names], functions: Collection[st
 
 
 def _closure(read: frozenset[str], definitions: Sequence[Names]) -> frozenset[str]:
-    """The names that nobody defines among those that are read, and that their definitions read."""
+    """The undefined names among the names that are read, by them or by their definitions."""
     free: set[str] = set()
     seen: set[str] = set()
     rest = set(read)
@@ -324,7 +324,7 @@ def read_check_function(source: str, *, name: str = "check", entry_point: str) -
 
 
 def _separate(statement: ast.Assert, test: ast.expr) -> tuple[ast.expr, Any]:
-    """(what runs in the sandbox, what is expected)."""
+    """(the program for the sandbox, the expected output)."""
     if isinstance(test, ast.Call) and (close := _is_close(test)) is not None:
         return close
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):

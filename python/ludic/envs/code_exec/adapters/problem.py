@@ -35,7 +35,7 @@ class CodingProblem:
     after: str = ""
     """Python that runs after the program and before the calls, such as objects of its classes."""
     tuples_are_lists: bool = False
-    """What is expected is from JSON, which has lists alone."""
+    """The expected value comes from JSON, which has lists alone."""
     solutions: Sequence[str] = field(default=(), repr=False)
 
     def make_runner(self, timeout_s: float, memory_limit_mb: int) -> CodeRunner:

@@ -7,7 +7,7 @@ has the command that starts it.
 - `{"op": "compile", "code", "timeout_s"}` -> `{"compiled": {"status", "message", "line", ...}}`
 - `{"op": "run", "code", "stdin", "timeout_s", "memory_mb", "env"}` -> `{"status", "stdout", ...}`;
   with `"compile_first": true` also `compiled`, and a program that is not valid does not run
-- `{"op": "clean"}` -> `{"clean": true}`: kills what is left, and deletes all files
+- `{"op": "clean"}` -> `{"clean": true}`: kills the remaining processes, and deletes all files
 
 Every answer says whether the program's files could be deleted (`clean`). With `"more": true` the
 next request is of the same program, or `clean`; any other one is answered `{"again": true}`, and is

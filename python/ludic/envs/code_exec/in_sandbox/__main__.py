@@ -33,7 +33,7 @@ import bisect, collections, functools, heapq, itertools, random, re, string  # n
 LOOK_S = 0.1
 """How often a handler is looked at."""
 GRACE_S = 10.0
-"""How long a handler may take beside its program's time."""
+"""How long a handler may take in addition to its program's time."""
 
 
 def main(places: list[str], system_call_filter: bytes = b"") -> None:

@@ -62,8 +62,8 @@ class Usage:
         """How many there are; bytes, without files that are mapped."""
         self.waits_for_processor = False
         self.ticks: dict[int, int] = {}
-        """Of each process that was ever seen: nobody else counts those whose parents ignore their
-        end."""
+        """Of each process that was ever seen: nothing else counts processes whose parents ignore
+        their end."""
         self.waited_for = 0
 
     @property

@@ -227,7 +227,7 @@ def exit_status(code: object) -> int:
 
 
 def compile_program(code: str) -> types.CodeType | None:
-    """The program if it is valid. What is found goes to VERDICT, as JSON, which is then closed."""
+    """The program if it is valid. The finding goes to VERDICT, as JSON, which is then closed."""
     started, compiled = time.monotonic(), None
     found: JSON = {"status": "success"}
     try:

@@ -51,7 +51,7 @@ def install_filter(program: bytes) -> None:
 
 
 HOST_IS_GONE = 3
-"""The exit status of a handler that nobody waits for."""
+"""The exit status of a handler for which no process waits."""
 MEGABYTE = 1 << 20
 KEPT_OUTPUT = 1 << 20
 """Bytes of stdout and of stderr. A program that prints more is stopped."""
@@ -123,7 +123,7 @@ class Watch:
                 return stopped
 
     def feed(self) -> bool:
-        """Write some stdin; True when there is no more to write, or nobody reads it."""
+        """Write some stdin; True when there is no more to write, or no process reads it."""
         try:
             self.stdin = self.stdin[os.write(self.stdin_end, self.stdin[:65536]) :]
         except BlockingIOError:
@@ -142,7 +142,7 @@ class Watch:
         return not part
 
     def read_rest(self) -> None:
-        """Read what the pipes still hold; nobody writes any more."""
+        """Read what the pipes still hold; no process writes any more."""
         for end, number in self.numbers.items():
             os.set_blocking(end, True)
             while len(self.output[number]) <= KEPT_OUTPUT and not self.read(end):

@@ -23,7 +23,7 @@ NAME = HEADER.lower().encode()
 class ClientTagMiddleware:
     """Reads the tag from the header, else from `client_tag` in the body, and writes it into a
     header of the response. If the response is a JSON object, it also writes the tag into its
-    `metadata` and that of each of its `choices`, `results` and `outputs`.
+    `metadata` and the `metadata` of each of its `choices`, `results` and `outputs`.
 
     Event streams only get the header. Requests without a tag pass unchanged, and so do messages
     that a client has disconnected.

@@ -59,7 +59,7 @@ def store_secret(port: int, secret: str) -> Path:
 
 
 def is_loopback_host(host: str) -> bool:
-    """Whether the name or address is that of the loopback interface."""
+    """Whether the name or address belongs to the loopback interface."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

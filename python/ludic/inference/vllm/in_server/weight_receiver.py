@@ -200,7 +200,7 @@ class WeightReceiver:
         return list(staged.items())
 
     def empty(self) -> None:
-        """Drop what is staged. The push stays open until `take`, which then returns nothing."""
+        """Drop the staged weights. The push stays open until `take`, which then returns nothing."""
         self._staged = None
 
     def discard(self) -> None:
@@ -247,8 +247,8 @@ def _torch_dtype(name: str) -> torch.dtype:
 
 
 def open_process_group(store: Any, rank: int, size: int, *, timeout: timedelta, kind: str, loopback: bool) -> Any:
-    """Open a process group besides the default one of this process. Gloo uses the interface in
-    GLOO_SOCKET_IFNAME or the host's default; with `loopback`, only the loopback interface."""
+    """Open a process group in addition to the default one of this process. Gloo uses the interface
+    in GLOO_SOCKET_IFNAME or the host's default; with `loopback`, only the loopback interface."""
     if kind == "nccl":
         return _nccl_group(store, rank, size, timeout)
     if not loopback:

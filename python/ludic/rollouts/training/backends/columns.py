@@ -265,8 +265,8 @@ class FunctionLoss(Loss):
     others.
 
     The function returns a scalar, or (scalar, mapping of statistics). It gets the batch of an
-    optimizer step whole, since nobody knows how its value would add up over parts. On several ranks
-    the mean over ranks is trained.
+    optimizer step whole, since it is not known how its value would add up over parts. On several
+    ranks the mean over ranks is trained.
     """
 
     scales_itself = True

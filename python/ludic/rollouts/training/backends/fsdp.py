@@ -30,11 +30,11 @@ class FSDPTrainingBackend(PyTorchTrainingBackend):
     >>> backend = FSDPTrainingBackend(model, make_optimizer, sft_loss, Path("checkpoints"))
 
     All ranks make one, with the same weights, and call every method. Each passes its own rows to
-    `forward_backward`; the gradient is that of all rows together, and `loss` and statistics are
-    those of all ranks. With NO_SHARD and several ranks gradients are summed in `optim_step`, which
-    returns `grad_norm`; `forward_backward` does not. Operations are computed when called: their
-    collectives must not cross others of the same ranks. Checkpoints are read by any number of
-    ranks, and by `PyTorchTrainingBackend`.
+    `forward_backward`; the gradient is over all rows, and `loss` and statistics are over all ranks.
+    With NO_SHARD and several ranks gradients are summed in `optim_step`, which returns `grad_norm`;
+    `forward_backward` does not. Operations are computed when called: their collectives must not
+    cross others of the same ranks. Checkpoints are read by any number of ranks, and by
+    `PyTorchTrainingBackend`.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class FSDPTrainingBackend(PyTorchTrainingBackend):
         """`optimizer_fn` is called with the sharded model. `device`: None is the GPU of the local
         rank, or the CPU without one. `rank` and `world_size` are checked against the process group.
         `scheduler` is made by a function of the optimizer. `checkpoint_path`: a folder of
-        `save_checkpoint` to begin with. `options` are those of `PyTorchTrainingBackend`."""
+        `save_checkpoint` to begin with. `options` are arguments of `PyTorchTrainingBackend`."""
         _check_group(rank, world_size)
         self.config = FSDPConfig() if config is None else config
         target = _choose_device() if device is None else torch.device(device)

@@ -59,8 +59,8 @@ class PyTorchTrainingBackend(TorchBackend):
     >>> await backend.optim_step().result()                        # lr, step, grad_norm
     >>> folder = await backend.save_checkpoint(10, metrics)        # checkpoints/step_000010
 
-    Methods return futures at once and run in the order of the calls. Gradients accumulate until
-    `optim_step`. After a failure the backend refuses work until `reset()` drops the gradient.
+    Methods return futures without waiting and run in the order of the calls. Gradients accumulate
+    until `optim_step`. After a failure the backend refuses work until `reset()` drops the gradient.
     `Trainer` and the loops train with it as it is. A batch by column is described at `DictBatch`.
 
     `current_step` counts optimizer steps. So does `weight_version`, but under a `Trainer`, where a
@@ -86,12 +86,12 @@ class PyTorchTrainingBackend(TorchBackend):
         in_thread: bool = True,
     ) -> None:
         """`loss_fn`: a `Loss`, a function of `rl_losses`, or any function (`as_training_loss`).
-        `device`: None leaves the model where it is. `max_grad_norm`: L2 norm to which the gradient
-        is clipped; None: no clipping (`FSDPConfig.clip_grad` is 1.0). `scheduler` steps with the
-        optimizer.
-        `micro_token_budget`: tokens of a forward pass; None: a batch by column is one pass.
-        `tokenizer` is saved with the weights, so that a server can load the folder. `max_to_keep`:
-        checkpoints to keep; None: all. `in_thread=False` computes when called."""
+        `device` None leaves the model where it is. `max_grad_norm`: L2 norm to which the gradient
+        is clipped. None means no clipping (`FSDPConfig.clip_grad` is 1.0). `scheduler` steps with
+        the optimizer. `micro_token_budget`: tokens of a forward pass. With None a batch by column
+        is one pass. `tokenizer` is saved with the weights, so that a server can load the folder.
+        `max_to_keep`: checkpoints to keep. None means all. `in_thread=False` computes when
+        called."""
         loss = as_training_loss(loss_fn)
         _check_budget(loss, micro_token_budget)
         device = _check_device(next(model.parameters()).device if device is None else device)
@@ -110,7 +110,7 @@ class PyTorchTrainingBackend(TorchBackend):
         self, batch: Mapping[str, Any] | MicroBatch | MicroBatches, *, totals: BatchTotals | None = None
     ) -> TrainFuture[Any]:
         """Add the gradient of a batch by column; returns `loss`, `grad_norm` of what has
-        accumulated, and the loss's statistics. Micro-batches are those of `TrainingBackend` in
+        accumulated, and the loss's statistics. Micro-batches are planned as by `TrainingBackend` in
         `ludic.training`."""
         if isinstance(batch, Mapping):
             return self._run("forward_backward", lambda: self._forward_backward_columns(batch))
@@ -269,7 +269,7 @@ class PyTorchTrainingBackend(TorchBackend):
         return {name: gather_tensor(value.detach()).to("cpu", copy=True) for name, value in state.items()}
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> TrainFuture[None]:
-        """Set the model's weights to those of `get_weights`. Raises DataError for missing or
+        """Set the model's weights to the result of `get_weights`. Raises DataError for missing or
         unknown names and for other shapes; nothing is changed then."""
         return self._run("load_weights", lambda: self._set_weights(weights))
 

@@ -34,7 +34,7 @@ class DataBuffer:
         self, prompts: Sequence[Any], epoch_id: int = 0, sample_offset: int = 0, seed: int = 42, epochs: int | None = None
     ) -> None:
         """`prompts`: texts, lists of messages, or rows with an answer. `epoch_id`, `sample_offset`:
-        where to begin. `epochs`: how many passes there are; None: no end."""
+        where to begin. `epochs`: number of passes. None means no end."""
         self._check_prompts(prompts)
         if epochs is not None and epochs < 1:
             raise ConfigError(f"epochs ({epochs}) must be at least 1; None passes over the prompts without end")
@@ -116,7 +116,8 @@ class DataBuffer:
     def load_state(self, state: Mapping[str, Any], changed: Changed = "error") -> None:
         """Continue at the position in `state`. Raises ConfigError, and changes nothing, if the
         seed, the number of prompts or their content differs. `changed="grow"`: prompts were added
-        behind those of the state; the pass that has begun ends over the old ones, the next has all.
+        behind the prompts of the state; the pass that has begun ends over the old ones, the next
+        has all.
 
         Keys that `state` lacks are not checked.
         """

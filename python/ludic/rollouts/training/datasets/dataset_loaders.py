@@ -103,7 +103,7 @@ def messages_of_row(row: Mapping[str, Any], where: str) -> list[Message] | None:
 
 
 def _with_input(row: Mapping[str, Any], prompt: str) -> Any:
-    """The prompt; that of an instruction with its input, if it has one."""
+    """The prompt; an instruction with its input, if it has one."""
     return f"{row[prompt]}\n\n{row['input']}" if prompt == "instruction" and row.get("input") else row[prompt]
 
 

@@ -1,6 +1,6 @@
 """Samples for supervised fine-tuning from conversations, and files of samples.
 
-What is trained is what the assistant says, its end token included: `ludic.training.samples` finds
+The trained tokens are the assistant's, its end token included: `ludic.training.samples` finds
 these tokens, with any chat template. Without a template, a prompt and a response are plain text.
 
     tokens   <user> hi <assistant> yo <eos> \\n
@@ -31,7 +31,7 @@ Span = tuple[int, int]
 
 
 def tokenize_conversation(messages: Sequence[Message], tokenizer: Any, max_length: int = 2048) -> tuple[list[int], list[Span]]:
-    """(tokens, spans without loss): the spans are those of all that the assistant does not say,
+    """(tokens, spans without loss): the spans cover everything that the assistant does not say,
     headers of its turns included.
 
     Raises RowError for a conversation of more than `max_length` tokens; DataError for one without

@@ -67,8 +67,8 @@ class EnginePublisher(Publisher):
         self._manager.weights_changed(step)
 
     async def sync_returned(self) -> None:
-        """Give engines that were restarted since the last sync its weights: each server is asked
-        for its version. One that cannot be reached is asked again before the next batch."""
+        """Give engines that were restarted since the last sync its weights: the version of each
+        server is queried. One that cannot be reached is queried again before the next batch."""
         for answer in await sync_returned_engines(self._engines):
             if answer is None:
                 continue

@@ -43,21 +43,21 @@ async def run_rl_training(
 ) -> list[dict[str, float]]:
     """Take `config.num_steps` steps, each on one batch of the manager. Returns the metrics of each
     step: `loss`, `grad_norm`, `lr`, `mean_reward`, `max_reward`, `min_reward`, `step` (steps
-    taken), `optim_step`, and those of `docs/metrics.md`.
+    taken), `optim_step`, and the metrics of `docs/metrics.md`.
 
-    `backend`: a `PyTorchTrainingBackend`, or one of your own. Rewards are those of the manager's
-    `reward_fn`, else the sample's own, else 1 for `metadata["correct"]`. Every `sync_every` steps
-    and at the end the weights are written to a folder that all engines load (`EnginePublisher`);
-    without engines nothing is written, and the manager is told the version after each step. A
-    server that was restarted gets the weights again before the next batch. An engine may also be a
-    `PolicyPublisher`, which gets tensors. With a `max_lag` of the manager above 0, samples are
-    taken while the trainer steps: a `generate_fn` that samples in this process needs weights of its
-    own then, not those of `backend`, or `generate_while_training=False`.
+    `backend`: a `PyTorchTrainingBackend`, or one of your own. Rewards come from the manager's
+    `reward_fn`, else from the sample, else they are 1 for `metadata["correct"]`. Every `sync_every`
+    steps and at the end the weights are written to a folder that all engines load
+    (`EnginePublisher`); without engines nothing is written, and the manager is told the version
+    after each step. A server that was restarted gets the weights again before the next batch. An
+    engine may also be a `PolicyPublisher`, which gets tensors. With a `max_lag` of the manager
+    above 0, samples are taken while the trainer steps: a `generate_fn` that samples in this process
+    needs weights of its own then, not the weights of `backend`, or `generate_while_training=False`.
 
     Checkpoints, every `checkpoint_every` steps and at the end, hold the state of the manager and
     its buffer; with `resume` the run goes on from the newest. The manager is entered unless it is
-    already; with several ranks, that of rank 0 generates for all. `metrics_logger` gets every
-    `log_every`-th step, and is finished whatever happens.
+    already; with several ranks, the manager of rank 0 generates for all. `metrics_logger` gets
+    every `log_every`-th step, and is finished whatever happens.
     """
     settings = LoopSettings(
         config.num_steps,
@@ -160,7 +160,7 @@ def compute_reward(sample: Sample) -> float:
 
 
 def compute_own_reward(sample: Sample) -> float:
-    """The reward that the sample has, be it 0; one without gets that of `compute_reward`."""
+    """The reward that the sample has, be it 0; one without gets `compute_reward`."""
     return sample.reward if sample.has_reward else compute_reward(sample)
 
 

@@ -19,7 +19,7 @@ async def run_sft_training(
 ) -> list[dict[str, float]]:
     """Take `config.num_steps` steps of `config.batch_size` samples, in passes that are each in an
     order of their own (`config.seed`). Returns the metrics of each step: `loss`, `grad_norm`, `lr`,
-    `step` (steps taken), `optim_step`, and those of `docs/metrics.md`.
+    `step` (steps taken), `optim_step`, and the metrics of `docs/metrics.md`.
 
     `backend`: a `PyTorchTrainingBackend`, or one of your own (`backends.protocol`). Checkpoints are
     written every `checkpoint_every` steps and at the end; with `resume` the run goes on from the

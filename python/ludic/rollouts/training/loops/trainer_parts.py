@@ -38,7 +38,7 @@ PLAIN_KEYS = {"train/loss": "loss", "train/grad_norm": "grad_norm", "train/lr": 
 LOG = "metrics_log"
 """The key in the state of a checkpoint under which it has the mark of the metrics logger."""
 LOG_BEGIN = "log_begin.json"
-"""The file beside the checkpoints that has the mark at the begin of the run, for a run that is
+"""The file next to the checkpoints that has the mark of the start of the run, for a run that is
 killed before its first checkpoint."""
 
 
@@ -170,7 +170,7 @@ class LoopLog:
             await trainer.backend.save_checkpoint(step, self.steps[-1])
 
     def add(self, trainer: Trainer, stats: Mapping[str, float], facts: Mapping[str, float]) -> None:
-        """Add a step, and log it if that is due: `facts` are those of its batch."""
+        """Add a step, and log it if due. `facts` belong to its batch."""
         step = trainer.current_step
         plain = {name: float(stats[key]) for key, name in PLAIN_KEYS.items() if key in stats and math.isfinite(stats[key])}
         metrics = {**stats, **plain, **facts, "step": step, "optim_step": self._optimizer_step(trainer)}
@@ -229,7 +229,7 @@ class LoopLog:
             logger.exception("the metrics logger failed at step %d; training goes on", self.logged)
 
     async def end(self, trainer: Trainer) -> None:
-        """Log the last step, then save and publish what is not yet."""
+        """Log the last step, then save and publish its weights unless that is done."""
         self._write_last()
         if not self.steps:
             return
@@ -282,7 +282,7 @@ class _BeforeCheckpoints:
 
 async def train_to_end(trainer: Trainer, log: LoopLog, source: Any) -> list[dict[str, float]]:
     """Train up to `num_steps` steps in all, or until the data end. Returns the metrics of the
-    steps that this process took. `source.facts()` are those of its last batch. A failure to
+    steps that this process took. `source.facts()` belong to its last batch. A failure to
     generate or to publish loses no step: the last one is saved before the error is raised."""
     trainer.train_logger = _BeforeCheckpoints(trainer, log, source)
     begun = trainer.current_step

@@ -65,8 +65,8 @@ class AsyncRolloutManager:
     whole.
 
     Inside `async with`, generation goes on between batches, unless `generate_while_training` is
-    off. Outside, `generate_batch` ends the calls that it started. What is whole is kept either way.
-    A thread cannot be stopped: if its call is cancelled it is let go, and runs on; without
+    off. Outside, `generate_batch` ends the calls that it started. Complete samples are kept either
+    way. A thread cannot be stopped: if its call is cancelled it is let go, and runs on; without
     `generate_while_training`, `generate_batch` waits until it ends, for up to 30 s, and keeps what
     it returned.
 
@@ -78,7 +78,7 @@ class AsyncRolloutManager:
     groups found again by their positions; of another they are in the state, and must be JSON
     values: `state_dict` raises DataError for a prompt that is not.
 
-    `partial_samples`: whole samples to begin with, such as those of a state.
+    `partial_samples`: whole samples to begin with, such as from a state.
     """
 
     def __init__(
@@ -171,9 +171,9 @@ class AsyncRolloutManager:
         `config.reward_fn` for samples that are rewarded from now on, until the next call.
 
         Raises RolloutAborted after `request_abort`; RequestsExhausted after the last batch, of
-        buffers with an end; DataError, ConfigError or ConfigTypeError at once if a function returns
-        something of the wrong form; RolloutError if groups are lost or refused one after another.
-        After an error the next call goes on with what is whole.
+        buffers with an end; DataError, ConfigError or ConfigTypeError immediately if a function
+        returns something of the wrong form; RolloutError if groups are lost or refused one after
+        another. After an error the next call goes on with the complete samples.
         """
         _require_asyncio()
         check_reward_function(reward_fn)
@@ -216,8 +216,8 @@ class AsyncRolloutManager:
             self._pool.resume()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as JSON values, at any moment: that of the buffer, the samples of complete
-        groups, and what is known of the groups that are not. A token takes at most 13 bytes."""
+        """The state as JSON values, at any moment: the state of the buffer, the samples of complete
+        groups, and the records of incomplete groups. A token takes at most 13 bytes."""
         partial, ledger = split_state(self._pool.state_dict())
         return {
             "buffer_state": self.data_buffer.save_state(),
@@ -311,8 +311,8 @@ async def generate_rollout_batch(
 
 
 class MisuseError(Exception):
-    """`generate_fn` or `reward_fn` is wrong, so that another attempt would be in vain; the cause
-    says how."""
+    """`generate_fn` or `reward_fn` is wrong, so that another attempt cannot succeed; the cause says
+    how."""
 
 
 class Sampling:

@@ -201,7 +201,7 @@ class GenerateCalls:
             ) from error
 
     def __call__(self, prompts: Sequence[Any], *, seeds: Sequence[int], partial: Any = None, weight_version: int = 0) -> Any:
-        """What the function returns, awaited by nobody."""
+        """The result of the function, not awaited."""
         offered = {"seeds": list(seeds), "partial": partial, "weight_version": weight_version}
         return self._generate(list(prompts), **self._rollout_kwargs, **{name: offered[name] for name in self._takes})
 
