@@ -137,7 +137,7 @@ async def run_in_daemon_thread(call: Callable[[], T], *, name: str) -> T:
             result = context.run(call)
         except BaseException as error:
             failure = error
-        with suppress(RuntimeError):  # the loop is closed: nobody waits
+        with suppress(RuntimeError):  # the loop is closed: nothing waits
             loop.call_soon_threadsafe(settle, result, failure)
 
     threading.Thread(target=work, name=name, daemon=True).start()

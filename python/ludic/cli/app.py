@@ -364,7 +364,7 @@ checkpoints = typer.Typer(
 )
 app.add_typer(checkpoints, name="checkpoint")
 
-_SLURM_HELP = """Train in a Slurm job, with vLLM servers beside the trainer if the recipe samples from vLLM.
+_SLURM_HELP = """Train in a Slurm job, with its vLLM servers if the recipe samples from vLLM.
 
 On one node the servers have its first GPUs and training the others; on several, the servers have the last nodes, as few as
 hold them. Every GPU that trains has a rank. Prints the batch script and the plan, or submits the job from the current folder,
@@ -382,9 +382,7 @@ third, with two servers of two GPUs
 
 @app.command(help=_SLURM_HELP)
 def slurm(
-    arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[RECIPE] [KEY=VALUE]...", help="As those of `ludic train`.")
-    ] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="[RECIPE] [KEY=VALUE]...", help="As in `ludic train`.")] = None,
     task: Annotated[str | None, typer.Option(help="grpo or maxent: short for algorithm=NAME. infoseed: grpo with seeds.")] = None,
     accelerator: Annotated[
         str | None, typer.Option(help="ddp; or fsdp, zero2, zero3: sharding.kind=full, which shares out weights and optimizer.")
@@ -398,7 +396,7 @@ def slurm(
     data_parallel: Annotated[int, typer.Option("--dp", min=1, help="Servers.")] = 1,
     tensor_parallel: Annotated[int, typer.Option("--tp", min=1, help="GPUs of each server.")] = 1,
     time: Annotated[str, typer.Option(help="Time limit; the run is saved before it.")] = "24:00:00",
-    job_name: Annotated[str | None, typer.Option(help="Default: that of the run.")] = None,
+    job_name: Annotated[str | None, typer.Option(help="Default: the run's.")] = None,
     partition: Annotated[str | None, typer.Option()] = None,
     account: Annotated[str | None, typer.Option()] = None,
     exclusive: Annotated[bool, typer.Option(help="No other job on the nodes.")] = False,
@@ -498,9 +496,7 @@ needs of memory, whether it fits, and which settings help. No weights are loaded
 
 @app.command(help=_DOCTOR_HELP)
 def doctor(
-    arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[RECIPE] [KEY=VALUE]...", help="As those of `ludic train`.")
-    ] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="[RECIPE] [KEY=VALUE]...", help="As in `ludic train`.")] = None,
     json_only: _AsJson = False,
 ) -> None:
     from ludic.cli.doctor import examine, show, show_memory

@@ -125,7 +125,7 @@ def export_command(checkpoint: Path, out: Path, *, dtype: str | None, merge: boo
     typer.echo(f"{out}: {'adapters' if is_adapter and not merge else 'model'} of {folder}")
     if tokenizer is None:
         typer.secho(
-            "No tokenizer was found beside the checkpoint: copy its files there before you serve it", fg="yellow", err=True
+            "No tokenizer was found next to the checkpoint: copy its files there before you serve it", fg="yellow", err=True
         )
     return 0
 

@@ -174,7 +174,7 @@ def _make_evaluator(
         k=recipe.evaluation.samples_per_prompt,
         seed=recipe.seed,
         timeout_s=settings.timeout_s if settings.base_url is None else None,  # a server's client has its own deadline
-        solved_at=1.0 if solved_at is None else solved_at,  # unused and not reported if nothing says what is right
+        solved_at=1.0 if solved_at is None else solved_at,  # unused and not reported without a way to tell right answers
         confidence=settings.confidence,
         also={
             **{name: _read_fact(name) for name in task.facts},
@@ -379,7 +379,7 @@ def show(console: Console, result: EvaluationResult, folder: Path) -> None:
     for line in _describe_failures(result.measurement, has_accuracy=result.solved_at is not None):
         console.print(line, highlight=False, markup=False, style="red")
     right = "" if result.solved_at is None else f" An answer is right if its reward is at least {result.solved_at:g}."
-    console.print(f"[bold]What is rewarded[/]: the reward sees {result.task.reward_sees}.{right}", highlight=False)
+    console.print(f"[bold]Rewarded part[/]: the reward sees {result.task.reward_sees}.{right}", highlight=False)
     files = {
         folder / SUMMARY: "these numbers, for programs",
         folder / PICTURE: "accuracy with intervals, and the pass@k curve",

@@ -38,7 +38,7 @@ def expand_run_folder(argument: str) -> list[str]:
         raise ConfigError(
             f"{argument} has no model yet; resume it with `ludic train --resume {argument}`, or name a run that has one"
         )
-    saved = [f"{name}=null" for name in ("tokenizer", "chat_template", "eos_token", "name")]  # those of the model's folder
+    saved = [f"{name}=null" for name in ("tokenizer", "chat_template", "eos_token", "name")]  # the model's folder has them
     return [str(folder / "config.yaml"), f"model='{folder / 'model'}'", *saved]
 
 

@@ -104,7 +104,7 @@ def make_settings(
             "--dp and --tp are of servers, which this job does not start; set inference=vllm (use_vllm: true in a flat file)"
         )
     train, server = list(arguments), _make_server(recipe) if serve else ()
-    if serve:  # those of a server that the run would start itself are the servers' now
+    if serve:  # settings of a server that the run would start itself belong to the servers now
         train += [*(["inference.kind=vllm"] if resume is None else []), "inference.python=null", "inference.server_args=[]"]
     settings = SlurmSettings(**{**given, "train": (*command, *train), "serve": serve, "server": server, "setup": tuple(setup)})
     placement = _place(settings)

@@ -68,7 +68,7 @@ class DataMixture:
         for entry in declared[1:]:
             if set(entry.columns or ()) != set(declared[0].columns or ()):
                 raise ConfigError(
-                    f"the columns of {entry.id} ({', '.join(entry.columns or ())}) must be those of {declared[0].id} "
+                    f"the columns of {entry.id} ({', '.join(entry.columns or ())}) must equal the columns of {declared[0].id} "
                     f"({', '.join(declared[0].columns or ())}); keep the same columns of each"
                 )
 
@@ -114,7 +114,9 @@ def load_mixture(
             raise ConfigError(f"the weight of {entry.id} ({entry.weight}) takes none of its {len(loaded)} rows; raise it")
         taken += [({name: loaded[index][name] for name in kept}, loaded.where(index)) for index in drawn]
     if len(forms) > 1:
-        raise ConfigError(f"the prompts of {forms[True]} are messages and those of {forms[False]} text; mix data of one form")
+        raise ConfigError(
+            f"the prompts of {forms[True]} are messages and the prompts of {forms[False]} text; mix data of one form"
+        )
     Random(mixture.seed).shuffle(taken)
     names = dict.fromkeys(name for row, _ in taken for name in row)
     rows = [{name: row.get(name) for name in names} for row, _ in taken]

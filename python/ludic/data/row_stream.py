@@ -148,8 +148,8 @@ class RowStream:
         for name, own in self._identity().items():
             if state.get(name) != own:
                 raise ConfigError(
-                    f"the saved position in the stream belongs to {name}={state.get(name)}, here it is {own}: the rows would not be those "
-                    "of the run that is resumed; put the data back and use the same settings, or start a new run"
+                    f"the saved position in the stream belongs to {name}={state.get(name)}, here it is {own}: the rows would differ from "
+                    "the run that is resumed; put the data back and use the same settings, or start a new run"
                 )
         file, position = state["start"]
         self.pass_number, self._number, self.taken = int(state["pass"]), int(state["block"]), int(state["taken"])

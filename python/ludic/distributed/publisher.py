@@ -173,7 +173,7 @@ class UnchangedWeights:
                 "gradient vanish? allow_unchanged=True publishes them anyway"
             )
         logger.warning(
-            "the %s of version %s equal those of version %s; the servers %s version %s (%s)",
+            "the %s of version %s equal the ones of version %s; the servers %s version %s (%s)",
             self.what,
             version,
             last_version,

@@ -36,7 +36,7 @@ def add_common_eval_args(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy decoding")
     parser.add_argument("--max-tokens", type=int, default=512, help="maximum tokens of an answer")
     parser.add_argument("--timeout-s", type=float, default=None, help="deadline of one model call, in seconds")
-    parser.add_argument("--concurrency", type=int, default=64, help="episodes played at once")
+    parser.add_argument("--concurrency", type=int, default=64, help="concurrent episodes")
     parser.add_argument("--max-steps", type=int, default=1, help="maximum steps of an episode")
     parser.add_argument("--out", default=None, help="file for the records, as JSON lines")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.7, help="share of the GPU's memory for the server")

@@ -112,9 +112,7 @@ def draw_margins(path: Path, metrics: PreferenceMetrics, *, title: str) -> None:
     median = percentiles(chosen - rejected, labels)["margin_p50"]
     axes.axvline(0.0, color="black", linewidth=1)
     axes.axvline(median, color="black", linewidth=1, linestyle="--", label=f"median {median:.2f}")
-    axes.set(
-        xlabel="score of the preferred response less that of the other", ylabel="pairs", title=f"{metrics.num_pairs:,} pairs"
-    )
+    axes.set(xlabel="score of the preferred response minus the other's", ylabel="pairs", title=f"{metrics.num_pairs:,} pairs")
     axes.legend(loc="best")
     _save(figure, (axes,), path, title)
 

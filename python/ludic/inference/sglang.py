@@ -75,7 +75,7 @@ class SGLangEndpoints(ServerCalls):
     def model_info(self) -> SGLangModelInfo | None:
         """What the server loaded last; also while it is paused. None for a server that does not
         tell."""
-        for path in ("/model_info", "/get_model_info"):  # its name, and that of older versions
+        for path in ("/model_info", "/get_model_info"):  # its name, and its name in older versions
             try:
                 return self.call("get", path, answer=SGLangModelInfo)
             except ServerError as error:

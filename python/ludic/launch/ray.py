@@ -259,7 +259,7 @@ class RayPlace:
         nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
         machines = "; ".join(_amounts(node) for node in nodes)
         free = _amounts(self._ray.available_resources())
-        return f"asked for {wanted}; the cluster has {len(nodes)} machines ({machines}), of which {free} free; add machines or ask for less"
+        return f"requested {wanted}; the cluster has {len(nodes)} machines ({machines}), of which {free} free; add machines or request less"
 
 
 def _bundle(process: Process) -> dict[str, float]:

@@ -225,7 +225,9 @@ class Supervisor:
         others = [other for other in self._trainers() if other is not slot] if is_trainer and self._are_together else []
         self._schedule(slot, delay)
         together = f" with {', '.join(other.process.name for other in others)}" if others else ""
-        self._note(f"{ended.describe()}; restarted{together} {f'after {delay:g} s' if delay else 'at once'}{_indent(ended.tail)}")
+        self._note(
+            f"{ended.describe()}; restarted{together} {f'after {delay:g} s' if delay else 'immediately'}{_indent(ended.tail)}"
+        )
         ends = self._place.stop([other.process.name for other in others if other.is_live], 0.0)
         for end in ends:
             self._record_end(self._slots[end.name], end)

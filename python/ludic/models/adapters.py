@@ -111,7 +111,7 @@ def _find_adapted_modules(model: nn.Module) -> dict[str, Any]:
             whole_layer = isinstance(module, LoraLayer) and not hasattr(module, "parameter_name")
             if not whole_layer and not isinstance(module, ModulesToSaveWrapper):
                 raise ConfigError(
-                    f"{name} has an adapter ({type(module).__name__}) that cannot be merged beside the model; use LoRA on linear layers"
+                    f"{name} has an adapter ({type(module).__name__}) that cannot be merged; use LoRA on linear layers"
                 )
             adapted[name] = module
     return adapted

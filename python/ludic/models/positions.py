@@ -61,7 +61,7 @@ def pin_rope(model: nn.Module, tokens: int | None = None, *, again: bool = False
             module.register_forward_hook(pin.cut)
     if modules and tokens is not None and (again or pin.tokens is None) and pin.tokens != tokens:
         pin.tokens = tokens
-        logger.info("the RoPE of %s is that of sequences of %d tokens, in every pass", type(model).__name__, tokens)
+        logger.info("the RoPE of %s is computed for sequences of %d tokens, in every pass", type(model).__name__, tokens)
 
 
 def _depends_on_length(rope_type: Any) -> bool:

@@ -80,7 +80,7 @@ def _check_exact(recipe: Recipe) -> None:
     ahead, samples_elsewhere = recipe.inference.batches_ahead, choose_kind(recipe.inference) == "vllm" or recipe.place.servers
     if recipe.queue.order == "exact" and ahead > 0 and samples_elsewhere:
         raise ConfigError(
-            f"queue.order=exact with inference.batches_ahead ({ahead}) needs samples that are exactly so many versions old, but servers "
+            f"queue.order=exact with inference.batches_ahead ({ahead}) needs samples that are exactly that many versions old, but servers "
             "have only the newest version; set queue.order=arrival or inference.batches_ahead=0, or sample in the actors (inference=local)"
         )
 

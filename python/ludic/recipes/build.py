@@ -159,7 +159,7 @@ def build_algorithm(recipe: Recipe, *, max_completion_tokens: int | None = None)
         derived["info_seed"] = info_seed
     elif info_seed is not None:
         derived["group_size"] += info_seed.num_seeds
-        explicit.pop("group_size", None)  # that of the plain answers, as `check_rollouts` makes sure
+        explicit.pop("group_size", None)  # the number of plain answers, as `check_rollouts` makes sure
     known = {name: value for name, value in derived.items() if name in parameters}
     algorithm: RLAlgorithm = _call(make, {**known, **explicit}, "algorithm_args")
     if not isinstance(algorithm, RLAlgorithm):

@@ -180,7 +180,7 @@ no noise is added to embeddings <- neftune_noise_alpha
 lower trainer.micro_token_budget if memory runs out <- auto_find_batch_size torch_empty_cache_steps activation_offloading
 metrics.jsonl has every step <- logging_strategy logging_first_step log_on_each_node logging_nan_inf_filter
     include_num_input_tokens_seen
-messages are those of Python's logging <- log_level log_level_replica
+messages come from Python's logging <- log_level log_level_replica
 without a terminal there is a line every log_every steps <- disable_tqdm
 trackers read their own environment variables <- project trackio_space_id trackio_bucket_id trackio_static_space_id
 trainer.eval_every_n_steps says when <- eval_strategy evaluation_strategy eval_delay
@@ -238,7 +238,7 @@ write trainer.minibatches_per_batch=N for N optimizer steps on a batch of answer
 write trainer.micro_token_budget, the tokens of a micro-batch <- micro_train_batch_size use_dynamic_batch
     actor_rollout_ref.actor.ppo_micro_batch_size actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu
     actor_rollout_ref.actor.use_dynamic_bsz
-write rollout.concurrency, the answers that are sampled at once <- data.val_batch_size vllm_generate_batch_size
+write rollout.concurrency, the answers that are sampled together <- data.val_batch_size vllm_generate_batch_size
     micro_rollout_batch_size rollout_max_tokens_per_gpu
 write rollout.prompts, with rollout.over_sampling_factor for more in the air <- data.gen_batch_size
 write trainer.max_seq_len for prompt and answer together <- prompt_max_len actor_rollout_ref.rollout.prompt_length
@@ -394,7 +394,7 @@ write ludic train --resume RUN, or model=FOLDER for its weights alone <- init_fr
 it is the file that is run (report_header) <- recipe_path
 nothing is uploaded without callbacks.push_to_hub <- hub_model_id hub_strategy push_to_hub
 rollouts.jsonl has the answers (rollout.log_every) <- log_completions
-metrics are those of all ranks <- log_like_grpo
+metrics are over all ranks <- log_like_grpo
 task.args.config holds for both <- eval_dataset_config
 task.args.prompt_column holds for both <- eval_dataset_prompt_column
 task.args.answer_column holds for both <- eval_dataset_solution_column

@@ -1,4 +1,4 @@
-"""Rules of single settings: `setting` states them beside the default, and `check_settings` applies
+"""Rules of single settings: `setting` states them next to the default, and `check_settings` applies
 them to a whole recipe. Rules between settings that these cannot express are functions `check_...`.
 """
 

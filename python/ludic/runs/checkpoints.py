@@ -83,4 +83,4 @@ def restore_best_weights(trainer: Trainer, progress: Progress, *, note: Callable
     metric = stopping.cfg.early_stopping_metric
     progress.early_stopping = {"stopped": stopping.stopped, "kept_step": step, "metric": metric, "best": stopping.best}
     ended = f"Stopped early at step {trainer.current_step}" if stopping.stopped else f"Ended at step {trainer.current_step}"
-    note(f"{ended}; the model is that of step {step}, where {metric} was best ({stopping.best:.4f})")
+    note(f"{ended}; the model has the weights of step {step}, where {metric} was best ({stopping.best:.4f})")

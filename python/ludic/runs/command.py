@@ -58,8 +58,8 @@ class RunCommand:
         on_set_up: Callable[[TrainingRun[Any, Any, Any]], None] | None = None,
     ) -> None:
         """`resume`: the folder of the run to resume. `recipe`: settings that are composed already;
-        those of a resumed run are compared with them. `is_placed`: a launcher has started this
-        process, `ludic worker trainer`. `on_set_up` is called with the run before it plays."""
+        the settings of a resumed run are compared with them. `is_placed`: a launcher has started
+        this process, `ludic worker trainer`. `on_set_up` is called with the run before it plays."""
         self.kind, self.arguments, self.resume = kind, arguments, resume
         self._recipe, self._is_placed, self._on_set_up = recipe, is_placed, on_set_up
 
@@ -234,8 +234,8 @@ def _read_start_time(process: int) -> str:
 
 
 def _describe_start(run: TrainingRun[Any, Any, Any], *, is_new: bool) -> None:
-    """Print what is trained and where. Of a resumed run, tell how this environment differs from the
-    one that it began in, and whether it is finished."""
+    """Print the model, the data and the devices of the training. Of a resumed run, tell how this
+    environment differs from the one that it began in, and whether it is finished."""
     from ludic.models.loading import describe_device
     from ludic.models.quantization import count_weights
 

@@ -35,7 +35,9 @@ def open_console(json_only: bool) -> Iterator[Console]:
         yield EscapingConsole(stderr=True, soft_wrap=True)
 
 
-def run_with_console(work: Callable[[Console], tuple[int, str]], *, json_only: bool, stopped: str = "Stopped at once.") -> int:
+def run_with_console(
+    work: Callable[[Console], tuple[int, str]], *, json_only: bool, stopped: str = "Stopped immediately."
+) -> int:
     """Run `work`, which returns (exit status, summary), and return the exit status. With `--json`
     print only the summary. `stopped` is printed if Ctrl-C ends the work."""
     with open_console(json_only) as console:

@@ -2,7 +2,7 @@
 a few answers to look at.
 
 `ludic train` measures all suites of the task, sampled and greedy, before and after training; `ludic
-eval` measures one of them. Both ask for the same answers: those of one seed are the same in both.
+eval` measures one of them. Both sample the same answers: with one seed they are equal.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ class HeldOut:
         """The number of problems, in words, and whether it is less than `evaluation.prompts`."""
         available, requested = len(next(iter(self._task.suites().values()))), self._section.prompts
         return f"{min(available, requested)} held-out problems" + (
-            f"; the task has no more, {requested} were asked for" if available < requested else ""
+            f"; the task has no more, {requested} were requested" if available < requested else ""
         )
 
     async def measure(self, *, concurrency: int | None = None, timeout_s: float | None = None) -> Evaluation:

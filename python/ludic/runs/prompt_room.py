@@ -41,7 +41,7 @@ def check_dialogues(task: EpisodicTask, problems: Iterable[Episode], tokenizer: 
     if shown is not None:
         raise ConfigError(
             f"the task has {shown}, and the tokenizer has no chat template to render a dialogue with; set "
-            "chat_template=FILE, or tokenizer=FOLDER or a hub id whose tokenizer has one, such as that of the instruct version of the model"
+            "chat_template=FILE, or tokenizer=FOLDER or a hub id whose tokenizer has one, such as the instruct version of the model"
         )
 
 
@@ -54,7 +54,7 @@ def _check_tools(task: EpisodicTask, tokenizer: Any) -> None:
         names = ", ".join(function.__name__ for function in task.tool_use.functions)
         raise ConfigError(
             f"the model cannot be shown its tools ({names}): {error}. Take a tokenizer that can, with tokenizer=FOLDER or a hub id, "
-            "such as that of the instruct version of the model, or set chat_template=FILE"
+            "such as the instruct version of the model, or set chat_template=FILE"
         ) from error
 
 

@@ -107,7 +107,7 @@ def read_run(path: Path) -> RunRecord:
     if command in ("train-rm", "dpo"):  # their summaries have these among all else
         after = _read_rates(progress.get("after"), None)
     intervals = _read_intervals(summary, path / "summary.json")
-    if progress.get("phase") != DONE:  # steps were added: summary.json is that of the shorter run
+    if progress.get("phase") != DONE:  # steps were added: summary.json belongs to the shorter run
         after, intervals = {}, {when: rates for when, rates in intervals.items() if when != "after"}
     status = _find_status(path, progress)
     return RunRecord(

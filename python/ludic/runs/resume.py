@@ -161,7 +161,7 @@ def find_steps(changes: Changes, recipe: Any, directory: RunDirectory) -> int | 
         return int(recipe.steps) + more
     if progress.phase != DONE:
         raise ConfigError(
-            f"steps=+{more} needs a finished run, or one with steps: {directory.path} was asked for epochs={recipe.epochs}; set steps=N, "
+            f"steps=+{more} needs a finished run, or one with steps: {directory.path} has epochs={recipe.epochs}; set steps=N, "
             "for N in all"
         )
     return progress.steps + more

@@ -134,8 +134,8 @@ class PlayedBatches(RolloutBatchSource):
     """Plays the requests of a run. The rollouts of every `log_every`-th batch go to the log in the
     run's folder. A batch's meta has its number, and how long it took.
 
-    The state is that of the requests, the number of episodes and the sizes of the logs. Batches
-    that are played again after a resume replace their lines in these.
+    The state is the state of the requests, the number of episodes and the sizes of the logs.
+    Batches that are played again after a resume replace their lines in these.
     """
 
     def __init__(

@@ -44,7 +44,7 @@ class StopRequest:
         if self and not _is_repeated(signum):
             raise KeyboardInterrupt
         self.signum = signum
-        self._notify("Stopping after this step; press Ctrl-C again to stop at once.")
+        self._notify("Stopping after this step; press Ctrl-C again to stop immediately.")
 
 
 class SharedStopRequest(StopRequest):

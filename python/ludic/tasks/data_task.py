@@ -157,7 +157,7 @@ class DataTask:
 def _make_heldout_scorer(training: DataRewards, reward: Any, weights: Any) -> DataRewards:
     if reward is None:
         if weights is not None:
-            raise ConfigError("eval_reward_weights are those of eval_reward; set eval_reward too")
+            raise ConfigError("eval_reward_weights weigh eval_reward; set eval_reward too")
         return training.for_evaluation()
     built = build_rewards(reward, weights, timeout_s=training.plain_timeout_s, setting="eval_reward")
     built.is_eval, built.trainer_state = True, training.trainer_state

@@ -1,5 +1,4 @@
-"""The interface of tasks: what is trained on, the environments that score it, and what is
-measured and logged of it."""
+"""The interface of tasks: their problems, the environments that score them, and their metrics."""
 
 from __future__ import annotations
 
@@ -133,8 +132,8 @@ class EpisodicTask(ABC):
         return "what the environment rewards"
 
     def demonstrations(self, count: int, rng: Random) -> Sequence[Sequence[Turn]] | None:
-        """`count` whole episodes of the imperfect teacher. None: there is no teacher, and a run has
-        no warm-up."""
+        """`count` whole episodes of the imperfect teacher. None means no teacher, and no
+        warm-up."""
         return None
 
     def suites(self) -> Mapping[str, Sequence[Episode]]:
@@ -144,8 +143,8 @@ class EpisodicTask(ABC):
         return {"held out": [self.draw(rng) for _ in range(_DRAWN)]}
 
     def measure(self, played: Mapping[str, Sequence[Played]]) -> dict[str, float]:
-        """Rates of the sampled episodes of each suite, besides their mean reward. `played`: name of
-        the suite -> pairs (episode, rollout). `rollout.steps` has a `Step` for each action
+        """Rates of the sampled episodes of each suite, in addition to their mean reward. `played`:
+        name of the suite -> pairs (episode, rollout). `rollout.steps` has a `Step` for each action
         (`prev_obs`, `action`, `next_obs`, `reward`, `info`), and `rollout.total_reward` is the sum
         of their rewards. By default the shares of `facts` and the means of `measures`."""
         infos = [[step.info for step in rollout.steps] for episodes in played.values() for _, rollout in episodes]

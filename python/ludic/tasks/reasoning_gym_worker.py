@@ -39,7 +39,7 @@ def main(memory_mb: int, settings: dict[str, Any]) -> None:
     for line in sys.stdin:
         request = json.loads(line)
         signal.setitimer(signal.ITIMER_REAL, request.get("limit_s", 0))
-        reply = _reply(lambda: _answer(datasets, request)) if request else state  # noqa: B023  called at once
+        reply = _reply(lambda: _answer(datasets, request)) if request else state  # noqa: B023  called right here
         signal.setitimer(signal.ITIMER_REAL, 0)
         print(json.dumps(reply), file=replies, flush=True)
 

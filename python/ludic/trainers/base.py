@@ -143,7 +143,7 @@ class RecipeTrainer:
             setting = f"place.trainers ({place.trainers})" if place.on == "local" else f"place.on ({place.on})"
             raise ConfigError(
                 f"{setting} has a launcher start the trainers, and {type(self).__name__} trains in this process; run `{command}`, with "
-                "reward=module:function, tools=[module:function] and callbacks.own=module:name for what is yours"
+                "reward=module:function, tools=[module:function] and callbacks.own=module:name for your own parts"
             )
         kinds: dict[str, Mapping[str, Any]] = {"reward": self._rewards, "tool": self._tools, "task": self._tasks}
         own = [f"{kind} {name!r}" for kind, objects in kinds.items() for name in objects]
@@ -205,7 +205,7 @@ def settings_of(model: object, settings: Mapping[str, Any], **given: Any) -> lis
     if model is not None and not isinstance(model, str | Path):
         raise ConfigTypeError(
             f"model ({type(model).__name__}) must be a folder or a hub id, which a resumed run loads again; save it with "
-            "model.save_pretrained(folder) and its tokenizer beside it"
+            "model.save_pretrained(folder), and its tokenizer in the same folder"
         )
     algorithm = settings.get("algorithm", "")
     if not isinstance(algorithm, str):

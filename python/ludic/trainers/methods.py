@@ -72,7 +72,7 @@ class GRPO(RecipeTrainer):
 
 class SFT(RecipeTrainer):
     """`ludic sft` on your own rows: conversations (`messages`), `prompt` and `completion`, `text`,
-    or the columns of Alpaca or ShareGPT. `preview()` shows what is trained of them.
+    or the columns of Alpaca or ShareGPT. `preview()` shows which tokens of them are trained.
 
     >>> SFT("path/to/model", rows, epochs=2).train()
     """

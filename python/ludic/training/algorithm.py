@@ -206,7 +206,7 @@ def forward_for_loss(
         return forward_scores(model, batch, loss, temperature=temperature)
     logits, batch = forward_batch(model, batch, with_hidden=loss.reads_hidden)
     trees: PrefixTrees | None = batch.get(PREFIX_TREES)
-    if trees is None or logits.ndim == 2:  # scores are those of the samples
+    if trees is None or logits.ndim == 2:  # scores belong to the samples
         return logits, batch
     scores = LogitScores(
         logits,

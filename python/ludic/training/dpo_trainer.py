@@ -142,7 +142,7 @@ def _list_pairs(pairs: Sequence[SAWItem] | None, source: BatchSource) -> Sequenc
     if isinstance(source, ItemBatchSource):
         return source.items
     raise ConfigError(
-        f"DPOTrainer scores all pairs with the reference before the first step, and cannot list those of {type(source).__name__}; pass "
+        f"DPOTrainer scores all pairs with the reference before the first step, and cannot list the pairs of {type(source).__name__}; pass "
         "them as pairs="
     )
 

@@ -145,13 +145,13 @@ async def _rescore(run: TrainerState, macro: MacroBatch, rescores: Callable[[SAW
     if not _sum_over_ranks(run, macro, [float(len(rows))])[0]:
         return macro
     own = await score_rows(macro, rows, run.cfg, _own_forward(run), trees=computes_trees(run.backend))
-    if not has_logps:  # those of other ranks have
+    if not has_logps:  # other ranks' samples have
         return macro
     named = {int(row) for row in rows}
     logps = {}
     for row, item in enumerate(macro.items):
         sampled = item.attachments.actor_logps
-        assert sampled is not None  # the table has those of all samples, or of none
+        assert sampled is not None  # the table has them for all samples, or for none
         logps[row] = own[row] if row in named else _as_column(item, stored(sampled, "token_logps"), run)
     sums = _sum_rows(logps, macro)
     return replace(

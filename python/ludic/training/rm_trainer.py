@@ -240,6 +240,6 @@ def _check_model(wrapped: nn.Module, loss: Loss, cfg: RMTrainerConfig) -> None:
     pad = getattr(config, "pad_token_id", None)
     if pad != cfg.pad_token_id:
         raise ConfigError(
-            f"pad_token_id ({cfg.pad_token_id}) must be that of the model's config ({pad}), with which it finds the last token of a "
+            f"pad_token_id ({cfg.pad_token_id}) must equal the one of the model's config ({pad}), with which it finds the last token of a "
             "sample; set both to the tokenizer's"
         )

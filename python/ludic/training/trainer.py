@@ -240,13 +240,13 @@ class Trainer(TrainerState):
         if step is None:
             return None
         if not self.best_weights.restore(step):
-            logger.warning("the best weights, of step %d, are missing; those of step %d stay", step, self._step)
+            logger.warning("the best weights, of step %d, are missing; the weights of step %d stay", step, self._step)
             return None
         self._has_best_weights = True
         return step
 
     def _undo_restore_best(self) -> None:
-        """Set the weights to those of the last step, from its checkpoint, if they are not."""
+        """Set the weights to the last step's, from its checkpoint, unless the model has them."""
         if not self._has_best_weights:
             return
         if self._has_checkpoint():
@@ -409,8 +409,8 @@ class Trainer(TrainerState):
         self._publish_before_step = bool(self.sync_every_steps)
 
     def _run_state(self) -> dict[str, Any]:
-        """What a checkpoint has besides weights and optimizer, so that a resumed run continues as
-        if it had not ended. All ranks call it."""
+        """The entries of a checkpoint other than weights and optimizer, so that a resumed run
+        continues as if it had not ended. All ranks call it."""
         state = {
             "scheduler_state_dict": self.schedule.state_dict(self._step),
             **self._evaluation_state(),

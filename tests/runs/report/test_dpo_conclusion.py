@@ -27,7 +27,11 @@ def rate(mean, low, high):
         # Wilson's interval of 75 of 100 is 65.7 % to 82.5 %
         ({}, "in 75.0% of 100 held-out pairs, more often than not (95 % interval 65.7% to 82.5%).", "less likely"),
         # of 3 of 4 it is 30.1 % to 95.4 %
-        ({"eval_num_pairs": 4.0}, "which is not told from chance by so many (95 % interval 30.1% to 95.4%)", "more often"),
+        (
+            {"eval_num_pairs": 4.0},
+            "which this number of pairs does not tell from chance (95 % interval 30.1% to 95.4%)",
+            "more often",
+        ),
         ({"eval_rewards/accuracies": 0.25}, "less often than not", "more often"),
         ({"bayes_accuracy": 0.84}, "; 84.0% is the best possible on average).", "less likely"),
         ({"eval_rewards/chosen": -0.1}, "Chosen responses became less likely", "quality"),

@@ -165,7 +165,7 @@ def create_checkpoint_publisher(
         return create_vllm_publisher(client, directory=directory, **options)
     if model is None:
         raise ConfigError(
-            "SGLang reads config and tokenizer beside the weights; pass model=, the folder that the servers were started with"
+            "SGLang reads config and tokenizer from the folder of the weights; pass model=, the folder that the servers were started with"
         )
     publisher = SGLangPublisher(client, directory, model=model, **options)
     client.connect_publisher(publisher)

@@ -231,7 +231,7 @@ class SupervisedServers(Publisher):
         """Give a server the newest version, which was `version`, unless it has it. A failure is
         logged as a warning, once, unless the server has ended or is being talked to."""
         try:
-            if life.has(version):  # asked beside a push, which is not to wait for the answer
+            if life.has(version):  # asked during a push, which is not to wait for the answer
                 return
             given = life.give(self._find_newest)
         except Exception as error:

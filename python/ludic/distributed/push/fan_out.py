@@ -85,7 +85,7 @@ def complete_before_interrupt(call: Callable[[], T], *, what: str) -> T:
     except BaseException as interrupt:
         if future.cancel():  # it came before the call began
             raise
-        logger.warning("%s is completed first; press Ctrl-C again to stop at once", what)
+        logger.warning("%s is completed first; press Ctrl-C again to stop immediately", what)
         wait([future])
         raise interrupt from future.exception()
     return future.result()

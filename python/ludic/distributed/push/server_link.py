@@ -216,7 +216,7 @@ class ServerLink:
     def abandon(self) -> None:
         """Drop a push that must not be loaded. The server keeps its weights."""
         update, self._update = self._update, None
-        self._drop_group()  # a server that still waits for tensors then gives up at once
+        self._drop_group()  # a server that still waits for tensors then gives up
         if update is not None:
             wait([update], self._deadline_s)
         if any(state["open"] for state in self._call_workers("ludic_state", WorkerState)):

@@ -160,7 +160,7 @@ async def play_task(
     in_process = agent_config is None
     if agent_config is None:
         agent_config = vf.AgentConfig(harness={"id": "null"}, runtime=vf.SubprocessConfig())
-    # a client of this type is asked for whole answers, even if the harness wants a stream;
+    # a client of this type returns whole answers, even if the harness wants a stream;
     # nothing is sent to its address
     nominal = vf.TrainClientConfig(base_url="http://127.0.0.1:9/v1", api_key_var="LUDIC_NO_KEY")
     turns = [limit for limit in (agent_config.max_turns, max_turns) if limit is not None]

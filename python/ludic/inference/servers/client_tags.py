@@ -131,7 +131,7 @@ class ClientTag:
             raise self._error(
                 "the response has no client_tag. A shared server must echo it: start it with --middleware "
                 "ludic.inference.vllm.in_server.client_tag_middleware.ClientTagMiddleware (`ludic serve --client-tags`), or set "
-                "client_tag_policy='lenient' if nobody else uses the server"
+                "client_tag_policy='lenient' if no other client uses the server"
             )
         self.counts.untagged += 1
 

@@ -207,7 +207,7 @@ def _check_address(url: str, headers: Mapping[str, str]) -> None:
         raise ConfigError(f"{url!r} is not a URL: {error}") from error
     for name, value in headers.items():
         if not (name.isascii() and value.isascii()):
-            raise ConfigError(f"the header {name!r} for {url} must be ASCII, name and value; percent-encode what is not")
+            raise ConfigError(f"the header {name!r} for {url} must be ASCII, name and value; percent-encode other characters")
 
 
 def _lower_names(headers: Mapping[str, str]) -> dict[str, str]:

@@ -127,7 +127,7 @@ def open_client(base_url: str, *, api_key: str, timeout_s: float, headers: Mappi
     client = AsyncOpenAI(
         base_url=base_url, api_key=api_key, max_retries=0, timeout=timeout, http_client=http, default_headers=headers
     )
-    client.organization = client.project = None  # those of the environment are for OpenAI's own servers
+    client.organization = client.project = None  # the environment's are for OpenAI's own servers
     return client
 
 

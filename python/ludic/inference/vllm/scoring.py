@@ -232,7 +232,7 @@ class VLLMScoringClient:
             raise ConfigError("pooling_type=step is reserved: nothing computes a score for each step yet")
         if request.pooling_type is not self.pooling_type:
             raise ConfigError(
-                f"pooling_type ({request.pooling_type.value}) differs from that of the server, {self.pooling_type.value}; start the server "
+                f"pooling_type ({request.pooling_type.value}) differs from the server's, {self.pooling_type.value}; start the server "
                 f'with --pooler-config \'{{"pooling_type": "{request.pooling_type.name}"}}\' and the client with the same pooling_type'
             )
 

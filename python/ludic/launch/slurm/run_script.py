@@ -99,7 +99,7 @@ def assign_nodes(processes: Sequence[Process], job: SlurmJob) -> dict[str, int]:
         fitting = [node for node in range(job.nodes) if cpus[node] >= wanted and gpus[node] >= process.gpus]
         if not fitting:
             raise ConfigError(
-                f"no node has room for {process.name} ({wanted:g} CPUs, {process.gpus:g} GPUs) beside the processes before it; "
+                f"no node has room for {process.name} ({wanted:g} CPUs, {process.gpus:g} GPUs) next to the processes before it; "
                 f"{job.nodes} nodes with {job.cpus_per_node} CPUs and {job.gpus_per_node} GPUs each were given"
             )
         node = assigned[process.name] = fitting[0]

@@ -18,7 +18,7 @@ resume, is theirs: called again with the same tree, an unfinished run goes on wh
     rl: {examples_per_step: 16, num_samples: 16, reward: gsm8k}
     output: {save_dir: results, experiment_name: first, mode: sft+rl}
 
-Learning rates that are not given are those of the recipe `data` for a loaded model: 2e-5 and 5e-6.
+Learning rates that are not given are 2e-5 and 5e-6, as in the recipe `data` for a loaded model.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ async def run_rl(config: Config, output_dir: str | Path, source_checkpoint: str 
 
 def latest_checkpoint(folder: str | Path) -> Path:
     """The newest complete checkpoint `step_N` in a folder, in its `checkpoints`, or below a run's
-    phases there, of which the later counts. In an `output_dir` it is that of the run of `run_rl`,
+    phases there, of which the later counts. In an `output_dir` it belongs to the run of `run_rl`,
     else of `run_sft`. Steps are compared as numbers. Raises CheckpointError if there is none.
 
     Example: of `step_9`, `step_10` and an unfinished `step_11` it is `step_10`.
@@ -254,7 +254,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "rl": {**_SHARED, **_RL, **_MEASURED},
     "output": {**_OUTPUT, "use_wandb": False, "wandb_project": None},
 }
-"""Section -> key -> default; None: left to the recipe."""
+"""Section -> key -> default. None leaves it to the recipe."""
 _DATASET = {"name": None, "split": "train", "subset": None, "max_samples": None, "filepath": None, "size": None, "repeat": 1}
 _WITHOUT_COUNTERPART = {
     "embedding_lr": "one rate is for all weights: matrix_lr",

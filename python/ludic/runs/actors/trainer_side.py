@@ -113,7 +113,7 @@ class ActorBatches(BatchSourceBase):
         state = self._source.state_dict()
         lost = sorted({version for _, version in state["versions"]} - there)
         if lost:
-            logger.warning("policy/version_%d is gone; what it was to sample is sampled with that of step %d", lost[0], step)
+            logger.warning("policy/version_%d is gone; its groups are sampled with the weights of step %d", lost[0], step)
             versions = [(batch, version if version in there else self._round(step)) for batch, version in state["versions"]]
             self._source.load_state_dict({**state, "versions": versions})
 

@@ -163,7 +163,7 @@ def _describe_pairs(summary: Mapping[str, Any]) -> Iterator[str]:
         if low > 0.5
         else "less often than not"
         if high < 0.5
-        else "which is not told from chance by so many"
+        else "which this number of pairs does not tell from chance"
     )
     best = summary.get("bayes_accuracy")
     bound = "" if best is None else f"; {best:.1%} is the best possible on average"
@@ -174,8 +174,8 @@ def _describe_pairs(summary: Mapping[str, Any]) -> Iterator[str]:
     chosen, rejected = summary["eval_rewards/chosen"], summary["eval_rewards/rejected"]
     if rejected < chosen < 0:
         yield (
-            "Chosen responses became less likely than under the reference, and rejected ones even less: the margin comes from what is "
-            "avoided. loss.nll_coeff above 0 raises chosen responses too."
+            "Chosen responses became less likely than under the reference, and rejected ones even less: the margin comes from the "
+            "rejected responses. loss.nll_coeff above 0 raises chosen responses too."
         )
 
 

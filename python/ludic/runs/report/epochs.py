@@ -1,5 +1,5 @@
 """The reports of `ludic sft`, `train-rm` and `dpo`: summary.json, the curves of the training, and
-what is printed."""
+the printed report."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class PairsReport(EpochsReport):
     """The report of a run over preference pairs."""
 
     accuracy: ClassVar[str]
-    """The metric of a training step, beside the loss."""
+    """The metric of a training step, in addition to the loss."""
     heldout_accuracy: ClassVar[str]
     """The metric of an evaluation."""
     margins: ClassVar[str]

@@ -268,7 +268,7 @@ def show_report(console: Console, outcome: Outcome, directory: RunDirectory) -> 
     if lost is not None:
         console.print(lost, highlight=False)
     console.print(f"[bold]What this shows[/]: {conclude(outcome.closing_facts)}", highlight=False)
-    console.print(f"[bold]What is rewarded[/]: the reward sees {outcome.task.reward_sees}.", highlight=False)
+    console.print(f"[bold]Rewarded part[/]: the reward sees {outcome.task.reward_sees}.", highlight=False)
     files = describe_files(directory, {directory.picture: "the reward curve"}, {directory.rollouts: "sampled episodes"})
     show_files(console, directory.path, files)
 

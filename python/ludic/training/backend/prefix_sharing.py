@@ -76,7 +76,7 @@ def _find_loss_reason(model: nn.Module, algo: RLAlgorithm) -> str | None:
     if is_classifier(unwrap_transformer(model)):
         return None if loss.reads_scores_only else f"{loss_name(loss)} does not say that it reads_scores_only"
     if not (loss.reads_shared_only and loss.reads_actions_only):
-        return f"{loss_name(loss)} reads logits, or those of tokens that are no actions"
+        return f"{loss_name(loss)} reads logits, or log-probabilities of tokens that are no actions"
     return None
 
 

@@ -105,7 +105,7 @@ class TrainingBackend(ForwardPasses, Protocol):
 
 
 class BackendBase:
-    """Members that a `TrainingBackend` may have besides, with their defaults. A backend that does
+    """Optional members of a `TrainingBackend`, with their defaults. A backend that does
     not derive from this class has the defaults."""
 
     model: nn.Module | None = None
@@ -126,7 +126,7 @@ class BackendBase:
     @property
     def shares_prefixes(self) -> bool | None:
         """Whether the mini-batches of `forward_backward` may be rows of prefix trees
-        (`TreeMiniBatch`); None: never."""
+        (`TreeMiniBatch`). None means never."""
         return None
 
     def note_step(self, step: int) -> None:

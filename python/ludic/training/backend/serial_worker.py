@@ -41,7 +41,7 @@ class SerialWorker:
     """
 
     def __init__(self) -> None:
-        device = torch.cuda.current_device() if torch.cuda.is_available() else None  # that of this thread
+        device = torch.cuda.current_device() if torch.cuda.is_available() else None  # of this thread
         self._failure: tuple[str, BaseException] | None = None
         """The operation that failed, and its error. Only the worker's thread uses it."""
         self._thread: int | None = None

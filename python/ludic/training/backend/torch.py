@@ -163,7 +163,7 @@ class TorchBackend(ModelPasses, BackendBase):
         for index, micro_batch in enumerate(batch):
             with self._gradient_sync(last=index == len(batch) - 1):
                 loss, stats = self._backward(micro_batch, totals)
-            if not self._averages:  # a wrapper sums the gradients of ranks in those of the parameters
+            if not self._averages:  # a wrapper sums the gradients of ranks in the parameters' own
                 self._masters.move_gradients()
             result.loss = result.loss + loss
             result.micro_stats.append(stats)

@@ -139,7 +139,7 @@ class ItemBatchSource(BatchSourceBase):
         for name, own in self._identity().items():
             if state.get(name, own) != own:
                 raise ConfigError(
-                    f"the saved position belongs to {name}={state[name]}, here it is {own}: the batches would not be those of the "
+                    f"the saved position belongs to {name}={state[name]}, here it is {own}: the batches would differ from the "
                     "run that is resumed; use the same data and settings, or start a new run"
                 )
         self.batches = int(state["batches"])

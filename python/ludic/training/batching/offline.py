@@ -159,7 +159,7 @@ def make_chat_template_step_to_item(tokenizer: Any) -> StepToItem:
         full = apply_template(tokenizer, [*messages, answer], prompt=False, where=where, **arguments)
         if full[: len(prompt)] != prompt:
             raise DataError(
-                f"{where}: the token ids of the prompt are not a prefix of those of prompt and completion, so no mask would be correct; "
+                f"{where}: the token ids of the prompt are not a prefix of the ids of prompt and completion, so no mask would be correct; "
                 "train on the token trace (step_to_item=sample_from_step), or use a template that does not rewrite the prompt"
             )
         end = find_turn_end(tokenizer).find(full, len(prompt))

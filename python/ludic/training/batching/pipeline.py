@@ -282,7 +282,7 @@ class PipelineBatchSource(BatchSourceBase):
         done = self._count_done(groups)
         if done != self._announced:
             with suppress(QueueDataLost):
-                await self._call("announcing what is trained", lambda: self._log.announce(self._owner, done))
+                await self._call("announcing the trained groups", lambda: self._log.announce(self._owner, done))
                 self._announced = done
 
     async def _call(self, what: str, operation: Any) -> Any:

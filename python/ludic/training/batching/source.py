@@ -78,7 +78,7 @@ class BatchSourceBase:
         so."""
         if self.shards_across_ranks:
             raise ConfigError(
-                f"{type(self).__name__} gives each rank its own samples (shards_across_ranks), so SharedBatches would train on those of "
+                f"{type(self).__name__} gives each rank its own samples (shards_across_ranks), so SharedBatches would use the samples of "
                 "rank 0 alone; pass it to the trainer as it is, or let it return all samples"
             )
 

@@ -74,7 +74,7 @@ def check_reachable(target: EntropySchedule, group_size: int) -> None:
     if target.highest > math.log(group_size):
         raise ConfigError(
             f"the entropy target ({target.highest:g} nats) must be at most log(group_size) = log({group_size}) = "
-            f"{math.log(group_size):.4f}, that of equal weights; lower the target or sample larger groups"
+            f"{math.log(group_size):.4f}, the entropy of equal weights; lower the target or sample larger groups"
         )
 
 

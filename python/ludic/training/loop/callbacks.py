@@ -53,8 +53,9 @@ class Callbacks:
     """
 
     def __init__(self, callbacks: Sequence[Callback], run: TrainerState, save: Callable[..., Awaitable[None]]) -> None:
-        """`save`: `Trainer.ensure_checkpoint`. Raises ConfigError for what is no callback, two of
-        one name, one that needs checkpoints if there are none, and ranks with different ones."""
+        """`save`: `Trainer.ensure_checkpoint`. Raises ConfigError for an object that is no
+        callback, two of one name, one that needs checkpoints if there are none, and ranks with
+        different ones."""
         self.callbacks = tuple(callbacks)
         self._run, self._save = run, save
         at_rank_0 = ranks.ask_rank_0("listing the callbacks", lambda: _list_names(self.callbacks))

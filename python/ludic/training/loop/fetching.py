@@ -110,7 +110,7 @@ class BatchFetcher:
     def _check_samples(self, macro: MacroBatch) -> None:
         """Raise DataError for a sample that the model cannot be trained on."""
         columns = {name: values.view(Column) for name, values in view_columns(macro.table.to_bytes()).items()}
-        is_sound = self._check.find_fault({}, columns["input_ids"], columns.get("actor_logps")) is None  # all at once
+        is_sound = self._check.find_fault({}, columns["input_ids"], columns.get("actor_logps")) is None  # all in one call
         for row, item in enumerate(macro.items):
             logps = None if item.actor_logps is None else stored(item.actor_logps, "token_logps")
             if fault := self._check.find_fault(item.meta, *(() if is_sound else (stored(item, "input_ids"), logps))):

@@ -92,7 +92,7 @@ def check_ranks(source: BatchSource) -> None:
     if shared is None and ranks.rank() == 0:
         logger.warning(
             "%s does not say whether each of the %d ranks gets its own samples; if all get the same, each gradient is computed %d "
-            "times in vain. Set shards_across_ranks = True on it if ranks get different samples, else wrap it in SharedBatches",
+            "times. Set shards_across_ranks = True on it if ranks get different samples, else wrap it in SharedBatches",
             name,
             world,
             world,

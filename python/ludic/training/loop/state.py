@@ -42,7 +42,7 @@ class TrainerState:
     token_log: TokenLog | None
     should_stop: Callable[[], object] | None
     sync_every_steps: int | None
-    """Steps between publications; None: nothing is published."""
+    """Steps between publications. None means that nothing is published."""
     early_stopping: EarlyStopping
     """The best evaluation so far, and how many came after it."""
     last_eval: dict[str, float]

@@ -350,7 +350,7 @@ NUCLEUS = KnownCause(
 )
 SHIFTED_LOGPROBS = KnownCause(
     name="log-probabilities of the token {where}",
-    description="log-probabilities and ids are shifted by one: each value is that of the token {where}",
+    description="log-probabilities and ids are shifted by one: each value belongs to the token {where}",
     remedy="align them where the client reads the server's answer: one log-probability for each sampled id, in the same order, and an "
     "action mask that begins at the first sampled id",
 )

@@ -384,7 +384,7 @@ def bits_to_bytes(mask: Any, name: str) -> bytes:
 def bits_from_bytes(column: bytes, length: int) -> NDArray[np.uint8]:
     """The `length` bits of `bits_to_bytes`. Raises EntryError for another number of bytes."""
     if len(column) != (length + 7) // 8:
-        raise EntryError(f"a mask of {len(column)} bytes cannot be that of {length} tokens")
+        raise EntryError(f"a mask of {len(column)} bytes cannot belong to {length} tokens")
     return np.unpackbits(np.frombuffer(column, dtype=np.uint8), count=length)
 
 

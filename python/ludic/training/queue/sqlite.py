@@ -243,7 +243,9 @@ class SQLiteLog:
         with self._transaction(call) as db:
             current = _read_facts(db).get("owner")
             if current is None:
-                raise QueueDataLost(f"nobody owns the queue {self.path}: its data are gone; claim it, and offer what is missing")
+                raise QueueDataLost(
+                    f"no trainer owns the queue {self.path}: its data are gone; claim it, and offer the missing groups"
+                )
             if current != owner:
                 raise OwnershipLost(
                     f"the queue {self.path} was claimed by another trainer ({current}); this one ({owner}) must stop"
@@ -378,7 +380,7 @@ def _remedy(error: sqlite3.Error) -> str:
         "locked": "another process holds it",
         "full": "free space on its disk",
         "unable to open": "its folder must exist and be writable",
-        "malformed": "delete it and the -wal and -shm files beside it; missing groups are played again",
+        "malformed": "delete it and its -wal and -shm files; missing groups are played again",
         "not a database": "delete it; missing groups are played again",
     }
     return next((f" ({remedy})" for sign, remedy in remedies.items() if sign in str(error)), "")

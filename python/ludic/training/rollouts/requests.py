@@ -164,7 +164,7 @@ class SequenceRequests:
         for name, own in (("num_samples", len(self._samples)), ("rng_seed", self._rng_seed)):
             if state.get(name, own) != own:
                 raise ConfigError(
-                    f"the saved position belongs to {name}={state[name]}, here it is {own}: the requests would not be those of the "
+                    f"the saved position belongs to {name}={state[name]}, here it is {own}: the requests would differ from the "
                     "run that is resumed; give the same samples and rng_seed, or begin a new run"
                 )
         position = state.get("position")

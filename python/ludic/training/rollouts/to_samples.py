@@ -145,9 +145,7 @@ def require_trace(rollout: Rollout, step: Step) -> TokenTrace:
         )
     requested = rollout.meta.get("engine", {}).get("return_spec", {}).get("return_chosen_logprobs", False)
     if requested and stored(step.trace, "completion_logprobs") is None:
-        raise DataError(
-            f"{where} has no log-probabilities although the request asked for them; check that the server returns them"
-        )
+        raise DataError(f"{where} has no log-probabilities although they were requested; check that the server returns them")
     return step.trace
 
 

@@ -244,7 +244,7 @@ def apply_template(tokenizer: Any, messages: Sequence[Message], *, prompt: bool,
         rendered = ChatTemplate(tokenizer).apply(messages, prompt=prompt, tokenize=True, **template_args)
     except Exception as error:  # a template is a program: it may raise anything
         raise _template_error(tokenizer, error, where) from error
-    assert not isinstance(rendered, str), "tokens were asked for"
+    assert not isinstance(rendered, str), "tokens were requested"
     return rendered
 
 

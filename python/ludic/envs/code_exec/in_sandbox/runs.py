@@ -149,7 +149,7 @@ def become_program(request: JSON, child_ends: list[int], place: str) -> None:
     os.closerange(len(child_ends), 4096)
     timeout_s, memory_mb = request["timeout_s"], int(request.get("memory_mb") or 1024)
     limits = {
-        resource.RLIMIT_CPU: int(timeout_s) + 2,  # should nobody look: the first process stops it sooner
+        resource.RLIMIT_CPU: int(timeout_s) + 2,  # a backstop: the first process stops it sooner
         resource.RLIMIT_AS: (memory_mb + OVERHEAD_MB) * MEGABYTE,
         resource.RLIMIT_STACK: min(memory_mb, 64) * MEGABYTE,
         resource.RLIMIT_FSIZE: LONGEST_FILE,

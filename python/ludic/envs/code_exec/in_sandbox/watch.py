@@ -103,7 +103,7 @@ class Watch:
         while True:
             now = time.monotonic()
             ready = {end for end, _ in poll.poll(max(0.0, next_look - now) * 1e3)}
-            if self.requests in ready:  # nobody sends a request before the answer: the host has gone
+            if self.requests in ready:  # no request comes before the answer: the host has gone
                 os._exit(HOST_IS_GONE)
             if self.stdin_end in ready and self.feed():
                 poll.unregister(self.stdin_end)

@@ -152,7 +152,7 @@ class WeightReceiver:
             self._stage(staged)
         except BaseException:
             self.discard()
-            self.close()  # tells the trainer at once, and leaves no half-read stream to the next push
+            self.close()  # tells the trainer, and leaves no half-read stream to the next push
             raise
 
     def read(self, path: str) -> None:

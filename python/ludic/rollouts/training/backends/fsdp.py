@@ -125,7 +125,7 @@ def _check_group(rank: int | None, world_size: int | None) -> None:
         )
     for name, given, own in (("rank", rank, dist.get_rank()), ("world_size", world_size, dist.get_world_size())):
         if given is not None and given != own:
-            raise ConfigError(f"{name} ({given}) is not that of the process group ({own}); leave it out")
+            raise ConfigError(f"{name} ({given}) differs from the process group's ({own}); leave it out")
 
 
 def _choose_device() -> torch.device:

@@ -155,7 +155,7 @@ def _choose_device(device_type: str | None, gpu_rank: int) -> torch.device:
         device_type = next((name for name, is_there in available.items() if is_there), "cpu")
     _check_device_type(device_type)
     if device_type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device_type is cuda, and torch sees no CUDA device; leave device_type out to take what is there")
+        raise ConfigError("device_type is cuda, and torch sees no CUDA device; leave device_type out to use the available device")
     return torch.device("cuda", gpu_rank) if device_type == "cuda" else torch.device(device_type)
 
 

@@ -151,7 +151,7 @@ class DataBuffer:
         if state.get("digest", self._digest(saved)) != self._digest(saved):
             which = "the prompts" if saved == len(self) else f"the first {saved} prompts"
             raise ConfigError(
-                f"{which} differ from those of the saved position (digest {state['digest']}, now {self._digest(saved)}); put the data "
+                f"{which} differ from the saved position's (digest {state['digest']}, now {self._digest(saved)}); put the data "
                 "back as it was, or begin a new run"
             )
 
@@ -192,7 +192,7 @@ def _to_bytes(prompt: Any, index: int) -> bytes:
         return json.dumps(prompt, sort_keys=True, default=_name_or_values).encode() + b"\n"
     except (TypeError, ValueError) as error:
         raise DataError(
-            f"prompt {index} cannot be compared with that of a later run ({error}); give text, messages or a row of JSON values"
+            f"prompt {index} cannot be compared with a later run's ({error}); give text, messages or a row of JSON values"
         ) from error
 
 

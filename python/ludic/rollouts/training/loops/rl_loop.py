@@ -71,7 +71,7 @@ async def run_rl_training(
     log = LoopLog(backend, settings, metrics_logger)
     try:
         if rollout_manager.data_buffer is not data_buffer:
-            raise ConfigTypeError("data_buffer is not that of rollout_manager; pass the buffer that the manager was made with")
+            raise ConfigTypeError("data_buffer is not rollout_manager's; pass the buffer that the manager was made with")
         credit = AdvantageCredit(config)
         trained = adapt_backend(backend)
         publisher = EnginePublisher(trained, inference_engines or (), rollout_manager)
@@ -99,7 +99,7 @@ class ManagerSource(BatchSourceBase):
         self._rewards: list[float] = []
 
     @property
-    def max_lag(self) -> int:  # type: ignore[override]  # that of the manager
+    def max_lag(self) -> int:  # type: ignore[override]  # the manager's
         return int(self.manager.max_lag)
 
     @property

@@ -243,7 +243,7 @@ class AsyncRolloutManager:
         check_number("weight_version", version)
         pool_state = self._join(state)
         if pool_state.get("batch") != state["step_count"]:
-            raise damaged(f"step_count is {state['step_count']}, and the ledger is that of batch {pool_state.get('batch')}")
+            raise damaged(f"step_count is {state['step_count']}, and the ledger belongs to batch {pool_state.get('batch')}")
         self._pool.read_state(pool_state)
         before = self.data_buffer.save_state()
         try:
@@ -401,7 +401,7 @@ class Sampling:
         """Write down what the manager knows of a sample. Versions that the function has noted
         itself stay: it may know from the server's answers."""
         sample.group_index, sample.index = ordinal, ordinal * self._config.n_samples_per_prompt + member
-        sample.metadata = dict(sample.metadata)  # the function's own mapping may be that of a row, or of all samples
+        sample.metadata = dict(sample.metadata)  # the function's mapping may belong to a row, or to all samples
         sample.metadata.setdefault("weight_version", first_version)
         if sample.status is SampleStatus.ABORTED:
             return

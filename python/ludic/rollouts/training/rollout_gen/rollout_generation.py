@@ -110,7 +110,7 @@ def is_accepted(group: list[Sample], config: RolloutConfig) -> bool:
             answer.close()
         raise ConfigTypeError(
             f"{_name_filter(config)} is a coroutine function; a filter is a plain function of the samples of one prompt, since it must "
-            "judge a group at once. Slow judgements belong into reward_fn"
+            "judge a group without waiting. Slow judgements belong in reward_fn"
         )
     return bool(answer)
 
