@@ -76,7 +76,7 @@ def test_unchanged_adapters_stay_loaded_and_a_version_can_be_repeated(start, mod
     publisher.publish({}, version=1)
     publisher.publish({}, version=2)
     assert (list(server.adapters), publisher.served_name, server.version) == (["policy@1"], "policy@1", "2")
-    assert "adapters of version 2 equal those of version 1" in caplog.text
+    assert "adapters of version 2 equal the ones of version 1" in caplog.text
     server.adapters.clear()  # it was restarted
     publisher.publish({}, version=3)
     assert (list(server.adapters), publisher.served_name) == (["policy@3"], "policy@3")

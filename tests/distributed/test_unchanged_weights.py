@@ -83,7 +83,7 @@ def test_unchanged_weights_get_the_new_version_and_are_logged(start, caplog):
     for server in servers:
         assert (server.version, server.paused, pushes(server)) == ("2", None, 1)
         assert same(server.served, weights(1))
-    assert "the weights of version 2 equal those of version 1" in caplog.text
+    assert "the weights of version 2 equal the ones of version 1" in caplog.text
     push.publish(weights(2), version=3)
     assert all(same(server.served, weights(2)) and server.version == "3" for server in servers)
 

@@ -37,7 +37,7 @@ def test_a_run_on_ray_ends_right_whatever_is_killed_and_unsafe_clusters_are_refu
     assert results["driver"]["left"] == []
     assert machines["status"] == 0, machines
     assert machines["left"] == []
-    assert "asked for big 64 CPU; the cluster has 3 machines (" in results["no room"][1]
+    assert "requested big 64 CPU; the cluster has 3 machines (" in results["no room"][1]
     assert "LaunchError" in results["wrong token"][1]
     assert "demands no token, so whoever reaches it can run code" in results["no token"][1]
     assert {results[name][0] for name in ("no room", "wrong token", "no token")} == {1}

@@ -222,7 +222,7 @@ def test_the_report_claims_only_what_happened(tiny: list[str], tmp_path: Path) -
 
 def test_fewer_held_out_problems_than_requested_are_reported(tiny: list[str]) -> None:
     shown = " ".join(train(*tiny, "task.args.digits=4", "evaluation.prompts=2000").split())
-    assert "held-out problems; the task has no more, 2000 were asked for" in shown
+    assert "held-out problems; the task has no more, 2000 were requested" in shown
 
 
 @pytest.mark.integration

@@ -418,7 +418,7 @@ def test_steps_cannot_be_added_to_those_of_unfinished_epochs(tmp_path: Path) -> 
     assert train_until("sft", 1, [*SFT, "epochs=1", f"output={tmp_path}", "name=run"]) == 130
     said = refused("sft", "--resume", str(tmp_path / "run"), "steps=+2")
     assert "needs a finished run" in said
-    assert "was asked for epochs=1" in said
+    assert "has epochs=1; set steps=N" in said
 
 
 def test_fewer_steps_than_a_killed_run_has_logged_are_refused(tmp_path: Path) -> None:

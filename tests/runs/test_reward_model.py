@@ -370,7 +370,7 @@ def test_a_run_that_stops_early_saves_the_model_of_its_best_evaluation(tiny: lis
     assert best < summary["steps"]
     assert summary["early_stopping"] == {"stopped": True, "kept_step": best, "metric": "eval_loss", "best": losses[best]}
     assert summary["eval_loss"] == pytest.approx(losses[best])  # metrics of the saved model
-    assert f"the model is that of step {best}" in " ".join(shown.split())
+    assert f"the model has the weights of step {best}" in " ".join(shown.split())
     assert "Early stopping chose the weights by these same pairs" in " ".join(shown.split())
 
 

@@ -508,7 +508,7 @@ def test_a_model_without_a_single_score_or_with_another_pad_token_is_refused():
     with pytest.raises(ConfigError, match=r"num_labels \(2\)"):
         trainer_of(model=reward_model(num_labels=2))
     for pad in (5, None):
-        with pytest.raises(ConfigError, match=rf"pad_token_id \(0\) must be that of the model's config \({pad}\)"):
+        with pytest.raises(ConfigError, match=rf"pad_token_id \(0\) must equal the one of the model's config \({pad}\)"):
             trainer_of(model=reward_model(pad_token_id=pad))
 
 

@@ -70,7 +70,7 @@ async def test_an_actor_that_fails_is_restarted_and_counted_once(tmp_path: Path,
         await until_both_run(place)
         place.end("actor0", code=7)
         await until(lambda: len(place.starts) == 3 and not place.news)
-    assert "actor0 ended with status 7 after 1.0 s; restarted at once" in notes[0]
+    assert "actor0 ended with status 7 after 1.0 s; restarted immediately" in notes[0]
 
 
 def test_a_restart_is_counted_in_one_measurement():

@@ -553,7 +553,7 @@ async def test_data_with_an_end_end_the_run(tmp_path):
 
 
 async def test_another_buffer_than_the_managers_is_refused(tmp_path):
-    with pytest.raises(ConfigTypeError, match="data_buffer is not that of rollout_manager"):
+    with pytest.raises(ConfigTypeError, match="data_buffer is not rollout_manager's"):
         await run_rl_training(make_backend(tmp_path, grpo_loss), DataBuffer(PROMPTS), make_manager(), [], CONFIG)
 
 
