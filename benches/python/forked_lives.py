@@ -1,4 +1,4 @@
-"""Lives of runs: `ludic` commands in forks of this process, which has imported everything.
+"""Liveness of runs: `ludic` commands in forks of this process, which has imported everything.
 
 A life that ends, is killed or stops is reported to the process that started it.
 """

@@ -20,14 +20,14 @@ from ludic.runs.exit_status import rank_exit_status
 from ludic.runs.on_ranks import RankLog
 from ludic.training import watchdog
 from ludic.training.ranks import session
-from ludic.training.ranks.meeting import Failure, Meeting
+from ludic.training.ranks.rendezvous import Failure, Rendezvous
 
 
 @pytest.fixture
 def two_ranks(monkeypatch):
     """The meetings of two ranks; this process is rank 0. A watchdog of the test is closed."""
     store = HashStore()
-    meetings = [Meeting(store, rank, 2) for rank in range(2)]
+    meetings = [Rendezvous(store, rank, 2) for rank in range(2)]
     monkeypatch.setattr(session, "_meeting", meetings[0])
     yield meetings
     if watchdog._active is not None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from ludic.errors import ConfigError
 from ludic.recipes.processes import check_place, check_url, choose_kind, find_queue, is_on_one_machine
 from ludic.recipes.schema import Recipe
+from ludic.training.rollouts.batch_selection import choose_max_lag
 from ludic.training.rollouts.group_filters import (
     COMPARING,
     GroupFilter,
@@ -18,7 +19,6 @@ from ludic.training.rollouts.group_filters import (
     check_reward_nonzero_std,
     of_rollouts,
 )
-from ludic.training.rollouts.hand_over import choose_max_lag
 from ludic.types import Rollout
 from ludic.user_objects import import_named
 

@@ -23,7 +23,7 @@ from ludic.runs.directory import DONE, Progress, RunDirectory
 from ludic.runs.model_card import try_card
 from ludic.runs.screen import Screen
 from ludic.runs.seeding import seed_phase
-from ludic.runs.shared_model import HomeEvaluator, SharedModel, describe_precision
+from ludic.runs.shared_model import GatheredEvaluator, SharedModel, describe_precision
 from ludic.runs.stop_request import make_stop_request
 from ludic.runs.tracking import run_logger
 from ludic.tasks import EpisodicTask
@@ -153,7 +153,7 @@ class TrainingRun(ABC, Generic[RecipeT, PartsT, DirectoryT]):
     ) -> AbstractContextManager[TrainingLogger | None]:
         """The logger of a phase, on rank 0. Plain lines show the statistics `keys`; `spark_key` is
         drawn."""
-        if self.directory.is_followed:
+        if self.directory.is_follower:
             return nullcontext()
         return run_logger(self.recipe, self.directory, self.screen, phase, keys=keys, spark_key=spark_key, last_step=last_step)
 
@@ -180,7 +180,7 @@ class TrainingRun(ABC, Generic[RecipeT, PartsT, DirectoryT]):
         )
         manager = CheckpointManager(places, tokenizer=self.parts.tokenizer, card=self._make_checkpoint_card)
         trainer = trainer_class(
-            model=self.parts.model if self.shared is None else self.shared.share_out(self.parts.model),
+            model=self.parts.model if self.shared is None else self.shared.shard(self.parts.model),
             batch_source=self._share(source) if ranks.is_distributed() else source,
             should_stop=None if ranks.is_distributed() else lambda: bool(self.stop),
             checkpointer=manager,
@@ -193,8 +193,8 @@ class TrainingRun(ABC, Generic[RecipeT, PartsT, DirectoryT]):
             self.progress.schedule_steps = steps
             self.screen.note(describe_kept_schedule(trainer, steps))
         if self.shared is not None and trainer.current_step:
-            self.shared.bring_home(self.parts.model)
-        if not self.directory.is_followed:
+            self.shared.gather_to_rank0(self.parts.model)
+        if not self.directory.is_follower:
             rewind_logs(self.directory, phase, trainer, note=self.screen.note)
         return trainer
 
@@ -204,12 +204,12 @@ class TrainingRun(ABC, Generic[RecipeT, PartsT, DirectoryT]):
     def evaluator(self, inner: Evaluator | None) -> Evaluator | None:
         """`inner`, which measures `parts.model`; while that is shared out, it gets the trained
         weights first."""
-        return inner if inner is None or self.shared is None else HomeEvaluator(inner, self.shared, self.parts.model)
+        return inner if inner is None or self.shared is None else GatheredEvaluator(inner, self.shared, self.parts.model)
 
     def end_training(self) -> None:
         """Have the trained weights in `parts.model`, on rank 0 if the ranks share it out."""
         if self.shared is not None:
-            self.shared.bring_home(self.parts.model)
+            self.shared.gather_to_rank0(self.parts.model)
 
     def _share(self, source: Any) -> SharedBatches:
         """The source of this rank. After a stop all ranks end before the same batch."""

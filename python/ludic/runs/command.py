@@ -269,7 +269,7 @@ def _record_failure(directory: RunDirectory, note: Callable[[str], None], *, is_
         yield
     except Exception as caught:
         error = ranks.explain(caught)
-        if directory.is_followed:
+        if directory.is_follower:
             pass  # rank 0 does it
         elif is_new and not directory.has_steps and not directory.server_log.exists():
             shutil.rmtree(directory.path, ignore_errors=True)

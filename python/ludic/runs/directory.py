@@ -110,7 +110,7 @@ class RunDirectory:
         self.pushed = path / "pushed"  # weights that servers read
         self._progress = path / "progress.json"
         self._lock: RunLock | None = None
-        self.is_followed = False
+        self.is_follower = False
         """Whether another process writes the folder, and this one nothing in it."""
 
     @classmethod
@@ -186,7 +186,7 @@ class RunDirectory:
                 )
             time.sleep(0.1)
         directory = cls.open_to_read(path)
-        directory.is_followed = True
+        directory.is_follower = True
         return directory
 
     def release(self) -> None:
@@ -241,7 +241,7 @@ class RunDirectory:
                 )
 
     def write_progress(self, progress: Progress) -> None:
-        if not self.is_followed:
+        if not self.is_follower:
             write_hashed_json(self._progress, asdict(progress))
 
     def read_metrics(self, phase: str) -> list[dict[str, Any]]:

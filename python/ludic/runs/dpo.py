@@ -201,7 +201,7 @@ class DPORun(PairsRun[DPORecipe, DPOParts, DPODirectory]):
             measured = trainer.evaluate()
         evaluator = trainer.evaluator
         assert isinstance(evaluator, ImplicitRewardEvaluator)
-        if not self.directory.is_followed:
+        if not self.directory.is_follower:
             self.draw_heldout(evaluator.metrics)
         accuracy, pairs = measured["eval_rewards/accuracies"], measured["eval_num_pairs"]
         self.screen.note(f"Held-out accuracy of the implicit rewards {accuracy:.4f} on {pairs:,.0f} pairs")

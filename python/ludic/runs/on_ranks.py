@@ -122,12 +122,12 @@ def ended_as_rank() -> Iterator[None]:
 def _lead(work: Callable[[Console, RankLog | None], tuple[int, str]], console: Console) -> tuple[int, str]:
     """`work` on rank 0. The other ranks are told of a second Ctrl-C, which ends it immediately."""
     from ludic.training import ranks
-    from ludic.training.ranks.meeting import Failure
+    from ludic.training.ranks.rendezvous import Failure
 
     try:
         return work(console, None)
     except KeyboardInterrupt:
-        meeting = ranks.current_meeting()
+        meeting = ranks.current_rendezvous()
         if meeting is not None:
             meeting.report_failure(Failure(0, meeting.host, "interrupted", INTERRUPTED))
         raise
@@ -137,10 +137,10 @@ def _lead(work: Callable[[Console, RankLog | None], tuple[int, str]], console: C
 def _watched(environment: RankEnvironment, section: RanksSection) -> Iterator[None]:
     """Run the block under the watchdog. After an error it watches the end of the process too."""
     from ludic.training import ranks
-    from ludic.training.ranks.meeting import Failure
+    from ludic.training.ranks.rendezvous import Failure
     from ludic.training.watchdog import Watchdog
 
-    meeting = ranks.current_meeting()
+    meeting = ranks.current_rendezvous()
     assert meeting is not None
 
     def find_failure() -> tuple[str, int] | None:

@@ -178,7 +178,7 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
         running = run_actors(recipe, self.directory.path, self.screen.note, self.stop, is_placed=self.is_placed)
         async with running as actors, self._open_sampler(actors) as sampler:
             with self.open_logger(REINFORCE, keys=keys, spark_key=SAMPLED_REWARD, last_step=recipe.steps) as logger:
-                source = None if self.directory.is_followed else self._make_source(sampler, actors)
+                source = None if self.directory.is_follower else self._make_source(sampler, actors)
                 if isinstance(source, ActorBatches):
                     sampler = source.follow(sampler)
                 if self._is_measured_on_servers:
@@ -224,7 +224,7 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
             log=directory.server_log,
             note=self.screen.note,
             timer=self.timer,
-            is_led=directory.is_followed,
+            is_follower=directory.is_follower,
             is_stopped=lambda: bool(self.stop),
             find_end=lambda: None if processes is None else processes.why_lost(),
         ) as sampler:

@@ -80,7 +80,7 @@ class RMRun(PairsRun[RMRecipe, RMParts, RMDirectory]):
             sample = trainer.evaluate(self.parts.data.sample(self.recipe.train_sample))
             measured = trainer.evaluate() if self.parts.data.heldout else {}
         if measured:
-            if not self.directory.is_followed:
+            if not self.directory.is_follower:
                 self._draw(trainer.evaluator.metrics)  # type: ignore[union-attr]
             accuracy, pairs = measured["eval_pairwise_accuracy"], measured["eval_num_pairs"]
             self.screen.note(f"Held-out accuracy {accuracy:.4f} on {pairs:,.0f} pairs")

@@ -58,7 +58,7 @@ async def open_sampler(
     note: Callable[[str], None],
     pushes: bool = True,
     timer: PhaseTimer | None = None,
-    is_led: bool = False,
+    is_follower: bool = False,
     is_stopped: Callable[[], bool] = lambda: False,
     find_end: Callable[[], str | None] = lambda: None,
 ) -> AsyncIterator[Sampler]:
@@ -66,12 +66,12 @@ async def open_sampler(
     exit.
 
     `folder` has the policy in Hugging Face layout, for a server to load. Without `pushes` a server
-    that runs already keeps its weights. `timer` measures `server_start`. `is_led`: this is another
-    rank than 0, which has the only sampler; what stands for it here is never called. `is_stopped`
+    that runs already keeps its weights. `timer` measures `server_start`. `is_follower`: this is
+    another rank than 0, which has the only sampler; its stand-in here is never called. `is_stopped`
     and `find_end` are asked while the servers of the run are waited for: whether the run was asked
     to stop, and why none will answer."""
-    if is_led:
-        elsewhere: Any = _Elsewhere()
+    if is_follower:
+        elsewhere: Any = _RemoteSampler()
         yield Sampler(elsewhere, elsewhere, "", remote=choose_kind(recipe.inference) != "local")
         return
     if choose_kind(recipe.inference) == "local":
@@ -99,7 +99,7 @@ async def open_sampler(
         yield sampler
 
 
-class _Elsewhere:
+class _RemoteSampler:
     """The client and the publisher of a rank that neither samples nor publishes."""
 
 

@@ -89,7 +89,7 @@ class SharedModel:
         self._mesh = make_mesh(self._settings, device)
         self._trained: nn.Module | None = None
 
-    def share_out(self, whole: nn.Module) -> nn.Module:
+    def shard(self, whole: nn.Module) -> nn.Module:
         """A sharded model with the weights of rank 0's `whole`. The one of an earlier phase is
         given up."""
         self._trained = None
@@ -100,7 +100,7 @@ class SharedModel:
         self._trained = shard_copy(whole, self._settings, self._mesh, agree=ranks.agree)
         return self._trained
 
-    def bring_home(self, whole: nn.Module) -> None:
+    def gather_to_rank0(self, whole: nn.Module) -> None:
         """Copy what was trained into rank 0's `whole`. Before a phase there is nothing to copy."""
         if self._trained is not None:
             copy_home(self._trained, whole, agree=ranks.agree)
@@ -117,7 +117,7 @@ def _check_same(own: Mapping[str, Any], of_rank_0: Mapping[str, Any]) -> None:
         )
 
 
-class HomeEvaluator:
+class GatheredEvaluator:
     """An evaluator that runs on rank 0 with the whole model, which gets the trained weights before.
 
     It takes part on all ranks, and all get the metrics; the records are rank 0's alone.
@@ -131,7 +131,7 @@ class HomeEvaluator:
 
     async def eval(self, **options: Any) -> tuple[list[Any], dict[str, float]]:
         """(records, metrics)."""
-        self._model.bring_home(self._whole)
+        self._model.gather_to_rank0(self._whole)
         records: list[Any] = []
         with ranks.rank_0_alone("the evaluation") as shared:
             if ranks.rank() == 0:

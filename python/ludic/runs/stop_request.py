@@ -11,7 +11,7 @@ from typing import Any
 
 from ludic.launch.rank_environment import STOP_ONCE
 from ludic.training import ranks
-from ludic.training.ranks.meeting import Meeting
+from ludic.training.ranks.rendezvous import Rendezvous
 
 
 class Interrupted(Exception):
@@ -50,7 +50,7 @@ class StopRequest:
 class SharedStopRequest(StopRequest):
     """A stop of all ranks: a signal to one of them is seen on all."""
 
-    def __init__(self, notify: Callable[[str], None], meeting: Meeting) -> None:
+    def __init__(self, notify: Callable[[str], None], meeting: Rendezvous) -> None:
         super().__init__(notify)
         self._meeting = meeting
         self._was_signalled = False
@@ -77,7 +77,7 @@ class SharedStopRequest(StopRequest):
 
 def make_stop_request(notify: Callable[[str], None]) -> StopRequest:
     """The stop request of this process, or of all ranks after `ranks.start`."""
-    meeting = ranks.current_meeting()
+    meeting = ranks.current_rendezvous()
     return StopRequest(notify) if meeting is None else SharedStopRequest(notify, meeting)
 
 

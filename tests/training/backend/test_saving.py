@@ -10,7 +10,7 @@ from torch.distributed import TCPStore
 from ludic.errors import CheckpointError, RankError
 from ludic.files.folders import unfinished_path
 from ludic.training.backend import saving
-from ludic.training.ranks.meeting import Meeting
+from ludic.training.ranks.rendezvous import Rendezvous
 
 PATIENCE_S = 10.0
 
@@ -19,7 +19,7 @@ PATIENCE_S = 10.0
 def on_two_ranks(monkeypatch):
     """Calls a function on both ranks; returns its error on each, and their meetings."""
     store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=PATIENCE_S), wait_for_workers=False)
-    meetings = [Meeting(store.clone(), rank, 2) for rank in range(2)]
+    meetings = [Rendezvous(store.clone(), rank, 2) for rank in range(2)]
     here = threading.local()
     told, both = {}, threading.Barrier(2, timeout=PATIENCE_S)
 

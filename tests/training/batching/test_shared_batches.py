@@ -16,7 +16,7 @@ from ludic.training.batching import shared_batches
 from ludic.training.batching.epochs import ItemBatchSource
 from ludic.training.batching.overlapped import OverlappedSource
 from ludic.training.batching.source import BatchSourceBase, as_batch_source
-from ludic.training.ranks.meeting import Meeting
+from ludic.training.ranks.rendezvous import Rendezvous
 from ludic.training.types import SAWBatch
 
 OWN_OF_RANK_0 = ("perf/", "ranks/", "train/grad_norm")
@@ -137,8 +137,8 @@ async def test_ranks_wait_for_a_batch_in_progress_but_not_for_long_after_a_stop(
     monkeypatch.setattr(shared_batches, "broadcast_bytes", lambda content, size, device: memoryview(content))
 
     def make(**options):
-        meeting = Meeting(HashStore(), 0, 2)
-        monkeypatch.setattr(ranks, "current_meeting", lambda: meeting)
+        meeting = Rendezvous(HashStore(), 0, 2)
+        monkeypatch.setattr(ranks, "current_rendezvous", lambda: meeting)
         return SharedBatches(SlowSource(), **options), meeting
 
     shared, meeting = make(stop=lambda: False, stop_patience_s=0.05)

@@ -14,7 +14,7 @@ from ludic.errors import ConfigError, RankError
 from ludic.launch.rank_environment import RankEnvironment
 from ludic.training import ranks
 from ludic.training.ranks import meeting, session
-from ludic.training.ranks.meeting import Meeting
+from ludic.training.ranks.rendezvous import Rendezvous
 
 PACKAGE = Path(__file__).parents[3] / "python" / "ludic"
 
@@ -23,7 +23,7 @@ PACKAGE = Path(__file__).parents[3] / "python" / "ludic"
 def two(monkeypatch):
     """The meetings of two ranks; this process is rank 0."""
     store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=10), wait_for_workers=False)
-    meetings = [Meeting(store.clone(), rank, 2) for rank in range(2)]
+    meetings = [Rendezvous(store.clone(), rank, 2) for rank in range(2)]
     monkeypatch.setattr(session, "_meeting", meetings[0])
     monkeypatch.setattr(meeting, "REPLY_S", 0.05)
     yield meetings
@@ -41,7 +41,7 @@ def test_one_process_joins_nobody(monkeypatch):
     assert ranks.start() is None
     with ranks.joined() as environment:
         assert environment is None
-        assert ranks.current_meeting() is None
+        assert ranks.current_rendezvous() is None
     error = ValueError("own")
     assert ranks.explain(error) is error
     ranks.raise_if_failed()
@@ -122,7 +122,7 @@ def test_a_store_of_several_agents_is_refused_before_anything_is_written_to_it()
     environment = RankEnvironment(1, 2, 0, "127.0.0.1", 1, has_store=True, num_machines=2)
     with pytest.raises(ConfigError, match=r"agents on 2 machines .*set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
         ranks.start(environment, rendezvous_timeout_s=0.1)
-    assert ranks.current_meeting() is None
+    assert ranks.current_rendezvous() is None
 
 
 @pytest.mark.parametrize(("has_store", "name"), [(True, "2"), (False, "0")])
@@ -143,12 +143,12 @@ def test_a_process_group_of_the_user_has_one_meeting_at_its_store_as_long_as_it_
     seen = []
     for name in ("first", "second"):
         dist.init_process_group("gloo", init_method=f"file://{tmp_path / name}", rank=0, world_size=1)
-        shared = ranks.current_meeting()
-        assert ranks.current_meeting() is shared
+        shared = ranks.current_rendezvous()
+        assert ranks.current_rendezvous() is shared
         with ranks.rank_0_alone("measuring") as values:
             values.append(name)
         assert values == [name]
         seen.append(shared)
         dist.destroy_process_group()
     assert seen[0] is not seen[1]
-    assert ranks.current_meeting() is None
+    assert ranks.current_rendezvous() is None

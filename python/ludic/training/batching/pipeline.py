@@ -30,7 +30,7 @@ from ludic.training.averages import mean_or_zero
 from ludic.training.batching.source import BatchSourceBase
 from ludic.training.queue.base import Entry, GroupLog
 from ludic.training.queue.entries import EntryError, decode_samples
-from ludic.training.queue.opening import Patience, make_owner_name, open_server_queue
+from ludic.training.queue.opening import RetryPolicy, make_owner_name, open_server_queue
 from ludic.training.queue.sample_actor import run_pipeline_actor as run_pipeline_actor
 from ludic.training.rollouts.episodes import SampleCheck
 from ludic.training.types import SAWBatch, SAWItem
@@ -99,7 +99,7 @@ class PipelineBatchSource(BatchSourceBase):
                 raise ConfigError(f"{name} ({value}) must be > 0")
         self._log = open_server_queue(redis_url, queue_key) if log is None else log
         self._queue_key, self._batch_size, self._poll_timeout, self._keep = queue_key, batch_size, poll_timeout, keep
-        self._patience, self._wait_s = Patience(patience_s), wait_s
+        self._patience, self._wait_s = RetryPolicy(patience_s), wait_s
         self._owner = make_owner_name()
         self._check: SampleCheck | None = None
         self._claimed = False

@@ -105,7 +105,7 @@ class SharedBatches(BatchSourceBase):
         self._stop, self._patience_s, self._stop_patience_s = stop, patience_s, stop_patience_s
         facts = ranks.ask_rank_0("preparing the batch source of all ranks", self._prepare)
         self.overlaps, self.max_lag, self.pairs_incomplete = facts
-        self._meeting = ranks.current_meeting()
+        self._meeting = ranks.current_rendezvous()
         """None for one process."""
         self._topic = "" if self._meeting is None else self._meeting.open_topic()
 

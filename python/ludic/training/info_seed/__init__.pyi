@@ -10,4 +10,4 @@ from ludic.training.info_seed.prompts import (
     seed_tagged as seed_tagged,
 )
 from ludic.training.info_seed.settings import InfoSeed as InfoSeed
-from ludic.training.info_seed.untagged import seed_of as seed_of, without_tags as without_tags
+from ludic.training.info_seed.without_tags import seed_of as seed_of, without_tags as without_tags

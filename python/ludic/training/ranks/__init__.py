@@ -16,13 +16,13 @@ from ludic.training.ranks.collectives import (
     union_over_ranks,
     world_size,
 )
-from ludic.training.ranks.session import current_meeting, explain, joined, raise_if_failed, start, stop
+from ludic.training.ranks.session import current_rendezvous, explain, joined, raise_if_failed, start, stop
 
 __all__ = [
     "agree",
     "ask_rank_0",
     "barrier",
-    "current_meeting",
+    "current_rendezvous",
     "explain",
     "gather_json",
     "is_distributed",

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from ludic.training import watchdog
 from ludic.training.ranks.collectives import rank
-from ludic.training.ranks.session import current_meeting
+from ludic.training.ranks.session import current_rendezvous
 
 T = TypeVar("T")
 
@@ -25,7 +25,7 @@ def agree(doing: str) -> Iterator[None]:
     The block must take part in its collectives also after an error. All ranks call it, and meet at
     the store, until the deadline of the watchdog's phase.
     """
-    together = current_meeting()
+    together = current_rendezvous()
     if together is None:
         yield
         return
@@ -43,7 +43,7 @@ def rank_0_alone(doing: str) -> Iterator[list[Any]]:
     ...     if rank() == 0:
     ...         shared.append(measure())
     """
-    together = current_meeting()
+    together = current_rendezvous()
     if together is None:
         yield []
         return

@@ -25,8 +25,8 @@ from ludic.errors import TRY_AGAIN, ConfigError, RankError
 from ludic.launch.rank_environment import RankEnvironment, read_rank_environment
 from ludic.training import watchdog
 from ludic.training.ranks.collectives import is_distributed, rank, world_size
-from ludic.training.ranks.lives import name_ranks
-from ludic.training.ranks.meeting import Meeting
+from ludic.training.ranks.liveness import name_ranks
+from ludic.training.ranks.rendezvous import Rendezvous
 
 logger = logging.getLogger(__name__)
 
@@ -37,20 +37,20 @@ LEAVE_S = 5.0
 """How long the rank that serves the store waits for another one to leave."""
 CONNECT_DELAY_S = 0.1
 
-_meeting: Meeting | None = None
+_meeting: Rendezvous | None = None
 _environment: RankEnvironment | None = None
-_meetings_of_groups: WeakKeyDictionary[Any, Meeting] = WeakKeyDictionary()
+_meetings_of_groups: WeakKeyDictionary[Any, Rendezvous] = WeakKeyDictionary()
 """Of process groups that `start` did not make; gone with the group, whose store they hold."""
 
 
-def current_meeting() -> Meeting | None:
+def current_rendezvous() -> Rendezvous | None:
     """What the ranks share: since `start`, or through the store of a process group that was made
     in another way. None for one process."""
     if _meeting is not None or not is_distributed():
         return _meeting
     group = dist.group.WORLD
     if group not in _meetings_of_groups:
-        _meetings_of_groups[group] = Meeting(PrefixStore("ludic", _get_default_store()), rank(), world_size())
+        _meetings_of_groups[group] = Rendezvous(PrefixStore("ludic", _get_default_store()), rank(), world_size())
         _meetings_of_groups[group].announce()
     return _meetings_of_groups[group]
 
@@ -81,7 +81,7 @@ def start(
     attempt = _name_attempt(environment)
     store = _open_store(environment, rendezvous_timeout_s)
     prefixed = PrefixStore(f"ludic/{attempt}", store)
-    shared = Meeting(prefixed, environment.rank, environment.world_size, exit_code=exit_code)
+    shared = Rendezvous(prefixed, environment.rank, environment.world_size, exit_code=exit_code)
     shared.gather(max(1.0, ends - time.monotonic()))
     _choose_device(environment)
     if _is_loopback(environment.address) and sys.platform == "linux":
@@ -174,12 +174,12 @@ def explain(error: BaseException) -> BaseException:
 
 def raise_if_failed() -> None:
     """Raise RankError if another rank has failed. For waits that this module does not know."""
-    meeting = current_meeting()
+    meeting = current_rendezvous()
     if meeting is not None:
         meeting.raise_if_failed()
 
 
-def _describe_loss(error: BaseException, silent: list[int], shared: Meeting) -> RankError:
+def _describe_loss(error: BaseException, silent: list[int], shared: Rendezvous) -> RankError:
     """The error for a collective that failed while no rank has said why. The ranks that do not
     answer were killed, or hang."""
     text = str(error).splitlines()[0]

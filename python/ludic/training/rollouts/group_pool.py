@@ -1,13 +1,13 @@
 """Keeps more groups in the air than a batch needs, and gives a batch as soon as enough are done.
 
-    prompts --take--> owed --play--> whole --accept--> arrived --hand_over--> batch
+    prompts --take--> owed --play--> whole --accept--> arrived --select--> batch
                        ^                        |
                        +---- next prompt <------+ rejected (or lost: a member failed too often)
 
 With N groups a batch and a factor f, `ceil(N * f)` groups are kept: the slow ones run on while
 batches of faster ones are trained. Nothing is thrown away, and nothing is trained more than
-`max_lag` batches after it was admitted: `hand_over` has the rule. The pool knows neither what a
-prompt is nor what a member is.
+`max_lag` batches after it was admitted: `batch_selection` has the rule. The pool knows neither
+prompts nor members.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 
 from ludic.errors import ConfigError, RequestsExhausted, RolloutAborted, RolloutError
 from ludic.interaction.containment import describe_error
+from ludic.training.rollouts.batch_selection import ArrivalOrder, BatchSelection, SubmissionOrder, choose_max_lag
 from ludic.training.rollouts.group_ledger import (
     Group as Group,
     GroupBatch as GroupBatch,
@@ -35,7 +36,6 @@ from ludic.training.rollouts.group_ledger import (
     find_prompts,
     read_state,
 )
-from ludic.training.rollouts.hand_over import ArrivalOrder, HandOver, SubmissionOrder, choose_max_lag
 from ludic.training.rollouts.member_calls import MemberCalls, MemberInterrupted as MemberInterrupted, Ticket as Ticket
 
 logger = logging.getLogger(__name__)
@@ -137,8 +137,8 @@ class GroupPool:
             seed=seed,
             outage_patience_s=outage_patience_s,
         )
-        self._ledger, self._hand_over = Ledger(members_per_group), self._make_hand_over()
-        self._setbacks = Setbacks(max_rejections=patience * groups_per_batch, max_losses=2 * self._max_kept)
+        self._ledger, self._selection = Ledger(members_per_group), self._make_selection()
+        self._failures = FailureCounter(max_rejections=patience * groups_per_batch, max_losses=2 * self._max_kept)
         self._batch = 0
         self._batches_left: int | None = None
         self._counts_before = PoolCounts()
@@ -230,7 +230,7 @@ class GroupPool:
     def state_dict(self) -> dict[str, Any]:
         """The kept groups with their members, and the counts, as JSON values. Right at any moment;
         the position of the prompts must be read in the same step of the event loop."""
-        arrivals = self._hand_over.list_arrivals()
+        arrivals = self._selection.list_arrivals()
         return {"batch": self._batch, **self._ledger.encode(self._codec, arrivals, with_prompts=self._prompts_in_state)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -239,17 +239,17 @@ class GroupPool:
         changes nothing, while calls run, and for a state that is damaged or does not fit."""
         if self._calls.is_open:
             raise ConfigError("the pool is playing groups; leave it (`async with`) before you set its state")
-        saved, hand_over = self.read_state(state), self._make_hand_over()
+        saved, selection = self.read_state(state), self._make_selection()
         for group in saved.ledger.owed():
-            hand_over.admit(group)
+            selection.admit(group)
         for group in saved.arrivals:
             saved.ledger.arrive(group)
-            hand_over.arrive(group)
+            selection.arrive(group)
         if not self._prompts_in_state:
             find_prompts(saved.ledger, self._prompts)
-        self._ledger, self._hand_over, self._batch = saved.ledger, hand_over, saved.batch
+        self._ledger, self._selection, self._batch = saved.ledger, selection, saved.batch
         self._counts_before, self._failure, self._prompts_ended = saved.ledger.count(), None, False
-        self._setbacks.reset()
+        self._failures.reset()
 
     def read_state(self, state: Any) -> SavedPool:
         """What `load_state_dict` takes over of a state, but for the prompts. Changes nothing, and
@@ -271,7 +271,7 @@ class GroupPool:
                 raise failure
             if self._is_complete():
                 return  # and it stays complete: groups that arrive or leave ask for no more of the others
-            self._check_setbacks()
+            self._check_failures()
             self._changed = self._loop.create_future()
             try:
                 await self._changed
@@ -302,11 +302,11 @@ class GroupPool:
         self._is_cut_off = True
         self._wake()
 
-    def _check_setbacks(self) -> None:
+    def _check_failures(self) -> None:
         """Raise if the batch cannot be completed."""
-        if self._setbacks.is_losing or (self._setbacks.is_out_of_patience and not (self._is_short_allowed and len(self._ledger))):
-            error = self._setbacks.make_error()
-            self._setbacks.reset()
+        if self._failures.is_losing or (self._failures.is_out_of_patience and not (self._is_short_allowed and len(self._ledger))):
+            error = self._failures.make_error()
+            self._failures.reset()
             self._calls.outage.forget()
             raise error
         if not len(self._ledger):
@@ -314,15 +314,15 @@ class GroupPool:
 
     def _is_complete(self) -> bool:
         size = self._batch_size()
-        return size > 0 and self._hand_over.is_complete(self._batch, size)
+        return size > 0 and self._selection.is_complete(self._batch, size)
 
     def _batch_size(self) -> int:
         """N, or the remaining groups if no more are admitted."""
-        is_last = self._prompts_ended or (self._is_short_allowed and self._setbacks.is_out_of_patience)
+        is_last = self._prompts_ended or (self._is_short_allowed and self._failures.is_out_of_patience)
         return min(self._groups_per_batch, len(self._ledger)) if is_last else self._groups_per_batch
 
     def _give(self) -> GroupBatch:
-        groups = self._hand_over.take(self._batch, self._batch_size())
+        groups = self._selection.take(self._batch, self._batch_size())
         for group in groups:
             self._ledger.remove(group, GroupState.GIVEN)
         counts = self._ledger.count()
@@ -330,7 +330,7 @@ class GroupPool:
         self._batch += 1
         self._batches_left = None if self._batches_left is None else self._batches_left - 1
         self._counts_before = counts
-        self._setbacks.reset()
+        self._failures.reset()
         return batch
 
     def _admit_more(self) -> None:
@@ -339,11 +339,11 @@ class GroupPool:
         if self._calls.is_open:
             self._admit()
             self._calls.start()
-        if self._failure is not None or self._setbacks.is_over or not len(self._ledger) or self._is_complete():
+        if self._failure is not None or self._failures.is_over or not len(self._ledger) or self._is_complete():
             self._wake()
 
     def _admit(self) -> None:
-        while not (self._prompts_ended or self._setbacks.is_over) and len(self._ledger) < self._capacity():
+        while not (self._prompts_ended or self._failures.is_over) and len(self._ledger) < self._capacity():
             try:
                 position, prompt = self._prompts.take()
             except RequestsExhausted:
@@ -353,7 +353,7 @@ class GroupPool:
                 self._fail(error)
                 return
             group = self._ledger.admit(position, prompt, self._batch if self._is_waiting else max(0, self._batch - 1))
-            self._hand_over.admit(group)
+            self._selection.admit(group)
             self._calls.add(group)
 
     def _capacity(self) -> int:
@@ -363,7 +363,7 @@ class GroupPool:
         left = self._max_kept if self._batches_left is None else size * max(waiting, self._batches_left)
         return min(self._max_kept, left, size * (self._lag + waiting))
 
-    def _make_hand_over(self) -> HandOver:
+    def _make_selection(self) -> BatchSelection:
         """The rule by which groups leave."""
         return ArrivalOrder(self._groups_per_batch, self._lag) if self._order == "arrival" else SubmissionOrder()
 
@@ -391,21 +391,21 @@ class GroupPool:
         except Exception as error:
             self._fail(error)
             return
-        self._setbacks.end_losses()
+        self._failures.end_losses()
         if is_accepted:
             self._ledger.arrive(group)
-            self._hand_over.arrive(group)
+            self._selection.arrive(group)
         else:
-            self._setbacks.reject(reason)
+            self._failures.reject(reason)
             self._ledger.remove(group, GroupState.REJECTED)
-            self._hand_over.drop(group)
+            self._selection.drop(group)
         self._admit_more()
 
     def _lose(self, group: Group, member: int, error: Exception) -> None:
         self._ledger.remove(group, GroupState.LOST)
-        self._hand_over.drop(group)
+        self._selection.drop(group)
         self._calls.drop(group)
-        trace = error if self._setbacks.lose(error) else None
+        trace = error if self._failures.lose(error) else None
         message = "group %d is lost: member %d failed again and again, the last time with %s"
         logger.error(message, group.ordinal, member, describe_error(error), exc_info=trace)
         self._admit_more()
@@ -415,7 +415,7 @@ SHOWN_REASONS = 5
 """How many reasons of rejections an error shows."""
 
 
-class Setbacks:
+class FailureCounter:
     """Counts rejected groups by reason, and groups that were lost one after another."""
 
     def __init__(self, *, max_rejections: int, max_losses: int) -> None:

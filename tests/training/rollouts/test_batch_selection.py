@@ -5,8 +5,8 @@ import itertools
 import pytest
 from hypothesis import given, strategies as st
 
+from ludic.training.rollouts.batch_selection import ArrivalOrder, SubmissionOrder
 from ludic.training.rollouts.group_ledger import Group, GroupState
-from ludic.training.rollouts.hand_over import ArrivalOrder, SubmissionOrder
 
 
 def group(ordinal, admitted, state=GroupState.OWED):

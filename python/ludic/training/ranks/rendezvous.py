@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ludic.errors import TRY_AGAIN, RankError
-from ludic.training.ranks.lives import LEFT, Lives, name_ranks
+from ludic.training.ranks.liveness import LEFT, Liveness, name_ranks
 from ludic.training.ranks.rank_store import RankStore
 from ludic.training.ranks.sent_errors import describe_error, rebuild_error
 
@@ -51,7 +51,7 @@ class Failure:
         return RankError(message, exit_code=self.exit_code)
 
 
-class Meeting:
+class Rendezvous:
     """The store of a group of ranks, seen from one of them. All ranks must call `agree` and
     `rank_0_alone` in the same order."""
 
@@ -61,7 +61,7 @@ class Meeting:
         """`exit_code`: the exit status of all ranks for an error on this one."""
         self.rank, self.world_size = rank, world_size
         self._store = RankStore(store)
-        self._lives = Lives(self._store, rank, world_size)
+        self._lives = Liveness(self._store, rank, world_size)
         self._is_asked_to_stop = False
         self._exit_code = exit_code
         self.host = socket.gethostname()

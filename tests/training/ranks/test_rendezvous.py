@@ -9,8 +9,8 @@ import pytest
 from torch.distributed import HashStore, TCPStore
 
 from ludic.errors import RankError, RequestsExhausted
-from ludic.training.ranks.lives import name_ranks
-from ludic.training.ranks.meeting import Failure, Meeting
+from ludic.training.ranks.liveness import name_ranks
+from ludic.training.ranks.rendezvous import Failure, Rendezvous
 
 PATIENCE_S = 600.0
 
@@ -22,7 +22,7 @@ def store():
 
 def meetings(store, world_size):
     """A meeting for each rank, with connections of their own."""
-    return [Meeting(store.clone(), rank, world_size, exit_code=lambda error: 78) for rank in range(world_size)]
+    return [Rendezvous(store.clone(), rank, world_size, exit_code=lambda error: 78) for rank in range(world_size)]
 
 
 def on_ranks(ranks, work):
@@ -49,7 +49,7 @@ def test_ranks_come_and_those_that_do_not_are_named(store):
     late = HashStore()
     for rank in (0, 2):
         with pytest.raises(RankError, match=r"rank(s 1, 2| 1) of 3 did not come to the store within 0.01 s"):
-            Meeting(late, rank, 3).gather(0.01)
+            Rendezvous(late, rank, 3).gather(0.01)
 
 
 def test_an_error_of_one_rank_is_raised_on_all(store):
@@ -174,14 +174,14 @@ def test_ranks_that_lost_each_other_find_who_is_silent(store):
 
 def test_a_store_that_ended_is_named():
     served = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=10), wait_for_workers=False)
-    meeting = Meeting(TCPStore("127.0.0.1", served.port, timeout=timedelta(seconds=10), wait_for_workers=False), 1, 2)
+    meeting = Rendezvous(TCPStore("127.0.0.1", served.port, timeout=timedelta(seconds=10), wait_for_workers=False), 1, 2)
     del served
     with pytest.raises(RankError, match="the store of the ranks is gone"):
         meeting.gather(PATIENCE_S)
 
 
 def test_a_failure_travels_as_json():
-    failure = Meeting(HashStore(), 3, 4).describe(KeyError("reward"))
+    failure = Rendezvous(HashStore(), 3, 4).describe(KeyError("reward"))
     assert Failure(**json.loads(json.dumps(vars(failure)))) == failure
     assert (failure.rank, failure.text, failure.exit_code) == (3, "KeyError: 'reward'", 75)
 

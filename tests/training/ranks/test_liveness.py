@@ -11,9 +11,9 @@ from torch.distributed import HashStore, TCPStore
 
 from ludic.errors import RankError
 from ludic.training.ranks import lives
-from ludic.training.ranks.lives import QUIET_S, Lives, find_begin, find_machine, has_ended
-from ludic.training.ranks.meeting import Meeting
+from ludic.training.ranks.liveness import QUIET_S, Liveness, find_begin, find_machine, has_ended
 from ludic.training.ranks.rank_store import RankStore
+from ludic.training.ranks.rendezvous import Rendezvous
 
 FOREVER_S = 1e9
 ENDED = "rank 0 of 2 ended without a word: killed"
@@ -42,7 +42,7 @@ def join_as(process, store, rank, monkeypatch):
     """The meeting of a rank that is that process."""
     with monkeypatch.context() as patched:
         patched.setattr(lives.os, "getpid", lambda: process.pid)
-        meeting = Meeting(store.clone(), rank, 2)
+        meeting = Rendezvous(store.clone(), rank, 2)
         meeting.announce()
     return meeting
 
@@ -51,7 +51,7 @@ def join_as(process, store, rank, monkeypatch):
 def two(store, process, monkeypatch):
     """The process of rank 0, and the meetings of it and of rank 1, which looks at each chance."""
     monkeypatch.setattr(lives, "LOOK_S", 0.0)
-    waiting = Meeting(store.clone(), 1, 2)
+    waiting = Rendezvous(store.clone(), 1, 2)
     waiting.announce()
     yield process, join_as(process, store, 0, monkeypatch), waiting
     del store  # which serves the others
@@ -129,14 +129,14 @@ def test_nothing_is_known_of_the_processes_of_another_machine(two, monkeypatch):
     kill(process)
     monkeypatch.setattr(lives, "find_machine", lambda: "another")
     store = HashStore()
-    elsewhere = Lives(RankStore(store), 1, 2)
+    elsewhere = Liveness(RankStore(store), 1, 2)
     elsewhere.announce()
     assert elsewhere.describe_ended() is None
 
 
 def test_a_rank_that_gives_no_sign_is_lost_once_a_stop_was_asked_for():
     store = RankStore(HashStore())
-    other, looking = Lives(store, 1, 3), Lives(store, 2, 3)
+    other, looking = Liveness(store, 1, 3), Liveness(store, 2, 3)
     other.give_sign()  # rank 0 never gives one: it has no watchdog
     assert looking.look(0.0, stopping=True) is None
     assert looking.look(QUIET_S + 1, stopping=False) is None
@@ -153,7 +153,7 @@ def test_a_rank_that_gives_no_sign_is_lost_once_a_stop_was_asked_for():
 def test_a_rank_whose_process_runs_here_needs_no_signs(process, monkeypatch):
     """It may be too busy for its watchdog. One elsewhere is lost without them."""
     store = RankStore(HashStore())
-    here, elsewhere, looking = (Lives(store, rank, 3) for rank in range(3))
+    here, elsewhere, looking = (Liveness(store, rank, 3) for rank in range(3))
     with monkeypatch.context() as patched:
         patched.setattr(lives.os, "getpid", lambda: process.pid)
         here.announce()
@@ -168,7 +168,7 @@ def test_a_rank_whose_process_runs_here_needs_no_signs(process, monkeypatch):
 def test_a_wait_after_a_signal_ends_for_want_of_signs(store, monkeypatch):
     monkeypatch.setattr(lives, "LOOK_S", 0.0)
     monkeypatch.setattr(lives, "QUIET_S", 0.0)
-    elsewhere, waiting = (Meeting(store.clone(), rank, 2) for rank in range(2))
+    elsewhere, waiting = (Rendezvous(store.clone(), rank, 2) for rank in range(2))
     elsewhere.give_sign()
     waiting.request_stop(signal.SIGTERM)
     with pytest.raises(RankError, match="rank 0 of 2 gave no sign of life"):
@@ -177,7 +177,7 @@ def test_a_wait_after_a_signal_ends_for_want_of_signs(store, monkeypatch):
 
 def test_many_ranks_look_less_often():
     store = RankStore(HashStore())
-    looking = Lives(store, 0, 640)
+    looking = Liveness(store, 0, 640)
     looks = []
     looking.describe_ended = lambda: looks.append(1)
     for second in range(101):

@@ -43,7 +43,7 @@ def choose_max_lag(over_sampling_factor: float, max_lag: int | None) -> int:
     return least if max_lag is None else max_lag
 
 
-class HandOver(Protocol):
+class BatchSelection(Protocol):
     """Chooses the groups of a batch. It is told of every change of a kept group."""
 
     def admit(self, group: Group) -> None:

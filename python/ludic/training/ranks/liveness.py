@@ -23,7 +23,7 @@ QUIET_S = 10.0
 """How long a rank that gave signs of life gives none before it counts as lost."""
 
 
-class Lives:
+class Liveness:
     """The lives of the other ranks, seen from one."""
 
     def __init__(self, store: RankStore, rank: int, world_size: int) -> None:
