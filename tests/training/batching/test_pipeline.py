@@ -25,7 +25,7 @@ from ludic.training import (
     SAWItem,
     run_pipeline_actor,
 )
-from ludic.training.queue import sample_actor
+from ludic.training.batching import pipeline
 from ludic.training.queue.entries import SampleGroup, encode_samples
 
 
@@ -162,7 +162,7 @@ async def test_errors_are_logged_and_the_actor_goes_on_after_a_pause(monkeypatch
         pauses.append(seconds)
         await sleep(0)
 
-    monkeypatch.setattr(sample_actor.asyncio, "sleep", record)
+    monkeypatch.setattr(pipeline.asyncio, "sleep", record)
     log = memory_log()
     await act(Engine([item("a")], RuntimeError("the engine broke"), [item("b")]), log)
     assert pauses.count(1.0) == 1
@@ -179,7 +179,7 @@ async def test_a_version_that_the_sampler_gave_is_kept():
 
 
 async def test_an_actor_waits_while_the_queue_is_full_and_loses_nothing(monkeypatch):
-    monkeypatch.setattr(sample_actor, "FULL_S", 0.001)
+    monkeypatch.setattr(pipeline, "FULL_S", 0.001)
     log, engine = memory_log(), Engine(*([item(str(i), rollout=str(i))] for i in range(6)))
     actor = asyncio.create_task(act(engine, log, max_entries=2))
     source, got = source_of(log), []
@@ -195,7 +195,7 @@ async def test_an_actor_waits_while_the_queue_is_full_and_loses_nothing(monkeypa
 
 
 async def test_a_queue_that_cannot_be_reached_costs_nothing(monkeypatch, caplog):
-    monkeypatch.setattr(sample_actor, "RETRY_S", 0.001)
+    monkeypatch.setattr(pipeline, "RETRY_S", 0.001)
     failures = [QueueError("gone"), None, QueueError("gone"), QueueError("gone"), None]
 
     def fail(call):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from ludic.errors import ConfigError, DataError, RolloutError
 from ludic.event_loop import is_being_cancelled
@@ -23,18 +24,13 @@ logger = logging.getLogger(__name__)
 Play = Callable[[Work], Awaitable[Sequence[Rollout]]]
 """Plays the group `work.number` with the weights of `work.version` and returns its rollouts; raises
 RolloutError for a group that failed for good."""
+StopFlag = asyncio.Event | threading.Event
 WEIGHTS_S = 1.0
 """How long a lease waits for weights that do not exist yet."""
 SHORTEST_POLL_S, LONGEST_POLL_S = 0.02, 0.1
 """How often an idle actor asks for work, and a waiting one for weights (`poll_after`)."""
 LOOK_S = 0.5
 """How often an actor that plays looks whether it must stop."""
-
-
-class StopFlag(Protocol):
-    """An `Event` of asyncio or threading."""
-
-    def is_set(self) -> bool: ...
 
 
 async def run_actor(
