@@ -32,6 +32,21 @@ IDIOMS = {
     "shall": "must",
 }
 """Words that stop a reader of this field -> the usual ones. One in 10,000 words is kept."""
+PROTOCOLS = {
+    "users implement it": """
+        BatchCredit BatchSource BatchSandbox ChatClient CodeRunner ControlPlane Controller Correction
+        CreditAssigner Evaluator ForwardPasses GroupMember InferenceEngine MetricsLogger Opponent
+        OutputVerifier PolicyPublisher Prompts ReferencePolicy RequestStrategy ResumableLogger
+        RewardModelClient RolloutScorer Sandbox SandboxPool Task TensorCommunicator TestAdapter
+        TrainingBackend TrainingLogger VersionedClient""",
+    "an optional member of such an object": """
+        ClosableLogger HasActorLogps ProblemList ReadsTokenIds Stateful SyncedLogger TakesWeights ToolContext""",
+    "two or more of ours": """
+        Addressed BatchSelection CompletesTokens End Engine EpochsParts GameText GroupLog Packing Place
+        RewardWeightsClient RowReader RunParts Running StoreText Transport WeightSource""",
+    "one of ours, of a higher layer": "HasTensors",
+}
+"""Why each Protocol is one: otherwise a type is a class, a base class or a Callable."""
 TEST_FOLDERS = {"core", "docs", "examples", "gpu", "integration", "support"}
 """Folders of tests/ without a counterpart in the package: the Rust core, pages, scripts, real
 servers, GPUs and shared support."""
@@ -117,6 +132,16 @@ def imports_of(tree: ast.Module) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names.update([node.module, *(f"{node.module}.{alias.name}" for alias in node.names)])
     return names
+
+
+def test_every_protocol_has_a_reason():
+    found = Counter(
+        node.name
+        for path in python_files()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef) and any(ast.unparse(base).startswith("Protocol") for base in node.bases)
+    )
+    assert set(found) == {name for names in PROTOCOLS.values() for name in names.split()}
 
 
 def prose_of(source: str) -> Iterator[str]:
