@@ -193,7 +193,7 @@ impl SampleTable {
 
 /// Appends one value per token: the next of `values` where the mask is 1, else 0. The values -0.5
 /// and -0.7 with the mask [0, 1, 1] append [0, -0.5, -0.7]. There is one value for each 1. Masks
-/// consist of runs, and each run is copied at once.
+/// consist of runs, and each run is copied in one piece.
 fn append_at_actions<T: Float>(values: &[T], mask: &[u8], column: &mut Vec<f32>) {
     let start = column.len();
     column.resize(start + mask.len(), 0.0);

@@ -115,7 +115,7 @@ pub fn reduce_column(reduction: Reduction, values: &[f64]) -> f64 {
     }
 }
 
-/// The compensated sum in 8 lanes, which the processor adds at once; then the sum of the lanes and
+/// The compensated sum in 8 lanes, which the processor adds together; then the sum of the lanes and
 /// the tail. Value `k` belongs to lane `k % 8`, except for the tail of fewer than 8 values.
 fn sum_in_lanes(values: &[f64]) -> f64 {
     const LANES: usize = 8;

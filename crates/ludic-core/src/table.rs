@@ -231,7 +231,7 @@ impl SampleTable {
     /// Returns the same samples, with those that continue each other linked into **chains**. A
     /// sample continues the one before it if its ids begin with all ids of that sample, and none
     /// of those tokens is one of its actions. The turns of a dialogue are a chain as long as
-    /// nobody rewrites the history.
+    /// no code rewrites the history.
     ///
     /// Adjacent samples of a chain share one line of a micro-batch. The line has the ids of the
     /// last of them, which for a causal model covers the computation of the others.

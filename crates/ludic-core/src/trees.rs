@@ -251,7 +251,7 @@ impl Trees<'_> {
         check_output("input_ids", out.input_ids, self.num_tokens())?;
         check_output("position_ids", out.position_ids, self.num_tokens())?;
         check_output("places", out.places, self.num_places())?;
-        // Where the tokens of the sample at hand are; those of the next one replace its end.
+        // Where the tokens of the sample at hand are; the next one's replace its end.
         let mut path: Vec<i64> = Vec::new();
         let (mut next, mut place) = (0, 0);
         for (row, &shared) in self.rows.iter().zip(&self.shared) {

@@ -131,7 +131,7 @@ fn a_heavy_sample_is_balanced_by_many_light_ones() {
 
 #[test]
 fn a_few_samples_may_take_one_step_more_than_the_fewest() {
-    // In one step [153, 1539] beside [1684]: 2 * 1539 + 256 tokens. In two steps: 1684 + 153 + 2 *
+    // In one step [153, 1539] next to [1684]: 2 * 1539 + 256 tokens. In two steps: 1684 + 153 + 2 *
     // 256.
     let plans = plan_ranks(&[1684, 153, 1539], 6000, &options(2, Packing::Optimal)).unwrap();
     assert_eq!(plans.iter().map(|plan| plan.get(1).unwrap()).filter(|rows| *rows == [1]).count(), 1);

@@ -1,5 +1,5 @@
-//! Laws of tables as bytes: what is read equals what was written, bytes that are no table are
-//! refused with a message, and what is accepted is a valid table.
+//! Laws of tables as bytes: reading returns what was written, bytes that are no table are
+//! refused with a message, and accepted bytes are a valid table.
 
 mod samples;
 

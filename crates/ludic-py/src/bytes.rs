@@ -15,7 +15,7 @@ const TOKEN_BYTES: usize = 9;
 /// The bytes of the table.
 pub fn write<'py>(py: Python<'py>, table: &SampleTable) -> Result<Bound<'py, PyBytes>> {
     let encoded = table.encode();
-    // Nobody else has the new object yet, so its memory may be written without the interpreter.
+    // No other code has the new object yet, so its memory may be written without the interpreter.
     Ok(PyBytes::new_with(py, encoded.size(), |out| {
         run_detached(py, table.num_tokens(), || encoded.write(out)).map_err(|error| Error::from(error).into())
     })?)

@@ -303,7 +303,7 @@ fn element_type(buffer: &PyUntypedBuffer) -> ElementType {
     }
 }
 
-/// The kind of an integer buffer. The width is the item size of the buffer, not that of its format:
+/// The kind of an integer buffer. The width is the item size of the buffer, not of its format:
 /// ctypes gives a long of eight bytes the letter of one of four.
 fn int_kind(buffer: &PyUntypedBuffer) -> Option<Kind> {
     match element_type(buffer) {

@@ -41,7 +41,7 @@ use crate::plan::{Plan, check_overhead, ranges};
 use cost::{Prices, Shape};
 
 /// Up to this many samples, a few dozen plans are compared. Above it, some micro-batches of the
-/// plan for one rank are halved: with so many micro-batches, the ranks get similar costs anyway.
+/// plan for one rank are halved: with that many micro-batches, the ranks get similar costs anyway.
 const SEARCHED_SAMPLES: usize = 1 << 15;
 /// The largest number of ranks.
 const MAX_RANKS: i64 = 1 << 20;

@@ -34,7 +34,7 @@ pub(crate) struct StepPlanner<'a> {
     overhead: u128,
 }
 
-/// What is known of a step after a try under a limit.
+/// The outcome of a try of a step under a limit.
 enum Fit {
     /// It fits, and costs so much, at most the limit.
     Costs(u128),

@@ -129,7 +129,7 @@ pub enum TableBytesError {
         chain: i32,
     },
 
-    /// Columns that are not those of a table.
+    /// Columns that do not belong to a table.
     #[error(transparent)]
     Column(#[from] CoreError),
 }

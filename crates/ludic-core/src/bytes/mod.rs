@@ -1,6 +1,6 @@
 //! Tables as bytes, for queues, files and other processes.
 //!
-//! The layout is that of safetensors, so that its readers open it: the length of the header in 8
+//! The layout follows safetensors, so that its readers open it: the length of the header in 8
 //! bytes (little-endian), the header in JSON, the columns one after the other. A table of the
 //! samples [5, 6, 7] and [8, 9] has this header, without the line breaks:
 //!

@@ -31,8 +31,8 @@ pub fn padding_free(lengths: &[i32], micro_token_budget: i64) -> Result<Plan, Co
     Ok(Plan::packed(indices, offsets, sorted.num_tokens))
 }
 
-/// A number of bins below which no plan can be: that of their tokens, and that of the samples above
-/// half the budget, of which no two share a bin.
+/// A lower bound on the number of bins of any plan: the bins for all tokens, and one bin for each
+/// sample above half the budget, since no two of these share a bin.
 fn fewest_bins(sorted: &SortedLengths, budget: u64) -> usize {
     let by_tokens = usize::try_from(sorted.num_tokens.div_ceil(budget)).unwrap_or(usize::MAX);
     let first_large = sorted.runs.partition_point(|run| u64::from(run.length) * 2 <= budget);

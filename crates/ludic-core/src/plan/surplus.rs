@@ -21,7 +21,7 @@ type Refilled = (usize, Vec<u32>);
 /// Words of 64 sums that a search may compute, for few samples and for many.
 const LEAST_WORDS: usize = 1 << 20;
 const MOST_WORDS: usize = 1 << 22;
-/// How many bins are tried as the one that is emptied beside the emptiest.
+/// How many bins are tried as the one that is emptied in addition to the emptiest.
 const MOST_PARTNERS: usize = 8;
 
 /// The indices and offsets of a plan with as many bins fewer as can be found, but no fewer than
