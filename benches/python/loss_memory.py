@@ -14,7 +14,7 @@ from benches.python.contest import Contest
 from benches.python.peak_bytes import PeakBytes
 from torch import Tensor
 
-from ludic.training.loss.functional import LogitsUse, compute_token_entropy, compute_token_logp, compute_token_logp_and_entropy
+from ludic.training.loss.logprobs import LogitsUse, compute_token_entropy, compute_token_logp, compute_token_logp_and_entropy
 
 SHAPE = (8, 256, 8192)
 Loss = Callable[[Tensor, Tensor], Tensor]

@@ -33,7 +33,7 @@ Way = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 def with_logits(hidden: Tensor, weight: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
     """The sum over action tokens, from the logits of all tokens."""
-    from ludic.training.loss.functional import LogitsUse, compute_token_logp
+    from ludic.training.loss.logprobs import LogitsUse, compute_token_logp
 
     logits = torch.nn.functional.linear(hidden, weight)
     return (compute_token_logp(logits, ids, use=LogitsUse(consume=True)) * mask[:, 1:]).sum()

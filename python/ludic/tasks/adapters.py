@@ -9,7 +9,7 @@ from random import Random
 from typing import Any
 
 from ludic.agents.react_agent import CALLS_INFO, FAILED_INFO
-from ludic.agents.tool_use import ToolUse
+from ludic.agents.tool_settings import ToolUse
 from ludic.envs.single_agent_env import SingleAgentEnv
 from ludic.inference.prompts.template import read_template_kwargs
 from ludic.tasks.episodic import Episode, EpisodicTask, Played, Shown, Task, Turn, share, transcript

@@ -21,7 +21,7 @@ from ludic.training.evaluators.heldout_loss import HeldOutLoss
 from ludic.training.evaluators.preferences import PreferenceEvaluator
 from ludic.training.loss import CompositeLoss, LossTerm, SharedContext, TokenClippedSurrogateLoss
 from ludic.training.loss.correction import TruncatedImportanceSampling
-from ludic.training.loss.reference import ReferenceKLLoss
+from ludic.training.loss.reference_kl import ReferenceKLLoss
 from ludic.training.preflight.comparison import compare
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from ludic.models.output_layer import OutputLayer, Products
 from ludic.training.loss import token_scores
-from ludic.training.loss.functional import compute_token_entropy, compute_token_logp
+from ludic.training.loss.logprobs import compute_token_entropy, compute_token_logp
 from ludic.training.loss.token_scores import TokenScores, compute_scores
 
 N, D, V = 7, 5, 41

@@ -26,7 +26,7 @@ from ludic.training.batching.micro_batching import MicroBatch
 from ludic.training.config import TrainerConfig
 from ludic.training.loss import Loss, SharedContext
 from ludic.training.loss.base import ScoreType
-from ludic.training.loss.functional import mask_values
+from ludic.training.loss.logprobs import mask_values
 from ludic.training.loss.preference import preference_scores
 
 T = TypeVar("T")

@@ -20,7 +20,7 @@ from torch import Tensor
 from ludic.errors import DataError
 from ludic.list_fields import stored
 from ludic.training.loss.context import SharedContext, collate_actions
-from ludic.training.loss.functional import weigh_values
+from ludic.training.loss.logprobs import weigh_values
 from ludic.training.types import SAWItem
 
 ACTION_FRACTIONS = "action_fractions"

@@ -17,7 +17,7 @@ from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
 from ludic.training.batching.rank_plans import RankShare
 from ludic.training.config import TrainerConfig
 from ludic.training.loss.context import SharedContext
-from ludic.training.loss.functional import weigh_values
+from ludic.training.loss.logprobs import weigh_values
 from ludic.training.preflight.layouts import with_right_layout
 from ludic.training.types import SAWItem
 

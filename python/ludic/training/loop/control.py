@@ -20,7 +20,7 @@ from ludic.training.controllers.saved_state import FILE_NAME, controller_state
 from ludic.training.loop.schedule import RunSchedule
 from ludic.training.loss.base import Loss
 from ludic.training.loss.composite import CompositeLoss
-from ludic.training.loss.reference import ReferenceKLLoss
+from ludic.training.loss.reference_kl import ReferenceKLLoss
 from ludic.training.maxent.credit import ListwiseCredit
 from ludic.training.preparation import Prepared
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ludic.training import ranks
 from ludic.training.loss.mismatch import LARGEST, PREFIX, compute_mismatch, is_mismatch_sum
-from ludic.training.loss.reference import compute_reference, is_reference_sum
+from ludic.training.loss.reference_kl import compute_reference, is_reference_sum
 
 COUNT_KEYS = frozenset({"num_samples", "target_rollouts", "effective_rollouts", "total_completion_tokens", "num_pairs"})
 PAIR_MEAN_KEYS = frozenset({"accuracy", "chosen_score", "rejected_score", "margin", "score_reg"})
@@ -118,7 +118,7 @@ def copy_to_host(dictionaries: Sequence[Mapping[str, Any]]) -> list[dict[str, fl
 
 
 def final_values(stats: Mapping[str, Stat]) -> dict[str, float]:
-    """The measured values; the sums of `loss.mismatch` and `loss.reference` become their
+    """The measured values; the sums of `loss.mismatch` and `loss.reference_kl` become their
     statistics."""
     sums = {key: stat.value for key, stat in stats.items() if is_mismatch_sum(key) or is_reference_sum(key)}
     plain = {key: stat.value for key, stat in stats.items() if key not in sums and stat.weight > 0}

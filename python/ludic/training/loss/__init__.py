@@ -15,19 +15,19 @@ from ludic.training.loss.correction import (
 )
 from ludic.training.loss.dpo import DPOLoss
 from ludic.training.loss.entropy import EntropyBonus
-from ludic.training.loss.functional import (
+from ludic.training.loss.gmpo import GMPOLoss
+from ludic.training.loss.info_seed import SeedClassificationLoss, SeedContrastiveLoss
+from ludic.training.loss.kl import KLLoss, TokenKLLoss
+from ludic.training.loss.listwise import ListwiseClipLoss, ListwiseLoss
+from ludic.training.loss.logprobs import (
     compute_logp_action,
     compute_token_entropy,
     compute_token_logp,
     compute_token_logp_and_entropy,
     selective_log_softmax,
 )
-from ludic.training.loss.gmpo import GMPOLoss
-from ludic.training.loss.info_seed import SeedClassificationLoss, SeedContrastiveLoss
-from ludic.training.loss.kl import KLLoss, TokenKLLoss
-from ludic.training.loss.listwise import ListwiseClipLoss, ListwiseLoss
 from ludic.training.loss.preference import BradleyTerryLoss
-from ludic.training.loss.reference import ReferenceKLLoss
+from ludic.training.loss.reference_kl import ReferenceKLLoss
 from ludic.training.loss.reinforce import ReinforceBaselineLoss, ReinforceLoss
 from ludic.training.loss.sapo import SAPOLoss
 from ludic.training.loss.supervised import MaskedCausalLMCrossEntropyLoss

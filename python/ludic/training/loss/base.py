@@ -24,7 +24,7 @@ from torch import Tensor
 from ludic.errors import ConfigError, ConfigTypeError
 from ludic.training.loss.batch import Batch, Normalizer, Stats
 from ludic.training.loss.context import SharedContext
-from ludic.training.loss.functional import weigh_values
+from ludic.training.loss.logprobs import weigh_values
 from ludic.user_objects import forward_members
 
 ScoreType = Literal["reward", "logprob"]

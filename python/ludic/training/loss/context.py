@@ -32,7 +32,7 @@ from torch import Tensor
 
 from ludic.errors import DataError, DataKeyError
 from ludic.training.loss.batch import Batch, BatchTotals, Correction, Normalizer, num_pairs, num_rows, num_targets
-from ludic.training.loss.functional import (
+from ludic.training.loss.logprobs import (
     LogitsUse,
     compute_token_entropy,
     compute_token_logp,

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ludic.errors import ConfigError
 from ludic.training.loss.batch import Correction
-from ludic.training.loss.functional import capped_exp
+from ludic.training.loss.logprobs import capped_exp
 
 Level = Literal["token", "sequence"]
 LEVELS = ("token", "sequence")

@@ -14,7 +14,7 @@ from ludic.errors import ConfigError
 from ludic.training.loss.base import Loss, ScoreType
 from ludic.training.loss.batch import Stats
 from ludic.training.loss.context import SharedContext
-from ludic.training.loss.functional import mask_values, weigh_values
+from ludic.training.loss.logprobs import mask_values, weigh_values
 from ludic.training.loss.preference import Index, find_pairs
 
 DPOLossType = Literal["sigmoid", "ipo", "robust"]

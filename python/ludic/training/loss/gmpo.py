@@ -11,7 +11,7 @@ from torch import Tensor
 from ludic.training.loss.base import Loss, check_clip, check_ratio_clip
 from ludic.training.loss.batch import Stats
 from ludic.training.loss.context import SharedContext
-from ludic.training.loss.functional import capped_exp
+from ludic.training.loss.logprobs import capped_exp
 from ludic.training.loss.statistics import masked_means, out_of_range, policy_stats, population_std, reached_cap
 
 

@@ -13,7 +13,7 @@ from ludic.errors import ConfigError
 from ludic.training.loss.base import Loss, check_token_normalizer, row_mean
 from ludic.training.loss.batch import Normalizer, Stats
 from ludic.training.loss.context import SharedContext
-from ludic.training.loss.functional import weigh_values
+from ludic.training.loss.logprobs import weigh_values
 from ludic.training.loss.statistics import masked_means, population_std
 
 Estimator = Literal["k1", "k2", "k3"]

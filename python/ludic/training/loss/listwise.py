@@ -16,7 +16,7 @@ from ludic.training.loss.base import Loss, check_clip
 from ludic.training.loss.batch import Stats
 from ludic.training.loss.clipped import clipped_objective
 from ludic.training.loss.context import SharedContext
-from ludic.training.loss.functional import weigh_values
+from ludic.training.loss.logprobs import weigh_values
 from ludic.training.loss.statistics import out_of_range, population_std
 
 RatioLevel = Literal["token", "sequence_mean", "sequence_sum"]

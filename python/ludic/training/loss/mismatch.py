@@ -25,7 +25,7 @@ import torch
 
 from ludic.training.loss.batch import Stats
 from ludic.training.loss.context import SharedContext
-from ludic.training.loss.functional import mask_values
+from ludic.training.loss.logprobs import mask_values
 
 PREFIX = "mismatch/"
 LARGEST = "abs_max"

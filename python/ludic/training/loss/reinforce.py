@@ -9,7 +9,7 @@ from torch import Tensor
 from ludic.training.loss.base import Loss, check_ratio_clip
 from ludic.training.loss.batch import Stats
 from ludic.training.loss.context import SharedContext
-from ludic.training.loss.functional import capped_exp
+from ludic.training.loss.logprobs import capped_exp
 from ludic.training.loss.statistics import actor_policy_kl, population_std
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ludic.training.loss.batch import Stats
 from ludic.training.loss.context import SharedContext
-from ludic.training.loss.functional import weigh_values
+from ludic.training.loss.logprobs import weigh_values
 
 
 def policy_stats(shared: SharedContext, ratio: Tensor) -> Stats:

@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ludic.models.output_layer import OutputLayer, Products, VocabularyShard
-from ludic.training.loss.functional import LogitsUse, select_logp_and_entropy, selective_log_softmax
+from ludic.training.loss.logprobs import LogitsUse, select_logp_and_entropy, selective_log_softmax
 
 TILE_ELEMENTS = 1 << 22
 """Number of logits in a tile: 16 MiB in float32."""

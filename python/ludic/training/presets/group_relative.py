@@ -15,7 +15,7 @@ from ludic.training.loss import (
     resolve_correction,
 )
 from ludic.training.loss.kl import Estimator
-from ludic.training.loss.reference import KLLevel
+from ludic.training.loss.reference_kl import KLLevel
 from ludic.training.presets.preprocess import add_reference_kl, check_ratios, group_return
 from ludic.training.types import CreditAssigner
 

@@ -26,7 +26,7 @@ from ludic.training.info_seed.without_tags import SEED_ID, seed_of, without_tags
 from ludic.training.loss import CompositeLoss, Loss, LossTerm, ReferenceKLLoss, SeedClassificationLoss, SeedContrastiveLoss
 from ludic.training.loss.info_seed import FixedSeedHead
 from ludic.training.loss.kl import Estimator
-from ludic.training.loss.reference import KLLevel
+from ludic.training.loss.reference_kl import KLLevel
 from ludic.training.types import SAWItem
 
 

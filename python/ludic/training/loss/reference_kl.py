@@ -25,8 +25,8 @@ from ludic.training.coefficients import Coefficient
 from ludic.training.loss.base import Loss, check_token_normalizer, row_mean
 from ludic.training.loss.batch import Normalizer, Stats
 from ludic.training.loss.context import SharedContext
-from ludic.training.loss.functional import mask_values, weigh_values
 from ludic.training.loss.kl import Estimator, check_estimator, estimate_kl
+from ludic.training.loss.logprobs import mask_values, weigh_values
 
 KLLevel = Literal["token", "sequence"]
 PREFIX = "reference/"

@@ -25,7 +25,7 @@ from ludic.training.loss import (
     functional,
     selective_log_softmax,
 )
-from ludic.training.loss.functional import LogitsUse, capped_exp
+from ludic.training.loss.logprobs import LogitsUse, capped_exp
 
 
 def test_selective_log_softmax_equals_log_softmax_at_the_index_for_every_chunk_size(monkeypatch):
