@@ -6,8 +6,9 @@
     python -m benches.python.public_models --output FOLDER --show      # tables of what is there
 
 An experiment is one `ludic` command, which is printed; those whose models or data it uses come
-before it. Runs follow one another; one that has finished in FOLDER is not repeated. `--save NAME`
-writes benches/results/NAME.json and docs/NAME.png.
+before it. `functions` needs a sandbox: `make bubblewrap`. Runs follow one another; one that has
+finished in FOLDER is not repeated. `--save NAME` writes benches/results/NAME.json and
+docs/NAME.png.
 """
 
 from __future__ import annotations
