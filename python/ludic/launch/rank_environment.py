@@ -58,7 +58,7 @@ of a step, and an agent passes its own on to its ranks."""
 
 
 def read_rank_environment(environ: Mapping[str, str] = os.environ, *, port: int | None = None) -> RankEnvironment | None:
-    """The environment of torchrun if it is set, else srun's; None if there is one process. `port`
+    """The environment of torchrun if it is set, else srun's; None if there is one process. `port`:
     of the store under Slurm, instead of one that follows from the job.
 
     Variables of a Slurm job alone do not count: a batch script, in which `srun` was not called, is

@@ -73,6 +73,12 @@ class OneTurn(WrappedTask):
     def suites(self) -> Mapping[str, Sequence[Episode]]:
         return {"held out": self.task.heldout()}
 
+    def measure(self, played: Mapping[str, Sequence[Played]]) -> dict[str, float]:
+        rates = super().measure(played)
+        if hasattr(self.task, "measure_answers"):
+            rates |= self.task.measure_answers([answer for answers in played.values() for answer in answers])
+        return rates
+
     def show(self, episode: Episode, rollout: Rollout) -> Shown:
         return Shown(episode["question"], rollout.steps[-1].action, episode["answer"])
 

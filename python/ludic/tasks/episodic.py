@@ -32,8 +32,9 @@ class Task(Protocol):
     """A source of problems with one answer each, and the environment that scores it. Stateless:
     every draw comes from the caller's `rng`.
 
-    A task may also have `demonstrate(problem, rng)`, an answer of the imperfect teacher, and the
-    members of `EpisodicTask` that have a default. `success_reward` is 1 if the task lacks it.
+    A task may also have `demonstrate(problem, rng)`, an answer of the imperfect teacher,
+    `measure_answers(played)`, which adds rates of all sampled answers together, and the members of
+    `EpisodicTask` that have a default. `success_reward` is 1 if the task lacks it.
     """
 
     def draw(self, rng: Random) -> Problem:

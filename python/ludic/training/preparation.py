@@ -26,8 +26,8 @@ from ludic.training.backend.forward import forward_action_logprobs
 from ludic.training.batching.fractions import refuse_fractions
 from ludic.training.batching.micro_batching import MicroBatch
 from ludic.training.batching.mini_batches import MacroBatch
+from ludic.training.info_seed.seed_tags import SEED_ID
 from ludic.training.info_seed.weight_entropies import sum_weight_entropies
-from ludic.training.info_seed.without_tags import SEED_ID
 from ludic.training.loop.state import TrainerState
 from ludic.training.loss.base import adapted_loss
 from ludic.training.reference import computes_trees

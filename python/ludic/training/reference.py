@@ -80,7 +80,7 @@ class FrozenModel:
 
     @classmethod
     def from_pretrained(cls, source: str, cfg: TrainerConfig, *, dtype: str = "auto") -> FrozenModel:
-        """The model of a folder in Hugging Face layout, of a run, or of the hub. `dtype` of the
+        """The model of a folder in Hugging Face layout, of a run, or of the hub. `dtype`: of the
         weights, by default as they are stored."""
         frozen = cls.__new__(cls)
         frozen._freeze(load_model(source, dtype), cfg)

@@ -432,8 +432,8 @@ def combine_failures(failures: Mapping[SupervisedServer, Exception]) -> PublishE
 
 
 def is_dead(error: Exception) -> bool:
-    """Whether the server has no address, or no process listens there: a restart will. One whose
-    connection broke, or that is silent, may live and serve other weights."""
+    """Whether the server has no address, or no process listens there: the next one is a restarted
+    server. One whose connection broke, or that is silent, may live and serve other weights."""
     causes = [error, error.__cause__]
     return any(
         isinstance(cause, NoAddressError) or (isinstance(cause, ServerUnreachableError) and is_refused(cause)) for cause in causes

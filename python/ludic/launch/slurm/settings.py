@@ -57,8 +57,8 @@ class SlurmSettings:
     setup: Sequence[str] = ()
     """Lines of the script before training, such as `module load cuda` and `source env/activate`."""
     environment: Mapping[str, str] | None = None
-    """Variables of the job, in addition to the shell that submits it; a value that begins with `./`
-    is a path below the folder of submission. None means `CACHES`."""
+    """Variables of the job, in addition to the variables of the shell that submits it; a value that
+    begins with `./` is a path below the folder of submission. None means `CACHES`."""
     logs: str = "var/artifacts/logs"
     """The folder of the logs, which must exist when the job is submitted."""
     serve: bool = True

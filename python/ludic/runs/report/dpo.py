@@ -7,14 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ludic.eval.intervals import wilson_interval
 from ludic.runs.dpo_answers import read_answers
 from ludic.runs.report.epochs import PairsReport, describe_data
-
-if TYPE_CHECKING:
-    pass
 
 ACCURACY = "rewards/accuracies"
 SHOWN_ANSWERS, SHOWN_CHARACTERS = 4, 60

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ludic.inference.local.client import end_token_ids
 from ludic.runs.data.sft import describe_missing_ends
@@ -13,9 +13,6 @@ from ludic.runs.directory import DONE
 from ludic.runs.report.costs import show_costs
 from ludic.runs.report.curve import draw_text_curve, write_picture
 from ludic.runs.report.epochs import EpochsReport
-
-if TYPE_CHECKING:
-    pass
 
 
 class SFTReport(EpochsReport):

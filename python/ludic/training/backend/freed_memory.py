@@ -1,9 +1,9 @@
 """Returns memory that was freed to the system, in training on a CPU.
 
 Tensors of less than 32 MB come from glibc's heaps, which keep freed memory. Long-lived tensors,
-such as the optimizer's state, ends up between the holes of earlier activations; other holes are in
+such as the optimizer's state, end up between the holes of earlier activations; other holes are in
 the heap of the thread that samples. New activations do not fit into all of them, and the process
-grows beyond the memory that it needed at any time.
+grows beyond the most memory that it ever needs.
 """
 
 from __future__ import annotations

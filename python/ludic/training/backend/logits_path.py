@@ -133,4 +133,4 @@ def _nearly_equal(ours: torch.Tensor, model: torch.Tensor, *, rounded: float) ->
 def _warn(reason: str) -> None:
     if reason not in _said:
         _said.add(reason)
-        logger.warning("all logits of a micro-batch are computed, instead of only its action tokens': %s", reason)
+        logger.warning("all logits of a micro-batch are computed, instead of only the logits of its action tokens: %s", reason)

@@ -163,9 +163,9 @@ class _Candidates:
         """Sums over groups of KL(softmax z_N || rho) and its derivatives in tau and beta.
 
         One step, with a = log pi - log rho, d = KL(pi || rho) and c = pi (a - d), the gradient of d
-        in z: z <- z - eta g, g = (pi - w) + beta c. Its tangent is dg = -dw + [0, c] + (P + beta Q)
-        dz, where P = diag(pi) - pi pi^T is the derivative of pi, and Q = diag(c) + P - c pi^T - pi
-        c^T is the derivative of c.
+        in z: z <- z - eta g, g = (pi - w) + beta c. Its tangent is
+        dg = -dw + [0, c] + (P + beta Q) dz, where P = diag(pi) - pi pi^T is the derivative of pi,
+        and Q = diag(c) + P - c pi^T - pi c^T is the derivative of c.
         """
         if self.start is None:
             raise DataError("the groups have no behaviour_logp, from which the inner steps start; sample with log-probabilities")

@@ -13,8 +13,8 @@ OF_SEEDS = "eval_seed/"
 
 
 class Evaluator(Protocol):
-    """Measures the policy. It runs on rank 0 only, unless it has
-    `on_all_ranks`, which is true."""
+    """Measures the policy. It runs on rank 0 only, unless it has an `on_all_ranks` that is
+    true."""
 
     async def eval(
         self,

@@ -13,7 +13,7 @@ from ludic.training.averages import mean_or_zero
 from ludic.training.backend.protocol import BackwardResult
 from ludic.training.batching.mini_batches import PADDING_KEYS, MacroBatch, MiniBatch
 from ludic.training.config import TrainerConfig
-from ludic.training.info_seed.without_tags import WITHOUT_PLAIN
+from ludic.training.info_seed.seed_tags import WITHOUT_PLAIN
 from ludic.training.loop.micro_stats import Stat, combine_micro_stats, copy_to_host, final_values, reduce_over_ranks
 from ludic.training.loop.timings import PhaseTimer
 from ludic.training.loss.mismatch import is_mismatch_sum

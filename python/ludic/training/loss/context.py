@@ -329,8 +329,8 @@ class SharedContext:
         and the start and end of its own tokens in the row.
 
         Token p >= 1 of a row is at index `offset + p - 1` of the flattened shifted values. In a
-        padding-free batch the offset is the entry of `cu_seqlens`. Padded rows of width T have T -
-        1 shifted values each, so their offsets are 0, T - 1, 2 (T - 1) and so on.
+        padding-free batch the offset is the entry of `cu_seqlens`. Padded rows of width T have
+        T - 1 shifted values each, so their offsets are 0, T - 1, 2 (T - 1) and so on.
 
         Example: cu_seqlens [0, 3, 5] (rows [a b c] and [d e]) gives offsets [0, 3], begins [0, 0]
         and ends [3, 2]; c is token 2 of its row, at index 0 + 2 - 1 = 1 of [b c d e]. With turns

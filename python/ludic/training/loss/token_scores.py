@@ -37,7 +37,7 @@ from ludic.training.loss.logprobs import LogitsUse, select_logp_and_entropy, sel
 TILE_ELEMENTS = 1 << 22
 """Number of logits in a tile: 16 MiB in float32."""
 GPU_TILE_ELEMENTS = 1 << 24
-"""The least number on a GPU: there an operation on a small tile is mostly its start."""
+"""The least number of logits on a GPU: there an operation on a small tile is mostly its start."""
 LEAST_COLUMNS = 64
 TOKEN_SCORES = "token_scores"
 """Name of the `TokenScores` of a batch whose logits were not computed."""

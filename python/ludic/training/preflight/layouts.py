@@ -46,8 +46,9 @@ tokens of a sample: this fraction of the largest change by another first token."
 ROUNDING = 1e-3
 """What always counts as equal, as a fraction of the logits."""
 TIMES_ROUNDING, MOST_ROUNDINGS = 4.0, 8.0
-"""Where rounding is coarser, as in bfloat16: a multiple of the change by the length of a pass, and
-a maximum number of roundings of the largest logit. In bfloat16 one of 30 is a multiple of 1/8."""
+"""Where rounding is coarser, as in bfloat16: this multiple of the change that the length of a pass
+makes, and at most this number of roundings of the largest logit. In bfloat16 a logit of 30 is a
+multiple of 1/8."""
 FORBIDDEN = 6e4
 """Logits at least as large say nothing of rounding."""
 _said: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()

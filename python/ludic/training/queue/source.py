@@ -406,7 +406,7 @@ class EntryReader:
         self.entries: deque[tuple[Entry, Group | EntryError]] = deque()
         self._ahead: asyncio.Task[None] | None = None
         self.check: SampleCheck | None = None
-        """The trainer's event loop, once it has requested a batch."""
+        """The trainer's, once it has requested a batch."""
 
     def last_position(self, taken: str | None) -> str | None:
         """The position of the last entry that was read; `taken` is the position of the last one

@@ -323,7 +323,7 @@ def read_state(state: Any, codec: MemberCodec, members_per_group: int, *, with_p
     would not save.
     """
     found = state.get("format") if isinstance(state, Mapping) else state
-    if found != FORMAT:
+    if found != FORMAT or not isinstance(state, Mapping):
         raise ConfigError(f"the saved pool of groups has format {found!r}, this version reads {FORMAT}; take its own checkpoint")
     if state.get("members_per_group") != members_per_group:
         raise ConfigError(
@@ -377,6 +377,7 @@ def _restore(ledger: Ledger, state: Mapping[str, Any]) -> list[Group]:
         == ledger.admitted,
         "ordinals must be unique and in order": ordinals == sorted(ordinals) and max(ordinals, default=-1) < ledger.admitted,
         "a group was admitted after the last batch": all(group.admitted <= state["batch"] for group in kept),
+        "an owed group has no position": all(group.position >= 0 or not group.missing for group in kept),
         "an interrupted member is not missing": all(set(group.partials) <= set(group.list_missing()) for group in kept),
         "a group has arrived twice": len(set(state["arrivals"])) == len(arrivals),
     }

@@ -58,8 +58,8 @@ class RollingBatchSource(BatchSourceBase):
 
     `group_filter` judges the rollouts of a group after their rewards and before credit; a group
     that it rejects is replaced by the next prompt. `sample_filter` judges single samples after
-    credit, which are not replaced. `on_rollouts(batch number, rollouts)` gets what each batch
-    returns.
+    credit, which are not replaced. `on_rollouts(batch number, rollouts)` is called with the
+    rollouts of each batch.
 
     `concurrency` limits the episodes in flight. The engine plays a failed episode again; a group
     that fails in the end is lost, counted and replaced, unless no group can be played at all: then
