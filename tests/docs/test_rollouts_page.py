@@ -104,7 +104,7 @@ def test_the_new_names_exist() -> None:
 
 
 def test_each_source_of_the_comparison_is_listed() -> None:
-    table, sources = PAGE.split("## Beside")[1].split("\n1. ")
+    table, sources = PAGE.split("## Compared with")[1].split("\n1. ")
     used = {int(number) for number in re.findall(r"\[(\d+)\]", table)}
     listed = {1, *(int(number) for number in re.findall(r"^(\d+)\. ", sources, re.MULTILINE))}
     assert used == listed

@@ -96,7 +96,8 @@ def test_the_page_of_a_command_has_the_words_of_its_schema(pages):
     nll = "Weight of the negative log-likelihood of the chosen answers, per token; 0: without it."
     assert f"| `loss.nll_coeff` | `2.0` | {nll} |" in written["settings/dpo.md"]
     assert (
-        "| `columns.chosen` | `null` | The better response; null: that of the row's format. |" in written["settings/train-rm.md"]
+        "| `columns.chosen` | `null` | The column of the better response; null: the one of the row's format. |"
+        in written["settings/train-rm.md"]
     )
 
 

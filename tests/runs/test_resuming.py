@@ -318,7 +318,7 @@ def test_other_rows_to_measure_on_are_refused(tmp_path: Path, monkeypatch: pytes
         file.parent.mkdir(exist_ok=True)
         file.write_text(json.dumps({"prompt": "a?", "completion": "a!"}))
         recipe = make([f"{setting}={source}", "output=runs", f"name={source}"])
-        directory = kind.begin(recipe, "run")
+        directory = kind.begin(recipe)
         directory.release()
         (file.parent / "notes.txt").write_text("not read")
         directory.check_models(recipe)

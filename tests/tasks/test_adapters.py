@@ -170,6 +170,17 @@ def test_a_task_of_one_turn_needs_neither_teacher_nor_words():
     assert as_episodic(own).max_turns == 1
 
 
+def test_a_task_of_one_turn_may_measure_all_its_answers_together():
+    class Counting(OwnProblems):
+        facts, rates = MappingProxyType({"right": "it is right"}), MappingProxyType({"right": "", "different": ""})
+
+        def measure_answers(self, played):
+            return {"different": len({rollout.steps[0].action for _, rollout in played})}
+
+    played = [dialogue(("1+", action, {"right": action == "2"})) for action in ("2", "3", "2", "2")]
+    assert as_episodic(Counting()).measure({"held out": played}) == {"right": 0.75, "different": 2}
+
+
 def test_a_scorer_of_its_own_for_training_is_read():
     own, scorer = OwnEpisodes(), object()
     own.training_scorer, own.reward_is_score, own.sees_cut_off_answers = scorer, True, True

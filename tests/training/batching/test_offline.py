@@ -256,7 +256,7 @@ def test_any_object_with_apply_chat_template_can_be_the_tokenizer():
 @pytest.mark.parametrize(
     ("tokenizer", "step", "message"),
     [
-        (ListTokenizer([1, 2], [1, 3, 4]), chat_step(), "not a prefix of those of prompt and completion"),
+        (ListTokenizer([1, 2], [1, 3, 4]), chat_step(), "not a prefix of the ids of prompt and completion"),
         (ListTokenizer([1, 2], [1, 2]), chat_step(), "empty completion"),
         (ListTokenizer([1, 2], [1, 2, 3]), Step(0, "o", "a", None, 1.0, False, True), "no chat_prompt_messages"),
     ],

@@ -184,7 +184,7 @@ def test_a_source_of_each_rank_that_cannot_return_all_samples_is_refused():
         async def next_batch(self):
             return SAWBatch([])
 
-    with pytest.raises(ConfigError, match=r"each rank its own samples \(shards_across_ranks\), so SharedBatches would train on"):
+    with pytest.raises(ConfigError, match=r"each rank its own samples \(shards_across_ranks\), so SharedBatches would use"):
         SharedBatches(OfEachRank())
     assert as_batch_source(PromptSource()).divided_by_trainer is False
 

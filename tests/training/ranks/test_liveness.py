@@ -10,7 +10,7 @@ import pytest
 from torch.distributed import HashStore, TCPStore
 
 from ludic.errors import RankError
-from ludic.training.ranks import lives
+from ludic.training.ranks import liveness
 from ludic.training.ranks.liveness import QUIET_S, Liveness, find_begin, find_machine, has_ended
 from ludic.training.ranks.rank_store import RankStore
 from ludic.training.ranks.rendezvous import Rendezvous
@@ -41,7 +41,7 @@ def kill(process):
 def join_as(process, store, rank, monkeypatch):
     """The meeting of a rank that is that process."""
     with monkeypatch.context() as patched:
-        patched.setattr(lives.os, "getpid", lambda: process.pid)
+        patched.setattr(liveness.os, "getpid", lambda: process.pid)
         meeting = Rendezvous(store.clone(), rank, 2)
         meeting.announce()
     return meeting
@@ -50,7 +50,7 @@ def join_as(process, store, rank, monkeypatch):
 @pytest.fixture
 def two(store, process, monkeypatch):
     """The process of rank 0, and the meetings of it and of rank 1, which looks at each chance."""
-    monkeypatch.setattr(lives, "LOOK_S", 0.0)
+    monkeypatch.setattr(liveness, "LOOK_S", 0.0)
     waiting = Rendezvous(store.clone(), 1, 2)
     waiting.announce()
     yield process, join_as(process, store, 0, monkeypatch), waiting
@@ -127,7 +127,7 @@ def test_a_rank_that_has_left_was_not_killed_and_one_that_was_need_not_leave(two
 def test_nothing_is_known_of_the_processes_of_another_machine(two, monkeypatch):
     process, _, _ = two
     kill(process)
-    monkeypatch.setattr(lives, "find_machine", lambda: "another")
+    monkeypatch.setattr(liveness, "find_machine", lambda: "another")
     store = HashStore()
     elsewhere = Liveness(RankStore(store), 1, 2)
     elsewhere.announce()
@@ -145,7 +145,7 @@ def test_a_rank_that_gives_no_sign_is_lost_once_a_stop_was_asked_for():
     other.give_sign()
     assert looking.look(QUIET_S + 3, stopping=True) is None
     assert looking.look(2 * QUIET_S + 2, stopping=True) is None
-    store.set(f"{lives.LEFT}/1", "")
+    store.set(f"{liveness.LEFT}/1", "")
     assert looking.look(4 * QUIET_S, stopping=True) is None
 
 
@@ -155,7 +155,7 @@ def test_a_rank_whose_process_runs_here_needs_no_signs(process, monkeypatch):
     store = RankStore(HashStore())
     here, elsewhere, looking = (Liveness(store, rank, 3) for rank in range(3))
     with monkeypatch.context() as patched:
-        patched.setattr(lives.os, "getpid", lambda: process.pid)
+        patched.setattr(liveness.os, "getpid", lambda: process.pid)
         here.announce()
     here.give_sign()
     elsewhere.give_sign()
@@ -166,8 +166,8 @@ def test_a_rank_whose_process_runs_here_needs_no_signs(process, monkeypatch):
 
 
 def test_a_wait_after_a_signal_ends_for_want_of_signs(store, monkeypatch):
-    monkeypatch.setattr(lives, "LOOK_S", 0.0)
-    monkeypatch.setattr(lives, "QUIET_S", 0.0)
+    monkeypatch.setattr(liveness, "LOOK_S", 0.0)
+    monkeypatch.setattr(liveness, "QUIET_S", 0.0)
     elsewhere, waiting = (Rendezvous(store.clone(), rank, 2) for rank in range(2))
     elsewhere.give_sign()
     waiting.request_stop(signal.SIGTERM)

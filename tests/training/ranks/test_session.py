@@ -13,7 +13,7 @@ from torch.distributed import TCPStore
 from ludic.errors import ConfigError, RankError
 from ludic.launch.rank_environment import RankEnvironment
 from ludic.training import ranks
-from ludic.training.ranks import meeting, session
+from ludic.training.ranks import rendezvous, session
 from ludic.training.ranks.rendezvous import Rendezvous
 
 PACKAGE = Path(__file__).parents[3] / "python" / "ludic"
@@ -25,7 +25,7 @@ def two(monkeypatch):
     store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=10), wait_for_workers=False)
     meetings = [Rendezvous(store.clone(), rank, 2) for rank in range(2)]
     monkeypatch.setattr(session, "_meeting", meetings[0])
-    monkeypatch.setattr(meeting, "REPLY_S", 0.05)
+    monkeypatch.setattr(rendezvous, "REPLY_S", 0.05)
     yield meetings
     del store  # which serves the others
 

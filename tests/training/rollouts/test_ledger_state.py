@@ -85,6 +85,7 @@ def replace_in(state, path, value):
         ),
         (["groups", -1, "ordinal"], 10**6, "is damaged: KeyError: 14"),
         (["groups", 0, "admitted"], True, r"admitted \(True\) must be a whole number"),
+        (["groups", 1, "position"], -1, "an owed group has no position"),
         (["groups", 0, "position"], "7", r"position \('7'\) must be a whole number"),
         (["groups", 0, "members"], {"2": 0}, "IndexError"),
         (["groups", 0, "partials"], {"-1": 0}, "an interrupted member is not missing"),

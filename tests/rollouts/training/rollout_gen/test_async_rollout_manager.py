@@ -605,7 +605,7 @@ BUFFER_KEYS = ("epoch_id", "sample_offset", "seed", "num_prompts", "digest")
     [
         ({"partial_samples": {}}, "partial_samples must be a list"),
         ({"ledger": {}}, "arrivals and groups of the ledger must be lists"),
-        ({"step_count": 7}, "step_count is 7, and the ledger is that of batch 1"),
+        ({"step_count": 7}, "step_count is 7, and the ledger belongs to batch 1"),
         ({"weight_version": "new"}, r"weight_version \('new'\) must be a whole number"),
         ({"buffer_state": {"epoch_id": "0", "sample_offset": 0}}, r"epoch_id of the state \('0'\) must be a whole number"),
         ({"buffer_state": None}, "DataBuffer.load_state cannot read the saved buffer_state"),
