@@ -24,7 +24,7 @@ from ludic.errors import QueueError
 from ludic.training.queue.actor import run_actor
 from ludic.training.queue.base import GroupLog, Work
 from ludic.training.queue.entries import Group
-from ludic.training.queue.opening import RetryPolicy
+from ludic.training.queue.opening import QueueRetryPolicy
 from ludic.training.queue.source import QueueBatchSource
 from ludic.training.types import SAWBatch
 from ludic.types import Rollout, Step, TokenTrace
@@ -127,7 +127,7 @@ class Connection:
         return payload[:-1]
 
 
-def virtual_patience() -> RetryPolicy:
+def virtual_patience() -> QueueRetryPolicy:
     async def run(operation: Callable[[], Any]) -> Any:
         await asyncio.sleep(CALL_S)
         answer = operation()
@@ -135,7 +135,7 @@ def virtual_patience() -> RetryPolicy:
             await asyncio.sleep(10 * CALL_S)
         return answer
 
-    return RetryPolicy(300.0, clock=asyncio.get_running_loop().time, run=run)
+    return QueueRetryPolicy(300.0, clock=asyncio.get_running_loop().time, run=run)
 
 
 def in_virtual_time(test: Callable[[MemoryLog], Awaitable[None]]) -> Callable[[], None]:

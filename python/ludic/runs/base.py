@@ -37,7 +37,7 @@ from ludic.training.loop.timings import PhaseTimer
 from ludic.training.rng import reseed_for_rank
 from ludic.training.trainer import Trainer
 
-STOP_PATIENCE_S = 8.0
+BATCH_PATIENCE_S = 8.0
 """How long several ranks wait for a batch after a stop was requested."""
 
 
@@ -214,7 +214,7 @@ class TrainingRun(ABC, Generic[RecipeT, PartsT, DirectoryT]):
     def _share(self, source: Any) -> SharedBatches:
         """The source of this rank. After a stop all ranks end before the same batch."""
         patience_s = self.recipe.ranks.generation_s
-        return SharedBatches(source, stop=self._check_others, patience_s=patience_s, stop_patience_s=STOP_PATIENCE_S)
+        return SharedBatches(source, stop=self._check_others, patience_s=patience_s, stop_patience_s=BATCH_PATIENCE_S)
 
     def _check_others(self) -> bool:
         """Whether a stop was requested. Raises RankError once another rank has failed."""

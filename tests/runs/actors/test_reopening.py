@@ -7,7 +7,7 @@ from jumping_loop import play_jumping
 from memory_log import MemoryLog
 
 from ludic.runs.actors.reopening import REOPEN_S, wait_until_open
-from ludic.training.queue.opening import RetryPolicy
+from ludic.training.queue.opening import QueueRetryPolicy
 
 
 async def here(operation):
@@ -28,7 +28,7 @@ def wait(log, *, at, do):
     async def play():
         loop, stop = asyncio.get_running_loop(), asyncio.Event()
         loop.call_later(at, do, stop)
-        is_open = await wait_until_open(log, RetryPolicy(300.0, clock=loop.time, run=here), stop)
+        is_open = await wait_until_open(log, QueueRetryPolicy(300.0, clock=loop.time, run=here), stop)
         return is_open, loop.time()
 
     return play_jumping(play())

@@ -3,7 +3,7 @@
 import pytest
 
 from ludic.errors import OwnershipLost, QueueDataLost, QueueError, QueueRefused
-from ludic.training.queue.opening import RetryPolicy
+from ludic.training.queue.opening import QueueRetryPolicy
 
 
 class Calls:
@@ -24,7 +24,7 @@ class Calls:
         async def run(operation):
             return operation()
 
-        return await RetryPolicy(60.0, sleep=self.sleep, clock=lambda: self.now_s, run=run).call("reading", self)
+        return await QueueRetryPolicy(60.0, sleep=self.sleep, clock=lambda: self.now_s, run=run).call("reading", self)
 
 
 async def test_a_call_is_repeated_while_the_queue_cannot_be_reached():

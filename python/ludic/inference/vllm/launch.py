@@ -92,7 +92,7 @@ def start_vllm_server(
     `device="auto"` is the CPU if vLLM's CPU build is installed there. `extra_args` override all
     flags.
 
-    Log-probabilities belong to the distribution sampled from (`processed_logprobs`), sampling
+    Log-probabilities come from the distribution sampled from (`processed_logprobs`), sampling
     defaults are vLLM's rather than the model's, and the token endpoint is on. `weights` is the
     transport of new weights: "gloo" through host memory, "ludic_nccl" between GPUs, "disk" from a
     shared folder. Requests that change the served weights need the server's secret:

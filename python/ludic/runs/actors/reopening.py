@@ -11,14 +11,14 @@ from ludic.runs.stop_request import Interrupted, StopRequest
 from ludic.training import ranks
 from ludic.training.queue.actor import StopFlag
 from ludic.training.queue.base import GroupLog
-from ludic.training.queue.opening import RetryPolicy, make_owner_name
+from ludic.training.queue.opening import QueueRetryPolicy, make_owner_name
 
 REOPEN_S = 1800.0
 """How long an actor of a job waits for the trainer that opens its queue again."""
 POLL_S = 1.0
 
 
-async def wait_until_open(log: GroupLog, patience: RetryPolicy, stop: StopFlag) -> bool:
+async def wait_until_open(log: GroupLog, patience: QueueRetryPolicy, stop: StopFlag) -> bool:
     """Wait while the queue is closed, until `stop` is set or for `REOPEN_S` seconds, and return
     whether it is open. The actors of a Slurm job start together with its trainer: the queue of a
     run that was done, and takes more steps, is closed until the trainer has loaded its model."""
@@ -55,7 +55,7 @@ async def _claim(section: QueueSection, folder: Path, stop: StopRequest) -> None
     run, owner = make_run_id(folder), make_owner_name()
     log = open_queue(section, folder)
     try:
-        patience = RetryPolicy(section.patience_s, sleep=sleep)
+        patience = QueueRetryPolicy(section.patience_s, sleep=sleep)
         await patience.call("claiming the queue", lambda: log.claim(owner, run=run))
     finally:
         await asyncio.to_thread(log.disconnect)

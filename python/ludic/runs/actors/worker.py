@@ -55,7 +55,7 @@ from ludic.runs.stop_request import Interrupted
 from ludic.tasks import EpisodicTask
 from ludic.training.queue.actor import run_actor
 from ludic.training.queue.base import Work
-from ludic.training.queue.opening import RetryPolicy
+from ludic.training.queue.opening import QueueRetryPolicy
 from ludic.training.rollouts.episodes import PlayedRollouts
 from ludic.training.types import RolloutRequest
 
@@ -215,7 +215,7 @@ async def _sample(recipe: Recipe, directory: RunDirectory, name: str) -> int:
         player = EntryPlayer(recipe, parts.task, client, model_name)
         print(f"{name} samples for {directory.path}", flush=True)
         if recipe.place.on == "slurm":
-            await wait_until_open(log, RetryPolicy(recipe.queue.patience_s), stop)
+            await wait_until_open(log, QueueRetryPolicy(recipe.queue.patience_s), stop)
         await run_actor(
             log,
             play=player.play,

@@ -32,7 +32,7 @@ from ludic.training.averages import mean_or_zero
 from ludic.training.batching.source import BatchSourceBase
 from ludic.training.queue.base import Entry, GroupLog
 from ludic.training.queue.entries import EntryError, SampleGroup, decode_samples, encode_samples, split_groups
-from ludic.training.queue.opening import RetryPolicy, make_owner_name, open_server_queue
+from ludic.training.queue.opening import QueueRetryPolicy, make_owner_name, open_server_queue
 from ludic.training.rollouts.engine import RolloutEngine
 from ludic.training.rollouts.episodes import SampleCheck
 from ludic.training.types import CreditAssigner, RequestsFn, SAWBatch, SAWItem
@@ -106,7 +106,7 @@ class PipelineBatchSource(BatchSourceBase):
                 raise ConfigError(f"{name} ({value}) must be > 0")
         self._log = open_server_queue(redis_url, queue_key) if log is None else log
         self._queue_key, self._batch_size, self._poll_timeout, self._keep = queue_key, batch_size, poll_timeout, keep
-        self._patience, self._wait_s = RetryPolicy(patience_s), wait_s
+        self._patience, self._wait_s = QueueRetryPolicy(patience_s), wait_s
         self._owner = make_owner_name()
         self._check: SampleCheck | None = None
         self._claimed = False

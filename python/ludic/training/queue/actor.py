@@ -15,7 +15,7 @@ from ludic.event_loop import is_being_cancelled
 from ludic.training.queue.arrivals import Order, failed_group
 from ludic.training.queue.base import DEFAULT_LEASE_S, GroupLog, Lease, Work
 from ludic.training.queue.entries import DEFAULT_LIMITS, EntryLimits, Group, encode_group
-from ludic.training.queue.opening import LONGEST_WAIT_S, RetryPolicy
+from ludic.training.queue.opening import LONGEST_WAIT_S, QueueRetryPolicy
 from ludic.training.rollouts.episodes import PlayedRollouts
 from ludic.types import Rollout
 
@@ -45,7 +45,7 @@ async def run_actor(
     max_attempts: int = 3,
     patience_s: float = 300.0,
     limits: EntryLimits = DEFAULT_LIMITS,
-    patience: RetryPolicy | None = None,
+    patience: QueueRetryPolicy | None = None,
 ) -> int:
     """Play groups until the trainer closes the log, or `stop` is set. Returns how many were
     delivered. `actor` is unique to the process.
@@ -67,7 +67,7 @@ async def run_actor(
     """
     if not lease_s > 0:
         raise ConfigError(f"lease_s ({lease_s}) must be > 0")
-    loop = _Actor(log, play, weights, actor, order, lease_s, max_attempts, limits, patience or RetryPolicy(patience_s))
+    loop = _Actor(log, play, weights, actor, order, lease_s, max_attempts, limits, patience or QueueRetryPolicy(patience_s))
     delivered, idle_since = 0, loop.patience.clock()
     while stop is None or not stop.is_set():
         lease: Lease | None = await loop.patience.call("leasing a group", lambda: log.lease(actor, lease_s=lease_s))
@@ -98,7 +98,7 @@ class _Actor:
         lease_s: float,
         max_attempts: int,
         limits: EntryLimits,
-        patience: RetryPolicy,
+        patience: QueueRetryPolicy,
     ) -> None:
         self.log, self.play, self.weights, self.name, self.order = log, play, weights, name, order
         self.lease_s, self.max_attempts, self.limits, self.patience = lease_s, max_attempts, limits, patience

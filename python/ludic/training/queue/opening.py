@@ -103,7 +103,7 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 0.1, 5.0
 time."""
 
 
-class RetryPolicy:
+class QueueRetryPolicy:
     """Runs calls in threads, so that the event loop goes on, and repeats one that raises QueueError
     for up to `patience_s` seconds. `QueueDataLost` and `QueueRefused` are raised immediately:
     waiting does not help. Simulations replace `sleep`, `clock` and `run`."""

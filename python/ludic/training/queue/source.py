@@ -25,7 +25,7 @@ from ludic.training.batching.source import BatchSourceBase
 from ludic.training.queue.arrivals import Arrivals, Order
 from ludic.training.queue.base import DEFAULT_CLAIM_S, Entry, GroupLog, QueueStats, Work
 from ludic.training.queue.entries import DEFAULT_LIMITS, EntryError, EntryLimits, Group, decode_group
-from ludic.training.queue.opening import ClaimKeeper, RetryPolicy, make_owner_name
+from ludic.training.queue.opening import ClaimKeeper, QueueRetryPolicy, make_owner_name
 from ludic.training.rollouts.engine import select_credit_assigner
 from ludic.training.rollouts.episodes import PlayedRollouts, RolloutCounts, SampleCheck
 from ludic.training.rollouts.log import RolloutLog, append_failures
@@ -81,7 +81,7 @@ class QueueBatchSource(BatchSourceBase):
         group_timeout_s: float = 3600.0,
         claim_s: float = DEFAULT_CLAIM_S,
         limits: EntryLimits = DEFAULT_LIMITS,
-        patience: RetryPolicy | None = None,
+        patience: QueueRetryPolicy | None = None,
     ) -> None:
         if ahead < 0:
             raise ConfigError(f"ahead ({ahead}) must be >= 0; 0 offers each batch on request")
@@ -96,7 +96,7 @@ class QueueBatchSource(BatchSourceBase):
         self.overlaps = ahead > 0
         self._ahead, self._publish_every, self._num_batches = ahead, publish_every, num_batches
         self._group_timeout_s, self._claim_s = group_timeout_s, claim_s
-        self._patience = RetryPolicy(patience_s) if patience is None else patience
+        self._patience = QueueRetryPolicy(patience_s) if patience is None else patience
         self._reader = EntryReader(log, run, limits, self._patience)
         self.owner = make_owner_name()
         """Name under which this trainer claims the log."""
@@ -401,7 +401,7 @@ POLL_S = 0.2
 class EntryReader:
     """The entries that are read and not taken, each with its group or the reason to refuse it."""
 
-    def __init__(self, log: GroupLog, run: str, limits: EntryLimits, patience: RetryPolicy) -> None:
+    def __init__(self, log: GroupLog, run: str, limits: EntryLimits, patience: QueueRetryPolicy) -> None:
         self._log, self._run, self._limits, self._patience = log, run, limits, patience
         self.entries: deque[tuple[Entry, Group | EntryError]] = deque()
         self._ahead: asyncio.Task[None] | None = None

@@ -37,22 +37,22 @@ LEAVE_S = 5.0
 """How long the rank that serves the store waits for another one to leave."""
 CONNECT_DELAY_S = 0.1
 
-_meeting: Rendezvous | None = None
+_rendezvous: Rendezvous | None = None
 _environment: RankEnvironment | None = None
-_meetings_of_groups: WeakKeyDictionary[Any, Rendezvous] = WeakKeyDictionary()
+_of_groups: WeakKeyDictionary[Any, Rendezvous] = WeakKeyDictionary()
 """Of process groups that `start` did not make; gone with the group, whose store they hold."""
 
 
 def current_rendezvous() -> Rendezvous | None:
     """What the ranks share: since `start`, or through the store of a process group that was made
     in another way. None for one process."""
-    if _meeting is not None or not is_distributed():
-        return _meeting
+    if _rendezvous is not None or not is_distributed():
+        return _rendezvous
     group = dist.group.WORLD
-    if group not in _meetings_of_groups:
-        _meetings_of_groups[group] = Rendezvous(PrefixStore("ludic", _get_default_store()), rank(), world_size())
-        _meetings_of_groups[group].announce()
-    return _meetings_of_groups[group]
+    if group not in _of_groups:
+        _of_groups[group] = Rendezvous(PrefixStore("ludic", _get_default_store()), rank(), world_size())
+        _of_groups[group].announce()
+    return _of_groups[group]
 
 
 def start(
@@ -71,11 +71,11 @@ def start(
     of its collectives. Each rank gets the GPU of its local number. `exit_code`: the exit status of
     all ranks for an error on one. Raises RankError, which names the ranks that did not come.
     """
-    global _meeting, _environment
+    global _rendezvous, _environment
     environment = read_rank_environment() if environment is None else environment
     if environment is None:
         return None
-    if _meeting is not None or dist.is_initialized():
+    if _rendezvous is not None or dist.is_initialized():
         raise ConfigError("ranks.start was called twice, or after torch.distributed.init_process_group; call it once")
     ends = time.monotonic() + rendezvous_timeout_s
     attempt = _name_attempt(environment)
@@ -93,7 +93,7 @@ def start(
         world_size=environment.world_size,
         timeout=timedelta(seconds=timeout_s),
     )
-    _meeting, _environment = shared, environment
+    _rendezvous, _environment = shared, environment
     return environment
 
 
@@ -104,8 +104,8 @@ def stop(*, failed: bool = False) -> None:
     `failed`: this rank ends with an error. The others find it in the store, also those that wait
     in a collective, whose connections are closed.
     """
-    global _meeting, _environment
-    shared, environment, _meeting, _environment = _meeting, _environment, None, None
+    global _rendezvous, _environment
+    shared, environment, _rendezvous, _environment = _rendezvous, _environment, None, None
     if shared is None or environment is None:
         return
     if failed and not torch.cuda.is_available():  # NCCL may hang here; the watchdogs of the others end them
@@ -155,7 +155,7 @@ def joined(
 def explain(error: BaseException) -> BaseException:
     """The error to raise for one that ends this rank: itself, after the others were told, or
     RankError with the failure of another rank that caused it."""
-    shared = _meeting
+    shared = _rendezvous
     if shared is None:
         return error
     is_own = isinstance(error, RankError) or not _comes_from_collective(error)

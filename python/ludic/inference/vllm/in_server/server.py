@@ -5,7 +5,7 @@ Run it with an interpreter that has vLLM and this package; `ludic serve` does th
 other interpreter. It takes all flags of vLLM, with these defaults:
 
 - it listens only on this machine;
-- log-probabilities belong to the distribution sampled from;
+- log-probabilities come from the sampled distribution;
 - sampling defaults are vLLM's, not the model's;
 - the token endpoint is on;
 - clients that send the server's secret can push weights, with the gloo backend;
