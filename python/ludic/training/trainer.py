@@ -323,11 +323,20 @@ class Trainer(TrainerState):
         record.add(result, step, at_step_start=at_start)
 
     async def _check_sampler(self, macro: MacroBatch) -> None:
-        """Run `preflight` once, on the first samples to train on; if one rank fails, all stop."""
+        """Run `preflight` once, on the first samples to train on; if one rank fails, all stop.
+        Samples of older weights, which a checkpoint may hold, are not compared: the trainer does
+        not have those weights. Without other samples on every rank nothing is compared."""
         check, self.preflight = self.preflight, None
-        if check is not None:
-            with preserved_rng():
-                await check(self.backend, self.cfg, select_comparable(self.algo, macro.items))
+        if check is None:
+            return
+        items = select_comparable(self.algo, macro.items)
+        current = [item for item in items if (version := item.meta.get("policy_version")) is None or version >= self._step]
+        lacks = float(bool(items) and not current)
+        if ranks.max_over_ranks([lacks], self.cfg.model_device)[0]:
+            logger.info("the first samples were drawn with older weights; the trainer is not compared with the sampler")
+            return
+        with preserved_rng():
+            await check(self.backend, self.cfg, current)
 
     @watchdog.watched("publish")
     async def publish(self, timer: PhaseTimer | None = None) -> None:

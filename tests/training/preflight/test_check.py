@@ -199,11 +199,11 @@ async def test_the_table_shows_the_worst_tokens_with_both_numbers():
     assert str(worst[0].token_id) in str(error)
 
 
-def trainer_of(preflight, **options):
+def trainer_of(preflight, items=None, **options):
     return Trainer(
         model=tiny_model(),
         algo=make_grpo(group_size=4),
-        batch_source=ListSource(sorting_items(8)),
+        batch_source=ListSource(items or sorting_items(8)),
         cfg=cpu_config(),
         preflight=preflight,
         **options,
@@ -217,6 +217,17 @@ def test_a_run_stops_before_its_first_step():
         trainer.train_step_sync()
     assert trainer.current_step == 0
     assert all(torch.equal(before[name], weight) for name, weight in weights_of(trainer.model).items())
+
+
+@pytest.mark.parametrize(("version", "is_compared"), [(2, False), (3, True), (None, True)])
+def test_samples_of_older_weights_are_not_compared(version, is_compared):
+    preflight, items = Preflight(threshold=100.0), sorting_items(8)
+    for item in items:
+        item.meta["policy_version"] = version
+    trainer = trainer_of(preflight, items)
+    trainer._step = 3  # as after a resume, with a batch that was sampled ahead
+    trainer.train_step_sync()
+    assert (preflight.report is not None) == is_compared
 
 
 def test_the_comparison_runs_once_and_is_kept():
