@@ -28,7 +28,7 @@ def two_ranks(monkeypatch):
     """The meetings of two ranks; this process is rank 0. A watchdog of the test is closed."""
     store = HashStore()
     meetings = [Rendezvous(store, rank, 2) for rank in range(2)]
-    monkeypatch.setattr(session, "_meeting", meetings[0])
+    monkeypatch.setattr(session, "_rendezvous", meetings[0])
     yield meetings
     if watchdog._active is not None:
         watchdog._active.close()

@@ -22,7 +22,7 @@ from ludic.training.loss import (
     compute_token_entropy,
     compute_token_logp,
     compute_token_logp_and_entropy,
-    functional,
+    logprobs,
     selective_log_softmax,
 )
 from ludic.training.loss.logprobs import LogitsUse, capped_exp
@@ -33,12 +33,12 @@ def test_selective_log_softmax_equals_log_softmax_at_the_index_for_every_chunk_s
     index = torch.randint(0, 13, (5, 7))
     expected = torch.log_softmax(logits, dim=-1).gather(2, index[..., None]).squeeze(2)
     for elements in (1, 13, 40, 1 << 20):
-        monkeypatch.setattr(functional, "CHUNK_ELEMENTS", elements)
+        monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", elements)
         torch.testing.assert_close(selective_log_softmax(logits, index), expected, rtol=0, atol=1e-6)
 
 
 def test_gradients_equal_finite_differences(monkeypatch):
-    monkeypatch.setattr(functional, "CHUNK_ELEMENTS", 20)  # several chunks, the last one smaller
+    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 20)  # several chunks, the last one smaller
     logits = torch.randn(2, 4, 6, dtype=torch.float64, requires_grad=True)
     ids = torch.randint(0, 6, (2, 4))
     assert torch.autograd.gradcheck(lambda x: compute_token_logp(x, ids), (logits,))
@@ -92,22 +92,22 @@ def test_the_loss_needs_at_most_a_third_of_the_memory_of_the_logits(read, dtype)
     # 2^21 logits in chunks of 2^17: a sixteenth of the logits at a time, an eighth for
     # half-precision logits in float32.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(functional, "CHUNK_ELEMENTS", 1 << 17)
+        patch.setattr(logprobs, "CHUNK_ELEMENTS", 1 << 17)
         forward, both = loss_memory.peak_ratios(read, dtype, (4, 64, 8192))
     assert forward <= 1.3
     assert both <= 1.3
 
 
 def test_keeping_the_logits_costs_one_copy_and_log_softmax_two_more(monkeypatch):
-    monkeypatch.setattr(functional, "CHUNK_ELEMENTS", 1 << 17)
+    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 1 << 17)
     shape = (4, 64, 8192)
-    assert loss_memory.peak_ratios(functional.compute_token_logp, torch.float32, shape)[1] == pytest.approx(2.0, abs=0.15)
+    assert loss_memory.peak_ratios(logprobs.compute_token_logp, torch.float32, shape)[1] == pytest.approx(2.0, abs=0.15)
     # Logits, log-softmax, gradient of the gather, gradient of the slice: 4.
     assert loss_memory.peak_ratios(loss_memory.log_softmax_and_gather, torch.float32, shape)[1] == pytest.approx(4.0, abs=0.15)
 
 
 def test_an_algorithm_overwrites_the_logits_with_the_gradient_unless_its_loss_reads_them(monkeypatch):
-    monkeypatch.setattr(functional, "CHUNK_ELEMENTS", 1 << 12)
+    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 1 << 12)
     made = []
 
     class Remembering(Bigram):
@@ -207,7 +207,7 @@ def test_one_result_of_the_joint_function_can_be_used_alone(wanted):
 
 
 def test_a_composite_with_an_entropy_bonus_reads_the_logits_once(monkeypatch):
-    monkeypatch.setattr(functional, "CHUNK_ELEMENTS", 1 << 17)
+    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 1 << 17)
     loss = CompositeLoss([LossTerm("pg", CISPOLoss()), LossTerm("entropy", EntropyBonus())])
 
     def composite(logits, ids):

@@ -24,7 +24,7 @@ def two(monkeypatch):
     """The meetings of two ranks; this process is rank 0."""
     store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=10), wait_for_workers=False)
     meetings = [Rendezvous(store.clone(), rank, 2) for rank in range(2)]
-    monkeypatch.setattr(session, "_meeting", meetings[0])
+    monkeypatch.setattr(session, "_rendezvous", meetings[0])
     monkeypatch.setattr(rendezvous, "REPLY_S", 0.05)
     yield meetings
     del store  # which serves the others
