@@ -96,7 +96,7 @@ def test_the_command_of_the_page_is_a_recipe() -> None:
 
 
 def test_the_new_names_exist() -> None:
-    table = PAGE.split("## Names")[1].split("## Beside")[0]
+    table = PAGE.split("## Names")[1].split("## Compared with")[0]
     modules = {name for name in re.findall(r"`(ludic\.[a-z_.]+)`", table) if name != "ludic."}
     assert len(modules) > 8
     for name in modules:
