@@ -1,5 +1,5 @@
 """Sections of settings that the commands have in common: sharding, quantisation, checkpoints,
-callbacks; and those of `ludic train`: the reference, InfoSeed, controllers.
+callbacks; and sections of `ludic train`: the reference, InfoSeed, controllers.
 """
 
 from __future__ import annotations

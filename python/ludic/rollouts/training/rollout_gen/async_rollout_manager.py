@@ -70,7 +70,7 @@ class AsyncRolloutManager:
     `generate_while_training`, `generate_batch` waits until it ends, for up to 30 s, and keeps what
     it returned.
 
-    `GroupPool` has the rules of admission, hand-over, retries and abort. The manager runs on
+    `GroupPool` has the rules of admission, selection, retries and abort. The manager runs on
     asyncio.
 
     `data_buffer`: a `DataBuffer`, or an object with `get_prompts(n)`, `save_state()` and
