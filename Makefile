@@ -71,14 +71,14 @@ containers: ## Fetch Docker and Podman, for the tests of sandboxes in containers
 	@.ci/get-program podman 'podman runc docker.io' containers
 
 lint: setup ## Formatting, lint, types, and the stub of the extension.
-	@cargo fmt --all --check
+	@cargo fmt --all --check && cargo fmt --check --manifest-path benches/Cargo.toml && cargo fmt --check --manifest-path fuzz/Cargo.toml
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 	@$(BIN)/python -m mypy.stubtest ludic._core
 
 bench: setup ## Measure what benches/results/speed.md says; changes no page.
-	@cargo bench --quiet
+	@cargo bench --quiet --manifest-path benches/Cargo.toml --target-dir target
 	@$(BIN)/python -m benches.python --everything
 
 clean: ## Remove what was built.

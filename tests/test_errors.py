@@ -38,7 +38,7 @@ def test_no_error_is_only_a_ludic_error():
 def test_the_error_of_a_missing_extra_names_the_install_command():
     error = MissingExtraError.for_extra("wandb", "wandb")
     assert isinstance(error, ImportError)
-    assert str(error) == "wandb is not installed; `pip install 'ludic[wandb]'` installs it"
+    assert str(error) == "wandb is not installed; `pip install 'ludic-rl[wandb]'` installs it"
 
 
 def test_a_message_lists_the_first_names_and_counts_the_rest():

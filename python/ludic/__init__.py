@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from ludic.trainers import DPO, GRPO, SFT, RewardModel
 
 __all__ = ["DPO", "GRPO", "SFT", "RewardModel"]
+__version__ = "0.1.0"
+"""The version in Cargo.toml. The extension refuses to be imported by another one."""
 
 install_finder()
 

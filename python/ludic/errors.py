@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, Literal
 
+from ludic.distribution import install_command
+
 TRY_AGAIN = 75
 """An exit status: a rank, a server or the network failed. A new start resumes from the last
 checkpoint."""
@@ -64,7 +66,11 @@ class MissingExtraError(LudicError, ImportError):
 
     @classmethod
     def for_extra(cls, package: str, extra: str) -> MissingExtraError:
-        return cls(f"{package} is not installed; `pip install 'ludic[{extra}]'` installs it")
+        return cls(f"{package} is not installed; `{install_command(extra)}` installs it")
+
+
+class StaleBuildError(LudicError, ImportError):
+    """The extension was built from another version than the Python files."""
 
 
 INPUT_ERRORS = (ConfigError, ConfigTypeError, DataError, DataKeyError, DataTypeError, MissingExtraError)

@@ -133,7 +133,7 @@ def test_a_queue_that_cannot_be_opened_is_said_in_its_line(run, queue, monkeypat
         assert "hunter2" not in "".join(said)
     monkeypatch.setenv("LUDIC_QUEUE_URL", "redis://host")
     monkeypatch.setattr(status, "open_queue", without_redis)
-    assert lines(run)[2] == "queue: redis is not installed; `pip install 'ludic[redis]'` installs it"
+    assert lines(run)[2] == "queue: redis is not installed; `pip install 'ludic-rl[redis]'` installs it"
     assert len(lines(run)) == len(said)
 
 

@@ -42,7 +42,7 @@ def test_the_training_commands_of_the_page_are_recipes():
 
 def test_the_other_commands_of_the_page_accept_their_options():
     for command in commands():
-        if "ludic" not in command:
+        if "ludic" not in command or command[0] == "docker":
             continue
         verb = command[command.index("ludic") + 1]
         shown = CliRunner().invoke(app, [verb, "--help"], env={"COLUMNS": "200"}).output

@@ -62,5 +62,5 @@ def test_the_extra_is_named_where_ray_is_not_installed(monkeypatch, tmp_path):
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(MissingExtraError, match=r"ludic\[ray\]"):
+    with pytest.raises(MissingExtraError, match=r"ludic-rl\[ray\]"):
         RayPlace([Process("a", "trainer", ("true",))], tmp_path)

@@ -292,7 +292,7 @@ def test_what_cannot_be_done_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(ConfigError, match="no linear layers in its blocks"):
         quantize_layers(nn.Embedding(4, 4), INT8)
     monkeypatch.setitem(__import__("sys").modules, "bitsandbytes", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'ludic\[qlora\]'"):
+    with pytest.raises(MissingExtraError, match=r"pip install 'ludic-rl\[qlora\]'"):
         quantized(QuantizationSettings("nf4"))
 
 

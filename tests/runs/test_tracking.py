@@ -218,7 +218,7 @@ def test_a_missing_package_is_an_error_before_the_folder_is_created(
     monkeypatch.setitem(sys.modules, "trackio", None)
     result = CliRunner().invoke(app, ["train", *tiny, "report_to=trackio"])
     assert result.exit_code == 2
-    assert "ludic[trackio]" in result.output
+    assert "ludic-rl[trackio]" in result.output
     assert not (tmp_path / "run").exists()
 
 

@@ -14,7 +14,7 @@ from ludic.recipes.compose import compose
 from ludic.tasks.adapters import as_episodic
 from ludic.tasks.reasoning_gym import WORKER, ReasoningGym
 
-pytest.importorskip("reasoning_gym", reason="`pip install 'ludic[reasoning-gym]'` installs it")
+pytest.importorskip("reasoning_gym", reason="`pip install 'ludic-rl[reasoning-gym]'` installs it")
 
 SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 

@@ -8,7 +8,7 @@ use pyo3::exceptions::{
 use pyo3::prelude::*;
 use pyo3::types::PyType;
 
-/// An error of the core, or an exception that Python ludic_error during the call.
+/// An error of the core, or an exception that Python raised during the call.
 pub enum Error {
     Core(CoreError),
     Python(PyErr),

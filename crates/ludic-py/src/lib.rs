@@ -17,9 +17,25 @@ mod trees;
 
 use pyo3::prelude::*;
 
+const VERSION: &str = env!("CARGO_PKG_VERSION");
+
+/// An error unless the Python files have the version from which the extension was built.
+fn check_build(py: Python<'_>) -> PyResult<()> {
+    let python: String = py.import("ludic")?.getattr("__version__")?.extract()?;
+    if python == VERSION {
+        return Ok(());
+    }
+    let message = format!(
+        "ludic {python} has an extension that was built from {VERSION}; build it again: `make setup` in a clone, \
+         or install ludic again"
+    );
+    Err(errors::ludic_error("StaleBuildError", message))
+}
+
 #[pymodule]
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    check_build(module.py())?;
+    module.add("__version__", VERSION)?;
     module.add_class::<table::SampleTable>()?;
     module.add_class::<arena::Arena>()?;
     module.add_class::<plan::Plan>()?;

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from ludic import __version__
 from ludic.cli.options import (
     JsonOnly,
     LearningRate,
@@ -537,9 +538,7 @@ def convert(
 
 @app.command(help="Print the version.")
 def version() -> None:
-    from importlib.metadata import version as installed
-
-    typer.echo(installed("ludic"))
+    typer.echo(__version__)
 
 
 @checkpoints.command("list", help="Print path, time and size of each checkpoint. No file is read.")

@@ -8,17 +8,18 @@ import json
 import os
 import platform
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from ludic.distribution import DISTRIBUTION, describe_namesake, find_version, install_command
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from ludic.runs.memory_estimate import MemoryEstimate
 
-REQUIRED = ("ludic", "torch", "transformers", "peft", "numpy", "safetensors", "hydra-core", "rich", "openai")
+REQUIRED = (DISTRIBUTION, "torch", "transformers", "peft", "numpy", "safetensors", "hydra-core", "rich", "openai")
 
 # extra: (modules that it installs, what it adds); without extras that `ludic` itself does not use
 EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
@@ -39,7 +40,8 @@ def examine() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {name: _find_version(name) for name in REQUIRED},
+        "packages": {name: find_version(name) for name in REQUIRED},
+        "namesake": describe_namesake(),
         "core": _find_core_version(),
         "devices": _list_devices(),
         "extras": {
@@ -55,19 +57,22 @@ def show(report: dict[str, Any], *, as_json: bool) -> None:
         print(json.dumps(report, indent=2))
         return
     from rich.console import Console
+    from rich.markup import escape
 
     console = Console(soft_wrap=True, highlight=False)
     console.print(f"[bold]Python[/] {report['python']} on {report['platform']}")
     console.print("\n[bold]Packages[/]")
     for name, installed in report["packages"].items():
         console.print(f"  {name:<14}{installed or '[red]missing[/]: pip install ' + name}")
-    console.print(f"  {'core':<14}{report['core'] or '[red]missing[/]: `make setup` builds the extension'}")
+    console.print(f"  {'core':<14}{report['core'] or '[red]missing or stale[/]: `make setup` in a clone builds the extension'}")
+    if report["namesake"]:
+        console.print(f"  [red]{report['namesake']}[/]")
     console.print("\n[bold]Devices[/]")
     for line in _describe_devices(report["devices"]):
         console.print(f"  {line}")
     console.print("\n[bold]Optional extras[/]")
     for name, extra in report["extras"].items():
-        state = "[green]installed[/]" if extra["installed"] else f"pip install 'ludic\\[{name}]'"
+        state = "[green]installed[/]" if extra["installed"] else escape(install_command(name))
         console.print(f"  {name:<14}{extra['adds']}: {state}")
 
 
@@ -82,13 +87,6 @@ def show_memory(arguments: Sequence[str], *, as_json: bool) -> None:
             show_advice(report, console)
     if as_json:
         print(json.dumps(report, indent=2))
-
-
-def _find_version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def _find_core_version() -> str | None:

@@ -18,10 +18,10 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ludic import __version__
 from ludic.errors import ConfigError, LaunchError, MissingExtraError
 from ludic.launch.guard import KILL_DEADLINE_S
 from ludic.launch.local import LocalPlace
@@ -323,11 +323,7 @@ WATCH_S = 0.05
 
 def installed_versions() -> dict[str, str]:
     """The versions that all machines of a run must have in common."""
-    try:
-        own = version("ludic")
-    except PackageNotFoundError:
-        own = "not installed"
-    return {"ludic": own, "Python": ".".join(platform.python_version_tuple()[:2])}
+    return {"ludic": __version__, "Python": ".".join(platform.python_version_tuple()[:2])}
 
 
 class Holder:

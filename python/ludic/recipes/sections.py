@@ -64,7 +64,7 @@ class QuantizationSection:
     kind: Optional[str] = setting(  # noqa: UP045
         None, needs="lora.rank", excludes="sharding.kind", hint="quantised weights are neither trained nor sharded"
     )
-    """nf4, fp4 (both need `pip install 'ludic[qlora]'`) or int8; null: none."""
+    """nf4, fp4 (both need the extra `qlora`) or int8; null: none."""
     double: bool = setting(False, needs="quantization.kind")
     """Store the scales of nf4 and fp4 in 8 bits too, which saves 0.37 bits a weight."""
     compute_dtype: Optional[str] = setting(  # noqa: UP045

@@ -13,10 +13,11 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+from ludic import __version__
+from ludic.distribution import find_version
 from ludic.errors import CheckpointError, ConfigError
 from ludic.files.atomic import clear_unfinished_files, write_text
 from ludic.files.manifest import describe_files, find_changes, read_hashed_json, write_hashed_json
@@ -430,15 +431,8 @@ def _list_candidates(path: Path) -> Iterator[Path]:
 def collect_versions() -> dict[str, str]:
     """Versions of ludic, Python, torch and transformers, read without importing them."""
     return {
-        "ludic": _find_version("ludic"),
+        "ludic": __version__,
         "python": platform.python_version(),
-        "torch": _find_version("torch"),
-        "transformers": _find_version("transformers"),
+        "torch": find_version("torch") or "not installed",
+        "transformers": find_version("transformers") or "not installed",
     }
-
-
-def _find_version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"

@@ -46,7 +46,7 @@ try:
 except ImportError as error:
     print(type(error).__name__, error)
 """
-    assert run(code) == f"MissingExtraError {library} is not installed; `pip install 'ludic[{library}]'` installs it"
+    assert run(code) == f"MissingExtraError {library} is not installed; `pip install 'ludic-rl[{library}]'` installs it"
 
 
 def test_an_import_error_inside_the_library_is_raised_unchanged(tmp_path, monkeypatch):
@@ -55,5 +55,5 @@ def test_an_import_error_inside_the_library_is_raised_unchanged(tmp_path, monkey
     with pytest.raises(ModuleNotFoundError, match="surely_absent") as failed:
         import_extra("half_there", "half")
     assert not isinstance(failed.value, MissingExtraError)
-    with pytest.raises(MissingExtraError, match=r"nowhere_at_all is not installed; `pip install 'ludic\[some\]'` installs it"):
+    with pytest.raises(MissingExtraError, match=r"nowhere_at_all is not installed; `pip install 'ludic-rl\[some\]'` installs it"):
         import_extra("nowhere_at_all.part", "some")

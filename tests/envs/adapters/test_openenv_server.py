@@ -3,7 +3,7 @@ conflicts with our pinned pillow and that of the other tests."""
 
 import pytest
 
-pytest.importorskip("openenv", reason="pip install 'ludic[openenv]' in a separate environment")
+pytest.importorskip("openenv", reason="pip install 'ludic-rl[openenv]' in a separate environment")
 
 from openenv.core import EnvClient
 from openenv.core.client_types import StepResult

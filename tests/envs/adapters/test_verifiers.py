@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("verifiers.v1", reason="pip install 'ludic[verifiers]' in a separate environment")
+pytest.importorskip("verifiers.v1", reason="pip install 'ludic-rl[verifiers]' in a separate environment")
 
 from byte_client import ByteClient
 from playing import ScriptedClient

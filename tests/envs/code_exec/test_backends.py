@@ -62,7 +62,7 @@ def test_a_podman_that_cannot_run_is_not_available(name, monkeypatch, tmp_path):
 
 def test_without_a_backend_the_error_says_what_to_install(machine):
     machine()
-    with pytest.raises(RuntimeError, match=r"No sandbox backend available.*apt install bubblewrap.*ludic\[docker\]") as caught:
+    with pytest.raises(RuntimeError, match=r"No sandbox backend available.*apt install bubblewrap.*ludic-rl\[docker\]") as caught:
         asyncio.run(create_sandbox_pool())
     assert isinstance(caught.value, NoSandboxError)
     with pytest.raises(NoSandboxError, match="bubblewrap does not work here; it needs `apt install bubblewrap`"):

@@ -168,7 +168,7 @@ def test_backends_that_are_not_there(monkeypatch, tmp_path):
     with pytest.raises(NoSandboxError, match="podman-hpc is not installed"):
         asyncio.run(create_sandbox_pool(backend="podman-hpc"))
     monkeypatch.setitem(sys.modules, "docker", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'ludic\[docker\]'"):
+    with pytest.raises(MissingExtraError, match=r"pip install 'ludic-rl\[docker\]'"):
         asyncio.run(create_sandbox_pool(backend="docker"))
 
 

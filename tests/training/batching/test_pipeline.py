@@ -456,7 +456,7 @@ def test_without_redis_the_error_names_the_extra(monkeypatch):
     for name in [name for name in sys.modules if name == "redis" or name.startswith("ludic.training.queue.redis")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "redis", None)
-    with pytest.raises(MissingExtraError, match=r"ludic\[redis\]") as caught:
+    with pytest.raises(MissingExtraError, match=r"ludic-rl\[redis\]") as caught:
         PipelineBatchSource("redis://localhost")
     assert isinstance(caught.value, ImportError)
 

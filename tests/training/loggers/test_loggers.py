@@ -316,7 +316,7 @@ def test_wandb_arguments_override_init_kwargs_and_the_environment_overrides_the_
 
 def test_without_wandb_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(MissingExtraError, match=r"ludic\[wandb\]"):
+    with pytest.raises(MissingExtraError, match=r"ludic-rl\[wandb\]"):
         WandbLogger()
 
 

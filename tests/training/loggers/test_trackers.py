@@ -144,7 +144,7 @@ def test_a_closed_logger_continues_in_another_file(tmp_path, accumulator):
 )
 def test_without_the_package_the_error_names_the_extra(monkeypatch, module, make):
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(MissingExtraError, match=rf"ludic\[{module}\]"):
+    with pytest.raises(MissingExtraError, match=rf"ludic-rl\[{module}\]"):
         make()
 
 
@@ -152,7 +152,7 @@ def test_without_the_package_the_error_names_the_extra(monkeypatch, module, make
 
 
 def test_real_wandb_keeps_the_users_run_open_and_finishes_the_loggers_own(tmp_path):
-    pytest.importorskip("wandb", reason="pip install 'ludic[wandb]'")
+    pytest.importorskip("wandb", reason="pip install 'ludic-rl[wandb]'")
     script = """
 import json, wandb
 from ludic.training import WandbLogger

@@ -12,6 +12,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from ludic.distribution import install_command
 from ludic.envs.code_exec.bubblewrap import OWN_VERSION, TRIAL_S, BubblewrapConfig, BubblewrapSandboxPool, is_bubblewrap_available
 from ludic.envs.code_exec.docker_sandbox import DockerSandboxConfig, DockerSandboxPool, connect
 from ludic.envs.code_exec.podman_sandbox import PodmanConfig, PodmanHPCSandboxPool, run_podman
@@ -39,7 +40,7 @@ class SandboxBackend(StrEnum):
 
 REQUIRES = {
     SandboxBackend.BUBBLEWRAP: "`apt install bubblewrap`, and user namespaces that this user may create",
-    SandboxBackend.DOCKER: "a Docker daemon that this user reaches, and `pip install 'ludic[docker]'`",
+    SandboxBackend.DOCKER: f"a Docker daemon that this user reaches, and `{install_command('docker')}`",
     SandboxBackend.PODMAN: "`apt install podman`, and `podman info` succeeds",
     SandboxBackend.PODMAN_HPC: "podman-hpc, which the computing centre installs, and `podman-hpc info` succeeds",
     SandboxBackend.SINGULARITY: "Singularity or Apptainer",

@@ -13,11 +13,11 @@ import html
 import json
 import time
 from collections.abc import Sequence
-from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from ludic import __version__
 from ludic.errors import CheckpointError, ConfigError, DataError
 from ludic.files.atomic import read_json
 from ludic.files.json_values import is_finite, make_encodable
@@ -78,7 +78,7 @@ def collect(records: Sequence[RunRecord], *, episodes: int) -> dict[str, Any]:
         table.add_failed(number, record.path / "failed_episodes.jsonl")
     keys = dict.fromkeys(key for record in records for key in record.settings)
     return {
-        "version": version("ludic"),
+        "version": __version__,
         "made": time.strftime("%Y-%m-%d %H:%M"),
         "runs": [_describe(record, table.counts.get(number, 0)) for number, record in enumerate(records)],
         "settings": {key: [record.settings.get(key) for record in records] for key in keys},
