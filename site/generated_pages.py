@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # MkDocs loads this file by its 
 
 from settings_pages import write_settings_pages
 
+import ludic
 from ludic.importing import MOVED, home_of
 
 if TYPE_CHECKING:
@@ -42,7 +43,10 @@ LINK = re.compile(r"\]\(([^)\s#]+)(#[^)\s]*)?\)")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Put the generated pages into the menu."""
+    """Put the generated pages into the menu, the version below each page, and a link to edit it if
+    the address of the repository is known."""
+    config.copyright = f"ludic {ludic.__version__} · Apache-2.0"
+    config.edit_uri = "edit/main/" if config.repo_url else None
     entries: dict[str, list[Any]] = {"SETTINGS": list(write_settings_pages()), "API": list(write_api_pages())}
     assert config.nav is not None
     for part in config.nav:
@@ -61,8 +65,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     files.remove(own)
     generated = {page: read_root_page(source) for source, page in ROOT_PAGES.items()}
     copied = {path: (ROOT / path).read_text(encoding="utf-8") for path in COPIED}
+    for file in files:
+        file.edit_uri = f"docs/{file.src_uri}"
+    copied["style.css"] = (ROOT / "site" / "style.css").read_text(encoding="utf-8")
     for path, text in (generated | copied | write_settings_pages() | write_api_pages()).items():
         files.append(File.generated(config, path, content=text))
+    for source, page in ROOT_PAGES.items():
+        files.src_uris[page].edit_uri = source
     return files
 
 
@@ -83,6 +92,9 @@ def read_root_page(source: str) -> str:
     text = (ROOT / source).read_text(encoding="utf-8")
     if source.endswith(".py"):
         return f"# {source}\n\n```python\n{text}```\n"
+    if source == "README.md":  # the picture beside the first command, before the tables
+        picture = next(line for line in text.splitlines() if line.startswith("!["))
+        text = text.replace(f"{picture}\n\n", "").replace("**Train**", f"{picture}\n\n**Train**", 1)
     return replace_links(text, str(Path(source).parent))
 
 
