@@ -43,7 +43,7 @@ def test_the_tables_of_names_are_those_of_the_errors():
 def write_tables():
     """The tables of the page, from `ludic.recipes.foreign_names`."""
     columns = [group(table) for table in (SETTINGS, VERL, OPENRLHF)]
-    yield from ["| ludic | TRL, transformers, flat files | verl | OpenRLHF |", "|---|---|---|---|"]
+    yield from ["| ludic | TRL, transformers, flat files | verl 0.9.1 | OpenRLHF 0.11.2 |", "|---|---|---|---|"]
     for ours in dict.fromkeys(ours for column in columns for ours in column):
         cells = [ours.split(","), *(column.get(ours, []) for column in columns)]
         yield "| " + " | ".join(code(cell) for cell in cells) + " |"

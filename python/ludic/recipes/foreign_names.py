@@ -1,4 +1,5 @@
-"""What the settings of TRL 1.16, transformers 5.23, verl, OpenRLHF and MaxEnt-GRPO are called here.
+"""What the settings of TRL 1.16, transformers 5.23, verl 0.9.1, OpenRLHF 0.11.2 and MaxEnt-GRPO are
+called here.
 
 Errors about unknown settings and arguments, the translation of flat recipe files, and the tables of
 docs/migration.md are made of these tables.
@@ -30,90 +31,91 @@ chat_template chat_template_kwargs eos_token model_init_kwargs
 gradient_checkpointing rollout.temperature rollout.top_p rollout.top_k rollout.min_p rollout.repetition_penalty
 loss.loss_type loss.label_smoothing trainer.lr_scheduler_type trainer.warmup_ratio trainer.warmup_steps trainer.weight_decay
 trainer.max_grad_norm
-model <- model_name_or_path | actor_rollout_ref.model.path | pretrain
+model <- model_name_or_path | actor_rollout_ref.model.path | actor.model_name_or_path model.model_name_or_path
 dtype <- torch_dtype
 tokenizer <- | data.tokenizer actor_rollout_ref.model.tokenizer_path
 chat_template_kwargs <- | data.apply_chat_template_kwargs
-chat_template <- chat_template_path | actor_rollout_ref.model.custom_chat_template | tokenizer_chat_template
-gradient_checkpointing <- activation_checkpointing | actor_rollout_ref.model.enable_gradient_checkpointing
-name <- run_name | trainer.experiment_name | wandb_run_name
-data <- dataset_name dataset_mixture train_dataset | data.train_files | prompt_data dataset
+chat_template <- chat_template_path | actor_rollout_ref.model.custom_chat_template | data.tokenizer_chat_template
+gradient_checkpointing <- activation_checkpointing | actor_rollout_ref.model.enable_gradient_checkpointing |
+    actor.gradient_checkpointing_enable model.gradient_checkpointing_enable
+name <- run_name | trainer.experiment_name | logger.wandb.run_name
+data <- dataset_name dataset_mixture train_dataset | data.train_files | data.prompt_dataset data.dataset
 streaming <- dataset_streaming
 model_init_kwargs.revision <- model_revision
 model_init_kwargs.attn_implementation <- attn_implementation
 rollout.mask_truncated <- mask_truncated_completions
 data_config,task.args.config <- dataset_config
-split,task.args.split <- dataset_train_split dataset_split | | prompt_split
+split,task.args.split <- dataset_train_split dataset_split | | data.prompt_split
 heldout_data,task.args.heldout_data <- eval_dataset_name eval_dataset | data.val_files
-heldout_split,task.args.heldout_split <- eval_dataset_split dataset_test_split | | eval_split
-task.args.prompt_column <- dataset_prompt_column | data.prompt_key | input_key
-task.args.answer_column <- dataset_solution_column | | label_key
-task.kind <- | actor_rollout_ref.rollout.multi_turn.interaction_config_path | agent_func_path
+heldout_split,task.args.heldout_split <- eval_dataset_split dataset_test_split | | eval.split
+task.args.prompt_column <- dataset_prompt_column | data.prompt_key | data.input_key
+task.args.answer_column <- dataset_solution_column | | data.label_key
+task.kind <- | | train.agent_func_path
 tools <- | actor_rollout_ref.rollout.multi_turn.tool_config_path
-reward <- reward_funcs | custom_reward_function.path | remote_rm_url
+reward <- reward_funcs | reward.custom_reward_function.path | reward.remote_url
 eval_reward <- eval_reward_funcs
-reward_model <- | reward_model.model.path | reward_pretrain
-algorithm <- | algorithm.adv_estimator | advantage_estimator
+reward_model <- | reward.reward_model.model_path | reward.model_name_or_path
+algorithm <- | algorithm.adv_estimator | algo.advantage.estimator
 algorithm_args.group_normalize_adv <- | algorithm.norm_adv_by_std_in_grpo
 algorithm_args.clip_eps_low <- | actor_rollout_ref.actor.clip_ratio_low
 algorithm_args.clip_eps_high <- epsilon_high | actor_rollout_ref.actor.clip_ratio_high
-algorithm_args.ratio_clip <- delta | actor_rollout_ref.actor.clip_ratio_c | dual_clip
+algorithm_args.ratio_clip <- delta | actor_rollout_ref.actor.clip_ratio_c | actor.dual_clip
 algorithm_args.tau_neg <- sapo_temperature_neg
 algorithm_args.tau_pos <- sapo_temperature_pos
-loss.beta,algorithm_args.reference_kl <- beta | actor_rollout_ref.actor.kl_loss_coef | init_kl_coef
-loss.nll_coeff <- | | nll_loss_coef
+loss.beta,algorithm_args.reference_kl <- beta | actor_rollout_ref.actor.kl_loss_coef | algo.kl.init_coef
+loss.nll_coeff <- | | model.nll_loss_coef
 epochs <- num_train_epochs | trainer.total_epochs
 steps <- max_steps | trainer.total_training_steps
-batch_size <- | | train_batch_size
-rollout.prompts <- | data.train_batch_size | rollout_batch_size
-rollout.group_size <- num_generations | actor_rollout_ref.rollout.n | n_samples_per_prompt
-rollout.max_new_tokens <- max_completion_length | data.max_response_length | generate_max_len
+batch_size <- | | train.batch_size
+rollout.prompts <- | data.train_batch_size | rollout.batch_size
+rollout.group_size <- num_generations | actor_rollout_ref.rollout.n | rollout.n_samples_per_prompt
+rollout.max_new_tokens <- max_completion_length | data.max_response_length | rollout.max_new_tokens
 rollout.temperature <- gen_temperature | actor_rollout_ref.rollout.temperature
 rollout.top_k <- gen_top_k vllm_top_k | actor_rollout_ref.rollout.top_k
 rollout.top_p <- gen_top_p | actor_rollout_ref.rollout.top_p
 rollout.max_tool_turns <- max_tool_calling_iterations | actor_rollout_ref.rollout.multi_turn.max_assistant_turns
-evaluation.samples_per_prompt <- num_generations_eval | actor_rollout_ref.rollout.val_kwargs.n | eval_n_samples_per_prompt
+evaluation.samples_per_prompt <- num_generations_eval | actor_rollout_ref.rollout.val_kwargs.n | eval.n_samples_per_prompt
 evaluation.prompts <- | data.val_max_samples
-trainer.lr <- learning_rate | actor_rollout_ref.actor.optim.lr | actor_learning_rate
-trainer.eps <- adam_epsilon | | adam_eps
-trainer.betas <- | actor_rollout_ref.actor.optim.betas | adam_betas
-trainer.weight_decay <- | actor_rollout_ref.actor.optim.weight_decay | l2
+trainer.lr <- learning_rate | actor_rollout_ref.actor.optim.lr | adam.lr
+trainer.eps <- adam_epsilon | | adam.eps
+trainer.betas <- | actor_rollout_ref.actor.optim.betas | adam.betas
+trainer.weight_decay <- | actor_rollout_ref.actor.optim.weight_decay | adam.weight_decay
 trainer.warmup_ratio <- | actor_rollout_ref.actor.optim.lr_warmup_steps_ratio | lr_warmup_ratio
 trainer.lr_min_ratio <- | actor_rollout_ref.actor.optim.min_lr_ratio
 trainer.max_grad_norm <- | actor_rollout_ref.actor.grad_clip | max_norm
-trainer.max_seq_len <- max_length | | max_len
-trainer.micro_token_budget <- | actor_rollout_ref.actor.ppo_max_token_len_per_gpu | train_max_tokens_per_gpu
+trainer.max_seq_len <- max_length | | data.max_len
+trainer.micro_token_budget <- | actor_rollout_ref.actor.ppo_max_token_len_per_gpu | train.max_tokens_per_gpu
 trainer.epochs_per_batch <- num_iterations | actor_rollout_ref.actor.ppo_epochs
-epochs,trainer.epochs_per_batch <- | | max_epochs
+epochs,trainer.epochs_per_batch <- | | train.max_epochs
 trainer.model_device <- | trainer.device
 trainer.sync_every_steps <- vllm_sync_interval_steps
-trainer.eval_every_n_steps <- eval_steps | trainer.test_freq | eval_steps
+trainer.eval_every_n_steps <- eval_steps | trainer.test_freq | eval.steps
 trainer.eval_at_start <- eval_on_start
-checkpoint.every_n_steps <- save_steps | trainer.save_freq | save_steps
-checkpoint.max_to_keep <- save_total_limit | trainer.max_actor_ckpt_to_keep | max_ckpt_num
+checkpoint.every_n_steps <- save_steps | trainer.save_freq | ckpt.save_steps
+checkpoint.max_to_keep <- save_total_limit | trainer.max_actor_ckpt_to_keep | ckpt.max_num
 callbacks.completions <- num_completions_to_print
 callbacks.push_to_hub <- hub_model_id
 callbacks.private <- hub_private_repo
 log_every <- logging_steps
 report_to <- | trainer.logger
-reference.model <- reference_model_name_or_path ref_model | | ref_pretrain
-lora.rank <- lora_r | actor_rollout_ref.model.lora_rank | lora_rank
-lora.alpha <- lora_alpha | actor_rollout_ref.model.lora_alpha
-lora.dropout <- lora_dropout
-lora.target_modules <- lora_target_modules | actor_rollout_ref.model.target_modules | target_modules
+reference.model <- reference_model_name_or_path ref_model | | ref.model_name_or_path
+lora.rank <- lora_r | actor_rollout_ref.model.lora_rank | ds.lora.rank
+lora.alpha <- lora_alpha | actor_rollout_ref.model.lora_alpha | ds.lora.alpha
+lora.dropout <- lora_dropout | | ds.lora.dropout
+lora.target_modules <- lora_target_modules | actor_rollout_ref.model.target_modules | ds.lora.target_modules
 quantization.double <- use_bnb_nested_quant
 quantization.compute_dtype <- bnb_4bit_compute_dtype
 inference.url <- vllm_url vllm_server_base_url
 inference.timeout_s <- vllm_server_timeout
-place.servers <- | | vllm_num_engines
-place.nodes <- | trainer.nnodes | actor_num_nodes
-sharding.cpu_offload <- | | adam_offload
+place.servers <- | | vllm.num_engines
+place.nodes <- | trainer.nnodes | actor.num_nodes
+sharding.cpu_offload <- | | ds.adam_offload
 controllers.kl.target <- kl_target
 controllers.kl.horizon <- kl_horizon
 controllers.kl.step_size <- kl_ctl_step_size
-report_args.project <- wandb_project | trainer.project_name
-report_args.entity <- wandb_entity | | wandb_org
-report_args.group <- wandb_run_group | | wandb_group
+report_args.project <- wandb_project | trainer.project_name | logger.wandb.project
+report_args.entity <- wandb_entity | | logger.wandb.org
+report_args.group <- wandb_run_group | | logger.wandb.group
 """
 SETTINGS, VERL, OPENRLHF = (_read(_TABLE, column) for column in range(3))
 """Name -> our setting. Names of TRL, transformers and MaxEnt-GRPO take the same value, some of the
@@ -232,88 +234,91 @@ name a folder, or the newest revision is used <- reference_model_revision
 """Name in TRL or transformers -> why there is no such setting."""
 
 OTHERS = _read("""
-write steps=N: a pass over R rows is R / rollout.prompts steps <- trainer.total_epochs num_episodes
-write trainer.minibatches_per_batch=N for N optimizer steps on a batch of answers <- train_batch_size
+write steps=N: a pass over R rows is R / rollout.prompts steps <- trainer.total_epochs train.num_episodes
+write trainer.minibatches_per_batch=N for N optimizer steps on a batch of answers <- train.batch_size
     actor_rollout_ref.actor.ppo_mini_batch_size
-write trainer.micro_token_budget, the tokens of a micro-batch <- micro_train_batch_size use_dynamic_batch
+write trainer.micro_token_budget, the tokens of a micro-batch <- train.micro_batch_size train.dynamic_batch_enable
     actor_rollout_ref.actor.ppo_micro_batch_size actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu
     actor_rollout_ref.actor.use_dynamic_bsz
-write rollout.concurrency, the answers that are sampled together <- data.val_batch_size vllm_generate_batch_size
-    micro_rollout_batch_size rollout_max_tokens_per_gpu
+write rollout.concurrency, the answers that are sampled together <- data.val_batch_size rollout.vllm_generate_batch_size
+    rollout.micro_batch_size rollout.max_tokens_per_gpu
 write rollout.prompts, with rollout.over_sampling_factor for more in the air <- data.gen_batch_size
-write trainer.max_seq_len for prompt and answer together <- prompt_max_len actor_rollout_ref.rollout.prompt_length
+write trainer.max_seq_len for prompt and answer together <- actor_rollout_ref.rollout.prompt_length
 write rollout.max_new_tokens <- actor_rollout_ref.rollout.response_length
-write algorithm_args.clip_eps_low and algorithm_args.clip_eps_high <- actor_rollout_ref.actor.clip_ratio eps_clip eps_clip_low_high
+write algorithm_args.clip_eps_low and algorithm_args.clip_eps_high <- actor_rollout_ref.actor.clip_ratio actor.eps_clip
+    actor.eps_clip_low_high
 write algorithm_args.normalizer=tokens for token-mean, algorithm_args.length_normalize=true for seq-mean-token-mean; neither is
-    seq-mean-token-sum <- actor_rollout_ref.actor.loss_agg_mode
-write algorithm=gspo, or another algorithm <- actor_rollout_ref.actor.policy_loss.loss_mode policy_loss_type
-write algorithm_args.correction: truncated, masked or icepop <- actor_rollout_ref.actor.tis_imp_ratio_cap algorithm.rollout_is
-    algorithm.rollout_is_threshold algorithm.rollout_correction enable_vllm_is_correction vllm_is_truncated_threshold
-write algorithm_args.group_normalize_adv=false <- no_advantage_std_norm
-write algorithm_args.kl_estimator: k1 for kl, k2 for mse, k3 for low_var_kl <- actor_rollout_ref.actor.kl_loss_type kl_estimator
+    seq-mean-token-sum <- actor_rollout_ref.actor.loss_agg_mode actor.loss_agg_mode
+write algorithm=gspo, or another algorithm <- actor_rollout_ref.actor.policy_loss.loss_mode actor.policy_loss_type
+write algorithm_args.correction: truncated, masked or icepop <- algorithm.rollout_correction algo.advantage.is_correction_mode
+    algo.advantage.is_correction_level algo.advantage.is_correction_threshold
+write algorithm_args.group_normalize_adv=false <- algo.advantage.no_std_norm
+write algorithm_args.kl_estimator: k1 for kl, k2 for mse, k3 for low_var_kl <- actor_rollout_ref.actor.kl_loss_type
+    algo.kl.estimator
 write algorithm_args.reference_kl above 0: the penalty is in the loss, and none is in the reward <- algorithm.kl_ctrl.kl_coef
-    algorithm.kl_penalty algorithm.use_kl_in_reward actor_rollout_ref.actor.use_kl_loss use_kl_loss
+    algorithm.kl_penalty algorithm.use_kl_in_reward actor_rollout_ref.actor.use_kl_loss algo.kl.use_loss
 write controllers.kl.target and controllers.kl.horizon, in steps and not in answers <- algorithm.kl_ctrl
-write rollout.group_filter=nonzero_std, and rollout.patience for its limit <- algorithm.filter_groups dynamic_filtering
-    dynamic_filtering_reward_range
-write algorithm=dapo, with algorithm_args.overlong_buffer_tokens and algorithm_args.overlong_factor <- overlong_buffer_len
-    overlong_penalty_factor reward_model.overlong_buffer reward_model.reward_kwargs.overlong_buffer_cfg
+write rollout.group_filter=nonzero_std, and rollout.patience for its limit <- algorithm.filter_groups algo.dynamic_filtering_enable
+    algo.dynamic_filtering_range
+write algorithm=dapo, with algorithm_args.overlong_buffer_tokens and algorithm_args.overlong_factor <- reward.overlong_buffer_len
+    reward.overlong_penalty_factor
 write trainer.lr_scheduler_type: `constant` has no warm-up, unlike `constant_with_warmup` <- lr_scheduler
     actor_rollout_ref.actor.optim.warmup_style actor_rollout_ref.actor.optim.lr_scheduler_type
 write trainer.warmup_steps, where 0 and not -1 leaves it to trainer.warmup_ratio <- actor_rollout_ref.actor.optim.lr_warmup_steps
-write sharding.kind=full and ranks=N <- zero_stage zpg actor_rollout_ref.actor.strategy actor_rollout_ref.actor.fsdp_config
+write sharding.kind=full and ranks=N <- ds.zero_stage ds.zpg actor_rollout_ref.actor.strategy actor_rollout_ref.actor.fsdp_config
     actor_rollout_ref.ref.fsdp_config
-write ranks=N, the trainers of all machines together <- trainer.n_gpus_per_node actor_num_gpus_per_node
-write trainer.mixed_precision_dtype=bf16, or dtype=bfloat16 for the weights <- param_dtype
-write model_init_kwargs.attn_implementation=flash_attention_2 <- flash_attn
-write trainer.packing=padding_free <- packing_samples actor_rollout_ref.model.use_remove_padding
+write ranks=N, the trainers of all machines together <- trainer.n_gpus_per_node actor.num_gpus_per_node
+write trainer.mixed_precision_dtype=bf16, or dtype=bfloat16 for the weights <- ds.param_dtype
+write model_init_kwargs.attn_implementation=flash_attention_2 <- ds.attn_implementation
+write trainer.packing=padding_free <- ds.packing_samples actor_rollout_ref.model.use_remove_padding
 write inference=vllm <- actor_rollout_ref.rollout.name actor_rollout_ref.rollout.mode
-write inference.server_args with the server's own, such as ['--tensor-parallel-size','2'] <- enforce_eager enable_prefix_caching
+write inference.server_args with the server's own, such as ['--tensor-parallel-size','2'] <- vllm.enforce_eager
+    vllm.enable_prefix_caching vllm.gpu_memory_utilization vllm.tensor_parallel_size
     actor_rollout_ref.rollout.gpu_memory_utilization actor_rollout_ref.rollout.tensor_model_parallel_size
     actor_rollout_ref.rollout.enforce_eager actor_rollout_ref.rollout.max_num_batched_tokens actor_rollout_ref.rollout.max_num_seqs
     actor_rollout_ref.rollout.max_model_len actor_rollout_ref.rollout.enable_chunked_prefill actor_rollout_ref.rollout.load_format
     actor_rollout_ref.rollout.dtype actor_rollout_ref.rollout.engine_kwargs actor_rollout_ref.rollout.enable_prefix_caching
 write place.servers=N for N servers <- actor_rollout_ref.rollout.data_parallel_size
-write inference.weights: gloo, ludic_nccl or disk <- vllm_sync_backend vllm_sync_with_ray
-write inference.batches_ahead=N for batches that are sampled while another trains <- async_train async_queue_size
-write rollout.max_tool_turns, or task.kind=module:Class, a task of your own <- actor_rollout_ref.rollout.multi_turn multiturn
-write data={datasets: [{id: FILE, weight: 0.5}, {id: FILE}]} <- prompt_data_probs dataset_probs
-write output=RUNS name=RUN for the folder RUNS/RUN <- ckpt_path save_path trainer.default_local_dir
-write --resume RUN <- load_checkpoint trainer.resume_mode trainer.resume_from_path
-write report_to=wandb, or report_to=tensorboard <- use_wandb use_tensorboard
-write reward=module:function <- custom_reward_function
-write reward_model=FOLDER; reward_model_args has its settings <- reward_model
-write loss.loss_type=ipo <- ipo
+write inference.weights: gloo, ludic_nccl or disk <- vllm.sync_backend vllm.sync_with_ray
+write inference.batches_ahead=N for batches that are sampled while another trains <- train.async_enable train.async_queue_size
+write rollout.max_tool_turns, or task.kind=module:Class, a task of your own <- actor_rollout_ref.rollout.multi_turn data.multiturn
+write data={datasets: [{id: FILE, weight: 0.5}, {id: FILE}]} <- data.prompt_probs data.dataset_probs
+write output=RUNS name=RUN for the folder RUNS/RUN <- ckpt.path ckpt.output_dir trainer.default_local_dir
+write --resume RUN <- ckpt.load_enable trainer.resume_mode trainer.resume_from_path
+write report_to=wandb, or report_to=tensorboard <- logger.wandb.key logger.tensorboard_dir
+write reward=module:function <- custom_reward_function reward.custom_reward_function
+write reward_model=FOLDER; reward_model_args has its settings <- reward_model reward.reward_model
+write loss.loss_type=ipo <- model.ipo_enable
 write ludic eval RUN <- trainer.val_only
-write a file with fewer rows <- max_samples data.train_max_samples
-rows to fine-tune on have `prompt` and `completion`, or `messages`, and pairs `prompt`, `chosen` and `rejected` <- output_key
-    prompt_key chosen_key rejected_key
-the model's chat template is used, and a tokenizer without one sees plain text <- apply_chat_template input_template
-held-out problems are sampled as in training, and once more greedily <- actor_rollout_ref.rollout.val_kwargs eval_temperature
+write a file with fewer rows <- data.max_samples data.train_max_samples
+rows to fine-tune on have `prompt` and `completion`, or `messages`, and pairs `prompt`, `chosen` and `rejected` <- data.output_key
+    data.chosen_key data.rejected_key
+the model's chat template is used, and a tokenizer without one sees plain text <- data.apply_chat_template data.input_template
+held-out problems are sampled as in training, and once more greedily <- actor_rollout_ref.rollout.val_kwargs eval.temperature
 `ludic train` measures before the first step and after the last <- trainer.val_before_train
 rollouts.jsonl has the answers (rollout.log_every) <- trainer.log_val_generations trainer.rollout_data_dir
     trainer.validation_data_dir
 batches of ranks are always of equal cost <- trainer.balance_batch
-there is no critic; gamma is an argument of reinforce and reinforce_baseline <- critic algorithm.gamma algorithm.lam gamma lambd
-    value_clip critic_pretrain critic_learning_rate critic_num_nodes critic_num_gpus_per_node colocate_critic_reward freezing_actor_steps
-    save_value_network value_head_prefix trainer.critic_warmup trainer.max_critic_ckpt_to_keep
-there is no entropy term; algorithm=maxent_grpo keeps the variety of answers <- entropy_loss_coef
+there is no critic; gamma is an argument of reinforce and reinforce_baseline <- critic algorithm.gamma algorithm.lam
+    algo.advantage.gamma algo.advantage.lambd train.colocate_critic_reward ds.value_head_prefix trainer.critic_warmup
+    trainer.max_critic_ckpt_to_keep
+there is no entropy term; algorithm=maxent_grpo keeps the variety of answers <- actor.entropy_coef
     actor_rollout_ref.actor.entropy_coeff
-the loss has no term for routers, and none for text beside the rewards <- aux_loss_coef ptx_coef
-rewards are as the functions return them <- normalize_reward stop_properly_penalty_coef algorithm.use_pf_ppo
+the loss has no term for routers, and none for text beside the rewards <- actor.aux_loss_coef model.aux_loss_coef
+rewards are as the functions return them <- reward.normalize_enable reward.stop_properly_penalty_coef algorithm.use_pf_ppo
 reward functions get every column <- data.reward_fn_key
-prompts are read from the rows of data=FILE <- data.custom_cls data.return_raw_input_ids data.return_raw_chat data.return_full_prompt
-gradient_checkpointing=true has no further settings <- gradient_checkpointing_use_reentrant
+prompts are read from the rows of data=FILE <- data.custom_cls data.return_raw_input_ids data.return_raw_chat
+    data.return_full_prompt
+gradient_checkpointing=true has no further settings <- actor.gradient_checkpointing_reentrant model.gradient_checkpointing_reentrant
 `seed` fixes the order of prompts <- data.shuffle
 prompts are measured before the first step, and what does not fit is cut off <- data.filter_overlong_prompts data.truncation
 models read text alone <- data.image_key data.video_key
-no average of the weights is kept <- enable_ema ema_beta
-the reference is in the memory of the trainer, and needs no settings but reference.model <- actor_rollout_ref.ref ref_num_nodes
-    ref_num_gpus_per_node colocate_actor_ref ref_reward_offload ref_offload
-`place` says where processes run <- colocate_all_models reward_num_nodes reward_num_gpus_per_node ray_kwargs ray_init
-a server keeps its memory while the model trains <- vllm_enable_sleep deepspeed_enable_sleep
-    actor_rollout_ref.rollout.free_cache_engine
-a sample is never divided among processes <- ring_attn_size ring_head_stride ds_tensor_parallel_size
+no average of the weights is kept <- train.enable_ema train.ema_beta
+the reference is in the memory of the trainer, and needs no settings but reference.model <- actor_rollout_ref.ref ref.num_nodes
+    ref.num_gpus_per_node train.colocate_actor_ref ref.offload
+`place` says where processes run <- train.colocate_all reward.num_nodes reward.num_gpus_per_node reward.offload ray_kwargs
+a server keeps its memory while the model trains <- vllm.enable_sleep ds.enable_sleep actor_rollout_ref.rollout.free_cache_engine
+a sample is never divided among processes <- ds.ring_attn_size ds.ring_attn_head_stride ds.tensor_parallel_size
     actor_rollout_ref.actor.ulysses_sequence_parallel_size actor_rollout_ref.actor.megatron
 docs/migration.md has the names of verl that have a counterpart <- actor_rollout_ref
 """)
