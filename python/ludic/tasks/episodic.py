@@ -47,20 +47,24 @@ class Task(Protocol):
         """The environment of one episode: one answer, reward 1 or 0."""
 
 
-class ProblemList(Protocol):
+class ProblemList:
     """A finite list of problems, such as a data set. Training passes through it instead of
-    drawing from it."""
+    drawing from it: each problem once before any is repeated."""
+
+    training: Sequence[Problem]
+    """The problems to train on."""
+    digest: str
+    """Changes when the content of the list changes."""
 
     @property
-    def training(self) -> Sequence[Problem]:
-        """The problems to train on."""
-
-    @property
-    def digest(self) -> str:
-        """Changes when the content of the list changes."""
+    def problem_list(self) -> ProblemList:
+        return self
 
     def begin_batch(self, number: int) -> None:
         """Called before batch `number`, the first is 0, is requested."""
+
+    def draw(self, rng: Random) -> Problem:
+        return rng.choice(self.training)
 
 
 def check_share(name: str, value: float) -> None:
