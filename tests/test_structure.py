@@ -40,9 +40,9 @@ PROTOCOLS = {
         RewardModelClient RolloutScorer Sandbox SandboxPool Task TensorCommunicator TestAdapter
         TrainingBackend TrainingLogger VersionedClient""",
     "an optional member of such an object": """
-        ClosableLogger HasActorLogps ReadsTokenIds Stateful SyncedLogger TakesWeights ToolContext""",
+        ClosableLogger HasActorLogps ReadsTokenIds Stateful SyncedLogger""",
     "two or more of ours": """
-        Addressed BatchSelection CompletesTokens End Engine EpochsParts GroupLog Packing Place
+        Addressed BatchSelection CompletesTokens EpochsParts GroupLog Packing Place
         RewardWeightsClient RowReader RunParts Running Transport WeightSource""",
     "one of ours, of a higher layer": "HasTensors",
 }
