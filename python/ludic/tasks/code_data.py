@@ -10,8 +10,7 @@ from typing import ClassVar
 
 from ludic.data.sources import read_table
 from ludic.envs.code_exec.adapters.apps import APPS_SYSTEM_PROMPT
-from ludic.envs.code_exec.adapters.problem import CodingProblem, OneProblem
-from ludic.envs.code_exec.adapters.problem_rows import read_problem
+from ludic.envs.code_exec.adapters.problem import CodingProblem, OneProblem, read_problem
 from ludic.envs.code_exec.env import CodeExecConfig, CodeExecEnv
 from ludic.envs.code_exec.sandbox import SandboxPool
 from ludic.envs.code_exec.shared_pool import SharedSandboxPool, share_sandboxes
