@@ -54,3 +54,8 @@ def first_present(row: Mapping[str, Any], *keys: str) -> str:
         if row.get(key) is not None:
             return str(row[key])
     raise DataError(f"a row needs {' or '.join(keys)}; it has {', '.join(sorted(row))}")
+
+
+def completion_text(completion: Any) -> str:
+    """The text of a completion, or the content of the last of its messages."""
+    return completion if isinstance(completion, str) else str(completion[-1]["content"])
