@@ -12,7 +12,7 @@ import numpy as np
 from ludic.errors import DataError
 from ludic.eval.intervals import Interval
 from ludic.eval.tally import Measurement
-from ludic.training.classification_metrics import CalibrationBins, PreferenceMetrics, margins_in_both_orders, percentiles
+from ludic.training.classification_metrics import PreferenceMetrics, margins_in_both_orders, percentiles
 
 _MARGIN_BINS = 40
 
@@ -46,10 +46,7 @@ def draw_measurements(path: Path, measurements: Mapping[str, Measurement], *, ti
     curve.set(ylim=(0, 1.03), xlabel="k, answers to a problem", ylabel="at least one right", title="pass@k")
     if len(measurements) > 1:
         curve.legend(loc="best")
-    for axes in (shares, curve):
-        axes.grid(alpha=0.3)
-    figure.suptitle(title)
-    figure.savefig(path, dpi=120)
+    _save(figure, (shares, curve), path, title)
 
 
 def _collect_shares(measurement: Measurement) -> dict[str, Interval]:
@@ -85,8 +82,13 @@ def draw_reliability(path: Path, metrics: PreferenceMetrics, *, title: str) -> N
     figure = make_figure((5.4, 6))
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     bins = metrics.calibration()
-    _draw_calibration(upper, bins)
-    lower.bar(_find_bin_middles(bins), bins.counts, width=_bar_width(bins), color="C0", alpha=0.6)
+    middles, width = (bins.edges[:-1] + bins.edges[1:]) / 2, 0.94 / len(bins.counts)
+    filled = bins.counts > 0
+    observed = bins.frequency[filled]
+    upper.bar(middles[filled], observed, width=width, color="C0", alpha=0.6, edgecolor="C0", label="observed")
+    upper.plot(bins.confidence[filled], observed, marker="o", color="C1", label="mean prediction of each bin")
+    upper.plot([0, 1], [0, 1], color="black", linestyle="--", linewidth=1, label="perfectly calibrated")
+    lower.bar(middles, bins.counts, width=width, color="C0", alpha=0.6)
     error = metrics.compute()["ece"]
     upper.set(xlim=(0, 1), ylim=(0, 1.03), ylabel="how often it is preferred", title=f"expected calibration error {error:.3f}")
     orders = ", each in both orders" if metrics.both_orders else ""
@@ -115,29 +117,6 @@ def draw_margins(path: Path, metrics: PreferenceMetrics, *, title: str) -> None:
     axes.set(xlabel="score of the preferred response minus the other's", ylabel="pairs", title=f"{metrics.num_pairs:,} pairs")
     axes.legend(loc="best")
     _save(figure, (axes,), path, title)
-
-
-def _draw_calibration(axes: Any, bins: CalibrationBins) -> None:
-    filled = bins.counts > 0
-    axes.bar(
-        _find_bin_middles(bins)[filled],
-        bins.frequency[filled],
-        width=_bar_width(bins),
-        color="C0",
-        alpha=0.6,
-        edgecolor="C0",
-        label="observed",
-    )
-    axes.plot(bins.confidence[filled], bins.frequency[filled], marker="o", color="C1", label="mean prediction of each bin")
-    axes.plot([0, 1], [0, 1], color="black", linestyle="--", linewidth=1, label="perfectly calibrated")
-
-
-def _find_bin_middles(bins: CalibrationBins) -> Any:
-    return (bins.edges[:-1] + bins.edges[1:]) / 2
-
-
-def _bar_width(bins: CalibrationBins) -> float:
-    return 0.94 / len(bins.counts)
 
 
 def _make_bin_edges(margins: Any) -> Any:

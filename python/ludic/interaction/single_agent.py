@@ -46,7 +46,12 @@ class SingleAgentProtocol(InteractionProtocol):
         inference: InferenceSpec | None = None,
         timeout_s: float | None = None,
     ) -> list[Rollout]:
-        agent_id = _only_agent(env)
+        ids = list(env.agent_ids)
+        if len(ids) != 1:
+            raise ConfigError(
+                f"SingleAgentProtocol needs an environment with one agent, {type(env).__name__} has {len(ids)}: {ids}"
+            )
+        [agent_id] = ids
         obs = await self._reset(env, agent_id, env_seed)
         steps: list[Step] = []
         inactive = False
@@ -72,7 +77,13 @@ class SingleAgentProtocol(InteractionProtocol):
             if step.terminated or step.truncated:
                 break
         truncated, reason = _end_episode(steps, inactive=inactive)
-        return [Rollout(steps=steps, meta=self._episode_meta(env, truncated, reason))]
+        meta = {
+            "agent_name": self.agent.name,
+            "env_name": type(env).__name__,
+            "episode_truncated": truncated,
+            "truncation_reason": reason,
+        }
+        return [Rollout(steps=steps, meta=meta)]
 
     async def _reset(self, env: LudicEnv[str, str, str], agent_id: str, env_seed: int | None) -> str:
         """Reset environment and agent. Returns the first observation."""
@@ -88,23 +99,8 @@ class SingleAgentProtocol(InteractionProtocol):
         self.agent.on_env_reset(obs, info)
         return obs
 
-    def _episode_meta(self, env: LudicEnv[str, str, str], truncated: bool, reason: str | None) -> dict[str, Any]:
-        return {
-            "agent_name": self.agent.name,
-            "env_name": type(env).__name__,
-            "episode_truncated": truncated,
-            "truncation_reason": reason,
-        }
-
 
 SingleAgentSyncProtocol = SingleAgentProtocol
-
-
-def _only_agent(env: LudicEnv[str, str, str]) -> str:
-    ids = list(env.agent_ids)
-    if len(ids) != 1:
-        raise ConfigError(f"SingleAgentProtocol needs an environment with one agent, {type(env).__name__} has {len(ids)}: {ids}")
-    return ids[0]
 
 
 async def _step_env(env: LudicEnv[str, str, str], agent_id: str, action: str) -> StepOutcome:
