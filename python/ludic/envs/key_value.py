@@ -106,10 +106,6 @@ class KeyValueEnv(SingleAgentEnv):
         self._turns, self._done, self._obs = 0, True, ""
 
     @property
-    def suggested_sysprompt(self) -> str | None:
-        return self._system_prompt
-
-    @property
     def target(self) -> str:
         """The right answer of this episode."""
         return self.store[self.store[self.start]]

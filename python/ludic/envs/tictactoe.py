@@ -224,10 +224,6 @@ class TicTacToeEnv(SingleAgentEnv):
         self._perfect = True
         self._result: str | None = "unopened"
 
-    @property
-    def suggested_sysprompt(self) -> str | None:
-        return self._system_prompt
-
     def env_reset(self, *, seed: int | None = None) -> tuple[str, Info]:
         """An empty board, or one with the opponent's first move. Without a seed the opponent draws
         from a random state."""
@@ -327,10 +323,6 @@ class TwoPlayerTicTacToeEnv(LudicEnv[str, str, str]):
         self._system_prompt = system_prompt
         self._opened: set[str] = set()
         self._playing = False
-
-    @property
-    def suggested_sysprompt(self) -> str | None:
-        return self._system_prompt
 
     @property
     def agent_ids(self) -> list[str]:

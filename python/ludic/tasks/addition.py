@@ -17,8 +17,7 @@ from random import Random
 from typing import ClassVar
 
 from ludic.envs.dataset_qa_env import DatasetQAEnv
-from ludic.errors import ConfigError
-from ludic.tasks.episodic import Problem, check_share
+from ludic.tasks.episodic import Problem, check_num_heldout, check_share
 from ludic.types import StepOutcome
 
 _SPLIT_SEED = 20_000  # of the held-out problems, which are the same in every run
@@ -70,10 +69,7 @@ class Addition:
 
     def __post_init__(self) -> None:
         check_share("right", self.right)
-        if not 1 <= self.num_heldout <= 1_800:
-            raise ConfigError(
-                f"num_heldout ({self.num_heldout}) must be between 1 and 1800, half of the problems; the rest is for training"
-            )
+        check_num_heldout(self.num_heldout, 1_800, "problems")
 
     max_new_tokens = 24
     reward_sees = "the sum after the last '>', in an answer that ended; never the scratchpad"

@@ -22,8 +22,7 @@ from ludic.envs.code_exec.env import CodeExecConfig, CodeExecEnv
 from ludic.envs.code_exec.sandbox import SandboxPool
 from ludic.envs.code_exec.shared_pool import SharedSandboxPool, share_sandboxes
 from ludic.envs.code_exec.types import TestCase
-from ludic.errors import ConfigError
-from ludic.tasks.episodic import Problem, check_share
+from ludic.tasks.episodic import Problem, check_num_heldout, check_share
 from ludic.types import StepOutcome
 
 PICKS = ("max", "min", "first", "last")
@@ -50,7 +49,9 @@ class Wanted:
     selection: str
 
     def of(self, numbers: Sequence[int]) -> int:
-        changed = [_changed(self.change, number) for number in numbers if _is_selected(self.selection, number)]
+        factor = {"double": 2, "negate": -1}.get(self.change, 1)
+        selected = [number for number in numbers if _is_selected(self.selection, number)]
+        changed = [number * (number if self.change == "square" else factor) for number in selected]
         if not changed:
             return 0
         return {"max": max(changed), "min": min(changed), "first": changed[0], "last": changed[-1]}[self.pick]
@@ -67,10 +68,6 @@ class Wanted:
         if self.pick in ("max", "min"):
             return f"f=lambda a:{self.pick}({numbers})"
         return f"f=lambda a:{f'({numbers})' if of_none else numbers}[{0 if self.pick == 'first' else -1}]"
-
-
-def _changed(change: str, number: int) -> int:
-    return {"": number, "square": number * number, "double": 2 * number, "negate": -number}[change]
 
 
 def _is_selected(selection: str, number: int) -> bool:
@@ -112,10 +109,7 @@ class Code:
     def __post_init__(self) -> None:
         check_share("right", self.right)
         check_share("right + of_none", self.right + self.of_none)
-        if not 1 <= self.num_heldout <= 160:
-            raise ConfigError(
-                f"num_heldout ({self.num_heldout}) must be between 1 and 160, half of the problems; the rest is for training"
-            )
+        check_num_heldout(self.num_heldout, 160, "problems")
         shared = share_sandboxes(self.workers, self.backend) if self.pool is None else SharedSandboxPool.of(self.pool)
         object.__setattr__(self, "pool", shared)
 

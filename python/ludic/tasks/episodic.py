@@ -72,6 +72,11 @@ def check_share(name: str, value: float) -> None:
         raise ConfigError(f"{name} ({value}) must be between 0 and 1; it is a share of the demonstrations")
 
 
+def check_num_heldout(value: int, most: int, kind: str) -> None:
+    if not 1 <= value <= most:
+        raise ConfigError(f"num_heldout ({value}) must be between 1 and {most}, half of the {kind}; the rest is for training")
+
+
 Episode = Mapping[str, Any]
 """What an environment is built from: `id`, and other JSON values of the task. The environment's
 seed decides the rest."""

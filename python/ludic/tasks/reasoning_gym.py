@@ -181,10 +181,7 @@ class ReasoningGymEnv(SingleAgentEnv):
     def __init__(self, task: ReasoningGym, problem: GymProblem) -> None:
         super().__init__()
         self._task, self._problem, self._done = task, problem, False
-
-    @property
-    def suggested_sysprompt(self) -> str | None:
-        return self._task.system_prompt
+        self._system_prompt = task.system_prompt
 
     def env_reset(self, *, seed: int | None = None) -> tuple[str, Info]:
         """The question; the same at every reset, for any seed."""

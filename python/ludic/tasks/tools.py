@@ -18,7 +18,7 @@ from typing import ClassVar
 
 from ludic.envs.key_value import KEYS, TOOL_RULES, KeyValueEnv, TaggedText, TerseText
 from ludic.errors import ConfigError
-from ludic.tasks.episodic import Episode, EpisodicTask, Played, Shown, Turn, check_share, share, transcript
+from ludic.tasks.episodic import Episode, EpisodicTask, Played, Shown, Turn, check_num_heldout, check_share, share, transcript
 from ludic.types import Rollout
 
 FORMATS = ("terse", "chat")
@@ -50,10 +50,7 @@ class Tools(EpisodicTask):
         check_share("wrong_key", self.wrong_key)
         check_share("wrong_answer", self.wrong_answer)
         check_share("right + guess + wrong_key + wrong_answer", self.right + self.guess + self.wrong_key + self.wrong_answer)
-        if not 1 <= self.num_heldout <= 45:
-            raise ConfigError(
-                f"num_heldout ({self.num_heldout}) must be between 1 and 45, half of the pairs; the rest is for training"
-            )
+        check_num_heldout(self.num_heldout, 45, "pairs")
         if self.format not in FORMATS:
             raise ConfigError(f"format ({self.format}) must be one of {', '.join(FORMATS)}")
 

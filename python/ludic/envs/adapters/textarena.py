@@ -187,15 +187,16 @@ class TextArenaEnv(LudicEnv[str, str, str]):
         messages = self._state.observations[player]
         self._state.observations[player] = []
         self._num_told[player] += len(messages)
-        lines = [self._line(sender, text) for sender, text, kind in messages if not self._is_own_move(player, sender, kind)]
-        news = "\n".join(line for line in lines if line)
+        lines = []
+        for sender, text, kind in messages:
+            # Some games for one player report the player's move as a message of the game.
+            is_own = sender == player or (sender < 0 and self._num_players == 1)
+            if not (is_own and kind.name == "PLAYER_ACTION"):
+                lines.append(self._line(sender, text))
+        news = "\n".join(filter(None, lines))
         if news:
             self._shown[player] = news
         return news
-
-    def _is_own_move(self, player: int, sender: int, kind: Any) -> bool:
-        """Some games for one player report the player's move as a message of the game."""
-        return kind.name == "PLAYER_ACTION" and (sender == player or (sender < 0 and self._num_players == 1))
 
     def _line(self, sender: int, text: str) -> str:
         text = str(text).strip()

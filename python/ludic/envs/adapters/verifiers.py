@@ -56,17 +56,11 @@ class VerifiersEnv(SingleAgentEnv):
         self._episode = Episode("VerifiersEnv")
         self._caller = _Caller()
         self._playing: asyncio.Task[Any] | None = None
-        self._system_prompt: str | None = None
         self._obs = ""
 
     def task(self, seed: int | None) -> Any:
         """The task of a seed; without a seed the first."""
         return self._tasks[(seed or 0) % len(self._tasks)]
-
-    @property
-    def suggested_sysprompt(self) -> str | None:
-        """The system prompt of the current request."""
-        return self._system_prompt
 
     async def env_reset(self, *, seed: int | None = None) -> tuple[str, Info]:  # type: ignore[override]  # hooks may be coroutines
         self._episode.begin()

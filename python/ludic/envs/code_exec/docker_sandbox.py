@@ -330,7 +330,11 @@ def connect(*, timeout_s: int = 60) -> Any:
     docker = load_docker()
     address = os.environ.get("DOCKER_HOST") or USUAL_ADDRESS
     try:
-        _try_socket(address, timeout_s)
+        scheme, _, path = address.partition("://")
+        if scheme in ("unix", "http+unix"):
+            with socket.socket(socket.AF_UNIX) as trial:  # the package leaves a socket open where no process listens
+                trial.settimeout(timeout_s)
+                trial.connect(path)
         client = docker.from_env(timeout=timeout_s)
     except (OSError, docker.errors.DockerException) as error:
         raise NoSandboxError(
@@ -343,12 +347,3 @@ def connect(*, timeout_s: int = 60) -> Any:
             "for example with `ssh -L`, and set DOCKER_HOST to it"
         )
     return client
-
-
-def _try_socket(address: str, timeout_s: float) -> None:
-    """OSError if no process listens there. The package leaves such sockets open."""
-    scheme, _, path = address.partition("://")
-    if scheme in ("unix", "http+unix"):
-        with socket.socket(socket.AF_UNIX) as trial:
-            trial.settimeout(timeout_s)
-            trial.connect(path)

@@ -175,19 +175,8 @@ class PodmanProcess(LineProcess):
 
 def run_arguments(plan: ContainerPlan, image: str, config: PodmanConfig) -> list[str]:
     """Of `podman run`."""
-    arguments = [
-        "run",
-        "--interactive",
-        "--rm",
-        "--name",
-        plan.name,
-        "--label",
-        f"{OWNER}={this_process()}",
-        "--pull",
-        "never",
-        "--log-driver",
-        "none",
-    ]
+    arguments = ["run", "--interactive", "--rm", "--name", plan.name, "--label", f"{OWNER}={this_process()}"]
+    arguments += ["--pull", "never", "--log-driver", "none"]
     arguments += ["--user", f"{plan.user}:{plan.user}", "--cap-drop", "ALL", "--security-opt", "no-new-privileges"]
     arguments += ["--read-only", "--read-only-tmpfs=false", "--ipc", "none", "--workdir", "/", "--entrypoint", "[]"]
     arguments += ["--tmpfs", f"{HIDDEN}:ro,size=4k"]

@@ -79,10 +79,13 @@ class MathReward:
     def target_of(self, row: Mapping[str, Any]) -> str:
         return self._target(first_present(row, *self._keys))
 
+    def _rows(self, count: int, columns: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The columns of the target, row by row."""
+        return [{key: columns[key][index] for key in self._keys if key in columns} for index in range(count)]
+
     async def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | GradingError]:
         """Columns come from the data set; completions are text or messages."""
-        grader = self._grader or shared_grader()
-        rows = [{key: columns[key][index] for key in self._keys if key in columns} for index in range(len(completions))]
+        grader, rows = self._grader or shared_grader(), self._rows(len(completions), columns)
         verdicts = await asyncio.gather(
             *(
                 grader.grade(final_answer(completion_text(c)), self.target_of(row))

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from ludic.envs.maths.answers import completion_text, first_present, math_target
+from ludic.envs.maths.envs import MathReward
 from ludic.envs.maths.grader import MathGrader, shared_grader
 from ludic.errors import ConfigError, DataError, GradingError
 
@@ -85,7 +86,7 @@ def canonical_answer(text: str) -> str:
     return text
 
 
-class TaggedMathReward:
+class TaggedMathReward(MathReward):
     """Reward function `pure_accuracy_math`: 1 for the right answer between tags, else 0.
 
     The right answer is the column `answer`, or the last `\\boxed{...}` of `solution`. In training
@@ -105,10 +106,8 @@ class TaggedMathReward:
         _check_choices(template=(template, Template), comparison=(comparison, Comparison), which=(which, Which))
         if grader is not None and comparison != "math_verify":
             raise ConfigError(f"comparison ({comparison}) uses no grader; leave it out, or set comparison='math_verify'")
-        self.__name__ = "pure_accuracy_math"
-        self.system_prompt = SYSTEM_PROMPT
-        """The system prompt for prompts without one."""
-        self._template, self._comparison, self._which, self._grader = template, comparison, which, grader
+        super().__init__("pure_accuracy_math", ["answer", "solution"], math_target, SYSTEM_PROMPT, grader)
+        self._template, self._comparison, self._which = template, comparison, which
         self._has_hinted = False
 
     def check_row(self, row: Mapping[str, Any]) -> None:
@@ -130,8 +129,7 @@ class TaggedMathReward:
             logger.warning(
                 "all answers with <answer> earn 0: <think>...</think> must come before it; ask for it in the system prompt"
             )
-        names: list[str] = [key for key in ("answer", "solution") if key in columns]
-        rows = [{key: columns[key][index] for key in names} for index in range(len(answers))]
+        rows = self._rows(len(answers), columns)
         pairs = [(answer, self.target_of(row)) for answer, row in zip(answers, rows, strict=True)]
         if self._comparison == "canonical":
             return [
