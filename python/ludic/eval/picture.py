@@ -35,7 +35,11 @@ def draw_measurements(path: Path, measurements: Mapping[str, Measurement], *, ti
     for position, (label, measurement) in enumerate(measurements.items()):
         colour = f"C{position}"
         offset = 0.8 * (position - (len(measurements) - 1) / 2) / len(measurements)
-        _draw_bars(shares, _collect_shares(measurement), colour=colour, offset=offset, width=0.8 / len(measurements))
+        for number, share in enumerate(_collect_shares(measurement).values()):
+            low, high = share.value if share.low is None else share.low, share.value if share.high is None else share.high
+            reach = [[max(0.0, share.value - low)], [max(0.0, high - share.value)]]
+            shares.bar(number + offset, share.value, width=0.72 / len(measurements), color=colour, alpha=0.6)
+            shares.errorbar(number + offset, share.value, yerr=reach, color="black", capsize=4, linewidth=1)
         _draw_curve(curve, measurement, colour=colour, label=label)
     confidence = {f"{measurement.confidence:.0%}" for measurement in measurements.values()}
     names = [name.replace("_", " ") for name in _collect_shares(next(iter(measurements.values())))]
@@ -53,14 +57,6 @@ def _collect_shares(measurement: Measurement) -> dict[str, Interval]:
     """The values between 0 and 1."""
     facts = {name: interval for name, interval in measurement.also.items() if name in measurement.shares}
     return {"accuracy": measurement.accuracy, **facts}
-
-
-def _draw_bars(axes: Any, shares: Mapping[str, Interval], *, colour: str, offset: float, width: float) -> None:
-    for position, share in enumerate(shares.values()):
-        low, high = share.value if share.low is None else share.low, share.value if share.high is None else share.high
-        reach = [[max(0.0, share.value - low)], [max(0.0, high - share.value)]]
-        axes.bar(position + offset, share.value, width=width * 0.9, color=colour, alpha=0.6)
-        axes.errorbar(position + offset, share.value, yerr=reach, color="black", capsize=4, linewidth=1)
 
 
 def _draw_curve(axes: Any, measurement: Measurement, *, colour: str, label: str) -> None:

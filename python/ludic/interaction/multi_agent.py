@@ -15,11 +15,16 @@ from ludic.interaction.base import InteractionProtocol, await_results
 from ludic.interaction.containment import run_contained
 from ludic.interaction.info import merge_step_info
 from ludic.interaction.step_collector import TraceCollector
-from ludic.interaction.steps import make_failed_step, make_intermediate_steps, make_played_step, mark_truncated, system_prompt
-from ludic.parsers import ParseResult
-from ludic.types import Info, Rollout, Step, StepOutcome, TokenTrace
+from ludic.interaction.steps import (
+    Answer,
+    make_failed_step,
+    make_intermediate_steps,
+    make_played_step,
+    mark_truncated,
+    system_prompt,
+)
+from ludic.types import Info, Rollout, Step, StepOutcome
 
-Answer = tuple[ParseResult, str, Info, TokenTrace | None]
 NO_OUTCOME = StepOutcome(obs="", reward=0.0, truncated=False, terminated=False)
 
 
@@ -78,16 +83,14 @@ class Player:
 
     def add_failed_step(self, turn: int, answer: Answer) -> None:
         """Add the step of an answer that could not be parsed."""
-        parsed, raw, info, trace = answer
-        step = make_failed_step(turn + self._calls, self._last_obs, raw, parsed, info, trace)
+        step = make_failed_step(turn + self._calls, self._last_obs, answer)
         self._add_step(step)
         self.add_observation(step.next_obs or "", step.info)
 
     def add_played_step(self, turn: int, answer: Answer, outcome: StepOutcome | None) -> None:
         """Add the step of an action. Without an outcome, the environment reports it later or
         never."""
-        parsed, raw, info, trace = answer
-        step = make_played_step(turn + self._calls, self._last_obs, raw, parsed, info, outcome or NO_OUTCOME, trace)
+        step = make_played_step(turn + self._calls, self._last_obs, answer, outcome or NO_OUTCOME)
         self._add_step(step)
         if outcome is None:
             step.next_obs = None

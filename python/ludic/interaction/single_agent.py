@@ -59,17 +59,17 @@ class SingleAgentProtocol(InteractionProtocol):
             if agent_id not in env.active_agents:
                 inactive = True
                 break
-            parsed, raw, client_info, trace = await self.agent.act(
+            answer = await self.agent.act(
                 inference=inference, sampling_seed=derive_seed(sampling_seed, turn), timeout_s=timeout_s
             )
             for call in make_intermediate_steps(self.agent, len(steps), obs):
                 steps.append(call)
                 obs = call.next_obs or ""
-            if parsed.action is None:
-                step = make_failed_step(len(steps), obs, raw, parsed, client_info, trace, ends=self.stop_on_parse_error)
+            action = answer[0].action
+            if action is None:
+                step = make_failed_step(len(steps), obs, answer, ends=self.stop_on_parse_error)
             else:
-                outcome = await _step_env(env, agent_id, parsed.action)
-                step = make_played_step(len(steps), obs, raw, parsed, client_info, outcome, trace)
+                step = make_played_step(len(steps), obs, answer, await _step_env(env, agent_id, action))
             steps.append(step)
             obs = step.next_obs or ""
             if step.next_obs is not None:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from random import Random
 from typing import ClassVar
 
-from ludic.envs.single_agent_env import SingleAgentEnv
 from ludic.envs.tictactoe import (
     EMPTY,
     RULES,
@@ -108,8 +107,20 @@ class TicTacToe(EpisodicTask):
     def demonstrations(self, count: int, rng: Random) -> Sequence[Sequence[Turn]]:
         return [self._demonstrate(rng) for _ in range(count)]
 
-    def make_env(self, episode: Episode) -> SingleAgentEnv:
-        return self._env(episode["mark"], self._opponent(episode["opponent"]))
+    def make_env(self, episode: Episode) -> TicTacToeEnv:
+        opponents: dict[str, Opponent] = {
+            "random": RandomOpponent(),
+            "perfect": PerfectOpponent(),
+            "mixed": MixedOpponent(self.opponent_perfect),
+        }
+        return TicTacToeEnv(
+            agent_starts=episode["mark"] == "X",
+            opponent=opponents[episode["opponent"]],
+            text=MoveText() if self.format == "moves" else BoardText(),
+            draw_reward=self.draw_reward,
+            forced_draw_reward=self.forced_draw_reward,
+            system_prompt=self.system_prompt,
+        )
 
     def suites(self) -> Mapping[str, Sequence[Episode]]:
         return {name: [_game("XO"[i % 2], name) for i in range(_GAMES)] for name in ("random", "perfect")}
@@ -126,27 +137,9 @@ class TicTacToe(EpisodicTask):
             f"{episode['mark']} against a {episode['opponent']} opponent", f"{result}: {transcript(rollout)}", "win or draw"
         )
 
-    def _opponent(self, name: str) -> Opponent:
-        opponents: dict[str, Opponent] = {
-            "random": RandomOpponent(),
-            "perfect": PerfectOpponent(),
-            "mixed": MixedOpponent(self.opponent_perfect),
-        }
-        return opponents[name]
-
-    def _env(self, mark: str, opponent: Opponent) -> TicTacToeEnv:
-        return TicTacToeEnv(
-            agent_starts=mark == "X",
-            opponent=opponent,
-            text=MoveText() if self.format == "moves" else BoardText(),
-            draw_reward=self.draw_reward,
-            forced_draw_reward=self.forced_draw_reward,
-            system_prompt=self.system_prompt,
-        )
-
     def _demonstrate(self, rng: Random) -> list[Turn]:
         """A game of the teacher, as X or as O, against a random opponent."""
-        env = self._env(rng.choice("XO"), RandomOpponent())
+        env = self.make_env(_game(rng.choice("XO"), "random"))
         observation, _ = env.env_reset(seed=rng.getrandbits(32))
         turns: list[Turn] = []
         over = False

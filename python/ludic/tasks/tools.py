@@ -45,10 +45,8 @@ class Tools(EpisodicTask):
     """`terse`: one or two characters a turn. `chat`: rules, sentences, and calls between tags."""
 
     def __post_init__(self) -> None:
-        check_share("right", self.right)
-        check_share("guess", self.guess)
-        check_share("wrong_key", self.wrong_key)
-        check_share("wrong_answer", self.wrong_answer)
+        for name in ("right", "guess", "wrong_key", "wrong_answer"):
+            check_share(name, getattr(self, name))
         check_share("right + guess + wrong_key + wrong_answer", self.right + self.guess + self.wrong_key + self.wrong_answer)
         check_num_heldout(self.num_heldout, 45, "pairs")
         if self.format not in FORMATS:

@@ -24,10 +24,6 @@ class Episode:
     def running(self) -> bool:
         return self._state == "running"
 
-    @property
-    def closed(self) -> bool:
-        return self._state == "closed"
-
     def begin(self) -> None:
         self._refuse_closed()
         self._state = "running"

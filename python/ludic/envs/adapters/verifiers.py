@@ -83,7 +83,11 @@ class VerifiersEnv(SingleAgentEnv):
             self._obs = self._shown(request)
             return StepOutcome(obs=self._obs, reward=0.0, truncated=False, terminated=False)
         assert self._playing is not None
-        last = rollout_from_trace(self._ended()).steps[-1]
+        try:
+            trace = self._playing.result()
+        except Exception as error:
+            raise self._failed(f"{type(error).__name__}: {error}") from error
+        last = rollout_from_trace(trace).steps[-1]
         scores = {key: last.info[key] for key in ("rewards", "metrics")}
         self._obs = json.dumps(scores)
         return StepOutcome(obs=self._obs, reward=last.reward, truncated=last.truncated, terminated=last.terminated, info=scores)
@@ -115,13 +119,6 @@ class VerifiersEnv(SingleAgentEnv):
         self._episode.end()
         await self._stop()
         raise TimeoutError(f"VerifiersEnv: the episode sent no request and did not end within {self._timeout_s} s")
-
-    def _ended(self) -> Any:
-        assert self._playing is not None
-        try:
-            return self._playing.result()
-        except Exception as error:
-            raise self._failed(f"{type(error).__name__}: {error}") from error
 
     def _failed(self, problem: str) -> RolloutError:
         if self._playing is not None and self._playing.done() and self._playing.exception() is None:

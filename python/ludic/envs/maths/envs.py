@@ -9,8 +9,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ludic.envs.dataset_qa_env import DatasetQAEnv, Sample
-from ludic.envs.maths.answers import completion_text, final_answer, first_present, gsm8k_target, math_target
-from ludic.envs.maths.grader import MathGrader, shared_grader
+from ludic.envs.maths.grader import (
+    MathGrader,
+    completion_text,
+    final_answer,
+    first_present,
+    gsm8k_target,
+    math_target,
+    shared_grader,
+)
 from ludic.errors import GradingError
 from ludic.types import StepOutcome
 

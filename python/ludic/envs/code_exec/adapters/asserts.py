@@ -177,14 +177,22 @@ def _separate(statement: ast.Assert, test: ast.expr) -> tuple[ast.expr, Any]:
         return near
     if not isinstance(operator, ast.Eq | ast.Is):
         raise _refusal(statement, f"compares with {type(operator).__name__}, which a program could replace")
+    if (found := _call_and_value(left, right)) is None:
+        raise _refusal(statement, "compares with a value that is not written out")
+    call, expected = found
+    if isinstance(expected, bool):
+        _truth(statement, call)
+        return call, Same(expected) if isinstance(operator, ast.Is) else expected
+    return found
+
+
+def _call_and_value(left: ast.expr, right: ast.expr) -> tuple[ast.expr, Any] | None:
+    """The side that calls, and the value of the other side; None if that is not written out."""
     for call, value in ((left, right), (right, left)):
         known, expected = _known_value(value)
-        if known and _calls(call):
-            if not isinstance(expected, bool):
-                return call, expected
-            _truth(statement, call)
-            return call, Same(expected) if isinstance(operator, ast.Is) else expected
-    raise _refusal(statement, "compares with a value that is not written out")
+        if known and any(isinstance(node, ast.Call) for node in ast.walk(call)):
+            return call, expected
+    return None
 
 
 def _is_near(left: ast.expr, right: ast.expr) -> tuple[ast.expr, Near] | None:
@@ -195,11 +203,8 @@ def _is_near(left: ast.expr, right: ast.expr) -> tuple[ast.expr, Near] | None:
     known, tolerance = _known_value(right)
     if not (known and isinstance(difference, ast.BinOp) and isinstance(difference.op, ast.Sub)):
         return None
-    for call, value in ((difference.left, difference.right), (difference.right, difference.left)):
-        has_value, expected = _known_value(value)
-        if has_value and _calls(call):
-            return call, Near(expected, abs_tol=float(tolerance))
-    return None
+    found = _call_and_value(difference.left, difference.right)
+    return found and (found[0], Near(found[1], abs_tol=float(tolerance)))
 
 
 def _is_close(test: ast.Call) -> tuple[ast.expr, Near] | None:
@@ -210,11 +215,8 @@ def _is_close(test: ast.Call) -> tuple[ast.expr, Near] | None:
     if not set(tolerances) <= {"rel_tol", "abs_tol"} or not all(known for known, _ in tolerances.values()):
         return None
     limits = {"rel_tol": DEFAULT_REL_TOL, **{str(key): float(value) for key, (_, value) in tolerances.items()}}
-    for call, value in ((test.args[0], test.args[1]), (test.args[1], test.args[0])):
-        known, expected = _known_value(value)
-        if known and _calls(call):
-            return call, Near(expected, **limits)
-    return None
+    found = _call_and_value(*test.args)
+    return found and (found[0], Near(found[1], **limits))
 
 
 def _truth(statement: ast.Assert, expression: ast.expr) -> ast.expr:
@@ -270,10 +272,6 @@ def _known_value(expression: ast.expr) -> tuple[bool, Any]:
         return all(known for known, _ in inner), make(*(value for _, value in inner))
     except (TypeError, ValueError):
         return False, None
-
-
-def _calls(expression: ast.expr) -> bool:
-    return any(isinstance(node, ast.Call) for node in ast.walk(expression))
 
 
 def _parse(source: str) -> ast.Module:
