@@ -40,10 +40,10 @@ PROTOCOLS = {
         RewardModelClient RolloutScorer Sandbox SandboxPool Task TensorCommunicator TestAdapter
         TrainingBackend TrainingLogger VersionedClient""",
     "an optional member of such an object": """
-        ClosableLogger HasActorLogps ProblemList ReadsTokenIds Stateful SyncedLogger TakesWeights ToolContext""",
+        ClosableLogger HasActorLogps ReadsTokenIds Stateful SyncedLogger""",
     "two or more of ours": """
-        Addressed BatchSelection CompletesTokens End Engine EpochsParts GameText GroupLog Packing Place
-        RewardWeightsClient RowReader RunParts Running StoreText Transport WeightSource""",
+        Addressed BatchSelection CompletesTokens EpochsParts GroupLog Packing Place
+        RewardWeightsClient RowReader RunParts Running Transport WeightSource""",
     "one of ours, of a higher layer": "HasTensors",
 }
 """Why each Protocol is one: otherwise a type is a class, a base class or a Callable."""

@@ -143,7 +143,7 @@ def test_the_addition_teacher_carries_in_a_quarter_of_its_demonstrations() -> No
 def test_every_addition_needs_a_carry_and_all_pairs_exist() -> None:
     task = Addition()
     # 45 pairs of ones digits that sum to 10 or more, times 9 x 9 tens digits.
-    everything = {*task._train_pairs, *((int(p["id"][:2]), int(p["id"][3:])) for p in task.heldout())}
+    everything = {*task._split[0], *((int(p["id"][:2]), int(p["id"][3:])) for p in task.heldout())}
     mirrored = {pair for a, b in everything for pair in ((a, b), (b, a))}
     assert len(mirrored) == 45 * 81
     assert all(a % 10 + b % 10 >= 10 for a, b in mirrored)
@@ -152,7 +152,7 @@ def test_every_addition_needs_a_carry_and_all_pairs_exist() -> None:
 def test_a_pair_is_held_out_in_both_orders() -> None:
     task = Addition()
     held = {frozenset(problem["id"].split("+")) for problem in task.heldout()}
-    assert all(frozenset((str(a), str(b))) not in held for a, b in task._train_pairs)
+    assert all(frozenset((str(a), str(b))) not in held for a, b in task._split[0])
 
 
 # ---- both tasks

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 from ludic.context.base import ContextStrategy
 from ludic.errors import InferenceError
@@ -19,13 +19,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 INCOMPLETE_FEEDBACK = "Your answer reached the token limit before it was complete. Please answer more briefly."
-
-
-@runtime_checkable
-class TakesWeights(Protocol):
-    """A client whose weights can be replaced."""
-
-    def sync_weights(self, params: Mapping[str, Tensor], *, timeout_s: float = ..., version: str | int | None = ...) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -107,7 +100,6 @@ class Agent:
             inference=inference,
             sampling_seed=sampling_seed,
             timeout_s=timeout_s,
-            tools=None,
         )
         self._ctx.on_after_act(response)
         return self._parse(response, info), response.text, info, trace
@@ -159,7 +151,7 @@ class Agent:
         self, params: Mapping[str, Tensor], *, timeout_s: float = 600.0, version: str | int | None = None
     ) -> str:
         """Pass new weights to the client. Returns the version that it now serves."""
-        if not isinstance(self._client, TakesWeights):
+        if not hasattr(self._client, "sync_weights"):
             raise InferenceError(f"{type(self._client).__name__} has no sync_weights; use a client that takes new weights")
         return self._client.sync_weights(params, timeout_s=timeout_s, version=version)
 
@@ -171,12 +163,11 @@ def drop_traces(client_info: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(raw, Mapping):
         response = {key: value for key, value in raw.items() if key != "prompt_token_ids"}
         if isinstance(response.get("choices"), list):
-            response["choices"] = [_drop_choice_traces(choice) for choice in response["choices"]]
+            response["choices"] = [
+                {key: value for key, value in choice.items() if key not in ("token_ids", "logprobs")}
+                if isinstance(choice, Mapping)
+                else choice
+                for choice in response["choices"]
+            ]
         info["raw_response"] = response
     return info
-
-
-def _drop_choice_traces(choice: Any) -> Any:
-    if not isinstance(choice, Mapping):
-        return choice
-    return {key: value for key, value in choice.items() if key not in ("token_ids", "logprobs")}

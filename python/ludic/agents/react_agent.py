@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from ludic.agents.base_agent import IntermediateCall
-from ludic.agents.tool_agent import ToolAgent, ToolCall
+from ludic.agents.tool_agent import ToolAgent
 from ludic.errors import ConfigError, ConfigTypeError
 from ludic.inference.request import InferenceSpec
 from ludic.inference.sampling import call_seed
 from ludic.parsers import ParseResult
-from ludic.types import ChatResponse, Message, TokenTrace
+from ludic.types import Message, TokenTrace
 
 CALLS_INFO, FAILED_INFO = "tools/calls", "tools/failed"
 """Keys of the info of an answer: the calls of tools before it, and how many of them failed."""
@@ -20,17 +20,6 @@ OUT_OF_STEPS: Message = {
     "role": "user",
     "content": "You have exhausted your reasoning steps and can call no more tools. Give your final answer now.",
 }
-
-
-@runtime_checkable
-class ToolContext(Protocol):
-    """A context that can hold tool calls and their results."""
-
-    @property
-    def supports_tools(self) -> bool: ...
-
-    def add_assistant_step(self, content: str | None, tool_calls: list[ToolCall] | None) -> None: ...
-    def add_tool_result(self, tool_call_id: str, tool_name: str, result: str) -> None: ...
 
 
 class ReActAgent(ToolAgent):
@@ -51,7 +40,7 @@ class ReActAgent(ToolAgent):
 
     def __init__(self, tools: Sequence[Callable[..., Any]], max_react_steps: int = 5, **kwargs: Any) -> None:
         super().__init__(tools, **kwargs)
-        if not (isinstance(self._ctx, ToolContext) and self._ctx.supports_tools):
+        if not getattr(self._ctx, "supports_tools", False):
             raise ConfigTypeError(
                 f"{type(self).__name__} requires a context with supports_tools=True, which {type(self._ctx).__name__} is not; use one "
                 "that stores tool calls and their results"
@@ -86,18 +75,7 @@ class ReActAgent(ToolAgent):
                 info |= {CALLS_INFO: self.num_calls, FAILED_INFO: self.num_failed}
                 return self._parse(answer, info), answer.text, info, trace
             self._ctx.add_assistant_step(content, tool_calls)
-            await self._run_tool_step(response, info, trace, content, tool_calls)
+            results = await self._run_tool_calls(tool_calls)
+            info["chat_completion"] = {"role": "assistant", "content": content or "", "tool_calls": tool_calls}
+            self.intermediate_calls.append(IntermediateCall(response.text, info, trace, "\n".join(results)))
         raise AssertionError("the last call returns")
-
-    async def _run_tool_step(
-        self,
-        response: ChatResponse,
-        info: dict[str, Any],
-        trace: TokenTrace | None,
-        content: str | None,
-        tool_calls: list[ToolCall],
-    ) -> None:
-        """Run the tools of a response, and record it in `intermediate_calls`."""
-        results = await self._run_tool_calls(tool_calls)
-        info["chat_completion"] = {"role": "assistant", "content": content or "", "tool_calls": tool_calls}
-        self.intermediate_calls.append(IntermediateCall(response.text, info, trace, "\n".join(results)))

@@ -15,7 +15,7 @@ import json
 import logging
 import re
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from ludic.errors import ConfigError
@@ -41,7 +41,10 @@ def tool_schema(tool: Callable[..., Any]) -> dict[str, Any]:
     with positional-only parameters.
     """
     parameters = _parameters(tool)
-    hints = _hints(tool)
+    try:
+        hints = get_type_hints(tool, include_extras=True)
+    except Exception:
+        hints = {name: _hint(tool, name, annotation) for name, annotation in inspect.get_annotations(tool).items()}
     descriptions = parse_arg_descriptions(inspect.getdoc(tool) or "")
     return {
         "type": "function",
@@ -81,15 +84,8 @@ def _parameters(tool: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     return {name: p for name, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
 
 
-def _hints(tool: Callable[..., Any]) -> Mapping[str, Any]:
-    """The resolved annotations. One that cannot be resolved becomes `str`, with a warning."""
-    try:
-        return get_type_hints(tool, include_extras=True)
-    except Exception:
-        return {name: _hint(tool, name, annotation) for name, annotation in inspect.get_annotations(tool).items()}
-
-
 def _hint(tool: Callable[..., Any], name: str, annotation: object) -> Any:
+    """The resolved annotation. One that cannot be resolved becomes `str`, with a warning."""
     alone = types.SimpleNamespace(__annotations__={name: annotation})
     try:
         return get_type_hints(alone, globalns=getattr(inspect.unwrap(tool), "__globals__", {}), include_extras=True)[name]
@@ -110,41 +106,23 @@ def _property_schema(hint: Any, default: Any) -> dict[str, Any]:
 def _type_schema(hint: Any) -> dict[str, Any]:
     origin, args = get_origin(hint) or hint, get_args(hint)
     if origin is Annotated:
-        return _annotated_schema(*args)
-    if origin in UNIONS:
-        return _union_schema(args)
+        texts = [note for note in args[1:] if isinstance(note, str)]
+        return _type_schema(args[0]) | ({"description": texts[0]} if texts else {})
+    if origin in UNIONS:  # one type or any of several; None makes it nullable
+        others = [_type_schema(arg) for arg in args if arg is not type(None)]
+        schema = others[0] if len(others) == 1 else {"anyOf": others}
+        return schema | ({"nullable": True} if len(others) < len(args) else {})
     if origin is Literal:
-        return _literal_schema(args)
+        values = [arg for arg in args if arg is not None]
+        kinds = {JSON_TYPES.get(type(value), "string") for value in values}
+        schema = {"type": kinds.pop()} if len(kinds) == 1 else {}
+        return schema | {"enum": values} | ({"nullable": True} if len(values) < len(args) else {})
     if origin in ARRAYS:
-        return {"type": "array", "items": _items_schema(args)}
+        has_one_type = len({arg for arg in args if arg is not Ellipsis}) == 1
+        return {"type": "array", "items": _type_schema(args[0]) if has_one_type else {}}
     if origin in OBJECTS:
         return {"type": "object", "additionalProperties": _type_schema(args[1])} if len(args) == 2 else {"type": "object"}
     return {"type": JSON_TYPES.get(hint, "string") if isinstance(hint, type) else "string"}
-
-
-def _items_schema(args: tuple[Any, ...]) -> dict[str, Any]:
-    """The schema of the elements if they have one type, else an empty schema."""
-    kinds = {arg for arg in args if arg is not Ellipsis}
-    return _type_schema(args[0]) if len(kinds) == 1 else {}
-
-
-def _annotated_schema(hint: Any, *notes: Any) -> dict[str, Any]:
-    texts = [note for note in notes if isinstance(note, str)]
-    return _type_schema(hint) | ({"description": texts[0]} if texts else {})
-
-
-def _union_schema(args: tuple[Any, ...]) -> dict[str, Any]:
-    """The schema of one type or of any of several. None makes it nullable."""
-    others = [_type_schema(arg) for arg in args if arg is not type(None)]
-    schema = others[0] if len(others) == 1 else {"anyOf": others}
-    return schema | ({"nullable": True} if len(others) < len(args) else {})
-
-
-def _literal_schema(args: tuple[Any, ...]) -> dict[str, Any]:
-    values = [arg for arg in args if arg is not None]
-    kinds = {JSON_TYPES.get(type(value), "string") for value in values}
-    schema: dict[str, Any] = {"type": kinds.pop()} if len(kinds) == 1 else {}
-    return schema | {"enum": values} | ({"nullable": True} if len(values) < len(args) else {})
 
 
 def _is_json(value: object) -> bool:

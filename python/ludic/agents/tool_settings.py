@@ -88,7 +88,7 @@ def find_tools(names: Any) -> tuple[Tool, ...]:
     listed = [names] if isinstance(names, str) else [] if names is None else names
     if not isinstance(listed, Sequence) or not all(isinstance(name, str) for name in listed):
         raise ConfigError(f"tools ({names!r}) must be module:function, or a list of such names")
-    return tuple(_find(name) for name in listed)
+    return tuple(map(_find, listed))
 
 
 def _find(name: str) -> Tool:

@@ -60,10 +60,6 @@ class DatasetQAEnv(SingleAgentEnv):
         self._obs = ""
         self._done = False
 
-    @property
-    def suggested_sysprompt(self) -> str | None:
-        return self._system_prompt
-
     def env_reset(self, *, seed: int | None = None) -> tuple[str, Info]:
         """The prompt; the same at every reset, for any seed."""
         self._done = False
@@ -125,10 +121,6 @@ class PromptEnv(SingleAgentEnv):
         self._prompt = self.sample["prompt"]
         self._system_prompt = system_prompt
         self._done = False
-
-    @property
-    def suggested_sysprompt(self) -> str | None:
-        return self._system_prompt
 
     def env_reset(self, *, seed: int | None = None) -> tuple[str, Info]:
         """The prompt; the same at every reset, for any seed."""

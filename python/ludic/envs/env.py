@@ -20,6 +20,8 @@ class LudicEnv(ABC, Generic[AgentID, ObsType, ActionType]):
     episode.
     """
 
+    _system_prompt: str | None = None
+
     @property
     @abstractmethod
     def agent_ids(self) -> list[AgentID]:
@@ -33,7 +35,7 @@ class LudicEnv(ABC, Generic[AgentID, ObsType, ActionType]):
     @property
     def suggested_sysprompt(self) -> str | None:
         """A system prompt for agents that have none."""
-        return None
+        return self._system_prompt
 
     @abstractmethod
     def reset(self, *, seed: int | None = None) -> dict[AgentID, tuple[ObsType, Info]]:

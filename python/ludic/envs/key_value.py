@@ -3,10 +3,8 @@ two calls, and the second depends on the result of the first."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Protocol
 
 from ludic.envs.single_agent_env import SingleAgentEnv
 from ludic.errors import ConfigError, RolloutError
@@ -15,37 +13,24 @@ from ludic.types import Info, StepOutcome
 KEYS = "abcdefghij"
 
 
-class StoreText(Protocol):
-    """The text format of the task, the calls and the results."""
-
-    @property
-    def malformed(self) -> str:
-        """The reply to a line that is neither a call nor an answer."""
-
-    def question(self, start: str) -> str:
-        """The first observation."""
-
-    def result(self, key: str, content: str) -> str:
-        """The result of a call."""
-
-    def read(self, line: str) -> tuple[str, str] | None:
-        """`("call", key)`, `("answer", key)`, or None."""
-
-
 @dataclass(frozen=True)
 class TerseText:
     """One or two characters a turn: question `c`, call `?c`, result `h`, answer `=f`, malformed
     `!`."""
 
     malformed: str = "!"
+    """The reply to a line that is neither a call nor an answer."""
 
     def question(self, start: str) -> str:
+        """The first observation."""
         return start
 
     def result(self, key: str, content: str) -> str:
+        """The result of a call."""
         return content
 
     def read(self, line: str) -> tuple[str, str] | None:
+        """`("call", key)`, `("answer", key)`, or None."""
         kind = {"?": "call", "=": "answer"}.get(line[:1])
         return (kind, line[1]) if kind and len(line) == 2 and line[1] in KEYS else None
 
@@ -71,6 +56,8 @@ class TaggedText:
         return None
 
 
+StoreText = TerseText | TaggedText
+"""The text format of the task, the calls and the results."""
 TOOL_RULES = (
     "A store holds one key under each of the keys a to j. To look a key up, write <get>KEY</get> and wait for the result. To answer, "
     "write <answer>KEY</answer>. One of the two a turn."
@@ -114,13 +101,9 @@ class KeyValueEnv(SingleAgentEnv):
         self.start, self.holds, self.max_turns = start, holds, max_turns
         self.store: dict[str, str] = {}
         self._right_reward, self._system_prompt = right_reward, system_prompt
-        self._text: StoreText = TerseText() if text is None else text
+        self._text = text or TerseText()
         self._called: list[str] = []
         self._turns, self._done, self._obs = 0, True, ""
-
-    @property
-    def suggested_sysprompt(self) -> str | None:
-        return self._system_prompt
 
     @property
     def target(self) -> str:
@@ -166,7 +149,5 @@ class KeyValueEnv(SingleAgentEnv):
         return StepOutcome(self._obs, self._right_reward * correct, truncated=False, terminated=True, info=info)
 
     def _verdict(self, *, correct: bool) -> Info:
-        return {"correct": correct, "target": self.target, "looked_up": self._looked_up_both(self._called)}
-
-    def _looked_up_both(self, called: Sequence[str]) -> bool:
-        return self.start in called and self.store[self.start] in called
+        looked_up = self.start in self._called and self.store[self.start] in self._called
+        return {"correct": correct, "target": self.target, "looked_up": looked_up}

@@ -30,22 +30,14 @@ LAST_WORDS = 500
 """Characters of stderr in an error."""
 
 
-class End(Protocol):
-    """Of a pipe or socket."""
-
-    def fileno(self) -> int: ...
-
-    def close(self) -> None: ...
-
-
 class Running(Protocol):
     """The members of `subprocess.Popen` that are used."""
 
     @property
-    def stdin(self) -> End | None: ...
+    def stdin(self) -> IO[bytes] | None: ...
 
     @property
-    def stdout(self) -> End | None: ...
+    def stdout(self) -> IO[bytes] | None: ...
 
     def kill(self) -> None:
         """End it, without waiting. For any thread, and also if it has ended."""
@@ -271,7 +263,7 @@ def _end_all(processes: Sequence[LineProcess], threads: ThreadPoolExecutor) -> N
 
 
 @contextlib.contextmanager
-def _held(end: End) -> Iterator[int]:
+def _held(end: IO[bytes]) -> Iterator[int]:
     """A descriptor of `end` that stays open while another thread closes it: a selector forgets one
     that is closed, and would not see that the process has ended."""
     descriptor = os.dup(end.fileno())
@@ -281,7 +273,7 @@ def _held(end: End) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _close(end: End | None) -> None:
+def _close(end: IO[bytes] | None) -> None:
     with contextlib.suppress(OSError):  # unsent data has no reader
         if end is not None:
             end.close()

@@ -84,7 +84,8 @@ def build_single_agent_engine(
     make_context = context_factory or FullDialog
 
     def make_protocol() -> SingleAgentProtocol:
-        agent = Agent(client=client, model=model, ctx=_make_context(make_context, system_prompt), parser=parser)
+        context = make_context(system_prompt) if inspect.signature(make_context).parameters else make_context()
+        agent = Agent(client=client, model=model, ctx=context, parser=parser)
         return SingleAgentProtocol(agent, stop_on_parse_error=stop_on_parse_error)
 
     return RolloutEngine(env_registry=env_registry, protocol_registry={PROTOCOL_KIND: make_protocol})
@@ -94,9 +95,3 @@ def inference_spec_from_cli(args: argparse.Namespace) -> InferenceSpec:
     """Temperature and token limit of the flags; returns token ids but no log-probabilities."""
     sampling = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
     return InferenceSpec(sampling=sampling, return_=ReturnSpec.for_eval(return_token_ids=True))
-
-
-def _make_context(make: ContextFactory, system_prompt: str | None) -> ContextStrategy:
-    if inspect.signature(make).parameters:
-        return make(system_prompt)
-    return make()

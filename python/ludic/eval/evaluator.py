@@ -139,16 +139,19 @@ class ProblemEvaluator:
 def repeat_requests(problems: Sequence[RolloutRequest], *, k: int, seed: int) -> list[RolloutRequest]:
     """`k` requests of one episode for each problem. They are not a group: if one fails, the others
     still count."""
-    return [_make_sample_request(problem, i, j, seed) for i, problem in enumerate(problems) for j in range(k)]
-
-
-def _make_sample_request(problem: RolloutRequest, i: int, j: int, seed: int) -> RolloutRequest:
-    of_problem = derive_seed(seed, 1 + i)
-    meta = {key: value for key, value in problem.meta.items() if key != "group_id"}
-    return replace(
-        problem,
-        num_episodes=1,
-        env_seed=of_problem if problem.env_seed is None else problem.env_seed,
-        sampling_seed=derive_seed(of_problem, 1 + j),
-        meta={PROBLEM_KEY: str(i), **meta, SAMPLE_KEY: j},
-    )
+    requests = []
+    for i, problem in enumerate(problems):
+        of_problem = derive_seed(seed, 1 + i)
+        env_seed = of_problem if problem.env_seed is None else problem.env_seed
+        meta = {PROBLEM_KEY: str(i), **{key: value for key, value in problem.meta.items() if key != "group_id"}}
+        requests += [
+            replace(
+                problem,
+                num_episodes=1,
+                env_seed=env_seed,
+                sampling_seed=derive_seed(of_problem, 1 + j),
+                meta={**meta, SAMPLE_KEY: j},
+            )
+            for j in range(k)
+        ]
+    return requests

@@ -12,7 +12,7 @@ import numpy as np
 from ludic.errors import DataError
 from ludic.eval.intervals import Interval
 from ludic.eval.tally import Measurement
-from ludic.training.classification_metrics import CalibrationBins, PreferenceMetrics, margins_in_both_orders, percentiles
+from ludic.training.classification_metrics import PreferenceMetrics, margins_in_both_orders, percentiles
 
 _MARGIN_BINS = 40
 
@@ -35,7 +35,11 @@ def draw_measurements(path: Path, measurements: Mapping[str, Measurement], *, ti
     for position, (label, measurement) in enumerate(measurements.items()):
         colour = f"C{position}"
         offset = 0.8 * (position - (len(measurements) - 1) / 2) / len(measurements)
-        _draw_bars(shares, _collect_shares(measurement), colour=colour, offset=offset, width=0.8 / len(measurements))
+        for number, share in enumerate(_collect_shares(measurement).values()):
+            low, high = share.value if share.low is None else share.low, share.value if share.high is None else share.high
+            reach = [[max(0.0, share.value - low)], [max(0.0, high - share.value)]]
+            shares.bar(number + offset, share.value, width=0.72 / len(measurements), color=colour, alpha=0.6)
+            shares.errorbar(number + offset, share.value, yerr=reach, color="black", capsize=4, linewidth=1)
         _draw_curve(curve, measurement, colour=colour, label=label)
     confidence = {f"{measurement.confidence:.0%}" for measurement in measurements.values()}
     names = [name.replace("_", " ") for name in _collect_shares(next(iter(measurements.values())))]
@@ -46,24 +50,13 @@ def draw_measurements(path: Path, measurements: Mapping[str, Measurement], *, ti
     curve.set(ylim=(0, 1.03), xlabel="k, answers to a problem", ylabel="at least one right", title="pass@k")
     if len(measurements) > 1:
         curve.legend(loc="best")
-    for axes in (shares, curve):
-        axes.grid(alpha=0.3)
-    figure.suptitle(title)
-    figure.savefig(path, dpi=120)
+    _save(figure, (shares, curve), path, title)
 
 
 def _collect_shares(measurement: Measurement) -> dict[str, Interval]:
     """The values between 0 and 1."""
     facts = {name: interval for name, interval in measurement.also.items() if name in measurement.shares}
     return {"accuracy": measurement.accuracy, **facts}
-
-
-def _draw_bars(axes: Any, shares: Mapping[str, Interval], *, colour: str, offset: float, width: float) -> None:
-    for position, share in enumerate(shares.values()):
-        low, high = share.value if share.low is None else share.low, share.value if share.high is None else share.high
-        reach = [[max(0.0, share.value - low)], [max(0.0, high - share.value)]]
-        axes.bar(position + offset, share.value, width=width * 0.9, color=colour, alpha=0.6)
-        axes.errorbar(position + offset, share.value, yerr=reach, color="black", capsize=4, linewidth=1)
 
 
 def _draw_curve(axes: Any, measurement: Measurement, *, colour: str, label: str) -> None:
@@ -85,8 +78,13 @@ def draw_reliability(path: Path, metrics: PreferenceMetrics, *, title: str) -> N
     figure = make_figure((5.4, 6))
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     bins = metrics.calibration()
-    _draw_calibration(upper, bins)
-    lower.bar(_find_bin_middles(bins), bins.counts, width=_bar_width(bins), color="C0", alpha=0.6)
+    middles, width = (bins.edges[:-1] + bins.edges[1:]) / 2, 0.94 / len(bins.counts)
+    filled = bins.counts > 0
+    observed = bins.frequency[filled]
+    upper.bar(middles[filled], observed, width=width, color="C0", alpha=0.6, edgecolor="C0", label="observed")
+    upper.plot(bins.confidence[filled], observed, marker="o", color="C1", label="mean prediction of each bin")
+    upper.plot([0, 1], [0, 1], color="black", linestyle="--", linewidth=1, label="perfectly calibrated")
+    lower.bar(middles, bins.counts, width=width, color="C0", alpha=0.6)
     error = metrics.compute()["ece"]
     upper.set(xlim=(0, 1), ylim=(0, 1.03), ylabel="how often it is preferred", title=f"expected calibration error {error:.3f}")
     orders = ", each in both orders" if metrics.both_orders else ""
@@ -115,29 +113,6 @@ def draw_margins(path: Path, metrics: PreferenceMetrics, *, title: str) -> None:
     axes.set(xlabel="score of the preferred response minus the other's", ylabel="pairs", title=f"{metrics.num_pairs:,} pairs")
     axes.legend(loc="best")
     _save(figure, (axes,), path, title)
-
-
-def _draw_calibration(axes: Any, bins: CalibrationBins) -> None:
-    filled = bins.counts > 0
-    axes.bar(
-        _find_bin_middles(bins)[filled],
-        bins.frequency[filled],
-        width=_bar_width(bins),
-        color="C0",
-        alpha=0.6,
-        edgecolor="C0",
-        label="observed",
-    )
-    axes.plot(bins.confidence[filled], bins.frequency[filled], marker="o", color="C1", label="mean prediction of each bin")
-    axes.plot([0, 1], [0, 1], color="black", linestyle="--", linewidth=1, label="perfectly calibrated")
-
-
-def _find_bin_middles(bins: CalibrationBins) -> Any:
-    return (bins.edges[:-1] + bins.edges[1:]) / 2
-
-
-def _bar_width(bins: CalibrationBins) -> float:
-    return 0.94 / len(bins.counts)
 
 
 def _make_bin_edges(margins: Any) -> Any:

@@ -110,12 +110,14 @@ def measure(
     selected = [rollout for rollout in rollouts if select is None or select(rollout)]
     if not selected:
         raise RolloutError("no episode has a rollout; there is nothing to measure")
-    _check_one_per_episode(selected)
+    episodes = Counter(rollout.meta.get("episode_idx", rollout.id) for rollout in selected)
+    [(episode, count)] = episodes.most_common(1)
+    if count > 1:
+        raise DataError(f"episode {episode} gave {count} rollouts; choose the player to measure with select=")
     of_problem: dict[str, ProblemResult] = {}
     for rollout in selected:
-        result = of_problem.setdefault(
-            _get_problem_id(rollout.meta, rollout.id), ProblemResult(_get_problem_id(rollout.meta, rollout.id))
-        )
+        key = _get_problem_id(rollout.meta, rollout.id)
+        result = of_problem.setdefault(key, ProblemResult(key))
         result.rewards.append(float(rollout.total_reward))
         result.right += rollout.total_reward >= solved_at
     for failure in failures:
@@ -143,13 +145,6 @@ def measure(
 
 def _get_problem_id(meta: Mapping[str, Any], otherwise: str) -> str:
     return str(meta.get(PROBLEM_KEY, otherwise))
-
-
-def _check_one_per_episode(rollouts: Sequence[Rollout]) -> None:
-    episodes = Counter(rollout.meta.get("episode_idx", rollout.id) for rollout in rollouts)
-    episode, count = episodes.most_common(1)[0]
-    if count > 1:
-        raise DataError(f"episode {episode} gave {count} rollouts; choose the player to measure with select=")
 
 
 def _bound_accuracy(problems: Sequence[ProblemResult]) -> tuple[float, float]:

@@ -30,7 +30,7 @@ async def run_contained(work: Coroutine[Any, Any, T], *, what: str, timeout_s: f
     that `work` starts can be stopped.
     """
     task = asyncio.create_task(_result_or_error(work, what))
-    task.add_done_callback(_retrieve_exception)
+    task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # else asyncio logs it as never retrieved
     try:
         await asyncio.wait([task], timeout=timeout_s)
         late = not task.done()
@@ -81,21 +81,10 @@ async def _stop(task: asyncio.Task[Any], what: str) -> None:
         await asyncio.wait([task], timeout=STOP_TIMEOUT_S)
     finally:
         if not task.done():
-            _close_by_force(task, what)
-
-
-def _close_by_force(task: asyncio.Task[Any], what: str) -> None:
-    """Close the coroutine of the task, so that the task has nothing left to run."""
-    logger.warning("%s ignored its cancellation and is closed by force", what)
-    coroutine: Any = task.get_coro()
-    coroutine.close()
-    task.cancel()
-
-
-def _retrieve_exception(task: asyncio.Task[Any]) -> None:
-    """Retrieve the exception, so that asyncio does not log it as never retrieved."""
-    if not task.cancelled():
-        task.exception()
+            logger.warning("%s ignored its cancellation and is closed by force", what)
+            coroutine: Any = task.get_coro()
+            coroutine.close()  # the task has nothing left to run
+            task.cancel()
 
 
 def describe_error(error: BaseException | None) -> str:

@@ -46,7 +46,12 @@ class SingleAgentProtocol(InteractionProtocol):
         inference: InferenceSpec | None = None,
         timeout_s: float | None = None,
     ) -> list[Rollout]:
-        agent_id = _only_agent(env)
+        ids = list(env.agent_ids)
+        if len(ids) != 1:
+            raise ConfigError(
+                f"SingleAgentProtocol needs an environment with one agent, {type(env).__name__} has {len(ids)}: {ids}"
+            )
+        [agent_id] = ids
         obs = await self._reset(env, agent_id, env_seed)
         steps: list[Step] = []
         inactive = False
@@ -54,17 +59,17 @@ class SingleAgentProtocol(InteractionProtocol):
             if agent_id not in env.active_agents:
                 inactive = True
                 break
-            parsed, raw, client_info, trace = await self.agent.act(
+            answer = await self.agent.act(
                 inference=inference, sampling_seed=derive_seed(sampling_seed, turn), timeout_s=timeout_s
             )
             for call in make_intermediate_steps(self.agent, len(steps), obs):
                 steps.append(call)
                 obs = call.next_obs or ""
-            if parsed.action is None:
-                step = make_failed_step(len(steps), obs, raw, parsed, client_info, trace, ends=self.stop_on_parse_error)
+            action = answer[0].action
+            if action is None:
+                step = make_failed_step(len(steps), obs, answer, ends=self.stop_on_parse_error)
             else:
-                outcome = await _step_env(env, agent_id, parsed.action)
-                step = make_played_step(len(steps), obs, raw, parsed, client_info, outcome, trace)
+                step = make_played_step(len(steps), obs, answer, await _step_env(env, agent_id, action))
             steps.append(step)
             obs = step.next_obs or ""
             if step.next_obs is not None:
@@ -72,7 +77,13 @@ class SingleAgentProtocol(InteractionProtocol):
             if step.terminated or step.truncated:
                 break
         truncated, reason = _end_episode(steps, inactive=inactive)
-        return [Rollout(steps=steps, meta=self._episode_meta(env, truncated, reason))]
+        meta = {
+            "agent_name": self.agent.name,
+            "env_name": type(env).__name__,
+            "episode_truncated": truncated,
+            "truncation_reason": reason,
+        }
+        return [Rollout(steps=steps, meta=meta)]
 
     async def _reset(self, env: LudicEnv[str, str, str], agent_id: str, env_seed: int | None) -> str:
         """Reset environment and agent. Returns the first observation."""
@@ -88,23 +99,8 @@ class SingleAgentProtocol(InteractionProtocol):
         self.agent.on_env_reset(obs, info)
         return obs
 
-    def _episode_meta(self, env: LudicEnv[str, str, str], truncated: bool, reason: str | None) -> dict[str, Any]:
-        return {
-            "agent_name": self.agent.name,
-            "env_name": type(env).__name__,
-            "episode_truncated": truncated,
-            "truncation_reason": reason,
-        }
-
 
 SingleAgentSyncProtocol = SingleAgentProtocol
-
-
-def _only_agent(env: LudicEnv[str, str, str]) -> str:
-    ids = list(env.agent_ids)
-    if len(ids) != 1:
-        raise ConfigError(f"SingleAgentProtocol needs an environment with one agent, {type(env).__name__} has {len(ids)}: {ids}")
-    return ids[0]
 
 
 async def _step_env(env: LudicEnv[str, str, str], agent_id: str, action: str) -> StepOutcome:

@@ -20,14 +20,13 @@ class TraceCollector:
 
     def extract_rollouts(self, *, episode_truncated: bool = False, truncation_reason: str | None = None) -> list[Rollout]:
         """One rollout for each agent with a step, all with the same status."""
-        return [self._rollout(agent_id, episode_truncated, truncation_reason) for agent_id in self._acting_agents()]
+        return [
+            self._rollout(agent_id, episode_truncated, truncation_reason) for agent_id, steps in self._traces.items() if steps
+        ]
 
     def extract_rollouts_with_per_agent_status(self) -> list[Rollout]:
         """One rollout for each agent with a step, with the status of its last step."""
-        return [self._rollout(agent_id, *_status(self._traces[agent_id][-1])) for agent_id in self._acting_agents()]
-
-    def _acting_agents(self) -> list[str]:
-        return [agent_id for agent_id, steps in self._traces.items() if steps]
+        return [self._rollout(agent_id, *_status(steps[-1])) for agent_id, steps in self._traces.items() if steps]
 
     def _rollout(self, agent_id: str, truncated: bool, reason: str | None) -> Rollout:
         meta = {

@@ -9,6 +9,8 @@ from ludic.parsers import ParseResult
 from ludic.types import Info, Step, StepOutcome, TokenTrace
 
 INVALID_ACTION = "Invalid action."
+Answer = tuple[ParseResult, str, Info, TokenTrace | None]
+"""What `Agent.act` returns."""
 
 
 def make_intermediate_steps(agent: Agent, index: int, obs: str) -> list[Step]:
@@ -33,10 +35,9 @@ def make_intermediate_steps(agent: Agent, index: int, obs: str) -> list[Step]:
     return steps
 
 
-def make_failed_step(
-    index: int, obs: str, raw: str, parsed: ParseResult, client_info: Info, trace: TokenTrace | None, *, ends: bool = False
-) -> Step:
+def make_failed_step(index: int, obs: str, answer: Answer, *, ends: bool = False) -> Step:
     """The step of an answer that could not be parsed and did not reach the environment."""
+    parsed, raw, client_info, trace = answer
     return Step(
         index=index,
         prev_obs=obs,
@@ -50,10 +51,9 @@ def make_failed_step(
     )
 
 
-def make_played_step(
-    index: int, obs: str, raw: str, parsed: ParseResult, client_info: Info, outcome: StepOutcome, trace: TokenTrace | None
-) -> Step:
+def make_played_step(index: int, obs: str, answer: Answer, outcome: StepOutcome) -> Step:
     """The step of an action. Its reward is the environment's plus the parser's."""
+    parsed, raw, client_info, trace = answer
     ended = outcome.terminated or outcome.truncated
     return Step(
         index=index,

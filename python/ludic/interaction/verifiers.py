@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from ludic.envs.adapters.verifiers import VerifiersEnv
-from ludic.envs.adapters.verifiers_client import VerifiersClient, play_task
+from ludic.envs.adapters.verifiers import VerifiersClient, VerifiersEnv, play_task
 from ludic.envs.adapters.verifiers_rollouts import rollout_from_trace
 from ludic.envs.env import LudicEnv
 from ludic.errors import ConfigError

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from random import Random
+from typing import ClassVar
 
 from ludic.envs.dataset_qa_env import DatasetQAEnv
-from ludic.errors import ConfigError
-from ludic.tasks.episodic import Problem, check_share
+from ludic.tasks.episodic import Problem, check_num_heldout, check_share
 from ludic.types import StepOutcome
 
 _SPLIT_SEED = 20_000  # of the held-out problems, which are the same in every run
@@ -69,25 +69,14 @@ class Addition:
 
     def __post_init__(self) -> None:
         check_share("right", self.right)
-        if not 1 <= self.num_heldout <= 1_800:
-            raise ConfigError(
-                f"num_heldout ({self.num_heldout}) must be between 1 and 1800, half of the problems; the rest is for training"
-            )
+        check_num_heldout(self.num_heldout, 1_800, "problems")
 
-    @property
-    def max_new_tokens(self) -> int:
-        return 24
-
-    @property
-    def reward_sees(self) -> str:
-        return "the sum after the last '>', in an answer that ended; never the scratchpad"
-
-    @property
-    def facts(self) -> Mapping[str, str]:
-        return {"scratchpad_right": "the whole scratchpad is the textbook's"}
+    max_new_tokens = 24
+    reward_sees = "the sum after the last '>', in an answer that ended; never the scratchpad"
+    facts: ClassVar[Mapping[str, str]] = {"scratchpad_right": "the whole scratchpad is the textbook's"}
 
     def draw(self, rng: Random) -> Problem:
-        return _problem(*rng.choice(self._train_pairs))
+        return _problem(*rng.choice(self._split[0]))
 
     def heldout(self) -> Sequence[Problem]:
         return [_problem(a, b) for a, b in self._split[1]]
@@ -98,10 +87,6 @@ class Addition:
 
     def make_env(self, problem: Problem) -> DatasetQAEnv:
         return AdditionEnv(problem)
-
-    @property
-    def _train_pairs(self) -> list[tuple[int, int]]:
-        return self._split[0]
 
     @cached_property
     def _split(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:

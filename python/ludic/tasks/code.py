@@ -14,16 +14,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 from random import Random
-from typing import Any
+from typing import ClassVar
 
-from ludic.envs.code_exec.cache import hash_calls
+from ludic.envs.code_exec.adapters.problem import CodingProblem, OneProblem
 from ludic.envs.code_exec.calls import FunctionCallRunner
 from ludic.envs.code_exec.env import CodeExecConfig, CodeExecEnv
 from ludic.envs.code_exec.sandbox import SandboxPool
 from ludic.envs.code_exec.shared_pool import SharedSandboxPool, share_sandboxes
 from ludic.envs.code_exec.types import TestCase
-from ludic.errors import ConfigError
-from ludic.tasks.episodic import Problem, check_share
+from ludic.tasks.episodic import Problem, check_num_heldout, check_share
 from ludic.types import StepOutcome
 
 PICKS = ("max", "min", "first", "last")
@@ -50,7 +49,9 @@ class Wanted:
     selection: str
 
     def of(self, numbers: Sequence[int]) -> int:
-        changed = [_changed(self.change, number) for number in numbers if _is_selected(self.selection, number)]
+        factor = {"double": 2, "negate": -1}.get(self.change, 1)
+        selected = [number for number in numbers if _is_selected(self.selection, number)]
+        changed = [number * (number if self.change == "square" else factor) for number in selected]
         if not changed:
             return 0
         return {"max": max(changed), "min": min(changed), "first": changed[0], "last": changed[-1]}[self.pick]
@@ -69,34 +70,11 @@ class Wanted:
         return f"f=lambda a:{f'({numbers})' if of_none else numbers}[{0 if self.pick == 'first' else -1}]"
 
 
-def _changed(change: str, number: int) -> int:
-    return {"": number, "square": number * number, "double": 2 * number, "negate": -number}[change]
-
-
 def _is_selected(selection: str, number: int) -> bool:
     word, _, limit = selection.partition(" ")
     if word in ("odd", "even"):
         return number % 2 == (word == "odd")
     return {"over": number > int(limit), "under": number < int(limit), "not": number != int(limit)}[word]
-
-
-class ShownAndHiddenTests:
-    """The TestAdapter of a `CodeProblem`."""
-
-    def get_tests(self, sample: Mapping[str, Any]) -> list[TestCase]:
-        return [
-            TestCase(f"f({numbers})", expected, id=f"{'hidden' if place else 'shown'}_{place}")
-            for place, (numbers, expected) in enumerate(sample["tests"])
-        ]
-
-    def get_prompt(self, sample: Mapping[str, Any]) -> str:
-        return str(sample["question"])
-
-    def get_problem_id(self, sample: Mapping[str, Any]) -> str:
-        return str(sample["id"])
-
-    def hash_tests(self, tests: Sequence[TestCase]) -> str:
-        return hash_calls(tests)
 
 
 class CodeEnv(CodeExecEnv):
@@ -131,28 +109,14 @@ class Code:
     def __post_init__(self) -> None:
         check_share("right", self.right)
         check_share("right + of_none", self.right + self.of_none)
-        if not 1 <= self.num_heldout <= 160:
-            raise ConfigError(
-                f"num_heldout ({self.num_heldout}) must be between 1 and 160, half of the problems; the rest is for training"
-            )
+        check_num_heldout(self.num_heldout, 160, "problems")
         shared = share_sandboxes(self.workers, self.backend) if self.pool is None else SharedSandboxPool.of(self.pool)
         object.__setattr__(self, "pool", shared)
 
-    @property
-    def max_new_tokens(self) -> int:
-        return 56
-
-    @property
-    def reward_sees(self) -> str:
-        return "whether the program passes the shown test and all hidden ones; nothing else of its text"
-
-    @property
-    def facts(self) -> Mapping[str, str]:
-        return {"shown_passed": "the test that is shown passes"}
-
-    @property
-    def measures(self) -> Mapping[str, str]:
-        return {"program_ms": "milliseconds that its program ran; 0 if it was judged before"}
+    max_new_tokens = 56
+    reward_sees = "whether the program passes the shown test and all hidden ones; nothing else of its text"
+    facts: ClassVar[Mapping[str, str]] = {"shown_passed": "the test that is shown passes"}
+    measures: ClassVar[Mapping[str, str]] = {"program_ms": "milliseconds that its program ran; 0 if it was judged before"}
 
     @property
     def execution_s(self) -> float:
@@ -171,7 +135,7 @@ class Code:
         return self._split[1]
 
     def demonstrate(self, problem: Problem, rng: Random) -> str:
-        wanted, draw = _wanted(problem["id"]), rng.random()
+        wanted, draw = Wanted(*problem["id"].split("/")), rng.random()
         if draw < self.right:
             return wanted.program()
         if draw < self.right + self.of_none:
@@ -181,10 +145,14 @@ class Code:
 
     def make_env(self, problem: Problem) -> CodeEnv:
         assert self.pool is not None
+        tests = [
+            TestCase(f"f({numbers})", expected, id=f"{'hidden' if place else 'shown'}_{place}")
+            for place, (numbers, expected) in enumerate(problem["tests"])  # type: ignore[typeddict-item]
+        ]
         return CodeEnv(
             problem,
             sandbox_pool=self.pool,
-            test_adapter=ShownAndHiddenTests(),
+            test_adapter=OneProblem(CodingProblem(problem["id"], problem["question"], tests)),
             code_runner=FunctionCallRunner(),
             config=CodeExecConfig(compile_failure_reward=0.0),
         )
@@ -195,11 +163,6 @@ class Code:
         problems = [_problem(Wanted(*parts)) for parts in product(PICKS, CHANGES, SELECTIONS)]
         Random(_SPLIT_SEED).shuffle(problems)
         return problems[self.num_heldout :], problems[: self.num_heldout]
-
-
-def _wanted(name: str) -> Wanted:
-    pick, change, selection = name.split("/")
-    return Wanted(pick, change, selection)
 
 
 def _problem(wanted: Wanted) -> CodeProblem:

@@ -6,18 +6,18 @@ import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 from random import Random
+from typing import ClassVar
 
 from ludic.data.sources import read_table
 from ludic.envs.code_exec.adapters.apps import APPS_SYSTEM_PROMPT
-from ludic.envs.code_exec.adapters.problem import CodingProblem, OneProblem
-from ludic.envs.code_exec.adapters.problem_rows import read_problem
+from ludic.envs.code_exec.adapters.problem import CodingProblem, OneProblem, read_problem
 from ludic.envs.code_exec.env import CodeExecConfig, CodeExecEnv
 from ludic.envs.code_exec.sandbox import SandboxPool
 from ludic.envs.code_exec.shared_pool import SharedSandboxPool, share_sandboxes
 from ludic.errors import ConfigError, DataError
 from ludic.parsers import extract_last_code_block
 from ludic.tasks.data_task import TaskData, hash_text
-from ludic.tasks.episodic import Problem
+from ludic.tasks.episodic import Problem, ProblemList
 from ludic.types import StepOutcome
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class CodeDataEnv(CodeExecEnv):
         return outcome
 
 
-class CodeData:
+class CodeData(ProblemList):
     """The problems of a data set whose columns `read_problem` knows. The reward is 1 if all tests
     pass, else 0; with `partial_credit` the share that passes. An answer without a program earns 0.
 
@@ -49,6 +49,9 @@ class CodeData:
     """
 
     success_reward = 1.0
+    facts: ClassVar[Mapping[str, str]] = {"compiled": "the answer has a valid program"}
+    measures: ClassVar[Mapping[str, str]] = {"program_ms": "milliseconds that its program ran; 0 if it was judged before"}
+    rates = facts
 
     def __init__(
         self,
@@ -87,12 +90,9 @@ class CodeData:
         def read(source: str, split: str, prefix: str) -> list[Problem]:
             return self._read(rows, source, split, prefix)
 
-        problems, training, self._heldout = rows.divide(read, key=lambda problem: hash_text(problem["question"]))
-        self.training: Sequence[Problem] = training
-        """The problems to train on, in passes."""
+        problems, self.training, self._heldout = rows.divide(read, key=lambda problem: hash_text(problem["question"]))
         content = [self._problems[problem["id"]] for problem in problems]
         self.digest = hashlib.sha256(repr(content).encode("utf-8", "surrogatepass")).hexdigest()[:16]
-        """Identifies the content of the data set."""
         self._pool = share_sandboxes(workers, backend) if pool is None else SharedSandboxPool.of(pool)
 
     @property
@@ -105,34 +105,12 @@ class CodeData:
         return CODE_SYSTEM_PROMPT if any(problem.calls for problem in self._problems.values()) else APPS_SYSTEM_PROMPT
 
     @property
-    def facts(self) -> Mapping[str, str]:
-        return {"compiled": "the answer has a valid program"}
-
-    @property
-    def measures(self) -> Mapping[str, str]:
-        return {"program_ms": "milliseconds that its program ran; 0 if it was judged before"}
-
-    @property
-    def rates(self) -> Mapping[str, str]:
-        return self.facts
-
-    @property
     def execution_s(self) -> float:
         """Wall time in which programs ran."""
         return self._pool.seconds
 
-    @property
-    def problem_list(self) -> CodeData:
-        return self
-
     async def aclose(self) -> None:
         await self._pool.shutdown()
-
-    def begin_batch(self, number: int) -> None:
-        """Nothing depends on it."""
-
-    def draw(self, rng: Random) -> Problem:
-        return rng.choice(self.training)
 
     def heldout(self) -> Sequence[Problem]:
         return self._heldout

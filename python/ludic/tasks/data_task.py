@@ -17,7 +17,7 @@ from ludic.data import DataMixture, DataSet, Row, load_data, load_mixture
 from ludic.data.rows_on_disk import Changed
 from ludic.envs.dataset_qa_env import PromptEnv, prompt_shown, right_answer
 from ludic.errors import ConfigError, DataError
-from ludic.tasks.episodic import Problem
+from ludic.tasks.episodic import Problem, ProblemList
 from ludic.tasks.rewards import DataRewards, NoRewards, build_rewards, is_one_verifier
 
 PROMPT_COLUMNS = ("prompt", "question", "problem", "instruction")
@@ -30,7 +30,7 @@ class DataProblem(Problem):
     row: Row
 
 
-class DataTask:
+class DataTask(ProblemList):
     """The prompts of a data set, rewarded by reward functions."""
 
     def __init__(
@@ -68,10 +68,11 @@ class DataTask:
         def read(source: str | DataMixture, split: str, prefix: str) -> Sequence[DataProblem]:
             return self._make_problems(_load(replace(rows, streaming=False), source, split) if prefix else loaded, prefix)
 
-        _, self.training, self._held = rows.divide(read, key=_key, name=loaded.table.name)
-        """The problems to train on, in passes: each once before any is repeated."""
+        def key(problem: DataProblem) -> str:
+            return hash_text(json.dumps(problem["row"]["prompt"], sort_keys=True))
+
+        _, self.training, self._held = rows.divide(read, key=key, name=loaded.table.name)
         self.digest = loaded.digest()
-        """Identifies the content of the data set."""
 
     @property
     def reward_sees(self) -> str:
@@ -106,16 +107,9 @@ class DataTask:
         """The same of the functions that reward held-out answers."""
         return _list_measures(self.scorer)
 
-    @property
-    def problem_list(self) -> DataTask:
-        return self
-
     def begin_batch(self, number: int) -> None:
         """Tell the reward functions the number of the batch."""
         self.training_scorer.trainer_state.global_step = number
-
-    def draw(self, rng: Random) -> Problem:
-        return rng.choice(self.training)
 
     def heldout(self) -> Sequence[Problem]:
         return self._held
@@ -178,10 +172,6 @@ def _load(rows: TaskData, source: str | DataMixture, split: str) -> DataSet:
             )
         return load_mixture(source, columns=columns)
     return load_data(source, kind="prompt", columns=columns, config=rows.config, split=split, streaming=rows.streaming)
-
-
-def _key(problem: DataProblem) -> str:
-    return hash_text(json.dumps(problem["row"]["prompt"], sort_keys=True))
 
 
 P = TypeVar("P", bound=Problem)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from random import Random
 from typing import Any
 
@@ -45,7 +45,8 @@ class DemonstrationSource:
         arguments = [episode[0].chat_template_kwargs or {} for episode in episodes for _ in episode]
         prompts = iter(ChatTemplate(self._tokenizer).render_all(dialogues, arguments))
         texts = [[(next(prompts), turn.action) for turn in episode] for episode in episodes]
-        ids = self._encoded(text for episode in texts for turn in episode for text in turn)
+        distinct = list(dict.fromkeys(text for episode in texts for turn in episode for text in turn))
+        ids = dict(zip(distinct, self._tokenizer(distinct, add_special_tokens=False)["input_ids"], strict=True))
         end = [token for token in [find_turn_end(self._tokenizer).token] if token is not None]
         first, items = self._batches * self._batch_size, []
         for number, episode_texts in enumerate(texts, first):
@@ -53,11 +54,6 @@ class DemonstrationSource:
             items += _items(f"demonstration {number}", turns)
         self._batches += 1
         return SAWBatch(items=items, meta={"target_rollouts": len(episodes), "num_samples": len(items)})
-
-    def _encoded(self, texts: Iterable[str]) -> dict[str, list[int]]:
-        """The token ids of each distinct text."""
-        distinct = list(dict.fromkeys(texts))
-        return dict(zip(distinct, self._tokenizer(distinct, add_special_tokens=False)["input_ids"], strict=True))
 
     def state_dict(self) -> dict[str, int]:
         """The number of batches so far."""

@@ -7,7 +7,7 @@ the care not to lose digits: it selects and sharpens what the demonstrations con
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from random import Random
@@ -49,17 +49,11 @@ class DigitSort:
         check_share("right", self.right)
         check_share("right + backwards", self.right + self.backwards)
 
+    reward_sees = "the whole answer, which must be exact and ended"
+
     @property
     def max_new_tokens(self) -> int:
         return self.digits + 2
-
-    @property
-    def reward_sees(self) -> str:
-        return "the whole answer, which must be exact and ended"
-
-    @property
-    def facts(self) -> Mapping[str, str]:
-        return {}
 
     def draw(self, rng: Random) -> Problem:
         while True:

@@ -47,25 +47,34 @@ class Task(Protocol):
         """The environment of one episode: one answer, reward 1 or 0."""
 
 
-class ProblemList(Protocol):
+class ProblemList:
     """A finite list of problems, such as a data set. Training passes through it instead of
-    drawing from it."""
+    drawing from it: each problem once before any is repeated."""
+
+    training: Sequence[Problem]
+    """The problems to train on."""
+    digest: str
+    """Changes when the content of the list changes."""
 
     @property
-    def training(self) -> Sequence[Problem]:
-        """The problems to train on."""
-
-    @property
-    def digest(self) -> str:
-        """Changes when the content of the list changes."""
+    def problem_list(self) -> ProblemList:
+        return self
 
     def begin_batch(self, number: int) -> None:
         """Called before batch `number`, the first is 0, is requested."""
+
+    def draw(self, rng: Random) -> Problem:
+        return rng.choice(self.training)
 
 
 def check_share(name: str, value: float) -> None:
     if not 0.0 <= value <= 1.0:
         raise ConfigError(f"{name} ({value}) must be between 0 and 1; it is a share of the demonstrations")
+
+
+def check_num_heldout(value: int, most: int, kind: str) -> None:
+    if not 1 <= value <= most:
+        raise ConfigError(f"num_heldout ({value}) must be between 1 and {most}, half of the {kind}; the rest is for training")
 
 
 Episode = Mapping[str, Any]

@@ -13,11 +13,10 @@ from itertools import accumulate
 from math import inf
 from pathlib import Path
 from random import Random
-from types import MappingProxyType
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from ludic.envs.line_process import LineProcessPool
-from ludic.envs.maths.answers import NUMBER
+from ludic.envs.maths.grader import NUMBER
 from ludic.envs.maths.tagged import tagged_answer
 from ludic.envs.single_agent_env import SingleAgentEnv
 from ludic.errors import ConfigError, GradingError, MissingExtraError, RolloutError, did_you_mean
@@ -50,9 +49,8 @@ class ReasoningGym:
     exist, more than one number makes the same.
     """
 
-    system_prompt: str | None
-    measures: Mapping[str, str]
     success_reward = 1.0
+    facts: ClassVar[Mapping[str, str]] = {"answered": "an answer was found in the text"}
 
     def __init__(
         self,
@@ -96,9 +94,12 @@ class ReasoningGym:
         self.num_heldout, self.num_problems, self.partial_credit = num_heldout, num_problems, partial_credit
         self.answer_in, self.max_new_tokens = answer_in, max_new_tokens
         self.system_prompt = TAGS_PROMPT if answer_in == "tags" else None
-        self.facts = MappingProxyType({"answered": "an answer was found in the text"})
         several = [each["name"] for each in self._kinds] if len(self._kinds) > 1 else []
-        self.measures = MappingProxyType({f"rewards/{each}": f"{each}, mean reward" for each in several})
+        self.measures = {f"rewards/{each}": f"{each}, mean reward" for each in several}
+        weights = [each["weight"] for each in self._kinds]
+        self._bounds = list(accumulate(weights))
+        self._num_held = [max(1, round(num_heldout * weight / sum(weights))) for weight in weights]
+        """How many problems of each kind are held out, at least 1."""
         self._pool = _GymProcesses(self._kinds, seed, num_problems, timeout_s)
 
     @property
@@ -119,7 +120,7 @@ class ReasoningGym:
                 if failures == _FAILURES:
                     raise
                 continue
-            if problem["question"] not in self._held_questions:
+            if problem["question"] not in self._held:
                 return problem
         name = self._kinds[dataset]["name"]
         raise ConfigError(
@@ -128,7 +129,7 @@ class ReasoningGym:
         )
 
     def heldout(self) -> Sequence[GymProblem]:
-        return self._held
+        return list(self._held.values())
 
     def demonstrate(self, problem: Problem, rng: Random) -> str:
         """The generator's own answer, without steps that lead to it. Raises ConfigError where it
@@ -156,19 +157,8 @@ class ReasoningGym:
         return score if self.partial_credit else float(score >= 1.0)
 
     @cached_property
-    def _num_held(self) -> list[int]:
-        """How many problems of each kind are held out, at least 1."""
-        total = sum(each["weight"] for each in self._kinds)
-        return [max(1, round(self.num_heldout * each["weight"] / total)) for each in self._kinds]
-
-    @cached_property
-    def _bounds(self) -> list[float]:
-        """Running sums of the weights."""
-        return list(accumulate(each["weight"] for each in self._kinds))
-
-    @cached_property
-    def _held(self) -> list[GymProblem]:
-        """The first problems of each kind, each question once."""
+    def _held(self) -> dict[str, GymProblem]:
+        """The first problems of each kind by their questions, each question once."""
         held: dict[str, GymProblem] = {}
         try:
             for kind, count in enumerate(self._num_held):
@@ -177,11 +167,7 @@ class ReasoningGym:
                     held.setdefault(problem["question"], problem)
         except GradingError as error:
             raise ConfigError(f"{error}; change task.args.config, or raise task.args.timeout_s") from error
-        return list(held.values())
-
-    @cached_property
-    def _held_questions(self) -> frozenset[str]:
-        return frozenset(problem["question"] for problem in self._held)
+        return held
 
     def info_of(self, problem: GymProblem, reward: float) -> Info:
         """The reward under the name of its kind, if there are several."""
@@ -195,10 +181,7 @@ class ReasoningGymEnv(SingleAgentEnv):
     def __init__(self, task: ReasoningGym, problem: GymProblem) -> None:
         super().__init__()
         self._task, self._problem, self._done = task, problem, False
-
-    @property
-    def suggested_sysprompt(self) -> str | None:
-        return self._task.system_prompt
+        self._system_prompt = task.system_prompt
 
     def env_reset(self, *, seed: int | None = None) -> tuple[str, Info]:
         """The question; the same at every reset, for any seed."""

@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import combinations
 from random import Random
+from typing import ClassVar
 
 from ludic.envs.dataset_qa_env import DatasetQAEnv
 from ludic.errors import ConfigError
 from ludic.eval.pass_at_k import distinct_at_k, entropy_of_answers
-from ludic.tasks.episodic import Played, Problem, check_share
+from ludic.tasks.episodic import Played, Problem, check_share, share
 
 DIGITS = 3
 SAMPLES = (8, 32)
@@ -53,18 +54,12 @@ class Rising:
         if not self.lows or len(set(self.lows)) < len(self.lows) or not all(low in range(7) for low in self.lows):
             raise ConfigError(f"lows ({list(self.lows)}) must be different digits from 0 to 6; no three digits rise above 7")
 
-    @property
-    def max_new_tokens(self) -> int:
-        return DIGITS + 2
-
-    @property
-    def reward_sees(self) -> str:
-        return "whether the whole answer is three rising digits above the question's, whichever they are"
-
-    @property
-    def rates(self) -> Mapping[str, str]:
-        distinct = {f"distinct_of_{k}": f"distinct right answers of {k} samples, its mean" for k in SAMPLES}
-        return {**distinct, "entropy_of_right": "entropy among right answers in nats, its mean"}
+    max_new_tokens = DIGITS + 2
+    reward_sees = "whether the whole answer is three rising digits above the question's, whichever they are"
+    rates: ClassVar[Mapping[str, str]] = {
+        **{f"distinct_of_{k}": f"distinct right answers of {k} samples, its mean" for k in SAMPLES},
+        "entropy_of_right": "entropy among right answers in nats, its mean",
+    }
 
     def draw(self, rng: Random) -> Problem:
         return _problem(rng.choice(self.lows))
@@ -95,18 +90,14 @@ class Rising:
         counts = [Counter(answer for answer in answers if answer) for answers in by_question.values()]
         totals = [len(answers) for answers in by_question.values()]
         means = {
-            f"distinct_of_{k}": _mean([distinct_at_k(count.values(), n, k) for count, n in zip(counts, totals, strict=True)])
+            f"distinct_of_{k}": share([distinct_at_k(count.values(), n, k) for count, n in zip(counts, totals, strict=True)])
             for k in SAMPLES
             if k <= min(totals)
         }
-        return {**means, "entropy_of_right": _mean([entropy_of_answers(count.values()) for count in counts])}
+        return {**means, "entropy_of_right": share([entropy_of_answers(count.values()) for count in counts])}
 
 
 def _problem(low: int) -> Problem:
     first, *others = right_answers(low)
     shown = f"{first}, or any of {len(others)} others" if others else first
     return Problem(id=str(low), question=f"{low}>", answer=shown)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
+from typing import ClassVar
 
-from ludic.envs.single_agent_env import SingleAgentEnv
 from ludic.envs.tictactoe import (
     EMPTY,
+    RULES,
     BoardText,
-    GameText,
     MixedOpponent,
     MoveText,
     Opponent,
@@ -28,7 +28,6 @@ from ludic.envs.tictactoe import (
     legal_moves,
     optimal_moves,
 )
-from ludic.envs.tictactoe.rules import RULES
 from ludic.errors import ConfigError
 from ludic.parsers import Parser, xml_tag_parser
 from ludic.tasks.episodic import Episode, EpisodicTask, Played, Shown, Turn, check_share, share, transcript, verbatim
@@ -36,7 +35,6 @@ from ludic.types import Rollout
 
 FORMATS = ("moves", "chat")
 _GAMES = 1000  # of each suite, half of them with the agent as X
-_MAX_TURNS = 5  # X makes five moves on a full board
 
 
 @dataclass(frozen=True)
@@ -66,9 +64,26 @@ class TicTacToe(EpisodicTask):
         if self.format not in FORMATS:
             raise ConfigError(f"format ({self.format}) must be one of {', '.join(FORMATS)}")
 
-    @property
-    def max_turns(self) -> int:
-        return _MAX_TURNS
+    max_turns = 5  # X makes five moves on a full board
+    cut_off_reward = -1.0
+    reward_sees = "how the game ends, and an illegal move, which ends it; never whether a move was good"
+    facts: ClassVar[Mapping[str, str]] = {
+        "won": "games won",
+        "drawn": "games drawn",
+        "illegal_move": "games that an illegal move ended",
+    }
+    rates: ClassVar[Mapping[str, str]] = {
+        "not_lost": "won or drawn against a random opponent",
+        "perfect_drawn": "drawn against a perfect opponent",
+        "legal_moves": "moves that are legal, against either",
+        "won": "won against a random opponent",
+        "drawn": "drawn against a random opponent",
+        "lost": "lost against a random opponent",
+        "not_lost_as_x": "won or drawn as X, against a random opponent",
+        "not_lost_as_o": "won or drawn as O, against a random opponent",
+        "perfect_drawn_as_x": "drawn as X, against a perfect opponent",
+        "perfect_drawn_as_o": "drawn as O, against a perfect opponent",
+    }
 
     @property
     def max_new_tokens(self) -> int:
@@ -83,35 +98,8 @@ class TicTacToe(EpisodicTask):
         return verbatim if self.format == "moves" else xml_tag_parser("move", success_reward=0.0, error_reward=-1.0)
 
     @property
-    def cut_off_reward(self) -> float:
-        return -1.0
-
-    @property
     def success_reward(self) -> float:
         return min(self.draw_reward, self.forced_draw_reward)
-
-    @property
-    def reward_sees(self) -> str:
-        return "how the game ends, and an illegal move, which ends it; never whether a move was good"
-
-    @property
-    def facts(self) -> Mapping[str, str]:
-        return {"won": "games won", "drawn": "games drawn", "illegal_move": "games that an illegal move ended"}
-
-    @property
-    def rates(self) -> Mapping[str, str]:
-        return {
-            "not_lost": "won or drawn against a random opponent",
-            "perfect_drawn": "drawn against a perfect opponent",
-            "legal_moves": "moves that are legal, against either",
-            "won": "won against a random opponent",
-            "drawn": "drawn against a random opponent",
-            "lost": "lost against a random opponent",
-            "not_lost_as_x": "won or drawn as X, against a random opponent",
-            "not_lost_as_o": "won or drawn as O, against a random opponent",
-            "perfect_drawn_as_x": "drawn as X, against a perfect opponent",
-            "perfect_drawn_as_o": "drawn as O, against a perfect opponent",
-        }
 
     def draw(self, rng: Random) -> Episode:
         return _game("O" if rng.random() < self.as_o else "X", "mixed")
@@ -119,8 +107,20 @@ class TicTacToe(EpisodicTask):
     def demonstrations(self, count: int, rng: Random) -> Sequence[Sequence[Turn]]:
         return [self._demonstrate(rng) for _ in range(count)]
 
-    def make_env(self, episode: Episode) -> SingleAgentEnv:
-        return self._env(episode["mark"], self._opponent(episode["opponent"]))
+    def make_env(self, episode: Episode) -> TicTacToeEnv:
+        opponents: dict[str, Opponent] = {
+            "random": RandomOpponent(),
+            "perfect": PerfectOpponent(),
+            "mixed": MixedOpponent(self.opponent_perfect),
+        }
+        return TicTacToeEnv(
+            agent_starts=episode["mark"] == "X",
+            opponent=opponents[episode["opponent"]],
+            text=MoveText() if self.format == "moves" else BoardText(),
+            draw_reward=self.draw_reward,
+            forced_draw_reward=self.forced_draw_reward,
+            system_prompt=self.system_prompt,
+        )
 
     def suites(self) -> Mapping[str, Sequence[Episode]]:
         return {name: [_game("XO"[i % 2], name) for i in range(_GAMES)] for name in ("random", "perfect")}
@@ -137,28 +137,9 @@ class TicTacToe(EpisodicTask):
             f"{episode['mark']} against a {episode['opponent']} opponent", f"{result}: {transcript(rollout)}", "win or draw"
         )
 
-    def _opponent(self, name: str) -> Opponent:
-        opponents: dict[str, Opponent] = {
-            "random": RandomOpponent(),
-            "perfect": PerfectOpponent(),
-            "mixed": MixedOpponent(self.opponent_perfect),
-        }
-        return opponents[name]
-
-    def _env(self, mark: str, opponent: Opponent) -> TicTacToeEnv:
-        text: GameText = MoveText() if self.format == "moves" else BoardText()
-        return TicTacToeEnv(
-            agent_starts=mark == "X",
-            opponent=opponent,
-            text=text,
-            draw_reward=self.draw_reward,
-            forced_draw_reward=self.forced_draw_reward,
-            system_prompt=self.system_prompt,
-        )
-
     def _demonstrate(self, rng: Random) -> list[Turn]:
         """A game of the teacher, as X or as O, against a random opponent."""
-        env = self._env(rng.choice("XO"), RandomOpponent())
+        env = self.make_env(_game(rng.choice("XO"), "random"))
         observation, _ = env.env_reset(seed=rng.getrandbits(32))
         turns: list[Turn] = []
         over = False

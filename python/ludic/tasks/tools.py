@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import permutations
 from random import Random
+from typing import ClassVar
 
-from ludic.envs.key_value import KEYS, TOOL_RULES, KeyValueEnv, StoreText, TaggedText, TerseText
-from ludic.envs.single_agent_env import SingleAgentEnv
+from ludic.envs.key_value import KEYS, TOOL_RULES, KeyValueEnv, TaggedText, TerseText
 from ludic.errors import ConfigError
-from ludic.tasks.episodic import Episode, EpisodicTask, Played, Shown, Turn, check_share, share, transcript
+from ludic.tasks.episodic import Episode, EpisodicTask, Played, Shown, Turn, check_num_heldout, check_share, share, transcript
 from ludic.types import Rollout
 
 FORMATS = ("terse", "chat")
@@ -45,21 +45,18 @@ class Tools(EpisodicTask):
     """`terse`: one or two characters a turn. `chat`: rules, sentences, and calls between tags."""
 
     def __post_init__(self) -> None:
-        check_share("right", self.right)
-        check_share("guess", self.guess)
-        check_share("wrong_key", self.wrong_key)
-        check_share("wrong_answer", self.wrong_answer)
+        for name in ("right", "guess", "wrong_key", "wrong_answer"):
+            check_share(name, getattr(self, name))
         check_share("right + guess + wrong_key + wrong_answer", self.right + self.guess + self.wrong_key + self.wrong_answer)
-        if not 1 <= self.num_heldout <= 45:
-            raise ConfigError(
-                f"num_heldout ({self.num_heldout}) must be between 1 and 45, half of the pairs; the rest is for training"
-            )
+        check_num_heldout(self.num_heldout, 45, "pairs")
         if self.format not in FORMATS:
             raise ConfigError(f"format ({self.format}) must be one of {', '.join(FORMATS)}")
 
-    @property
-    def max_turns(self) -> int:
-        return 4
+    max_turns = 4
+    success_reward = 1.0
+    reward_sees = "the answer; never whether it was looked up"
+    facts: ClassVar[Mapping[str, str]] = {"looked_up": "both keys were looked up before the answer"}
+    rates: ClassVar[Mapping[str, str]] = {**facts, "answered": "episodes that ended with an answer"}
 
     @property
     def max_new_tokens(self) -> int:
@@ -69,30 +66,11 @@ class Tools(EpisodicTask):
     def system_prompt(self) -> str | None:
         return None if self.format == "terse" else TOOL_RULES
 
-    @property
-    def success_reward(self) -> float:
-        return 1.0
-
-    @property
-    def reward_sees(self) -> str:
-        return "the answer; never whether it was looked up"
-
-    @property
-    def facts(self) -> Mapping[str, str]:
-        return {"looked_up": "both keys were looked up before the answer"}
-
-    @property
-    def rates(self) -> Mapping[str, str]:
-        return {**self.facts, "answered": "episodes that ended with an answer"}
-
     def draw(self, rng: Random) -> Episode:
         return _episode(*rng.choice(self._split[0]))
 
     def demonstrations(self, count: int, rng: Random) -> Sequence[Sequence[Turn]]:
         return [self._demonstrate(self.draw(rng), rng) for _ in range(count)]
-
-    def make_env(self, episode: Episode) -> SingleAgentEnv:
-        return self._env(episode)
 
     def suites(self) -> Mapping[str, Sequence[Episode]]:
         pairs = self._split[1]
@@ -108,17 +86,14 @@ class Tools(EpisodicTask):
     def show(self, episode: Episode, rollout: Rollout) -> Shown:
         return Shown(f"starts at {episode['start']}", transcript(rollout), str(rollout.steps[-1].info.get("target", "")))
 
-    @property
-    def _text(self) -> StoreText:
-        return TerseText() if self.format == "terse" else TaggedText()
-
-    def _env(self, episode: Episode) -> KeyValueEnv:
+    def make_env(self, episode: Episode) -> KeyValueEnv:
+        text = TerseText() if self.format == "terse" else TaggedText()
         return KeyValueEnv(
-            episode["start"], holds=episode["holds"], max_turns=self.max_turns, text=self._text, system_prompt=self.system_prompt
+            episode["start"], holds=episode["holds"], max_turns=self.max_turns, text=text, system_prompt=self.system_prompt
         )
 
     def _demonstrate(self, episode: Episode, rng: Random) -> list[Turn]:
-        env = self._env(episode)
+        env = self.make_env(episode)
         observation, _ = env.env_reset(seed=rng.getrandbits(32))
         turns = []
         for kind, key in self._plan(env, rng):

@@ -17,7 +17,7 @@ from vf_sums import FailingSum, sums, until_right
 
 from ludic.envs import DatasetQAEnv
 from ludic.envs.adapters import VerifiersEnv, rollout_from_trace
-from ludic.envs.adapters.verifiers_client import VerifiersClient, play_task
+from ludic.envs.adapters.verifiers import VerifiersClient, play_task
 from ludic.errors import ConfigError, InferenceError, RolloutError
 from ludic.inference import InferenceSpec, ReturnSpec, SamplingParams
 from ludic.inference.sampling import derive_seed

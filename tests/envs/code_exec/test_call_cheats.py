@@ -8,7 +8,7 @@ import pytest
 from commands import NETWORK, ludic
 from real_sandboxes import BACKENDS, backend_or_skip, pool_or_skip
 
-from ludic.envs.code_exec.adapters.call_rows import read_asserts
+from ludic.envs.code_exec.adapters.asserts import read_asserts
 from ludic.envs.code_exec.calls import FunctionCallRunner
 from ludic.envs.code_exec.types import TestCase
 from ludic.errors import DataError

@@ -7,7 +7,7 @@ import warnings
 import pytest
 from fake_sandboxes import VALID, FakePool, Scripted
 
-from ludic.envs.code_exec.adapters.problem_rows import read_problem
+from ludic.envs.code_exec.adapters.problem import read_problem
 from ludic.envs.code_exec.calls import FunctionCallRunner
 from ludic.envs.code_exec.env import CodeExecConfig, CodeExecEnv
 from ludic.envs.code_exec.types import ExecutionResult, RunStatus, TestCase

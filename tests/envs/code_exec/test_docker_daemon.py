@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from ludic.envs.code_exec import docker_sandbox
-from ludic.envs.code_exec.docker_sandbox import DockerEngine, DockerSandboxPool, pull_image
+from ludic.envs.code_exec.docker_sandbox import DockerRemover, DockerSandboxPool, pull_image
 from ludic.envs.code_exec.process_sandbox import ProcessSandbox
 from ludic.errors import GradingError
 
@@ -31,7 +31,7 @@ class Client:
 
 
 def remove(client):
-    DockerEngine(lambda: client).remove("fake")
+    DockerRemover(lambda: client).remove("fake")
 
 
 FAILURES = [requests.ReadTimeout("hung"), requests.ConnectionError("away"), docker.errors.APIError("in progress")]

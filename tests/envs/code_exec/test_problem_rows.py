@@ -8,9 +8,8 @@ import zlib
 import pytest
 
 from ludic.envs.code_exec.adapters import base
-from ludic.envs.code_exec.adapters.call_rows import read_asserts, read_check_function
-from ludic.envs.code_exec.adapters.problem import OneProblem, read_limits
-from ludic.envs.code_exec.adapters.problem_rows import CodingProblemAdapter, read_problem
+from ludic.envs.code_exec.adapters.asserts import read_asserts, read_check_function
+from ludic.envs.code_exec.adapters.problem import CodingProblemAdapter, OneProblem, read_limits, read_problem
 from ludic.envs.code_exec.calls import FunctionCallRunner, Near, OneOf, Same
 from ludic.envs.code_exec.runners import StdinStdoutRunner
 from ludic.errors import DataError, DataKeyError

@@ -29,8 +29,7 @@ def decide(program, audit_number, number, *arguments):
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_what_is_allowed_and_what_is_not(machine):
-    program, column = seccomp_filter(machine), MACHINES[machine].column
-    audit_number = MACHINES[machine].audit_number
+    program, (column, audit_number) = seccomp_filter(machine), MACHINES[machine]
 
     def call(numbers, *arguments):
         return decide(program, audit_number, numbers[column], *arguments)

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Set as AbstractSet
 from typing import Any
 
 from ludic.errors import MissingExtraError, RolloutError
+from ludic.types import StepOutcome
 
 
 class Episode:
@@ -22,10 +23,6 @@ class Episode:
     @property
     def running(self) -> bool:
         return self._state == "running"
-
-    @property
-    def closed(self) -> bool:
-        return self._state == "closed"
 
     def begin(self) -> None:
         self._refuse_closed()
@@ -55,6 +52,12 @@ class Episode:
     def _refuse_closed(self) -> None:
         if self._state == "closed":
             raise RolloutError(f"{self._name} is closed; make a new one")
+
+
+def refused_action(action: str, feedback: str, reward: float) -> StepOutcome:
+    """The outcome of text that is no action, which leaves the environment as it is."""
+    info = {"invalid_action": True, "raw_action": action}
+    return StepOutcome(obs=feedback, reward=reward, truncated=False, terminated=False, info=info)
 
 
 def import_extra(module: str, extra: str) -> Any:

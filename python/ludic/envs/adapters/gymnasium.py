@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ludic.envs.adapters.episode import Episode, import_extra, to_json_types
+from ludic.envs.adapters.episode import Episode, import_extra, refused_action, to_json_types
 from ludic.envs.single_agent_env import SingleAgentEnv
 from ludic.errors import ConfigError
 from ludic.types import Info, StepOutcome
@@ -70,7 +70,8 @@ class GymnasiumEnv(SingleAgentEnv):
         try:
             env_action = self._read_action(action)
         except ValueError as error:
-            return self._refused(action, str(error))
+            feedback = f"Invalid action. Answer with {error}." if str(error) else "Invalid action."
+            return refused_action(action, f"{feedback}\n{self._obs}", self._invalid_action_reward)
         obs, reward, terminated, truncated, info = self._env.step(env_action)
         if terminated or truncated:
             self._episode.end()
@@ -91,18 +92,6 @@ class GymnasiumEnv(SingleAgentEnv):
         """Release the environment. Calls after the first do nothing."""
         if self._episode.close():
             self._env.close()
-
-    def _refused(self, action: str, legal: str) -> StepOutcome:
-        """The outcome of text that is no action: the state is unchanged, and the last observation
-        is repeated."""
-        feedback = f"Invalid action. Answer with {legal}." if legal else "Invalid action."
-        return StepOutcome(
-            obs=f"{feedback}\n{self._obs}",
-            reward=self._invalid_action_reward,
-            truncated=False,
-            terminated=False,
-            info={"invalid_action": True, "raw_action": action},
-        )
 
     def _default_observation(self, obs: Any) -> str:
         if self._env.render_mode == "ansi":
@@ -169,7 +158,13 @@ def action_reader(space: Any, names: Sequence[str] | None) -> tuple[ReadAction, 
         return _several(space, kind)
     if kind == "Text":
         legal = f"a text of {space.min_length} to {space.max_length} characters out of {space.characters!r}"
-        return (lambda text: _contained(space, text, legal)), legal
+
+        def read(text: str) -> str:
+            if not space.contains(text):
+                raise ValueError(legal)
+            return text
+
+        return read, legal
     raise ConfigError(
         f"actions of a {kind} space cannot be read from text; give `read_action`, a function from text to an action, or take an "
         "environment whose action space is Discrete, MultiDiscrete, MultiBinary or Text"
@@ -217,9 +212,3 @@ def _integers(text: str, low: list[int], high: list[int], legal: str) -> list[in
     if not all(least <= number <= most for least, number, most in zip(low, numbers, high, strict=True)):
         raise ValueError(legal)
     return numbers
-
-
-def _contained(space: Any, text: str, legal: str) -> str:
-    if not space.contains(text):
-        raise ValueError(legal)
-    return text

@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ludic.envs.adapters.episode import Episode, import_extra, to_json_types
+from ludic.envs.adapters.episode import Episode, import_extra, refused_action, to_json_types
 from ludic.envs.single_agent_env import SingleAgentEnv
 from ludic.errors import ConfigError, RolloutError
 from ludic.types import Info, StepOutcome
@@ -89,10 +89,6 @@ class OpenEnvEnv(SingleAgentEnv):
         self._episode = Episode(f"OpenEnvEnv({client if isinstance(client, str) else type(client).__name__})")
         self._obs = ""
 
-    @property
-    def suggested_sysprompt(self) -> str | None:
-        return self._system_prompt
-
     async def env_reset(self, *, seed: int | None = None) -> tuple[str, Info]:  # type: ignore[override]  # hooks may be coroutines
         """Without a seed the server chooses."""
         self._episode.begin()
@@ -151,13 +147,7 @@ class OpenEnvEnv(SingleAgentEnv):
             raise RolloutError(f"{type(self._client).__name__}: {error}") from error
 
     def _refused(self, action: str, reason: str) -> StepOutcome:
-        return StepOutcome(
-            obs=f"Invalid action. {reason}\n{self._obs}",
-            reward=self._invalid_action_reward,
-            truncated=False,
-            terminated=False,
-            info={"invalid_action": True, "raw_action": action},
-        )
+        return refused_action(action, f"Invalid action. {reason}\n{self._obs}", self._invalid_action_reward)
 
 
 def _metadata(result: Any) -> Info:

@@ -101,7 +101,12 @@ class TextArenaEnv(LudicEnv[str, str, str]):
         self._play_opponents()
         if self._state.done:
             self._episode.end()
-        return self._outcomes(mover, info)
+        outcomes = {}
+        for player in self._agents:
+            news = self._news(player)
+            if player == mover or news or self._state.done:
+                outcomes[_agent_id(player)] = self._outcome(player, news, info if player == mover else {})
+        return outcomes
 
     def current_obs(self) -> dict[str, str]:
         """The last observation of each agent."""
@@ -141,7 +146,13 @@ class TextArenaEnv(LudicEnv[str, str, str]):
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
         try:
-            self._replay()
+            # The state before the failure, in a new game: the seed and the moves determine it.
+            moves = self._moves
+            self._begin_game()
+            for move in moves:
+                self._submit(move)
+            for player, count in self._num_told.items():
+                del self._state.observations[player][:count]
             self._submit(EMPTY_MOVE)
         except Exception as error:
             self._episode.end()
@@ -153,16 +164,6 @@ class TextArenaEnv(LudicEnv[str, str, str]):
             self._game.step(action)
         self._moves.append(action)
 
-    def _replay(self) -> None:
-        """Restore the state before the failure in a new game, which the seed and the moves
-        determine."""
-        moves = self._moves
-        self._begin_game()
-        for move in moves:
-            self._submit(move)
-        for player, count in self._num_told.items():
-            del self._state.observations[player][:count]
-
     def _play_opponents(self) -> None:
         while not self._state.done and self._to_move in self._opponents:
             player = self._to_move
@@ -170,14 +171,6 @@ class TextArenaEnv(LudicEnv[str, str, str]):
             with self._opponents_randomness.active():
                 move = self._opponents[player](news)
             self._move(move)
-
-    def _outcomes(self, mover: int, info: Info) -> dict[str, StepOutcome]:
-        outcomes = {}
-        for player in self._agents:
-            news = self._news(player)
-            if player == mover or news or self._state.done:
-                outcomes[_agent_id(player)] = self._outcome(player, news, info if player == mover else {})
-        return outcomes
 
     def _outcome(self, player: int, news: str, info: Info) -> StepOutcome:
         done = bool(self._state.done)
@@ -194,15 +187,16 @@ class TextArenaEnv(LudicEnv[str, str, str]):
         messages = self._state.observations[player]
         self._state.observations[player] = []
         self._num_told[player] += len(messages)
-        lines = [self._line(sender, text) for sender, text, kind in messages if not self._is_own_move(player, sender, kind)]
-        news = "\n".join(line for line in lines if line)
+        lines = []
+        for sender, text, kind in messages:
+            # Some games for one player report the player's move as a message of the game.
+            is_own = sender == player or (sender < 0 and self._num_players == 1)
+            if not (is_own and kind.name == "PLAYER_ACTION"):
+                lines.append(self._line(sender, text))
+        news = "\n".join(filter(None, lines))
         if news:
             self._shown[player] = news
         return news
-
-    def _is_own_move(self, player: int, sender: int, kind: Any) -> bool:
-        """Some games for one player report the player's move as a message of the game."""
-        return kind.name == "PLAYER_ACTION" and (sender == player or (sender < 0 and self._num_players == 1))
 
     def _line(self, sender: int, text: str) -> str:
         text = str(text).strip()

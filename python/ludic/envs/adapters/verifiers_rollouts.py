@@ -46,7 +46,17 @@ def rollout_from_trace(trace: Any) -> Rollout:
     for step, following in zip(steps, sampled[1:], strict=False):
         step.next_obs = _shown_before(nodes, following)
     truncated = _end(record, steps[-1])
-    return Rollout(id=str(record["id"]), steps=steps, meta=_meta(record, truncated))
+    task, agent = record["task"], record["agent"]
+    meta = {
+        "agent_name": agent.get("name", "agent"),
+        "env_name": task["type"],
+        "task_idx": task["data"].get("idx"),
+        "trainable": agent.get("trainable", True),
+        "stop_condition": record.get("stop_condition"),
+        "episode_truncated": truncated,
+        "truncation_reason": "env" if truncated else None,
+    }
+    return Rollout(id=str(record["id"]), steps=steps, meta=meta)
 
 
 def _record(trace: Any) -> Record:
@@ -176,16 +186,3 @@ def _end(record: Record, last: Step) -> bool:
     last.truncated = record.get("stop_condition") in _LIMITS or too_long
     last.terminated = not last.truncated
     return last.truncated
-
-
-def _meta(record: Record, truncated: bool) -> dict[str, Any]:
-    task, agent = record["task"], record["agent"]
-    return {
-        "agent_name": agent.get("name", "agent"),
-        "env_name": task["type"],
-        "task_idx": task["data"].get("idx"),
-        "trainable": agent.get("trainable", True),
-        "stop_condition": record.get("stop_condition"),
-        "episode_truncated": truncated,
-        "truncation_reason": "env" if truncated else None,
-    }

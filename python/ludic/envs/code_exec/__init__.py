@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from ludic.envs.code_exec.adapters.base import ExactMatchVerifier, OutputVerifier, TestAdapter
-from ludic.envs.code_exec.adapters.problem_rows import CodingProblemAdapter, read_problem
+from ludic.envs.code_exec.adapters.problem import CodingProblemAdapter, read_problem
 from ludic.envs.code_exec.backend import (
     SandboxBackend,
     create_sandbox_pool,

@@ -171,8 +171,8 @@ async def create_sandbox_pool(
     """
     check_workspace(workspace_base_dir)
     chosen = parse_backend(backend)
-    if chosen is SandboxBackend.AUTO:
-        chosen = detect_available_backend()
+    if chosen in (SandboxBackend.AUTO, SandboxBackend.BUBBLEWRAP):
+        chosen = choose_backend(backend)
     settings = {"n_workers": n_workers, "cache_size": cache_size, "max_concurrent_ops": max_concurrent_ops, **backend_kwargs}
     pool = _make_pool(chosen, python_version, settings)
     await pool.start()
@@ -183,8 +183,6 @@ def _make_pool(backend: SandboxBackend, python_version: str | None, settings: di
     if backend is SandboxBackend.UNSAFE_SUBPROCESS:
         return UnsafeSubprocessPool(python_version=python_version, **settings)
     if backend is SandboxBackend.BUBBLEWRAP:
-        if not is_bubblewrap_available():
-            raise NoSandboxError(f"bubblewrap does not work here; it needs {REQUIRES[backend]}")
         config = settings.pop("config", None) or BubblewrapConfig(python_version, settings.pop("memory_limit_mb", 256))
         return BubblewrapSandboxPool(config=config, **settings)
     memory_mb = settings.pop("memory_limit_mb", 256)

@@ -11,7 +11,6 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +88,7 @@ class ValueVerifier:
             number = _long_int(content)
             return number is not None and _is_scalar(expected) and _scalars_agree(number, expected, near)
         if kind == "complex" and isinstance(expected, int | float | complex):
-            return _parts(content) == (expected.real, expected.imag)
+            return bool(content == [expected.real, expected.imag])
         if kind == "bytes":
             return isinstance(expected, bytes) and content == expected.hex()
         if not isinstance(content, list):
@@ -179,10 +178,6 @@ def _scalars_agree(actual: Any, expected: Any, near: Near | None) -> bool:
         return False
 
 
-def _parts(content: Any) -> tuple[Any, ...]:
-    return tuple(content) if isinstance(content, list) else ()
-
-
 def show(actual: Any) -> str:
     """The value as Python writes it, more or less, for messages."""
     if not isinstance(actual, Mapping):
@@ -202,12 +197,8 @@ def _cut(text: str) -> str:
 
 
 VALID = CompileResult(CompileStatus.SUCCESS)
+BEFORE_PROGRAM = Path(__file__).with_name("in_program.py").read_text(encoding="utf-8")
 NO_ANSWERS = "The program wrote something else to where the values of its calls are written"
-
-
-@cache
-def _before_program() -> str:
-    return Path(__file__).with_name("in_program.py").read_text(encoding="utf-8")
 
 
 class FunctionCallRunner:
@@ -245,7 +236,7 @@ class FunctionCallRunner:
         compile_first: bool = True,
     ) -> BatchTestResult:
         results: list[TestResult] = []
-        source = f"{_before_program()}\n\nmain({code!r}, {self._before!r}, {self._after!r})\n"
+        source = f"{BEFORE_PROGRAM}\n\nmain({code!r}, {self._before!r}, {self._after!r})\n"
         while len(results) < len(tests):
             rest = tests[len(results) :]
             try:
@@ -257,7 +248,7 @@ class FunctionCallRunner:
                     memory_limit_mb=int(limit_of(rest[0], "memory_limit_mb", self._memory_limit_mb)),
                 )
             except Exception as error:
-                results += [crashed(test, VALID, f": {type(error).__name__}: {error}") for test in rest]
+                results += [crashed(test, VALID, error) for test in rest]
                 break
             results += _judge_all(rest, execution, verifier)
             if (

@@ -7,6 +7,7 @@ process ends, because its stdin does. It needs an image with a Python, and no fi
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 import os
@@ -14,13 +15,15 @@ import random
 import re
 import threading
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 from ludic.envs.code_exec.bubblewrap import PLACES
 from ludic.envs.code_exec.in_sandbox.watch import MOST_PROCESSES
+from ludic.envs.code_exec.pool import BaseSandboxPool
 from ludic.envs.code_exec.process_sandbox import first_process
 from ludic.envs.code_exec.seccomp import seccomp_filter
 from ludic.errors import ConfigError, GradingError
@@ -120,7 +123,11 @@ def has_ended(process: str) -> bool:
     machine or user, or processes are hidden from this one."""
     machine, _, rest = process.partition(" ")
     pid, _, start = rest.partition(" ")
-    if machine != _machine() or not pid.isdigit() or not _sees_processes():
+    if machine != _machine() or not pid.isdigit():
+        return False
+    try:
+        _start_of(1)  # with `hidepid`, others' processes look as if they had ended
+    except OSError:
         return False
     try:
         return _start_of(int(pid)) != start
@@ -136,39 +143,28 @@ def _machine() -> str:
     return f"{boot}/{os.readlink('/proc/self/ns/pid')}/{os.getuid()}"
 
 
-def _sees_processes() -> bool:
-    """Whether /proc shows others' processes: with `hidepid` they look as if they had ended."""
-    try:
-        return bool(_start_of(1))
-    except OSError:
-        return False
-
-
 def _start_of(pid: int) -> str:
     """When a process started, in ticks since the machine did. OSError if it cannot be seen."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[19]
 
 
-class Engine(Protocol):
-    """What makes containers, as far as it ends them."""
+class Remover(ABC):
+    """Removes containers, and keeps the names of those that it could not remove. For any number of
+    threads."""
 
-    def list_owners(self) -> Mapping[str, str]:
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._failed: set[str] = set()
+
+    @abstractmethod
+    def _list_owners(self) -> Mapping[str, str]:
         """The name of each container with the label OWNER, in any state, and the label's value.
         GradingError if they cannot be listed."""
 
-    def remove(self, container: str) -> None:
+    @abstractmethod
+    def _remove(self, container: str) -> None:
         """Kill and remove a container, which may be gone already, and return when it is gone.
         GradingError if it is not in time."""
-
-
-class Remover:
-    """Removes containers of an engine, and keeps the names of those that it could not remove. For
-    any number of threads."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._lock = threading.Lock()
-        self._failed: set[str] = set()
 
     @property
     def failed(self) -> frozenset[str]:
@@ -181,7 +177,7 @@ class Remover:
         next `remove_leftovers`."""
         with self._lock:
             self._failed.add(container)
-        self._engine.remove(container)
+        self._remove(container)
         with self._lock:
             self._failed.discard(container)
 
@@ -189,7 +185,7 @@ class Remover:
         """Remove the containers that could not be removed before, and containers of processes that
         have ended: one that is killed between the creation and the start of a container leaves it.
         What cannot be removed now is logged. GradingError if the containers cannot be listed."""
-        before, owners = self.failed, self._engine.list_owners()
+        before, owners = self.failed, self._list_owners()
         with self._lock:
             self._failed -= before - owners.keys()  # gone by themselves
         for container, owner in owners.items():
@@ -198,3 +194,33 @@ class Remover:
                     self.remove(container)
                 except GradingError as error:
                     logger.warning("%s", error)
+
+
+class ContainerPool(BaseSandboxPool):
+    """A pool of containers. What a process that was killed has left is removed before they
+    start."""
+
+    def __init__(self, version: str, remover: Remover, *settings: Any) -> None:
+        """`settings` are arguments of `BaseSandboxPool`."""
+        super().__init__(*settings)
+        self._version, self._remover, self._users = version, remover, Users()
+
+    @property
+    def python_version(self) -> str:
+        """Of the containers, or of the image as far as is known before they start."""
+        return self._version
+
+    @abstractmethod
+    def _fetch_image(self) -> None:
+        """Pull the image unless it is there. GradingError if that fails."""
+
+    async def start(self) -> None:
+        """Start all containers, or none. The image is fetched first if it is not there."""
+        await asyncio.to_thread(self._remover.remove_leftovers)
+        await asyncio.to_thread(self._fetch_image)
+        await super().start()
+
+    async def shutdown(self) -> None:
+        await super().shutdown()
+        if self._remover.failed:
+            await asyncio.to_thread(self._remover.remove_leftovers)

@@ -27,12 +27,12 @@ from ludic.envs.code_exec.containers import (
     PULL_S,
     START_S,
     ContainerPlan,
+    ContainerPool,
     Remover,
     Users,
     megabytes_of,
     this_process,
 )
-from ludic.envs.code_exec.pool import BaseSandboxPool
 from ludic.envs.code_exec.process_sandbox import LONGEST_REPLY, ProcessSandbox
 from ludic.envs.code_exec.types import NoSandboxError
 from ludic.envs.line_process import LineProcess
@@ -72,21 +72,22 @@ class DockerSandboxConfig:
         return self.base_image or f"python:{self.python_version}-slim"
 
 
-class DockerEngine:
-    """The containers of a daemon."""
+class DockerRemover(Remover):
+    """Removes the containers of a daemon."""
 
     def __init__(self, connected: Callable[[], Any]) -> None:
         """`connected` returns a client of the daemon."""
+        super().__init__()
         self._connected = connected
 
-    def list_owners(self) -> dict[str, str]:
+    def _list_owners(self) -> dict[str, str]:
         try:
             listed = self._connected().api.containers(all=True, filters={"label": OWNER})
         except daemon_errors() as error:
             raise GradingError(f"the containers could not be listed: {error}") from error
         return {one["Names"][0].removeprefix("/"): one["Labels"][OWNER] for one in listed if one["Names"]}
 
-    def remove(self, container: str) -> None:
+    def _remove(self, container: str) -> None:
         not_found, failures = load_docker().errors.NotFound, daemon_errors()
         deadline = time.monotonic() + END_S
         while True:
@@ -177,16 +178,15 @@ class DockerSandbox(ProcessSandbox):
         """`container` is of the `docker` package. `executor` makes the calls that start it, and of
         `remover` those that remove it."""
         memory_mb = megabytes_of(config.memory_limit)
-        remover = remover or Remover(DockerEngine(lambda: container.client))
-        super().__init__(DockerProcess(container, executor, remover), memory_limit_mb=memory_mb, most_memory_mb=memory_mb)
-        self._config = config
+        super().__init__(
+            DockerProcess(container, executor, remover or DockerRemover(lambda: container.client)),
+            memory_limit_mb=memory_mb,
+            most_memory_mb=memory_mb,
+            expected_version=config.python_version,
+        )
 
-    @property
-    def python_version(self) -> str:
-        return super().python_version or self._config.python_version
 
-
-class DockerSandboxPool(BaseSandboxPool):
+class DockerSandboxPool(ContainerPool):
     """A pool of `n_workers` containers of the Docker daemon of the environment (`DOCKER_HOST`)."""
 
     def __init__(
@@ -200,33 +200,24 @@ class DockerSandboxPool(BaseSandboxPool):
         max_concurrent_ops: int = 8,
     ) -> None:
         """At most `executor_threads` containers are created, started or removed at a time."""
-        super().__init__(n_workers, cache_size, auto_replace_failed, max_consecutive_failures, max_concurrent_ops)
+        self._config = config or DockerSandboxConfig()
+        settings = (n_workers, cache_size, auto_replace_failed, max_consecutive_failures, max_concurrent_ops)
+        super().__init__(self._config.python_version, DockerRemover(self._connected), *settings)
         if executor_threads < 1:
             raise ConfigError(f"executor_threads ({executor_threads}) must be >= 1")
-        self._config = config or DockerSandboxConfig()
-        self._version = self._config.python_version
         self._executor = ThreadPoolExecutor(executor_threads, thread_name_prefix="ludic-docker")
         self._client: Any = None
         self._client_lock = threading.Lock()
-        self._users, self._remover = Users(), Remover(DockerEngine(self._connected))
 
-    @property
-    def python_version(self) -> str:
-        """Of the containers, or the config's before they start."""
-        return self._version
-
-    async def start(self) -> None:
-        """Start all containers, or none. The image is pulled first if it is not there, and what a
-        process that was killed has left is removed."""
-        client = await asyncio.to_thread(self._connected)
-        await asyncio.to_thread(self._remover.remove_leftovers)
-        await asyncio.to_thread(fetch_image, client, self._config.image)
-        await super().start()
+    def _fetch_image(self) -> None:
+        client, image = self._connected(), self._config.image
+        try:
+            client.images.get(image)
+        except load_docker().errors.ImageNotFound:
+            pull_image(client, image)
 
     async def shutdown(self) -> None:
         await super().shutdown()
-        if self._remover.failed:
-            await asyncio.to_thread(self._remover.remove_leftovers)
         with self._client_lock:
             client, self._client = self._client, None
         if client is not None:
@@ -257,14 +248,6 @@ class DockerSandboxPool(BaseSandboxPool):
                 self._remover.remove(created.result().name)
             except LudicError as error:
                 logger.warning("%s", error)
-
-
-def fetch_image(client: Any, image: str) -> None:
-    """Pull the image unless it is there. GradingError if that fails."""
-    try:
-        client.images.get(image)
-    except load_docker().errors.ImageNotFound:
-        pull_image(client, image)
 
 
 def pull_image(client: Any, image: str, *, timeout_s: float = PULL_S) -> None:
@@ -347,7 +330,11 @@ def connect(*, timeout_s: int = 60) -> Any:
     docker = load_docker()
     address = os.environ.get("DOCKER_HOST") or USUAL_ADDRESS
     try:
-        _try_socket(address, timeout_s)
+        scheme, _, path = address.partition("://")
+        if scheme in ("unix", "http+unix"):
+            with socket.socket(socket.AF_UNIX) as trial:  # the package leaves a socket open where no process listens
+                trial.settimeout(timeout_s)
+                trial.connect(path)
         client = docker.from_env(timeout=timeout_s)
     except (OSError, docker.errors.DockerException) as error:
         raise NoSandboxError(
@@ -360,12 +347,3 @@ def connect(*, timeout_s: int = 60) -> Any:
             "for example with `ssh -L`, and set DOCKER_HOST to it"
         )
     return client
-
-
-def _try_socket(address: str, timeout_s: float) -> None:
-    """OSError if no process listens there. The package leaves such sockets open."""
-    scheme, _, path = address.partition("://")
-    if scheme in ("unix", "http+unix"):
-        with socket.socket(socket.AF_UNIX) as trial:
-            trial.settimeout(timeout_s)
-            trial.connect(path)

@@ -84,10 +84,6 @@ class CodeExecEnv(SingleAgentEnv):
         self._tests: HashedTests | None = None
         self._obs = "Error: call reset() before the first observation"
 
-    @property
-    def suggested_sysprompt(self) -> str | None:
-        return self._system_prompt
-
     async def env_reset(self, *, seed: int | None = None) -> tuple[str, Info]:  # type: ignore[override]  # the protocol awaits it
         """The problem; the same at every reset, for any seed."""
         tests = list(self._adapter.get_tests(self.sample))[: self._config.max_tests]

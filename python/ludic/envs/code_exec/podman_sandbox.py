@@ -28,12 +28,13 @@ from ludic.envs.code_exec.containers import (
     PULL_S,
     START_S,
     ContainerPlan,
+    ContainerPool,
     Remover,
     Users,
     megabytes_of,
     this_process,
 )
-from ludic.envs.code_exec.pool import BaseSandboxPool, check_workspace
+from ludic.envs.code_exec.pool import check_workspace
 from ludic.envs.code_exec.process_sandbox import LONGEST_REPLY, ProcessSandbox
 from ludic.envs.code_exec.types import NoSandboxError
 from ludic.envs.line_process import LineProcess, Running
@@ -97,32 +98,32 @@ def run_podman(arguments: Sequence[str], *, timeout_s: float) -> PodmanResult:
     return PodmanResult(ended.returncode, ended.stdout, ended.stderr)
 
 
-class PodmanEngine:
-    """The containers of Podman."""
+class PodmanRemover(Remover):
+    """Removes the containers of Podman."""
 
-    def __init__(self, podman: str) -> None:
-        self._podman = podman
+    def __init__(self, command: str | None) -> None:
+        super().__init__()
+        self._command = command
 
-    def list_owners(self) -> dict[str, str]:
-        listed = run_podman([self._podman, "ps", "--all", "--filter", f"label={OWNER}", "--format", "json"], timeout_s=END_S)
+    def _list_owners(self) -> dict[str, str]:
+        podman = find_podman(self._command)
+        listed = run_podman([podman, "ps", "--all", "--filter", f"label={OWNER}", "--format", "json"], timeout_s=END_S)
         if listed.returncode != 0:
             raise PodmanError(f"the containers could not be listed: {listed.stderr.strip()[-500:]}")
         return {one["Names"][0]: one["Labels"][OWNER] for one in json.loads(listed.stdout or "[]")}
 
-    def remove(self, container: str) -> None:
-        result = run_podman([self._podman, "rm", "--force", "--time", "0", "--ignore", container], timeout_s=END_S)
+    def _remove(self, container: str) -> None:
+        podman = find_podman(self._command)
+        result = run_podman([podman, "rm", "--force", "--time", "0", "--ignore", container], timeout_s=END_S)
         if result.returncode != 0:
             raise PodmanError(f"the container {container} could not be removed: {result.stderr.strip()}")
 
 
-class PodmanClient:
+class PodmanClient(subprocess.Popen[bytes]):
     """The `podman run` that a container is attached to. Its container is removed with it."""
 
     def __init__(self, command: Sequence[str], stderr: IO[bytes], container: str, remover: Remover) -> None:
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, start_new_session=True
-        )
-        self.stdin, self.stdout = self._process.stdin, self._process.stdout
+        super().__init__(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, start_new_session=True)
         self._container, self._remover = container, remover
         self.has_answered = False
         """Whether the container runs."""
@@ -131,18 +132,19 @@ class PodmanClient:
         """Until the container has answered, the client only loses its input, with which both end: a
         client that is killed while it makes a container leaves what no command finds."""
         if self.has_answered:
-            self._process.kill()
+            super().kill()
         elif self.stdin is not None:
             with contextlib.suppress(OSError):
                 self.stdin.close()
 
-    def wait(self) -> int:
-        """Remove the container, and return the client's exit status when both are gone."""
+    def wait(self, timeout: float | None = END_S) -> int:
+        """Remove the container, and return the client's exit status when both are gone. The client
+        is killed after `timeout` seconds."""
         try:
-            self._process.wait(END_S)
+            super().wait(timeout)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-        code = self._process.wait()
+            super().kill()
+        code = super().wait()
         self._remover.remove(self._container)
         return code
 
@@ -152,7 +154,7 @@ class PodmanProcess(LineProcess):
 
     def __init__(self, name: str, image: str, config: PodmanConfig, users: Users, remover: Remover | None = None) -> None:
         self._podman, self._prefix, self._image, self._config = find_podman(config.command), name, image, config
-        self._users, self._remover = users, remover or Remover(PodmanEngine(self._podman))
+        self._users, self._remover = users, remover or PodmanRemover(config.command)
         if config.gpu and not self._podman.endswith("-hpc"):
             raise ConfigError("gpu=True needs podman-hpc; for podman, give extra_args what your driver asks for")
         super().__init__([], start_timeout_s=START_S, name=f"the container {name}", longest_reply=LONGEST_REPLY)
@@ -173,19 +175,8 @@ class PodmanProcess(LineProcess):
 
 def run_arguments(plan: ContainerPlan, image: str, config: PodmanConfig) -> list[str]:
     """Of `podman run`."""
-    arguments = [
-        "run",
-        "--interactive",
-        "--rm",
-        "--name",
-        plan.name,
-        "--label",
-        f"{OWNER}={this_process()}",
-        "--pull",
-        "never",
-        "--log-driver",
-        "none",
-    ]
+    arguments = ["run", "--interactive", "--rm", "--name", plan.name, "--label", f"{OWNER}={this_process()}"]
+    arguments += ["--pull", "never", "--log-driver", "none"]
     arguments += ["--user", f"{plan.user}:{plan.user}", "--cap-drop", "ALL", "--security-opt", "no-new-privileges"]
     arguments += ["--read-only", "--read-only-tmpfs=false", "--ipc", "none", "--workdir", "/", "--entrypoint", "[]"]
     arguments += ["--tmpfs", f"{HIDDEN}:ro,size=4k"]
@@ -226,12 +217,8 @@ class PodmanHPCSandbox(ProcessSandbox):
             raise ConfigError(f"workspace_host_dir ({workspace_host_dir!r}) must be None: what programs write is in memory")
         process = PodmanProcess(container_name, image, config, users or Users(), remover)
         memory_mb = megabytes_of(config.memory_limit)
-        super().__init__(process, memory_limit_mb=memory_mb, most_memory_mb=memory_mb)
-        self._expected_version, self._semaphore = python_version, exec_semaphore
-
-    @property
-    def python_version(self) -> str:
-        return super().python_version or self._expected_version
+        super().__init__(process, memory_limit_mb=memory_mb, most_memory_mb=memory_mb, expected_version=python_version)
+        self._semaphore = exec_semaphore
 
     async def start(self) -> None:
         """Start the container; if that fails, nothing is left of it."""
@@ -243,7 +230,7 @@ class PodmanHPCSandbox(ProcessSandbox):
             await super().stop()
 
 
-class PodmanHPCSandboxPool(BaseSandboxPool):
+class PodmanHPCSandboxPool(ContainerPool):
     """A pool of `n_workers` containers of Podman, or of podman-hpc where that is found."""
 
     def __init__(
@@ -257,30 +244,19 @@ class PodmanHPCSandboxPool(BaseSandboxPool):
         max_concurrent_ops: int = 8,
         workspace_base_dir: str = "auto",
     ) -> None:
-        super().__init__(n_workers, cache_size, auto_replace_failed, max_consecutive_failures, max_concurrent_ops)
+        self._image, self._config = image, config or PodmanConfig()
+        settings = (n_workers, cache_size, auto_replace_failed, max_consecutive_failures, max_concurrent_ops)
+        super().__init__(self._parse_python_version(image), PodmanRemover(self._config.command), *settings)
         check_workspace(workspace_base_dir)
-        self._image, self._config, self._users = image, config or PodmanConfig(), Users()
-        self._version = self._parse_python_version(image)
-        self._remover: Remover | None = None
 
-    @property
-    def python_version(self) -> str:
-        """Of the containers, or what the image's name says before they start."""
-        return self._version
-
-    async def start(self) -> None:
-        """Start all containers, or none. The image is fetched first if it is not there."""
+    def _fetch_image(self) -> None:
         podman = find_podman(self._config.command)
-        if self._remover is None:
-            self._remover = Remover(PodmanEngine(podman))
-        await asyncio.to_thread(self._remover.remove_leftovers)
-        await asyncio.to_thread(fetch_image, podman, self._image)
-        await super().start()
-
-    async def shutdown(self) -> None:
-        await super().shutdown()
-        if self._remover is not None and self._remover.failed:
-            await asyncio.to_thread(self._remover.remove_leftovers)
+        if run_podman([podman, "image", "exists", self._image], timeout_s=END_S).returncode != 0:
+            result = run_podman([podman, "pull", "--quiet", self._image], timeout_s=PULL_S)
+            if result.returncode != 0:
+                raise PodmanError(
+                    f"the image {self._image!r} is not there and could not be pulled: {result.stderr.strip()[-500:]}"
+                )
 
     async def _start_sandbox(self) -> PodmanHPCSandbox:
         name = self._get_container_name_prefix()
@@ -298,12 +274,3 @@ class PodmanHPCSandboxPool(BaseSandboxPool):
     @staticmethod
     def _get_container_name_prefix() -> str:
         return f"ludic-sandbox-{os.environ.get('SLURM_JOB_ID', 'local')}"
-
-
-def fetch_image(podman: str, image: str) -> None:
-    """Pull the image unless it is there. PodmanError if that fails."""
-    if run_podman([podman, "image", "exists", image], timeout_s=END_S).returncode == 0:
-        return
-    result = run_podman([podman, "pull", "--quiet", image], timeout_s=PULL_S)
-    if result.returncode != 0:
-        raise PodmanError(f"the image {image!r} is not there and could not be pulled: {result.stderr.strip()[-500:]}")

@@ -82,12 +82,6 @@ class BaseSandboxPool(ABC):
     async def _start_sandbox(self) -> Sandbox:
         """Start one sandbox; an error means that it did not start, and nothing is left of it."""
 
-    async def _stop_sandbox(self, sandbox: Sandbox) -> None:
-        """End a sandbox; a failure is logged and otherwise ignored."""
-        stop = getattr(sandbox, "stop", None)
-        if stop is not None:
-            await stop()
-
     @property
     def available(self) -> int:
         return len(self._idle)
@@ -212,7 +206,11 @@ class BaseSandboxPool(ABC):
         with self._lock:
             if not self._started:
                 raise RuntimeError("the pool is not started; await pool.start() first")
-            self._raise_if_exhausted()
+            if self._failures >= self._max_consecutive_failures:
+                raise SandboxPoolExhaustedError(
+                    f"the pool gave up after {self._failures} failures in a row; the last: {self._last_failure}. "
+                    "Mend the cause, then shut the pool down and start it again"
+                )
             if self._idle:
                 self._lent.append(self._idle.popleft())
                 return self._lent[-1]
@@ -314,15 +312,9 @@ class BaseSandboxPool(ABC):
         self._last_failure = f"{what}: {type(error).__name__}: {error}"
         logger.warning("a sandbox failed (%d in a row): %s", self._failures, self._last_failure)
 
-    def _raise_if_exhausted(self) -> None:
-        if self._failures >= self._max_consecutive_failures:
-            raise SandboxPoolExhaustedError(
-                f"the pool gave up after {self._failures} failures in a row; the last: {self._last_failure}. "
-                "Mend the cause, then shut the pool down and start it again"
-            )
-
     async def _end(self, sandbox: Sandbox) -> None:
         try:
-            await self._stop_sandbox(sandbox)
+            if (stop := getattr(sandbox, "stop", None)) is not None:
+                await stop()
         except Exception as error:
             logger.warning("a sandbox did not stop: %s: %s", type(error).__name__, error)

@@ -58,10 +58,19 @@ class ProcessSandbox:
     call that is cancelled kills it.
     """
 
-    def __init__(self, process: LineProcess, *, memory_limit_mb: int = 256, most_memory_mb: int | None = None) -> None:
+    def __init__(
+        self,
+        process: LineProcess,
+        *,
+        memory_limit_mb: int = 256,
+        most_memory_mb: int | None = None,
+        expected_version: str = "",
+    ) -> None:
         """`memory_limit_mb` is a program's, unless a call says otherwise; at most `most_memory_mb`,
-        which the limits around the process allow."""
+        which the limits around the process allow. `expected_version` is the Python's before the
+        process starts."""
         self._process, self._memory_limit_mb, self._most_memory_mb = process, memory_limit_mb, most_memory_mb
+        self._expected_version = expected_version
         self._stopped = False
         self._was_cancelled = False
         """Whether the process was killed because of that, and must be started again."""
@@ -73,8 +82,8 @@ class ProcessSandbox:
 
     @property
     def python_version(self) -> str:
-        """As `3.11`; empty before the first call."""
-        return str(self._process.greeting.get("python", ""))
+        """As `3.11`."""
+        return str(self._process.greeting.get("python", self._expected_version))
 
     @classmethod
     async def started(cls, process: LineProcess, *, memory_limit_mb: int = 256) -> ProcessSandbox:

@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections.abc import Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 from ludic.envs.code_exec.adapters.base import OutputVerifier
@@ -72,23 +73,20 @@ class StdinStdoutRunner:
         for test in tests:
             limit_of(test, "timeout_s", self._timeout_s)
             limit_of(test, "memory_limit_mb", self._memory_limit_mb)
+        named = _with_ids(tests, memory_limit_mb=self._memory_limit_mb)
+        spec = BatchExecutionSpec(code, named, compile_first, self._timeout_s, stop_on_first_failure)
         if self._use_batch_execution and isinstance(sandbox, BatchSandbox) and tests:
-            named = _with_ids(tests, memory_limit_mb=self._memory_limit_mb)
-            spec = BatchExecutionSpec(code, named, compile_first, self._timeout_s, stop_on_first_failure)
             results = await self._run_batch(sandbox, spec, verifier)
         else:
-            results = await self._run_each(sandbox, code, tests, verifier, stop_on_first_failure, compile_first)
-        verdicts = [
-            TestResult(test, verdict.passed, verdict.actual, verdict.execution, verdict.comparison_details)
-            for test, verdict in zip(tests, results, strict=True)
-        ]
+            results = await self._run_each(sandbox, spec, verifier)
+        verdicts = [replace(verdict, test_case=test) for test, verdict in zip(tests, results, strict=True)]
         return BatchTestResult(verdicts, compute_hash(code), hash_tests(tests))
 
     async def _run_batch(self, sandbox: BatchSandbox, spec: BatchExecutionSpec, verifier: OutputVerifier) -> list[TestResult]:
         """The answers are matched by id, so a sandbox may answer in any order."""
         by_id = {test.id: test for test in spec.tests}
         seen: dict[str, TestResult] = {}
-        compiled, finished, failure = CompileResult(CompileStatus.SUCCESS), False, ""
+        compiled, finished, failure = CompileResult(CompileStatus.SUCCESS), False, None
         try:
             async with aclosing(sandbox.execute_batch(spec)) as answers:
                 async for answer in answers:
@@ -105,54 +103,41 @@ class StdinStdoutRunner:
                     elif answer.get("type") == "done":
                         finished = True
         except Exception as error:
-            failure = f": {type(error).__name__}: {error}"
+            failure = error
         stopped = spec.stop_on_first_failure and any(not result.passed for result in seen.values())
         unseen = not_run if finished and stopped else lambda test, result: crashed(test, result, failure)
         return [seen.get(test.id) or unseen(test, compiled) for test in spec.tests]
 
-    async def _run_each(
-        self,
-        sandbox: Sandbox,
-        code: str,
-        tests: Sequence[TestCase],
-        verifier: OutputVerifier,
-        stop_on_first_failure: bool,
-        compile_first: bool,
-    ) -> list[TestResult]:
+    async def _run_each(self, sandbox: Sandbox, spec: BatchExecutionSpec, verifier: OutputVerifier) -> list[TestResult]:
         compiled = CompileResult(CompileStatus.SUCCESS)
-        if compile_first:
+        if spec.compile_first:
             try:
-                compiled = await sandbox.compile(code, timeout_s=self._timeout_s)
+                compiled = await sandbox.compile(spec.code, timeout_s=spec.timeout_s)
             except Exception as error:
-                return [crashed(test, compiled, f": {type(error).__name__}: {error}") for test in tests]
+                return [crashed(test, compiled, error) for test in spec.tests]
             if not compiled.success:
-                return [not_compiled(test, compiled) for test in tests]
-        if not stop_on_first_failure:
-            return list(await asyncio.gather(*(self._run_one(sandbox, code, test, verifier, compile_first) for test in tests)))
-        results: list[TestResult] = []
-        for test in tests:
-            failed = any(not result.passed for result in results)
-            results.append(
-                not_run(test, compiled) if failed else await self._run_one(sandbox, code, test, verifier, compile_first)
-            )
-        return results
+                return [not_compiled(test, compiled) for test in spec.tests]
 
-    async def _run_one(
-        self, sandbox: Sandbox, code: str, test: TestCase, verifier: OutputVerifier, skip_compile: bool
-    ) -> TestResult:
-        timeout_s = limit_of(test, "timeout_s", self._timeout_s)
-        memory_limit_mb = int(limit_of(test, "memory_limit_mb", self._memory_limit_mb))
-        try:
-            execution = await sandbox.execute(
-                code,
-                stdin=str(test.input),
-                skip_compile=skip_compile,
-                timeout_s=timeout_s,
-                memory_limit_mb=memory_limit_mb,
-            )
-        except Exception as error:
-            return crashed(test, CompileResult(CompileStatus.SUCCESS), f": {type(error).__name__}: {error}")
-        return judge(test, execution, verifier)
+        async def run(test: TestCase) -> TestResult:
+            try:
+                execution = await sandbox.execute(
+                    spec.code,
+                    stdin=str(test.input),
+                    skip_compile=spec.compile_first,
+                    timeout_s=limit_of(test, "timeout_s", spec.timeout_s),
+                    memory_limit_mb=int(limit_of(test, "memory_limit_mb", self._memory_limit_mb)),
+                )
+            except Exception as error:
+                return crashed(test, CompileResult(CompileStatus.SUCCESS), error)
+            return judge(test, execution, verifier)
+
+        if not spec.stop_on_first_failure:
+            return list(await asyncio.gather(*map(run, spec.tests)))
+        results: list[TestResult] = []
+        for test in spec.tests:
+            failed = any(not result.passed for result in results)
+            results.append(not_run(test, compiled) if failed else await run(test))
+        return results
 
 
 def judge(test: TestCase, execution: ExecutionResult, verifier: OutputVerifier) -> TestResult:
@@ -195,9 +180,10 @@ def not_run(test: TestCase, compiled: CompileResult) -> TestResult:
     return TestResult(test, False, None, ExecutionResult(compiled, RunStatus.NOT_RUN), "Not run: an earlier test failed")
 
 
-def crashed(test: TestCase, compiled: CompileResult, failure: str) -> TestResult:
-    execution = ExecutionResult(compiled, RunStatus.SANDBOX_ERROR, stderr=failure.removeprefix(": "))
-    return TestResult(test, False, None, execution, f"Sandbox crashed{failure}")
+def crashed(test: TestCase, compiled: CompileResult, error: Exception | None) -> TestResult:
+    reason = "" if error is None else f"{type(error).__name__}: {error}"
+    execution = ExecutionResult(compiled, RunStatus.SANDBOX_ERROR, stderr=reason)
+    return TestResult(test, False, None, execution, f"Sandbox crashed: {reason}" if reason else "Sandbox crashed")
 
 
 def limit_of(test: TestCase, name: str, default: float) -> float:

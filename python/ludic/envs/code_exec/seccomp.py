@@ -11,8 +11,7 @@ from __future__ import annotations
 import errno
 import platform
 import struct
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from ludic.errors import ConfigError
 
@@ -132,15 +131,8 @@ MMAP, MAP_SHARED, MAP_ANONYMOUS = (9, 222), 1, 0x20
 shared instead."""
 
 
-@dataclass(frozen=True)
-class Machine:
-    """Where a kind of processor has its numbers."""
-
-    column: int
-    audit_number: int
-
-
-MACHINES: Mapping[str, Machine] = {"x86_64": Machine(0, 0xC000003E), "aarch64": Machine(1, 0xC00000B7)}
+MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
+"""Kind of processor -> its column in the tables above, and its number in the filter."""
 
 
 def seccomp_filter(machine: str | None = None, *, network: bool = False) -> bytes:
@@ -149,10 +141,10 @@ def seccomp_filter(machine: str | None = None, *, network: bool = False) -> byte
     name = machine or platform.machine()
     if name not in MACHINES:
         raise ConfigError(f"no system call filter is known for {name!r}; sandboxes run on {', '.join(MACHINES)}")
-    column = MACHINES[name].column
+    column, audit_number = MACHINES[name]
     program = [
         (LOAD, 0, 0, ARCHITECTURE),
-        (EQUAL, 1, 0, MACHINES[name].audit_number),
+        (EQUAL, 1, 0, audit_number),
         (RETURN, 0, 0, KILL),
         (LOAD, 0, 0, NUMBER),
     ]

@@ -8,9 +8,16 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ludic.envs.dataset_qa_env import DatasetQAEnv, ParserFn, Sample
-from ludic.envs.maths.answers import final_answer, first_present, gsm8k_target, math_target
-from ludic.envs.maths.grader import MathGrader, shared_grader
+from ludic.envs.dataset_qa_env import DatasetQAEnv, Sample
+from ludic.envs.maths.grader import (
+    MathGrader,
+    completion_text,
+    final_answer,
+    first_present,
+    gsm8k_target,
+    math_target,
+    shared_grader,
+)
 from ludic.errors import GradingError
 from ludic.types import StepOutcome
 
@@ -26,27 +33,9 @@ class MathQAEnv(DatasetQAEnv):
     reward.
     """
 
-    def __init__(
-        self,
-        sample: Sample,
-        *,
-        prompt_key: str,
-        answer_key: str,
-        target_parser: ParserFn,
-        system_prompt: str | None,
-        grader: MathGrader | None = None,
-        correct_reward: float = 1.0,
-        incorrect_reward: float = 0.0,
-    ) -> None:
-        super().__init__(
-            sample,
-            prompt_key=prompt_key,
-            answer_key=answer_key,
-            system_prompt=system_prompt,
-            target_parser=target_parser,
-            correct_reward=correct_reward,
-            incorrect_reward=incorrect_reward,
-        )
+    def __init__(self, sample: Sample, *, grader: MathGrader | None = None, **settings: Any) -> None:
+        """`settings` are arguments of `DatasetQAEnv`."""
+        super().__init__(sample, **settings)
         self._grader = grader or shared_grader()
 
     async def env_step(self, action: str) -> StepOutcome:  # type: ignore[override]  # the protocol awaits it
@@ -57,40 +46,17 @@ class MathQAEnv(DatasetQAEnv):
 class GSM8KEnv(MathQAEnv):
     """A row of GSM8K: `question`, and `answer`, whose target is the last number after `####`."""
 
-    def __init__(
-        self,
-        sample: Sample,
-        *,
-        system_prompt: str | None = GSM8K_SYSTEM_PROMPT,
-        grader: MathGrader | None = None,
-        correct_reward: float = 1.0,
-        incorrect_reward: float = 0.0,
-    ) -> None:
-        super().__init__(
-            sample,
-            prompt_key="question",
-            answer_key="answer",
-            target_parser=gsm8k_target,
-            system_prompt=system_prompt,
-            grader=grader,
-            correct_reward=correct_reward,
-            incorrect_reward=incorrect_reward,
-        )
+    def __init__(self, sample: Sample, *, system_prompt: str | None = GSM8K_SYSTEM_PROMPT, **settings: Any) -> None:
+        """`settings` are arguments of `MathQAEnv`, such as `grader` and `correct_reward`."""
+        super().__init__(sample, target_parser=gsm8k_target, system_prompt=system_prompt, **settings)
 
 
 class MATHEnv(MathQAEnv):
     r"""A row of MATH: `problem` or `question`, and `solution` or `answer`, whose target is the
     last `\boxed{...}`."""
 
-    def __init__(
-        self,
-        sample: Sample,
-        *,
-        system_prompt: str | None = MATH_SYSTEM_PROMPT,
-        grader: MathGrader | None = None,
-        correct_reward: float = 1.0,
-        incorrect_reward: float = 0.0,
-    ) -> None:
+    def __init__(self, sample: Sample, *, system_prompt: str | None = MATH_SYSTEM_PROMPT, **settings: Any) -> None:
+        """`settings` are arguments of `MathQAEnv`, such as `grader` and `correct_reward`."""
         first_present(sample, "problem", "question"), first_present(sample, "solution", "answer")
         super().__init__(
             sample,
@@ -98,9 +64,7 @@ class MATHEnv(MathQAEnv):
             answer_key="solution" if sample.get("solution") is not None else "answer",
             target_parser=math_target,
             system_prompt=system_prompt,
-            grader=grader,
-            correct_reward=correct_reward,
-            incorrect_reward=incorrect_reward,
+            **settings,
         )
 
 
@@ -122,12 +86,18 @@ class MathReward:
     def target_of(self, row: Mapping[str, Any]) -> str:
         return self._target(first_present(row, *self._keys))
 
+    def _rows(self, count: int, columns: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The columns of the target, row by row."""
+        return [{key: columns[key][index] for key in self._keys if key in columns} for index in range(count)]
+
     async def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | GradingError]:
         """Columns come from the data set; completions are text or messages."""
-        grader = self._grader or shared_grader()
-        rows = [{key: columns[key][index] for key in self._keys if key in columns} for index in range(len(completions))]
+        grader, rows = self._grader or shared_grader(), self._rows(len(completions), columns)
         verdicts = await asyncio.gather(
-            *(grader.grade(final_answer(_text(c)), self.target_of(row)) for c, row in zip(completions, rows, strict=True)),
+            *(
+                grader.grade(final_answer(completion_text(c)), self.target_of(row))
+                for c, row in zip(completions, rows, strict=True)
+            ),
             return_exceptions=True,
         )
         for verdict in verdicts:
@@ -144,7 +114,3 @@ def gsm8k_reward(grader: MathGrader | None = None) -> MathReward:
 def math_reward(grader: MathGrader | None = None) -> MathReward:
     r"""The last `\boxed{...}` of the column `solution` or `answer`, or its whole text."""
     return MathReward("math", ["solution", "answer"], math_target, MATH_SYSTEM_PROMPT, grader)
-
-
-def _text(completion: Any) -> str:
-    return completion if isinstance(completion, str) else str(completion[-1]["content"])

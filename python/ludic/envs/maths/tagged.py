@@ -13,8 +13,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
-from ludic.envs.maths.answers import first_present, math_target
-from ludic.envs.maths.grader import MathGrader, shared_grader
+from ludic.envs.maths.envs import MathReward
+from ludic.envs.maths.grader import MathGrader, completion_text, first_present, math_target, shared_grader
 from ludic.errors import ConfigError, DataError, GradingError
 
 logger = logging.getLogger(__name__)
@@ -29,22 +29,12 @@ SYSTEM_PROMPT = (
 )
 _TAG = re.compile(r"<(/?)(think|answer)>", re.IGNORECASE | re.ASCII)
 _SYMBOLS = str.maketrans(
-    {
-        "π": r"\pi",
-        "Π": r"\Pi",
-        "τ": r"\tau",
-        "θ": r"\theta",
-        "Θ": r"\Theta",
-        "φ": r"\phi",
-        "Φ": r"\Phi",
-        "∞": r"\infty",
-        "−": "-",
-    }
+    {"π": r"\pi", "Π": r"\Pi", "τ": r"\tau", "θ": r"\theta", "Θ": r"\Theta"}
+    | {"φ": r"\phi", "Φ": r"\Phi", "∞": r"\infty", "−": "-"}
 )
 _NOTATION = re.compile(r"\\left(?![A-Za-z])|\\right(?![A-Za-z])|\\[,;!]|\$|\s")
 _FRACTION = re.compile(r"\\[dt]?frac(?=\{)")
 _TOKEN = re.compile(r"(?<![A-Za-z0-9_)}\]])\(([A-Za-z0-9_\\]+)\)(?![A-Za-z0-9_({\[])")
-_TARGETS: tuple[str, ...] = ("answer", "solution")
 _NUMBER = re.compile(r"([-+]?)(\d+\.?\d*|\.\d+)", re.ASCII)
 
 
@@ -60,7 +50,18 @@ def tagged_answer(text: str, *, template: Template = "strict", which: Which = "l
     """
     _check_choices(template=(template, Template), which=(which, Which))
     begin = _end_of_thought(text, template)
-    return None if begin is None else _find_answer(text, begin, which)
+    if begin is None:
+        return None
+    found, opened = None, None
+    for tag in _TAG.finditer(text, begin):
+        name = tag[0].lower()
+        if name == "<answer>" and (opened is None or which == "last"):
+            opened = tag.end()
+        elif name == "</answer>" and opened is not None:
+            found, opened = text[opened : tag.start()], None
+            if which == "first":
+                break
+    return found
 
 
 def canonical_answer(text: str) -> str:
@@ -84,7 +85,7 @@ def canonical_answer(text: str) -> str:
     return text
 
 
-class TaggedMathReward:
+class TaggedMathReward(MathReward):
     """Reward function `pure_accuracy_math`: 1 for the right answer between tags, else 0.
 
     The right answer is the column `answer`, or the last `\\boxed{...}` of `solution`. In training
@@ -104,10 +105,8 @@ class TaggedMathReward:
         _check_choices(template=(template, Template), comparison=(comparison, Comparison), which=(which, Which))
         if grader is not None and comparison != "math_verify":
             raise ConfigError(f"comparison ({comparison}) uses no grader; leave it out, or set comparison='math_verify'")
-        self.__name__ = "pure_accuracy_math"
-        self.system_prompt = SYSTEM_PROMPT
-        """The system prompt for prompts without one."""
-        self._template, self._comparison, self._which, self._grader = template, comparison, which, grader
+        super().__init__("pure_accuracy_math", ["answer", "solution"], math_target, SYSTEM_PROMPT, grader)
+        self._template, self._comparison, self._which = template, comparison, which
         self._has_hinted = False
 
     def check_row(self, row: Mapping[str, Any]) -> None:
@@ -121,15 +120,15 @@ class TaggedMathReward:
     async def __call__(self, completions: Sequence[Any], *, is_eval: bool = False, **columns: Any) -> list[float | GradingError]:
         """Columns come from the data set; completions are text, messages or None."""
         template: Template = "relaxed" if is_eval else self._template
-        answers = [tagged_answer(_text(completion), template=template, which=self._which) for completion in completions]
-        untold = template != "relaxed" and set(answers) == {None} and any("<answer>" in _text(each) for each in completions)
+        texts = ["" if completion is None else completion_text(completion) for completion in completions]
+        answers = [tagged_answer(text, template=template, which=self._which) for text in texts]
+        untold = template != "relaxed" and set(answers) == {None} and any("<answer>" in text for text in texts)
         if untold and not self._has_hinted:
             self._has_hinted = True
             logger.warning(
                 "all answers with <answer> earn 0: <think>...</think> must come before it; ask for it in the system prompt"
             )
-        names = [key for key in _TARGETS if key in columns]
-        rows = [{key: columns[key][index] for key in names} for index in range(len(answers))]
+        rows = self._rows(len(answers), columns)
         pairs = [(answer, self.target_of(row)) for answer, row in zip(answers, rows, strict=True)]
         if self._comparison == "canonical":
             return [
@@ -158,19 +157,6 @@ def _end_of_thought(text: str, template: Template) -> int | None:
         if first is None or first[0].lower() != "<think>" or text[: first.start()].strip():
             return None
     return next((tag.end() for tag in tags if tag[0].lower() == "</think>"), None)
-
-
-def _find_answer(text: str, begin: int, which: Which) -> str | None:
-    found, opened = None, None
-    for tag in _TAG.finditer(text, begin):
-        name = tag[0].lower()
-        if name == "<answer>" and (opened is None or which == "last"):
-            opened = tag.end()
-        elif name == "</answer>" and opened is not None:
-            found, opened = text[opened : tag.start()], None
-            if which == "first":
-                break
-    return found
 
 
 def _replace_fractions(text: str) -> str:
@@ -213,12 +199,6 @@ def _shorten_number(text: str) -> str:
     whole, _, part = number[2].partition(".")
     digits = (whole.lstrip("0") or "0") + ("." + part.rstrip("0") if part.rstrip("0") else "")
     return f"-{digits}" if number[1] == "-" and digits != "0" else digits
-
-
-def _text(completion: Any) -> str:
-    if completion is None:
-        return ""
-    return completion if isinstance(completion, str) else str(completion[-1]["content"])
 
 
 def _check_choices(**choices: tuple[str, Any]) -> None:

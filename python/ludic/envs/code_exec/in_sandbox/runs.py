@@ -39,9 +39,6 @@ ENDED_ITS_HANDLER: JSON = {
     "duration_ms": 0.0,
     "cpu_ms": 0.0,
     "peak_bytes": 0,
-    "message": None,
-    "line": None,
-    "column": None,
 }
 """The answer for a program that does this: its test has failed."""
 
@@ -72,8 +69,7 @@ def run_child(request: JSON, requests: int, places: list[str]) -> JSON:
         for end in watch.open_ends:
             os.close(end)
     clean = delete_files(places)
-    if watch.printed_too_much():
-        stopped = watch.stop_for_output()
+    stopped = watch.stop_for_output() or stopped
     code = os.waitstatus_to_exitcode(ending)
     out, err = (bytes(watch.output[number][:KEPT_OUTPUT]).decode("utf-8", "replace") for number in (1, 2))
     answer = {

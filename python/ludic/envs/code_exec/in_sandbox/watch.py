@@ -107,13 +107,14 @@ class Watch:
                 os._exit(HOST_IS_GONE)
             if self.stdin_end in ready and self.feed():
                 poll.unregister(self.stdin_end)
-                self.close(self.stdin_end)
+                self.open_ends.remove(self.stdin_end)
+                os.close(self.stdin_end)
             for end in ready & set(self.numbers):
                 if self.read(end):
                     poll.unregister(end)
             if process in ready:
                 return None
-            stopped = self.stop_for_output() if self.printed_too_much() else None
+            stopped = self.stop_for_output()
             if stopped is None and (now := time.monotonic()) >= next_look:
                 stopped = self.limit_reached(now - started)
                 look_s = min(2 * look_s, LONGEST_LOOK_S) if self.usage.processes < 2 else SHORTEST_LOOK_S
@@ -167,16 +168,12 @@ class Watch:
             return self.stop("runtime_error", f"stopped: it made more than {MOST_FILES} files")
         return None
 
-    def printed_too_much(self) -> bool:
-        return any(len(output) > KEPT_OUTPUT for output in self.output.values())
-
-    def stop_for_output(self) -> str:
+    def stop_for_output(self) -> str | None:
+        """The status of a program that has printed too much, or None."""
+        if all(len(output) <= KEPT_OUTPUT for output in self.output.values()):
+            return None
         return self.stop("runtime_error", f"stopped: it printed more than {KEPT_OUTPUT} bytes")
 
     def stop(self, status: str, note: str) -> str:
         self.note = f"\n{note}\n"
         return status
-
-    def close(self, end: int) -> None:
-        self.open_ends.remove(end)
-        os.close(end)

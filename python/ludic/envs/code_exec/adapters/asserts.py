@@ -1,174 +1,27 @@
-"""Rows whose tests call a function: MBPP, HumanEval, and the part of APPS, TACO and LiveCodeBench
-that is from LeetCode.
-
-The tests of a problem need names of the program: those that neither Python nor the texts around it
-define. A test that needs nothing would pass with any program.
-
-Asserts are taken apart: the call runs in the sandbox, and the expected value stays outside.
+"""Takes asserts apart into tests: the call runs in the sandbox, and the expected value stays
+outside.
 
 `assert f(2) == 3` is the call `f(2)` and the value 3. An assert whose two sides cannot be told
 apart, such as one that compares two calls, is refused: a program could replace the functions that
 it uses, and would find the expected value in it.
+
+The tests of a problem need names of the program: those that neither Python nor the texts around it
+define. A test that needs nothing would pass with any program.
 """
 
 from __future__ import annotations
 
 import ast
 import builtins
-import json
 import symtable
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ludic.envs.code_exec.adapters.problem import LIVE_CODE_BENCH, CodingProblem, live_code_bench_tests, parse_column, zip_tests
-from ludic.envs.code_exec.calls import Near, OneOf, Same
+from ludic.envs.code_exec.calls import Near, Same
 from ludic.envs.code_exec.types import TestCase
 from ludic.errors import DataError
-
-USUAL_IMPORTS = """\
-import bisect, collections, functools, heapq, itertools, math, operator, random, re, string, typing
-from bisect import *
-from collections import *
-from functools import *
-from heapq import *
-from itertools import *
-from math import ceil, comb, factorial, floor, gcd, inf, isqrt, lcm, log, log2, perm, pi, prod, sqrt
-from typing import *
-"""
-"""What LeetCode imports before a program; its starters need `List`."""
-
-
-def read_call_tests(row: Mapping[str, Any], problem: CodingProblem) -> CodingProblem | None:
-    """The problem with its tests, and with the function's name in its prompt; None if the tests of
-    the row call no function."""
-    if row.get("test_list"):
-        return _read_mbpp(row, problem)
-    if row.get("test") and row.get("entry_point"):
-        return _read_human_eval(row, problem)
-    tests = parse_tests(row["tests"]) if row.get("tests") else []
-    if tests and all(isinstance(test, str) for test in tests):
-        before = _join([*map(read_imports, tests), str(row.get("before") or "")])
-        return _with_asserts(problem, _number(tests), before)
-    return _read_json_calls(row, problem)
-
-
-def parse_tests(value: Any) -> Sequence[Any]:
-    """A list of tests; a text that is no JSON is one source of asserts."""
-    if isinstance(value, str) and not value.lstrip().startswith("["):
-        return [value]
-    tests = parse_column(value, "tests")
-    return tests if isinstance(tests, list) else [tests]
-
-
-def _join(texts: Sequence[str]) -> str:
-    return "\n".join(filter(None, texts)).strip()
-
-
-def _with_asserts(problem: CodingProblem, tests: Sequence[TestCase], before: str, after: str = "") -> CodingProblem:
-    try:
-        needed = need_the_program(tests, f"{before}\n{after}")
-    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
-        if isinstance(error, DataError):
-            raise
-        raise DataError(f"what runs before or after the program is not Python: {error}") from error
-    return replace(problem, tests=needed, calls=True, before=before, after=after)
-
-
-def _number(sources: Sequence[str]) -> list[TestCase]:
-    tests = [test for source in sources for test in read_asserts(source)]
-    return [replace(test, id=f"test_{place}") for place, test in enumerate(tests)]
-
-
-def _read_mbpp(row: Mapping[str, Any], problem: CodingProblem) -> CodingProblem:
-    """The first assert is shown, because it alone names the function; `challenge_test_list` counts
-    too. The setup runs before the program, which may name its classes, and again after it, because
-    it may use the program's; what the tests need of the program it may not define."""
-    sources = [*row["test_list"], *(row.get("challenge_test_list") or [])]
-    imports = row.get("test_imports") or []
-    setup = str(row.get("test_setup_code") or "")
-    before = _join([*imports, *map(read_imports, sources), _as_far_as_it_goes(setup)])
-    shown = f"{problem.prompt}\n\nThe program must pass this test, and others:\n{row['test_list'][0]}"
-    return _with_asserts(replace(problem, prompt=shown), _number(sources), before, setup)
-
-
-def _as_far_as_it_goes(source: str) -> str:
-    """Python that runs the source up to where it fails: it may need the program's classes."""
-    return f"try:\n    exec({source!r}, globals())\nexcept Exception:\n    pass" if source.strip() else ""
-
-
-def _read_human_eval(row: Mapping[str, Any], problem: CodingProblem) -> CodingProblem:
-    """The prompt's imports and other functions run before the program; the program is the whole
-    function, of which nothing is defined before."""
-    tests = read_check_function(row["test"], entry_point=row["entry_point"])
-    shown = f"Complete this function. Write all of it, with its imports:\n\n```python\n{problem.prompt.rstrip()}\n```"
-    before = _without_function(problem.prompt, row["entry_point"]) + read_imports(row["test"])
-    needed = need_the_program(tests, before, functions=[row["entry_point"]])
-    return replace(problem, prompt=shown, tests=needed, calls=True, before=before)
-
-
-def _without_function(prompt: str, name: str) -> str:
-    """The Python of a prompt that ends in a function without its body, but for that function.
-
-    Example: `import math`, then `def f(x):`, gives `import math` for the name `f`.
-    """
-    try:
-        statements = ast.parse(f"{prompt.rstrip()}\n    pass\n").body
-    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
-        raise DataError(f"the prompt must be Python that ends in a function without its body: {error}") from error
-    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
-    kept = [part for part in statements if not (isinstance(part, functions) and part.name == name)]
-    return f"{ast.unparse(ast.Module(body=kept, type_ignores=[]))}\n"
-
-
-def _read_json_calls(row: Mapping[str, Any], problem: CodingProblem) -> CodingProblem | None:
-    name, pairs = _named_calls(row)
-    if name is None:
-        return None
-    if not name.isidentifier():
-        raise DataError(f"the function's name ({name!r}) must be one of Python's")
-    calls = f"(Solution().{name} if 'Solution' in globals() else {own_function(name)})"
-    tests = [
-        TestCase(f"{calls}(*{_literal(arguments)})", expected, id=f"test_{place}")
-        for place, (arguments, expected) in enumerate(pairs)
-    ]
-    starter = str(row.get("starter_code") or "").strip()
-    shown = f"Begin with:\n```python\n{starter}\n```" if starter else f"Write a function `{name}`."
-    prompt, before = f"{problem.prompt}\n\n{shown}", f"{USUAL_IMPORTS}globals().pop({name!r}, None)\n"
-    return replace(problem, prompt=prompt, tests=tests, calls=True, before=before, tuples_are_lists=True)
-
-
-def _named_calls(row: Mapping[str, Any]) -> tuple[str | None, list[tuple[list[Any], Any]]]:
-    """(name of the function or None, pairs of its arguments and the expected value)."""
-    if row.get("input_output"):
-        tests = parse_column(row["input_output"], "input_output")
-        name = tests.get("fn_name") if isinstance(tests, Mapping) else None
-        return name, [(given, _in_a_list(wanted)) for given, wanted in zip_tests(tests, "inputs", "outputs")] if name else []
-    if any(row.get(column) for column in LIVE_CODE_BENCH):
-        tests = live_code_bench_tests(row)
-        if not tests or tests[0].get("testtype") != "functional":
-            return None, []
-        name = parse_column(row.get("metadata") or "{}", "metadata").get("func_name")
-        if not name:
-            raise DataError("the tests call a function, whose name must be `func_name` in the column 'metadata'")
-        lines = [[parse_column(line, "input") for line in str(test["input"]).split("\n") if line] for test in tests]
-        return name, [(given, parse_column(test["output"], "output")) for given, test in zip(lines, tests, strict=True)]
-    name = row.get("fn_name") or row.get("function")
-    return name, zip_tests(row, "inputs", "outputs") if name else []
-
-
-def _in_a_list(expected: Any) -> Any:
-    """Some outputs of APPS are the value, others the value in a list of its own."""
-    return OneOf((expected, expected[0])) if isinstance(expected, list) and len(expected) == 1 else expected
-
-
-def _literal(arguments: Any) -> str:
-    """JSON as Python writes it: null is None."""
-    if not isinstance(arguments, list):
-        raise DataError(f"the arguments of a call must be a list, got {json.dumps(arguments):.80}")
-    return repr(arguments)
-
 
 _PYTHONS_OWN = frozenset(vars(builtins))
 
@@ -211,7 +64,7 @@ def _need(test: TestCase, definitions: Sequence[Names], functions: Collection[st
             f"`{test.input:.120}` needs nothing of the program, and would pass with any; leave what the program is to define "
             "out of the code that runs before and after it"
         )
-    return replace(test, input=ast.unparse(_OwnFunctions(hidden).visit(expression))) if hidden else test
+    return replace(test, input=_rename(expression, {name: own_function(name) for name in hidden})) if hidden else test
 
 
 def _closure(read: frozenset[str], definitions: Sequence[Names]) -> frozenset[str]:
@@ -234,7 +87,10 @@ def _names_of(statement: ast.stmt) -> Names:
     table = symtable.symtable(ast.unparse(statement), "around", "exec")
     symbols = table.get_symbols()
     bound = {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported() or symbol.is_namespace()}
-    bound -= {name for node in ast.walk(statement) for name in _from_elsewhere(node)}
+    for node in ast.walk(statement):
+        # Tests import their function `from solution`, which is the program: such names are its own.
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] not in sys.stdlib_module_names:
+            bound -= {alias.asname or alias.name for alias in node.names}
     read = {symbol.get_name() for symbol in symbols if symbol.is_referenced()}
     inner = list(table.get_children())
     while inner:
@@ -244,28 +100,10 @@ def _names_of(statement: ast.stmt) -> Names:
     return Names(frozenset(bound), frozenset(read))
 
 
-def _from_elsewhere(node: ast.AST) -> set[str]:
-    """The names that an import gives, unless its module is of Python's library: tests import their
-    function `from solution`, which is the program."""
-    if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] not in sys.stdlib_module_names:
-        return {alias.asname or alias.name for alias in node.names}
-    return set()
-
-
 def _called(expression: ast.expr) -> frozenset[str]:
     """Example: `set(f([1]))` calls `set` and `f`."""
     calls = (node.func for node in ast.walk(expression) if isinstance(node, ast.Call))
     return frozenset(function.id for function in calls if isinstance(function, ast.Name))
-
-
-class _OwnFunctions(ast.NodeTransformer):
-    """Names of functions replaced by what only the program can define."""
-
-    def __init__(self, names: Collection[str]) -> None:
-        self._names = names
-
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        return ast.parse(own_function(node.id), mode="eval").body if node.id in self._names else node
 
 
 _JUDGES = (ast.Compare, ast.BoolOp, ast.IfExp, ast.Lambda, ast.Not)
@@ -288,7 +126,8 @@ def read_asserts(source: str, *, rename: dict[str, str] | None = None) -> list[T
     """
     tests: list[TestCase] = []
     for statement in _parse(source).body:
-        if isinstance(statement, ast.Import | ast.ImportFrom) or _is_text(statement):
+        is_text = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+        if is_text or isinstance(statement, ast.Import | ast.ImportFrom | ast.Pass):
             continue
         if not isinstance(statement, ast.Assert):
             raise _refusal(statement, "is no assert")
@@ -299,7 +138,7 @@ def read_asserts(source: str, *, rename: dict[str, str] | None = None) -> list[T
             call, expected = _separate(statement, part)
             if any(map(_judges, ast.walk(call))):
                 raise _refusal(statement, _JUDGED_INSIDE)
-            tests.append(TestCase(ast.unparse(_Renamed(rename or {}).visit(call)), expected, id=f"test_{len(tests)}"))
+            tests.append(TestCase(_rename(call, rename or {}), expected, id=f"test_{len(tests)}"))
     return tests
 
 
@@ -338,14 +177,22 @@ def _separate(statement: ast.Assert, test: ast.expr) -> tuple[ast.expr, Any]:
         return near
     if not isinstance(operator, ast.Eq | ast.Is):
         raise _refusal(statement, f"compares with {type(operator).__name__}, which a program could replace")
+    if (found := _call_and_value(left, right)) is None:
+        raise _refusal(statement, "compares with a value that is not written out")
+    call, expected = found
+    if isinstance(expected, bool):
+        _truth(statement, call)
+        return call, Same(expected) if isinstance(operator, ast.Is) else expected
+    return found
+
+
+def _call_and_value(left: ast.expr, right: ast.expr) -> tuple[ast.expr, Any] | None:
+    """The side that calls, and the value of the other side; None if that is not written out."""
     for call, value in ((left, right), (right, left)):
         known, expected = _known_value(value)
-        if known and _calls(call):
-            if not isinstance(expected, bool):
-                return call, expected
-            _truth(statement, call)
-            return call, Same(expected) if isinstance(operator, ast.Is) else expected
-    raise _refusal(statement, "compares with a value that is not written out")
+        if known and any(isinstance(node, ast.Call) for node in ast.walk(call)):
+            return call, expected
+    return None
 
 
 def _is_near(left: ast.expr, right: ast.expr) -> tuple[ast.expr, Near] | None:
@@ -356,11 +203,8 @@ def _is_near(left: ast.expr, right: ast.expr) -> tuple[ast.expr, Near] | None:
     known, tolerance = _known_value(right)
     if not (known and isinstance(difference, ast.BinOp) and isinstance(difference.op, ast.Sub)):
         return None
-    for call, value in ((difference.left, difference.right), (difference.right, difference.left)):
-        has_value, expected = _known_value(value)
-        if has_value and _calls(call):
-            return call, Near(expected, abs_tol=float(tolerance))
-    return None
+    found = _call_and_value(difference.left, difference.right)
+    return found and (found[0], Near(found[1], abs_tol=float(tolerance)))
 
 
 def _is_close(test: ast.Call) -> tuple[ast.expr, Near] | None:
@@ -371,11 +215,8 @@ def _is_close(test: ast.Call) -> tuple[ast.expr, Near] | None:
     if not set(tolerances) <= {"rel_tol", "abs_tol"} or not all(known for known, _ in tolerances.values()):
         return None
     limits = {"rel_tol": DEFAULT_REL_TOL, **{str(key): float(value) for key, (_, value) in tolerances.items()}}
-    for call, value in ((test.args[0], test.args[1]), (test.args[1], test.args[0])):
-        known, expected = _known_value(value)
-        if known and _calls(call):
-            return call, Near(expected, **limits)
-    return None
+    found = _call_and_value(*test.args)
+    return found and (found[0], Near(found[1], **limits))
 
 
 def _truth(statement: ast.Assert, expression: ast.expr) -> ast.expr:
@@ -407,7 +248,7 @@ def _judges(node: ast.AST) -> bool:
 
 
 def _is_builtin(function: ast.expr) -> bool:
-    return isinstance(function, ast.Name) and function.id in vars(builtins)
+    return isinstance(function, ast.Name) and function.id in _PYTHONS_OWN
 
 
 def _calls_program(expression: ast.AST) -> bool:
@@ -433,10 +274,6 @@ def _known_value(expression: ast.expr) -> tuple[bool, Any]:
         return False, None
 
 
-def _calls(expression: ast.expr) -> bool:
-    return any(isinstance(node, ast.Call) for node in ast.walk(expression))
-
-
 def _parse(source: str) -> ast.Module:
     try:
         return ast.parse(source)
@@ -444,20 +281,16 @@ def _parse(source: str) -> ast.Module:
         raise DataError(f"the asserts are not Python: {error}") from error
 
 
-def _is_text(statement: ast.stmt) -> bool:
-    return (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)) or isinstance(statement, ast.Pass)
-
-
 def _refusal(statement: ast.stmt, reason: str) -> DataError:
     shown = " ".join(ast.unparse(statement).split())[:120]
     return DataError(f"`{shown}` {reason}; write tests as `assert f(x) == VALUE`, with the value written out")
 
 
-class _Renamed(ast.NodeTransformer):
-    """Names replaced by others."""
+def _rename(expression: ast.expr, names: Mapping[str, str]) -> str:
+    """The expression with these names replaced by expressions."""
 
-    def __init__(self, names: dict[str, str]) -> None:
-        self._names = names
+    class Renamed(ast.NodeTransformer):
+        def visit_Name(self, node: ast.Name) -> ast.expr:
+            return ast.parse(names[node.id], mode="eval").body if node.id in names else node
 
-    def visit_Name(self, node: ast.Name) -> ast.Name:
-        return ast.Name(self._names.get(node.id, node.id), node.ctx)
+    return ast.unparse(Renamed().visit(expression))
