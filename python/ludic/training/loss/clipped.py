@@ -8,7 +8,7 @@ from warnings import warn
 import torch
 from torch import Tensor
 
-from ludic.training.loss.base import Loss, check_clip, check_ratio_clip, check_token_normalizer, row_mean
+from ludic.training.loss.base import ActionLoss, check_clip, check_ratio_clip, check_token_normalizer, row_mean
 from ludic.training.loss.batch import Normalizer, Stats
 from ludic.training.loss.context import SharedContext
 from ludic.training.loss.logprobs import capped_exp
@@ -16,7 +16,7 @@ from ludic.training.loss.statistics import actor_policy_kl, masked_means, out_of
 
 
 @dataclass
-class ClippedSurrogateLoss(Loss):
+class ClippedSurrogateLoss(ActionLoss):
     """L = -mean_b min(r_b A_b, clip(r_b, 1 - low, 1 + high) A_b); r_b is the ratio of sequence b.
 
     GSPO (arXiv:2507.18071, eq. 5 to 7): with `length_normalize`, r_b is the geometric mean of the
@@ -33,8 +33,6 @@ class ClippedSurrogateLoss(Loss):
     clip_eps: InitVar[float | None] = None
 
     zero_weight_is_zero_gradient = True
-    reads_shared_only = True
-    reads_actions_only = True
 
     def __post_init__(self, clip_eps: float | None) -> None:
         if clip_eps is not None:
@@ -64,7 +62,7 @@ class ClippedSurrogateLoss(Loss):
 
 
 @dataclass
-class TokenClippedSurrogateLoss(Loss):
+class TokenClippedSurrogateLoss(ActionLoss):
     """L = -mean_b sum_t min(r_bt A_b, clip(r_bt, 1 - low, 1 + high) A_b); r_bt is the ratio of
     token t.
 
@@ -83,8 +81,6 @@ class TokenClippedSurrogateLoss(Loss):
     normalizer: Normalizer = "samples"
 
     zero_weight_is_zero_gradient = True
-    reads_shared_only = True
-    reads_actions_only = True
 
     def __post_init__(self) -> None:
         check_clip(self.clip_eps_low, self.clip_eps_high)

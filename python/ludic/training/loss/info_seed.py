@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ludic.errors import ConfigError, DataKeyError
-from ludic.training.loss.base import Loss
+from ludic.training.loss.base import ActionLoss
 from ludic.training.loss.batch import Batch, Stats
 from ludic.training.loss.context import SharedContext
 
@@ -97,18 +97,16 @@ def seed_stats(pooled: Tensor, seed_ids: Tensor) -> Stats:
     }
 
 
-class SeedLoss(Loss):
+class SeedLoss(ActionLoss):
     """What both losses share. `coeff` is the factor of the loss."""
 
     scales_itself = True
-    reads_shared_only = True
-    reads_actions_only = True
     reads_hidden = True
     needs_first_pass = True
     coeff: float
     pooling: Pooling
 
-    def _check(self) -> None:
+    def __post_init__(self) -> None:
         if not self.coeff >= 0:
             raise ConfigError(f"coeff ({self.coeff}) of an InfoSeed loss must be >= 0")
         if self.pooling not in ("mean", "last"):
@@ -132,7 +130,7 @@ class SeedContrastiveLoss(SeedLoss):
     """What `first_pass` returns with a row for each sample."""
 
     def __post_init__(self) -> None:
-        self._check()
+        super().__post_init__()
         if not self.temperature > 0:
             raise ConfigError(f"temperature ({self.temperature}) of InfoNCE must be > 0")
 
@@ -198,9 +196,6 @@ class SeedClassificationLoss(SeedLoss):
     head: nn.Module
     coeff: float = 0.01
     pooling: Pooling = "mean"
-
-    def __post_init__(self) -> None:
-        self._check()
 
     def first_pass(self, logits: Tensor, batch: Batch) -> dict[str, Tensor]:
         """The number of seeded samples."""

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ludic.training.loss.base import Loss, check_token_normalizer, row_mean
+from ludic.training.loss.base import ActionLoss, check_token_normalizer, row_mean
 from ludic.training.loss.batch import Normalizer, Stats
 from ludic.training.loss.context import SharedContext
 from ludic.training.loss.statistics import masked_means
 
 
 @dataclass
-class MaskedCausalLMCrossEntropyLoss(Loss):
+class MaskedCausalLMCrossEntropyLoss(ActionLoss):
     """L = mean_b w_b mean_t(-log pi_bt) over the action tokens, in float32.
 
     Without `length_normalize` the mean over t is a sum; `normalizer="tokens"` takes one mean over
@@ -25,8 +25,6 @@ class MaskedCausalLMCrossEntropyLoss(Loss):
     normalizer: Normalizer = "samples"
 
     zero_weight_is_zero_gradient = True
-    reads_shared_only = True
-    reads_actions_only = True
 
     def __post_init__(self) -> None:
         check_token_normalizer(self.normalizer, self.length_normalize)
