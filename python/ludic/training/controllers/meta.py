@@ -132,14 +132,13 @@ class MetaController:
         self.kl_target, self.beta_grad_clip = kl_target, beta_grad_clip or math.inf
         self.update_interval, self.truncation_steps = update_interval, truncation_steps
         self.use_hessian, self.inner_lr = use_hessian, inner_lr
-        self._check(lr, tau_lr, beta_lr, tau_least)
         self._parameters: dict[str, _Parameter] = {}
         if tau is not None and (rate := lr if tau_lr is None else tau_lr):
             self._parameters["tau"] = _bounded(tau, rate, tau_least, tau_most)
         if beta is not None and (rate := lr if beta_lr is None else beta_lr):
             self._parameters["beta"] = _bounded(beta, rate, 0.0, beta_most)
         self._tau, self._beta = tau, beta
-        self._check_parameters()
+        self._check(lr, tau_lr, beta_lr, tau_least)
 
     def _check(self, lr: float, tau_lr: float | None, beta_lr: float | None, tau_least: float) -> None:
         for setting, value in (("lr", lr), ("tau_lr", tau_lr), ("beta_lr", beta_lr), ("beta_grad_clip", self.beta_grad_clip)):
@@ -154,8 +153,6 @@ class MetaController:
             raise ConfigError(f"kl_target ({self.kl_target}) of the meta-controller must be >= 0")
         if self.entropy_target is None and self.kl_target is None:
             raise ConfigError("the meta-controller has nothing to aim at; set entropy_target, kl_target or both")
-
-    def _check_parameters(self) -> None:
         if not self._parameters:
             raise ConfigError("the learning rates of the meta-controller are 0; set lr, tau_lr or beta_lr, or leave it out")
         if self._tau is None and (self.method != "analytic" or self.entropy_target is not None or self.kl_signal != "policy"):
