@@ -35,9 +35,7 @@ def make_cispo(
     `reference_kl` above 0 adds `ReferenceKLLoss`, a k3 penalty towards a frozen reference;
     controllers change it as the coefficient `beta`.
     """
-    loss = CISPOLoss(
-        clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high, length_normalize=length_normalize, normalizer=normalizer
-    )
+    loss = CISPOLoss(clip_eps_low, clip_eps_high, length_normalize, normalizer)
     penalised, coefficients = add_reference_kl(add_kl(loss, kl_coeff, kl_estimator), reference_kl)
     return RLAlgorithm(
         name=name,
@@ -72,9 +70,7 @@ def make_scalerl(
 
     `kl_coeff`, `kl_estimator` and `reference_kl`: as in `make_cispo`.
     """
-    loss = CISPOLoss(
-        clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high, length_normalize=length_normalize, normalizer=normalizer
-    )
+    loss = CISPOLoss(clip_eps_low, clip_eps_high, length_normalize, normalizer)
     penalised, coefficients = add_reference_kl(add_kl(loss, kl_coeff, kl_estimator), reference_kl)
     return RLAlgorithm(
         name=name,

@@ -44,13 +44,7 @@ def make_grpo(
     with `kl_estimator` and `kl_level`), inside the mean of the policy loss as in its eq. 3,
     whichever it is; controllers change it as the coefficient `beta`.
     """
-    loss = TokenClippedSurrogateLoss(
-        clip_eps_low=clip_eps_low,
-        clip_eps_high=clip_eps_high,
-        length_normalize=length_normalize,
-        ratio_clip=ratio_clip,
-        normalizer=normalizer,
-    )
+    loss = TokenClippedSurrogateLoss(clip_eps_low, clip_eps_high, length_normalize, ratio_clip, normalizer)
     penalised, coefficients = add_reference_kl(loss, reference_kl, kl_estimator, kl_level)
     return RLAlgorithm(
         name=name,
@@ -156,12 +150,7 @@ def make_gspo(
     return RLAlgorithm(
         name=name,
         credit_assigner=group_return(group_size, group_normalize_adv, positive_only),
-        loss=ClippedSurrogateLoss(
-            clip_eps_low=clip_eps_low,
-            clip_eps_high=clip_eps_high,
-            length_normalize=length_normalize,
-            ratio_clip=ratio_clip,
-        ),
+        loss=ClippedSurrogateLoss(clip_eps_low, clip_eps_high, length_normalize=length_normalize, ratio_clip=ratio_clip),
         preprocess=check_ratios(drop_zero_weight, drop_zero_weight_eps),
         correction=resolve_correction(correction),
     )
@@ -185,7 +174,7 @@ def make_sapo(
     return RLAlgorithm(
         name=name,
         credit_assigner=group_return(group_size, group_normalize_adv, positive_only),
-        loss=SAPOLoss(tau_pos=tau_pos, tau_neg=tau_neg, length_normalize=length_normalize, normalizer=normalizer),
+        loss=SAPOLoss(tau_pos, tau_neg, length_normalize, normalizer),
         preprocess=check_ratios(drop_zero_weight, drop_zero_weight_eps),
         correction=resolve_correction(correction),
     )
@@ -210,12 +199,7 @@ def make_gmpo(
     return RLAlgorithm(
         name=name,
         credit_assigner=group_return(group_size, group_normalize_adv, positive_only),
-        loss=GMPOLoss(
-            clip_eps_low=clip_eps_low,
-            clip_eps_high=clip_eps_high,
-            length_normalize=length_normalize,
-            ratio_clip=ratio_clip,
-        ),
+        loss=GMPOLoss(clip_eps_low, clip_eps_high, length_normalize, ratio_clip),
         preprocess=check_ratios(drop_zero_weight, drop_zero_weight_eps),
         correction=resolve_correction(correction),
     )

@@ -23,6 +23,7 @@ from ludic.training.loss import (
     resolve_correction,
 )
 from ludic.training.presets.preprocess import check_group_size, check_ratios, drop_zero_weights
+from ludic.training.types import CreditAssigner
 
 
 def make_reinforce(
@@ -86,9 +87,7 @@ def make_rloo(
     return RLAlgorithm(
         name=name,
         credit_assigner=GroupNormalizedReturn(group_size=check_group_size(group_size), leave_one_out=True),
-        loss=TokenClippedSurrogateLoss(
-            clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high, length_normalize=length_normalize, normalizer=normalizer
-        ),
+        loss=TokenClippedSurrogateLoss(clip_eps_low, clip_eps_high, length_normalize, normalizer=normalizer),
         preprocess=check_ratios(drop_zero_weight, drop_zero_weight_eps),
         correction=resolve_correction(correction),
     )
@@ -115,16 +114,15 @@ def make_reinforce_plus_plus(
     and standard deviation are over rollouts, one value each. Departure from the paper: there is no
     KL penalty towards a reference model.
     """
-    if group_baseline and group_size is None:
-        raise ConfigError("group_baseline=True subtracts the mean of each group and needs group_size; set it")
+    credit: CreditAssigner = BatchNormalizedReturn()
+    if group_baseline:
+        if group_size is None:
+            raise ConfigError("group_baseline=True subtracts the mean of each group and needs group_size; set it")
+        credit = HybridNormalizedReturn(group_size=group_size)
     return RLAlgorithm(
         name=name,
-        credit_assigner=HybridNormalizedReturn(group_size=group_size)
-        if group_baseline and group_size is not None
-        else BatchNormalizedReturn(),
-        loss=TokenClippedSurrogateLoss(
-            clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high, length_normalize=length_normalize, normalizer=normalizer
-        ),
+        credit_assigner=credit,
+        loss=TokenClippedSurrogateLoss(clip_eps_low, clip_eps_high, length_normalize, normalizer=normalizer),
         preprocess=check_ratios(drop_zero_weight, drop_zero_weight_eps),
         correction=resolve_correction(correction),
     )
