@@ -39,9 +39,8 @@ class CISPOLoss(ActionLoss):
         bounded = ratio.clamp(1.0 - self.clip_eps_low, 1.0 + self.clip_eps_high)
         objective = bounded * advantage[:, None] * shared.token_logp
         loss = -row_mean(objective, shared, length_normalize=self.length_normalize, normalizer=self.normalizer)
-        stats: Stats = {
+        return loss, {
             "loss": loss.detach(),
             **policy_stats(shared, ratio),
             **masked_means(shared, clip_frac=out_of_range(ratio, self.clip_eps_low, self.clip_eps_high)),
         }
-        return loss, stats

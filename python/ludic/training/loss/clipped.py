@@ -47,7 +47,7 @@ class ClippedSurrogateLoss(ActionLoss):
         log_ratio = logp_action - shared.old_logp_action(self.old_logp_key, length_normalize=self.length_normalize)
         ratio = capped_exp(log_ratio, self.ratio_clip)
         loss = -clipped_objective(ratio, advantage, self.clip_eps_low, self.clip_eps_high).mean()
-        stats: Stats = {
+        return loss, {
             "loss": loss.detach(),
             "ratio_mean": ratio.detach().mean(),
             "ratio_std": population_std(ratio),
@@ -58,7 +58,6 @@ class ClippedSurrogateLoss(ActionLoss):
             "adv_std": population_std(advantage),
             "logp_mean": logp_action.detach().mean(),
         }
-        return loss, stats
 
 
 @dataclass
@@ -91,7 +90,7 @@ class TokenClippedSurrogateLoss(ActionLoss):
         ratio = shared.ratio if self.ratio_clip is None else capped_exp(shared.log_ratio, self.ratio_clip)
         objective = clipped_objective(ratio, shared.token_weight, self.clip_eps_low, self.clip_eps_high)
         loss = -row_mean(objective, shared, length_normalize=self.length_normalize, normalizer=self.normalizer)
-        stats: Stats = {
+        return loss, {
             "loss": loss.detach(),
             **policy_stats(shared, ratio),
             **masked_means(
@@ -100,7 +99,6 @@ class TokenClippedSurrogateLoss(ActionLoss):
                 ratio_clip_frac=reached_cap(ratio, self.ratio_clip),
             ),
         }
-        return loss, stats
 
 
 def clipped_objective(ratio: Tensor, advantage: Tensor, low: float, high: float) -> Tensor:

@@ -50,7 +50,7 @@ class GMPOLoss(ActionLoss):
         geometric = log_mean.exp()
         loss = -(geometric * shared.weight).mean()
         ratio = capped_exp(shared.log_ratio, self.ratio_clip)
-        stats: Stats = {
+        return loss, {
             "loss": loss.detach(),
             **policy_stats(shared, ratio),
             **masked_means(
@@ -61,4 +61,3 @@ class GMPOLoss(ActionLoss):
             "geom_mean_ratio_mean": geometric.detach().mean(),
             "geom_mean_ratio_std": population_std(geometric),
         }
-        return loss, stats

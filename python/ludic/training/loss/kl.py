@@ -47,7 +47,7 @@ class TokenKLLoss(ActionLoss):
         sample_kl = weigh_values(kl, mask).sum(dim=1)
         if self.length_normalize:
             sample_kl = sample_kl / shared.token_counts
-        stats: Stats = {
+        return loss, {
             "loss": loss.detach(),
             "kl_mean": sample_kl.detach().mean(),
             "kl_std": population_std(sample_kl),
@@ -55,7 +55,6 @@ class TokenKLLoss(ActionLoss):
             "ratio_std": population_std(shared.ratio, mask),
             "avg_action_tokens": mask.sum(dim=1).mean(),
         }
-        return loss, stats
 
 
 @dataclass

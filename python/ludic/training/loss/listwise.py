@@ -46,14 +46,13 @@ class ListwiseLoss(ActionLoss):
         if not self.length_normalize:  # (n_b / n_i) (N / C) n_i m_b = (N / C) times the sum over the row
             logp = logp * shared.sample_column("candidate_tokens")
         loss = -(advantage * logp).mean()
-        stats: Stats = {
+        return loss, {
             "loss": loss.detach(),
             "adv_mean": advantage.mean(),
             "adv_std": population_std(advantage),
             "logp_mean": shared.logp_action().detach().mean(),
             "avg_action_tokens": shared.token_mask.sum(dim=1).mean(),
         }
-        return loss, stats
 
 
 @dataclass

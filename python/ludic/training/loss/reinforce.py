@@ -76,7 +76,7 @@ def importance_weighted(
     log_ratio = (logp_action - old_logp_action).detach()
     ratio = capped_exp(log_ratio, settings.ratio_clip)
     loss = -(ratio * advantage * logp_action).mean()
-    stats: Stats = {
+    return loss, {
         "loss": loss.detach(),
         "adv_mean": advantage.detach().mean(),
         "adv_std": population_std(advantage),
@@ -85,4 +85,3 @@ def importance_weighted(
         "ratio_std": population_std(ratio),
         "kl_actor_policy": actor_policy_kl(log_ratio).mean(),
     }
-    return loss, stats

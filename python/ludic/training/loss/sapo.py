@@ -46,10 +46,9 @@ class SAPOLoss(ActionLoss):
         objective = 4.0 / tau * gate * advantage
         loss = -row_mean(objective, shared, length_normalize=self.length_normalize, normalizer=self.normalizer)
         slope = 4.0 * gate.detach() * (1.0 - gate.detach())
-        stats: Stats = {
+        return loss, {
             "loss": loss.detach(),
             **policy_stats(shared, shared.ratio),
             **masked_means(shared, grad_weight_mean=slope),
             "grad_weight_std": population_std(slope, shared.token_mask),
         }
-        return loss, stats

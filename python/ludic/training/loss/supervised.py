@@ -33,10 +33,9 @@ class MaskedCausalLMCrossEntropyLoss(ActionLoss):
         nll = -shared.token_logp
         weighted = nll * shared.token_weight if "weight" in shared.batch else nll
         loss = row_mean(weighted, shared, length_normalize=self.length_normalize, normalizer=self.normalizer)
-        stats: Stats = {
+        return loss, {
             "loss": loss.detach(),
             "logp_mean": shared.logp_action(length_normalize=self.length_normalize).detach().mean(),
             **masked_means(shared, nll_mean=nll),
             "avg_action_tokens": shared.token_mask.sum(dim=1).mean(),
         }
-        return loss, stats
