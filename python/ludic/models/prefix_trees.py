@@ -126,12 +126,11 @@ class Branches:
         """The term added to the scores of each group: 0 or -inf. Made once for all layers."""
         if (window, dtype) not in self._masks:
             seen = [group.find_seen(self._ends, self._positions, window) for group in self.groups]
-            self._masks[window, dtype] = [None if each is None else _as_scores(each, dtype) for each in seen]
+            self._masks[window, dtype] = [
+                None if each is None else torch.zeros(each.shape, dtype=dtype, device=each.device).masked_fill_(~each, -torch.inf)
+                for each in seen
+            ]
         return self._masks[window, dtype]
-
-
-def _as_scores(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
 
 
 def _find_spans(lengths: Ints, shared: Ints) -> list[tuple[int, int]]:
