@@ -42,10 +42,6 @@ class _Tensors:
     files: list[str]
     places: dict[str, str] | None
 
-    @classmethod
-    def find(cls, folder: Path) -> _Tensors:
-        return cls(folder, *find_weight_files(folder))
-
     def open(self) -> StoredTensors:
         return StoredTensors([self.folder / name for name in self.files], places=self.places)
 
@@ -58,7 +54,7 @@ def export_model(folder: Path, out: Path, dtype: torch.dtype | None = None) -> N
     """Write the weights and the config of `folder` to the empty folder `out`. Floating-point
     weights become `dtype`; with None they keep theirs. Raises ConfigError for a folder that
     `from_pretrained` could not open."""
-    _copy(_Tensors.find(folder), out, dtype)
+    _copy(_Tensors(folder, *find_weight_files(folder)), out, dtype)
     _write_config(folder, out, dtype)
 
 
@@ -75,7 +71,7 @@ def export_merged(folder: Path, base: Path, out: Path, dtype: torch.dtype | None
     `out`. A weight is merged in float32 and rounded once. Raises ConfigError for adapters other
     than LoRA on layers whose weights the base has, and for adapters of a classifier."""
     adapters = _Adapters.read(folder)
-    tensors = _Tensors.find(base)
+    tensors = _Tensors(base, *find_weight_files(base))
     adapters.check(tensors.describe(), folder, base)
     _copy(tensors, out, dtype, adapters.merge)
     _write_config(base, out, dtype)

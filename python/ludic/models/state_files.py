@@ -18,7 +18,6 @@ import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -187,12 +186,18 @@ def _read_stored(folder: Path) -> Iterator[tuple[str, Tensor]]:
     single file."""
     files, places = find_weight_files(folder)
     if places is not None:
-        yield from read_indexed(folder, files, places)
+        for file in files:
+            with safe_open(folder / file, framework="pt") as shard:
+                stored = set(shard.keys())
+                for name in (name for name, place in places.items() if place == file):
+                    if name not in stored:
+                        raise KeyError(f"{name} is not in {folder / file}, where the index puts it; the checkpoint is damaged")
+                    yield name, shard.get_tensor(name)
     elif files == [MODEL]:
         yield from read_tensors(folder / MODEL).items()
     else:
-        with StoredTensors([folder / name for name in files]) as stored:
-            yield from ((name, stored.read(name)) for name in stored.names())
+        with StoredTensors([folder / name for name in files]) as parts:
+            yield from ((name, parts.read(name)) for name in parts.names())
 
 
 def _check_names(model: nn.Module, state: Mapping[str, Tensor], folder: Path) -> None:
@@ -302,7 +307,9 @@ def read_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, folder: P
             number = numbers[parameter]
             state.setdefault(number, {})[name] = _read_state(tensors, key, like, stepped[number])
     groups = [
-        {**_restore_types(group, like), "params": [numbers[str(key)] for key in group["params"]]}
+        # JSON turns tuples into lists; this turns them back.
+        {name: tuple(value) if isinstance(like.get(name), tuple) else value for name, value in group.items()}
+        | {"params": [numbers[str(key)] for key in group["params"]]}
         for group, like in zip(stored["param_groups"], optimizer.param_groups, strict=True)
     ]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
@@ -324,24 +331,15 @@ def read_optimizer_if_stored(optimizer: torch.optim.Optimizer, model: nn.Module,
         logger.warning("%s has no optimizer state; the optimizer keeps the state that it has", folder)
 
 
-def _restore_types(group: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON turns tuples into lists; this turns them back."""
-    return {name: tuple(value) if isinstance(like.get(name), tuple) else value for name, value in group.items()}
-
-
-@dataclass(frozen=True)
-class FusedTensor:
-    """Where the values of a model's tensor [experts, rows, ...] are stored."""
-
-    parts: list[list[str]]
-    """Names of tensors [rows of the part, ...]: for each part that follows the other in the rows,
-    one for each expert."""
+ExpertParts = list[list[str]]
+"""Where the values of a model's tensor [experts, rows, ...] are stored: names of tensors [rows of
+the part, ...]. For each part that follows the other in the rows, one for each expert."""
 
 
 class FusedExperts:
     """`StoredTensors` by the names of the model."""
 
-    def __init__(self, stored: StoredTensors, places: Mapping[str, str | FusedTensor]) -> None:
+    def __init__(self, stored: StoredTensors, places: Mapping[str, str | ExpertParts]) -> None:
         """`places`: the model's name of a tensor -> its name in the files, or what it is made
         of."""
         self._stored, self._places = stored, places
@@ -351,14 +349,14 @@ class FusedExperts:
         """As `StoredTensors.describe`. Raises CheckpointError for experts of several shapes."""
         return {name: self._describe(name, place) for name, place in self._places.items()}
 
-    def _describe(self, name: str, place: str | FusedTensor) -> Tensor:
+    def _describe(self, name: str, place: str | ExpertParts) -> Tensor:
         if isinstance(place, str):
             return self._described[place]
-        shapes = [{self._described[stored].shape for stored in part} for part in place.parts]
-        counts = {len(part) for part in place.parts}
+        shapes = [{self._described[stored].shape for stored in part} for part in place]
+        counts = {len(part) for part in place}
         if len(counts) > 1 or any(len(shape) > 1 for shape in shapes):
             raise CheckpointError(f"{name} is stored in {sorted(counts)} experts of the shapes {shapes}; all must be alike")
-        first, rows = self._described[place.parts[0][0]], sum(shape.pop()[0] for shape in shapes)
+        first, rows = self._described[place[0][0]], sum(shape.pop()[0] for shape in shapes)
         return torch.empty([counts.pop(), rows, *first.shape[1:]], dtype=first.dtype, device="meta")
 
     def read(self, name: str, region: Region | None = None) -> Tensor:
@@ -370,7 +368,7 @@ class FusedExperts:
         experts, rows, *others = tuple((0, size) for size in like.shape) if region is None else region
         result = torch.empty([stop - start for start, stop in (experts, rows, *others)], dtype=like.dtype)
         begin = 0
-        for part in place.parts:
+        for part in place:
             size = self._described[part[0]].shape[0]
             own = intersect(((begin, begin + size),), (rows,))
             if own is not None:
@@ -402,9 +400,7 @@ def find_fused(model: nn.Module, stored: StoredTensors) -> FusedExperts | None:
             places[target] = name
         else:
             sources.setdefault(target, {part: [] for part in patterns[pattern].source_patterns})[pattern].append(name)
-    fused = {
-        target: FusedTensor([sorted(names, key=_by_number) for names in parts.values()]) for target, parts in sources.items()
-    }
+    fused = {target: [sorted(names, key=_by_number) for names in parts.values()] for target, parts in sources.items()}
     return FusedExperts(stored, {**places, **fused})
 
 
@@ -476,13 +472,3 @@ def check_in_folder(names: Iterable[str], listing: Path) -> None:
     for name in names:
         if Path(name).name != name:
             raise CheckpointError(f"{listing} names the file {name}, which is not in the folder")
-
-
-def read_indexed(folder: Path, files: Iterable[str], places: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
-    for name in files:
-        with safe_open(folder / name, framework="pt") as shard:
-            stored = set(shard.keys())
-            for key in (key for key, place in places.items() if place == name):
-                if key not in stored:
-                    raise KeyError(f"{key} is not in {folder / name}, where the index puts it; the checkpoint is damaged")
-                yield key, shard.get_tensor(key)

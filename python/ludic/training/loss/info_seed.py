@@ -143,19 +143,19 @@ class SeedContrastiveLoss(SeedLoss):
         pooled = pool_completions(batch, self.pooling)
         measured = {} if shared is None else shared.totals.measured
         if POOLED not in measured:
-            loss = contrast_seeds(pooled, _seeds(batch, pooled), self.temperature)
-            value = self.coeff * loss
-            stats = {"loss": value.detach(), "info_nce": loss.detach()}
-            return value, {**stats, **seed_stats(pooled, _seeds(batch, pooled))}
-        with torch.enable_grad():
-            everyone = measured[POOLED].detach().requires_grad_()
-            whole = contrast_seeds(everyone, measured[IDS], self.temperature)
-            [gradient] = torch.autograd.grad(whole, everyone)
-        own = (gradient[batch[POSITION]] * pooled).sum()
-        trained = (SharedContext(batch["input_ids"], batch).token_mask.sum(dim=1) > 0).sum()
-        value = self.coeff * (own - own.detach() + whole.detach() * trained / len(everyone))
-        stats = {"loss": value.detach(), "info_nce": whole.detach()}
-        return value, {**stats, **seed_stats(measured[POOLED], measured[IDS])}
+            everyone, ids = pooled, _seeds(batch, pooled)
+            whole = contrast_seeds(pooled, ids, self.temperature)
+            value = self.coeff * whole
+        else:
+            ids = measured[IDS]
+            with torch.enable_grad():
+                everyone = measured[POOLED].detach().requires_grad_()
+                whole = contrast_seeds(everyone, ids, self.temperature)
+                [gradient] = torch.autograd.grad(whole, everyone)
+            own = (gradient[batch[POSITION]] * pooled).sum()
+            trained = (SharedContext(batch["input_ids"], batch).token_mask.sum(dim=1) > 0).sum()
+            value = self.coeff * (own - own.detach() + whole.detach() * trained / len(everyone))
+        return value, {"loss": value.detach(), "info_nce": whole.detach(), **seed_stats(everyone, ids)}
 
 
 @cache
