@@ -56,7 +56,7 @@ class SharedTensor:
 def send_to_owners(
     tensors: Mapping[str, SharedTensor],
     owners: Mapping[str, int],
-    take: Callable[[str, Tensor], None],
+    take: Callable[[str, Tensor], object],
     *,
     agree: Agree,
 ) -> None:
@@ -73,7 +73,7 @@ def send_to_owners(
         _hand_on(arrived, take)
 
 
-def _hand_on(arrived: dict[str, Tensor], take: Callable[[str, Tensor], None]) -> None:
+def _hand_on(arrived: dict[str, Tensor], take: Callable[[str, Tensor], object]) -> None:
     for name in list(arrived):
         take(name, arrived.pop(name))
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ludic.errors import ConfigError
@@ -67,11 +67,7 @@ def copy_home(trained: nn.Module, whole: nn.Module, *, agree: Agree) -> None:
     reshard(trained)
     targets = dict(whole.named_parameters())
     shared = {name: SharedTensor.of(value) for name, value in trained.named_parameters() if value.requires_grad}
-
-    def take(name: str, tensor: Tensor) -> None:
-        targets[name].copy_(tensor)
-
-    send_to_owners(shared, dict.fromkeys(shared, 0), take, agree=agree)
+    send_to_owners(shared, dict.fromkeys(shared, 0), lambda name, tensor: targets[name].copy_(tensor), agree=agree)
     if dist.get_rank() == 0:
         stored, own = whole.state_dict().keys(), dict(whole.named_buffers())
         for name, buffer in trained.named_buffers():

@@ -138,6 +138,10 @@ class MetaController:
         if beta is not None and (rate := lr if beta_lr is None else beta_lr):
             self._parameters["beta"] = _bounded(beta, rate, 0.0, beta_most)
         self._tau, self._beta = tau, beta
+        self.coefficients: Mapping[str, Coefficient] = {name: each.coefficient for name, each in self._parameters.items()}
+        self.reads_kl = kl_target is not None or (self.method != "analytic" and "beta" in self._parameters)
+        """Whether it needs the reference: for the KL of the step, or the KL and the slopes of the
+        weights."""
         self._check(lr, tau_lr, beta_lr, tau_least)
 
     def _check(self, lr: float, tau_lr: float | None, beta_lr: float | None, tau_least: float) -> None:
@@ -165,17 +169,6 @@ class MetaController:
                 raise ConfigError(
                     f"{name} ({value}) must begin within [{parameter.least}, {parameter.most}], the bounds of the meta-controller"
                 )
-
-    @property
-    def coefficients(self) -> Mapping[str, Coefficient]:
-        """What it sets, by name."""
-        return {name: parameter.coefficient for name, parameter in self._parameters.items()}
-
-    @property
-    def reads_kl(self) -> bool:
-        """Whether it needs the reference: for the KL of the step, or the KL and the slopes of the
-        weights."""
-        return self.kl_target is not None or (self.method != "analytic" and "beta" in self._parameters)
 
     def update(self, seen: Observation) -> dict[str, float]:
         """Set tau and beta. Returns loss and gradients, and whether a bound held a value back."""

@@ -90,14 +90,11 @@ class TokenClippedSurrogateLoss(ActionLoss):
         ratio = shared.ratio if self.ratio_clip is None else capped_exp(shared.log_ratio, self.ratio_clip)
         objective = clipped_objective(ratio, shared.token_weight, self.clip_eps_low, self.clip_eps_high)
         loss = -row_mean(objective, shared, length_normalize=self.length_normalize, normalizer=self.normalizer)
+        clipped = out_of_range(ratio, self.clip_eps_low, self.clip_eps_high)
         return loss, {
             "loss": loss.detach(),
             **policy_stats(shared, ratio),
-            **masked_means(
-                shared,
-                clip_frac=out_of_range(ratio, self.clip_eps_low, self.clip_eps_high),
-                ratio_clip_frac=reached_cap(ratio, self.ratio_clip),
-            ),
+            **masked_means(shared, clip_frac=clipped, ratio_clip_frac=reached_cap(ratio, self.ratio_clip)),
         }
 
 

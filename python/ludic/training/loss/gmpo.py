@@ -50,14 +50,11 @@ class GMPOLoss(ActionLoss):
         geometric = log_mean.exp()
         loss = -(geometric * shared.weight).mean()
         ratio = capped_exp(shared.log_ratio, self.ratio_clip)
+        clipped = out_of_range(1.0 + shared.log_ratio, self.clip_eps_low, self.clip_eps_high)
         return loss, {
             "loss": loss.detach(),
             **policy_stats(shared, ratio),
-            **masked_means(
-                shared,
-                clip_frac=out_of_range(1.0 + shared.log_ratio, self.clip_eps_low, self.clip_eps_high),
-                ratio_clip_frac=reached_cap(ratio, self.ratio_clip),
-            ),
+            **masked_means(shared, clip_frac=clipped, ratio_clip_frac=reached_cap(ratio, self.ratio_clip)),
             "geom_mean_ratio_mean": geometric.detach().mean(),
             "geom_mean_ratio_std": population_std(geometric),
         }
