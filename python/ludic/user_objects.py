@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -25,7 +26,8 @@ def import_named(path: str, setting: str) -> Any:
     if not mark or not module or not name:
         raise ConfigError(f"{setting} ({path}) must be package.module:name, such as rewards:exact for `exact` of ./rewards.py")
     if module.endswith(".py") or "/" in module:
-        raise ConfigError(f"{setting} ({path}): name the module and not its file, such as {_module_of(module)}:{name}")
+        dotted = module.removesuffix(".py").removeprefix("./").replace("/", ".")
+        raise ConfigError(f"{setting} ({path}): name the module and not its file, such as {dotted}:{name}")
     with _current_directory_first():
         try:
             loaded = import_module(module)
@@ -60,10 +62,6 @@ def _current_directory_first() -> Iterator[None]:
         sys.path.remove(here)
         if not was_listed:
             sys.path.append(here)
-
-
-def _module_of(path: str) -> str:
-    return path.removesuffix(".py").removeprefix("./").replace("/", ".")
 
 
 T = TypeVar("T")
@@ -111,20 +109,17 @@ def forward_members(adapted: str, names: Iterable[str]) -> Callable[[type[T]], t
 
     def decorate(adapter: type[T]) -> type[T]:
         for name in names:
-            setattr(adapter, name, property(_reader(adapter, adapted, name)))
+            setattr(adapter, name, property(partial(_read, adapter, adapted, name)))
         return adapter
 
     return decorate
 
 
-def _reader(adapter: type, adapted: str, name: str) -> Callable[[Any], Any]:
-    def read(self: Any) -> Any:
-        inner = getattr(self, adapted)
-        try:
-            return getattr(inner, name)
-        except AttributeError:
-            if hasattr(type(inner), name):
-                raise  # by a property of the user's, which exists and failed
-        return getattr(super(adapter, self), name)
-
-    return read
+def _read(adapter: type, adapted: str, name: str, instance: Any) -> Any:
+    inner = getattr(instance, adapted)
+    try:
+        return getattr(inner, name)
+    except AttributeError:
+        if hasattr(type(inner), name):
+            raise  # by a property of the user's, which exists and failed
+    return getattr(super(adapter, instance), name)

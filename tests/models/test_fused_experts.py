@@ -9,7 +9,7 @@ from transformers.core_model_loading import MergeModulelist, Transpose, WeightCo
 from ludic.errors import CheckpointError
 from ludic.models import state_files
 from ludic.models.regions import make_slices
-from ludic.models.state_files import FusedExperts, FusedTensor, find_fused, write_model
+from ludic.models.state_files import FusedExperts, find_fused, write_model
 from ludic.models.tensor_files import StoredTensors
 
 OTHERS = {
@@ -74,7 +74,7 @@ def test_a_region_is_that_of_the_stacked_experts_and_nothing_else_is_read(case):
     whole = torch.cat([torch.stack([tensors[name] for name in part]) for part in names], dim=1)
     stored = Recorded(tensors)
     wanted = whole[make_slices(region)]
-    assert torch.equal(FusedExperts(stored, {"all": FusedTensor(names)}).read("all", region), wanted)
+    assert torch.equal(FusedExperts(stored, {"all": names}).read("all", region), wanted)
     assert stored.read_elements == wanted.numel()
 
 
@@ -92,4 +92,4 @@ def test_conversions_that_need_whole_tensors_and_dense_models_have_none(tmp_path
 def test_experts_that_are_not_alike_are_named():
     stored = Recorded({"0.up": torch.ones(2, 3), "1.up": torch.ones(4, 3)})
     with pytest.raises(CheckpointError, match=r"up is stored in \[2\] experts of the shapes"):
-        FusedExperts(stored, {"up": FusedTensor([["0.up", "1.up"]])}).describe()
+        FusedExperts(stored, {"up": [["0.up", "1.up"]]}).describe()

@@ -43,8 +43,11 @@ def make_byte_tokenizer() -> PreTrainedTokenizerFast:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
+    # Byte-level tokenizers write a printable byte as it is, others as characters from U+0100 on.
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
     vocab = {"<pad>": PAD_ID, "<bos>": BOS_ID, "<eos>": EOS_ID}
-    vocab.update({char: byte + BYTE_OFFSET for byte, char in enumerate(_list_byte_characters())})
+    vocab |= {chr(byte) if byte in printable else chr(next(others)): byte + BYTE_OFFSET for byte in range(256)}
     core = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
@@ -57,11 +60,3 @@ def make_byte_tokenizer() -> PreTrainedTokenizerFast:
         clean_up_tokenization_spaces=False,
         padding_side="right",
     )
-
-
-def _list_byte_characters() -> list[str]:
-    """The character that byte-level tokenizers write for each byte: the byte itself if it is
-    printable, else one from U+0100 on."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]

@@ -3,33 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from torch import nn
 
 
-@contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
+def evaluation_mode(model: nn.Module) -> AbstractContextManager[None]:
     """Evaluation mode inside. Afterwards each module has the mode it had: a frozen part that was in
     evaluation mode stays in it, which `model.train()` would not do."""
-    training = [module for module in model.modules() if module.training]
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
+    return _mode(model, training=False)
+
+
+def training_mode(model: nn.Module) -> AbstractContextManager[None]:
+    """Training mode of all modules inside. Afterwards each module has the mode it had."""
+    return _mode(model, training=True)
 
 
 @contextmanager
-def training_mode(model: nn.Module) -> Iterator[None]:
-    """Training mode of all modules inside. Afterwards each module has the mode it had."""
-    evaluating = [module for module in model.modules() if not module.training]
-    for module in evaluating:
-        module.training = True
+def _mode(model: nn.Module, *, training: bool) -> Iterator[None]:
+    changed = [module for module in model.modules() if module.training != training]
+    for module in changed:
+        module.training = training
     try:
         yield
     finally:
-        for module in evaluating:
-            module.training = False
+        for module in changed:
+            module.training = not training

@@ -42,10 +42,6 @@ class _Tensors:
     files: list[str]
     places: dict[str, str] | None
 
-    @classmethod
-    def find(cls, folder: Path) -> _Tensors:
-        return cls(folder, *find_weight_files(folder))
-
     def open(self) -> StoredTensors:
         return StoredTensors([self.folder / name for name in self.files], places=self.places)
 
@@ -58,16 +54,14 @@ def export_model(folder: Path, out: Path, dtype: torch.dtype | None = None) -> N
     """Write the weights and the config of `folder` to the empty folder `out`. Floating-point
     weights become `dtype`; with None they keep theirs. Raises ConfigError for a folder that
     `from_pretrained` could not open."""
-    tensors = _Tensors.find(folder)
-    _copy(tensors, tensors.describe(), out, dtype, lambda name, tensor: tensor)
+    _copy(_Tensors(folder, *find_weight_files(folder)), out, dtype)
     _write_config(folder, out, dtype)
 
 
 def export_adapter(folder: Path, out: Path, *, base: str | None, dtype: torch.dtype | None = None) -> None:
     """Write the adapters of `folder` to the empty folder `out`, as PEFT and vLLM load them. They
     name `base` as the model that they adapt; with None the name stays."""
-    tensors = _Tensors(folder, [ADAPTER], None)
-    _copy(tensors, tensors.describe(), out, dtype, lambda name, tensor: tensor, single=ADAPTER)
+    _copy(_Tensors(folder, [ADAPTER], None), out, dtype, single=ADAPTER)
     config = read_json(folder / ADAPTER_CONFIG)
     write_json(out / ADAPTER_CONFIG, config if base is None else {**config, "base_model_name_or_path": base})
 
@@ -77,25 +71,26 @@ def export_merged(folder: Path, base: Path, out: Path, dtype: torch.dtype | None
     `out`. A weight is merged in float32 and rounded once. Raises ConfigError for adapters other
     than LoRA on layers whose weights the base has, and for adapters of a classifier."""
     adapters = _Adapters.read(folder)
-    tensors = _Tensors.find(base)
-    described = tensors.describe()
-    adapters.check(described, folder, base)
-    _copy(tensors, described, out, dtype, adapters.merge)
+    tensors = _Tensors(base, *find_weight_files(base))
+    adapters.check(tensors.describe(), folder, base)
+    _copy(tensors, out, dtype, adapters.merge)
     _write_config(base, out, dtype)
 
 
 def _copy(
     tensors: _Tensors,
-    described: Mapping[str, Tensor],
     out: Path,
     dtype: torch.dtype | None,
-    change: Callable[[str, Tensor], Tensor],
+    change: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor,
     *,
     single: str | None = None,
 ) -> None:
     """Write the tensors to files of at most about `FILE_BYTES`, or to the `single` one, and their
     index."""
-    layout = {name: torch.empty(like.shape, dtype=_choose_dtype(like, dtype), device="meta") for name, like in described.items()}
+    described, layout = tensors.describe(), {}
+    for name, like in described.items():  # whole numbers and quantised weights of 8 bits keep their dtype
+        is_weight = like.dtype.is_floating_point and like.element_size() > 1
+        layout[name] = torch.empty(like.shape, dtype=dtype if dtype and is_weight else like.dtype, device="meta")
     sizes, stored_sizes = (
         {name: like.numel() * like.element_size() for name, like in each.items()} for each in (layout, described)
     )
@@ -111,11 +106,6 @@ def _copy(
         places |= dict.fromkeys(names, file)
     if len(parts) > 1:
         write_json(out / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places})
-
-
-def _choose_dtype(like: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """`dtype` for weights; whole numbers and quantised weights of 8 bits stay."""
-    return dtype if dtype is not None and like.dtype.is_floating_point and like.element_size() > 1 else like.dtype
 
 
 def _write_config(folder: Path, out: Path, dtype: torch.dtype | None) -> None:
@@ -180,15 +170,13 @@ class _Adapters:
         layer = name.removesuffix(".weight")
         if layer + OUT_A not in self.tensors:
             return weight
-        down, up = self.tensors[layer + OUT_A].float(), self.tensors[layer + OUT_B].float()
-        delta = up @ down
-        return weight.float() + (delta.T if self.config.get("fan_in_fan_out") else delta) * self._scaling(layer, down.shape[0])
-
-    def _scaling(self, layer: str, rank: int) -> float:
-        """alpha / rank, or alpha / sqrt(rank). A layer may have an alpha of its own: patterns
-        of PEFT match whole parts of its name, so that `q_proj` is not for `my_q_proj`."""
         from peft.utils.other import get_pattern_key
 
+        down, up = self.tensors[layer + OUT_A].float(), self.tensors[layer + OUT_B].float()
+        delta, rank = up @ down, down.shape[0]
+        # A layer may have an alpha of its own. Patterns of PEFT match whole parts of its name, so
+        # that `q_proj` is not for `my_q_proj`.
         own = self.config.get("alpha_pattern") or {}
         alpha = float(own.get(get_pattern_key(own.keys(), layer), self.config["lora_alpha"]))
-        return alpha / math.sqrt(rank) if self.config.get("use_rslora") else alpha / rank
+        scaling = alpha / math.sqrt(rank) if self.config.get("use_rslora") else alpha / rank
+        return weight.float() + (delta.T if self.config.get("fan_in_fan_out") else delta) * scaling

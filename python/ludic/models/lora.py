@@ -147,23 +147,36 @@ def _silence_peft() -> Iterator[None]:
         yield
 
 
-def _fill_in(config: LoraConfig, model: nn.Module) -> None:
+def _fill_in(config: LoraConfig, model: Any) -> None:
     heads = find_head_parts(model)
     if config.modules_to_save is None and heads:
         config.modules_to_save = [head.rpartition(".")[2] for head in heads]
     if config.modules_to_save is None and is_classifier(model):
-        raise ConfigError(_describe_headless(model))
-    if config.target_modules is None:
-        config.target_modules = set(find_target_modules(model))
-        left_out = _find_targets_outside_blocks(model, config.target_modules) + _find_wrapped_targets(
-            model, config.target_modules
+        outside = ", ".join(find_layers_outside_backbone(model)) or "nothing"
+        raise ConfigError(
+            f"{type(model).__name__} is a classifier without a head of a known name ({', '.join(HEAD_NAMES)}), and its head would not "
+            f"be trained; set modules_to_save to the layers that make its scores: outside of {model.base_model_prefix} it has {outside}"
         )
-        config.exclude_modules = left_out or None
+    linear = dict(_find_linear_layers(model))
+    if config.target_modules is None:
+        targets = config.target_modules = set(find_target_modules(model))
+        # Layers of a head or pooler that have a target's name, if other targets are in blocks.
+        named = [name for name in linear if _is_target(name, targets)]
+        outside_blocks = [name for name in named if not _is_in_block(name)]
+        left_out = outside_blocks if len(outside_blocks) < len(named) else []
+        # Modules around a linear layer that have a target's name, as in Gemma 4's towers of images
+        # and sound: PEFT adapts none.
+        owners = [name.rpartition(".")[0] for name in linear]
+        config.exclude_modules = left_out + [name for name in owners if _is_target(name, targets)] or None
     _leave_out_routers(config, model)
-    targets = [layer for name, layer in _find_linear_layers(model) if _is_target(name, config.target_modules)]
-    config.fan_in_fan_out = bool(targets) and all(type(layer).__name__ == "Conv1D" for layer in targets)
-    if config.task_type is None:
-        config.task_type = _find_task_type(model, heads[0] if heads else None)
+    adapted = [layer for name, layer in linear.items() if _is_target(name, config.target_modules)]
+    config.fan_in_fan_out = bool(adapted) and all(type(layer).__name__ == "Conv1D" for layer in adapted)
+    if config.task_type is None:  # for models of other libraries PEFT notes the class
+        task = require_peft().TaskType
+        if is_classifier(model) and heads and heads[0] in ("score", "classifier"):
+            config.task_type = task.SEQ_CLS
+        elif not heads and hasattr(model, "prepare_inputs_for_generation"):
+            config.task_type = task.CAUSAL_LM
 
 
 def _leave_out_routers(config: LoraConfig, model: nn.Module) -> None:
@@ -197,23 +210,6 @@ def _returns_product(layer: Any) -> bool:
     except Exception:  # such as groups that it expects
         return False
     return isinstance(output, Tensor) and output.shape == (1, layer.out_features)
-
-
-def _describe_headless(model: Any) -> str:
-    outside = ", ".join(find_layers_outside_backbone(model)) or "nothing"
-    return (
-        f"{type(model).__name__} is a classifier without a head of a known name ({', '.join(HEAD_NAMES)}), and its head would not "
-        f"be trained; set modules_to_save to the layers that make its scores: outside of {model.base_model_prefix} it has {outside}"
-    )
-
-
-def _find_task_type(model: nn.Module, head: str | None) -> Any:
-    """PEFT's task type for a model of transformers; None for others, for which PEFT notes the
-    class."""
-    task = require_peft().TaskType
-    if is_classifier(model) and head in ("score", "classifier"):
-        return task.SEQ_CLS
-    return task.CAUSAL_LM if head is None and hasattr(model, "prepare_inputs_for_generation") else None
 
 
 def find_target_modules(model: nn.Module) -> list[str]:
@@ -253,20 +249,6 @@ def _is_in_block(name: str) -> bool:
 
 def _is_target(name: str, targets: Any) -> bool:
     return not isinstance(targets, str) and name.rpartition(".")[2] in targets
-
-
-def _find_targets_outside_blocks(model: nn.Module, targets: Any) -> list[str]:
-    """Layers of a head or pooler that have a target's name, if other targets are in blocks."""
-    named = [name for name, _ in _find_linear_layers(model) if _is_target(name, targets)]
-    outside = [name for name in named if not _is_in_block(name)]
-    return outside if len(outside) < len(named) else []
-
-
-def _find_wrapped_targets(model: nn.Module, targets: Any) -> list[str]:
-    """Modules around a linear layer that have a target's name, as in Gemma 4's towers of images and
-    sound: PEFT adapts none."""
-    linear = {name for name, _ in _find_linear_layers(model)}
-    return [name.rpartition(".")[0] for name in linear if _is_target(name.rpartition(".")[0], targets)]
 
 
 def collect_adapter_weights(model: nn.Module) -> dict[str, Tensor]:

@@ -84,13 +84,6 @@ def unwrap_transformer(model: Any) -> Any:
     return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
 
 
-def read_text_config(model: nn.Module) -> Any:
-    """The configuration of the model's text layers, which a model of images and text has in its
-    own."""
-    config = unwrap_transformer(model).config
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
-
-
 def get_attention(model: nn.Module) -> str | None:
     """The name of the model's attention implementation; None for a model that is not from
     transformers."""
@@ -133,7 +126,8 @@ def hides_windows(model: nn.Module, device: torch.device | str, max_seq_len: int
     """Whether layers of a transformers model attend in windows or chunks of which only its mask
     knows, as in Qwen2MoE, PhiMoE and Llama4. The attention of this module, whose name the
     model has, uses no mask. Runs the model on two tokens if samples can exceed its windows."""
-    config = read_text_config(model)
+    config = unwrap_transformer(model).config
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config  # of a model that sees images, too
     longest = min(max_seq_len, getattr(config, "max_position_embeddings", max_seq_len))
     if (getattr(config, "attention_chunk_size", None) or longest) < longest:
         return True

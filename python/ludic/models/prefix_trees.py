@@ -126,12 +126,11 @@ class Branches:
         """The term added to the scores of each group: 0 or -inf. Made once for all layers."""
         if (window, dtype) not in self._masks:
             seen = [group.find_seen(self._ends, self._positions, window) for group in self.groups]
-            self._masks[window, dtype] = [None if each is None else _as_scores(each, dtype) for each in seen]
+            self._masks[window, dtype] = [
+                None if each is None else torch.zeros(each.shape, dtype=dtype, device=each.device).masked_fill_(~each, -torch.inf)
+                for each in seen
+            ]
         return self._masks[window, dtype]
-
-
-def _as_scores(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
 
 
 def _find_spans(lengths: Ints, shared: Ints) -> list[tuple[int, int]]:
@@ -293,11 +292,8 @@ class PrefixIntervals:
 
     def mask(self, window: int | None = None) -> BlockMask:
         """The mask of P queries and P keys."""
-        if window not in self._masks:
-            self._masks[window] = self._make_mask(window)
-        return self._masks[window]
-
-    def _make_mask(self, window: int | None) -> BlockMask:
+        if window in self._masks:
+            return self._masks[window]
         some, every = self._find_blocks(window)
         partial, full = (_list_blocks(blocks, self._device) for blocks in (some & ~every, every))
         ends, positions = (torch.from_numpy(array.astype(np.int32)).to(self._device) for array in (self._ends, self._positions))
@@ -307,7 +303,8 @@ class PrefixIntervals:
             return seen if window is None else seen & (positions[query] - positions[key] < window)
 
         size = len(self._ends)
-        return BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=BLOCK, mask_mod=is_seen, seq_lengths=(size, size))
+        made = BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=BLOCK, mask_mod=is_seen, seq_lengths=(size, size))
+        return self._masks.setdefault(window, made)
 
     def _find_blocks(self, window: int | None) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
         """[P / 128, P / 128] whether some query of a block may see some key of the other, and

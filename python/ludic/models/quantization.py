@@ -203,12 +203,12 @@ def _quantize(layer: nn.Linear, settings: QuantizationSettings, device: torch.de
 def find_quantized_layers(model: nn.Module) -> dict[str, nn.Linear]:
     """The layers with quantised weights by name: from `quantize_layers`, or from a model that
     transformers loaded with a `BitsAndBytesConfig`."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and _is_quantized(module)}
-
-
-def _is_quantized(module: nn.Module) -> bool:
-    kinds = {kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith("bitsandbytes.")}
-    return isinstance(module, Int8Linear) or not kinds.isdisjoint(("Linear4bit", "Linear8bitLt"))
+    found = {}
+    for name, module in model.named_modules():
+        kinds = {kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith("bitsandbytes.")}
+        if isinstance(module, Int8Linear) or (isinstance(module, nn.Linear) and kinds & {"Linear4bit", "Linear8bitLt"}):
+            found[name] = module
+    return found
 
 
 def count_weights(model: nn.Module, *, trained: bool) -> int:
@@ -253,23 +253,19 @@ def dequantize_weight(layer: Any) -> Tensor:
     """The [out, in] weights that the layer computes with, in the dtype that they had before."""
     if isinstance(layer, Int8Linear):
         return _dequantize_rows(layer.weight, layer.scales, layer.stored_dtype)
-    functional = require_bitsandbytes().functional
+    functional, weight = require_bitsandbytes().functional, layer.weight
+    whole: Tensor
     if hasattr(layer, "state"):
-        held = layer.weight if getattr(layer.weight, "SCB", None) is not None else layer.state
-        if held.SCB is None:
-            raise _not_yet(layer)
-        whole: Tensor = functional.int8_vectorwise_dequant(held.CB, held.SCB)
-        return whole.to(torch.float16)
-    if layer.weight.quant_state is None:
-        raise _not_yet(layer)
-    if getattr(layer.weight.quant_state, "packing_format_for_cpu", False):
-        layer.state_dict()  # which undoes the packing
-    dequantized: Tensor = functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
-    return dequantized
-
-
-def _not_yet(layer: nn.Module) -> ConfigError:
-    return ConfigError(f"the weights of a {type(layer).__name__} are not quantised yet; move the model to its device first")
+        held = weight if getattr(weight, "SCB", None) is not None else layer.state
+        if held.SCB is not None:
+            whole = functional.int8_vectorwise_dequant(held.CB, held.SCB)
+            return whole.to(torch.float16)
+    elif weight.quant_state is not None:
+        if getattr(weight.quant_state, "packing_format_for_cpu", False):
+            layer.state_dict()  # which undoes the packing
+        whole = functional.dequantize_4bit(weight.data, weight.quant_state)
+        return whole
+    raise ConfigError(f"the weights of a {type(layer).__name__} are not quantised yet; move the model to its device first")
 
 
 def replace_quantized(model: nn.Module) -> nn.Module:

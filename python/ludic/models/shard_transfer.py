@@ -10,7 +10,7 @@ no rank waits for the parts of another that failed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import product
@@ -56,7 +56,7 @@ class SharedTensor:
 def send_to_owners(
     tensors: Mapping[str, SharedTensor],
     owners: Mapping[str, int],
-    take: Callable[[str, Tensor], None],
+    take: Callable[[str, Tensor], object],
     *,
     agree: Agree,
 ) -> None:
@@ -73,7 +73,7 @@ def send_to_owners(
         _hand_on(arrived, take)
 
 
-def _hand_on(arrived: dict[str, Tensor], take: Callable[[str, Tensor], None]) -> None:
+def _hand_on(arrived: dict[str, Tensor], take: Callable[[str, Tensor], object]) -> None:
     for name in list(arrived):
         take(name, arrived.pop(name))
 
@@ -120,7 +120,7 @@ class _Pending:
 def _exchange(tensor: DTensor, owner: int, buffer: Tensor | None, tag: int, pending: _Pending) -> None:
     """Send this rank's part to the owner, or receive the parts of the others."""
     rank, mesh, local = dist.get_rank(), tensor.device_mesh, tensor.to_local()
-    place = _find_coordinate(mesh.mesh, owner)
+    place = [int(each) for each in (mesh.mesh == owner).nonzero()[0]]
     for coordinate, region in find_copy(tensor.shape, mesh.shape, find_cuts(tensor), place):
         source = int(mesh.mesh[coordinate])
         if source == rank and buffer is None:
@@ -178,8 +178,3 @@ def _spread(target: DTensor, whole: Tensor, tag: int, pending: _Pending) -> None
             room = torch.empty(local.shape, dtype=target.dtype, device=mesh.device_type)
             pending.add(dist.irecv, room, 0, tag)
             pending.copies.append((local, room))
-
-
-def _find_coordinate(ranks: Tensor, rank: int) -> Sequence[int]:
-    """The coordinate of a rank in the mesh."""
-    return [int(place) for place in (ranks == rank).nonzero()[0]]

@@ -57,11 +57,24 @@ def write_sharded(
     if has_adapters(inner):
         _write_adapters(inner, folder, agree=agree)
     elif as_held:
-        _write_held_model(inner, folder)
+        stored = {name: (number, tensor) for number, (name, tensor) in enumerate(_list_stored(inner).items())}
+        files = _write_parts("weights", stored, folder)
+        if dist.get_rank() == 0:
+            _write_config(inner, folder)
+            write_json(folder / SHARDS, {"shards": files})
     else:
         _write_model(inner, folder, agree=agree)
     if optimizer is not None:
-        _write_optimizer(optimizer, folder)
+        state = optimizer.state_dict()
+        tensors = {
+            f"{number}/{name}": (int(number), value)
+            for number, entries in state["state"].items()
+            for name, value in entries.items()
+            if isinstance(value, Tensor)
+        }
+        shards = _write_parts("optimizer", tensors, folder)
+        if dist.get_rank() == 0:
+            write_json(folder / "optimizer.json", {**describe_optimizer(optimizer, state), "shards": shards})
 
 
 def _write_model(model: Any, folder: Path, *, agree: Agree) -> None:
@@ -86,15 +99,6 @@ def _write_model(model: Any, folder: Path, *, agree: Agree) -> None:
         _write_config(model, folder)
         places = {name: file_of[owner] for name, owner in sorted(owners.items())}
         write_json(folder / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places})
-
-
-def _write_held_model(model: Any, folder: Path) -> None:
-    files = _write_parts(
-        "weights", {name: (number, tensor) for number, (name, tensor) in enumerate(_list_stored(model).items())}, folder
-    )
-    if dist.get_rank() == 0:
-        _write_config(model, folder)
-        write_json(folder / SHARDS, {"shards": files})
 
 
 def _write(file: TensorFileWriter | None, name: str, tensor: Tensor) -> None:
@@ -132,20 +136,6 @@ def _write_adapters(model: Any, folder: Path, *, agree: Agree) -> None:
     send_to_owners(tensors, dict.fromkeys(tensors, 0), lambda name, tensor: gathered.update({name: tensor.cpu()}), agree=agree)
     if dist.get_rank() == 0:
         model.save_pretrained(folder, state_dict=gathered, **make_adapter_options(model))
-
-
-def _write_optimizer(optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """Write the parts that this rank has, and on rank 0 what all ranks have alike."""
-    state = optimizer.state_dict()
-    tensors = {
-        f"{number}/{name}": (int(number), value)
-        for number, entries in state["state"].items()
-        for name, value in entries.items()
-        if isinstance(value, Tensor)
-    }
-    shards = _write_parts("optimizer", tensors, folder)
-    if dist.get_rank() == 0:
-        write_json(folder / "optimizer.json", {**describe_optimizer(optimizer, state), "shards": shards})
 
 
 def _write_parts(kind: str, tensors: Mapping[str, tuple[int, Tensor]], folder: Path) -> list[str]:

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ludic.errors import ConfigError
 from ludic.models.adapters import has_adapters
-from ludic.models.loading import check_dtype, locate_model
+from ludic.models.loading import locate_model
 from ludic.models.places import holds_only_adapters
 from ludic.models.shard_transfer import Agree, SharedTensor, send_copies, send_to_owners, send_to_shards
 from ludic.models.sharding import ShardingSettings, reshard, shard_model
@@ -34,22 +34,16 @@ def load_sharded(source: str, dtype: str, settings: ShardingSettings, mesh: Devi
     Raises ConfigError for a hub id and for adapters: rank 0 loads those whole (`load_model`), and
     `shard_copy` sends the others their shards.
     """
-    check_dtype(dtype)
     place = Path(locate_model(source))
     if not place.is_dir() or holds_only_adapters(str(place)):
         raise ConfigError(
             f"model ({source}) is no folder with the weights of a model, of which each rank could read its slices; download it, or "
             "merge the adapters, or call shard_copy on load_model(...)"
         )
-    return fill_shards(load_skeleton(str(place), dtype), place, settings, mesh)
-
-
-def fill_shards(model: nn.Module, folder: Path, settings: ShardingSettings, mesh: DeviceMesh) -> nn.Module:
-    """Shard a model whose parameters are on the device `meta`, and read its weights from `folder`.
-    Buffers that are not stored must have their values, which no file has."""
-    read_model(shard_skeleton(model, settings, mesh), folder)
-    model.eval()  # as from_pretrained leaves it
-    return model
+    # Buffers that are not stored have their values in the skeleton; no file has them.
+    model = shard_skeleton(load_skeleton(str(place), dtype), settings, mesh)
+    read_model(model, place)
+    return model.eval()  # as from_pretrained leaves it
 
 
 def shard_copy(whole: nn.Module, settings: ShardingSettings, mesh: DeviceMesh, *, agree: Agree) -> nn.Module:
@@ -73,11 +67,7 @@ def copy_home(trained: nn.Module, whole: nn.Module, *, agree: Agree) -> None:
     reshard(trained)
     targets = dict(whole.named_parameters())
     shared = {name: SharedTensor.of(value) for name, value in trained.named_parameters() if value.requires_grad}
-
-    def take(name: str, tensor: Tensor) -> None:
-        targets[name].copy_(tensor)
-
-    send_to_owners(shared, dict.fromkeys(shared, 0), take, agree=agree)
+    send_to_owners(shared, dict.fromkeys(shared, 0), lambda name, tensor: targets[name].copy_(tensor), agree=agree)
     if dist.get_rank() == 0:
         stored, own = whole.state_dict().keys(), dict(whole.named_buffers())
         for name, buffer in trained.named_buffers():

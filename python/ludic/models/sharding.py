@@ -110,7 +110,12 @@ def shard_model(model: nn.Module, settings: ShardingSettings, mesh: DeviceMesh) 
         raise ConfigError(f"{type(model).__name__} has quantised weights, which are not sharded; train it without quantization")
     if settings.param_dtype is not None:
         model.float()
-    _check_one_dtype(model)
+    dtypes = sorted({str(parameter.dtype) for parameter in model.parameters() if parameter.requires_grad})
+    if len(dtypes) > 1:
+        raise ConfigError(
+            f"the trained weights have the dtypes {', '.join(dtypes)}, and FSDP shards one; set param_dtype=torch.bfloat16, which "
+            "stores all in float32 and computes in bfloat16, or call apply_lora(..., adapters_in_float32=False)"
+        )
     if settings.activation_checkpointing:
         enable_checkpointing(model)
     options: dict[str, Any] = {
@@ -160,15 +165,6 @@ def find_large_modules(model: nn.Module, least: int) -> list[nn.Module]:
 
     visit(model)
     return found[::-1]
-
-
-def _check_one_dtype(model: nn.Module) -> None:
-    dtypes = sorted({str(parameter.dtype) for parameter in model.parameters() if parameter.requires_grad})
-    if len(dtypes) > 1:
-        raise ConfigError(
-            f"the trained weights have the dtypes {', '.join(dtypes)}, and FSDP shards one; set param_dtype=torch.bfloat16, which "
-            "stores all in float32 and computes in bfloat16, or call apply_lora(..., adapters_in_float32=False)"
-        )
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -55,16 +55,12 @@ def load_skeleton(source: str, dtype: str, model_class: Any = None, **options: A
     chosen = (config.dtype or torch.float32) if dtype == "auto" else getattr(torch, dtype)
     with init_empty_weights(include_buffers=False):
         model = (model_class or AutoModelForCausalLM).from_config(config, dtype=chosen, trust_remote_code=False)
-    _keep_in_float32(model, chosen)
-    model.tie_weights()
-    return model.eval()  # as from_pretrained leaves it
-
-
-def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
-    """Make the tensors float32 that `from_pretrained` keeps so, whatever the dtype of the rest. The
-    class names them by patterns: `e_score_correction_bias`."""
+    # `from_pretrained` keeps some tensors in float32, which the class names by patterns, such as
+    # `e_score_correction_bias`.
     strict, half = set(model._keep_in_fp32_modules_strict or ()), set(model._keep_in_fp32_modules or ())
-    kept = {torch.bfloat16: strict, torch.float16: strict | half}.get(dtype, set())
+    kept = {torch.bfloat16: strict, torch.float16: strict | half}.get(chosen, set())
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.is_floating_point() and any(re.search(part.replace("*", ".*"), name) for part in kept):
             tensor.data = tensor.data.float()
+    model.tie_weights()
+    return model.eval()  # as from_pretrained leaves it

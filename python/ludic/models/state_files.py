@@ -18,7 +18,6 @@ import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,20 +49,15 @@ def write_model_and_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer
     if folder is None:
         return
     write_model(model, folder)
-    if optimizer is not None:
-        write_optimizer(optimizer, model, folder)
-        _index_weights(folder)
-
-
-def _index_weights(folder: Path) -> None:
-    """Name the file of each weight. vLLM and SGLang load every `*.safetensors` of a folder without
-    an index, the optimizer's as well. Weights in several files have an index already, and adapters
-    need none."""
-    if not (folder / MODEL).exists():
+    if optimizer is None:
         return
-    with safe_open(folder / MODEL, framework="pt") as file:
-        names = sorted(file.keys())
-    write_json(folder / INDEX, {"metadata": {}, "weight_map": dict.fromkeys(names, MODEL)})
+    write_optimizer(optimizer, model, folder)
+    # vLLM and SGLang load every `*.safetensors` of a folder without an index, the optimizer's as
+    # well. Weights in several files have an index already, and adapters need none.
+    if (folder / MODEL).exists():
+        with safe_open(folder / MODEL, framework="pt") as file:
+            names = sorted(file.keys())
+        write_json(folder / INDEX, {"metadata": {}, "weight_map": dict.fromkeys(names, MODEL)})
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -84,21 +78,15 @@ def write_model(model: nn.Module, folder: Path) -> None:
     if hasattr(inner, "save_pretrained"):
         inner.save_pretrained(folder, state_dict=state, **make_adapter_options(inner))
         return
-    save_file(_drop_aliases(state), folder / MODEL, metadata={"format": "pt"})
-    write_json(folder / "config.json", {"model_class": type(inner).__name__})
-
-
-def _drop_aliases(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """One name for each tensor: tied weights are stored once."""
     seen: set[tuple[Any, ...]] = set()
-    distinct = {}
+    distinct = {}  # tied weights are stored once
     for name, tensor in state.items():
         identity = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride())
-        if tensor.numel() and identity in seen:
-            continue
-        seen.add(identity)
-        distinct[name] = tensor.detach().contiguous()
-    return distinct
+        if not tensor.numel() or identity not in seen:
+            seen.add(identity)
+            distinct[name] = tensor.detach().contiguous()
+    save_file(distinct, folder / MODEL, metadata={"format": "pt"})
+    write_json(folder / "config.json", {"model_class": type(inner).__name__})
 
 
 def read_model(model: nn.Module, folder: Path) -> None:
@@ -108,13 +96,16 @@ def read_model(model: nn.Module, folder: Path) -> None:
     if is_sharded(model):
         _read_shards_of_model(model, folder)
         return
+    state: dict[str, Any]
     if (folder / ADAPTER).exists():
-        _read_adapter(model, folder)
-        return
-    state: dict[str, Any] = dict(_read_stored(folder))
-    if not set(state) <= set(model.state_dict()):
-        state = _convert_names(model, folder) or state
-    _check_names(model, state, folder)
+        stored = read_tensors(folder / ADAPTER)
+        places = _map_stored_adapter(model, stored, folder)
+        state = {places[name]: tensor for name, tensor in stored.items()}
+    else:
+        state = dict(_read_stored(folder))
+        if not set(state) <= set(model.state_dict()):
+            state = _convert_names(model, folder) or state
+        _check_names(model, state, folder)
     _check_dtypes(model, state, folder)
     model.load_state_dict(state, strict=False)
 
@@ -144,10 +135,10 @@ def _read_shards_of_model(model: nn.Module, folder: Path) -> None:
     files, index = ([ADAPTER], None) if adapted else find_weight_files(folder)
     with _open_by_names_of_model(model, folder, files, index) as stored:
         described = stored.describe()
-        places = _require_adapter_names(model, folder) if adapted else {name: name for name in described}
         if adapted:
-            _check_adapter(model, described, places, folder)
+            places = _map_stored_adapter(model, described, folder)
         else:
+            places = {name: name for name in described}
             _check_names(model, described, folder)
         _check_dtypes(model, {places[name]: like for name, like in described.items()}, folder)
         for name, like in described.items():
@@ -195,12 +186,18 @@ def _read_stored(folder: Path) -> Iterator[tuple[str, Tensor]]:
     single file."""
     files, places = find_weight_files(folder)
     if places is not None:
-        yield from read_indexed(folder, files, places)
+        for file in files:
+            with safe_open(folder / file, framework="pt") as shard:
+                stored = set(shard.keys())
+                for name in (name for name, place in places.items() if place == file):
+                    if name not in stored:
+                        raise KeyError(f"{name} is not in {folder / file}, where the index puts it; the checkpoint is damaged")
+                    yield name, shard.get_tensor(name)
     elif files == [MODEL]:
         yield from read_tensors(folder / MODEL).items()
     else:
-        with StoredTensors([folder / name for name in files]) as stored:
-            yield from ((name, stored.read(name)) for name in stored.names())
+        with StoredTensors([folder / name for name in files]) as parts:
+            yield from ((name, parts.read(name)) for name in parts.names())
 
 
 def _check_names(model: nn.Module, state: Mapping[str, Tensor], folder: Path) -> None:
@@ -213,23 +210,6 @@ def _check_names(model: nn.Module, state: Mapping[str, Tensor], folder: Path) ->
             f"the weights in {folder} do not fit {type(model).__name__}: missing {missing[:4]} ({len(missing)} in all), unknown "
             f"{unknown[:4]} ({len(unknown)} in all); build the model from the same config"
         )
-
-
-def _read_adapter(model: nn.Module, folder: Path) -> None:
-    places = _require_adapter_names(model, folder)
-    stored = read_tensors(folder / ADAPTER)
-    _check_adapter(model, stored, places, folder)
-    state: dict[str, Any] = {places[name]: tensor for name, tensor in stored.items()}
-    _check_dtypes(model, state, folder)
-    model.load_state_dict(state, strict=False)
-
-
-def _require_adapter_names(model: nn.Module, folder: Path) -> dict[str, str]:
-    if not has_adapters(model):
-        raise CheckpointError(
-            f"{folder} holds an adapter, but {type(model).__name__} has none; wrap it with the same LoRA config"
-        )
-    return map_adapter_names(model)
 
 
 def map_adapter_names(model: nn.Module) -> dict[str, str]:
@@ -248,7 +228,13 @@ def make_adapter_options(model: Any) -> dict[str, bool]:
     return {"save_embedding_layers": adapted}
 
 
-def _check_adapter(model: nn.Module, stored: Mapping[str, Tensor], places: Mapping[str, str], folder: Path) -> None:
+def _map_stored_adapter(model: nn.Module, stored: Mapping[str, Tensor], folder: Path) -> dict[str, str]:
+    """`map_adapter_names`. Raises CheckpointError for adapters that do not fit the model."""
+    if not has_adapters(model):
+        raise CheckpointError(
+            f"{folder} holds an adapter, but {type(model).__name__} has none; wrap it with the same LoRA config"
+        )
+    places = map_adapter_names(model)
     missing, unknown = sorted(set(places) - set(stored)), sorted(set(stored) - set(places))
     if missing or unknown:
         raise CheckpointError(
@@ -262,6 +248,7 @@ def _check_adapter(model: nn.Module, stored: Mapping[str, Tensor], places: Mappi
                 f"{name} in {folder} has shape {tuple(tensor.shape)}, the model's is {tuple(own[places[name]].shape)}; wrap the model "
                 "with the same LoRA config: the ranks differ"
             )
+    return places
 
 
 def write_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, folder: Path) -> None:
@@ -285,12 +272,11 @@ def describe_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any
         for name, value in entries.items():
             if not isinstance(value, Tensor):
                 values.setdefault(str(parameter), {})[name] = value
-    groups = [{name: _to_plain(value) for name, value in group.items()} for group in state["param_groups"]]
+    groups = [
+        {name: value.item() if isinstance(value, Tensor) else value for name, value in group.items()}
+        for group in state["param_groups"]
+    ]
     return {"class": type(optimizer).__name__, "values": values, "param_groups": groups}
-
-
-def _to_plain(value: Any) -> Any:
-    return value.item() if isinstance(value, Tensor) else value
 
 
 def read_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, folder: Path) -> None:
@@ -301,7 +287,12 @@ def read_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, folder: P
         raise CheckpointError(
             f"{folder} holds the state of {stored['class']}, the optimizer is {type(optimizer).__name__}; use the same, or load without it"
         )
-    _check_groups(stored["param_groups"], optimizer.param_groups, folder)
+    sizes = [[len(group["params"]) for group in groups] for groups in (stored["param_groups"], optimizer.param_groups)]
+    if sizes[0] != sizes[1]:
+        raise CheckpointError(
+            f"the optimizer state in {folder} has parameter groups of {sizes[0]} parameters, the optimizer of {sizes[1]}; "
+            "train the same parameters, or load without the optimizer"
+        )
     # Position among all groups. Older versions wrote the names of sharded parameters as keys.
     numbers = {str(key): number for number, key in enumerate(key for group in stored["param_groups"] for key in group["params"])}
     stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -316,7 +307,9 @@ def read_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, folder: P
             number = numbers[parameter]
             state.setdefault(number, {})[name] = _read_state(tensors, key, like, stepped[number])
     groups = [
-        {**_restore_types(group, like), "params": [numbers[str(key)] for key in group["params"]]}
+        # JSON turns tuples into lists; this turns them back.
+        {name: tuple(value) if isinstance(like.get(name), tuple) else value for name, value in group.items()}
+        | {"params": [numbers[str(key)] for key in group["params"]]}
         for group, like in zip(stored["param_groups"], optimizer.param_groups, strict=True)
     ]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
@@ -338,33 +331,15 @@ def read_optimizer_if_stored(optimizer: torch.optim.Optimizer, model: nn.Module,
         logger.warning("%s has no optimizer state; the optimizer keeps the state that it has", folder)
 
 
-def _check_groups(stored: list[Any], current: list[Any], folder: Path) -> None:
-    sizes = [[len(group["params"]) for group in groups] for groups in (stored, current)]
-    if sizes[0] != sizes[1]:
-        raise CheckpointError(
-            f"the optimizer state in {folder} has parameter groups of {sizes[0]} parameters, the optimizer of {sizes[1]}; "
-            "train the same parameters, or load without the optimizer"
-        )
-
-
-def _restore_types(group: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON turns tuples into lists; this turns them back."""
-    return {name: tuple(value) if isinstance(like.get(name), tuple) else value for name, value in group.items()}
-
-
-@dataclass(frozen=True)
-class FusedTensor:
-    """Where the values of a model's tensor [experts, rows, ...] are stored."""
-
-    parts: list[list[str]]
-    """Names of tensors [rows of the part, ...]: for each part that follows the other in the rows,
-    one for each expert."""
+ExpertParts = list[list[str]]
+"""Where the values of a model's tensor [experts, rows, ...] are stored: names of tensors [rows of
+the part, ...]. For each part that follows the other in the rows, one for each expert."""
 
 
 class FusedExperts:
     """`StoredTensors` by the names of the model."""
 
-    def __init__(self, stored: StoredTensors, places: Mapping[str, str | FusedTensor]) -> None:
+    def __init__(self, stored: StoredTensors, places: Mapping[str, str | ExpertParts]) -> None:
         """`places`: the model's name of a tensor -> its name in the files, or what it is made
         of."""
         self._stored, self._places = stored, places
@@ -374,14 +349,14 @@ class FusedExperts:
         """As `StoredTensors.describe`. Raises CheckpointError for experts of several shapes."""
         return {name: self._describe(name, place) for name, place in self._places.items()}
 
-    def _describe(self, name: str, place: str | FusedTensor) -> Tensor:
+    def _describe(self, name: str, place: str | ExpertParts) -> Tensor:
         if isinstance(place, str):
             return self._described[place]
-        shapes = [{self._described[stored].shape for stored in part} for part in place.parts]
-        counts = {len(part) for part in place.parts}
+        shapes = [{self._described[stored].shape for stored in part} for part in place]
+        counts = {len(part) for part in place}
         if len(counts) > 1 or any(len(shape) > 1 for shape in shapes):
             raise CheckpointError(f"{name} is stored in {sorted(counts)} experts of the shapes {shapes}; all must be alike")
-        first, rows = self._described[place.parts[0][0]], sum(shape.pop()[0] for shape in shapes)
+        first, rows = self._described[place[0][0]], sum(shape.pop()[0] for shape in shapes)
         return torch.empty([counts.pop(), rows, *first.shape[1:]], dtype=first.dtype, device="meta")
 
     def read(self, name: str, region: Region | None = None) -> Tensor:
@@ -393,7 +368,7 @@ class FusedExperts:
         experts, rows, *others = tuple((0, size) for size in like.shape) if region is None else region
         result = torch.empty([stop - start for start, stop in (experts, rows, *others)], dtype=like.dtype)
         begin = 0
-        for part in place.parts:
+        for part in place:
             size = self._described[part[0]].shape[0]
             own = intersect(((begin, begin + size),), (rows,))
             if own is not None:
@@ -425,9 +400,7 @@ def find_fused(model: nn.Module, stored: StoredTensors) -> FusedExperts | None:
             places[target] = name
         else:
             sources.setdefault(target, {part: [] for part in patterns[pattern].source_patterns})[pattern].append(name)
-    fused = {
-        target: FusedTensor([sorted(names, key=_by_number) for names in parts.values()]) for target, parts in sources.items()
-    }
+    fused = {target: [sorted(names, key=_by_number) for names in parts.values()] for target, parts in sources.items()}
     return FusedExperts(stored, {**places, **fused})
 
 
@@ -455,7 +428,11 @@ def find_weight_files(folder: Path) -> tuple[list[str], dict[str, str] | None]:
     """(names of the files with weights, name of a tensor -> its file). Without an index: None, and
     the files may have parts of tensors."""
     if (folder / SHARDS).exists():
-        return _read_shard_names(folder), None
+        names = read_json(folder / SHARDS).get("shards")
+        if not isinstance(names, list) or not names:
+            raise DataError(f"{folder / SHARDS} names no shards; the checkpoint is damaged")
+        check_in_folder(names, folder / SHARDS)
+        return names, None
     if (folder / INDEX).exists():
         places = _read_weight_map(folder)
         return sorted(set(places.values())), places
@@ -490,26 +467,8 @@ def _read_weight_map(folder: Path) -> dict[str, str]:
     return places
 
 
-def _read_shard_names(folder: Path) -> list[str]:
-    names = read_json(folder / SHARDS).get("shards")
-    if not isinstance(names, list) or not names:
-        raise DataError(f"{folder / SHARDS} names no shards; the checkpoint is damaged")
-    check_in_folder(names, folder / SHARDS)
-    return names
-
-
 def check_in_folder(names: Iterable[str], listing: Path) -> None:
     """Raise CheckpointError if the file `listing` names files outside of its folder."""
     for name in names:
         if Path(name).name != name:
             raise CheckpointError(f"{listing} names the file {name}, which is not in the folder")
-
-
-def read_indexed(folder: Path, files: Iterable[str], places: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
-    for name in files:
-        with safe_open(folder / name, framework="pt") as shard:
-            stored = set(shard.keys())
-            for key in (key for key, place in places.items() if place == name):
-                if key not in stored:
-                    raise KeyError(f"{key} is not in {folder / name}, where the index puts it; the checkpoint is damaged")
-                yield key, shard.get_tensor(key)

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -60,10 +59,19 @@ class TensorFileWriter:
         """`layout`: tensors with the shapes and dtypes to come; their values are not read."""
         self.path = path
         self._layout = {name: (tensor.shape, tensor.dtype) for name, tensor in layout.items()}
-        header, self._starts = _make_header(self._layout, {"format": "pt", **(metadata or {})})
         self._missing = set(layout)
+        entries: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+        place = 0
+        # Wide types first, and a header padded to 8 bytes, so that every tensor is aligned.
+        for name, (shape, dtype) in sorted(self._layout.items(), key=lambda item: (-item[1][1].itemsize, item[0])):
+            size = shape.numel() * dtype.itemsize
+            entries[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [place, place + size]}
+            place += size
+        header = json.dumps(entries, separators=(",", ":")).encode()
+        header += b" " * (-len(header) % 8)
+        self._starts = {name: 8 + len(header) + entries[name]["data_offsets"][0] for name in layout}
         self._file = path.open("wb")
-        self._file.write(header)
+        self._file.write(len(header).to_bytes(8, "little") + header)
 
     def write(self, name: str, tensor: Tensor) -> None:
         if self._layout.get(name) != (tensor.shape, tensor.dtype):
@@ -86,25 +94,7 @@ class TensorFileWriter:
                 os.fsync(self._file.fileno())
 
 
-def _make_header(
-    layout: Mapping[str, tuple[torch.Size, torch.dtype]], metadata: Mapping[str, str]
-) -> tuple[bytes, dict[str, int]]:
-    """(length and header, name -> first byte in the file). Wide types come first and the header is
-    padded to 8 bytes, so that every tensor is aligned."""
-    entries: dict[str, Any] = {"__metadata__": dict(metadata)}
-    place = 0
-    for name, (shape, dtype) in sorted(layout.items(), key=lambda item: (-item[1][1].itemsize, item[0])):
-        size = shape.numel() * dtype.itemsize
-        entries[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [place, place + size]}
-        place += size
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    starts = {name: 8 + len(text) + entries[name]["data_offsets"][0] for name in layout}
-    return len(text).to_bytes(8, "little") + text, starts
-
-
-@dataclass(frozen=True)
-class _Part:
+class _Part(NamedTuple):
     """The part of a tensor that a file has."""
 
     file: Any
@@ -137,15 +127,12 @@ class StoredTensors:
             offsets = json.loads((file.metadata() or {}).get(OFFSETS, "{}"))
             for name in file.keys():  # noqa: SIM118  it is no mapping
                 if places is None or places.get(name) == path.name:
-                    self._add(name, file, offsets.get(name))
-
-    def _add(self, name: str, file: Any, offsets: Sequence[int] | None) -> None:
-        part = file.get_slice(name)
-        shape = part.get_shape()
-        starts = [0] * len(shape) if offsets is None else offsets
-        region = tuple((start, start + size) for start, size in zip(starts, shape, strict=True))
-        self._parts.setdefault(name, []).append(_Part(file, region))
-        self._dtypes[name] = DTYPES[part.get_dtype()]
+                    part = file.get_slice(name)
+                    shape = part.get_shape()
+                    starts = offsets.get(name) or [0] * len(shape)
+                    region = tuple((start, start + size) for start, size in zip(starts, shape, strict=True))
+                    self._parts.setdefault(name, []).append(_Part(file, region))
+                    self._dtypes[name] = DTYPES[part.get_dtype()]
 
     def names(self) -> Iterable[str]:
         return self._parts.keys()

@@ -13,12 +13,11 @@ from torch import Tensor, nn
 
 from ludic.errors import ConfigError, DataError, DataTypeError, shorten_names
 from ludic.list_fields import stored
-from ludic.models.heads import is_classifier
+from ludic.models.heads import captured_head, find_padding, is_classifier, select_scores
 from ludic.models.output_layer import OutputLayer
 from ludic.models.packed_attention import get_attention, make_packed_keywords, unwrap_transformer
 from ludic.models.positions import first_position
 from ludic.models.prefix_trees import PREFIX_TREES, PrefixTrees
-from ludic.models.sample_scores import captured_head, find_padding, select_scores
 from ludic.models.sharding import gather_tensor, is_sharded, unshard
 from ludic.training.coefficients import Coefficient
 from ludic.training.loss.base import Loss, adapted_loss, loss_name, scaled_loss

@@ -33,9 +33,9 @@ from ludic.runs.stop_request import StopRequest
 from ludic.training.batching.source import BATCH_NUMBER, BatchSourceBase
 from ludic.training.queue.entries import EntryLimits
 from ludic.training.queue.source import BatchFromGroups, QueueBatchSource
+from ludic.training.rollouts.episodes import SampleCheck
 from ludic.training.rollouts.log import RolloutLog
 from ludic.training.types import CreditAssigner, SAWBatch
-from ludic.user_objects import forward_members
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -44,7 +44,6 @@ STOP_CHECK_S = 0.2
 """How often a wait for actors looks whether the run was asked to stop."""
 
 
-@forward_members("_source", ["use_check"])
 class ActorBatches(BatchSourceBase):
     """The batches of a run with actors.
 
@@ -95,6 +94,9 @@ class ActorBatches(BatchSourceBase):
         self._versions: PolicyVersions | None = None
         self._kept: list[tuple[int, int]] = []
         """First and last version that each kept checkpoint needs."""
+
+    def use_check(self, check: SampleCheck) -> bool:
+        return self._source.use_check(check)
 
     def follow(self, sampler: Sampler) -> Sampler:
         """The sampler, whose publisher also announces each version to actors."""

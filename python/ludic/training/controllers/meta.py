@@ -132,17 +132,21 @@ class MetaController:
         self.kl_target, self.beta_grad_clip = kl_target, beta_grad_clip or math.inf
         self.update_interval, self.truncation_steps = update_interval, truncation_steps
         self.use_hessian, self.inner_lr = use_hessian, inner_lr
-        self._check(lr, tau_lr, beta_lr, tau_least)
         self._parameters: dict[str, _Parameter] = {}
         if tau is not None and (rate := lr if tau_lr is None else tau_lr):
             self._parameters["tau"] = _bounded(tau, rate, tau_least, tau_most)
         if beta is not None and (rate := lr if beta_lr is None else beta_lr):
             self._parameters["beta"] = _bounded(beta, rate, 0.0, beta_most)
         self._tau, self._beta = tau, beta
-        self._check_parameters()
+        self.coefficients: Mapping[str, Coefficient] = {name: each.coefficient for name, each in self._parameters.items()}
+        self.reads_kl = kl_target is not None or (self.method != "analytic" and "beta" in self._parameters)
+        """Whether it needs the reference: for the KL of the step, or the KL and the slopes of the
+        weights."""
+        self._check(lr, tau_lr, beta_lr, tau_least)
 
     def _check(self, lr: float, tau_lr: float | None, beta_lr: float | None, tau_least: float) -> None:
-        for setting, value in (("lr", lr), ("tau_lr", tau_lr), ("beta_lr", beta_lr), ("beta_grad_clip", self.beta_grad_clip)):
+        rates = {"lr": lr, "tau_lr": tau_lr, "beta_lr": beta_lr}
+        for setting, value in {**rates, "beta_grad_clip": self.beta_grad_clip, "kl_target": self.kl_target}.items():
             if value is not None and not value >= 0:
                 raise ConfigError(f"{setting} ({value}) of the meta-controller must be >= 0")
         for setting, count in (("update_interval", self.update_interval), ("truncation_steps", self.truncation_steps)):
@@ -150,12 +154,8 @@ class MetaController:
                 raise ConfigError(f"{setting} ({count}) of the meta-controller must be >= 1")
         if not self.inner_lr > 0 or not tau_least > 0:
             raise ConfigError(f"inner_lr ({self.inner_lr}) and tau_least ({tau_least}) of the meta-controller must be > 0")
-        if self.kl_target is not None and not self.kl_target >= 0:
-            raise ConfigError(f"kl_target ({self.kl_target}) of the meta-controller must be >= 0")
         if self.entropy_target is None and self.kl_target is None:
             raise ConfigError("the meta-controller has nothing to aim at; set entropy_target, kl_target or both")
-
-    def _check_parameters(self) -> None:
         if not self._parameters:
             raise ConfigError("the learning rates of the meta-controller are 0; set lr, tau_lr or beta_lr, or leave it out")
         if self._tau is None and (self.method != "analytic" or self.entropy_target is not None or self.kl_signal != "policy"):
@@ -169,17 +169,6 @@ class MetaController:
                 raise ConfigError(
                     f"{name} ({value}) must begin within [{parameter.least}, {parameter.most}], the bounds of the meta-controller"
                 )
-
-    @property
-    def coefficients(self) -> Mapping[str, Coefficient]:
-        """What it sets, by name."""
-        return {name: parameter.coefficient for name, parameter in self._parameters.items()}
-
-    @property
-    def reads_kl(self) -> bool:
-        """Whether it needs the reference: for the KL of the step, or the KL and the slopes of the
-        weights."""
-        return self.kl_target is not None or (self.method != "analytic" and "beta" in self._parameters)
 
     def update(self, seen: Observation) -> dict[str, float]:
         """Set tau and beta. Returns loss and gradients, and whether a bound held a value back."""
@@ -203,33 +192,20 @@ class MetaController:
         best."""
         tau = 0.0 if self._tau is None else float(self._tau)
         beta = 0.0 if self._beta is None else float(self._beta)
-        entropy_target = None if self.entropy_target is None else self.entropy_target.at(seen.step)
-        entropy = seen.entropy if seen.entropy is not None and math.isfinite(seen.entropy) else None
+        shared: dict[str, Any] = {
+            "entropy_target": None if self.entropy_target is None else self.entropy_target.at(seen.step),
+            "entropy": seen.entropy if seen.entropy is not None and math.isfinite(seen.entropy) else None,
+            "sum_over_ranks": seen.sum_over_ranks,
+        }
         if self.method == "analytic":
-            measured = self.kl_signal == "policy"
-            known = seen.kl is not None and math.isfinite(seen.kl)
-            return potential_gradient(
-                seen.groups,
-                tau,
-                beta,
-                entropy_target=entropy_target,
-                kl_target=None if measured and not known else self.kl_target,
-                kl=seen.kl if measured else None,
-                entropy=entropy,
-                sum_over_ranks=seen.sum_over_ranks,
-            )
-        return tracking_gradient(
-            seen.groups,
-            tau,
-            beta,
-            entropy_target=entropy_target,
-            kl_target=self.kl_target,
-            steps=1 if self.method == "first_order" else self.truncation_steps,
-            inner_lr=self.inner_lr,
-            use_hessian=self.use_hessian,
-            entropy=entropy,
-            sum_over_ranks=seen.sum_over_ranks,
-        )
+            measured = seen.kl if seen.kl is not None and math.isfinite(seen.kl) else None
+            kl, kl_target = None, self.kl_target
+            if self.kl_signal == "policy":
+                kl, kl_target = measured, None if measured is None else self.kl_target
+            return potential_gradient(seen.groups, tau, beta, kl_target=kl_target, kl=kl, **shared)
+        shared |= {"steps": 1 if self.method == "first_order" else self.truncation_steps}
+        shared |= {"kl_target": self.kl_target, "inner_lr": self.inner_lr, "use_hessian": self.use_hessian}
+        return tracking_gradient(seen.groups, tau, beta, **shared)
 
     def state_dict(self) -> dict[str, Any]:
         """The state, and for its reader the settings, which a state never changes."""

@@ -55,10 +55,13 @@ def potential_gradient(
 
     Raises DataError if the groups lack what a target needs.
     """
-    needs_groups = (entropy_target is not None and entropy is None) or (kl_target is not None and kl is None)
-    sums = np.zeros(3)
-    if needs_groups:
-        sums = np.array(sum_over_ranks(_listwise_sums(groups, tau, beta, reads_kl=kl is None and kl_target is not None).tolist()))
+    reads_kl = kl_target is not None and kl is None
+    sums = np.zeros(3)  # number of groups, sum of H, sum of KL(w || rho)
+    if reads_kl or (entropy_target is not None and entropy is None):
+        if groups is not None and len(groups):
+            candidates = _Candidates(groups, tau, beta, reads_reference=reads_kl)
+            sums[:] = len(groups), candidates.entropy_sums()[0], candidates.kl_of(candidates.v) if reads_kl else 0.0
+        sums = np.array(sum_over_ranks(sums.tolist()))
         if not sums[0]:
             raise DataError("the gradient of the potential needs at least one group of candidates")
     means = sums / max(sums[0], 1.0)
@@ -107,15 +110,6 @@ def tracking_gradient(
     kl_error = 0.0 if kl_target is None else kl - kl_target
     gradient = entropy_error * np.array(entropy_slope) + kl_error * np.array(kl_slope)
     return MetaGradient(float(entropy_error**2 + kl_error**2) / 2, float(gradient[0]), float(gradient[1]))
-
-
-def _listwise_sums(groups: CandidateGroups | None, tau: float, beta: float, *, reads_kl: bool) -> Array:
-    """[3] number of groups, sum of H, sum of KL(w || rho); the last is 0 unless `reads_kl`."""
-    if groups is None or not len(groups):
-        return np.zeros(3)
-    candidates = _Candidates(groups, tau, beta, reads_reference=reads_kl)
-    kl = candidates.kl_of(candidates.v) if reads_kl else 0.0
-    return np.array([len(groups), candidates.entropy_sums()[0], kl])
 
 
 class _Candidates:

@@ -64,17 +64,6 @@ def load_controller_state(path: str | Path, controllers: Sequence[Controller], c
     states = {controller.name: _state_of(controller, content, values, path) for controller in controllers}
     if missing := sorted(coefficients.keys() - values.keys()):
         logger.warning("%s lacks %s, which keeps its present value", path, " and ".join(missing))
-    _load(values, states, controllers, coefficients, path)
-
-
-def _load(
-    values: Mapping[str, float],
-    states: Mapping[str, dict[str, Any]],
-    controllers: Sequence[Controller],
-    coefficients: Mapping[str, Coefficient],
-    path: str | Path,
-) -> None:
-    """Set all of it, or raise CheckpointError and leave everything as it was."""
     present = [controller.state_dict() for controller in controllers]
     numbers = {name: float(coefficient) for name, coefficient in coefficients.items()}
     loading = ""
@@ -98,7 +87,10 @@ def _state_of(
 ) -> dict[str, Any]:
     """The controller's state in the file; without one, a state made of the coefficients and the
     keys that other implementations write."""
-    present = {name: _clip(values.get(name, float(each)), each) for name, each in controller.coefficients.items()}
+    present = {
+        name: min(max(values.get(name, float(each)), each.least), math.inf if each.most is None else each.most)
+        for name, each in controller.coefficients.items()
+    }
     saved = content.get("controllers", {}).get(controller.name)
     if saved is not None:
         _check_numbers(saved, controller.state_dict(), f"controllers.{controller.name}", path)
@@ -111,22 +103,14 @@ def _state_of(
             state["log_tau"] = _number(content["tau_log"], "tau_log", path)
     else:
         state = present
-    return {**state, "log_tau": _log_tau(state, path)} if controller.name == "entropy" else state
-
-
-def _clip(value: float, coefficient: Coefficient) -> float:
-    """What the coefficient makes of the value."""
-    return max(coefficient.least, value if coefficient.most is None else min(value, coefficient.most))
-
-
-def _log_tau(state: Mapping[str, Any], path: str | Path) -> float:
-    """The saved value if it equals log tau, which may differ in a file that was edited."""
-    tau, saved = state["tau"], state.get("log_tau")
-    if not tau > 0:
-        raise CheckpointError(f"tau in {path} must be above 0, since the entropy controller changes its log, got {tau}")
-    if saved is not None and math.isclose(math.exp(min(saved, LARGEST_LOG)), tau, rel_tol=1e-9):
-        return float(saved)
-    return math.log(tau)
+    if controller.name == "entropy":
+        tau, log_tau = state["tau"], state.get("log_tau")
+        if not tau > 0:
+            raise CheckpointError(f"tau in {path} must be above 0, since the entropy controller changes its log, got {tau}")
+        # The two may differ in a file that was edited.
+        if log_tau is None or not math.isclose(math.exp(min(log_tau, LARGEST_LOG)), tau, rel_tol=1e-9):
+            state["log_tau"] = math.log(tau)
+    return state
 
 
 def _check_numbers(saved: object, present: object, name: str, path: str | Path) -> None:

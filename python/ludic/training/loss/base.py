@@ -99,6 +99,13 @@ class Loss:
         raise NotImplementedError(f"{type(self).__name__} has needs_first_pass and must define first_pass(logits, batch)")
 
 
+class ActionLoss(Loss):
+    """Base class of losses that read, through the shared context, the action tokens alone."""
+
+    reads_shared_only = True
+    reads_actions_only = True
+
+
 FLAGS = tuple(Loss.__annotations__)
 
 

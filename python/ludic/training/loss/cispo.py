@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ludic.training.loss.base import Loss, check_clip, check_token_normalizer, row_mean
+from ludic.training.loss.base import ActionLoss, check_clip, check_token_normalizer, row_mean
 from ludic.training.loss.batch import Normalizer, Stats
 from ludic.training.loss.context import SharedContext
 from ludic.training.loss.statistics import masked_means, out_of_range, policy_stats
 
 
 @dataclass
-class CISPOLoss(Loss):
+class CISPOLoss(ActionLoss):
     """L = -mean_b mean_t sg(clip(r_bt, 1 - low, 1 + high)) A_b log pi_bt.
 
     MiniMax-M1 (arXiv:2506.13585, eq. 4 and 5). sg is stop-gradient: the clipped ratio is detached,
@@ -28,8 +28,6 @@ class CISPOLoss(Loss):
     normalizer: Normalizer = "samples"
 
     zero_weight_is_zero_gradient = True
-    reads_shared_only = True
-    reads_actions_only = True
 
     def __post_init__(self) -> None:
         check_clip(None, self.clip_eps_high)
@@ -41,9 +39,8 @@ class CISPOLoss(Loss):
         bounded = ratio.clamp(1.0 - self.clip_eps_low, 1.0 + self.clip_eps_high)
         objective = bounded * advantage[:, None] * shared.token_logp
         loss = -row_mean(objective, shared, length_normalize=self.length_normalize, normalizer=self.normalizer)
-        stats: Stats = {
+        return loss, {
             "loss": loss.detach(),
             **policy_stats(shared, ratio),
             **masked_means(shared, clip_frac=out_of_range(ratio, self.clip_eps_low, self.clip_eps_high)),
         }
-        return loss, stats

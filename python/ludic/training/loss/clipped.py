@@ -8,7 +8,7 @@ from warnings import warn
 import torch
 from torch import Tensor
 
-from ludic.training.loss.base import Loss, check_clip, check_ratio_clip, check_token_normalizer, row_mean
+from ludic.training.loss.base import ActionLoss, check_clip, check_ratio_clip, check_token_normalizer, row_mean
 from ludic.training.loss.batch import Normalizer, Stats
 from ludic.training.loss.context import SharedContext
 from ludic.training.loss.logprobs import capped_exp
@@ -16,7 +16,7 @@ from ludic.training.loss.statistics import actor_policy_kl, masked_means, out_of
 
 
 @dataclass
-class ClippedSurrogateLoss(Loss):
+class ClippedSurrogateLoss(ActionLoss):
     """L = -mean_b min(r_b A_b, clip(r_b, 1 - low, 1 + high) A_b); r_b is the ratio of sequence b.
 
     GSPO (arXiv:2507.18071, eq. 5 to 7): with `length_normalize`, r_b is the geometric mean of the
@@ -33,8 +33,6 @@ class ClippedSurrogateLoss(Loss):
     clip_eps: InitVar[float | None] = None
 
     zero_weight_is_zero_gradient = True
-    reads_shared_only = True
-    reads_actions_only = True
 
     def __post_init__(self, clip_eps: float | None) -> None:
         if clip_eps is not None:
@@ -49,7 +47,7 @@ class ClippedSurrogateLoss(Loss):
         log_ratio = logp_action - shared.old_logp_action(self.old_logp_key, length_normalize=self.length_normalize)
         ratio = capped_exp(log_ratio, self.ratio_clip)
         loss = -clipped_objective(ratio, advantage, self.clip_eps_low, self.clip_eps_high).mean()
-        stats: Stats = {
+        return loss, {
             "loss": loss.detach(),
             "ratio_mean": ratio.detach().mean(),
             "ratio_std": population_std(ratio),
@@ -60,11 +58,10 @@ class ClippedSurrogateLoss(Loss):
             "adv_std": population_std(advantage),
             "logp_mean": logp_action.detach().mean(),
         }
-        return loss, stats
 
 
 @dataclass
-class TokenClippedSurrogateLoss(Loss):
+class TokenClippedSurrogateLoss(ActionLoss):
     """L = -mean_b sum_t min(r_bt A_b, clip(r_bt, 1 - low, 1 + high) A_b); r_bt is the ratio of
     token t.
 
@@ -83,8 +80,6 @@ class TokenClippedSurrogateLoss(Loss):
     normalizer: Normalizer = "samples"
 
     zero_weight_is_zero_gradient = True
-    reads_shared_only = True
-    reads_actions_only = True
 
     def __post_init__(self) -> None:
         check_clip(self.clip_eps_low, self.clip_eps_high)
@@ -95,16 +90,12 @@ class TokenClippedSurrogateLoss(Loss):
         ratio = shared.ratio if self.ratio_clip is None else capped_exp(shared.log_ratio, self.ratio_clip)
         objective = clipped_objective(ratio, shared.token_weight, self.clip_eps_low, self.clip_eps_high)
         loss = -row_mean(objective, shared, length_normalize=self.length_normalize, normalizer=self.normalizer)
-        stats: Stats = {
+        clipped = out_of_range(ratio, self.clip_eps_low, self.clip_eps_high)
+        return loss, {
             "loss": loss.detach(),
             **policy_stats(shared, ratio),
-            **masked_means(
-                shared,
-                clip_frac=out_of_range(ratio, self.clip_eps_low, self.clip_eps_high),
-                ratio_clip_frac=reached_cap(ratio, self.ratio_clip),
-            ),
+            **masked_means(shared, clip_frac=clipped, ratio_clip_frac=reached_cap(ratio, self.ratio_clip)),
         }
-        return loss, stats
 
 
 def clipped_objective(ratio: Tensor, advantage: Tensor, low: float, high: float) -> Tensor:

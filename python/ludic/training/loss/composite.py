@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -29,6 +30,16 @@ class LossTerm:
 
     def __post_init__(self) -> None:
         adapted_loss(self, required=True)
+
+
+def _if_all(flag: str) -> Any:
+    """A flag that is true if it holds for every term."""
+    return property(lambda self: all(getattr(adapted_loss(term), flag) for term in self.terms))
+
+
+def _if_any(flag: str) -> Any:
+    """A flag that is true if it holds for any term."""
+    return property(lambda self: any(getattr(adapted_loss(term), flag) for term in self.terms))
 
 
 @dataclass
@@ -59,50 +70,19 @@ class CompositeLoss(Loss):
                 ", ".join(name for name in losses if name not in sums),
             )
 
-    @property
-    def zero_weight_is_zero_gradient(self) -> bool:  # type: ignore[override]  # follows from the terms
-        """True if it holds for every term."""
-        return all(adapted_loss(term).zero_weight_is_zero_gradient for term in self.terms)
-
-    @property
-    def reads_shared_only(self) -> bool:  # type: ignore[override]
-        """True if it holds for every term."""
-        return all(adapted_loss(term).reads_shared_only for term in self.terms)
-
-    @property
-    def reads_actions_only(self) -> bool:  # type: ignore[override]
-        """True if it holds for every term."""
-        return all(adapted_loss(term).reads_actions_only for term in self.terms)
-
-    @property
-    def reads_scores_only(self) -> bool:  # type: ignore[override]
-        """True if it holds for every term."""
-        return all(adapted_loss(term).reads_scores_only for term in self.terms)
-
-    @property
-    def reads_entropy(self) -> bool:  # type: ignore[override]
-        """True if it holds for any term."""
-        return any(adapted_loss(term).reads_entropy for term in self.terms)
-
-    @property
-    def reads_reference(self) -> bool:  # type: ignore[override]
-        """True if it holds for any term."""
-        return any(adapted_loss(term).reads_reference for term in self.terms)
-
-    @property
-    def reads_hidden(self) -> bool:  # type: ignore[override]
-        """True if it holds for any term."""
-        return any(adapted_loss(term).reads_hidden for term in self.terms)
+    zero_weight_is_zero_gradient = _if_all("zero_weight_is_zero_gradient")
+    reads_shared_only = _if_all("reads_shared_only")
+    reads_actions_only = _if_all("reads_actions_only")
+    reads_scores_only = _if_all("reads_scores_only")
+    reads_entropy = _if_any("reads_entropy")
+    reads_reference = _if_any("reads_reference")
+    reads_hidden = _if_any("reads_hidden")
+    needs_first_pass = _if_any("needs_first_pass")
 
     @property
     def gathers(self) -> tuple[str, ...]:  # type: ignore[override]
         """The names of all terms. A name that several terms use must mean the same rows."""
         return tuple(dict.fromkeys(name for term in self.terms for name in adapted_loss(term).gathers))
-
-    @property
-    def needs_first_pass(self) -> bool:  # type: ignore[override]
-        """True if it holds for any term."""
-        return any(adapted_loss(term).needs_first_pass for term in self.terms)
 
     def first_pass(self, logits: Tensor, batch: Batch) -> dict[str, Tensor]:
         """Return the sums of all terms. A name that several terms use must mean the same sum."""
@@ -115,6 +95,7 @@ class CompositeLoss(Loss):
     def compute_from(self, shared: SharedContext) -> tuple[Tensor, Stats]:
         total: Tensor | None = None
         stats: Stats = {}
+        samples = shared.mini_batch_share("samples")
         for term in self.terms:
             loss = adapted_loss(term)
             value, term_stats = compute_and_check(loss, shared.logits, shared.batch, shared)
@@ -122,18 +103,12 @@ class CompositeLoss(Loss):
             scaled = term.weight * share * value
             total = scaled if total is None else total + scaled
             stats.update({f"{term.name}/{key}": stat for key, stat in term_stats.items()})
-            stats[f"{term.name}/loss"] = value.detach() * self._sample_factor(share, shared)
+            # Statistics are averaged over micro-batches by samples. Example: micro-batches of 1 and
+            # 3 samples have 2 and 2 of the tokens, and means 4 and 8 over these. 1/4 (2 x 4) +
+            # 3/4 (2/3 x 8) = 6 is the mean over all tokens. Skipped samples of weight 0 are not in
+            # the averages.
+            factor = 1.0 if self.zero_weight_is_zero_gradient or not samples else share / samples
+            stats[f"{term.name}/loss"] = value.detach() * factor
             stats[f"{term.name}/weight"] = term.weight
         assert total is not None
         return total, {"loss": total.detach(), **stats}
-
-    def _sample_factor(self, share: float | Tensor, shared: SharedContext) -> float | Tensor:
-        """What a term's value is multiplied by, so that the mean over micro-batches, by samples, is
-        the term's value of the whole mini-batch. `share`: of the mini-batch, in the normaliser of
-        the term. 1 where samples of weight 0 are skipped, which the means leave out.
-
-        Example: micro-batches of 1 and 3 samples have 2 and 2 of the tokens, and means 4 and 8 over
-        these. 1/4 (2 x 4) + 3/4 (2/3 x 8) = 6 is the mean over all tokens.
-        """
-        samples = shared.mini_batch_share("samples")
-        return 1.0 if self.zero_weight_is_zero_gradient or not samples else share / samples

@@ -126,13 +126,3 @@ def _check(level: str, **bounds: float) -> None:
     for name, value in bounds.items():
         if not (value > 0 and math.isfinite(value)):
             raise ConfigError(f"{name} ({value}) must be a finite number > 0: it bounds a ratio of probabilities")
-
-
-__all__ = [
-    "CORRECTIONS",
-    "Correction",
-    "IcePop",
-    "MaskedImportanceSampling",
-    "TruncatedImportanceSampling",
-    "resolve_correction",
-]

@@ -11,11 +11,11 @@ from torch import Tensor, where
 from torch.nn.functional import logsigmoid
 
 from ludic.errors import ConfigError
-from ludic.training.loss.base import Loss, ScoreType
+from ludic.training.loss.base import ActionLoss, ScoreType
 from ludic.training.loss.batch import Stats
 from ludic.training.loss.context import SharedContext
 from ludic.training.loss.logprobs import mask_values, weigh_values
-from ludic.training.loss.preference import Index, find_pairs
+from ludic.training.loss.preference import find_pairs
 
 DPOLossType = Literal["sigmoid", "ipo", "robust"]
 STATISTICS = (
@@ -30,7 +30,7 @@ wrong."""
 
 
 @dataclass
-class DPOLoss(Loss):
+class DPOLoss(ActionLoss):
     """L = mean_p y l(h) + (1 - y) l(-h), with h = rho_c - rho_r, the difference of the two samples'
     log-ratios rho = sum_t log pi(a_t) - log pi_ref(a_t), and y = label (1 - eps) + (1 - label) eps.
 
@@ -63,8 +63,6 @@ class DPOLoss(Loss):
     chosen answers likely; DPO alone may make both answers of a pair unlikely."""
 
     normalizer = "pairs"
-    reads_shared_only = True
-    reads_actions_only = True
     reads_reference = True
     score_type: ScoreType = "logprob"
 
@@ -79,7 +77,6 @@ class DPOLoss(Loss):
             raise ConfigError(
                 f"label_smoothing ({self.label_smoothing}) must be in [0, 0.5): the probability that a label is wrong"
             )
-
         if not (math.isfinite(self.nll_coeff) and self.nll_coeff >= 0):
             raise ConfigError(f"nll_coeff ({self.nll_coeff}) must be a finite number >= 0; 0 leaves the term out")
 
@@ -109,30 +106,26 @@ class DPOLoss(Loss):
             zero = shared.zero()
             names = [*STATISTICS, *(["nll_loss"] if self.nll_coeff else [])]
             return zero, {"loss": zero.detach(), **dict.fromkeys(names, zero.detach())}
-        ratio = weigh_values(mask_values(shared.token_logp - shared.reference_logp, shared.token_mask), shared.token_mask).sum(
-            dim=1
-        )
+        log_ratio = mask_values(shared.token_logp - shared.reference_logp, shared.token_mask)
+        ratio = weigh_values(log_ratio, shared.token_mask).sum(dim=1)
         used = ratio / shared.token_counts if self.divides_by_length else ratio
         label = ratio.new_tensor(labels)
         loss = self.of_differences(used[chosen] - used[rejected], label).mean()
-        stats = self._statistics(ratio, shared.logp_action(), chosen, rejected, label)
-        if self.nll_coeff:
-            logp = shared.logp_action(length_normalize=True)
-            nll = -where(label >= 0.5, logp[chosen], logp[rejected]).mean()
-            loss, stats = loss + self.nll_coeff * nll, {**stats, "nll_loss": nll.detach()}
-        return loss, {"loss": loss.detach(), **stats}
-
-    def _statistics(self, ratio: Tensor, logp: Tensor, chosen: Index, rejected: Index, label: Tensor) -> Stats:
-        rewards, logp = self.beta * ratio.detach(), logp.detach()
+        rewards, total = self.beta * ratio.detach(), shared.logp_action().detach()
         margin = rewards[chosen] - rewards[rejected]
-        tie = (ratio[chosen] - ratio[rejected]).abs() <= TIE * (logp[chosen].abs() + logp[rejected].abs())
+        tie = (ratio[chosen] - ratio[rejected]).abs() <= TIE * (total[chosen].abs() + total[rejected].abs())
         decided = margin.masked_fill(tie, 0.0)
-        return {
+        stats: Stats = {
             "rewards/chosen": rewards[chosen].mean(),
             "rewards/rejected": rewards[rejected].mean(),
             "rewards/margins": margin.mean(),
             "rewards/accuracies": where(label > 0.5, decided > 0, decided < 0).float().mean(),
-            "logps/chosen": logp[chosen].mean(),
-            "logps/rejected": logp[rejected].mean(),
+            "logps/chosen": total[chosen].mean(),
+            "logps/rejected": total[rejected].mean(),
             "num_pairs": margin.new_tensor(float(len(label))),
         }
+        if self.nll_coeff:
+            logp = shared.logp_action(length_normalize=True)
+            nll = -where(label >= 0.5, logp[chosen], logp[rejected]).mean()
+            loss, stats["nll_loss"] = loss + self.nll_coeff * nll, nll.detach()
+        return loss, {"loss": loss.detach(), **stats}

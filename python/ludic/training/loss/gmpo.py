@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ludic.training.loss.base import Loss, check_clip, check_ratio_clip
+from ludic.training.loss.base import ActionLoss, check_clip, check_ratio_clip
 from ludic.training.loss.batch import Stats
 from ludic.training.loss.context import SharedContext
 from ludic.training.loss.logprobs import capped_exp
@@ -16,7 +16,7 @@ from ludic.training.loss.statistics import masked_means, out_of_range, policy_st
 
 
 @dataclass
-class GMPOLoss(Loss):
+class GMPOLoss(ActionLoss):
     """L = -mean_b R_b A_b, with log R_b = mean_t s_b g_bt, s_b = sign(A_b) and
     g_bt = min(s_b log r_bt, clip(s_b log r_bt, -low, high)); r_bt is the ratio of token t.
 
@@ -32,8 +32,6 @@ class GMPOLoss(Loss):
     ratio_clip: float | None = None
 
     zero_weight_is_zero_gradient = True
-    reads_shared_only = True
-    reads_actions_only = True
 
     def __post_init__(self) -> None:
         check_clip(self.clip_eps_low, self.clip_eps_high)
@@ -52,15 +50,11 @@ class GMPOLoss(Loss):
         geometric = log_mean.exp()
         loss = -(geometric * shared.weight).mean()
         ratio = capped_exp(shared.log_ratio, self.ratio_clip)
-        stats: Stats = {
+        clipped = out_of_range(1.0 + shared.log_ratio, self.clip_eps_low, self.clip_eps_high)
+        return loss, {
             "loss": loss.detach(),
             **policy_stats(shared, ratio),
-            **masked_means(
-                shared,
-                clip_frac=out_of_range(1.0 + shared.log_ratio, self.clip_eps_low, self.clip_eps_high),
-                ratio_clip_frac=reached_cap(ratio, self.ratio_clip),
-            ),
+            **masked_means(shared, clip_frac=clipped, ratio_clip_frac=reached_cap(ratio, self.ratio_clip)),
             "geom_mean_ratio_mean": geometric.detach().mean(),
             "geom_mean_ratio_std": population_std(geometric),
         }
-        return loss, stats

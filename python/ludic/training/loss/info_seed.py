@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ludic.errors import ConfigError, DataKeyError
-from ludic.training.loss.base import Loss
+from ludic.training.loss.base import ActionLoss
 from ludic.training.loss.batch import Batch, Stats
 from ludic.training.loss.context import SharedContext
 
@@ -97,18 +97,16 @@ def seed_stats(pooled: Tensor, seed_ids: Tensor) -> Stats:
     }
 
 
-class SeedLoss(Loss):
+class SeedLoss(ActionLoss):
     """What both losses share. `coeff` is the factor of the loss."""
 
     scales_itself = True
-    reads_shared_only = True
-    reads_actions_only = True
     reads_hidden = True
     needs_first_pass = True
     coeff: float
     pooling: Pooling
 
-    def _check(self) -> None:
+    def __post_init__(self) -> None:
         if not self.coeff >= 0:
             raise ConfigError(f"coeff ({self.coeff}) of an InfoSeed loss must be >= 0")
         if self.pooling not in ("mean", "last"):
@@ -132,7 +130,7 @@ class SeedContrastiveLoss(SeedLoss):
     """What `first_pass` returns with a row for each sample."""
 
     def __post_init__(self) -> None:
-        self._check()
+        super().__post_init__()
         if not self.temperature > 0:
             raise ConfigError(f"temperature ({self.temperature}) of InfoNCE must be > 0")
 
@@ -145,19 +143,19 @@ class SeedContrastiveLoss(SeedLoss):
         pooled = pool_completions(batch, self.pooling)
         measured = {} if shared is None else shared.totals.measured
         if POOLED not in measured:
-            loss = contrast_seeds(pooled, _seeds(batch, pooled), self.temperature)
-            value = self.coeff * loss
-            stats = {"loss": value.detach(), "info_nce": loss.detach()}
-            return value, {**stats, **seed_stats(pooled, _seeds(batch, pooled))}
-        with torch.enable_grad():
-            everyone = measured[POOLED].detach().requires_grad_()
-            whole = contrast_seeds(everyone, measured[IDS], self.temperature)
-            [gradient] = torch.autograd.grad(whole, everyone)
-        own = (gradient[batch[POSITION]] * pooled).sum()
-        trained = (SharedContext(batch["input_ids"], batch).token_mask.sum(dim=1) > 0).sum()
-        value = self.coeff * (own - own.detach() + whole.detach() * trained / len(everyone))
-        stats = {"loss": value.detach(), "info_nce": whole.detach()}
-        return value, {**stats, **seed_stats(measured[POOLED], measured[IDS])}
+            everyone, ids = pooled, _seeds(batch, pooled)
+            whole = contrast_seeds(pooled, ids, self.temperature)
+            value = self.coeff * whole
+        else:
+            ids = measured[IDS]
+            with torch.enable_grad():
+                everyone = measured[POOLED].detach().requires_grad_()
+                whole = contrast_seeds(everyone, ids, self.temperature)
+                [gradient] = torch.autograd.grad(whole, everyone)
+            own = (gradient[batch[POSITION]] * pooled).sum()
+            trained = (SharedContext(batch["input_ids"], batch).token_mask.sum(dim=1) > 0).sum()
+            value = self.coeff * (own - own.detach() + whole.detach() * trained / len(everyone))
+        return value, {"loss": value.detach(), "info_nce": whole.detach(), **seed_stats(everyone, ids)}
 
 
 @cache
@@ -198,9 +196,6 @@ class SeedClassificationLoss(SeedLoss):
     head: nn.Module
     coeff: float = 0.01
     pooling: Pooling = "mean"
-
-    def __post_init__(self) -> None:
-        self._check()
 
     def first_pass(self, logits: Tensor, batch: Batch) -> dict[str, Tensor]:
         """The number of seeded samples."""

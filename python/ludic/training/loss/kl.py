@@ -1,5 +1,5 @@
 """KL penalties towards the old policy, which is the sampler's; with a correction the proximal one
-(`loss.context`)."""
+(`loss.context`). The entropy bonus."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ludic.errors import ConfigError
-from ludic.training.loss.base import Loss, check_token_normalizer, row_mean
+from ludic.training.loss.base import ActionLoss, check_token_normalizer, row_mean
 from ludic.training.loss.batch import Normalizer, Stats
 from ludic.training.loss.context import SharedContext
 from ludic.training.loss.logprobs import weigh_values
@@ -23,7 +23,7 @@ exp(-log_ratio) - 1 + log_ratio, as in GRPO."""
 
 
 @dataclass
-class TokenKLLoss(Loss):
+class TokenKLLoss(ActionLoss):
     """L = coeff * mean_b mean_t k(log pi_bt - log pi_old,bt), a KL penalty on tokens.
 
     The three estimators k are from Schulman, "Approximating KL divergence" (2020); k1 is the
@@ -37,9 +37,6 @@ class TokenKLLoss(Loss):
     estimator: Estimator = "k1"
     normalizer: Normalizer = "samples"
 
-    reads_shared_only = True
-    reads_actions_only = True
-
     def __post_init__(self) -> None:
         check_estimator(self.estimator)
         check_token_normalizer(self.normalizer, self.length_normalize)
@@ -50,7 +47,7 @@ class TokenKLLoss(Loss):
         sample_kl = weigh_values(kl, mask).sum(dim=1)
         if self.length_normalize:
             sample_kl = sample_kl / shared.token_counts
-        stats: Stats = {
+        return loss, {
             "loss": loss.detach(),
             "kl_mean": sample_kl.detach().mean(),
             "kl_std": population_std(sample_kl),
@@ -58,11 +55,10 @@ class TokenKLLoss(Loss):
             "ratio_std": population_std(shared.ratio, mask),
             "avg_action_tokens": mask.sum(dim=1).mean(),
         }
-        return loss, stats
 
 
 @dataclass
-class KLLoss(Loss):
+class KLLoss(ActionLoss):
     """L = coeff * mean_b k(l_b - l_old,b), a KL penalty on sequences; l_b is the log-probability of
     sequence b.
 
@@ -75,9 +71,6 @@ class KLLoss(Loss):
     length_normalize: bool = False
     estimator: Estimator = "k1"
 
-    reads_shared_only = True
-    reads_actions_only = True
-
     def __post_init__(self) -> None:
         check_estimator(self.estimator)
 
@@ -87,6 +80,33 @@ class KLLoss(Loss):
         kl = estimate_kl(logp_action - old_logp_action, self.estimator)
         loss = self.coeff * kl.mean()
         return loss, {"loss": loss.detach(), "kl_mean": kl.detach().mean(), "kl_std": population_std(kl)}
+
+
+@dataclass
+class EntropyBonus(ActionLoss):
+    """L = -coeff * mean_t H_t over all action tokens of the mini-batch; 0 if there are none.
+
+    H_t is the entropy, in nats, of the policy's distribution of token t. `normalizer="samples"`
+    takes the mean over samples of each sample's sum, or with `length_normalize` its mean. Set both
+    as in the policy loss: the bonus then weighs the same at every length.
+    """
+
+    coeff: float = 0.01
+    length_normalize: bool = False
+    normalizer: Normalizer = "tokens"
+
+    reads_entropy = True
+
+    def __post_init__(self) -> None:
+        check_token_normalizer(self.normalizer, self.length_normalize)
+
+    def compute_from(self, shared: SharedContext) -> tuple[Tensor, Stats]:
+        entropy = row_mean(shared.entropy, shared, length_normalize=self.length_normalize, normalizer=self.normalizer)
+        loss = -self.coeff * entropy
+        stats: Stats = {"loss": loss.detach(), "entropy_mean": entropy.detach()}
+        if self.normalizer == "tokens":
+            stats["avg_action_tokens"] = shared.token_mask.sum(dim=1).mean()
+        return loss, stats
 
 
 def estimate_kl(log_ratio: Tensor, estimator: Estimator) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Literal
 from torch import Tensor
 
 from ludic.errors import ConfigError
-from ludic.training.loss.base import Loss, check_clip
+from ludic.training.loss.base import ActionLoss, check_clip
 from ludic.training.loss.batch import Stats
 from ludic.training.loss.clipped import clipped_objective
 from ludic.training.loss.context import SharedContext
@@ -26,7 +26,7 @@ overflows."""
 
 
 @dataclass
-class ListwiseLoss(Loss):
+class ListwiseLoss(ActionLoss):
     """L = -mean over groups of sum_i a_i l_i, where l_i is the mean log-probability of candidate
     i's tokens, and a_i its weight in the group: w_i - 1/K, or w_i with `baseline="none"`.
 
@@ -39,8 +39,6 @@ class ListwiseLoss(Loss):
     length_normalize: bool = True
 
     zero_weight_is_zero_gradient = True
-    reads_shared_only = True
-    reads_actions_only = True
 
     def compute_from(self, shared: SharedContext) -> tuple[Tensor, Stats]:
         advantage, mean_logp = shared.weight, shared.logp_action(length_normalize=True)
@@ -48,18 +46,17 @@ class ListwiseLoss(Loss):
         if not self.length_normalize:  # (n_b / n_i) (N / C) n_i m_b = (N / C) times the sum over the row
             logp = logp * shared.sample_column("candidate_tokens")
         loss = -(advantage * logp).mean()
-        stats: Stats = {
+        return loss, {
             "loss": loss.detach(),
             "adv_mean": advantage.mean(),
             "adv_std": population_std(advantage),
             "logp_mean": shared.logp_action().detach().mean(),
             "avg_action_tokens": shared.token_mask.sum(dim=1).mean(),
         }
-        return loss, stats
 
 
 @dataclass
-class ListwiseClipLoss(Loss):
+class ListwiseClipLoss(ActionLoss):
     """L = coeff * mean over groups of sum_i -min(r_i A_i, clip(r_i, 1 - low, 1 + high) A_i), with
     A_i = w_i - baseline, which is 1/K if None.
 
@@ -76,9 +73,6 @@ class ListwiseClipLoss(Loss):
     clip_eps_high: float = 0.2
     baseline: float | None = None
     ratio_level: RatioLevel = "sequence_mean"
-
-    reads_shared_only = True
-    reads_actions_only = True
 
     def __post_init__(self) -> None:
         check_clip(self.clip_eps_low, self.clip_eps_high)

@@ -43,9 +43,12 @@ class LogitsUse:
         self.readers = 0
 
     def read(self, logits: Tensor) -> None:
-        """Count one more reader of `logits`, and check whether they may be overwritten."""
+        """Count one more reader of `logits`. They may be overwritten if they share no memory with a
+        leaf tensor, such as a parameter, or with a tensor that their operation saved for its
+        backward pass."""
+        sources = [logits] if logits._base is None else [logits, logits._base]
         self.readers += 1
-        self.consume = self.consume and _can_overwrite(logits)
+        self.consume = self.consume and not any(source.is_leaf or _is_saved_for_backward(source) for source in sources)
 
     def dtype(self, logits: Tensor) -> torch.dtype:
         """Return the dtype to compute in: float64 for float64 logits, else float32; with
@@ -73,7 +76,7 @@ def selective_log_softmax(logits: Tensor, index: Tensor, *, use: LogitsUse | Non
         raise DataError(f"index {tuple(index.shape)} must have the shape of logits {tuple(logits.shape)} without its last axis")
     use = use or LogitsUse()
     use.read(logits)
-    flat: Tensor = _SelectedLogp.apply(logits.reshape(-1, logits.shape[-1]), index.reshape(-1), use)
+    flat: Tensor = _LogpAndEntropy.apply(logits.reshape(-1, logits.shape[-1]), index.reshape(-1), use, False)[0]
     return flat.view(index.shape)
 
 
@@ -108,7 +111,7 @@ def compute_token_entropy(logits: Tensor, *, use: LogitsUse | None = None) -> Te
         raise DataError(f"logits must be [B, T, V], got {tuple(logits.shape)}")
     use = use or LogitsUse()
     use.read(logits)
-    flat: Tensor = _Entropy.apply(logits.reshape(-1, logits.shape[-1]), use)
+    flat: Tensor = _LogpAndEntropy.apply(logits.reshape(-1, logits.shape[-1]), None, use, True)[1]
     return flat.view(logits.shape[:-1])[:, :-1]
 
 
@@ -127,7 +130,7 @@ def select_logp_and_entropy(logits_NV: Tensor, index_N: Tensor, *, use: LogitsUs
     logits."""
     use = use or LogitsUse()
     use.read(logits_NV)
-    both: tuple[Tensor, Tensor] = _SelectedLogpAndEntropy.apply(logits_NV, index_N, use)
+    both: tuple[Tensor, Tensor] = _LogpAndEntropy.apply(logits_NV, index_N, use, True)
     return both
 
 
@@ -176,13 +179,6 @@ class _ScaledGradient(torch.autograd.Function):
         return grads[0] * weight, None
 
 
-def _can_overwrite(logits: Tensor) -> bool:
-    """Whether the logits share no memory with a leaf tensor, such as a parameter, or with a tensor
-    that their operation saved for its backward pass."""
-    sources = [logits] if logits._base is None else [logits, logits._base]
-    return not any(source.is_leaf or _is_saved_for_backward(source) for source in sources)
-
-
 def _is_saved_for_backward(tensor: Tensor) -> bool:
     node, address = tensor.grad_fn, tensor.untyped_storage().data_ptr()
     saved_tensors = (getattr(node, name) for name in dir(node) if name.startswith("_saved_"))
@@ -198,72 +194,45 @@ def _check_shapes(logits: Tensor, input_ids: Tensor) -> None:
         raise DataError(f"a sequence needs at least 2 tokens to have a next one, got {input_ids.shape[1]}")
 
 
-def _chunks(logits_NV: Tensor) -> range:
-    return range(0, logits_NV.shape[0], _rows_per_chunk(logits_NV))
+def _chunks(logits_NV: Tensor) -> list[slice]:
+    size = max(1, CHUNK_ELEMENTS // max(1, logits_NV.shape[1]))
+    return [slice(start, start + size) for start in range(0, logits_NV.shape[0], size)]
 
 
-def _rows_per_chunk(logits_NV: Tensor) -> int:
-    return max(1, CHUNK_ELEMENTS // max(1, logits_NV.shape[1]))
-
-
-class _SelectedLogp(torch.autograd.Function):
-    """log softmax(x)[i] = x_i - logsumexp(x); its gradient is onehot(i) - softmax(x)."""
+class _LogpAndEntropy(torch.autograd.Function):
+    """log softmax(x)[i] = x_i - logsumexp(x), and H = -sum p log p. Without `index_N` the first is
+    None, and unless `with_entropy` the second. Their gradients are added chunk by chunk."""
 
     @staticmethod
-    def forward(ctx: Any, logits_NV: Tensor, index_N: Tensor, use: LogitsUse) -> Tensor:
-        ctx.use = use
-        logsumexp_N = _logsumexps(logits_NV, use)
-        ctx.save_for_backward(logits_NV, index_N, logsumexp_N)
-        return _gather_logps(logits_NV, index_N, logsumexp_N, use)
+    def forward(
+        ctx: Any, logits_NV: Tensor, index_N: Tensor | None, use: LogitsUse, with_entropy: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        ctx.use, wide = use, use.dtype(logits_NV)
+        logp_N = logsumexp_N = entropy_N = None
+        if index_N is not None:
+            logsumexp_N = logits_NV.new_empty(logits_NV.shape[0], dtype=wide)
+            for part in _chunks(logits_NV):
+                logsumexp_N[part] = torch.logsumexp(use.apply_temperature(logits_NV[part], wide).to(wide), dim=-1)
+            selected_N = logits_NV.gather(1, index_N[:, None]).squeeze(1)
+            logp_N = use.apply_temperature(selected_N, wide).to(wide) - logsumexp_N
+        if with_entropy:
+            entropy_N = logits_NV.new_empty(logits_NV.shape[0], dtype=wide)
+            for part in _chunks(logits_NV):
+                entropy_N[part] = _entropy(use.apply_temperature(logits_NV[part], wide), wide)
+        ctx.save_for_backward(logits_NV, index_N, logsumexp_N, entropy_N)
+        return logp_N, entropy_N
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (grad_N,) = _unscale_gradients(ctx.use, grads)
-        logits_NV, index_N, logsumexp_N = ctx.saved_tensors
-        size = _rows_per_chunk(logits_NV)
-        out_NV = ctx.use.gradient_buffer(logits_NV)
-        for start in _chunks(logits_NV):
-            part = slice(start, start + size)
-            logits = ctx.use.apply_temperature(logits_NV[part], logsumexp_N.dtype)
-            out_NV[part] = _selected_gradient(logits, index_N[part, None], logsumexp_N[part, None], grad_N[part, None])
-        return out_NV, None, None
-
-
-def _unscale_gradients(use: LogitsUse, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Convert gradients with respect to logits / temperature to gradients with respect to the
-    logits."""
-    return grads if use.temperature == 1.0 else tuple(grad / use.temperature for grad in grads)
-
-
-def _logsumexps(logits_NV: Tensor, use: LogitsUse) -> Tensor:
-    """[N] logsumexp of each row."""
-    size = _rows_per_chunk(logits_NV)
-    logsumexp_N = logits_NV.new_empty(logits_NV.shape[0], dtype=use.dtype(logits_NV))
-    for start in _chunks(logits_NV):
-        part = use.apply_temperature(logits_NV[start : start + size], logsumexp_N.dtype)
-        logsumexp_N[start : start + size] = torch.logsumexp(part.to(logsumexp_N.dtype), dim=-1)
-    return logsumexp_N
-
-
-def _gather_logps(logits_NV: Tensor, index_N: Tensor, logsumexp_N: Tensor, use: LogitsUse) -> Tensor:
-    selected_N = logits_NV.gather(1, index_N[:, None]).squeeze(1)
-    return use.apply_temperature(selected_N, logsumexp_N.dtype).to(logsumexp_N.dtype) - logsumexp_N
-
-
-def _selected_gradient(logits_NV: Tensor, index_N1: Tensor, logsumexp_N1: Tensor, grad_N1: Tensor) -> Tensor:
-    """(onehot - softmax) * grad, in the dtype of the logsumexp: in half precision, 1 - softmax of a
-    likely token would round to 0."""
-    return torch.sub(logits_NV, logsumexp_N1).exp_().mul_(-grad_N1).scatter_add_(1, index_N1, grad_N1)
-
-
-def _entropies(logits_NV: Tensor, use: LogitsUse) -> Tensor:
-    """[N] -sum p log p."""
-    size, wide = _rows_per_chunk(logits_NV), use.dtype(logits_NV)
-    entropy_N = logits_NV.new_empty(logits_NV.shape[0], dtype=wide)
-    for start in _chunks(logits_NV):
-        entropy_N[start : start + size] = _entropy(use.apply_temperature(logits_NV[start : start + size], wide), wide)
-    return entropy_N
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None, None]:
+        logits_NV, *columns = ctx.saved_tensors
+        scale = ctx.use.temperature  # `grads` are with respect to logits / temperature
+        columns += [grad if grad is None or scale == 1.0 else grad / scale for grad in grads]
+        wide, out_NV = ctx.use.dtype(logits_NV), ctx.use.gradient_buffer(logits_NV)
+        for part in _chunks(logits_NV):
+            rows = [None if column is None else column[part, None] for column in columns]
+            out_NV[part] = _gradient(ctx.use.apply_temperature(logits_NV[part], wide), wide, *rows)
+        return out_NV, None, None, None
 
 
 def _entropy(logits_NV: Tensor, wide: torch.dtype) -> Tensor:
@@ -271,74 +240,21 @@ def _entropy(logits_NV: Tensor, wide: torch.dtype) -> Tensor:
     return logp.exp().mul_(logp).sum(dim=-1).neg_()
 
 
-def _entropy_gradient(logits_NV: Tensor, entropy_N1: Tensor, grad_N1: Tensor) -> Tensor:
-    """-p (log p + H) * grad."""
-    logp = _finite_log_softmax(logits_NV, entropy_N1.dtype)
-    return logp.exp().mul_(logp.add_(entropy_N1)).mul_(-grad_N1)
+def _gradient(logits_NV: Tensor, wide: torch.dtype, index: Any, logsumexp: Any, entropy: Any, g: Any, h: Any) -> Tensor:
+    """(onehot - p) g - p (log p + H) h, where g and h are the gradients of the log-probability and
+    of the entropy, [N, 1]. In `wide`: in half precision, 1 - p of a likely token would round to 0.
+    """
+    if index is None:
+        logp = _finite_log_softmax(logits_NV, wide)
+        return logp.exp().mul_(logp.add_(entropy)).mul_(-h)
+    logp = torch.sub(logits_NV, logsumexp)
+    if entropy is None:
+        return logp.exp_().mul_(-g).scatter_add_(1, index, g)
+    p = logp.clamp_(min=torch.finfo(wide).min).exp()
+    negative = logp.add_(entropy).mul_(p).mul_(h).addcmul_(p, g)
+    return negative.neg_().scatter_add_(1, index, g)
 
 
 def _finite_log_softmax(logits_NV: Tensor, wide: torch.dtype) -> Tensor:
     """Log-probabilities clamped to finite values, so that p log p is 0 where p is 0."""
     return torch.log_softmax(logits_NV, dim=-1, dtype=wide).clamp_(min=torch.finfo(wide).min)
-
-
-class _Entropy(torch.autograd.Function):
-    """H = -sum p log p; dH/dx = -p (log p + H)."""
-
-    @staticmethod
-    def forward(ctx: Any, logits_NV: Tensor, use: LogitsUse) -> Tensor:
-        ctx.use = use
-        entropy_N = _entropies(logits_NV, use)
-        ctx.save_for_backward(logits_NV, entropy_N)
-        return entropy_N
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (grad_N,) = _unscale_gradients(ctx.use, grads)
-        logits_NV, entropy_N = ctx.saved_tensors
-        size = _rows_per_chunk(logits_NV)
-        out_NV = ctx.use.gradient_buffer(logits_NV)
-        for start in _chunks(logits_NV):
-            part = slice(start, start + size)
-            logits = ctx.use.apply_temperature(logits_NV[part], entropy_N.dtype)
-            out_NV[part] = _entropy_gradient(logits, entropy_N[part, None], grad_N[part, None])
-        return out_NV, None
-
-
-class _SelectedLogpAndEntropy(torch.autograd.Function):
-    """`_SelectedLogp` and `_Entropy` together; their gradients are added chunk by chunk."""
-
-    @staticmethod
-    def forward(ctx: Any, logits_NV: Tensor, index_N: Tensor, use: LogitsUse) -> tuple[Tensor, Tensor]:
-        ctx.use = use
-        logsumexp_N, entropy_N = _logsumexps(logits_NV, use), _entropies(logits_NV, use)
-        ctx.save_for_backward(logits_NV, index_N, logsumexp_N, entropy_N)
-        return _gather_logps(logits_NV, index_N, logsumexp_N, use), entropy_N
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        logp_grad_N, entropy_grad_N = _unscale_gradients(ctx.use, grads)
-        logits_NV, index_N, logsumexp_N, entropy_N = ctx.saved_tensors
-        size = _rows_per_chunk(logits_NV)
-        out_NV = ctx.use.gradient_buffer(logits_NV)
-        for start in _chunks(logits_NV):
-            part = slice(start, start + size)
-            grads_N1 = logp_grad_N[part, None], entropy_grad_N[part, None]
-            logits = ctx.use.apply_temperature(logits_NV[part], logsumexp_N.dtype)
-            out_NV[part] = _logp_and_entropy_gradient(
-                logits, index_N[part, None], logsumexp_N[part, None], entropy_N[part, None], *grads_N1
-            )
-        return out_NV, None, None
-
-
-def _logp_and_entropy_gradient(
-    logits_NV: Tensor, index_N1: Tensor, logsumexp_N1: Tensor, entropy_N1: Tensor, logp_grad_N1: Tensor, entropy_grad_N1: Tensor
-) -> Tensor:
-    """onehot * g - p * g - p (log p + H) * h, where g and h are the gradients of the
-    log-probability and of the entropy."""
-    logp = torch.sub(logits_NV, logsumexp_N1).clamp_(min=torch.finfo(logsumexp_N1.dtype).min)
-    p = logp.exp()
-    negative = logp.add_(entropy_N1).mul_(p).mul_(entropy_grad_N1).addcmul_(p, logp_grad_N1)
-    return negative.neg_().scatter_add_(1, index_N1, logp_grad_N1)

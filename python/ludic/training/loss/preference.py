@@ -62,16 +62,13 @@ class BradleyTerryLoss(Loss):
     normalizer = "pairs"
 
     def __post_init__(self) -> None:
-        check_score_type(self.score_type)
+        if self.score_type not in get_args(ScoreType):
+            raise ConfigError(f"score_type must be one of reward, logprob, got {self.score_type!r}")
         if self.beta <= 0:
             raise ConfigError(f"beta must be positive, got {self.beta}")
-        weights = {
-            "regularization_lambda": self.regularization_lambda,
-            "score_regularization_lambda": self.score_regularization_lambda,
-        }
-        for name, weight in weights.items():
-            if weight < 0:
-                raise ConfigError(f"{name} must be non-negative, got {weight}")
+        for name in ("regularization_lambda", "score_regularization_lambda"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must be non-negative, got {getattr(self, name)}")
         if self.regularization_type not in get_args(RegularizationType):
             raise ConfigError(f"regularization_type must be one of l2, l1, got {self.regularization_type!r}")
         if self.score_regularization_type not in get_args(ScoreRegularization):
@@ -79,25 +76,10 @@ class BradleyTerryLoss(Loss):
         if not 0 <= self.label_smoothing <= 1:
             raise ConfigError(f"label_smoothing must be in [0, 1], got {self.label_smoothing}")
 
-    @property
-    def reads_shared_only(self) -> bool:  # type: ignore[override]  # follows from the settings
-        """True for `logprob`; for `reward` the loss reads the logits themselves."""
-        return self.score_type == "logprob"
-
-    @property
-    def reads_actions_only(self) -> bool:  # type: ignore[override]
-        """True for `logprob`, the log-probability of the action."""
-        return self.score_type == "logprob"
-
-    @property
-    def reads_scores_only(self) -> bool:  # type: ignore[override]
-        """True for `reward`."""
-        return self.score_type == "reward"
-
-    @property
-    def needs_first_pass(self) -> bool:  # type: ignore[override]
-        """True for an l2 norm: the root of a sum over all pairs is not a sum over micro-batches."""
-        return self.regularization_lambda > 0 and self.regularization_type == "l2"
+        self.reads_shared_only = self.reads_actions_only = self.score_type == "logprob"
+        self.reads_scores_only = self.score_type == "reward"
+        # The root of a sum over all pairs is not a sum over micro-batches.
+        self.needs_first_pass = self.regularization_lambda > 0 and self.regularization_type == "l2"
 
     def first_pass(self, logits: Tensor, batch: Batch) -> dict[str, Tensor]:
         """Return the sum of the squared score differences."""
@@ -107,7 +89,9 @@ class BradleyTerryLoss(Loss):
     def compute_from(self, shared: SharedContext) -> tuple[Tensor, Stats]:
         chosen, rejected, label = self._pair_scores(shared)
         if not len(label):
-            return self._zero_loss(chosen, shared)
+            names = ["loss", "accuracy", "chosen_score", "rejected_score", "margin", "num_pairs"]
+            names += ["score_reg"] if self.score_regularization_lambda > 0 else []
+            return shared.zero(), dict.fromkeys(names, chosen.new_zeros(()))
         margin = self.beta * (chosen - rejected)
         target = label * (1 - self.label_smoothing) + self.label_smoothing / 2
         loss = -(target * logsigmoid(margin) + (1 - target) * logsigmoid(-margin)).mean()
@@ -149,31 +133,15 @@ class BradleyTerryLoss(Loss):
         if self.regularization_type == "l1":
             return difference.abs().sum() / share
         squares = difference.square().sum()
-        norm = self._total_squares(squares, len(difference), shared).sqrt().clamp(min=torch.finfo(squares.dtype).tiny)
-        return (squares + squares.detach()) / (2 * norm) / share
-
-    def _total_squares(self, own: Tensor, pairs: int, shared: SharedContext) -> Tensor:
-        measured = shared.totals.measured.get(SQUARED_MARGINS)
-        if measured is not None:
-            return measured.to(own)
-        if shared.totals.num_pairs > pairs:
+        totals, pairs = shared.totals, len(difference)
+        if SQUARED_MARGINS not in totals.measured and totals.num_pairs > pairs:
             raise ConfigError(
-                f"the l2 norm over {shared.totals.num_pairs:.0f} pairs cannot be computed from {pairs} of them: the backend must measure "
+                f"the l2 norm over {totals.num_pairs:.0f} pairs cannot be computed from {pairs} of them: the backend must measure "
                 f"{SQUARED_MARGINS} in a first pass, as TorchBackend does; or use regularization_type='l1'"
             )
-        return own.detach()
-
-    def _zero_loss(self, no_scores: Tensor, shared: SharedContext) -> tuple[Tensor, Stats]:
-        """Return loss 0 with zero gradient, for a batch without a complete pair."""
-        names = ["loss", "accuracy", "chosen_score", "rejected_score", "margin", "num_pairs"]
-        names += ["score_reg"] if self.score_regularization_lambda > 0 else []
-        zero = no_scores.new_zeros(())
-        return shared.zero(), dict.fromkeys(names, zero)
-
-
-def check_score_type(score_type: str) -> None:
-    if score_type not in get_args(ScoreType):
-        raise ConfigError(f"score_type must be one of reward, logprob, got {score_type!r}")
+        total = totals.measured.get(SQUARED_MARGINS, squares.detach()).to(squares)
+        norm = total.sqrt().clamp(min=torch.finfo(squares.dtype).tiny)
+        return (squares + squares.detach()) / (2 * norm) / share
 
 
 def preference_scores(shared: SharedContext, score_type: ScoreType) -> Tensor:
@@ -201,38 +169,24 @@ def find_pairs(batch: Batch) -> tuple[Index, Index, list[float]]:
     [2, 3] and two labels. Pairs in neighbouring rows, chosen first, as in [p, p, q, q], give
     slices.
     """
-    pair_ids, roles, labels = _preference_meta(batch)
-    if _are_neighbours(pair_ids, roles, labels):
-        return slice(0, None, 2), slice(1, None, 2), [float(label) for label in labels[::2]]
-    return _rows_by_role(pair_ids, roles, labels)
-
-
-def _preference_meta(batch: Batch) -> tuple[list[Any], list[Any], list[Any]]:
     meta: Mapping[str, Sequence[Any]] | None = batch.get("meta")
-    rows = num_rows(batch)
     if meta is None:
         raise DataError(
             "the batch has no meta with pair_id, role and label; collate it with collate_preference_items, as RMTrainer does"
         )
-    columns = [list(meta.get(key, ())) for key in ("pair_id", "role", "label")]
+    rows = num_rows(batch)
+    pair_ids, roles, labels = columns = [list(meta.get(key, ())) for key in ("pair_id", "role", "label")]
     for key, column in zip(("pair_id", "role", "label"), columns, strict=True):
         if len(column) != rows:
             raise DataError(f"meta[{key!r}] has {len(column)} entries, the batch has {rows} samples; there must be one each")
-    return columns[0], columns[1], columns[2]
-
-
-def _are_neighbours(pair_ids: list[Any], roles: list[Any], labels: list[Any]) -> bool:
-    """Whether rows (0, 1), (2, 3) and so on are pairs, chosen first, and no pair occurs twice."""
-    return (
-        len(roles) % 2 == 0
-        and roles == ["chosen", "rejected"] * (len(roles) // 2)
+    if (
+        rows % 2 == 0
+        and roles == ["chosen", "rejected"] * (rows // 2)
         and pair_ids[::2] == pair_ids[1::2]
         and labels[::2] == labels[1::2]
-        and len(set(pair_ids)) == len(pair_ids) // 2
-    )
-
-
-def _rows_by_role(pair_ids: list[Any], roles: list[Any], labels: list[Any]) -> tuple[list[int], list[int], list[float]]:
+        and len(set(pair_ids)) == rows // 2
+    ):
+        return slice(0, None, 2), slice(1, None, 2), [float(label) for label in labels[::2]]
     rows_by_pair: dict[Any, dict[str, int]] = {}
     for row, (pair_id, role) in enumerate(zip(pair_ids, roles, strict=True)):
         if role not in ("chosen", "rejected"):

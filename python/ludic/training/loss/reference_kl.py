@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ludic.errors import ConfigError
 from ludic.training.coefficients import Coefficient
-from ludic.training.loss.base import Loss, check_token_normalizer, row_mean
+from ludic.training.loss.base import ActionLoss, check_token_normalizer, row_mean
 from ludic.training.loss.batch import Normalizer, Stats
 from ludic.training.loss.context import SharedContext
 from ludic.training.loss.kl import Estimator, check_estimator, estimate_kl
@@ -35,7 +35,7 @@ BUCKET_NAMES = ("0-32", "33-64", "65-128", "129-256", "257+")
 
 
 @dataclass
-class ReferenceKLLoss(Loss):
+class ReferenceKLLoss(ActionLoss):
     """L = coeff * mean of k(log pi - log pi_ref) over tokens, a KL penalty towards the reference.
 
     The estimators k are defined in `TokenKLLoss`. As a loss on samples of the policy, k3, the
@@ -54,8 +54,6 @@ class ReferenceKLLoss(Loss):
     length_normalize: bool = False
     normalizer: Normalizer = "tokens"
 
-    reads_shared_only = True
-    reads_actions_only = True
     reads_reference = True
 
     def __post_init__(self) -> None:

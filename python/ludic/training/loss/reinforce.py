@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ludic.training.loss.base import Loss, check_ratio_clip
+from ludic.training.loss.base import ActionLoss, check_ratio_clip
 from ludic.training.loss.batch import Stats
 from ludic.training.loss.context import SharedContext
 from ludic.training.loss.logprobs import capped_exp
@@ -14,7 +14,7 @@ from ludic.training.loss.statistics import actor_policy_kl, population_std
 
 
 @dataclass
-class ReinforceLoss(Loss):
+class ReinforceLoss(ActionLoss):
     """L = -mean_b[ sg(r_b) A_b l_b ], where l_b = log pi(action_b), r_b = exp(l_b - l_old,b), and
     A_b is the weight of the sample; sg is stop-gradient.
 
@@ -31,8 +31,6 @@ class ReinforceLoss(Loss):
     ratio_clip: float | None = None
 
     zero_weight_is_zero_gradient = True
-    reads_shared_only = True
-    reads_actions_only = True
 
     def __post_init__(self) -> None:
         check_ratio_clip(self.ratio_clip)
@@ -42,7 +40,7 @@ class ReinforceLoss(Loss):
 
 
 @dataclass
-class ReinforceBaselineLoss(Loss):
+class ReinforceBaselineLoss(ActionLoss):
     """ReinforceLoss with A_b = w_b - mean(w), divided by (std(w) + 1e-8) if `normalize`.
 
     Mean and population standard deviation are over the mini-batch (`BatchTotals`), so they do not
@@ -54,9 +52,6 @@ class ReinforceBaselineLoss(Loss):
     length_normalize: bool = False
     old_logp_key: str = "old_logp_action"
     ratio_clip: float | None = None
-
-    reads_shared_only = True
-    reads_actions_only = True
 
     def __post_init__(self) -> None:
         check_ratio_clip(self.ratio_clip)
@@ -81,7 +76,7 @@ def importance_weighted(
     log_ratio = (logp_action - old_logp_action).detach()
     ratio = capped_exp(log_ratio, settings.ratio_clip)
     loss = -(ratio * advantage * logp_action).mean()
-    stats: Stats = {
+    return loss, {
         "loss": loss.detach(),
         "adv_mean": advantage.detach().mean(),
         "adv_std": population_std(advantage),
@@ -90,4 +85,3 @@ def importance_weighted(
         "ratio_std": population_std(ratio),
         "kl_actor_policy": actor_policy_kl(log_ratio).mean(),
     }
-    return loss, stats

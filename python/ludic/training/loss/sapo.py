@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from ludic.errors import ConfigError
-from ludic.training.loss.base import Loss, check_token_normalizer, row_mean
+from ludic.training.loss.base import ActionLoss, check_token_normalizer, row_mean
 from ludic.training.loss.batch import Normalizer, Stats
 from ludic.training.loss.context import SharedContext
 from ludic.training.loss.statistics import masked_means, policy_stats, population_std
 
 
 @dataclass
-class SAPOLoss(Loss):
+class SAPOLoss(ActionLoss):
     """L = -mean_b sum_t (4 / tau_b) sigmoid(tau_b (r_bt - 1)) A_b; r_bt is the ratio of token t,
     tau_b is tau_pos if A_b > 0, else tau_neg.
 
@@ -32,8 +32,6 @@ class SAPOLoss(Loss):
     normalizer: Normalizer = "samples"
 
     zero_weight_is_zero_gradient = True
-    reads_shared_only = True
-    reads_actions_only = True
 
     def __post_init__(self) -> None:
         for name, tau in (("tau_pos", self.tau_pos), ("tau_neg", self.tau_neg)):
@@ -48,10 +46,9 @@ class SAPOLoss(Loss):
         objective = 4.0 / tau * gate * advantage
         loss = -row_mean(objective, shared, length_normalize=self.length_normalize, normalizer=self.normalizer)
         slope = 4.0 * gate.detach() * (1.0 - gate.detach())
-        stats: Stats = {
+        return loss, {
             "loss": loss.detach(),
             **policy_stats(shared, shared.ratio),
             **masked_means(shared, grad_weight_mean=slope),
             "grad_weight_std": population_std(slope, shared.token_mask),
         }
-        return loss, stats

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ludic.training.loss.base import Loss, check_token_normalizer, row_mean
+from ludic.training.loss.base import ActionLoss, check_token_normalizer, row_mean
 from ludic.training.loss.batch import Normalizer, Stats
 from ludic.training.loss.context import SharedContext
 from ludic.training.loss.statistics import masked_means
 
 
 @dataclass
-class MaskedCausalLMCrossEntropyLoss(Loss):
+class MaskedCausalLMCrossEntropyLoss(ActionLoss):
     """L = mean_b w_b mean_t(-log pi_bt) over the action tokens, in float32.
 
     Without `length_normalize` the mean over t is a sum; `normalizer="tokens"` takes one mean over
@@ -25,8 +25,6 @@ class MaskedCausalLMCrossEntropyLoss(Loss):
     normalizer: Normalizer = "samples"
 
     zero_weight_is_zero_gradient = True
-    reads_shared_only = True
-    reads_actions_only = True
 
     def __post_init__(self) -> None:
         check_token_normalizer(self.normalizer, self.length_normalize)
@@ -35,10 +33,9 @@ class MaskedCausalLMCrossEntropyLoss(Loss):
         nll = -shared.token_logp
         weighted = nll * shared.token_weight if "weight" in shared.batch else nll
         loss = row_mean(weighted, shared, length_normalize=self.length_normalize, normalizer=self.normalizer)
-        stats: Stats = {
+        return loss, {
             "loss": loss.detach(),
             "logp_mean": shared.logp_action(length_normalize=self.length_normalize).detach().mean(),
             **masked_means(shared, nll_mean=nll),
             "avg_action_tokens": shared.token_mask.sum(dim=1).mean(),
         }
-        return loss, stats

@@ -35,18 +35,11 @@ def make_cispo(
     `reference_kl` above 0 adds `ReferenceKLLoss`, a k3 penalty towards a frozen reference;
     controllers change it as the coefficient `beta`.
     """
-    loss = CISPOLoss(
-        clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high, length_normalize=length_normalize, normalizer=normalizer
-    )
+    loss = CISPOLoss(clip_eps_low, clip_eps_high, length_normalize, normalizer)
     penalised, coefficients = add_reference_kl(add_kl(loss, kl_coeff, kl_estimator), reference_kl)
-    return RLAlgorithm(
-        name=name,
-        credit_assigner=group_return(group_size, group_normalize_adv, positive_only),
-        loss=penalised,
-        preprocess=check_ratios(drop_zero_weight, drop_zero_weight_eps),
-        correction=resolve_correction(correction),
-        coefficients=coefficients,
-    )
+    credit = group_return(group_size, group_normalize_adv, positive_only)
+    checks = check_ratios(drop_zero_weight, drop_zero_weight_eps)
+    return RLAlgorithm(name, credit, penalised, checks, resolve_correction(correction), coefficients=coefficients)
 
 
 def make_scalerl(
@@ -72,18 +65,11 @@ def make_scalerl(
 
     `kl_coeff`, `kl_estimator` and `reference_kl`: as in `make_cispo`.
     """
-    loss = CISPOLoss(
-        clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high, length_normalize=length_normalize, normalizer=normalizer
-    )
+    loss = CISPOLoss(clip_eps_low, clip_eps_high, length_normalize, normalizer)
     penalised, coefficients = add_reference_kl(add_kl(loss, kl_coeff, kl_estimator), reference_kl)
-    return RLAlgorithm(
-        name=name,
-        credit_assigner=HybridNormalizedReturn(group_size=check_group_size(group_size), positive_only=positive_only),
-        loss=penalised,
-        preprocess=check_ratios(drop_zero_weight, drop_zero_weight_eps, flat_groups_eps=zvp_filter_eps if filter_zvp else None),
-        correction=resolve_correction(correction),
-        coefficients=coefficients,
-    )
+    credit = HybridNormalizedReturn(group_size=check_group_size(group_size), positive_only=positive_only)
+    checks = check_ratios(drop_zero_weight, drop_zero_weight_eps, flat_groups_eps=zvp_filter_eps if filter_zvp else None)
+    return RLAlgorithm(name, credit, penalised, checks, resolve_correction(correction), coefficients=coefficients)
 
 
 def add_kl(loss: CISPOLoss, coeff: float, estimator: Estimator = "k1") -> Loss:

@@ -44,22 +44,11 @@ def make_grpo(
     with `kl_estimator` and `kl_level`), inside the mean of the policy loss as in its eq. 3,
     whichever it is; controllers change it as the coefficient `beta`.
     """
-    loss = TokenClippedSurrogateLoss(
-        clip_eps_low=clip_eps_low,
-        clip_eps_high=clip_eps_high,
-        length_normalize=length_normalize,
-        ratio_clip=ratio_clip,
-        normalizer=normalizer,
-    )
+    loss = TokenClippedSurrogateLoss(clip_eps_low, clip_eps_high, length_normalize, ratio_clip, normalizer)
     penalised, coefficients = add_reference_kl(loss, reference_kl, kl_estimator, kl_level)
-    return RLAlgorithm(
-        name=name,
-        credit_assigner=group_return(group_size, group_normalize_adv, positive_only),
-        loss=penalised,
-        preprocess=check_ratios(drop_zero_weight, drop_zero_weight_eps),
-        correction=resolve_correction(correction),
-        coefficients=coefficients,
-    )
+    credit = group_return(group_size, group_normalize_adv, positive_only)
+    checks = check_ratios(drop_zero_weight, drop_zero_weight_eps)
+    return RLAlgorithm(name, credit, penalised, checks, resolve_correction(correction), coefficients=coefficients)
 
 
 def make_dr_grpo(
@@ -82,22 +71,11 @@ def make_dr_grpo(
 
     `reference_kl`, `kl_estimator` and `kl_level`: as in `make_grpo`.
     """
-    return make_grpo(
-        group_size=group_size,
-        group_normalize_adv=False,
-        positive_only=positive_only,
-        clip_eps_low=clip_eps_low,
-        clip_eps_high=clip_eps_high,
-        length_normalize=length_normalize,
-        ratio_clip=ratio_clip,
-        drop_zero_weight=drop_zero_weight,
-        drop_zero_weight_eps=drop_zero_weight_eps,
-        name=name,
-        correction=correction,
-        reference_kl=reference_kl,
-        kl_estimator=kl_estimator,
-        kl_level=kl_level,
-    )
+    loss = TokenClippedSurrogateLoss(clip_eps_low, clip_eps_high, length_normalize, ratio_clip)
+    penalised, coefficients = add_reference_kl(loss, reference_kl, kl_estimator, kl_level)
+    credit = group_return(group_size, normalize_adv=False, positive_only=positive_only)
+    checks = check_ratios(drop_zero_weight, drop_zero_weight_eps)
+    return RLAlgorithm(name, credit, penalised, checks, resolve_correction(correction), coefficients=coefficients)
 
 
 def make_dapo(
@@ -129,13 +107,9 @@ def make_dapo(
         credit = OverlongPenalty(credit, max_completion_tokens, buffer, overlong_factor)
     elif overlong_buffer_tokens is not None:
         raise ConfigError(f"overlong_buffer_tokens ({overlong_buffer_tokens}) counts back from max_completion_tokens; set both")
-    return RLAlgorithm(
-        name=name,
-        credit_assigner=credit,
-        loss=TokenClippedSurrogateLoss(clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high, normalizer="tokens"),
-        preprocess=check_ratios(drop_zero_weight, drop_zero_weight_eps, flat_groups_eps=zvp_filter_eps if filter_zvp else None),
-        correction=resolve_correction(correction),
-    )
+    loss = TokenClippedSurrogateLoss(clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high, normalizer="tokens")
+    checks = check_ratios(drop_zero_weight, drop_zero_weight_eps, flat_groups_eps=zvp_filter_eps if filter_zvp else None)
+    return RLAlgorithm(name, credit, loss, checks, resolve_correction(correction))
 
 
 def make_gspo(
@@ -153,18 +127,10 @@ def make_gspo(
     correction: Correction | str | None = None,
 ) -> RLAlgorithm:
     """GSPO (arXiv:2507.18071): group-normalised returns, one clipped ratio per sequence."""
-    return RLAlgorithm(
-        name=name,
-        credit_assigner=group_return(group_size, group_normalize_adv, positive_only),
-        loss=ClippedSurrogateLoss(
-            clip_eps_low=clip_eps_low,
-            clip_eps_high=clip_eps_high,
-            length_normalize=length_normalize,
-            ratio_clip=ratio_clip,
-        ),
-        preprocess=check_ratios(drop_zero_weight, drop_zero_weight_eps),
-        correction=resolve_correction(correction),
-    )
+    credit = group_return(group_size, group_normalize_adv, positive_only)
+    loss = ClippedSurrogateLoss(clip_eps_low, clip_eps_high, length_normalize=length_normalize, ratio_clip=ratio_clip)
+    checks = check_ratios(drop_zero_weight, drop_zero_weight_eps)
+    return RLAlgorithm(name, credit, loss, checks, resolve_correction(correction))
 
 
 def make_sapo(
@@ -182,13 +148,10 @@ def make_sapo(
     correction: Correction | str | None = None,
 ) -> RLAlgorithm:
     """SAPO (arXiv:2511.20347): group-normalised returns, a smooth gate on token ratios."""
-    return RLAlgorithm(
-        name=name,
-        credit_assigner=group_return(group_size, group_normalize_adv, positive_only),
-        loss=SAPOLoss(tau_pos=tau_pos, tau_neg=tau_neg, length_normalize=length_normalize, normalizer=normalizer),
-        preprocess=check_ratios(drop_zero_weight, drop_zero_weight_eps),
-        correction=resolve_correction(correction),
-    )
+    credit = group_return(group_size, group_normalize_adv, positive_only)
+    loss = SAPOLoss(tau_pos, tau_neg, length_normalize, normalizer)
+    checks = check_ratios(drop_zero_weight, drop_zero_weight_eps)
+    return RLAlgorithm(name, credit, loss, checks, resolve_correction(correction))
 
 
 def make_gmpo(
@@ -207,15 +170,7 @@ def make_gmpo(
 ) -> RLAlgorithm:
     """GMPO (arXiv:2507.20673): group-normalised returns, the geometric mean of clipped token
     ratios."""
-    return RLAlgorithm(
-        name=name,
-        credit_assigner=group_return(group_size, group_normalize_adv, positive_only),
-        loss=GMPOLoss(
-            clip_eps_low=clip_eps_low,
-            clip_eps_high=clip_eps_high,
-            length_normalize=length_normalize,
-            ratio_clip=ratio_clip,
-        ),
-        preprocess=check_ratios(drop_zero_weight, drop_zero_weight_eps),
-        correction=resolve_correction(correction),
-    )
+    credit = group_return(group_size, group_normalize_adv, positive_only)
+    loss = GMPOLoss(clip_eps_low, clip_eps_high, length_normalize, ratio_clip)
+    checks = check_ratios(drop_zero_weight, drop_zero_weight_eps)
+    return RLAlgorithm(name, credit, loss, checks, resolve_correction(correction))

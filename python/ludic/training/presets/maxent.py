@@ -14,7 +14,6 @@ from ludic.training.loss import (
     Correction,
     ListwiseClipLoss,
     ListwiseLoss,
-    Loss,
     LossTerm,
     Normalizer,
     ReferenceKLLoss,
@@ -66,19 +65,26 @@ def make_maxent_grpo(
     Departures, on by default: `sampler_exponent` shares weights among the best, `baseline`
     subtracts 1/K. `info_seed`: batches of `SeedPrompts`. `allow_partial`: groups may lack rollouts.
     """
-    coefficients = _coefficients(tau, beta)
+    answers = check_group_size(group_size) + (info_seed.num_seeds if info_seed else 0)
+    coefficients = {"tau": as_coefficient(tau)}
+    if isinstance(beta, Coefficient) or beta > 0:  # a controller can raise a Coefficient from 0
+        coefficients["beta"] = as_coefficient(beta)
     surrogate = TokenClippedSurrogateLoss(clip_eps_low, clip_eps_high, length_normalize, normalizer=normalizer)
     clip = ListwiseClipLoss(clip_coeff, clip_eps_low, clip_eps_high, clip_baseline, clip_ratio_level)
-    mean = token_mean(surrogate) if form == "surrogate" else {}
-    penalty = ReferenceKLLoss(coefficients["beta"], kl_estimator, kl_level, **mean) if "beta" in coefficients else None
+    terms = [LossTerm("policy", surrogate if _is_surrogate(form, clip_coeff, normalizer) else ListwiseLoss())]
+    if clip_coeff:
+        terms.append(LossTerm("clip", clip))
+    if "beta" in coefficients:
+        mean = token_mean(surrogate) if form == "surrogate" else {}
+        terms.append(LossTerm("reference_kl", ReferenceKLLoss(coefficients["beta"], kl_estimator, kl_level, **mean)))
     algorithm = RLAlgorithm(
         name=name,
-        credit_assigner=EpisodicReturn(_answers(group_size, info_seed), allow_partial),
-        loss=_add_terms(surrogate if _is_surrogate(form, clip_coeff, normalizer) else ListwiseLoss(), clip, penalty),
+        credit_assigner=EpisodicReturn(answers, allow_partial),
+        loss=CompositeLoss(terms) if len(terms) > 1 else terms[0].loss,
         preprocess=validate_actor_logps if form == "surrogate" or sampler_exponent > 0 or clip_coeff > 0 else None,
         correction=resolve_correction(correction),
         batch_credit=ListwiseCredit(
-            group_size=_answers(group_size, info_seed),
+            group_size=answers,
             tau=coefficients["tau"],
             beta=coefficients.get("beta", beta),
             q_temperature=q_temperature,
@@ -92,27 +98,6 @@ def make_maxent_grpo(
         coefficients=coefficients,
     )
     return add_info_seed(algorithm, info_seed)
-
-
-def _coefficients(tau: float | Coefficient, beta: float | Coefficient) -> dict[str, Coefficient]:
-    """Without beta if it is 0, and no controller can raise it."""
-    has_beta = isinstance(beta, Coefficient) or beta > 0
-    return {"tau": as_coefficient(tau), **({"beta": as_coefficient(beta)} if has_beta else {})}
-
-
-def _answers(group_size: int, info_seed: InfoSeed | None) -> int:
-    """The answers to a prompt, with the seeded ones."""
-    return check_group_size(group_size) + (info_seed.num_seeds if info_seed else 0)
-
-
-def _add_terms(loss: Loss, clip: ListwiseClipLoss, penalty: ReferenceKLLoss | None) -> Loss:
-    """`loss`, with the clip term unless its coefficient is 0, and with the penalty."""
-    terms = [LossTerm("policy", loss)]
-    if clip.coeff:
-        terms.append(LossTerm("clip", clip))
-    if penalty is not None:
-        terms.append(LossTerm("reference_kl", penalty))
-    return CompositeLoss(terms) if len(terms) > 1 else loss
 
 
 def _is_surrogate(form: str, clip_coeff: float, normalizer: Normalizer) -> bool:

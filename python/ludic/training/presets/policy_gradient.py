@@ -23,6 +23,7 @@ from ludic.training.loss import (
     resolve_correction,
 )
 from ludic.training.presets.preprocess import check_group_size, check_ratios, drop_zero_weights
+from ludic.training.types import CreditAssigner
 
 
 def make_reinforce(
@@ -34,13 +35,10 @@ def make_reinforce(
     correction: Correction | str | None = None,
 ) -> RLAlgorithm:
     """REINFORCE: Monte Carlo returns, importance-weighted log-probabilities (Williams 1992)."""
-    return RLAlgorithm(
-        name=name,
-        credit_assigner=MonteCarloReturn(gamma=gamma),
-        loss=ReinforceLoss(),
-        preprocess=drop_zero_weights(drop_zero_weight, drop_zero_weight_eps),
-        correction=resolve_correction(correction),
-    )
+    credit = MonteCarloReturn(gamma=gamma)
+    loss = ReinforceLoss()
+    checks = drop_zero_weights(drop_zero_weight, drop_zero_weight_eps)
+    return RLAlgorithm(name, credit, loss, checks, resolve_correction(correction))
 
 
 def make_reinforce_baseline(
@@ -54,13 +52,10 @@ def make_reinforce_baseline(
 ) -> RLAlgorithm:
     """REINFORCE (Williams 1992) with the mean return of the batch as the baseline. `normalize_adv`
     divides by the standard deviation of the batch."""
-    return RLAlgorithm(
-        name=name,
-        credit_assigner=MonteCarloReturn(gamma=gamma),
-        loss=ReinforceBaselineLoss(normalize=normalize_adv),
-        preprocess=drop_zero_weights(drop_zero_weight, drop_zero_weight_eps),
-        correction=resolve_correction(correction),
-    )
+    credit = MonteCarloReturn(gamma=gamma)
+    loss = ReinforceBaselineLoss(normalize=normalize_adv)
+    checks = drop_zero_weights(drop_zero_weight, drop_zero_weight_eps)
+    return RLAlgorithm(name, credit, loss, checks, resolve_correction(correction))
 
 
 def make_rloo(
@@ -83,15 +78,10 @@ def make_rloo(
     -mean_b A_b sum_t grad log pi_bt. Departures from the paper: with several steps per batch the
     token ratios are clipped as in PPO, and there is no KL term.
     """
-    return RLAlgorithm(
-        name=name,
-        credit_assigner=GroupNormalizedReturn(group_size=check_group_size(group_size), leave_one_out=True),
-        loss=TokenClippedSurrogateLoss(
-            clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high, length_normalize=length_normalize, normalizer=normalizer
-        ),
-        preprocess=check_ratios(drop_zero_weight, drop_zero_weight_eps),
-        correction=resolve_correction(correction),
-    )
+    credit = GroupNormalizedReturn(group_size=check_group_size(group_size), leave_one_out=True)
+    loss = TokenClippedSurrogateLoss(clip_eps_low, clip_eps_high, length_normalize, normalizer=normalizer)
+    checks = check_ratios(drop_zero_weight, drop_zero_weight_eps)
+    return RLAlgorithm(name, credit, loss, checks, resolve_correction(correction))
 
 
 def make_reinforce_plus_plus(
@@ -115,19 +105,14 @@ def make_reinforce_plus_plus(
     and standard deviation are over rollouts, one value each. Departure from the paper: there is no
     KL penalty towards a reference model.
     """
-    if group_baseline and group_size is None:
-        raise ConfigError("group_baseline=True subtracts the mean of each group and needs group_size; set it")
-    return RLAlgorithm(
-        name=name,
-        credit_assigner=HybridNormalizedReturn(group_size=group_size)
-        if group_baseline and group_size is not None
-        else BatchNormalizedReturn(),
-        loss=TokenClippedSurrogateLoss(
-            clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high, length_normalize=length_normalize, normalizer=normalizer
-        ),
-        preprocess=check_ratios(drop_zero_weight, drop_zero_weight_eps),
-        correction=resolve_correction(correction),
-    )
+    credit: CreditAssigner = BatchNormalizedReturn()
+    if group_baseline:
+        if group_size is None:
+            raise ConfigError("group_baseline=True subtracts the mean of each group and needs group_size; set it")
+        credit = HybridNormalizedReturn(group_size=group_size)
+    loss = TokenClippedSurrogateLoss(clip_eps_low, clip_eps_high, length_normalize, normalizer=normalizer)
+    checks = check_ratios(drop_zero_weight, drop_zero_weight_eps)
+    return RLAlgorithm(name, credit, loss, checks, resolve_correction(correction))
 
 
 def make_sft(*, length_normalize: bool = False, normalizer: Normalizer = "samples", name: str = "sft") -> RLAlgorithm:
@@ -137,8 +122,4 @@ def make_sft(*, length_normalize: bool = False, normalizer: Normalizer = "sample
     and `max_grad_norm` clips it. `normalizer="tokens"` is the mean over tokens that transformers,
     TRL and `ludic sft` take.
     """
-    return RLAlgorithm(
-        name=name,
-        credit_assigner=ConstantCredit(value=1.0),
-        loss=MaskedCausalLMCrossEntropyLoss(length_normalize=length_normalize, normalizer=normalizer),
-    )
+    return RLAlgorithm(name, ConstantCredit(1.0), MaskedCausalLMCrossEntropyLoss(length_normalize, normalizer))

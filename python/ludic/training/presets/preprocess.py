@@ -94,9 +94,15 @@ def add_info_seed(algorithm: RLAlgorithm, info_seed: InfoSeed | None) -> RLAlgor
     loss = algorithm.loss
     terms = list(loss.terms) if isinstance(loss, CompositeLoss) else [LossTerm("policy", loss)]
     checks = [] if algorithm.preprocess is None else [algorithm.preprocess]
+    seed: Loss  # of a term with the weight 1: `coeff` is in the loss
+    if info_seed.loss == "infonce":
+        seed = SeedContrastiveLoss(info_seed.coeff, info_seed.temperature, info_seed.pooling)
+    else:
+        head = FixedSeedHead(info_seed.num_seeds, info_seed.temperature)
+        seed = SeedClassificationLoss(head, info_seed.coeff, info_seed.pooling)
     return replace(
         algorithm,
-        loss=CompositeLoss([*terms, LossTerm("seed", _make_loss(info_seed))]),
+        loss=CompositeLoss([*terms, LossTerm("seed", seed)]),
         preprocess=compose_preprocess(without_tags, *checks),
         sample_columns={**algorithm.sample_columns, SEED_ID: read_seed},
         rescores=is_seeded,
@@ -111,11 +117,3 @@ def read_seed(item: SAWItem) -> float:
 def is_seeded(item: SAWItem) -> bool:
     """Whether the prompt of a sample named a seed when it was sampled."""
     return seed_of(item.meta) > 0
-
-
-def _make_loss(info_seed: InfoSeed) -> Loss:
-    """The loss of the settings. Its term has the weight 1: `coeff` is in the loss."""
-    if info_seed.loss == "infonce":
-        return SeedContrastiveLoss(info_seed.coeff, info_seed.temperature, info_seed.pooling)
-    head = FixedSeedHead(info_seed.num_seeds, info_seed.temperature)
-    return SeedClassificationLoss(head, info_seed.coeff, info_seed.pooling)

@@ -38,19 +38,16 @@ def make_bradley_terry(
             f"lambda_regularization ({lambda_regularization}) and regularization_lambda ({regularization_lambda}) are two names of one "
             "setting; give one of them"
         )
-    return RLAlgorithm(
-        name=name,
-        credit_assigner=ConstantCredit(1.0),
-        loss=BradleyTerryLoss(
-            beta=beta,
-            score_type=score_type,
-            regularization_lambda=lambda_regularization if regularization_lambda is None else regularization_lambda,
-            regularization_type=regularization_type,
-            label_smoothing=label_smoothing,
-            score_regularization_lambda=score_regularization_lambda,
-            score_regularization_type=score_regularization_type,
-        ),
+    loss = BradleyTerryLoss(
+        beta=beta,
+        score_type=score_type,
+        regularization_lambda=lambda_regularization if regularization_lambda is None else regularization_lambda,
+        regularization_type=regularization_type,
+        label_smoothing=label_smoothing,
+        score_regularization_lambda=score_regularization_lambda,
+        score_regularization_type=score_regularization_type,
     )
+    return RLAlgorithm(name, ConstantCredit(1.0), loss)
 
 
 def make_grpo_with_rm(
@@ -72,12 +69,9 @@ def make_grpo_with_rm(
     """GRPO (arXiv:2402.03300) with advantages that are combined with the rollout's score from a
     `RewardModelScorer`."""
     inner = GroupNormalizedReturn(group_size=group_size, normalize_adv=group_normalize_adv, positive_only=positive_only)
-    return RLAlgorithm(
-        name=name,
-        credit_assigner=RewardModelCreditAssigner(rm_mode, rm_coeff, rm_alpha, rm_score_key, inner),
-        loss=TokenClippedSurrogateLoss(clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high, length_normalize=length_normalize),
-        preprocess=check_ratios(drop_zero_weight, drop_zero_weight_eps),
-    )
+    credit = RewardModelCreditAssigner(rm_mode, rm_coeff, rm_alpha, rm_score_key, inner)
+    loss = TokenClippedSurrogateLoss(clip_eps_low, clip_eps_high, length_normalize)
+    return RLAlgorithm(name, credit, loss, check_ratios(drop_zero_weight, drop_zero_weight_eps))
 
 
 def make_scalerl_with_rm(
@@ -106,13 +100,10 @@ def make_scalerl_with_rm(
     returns but different scores is kept.
     """
     inner = HybridNormalizedReturn(group_size=group_size, positive_only=positive_only)
-    loss = CISPOLoss(clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high, length_normalize=length_normalize)
-    return RLAlgorithm(
-        name=name,
-        credit_assigner=RewardModelCreditAssigner(rm_mode, rm_coeff, rm_alpha, rm_score_key, inner),
-        loss=add_kl(loss, kl_coeff, kl_estimator),
-        preprocess=check_ratios(drop_zero_weight, drop_zero_weight_eps, flat_groups_eps=zvp_filter_eps if filter_zvp else None),
-    )
+    credit = RewardModelCreditAssigner(rm_mode, rm_coeff, rm_alpha, rm_score_key, inner)
+    loss = add_kl(CISPOLoss(clip_eps_low, clip_eps_high, length_normalize), kl_coeff, kl_estimator)
+    checks = check_ratios(drop_zero_weight, drop_zero_weight_eps, flat_groups_eps=zvp_filter_eps if filter_zvp else None)
+    return RLAlgorithm(name, credit, loss, checks)
 
 
 def make_dpo(
@@ -126,8 +117,4 @@ def make_dpo(
 ) -> RLAlgorithm:
     """Direct preference optimization (arXiv:2305.18290) for `DPOTrainer`; `loss_type="ipo"` is IPO
     (arXiv:2310.12036). `DPOLoss` has the formulas."""
-    return RLAlgorithm(
-        name=name,
-        credit_assigner=ConstantCredit(1.0),
-        loss=DPOLoss(beta, loss_type, label_smoothing, length_normalize, nll_coeff),
-    )
+    return RLAlgorithm(name, ConstantCredit(1.0), DPOLoss(beta, loss_type, label_smoothing, length_normalize, nll_coeff))
