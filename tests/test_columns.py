@@ -17,7 +17,7 @@ from ludic.files.json_values import encode_lines
 from ludic.inference.request import ReturnSpec
 from ludic.list_fields import read_list, stored
 from ludic.training.batching.micro_batching import truncate_and_flag
-from ludic.training.batching.overlapped import decode_batches, encode_batches
+from ludic.training.batching.sample_codec import decode_batch, encode_batch
 from ludic.training.rollouts.log import rollout_record
 from ludic.training.rollouts.to_samples import sample_from_step
 from ludic.training.types import ActorTokenLogps, SampleAttachments, SAWBatch, SAWItem
@@ -156,7 +156,7 @@ def test_truncation_and_a_checkpoint_keep_arrays(trace, length):
     if not trace.prompt_token_ids and not trace.completion_token_ids:
         return
     ours, theirs = (truncate_and_flag(sample(each), length) for each in (as_arrays(trace), trace))
-    [batch] = decode_batches(encode_batches([SAWBatch([ours], {})]))
+    batch = decode_batch(*encode_batch(SAWBatch([ours], {}), is_exact=True))
     for item in (batch.items[0], ours):
         assert {type(column) for column in columns_of(item)} == {Column}
         assert item == theirs
@@ -165,7 +165,7 @@ def test_truncation_and_a_checkpoint_keep_arrays(trace, length):
 def test_arrays_of_a_user_stay_arrays_in_a_checkpoint():
     mask = np.ones(2, np.uint8)
     item = SAWItem(np.array([5, 6]), mask, mask, 1.0, {}, SampleAttachments(ActorTokenLogps(np.array([-0.5, -1.0]))))
-    [batch] = decode_batches(encode_batches([SAWBatch([item], {})]))
+    batch = decode_batch(*encode_batch(SAWBatch([item], {}), is_exact=True))
     assert {type(column) for column in columns_of(batch.items[0])} == {np.ndarray}
     assert type(batch.items[0].input_ids) is np.ndarray
 

@@ -25,7 +25,7 @@ from ludic.training import SharedBatches
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
 from ludic.training.batching.packing import plan_lines
 from ludic.training.batching.rank_plans import LINEAR, QUADRATIC, SAME_BATCH, RankPlans, RankShare, all_have_samples, plan_atoms
-from ludic.training.batching.shared_batches import decode_columns, encode_columns
+from ludic.training.batching.sample_codec import decode_batch, encode_batch
 from ludic.training.batching.source import BatchSourceBase
 from ludic.training.config import TrainerConfig
 from ludic.training.types import SAWBatch, SAWItem
@@ -178,20 +178,20 @@ def _report_bookkeeping(samples: int = 4096, worlds: Sequence[int] = (2, 8)) -> 
     world = max(worlds)
     items = list_items(samples)
     tokens = sum(len(item.input_ids) for item in items)
-    sent = encode_columns(SAWBatch(items))
-    decoded = decode_columns(*sent).items
+    sent = encode_batch(SAWBatch(items))
+    decoded = decode_batch(*sent).items
     batch = replace(MacroBatch.ingest(decoded, 4096), share=RankShare(0, world))
     rows = np.arange(len(decoded))
     size = f"{samples:,} samples, {tokens:,} tokens, {sum(map(len, sent)) / 1e6:.1f} MB"
     yield f"### Bookkeeping of a step: {size}; least of {ROUNDS}"
     yield from ("", "| work | ms |", "|---|---|")
     after = {
-        "a rank decodes": _least_ms(lambda: decode_columns(*sent)),
+        "a rank decodes": _least_ms(lambda: decode_batch(*sent)),
         "a rank ingests what it decoded": _least_ms(lambda: MacroBatch.ingest(decoded, 4096)),
         f"a rank plans for {world}, with the totals": _least_ms(lambda: MiniBatch(batch, rows, _config("optimal"))),
     }
     given = {"lists": items, "what a queue delivers": with_arrays(items, of_a_queue=True), "arrays": with_arrays(items)}
-    encoded = {name: _least_ms(lambda: encode_columns(SAWBatch(each))) for name, each in given.items()}  # noqa: B023
+    encoded = {name: _least_ms(lambda: encode_batch(SAWBatch(each))) for name, each in given.items()}  # noqa: B023
     for name, ms in encoded.items():
         yield f"| rank 0 encodes {name} | {ms:.0f} |"
     for name, ms in after.items():

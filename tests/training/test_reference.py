@@ -24,8 +24,7 @@ from ludic.training.algorithm import forward_logits
 from ludic.training.backend.torch import TorchBackend
 from ludic.training.batching.micro_batching import truncate_item
 from ludic.training.batching.mini_batches import MacroBatch, MiniBatch
-from ludic.training.batching.overlapped import encode_batches
-from ludic.training.batching.shared_batches import encode_columns
+from ludic.training.batching.sample_codec import encode_batch
 from ludic.training.loss import SharedContext
 from ludic.training.types import SampleAttachments, SAWBatch
 
@@ -210,6 +209,6 @@ def test_samples_that_lack_them_are_named():
 
 def test_what_cannot_be_sent_is_refused_and_not_lost():
     batch = SAWBatch(attach(episodes((1,) * 4), tiny_model(seed=1)))
-    for encode in (encode_columns, lambda each: encode_batches([each])):
+    for is_exact in (False, True):
         with pytest.raises(DataError, match="reference_logps"):
-            encode(batch)
+            encode_batch(batch, is_exact=is_exact)

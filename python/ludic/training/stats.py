@@ -237,7 +237,9 @@ def entropy_stat(items: Sequence[SAWItem]) -> dict[str, Stat]:
     count = sum(map(len, sampled))
     if not count:
         return {}
-    return {"entropy": Stat(-math.fsum(float(np.sum(logps, dtype=np.float64)) for logps in sampled) / count, float(count))}
+    return {
+        "entropy": Stat(-math.fsum(float(np.asarray(logps, dtype=np.float64).sum()) for logps in sampled) / count, float(count))
+    }
 
 
 def named_reward_stats(items: Sequence[SAWItem]) -> dict[str, Stat]:

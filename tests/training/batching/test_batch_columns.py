@@ -8,7 +8,7 @@ from training_samples import sorting_items
 
 from ludic.errors import DataError, DataTypeError
 from ludic.training.batching.mini_batches import MacroBatch
-from ludic.training.batching.shared_batches import decode_columns, encode_columns
+from ludic.training.batching.sample_codec import decode_batch, encode_batch
 from ludic.training.types import ActorTokenLogps, SampleAttachments, SAWBatch, SAWItem
 
 PLAIN = st.recursive(
@@ -56,14 +56,14 @@ def facts(item):
 @settings(deadline=None)
 @given(items(), META)
 def test_samples_come_back_as_they_were(samples, meta):
-    again = decode_columns(*encode_columns(SAWBatch(samples, meta)))
+    again = decode_batch(*encode_batch(SAWBatch(samples, meta)))
     assert list(map(facts, again.items)) == list(map(facts, samples))
     assert again.meta == meta
 
 
 def test_a_decoded_batch_is_ingested_as_the_batch_itself():
     samples = sorting_items(9, seed=1)
-    decoded = decode_columns(*encode_columns(SAWBatch(samples))).items
+    decoded = decode_batch(*encode_batch(SAWBatch(samples))).items
     for max_seq_len in (32, 6):
         [here, there] = [MacroBatch.ingest(each, max_seq_len) for each in (samples, decoded)]
         rows = np.arange(len(here.items))
@@ -75,7 +75,7 @@ def test_a_decoded_batch_is_ingested_as_the_batch_itself():
 
 def test_tuples_and_numbers_of_numpy_become_what_msgpack_has():
     meta = {"pair": (1, 2), "number": np.float32(0.5), "array": np.arange(2), "by_number": {3: "x"}}
-    [item] = decode_columns(*encode_columns(SAWBatch([SAWItem([1], [1], [1], np.float32(2.0), meta)]))).items
+    [item] = decode_batch(*encode_batch(SAWBatch([SAWItem([1], [1], [1], np.float32(2.0), meta)]))).items
     assert item.meta == {"pair": [1, 2], "number": 0.5, "array": [0, 1], "by_number": {3: "x"}}
     assert item.weight == 2.0
 
@@ -85,7 +85,7 @@ def test_units_that_are_named_by_tuples_are_grouped_as_in_one_process():
     metas = [{"request_meta": {"group_id": name}, "pair_id": name, "rollout_id": name} for name in names]
     for keys in (("request_meta", "pair_id", "rollout_id"), ("pair_id", "rollout_id"), ("rollout_id",)):
         samples = [SAWItem([1, 2], [1, 1], [0, 1], 1.0, {key: meta[key] for key in keys}) for meta in metas]
-        decoded = decode_columns(*encode_columns(SAWBatch(samples))).items
+        decoded = decode_batch(*encode_batch(SAWBatch(samples))).items
         assert [item.meta for item in decoded] == [item.meta for item in samples]
         assert MacroBatch.ingest(decoded, 2).groups() == MacroBatch.ingest(samples, 2).groups() == [[0, 2], [1]]
 
@@ -102,19 +102,23 @@ def test_units_that_are_named_by_tuples_are_grouped_as_in_one_process():
             DataError,
             "'odd' in the meta of sample 0 .*a object has",
         ),
-        (SAWItem([1], [1], [1], 1.0, {"fine": 1, "long": 2**70}), DataError, "'long' in the meta of sample 0 cannot be sent"),
+        (
+            SAWItem([1], [1], [1], 1.0, {"fine": 1, "long": 2**70}),
+            DataError,
+            "'long' in the meta of sample 0 cannot be sent",
+        ),
     ],
 )
 def test_what_cannot_be_sent_is_named(item, error, message):
     with pytest.raises(error, match=message):
-        encode_columns(SAWBatch([item]))
+        encode_batch(SAWBatch([item]))
 
 
 def test_a_message_of_another_version_is_refused():
-    head, table = encode_columns(SAWBatch(sorting_items(2)))
+    head, table = encode_batch(SAWBatch(sorting_items(2)))
     fields = msgspec.msgpack.decode(head)
-    with pytest.raises(DataError, match="version 7, this ludic reads 3"):
-        decode_columns(msgspec.msgpack.encode([7, *fields[1:]]), table)
+    with pytest.raises(DataError, match="version 7, this ludic reads 4"):
+        decode_batch(msgspec.msgpack.encode([7, *fields[1:]]), table)
     for damaged in ((head[:-1], table), (head, table[:-1]), (head, table[:20]), (head, b"no table"), (head, b"no")):
         with pytest.raises(DataError, match="cannot be read"):
-            decode_columns(*damaged)
+            decode_batch(*damaged)

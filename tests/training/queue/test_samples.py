@@ -6,6 +6,7 @@ import pytest
 import xxhash
 from hypothesis import given, settings, strategies as st
 
+from ludic.training.batching.sample_codec import PackedSamples
 from ludic.training.queue.entries import EntryError, EntryLimits, SampleGroup, decode_samples, encode_samples, split_groups
 from ludic.training.rollouts.episodes import SampleCheck
 from ludic.training.types import ActorTokenLogps, SampleAttachments, SAWItem
@@ -63,20 +64,20 @@ def test_arrays_come_back_as_lists():
     ("items", "problem"),
     [
         ([], "has 0 samples"),
-        ([item(weight=float("nan"))], "weight of a sample is nan"),
-        ([item(weight=1e39)], "weight of a sample is 1e[+]39; weights must be finite numbers of float32"),
-        ([item(input_ids=[], attention_mask=[], action_mask=[])], "a sample has no tokens"),
+        ([item(weight=float("nan"))], "sample 0: weight"),
+        ([item(weight=1e39)], "sample 0: weight"),
+        ([item(input_ids=[], attention_mask=[], action_mask=[])], "sample 0 has no tokens"),
         ([item(attachments=SampleAttachments(ActorTokenLogps([-0.5, 5.0])))], "the log-probability 5; it must be at most 0"),
         ([item(meta={"policy_version": -1})], "policy_version -1; it must be a whole number from 0"),
         ([item(meta={"policy_version": 2**62})], f"policy_version {2**62}; it must be a whole number from 0 to 2147483647"),
         ([item(meta={"total_reward": 1e300})], "total_reward of a sample is 1e[+]300"),
-        ([item(action_mask=[0, 1])], "input_ids has 3 tokens, attention_mask 3, action_mask 2"),
-        ([item(action_mask=[0, 1, 2])], "zeros and ones"),
-        ([item(input_ids=[5, 6, -1])], "vocabulary"),
+        ([item(action_mask=[0, 1])], "action_mask has length 2 but input_ids has length 3"),
+        ([item(action_mask=[0, 1, 2])], r"action_mask\[2\] is 2, but a mask holds only 0 and 1"),
+        ([item(input_ids=[5, 6, -1])], r"input_ids\[2\] is -1, but a token id must"),
         ([item(input_ids=[5, 6, 2**40])], "cannot be sent"),
-        ([item(attachments=SampleAttachments(ActorTokenLogps([-0.5])))], "log-probabilities of 2 tokens"),
+        ([item(attachments=SampleAttachments(ActorTokenLogps([-0.5])))], "sample 0 has 1 actor_logps for 2 action tokens"),
         ([item(attachments=SampleAttachments(ActorTokenLogps([-0.5, float("-inf")])))], "must be finite"),
-        ([item(attachments=SampleAttachments(action_fractions=[0.5]))], "of 2 tokens, or their fractions"),
+        ([item(attachments=SampleAttachments(action_fractions=[0.5]))], "sample 0 has 1 action_fractions for 2 action tokens"),
         ([item(attachments=SampleAttachments(action_fractions=[0.5, 0.0]))], r"action_fractions\[1\] of sample 0 is 0.0"),
         ([item(meta={"total_reward": float("nan")})], "total_reward of a sample is nan"),
         ([item(meta={"policy_version": "3"})], "a sample has policy_version '3'; it must be a whole number"),
@@ -107,6 +108,32 @@ WHOLE = encode_samples(SampleGroup("p", 3, [item(meta={"rollout_id": "r"}), item
 def resealed(body):
     """An entry with this body and the right checksum."""
     return WHOLE[:6] + xxhash.xxh3_128_digest(body) + body
+
+
+def floats(*values):
+    return np.array(values, np.float64).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"weights": floats(0.5, np.nan)}, "the weight of a sample is nan; weights must be finite numbers of float32"),
+        ({"weights": floats(0.5, 1e39)}, "the weight of a sample is 1e[+]39"),
+        ({"weights": floats(0.5)}, "the samples cannot be read"),
+        ({"meta": [{}, {3: 4}]}, "the metadata of a sample has a key that is no text"),
+        ({"logps": [b"\1\1", "<f8", floats(-1, -1, -1)]}, "there are 3 numbers for 4 action tokens"),
+        ({"logps": [b"\1", "<f8", floats(-1, -1)]}, "the samples cannot be read"),
+        ({"logps": [b"\0\1", "|O", floats(-1, -1)]}, "has another structure"),
+        ({"fractions": [b"\0\1", "<f8", floats(0.5, np.inf)]}, r"action_fractions\[1\] of sample 1 is inf"),
+    ],
+)
+def test_a_forged_entry_is_refused_by_the_receiver(changes, problem):
+    producer, sequence, samples, table = msgspec.msgpack.decode(WHOLE[22:])
+    forged = {**dict(zip(PackedSamples.__struct_fields__, samples, strict=True)), **changes}
+    with pytest.raises(EntryError, match=problem):
+        decode_samples(resealed(msgspec.msgpack.encode([producer, sequence, list(forged.values()), table])))
+    with pytest.raises(EntryError, match="the samples cannot be read"):
+        decode_samples(resealed(msgspec.msgpack.encode([producer, sequence, samples, table.replace(b'"I32"', b'"I64"')])))
 
 
 @settings(max_examples=2 * settings.default.max_examples)

@@ -1,14 +1,12 @@
-"""Bytes that the first version of each form wrote are read by this one: queue files and checkpoints
-outlive the ludic that wrote them."""
+"""Bytes that the first version of each form wrote are read by this one, or refused with its name:
+queues outlive the ludic that wrote them."""
 
 from dataclasses import replace
 
-import numpy as np
+import pytest
 
-from ludic.training.batching.overlapped import decode_batches, encode_batches
-from ludic.training.queue.entries import Group, SampleGroup, decode_group, decode_samples, encode_group, encode_samples
+from ludic.training.queue.entries import EntryError, Group, decode_group, decode_samples, encode_group
 from ludic.training.rollouts.episodes import EpisodeFailure, PlayedRollouts, RolloutCounts
-from ludic.training.types import ActorTokenLogps, SampleAttachments, SAWBatch, SAWItem
 from ludic.types import Rollout, Step, TokenTrace
 
 GROUP = bytes.fromhex(
@@ -27,13 +25,6 @@ SAMPLES = bytes.fromhex(
     "3ff0000000000000c408000000bf000080be96c40c0500000006000000f0490200c401a0c40120cbbfe0000000"
     "00000081aa726f6c6c6f75745f6964a173c4089a9999999999b9bf"
 )
-BATCHES = bytes.fromhex(
-    "920191929296930506079301010193000101cb3fe000000000000082aa726f6c6c6f75745f6964a172ac746f74"
-    "616c5f726577617264cb3ff000000000000092cbbfe0000000000000cbbfd00000000000009682a56474797065"
-    "a33c6934a464617461c408050000000600000082a56474797065a37c7531a464617461c402010182a564747970"
-    "65a37c7531a464617461c4020001cb3fd000000000000081a16ec082a56474797065a33c6634a464617461c404"
-    "000000bf81ab6e756d5f73616d706c657302"
-)
 STEPS = [
     Step(0, "2+2=", "4", None, 1.0, False, True, {"finish_reason": "stop"}, TokenTrace([5, 6], [7, 2], [-0.5, -0.25], "stop"), 9),
     Step(0, "2+2=", "5", "no", 0.0, False, False, {}, TokenTrace([5, 6], [8], [-0.1], None), 10),
@@ -45,17 +36,6 @@ ROLLOUTS = [
 ]
 FAILURE = EpisodeFailure(1, "sort", None, "timeout", 2, {})
 ANSWERED = replace(FAILURE, seen="2+2=", answer="6")
-ITEMS = [
-    SAWItem(
-        [5, 6, 7],
-        [1, 1, 1],
-        [0, 1, 1],
-        0.5,
-        {"rollout_id": "r", "total_reward": 1.0},
-        SampleAttachments(ActorTokenLogps([-0.5, -0.25])),
-    ),
-    SAWItem([5, 6, 150000], [1, 0, 1], [0, 0, 1], -0.5, {"rollout_id": "s"}, SampleAttachments(ActorTokenLogps([-0.1]))),
-]
 
 
 def test_a_group_of_a_queue():
@@ -72,19 +52,6 @@ def test_a_group_of_a_queue():
     assert decode_group(encode_group(newer)).played.failures == [ANSWERED]
 
 
-def test_samples_of_a_queue():
-    group = SampleGroup("node1-77", 5, ITEMS)
-    assert decode_samples(SAMPLES) == group
-    assert encode_samples(group) == SAMPLES
-
-
-def test_batches_of_a_checkpoint():
-    [batch] = decode_batches(BATCHES)
-    assert batch.meta == {"num_samples": 2}
-    assert batch.items[0] == ITEMS[0]
-    arrays = batch.items[1]
-    columns = [arrays.input_ids, arrays.attention_mask, arrays.action_mask, arrays.actor_logps.token_logps]
-    assert [column.dtype for column in columns] == [np.int32, np.uint8, np.uint8, np.float32]
-    assert [column.tolist() for column in columns] == [[5, 6], [1, 1], [0, 1], [-0.5]]
-    assert (arrays.weight, arrays.meta) == (0.25, {"n": None})
-    assert encode_batches([SAWBatch(batch.items, batch.meta)]) == BATCHES
+def test_samples_of_a_queue_in_the_first_form_are_refused_with_both_versions():
+    with pytest.raises(EntryError, match="the entry has version 1, this ludic reads 2; run the same ludic everywhere"):
+        decode_samples(SAMPLES)

@@ -28,7 +28,8 @@ from ludic.training import (
     make_grpo,
 )
 from ludic.training.batching.overlapped import OverlappedSource
-from ludic.training.batching.shared_batches import SharedBatches, decode_columns, encode_columns
+from ludic.training.batching.sample_codec import decode_batch, encode_batch
+from ludic.training.batching.shared_batches import SharedBatches
 from ludic.training.queue.entries import SampleGroup, encode_samples
 from ludic.training.rollouts.episodes import MAX_LATER_VERSIONS, SampleCheck
 from ludic.types import ChatResponse, StepOutcome
@@ -67,7 +68,7 @@ class Given:
 
 
 def as_arrays(batch):
-    return decode_columns(*encode_columns(batch)).items
+    return decode_batch(*encode_batch(batch)).items
 
 
 @pytest.mark.parametrize("wrapped", [lambda source: source, OverlappedSource, SharedBatches])

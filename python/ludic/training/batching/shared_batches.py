@@ -14,46 +14,29 @@ then divides each mini-batch over the ranks (`rank_plans`).
 The trainer then divides each mini-batch over the ranks (`rank_plans`). Without it every rank trains
 what it sampled, and all wait for the one with the longest answers.
 
-A batch as bytes, for the other ranks: the core's table for the numbers of tokens, msgpack for
-the rest. 4,096 samples are a few columns, not 4,096 lists of Python numbers, and what arrives are
-views of these columns.
-
-    ids [5, 6], [7, 8, 9]  ->  offsets [0, 2, 5], input_ids [5, 6, 7, 8, 9]
-
-Numbers travel as the core stores them: ids as int32, log-probabilities as float32. Of metadata, a
-tuple arrives as a list, an array of numpy as a list, a number of numpy as a number. A tuple that
-names a group, a pair or a rollout stays a tuple, since samples are grouped by it.
+`sample_codec` makes the bytes of a batch.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
-import json
 import logging
 import math
 import signal
-import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-import msgspec
-import numpy as np
-from numpy.typing import NDArray
-
-from ludic import _core
-from ludic.columns import Column
 from ludic.errors import ConfigError, DataError, StopRequested
 from ludic.training import ranks
-from ludic.training.batching.fractions import read_fractions
 from ludic.training.batching.mini_batches import unit_key
+from ludic.training.batching.sample_codec import decode_batch, encode_batch
 from ludic.training.batching.source import OPTIONAL_MEMBERS, PENDING_PATIENCE_S, BatchSourceBase, as_batch_source
 from ludic.training.ranks.collectives import broadcast_bytes, group_device
 from ludic.training.ranks.sent_errors import describe_error, rebuild_error
 from ludic.training.rollouts.episodes import SampleCheck
-from ludic.training.types import ActorTokenLogps, BatchSource, SampleAttachments, SAWBatch, SAWItem
+from ludic.training.types import BatchSource, SAWBatch
 from ludic.user_objects import forward_members
 
 logger = logging.getLogger(__name__)
@@ -129,19 +112,19 @@ class SharedBatches(BatchSourceBase):
             return await self._share_next()
         message = await self._meeting.read(self._topic, "batch", self._patience_s, while_waiting=self._report_stop)
         head, table = [await self._broadcast(None, int(size)) for size in message["sizes"]]
-        return decode_columns(head, table)
+        return decode_batch(head, table)
 
     async def _share_next(self) -> SAWBatch:
         try:
             self._check_stop()
-            parts = encode_columns(await self._generate())
+            parts = encode_batch(await self._generate())
         except BaseException as error:  # also if this rank is interrupted: the others would wait for it
             with suppress(RuntimeError):  # of the store; the error itself matters more
                 self._post_error(error)
             raise
         self._post("batch", sizes=[len(part) for part in parts])
         head, table = [await self._broadcast(part, len(part)) for part in parts]
-        return decode_columns(head, table)
+        return decode_batch(head, table)
 
     async def _generate(self) -> SAWBatch:
         """The next batch of `inner`, unless a stop was requested and it takes too long."""
@@ -232,7 +215,7 @@ class SharedBatches(BatchSourceBase):
 
 
 Parts = tuple[bytes | memoryview, bytes | memoryview]
-"""A batch as `encode_columns` returns it."""
+"""A batch as `encode_batch` returns it."""
 _OWN = ("divided_by_trainer", "shards_across_ranks", "unshard")
 
 
@@ -245,9 +228,8 @@ class GatheredBatches(BatchSourceBase):
 
     All ranks make one, with a source of other samples on each. Groups, pairs and rollouts need
     names that no other rank uses, as uuids are. About 9 bytes a token, the texts and the metadata
-    of all samples travel to every rank, which then has what was sent: numbers in 32 bits, metadata
-    are values of msgpack. In the meta of the batch, counts are added up, and means and deviations
-    are over all samples.
+    of all samples travel to every rank; metadata become values of msgpack. In the meta of the
+    batch, counts are added up, and means and deviations are over all samples.
 
     The ranks wait for each other at the store, until the deadline of the watchdog's phase. The
     error of one rank's source, the end of its data, and its interruption (a RankError on the
@@ -283,7 +265,7 @@ class GatheredBatches(BatchSourceBase):
         parts: Parts | None = None
         failure: BaseException | None = None
         try:
-            parts = encode_columns(await self._inner.next_batch())
+            parts = encode_batch(await self._inner.next_batch())
         except BaseException as error:  # the others wait for this rank, even if it is interrupted: they learn of it below
             failure = error
         device = group_device()  # here, since a thread has a current device of its own
@@ -291,7 +273,7 @@ class GatheredBatches(BatchSourceBase):
             everyone = await asyncio.to_thread(_exchange, parts, failure, device)
         else:
             everyone = _exchange(parts, failure, device)
-        batches = [decode_columns(*each) for each in everyone]
+        batches = [decode_batch(*each) for each in everyone]
         _check_names(batches)
         return join_batches(batches)
 
@@ -396,186 +378,3 @@ def _join_deviation(batches: Sequence[SAWBatch]) -> float | None:
 def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
     total = math.fsum(weights)
     return math.fsum(value * weight for value, weight in zip(values, weights, strict=True)) / total if total else 0.0
-
-
-VERSION = 3
-_UNIT_KEYS = ("group_id", "pair_id", "rollout_id")
-"""What samples are grouped by (`mini_batches.unit_key`); `group_id` is in their `request_meta`."""
-_REFUSED = (TypeError, ValueError, OverflowError, RecursionError)
-"""What msgspec raises for a value that it has no form for."""
-
-
-class _Head(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """What the table of N samples lacks."""
-
-    version: int
-    weights: bytes
-    """[N] float64; the table has them as float32."""
-    action_counts: bytes
-    """[N] int32, so that they are not counted again."""
-    fractions: bytes
-    """float64 `action_fractions` of all samples that have them, one after another."""
-    has_fractions: bytes
-    """[N] uint8: which samples have them. Empty if none has."""
-    item_meta: list[dict[Any, Any]]
-    """N dictionaries."""
-    meta: dict[Any, Any]
-
-
-def _to_plain(value: Any) -> Any:
-    if isinstance(value, np.ndarray | np.generic):
-        return value.tolist()
-    raise TypeError(f"a {type(value).__name__} has no form in msgpack")
-
-
-_ENCODER = msgspec.msgpack.Encoder(enc_hook=_to_plain)
-_DECODER = msgspec.msgpack.Decoder(_Head)
-
-
-def encode_columns(batch: SAWBatch) -> tuple[bytes, bytes]:
-    """`batch` as two parts, of which the second is large, so that nothing copies it: the head, and
-    `SampleTable.to_bytes`. Raises DataError and DataTypeError for samples that could not be trained
-    on, as `SampleTable.from_items`, and DataError, which names the key, for metadata that msgpack
-    has no form for."""
-    table = _core.SampleTable.from_items(batch.items)
-    for item in batch.items:
-        item.attachments.check_sendable()
-    head = _Head(
-        version=VERSION,
-        weights=np.array([item.weight for item in batch.items], dtype=np.float64).tobytes(),
-        action_counts=table.action_counts.tobytes(),
-        **_encode_fractions(batch.items),
-        item_meta=[item.meta for item in batch.items],
-        meta=batch.meta,
-    )
-    try:
-        return _ENCODER.encode(head), table.to_bytes()
-    except _REFUSED as error:
-        where = _find_refused(batch)
-        raise DataError(
-            f"{where} cannot be sent to other ranks ({error}); make it of numbers, text, lists and dictionaries"
-        ) from error
-
-
-def _find_refused(batch: SAWBatch) -> str:
-    """The first entry of the metadata that cannot be encoded, for a message."""
-    places = [("the batch", batch.meta), *((f"sample {row}", item.meta) for row, item in enumerate(batch.items))]
-    for name, meta in places:
-        for key, value in meta.items():
-            try:
-                _ENCODER.encode({key: value})
-            except _REFUSED:
-                return f"{key!r} in the meta of {name}"
-    return "the batch"
-
-
-def decode_columns(head: bytes | memoryview, table: bytes | memoryview) -> SAWBatch:
-    """The batch of `encode_columns`. Its samples hold arrays that share the memory of `table`:
-    int32, and uint8 for masks; read, they are lists. Raises DataError for anything else."""
-    try:
-        message = _DECODER.decode(head)
-        columns = view_columns(table)
-    except (ValueError, KeyError, TypeError, struct.error) as error:  # MsgspecError is a ValueError
-        raise DataError(f"the batch that rank 0 sent cannot be read: {error}; run one version of ludic on all ranks") from error
-    if message.version != VERSION:
-        raise DataError(
-            f"rank 0 sent a batch of version {message.version}, this ludic reads {VERSION}; run one version on all ranks"
-        )
-    offsets, ids, actions = columns["offsets"], columns["input_ids"], columns["action_mask"]
-    attention = columns.get("attention_mask")
-    if attention is None:
-        attention = np.ones_like(actions)
-    counts = np.frombuffer(message.action_counts, np.int32)
-    attachments = _attachments(columns.get("actor_logps"), actions, counts)
-    if message.has_fractions:
-        attachments = list(map(_with_fractions, attachments, _decode_fractions(message, counts)))
-    parts = zip(
-        *(_split(column.view(Column), offsets) for column in (ids, attention, actions)),
-        np.frombuffer(message.weights, np.float64).tolist(),
-        map(_restore_tuples, message.item_meta),
-        attachments,
-        strict=True,
-    )
-    return SAWBatch([SAWItem(*part) for part in parts], message.meta)
-
-
-_DTYPES: dict[str, np.dtype[Any]] = {"I64": np.dtype("<i8"), "I32": np.dtype("<i4"), "F32": np.dtype("<f4"), "U8": np.dtype("u1")}
-
-
-def view_columns(table: bytes | memoryview) -> dict[str, NDArray[Any]]:
-    """The columns of `SampleTable.to_bytes`, in its memory; the readers of safetensors copy them.
-
-    The layout: 8 bytes with the size of the header, then the header, then the columns, which the
-    header gives as `{"offsets": {"dtype": "I64", "shape": [3], "data_offsets": [0, 24]}}`.
-    """
-    (size,) = struct.unpack_from("<Q", table)
-    fields = json.loads(bytes(table[8 : 8 + size]))
-    fields.pop("__metadata__", None)
-    begin = 8 + size
-    return {
-        name: np.frombuffer(table, _DTYPES[field["dtype"]], count=field["shape"][0], offset=begin + field["data_offsets"][0])
-        for name, field in fields.items()
-    }
-
-
-def _restore_tuples(meta: dict[Any, Any]) -> dict[Any, Any]:
-    """Make the names of units tuples again where msgpack made lists of them, since a list cannot be
-    hashed. Changes `meta`, and returns it."""
-    request = meta.get("request_meta")
-    for names in (meta, request) if isinstance(request, dict) else (meta,):
-        for key in _UNIT_KEYS:
-            if isinstance(names.get(key), list):
-                names[key] = _to_tuple(names[key])
-    return meta
-
-
-def _to_tuple(value: Any) -> Any:
-    """Example: [1, [2, 3]] becomes (1, (2, 3))."""
-    return tuple(map(_to_tuple, value)) if isinstance(value, list) else value
-
-
-def _split(column: NDArray[Any], offsets: NDArray[np.int64]) -> list[Any]:
-    """The parts of a column. Example: [5, 6, 7, 8, 9] with offsets [0, 2, 5] is [5, 6] and
-    [7, 8, 9]."""
-    bounds = offsets.tolist()
-    return [column[begin:end] for begin, end in itertools.pairwise(bounds)]
-
-
-def _attachments(
-    logps: NDArray[np.float32] | None, actions: NDArray[np.uint8], action_counts: NDArray[np.int32]
-) -> list[SampleAttachments]:
-    """The log-probabilities of each sample's action tokens, from the log-probabilities of all
-    tokens.
-
-    Example: [0, a, 0, b, c] with actions [0, 1, 0, 1, 1] is [a, b, c]. Two samples with 1 and 2
-    actions divide it at 0, 1 and 3: [a] and [b, c].
-    """
-    if logps is None:
-        return [SampleAttachments() for _ in action_counts]
-    bounds = np.concatenate([[0], action_counts.cumsum()])
-    parts = _split(logps[actions.view(np.bool_)].view(Column), bounds)
-    return [SampleAttachments(ActorTokenLogps(part)) for part in parts]
-
-
-def _encode_fractions(items: Sequence[SAWItem]) -> dict[str, bytes]:
-    """`_Head.fractions` and `_Head.has_fractions`. Example: fractions None and [0.5, 1] are
-    0.5 1 and 0 1."""
-    given = [item.attachments.action_fractions for item in items]
-    if all(each is None for each in given):
-        return {"fractions": b"", "has_fractions": b""}
-    read_fractions(items)
-    has = np.array([each is not None for each in given], dtype=np.uint8)
-    parts = [np.asarray(each, dtype=np.float64) for each in given if each is not None]
-    return {"fractions": np.concatenate(parts).tobytes(), "has_fractions": has.tobytes()}
-
-
-def _decode_fractions(message: _Head, action_counts: NDArray[np.int32]) -> list[Any]:
-    """[N] the fractions of each sample, or None."""
-    has = np.frombuffer(message.has_fractions, np.uint8)
-    bounds = np.concatenate([[0], (action_counts * has).cumsum()])
-    parts = _split(np.frombuffer(message.fractions, np.float64), bounds)
-    return [part if there else None for part, there in zip(parts, has, strict=True)]
-
-
-def _with_fractions(attachments: SampleAttachments, fractions: Any) -> SampleAttachments:
-    return SampleAttachments(attachments.actor_logps, action_fractions=fractions)

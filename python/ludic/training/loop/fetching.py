@@ -17,7 +17,7 @@ from ludic.models.heads import count_vocabulary
 from ludic.training import ranks, watchdog
 from ludic.training.batching.mini_batches import MacroBatch
 from ludic.training.batching.rank_plans import SAME_BATCH, RankShare, all_have_samples
-from ludic.training.batching.shared_batches import view_columns
+from ludic.training.batching.sample_codec import view_columns
 from ludic.training.batching.source import BATCH_NUMBER
 from ludic.training.loop.state import TrainerState
 from ludic.training.loop.timings import PhaseTimer

@@ -31,11 +31,11 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from ludic.columns import Column, float_column, mask_column
 from ludic.errors import ConfigError, DataError, DataTypeError
 from ludic.files.json_values import to_builtin
 from ludic.list_fields import stored
 from ludic.training.batching.fractions import read_fractions
+from ludic.training.batching.sample_codec import PackedSamples, pack_samples, unpack_samples
 from ludic.training.queue.base import MAX_PAYLOAD_BYTES, Lease
 from ludic.training.rollouts.episodes import (
     EpisodeFailure,
@@ -47,7 +47,7 @@ from ludic.training.rollouts.episodes import (
     trace_columns,
 )
 from ludic.training.rollouts.to_samples import require_trace
-from ludic.training.types import ActorTokenLogps, SampleAttachments, SAWItem
+from ludic.training.types import SAWItem
 from ludic.types import Rollout, Step, TokenTrace, group_of
 
 
@@ -262,9 +262,9 @@ def _check_counts(num_rollouts: int, num_steps: Sequence[int], limits: EntryLimi
         )
 
 
-VERSION = 1
 GROUP, SAMPLES = 1, 2
 """Kinds of entries."""
+VERSIONS = {GROUP: 1, SAMPLES: 2}
 _HEADER = struct.Struct(">4sBB16s")
 _MAGIC = b"LUDQ"
 T = TypeVar("T")
@@ -285,7 +285,7 @@ def seal(kind: int, content: msgspec.Struct, limits: EntryLimits) -> bytes:
         raise EntryError(
             f"a group of {len(body)} bytes is larger than the limit of {limits.max_bytes}; play smaller groups, or raise the limit"
         )
-    return _HEADER.pack(_MAGIC, VERSION, kind, xxhash.xxh3_128_digest(body)) + body
+    return _HEADER.pack(_MAGIC, VERSIONS[kind], kind, xxhash.xxh3_128_digest(body)) + body
 
 
 def unseal(payload: bytes, kind: int, decoder: Callable[[memoryview], T], limits: EntryLimits) -> T:
@@ -298,10 +298,10 @@ def unseal(payload: bytes, kind: int, decoder: Callable[[memoryview], T], limits
     magic, version, found, digest = _HEADER.unpack_from(payload)
     if magic != _MAGIC:
         raise EntryError("this is no entry of ludic")
-    if version != VERSION:
-        raise EntryError(f"the entry has version {version}, this ludic reads {VERSION}; run the same ludic everywhere")
     if found != kind:
         raise EntryError(f"the entry is of kind {found}, and {kind} is expected: do groups and samples share a queue?")
+    if version != VERSIONS[kind]:
+        raise EntryError(f"the entry has version {version}, this ludic reads {VERSIONS[kind]}; run the same ludic everywhere")
     body = memoryview(payload)[_HEADER.size :]
     if xxhash.xxh3_128_digest(body) != digest:
         raise EntryError("the entry is damaged: its checksum differs")
@@ -313,6 +313,8 @@ def unseal(payload: bytes, kind: int, decoder: Callable[[memoryview], T], limits
 
 def check_meta(meta: Mapping[str, Any], what: str) -> None:
     """Raise EntryError for metadata that the trainer computes with and that have another type."""
+    if not all(isinstance(name, str) for name in meta):
+        raise EntryError(f"the metadata of {what} has a key that is no text")
     for name in ("request_meta", "engine"):
         if not isinstance(meta.get(name) or {}, Mapping):
             raise EntryError(f"{name} of {what} is a {type(meta[name]).__name__}; it must be a mapping")
@@ -366,26 +368,8 @@ def floats_from_bytes(column: bytes, length: int) -> NDArray[np.float64]:
     """The `length` numbers of `floats_to_bytes`, as 64-bit floats. Raises EntryError for another
     number of them."""
     if len(column) not in (4 * length, 8 * length):
-        raise EntryError(
-            f"a column of {len(column)} bytes cannot hold the log-probabilities of {length} tokens, or their fractions"
-        )
+        raise EntryError(f"a column of {len(column)} bytes cannot hold the log-probabilities of {length} tokens")
     return np.frombuffer(column, dtype="<f4" if len(column) == 4 * length else "<f8").astype(np.float64)
-
-
-def bits_to_bytes(mask: Any, name: str) -> bytes:
-    """[T] zeros and ones as bits, the first in the highest. Example: [1, 0, 1] is 0b10100000.
-    Raises ValueError, which says which mask it is by its `name`, for other numbers."""
-    bits = np.asarray(mask)
-    if not np.isin(bits, (0, 1)).all():
-        raise ValueError(f"{name} must have zeros and ones only")
-    return np.packbits(bits.astype(np.uint8)).tobytes()
-
-
-def bits_from_bytes(column: bytes, length: int) -> NDArray[np.uint8]:
-    """The `length` bits of `bits_to_bytes`. Raises EntryError for another number of bytes."""
-    if len(column) != (length + 7) // 8:
-        raise EntryError(f"a mask of {len(column)} bytes cannot belong to {length} tokens")
-    return np.unpackbits(np.frombuffer(column, dtype=np.uint8), count=length)
 
 
 _NUMBERS = ("reward", "total_reward", "completion_length", "prompt_length")
@@ -407,23 +391,11 @@ class SampleGroup:
     """At least one; all have the same group, or none has one."""
 
 
-class _PlainSample(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    ids: bytes  # [T] 32-bit integers
-    attention: bytes | None  # [T] bits; None for 1 everywhere
-    actions: bytes  # [T] bits
-    weight: float
-    meta: dict[str, Any]
-    logps: bytes | None  # [A] floats
-
-
-class _Sample(_PlainSample, array_like=True, forbid_unknown_fields=True):
-    fractions: bytes | None = None  # [A] floats; without them it is sent as a `_PlainSample`
-
-
 class _Samples(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     producer: str
     sequence: int
-    samples: list[_Sample]
+    samples: PackedSamples
+    table: bytes
 
 
 _SAMPLES_DECODER = msgspec.msgpack.Decoder(_Samples)
@@ -433,10 +405,11 @@ def encode_samples(group: SampleGroup, limits: EntryLimits = DEFAULT_LIMITS) -> 
     """The entry of a group. Raises EntryError for what `decode_samples` would refuse, so that an
     actor sends nothing that the trainer must set aside."""
     try:
-        samples = [_encode_sample(item) for item in group.items]
-    except (TypeError, ValueError, OverflowError) as error:
+        payload = seal(SAMPLES, _Samples(group.producer, group.sequence, *pack_samples(group.items)), limits)
+    except EntryError:
+        raise
+    except (DataError, DataTypeError) as error:
         raise EntryError(f"a sample cannot be sent: {error}") from error
-    payload = seal(SAMPLES, _Samples(group.producer, group.sequence, samples), limits)
     decode_samples(payload, limits)
     return payload
 
@@ -447,9 +420,15 @@ def decode_samples(payload: bytes, limits: EntryLimits = DEFAULT_LIMITS, check: 
     content = unseal(payload, SAMPLES, _SAMPLES_DECODER.decode, limits)
     if content.sequence < 0:
         raise EntryError(f"sequence ({content.sequence}) must be >= 0")
-    if not 0 < len(content.samples) <= limits.max_rollouts:
-        raise EntryError(f"the entry has {len(content.samples)} samples; it must have 1 to {limits.max_rollouts}")
-    items = [_decode_sample(sample, check or SampleCheck()) for sample in content.samples]
+    if not 0 < len(content.samples.meta) <= limits.max_rollouts:
+        raise EntryError(f"the entry has {len(content.samples.meta)} samples; it must have 1 to {limits.max_rollouts}")
+    try:
+        items = unpack_samples(content.samples, content.table, is_foreign=True)
+        read_fractions(items)
+    except DataError as error:
+        raise EntryError(str(error)) from error
+    for item in items:
+        _check_sample(item, check or SampleCheck())
     if len({group_of(item.meta) for item in items}) > 1:
         raise EntryError("the samples are of several groups (group_id)")
     return SampleGroup(content.producer, content.sequence, items)
@@ -469,47 +448,14 @@ def split_groups(items: Sequence[SAWItem]) -> list[list[SAWItem]]:
     return list(groups.values())
 
 
-def _encode_sample(item: SAWItem) -> Any:
-    ids, attention_mask, action_mask = (stored(item, name) for name in ("input_ids", "attention_mask", "action_mask"))
-    if not len(ids) == len(attention_mask) == len(action_mask):
-        raise ValueError(f"input_ids has {len(ids)} tokens, attention_mask {len(attention_mask)}, action_mask {len(action_mask)}")
-    item.attachments.check_sendable()
-    attention = bits_to_bytes(attention_mask, "attention_mask")
-    logps = None if item.actor_logps is None else floats_to_bytes(stored(item.actor_logps, "token_logps"))
-    fractions = item.attachments.action_fractions
-    columns = (
-        ids_to_bytes(ids),
-        None if np.all(attention_mask) else attention,
-        bits_to_bytes(action_mask, "action_mask"),
-        float(item.weight),
-        item.meta,
-        logps,
-    )
-    return _PlainSample(*columns) if fractions is None else _Sample(*columns, floats_to_bytes(fractions))
-
-
-def _decode_sample(sample: _Sample, check: SampleCheck) -> SAWItem:
-    ids: Any = ids_from_bytes(sample.ids).view(Column)
-    attention: Any = mask_column(0, len(ids))
-    if sample.attention is not None:
-        attention = bits_from_bytes(sample.attention, len(ids)).view(Column)
-    actions: Any = bits_from_bytes(sample.actions, len(ids)).view(Column)
-    num_actions = int(np.count_nonzero(actions))
-    if not is_reward(sample.weight):
-        raise EntryError(f"the weight of a sample is {sample.weight}; weights must be finite numbers of float32")
-    check_meta(sample.meta, "a sample")
+def _check_sample(item: SAWItem, check: SampleCheck) -> None:
+    if not is_reward(item.weight):
+        raise EntryError(f"the weight of a sample is {item.weight}; weights must be finite numbers of float32")
+    check_meta(item.meta, "a sample")
     for name in _NUMBERS:
-        value = sample.meta.get(name)
+        value = item.meta.get(name)
         if value is not None and not is_reward(value):
             raise EntryError(f"{name} of a sample is {value!r}; it must be a finite number of float32")
-    columns: Any = None if sample.logps is None else float_column(floats_from_bytes(sample.logps, num_actions))
-    if fault := check.find_fault(sample.meta, ids, columns):
+    logps = None if item.actor_logps is None else stored(item.actor_logps, "token_logps")
+    if fault := check.find_fault(item.meta, stored(item, "input_ids"), logps):
         raise EntryError(f"a sample has {fault}")
-    try:
-        logps = None if columns is None else ActorTokenLogps(columns)
-        fractions = None if sample.fractions is None else floats_from_bytes(sample.fractions, num_actions).tolist()
-        item = SAWItem(ids, attention, actions, sample.weight, sample.meta, SampleAttachments(logps, action_fractions=fractions))
-        read_fractions([item])
-    except (DataTypeError, DataError) as error:
-        raise EntryError(str(error)) from error
-    return item
