@@ -31,7 +31,7 @@ from ludic.recipes.overrides import Override, parse_override
 from ludic.recipes.rules import check_settings, setting
 from ludic.recipes.schema import Recipe
 from ludic.runs.console import quiet_libraries, run_with_console
-from ludic.runs.report.files import show_files
+from ludic.runs.report.summary import show_files
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -211,7 +211,7 @@ async def _open_client(
     task's answers."""
     if settings.base_url is None:
         from ludic.recipes.build import add_reward_model
-        from ludic.runs.prompt_room import check_dialogues
+        from ludic.runs.trial import check_dialogues
 
         local = _make_local_client(recipe)
         check_dialogues(task, problems, local.tokenizer)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ludic.recipes.schema import Recipe
-    from ludic.runs.reinforce_parts import RLParts
+    from ludic.runs.reinforce import RLParts
     from ludic.runs.sampler import Sampler
 
 
@@ -95,10 +95,10 @@ def _check(recipe: Recipe, out: Path) -> None:
 
 
 def _play(recipe: Recipe, keep: Keep | None, episodes: int, out: Path, counts: Tally, console: Console) -> None:
-    from ludic.runs.reinforce_parts import RLParts
+    from ludic.runs.reinforce import RLRun
 
     quiet_libraries()
-    parts = RLParts.build(recipe)
+    parts = RLRun.build(recipe, console.print)
     out.parent.mkdir(parents=True, exist_ok=True)
     asyncio.run(_play_batches(recipe, parts, keep, episodes, out, counts, console))
 

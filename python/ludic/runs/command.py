@@ -262,7 +262,7 @@ def _record_failure(directory: RunDirectory, note: Callable[[str], None], *, is_
     """Delete the folder of a run that fails before its first step, unless it has a server's log.
     Otherwise write the error to progress.json and summary.json, and say how to go on. Another rank
     than 0 leaves all that to rank 0."""
-    from ludic.runs.report.provenance import write_failure
+    from ludic.runs.report.summary import write_failure
     from ludic.training import ranks
 
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from ludic.errors import ConfigError
 from ludic.eval.picture import draw_margins, draw_reliability
@@ -23,11 +23,14 @@ from ludic.training.classification_metrics import PreferenceMetrics
 from ludic.training.config import TrainerConfig
 
 
-class EpochsParts(RunParts, Protocol):
-    """The parts of a run over a fixed set of samples."""
+@dataclass
+class EpochsParts(RunParts):
+    """The objects of a run over a fixed set of samples."""
 
     cfg: Any
+    """The settings of its trainer, of the trainer's class."""
     steps: int
+    """Batches in the whole run."""
 
 
 RecipeT = TypeVar("RecipeT", bound=EpochsRecipe)
@@ -76,29 +79,19 @@ class EpochsRun(TrainingRun[RecipeT, PartsT, DirectoryT]):
         return trainer
 
 
-ConfigT = TypeVar("ConfigT", bound=TrainerConfig)
-
-
 @dataclass
-class PairsParts(Generic[ConfigT]):
-    """The objects of a run. They are built before anything is written, so that a wrong setting
-    or pair leaves no folder behind."""
+class PairsParts(EpochsParts):
+    """The objects of a run over preference pairs."""
 
-    model: Any
-    tokenizer: Any
     data: PairData
     algorithm: RLAlgorithm
-    cfg: ConfigT
-    steps: int
-    """Batches of pairs in the whole run."""
 
 
 PairsRecipeT = TypeVar("PairsRecipeT", bound=PairsRecipe)
-PairsPartsT = TypeVar("PairsPartsT", bound=PairsParts[Any])
 PairsDirectoryT = TypeVar("PairsDirectoryT", bound=PairsDirectory)
 
 
-class PairsRun(EpochsRun[PairsRecipeT, PairsPartsT, PairsDirectoryT]):
+class PairsRun(EpochsRun[PairsRecipeT, PairsParts, PairsDirectoryT]):
     """A run whose last phase goes over preference pairs."""
 
     def write_pairs(self) -> None:
@@ -106,14 +99,14 @@ class PairsRun(EpochsRun[PairsRecipeT, PairsPartsT, PairsDirectoryT]):
         if self.recipe.data is None:
             self.parts.data.write_missing_rows(self.directory.pairs, self.directory.heldout_pairs)
 
-    def make_source(self) -> ItemBatchSource:
-        """Batches of training pairs, shuffled by the seed and shared by all ranks."""
-        return make_source(self.parts.data, self.recipe)
-
-    def note_heldout(self) -> None:
-        """Say so if no pairs are held out."""
-        if not self.parts.data.heldout:
+    async def train_on_pairs(self, trainer_class: Callable[..., TrainerT], description: str, keys: list[str]) -> TrainerT:
+        """`train`, after a line that begins with `description`, and one if no pairs are held
+        out."""
+        parts, recipe = self.parts, self.recipe
+        if not parts.data.heldout:
             self.screen.note("No pairs are held out; only training pairs are measured")
+        self.screen.note(f"{description} {len(parts.data.train) // 2:,} pairs: {parts.steps} steps of {recipe.batch_size}")
+        return await self.train(trainer_class, make_source(parts.data, recipe), keys=keys)
 
     def draw_heldout(self, metrics: PreferenceMetrics) -> None:
         """Draw the reliability and the margins of the held-out pairs."""

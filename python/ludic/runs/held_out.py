@@ -17,13 +17,15 @@ from ludic.eval.intervals import Interval, mean_interval, share_interval
 from ludic.eval.tally import PROBLEM_KEY, SAMPLE_KEY, average_by_key
 from ludic.recipes.build import check_callbacks
 from ludic.recipes.schema import EvaluationSection, Recipe, RolloutSection
-from ludic.recipes.sections import InfoSeedSection
+from ludic.recipes.sections import InfoSeedSection, build_info_seed
+from ludic.runs.directory import RunDirectory
 from ludic.runs.rollouts import make_evaluation_inference, make_request
 from ludic.tasks import Episode, EpisodicTask, Task, as_episodic
 from ludic.tasks.episodic import share
 from ludic.tasks.rewards import success_of
 from ludic.training.config import TrainerConfig
 from ludic.training.evaluators.protocol import bare_name
+from ludic.training.info_seed import SeedEvaluator
 from ludic.training.reward_scorer import SCORE_INFO
 from ludic.training.rollouts.engine import RolloutEngine
 from ludic.types import Rollout
@@ -280,3 +282,36 @@ def _average_by_problem(count: int, values: Iterable[tuple[Rollout, float]]) -> 
     """The mean of the values of each of `count` problems; None for a problem without any."""
     means = average_by_key((episode.meta[PROBLEM_KEY], value) for episode, value in values)
     return [means.get(problem) for problem in range(count)]
+
+
+class SeededHeldOut(HeldOut):
+    """Measures `eval_seed/*` too, and writes a heat map for each measurement."""
+
+    def __init__(self, seeds: SeedEvaluator, *held_out: Any, **settings: Any) -> None:
+        super().__init__(*held_out, **settings)
+        self._seeds = seeds
+
+    async def measure(self, *, concurrency: int | None = None, timeout_s: float | None = None) -> Evaluation:
+        measured = await super().measure(concurrency=concurrency, timeout_s=timeout_s)
+        self._seeds.step = self.current_step()
+        _, metrics = await self._seeds.eval(concurrency=concurrency, timeout_s=timeout_s)
+        return replace(measured, facts={**measured.facts, **metrics})
+
+
+def make_held_out(recipe: Recipe, task: EpisodicTask, engine: RolloutEngine, model: Any, directory: RunDirectory) -> HeldOut:
+    """The measurement of a run, with InfoSeed's if it has seeds. `model` is the policy of the
+    engine."""
+    info_seed, section = build_info_seed(recipe.info_seed), recipe.info_seed
+    if info_seed is None or not section.eval_samples:
+        return HeldOut(engine, task, recipe.evaluation, recipe.rollout, seed=recipe.seed)
+    seeds = SeedEvaluator(
+        engine,
+        task,
+        info_seed,
+        rollout=recipe.rollout,
+        model=model,
+        prompts=recipe.evaluation.prompts,
+        samples=section.eval_samples,
+        heatmaps=directory.seed_heatmaps,
+    )
+    return SeededHeldOut(seeds, engine, task, recipe.evaluation, recipe.rollout, seed=recipe.seed)

@@ -20,7 +20,7 @@ from ludic.eval.intervals import wilson_interval
 from ludic.models.saving import CARD_MARK
 from ludic.runs.directory import DONE, Progress
 from ludic.runs.held_out import Evaluation
-from ludic.runs.report.provenance import find_algorithm
+from ludic.runs.report.summary import find_algorithm
 
 logger = logging.getLogger(__name__)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", re.ASCII)

@@ -24,13 +24,11 @@ from ludic.training.rm_trainer import RMTrainer, RMTrainerConfig
 KEYS = ["train/loss", "train/accuracy", "train/margin", "train/grad_norm"]
 
 
-class RMParts(PairsParts[RMTrainerConfig]):
-    """The objects of a run."""
+class RMRun(PairsRun[RMRecipe, RMDirectory]):
+    """Training on pairs, and the metrics on held-out pairs."""
 
     @classmethod
-    def build(cls, recipe: RMRecipe, *, note: Callable[[str], None]) -> RMParts:
-        """Build the parts from a recipe. Seeds all random generators first (`seed_everything`).
-        `note` receives remarks on settings that cannot be followed."""
+    def build(cls, recipe: RMRecipe, note: Callable[[str], None]) -> PairsParts:
         check_sharding_settings(recipe.sharding, recipe.trainer.model_device)
         check_adapters(recipe)
         seed_everything(recipe)
@@ -44,34 +42,17 @@ class RMParts(PairsParts[RMTrainerConfig]):
         model = build_reward_model(recipe, tokenizer)
         # A whole model that the ranks share out is only saved, and computes nothing.
         model = place_model(model, recipe.sharding, "cpu" if is_shared_out(recipe.sharding) else cfg.model_device)
-        return cls(model, tokenizer, data, algorithm, cfg, count_steps(data, recipe))
-
-
-class RMRun(PairsRun[RMRecipe, RMParts, RMDirectory]):
-    """Training on pairs, and the metrics on held-out pairs."""
-
-    @classmethod
-    def build(cls, recipe: RMRecipe, note: Callable[[str], None]) -> RMParts:
-        return RMParts.build(recipe, note=note)
+        return PairsParts(model, tokenizer, cfg, count_steps(data, recipe), data, algorithm)
 
     async def play_phases(self) -> None:
         ranks.ask_rank_0("writing the pairs", self.write_pairs)
-        self.progress.after = self._measure(await self._train())
+        trainer_class = partial(RMTrainer, algo=self.parts.algorithm, eval_items=self.parts.data.heldout or None)
+        trainer = await self.train_on_pairs(trainer_class, "Training on", KEYS)
+        self.progress.after = self._measure(trainer)
         self.end_phase(DONE)
 
     def conclude(self) -> str:
         return RMReport(self).conclude()
-
-    async def _train(self) -> RMTrainer:
-        recipe, parts = self.recipe, self.parts
-        self.note_heldout()
-        self.screen.note(f"Training on {len(parts.data.train) // 2:,} pairs: {parts.steps} steps of {recipe.batch_size}")
-        trainer_class = partial(
-            RMTrainer,
-            algo=parts.algorithm,
-            eval_items=parts.data.heldout or None,
-        )
-        return await self.train(trainer_class, self.make_source(), keys=KEYS)
 
     def _measure(self, trainer: RMTrainer) -> dict[str, float]:
         """The `eval_` metrics on the held-out pairs, which are also drawn, and the accuracy on
@@ -81,11 +62,9 @@ class RMRun(PairsRun[RMRecipe, RMParts, RMDirectory]):
             measured = trainer.evaluate() if self.parts.data.heldout else {}
         if measured:
             if not self.directory.is_follower:
-                self._draw(trainer.evaluator.metrics)  # type: ignore[union-attr]
+                metrics: PreferenceMetrics = trainer.evaluator.metrics  # type: ignore[union-attr]
+                self.draw_heldout(metrics)
+                write_text(self.directory.scores, encode_scores(metrics))
             accuracy, pairs = measured["eval_pairwise_accuracy"], measured["eval_num_pairs"]
             self.screen.note(f"Held-out accuracy {accuracy:.4f} on {pairs:,.0f} pairs")
         return {**measured, "train_pairwise_accuracy": sample["eval_pairwise_accuracy"]}
-
-    def _draw(self, metrics: PreferenceMetrics) -> None:
-        self.draw_heldout(metrics)
-        write_text(self.directory.scores, encode_scores(metrics))

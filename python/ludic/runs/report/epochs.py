@@ -9,10 +9,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ludic.recipes.compose import config_hash
-from ludic.runs.report.costs import show_costs, sum_padding, sum_phases
 from ludic.runs.report.curve import write_picture
-from ludic.runs.report.files import describe_files, show_files, write_summary
-from ludic.runs.report.provenance import find_algorithm, provenance
+from ludic.runs.report.summary import (
+    describe_files,
+    find_algorithm,
+    provenance,
+    show_costs,
+    show_files,
+    sum_padding,
+    sum_phases,
+    write_summary,
+)
 from ludic.training.backend.memory import memory_peaks
 
 if TYPE_CHECKING:

@@ -14,10 +14,21 @@ from ludic.eval.intervals import Interval, difference_interval
 from ludic.files.atomic import write_text
 from ludic.runs.directory import Progress, RunDirectory
 from ludic.runs.held_out import Answer, Evaluation, make_comparable
-from ludic.runs.report.costs import format_execution, format_memory, format_padding, format_seconds, sum_padding, sum_phases
 from ludic.runs.report.curve import draw_text_curve, write_picture
-from ludic.runs.report.files import describe_files, show_files
-from ludic.runs.report.provenance import count_lost_episodes, count_samples, format_lost, provenance
+from ludic.runs.report.summary import (
+    count_lost_episodes,
+    count_samples,
+    describe_files,
+    format_execution,
+    format_lost,
+    format_memory,
+    format_padding,
+    format_seconds,
+    provenance,
+    show_files,
+    sum_padding,
+    sum_phases,
+)
 from ludic.tasks.episodic import logged_names
 from ludic.tasks.rewards import success_of
 from ludic.training.backend.memory import memory_peaks

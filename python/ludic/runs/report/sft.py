@@ -10,9 +10,9 @@ from typing import Any
 from ludic.inference.local.client import end_token_ids
 from ludic.runs.data.sft import describe_missing_ends
 from ludic.runs.directory import DONE
-from ludic.runs.report.costs import show_costs
 from ludic.runs.report.curve import draw_text_curve, write_picture
 from ludic.runs.report.epochs import EpochsReport
+from ludic.runs.report.summary import show_costs
 
 
 class SFTReport(EpochsReport):
