@@ -45,8 +45,7 @@ from ludic.recipes.model import build_policy
 from ludic.recipes.processes import choose_kind, choose_logprob_convention
 from ludic.recipes.schema import Recipe
 from ludic.runs.actors.policy_versions import read_version
-from ludic.runs.actors.queue import open_queue
-from ludic.runs.actors.reopening import wait_until_open
+from ludic.runs.actors.queue import open_queue, wait_until_open
 from ludic.runs.directory import RunDirectory, collect_versions
 from ludic.runs.rollouts import TrainingRequests, check_rollouts, make_engine, make_training_requests
 from ludic.runs.sampler import open_sampler
@@ -190,7 +189,11 @@ def run_actor_process(folder: Path, *, name: str | None = None) -> int:
     choose_devices(recipe)
     if not uses_queue(recipe):
         raise ConfigError(f"{folder} is a run without actors; start one with place.actors=N, or with queue.url=ADDRESS")
-    _check_same_library(directory)
+    began, here = (versions or {} for versions in (directory.read_progress().versions, collect_versions()))
+    if began.get("ludic", here["ludic"]) != here["ludic"]:  # its entries may differ
+        raise ConfigError(
+            f"the run began with ludic {began['ludic']}, this is {here['ludic']}; install the same version everywhere"
+        )
     return asyncio.run(_sample(recipe, directory, name or f"{socket.gethostname()}-{os.getpid()}"))
 
 
@@ -259,45 +262,27 @@ async def _open_client(
     return client, recipe.model or "small", LocalWeights(client, directory.policy)
 
 
-def _check_same_library(directory: RunDirectory) -> None:
-    """Raise ConfigError if another version of ludic started the run: its entries may differ."""
-    began, here = (versions or {} for versions in (directory.read_progress().versions, collect_versions()))
-    if began.get("ludic", here["ludic"]) != here["ludic"]:
-        raise ConfigError(
-            f"the run began with ludic {began['ludic']}, this is {here['ludic']}; install the same version everywhere"
-        )
-
-
 class NumberedRequests:
     """The requests of each entry."""
 
     def __init__(self, task: EpisodicTask, recipe: Recipe) -> None:
         self._requests: TrainingRequests = make_training_requests(task, recipe.rollout, seed=recipe.seed)
         self._seed, self._group_size = recipe.seed, recipe.rollout.group_size
-        self._prompts, self._per_entry = recipe.rollout.prompts, count_prompts_per_entry(recipe)
+        per_entry = count_prompts_per_entry(recipe)
+        self.episodes_per_entry = per_entry * recipe.rollout.group_size
+        self.entries_per_batch = recipe.rollout.prompts // per_entry
         self._batch: tuple[int, Sequence[RolloutRequest]] = (-1, ())
-
-    @property
-    def episodes_per_entry(self) -> int:
-        return self._per_entry * self._group_size
-
-    @property
-    def entries_per_batch(self) -> int:
-        return self._prompts // self._per_entry
 
     def __call__(self, number: int) -> list[RolloutRequest]:
         """The requests of entry `number`, group after group. The id of a group follows from its
         place in the run, so that an entry that is played again is the same."""
         batch, part = divmod(number, self.entries_per_batch)
-        first = part * self._per_entry
-        return [self._with_id(request, batch, first + i // self._group_size) for i, request in enumerate(self._part(batch, part))]
-
-    def _part(self, batch: int, part: int) -> Sequence[RolloutRequest]:
         if self._batch[0] != batch:
             self._requests.batches = batch
             self._batch = batch, self._requests()
-        return self._batch[1][part * self.episodes_per_entry : (part + 1) * self.episodes_per_entry]
-
-    def _with_id(self, request: RolloutRequest, batch: int, prompt: int) -> RolloutRequest:
-        bits = Random(f"group {self._seed} {batch} {prompt}").getrandbits(128)
-        return replace(request, meta={**request.meta, "group_id": str(uuid.UUID(int=bits, version=4))})
+        requests, first = [], part * self.episodes_per_entry
+        for place in range(first, first + self.episodes_per_entry):
+            request = self._batch[1][place]
+            bits = Random(f"group {self._seed} {batch} {place // self._group_size}").getrandbits(128)
+            requests.append(replace(request, meta={**request.meta, "group_id": str(uuid.UUID(int=bits, version=4))}))
+        return requests

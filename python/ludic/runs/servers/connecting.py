@@ -17,9 +17,8 @@ from ludic.inference.servers.http import BlockingHttp
 from ludic.inference.servers.pool import Restarts
 from ludic.inference.vllm.server_queries import HEALTH_TIMEOUT_S
 from ludic.recipes.schema import Recipe
-from ludic.runs.plan import list_servers
-from ludic.runs.servers.addresses import ServerAddresses
-from ludic.runs.servers.starting import MODEL_S
+from ludic.runs.launching import list_servers
+from ludic.runs.servers.server import MODEL_S, ServerAddresses
 from ludic.runs.stop_request import Interrupted
 
 if TYPE_CHECKING:
