@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 from ludic.errors import QueueError
 from ludic.files.atomic import write_text
 from ludic.recipes.processes import QUEUE_FILE, QueueSection, find_queue
-from ludic.training.queue.actor import StopFlag
 from ludic.training.queue.base import GroupLog
 from ludic.training.queue.opening import QueueRetryPolicy, make_owner_name, open_log
 
 if TYPE_CHECKING:
     from ludic.runs.stop_request import StopRequest
+    from ludic.training.queue.actor import StopFlag
 
 
 RUN_ID = "run_id"
