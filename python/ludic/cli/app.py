@@ -20,8 +20,7 @@ from ludic.cli.options import (
     PrintConfig,
     Resume,
     Settings,
-    make_lr_setting,
-    refuse_flags_in,
+    read_settings,
     report_user_errors,
 )
 from ludic.runs.exit_status import find_rank
@@ -115,8 +114,7 @@ def train(
 ) -> int:
     from ludic.cli.train import train_command
 
-    settings = [*(arguments or ()), *([f"algorithm={algorithm}"] if algorithm else ()), *make_lr_setting(lr)]
-    refuse_flags_in(arguments)
+    settings = [*read_settings(arguments, lr), *([f"algorithm={algorithm}"] if algorithm else ())]
     return train_command("train", settings, resume=resume, json_only=json_only, print_config=print_config)
 
 
@@ -170,8 +168,7 @@ def sft(
 ) -> int:
     from ludic.cli.train import preview_command, train_command
 
-    refuse_flags_in(arguments)
-    settings = [*(arguments or ()), *make_lr_setting(lr)]
+    settings = read_settings(arguments, lr)
     if preview is not None:
         return preview_command(settings, rows=preview, json_only=json_only)
     return train_command("sft", settings, resume=resume, json_only=json_only, print_config=print_config)
@@ -237,8 +234,7 @@ def dpo(
 ) -> int:
     from ludic.cli.train import train_command
 
-    settings = [*(arguments or ()), *make_lr_setting(lr)]
-    refuse_flags_in(arguments)
+    settings = read_settings(arguments, lr)
     return train_command("dpo", settings, resume=resume, json_only=json_only, print_config=print_config)
 
 

@@ -8,6 +8,7 @@ import json
 import os
 import platform
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,11 +37,16 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
 
 def examine() -> dict[str, Any]:
     """Collect the report. Changes nothing and uses no network."""
+    core: str | None = None
+    with suppress(ImportError):
+        from ludic import _core
+
+        core = _core.__version__
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": {name: _find_version(name) for name in REQUIRED},
-        "core": _find_core_version(),
+        "core": core,
         "devices": _list_devices(),
         "extras": {
             name: {"installed": all(find_spec(module) is not None for module in modules), "adds": adds}
@@ -63,8 +69,16 @@ def show(report: dict[str, Any], *, as_json: bool) -> None:
         console.print(f"  {name:<14}{installed or '[red]missing[/]: pip install ' + name}")
     console.print(f"  {'core':<14}{report['core'] or '[red]missing[/]: `make setup` builds the extension'}")
     console.print("\n[bold]Devices[/]")
-    for line in _describe_devices(report["devices"]):
-        console.print(f"  {line}")
+    devices = report["devices"]
+    console.print(
+        f"  CPU: {devices['cpus']} usable cores; torch takes {devices['torch_threads']} threads (the recipes set `threads`)"
+    )
+    for index, gpu in enumerate(devices["cuda"]):
+        console.print(f"  CUDA {index}: {gpu['name']}, {gpu['memory_gb']} GB")
+    if not devices["cuda"]:
+        console.print("  CUDA: none")
+    if devices["mps"]:
+        console.print("  MPS: available; set trainer.model_device=mps")
     console.print("\n[bold]Optional extras[/]")
     for name, extra in report["extras"].items():
         state = "[green]installed[/]" if extra["installed"] else f"pip install 'ludic\\[{name}]'"
@@ -91,14 +105,6 @@ def _find_version(name: str) -> str | None:
         return None
 
 
-def _find_core_version() -> str | None:
-    try:
-        from ludic import _core
-    except ImportError:
-        return None
-    return _core.__version__
-
-
 def _list_devices() -> dict[str, Any]:
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     devices: dict[str, Any] = {"cpus": usable, "torch_threads": None, "cuda": [], "mps": False}
@@ -113,13 +119,6 @@ def _list_devices() -> dict[str, Any]:
             properties = torch.cuda.get_device_properties(index)
             devices["cuda"].append({"name": properties.name, "memory_gb": round(properties.total_memory / 2**30, 1)})
     return devices
-
-
-def _describe_devices(devices: dict[str, Any]) -> list[str]:
-    lines = [f"CPU: {devices['cpus']} usable cores; torch takes {devices['torch_threads']} threads (the recipes set `threads`)"]
-    lines += [f"CUDA {i}: {gpu['name']}, {gpu['memory_gb']} GB" for i, gpu in enumerate(devices["cuda"])]
-    lines += [] if devices["cuda"] else ["CUDA: none"]
-    return lines + (["MPS: available; set trainer.model_device=mps"] if devices["mps"] else [])
 
 
 GIB, MIB = 2**30, 2**20

@@ -60,8 +60,6 @@ class ServeSettings:
         ):
             if value not in allowed:
                 raise ConfigError(f"{option} ({value}) must be one of {', '.join(allowed)}")
-        if self.lora_rank < 0:
-            raise ConfigError(f"--lora-rank ({self.lora_rank}) must be >= 0; 0 serves no adapters")
 
 
 def serve_command(settings: ServeSettings) -> int:
@@ -72,12 +70,21 @@ def serve_command(settings: ServeSettings) -> int:
     console = Console(stderr=True, highlight=False)
     with _stop_on_signals() as stopped:
         proc = _start(settings)
-        ended = threading.Thread(target=_set_when_ended, args=(proc, stopped), daemon=True)
-        ended.start()
+
+        def set_when_ended() -> None:
+            proc.wait()
+            stopped.set()
+
+        threading.Thread(target=set_when_ended, daemon=True).start()
         try:
             if not _wait_until_ready(settings, proc, stopped):
                 return 0
-            console.print(f"Clients need its secret: {_secret_location(settings)}", soft_wrap=True)
+            if os.environ.get(VARIABLE):
+                secret = f"the value of {VARIABLE}, which trainers need as well"
+            else:
+                secret = f"trainers of this user on this machine read it from {secret_file(settings.port)}"
+                secret += "" if is_loopback_host(settings.host) else f", others need it in {VARIABLE}"
+            console.print(f"Clients need its secret: {secret}", soft_wrap=True)
             console.print(f"[bold]ready[/] at http://{settings.host}:{settings.port}; Ctrl-C stops it")
             stopped.wait()
             if proc.poll() is not None:
@@ -109,13 +116,6 @@ def _start(settings: ServeSettings) -> subprocess.Popen[Any]:
     )
 
 
-def _secret_location(settings: ServeSettings) -> str:
-    if os.environ.get(VARIABLE):
-        return f"the value of {VARIABLE}, which trainers need as well"
-    here = f"trainers of this user on this machine read it from {secret_file(settings.port)}"
-    return here if is_loopback_host(settings.host) else f"{here}, others need it in {VARIABLE}"
-
-
 def _choose_weights(settings: ServeSettings) -> WeightBackend | None:
     """The backend named; left open, host memory next to a CPU and NCCL between GPUs."""
     if settings.weights != "auto":
@@ -144,11 +144,6 @@ def _wait_until_ready(settings: ServeSettings, proc: subprocess.Popen[Any], stop
     if failures:
         raise failures[0]
     return True
-
-
-def _set_when_ended(proc: subprocess.Popen[Any], stopped: threading.Event) -> None:
-    proc.wait()
-    stopped.set()
 
 
 @contextmanager
