@@ -31,7 +31,7 @@ from ludic.recipes.overrides import Override, parse_override
 from ludic.recipes.rules import check_settings, setting
 from ludic.recipes.schema import Recipe
 from ludic.runs.console import quiet_libraries, run_with_console
-from ludic.runs.report.summary import show_files
+from ludic.runs.report.summary import make_table, show_files
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -341,14 +341,10 @@ def show(console: Console, result: EvaluationResult, folder: Path) -> None:
 
 
 def _make_table(result: EvaluationResult) -> Any:
-    from rich.table import Table
-
     measurement = result.measurement
     size = f"{len(measurement.problems)} problems x {measurement.samples_per_problem}"
-    table = Table(title=f"Held-out problems: {size}", title_justify="left")
-    table.add_column("")
-    for column in ("mean", f"{measurement.confidence:.0%} interval", "problems"):
-        table.add_column(column, justify="right")
+    columns = ("mean", f"{measurement.confidence:.0%} interval", "problems")
+    table = make_table(f"Held-out problems: {size}", ("", *columns), right=columns)
     k, rows = measurement.samples_per_problem, dict[str, Interval]()
     if result.solved_at is not None:
         rows[f"accuracy (avg@{k})" if k > 1 else "accuracy"] = measurement.accuracy

@@ -12,6 +12,7 @@ from typing import Any
 from ludic.eval.intervals import wilson_interval
 from ludic.runs.dpo_answers import read_answers
 from ludic.runs.report.epochs import PairsReport, describe_data
+from ludic.runs.report.summary import make_table
 
 ACCURACY = "rewards/accuracies"
 SHOWN_ANSWERS, SHOWN_CHARACTERS = 4, 60
@@ -47,7 +48,11 @@ class DPOReport(PairsReport):
     def show(self, summary: Mapping[str, Any]) -> None:
         console, data = self.console, summary["data"]
         if "eval_loss" in summary:
-            console.print(_make_pairs_table(summary))
+            title = f"{summary['eval_num_pairs']:,.0f} held-out pairs, by implicit rewards"
+            table = make_table(title, ("", "after"), right=("after",))
+            for name in (ACCURACY, "rewards/margins", "rewards/chosen", "rewards/rejected", "loss", "ece"):
+                table.add_row(name, f"{summary[f'eval_{name}']:.4f}")
+            console.print(table)
         self.show_best_accuracy(summary)
         if (summary["before"] or {}).get("answers") and summary["after"]:
             console.print(_make_rates_table(summary["before"], summary["after"]))
@@ -69,23 +74,9 @@ class DPOReport(PairsReport):
         }
 
 
-def _make_pairs_table(summary: Mapping[str, Any]) -> Any:
-    from rich.table import Table
-
-    table = Table(title=f"{summary['eval_num_pairs']:,.0f} held-out pairs, by implicit rewards", title_justify="left")
-    table.add_column("")
-    table.add_column("after", justify="right")
-    for name in (ACCURACY, "rewards/margins", "rewards/chosen", "rewards/rejected", "loss", "ece"):
-        table.add_row(name, f"{summary[f'eval_{name}']:.4f}")
-    return table
-
-
 def _make_rates_table(before: Mapping[str, Any], after: Mapping[str, Any]) -> Any:
-    from rich.table import Table
-
-    table = Table(title=f"{after['answers']:,} sampled answers; 95 % intervals", title_justify="left")
-    for column in ("", "before", "after"):
-        table.add_column(column, justify="right" if column else "left")
+    times = ("before", "after")
+    table = make_table(f"{after['answers']:,} sampled answers; 95 % intervals", ("", *times), right=times)
     for key, name in RATES.items():
         if key in before and key in after:
             table.add_row(name, _format_rate(before[key]), _format_rate(after[key]))
@@ -102,13 +93,10 @@ def _format_rate(rate: Mapping[str, float | None] | None) -> str:
 
 def _make_answers_table(rows: Sequence[Mapping[str, Any]]) -> Any:
     """The first answers to the same prompts."""
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(title="Sampled answers", title_justify="left")
     columns = ["prompt", *dict.fromkeys(row["when"] for row in rows)]
-    for column in columns:
-        table.add_column(column)
+    table = make_table("Sampled answers", columns)
     by_time = [[row for row in rows if row["when"] == when] for when in columns[1:]]
     for same in list(zip(*by_time, strict=False))[:SHOWN_ANSWERS]:
         table.add_row(Text(_shorten(same[0]["prompt"], end=True)), *(Text(_shorten(row["text"])) for row in same))
@@ -123,7 +111,6 @@ def _shorten(text: str, *, end: bool = False) -> str:
     return f"…{line[-SHOWN_CHARACTERS:]}" if end else f"{line[:SHOWN_CHARACTERS]}…"
 
 
-HELD_OUT_ACCURACY = "eval_rewards/accuracies"
 DESCRIBED_RATES = {"score": "true quality of sampled answers", "well_formed": "share of well-formed answers"}
 
 
@@ -139,7 +126,7 @@ def _write_sentences(summary: Mapping[str, Any]) -> Iterator[str]:
     if not summary["steps"]:
         yield "Nothing was trained."
         return
-    if HELD_OUT_ACCURACY in summary:
+    if f"eval_{ACCURACY}" in summary:
         yield from _describe_pairs(summary)
     else:
         yield "No pairs are held out, so nothing here measures what was learned; raise heldout, or give heldout_data."
@@ -153,7 +140,7 @@ def _write_sentences(summary: Mapping[str, Any]) -> Iterator[str]:
 
 def _describe_pairs(summary: Mapping[str, Any]) -> Iterator[str]:
     """A policy that is its reference has the margin 0 on every pair, and no accuracy."""
-    share, pairs = summary[HELD_OUT_ACCURACY], summary["eval_num_pairs"]
+    share, pairs = summary[f"eval_{ACCURACY}"], summary["eval_num_pairs"]
     low, high = wilson_interval(share * pairs, pairs)
     against = (
         "more often than not"

@@ -19,12 +19,9 @@ from ludic.runs.report.summary import (
     count_lost_episodes,
     count_samples,
     describe_files,
-    format_execution,
-    format_lost,
-    format_memory,
-    format_padding,
-    format_seconds,
+    make_table,
     provenance,
+    show_costs,
     show_files,
     sum_padding,
     sum_phases,
@@ -174,8 +171,8 @@ def build_outcome(
         **provenance(progress, model=recipe.model, algorithm=recipe.algorithm),
         before=before.rates() if before else None,
         after=after.rates() if after else None,
-        solved_at=_find_solved_at(before, after),
-        intervals=_intervals_of(before, after),
+        solved_at=next((evaluation.solved_at for evaluation in (before, after) if evaluation is not None), None),
+        intervals={name: _list_intervals(measured) for name, measured in (("before", before), ("after", after)) if measured},
         heldout=_count_heldout(after or before),
         wall_s=round(progress.seconds.get("wall", 0.0), 2),
         phases_s=sum_phases(progress.seconds, reinforce, own=("set_up", "warm_up", "evaluate"), timed=_TRAINER_PHASES),
@@ -209,15 +206,6 @@ def build_outcome(
     )
 
 
-def _find_solved_at(*evaluations: Evaluation | None) -> float | None:
-    return next((evaluation.solved_at for evaluation in evaluations if evaluation is not None), None)
-
-
-def _intervals_of(before: Evaluation | None, after: Evaluation | None) -> dict[str, dict[str, list[float | None]]]:
-    """`_list_intervals` of the measurements that there are."""
-    return {name: _list_intervals(measured) for name, measured in (("before", before), ("after", after)) if measured}
-
-
 def _list_intervals(evaluation: Evaluation) -> dict[str, list[float | None]]:
     intervals = {name: evaluation.interval(name) for name in evaluation.rates()}
     return {name: [interval.low, interval.high] for name, interval in intervals.items() if interval is not None}
@@ -243,17 +231,17 @@ def draw_rewards(outcome: Outcome, directory: RunDirectory, title: str) -> None:
     marks, between = {}, {}
     if outcome.before is not None and outcome.after is not None:
         before, after = outcome.before.rates(), outcome.after.rates()
-        drawn = {name: _label_in_picture(outcome.task, name) for name in list(before)[:_DRAWN] if name in after}
+        drawn = {
+            name: label_rate(outcome.task, name) if name in _RATE_NAMES else f"held-out {name}"
+            for name in list(before)[:_DRAWN]
+            if name in after
+        }
         marks = {label: (before[name], after[name]) for name, label in drawn.items()}
         between = {
             label: [(step, rates[name]) for step, rates in outcome.measured if name in rates] for name, label in drawn.items()
         }
     series = {"reward of the sampled answers": outcome.rewards, **outcome.facts}
     write_picture(directory.picture, series, marks=marks, measured=between, title=title)
-
-
-def _label_in_picture(task: EpisodicTask, name: str) -> str:
-    return label_rate(task, name) if name in _RATE_NAMES else f"held-out {name}"
 
 
 def show_report(console: Console, outcome: Outcome, directory: RunDirectory) -> None:
@@ -268,16 +256,16 @@ def show_report(console: Console, outcome: Outcome, directory: RunDirectory) -> 
         console.print(_make_evaluations_table(outcome))
     for line in draw_text_curve(outcome.rewards):
         console.print(line, highlight=False, markup=False)
-    console.print(format_seconds(outcome.summary.wall_s, outcome.summary.phases_s), highlight=False)
-    if outcome.summary.execution_s is not None:
-        console.print(format_execution(outcome.summary.wall_s, outcome.summary.execution_s), highlight=False)
-    console.print(format_padding(outcome.summary.padding), highlight=False)
-    console.print(format_memory(outcome.summary.memory), highlight=False)
+    show_costs(console, vars(outcome.summary))
     if outcome.summary.actors is not None:
         console.print(format_actors(outcome.summary.actors), highlight=False)
-    lost = format_lost(outcome.summary.episodes)
-    if lost is not None:
-        console.print(lost, highlight=False)
+    lost = outcome.summary.episodes
+    if lost["failed"] or lost["dropped_groups"]:
+        console.print(
+            f"[bold]Lost[/]: {lost['failed']:,} training episodes failed, and {lost['dropped_groups']:,} groups were dropped for them; "
+            "they are in no reward",
+            highlight=False,
+        )
     console.print(f"[bold]What this shows[/]: {conclude(outcome.closing_facts)}", highlight=False)
     console.print(f"[bold]Rewarded part[/]: the reward sees {outcome.task.reward_sees}.", highlight=False)
     files = describe_files(directory, {directory.picture: "the reward curve"}, {directory.rollouts: "sampled episodes"})
@@ -285,14 +273,11 @@ def show_report(console: Console, outcome: Outcome, directory: RunDirectory) -> 
 
 
 def _make_rates_table(outcome: Outcome, before: Evaluation, after: Evaluation | None) -> Any:
-    from rich.table import Table
-
     counts = outcome.summary.heldout
     counted = f": {counts['problems']}, {counts['answers']} sampled answers" if counts.get("problems") else ""
-    table = Table(title=f"Held-out problems{counted}; 95 % intervals", title_justify="left")
-    table.add_column("", no_wrap=True)
-    for column in ("measured",) if outcome.is_untrained else ("before reinforcement", "after"):
-        table.add_column(column, justify="right")
+    columns = ("measured",) if outcome.is_untrained else ("before reinforcement", "after")
+    table = make_table(f"Held-out problems{counted}; 95 % intervals", ("", *columns), right=columns)
+    table.columns[0].no_wrap = True
     later = after.rates() if after else {}
     for name in before.rates():
         cells = [_format_rate(before, name), _format_rate(after, name) if after and name in later else "not measured"]
@@ -315,12 +300,9 @@ def _format_rate(evaluation: Evaluation, name: str) -> str:
 
 def _make_evaluations_table(outcome: Outcome) -> Any:
     """Evaluations during training, evenly thinned from the last backwards."""
-    from rich.table import Table
-
     names = list(outcome.measured[-1][1])[:_DRAWN]
-    table = Table(title=f"Measured during training: {len(outcome.measured)} times", title_justify="left")
-    for column in ("step", *(label_rate(outcome.task, name) for name in names)):
-        table.add_column(column, justify="right")
+    columns = ("step", *(label_rate(outcome.task, name) for name in names))
+    table = make_table(f"Measured during training: {len(outcome.measured)} times", columns, right=columns)
     stride = -(-len(outcome.measured) // _SHOWN_EVALUATIONS)
     for step, rates in reversed(outcome.measured[::-1][::stride]):
         table.add_row(str(step), *(f"{rates[name]:.3f}" if name in rates else "" for name in names))
@@ -330,7 +312,6 @@ def _make_evaluations_table(outcome: Outcome) -> Any:
 def _make_answers_table(outcome: Outcome, measured: Mapping[str, Evaluation]) -> Any:
     """Sampled answers of each measurement, of the last alone if nothing was trained in between:
     with marks and the right answer if there is an accuracy, else with rewards and a reference."""
-    from rich.table import Table
     from rich.text import Text
 
     if outcome.is_untrained:
@@ -339,9 +320,8 @@ def _make_answers_table(outcome: Outcome, measured: Mapping[str, Evaluation]) ->
     has_reference = any(answer.expected for answer in answers[0])
     expected = "right answer" if outcome.no_accuracy is None else "reference in the data"
     marks = "" if outcome.no_accuracy is None else ", with its reward"
-    table = Table(title="Sampled answers", title_justify="left")
-    for column in ("question", *([expected] if has_reference else []), *(f"{when}{marks}" for when in measured)):
-        table.add_column(column)
+    columns = ["question", *([expected] if has_reference else []), *(f"{when}{marks}" for when in measured)]
+    table = make_table("Sampled answers", columns)
     for same in zip(*answers, strict=True):
         reference = [Text(_shorten(same[0].expected))] if has_reference else []
         table.add_row(Text(_shorten(same[0].question)), *reference, *(Text(*_format_answer(answer)) for answer in same))
@@ -352,7 +332,7 @@ def _format_answer(answer: Answer) -> tuple[str, str]:
     """(text of the answer, colour)."""
     if answer.reward is None:
         return "? could not be graded", "yellow"
-    text = _make_printable(_shorten(answer.text))
+    text = "".join(char if char.isprintable() else "·" for char in _shorten(answer.text))
     if answer.success is None:
         return f"{answer.reward:.3g}  {text}", ""
     return f"{'✓' if answer.success else '✗'} {text}", "green" if answer.success else "red"
@@ -360,10 +340,6 @@ def _format_answer(answer: Answer) -> tuple[str, str]:
 
 def _shorten(text: str, limit: int = 240) -> str:
     return text if len(text) <= limit else f"{text[:limit]}..."
-
-
-def _make_printable(text: str) -> str:
-    return "".join(char if char.isprintable() else "·" for char in text)
 
 
 @dataclass(frozen=True)
@@ -506,8 +482,11 @@ def _describe_reward(facts: Facts, reward: Change) -> Iterator[str]:
             yield "The reward model is over-optimised: its score rose while the reward fell."
     elif facts.reward_is_score:
         yield "Nothing here measures whether answers with a higher score are better."
-    if facts.right is not None:
-        yield from _describe_right_answers(reward, *facts.right)
+    before, after = facts.right or (None, None)
+    if before == after == 0:
+        yield "No sampled answer was right, before or after, so that there is little to reinforce."
+    elif before and reward.rose:
+        yield f"{before:.1%} of the sampled answers were right before it; reinforcement selects and sharpens these."
 
 
 def _describe_change(name: str, change: Change) -> str:
@@ -519,13 +498,6 @@ def _describe_change(name: str, change: Change) -> str:
     if change.difference is None or change.difference.low is None:
         return f"The {name} went {by}; {change.noise}"
     return f"The {name} went {by}, which may be noise ({change.noise})"
-
-
-def _describe_right_answers(reward: Change, before: float, after: float) -> Iterator[str]:
-    if before == after == 0:
-        yield "No sampled answer was right, before or after, so that there is little to reinforce."
-    elif reward.rose and before > 0:
-        yield f"{before:.1%} of the sampled answers were right before it; reinforcement selects and sharpens these."
 
 
 def count_idle(lines: Sequence[dict[str, float]]) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 
 from ludic.models.quantization import count_weights
 from ludic.runs.report.epochs import PairsReport, describe_data
+from ludic.runs.report.summary import make_table
 
 CRITERIA: dict[str, tuple[str, Callable[[Mapping[str, float]], float], Callable[[float], bool]]] = {
     "held-out accuracy": ("over 60 %", lambda summary: summary["eval_pairwise_accuracy"], lambda value: value > 0.6),
@@ -54,11 +55,8 @@ class RMReport(PairsReport):
 
 
 def _make_left_out_table(data: Mapping[str, Any]) -> Any:
-    from rich.table import Table
-
-    table = Table(title="Rows that make no pair", title_justify="left")
-    for column in ("", "left out", "of the held-out data"):
-        table.add_column(column, justify="right" if column else "left")
+    counts = ("left out", "of the held-out data")
+    table = make_table("Rows that make no pair", ("", *counts), right=counts)
     trained, heldout = data["left_out"], data["heldout_left_out"]
     for reason in sorted({*trained, *heldout}):
         table.add_row(reason.replace("_", " "), f"{trained.get(reason, 0):,}", f"{heldout.get(reason, 0):,}")
@@ -66,11 +64,8 @@ def _make_left_out_table(data: Mapping[str, Any]) -> Any:
 
 
 def _make_criteria_table(summary: Mapping[str, Any]) -> Any:
-    from rich.table import Table
-
-    table = Table(title=f"{summary['eval_num_pairs']:,.0f} held-out pairs", title_justify="left")
-    for column in ("", "measured", "should be", ""):
-        table.add_column(column, justify="right" if column == "measured" else "left")
+    title = f"{summary['eval_num_pairs']:,.0f} held-out pairs"
+    table = make_table(title, ("", "measured", "should be", ""), right=("measured",))
     for name, (rule, value_of, holds) in CRITERIA.items():
         value = value_of(summary)
         table.add_row(name, f"{value:.4f}", rule, "[green]✓[/]" if holds(value) else "[red]✗[/]")

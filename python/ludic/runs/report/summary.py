@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from ludic.runs.directory import DONE, Progress, RunDirectory
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 
 FINISHED, INTERRUPTED, FAILED = "finished", "interrupted", "failed"
@@ -62,8 +64,9 @@ def write_failure(directory: RunDirectory, progress: Progress) -> None:
     facts that need no objects of the run. It replaces the summary of an earlier attempt, whose
     results the run has gone beyond; the summary of a finished run, which was only looked at again,
     stays."""
-    if progress.phase == DONE and _has_finished(directory):
-        return
+    with suppress(CheckpointError, OSError):  # it is damaged, or not written yet
+        if progress.phase == DONE and read_json(directory.summary).get("status") == FINISHED:
+            return
     lines = directory.read_steps(directory.last_phase)
     recipe = progress.recipe or {}
     content = {
@@ -76,14 +79,6 @@ def write_failure(directory: RunDirectory, progress: Progress) -> None:
         "seed": recipe.get("seed"),
     }
     write_summary(directory, content)
-
-
-def _has_finished(directory: RunDirectory) -> bool:
-    """Whether summary.json belongs to a finished run."""
-    try:
-        return read_json(directory.summary).get("status") == FINISHED
-    except (CheckpointError, OSError):  # damaged, or not written yet
-        return False
 
 
 def count_lost_episodes(lines: Sequence[Mapping[str, Any]]) -> dict[str, int]:
@@ -108,16 +103,6 @@ def count_samples(lines: Sequence[Mapping[str, Any]]) -> dict[str, int]:
         **cut,
         "cut_to_nothing": int(sum(line.get("train/seq_len_truncated_empty") or 0 for line in lines)),
     }
-
-
-def format_lost(lost: Mapping[str, int]) -> str | None:
-    """The totals in words; None if nothing was lost."""
-    if not lost["failed"] and not lost["dropped_groups"]:
-        return None
-    return (
-        f"[bold]Lost[/]: {lost['failed']:,} training episodes failed, and {lost['dropped_groups']:,} groups were dropped for them; they "
-        "are in no reward"
-    )
 
 
 _TOKEN_KEYS = ("real_tokens", "padded_tokens", "padded_tokens_greedy", "padded_tokens_unpacked", "shared_tokens")
@@ -156,15 +141,6 @@ def sum_padding(lines: Sequence[Mapping[str, float]]) -> dict[str, float]:
     }
 
 
-def format_seconds(wall_s: float, phases_s: Mapping[str, float]) -> str:
-    phases = ", ".join(f"{name.replace('_', ' ')} {seconds:.1f}" for name, seconds in phases_s.items())
-    return f"[bold]Seconds[/]: {wall_s:.1f} in all; {phases}"
-
-
-def format_execution(wall_s: float, execution_s: float) -> str:
-    return f"[bold]Programs[/] ran during {execution_s:.1f} s, {execution_s / max(wall_s, 1e-9):.0%} of the wall time"
-
-
 def format_padding(padding: Mapping[str, float]) -> str:
     if not padding:
         return "[bold]Padding[/]: there were no training tokens"
@@ -177,16 +153,28 @@ def format_padding(padding: Mapping[str, float]) -> str:
     )
 
 
-def format_memory(peaks: Mapping[str, float]) -> str:
-    gpu = f", {peaks['gpu_peak_mb']:,.0f} MiB on the GPU" if "gpu_peak_mb" in peaks else ""
-    return f"[bold]Memory[/]: {peaks['process_peak_mb']:,.0f} MiB of this process at its peak{gpu}"
-
-
 def show_costs(console: Console, summary: Mapping[str, Any], *, speed: str = "") -> None:
-    """Print the lines of `wall_s`, `phases_s`, `padding` and `memory`. `speed` ends the first."""
-    console.print(f"{format_seconds(summary['wall_s'], summary['phases_s'])}{speed}", highlight=False)
+    """Print the lines of `wall_s`, `phases_s`, `execution_s` if there is one, `padding` and
+    `memory`. `speed` ends the first."""
+    wall_s, execution_s, peaks = summary["wall_s"], summary.get("execution_s"), summary["memory"]
+    phases = ", ".join(f"{name.replace('_', ' ')} {seconds:.1f}" for name, seconds in summary["phases_s"].items())
+    console.print(f"[bold]Seconds[/]: {wall_s:.1f} in all; {phases}{speed}", highlight=False)
+    if execution_s is not None:
+        share = execution_s / max(wall_s, 1e-9)
+        console.print(f"[bold]Programs[/] ran during {execution_s:.1f} s, {share:.0%} of the wall time", highlight=False)
     console.print(format_padding(summary["padding"]), highlight=False)
-    console.print(format_memory(summary["memory"]), highlight=False)
+    gpu = f", {peaks['gpu_peak_mb']:,.0f} MiB on the GPU" if "gpu_peak_mb" in peaks else ""
+    console.print(f"[bold]Memory[/]: {peaks['process_peak_mb']:,.0f} MiB of this process at its peak{gpu}", highlight=False)
+
+
+def make_table(title: str, columns: Sequence[str], *, right: Sequence[str] = ()) -> Table:
+    """A table without rows. The columns in `right` are aligned there."""
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, justify="right" if column in right else "left")
+    return table
 
 
 def write_summary(directory: RunDirectory, summary: Mapping[str, Any]) -> str:
