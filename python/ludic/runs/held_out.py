@@ -17,7 +17,7 @@ from ludic.eval.intervals import Interval, mean_interval, share_interval
 from ludic.eval.tally import PROBLEM_KEY, SAMPLE_KEY, average_by_key
 from ludic.recipes.build import check_callbacks
 from ludic.recipes.schema import EvaluationSection, Recipe, RolloutSection
-from ludic.recipes.sections import InfoSeedSection, build_info_seed
+from ludic.recipes.sections import build_info_seed
 from ludic.runs.directory import RunDirectory
 from ludic.runs.rollouts import make_evaluation_inference, make_request
 from ludic.tasks import Episode, EpisodicTask, Task, as_episodic
@@ -109,45 +109,27 @@ def make_comparable(before: Evaluation | None, after: Evaluation | None) -> tupl
     return before.without_accuracy(), after.without_accuracy()
 
 
-def check_early_stopping(section: str, cfg: TrainerConfig, measured: Sequence[str]) -> None:
-    """Raise `ConfigError` for early stopping by a metric that `ludic train` does not measure.
-    `section` is the section of the recipe that `cfg` comes from."""
-    if cfg.early_stopping_patience is None:
-        return
-    name = cfg.early_stopping_metric
-    if not {name, bare_name(name)} & set(measured):
-        raise ConfigError(
-            f"{section}.early_stopping_metric ({name}) is not measured by ludic train, which measures {', '.join(measured)}: set "
-            f"{section}.early_stopping_metric=sampled_reward {section}.early_stopping_mode=max"
-        )
-
-
 def check_watched_metrics(recipe: Recipe, warmup_cfg: TrainerConfig, cfg: TrainerConfig, task: EpisodicTask) -> None:
     """Raise `ConfigError` for early stopping or callbacks by a metric that is not measured."""
-    measured = list_all_measured(recipe, task)
-    check_early_stopping("warmup.trainer", warmup_cfg, measured)
-    check_early_stopping("trainer", cfg, measured)
+    measured = list_measured(recipe, task)
+    for section, settings in (("warmup.trainer", warmup_cfg), ("trainer", cfg)):
+        name = settings.early_stopping_metric
+        if settings.early_stopping_patience is not None and not {name, bare_name(name)} & set(measured):
+            raise ConfigError(
+                f"{section}.early_stopping_metric ({name}) is not measured by ludic train, which measures {', '.join(measured)}: set "
+                f"{section}.early_stopping_metric=sampled_reward {section}.early_stopping_mode=max"
+            )
     check_callbacks(recipe.callbacks, cfg, measured=measured)
 
 
-def list_all_measured(recipe: Recipe, task: EpisodicTask) -> list[str]:
+def list_measured(recipe: Recipe, task: EpisodicTask) -> list[str]:
     """The metrics of an evaluation of this run, InfoSeed's too."""
-    return [*list_measured(task, recipe.evaluation), *_list_measured_by_seed(recipe.info_seed)]
-
-
-def list_measured(task: EpisodicTask, evaluation: EvaluationSection) -> list[str]:
-    """The metrics of an evaluation during training."""
-    success = success_of(task, evaluation.solved_at)
+    success, seeds = success_of(task, recipe.evaluation.solved_at), recipe.info_seed
     greedy = ["greedy_accuracy"] if success.reward is not None and not success.is_assumed else []
-    return ["sampled_reward", *greedy, "greedy_reward", *task.rates]
-
-
-def _list_measured_by_seed(section: InfoSeedSection) -> list[str]:
-    """The metrics of an evaluation of the seeds."""
-    if not (section.num_seeds and section.eval_samples):
-        return []
-    between = ("pred_acc", "diversity_l2") if section.num_seeds > 1 else ()
-    return [f"eval_seed/{name}" for name in ("pass_at_n", *between)]
+    by_seed = ["eval_seed/pass_at_n"] if seeds.num_seeds and seeds.eval_samples else []
+    if by_seed and seeds.num_seeds > 1:
+        by_seed += ["eval_seed/pred_acc", "eval_seed/diversity_l2"]
+    return ["sampled_reward", *greedy, "greedy_reward", *task.rates, *by_seed]
 
 
 def make_evaluator(

@@ -28,7 +28,7 @@ from ludic.runs.checkpoints import has_checkpoint, restore_best_weights
 from ludic.runs.control import check_control, open_control
 from ludic.runs.data.sft import Warmup
 from ludic.runs.directory import DONE, RunDirectory
-from ludic.runs.held_out import Evaluation, check_watched_metrics, list_all_measured, make_held_out
+from ludic.runs.held_out import Evaluation, check_watched_metrics, list_measured, make_held_out
 from ludic.runs.report.reinforce import build_outcome, draw_rewards, show_report
 from ludic.runs.rollouts import (
     OverSampledRollouts,
@@ -121,7 +121,7 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
 
     @property
     def measured(self) -> list[str]:
-        return list_all_measured(self.recipe, self.parts.task)
+        return list_measured(self.recipe, self.parts.task)
 
     def _load_warmed_up(self) -> None:
         """Read the policy after the warm-up. If the reinforcement has a checkpoint, any model of

@@ -54,14 +54,6 @@ class TrackerRun:
         return {"name": self.name, "group": self.directory.path.name, "config": asdict(self.recipe)}
 
 
-def _make_tensorboard(run: TrackerRun) -> Tracker:
-    return TensorboardLogger(run.directory.path / "tensorboard" / run.phase)
-
-
-def _make_trackio(run: TrackerRun) -> Tracker:
-    return TrackioLogger(**run.common, resume="allow" if run.is_resumed else "never")
-
-
 def _make_mlflow(run: TrackerRun) -> Tracker:
     """Unless the user names a server, the data is in a database next to the runs."""
     place = None if os.environ.get("MLFLOW_TRACKING_URI") else f"sqlite:///{run.directory.path.resolve().parent / 'mlflow.db'}"
@@ -86,8 +78,8 @@ def _make_wandb(run: TrackerRun) -> Tracker:
 
 TRACKERS: dict[str, Callable[[TrackerRun], Tracker]] = {
     "mlflow": _make_mlflow,
-    "tensorboard": _make_tensorboard,
-    "trackio": _make_trackio,
+    "tensorboard": lambda run: TensorboardLogger(run.directory.path / "tensorboard" / run.phase),
+    "trackio": lambda run: TrackioLogger(**run.common, resume="allow" if run.is_resumed else "never"),
     "wandb": _make_wandb,
 }
 
@@ -129,18 +121,15 @@ def run_logger(
         written = opened.enter_context(JSONLLogger(directory.metrics))
         name = directory.path.name
         shown = opened.enter_context(screen.logger(phase, keys=keys, spark_key=spark_key, last_step=last_step, run_name=name))
-        header = run_header(_recipe_path(directory)) if isinstance(recipe, Recipe) and recipe.report_header else {}
-        for line in (f"{name}: {value}" for name, value in header.items()):
-            screen.note(line)
+        header: Mapping[str, Any] = {}
+        if isinstance(recipe, Recipe) and recipe.report_header:
+            named = os.environ.get("GRPO_RECIPE_USED") or os.environ.get("GRPO_RECIPE")
+            header = run_header(None if named else str(directory.config))  # the settings as they were resolved
+        for key, value in header.items():
+            screen.note(f"{key}: {value}")
         outside = TeeLogger(PhaseLogger(written, phase, header), *trackers)
         aliased = AliasLogger(outside) if isinstance(recipe, Recipe) and recipe.report_aliases else outside
         yield TeeLogger(aliased, shown)
-
-
-def _recipe_path(directory: RunDirectory) -> str | None:
-    """The settings as they were resolved, unless the environment names a recipe."""
-    named = os.environ.get("GRPO_RECIPE_USED") or os.environ.get("GRPO_RECIPE")
-    return None if named else str(directory.config)
 
 
 def _start_tracker(opened: ExitStack, name: str, run: TrackerRun, screen: Screen) -> Tracker:

@@ -112,8 +112,17 @@ class EpisodeTable:
         self, step: Mapping[str, Any], credit: Any, own: Sequence[Any], known: dict[int, int], decode: Decode | None
     ) -> list[Any]:
         trace = _read_object(step, "trace")
-        ids, logps = (_read_list(trace, key) for key in ("completion_token_ids", "completion_logprobs"))
-        pieces = [] if decode is None else [self._find_piece(token, known, decode) for token in ids if isinstance(token, int)]
+        columns = (trace.get(key) for key in ("completion_token_ids", "completion_logprobs"))
+        ids, logps = (column if isinstance(column, list) else [] for column in columns)
+        tokens = [] if decode is None else [token for token in ids if isinstance(token, int)]
+        for token in tokens:
+            if token not in known and decode is not None:
+                known[token] = len(self.pieces)
+                self.pieces.append(decode(token))
+        info = _read_object(step, "info")
+        right = right_answer(_read_object(info, "row"))
+        rewards = {key.removeprefix("rewards/"): value for key, value in info.items() if key.startswith("rewards/")}
+        named = [f"{name} {_round(value)}" for name, value in rewards.items() if is_finite(value)]
         return [
             str(step.get("prev_obs") or ""),
             str(step.get("action") or ""),
@@ -121,31 +130,20 @@ class EpisodeTable:
             _round(_number(step.get("reward"))),
             None if credit is None else _round(_number(credit)),
             _find_flags([step], {}),
-            pieces,
+            [known[token] for token in tokens],
             [round(-100 * logp) if is_finite(logp) else None for logp in logps],
             [
                 round(1000 * (mine - logp)) if is_finite(mine) and is_finite(logp) else None
                 for mine, logp in zip(own, logps, strict=False)
             ],
-            _list_facts(_read_object(step, "info")),
+            [*([f"right answer {right}"] if right else []), *named],
         ]
-
-    def _find_piece(self, token: int, known: dict[int, int], decode: Decode) -> int:
-        if token not in known:
-            known[token] = len(self.pieces)
-            self.pieces.append(decode(token))
-        return known[token]
 
 
 def _read_object(content: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     """The object under the key; an empty one for anything else."""
     value = content.get(key)
     return value if isinstance(value, dict) else {}
-
-
-def _read_list(content: Mapping[str, Any], key: str) -> list[Any]:
-    value = content.get(key)
-    return value if isinstance(value, list) else []
 
 
 def _read_token_log(path: Path) -> TrainerLogps:
@@ -186,13 +184,6 @@ def _make_failed_row(number: int, record: Mapping[str, Any]) -> list[Any]:
     turn: list[Any] = [str(seen or ""), str(answer or ""), None, 0.0, None, "", [], [], [], []]
     turns = [] if seen is None and answer is None else [turn]
     return [number, None, "" if problem is None else str(problem), None, None, "", turns, str(error or "unknown error")]
-
-
-def _list_facts(info: Mapping[str, Any]) -> list[str]:
-    right = right_answer(_read_object(info, "row"))
-    rewards = {key.removeprefix("rewards/"): value for key, value in info.items() if key.startswith("rewards/")}
-    named = [f"{name} {_round(value)}" for name, value in rewards.items() if is_finite(value)]
-    return [*([f"right answer {right}"] if right else []), *named]
 
 
 def _find_flags(steps: Sequence[Mapping[str, Any]], meta: Mapping[str, Any]) -> str:
