@@ -78,7 +78,7 @@ async def _evaluate(recipe: Recipe, settings: EvalSettings, console: Console) ->
         folder = _make_folder(recipe, model_name)
         success = success_of(task, recipe.evaluation.solved_at)
         episodes = len(problems) * recipe.evaluation.samples_per_prompt
-        console.print(f"{model_name}: {episodes} episodes on {where}, writing to {folder}/", highlight=False, markup=False)
+        console.print(f"{model_name}: {episodes} episodes on {where}, writing to {folder}/", markup=False)
         with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
             shown = bar.add_task("episodes", total=episodes)
             engine = make_engine(
@@ -157,7 +157,7 @@ def _choose_problems(recipe: Recipe, settings: EvalSettings, task: EpisodicTask,
     requested, available = recipe.evaluation.prompts, suites[settings.suite or next(iter(suites))]
     if len(available) < requested:
         more = "; task.args.num_heldout=N holds out more of your own" if recipe.data is not None else ""
-        console.print(f"The task has only {len(available)} held-out problems, not {requested}{more}", highlight=False)
+        console.print(f"The task has only {len(available)} held-out problems, not {requested}{more}")
     problems = available[:requested]
     repeated = Counter(problem["id"] for problem in problems)
     return [
@@ -325,11 +325,11 @@ def show(console: Console, result: EvaluationResult, folder: Path) -> None:
     """Print a table of numbers with intervals, the failures, and the files."""
     console.print(_make_table(result))
     if result.solved_at is None:
-        console.print(result.success.why_unknown("solved_at"), highlight=False, markup=False)
+        console.print(result.success.why_unknown("solved_at"), markup=False)
     for line in _describe_failures(result.measurement, has_accuracy=result.solved_at is not None):
-        console.print(line, highlight=False, markup=False, style="red")
+        console.print(line, markup=False, style="red")
     right = "" if result.solved_at is None else f" An answer is right if its reward is at least {result.solved_at:g}."
-    console.print(f"[bold]Rewarded part[/]: the reward sees {result.task.reward_sees}.{right}", highlight=False)
+    console.print(f"[bold]Rewarded part[/]: the reward sees {result.task.reward_sees}.{right}")
     files = {
         folder / SUMMARY: "these numbers, for programs",
         folder / PICTURE: "accuracy with intervals, and the pass@k curve",

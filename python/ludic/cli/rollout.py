@@ -79,14 +79,13 @@ def rollout_command(arguments: Sequence[str], *, episodes: int, keep: str | None
         try:
             _play(recipe, parsed, episodes, out, counts, console)
         except KeyboardInterrupt:
-            console.print("Stopped; the batches written so far are kept.", highlight=False)
+            console.print("Stopped; the batches written so far are kept.")
             code = INTERRUPTED
         counts.wall_s = round(time.perf_counter() - started, 2)
         condition = "" if keep is None else f" with {keep}"
         failed = f"; {counts.failed} failed and were left out" if counts.failed else ""
         console.print(
             f"{counts.kept} of {counts.episodes} episodes{condition} written to {out} (mean reward of all {counts.reward:.3f}{failed})",
-            highlight=False,
             markup=False,
         )
         return code, json.dumps(vars(counts), indent=2) + "\n"
@@ -102,7 +101,7 @@ def _play(recipe: Recipe, keep: Keep | None, episodes: int, out: Path, counts: T
     from ludic.training.rollouts.log import append_rollouts
 
     quiet_libraries()
-    rollout, note = recipe.rollout, partial(console.print, highlight=False, markup=False)
+    rollout, note = recipe.rollout, partial(console.print, markup=False)
     parts = RLRun.build(recipe, note)
     task, group_size = parts.task, rollout.group_size
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -102,7 +102,7 @@ class RunCommand:
             if directory is None:
                 check_name(recipe.output, recipe.name)
             choose_devices(recipe)
-            console.print("Loading torch and transformers", highlight=False)
+            console.print("Loading torch and transformers")
             from ludic.training import ranks
 
             run_class, screen, parts = self._build(recipe, console)

@@ -29,10 +29,10 @@ def open_console(json_only: bool) -> Iterator[Console]:
             return super().render_str(escape_controls(text, keep="\n\t"), **options)
 
     if not json_only:
-        yield EscapingConsole(soft_wrap=True)
+        yield EscapingConsole(soft_wrap=True, highlight=False)
         return
     with contextlib.redirect_stdout(sys.stderr):
-        yield EscapingConsole(stderr=True, soft_wrap=True)
+        yield EscapingConsole(stderr=True, soft_wrap=True, highlight=False)
 
 
 def run_with_console(
@@ -44,7 +44,7 @@ def run_with_console(
         try:
             code, summary = work(console)
         except KeyboardInterrupt:
-            console.print(stopped, highlight=False)
+            console.print(stopped)
             return INTERRUPTED
     if json_only:
         print(summary, end="")

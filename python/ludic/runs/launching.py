@@ -140,7 +140,7 @@ def launch(recipe: Any, begin: Callable[[], RunDirectory], directory: RunDirecto
 
 def _run_processes(recipe: Any, folder: Path, console: Console) -> int:
     def note(text: str) -> None:
-        console.print(text, highlight=False, markup=False)
+        console.print(text, markup=False)
 
     processes, section = plan_processes(recipe, folder), recipe.place
     has_queue = isinstance(recipe, Recipe) and uses_queue(recipe)
@@ -195,7 +195,7 @@ def _shown_logs(folder: Path, names: Sequence[str], console: Console) -> Iterato
                 text = log.read()
                 lines, newline, _ = text.rpartition(b"\n")
                 if newline:
-                    console.print(lines.decode("utf-8", errors="replace"), highlight=False, markup=False)
+                    console.print(lines.decode("utf-8", errors="replace"), markup=False)
                     ends[path] = log.tell() - len(text) + len(lines) + 1
 
     try:

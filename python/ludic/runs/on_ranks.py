@@ -96,7 +96,7 @@ def run_on_ranks(section: RanksSection, work: Callable[[Console, RankLog | None]
         if environment.rank == 0:
             return run_with_console(lambda console: _lead(work, console), json_only=json_only)
         with RankLog(environment.rank) as log, log.in_use():
-            return work(Console(file=cast(IO[str], log), soft_wrap=True), log)[0]
+            return work(Console(file=cast(IO[str], log), soft_wrap=True, highlight=False), log)[0]
 
 
 @contextmanager

@@ -46,7 +46,7 @@ class Screen:
 
     def note(self, text: str) -> None:
         """Print one line."""
-        self.console.print(text, highlight=False, markup=False)
+        self.console.print(text, markup=False)
 
     def show_rates(self, rates: Mapping[str, float]) -> None:
         """Show earlier held-out rates on the dashboard until there are newer ones. Plain lines

@@ -60,9 +60,9 @@ class DPOReport(PairsReport):
         if rows:
             console.print(_make_answers_table(rows))
         left_out = f"{sum(data['left_out'].values()):,} rows make no pair"
-        console.print(f"{describe_data(data)}; {left_out}", highlight=False)
+        console.print(f"{describe_data(data)}; {left_out}")
         self.show_pair_costs(summary)
-        console.print(f"[bold]What this shows[/]: {describe_results(summary)}", highlight=False)
+        console.print(f"[bold]What this shows[/]: {describe_results(summary)}")
 
     def list_files(self) -> tuple[dict[Path, str], dict[Path, str]]:
         pictures, rows = super().list_files()

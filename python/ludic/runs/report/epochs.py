@@ -126,8 +126,7 @@ class PairsReport(EpochsReport):
         if summary["bayes_accuracy"] is not None:
             self.console.print(
                 f"[bold]Best possible accuracy[/]: {summary['bayes_accuracy']:.1%} on average over such pairs; the generator's own "
-                f"quality predicts {summary['latent_accuracy']:.1%} of the labels of these pairs",
-                highlight=False,
+                f"quality predicts {summary['latent_accuracy']:.1%} of the labels of these pairs"
             )
 
     def show_pair_costs(self, summary: Mapping[str, Any]) -> None:

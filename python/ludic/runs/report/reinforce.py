@@ -249,25 +249,24 @@ def show_report(console: Console, outcome: Outcome, directory: RunDirectory) -> 
     if outcome.before is not None:
         console.print(_make_rates_table(outcome, outcome.before, outcome.after))
     if outcome.no_accuracy is not None:
-        console.print(outcome.no_accuracy, highlight=False, markup=False)
+        console.print(outcome.no_accuracy, markup=False)
     if outcome.before is not None and outcome.after is not None:
         console.print(_make_answers_table(outcome, {"before": outcome.before, "after": outcome.after}))
     if outcome.measured:
         console.print(_make_evaluations_table(outcome))
     for line in draw_text_curve(outcome.rewards):
-        console.print(line, highlight=False, markup=False)
+        console.print(line, markup=False)
     show_costs(console, vars(outcome.summary))
     if outcome.summary.actors is not None:
-        console.print(format_actors(outcome.summary.actors), highlight=False)
+        console.print(format_actors(outcome.summary.actors))
     lost = outcome.summary.episodes
     if lost["failed"] or lost["dropped_groups"]:
         console.print(
             f"[bold]Lost[/]: {lost['failed']:,} training episodes failed, and {lost['dropped_groups']:,} groups were dropped for them; "
-            "they are in no reward",
-            highlight=False,
+            "they are in no reward"
         )
-    console.print(f"[bold]What this shows[/]: {conclude(outcome.closing_facts)}", highlight=False)
-    console.print(f"[bold]Rewarded part[/]: the reward sees {outcome.task.reward_sees}.", highlight=False)
+    console.print(f"[bold]What this shows[/]: {conclude(outcome.closing_facts)}")
+    console.print(f"[bold]Rewarded part[/]: the reward sees {outcome.task.reward_sees}.")
     files = describe_files(directory, {directory.picture: "the reward curve"}, {directory.rollouts: "sampled episodes"})
     show_files(console, directory.path, files)
 

@@ -43,12 +43,11 @@ class RMReport(PairsReport):
             if self.run.progress.early_stopping is not None:
                 self.console.print(
                     "Early stopping chose the weights by these same pairs, so the figures are slightly optimistic; for figures to "
-                    "publish, measure on other pairs (heldout_data=FILE in a separate run with steps=0)",
-                    highlight=False,
+                    "publish, measure on other pairs (heldout_data=FILE in a separate run with steps=0)"
                 )
         self.show_best_accuracy(summary)
         data = summary["data"]
-        self.console.print(describe_data(data), highlight=False)
+        self.console.print(describe_data(data))
         if data["left_out"] or data["heldout_left_out"]:
             self.console.print(_make_left_out_table(data))
         self.show_pair_costs(summary)

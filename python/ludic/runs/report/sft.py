@@ -51,20 +51,19 @@ class SFTReport(EpochsReport):
         before, after, data = summary["before"], summary["after"], summary["data"]
         if before is not None:
             later = f"{after['loss']:.4f} (perplexity {after['perplexity']:.3f})" if after else "not measured"
-            console.print(f"[bold]Held-out loss[/]: {before['loss']:.4f} before, {later} after", highlight=False)
+            console.print(f"[bold]Held-out loss[/]: {before['loss']:.4f} before, {later} after")
         if run.progress.phase == DONE and summary["steps"] < run.parts.steps:
             who = "Early stopping" if run.progress.stopped_by is None else run.progress.stopped_by["callback"]
-            console.print(f"{who} ended the run at step {summary['steps']} of {run.parts.steps}.", highlight=False, markup=False)
+            console.print(f"{who} ended the run at step {summary['steps']} of {run.parts.steps}.", markup=False)
         console.print(
             f"[bold]Data[/]: {data['samples']:,} samples of {data['tokens']:,} tokens, {data['trained_tokens']:,} of them trained; "
-            f"{data['samples_cut']:,} longer than max_seq_len were cut, {data['samples_cut_empty']:,} of them to nothing",
-            highlight=False,
+            f"{data['samples_cut']:,} longer than max_seq_len were cut, {data['samples_cut_empty']:,} of them to nothing"
         )
         if data["samples_without_end"]:
             missing = describe_missing_ends(data["samples_without_end"], run.parts.tokenizer)
-            console.print(missing, highlight=False, markup=False)
+            console.print(missing, markup=False)
         for line in draw_text_curve(self.losses):
-            console.print(line, highlight=False, markup=False)
+            console.print(line, markup=False)
         show_costs(console, summary)
 
     def list_files(self) -> tuple[dict[Path, str], dict[Path, str]]:

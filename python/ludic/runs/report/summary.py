@@ -158,13 +158,13 @@ def show_costs(console: Console, summary: Mapping[str, Any], *, speed: str = "")
     `memory`. `speed` ends the first."""
     wall_s, execution_s, peaks = summary["wall_s"], summary.get("execution_s"), summary["memory"]
     phases = ", ".join(f"{name.replace('_', ' ')} {seconds:.1f}" for name, seconds in summary["phases_s"].items())
-    console.print(f"[bold]Seconds[/]: {wall_s:.1f} in all; {phases}{speed}", highlight=False)
+    console.print(f"[bold]Seconds[/]: {wall_s:.1f} in all; {phases}{speed}")
     if execution_s is not None:
         share = execution_s / max(wall_s, 1e-9)
-        console.print(f"[bold]Programs[/] ran during {execution_s:.1f} s, {share:.0%} of the wall time", highlight=False)
-    console.print(format_padding(summary["padding"]), highlight=False)
+        console.print(f"[bold]Programs[/] ran during {execution_s:.1f} s, {share:.0%} of the wall time")
+    console.print(format_padding(summary["padding"]))
     gpu = f", {peaks['gpu_peak_mb']:,.0f} MiB on the GPU" if "gpu_peak_mb" in peaks else ""
-    console.print(f"[bold]Memory[/]: {peaks['process_peak_mb']:,.0f} MiB of this process at its peak{gpu}", highlight=False)
+    console.print(f"[bold]Memory[/]: {peaks['process_peak_mb']:,.0f} MiB of this process at its peak{gpu}")
 
 
 def make_table(title: str, columns: Sequence[str], *, right: Sequence[str] = ()) -> Table:
@@ -203,7 +203,7 @@ def describe_files(
 
 def show_files(console: Console, folder: Path, descriptions: Mapping[Path, str]) -> None:
     """Print the files in `folder` with their descriptions; those that do not exist are skipped."""
-    console.print(f"[bold]Written to[/] {folder}/", highlight=False)
+    console.print(f"[bold]Written to[/] {folder}/")
     for path, description in descriptions.items():
         if path.exists():
-            console.print(f"  {path.name:<16}{description}", highlight=False, markup=False)
+            console.print(f"  {path.name:<16}{description}", markup=False)
