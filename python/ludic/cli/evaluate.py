@@ -345,7 +345,8 @@ def _make_table(result: EvaluationResult) -> Any:
     size = f"{len(measurement.problems)} problems x {measurement.samples_per_problem}"
     columns = ("mean", f"{measurement.confidence:.0%} interval", "problems")
     table = make_table(f"Held-out problems: {size}", ("", *columns), right=columns)
-    k, rows = measurement.samples_per_problem, dict[str, Interval]()
+    k = measurement.samples_per_problem
+    rows: dict[str, Interval] = {}
     if result.solved_at is not None:
         rows[f"accuracy (avg@{k})" if k > 1 else "accuracy"] = measurement.accuracy
         rows |= {f"pass@{k}": interval for k, interval in measurement.pass_at_k.items() if k > 1}

@@ -4,7 +4,7 @@ measure with `DPOTrainer`."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from ludic.errors import CheckpointError, ConfigError
@@ -188,5 +188,5 @@ class DPORun(PairsRun[DPORecipe, DPODirectory]):
             seed=recipe.seed,
         )
         earlier = read_answers(self.directory.answers, before=when)
-        write_jsonl(self.directory.answers, [*earlier, *answers.lines(when)])
+        write_jsonl(self.directory.answers, [*earlier, *({"when": when, **asdict(answer)} for answer in answers.sampled)])
         return answers.to_dict()

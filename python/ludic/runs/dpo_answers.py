@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +52,6 @@ class Answers:
             rates["well_formed"] = _share([answer.score is not None for answer in self.sampled])
             rates["score"] = _describe(mean_interval(scores)) if scores else None
         return {"answers": len(self.sampled), **rates}
-
-    def lines(self, when: str) -> list[dict[str, Any]]:
-        """The rows of answers.jsonl."""
-        return [{"when": when, **asdict(answer)} for answer in self.sampled]
 
 
 async def sample_answers(

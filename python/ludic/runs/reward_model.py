@@ -58,7 +58,7 @@ class RMRun(PairsRun[RMRecipe, RMDirectory]):
         """The `eval_` metrics on the held-out pairs, which are also drawn, and the accuracy on
         training pairs."""
         with self.timer.phase("evaluate"), watchdog.phase("evaluation"):
-            sample = trainer.evaluate(self.parts.data.sample(self.recipe.train_sample))
+            sample = trainer.evaluate(self.parts.data.train[: 2 * self.recipe.train_sample])
             measured = trainer.evaluate() if self.parts.data.heldout else {}
         if measured:
             if not self.directory.is_follower:

@@ -201,10 +201,10 @@ class TrainingRequests:
     def list_problems(self, number: int) -> list[RolloutRequest]:
         """The requests of batch `number`, one for each problem."""
         rng = Random(f"rollouts {self._seed} {number}")
-        return [self._make_one(rng, number, position) for position in range(self._section.prompts)]
-
-    def _make_one(self, rng: Random, number: int, position: int) -> RolloutRequest:
-        return make_request(self._choose_problem(rng, number, position), inference=self._inference, seed=rng.randrange(2**31))
+        return [
+            make_request(self._choose_problem(rng, number, position), inference=self._inference, seed=rng.randrange(2**31))
+            for position in range(self._section.prompts)
+        ]
 
     def _choose_problem(self, rng: Random, number: int, position: int) -> Episode:
         """Problem `position` of batch `number`."""

@@ -116,8 +116,14 @@ def run_logger(
     for each phase, since the steps of each start at 1."""
     names = parse_trackers(recipe.report_to)
     with ExitStack() as opened:
-        run = TrackerRun(recipe, directory, phase, *_read_or_make_id(directory)) if names else None
-        trackers = [_start_tracker(opened, name, run, screen) for name in names if run is not None]
+        trackers = []
+        if names:  # a resumed run continues the tracker's run of its id
+            known = directory.path / "tracking_id"
+            is_resumed = known.is_file()
+            if not is_resumed:
+                write_text(known, secrets.token_hex(8) + "\n")
+            run = TrackerRun(recipe, directory, phase, known.read_text(encoding="utf-8").strip(), is_resumed)
+            trackers = [_start_tracker(opened, name, run, screen) for name in names]
         written = opened.enter_context(JSONLLogger(directory.metrics))
         name = directory.path.name
         shown = opened.enter_context(screen.logger(phase, keys=keys, spark_key=spark_key, last_step=last_step, run_name=name))
@@ -162,17 +168,6 @@ def _describe_place(tracker: Tracker, run: TrackerRun) -> str:
     if isinstance(tracker, MlflowLogger) and tracker.tracking_uri is not None:
         return f"mlflow ui --backend-store-uri {tracker.tracking_uri}"
     return f"run {run.name}"
-
-
-def _read_or_make_id(directory: RunDirectory) -> tuple[str, bool]:
-    """(id of the run for trackers, whether an earlier process made it). A resumed run continues
-    the tracker's run of that id."""
-    path = directory.path / "tracking_id"
-    if path.is_file():
-        return path.read_text(encoding="utf-8").strip(), True
-    run_id = secrets.token_hex(8)
-    write_text(path, run_id + "\n")
-    return run_id, False
 
 
 class PhaseLogger:

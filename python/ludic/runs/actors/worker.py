@@ -27,7 +27,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any, cast
@@ -66,53 +66,6 @@ APPEAR_S = 5.0
 """How long an announced version may be absent while it is replaced."""
 SERVE_S = 30.0
 """How long servers may serve an older version than was announced."""
-
-
-@dataclass
-class ActorParts:
-    """What an actor needs of a run: no algorithm, no optimizer, no adapters, since published
-    weights have them merged."""
-
-    task: EpisodicTask
-    model: Any
-    tokenizer: Any
-
-    @classmethod
-    def build(cls, recipe: Recipe) -> ActorParts:
-        """Build the parts from a recipe. The weights of the model belong to no version yet."""
-        check_actors(recipe)
-        task = build_episodic_task(recipe)
-        check_rollouts(recipe, task)
-        seed_everything(recipe)
-        model, tokenizer = build_policy(recipe)
-        task = add_reward_model(recipe, task, tokenizer)
-        # As in a run without actors: with batches ahead its sampler has a copy without gradients,
-        # of which torch computes other last digits.
-        model.requires_grad_(recipe.inference.batches_ahead == 0)
-        return cls(task, model.to(recipe.trainer.model_device), tokenizer)
-
-
-class EntryPlayer:
-    """Plays the entry of a number. The result depends on the recipe, the number and the weights,
-    not on what the process played before."""
-
-    def __init__(self, recipe: Recipe, task: EpisodicTask, client: ChatClient, model_name: str) -> None:
-        self._recipe, self._task = recipe, task
-        self._requests = NumberedRequests(task, recipe)
-        self._engine = make_engine(task, client, model_name=model_name, system_prompt=recipe.rollout.system_prompt, trained=True)
-
-    async def play(self, work: Work) -> PlayedRollouts:
-        """The rollouts of the entry, without groups in which an episode failed. Raises RolloutError
-        if none is left."""
-        number = work.number
-        seed_phase(self._recipe.seed, f"entry {number}")  # for tasks that draw from the global generators
-        self._engine.load_state_dict({"episodes": number * self._requests.episodes_per_entry})
-        return await self._engine.generate_rollouts(
-            self._requests(number),
-            max_steps=self._task.max_turns,
-            concurrency=self._recipe.rollout.concurrency,
-            for_training=True,
-        )
 
 
 class LocalWeights:
@@ -206,22 +159,34 @@ async def _sample(recipe: Recipe, directory: RunDirectory, name: str) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop_on, number)
-    parts = ActorParts.build(recipe)
+    task, model, tokenizer = _build(recipe)
     async with AsyncExitStack() as opened:
-        opened.push_async_callback(parts.task.aclose)
+        opened.push_async_callback(task.aclose)
         try:
-            client, model_name, weights = await _open_client(recipe, parts, directory, opened, stop)
+            client, model_name, weights = await _open_client(recipe, model, tokenizer, directory, opened, stop)
         except Interrupted:
             return 128 + signals[0]
         log = open_queue(recipe.queue, directory.path)
         opened.callback(log.disconnect)
-        player = EntryPlayer(recipe, parts.task, client, model_name)
+        requests = NumberedRequests(task, recipe)
+        engine = make_engine(task, client, model_name=model_name, system_prompt=recipe.rollout.system_prompt, trained=True)
+
+        async def play(work: Work) -> PlayedRollouts:
+            """The rollouts of the entry, without groups in which an episode failed: they depend on
+            the recipe, the number of the entry and the weights, not on what the process played
+            before. Raises RolloutError if none is left."""
+            seed_phase(recipe.seed, f"entry {work.number}")  # for tasks that draw from the global generators
+            engine.load_state_dict({"episodes": work.number * requests.episodes_per_entry})
+            return await engine.generate_rollouts(
+                requests(work.number), max_steps=task.max_turns, concurrency=recipe.rollout.concurrency, for_training=True
+            )
+
         print(f"{name} samples for {directory.path}", flush=True)
         if recipe.place.on == "slurm":
             await wait_until_open(log, QueueRetryPolicy(recipe.queue.patience_s), stop)
         await run_actor(
             log,
-            play=player.play,
+            play=play,
             weights=weights.load,
             actor=name,
             stop=stop,
@@ -232,16 +197,32 @@ async def _sample(recipe: Recipe, directory: RunDirectory, name: str) -> int:
     return 128 + signals[0] if signals else 0
 
 
+def _build(recipe: Recipe) -> tuple[EpisodicTask, Any, Any]:
+    """The task, the model and the tokenizer: an actor needs no algorithm, no optimizer, and no
+    adapters, since published weights have them merged. The weights of the model belong to no
+    version yet."""
+    check_actors(recipe)
+    task = build_episodic_task(recipe)
+    check_rollouts(recipe, task)
+    seed_everything(recipe)
+    model, tokenizer = build_policy(recipe)
+    task = add_reward_model(recipe, task, tokenizer)
+    # As in a run without actors: with batches ahead its sampler has a copy without gradients, of
+    # which torch computes other last digits.
+    model.requires_grad_(recipe.inference.batches_ahead == 0)
+    return task, model.to(recipe.trainer.model_device), tokenizer
+
+
 async def _open_client(
-    recipe: Recipe, parts: ActorParts, directory: RunDirectory, opened: AsyncExitStack, stop: asyncio.Event
+    recipe: Recipe, model: Any, tokenizer: Any, directory: RunDirectory, opened: AsyncExitStack, stop: asyncio.Event
 ) -> tuple[ChatClient, str, LocalWeights | ServerWeights | RestartedWeights]:
     """(client, name of the model, how it gets a version)."""
     if choose_kind(recipe.inference) == "vllm":
         sampler = await opened.enter_async_context(
             open_sampler(
                 recipe,
-                parts.model,
-                parts.tokenizer,
+                model,
+                tokenizer,
                 directory.model,
                 log=directory.server_log,
                 note=print,
@@ -254,8 +235,8 @@ async def _open_client(
         return sampler.client, sampler.model_name, ServerWeights(cast(VersionedClient, sampler.client))
     convention = choose_logprob_convention(recipe.rollout)
     client = LocalChatClient(
-        parts.model,
-        parts.tokenizer,
+        model,
+        tokenizer,
         max_batch_size=recipe.rollout.concurrency,
         logprobs_mode="processed" if convention.processed else "raw",
     )

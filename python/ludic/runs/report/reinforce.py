@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ludic.eval.intervals import Interval, difference_interval
@@ -165,15 +165,25 @@ def build_outcome(
         idle_steps=count_idle(every_line),
         reward_is_score=task.reward_is_score,
         clip_fraction=sum(clipped) / len(clipped) if clipped else None,
+        stopped_by=(progress.stopped_by or {"callback": "Early stopping"})["callback"],
     )
-    closing_facts = replace(closing_facts, stopped_by=(progress.stopped_by or {}).get("callback", closing_facts.stopped_by))
+    measured = {name: evaluation for name, evaluation in (("before", before), ("after", after)) if evaluation}
+    last = after or before
+    graded = last.by_problem.get("sampled_reward", ()) if last else ()
     summary = Summary(
         **provenance(progress, model=recipe.model, algorithm=recipe.algorithm),
         before=before.rates() if before else None,
         after=after.rates() if after else None,
-        solved_at=next((evaluation.solved_at for evaluation in (before, after) if evaluation is not None), None),
-        intervals={name: _list_intervals(measured) for name, measured in (("before", before), ("after", after)) if measured},
-        heldout=_count_heldout(after or before),
+        solved_at=next((evaluation.solved_at for evaluation in measured.values()), None),
+        intervals={
+            when: {
+                name: [interval.low, interval.high]
+                for name in evaluation.rates()
+                if (interval := evaluation.interval(name)) is not None
+            }
+            for when, evaluation in measured.items()
+        },
+        heldout={"problems": sum(value is not None for value in graded), "answers": last.num_sampled} if last else {},
         wall_s=round(progress.seconds.get("wall", 0.0), 2),
         phases_s=sum_phases(progress.seconds, reinforce, own=("set_up", "warm_up", "evaluate"), timed=_TRAINER_PHASES),
         execution_s=round(progress.seconds["execution"], 2) if "execution" in progress.seconds else None,
@@ -204,18 +214,6 @@ def build_outcome(
         no_accuracy=success.why_unknown("evaluation.solved_at") if before and summary.solved_at is None else None,
         measured=[(line["step"], _read_rates(line)) for line in every_line if line.get("eval/step") == line["step"]],
     )
-
-
-def _list_intervals(evaluation: Evaluation) -> dict[str, list[float | None]]:
-    intervals = {name: evaluation.interval(name) for name in evaluation.rates()}
-    return {name: [interval.low, interval.high] for name, interval in intervals.items() if interval is not None}
-
-
-def _count_heldout(evaluation: Evaluation | None) -> dict[str, int]:
-    if evaluation is None:
-        return {}
-    graded = evaluation.by_problem.get("sampled_reward", ())
-    return {"problems": sum(value is not None for value in graded), "answers": evaluation.num_sampled}
 
 
 def _read_rates(line: Mapping[str, float]) -> dict[str, float]:
@@ -252,8 +250,14 @@ def show_report(console: Console, outcome: Outcome, directory: RunDirectory) -> 
         console.print(outcome.no_accuracy, markup=False)
     if outcome.before is not None and outcome.after is not None:
         console.print(_make_answers_table(outcome, {"before": outcome.before, "after": outcome.after}))
-    if outcome.measured:
-        console.print(_make_evaluations_table(outcome))
+    if outcome.measured:  # thinned evenly, from the last backwards
+        names = list(outcome.measured[-1][1])[:_DRAWN]
+        columns = ("step", *(label_rate(outcome.task, name) for name in names))
+        table = make_table(f"Measured during training: {len(outcome.measured)} times", columns, right=columns)
+        stride = -(-len(outcome.measured) // _SHOWN_EVALUATIONS)
+        for step, rates in reversed(outcome.measured[::-1][::stride]):
+            table.add_row(str(step), *(f"{rates[name]:.3f}" if name in rates else "" for name in names))
+        console.print(table)
     for line in draw_text_curve(outcome.rewards):
         console.print(line, markup=False)
     show_costs(console, vars(outcome.summary))
@@ -295,17 +299,6 @@ def _format_rate(evaluation: Evaluation, name: str) -> str:
     interval = evaluation.interval(name)
     value = f"{evaluation.rates()[name]:.3f}"
     return value if interval is None or interval.low is None else f"{value}\n{interval.low:.3f} to {interval.high:.3f}"
-
-
-def _make_evaluations_table(outcome: Outcome) -> Any:
-    """Evaluations during training, evenly thinned from the last backwards."""
-    names = list(outcome.measured[-1][1])[:_DRAWN]
-    columns = ("step", *(label_rate(outcome.task, name) for name in names))
-    table = make_table(f"Measured during training: {len(outcome.measured)} times", columns, right=columns)
-    stride = -(-len(outcome.measured) // _SHOWN_EVALUATIONS)
-    for step, rates in reversed(outcome.measured[::-1][::stride]):
-        table.add_row(str(step), *(f"{rates[name]:.3f}" if name in rates else "" for name in names))
-    return table
 
 
 def _make_answers_table(outcome: Outcome, measured: Mapping[str, Evaluation]) -> Any:
@@ -417,28 +410,18 @@ class Facts:
         return 0 < self.steps == self.idle_steps
 
 
-def collect_facts(
-    before: Evaluation | None,
-    after: Evaluation | None,
-    *,
-    requested_steps: int,
-    steps: int,
-    idle_steps: int,
-    reward_is_score: bool,
-    clip_fraction: float | None,
-) -> Facts:
-    """`before` and `after` as `make_comparable` gives them."""
-    common = {"requested_steps": requested_steps, "steps": steps, "idle_steps": idle_steps, "clip_fraction": clip_fraction}
+def collect_facts(before: Evaluation | None, after: Evaluation | None, *, reward_is_score: bool, **known: Any) -> Facts:
+    """`before` and `after` as `make_comparable` gives them. `known`: facts of other sources."""
     if before is None or after is None:
-        return Facts(**common, measured=after is not None)  # type: ignore[arg-type]
+        return Facts(**known, measured=after is not None)
     scored = SCORE_INFO in before.facts and SCORE_INFO in after.facts and not reward_is_score
-    shares = before.sampled_right, after.sampled_right
+    is_marked = before.sampled_right is not None and after.sampled_right is not None
     return Facts(
-        **common,  # type: ignore[arg-type]
+        **known,
         reward=Change.between(before, after, "sampled_reward"),
         score=Change.between(before, after, SCORE_INFO) if scored else None,
         reward_is_score=reward_is_score,
-        right=None if None in shares else shares,  # type: ignore[arg-type]
+        right=(before.sampled_right, after.sampled_right) if is_marked else None,  # type: ignore[arg-type]
     )
 
 

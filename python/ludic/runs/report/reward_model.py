@@ -39,7 +39,12 @@ class RMReport(PairsReport):
 
     def show(self, summary: Mapping[str, Any]) -> None:
         if "eval_loss" in summary:
-            self.console.print(_make_criteria_table(summary))
+            title = f"{summary['eval_num_pairs']:,.0f} held-out pairs"
+            table = make_table(title, ("", "measured", "should be", ""), right=("measured",))
+            for name, (rule, value_of, holds) in CRITERIA.items():
+                value = value_of(summary)
+                table.add_row(name, f"{value:.4f}", rule, "[green]✓[/]" if holds(value) else "[red]✗[/]")
+            self.console.print(table)
             if self.run.progress.early_stopping is not None:
                 self.console.print(
                     "Early stopping chose the weights by these same pairs, so the figures are slightly optimistic; for figures to "
@@ -48,24 +53,11 @@ class RMReport(PairsReport):
         self.show_best_accuracy(summary)
         data = summary["data"]
         self.console.print(describe_data(data))
-        if data["left_out"] or data["heldout_left_out"]:
-            self.console.print(_make_left_out_table(data))
+        trained, heldout = data["left_out"], data["heldout_left_out"]
+        if trained or heldout:
+            counts = ("left out", "of the held-out data")
+            table = make_table("Rows that make no pair", ("", *counts), right=counts)
+            for reason in sorted({*trained, *heldout}):
+                table.add_row(reason.replace("_", " "), f"{trained.get(reason, 0):,}", f"{heldout.get(reason, 0):,}")
+            self.console.print(table)
         self.show_pair_costs(summary)
-
-
-def _make_left_out_table(data: Mapping[str, Any]) -> Any:
-    counts = ("left out", "of the held-out data")
-    table = make_table("Rows that make no pair", ("", *counts), right=counts)
-    trained, heldout = data["left_out"], data["heldout_left_out"]
-    for reason in sorted({*trained, *heldout}):
-        table.add_row(reason.replace("_", " "), f"{trained.get(reason, 0):,}", f"{heldout.get(reason, 0):,}")
-    return table
-
-
-def _make_criteria_table(summary: Mapping[str, Any]) -> Any:
-    title = f"{summary['eval_num_pairs']:,.0f} held-out pairs"
-    table = make_table(title, ("", "measured", "should be", ""), right=("measured",))
-    for name, (rule, value_of, holds) in CRITERIA.items():
-        value = value_of(summary)
-        table.add_row(name, f"{value:.4f}", rule, "[green]✓[/]" if holds(value) else "[red]✗[/]")
-    return table
