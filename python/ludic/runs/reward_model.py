@@ -1,19 +1,21 @@
-"""Reward-model training: read the pairs, train, measure with `RMTrainer`."""
+"""Reward-model training: read the pairs, train, measure with `RMTrainer`, report."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 from ludic.files.atomic import write_text
+from ludic.models.quantization import count_weights
 from ludic.recipes.build import build_config, check_callbacks
 from ludic.recipes.epochs_schema import RMRecipe
 from ludic.recipes.model import build_reward_model, build_tokenizer, check_adapters, choose_padding_token, is_shared_out
 from ludic.runs.data.pairs import PairData
 from ludic.runs.directory import DONE, RMDirectory
-from ludic.runs.epochs import PairsParts, PairsRun, check_heldout, count_steps
-from ludic.runs.report.reward_model import RMReport
+from ludic.runs.epochs import PairsParts, PairsRun, check_heldout, count_steps, describe_data
 from ludic.runs.report.scores import encode_scores
+from ludic.runs.report.summary import make_table
 from ludic.runs.seeding import seed_everything
 from ludic.runs.shared_model import check_sharding_settings, choose_precision, place_model
 from ludic.training import ranks, watchdog
@@ -24,8 +26,29 @@ from ludic.training.rm_trainer import RMTrainer, RMTrainerConfig
 KEYS = ["train/loss", "train/accuracy", "train/margin", "train/grad_norm"]
 
 
+CRITERIA: dict[str, tuple[str, Callable[[Mapping[str, float]], float], Callable[[float], bool]]] = {
+    "held-out accuracy": ("over 60 %", lambda summary: summary["eval_pairwise_accuracy"], lambda value: value > 0.6),
+    "median margin": ("over 0", lambda summary: summary["eval_margin_p50"], lambda value: value > 0),
+    "negative margins": ("under 40 %", lambda summary: summary["eval_negative_margin_rate"], lambda value: value < 0.4),
+    "calibration error": ("under 0.15", lambda summary: summary["eval_ece"], lambda value: value < 0.15),
+    "train-test gap": (
+        "under 15 points",
+        lambda summary: summary["train_pairwise_accuracy"] - summary["eval_pairwise_accuracy"],
+        lambda value: value < 0.15,
+    ),
+}
+"""Name -> (rule in words, value, rule). A reward model that breaks one should not be optimised
+against."""
+
+
 class RMRun(PairsRun[RMRecipe, RMDirectory]):
-    """Training on pairs, and the metrics on held-out pairs."""
+    """Training on pairs, and the metrics on held-out pairs. Its summary.json has the `eval_`
+    metrics and `train_pairwise_accuracy` once the run is finished, the `eval_` metrics only if
+    pairs are held out."""
+
+    accuracy, heldout_accuracy = "accuracy", "pairwise_accuracy"
+    margins = "the score differences of the held-out pairs"
+    method = "reward model"
 
     @classmethod
     def build(cls, recipe: RMRecipe, note: Callable[[str], None]) -> PairsParts:
@@ -51,9 +74,6 @@ class RMRun(PairsRun[RMRecipe, RMDirectory]):
         self.progress.after = self._measure(trainer)
         self.end_phase(DONE)
 
-    def conclude(self) -> str:
-        return RMReport(self).conclude()
-
     def _measure(self, trainer: RMTrainer) -> dict[str, float]:
         """The `eval_` metrics on the held-out pairs, which are also drawn, and the accuracy on
         training pairs."""
@@ -68,3 +88,33 @@ class RMRun(PairsRun[RMRecipe, RMDirectory]):
             accuracy, pairs = measured["eval_pairwise_accuracy"], measured["eval_num_pairs"]
             self.screen.note(f"Held-out accuracy {accuracy:.4f} on {pairs:,.0f} pairs")
         return {**measured, "train_pairwise_accuracy": sample["eval_pairwise_accuracy"]}
+
+    def list_facts(self) -> dict[str, Any]:
+        trained, frozen = (count_weights(self.parts.model, trained=flag) for flag in (True, False))
+        counts = {"parameters": trained + frozen, "trained_parameters": trained}
+        return {**(self.progress.after or {}), **super().list_facts(), **counts}
+
+    def show(self, summary: Mapping[str, Any]) -> None:
+        if "eval_loss" in summary:
+            title = f"{summary['eval_num_pairs']:,.0f} held-out pairs"
+            table = make_table(title, ("", "measured", "should be", ""), right=("measured",))
+            for name, (rule, value_of, holds) in CRITERIA.items():
+                value = value_of(summary)
+                table.add_row(name, f"{value:.4f}", rule, "[green]✓[/]" if holds(value) else "[red]✗[/]")
+            self.screen.console.print(table)
+            if self.progress.early_stopping is not None:
+                self.screen.console.print(
+                    "Early stopping chose the weights by these same pairs, so the figures are slightly optimistic; for figures to "
+                    "publish, measure on other pairs (heldout_data=FILE in a separate run with steps=0)"
+                )
+        self.show_best_accuracy(summary)
+        data = summary["data"]
+        self.screen.console.print(describe_data(data))
+        trained, heldout = data["left_out"], data["heldout_left_out"]
+        if trained or heldout:
+            counts = ("left out", "of the held-out data")
+            table = make_table("Rows that make no pair", ("", *counts), right=counts)
+            for reason in sorted({*trained, *heldout}):
+                table.add_row(reason.replace("_", " "), f"{trained.get(reason, 0):,}", f"{heldout.get(reason, 0):,}")
+            self.screen.console.print(table)
+        self.show_pair_costs(summary)
