@@ -199,7 +199,9 @@ def read_number(rollout: Rollout, key: str) -> float:
         return _OWN[key](rollout)
     info = rollout.steps[-1].info if rollout.steps else {}
     for source in (info, rollout.meta):
-        value = _look_up(source, key)
+        value: Any = source
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
         if isinstance(value, bool | int | float):
             return float(value)
     available = [
@@ -207,13 +209,6 @@ def read_number(rollout: Rollout, key: str) -> float:
         *(name for source in (info, rollout.meta) for name, value in source.items() if isinstance(value, bool | int | float)),
     ]
     raise DataError(f"--keep: rollout {rollout.id} has no number {key!r}; it has {', '.join(dict.fromkeys(available))}")
-
-
-def _look_up(source: Mapping[str, Any], key: str) -> Any:
-    value: Any = source
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return value
 
 
 def _syntax_error(text: str, at: int, expected: str) -> ConfigError:

@@ -21,12 +21,11 @@ from ludic.recipes.model import add_adapters, is_shared_out, recomputes_activati
 from ludic.recipes.schema import Recipe
 from ludic.runs.checkpoints import find_latest_checkpoint, keep_schedule, rewind_logs
 from ludic.runs.directory import DONE, Progress, RunDirectory
+from ludic.runs.loggers import Screen, run_logger
 from ludic.runs.model_card import try_card
-from ludic.runs.screen import Screen
 from ludic.runs.seeding import seed_phase
 from ludic.runs.shared_model import GatheredEvaluator, SharedModel, describe_precision
 from ludic.runs.stop_request import make_stop_request
-from ludic.runs.tracking import run_logger
 from ludic.tasks import EpisodicTask
 from ludic.training import ranks, watchdog
 from ludic.training.batching.shared_batches import SharedBatches

@@ -128,8 +128,7 @@ class RunCommand:
     def _build(self, recipe: Any, console: Console) -> tuple[type[TrainingRun[Any, Any, Any]], Any, Any]:
         """The class of the run, its screen and its parts. With several ranks, an error on one of
         them is raised on all, before there is a folder."""
-        from ludic.runs.screen import Screen
-        from ludic.runs.tracking import check_trackers
+        from ludic.runs.loggers import Screen, check_trackers
         from ludic.training import ranks
         from ludic.training.backend.precision import check_precision
 

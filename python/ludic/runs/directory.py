@@ -12,6 +12,7 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -429,16 +430,13 @@ def _list_candidates(path: Path) -> Iterator[Path]:
 
 def collect_versions() -> dict[str, str]:
     """Versions of ludic, Python, torch and transformers, read without importing them."""
-    return {
-        "ludic": _find_version("ludic"),
+    found = {
+        "ludic": "not installed",
         "python": platform.python_version(),
-        "torch": _find_version("torch"),
-        "transformers": _find_version("transformers"),
+        "torch": "not installed",
+        "transformers": "not installed",
     }
-
-
-def _find_version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
+    for package in ("ludic", "torch", "transformers"):
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found

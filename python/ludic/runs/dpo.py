@@ -31,8 +31,8 @@ from ludic.runs.data.pairs import PairData
 from ludic.runs.directory import DONE, DPODirectory
 from ludic.runs.dpo_answers import read_answers, sample_answers
 from ludic.runs.epochs import PairsParts, PairsRun, check_heldout, count_steps, describe_data
+from ludic.runs.loggers import Screen
 from ludic.runs.report.summary import make_table
-from ludic.runs.screen import Screen
 from ludic.runs.seeding import seed_everything
 from ludic.runs.shared_model import check_sharding_settings, choose_precision, place_model
 from ludic.runs.stop_request import Interrupted

@@ -88,13 +88,23 @@ def run_on_ranks(section: RanksSection, work: Callable[[Console, RankLog | None]
     from rich.console import Console
 
     from ludic.training import ranks
+    from ludic.training.ranks.rendezvous import Failure
+
+    def lead(console: Console) -> tuple[int, str]:
+        try:
+            return work(console, None)
+        except KeyboardInterrupt:  # a second Ctrl-C ends it immediately, and the other ranks are told
+            meeting = ranks.current_rendezvous()
+            if meeting is not None:
+                meeting.report_failure(Failure(0, meeting.host, "interrupted", INTERRUPTED))
+            raise
 
     environment = read_rank_environment(port=section.port)
     assert environment is not None
     timeouts = {"timeout_s": section.timeout_s, "rendezvous_timeout_s": section.rendezvous_timeout_s}
     with ranks.joined(environment, **timeouts, exit_code=rank_exit_status), _watched(environment, section):
         if environment.rank == 0:
-            return run_with_console(lambda console: _lead(work, console), json_only=json_only)
+            return run_with_console(lead, json_only=json_only)
         with RankLog(environment.rank) as log, log.in_use():
             return work(Console(file=cast(IO[str], log), soft_wrap=True, highlight=False), log)[0]
 
@@ -117,20 +127,6 @@ def ended_as_rank() -> Iterator[None]:
         with suppress(OSError, ValueError):
             stream.flush()
     os._exit(code)
-
-
-def _lead(work: Callable[[Console, RankLog | None], tuple[int, str]], console: Console) -> tuple[int, str]:
-    """`work` on rank 0. The other ranks are told of a second Ctrl-C, which ends it immediately."""
-    from ludic.training import ranks
-    from ludic.training.ranks.rendezvous import Failure
-
-    try:
-        return work(console, None)
-    except KeyboardInterrupt:
-        meeting = ranks.current_rendezvous()
-        if meeting is not None:
-            meeting.report_failure(Failure(0, meeting.host, "interrupted", INTERRUPTED))
-        raise
 
 
 @contextmanager

@@ -29,6 +29,7 @@ from ludic.runs.control import check_control, open_control
 from ludic.runs.data.sft import Warmup
 from ludic.runs.directory import DONE, RunDirectory
 from ludic.runs.held_out import Evaluation, check_watched_metrics, list_measured, make_held_out
+from ludic.runs.loggers import Screen
 from ludic.runs.report.reinforce import build_outcome, draw_rewards, show_report
 from ludic.runs.rollouts import (
     OverSampledRollouts,
@@ -39,7 +40,6 @@ from ludic.runs.rollouts import (
     make_training_requests,
 )
 from ludic.runs.sampler import Sampler, check_inference, make_preflight, open_sampler
-from ludic.runs.screen import Screen
 from ludic.runs.seeding import seed_everything
 from ludic.runs.shared_model import check_sampling, check_sharding_settings, choose_precision, place_model
 from ludic.runs.stop_request import Interrupted
@@ -173,11 +173,11 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
         recipe, progress = self.recipe, self.progress
         hashed = config_hash(recipe, schedule_steps=progress.schedule_steps)
         outcome = build_outcome(progress, self.directory, self.parts.task, recipe, config_hash=hashed)
-        outcome.summary.write(self.directory)
+        text = outcome.summary.write(self.directory)
         if outcome.rewards:
             draw_rewards(outcome, self.directory, f"{recipe.recipe}, {recipe.algorithm}, seed {recipe.seed}")
         show_report(self.screen.console, outcome, self.directory)
-        return outcome.summary.to_json()
+        return text
 
     async def _warm_up(self) -> None:
         recipe, parts = self.recipe, self.parts

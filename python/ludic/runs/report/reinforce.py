@@ -5,13 +5,11 @@ Each closing sentence is printed only if the numbers support it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ludic.eval.intervals import Interval, difference_interval
-from ludic.files.atomic import write_text
 from ludic.runs.directory import Progress, RunDirectory
 from ludic.runs.held_out import Answer, Evaluation, make_comparable
 from ludic.runs.report.curve import draw_text_curve, write_picture
@@ -25,6 +23,7 @@ from ludic.runs.report.summary import (
     show_files,
     sum_padding,
     sum_phases,
+    write_summary,
 )
 from ludic.tasks.episodic import logged_names
 from ludic.tasks.rewards import success_of
@@ -111,12 +110,10 @@ class Summary:
     seed: int
     config_hash: str
 
-    def to_json(self) -> str:
+    def write(self, directory: RunDirectory) -> str:
+        """Write summary.json, and return its text."""
         content = {name: value for name, value in vars(self).items() if name != "execution_s" or value is not None}
-        return json.dumps(content, indent=2) + "\n"
-
-    def write(self, directory: RunDirectory) -> None:
-        write_text(directory.summary, self.to_json())
+        return write_summary(directory, content)
 
 
 @dataclass(frozen=True)

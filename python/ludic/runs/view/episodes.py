@@ -51,13 +51,14 @@ class EpisodeTable:
         `trainer_logps`: what a `TokenLog` wrote."""
         if not log.is_file():
             return
-        total = _count_lines(log)
+        with log.open("rb") as file:
+            total = sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
         self.counts[number] = total
         stride, size = max(1, -(-total // self.limit)), 0
         known: dict[int, int] = {}
         groups: dict[Any, int] = {}
         own = {} if trainer_logps is None else _read_token_log(trainer_logps)
-        for record, length in _read_blocks(log, stride):
+        for record, length in _read_lines(log, stride):
             size += length
             if size > MAX_BYTES:
                 break
@@ -148,14 +149,8 @@ def _read_object(content: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 def _read_token_log(path: Path) -> TrainerLogps:
     """The last line of each step. Tokens that the trainer has no value for are None."""
-    if not path.is_file():
-        return {}
     found: TrainerLogps = {}
-    for line in path.read_bytes().splitlines():
-        try:
-            record = parse_object(line, str(path))
-        except DataError:
-            continue
+    for record, _ in _read_lines(path) if path.is_file() else ():
         logps, skipped, step = record.get("logps"), record.get("skipped"), record.get("step")
         if isinstance(logps, list) and isinstance(step, int):
             found[str(record.get("id")), step] = [None] * int(skipped == 1) + logps
@@ -166,14 +161,9 @@ def _read_failures(log: Path) -> list[tuple[dict[str, Any], int]]:
     """(record, bytes) of the lines that `append_failures` wrote, without repetitions. An episode
     that is played again differs in its `group_id`, which is drawn."""
     found: dict[str, tuple[dict[str, Any], int]] = {}
-    with log.open("rb") as file:
-        for place, line in enumerate(file):
-            try:
-                record = parse_object(line, f"{log}:{place + 1}")
-            except DataError:
-                continue
-            meta = {key: value for key, value in _read_object(record, "meta").items() if key != "group_id"}
-            found.setdefault(json.dumps({**record, "meta": meta}, sort_keys=True), (record, len(line)))
+    for record, size in _read_lines(log):
+        meta = {key: value for key, value in _read_object(record, "meta").items() if key != "group_id"}
+        found.setdefault(json.dumps({**record, "meta": meta}, sort_keys=True), (record, size))
     return list(found.values())
 
 
@@ -196,7 +186,7 @@ def _find_flags(steps: Sequence[Mapping[str, Any]], meta: Mapping[str, Any]) -> 
     return "c" * cut + "p" * refused + "t" * is_truncated
 
 
-def _read_blocks(log: Path, stride: int) -> Iterator[tuple[dict[str, Any], int]]:
+def _read_lines(log: Path, stride: int = 1) -> Iterator[tuple[dict[str, Any], int]]:
     """(record, bytes) of the lines in every `stride`-th block of `BLOCK` lines. Incomplete lines,
     as a killed process leaves them, are skipped."""
     with log.open("rb") as file:
@@ -206,11 +196,6 @@ def _read_blocks(log: Path, stride: int) -> Iterator[tuple[dict[str, Any], int]]
                     yield parse_object(line, f"{log}:{place + 1}"), len(line)
                 except DataError:
                     continue
-
-
-def _count_lines(log: Path) -> int:
-    with log.open("rb") as file:
-        return sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
 
 
 def _number(value: Any) -> float:
