@@ -16,6 +16,7 @@ from ludic.cli.app import app
 from ludic.errors import ConfigError
 from ludic.recipes.compose import compose, config_hash
 from ludic.recipes.epochs_schema import compose_sft
+from ludic.runs import loggers
 from ludic.runs.directory import RunDirectory
 from ludic.runs.loggers import Screen, parse_trackers, run_logger
 

@@ -14,9 +14,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from rich.console import Console
+from rich.console import Console
 
+if TYPE_CHECKING:
     from ludic.runs.memory_estimate import MemoryEstimate
 
 REQUIRED = ("ludic", "torch", "transformers", "peft", "numpy", "safetensors", "hydra-core", "rich", "openai")
@@ -60,8 +60,6 @@ def show(report: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(report, indent=2))
         return
-    from rich.console import Console
-
     console = Console(soft_wrap=True, highlight=False)
     console.print(f"[bold]Python[/] {report['python']} on {report['platform']}")
     console.print("\n[bold]Packages[/]")

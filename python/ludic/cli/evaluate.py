@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any, Optional, cast
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from rich.console import Console
+from rich.progress import Progress
 
 from ludic.cli.settings import expand_run_folder
 from ludic.errors import ConfigError
@@ -32,10 +34,9 @@ from ludic.recipes.rules import check_settings, setting
 from ludic.recipes.schema import Recipe
 from ludic.runs.console import quiet_libraries, run_with_console
 from ludic.runs.report.summary import make_table, show_files
+from ludic.types import Rollout
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from ludic.eval import Interval, Measurement, ProblemEvaluator
     from ludic.inference import ChatClient
     from ludic.inference.local.client import LocalChatClient
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
     from ludic.tasks.episodic import Shown
     from ludic.tasks.rewards import Success
     from ludic.training.rollouts.engine import RolloutEngine
-    from ludic.types import Rollout
 
 
 def eval_command(arguments: Sequence[str], *, json_only: bool, print_config: bool) -> int:
@@ -65,8 +65,6 @@ def eval_command(arguments: Sequence[str], *, json_only: bool, print_config: boo
 async def _evaluate(recipe: Recipe, settings: EvalSettings, console: Console) -> str:
     """Play the episodes, measure, write and show; returns the summary as JSON. All settings are
     checked before the folder is made."""
-    from rich.progress import Progress
-
     from ludic.recipes.build import build_episodic_task
     from ludic.runs.rollouts import make_engine
     from ludic.tasks.rewards import success_of

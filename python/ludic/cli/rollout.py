@@ -24,19 +24,17 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console
 
 from ludic.cli.settings import expand_run_folder
 from ludic.errors import ConfigError, DataError
 from ludic.list_fields import stored
 from ludic.recipes.compose import choose_devices, compose
+from ludic.recipes.schema import Recipe
 from ludic.runs.console import INTERRUPTED, quiet_libraries, run_with_console
 from ludic.types import Rollout
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from ludic.recipes.schema import Recipe
 
 
 @dataclass

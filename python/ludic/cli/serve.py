@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Literal, cast
 
+from rich.console import Console
+
 from ludic.errors import ConfigError, InferenceError
 from ludic.inference.servers.server_secret import VARIABLE, is_loopback_host, secret_file
 from ludic.inference.vllm.in_server.flags import WeightBackend
@@ -65,8 +67,6 @@ class ServeSettings:
 def serve_command(settings: ServeSettings) -> int:
     """Serve until a signal or until the server ends, and show its output. Returns the exit status 0
     after a signal; raises InferenceError if the server ended by itself."""
-    from rich.console import Console
-
     console = Console(stderr=True, highlight=False)
     with _stop_on_signals() as stopped:
         proc = _start(settings)

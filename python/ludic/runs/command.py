@@ -22,6 +22,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
+
 from ludic.files.atomic import write_text
 from ludic.launch.rank_environment import read_rank_environment
 from ludic.recipes.compose import choose_devices, devices_left_open
@@ -35,8 +37,6 @@ from ludic.runs.process_memory import settle_memory
 from ludic.runs.resume import Changes, find_steps, parse_changes, resume_run
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from ludic.runs.base import TrainingRun
 
 LAUNCHER = ".launcher"

@@ -5,29 +5,27 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
 
 from ludic.errors import escape_controls
 
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.text import Text
-
 INTERRUPTED = 130
+
+
+class EscapingConsole(Console):
+    """Shows no control character of a text."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(escape_controls(text, keep="\n\t"), **options)
 
 
 @contextlib.contextmanager
 def open_console(json_only: bool) -> Iterator[Console]:
     """The console for everything but the summary: standard output, or with `--json` standard
     error."""
-    from rich.console import Console
-
-    class EscapingConsole(Console):
-        """Shows no control character of a text."""
-
-        def render_str(self, text: str, **options: Any) -> Text:
-            return super().render_str(escape_controls(text, keep="\n\t"), **options)
-
     if not json_only:
         yield EscapingConsole(soft_wrap=True, highlight=False)
         return

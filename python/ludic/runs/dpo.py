@@ -9,6 +9,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from rich.text import Text
+
 from ludic.errors import CheckpointError, ConfigError
 from ludic.eval.intervals import wilson_interval
 from ludic.files.checkpoints import check_model_folder
@@ -268,8 +270,6 @@ def _format_rate(rate: Mapping[str, float | None] | None) -> str:
 
 def _make_answers_table(rows: Sequence[Mapping[str, Any]]) -> Any:
     """The first answers to the same prompts."""
-    from rich.text import Text
-
     columns = ["prompt", *dict.fromkeys(row["when"] for row in rows)]
     table = make_table("Sampled answers", columns)
     by_time = [[row for row in rows if row["when"] == when] for when in columns[1:]]

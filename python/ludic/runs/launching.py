@@ -19,7 +19,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console
 
 from ludic.errors import TRY_AGAIN, ConfigError
 from ludic.files.atomic import write_text
@@ -34,14 +36,8 @@ from ludic.recipes.epochs_schema import EpochsRecipe
 from ludic.recipes.processes import PlaceSection, TrainersSection, choose_kind, is_on_one_machine
 from ludic.recipes.schema import AUTO, Recipe
 from ludic.runs.actors.queue import make_run_id, reopen_queue
-from ludic.runs.directory import run_path
+from ludic.runs.directory import RunDirectory, run_path
 from ludic.runs.lock import LAUNCH_LOCK, RunLock
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from ludic.runs.directory import RunDirectory
-
 
 TRAINER, ACTOR, SERVER = "trainer", "actor", "server"
 """The roles; `ludic worker ROLE RUN` is what a process of a role executes."""

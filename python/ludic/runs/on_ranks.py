@@ -14,16 +14,15 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, TextIO, cast
+from typing import IO, TextIO, cast
+
+from rich.console import Console
 
 from ludic.errors import TRY_AGAIN
 from ludic.launch.rank_environment import RankEnvironment, read_rank_environment, tell_status
 from ludic.recipes.processes import RanksSection, phase_deadlines
 from ludic.runs.console import INTERRUPTED, run_with_console
 from ludic.runs.exit_status import rank_exit_status
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 
 class RankLog(io.TextIOBase):
@@ -85,8 +84,6 @@ ENDING_S = 60.0
 def run_on_ranks(section: RanksSection, work: Callable[[Console, RankLog | None], tuple[int, str]], *, json_only: bool) -> int:
     """Run `work`, which returns (exit status, summary), on all ranks, and return the exit status.
     It gets the log of its rank, and None on rank 0."""
-    from rich.console import Console
-
     from ludic.training import ranks
     from ludic.training.ranks.rendezvous import Failure
 

@@ -9,8 +9,9 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ludic.distributed.interfaces import PolicyPublisher
 from ludic.errors import ConfigError, InferenceError
 from ludic.inference.client import ChatClient
 from ludic.launch.local import LOOPBACK
@@ -25,9 +26,6 @@ from ludic.tasks import EpisodicTask
 from ludic.training import ranks
 from ludic.training.loop.timings import PhaseTimer
 from ludic.training.preflight.check import MAX_DIFFERENCE, MAX_ROUNDING, Preflight
-
-if TYPE_CHECKING:
-    from ludic.distributed.interfaces import PolicyPublisher
 
 logger = logging.getLogger(__name__)
 
@@ -78,9 +76,7 @@ async def open_sampler(
         yield _make_local_sampler(recipe, model, tokenizer)
         return
     if recipe.place.servers:
-        placed = connect_to_servers(
-            recipe, model, tokenizer, folder.parent, pushes=pushes, is_stopped=is_stopped, find_end=find_end
-        )
+        placed = connect_to_servers(recipe, tokenizer, folder.parent, pushes=pushes, is_stopped=is_stopped, find_end=find_end)
         note(f"Waiting for {', '.join(list_servers(recipe.place))}; their output is in {folder.parent / 'workers'}")
         async with AsyncExitStack() as opened:
             with (timer or PhaseTimer()).phase("server_start"):
@@ -88,13 +84,13 @@ async def open_sampler(
             yield Sampler(client, publisher, SERVED_NAME, remote=True)
         return
     if recipe.inference.url is not None:
-        async with _connect(recipe, model, tokenizer, _list_urls(recipe.inference), folder, pushes) as sampler:
+        async with _connect(recipe, tokenizer, _list_urls(recipe.inference), folder, pushes) as sampler:
             note(f"Sampling from {', '.join(_list_urls(recipe.inference))}")
             yield sampler
         return
     async with (
         _run_server(recipe, folder, log, note, timer or PhaseTimer()) as url,
-        _connect(recipe, model, tokenizer, [url], folder, pushes) as sampler,
+        _connect(recipe, tokenizer, [url], folder, pushes) as sampler,
     ):
         yield sampler
 
@@ -184,9 +180,7 @@ async def _run_server(
 
 
 @asynccontextmanager
-async def _connect(
-    recipe: Recipe, model: Any, tokenizer: Any, urls: list[str], folder: Path, pushes: bool
-) -> AsyncIterator[Sampler]:
+async def _connect(recipe: Recipe, tokenizer: Any, urls: list[str], folder: Path, pushes: bool) -> AsyncIterator[Sampler]:
     """A client of the servers at `urls`, with a publisher if `pushes`."""
     from ludic.distributed.adapters.vllm import create_vllm_publisher
     from ludic.inference.vllm.client import VLLMChatClient

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
 
 from ludic.eval.intervals import Interval, difference_interval
+from ludic.recipes.schema import Recipe
 from ludic.runs.directory import Progress, RunDirectory
 from ludic.runs.held_out import Answer, Evaluation, make_comparable
 from ludic.runs.report.curve import draw_text_curve, write_picture
@@ -25,17 +29,12 @@ from ludic.runs.report.summary import (
     sum_phases,
     write_summary,
 )
+from ludic.tasks import EpisodicTask
 from ludic.tasks.episodic import logged_names
 from ludic.tasks.rewards import success_of
 from ludic.training.backend.memory import memory_peaks
 from ludic.training.reward_scorer import SCORE_INFO
 from ludic.training.stats import SAMPLED_REWARD
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from ludic.recipes.schema import Recipe
-    from ludic.tasks import EpisodicTask
 
 _TRAINER_PHASES = ("rollout", "batching", "forward_backward", "optimizer", "publish")
 _DRAWN = 4  # rates in the picture; the table has all
@@ -301,8 +300,6 @@ def _format_rate(evaluation: Evaluation, name: str) -> str:
 def _make_answers_table(outcome: Outcome, measured: Mapping[str, Evaluation]) -> Any:
     """Sampled answers of each measurement, of the last alone if nothing was trained in between:
     with marks and the right answer if there is an accuracy, else with rewards and a reference."""
-    from rich.text import Text
-
     if outcome.is_untrained:
         measured = {"answer": list(measured.values())[-1]}
     answers = [evaluation.answers for evaluation in measured.values()]

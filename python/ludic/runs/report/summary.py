@@ -7,16 +7,14 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
 
 from ludic.errors import CheckpointError
 from ludic.files.atomic import read_json, write_text
 from ludic.runs.directory import DONE, Progress, RunDirectory
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
 
 FINISHED, INTERRUPTED, FAILED = "finished", "interrupted", "failed"
 """How a run ended, or was left."""
@@ -169,8 +167,6 @@ def show_costs(console: Console, summary: Mapping[str, Any], *, speed: str = "")
 
 def make_table(title: str, columns: Sequence[str], *, right: Sequence[str] = ()) -> Table:
     """A table without rows. The columns in `right` are aligned there."""
-    from rich.table import Table
-
     table = Table(title=title, title_justify="left")
     for column in columns:
         table.add_column(column, justify="right" if column in right else "left")
