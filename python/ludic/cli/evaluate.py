@@ -108,8 +108,8 @@ async def _evaluate(recipe: Recipe, settings: EvalSettings, console: Console) ->
         "solved_at": solved_at,
         "wall_s": round(time.perf_counter() - started, 2),
     }
-    summary = build_summary(result, facts)
-    write(folder, result, summary, title=f"{recipe.recipe}, {model_name}, temperature {recipe.rollout.temperature:g}")
+    title = f"{recipe.recipe}, {model_name}, temperature {recipe.rollout.temperature:g}"
+    summary = write(folder, result, facts, title=title)
     show(console, result, folder)
     return summary
 
@@ -276,25 +276,22 @@ class EvaluationResult:
     """The reward from which an answer counts as right; None if the reward does not say so."""
 
 
-def build_summary(result: EvaluationResult, facts: Mapping[str, Any]) -> str:
-    """The content of summary.json: settings and all numbers. There is no accuracy if the reward
-    does not say which answers are right."""
-    numbers = result.measurement.to_dict()
-    if result.solved_at is None:
-        numbers |= {"accuracy": None, "accuracy_bounds": None, "pass_at_k": {}}
-    return json.dumps({**facts, **numbers}, indent=2) + "\n"
-
-
-def write(folder: Path, result: EvaluationResult, summary: str, *, title: str) -> None:
-    """Write summary.json, problems.jsonl with one line for each problem, and accuracy.png if there
-    is an accuracy."""
+def write(folder: Path, result: EvaluationResult, facts: Mapping[str, Any], *, title: str) -> str:
+    """Write summary.json with the `facts` and all numbers, problems.jsonl with one line for each
+    problem, and accuracy.png. There is no accuracy if the reward does not say which answers are
+    right. Returns the summary."""
     from ludic.eval import write_jsonl
     from ludic.eval.picture import draw_measurements
 
     write_jsonl(folder / PROBLEMS, _make_problem_lines(result))
-    if result.solved_at is not None:
+    numbers = result.measurement.to_dict()
+    if result.solved_at is None:
+        numbers |= {"accuracy": None, "accuracy_bounds": None, "pass_at_k": {}}
+    else:
         draw_measurements(folder / PICTURE, {"pass@k": result.measurement}, title=title)
+    summary = json.dumps({**facts, **numbers}, indent=2) + "\n"
     write_text(folder / SUMMARY, summary)
+    return summary
 
 
 def _make_problem_lines(result: EvaluationResult) -> Iterator[dict[str, Any]]:

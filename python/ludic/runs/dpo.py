@@ -54,11 +54,7 @@ KEYS = ["train/loss", "train/rewards/accuracies", "train/rewards/margins", "trai
 
 ACCURACY = "rewards/accuracies"
 SHOWN_ANSWERS, SHOWN_CHARACTERS = 4, 60
-RATES = {
-    "score": "true quality",
-    "well_formed": "well-formed",
-    "finished": "ended",
-}
+RATES = {"score": "true quality", "well_formed": "well-formed", "finished": "ended"}
 
 
 class DPORun(PairsRun[DPORecipe, DPODirectory]):

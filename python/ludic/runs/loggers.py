@@ -39,19 +39,8 @@ DASHBOARD_KEYS = [
     *("rollout_s", "batching_s", "forward_backward_s", "optimizer_s", "publish_s", "step_s", "real_tokens", "padded_tokens"),
 ]
 MEASURED_KEYS = [
-    f"eval/{name}"
-    for name in (
-        "sampled_reward",
-        "greedy_accuracy",
-        "loss",
-        "perplexity",
-        "pairwise_accuracy",
-        "mean_margin",
-        "rewards/accuracies",
-        "rewards/margins",
-        "roc_auc",
-        "ece",
-    )
+    *("eval/sampled_reward", "eval/greedy_accuracy", "eval/loss", "eval/perplexity", "eval/pairwise_accuracy"),
+    *("eval/mean_margin", "eval/rewards/accuracies", "eval/rewards/margins", "eval/roc_auc", "eval/ece"),
 ]
 """The metrics of an evaluation that are shown, in addition to the facts of the task. metrics.jsonl
 has all of them."""

@@ -27,17 +27,8 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", re.ASCII)
 DIGEST_LIMIT = 1 << 30
 """Larger files have no digest in the card."""
 _SETTINGS = (
-    *(
-        "task.kind",
-        "reward",
-        "tools",
-        "reward_model",
-        "epochs",
-        "batch_size",
-        "rollout.prompts",
-        "rollout.group_size",
-        "rollout.temperature",
-    ),
+    *("task.kind", "reward", "tools", "reward_model", "epochs", "batch_size"),
+    *("rollout.prompts", "rollout.group_size", "rollout.temperature"),
     *("loss.loss_type", "loss.beta", "trainer.lr", "trainer.weight_decay", "trainer.lr_scheduler_type", "trainer.max_seq_len"),
     *("lora.rank", "lora.alpha", "lora.dropout", "quantization.kind", "quantization.double", "dtype", "seed"),
 )
@@ -150,15 +141,13 @@ def _list_training(recipe: Mapping[str, Any], progress: Progress) -> Iterator[tu
     yield "steps", f"{progress.steps:,}"
     for source in _list_data(recipe):
         yield "data", escape(_name_of(source, progress)) + _digest(Path(source).expanduser())
+    has_adapters = (recipe.get("lora") or {}).get("rank")
     for setting in _SETTINGS:
         value: Any = recipe
         for part in setting.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
-        if (
-            value is not None
-            and value is not False
-            and not (setting.startswith("lora.") and not (recipe.get("lora") or {}).get("rank"))
-        ):
+        is_used = has_adapters or not setting.startswith("lora.")
+        if is_used and value is not None and value is not False:
             yield setting, _show(value, progress)
     for package, version in (progress.versions or {}).items():
         yield f"version of {escape(package)}", escape(version)

@@ -257,8 +257,12 @@ def show_report(console: Console, outcome: Outcome, directory: RunDirectory) -> 
     for line in draw_text_curve(outcome.rewards):
         console.print(line, markup=False)
     show_costs(console, vars(outcome.summary))
-    if outcome.summary.actors is not None:
-        console.print(format_actors(outcome.summary.actors))
+    if (actors := outcome.summary.actors) is not None:
+        counted = f"{actors['alive']:.1f} ran on average, {actors['restarts']:.0f} restarts"
+        console.print(
+            f"[bold]Actors[/]: {counted if actors['alive'] else 'not counted here'}; samples were {actors['lag_mean']:.2f} versions old on "
+            f"average, at most {actors['lag_max']:g}; the trainer waited {actors['waited_s']:.1f} s for them"
+        )
     lost = outcome.summary.episodes
     if lost["failed"] or lost["dropped_groups"]:
         console.print(
@@ -542,10 +546,3 @@ def summarize_actors(lines: Lines) -> dict[str, float] | None:
         "lag_max": max(lags, default=0.0),
         "waited_s": sum(line.get("perf/rollout_s", 0.0) for line in measured),
     }
-
-
-def format_actors(actors: Mapping[str, float]) -> str:
-    """The line of the report."""
-    ran = f"{actors['alive']:.1f} ran on average, {actors['restarts']:.0f} restarts" if actors["alive"] else "not counted here"
-    age = f"{actors['lag_mean']:.2f} versions old on average, at most {actors['lag_max']:g}"
-    return f"[bold]Actors[/]: {ran}; samples were {age}; the trainer waited {actors['waited_s']:.1f} s for them"
