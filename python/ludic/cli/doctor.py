@@ -12,12 +12,9 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
-
-if TYPE_CHECKING:
-    from ludic.runs.memory_estimate import MemoryEstimate
 
 REQUIRED = ("ludic", "torch", "transformers", "peft", "numpy", "safetensors", "hydra-core", "rich", "openai")
 
@@ -149,16 +146,15 @@ def advise(arguments: Sequence[str]) -> dict[str, Any]:
         "available_bytes": available,
         "room_bytes": room,
         "logits": "chunked" if own.chunked else "full",
-        "estimates": [_describe(name, one, room) for name, one in [("as set", own), *remedies]],
-    }
-
-
-def _describe(name: str, estimate: MemoryEstimate, room: int) -> dict[str, Any]:
-    return {
-        "settings": name,
-        **{f"{part}_bytes": getattr(estimate, part) for part in PARTS},
-        "peak_bytes": estimate.peak,
-        "fits": estimate.peak <= room,
+        "estimates": [
+            {
+                "settings": name,
+                **{f"{part}_bytes": getattr(estimate, part) for part in PARTS},
+                "peak_bytes": estimate.peak,
+                "fits": estimate.peak <= room,
+            }
+            for name, estimate in [("as set", own), *remedies]
+        ],
     }
 
 

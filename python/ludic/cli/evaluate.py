@@ -33,6 +33,7 @@ from ludic.recipes.overrides import Override, parse_override
 from ludic.recipes.rules import check_settings, setting
 from ludic.recipes.schema import Recipe
 from ludic.runs.console import quiet_libraries, run_with_console
+from ludic.runs.directory import make_run_folder
 from ludic.runs.report.summary import make_table, show_files
 from ludic.types import Rollout
 
@@ -73,7 +74,10 @@ async def _evaluate(recipe: Recipe, settings: EvalSettings, console: Console) ->
     own_task = build_episodic_task(recipe)
     problems = _choose_problems(recipe, settings, own_task, console)
     async with aclosing(own_task), _open_client(recipe, settings, own_task, problems) as (client, model_name, where, task):
-        folder = _make_folder(recipe, model_name)
+        of_run = Path(model_name).name in ("model", "adapter")
+        label = Path(model_name).parent.name if of_run else Path(model_name).name
+        folder = make_run_folder(recipe.output, recipe.name, f"eval-{recipe.recipe}-{label}-seed{recipe.seed}")
+        write_text(folder / "config.yaml", to_yaml(recipe))
         success = success_of(task, recipe.evaluation.solved_at)
         episodes = len(problems) * recipe.evaluation.samples_per_prompt
         console.print(f"{model_name}: {episodes} episodes on {where}, writing to {folder}/", markup=False)
@@ -225,17 +229,6 @@ def _make_local_client(recipe: Recipe) -> LocalChatClient:
     model, tokenizer = build_policy(recipe)
     device = build_trainer_config(recipe.trainer, pad_token_id=tokenizer.pad_token_id, seed=recipe.seed).model_device
     return LocalChatClient(model.to(device).eval(), tokenizer, max_batch_size=recipe.rollout.concurrency)
-
-
-def _make_folder(recipe: Recipe, model_name: str) -> Path:
-    """Make `output/name`. The default name has the recipe, the model and the seed, and the time if
-    that folder exists."""
-    from ludic.runs.directory import make_run_folder
-
-    label = Path(model_name).parent.name if Path(model_name).name in ("model", "adapter") else Path(model_name).name
-    path = make_run_folder(recipe.output, recipe.name, f"eval-{recipe.recipe}-{label}-seed{recipe.seed}")
-    write_text(path / "config.yaml", to_yaml(recipe))
-    return path
 
 
 def _read_fact(name: str) -> Callable[[Rollout], bool | None]:

@@ -167,10 +167,14 @@ class QueueStatus:
 
 def read_queue(folder: Path) -> QueueStatus | None:
     """The queue of the run in `folder`; None for a run that has none, or has not made it yet."""
-    config = folder / "config.yaml"
-    section = _read_section(config) if config.is_file() else None
-    if section is None or not (folder / RUN_ID).is_file():
+    if not (folder / "config.yaml").is_file() or not (folder / RUN_ID).is_file():
         return None
+    content = read_yaml(folder / "config.yaml")
+    settings, place = content.get("queue"), content.get("place")
+    has_actors = isinstance(place, DictConfig) and place.get("actors")
+    if not isinstance(settings, DictConfig) or not (settings.get("url") or has_actors):
+        return None
+    section = QueueSection(**{item.name: settings[item.name] for item in fields(QueueSection) if item.name in settings})
     try:
         address = find_queue(section, folder)
         if "://" not in address and not Path(address).is_file():
@@ -186,16 +190,6 @@ def read_queue(folder: Path) -> QueueStatus | None:
         log.disconnect()
     actors = sorted({work.actor for work in outstanding if work.actor is not None})
     return QueueStatus(is_closed=is_closed, **asdict(stats), actors=tuple(actors))
-
-
-def _read_section(config: Path) -> QueueSection | None:
-    """The settings of the queue; None for a run without one."""
-    content = read_yaml(config)
-    queue, place = content.get("queue"), content.get("place")
-    if not isinstance(queue, DictConfig) or not (queue.get("url") or (isinstance(place, DictConfig) and place.get("actors"))):
-        return None
-    values: dict[str, Any] = {item.name: queue[item.name] for item in fields(QueueSection) if item.name in queue}
-    return QueueSection(**values)
 
 
 def describe_queue(queue: QueueStatus) -> str:

@@ -25,7 +25,7 @@ from ludic.runs.loggers import Screen, run_logger
 from ludic.runs.model_card import try_card
 from ludic.runs.seeding import seed_phase
 from ludic.runs.shared_model import GatheredEvaluator, SharedModel, describe_precision
-from ludic.runs.stop_request import make_stop_request
+from ludic.runs.stop_request import StopRequest
 from ludic.tasks import EpisodicTask
 from ludic.training import ranks, watchdog
 from ludic.training.batching.shared_batches import SharedBatches
@@ -69,7 +69,7 @@ class TrainingRun(ABC, Generic[RecipeT, PartsT, DirectoryT]):
 
     def __init__(self, recipe: RecipeT, parts: PartsT, directory: DirectoryT, screen: Screen) -> None:
         self.recipe, self.parts, self.directory, self.screen = recipe, parts, directory, screen
-        self.stop = make_stop_request(screen.note)
+        self.stop = StopRequest(screen.note, ranks.current_rendezvous())
         self.progress = Progress(**ranks.ask_rank_0("reading the progress", lambda: asdict(directory.read_progress())))
         self.timer = PhaseTimer(self.progress.seconds)
         """Wall seconds of each phase, summed over all processes that worked on the run."""

@@ -35,6 +35,7 @@ from ludic.runs.launching import launch
 from ludic.runs.on_ranks import RankLog, run_on_ranks
 from ludic.runs.process_memory import settle_memory
 from ludic.runs.resume import Changes, find_steps, parse_changes, resume_run
+from ludic.runs.stop_request import Interrupted
 
 if TYPE_CHECKING:
     from ludic.runs.base import TrainingRun
@@ -274,8 +275,6 @@ def _record_failure(directory: RunDirectory, note: Callable[[str], None], *, is_
 def _play_to_end(run: TrainingRun[Any, Any, Any], started: float) -> int:
     """Run to the end or to a stop, and save the progress either way. Returns 0, or 128 plus the
     signal's number."""
-    from ludic.runs.stop_request import Interrupted
-
     run.progress.failed = None
     try:
         with settle_memory():

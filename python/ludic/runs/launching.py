@@ -38,6 +38,7 @@ from ludic.recipes.schema import AUTO, Recipe
 from ludic.runs.actors.queue import make_run_id, reopen_queue
 from ludic.runs.directory import RunDirectory, run_path
 from ludic.runs.lock import LAUNCH_LOCK, RunLock
+from ludic.runs.stop_request import StopRequest
 
 TRAINER, ACTOR, SERVER = "trainer", "actor", "server"
 """The roles; `ludic worker ROLE RUN` is what a process of a role executes."""
@@ -153,8 +154,6 @@ def _run_processes(recipe: Any, folder: Path, console: Console) -> int:
     counted = ", ".join(f"{count} {role}{'s' * (count > 1)}" for role, count in counts.items())
     note(f"{folder}: {counted} on {section.on}")
     if has_queue:  # it is open before an actor looks at it; Ctrl-C ends a wait for its server
-        from ludic.runs.stop_request import StopRequest
-
         asyncio.run(reopen_queue(recipe.queue, folder, StopRequest(note)))
     trainers = [process.name for process in processes if process.role == TRAINER]
     with closing(open_place(section, processes, folder)) as place, _shown_logs(folder, trainers, console) as show:

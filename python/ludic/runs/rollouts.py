@@ -18,7 +18,7 @@ from ludic.data.passes import Passes, shuffle_range
 from ludic.envs.single_agent_env import SingleAgentEnv
 from ludic.errors import ConfigError
 from ludic.files.jsonl import measure_log, truncate_log
-from ludic.inference import ChatClient, InferenceSpec, ReturnSpec, SamplingParams
+from ludic.inference import ChatClient, InferenceSpec, ReturnSpec
 from ludic.inference.sampling import check_sampling, make_sampling
 from ludic.interaction import SingleAgentProtocol
 from ludic.recipes.actors import build_group_filter, choose_lag
@@ -119,17 +119,15 @@ def make_request(problem: Episode, *, inference: InferenceSpec, seed: int | None
 
 def make_training_inference(section: RolloutSection, task: EpisodicTask) -> InferenceSpec:
     """The sampling of training; log-probabilities are returned with the tokens."""
-    return InferenceSpec(sampling=_make_sampling(section, task), return_=ReturnSpec.for_rl())
+    max_tokens = section.max_new_tokens or task.max_new_tokens
+    return InferenceSpec(sampling=make_sampling(section, max_tokens=max_tokens), return_=ReturnSpec.for_rl())
 
 
 def make_evaluation_inference(section: RolloutSection, task: EpisodicTask, *, greedy: bool) -> InferenceSpec:
     """The sampling of held-out measurement: as in training, or greedy."""
     changes = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0} if greedy else {}
-    return InferenceSpec(sampling=_make_sampling(section, task, **changes), return_=ReturnSpec.for_eval())
-
-
-def _make_sampling(section: RolloutSection, task: EpisodicTask, **changes: Any) -> SamplingParams:
-    return make_sampling(section, max_tokens=section.max_new_tokens or task.max_new_tokens, **changes)
+    max_tokens = section.max_new_tokens or task.max_new_tokens
+    return InferenceSpec(sampling=make_sampling(section, max_tokens=max_tokens, **changes), return_=ReturnSpec.for_eval())
 
 
 class PlayedBatches(RolloutBatchSource):
@@ -292,11 +290,6 @@ class BatchLogs:
             truncate_log(self._paths[key], size)
 
 
-def remove_sizes(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state without the sizes of the logs."""
-    return {key: value for key, value in state.items() if key not in (LOGGED_BYTES, FAILED_BYTES)}
-
-
 def describe_over_sampling(recipe: Recipe) -> str:
     """One line of output that says how old samples can be, as a consequence of over-sampling."""
     section, lag = recipe.rollout, choose_lag(recipe)
@@ -382,5 +375,5 @@ class OverSampledRollouts(RollingBatchSource):
         return {**super().state_dict(), **self._logs.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(remove_sizes(state))
+        super().load_state_dict({key: value for key, value in state.items() if key not in (LOGGED_BYTES, FAILED_BYTES)})
         self._logs.load_state_dict(state)

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 from ludic.errors import QueueError
 from ludic.files.atomic import write_text
 from ludic.recipes.processes import QUEUE_FILE, QueueSection, find_queue
+from ludic.runs.stop_request import Interrupted, StopRequest
 from ludic.training.queue.base import GroupLog
 from ludic.training.queue.opening import QueueRetryPolicy, make_owner_name, open_log
 
 if TYPE_CHECKING:
-    from ludic.runs.stop_request import StopRequest
     from ludic.training.queue.actor import StopFlag
 
 
@@ -68,7 +68,6 @@ async def reopen_queue(section: QueueSection, folder: Path, stop: StopRequest) -
     closed, and they would end. The trainer's own claim, of the same run, replaces this one. Rank 0
     does it, and the others wait. Raises Interrupted on all if a stop is requested while the queue
     cannot be reached."""
-    from ludic.runs.stop_request import Interrupted
     from ludic.training import ranks
 
     async def sleep(seconds: float) -> None:

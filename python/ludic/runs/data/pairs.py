@@ -15,7 +15,7 @@ from ludic.errors import ConfigError
 from ludic.files.jsonl import write_jsonl
 from ludic.recipes.build import build_named
 from ludic.recipes.epochs_schema import PairsRecipe
-from ludic.runs.data.split import split_by_prompt
+from ludic.runs.data.sft import split_by_prompt
 from ludic.tasks import DigitPreferences
 from ludic.tasks.preferences import bayes_accuracy, drawn_accuracy
 from ludic.training.samples.preference import load_preference_items, preference_dataset_to_saw_items
