@@ -34,6 +34,7 @@ from ludic.runs.directory import DONE, RunDirectory, check_name, collect_version
 from ludic.runs.launching import launch
 from ludic.runs.on_ranks import RankLog, run_on_ranks
 from ludic.runs.process_memory import settle_memory
+from ludic.runs.report.summary import write_failure
 from ludic.runs.resume import Changes, find_steps, parse_changes, resume_run
 from ludic.runs.stop_request import Interrupted
 
@@ -249,7 +250,6 @@ def _record_failure(directory: RunDirectory, note: Callable[[str], None], *, is_
     """Delete the folder of a run that fails before its first step, unless it has a server's log.
     Otherwise write the error to progress.json and summary.json, and say how to go on. Another rank
     than 0 leaves all that to rank 0."""
-    from ludic.runs.report.summary import write_failure
     from ludic.training import ranks
 
     try:

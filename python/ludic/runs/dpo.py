@@ -67,6 +67,7 @@ class DPORun(PairsRun[DPORecipe, DPODirectory]):
 
     def __init__(self, recipe: DPORecipe, parts: PairsParts, directory: DPODirectory, screen: Screen) -> None:
         super().__init__(recipe, parts, directory, screen)
+        self.method = f"{recipe.loss.loss_type} loss, beta {recipe.loss.beta:g}"
         self._warmed_up = directory.base if recipe.lora.rank else directory.reference
         """The policy that DPO begins with, if there is a warm-up: what adapters adapt, or else the
         reference."""
@@ -117,8 +118,7 @@ class DPORun(PairsRun[DPORecipe, DPODirectory]):
             self.progress.before = await self.measure_on_rank_0("the answers", lambda: self._answer("before"))
             self.end_phase(DPO)
         self.adapt()
-        loss = self.recipe.loss
-        trainer = await self.train_on_pairs(self._make_dpo_trainer, f"{loss.loss_type} loss, beta {loss.beta:g}, on", KEYS)
+        trainer = await self.train_on_pairs(self._make_dpo_trainer, f"{self.method}, on", KEYS)
         measured = self._measure(trainer)
         self.progress.after = {**measured, **await self.measure_on_rank_0("the answers", lambda: self._answer("after"))}
         self.end_phase(DONE)
@@ -202,10 +202,6 @@ class DPORun(PairsRun[DPORecipe, DPODirectory]):
         earlier = read_answers(self.directory.answers, before=when)
         write_jsonl(self.directory.answers, [*earlier, *({"when": when, **asdict(answer)} for answer in answers.sampled)])
         return answers.to_dict()
-
-    @property
-    def method(self) -> str:
-        return f"{self.recipe.loss.loss_type} loss, beta {self.recipe.loss.beta:g}"
 
     def list_facts(self) -> dict[str, Any]:
         loss, after = self.recipe.loss, self.progress.after or {}

@@ -160,6 +160,8 @@ class PairsRun(EpochsRun[PairsRecipeT, PairsParts, PairsDirectoryT]):
     """The metric of an evaluation."""
     margins: ClassVar[str]
     """What the picture of the margins has."""
+    method: str
+    """The title of the curves."""
 
     def write_pairs(self) -> None:
         """Write the pairs that a task drew, on rank 0; data of the user's are where they are."""
@@ -180,11 +182,6 @@ class PairsRun(EpochsRun[PairsRecipeT, PairsParts, PairsDirectoryT]):
         title = f"{self.directory.path.name}, held-out pairs"
         draw_reliability(self.directory.reliability, metrics, title=title)
         draw_margins(self.directory.margins, metrics, title=title)
-
-    @property
-    @abstractmethod
-    def method(self) -> str:
-        """The title of the curves."""
 
     def list_facts(self) -> dict[str, Any]:
         pairs, seconds = (sum(line.get(key, 0.0) for line in self.lines) for key in ("train/total_pairs", "perf/step_s"))

@@ -44,8 +44,6 @@ class Settings:
 
     dtype: str
     """float32, bfloat16, float16, or auto."""
-    lora_rank: int
-    """0: every weight is trained."""
     micro_token_budget: int
     max_seq_len: int
     logits: str
@@ -55,6 +53,7 @@ class Settings:
     concurrency: int
     """Sequences that are sampled together in this process; 0: none are."""
     lora: LoraSection
+    """With the rank 0 every weight is trained."""
     quantization: QuantizationSection = field(default_factory=QuantizationSection)
 
     @classmethod
@@ -63,7 +62,6 @@ class Settings:
         trainer = recipe.trainer
         return cls(
             dtype=recipe.dtype,
-            lora_rank=recipe.lora.rank,
             micro_token_budget=trainer.micro_token_budget,
             max_seq_len=trainer.max_seq_len,
             logits=trainer.logits,
@@ -135,7 +133,7 @@ class MemoryEstimator:
     def estimate(self, settings: Settings) -> MemoryEstimate:
         """The memory of a run with `settings`. Raises ConfigError for settings of adapters that
         the model cannot have."""
-        if settings.quantization.kind is not None and not settings.lora_rank:
+        if settings.quantization.kind is not None and not settings.lora.rank:
             raise ConfigError(f"quantization={settings.quantization.kind}: quantised weights are not trained; add lora.rank=16")
         dtype, quantization = self._dtype(settings.dtype), build_quantization(settings.quantization)
         tokens = max(1, settings.micro_token_budget // settings.max_seq_len) * settings.max_seq_len
@@ -176,8 +174,8 @@ class MemoryEstimator:
         changes: list[tuple[str, dict[str, Any]]] = []
         if self._dtype(settings.dtype) == torch.float32:
             changes.append(("dtype=bfloat16", {"dtype": "bfloat16"}))
-        if not settings.lora_rank:
-            changes.append(("lora.rank=16", {"lora_rank": 16, "lora": replace(settings.lora, rank=16)}))
+        if not settings.lora.rank:
+            changes.append(("lora.rank=16", {"lora": replace(settings.lora, rank=16)}))
         elif settings.quantization.kind is None:
             changes.append(("quantization=nf4", {"quantization": replace(settings.quantization, kind="nf4")}))
         if settings.micro_token_budget > settings.max_seq_len:

@@ -65,8 +65,6 @@ class RunRecord:
     """The settings, flat: `trainer.lr` to its value."""
     summary: Mapping[str, Any]
     """The content of summary.json; empty before the first report."""
-    started: float
-    """Seconds since 1970 when config.yaml was last written."""
 
     @property
     def name(self) -> str:
@@ -134,7 +132,6 @@ def read_run(path: Path) -> RunRecord:
         failed=progress.get("failed") if status == "failed" else None,
         settings=settings,
         summary=summary,
-        started=(path / "config.yaml").stat().st_mtime,
     )
 
 
