@@ -7,7 +7,7 @@ eval` measures one of them. Both sample the same answers: with one seed they are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -165,9 +165,11 @@ class HeldOut:
         rollout: RolloutSection,
         *,
         seed: int = 0,
+        seeds: SeedEvaluator | None = None,
     ) -> None:
+        """With `seeds` it measures `eval_seed/*` too, and writes a heat map each time."""
         self._engine, self._task, self._section, self._rollout, self._seed = engine, as_episodic(task), section, rollout, seed
-        self.success = success_of(self._task, section.solved_at)
+        self.success, self._seeds = success_of(self._task, section.solved_at), seeds
         self.current_step: Callable[[], int] = lambda: 0
         """The step of the policy that is measured, where a trainer says it."""
 
@@ -195,7 +197,7 @@ class HeldOut:
         greedy_rewards = [episode.total_reward for episode in best]
         solved_at = self.success.holds_for([*rewards, *greedy_rewards])
         shown = enumerate(suites[first][:_SHOWN])
-        return Evaluation(
+        measured = Evaluation(
             sampled_reward=share(rewards),
             greedy_accuracy=None if solved_at is None else share(reward >= solved_at for reward in greedy_rewards),
             facts=self._task.measure(paired),
@@ -207,6 +209,11 @@ class HeldOut:
             sampled_right=None if solved_at is None else share(reward >= solved_at for reward in rewards),
             by_problem=_collect_by_problem(len(suites[first]), sampled[first], best, solved_at),
         )
+        if self._seeds is None:
+            return measured
+        self._seeds.step = self.current_step()
+        _, metrics = await self._seeds.eval(**limits)
+        return replace(measured, facts={**measured.facts, **metrics})
 
     def _build_answer(self, problem: Episode, place: int, episodes: Sequence[Rollout], solved_at: float | None) -> Answer:
         """The first answer to the problem at `place`; without text if it failed."""
@@ -245,55 +252,37 @@ class HeldOut:
 def _collect_by_problem(
     count: int, sampled: Sequence[Rollout], greedy: Sequence[Rollout], solved_at: float | None
 ) -> dict[str, list[float | None]]:
-    """The numbers per problem from which the report computes intervals."""
-    rewards = _average_by_problem(count, ((episode, episode.total_reward) for episode in sampled))
-    numbers = {
-        "sampled_reward": rewards,
-        "greedy_reward": _average_by_problem(count, ((episode, episode.total_reward) for episode in greedy)),
+    """The means per problem from which the report computes intervals; None for a problem without
+    any episode."""
+    values = {
+        "sampled_reward": [(episode, episode.total_reward) for episode in sampled],
+        "greedy_reward": [(episode, episode.total_reward) for episode in greedy],
     }
     if solved_at is not None:
-        numbers["greedy_accuracy"] = _average_by_problem(
-            count, ((episode, float(episode.total_reward >= solved_at)) for episode in greedy)
-        )
+        values["greedy_accuracy"] = [(episode, float(episode.total_reward >= solved_at)) for episode in greedy]
     scores = [(episode, episode.steps[-1].info.get(SCORE_INFO)) for episode in sampled]
-    scored = [(episode, score) for episode, score in scores if score is not None]
-    return {**numbers, SCORE_INFO: _average_by_problem(count, scored)} if scored else numbers
-
-
-def _average_by_problem(count: int, values: Iterable[tuple[Rollout, float]]) -> list[float | None]:
-    """The mean of the values of each of `count` problems; None for a problem without any."""
-    means = average_by_key((episode.meta[PROBLEM_KEY], value) for episode, value in values)
-    return [means.get(problem) for problem in range(count)]
-
-
-class SeededHeldOut(HeldOut):
-    """Measures `eval_seed/*` too, and writes a heat map for each measurement."""
-
-    def __init__(self, seeds: SeedEvaluator, *held_out: Any, **settings: Any) -> None:
-        super().__init__(*held_out, **settings)
-        self._seeds = seeds
-
-    async def measure(self, *, concurrency: int | None = None, timeout_s: float | None = None) -> Evaluation:
-        measured = await super().measure(concurrency=concurrency, timeout_s=timeout_s)
-        self._seeds.step = self.current_step()
-        _, metrics = await self._seeds.eval(concurrency=concurrency, timeout_s=timeout_s)
-        return replace(measured, facts={**measured.facts, **metrics})
+    if scored := [(episode, score) for episode, score in scores if score is not None]:
+        values[SCORE_INFO] = scored
+    numbers: dict[str, list[float | None]] = {}
+    for name, pairs in values.items():
+        means = average_by_key((episode.meta[PROBLEM_KEY], value) for episode, value in pairs)
+        numbers[name] = [means.get(problem) for problem in range(count)]
+    return numbers
 
 
 def make_held_out(recipe: Recipe, task: EpisodicTask, engine: RolloutEngine, model: Any, directory: RunDirectory) -> HeldOut:
     """The measurement of a run, with InfoSeed's if it has seeds. `model` is the policy of the
     engine."""
-    info_seed, section = build_info_seed(recipe.info_seed), recipe.info_seed
-    if info_seed is None or not section.eval_samples:
-        return HeldOut(engine, task, recipe.evaluation, recipe.rollout, seed=recipe.seed)
-    seeds = SeedEvaluator(
-        engine,
-        task,
-        info_seed,
-        rollout=recipe.rollout,
-        model=model,
-        prompts=recipe.evaluation.prompts,
-        samples=section.eval_samples,
-        heatmaps=directory.seed_heatmaps,
-    )
-    return SeededHeldOut(seeds, engine, task, recipe.evaluation, recipe.rollout, seed=recipe.seed)
+    info_seed, seeds = build_info_seed(recipe.info_seed), None
+    if info_seed is not None and recipe.info_seed.eval_samples:
+        seeds = SeedEvaluator(
+            engine,
+            task,
+            info_seed,
+            rollout=recipe.rollout,
+            model=model,
+            prompts=recipe.evaluation.prompts,
+            samples=recipe.info_seed.eval_samples,
+            heatmaps=directory.seed_heatmaps,
+        )
+    return HeldOut(engine, task, recipe.evaluation, recipe.rollout, seed=recipe.seed, seeds=seeds)

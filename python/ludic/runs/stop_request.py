@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
@@ -59,3 +60,17 @@ class StopRequest:
         else:
             self._meeting.request_stop(signum)
             self._notify("Stopping all ranks after this step.")
+
+
+def listen_for_signals() -> tuple[asyncio.Event, list[int]]:
+    """An event that Ctrl-C and SIGTERM set in the running loop, and the numbers of the signals that
+    came."""
+    stop, signals = asyncio.Event(), list[int]()
+
+    def stop_on(number: int) -> None:
+        signals.append(number)
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop_on, number)
+    return stop, signals

@@ -21,7 +21,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 import socket
 import time
 import uuid
@@ -50,7 +49,7 @@ from ludic.runs.directory import RunDirectory, collect_versions
 from ludic.runs.rollouts import TrainingRequests, check_rollouts, make_engine, make_training_requests
 from ludic.runs.sampler import open_sampler
 from ludic.runs.seeding import seed_everything, seed_phase
-from ludic.runs.stop_request import Interrupted
+from ludic.runs.stop_request import Interrupted, listen_for_signals
 from ludic.tasks import EpisodicTask
 from ludic.training.queue.actor import run_actor
 from ludic.training.queue.base import Work
@@ -151,14 +150,7 @@ def run_actor_process(folder: Path, *, name: str | None = None) -> int:
 
 
 async def _sample(recipe: Recipe, directory: RunDirectory, name: str) -> int:
-    stop, signals = asyncio.Event(), list[int]()
-
-    def stop_on(number: int) -> None:
-        signals.append(number)
-        stop.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop_on, number)
+    stop, signals = listen_for_signals()
     task, model, tokenizer = _build(recipe)
     async with AsyncExitStack() as opened:
         opened.push_async_callback(task.aclose)

@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import os
 import secrets
-import signal
 import socket
 import subprocess
 import time
@@ -32,6 +31,7 @@ from ludic.recipes.compose import compose
 from ludic.recipes.processes import choose_logprob_convention
 from ludic.recipes.schema import Recipe
 from ludic.runs.directory import RunDirectory
+from ludic.runs.stop_request import listen_for_signals
 
 SECRET = "secret"
 
@@ -154,14 +154,7 @@ async def _serve(recipe: Recipe, directory: RunDirectory, name: str, host: str) 
     from ludic.inference.vllm.launch import stop_vllm_server, wait_for_vllm_health
     from ludic.inference.vllm.server_queries import server_url
 
-    stop, signals = asyncio.Event(), list[int]()
-
-    def stop_on(number: int) -> None:
-        signals.append(number)
-        stop.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop_on, number)
+    stop, signals = listen_for_signals()
     addresses = ServerAddresses(directory.servers)
     before = addresses.read(name)
     addresses.forget(name)

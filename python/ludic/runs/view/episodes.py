@@ -69,7 +69,11 @@ class EpisodeTable:
         Those that a resumed run of an older version failed to play again are added once."""
         if not log.is_file():
             return
-        lines = _read_failures(log)
+        found: dict[str, tuple[dict[str, Any], int]] = {}
+        for record, size in _read_lines(log):  # one that is played again differs in its `group_id`, which is drawn
+            meta = {key: value for key, value in _read_object(record, "meta").items() if key != "group_id"}
+            found.setdefault(json.dumps({**record, "meta": meta}, sort_keys=True), (record, size))
+        lines = list(found.values())
         self.counts[number] = self.counts.get(number, 0) + len(lines)
         sizes = itertools.accumulate(length for _, length in reversed(lines))
         fitting = sum(size <= MAX_BYTES for size in sizes)
@@ -155,16 +159,6 @@ def _read_token_log(path: Path) -> TrainerLogps:
         if isinstance(logps, list) and isinstance(step, int):
             found[str(record.get("id")), step] = [None] * int(skipped == 1) + logps
     return found
-
-
-def _read_failures(log: Path) -> list[tuple[dict[str, Any], int]]:
-    """(record, bytes) of the lines that `append_failures` wrote, without repetitions. An episode
-    that is played again differs in its `group_id`, which is drawn."""
-    found: dict[str, tuple[dict[str, Any], int]] = {}
-    for record, size in _read_lines(log):
-        meta = {key: value for key, value in _read_object(record, "meta").items() if key != "group_id"}
-        found.setdefault(json.dumps({**record, "meta": meta}, sort_keys=True), (record, size))
-    return list(found.values())
 
 
 def _make_failed_row(number: int, record: Mapping[str, Any]) -> list[Any]:
