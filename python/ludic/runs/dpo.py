@@ -38,11 +38,11 @@ from ludic.runs.report.summary import make_table
 from ludic.runs.seeding import seed_everything
 from ludic.runs.shared_model import check_sharding_settings, choose_precision, place_model
 from ludic.runs.stop_request import Interrupted
-from ludic.training import ranks, watchdog
+from ludic.training import ranks
 from ludic.training.batching.epochs import ItemBatchSource
 from ludic.training.batching.source import STOP_PATIENCE_S
 from ludic.training.dpo_trainer import DPOTrainer, DPOTrainerConfig
-from ludic.training.evaluators.preferences import MEASURED, ImplicitRewardEvaluator
+from ludic.training.evaluators.preferences import MEASURED
 from ludic.training.presets import make_dpo, make_sft
 from ludic.training.reference import FrozenModel
 from ludic.training.trainer import Trainer
@@ -119,7 +119,7 @@ class DPORun(PairsRun[DPORecipe, DPODirectory]):
             self.end_phase(DPO)
         self.adapt()
         trainer = await self.train_on_pairs(self._make_dpo_trainer, f"{self.method}, on", KEYS)
-        measured = self._measure(trainer)
+        measured = self.measure_heldout(trainer, "Held-out accuracy of the implicit rewards")
         self.progress.after = {**measured, **await self.measure_on_rank_0("the answers", lambda: self._answer("after"))}
         self.end_phase(DONE)
 
@@ -172,20 +172,6 @@ class DPORun(PairsRun[DPORecipe, DPODirectory]):
             reference_file=file,
             **options,
         )
-
-    def _measure(self, trainer: DPOTrainer) -> dict[str, float]:
-        """The `eval_` metrics on the held-out pairs, which are also drawn."""
-        if not self.parts.data.heldout:
-            return {}
-        with self.timer.phase("evaluate"), watchdog.phase("evaluation"):
-            measured = trainer.evaluate()
-        evaluator = trainer.evaluator
-        assert isinstance(evaluator, ImplicitRewardEvaluator)
-        if not self.directory.is_follower:
-            self.draw_heldout(evaluator.metrics)
-        accuracy, pairs = measured["eval_rewards/accuracies"], measured["eval_num_pairs"]
-        self.screen.note(f"Held-out accuracy of the implicit rewards {accuracy:.4f} on {pairs:,.0f} pairs")
-        return measured
 
     async def _answer(self, when: str) -> dict[str, Any]:
         """The rates of the policy's answers, which are also written."""

@@ -29,6 +29,7 @@ from ludic.runs.report.summary import (
     write_summary,
 )
 from ludic.runs.stop_request import Interrupted
+from ludic.training import watchdog
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.backend.memory import memory_peaks
 from ludic.training.batching.epochs import ItemBatchSource
@@ -36,6 +37,8 @@ from ludic.training.batching.pair_batches import preference_batches
 from ludic.training.batching.source import STOP_PATIENCE_S, BatchSourceBase
 from ludic.training.classification_metrics import PreferenceMetrics
 from ludic.training.config import TrainerConfig
+from ludic.training.dpo_trainer import DPOTrainer
+from ludic.training.rm_trainer import RMTrainer
 
 
 @dataclass
@@ -176,6 +179,19 @@ class PairsRun(EpochsRun[PairsRecipeT, PairsParts, PairsDirectoryT]):
             self.screen.note("No pairs are held out; only training pairs are measured")
         self.screen.note(f"{description} {len(parts.data.train) // 2:,} pairs: {parts.steps} steps of {recipe.batch_size}")
         return await self.train(trainer_class, make_source(parts.data, recipe), keys=keys)
+
+    def measure_heldout(self, trainer: DPOTrainer | RMTrainer, name: str) -> dict[str, float]:
+        """The `eval_` metrics on the held-out pairs, which are also drawn. `name`: of the
+        accuracy."""
+        if not self.parts.data.heldout:
+            return {}
+        with self.timer.phase("evaluate"), watchdog.phase("evaluation"):
+            measured = trainer.evaluate()
+        if not self.directory.is_follower:
+            self.draw_heldout(trainer.evaluator.metrics)  # type: ignore[union-attr]
+        accuracy, pairs = measured[f"eval_{self.heldout_accuracy}"], measured["eval_num_pairs"]
+        self.screen.note(f"{name} {accuracy:.4f} on {pairs:,.0f} pairs")
+        return measured
 
     def draw_heldout(self, metrics: PreferenceMetrics) -> None:
         """Draw the reliability and the margins of the held-out pairs."""

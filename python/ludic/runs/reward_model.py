@@ -71,23 +71,15 @@ class RMRun(PairsRun[RMRecipe, RMDirectory]):
         ranks.ask_rank_0("writing the pairs", self.write_pairs)
         trainer_class = partial(RMTrainer, algo=self.parts.algorithm, eval_items=self.parts.data.heldout or None)
         trainer = await self.train_on_pairs(trainer_class, "Training on", KEYS)
-        self.progress.after = self._measure(trainer)
-        self.end_phase(DONE)
-
-    def _measure(self, trainer: RMTrainer) -> dict[str, float]:
-        """The `eval_` metrics on the held-out pairs, which are also drawn, and the accuracy on
-        training pairs."""
         with self.timer.phase("evaluate"), watchdog.phase("evaluation"):
             sample = trainer.evaluate(self.parts.data.train[: 2 * self.recipe.train_sample])
-            measured = trainer.evaluate() if self.parts.data.heldout else {}
-        if measured:
-            if not self.directory.is_follower:
-                metrics: PreferenceMetrics = trainer.evaluator.metrics  # type: ignore[union-attr]
-                self.draw_heldout(metrics)
-                write_text(self.directory.scores, encode_scores(metrics))
-            accuracy, pairs = measured["eval_pairwise_accuracy"], measured["eval_num_pairs"]
-            self.screen.note(f"Held-out accuracy {accuracy:.4f} on {pairs:,.0f} pairs")
-        return {**measured, "train_pairwise_accuracy": sample["eval_pairwise_accuracy"]}
+        measured = self.measure_heldout(trainer, "Held-out accuracy")
+        self.progress.after = {**measured, "train_pairwise_accuracy": sample["eval_pairwise_accuracy"]}
+        self.end_phase(DONE)
+
+    def draw_heldout(self, metrics: PreferenceMetrics) -> None:
+        super().draw_heldout(metrics)
+        write_text(self.directory.scores, encode_scores(metrics))
 
     def list_facts(self) -> dict[str, Any]:
         trained, frozen = (count_weights(self.parts.model, trained=flag) for flag in (True, False))
