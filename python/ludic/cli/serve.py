@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 from rich.console import Console
 
@@ -25,10 +25,6 @@ from ludic.inference.vllm.launch import (
     stop_vllm_server,
     wait_for_vllm_health,
 )
-
-DEVICES = ("auto", "cpu", "cuda")
-WEIGHTS = ("auto", "gloo", "ludic_nccl", "disk", "none")
-LOGPROBS = ("processed_logprobs", "raw_logprobs", "processed_logits", "raw_logits")
 
 
 @dataclass(frozen=True)
@@ -56,9 +52,9 @@ class ServeSettings:
 
     def __post_init__(self) -> None:
         for option, value, allowed in (
-            ("--device", self.device, DEVICES),
-            ("--weights", self.weights, WEIGHTS),
-            ("--logprobs-mode", self.logprobs_mode, LOGPROBS),
+            ("--device", self.device, ("auto", "cpu", "cuda")),
+            ("--weights", self.weights, ("auto", "gloo", "ludic_nccl", "disk", "none")),
+            ("--logprobs-mode", self.logprobs_mode, get_args(LogprobsMode)),
         ):
             if value not in allowed:
                 raise ConfigError(f"{option} ({value}) must be one of {', '.join(allowed)}")

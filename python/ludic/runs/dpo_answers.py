@@ -16,7 +16,6 @@ from ludic.inference.local import LocalChatClient
 from ludic.inference.sampling import SamplingParams
 from ludic.training.types import SAWItem
 
-ENDED = "stop"
 TIMES = ("before", "after", "end")
 
 
@@ -73,7 +72,7 @@ async def sample_answers(
     answers = []
     for prompt, trace in zip(asked, traces, strict=True):
         question, text = (tokenizer.decode(ids, skip_special_tokens=True) for ids in (prompt, trace.completion_token_ids))
-        ended = trace.finish_reason == ENDED
+        ended = trace.finish_reason == "stop"
         answers.append(Answer(question, text, ended, judge(question, text) if judge is not None and ended else None))
     return Answers(answers, judge is not None)
 

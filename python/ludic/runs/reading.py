@@ -103,6 +103,11 @@ def read_run(path: Path) -> RunRecord:
     summary = _read_object(path / "summary.json", SUMMARY) if (path / "summary.json").is_file() else {}
     tree = OmegaConf.to_container(read_yaml(path / "config.yaml"), resolve=False)
     settings = dict(_flatten({str(key): value for key, value in tree.items()} if isinstance(tree, dict) else {}))
+    wall_s = (progress.get("seconds") or {}).get("wall", 0.0)
+    if not is_finite(wall_s):
+        raise CheckpointError(
+            f"{path / 'progress.json'}: wall ({_shorten(wall_s)}) must be a number; the file is damaged, or no run wrote it"
+        )
     command = str(progress.get("command", "train"))
     before, after = (_read_rates(summary.get(name), progress.get(name)) for name in ("before", "after"))
     if command in ("train-rm", "dpo"):  # their summaries have these among all else
@@ -128,7 +133,7 @@ def read_run(path: Path) -> RunRecord:
         before=before,
         after=after,
         intervals=intervals,
-        wall_s=_read_number(progress.get("seconds") or {}, "wall", path / "progress.json"),
+        wall_s=float(wall_s),
         failed=progress.get("failed") if status == "failed" else None,
         settings=settings,
         summary=summary,
@@ -182,13 +187,6 @@ def _read_object(path: Path, types: Mapping[str, type]) -> dict[str, Any]:
 def _text(settings: Mapping[str, Any], key: str) -> str | None:
     value = settings.get(key)
     return None if value is None else str(value)
-
-
-def _read_number(content: Mapping[str, Any], key: str, path: Path) -> float:
-    value = content.get(key, 0.0)
-    if not is_finite(value):
-        raise CheckpointError(f"{path}: {key} ({_shorten(value)}) must be a number; the file is damaged, or no run wrote it")
-    return float(value)
 
 
 def _shorten(value: Any) -> str:
