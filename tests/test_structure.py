@@ -34,16 +34,16 @@ IDIOMS = {
 """Words that stop a reader of this field -> the usual ones. One in 10,000 words is kept."""
 PROTOCOLS = {
     "users implement it": """
-        BatchCredit BatchSource BatchSandbox ChatClient CodeRunner ControlPlane Controller Correction
-        CreditAssigner Evaluator ForwardPasses GroupMember InferenceEngine MetricsLogger Opponent
-        OutputVerifier PolicyPublisher Prompts ReferencePolicy RequestStrategy ResumableLogger
-        RewardModelClient RolloutScorer Sandbox SandboxPool Task TensorCommunicator TestAdapter
-        TrainingBackend TrainingLogger VersionedClient""",
+        BatchCredit BatchSandbox BatchSource ChatClient CodeRunner ControlPlane Controller
+        Correction CreditAssigner Evaluator ForwardPasses GroupMember InferenceEngine
+        MetricsLogger Opponent OutputVerifier PolicyPublisher Prompts ReferencePolicy
+        RequestStrategy ResumableLogger RewardModelClient RolloutScorer Sandbox SandboxPool Task
+        TensorCommunicator TestAdapter TrainingBackend TrainingLogger VersionedClient""",
     "an optional member of such an object": """
         ClosableLogger HasActorLogps ReadsTokenIds Stateful SyncedLogger""",
     "two or more of ours": """
-        Addressed BatchSelection CompletesTokens EpochsParts GroupLog Packing Place
-        RewardWeightsClient RowReader RunParts Running Transport WeightSource""",
+        Addressed BatchSelection CompletesTokens GroupLog Packing Place RewardWeightsClient
+        RowReader Running Transport WeightSource""",
     "one of ours, of a higher layer": "HasTensors",
 }
 """Why each Protocol is one: otherwise a type is a class, a base class or a Callable."""

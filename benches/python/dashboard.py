@@ -19,8 +19,8 @@ from typing import Any
 
 from rich.console import Console
 
+from ludic.runs.loggers import DASHBOARD_KEYS, MEASURED_KEYS, PROGRESS_KEYS
 from ludic.runs.reinforce import REINFORCE_KEYS
-from ludic.runs.screen import DASHBOARD_KEYS, MEASURED_KEYS, PROGRESS_KEYS
 from ludic.training.loggers import RichLiveLogger
 from ludic.training.loggers.base import Duration
 from ludic.training.stats import SAMPLED_REWARD

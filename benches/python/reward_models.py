@@ -50,7 +50,7 @@ def run(seed: int, settings: list[str], output: str, *, command: str = "train-rm
 
 def describe_criteria(summaries: list[dict[str, Any]]) -> str:
     """Each criterion, whether all seeds meet it, and the range of its values."""
-    from ludic.runs.report.reward_model import CRITERIA
+    from ludic.runs.reward_model import CRITERIA
 
     sentences = []
     for name, (rule, value_of, holds) in CRITERIA.items():

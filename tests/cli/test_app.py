@@ -12,7 +12,7 @@ from ludic.cli.app import app
 from ludic.models.loading import describe_device
 from ludic.recipes.compose import compose
 from ludic.recipes.model import make_small_model
-from ludic.runs.data.split import explain_no_heldout
+from ludic.runs.data.sft import explain_no_heldout
 
 
 def ludic(*arguments, code=0):

@@ -14,7 +14,7 @@ from ludic.inference.local.decode import Bounds, DecodeRequest, decode
 from ludic.inference.sampling import SamplingParams
 from ludic.models.packed_attention import PACKED, set_attention
 from ludic.models.positions import find_rope_limits, pin_rope
-from ludic.runs.servers.starting import _read_rope_limit
+from ludic.runs.servers.server import _read_rope_limit
 from ludic.training import MaskedCausalLMCrossEntropyLoss, RLAlgorithm, Trainer
 from ludic.training.algorithm import forward_logits
 from ludic.training.credit_assignment import ConstantCredit

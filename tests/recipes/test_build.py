@@ -17,7 +17,7 @@ from ludic.recipes.epochs_schema import compose_rm, compose_sft
 from ludic.recipes.model import build_policy, build_reward_model, make_small_model
 from ludic.recipes.schema import TaskSection
 from ludic.runs.directory import RunDirectory
-from ludic.runs.reinforce_parts import RLParts
+from ludic.runs.reinforce import RLRun
 from ludic.tasks import DigitSort
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.config import TrainerConfig
@@ -112,7 +112,7 @@ def test_dapo_penalises_at_the_token_limit_of_an_answer() -> None:
     credit = build_algorithm(compose(["algorithm=dapo"]), max_completion_tokens=50).credit_assigner
     assert isinstance(credit, OverlongPenalty)
     assert (credit.max_tokens, credit.buffer_tokens) == (50, 10)
-    assert RLParts.build(compose(["algorithm=dapo", "rollout.max_new_tokens=40"])).algorithm.credit_assigner.max_tokens == 40
+    assert RLRun.build(compose(["algorithm=dapo", "rollout.max_new_tokens=40"]), print).algorithm.credit_assigner.max_tokens == 40
 
 
 def test_a_users_task_is_named_by_module_and_class() -> None:
@@ -190,7 +190,7 @@ def test_the_error_of_a_count_that_is_too_small_names_it(override: str) -> None:
 @pytest.mark.parametrize("override", ["checkpoint.layout=deep", "checkpoint.static_files=nowhere"])
 def test_wrong_settings_of_checkpoints_are_refused_before_a_run_begins(override: str) -> None:
     with pytest.raises(ConfigError, match=override.partition("=")[2]):
-        RLParts.build(compose([override]))
+        RLRun.build(compose([override]), print)
     with pytest.raises(ConfigError, match=override.partition("=")[2]):
         compose_sft(["data=rows.jsonl", override])
 

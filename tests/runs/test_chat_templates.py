@@ -17,7 +17,7 @@ from ludic.recipes.epochs_schema import compose_dpo, compose_rm, compose_sft
 from ludic.recipes.model import build_tokenizer
 from ludic.runs.data.preview import preview
 from ludic.runs.data.sft import SFTData, count_sample
-from ludic.runs.reinforce_parts import RLParts
+from ludic.runs.reinforce import RLRun
 from ludic.training.samples.conversations import ChatTokenizer
 from ludic.training.samples.sft import SFTItems
 
@@ -230,4 +230,4 @@ def test_a_prompt_of_messages_needs_a_template(tmp_path, prompt):
     rows = [write_rows(tmp_path / "rows.jsonl", {"prompt": prompt}), f"task.args.heldout_{other}", "reward=byte_rewards:mean_id"]
     recipe = compose([f"model={tmp_path}", f"tokenizer={tmp_path / 'bare'}", "threads=1", *rows])
     with pytest.raises(ConfigError, match=rf"prompts of up to {len(prompt)} messages .*set chat_template=FILE"):
-        RLParts.build(recipe)
+        RLRun.build(recipe, print)

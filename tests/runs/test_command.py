@@ -34,7 +34,7 @@ def begin(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")  # another agent may count differently
     monkeypatch.setattr(ranks, "is_distributed", lambda: True)
-    monkeypatch.setattr(RunCommand, "_resume", lambda self, resume, changes: ("its recipe", resume))
+    monkeypatch.setattr(command, "resume_run", lambda kind, path, changes, compose: ("its recipe", path))
     return lambda name: RunCommand(EmptyFolder).begin(EmptyFolder.compose([str(tmp_path), name]))
 
 

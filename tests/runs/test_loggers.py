@@ -5,8 +5,7 @@ from typing import Any
 
 from hypothesis import given, strategies as st
 
-from ludic.runs.screen import ThinnedLogger
-from ludic.runs.tracking import PhaseLogger
+from ludic.runs.loggers import PhaseLogger, ThinnedLogger
 
 
 class Remembering:

@@ -9,8 +9,7 @@ from ludic.launch.process import PYTHON, check_processes
 from ludic.launch.torchrun import ENV, STOP_VARIABLE
 from ludic.recipes.compose import compose
 from ludic.recipes.epochs_schema import compose_sft
-from ludic.runs.launching import describe_lacking_gpus, fit_job
-from ludic.runs.plan import plan_processes
+from ludic.runs.launching import describe_lacking_gpus, fit_job, plan_processes
 
 
 def test_a_run_without_actors_is_its_trainer(tmp_path: Path) -> None:

@@ -20,9 +20,9 @@ from ludic.recipes.build import build_task
 from ludic.recipes.compose import compose, to_yaml
 from ludic.recipes.model import make_small_model
 from ludic.recipes.processes import LogprobConvention, choose_kind, choose_logprob_convention
-from ludic.runs.reinforce_parts import RLParts
-from ludic.runs.report.costs import sum_phases
+from ludic.runs.reinforce import RLRun
 from ludic.runs.report.reinforce import summarize_mismatch, summarize_overlap, summarize_weight_sync
+from ludic.runs.report.summary import sum_phases
 from ludic.runs.sampler import _run_server, check_inference, make_preflight
 from ludic.tasks.adapters import as_episodic
 from ludic.training.loop.timings import PhaseTimer
@@ -158,7 +158,7 @@ def test_sampler_and_trainer_use_the_same_distribution(temperature, other, expec
         [f"rollout.temperature={temperature}", "threads=1", f"algorithm={algorithm}", *([f"rollout.{other}"] if other else [])]
     )
     assert choose_logprob_convention(recipe.rollout) == expected
-    assert RLParts.build(recipe).trainer_cfg.temperature == expected.temperature
+    assert RLRun.build(recipe, print).trainer_cfg.temperature == expected.temperature
 
 
 @pytest.mark.parametrize("sampling", [[], ["rollout.temperature=0.6"], ["rollout.temperature=0.7", "rollout.top_p=0.9"]])

@@ -15,7 +15,7 @@ from training_samples import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ludic.recipes.epochs_schema import compose_sft
-from ludic.runs.data.split import split_by_prompt
+from ludic.runs.data.sft import split_by_prompt
 from ludic.runs.epochs import EpochsRun
 from ludic.runs.sft import SFTRun
 from ludic.training import SAWItem

@@ -7,7 +7,7 @@ import pytest
 from torch.distributed import HashStore
 
 from ludic.launch.rank_environment import STOP_ONCE
-from ludic.runs.stop_request import SharedStopRequest, StopRequest
+from ludic.runs.stop_request import StopRequest
 from ludic.training.ranks.rendezvous import Rendezvous
 
 
@@ -40,7 +40,7 @@ def test_under_slurm_a_sigterm_may_arrive_twice(monkeypatch: pytest.MonkeyPatch)
 def test_a_stop_of_one_rank_is_seen_on_all_and_only_its_own_second_signal_ends_it_at_once():
     store = HashStore()
     notes = []
-    first, second = (SharedStopRequest(notes.append, Rendezvous(store, rank, 2)) for rank in range(2))
+    first, second = (StopRequest(notes.append, Rendezvous(store, rank, 2)) for rank in range(2))
     assert not first
     assert not second
     second._on_signal(signal.SIGTERM, None)

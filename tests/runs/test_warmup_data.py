@@ -9,7 +9,7 @@ from commands import NETWORK, ludic, metrics_of, refused, same_weights, summary_
 from killed_commands import killed_at, run_to_end
 
 from ludic.errors import ConfigError
-from ludic.runs.data.warmup import Warmup
+from ludic.runs.data.sft import Warmup
 
 TINY = [
     *("threads=1", "warmup.batch_size=4", "warmup.epochs=2", "steps=3", "rollout.prompts=2", "rollout.group_size=4"),

@@ -51,7 +51,7 @@ def train_until(command: str, step: int, arguments: list[str], *, phase: str | N
                 os.kill(os.getpid(), signal.SIGINT)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ludic.runs.tracking.JSONLLogger", Interrupting)
+        patch.setattr("ludic.runs.loggers.JSONLLogger", Interrupting)
         return exit_status(command, *arguments)
 
 

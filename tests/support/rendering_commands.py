@@ -20,9 +20,9 @@ from ludic.recipes.epochs_schema import compose_dpo, compose_rm, compose_sft
 from ludic.recipes.model import build_tokenizer
 from ludic.rollouts.training.datasets.dataset_loaders import load_sft_dataset
 from ludic.runs.data.sft import SFTData
-from ludic.runs.dpo import DPOParts
-from ludic.runs.reinforce_parts import RLParts
-from ludic.runs.reward_model import RMParts
+from ludic.runs.dpo import DPORun
+from ludic.runs.reinforce import RLRun
+from ludic.runs.reward_model import RMRun
 from ludic.runs.rollouts import make_engine, make_training_requests
 
 ASKED = [{"role": "user", "content": "What is 2+2?"}]
@@ -79,8 +79,8 @@ def prompts_of_commands(tmp_path, settings, column, *, prompt=ASKED, answers=(SA
     [item] = SFTData.read(sft, built).train[:1]
     found = {"sft": prompt_of(item)}
     for command, parts in {
-        "dpo": DPOParts.build(compose_dpo([*given, pairs, "heldout=0"]), note=print),
-        "train-rm": RMParts.build(compose_rm([*given, pairs, "heldout=0"]), note=print),
+        "dpo": DPORun.build(compose_dpo([*given, pairs, "heldout=0"]), note=print),
+        "train-rm": RMRun.build(compose_rm([*given, pairs, "heldout=0"]), note=print),
     }.items():
         found[command] = prompt_of(first_item(parts))
         assert last_trained(first_item(parts)) == last_trained(item)
@@ -89,7 +89,7 @@ def prompts_of_commands(tmp_path, settings, column, *, prompt=ASKED, answers=(SA
     recipe = compose(
         [*given, asked, f"task.args.heldout_{other}", "rollout.prompts=1", "rollout.group_size=2", "task.args.max_new_tokens=2"]
     )
-    parts = RLParts.build(recipe)
+    parts = RLRun.build(recipe, print)
     found["train"] = ask_trained_policy(parts, recipe, LocalChatClient(parts.model, parts.tokenizer))
     [sample] = load_sft_dataset(str(tmp_path / "chats.jsonl"), tokenizer=built, max_samples=1)
     found["rollouts"] = before_last_answer(sample.tokens, sample.loss_mask)  # it trains the answers of the prompt, too

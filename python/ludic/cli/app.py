@@ -21,8 +21,7 @@ from ludic.cli.options import (
     PrintConfig,
     Resume,
     Settings,
-    make_lr_setting,
-    refuse_flags_in,
+    read_settings,
     report_user_errors,
 )
 from ludic.runs.exit_status import find_rank
@@ -116,8 +115,7 @@ def train(
 ) -> int:
     from ludic.cli.train import train_command
 
-    settings = [*(arguments or ()), *([f"algorithm={algorithm}"] if algorithm else ()), *make_lr_setting(lr)]
-    refuse_flags_in(arguments)
+    settings = [*read_settings(arguments, lr), *([f"algorithm={algorithm}"] if algorithm else ())]
     return train_command("train", settings, resume=resume, json_only=json_only, print_config=print_config)
 
 
@@ -171,8 +169,7 @@ def sft(
 ) -> int:
     from ludic.cli.train import preview_command, train_command
 
-    refuse_flags_in(arguments)
-    settings = [*(arguments or ()), *make_lr_setting(lr)]
+    settings = read_settings(arguments, lr)
     if preview is not None:
         return preview_command(settings, rows=preview, json_only=json_only)
     return train_command("sft", settings, resume=resume, json_only=json_only, print_config=print_config)
@@ -238,8 +235,7 @@ def dpo(
 ) -> int:
     from ludic.cli.train import train_command
 
-    settings = [*(arguments or ()), *make_lr_setting(lr)]
-    refuse_flags_in(arguments)
+    settings = read_settings(arguments, lr)
     return train_command("dpo", settings, resume=resume, json_only=json_only, print_config=print_config)
 
 
@@ -601,7 +597,7 @@ def server(
     name: Annotated[str, typer.Option(help="Name of this server: server0, server1 and so on.")],
     host: Annotated[str, typer.Option(help="The address of this machine at which trainer and actors reach it.")] = "127.0.0.1",
 ) -> int:
-    from ludic.runs.servers.worker import run_server_process
+    from ludic.runs.servers.server import run_server_process
 
     return run_server_process(run, name=name, host=host)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -68,15 +69,10 @@ def _describe(folder: Path, *, verify: bool) -> CheckpointLine:
     state = "damaged" if faults else "unverifiable" if unverifiable else "verified" if verify else "listed"
     saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(folder.stat().st_mtime))
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    return CheckpointLine(str(folder), saved, size, state, faults, _find_layout(folder))
-
-
-def _find_layout(folder: Path) -> str:
-    """The layout that the manifest names, damaged or not."""
-    try:
-        return str(read_json(folder / MANIFEST).get("layout", "full"))
-    except (CheckpointError, OSError):
-        return "full"
+    layout = "full"
+    with suppress(CheckpointError, OSError):  # the manifest may be damaged
+        layout = str(read_json(folder / MANIFEST).get("layout", layout))
+    return CheckpointLine(str(folder), saved, size, state, faults, layout)
 
 
 def _readable(size: int) -> str:
@@ -104,7 +100,9 @@ def export_command(checkpoint: Path, out: Path, *, dtype: str | None, merge: boo
         raise ConfigError(f"--dtype ({dtype}) must be one of {', '.join(DTYPES)}")
     if out.exists():
         raise ConfigError(f"{out} exists already, and is not replaced; give a new folder")
-    folder = _find_one(checkpoint)
+    folder, *others = find_checkpoints(checkpoint)
+    if others:
+        raise ConfigError(f"{checkpoint} has {1 + len(others)} checkpoints; name one of them, such as {others[-1]}")
     faults = find_checkpoint_faults(folder)
     if faults:
         raise CheckpointError(f"{folder} is damaged: {', '.join(faults)}; `ludic checkpoint verify` finds one that is not")
@@ -118,24 +116,21 @@ def export_command(checkpoint: Path, out: Path, *, dtype: str | None, merge: boo
         if not is_adapter:
             export_model(folder, aside, torch_dtype)
         elif merge:
-            export_merged(folder, _require_folder(_find_base(folder, base), folder), aside, torch_dtype)
+            adapted = Path(_find_base(folder, base))
+            if not (adapted / "config.json").is_file():
+                raise ConfigError(
+                    f"{folder} adapts {adapted}, which is no folder here; download it, and give its folder with --base"
+                )
+            export_merged(folder, adapted, aside, torch_dtype)
         else:
             export_adapter(folder, aside, base=_find_base(folder, base), dtype=torch_dtype)
-        tokenizer = _copy_tokenizer(folder, base, aside)
+        has_tokenizer = _copy_tokenizer(folder, base, aside)
     typer.echo(f"{out}: {'adapters' if is_adapter and not merge else 'model'} of {folder}")
-    if tokenizer is None:
+    if not has_tokenizer:
         typer.secho(
             "No tokenizer was found next to the checkpoint: copy its files there before you serve it", fg="yellow", err=True
         )
     return 0
-
-
-def _find_one(path: Path) -> Path:
-    """The checkpoint that `path` is, or the only one in it."""
-    found = find_checkpoints(path)
-    if len(found) > 1:
-        raise ConfigError(f"{path} has {len(found)} checkpoints; name one of them, such as {found[-1]}")
-    return found[0]
 
 
 def _find_run(folder: Path) -> Path | None:
@@ -162,15 +157,8 @@ def _find_base(folder: Path, given: str | None) -> str:
     return str(named)
 
 
-def _require_folder(base: str, folder: Path) -> Path:
-    place = Path(base)
-    if not (place / "config.json").is_file():
-        raise ConfigError(f"{folder} adapts {base}, which is no folder here; download it, and give its folder with --base")
-    return place
-
-
-def _copy_tokenizer(folder: Path, base: str | None, out: Path) -> Path | None:
-    """Copy the files of the tokenizer from the first folder that has them. Returns that folder."""
+def _copy_tokenizer(folder: Path, base: str | None, out: Path) -> bool:
+    """Copy the files of the tokenizer from the first folder that has them. False if none has."""
     run = _find_run(folder)
     places = [folder, *([] if run is None else [run / name for name in RUN_FOLDERS]), *([] if base is None else [Path(base)])]
     for place in places:
@@ -178,5 +166,5 @@ def _copy_tokenizer(folder: Path, base: str | None, out: Path) -> Path | None:
         if any(path.name.startswith("tokenizer") for path in files):
             for path in files:
                 shutil.copyfile(path, out / path.name)
-            return place
-    return None
+            return True
+    return False

@@ -8,16 +8,15 @@ import json
 import os
 import platform
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
 
 from ludic.distribution import DISTRIBUTION, describe_namesake, find_version, install_command
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from ludic.runs.memory_estimate import MemoryEstimate
 
 REQUIRED = (DISTRIBUTION, "torch", "transformers", "peft", "numpy", "safetensors", "hydra-core", "rich", "openai")
 
@@ -37,12 +36,17 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
 
 def examine() -> dict[str, Any]:
     """Collect the report. Changes nothing and uses no network."""
+    core: str | None = None
+    with suppress(ImportError):
+        from ludic import _core
+
+        core = _core.__version__
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": {name: find_version(name) for name in REQUIRED},
         "namesake": describe_namesake(),
-        "core": _find_core_version(),
+        "core": core,
         "devices": _list_devices(),
         "extras": {
             name: {"installed": all(find_spec(module) is not None for module in modules), "adds": adds}
@@ -56,9 +60,6 @@ def show(report: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(report, indent=2))
         return
-    from rich.console import Console
-    from rich.markup import escape
-
     console = Console(soft_wrap=True, highlight=False)
     console.print(f"[bold]Python[/] {report['python']} on {report['platform']}")
     console.print("\n[bold]Packages[/]")
@@ -68,8 +69,16 @@ def show(report: dict[str, Any], *, as_json: bool) -> None:
     if report["namesake"]:
         console.print(f"  [red]{report['namesake']}[/]")
     console.print("\n[bold]Devices[/]")
-    for line in _describe_devices(report["devices"]):
-        console.print(f"  {line}")
+    devices = report["devices"]
+    console.print(
+        f"  CPU: {devices['cpus']} usable cores; torch takes {devices['torch_threads']} threads (the recipes set `threads`)"
+    )
+    for index, gpu in enumerate(devices["cuda"]):
+        console.print(f"  CUDA {index}: {gpu['name']}, {gpu['memory_gb']} GB")
+    if not devices["cuda"]:
+        console.print("  CUDA: none")
+    if devices["mps"]:
+        console.print("  MPS: available; set trainer.model_device=mps")
     console.print("\n[bold]Optional extras[/]")
     for name, extra in report["extras"].items():
         state = "[green]installed[/]" if extra["installed"] else escape(install_command(name))
@@ -89,14 +98,6 @@ def show_memory(arguments: Sequence[str], *, as_json: bool) -> None:
         print(json.dumps(report, indent=2))
 
 
-def _find_core_version() -> str | None:
-    try:
-        from ludic import _core
-    except ImportError:
-        return None
-    return _core.__version__
-
-
 def _list_devices() -> dict[str, Any]:
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     devices: dict[str, Any] = {"cpus": usable, "torch_threads": None, "cuda": [], "mps": False}
@@ -111,13 +112,6 @@ def _list_devices() -> dict[str, Any]:
             properties = torch.cuda.get_device_properties(index)
             devices["cuda"].append({"name": properties.name, "memory_gb": round(properties.total_memory / 2**30, 1)})
     return devices
-
-
-def _describe_devices(devices: dict[str, Any]) -> list[str]:
-    lines = [f"CPU: {devices['cpus']} usable cores; torch takes {devices['torch_threads']} threads (the recipes set `threads`)"]
-    lines += [f"CUDA {i}: {gpu['name']}, {gpu['memory_gb']} GB" for i, gpu in enumerate(devices["cuda"])]
-    lines += [] if devices["cuda"] else ["CUDA: none"]
-    return lines + (["MPS: available; set trainer.model_device=mps"] if devices["mps"] else [])
 
 
 GIB, MIB = 2**30, 2**20
@@ -150,16 +144,15 @@ def advise(arguments: Sequence[str]) -> dict[str, Any]:
         "available_bytes": available,
         "room_bytes": room,
         "logits": "chunked" if own.chunked else "full",
-        "estimates": [_describe(name, one, room) for name, one in [("as set", own), *remedies]],
-    }
-
-
-def _describe(name: str, estimate: MemoryEstimate, room: int) -> dict[str, Any]:
-    return {
-        "settings": name,
-        **{f"{part}_bytes": getattr(estimate, part) for part in PARTS},
-        "peak_bytes": estimate.peak,
-        "fits": estimate.peak <= room,
+        "estimates": [
+            {
+                "settings": name,
+                **{f"{part}_bytes": getattr(estimate, part) for part in PARTS},
+                "peak_bytes": estimate.peak,
+                "fits": estimate.peak <= room,
+            }
+            for name, estimate in [("as set", own), *remedies]
+        ],
     }
 
 

@@ -13,7 +13,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import asdict, dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any, Optional, cast
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from rich.console import Console
+from rich.progress import Progress
 
 from ludic.cli.settings import expand_run_folder
 from ludic.errors import ConfigError
@@ -31,11 +33,11 @@ from ludic.recipes.overrides import Override, parse_override
 from ludic.recipes.rules import check_settings, setting
 from ludic.recipes.schema import Recipe
 from ludic.runs.console import quiet_libraries, run_with_console
-from ludic.runs.report.files import show_files
+from ludic.runs.directory import make_run_folder
+from ludic.runs.report.summary import make_table, show_files
+from ludic.types import Rollout
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from ludic.eval import Interval, Measurement, ProblemEvaluator
     from ludic.inference import ChatClient
     from ludic.inference.local.client import LocalChatClient
@@ -43,7 +45,6 @@ if TYPE_CHECKING:
     from ludic.tasks.episodic import Shown
     from ludic.tasks.rewards import Success
     from ludic.training.rollouts.engine import RolloutEngine
-    from ludic.types import Rollout
 
 
 def eval_command(arguments: Sequence[str], *, json_only: bool, print_config: bool) -> int:
@@ -66,37 +67,37 @@ async def _evaluate(recipe: Recipe, settings: EvalSettings, console: Console) ->
     """Play the episodes, measure, write and show; returns the summary as JSON. All settings are
     checked before the folder is made."""
     from ludic.recipes.build import build_episodic_task
+    from ludic.runs.rollouts import make_engine
     from ludic.tasks.rewards import success_of
 
     started = time.perf_counter()
-    _check_reward_model(recipe, settings)
     own_task = build_episodic_task(recipe)
     problems = _choose_problems(recipe, settings, own_task, console)
-    async with aclosing(own_task), _open_client(recipe, settings, own_task, problems) as (client, model_name, task):
-        folder = _make_folder(recipe, model_name)
+    async with aclosing(own_task), _open_client(recipe, settings, own_task, problems) as (client, model_name, where, task):
+        of_run = Path(model_name).name in ("model", "adapter")
+        label = Path(model_name).parent.name if of_run else Path(model_name).name
+        folder = make_run_folder(recipe.output, recipe.name, f"eval-{recipe.recipe}-{label}-seed{recipe.seed}")
+        write_text(folder / "config.yaml", to_yaml(recipe))
         success = success_of(task, recipe.evaluation.solved_at)
         episodes = len(problems) * recipe.evaluation.samples_per_prompt
-        where = settings.base_url or _describe_model_device(client)
-        console.print(f"{model_name}: {episodes} episodes on {where}, writing to {folder}/", highlight=False, markup=False)
-        with _show_progress(console, episodes) as on_episode:
-            engine = _make_engine(recipe, settings, task, client, model_name, folder, on_episode)
+        console.print(f"{model_name}: {episodes} episodes on {where}, writing to {folder}/", markup=False)
+        with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
+            shown = bar.add_task("episodes", total=episodes)
+            engine = make_engine(
+                task,
+                client,
+                model_name=model_name,
+                system_prompt=recipe.rollout.system_prompt,
+                jsonl_path=folder / "rollouts.jsonl",
+                max_retries=settings.episode_retries,
+                episode_timeout_s=settings.episode_timeout_s,
+                on_episode=lambda: bar.advance(shown),
+            )
             evaluator = _make_evaluator(recipe, settings, task, engine, problems, success.reward)
             rollouts, measurement = await evaluator.play()
     solved_at = success.holds_for(reward for problem in measurement.problems for reward in problem.rewards)
     result = EvaluationResult(measurement, rollouts, problems, task, success, solved_at)
-    facts = _collect_facts(recipe, settings, task, model_name) | {
-        "solved_at": solved_at,
-        "wall_s": round(time.perf_counter() - started, 2),
-    }
-    summary = build_summary(result, facts)
-    write(folder, result, summary, title=f"{recipe.recipe}, {model_name}, temperature {recipe.rollout.temperature:g}")
-    show(console, result, folder)
-    return summary
-
-
-def _collect_facts(recipe: Recipe, settings: EvalSettings, task: EpisodicTask, model_name: str) -> dict[str, Any]:
-    """The settings that the summary reports."""
-    return {
+    facts = {
         "recipe": recipe.recipe,
         "task": recipe.task.kind,
         "model": model_name,
@@ -108,49 +109,13 @@ def _collect_facts(recipe: Recipe, settings: EvalSettings, task: EpisodicTask, m
         "seed": recipe.seed,
         "suite": settings.suite,
         "config_hash": config_hash(recipe),
+        "solved_at": solved_at,
+        "wall_s": round(time.perf_counter() - started, 2),
     }
-
-
-def _check_reward_model(recipe: Recipe, settings: EvalSettings) -> None:
-    """A reward model scores token ids of the policy's tokenizer, so the policy must be local."""
-    if recipe.reward_model is not None and settings.base_url is not None:
-        raise ConfigError(
-            f"reward_model ({recipe.reward_model}) scores the answers of a model in this process; give model=FOLDER instead of "
-            "base_url, or reward_model=null and a reward= function"
-        )
-
-
-@contextmanager
-def _show_progress(console: Console, episodes: int) -> Iterator[Callable[[], None]]:
-    """A progress bar if there is a terminal. Yields a function to call after each episode."""
-    from rich.progress import Progress
-
-    with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
-        task = bar.add_task("episodes", total=episodes)
-        yield lambda: bar.advance(task)
-
-
-def _make_engine(
-    recipe: Recipe,
-    settings: EvalSettings,
-    task: EpisodicTask,
-    client: ChatClient,
-    model_name: str,
-    folder: Path,
-    on_episode: Callable[[], None],
-) -> RolloutEngine:
-    from ludic.runs.rollouts import make_engine
-
-    return make_engine(
-        task,
-        client,
-        model_name=model_name,
-        system_prompt=recipe.rollout.system_prompt,
-        jsonl_path=folder / "rollouts.jsonl",
-        max_retries=settings.episode_retries,
-        episode_timeout_s=settings.episode_timeout_s,
-        on_episode=on_episode,
-    )
+    title = f"{recipe.recipe}, {model_name}, temperature {recipe.rollout.temperature:g}"
+    summary = write(folder, result, facts, title=title)
+    show(console, result, folder)
+    return summary
 
 
 def _make_evaluator(
@@ -179,7 +144,7 @@ def _make_evaluator(
         also={
             **{name: _read_fact(name) for name in task.facts},
             **{name: _read_number(name) for name in numbers},
-            "cut_off": _was_cut_off,
+            "cut_off": lambda rollout: any(step.info.get("finish_reason") == "length" for step in rollout.steps),
             "answer_tokens": _count_answer_tokens,
         },
     )
@@ -194,7 +159,7 @@ def _choose_problems(recipe: Recipe, settings: EvalSettings, task: EpisodicTask,
     requested, available = recipe.evaluation.prompts, suites[settings.suite or next(iter(suites))]
     if len(available) < requested:
         more = "; task.args.num_heldout=N holds out more of your own" if recipe.data is not None else ""
-        console.print(f"The task has only {len(available)} held-out problems, not {requested}{more}", highlight=False)
+        console.print(f"The task has only {len(available)} held-out problems, not {requested}{more}")
     problems = available[:requested]
     repeated = Counter(problem["id"] for problem in problems)
     return [
@@ -206,28 +171,45 @@ def _choose_problems(recipe: Recipe, settings: EvalSettings, task: EpisodicTask,
 @asynccontextmanager
 async def _open_client(
     recipe: Recipe, settings: EvalSettings, task: EpisodicTask, problems: Sequence[Episode]
-) -> AsyncIterator[tuple[ChatClient, str, EpisodicTask]]:
-    """Yields (client, name of the model, task). If the recipe has a reward model, it scores the
-    task's answers."""
+) -> AsyncIterator[tuple[ChatClient, str, str, EpisodicTask]]:
+    """Yields (client, name of the model, where it is, task). If the recipe has a reward model, it
+    scores the task's answers."""
     if settings.base_url is None:
+        from ludic.models.loading import describe_device
         from ludic.recipes.build import add_reward_model
-        from ludic.runs.prompt_room import check_dialogues
+        from ludic.runs.trial import check_dialogues
 
         local = _make_local_client(recipe)
         check_dialogues(task, problems, local.tokenizer)
-        yield local, str(recipe.model), add_reward_model(recipe, task, local.tokenizer)
+        scored = add_reward_model(recipe, task, local.tokenizer)
+        yield local, str(recipe.model), describe_device(local.model), scored
         return
+    if recipe.reward_model is not None:  # it scores token ids of the policy's tokenizer
+        raise ConfigError(
+            f"reward_model ({recipe.reward_model}) scores the answers of a model in this process; give model=FOLDER instead of "
+            "base_url, or reward_model=null and a reward= function"
+        )
+    variable = settings.api_key_env
+    if variable is not None and not os.environ.get(variable):
+        raise ConfigError(
+            f"api_key_env ({variable}) is an environment variable that is not set; export it, or leave api_key_env out"
+        )
     from ludic.inference import OpenAIChatClient
 
     client = OpenAIChatClient(
         settings.base_url,
-        api_key=_read_api_key(settings.api_key_env),
+        api_key="none" if variable is None else os.environ[variable],
         timeout_s=settings.timeout_s,
         returns_token_ids=settings.returns_token_ids,
         chat_template_kwargs=recipe.chat_template_kwargs,
     )
     async with client:
-        yield client, recipe.model or await _find_only_model(client), task
+        models = [recipe.model] if recipe.model else await client.models()
+        if len(models) != 1:
+            raise ConfigError(
+                f"{client.base_url} offers {len(models)} models ({', '.join(models[:5])}); say which with model=NAME"
+            )
+        yield client, models[0], settings.base_url, task
 
 
 def _make_local_client(recipe: Recipe) -> LocalChatClient:
@@ -249,53 +231,12 @@ def _make_local_client(recipe: Recipe) -> LocalChatClient:
     return LocalChatClient(model.to(device).eval(), tokenizer, max_batch_size=recipe.rollout.concurrency)
 
 
-def _describe_model_device(client: ChatClient) -> str:
-    from ludic.inference.local.client import LocalChatClient
-    from ludic.models.loading import describe_device
-
-    assert isinstance(client, LocalChatClient), "without a server the model is in this process"
-    return describe_device(client.model)
-
-
-def _read_api_key(variable: str | None) -> str:
-    if variable is None:
-        return "none"
-    if not os.environ.get(variable):
-        raise ConfigError(
-            f"api_key_env ({variable}) is an environment variable that is not set; export it, or leave api_key_env out"
-        )
-    return os.environ[variable]
-
-
-async def _find_only_model(client: Any) -> str:
-    models: list[str] = await client.models()
-    if len(models) != 1:
-        raise ConfigError(f"{client.base_url} offers {len(models)} models ({', '.join(models[:5])}); say which with model=NAME")
-    return models[0]
-
-
-def _make_folder(recipe: Recipe, model_name: str) -> Path:
-    """Make `output/name`. The default name has the recipe, the model and the seed, and the time if
-    that folder exists."""
-    from ludic.runs.directory import make_run_folder
-
-    label = Path(model_name).parent.name if Path(model_name).name in ("model", "adapter") else Path(model_name).name
-    path = make_run_folder(recipe.output, recipe.name, f"eval-{recipe.recipe}-{label}-seed{recipe.seed}")
-    write_text(path / "config.yaml", to_yaml(recipe))
-    return path
-
-
 def _read_fact(name: str) -> Callable[[Rollout], bool | None]:
     return lambda rollout: bool(rollout.steps[-1].info.get(name, False)) if rollout.steps else None
 
 
 def _read_number(name: str) -> Callable[[Rollout], float | None]:
     return lambda rollout: rollout.steps[-1].info.get(name) if rollout.steps else None
-
-
-def _was_cut_off(rollout: Rollout) -> bool:
-    """Whether any answer reached the token limit."""
-    return any(step.info.get("finish_reason") == "length" for step in rollout.steps)
 
 
 def _count_answer_tokens(rollout: Rollout) -> float | None:
@@ -328,25 +269,22 @@ class EvaluationResult:
     """The reward from which an answer counts as right; None if the reward does not say so."""
 
 
-def build_summary(result: EvaluationResult, facts: Mapping[str, Any]) -> str:
-    """The content of summary.json: settings and all numbers. There is no accuracy if the reward
-    does not say which answers are right."""
-    numbers = result.measurement.to_dict()
-    if result.solved_at is None:
-        numbers |= {"accuracy": None, "accuracy_bounds": None, "pass_at_k": {}}
-    return json.dumps({**facts, **numbers}, indent=2) + "\n"
-
-
-def write(folder: Path, result: EvaluationResult, summary: str, *, title: str) -> None:
-    """Write summary.json, problems.jsonl with one line for each problem, and accuracy.png if there
-    is an accuracy."""
+def write(folder: Path, result: EvaluationResult, facts: Mapping[str, Any], *, title: str) -> str:
+    """Write summary.json with the `facts` and all numbers, problems.jsonl with one line for each
+    problem, and accuracy.png. There is no accuracy if the reward does not say which answers are
+    right. Returns the summary."""
     from ludic.eval import write_jsonl
     from ludic.eval.picture import draw_measurements
 
     write_jsonl(folder / PROBLEMS, _make_problem_lines(result))
-    if result.solved_at is not None:
+    numbers = result.measurement.to_dict()
+    if result.solved_at is None:
+        numbers |= {"accuracy": None, "accuracy_bounds": None, "pass_at_k": {}}
+    else:
         draw_measurements(folder / PICTURE, {"pass@k": result.measurement}, title=title)
+    summary = json.dumps({**facts, **numbers}, indent=2) + "\n"
     write_text(folder / SUMMARY, summary)
+    return summary
 
 
 def _make_problem_lines(result: EvaluationResult) -> Iterator[dict[str, Any]]:
@@ -375,11 +313,11 @@ def show(console: Console, result: EvaluationResult, folder: Path) -> None:
     """Print a table of numbers with intervals, the failures, and the files."""
     console.print(_make_table(result))
     if result.solved_at is None:
-        console.print(result.success.why_unknown("solved_at"), highlight=False, markup=False)
+        console.print(result.success.why_unknown("solved_at"), markup=False)
     for line in _describe_failures(result.measurement, has_accuracy=result.solved_at is not None):
-        console.print(line, highlight=False, markup=False, style="red")
+        console.print(line, markup=False, style="red")
     right = "" if result.solved_at is None else f" An answer is right if its reward is at least {result.solved_at:g}."
-    console.print(f"[bold]Rewarded part[/]: the reward sees {result.task.reward_sees}.{right}", highlight=False)
+    console.print(f"[bold]Rewarded part[/]: the reward sees {result.task.reward_sees}.{right}")
     files = {
         folder / SUMMARY: "these numbers, for programs",
         folder / PICTURE: "accuracy with intervals, and the pass@k curve",
@@ -391,21 +329,11 @@ def show(console: Console, result: EvaluationResult, folder: Path) -> None:
 
 
 def _make_table(result: EvaluationResult) -> Any:
-    from rich.table import Table
-
     measurement = result.measurement
     size = f"{len(measurement.problems)} problems x {measurement.samples_per_problem}"
-    table = Table(title=f"Held-out problems: {size}", title_justify="left")
-    table.add_column("")
-    for column in ("mean", f"{measurement.confidence:.0%} interval", "problems"):
-        table.add_column(column, justify="right")
-    for label, interval in _make_rows(result).items():
-        table.add_row(label, f"{interval.value:.3f}", _format_interval(interval), str(interval.num_problems))
-    return table
-
-
-def _make_rows(result: EvaluationResult) -> dict[str, Interval]:
-    measurement, k = result.measurement, result.measurement.samples_per_problem
+    columns = ("mean", f"{measurement.confidence:.0%} interval", "problems")
+    table = make_table(f"Held-out problems: {size}", ("", *columns), right=columns)
+    k = measurement.samples_per_problem
     rows: dict[str, Interval] = {}
     if result.solved_at is not None:
         rows[f"accuracy (avg@{k})" if k > 1 else "accuracy"] = measurement.accuracy
@@ -417,11 +345,12 @@ def _make_rows(result: EvaluationResult) -> dict[str, Interval]:
         "cut_off": "reached the token limit",
         "answer_tokens": "tokens of an answer",
     }
-    return rows | {labels.get(name, name): interval for name, interval in measurement.also.items()}
-
-
-def _format_interval(interval: Interval) -> str:
-    return "unknown" if interval.low is None or interval.high is None else f"{interval.low:.3f} to {interval.high:.3f}"
+    rows |= {labels.get(name, name): interval for name, interval in measurement.also.items()}
+    for label, interval in rows.items():
+        unknown = interval.low is None or interval.high is None
+        span = "unknown" if unknown else f"{interval.low:.3f} to {interval.high:.3f}"
+        table.add_row(label, f"{interval.value:.3f}", span, str(interval.num_problems))
+    return table
 
 
 def _describe_failures(measurement: Measurement, *, has_accuracy: bool) -> list[str]:
@@ -493,16 +422,17 @@ def resolve(arguments: Sequence[str]) -> tuple[Recipe, EvalSettings]:
         if override.key in own:
             overrides.append(override)
         else:
-            for_recipe.append(_expand_short_name(override))
+            name = SHORT_NAMES.get(override.key)
+            for_recipe.append(override.text if name is None else name + override.text[override.text.index("=") :])
     recipe = _compose(for_recipe)
-    if recipe.rollout.temperature == 0 and recipe.evaluation.samples_per_prompt > 1:
-        _use_one_sample(recipe, for_recipe)
+    k = recipe.evaluation.samples_per_prompt
+    if recipe.rollout.temperature == 0 and k > 1:
+        if any(argument.startswith(f"{SHORT_NAMES['k']}=") for argument in for_recipe):
+            raise ConfigError(
+                f"k ({k}) answers at temperature 0 are {k} copies of one answer; leave k out, or set temperature above 0"
+            )
+        recipe.evaluation.samples_per_prompt = 1
     return recipe, _parse_settings(overrides)
-
-
-def _expand_short_name(override: Override) -> str:
-    name = SHORT_NAMES.get(override.key)
-    return override.text if name is None else name + override.text[override.text.index("=") :]
 
 
 def _compose(arguments: Sequence[str]) -> Recipe:
@@ -515,15 +445,6 @@ def _compose(arguments: Sequence[str]) -> Recipe:
         raise ConfigError(f"{error} (of an evaluation: {', '.join(near)})" if near else str(error)) from error
     choose_devices(recipe)
     return recipe
-
-
-def _use_one_sample(recipe: Recipe, overrides: Sequence[str]) -> None:
-    if any(argument.startswith(f"{SHORT_NAMES['k']}=") for argument in overrides):
-        k = recipe.evaluation.samples_per_prompt
-        raise ConfigError(
-            f"k ({k}) answers at temperature 0 are {k} copies of one answer; leave k out, or set temperature above 0"
-        )
-    recipe.evaluation.samples_per_prompt = 1
 
 
 def _parse_settings(overrides: Sequence[Override]) -> EvalSettings:

@@ -21,18 +21,16 @@ JsonOnly = Annotated[bool, typer.Option("--json", help="Print only summary.json 
 PrintConfig = Annotated[bool, typer.Option(help="Print the resolved settings as YAML and stop.")]
 
 
-def make_lr_setting(lr: float | None) -> list[str]:
-    """The setting that `--lr` is short for."""
-    return [] if lr is None else [f"trainer.lr={lr}"]
-
-
-def refuse_flags_in(arguments: list[str] | None) -> None:
-    """Raise ConfigError for a flag among the settings, which names the setting."""
-    if any(argument.startswith("-") for argument in arguments or ()):
+def read_settings(arguments: list[str] | None, lr: float | None) -> list[str]:
+    """The settings of a command line, with the one that `--lr` is short for. Raises ConfigError for
+    a flag among them, which names the setting."""
+    settings = list(arguments or ())
+    if any(argument.startswith("-") for argument in settings):
         from ludic.recipes.compose import list_settings
         from ludic.recipes.overrides import refuse_flags
 
-        refuse_flags(arguments or (), list_settings())
+        refuse_flags(settings, list_settings())
+    return settings if lr is None else [*settings, f"trainer.lr={lr}"]
 
 
 @contextmanager

@@ -24,21 +24,17 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console
 
 from ludic.cli.settings import expand_run_folder
 from ludic.errors import ConfigError, DataError
 from ludic.list_fields import stored
 from ludic.recipes.compose import choose_devices, compose
+from ludic.recipes.schema import Recipe
 from ludic.runs.console import INTERRUPTED, quiet_libraries, run_with_console
 from ludic.types import Rollout
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from ludic.recipes.schema import Recipe
-    from ludic.runs.reinforce_parts import RLParts
-    from ludic.runs.sampler import Sampler
 
 
 @dataclass
@@ -69,94 +65,61 @@ def rollout_command(arguments: Sequence[str], *, episodes: int, keep: str | None
     started = time.perf_counter()
     recipe = compose([part for argument in arguments for part in expand_run_folder(argument)])
     choose_devices(recipe)
-    condition = None if keep is None else Keep.parse(keep)
-    _check(recipe, out)
+    parsed = None if keep is None else Keep.parse(keep)
+    if recipe.model is None:
+        raise ConfigError("there is no model to play with; give model=DIRECTORY, such as the model/ of a run")
+    if out.exists():
+        raise ConfigError(f"--out {out} exists already; choose another name, or delete it")
     counts = Tally(str(out), keep)
 
     def work(console: Console) -> tuple[int, str]:
         code = 0
         try:
-            _play(recipe, condition, episodes, out, counts, console)
+            _play(recipe, parsed, episodes, out, counts, console)
         except KeyboardInterrupt:
-            console.print("Stopped; the batches written so far are kept.", highlight=False)
+            console.print("Stopped; the batches written so far are kept.")
             code = INTERRUPTED
         counts.wall_s = round(time.perf_counter() - started, 2)
-        _show(counts, console)
+        condition = "" if keep is None else f" with {keep}"
+        failed = f"; {counts.failed} failed and were left out" if counts.failed else ""
+        console.print(
+            f"{counts.kept} of {counts.episodes} episodes{condition} written to {out} (mean reward of all {counts.reward:.3f}{failed})",
+            markup=False,
+        )
         return code, json.dumps(vars(counts), indent=2) + "\n"
 
     return run_with_console(work, json_only=json_only)
 
 
-def _check(recipe: Recipe, out: Path) -> None:
-    if recipe.model is None:
-        raise ConfigError("there is no model to play with; give model=DIRECTORY, such as the model/ of a run")
-    if out.exists():
-        raise ConfigError(f"--out {out} exists already; choose another name, or delete it")
-
-
 def _play(recipe: Recipe, keep: Keep | None, episodes: int, out: Path, counts: Tally, console: Console) -> None:
-    from ludic.runs.reinforce_parts import RLParts
-
-    quiet_libraries()
-    parts = RLParts.build(recipe)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    asyncio.run(_play_batches(recipe, parts, keep, episodes, out, counts, console))
-
-
-async def _play_batches(
-    recipe: Recipe, parts: RLParts, keep: Keep | None, episodes: int, out: Path, counts: Tally, console: Console
-) -> None:
     from ludic.models.loading import locate_model
-    from ludic.runs.sampler import open_sampler
-
-    parts.model.to(parts.trainer_cfg.model_device)
-    log = out.with_name(f"{out.name}.server.log")
-    note = partial(console.print, highlight=False, markup=False)
-    folder = Path(locate_model(str(recipe.model)))
-    opened = open_sampler(recipe, parts.model, parts.tokenizer, folder, log=log, note=note, pushes=False)
-    async with aclosing(parts.task), opened as sampler:
-        await _play_with(sampler, recipe, parts, keep, episodes, out, counts, console)
-
-
-async def _play_with(
-    sampler: Sampler,
-    recipe: Recipe,
-    parts: RLParts,
-    keep: Keep | None,
-    episodes: int,
-    out: Path,
-    counts: Tally,
-    console: Console,
-) -> None:
+    from ludic.runs.reinforce import RLRun
     from ludic.runs.rollouts import make_engine, make_training_requests
+    from ludic.runs.sampler import open_sampler
     from ludic.training.rollouts.log import append_rollouts
 
-    engine = make_engine(parts.task, sampler.client, model_name=sampler.model_name, system_prompt=recipe.rollout.system_prompt)
-    requests = make_training_requests(parts.task, recipe.rollout, seed=recipe.seed)
-    while (remaining := episodes - counts.episodes - counts.failed) > 0:
-        batch = requests()[: _round_up_to_groups(remaining, recipe.rollout.group_size)]
-        played = await engine.generate_rollouts(batch, max_steps=parts.task.max_turns, concurrency=recipe.rollout.concurrency)
-        kept = played if keep is None else [rollout for rollout in played if keep(rollout)]
-        append_rollouts(out, kept)
-        counts.add(played, kept, len(batch))
-        console.print(
-            f"{counts.episodes} of {episodes} episodes, {counts.kept} kept, mean reward {counts.reward:.3f}", highlight=False
-        )
+    quiet_libraries()
+    rollout, note = recipe.rollout, partial(console.print, markup=False)
+    parts = RLRun.build(recipe, note)
+    task, group_size = parts.task, rollout.group_size
+    out.parent.mkdir(parents=True, exist_ok=True)
+    parts.model.to(parts.trainer_cfg.model_device)
+    folder, log = Path(locate_model(str(recipe.model))), out.with_name(f"{out.name}.server.log")
 
+    async def play() -> None:
+        opened = open_sampler(recipe, parts.model, parts.tokenizer, folder, log=log, note=note, pushes=False)
+        async with aclosing(task), opened as sampler:
+            engine = make_engine(task, sampler.client, model_name=sampler.model_name, system_prompt=rollout.system_prompt)
+            requests = make_training_requests(task, rollout, seed=recipe.seed)
+            while (remaining := episodes - counts.episodes - counts.failed) > 0:
+                batch = requests()[: -(-remaining // group_size) * group_size]  # rounded up to whole groups
+                played = await engine.generate_rollouts(batch, max_steps=task.max_turns, concurrency=rollout.concurrency)
+                kept = played if keep is None else [episode for episode in played if keep(episode)]
+                append_rollouts(out, kept)
+                counts.add(played, kept, len(batch))
+                note(f"{counts.episodes} of {episodes} episodes, {counts.kept} kept, mean reward {counts.reward:.3f}")
 
-def _round_up_to_groups(episodes: int, group_size: int) -> int:
-    """`episodes`, rounded up to whole groups. Example: 5 episodes in groups of 4 are 8."""
-    return -(-episodes // group_size) * group_size
-
-
-def _show(counts: Tally, console: Console) -> None:
-    condition = "" if counts.keep is None else f" with {counts.keep}"
-    failed = f"; {counts.failed} failed and were left out" if counts.failed else ""
-    console.print(
-        f"{counts.kept} of {counts.episodes} episodes{condition} written to {counts.out} (mean reward of all {counts.reward:.3f}{failed})",
-        highlight=False,
-        markup=False,
-    )
+    asyncio.run(play())
 
 
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {
@@ -234,7 +197,9 @@ def read_number(rollout: Rollout, key: str) -> float:
         return _OWN[key](rollout)
     info = rollout.steps[-1].info if rollout.steps else {}
     for source in (info, rollout.meta):
-        value = _look_up(source, key)
+        value: Any = source
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
         if isinstance(value, bool | int | float):
             return float(value)
     available = [
@@ -242,13 +207,6 @@ def read_number(rollout: Rollout, key: str) -> float:
         *(name for source in (info, rollout.meta) for name, value in source.items() if isinstance(value, bool | int | float)),
     ]
     raise DataError(f"--keep: rollout {rollout.id} has no number {key!r}; it has {', '.join(dict.fromkeys(available))}")
-
-
-def _look_up(source: Mapping[str, Any], key: str) -> Any:
-    value: Any = source
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return value
 
 
 def _syntax_error(text: str, at: int, expected: str) -> ConfigError:

@@ -107,8 +107,10 @@ def _shown(text: str) -> str:
 def _make_row(record: RunRecord) -> list[str]:
     name, before, after = record.held_out or ("", None, None)
     steps = f"{record.steps}" if record.steps_asked in (None, record.steps) else f"{record.steps} of {record.steps_asked}"
-    cells = [steps, record.algorithm or "", name, _format_number(before), _format_after(record, name, after)]
-    return [record.name, record.status, *cells, format_duration(record.wall_s)]
+    low, high = (record.intervals.get("after", {}).get(name) or [None, None])[:2]
+    interval = "" if low is None or high is None else f" ({low:.3f} to {high:.3f})"
+    rates = ["" if before is None else f"{before:.3f}", "" if after is None else f"{after:.3f}{interval}"]
+    return [record.name, record.status, steps, record.algorithm or "", name, *rates, format_duration(record.wall_s)]
 
 
 def _describe(record: RunRecord, differences: dict[str, list[Any]], place: int) -> dict[str, Any]:
@@ -129,21 +131,10 @@ def _describe(record: RunRecord, differences: dict[str, list[Any]], place: int) 
     }
 
 
-def _format_number(value: float | None) -> str:
-    return "" if value is None else f"{value:.3f}"
-
-
 def _format_spread(values: Sequence[float | None]) -> str:
     """Example: `0.979 ± 0.004`; empty unless all runs have a value."""
     numbers = [value for value in values if value is not None]
     return "" if len(numbers) < len(values) else f"{mean(numbers):.3f} ± {stdev(numbers):.3f}"
-
-
-def _format_after(record: RunRecord, name: str, value: float | None) -> str:
-    """Example: `0.979 (0.971 to 0.985)`."""
-    low, high = (record.intervals.get("after", {}).get(name) or [None, None])[:2]
-    interval = "" if low is None or high is None else f" ({low:.3f} to {high:.3f})"
-    return "" if value is None else f"{value:.3f}{interval}"
 
 
 def _format_setting(value: Any) -> str:

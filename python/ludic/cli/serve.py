@@ -10,7 +10,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
+
+from rich.console import Console
 
 from ludic.errors import ConfigError, InferenceError
 from ludic.inference.servers.server_secret import VARIABLE, is_loopback_host, secret_file
@@ -23,10 +25,6 @@ from ludic.inference.vllm.launch import (
     stop_vllm_server,
     wait_for_vllm_health,
 )
-
-DEVICES = ("auto", "cpu", "cuda")
-WEIGHTS = ("auto", "gloo", "ludic_nccl", "disk", "none")
-LOGPROBS = ("processed_logprobs", "raw_logprobs", "processed_logits", "raw_logits")
 
 
 @dataclass(frozen=True)
@@ -54,30 +52,35 @@ class ServeSettings:
 
     def __post_init__(self) -> None:
         for option, value, allowed in (
-            ("--device", self.device, DEVICES),
-            ("--weights", self.weights, WEIGHTS),
-            ("--logprobs-mode", self.logprobs_mode, LOGPROBS),
+            ("--device", self.device, ("auto", "cpu", "cuda")),
+            ("--weights", self.weights, ("auto", "gloo", "ludic_nccl", "disk", "none")),
+            ("--logprobs-mode", self.logprobs_mode, get_args(LogprobsMode)),
         ):
             if value not in allowed:
                 raise ConfigError(f"{option} ({value}) must be one of {', '.join(allowed)}")
-        if self.lora_rank < 0:
-            raise ConfigError(f"--lora-rank ({self.lora_rank}) must be >= 0; 0 serves no adapters")
 
 
 def serve_command(settings: ServeSettings) -> int:
     """Serve until a signal or until the server ends, and show its output. Returns the exit status 0
     after a signal; raises InferenceError if the server ended by itself."""
-    from rich.console import Console
-
     console = Console(stderr=True, highlight=False)
     with _stop_on_signals() as stopped:
         proc = _start(settings)
-        ended = threading.Thread(target=_set_when_ended, args=(proc, stopped), daemon=True)
-        ended.start()
+
+        def set_when_ended() -> None:
+            proc.wait()
+            stopped.set()
+
+        threading.Thread(target=set_when_ended, daemon=True).start()
         try:
             if not _wait_until_ready(settings, proc, stopped):
                 return 0
-            console.print(f"Clients need its secret: {_secret_location(settings)}", soft_wrap=True)
+            if os.environ.get(VARIABLE):
+                secret = f"the value of {VARIABLE}, which trainers need as well"
+            else:
+                secret = f"trainers of this user on this machine read it from {secret_file(settings.port)}"
+                secret += "" if is_loopback_host(settings.host) else f", others need it in {VARIABLE}"
+            console.print(f"Clients need its secret: {secret}", soft_wrap=True)
             console.print(f"[bold]ready[/] at http://{settings.host}:{settings.port}; Ctrl-C stops it")
             stopped.wait()
             if proc.poll() is not None:
@@ -109,13 +112,6 @@ def _start(settings: ServeSettings) -> subprocess.Popen[Any]:
     )
 
 
-def _secret_location(settings: ServeSettings) -> str:
-    if os.environ.get(VARIABLE):
-        return f"the value of {VARIABLE}, which trainers need as well"
-    here = f"trainers of this user on this machine read it from {secret_file(settings.port)}"
-    return here if is_loopback_host(settings.host) else f"{here}, others need it in {VARIABLE}"
-
-
 def _choose_weights(settings: ServeSettings) -> WeightBackend | None:
     """The backend named; left open, host memory next to a CPU and NCCL between GPUs."""
     if settings.weights != "auto":
@@ -144,11 +140,6 @@ def _wait_until_ready(settings: ServeSettings, proc: subprocess.Popen[Any], stop
     if failures:
         raise failures[0]
     return True
-
-
-def _set_when_ended(proc: subprocess.Popen[Any], stopped: threading.Event) -> None:
-    proc.wait()
-    stopped.set()
 
 
 @contextmanager

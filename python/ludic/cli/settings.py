@@ -9,6 +9,7 @@ import json
 import os
 import textwrap
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -33,21 +34,9 @@ def expand_run_folder(argument: str) -> list[str]:
     folder = Path(argument)
     if not (folder / "config.yaml").is_file():
         return [argument]
-    _check_has_task(folder)
-    if not (folder / "model").is_dir():
-        raise ConfigError(
-            f"{argument} has no model yet; resume it with `ludic train --resume {argument}`, or name a run that has one"
-        )
-    saved = [f"{name}=null" for name in ("tokenizer", "chat_template", "eos_token", "name")]  # the model's folder has them
-    return [str(folder / "config.yaml"), f"model='{folder / 'model'}'", *saved]
-
-
-def _check_has_task(folder: Path) -> None:
-    """Raise `ConfigError` for a run of another command than `ludic train`, which has no task."""
-    try:
-        command = json.loads((folder / "progress.json").read_text(encoding="utf-8")).get("command", "train")
-    except (OSError, ValueError, AttributeError):
-        return
+    command = "train"
+    with suppress(OSError, ValueError, AttributeError):
+        command = json.loads((folder / "progress.json").read_text(encoding="utf-8")).get("command", command)
     if command in ("sft", "dpo"):
         raise ConfigError(f"{folder} is a run of `ludic {command}`, which has no task; say which, such as: sort model={folder}")
     if command == "train-rm":
@@ -55,6 +44,12 @@ def _check_has_task(folder: Path) -> None:
             f"{folder} is a run of `ludic train-rm`: a reward model scores and does not answer; its own measurement is in "
             f"{folder / 'summary.json'}, and reward_model={folder} lets it score the answers of another model"
         )
+    if not (folder / "model").is_dir():
+        raise ConfigError(
+            f"{argument} has no model yet; resume it with `ludic train --resume {argument}`, or name a run that has one"
+        )
+    saved = [f"{name}=null" for name in ("tokenizer", "chat_template", "eos_token", "name")]  # the model's folder has them
+    return [str(folder / "config.yaml"), f"model='{folder / 'model'}'", *saved]
 
 
 def format_recipe(recipe: Any) -> str:

@@ -48,13 +48,17 @@ def slurm_command(
     options: dict[str, Any],
 ) -> int:
     """Print the script and the plan, or submit the job. `options` are fields of `SlurmSettings`."""
-    arguments = [*add_named_recipe(arguments, resume), *([f"algorithm={_find_algorithm(task)}"] if task is not None else [])]
+    arguments = list(add_named_recipe(arguments, resume))
+    if task is not None:
+        if task not in TASKS:
+            raise ConfigError(f"--task ({task}) must be one of {', '.join(TASKS)}; other algorithms are algorithm=NAME")
+        arguments.append(f"algorithm={TASKS[task]}")
     if accelerator is not None:
         if accelerator not in ACCELERATORS:
             raise ConfigError(f"--accelerator ({accelerator}) must be one of {', '.join(ACCELERATORS)}; or set sharding.kind")
         arguments.append(f"sharding.kind={ACCELERATORS[accelerator]}")
-    if task in SEEDED_TASKS:
-        _check_seeded(arguments, resume, str(task))
+    if task in SEEDED_TASKS and resume is None and not compose(arguments, ranks=0).info_seed.num_seeds:
+        raise ConfigError(f"--task {task} needs seeds; set info_seed.num_seeds=N (in a flat file info_seed_enabled: true)")
     settings, recipe = make_settings(arguments, resume=resume, setup=setup, options=options)
     placement = _place(settings)
     commands = [*server_steps(settings, placement, JOB_ID), training_step(settings, placement, JOB_ID)]
@@ -89,7 +93,9 @@ def make_settings(
         if (more := parse_changes(arguments, "train").more_steps) is not None:
             raise ConfigError(f"steps=+{more} would be added again whenever the job starts again; set steps=N, for N in all")
         source, command = [str(RunDirectory.open_to_read(resume).config)], [*command, "--resume", str(resume)]
-        replaced = _replace_servers(source[0], arguments)
+        # Its servers ended with their job; those that the command line names stay.
+        if not any(argument.startswith("inference.url=") for argument in arguments):
+            replaced = [f"inference.kind={choose_kind(compose(source).inference)}", "inference.url=null"]
     recipe = compose([*source, *arguments, *replaced], ranks=0)
     if recipe.place.on != "local" or recipe.place.actors or recipe.place.servers or recipe.place.trainers > 1:
         raise ConfigError("ludic slurm places the processes itself; leave place.* out, or use `ludic train place=slurm`")
@@ -97,7 +103,8 @@ def make_settings(
         check_url(recipe.queue.url)
     given = {key: value for key, value in options.items() if value is not None}
     given["ports_of_job"] = not any(name.endswith("_port") for name in given)
-    given["job_name"] = given.get("job_name") or _name_job(recipe)
+    run = recipe.name or f"{recipe.recipe}-{recipe.algorithm}"
+    given["job_name"] = given.get("job_name") or re.sub(r"[^A-Za-z0-9_.-]", "_", run)
     serve = choose_kind(recipe.inference) == "vllm" and recipe.inference.url is None
     if not serve and (given.get("data_parallel", 1), given.get("tensor_parallel", 1)) != (1, 1):
         raise ConfigError(
@@ -114,21 +121,9 @@ def make_settings(
     return settings, recipe
 
 
-def _replace_servers(config: str, arguments: Sequence[str]) -> list[str]:
-    """The settings of a run that is resumed without its servers: they ended with their job. Those
-    that the command line names stay."""
-    if any(argument.startswith("inference.url=") for argument in arguments):
-        return []
-    return [f"inference.kind={choose_kind(compose([config]).inference)}", "inference.url=null"]
-
-
 def _place(settings: SlurmSettings) -> Placement:
     """The plan on nodes with made-up names."""
     return place(settings, Allocation([f"node{number}" for number in range(settings.nodes)], settings.gpus_per_node))
-
-
-def _name_job(recipe: Recipe) -> str:
-    return re.sub(r"[^A-Za-z0-9_.-]", "_", recipe.name or f"{recipe.recipe}-{recipe.algorithm}")
 
 
 def _make_server(recipe: Recipe) -> tuple[str, ...]:
@@ -143,17 +138,6 @@ def _make_server(recipe: Recipe) -> tuple[str, ...]:
     flags += ["--lora-rank", str(recipe.lora.rank)] if recipe.lora.rank else []
     own = ["--", *section.server_args] if section.server_args else []
     return ("-m", "ludic.cli", "serve", model, *flags, *own)
-
-
-def _check_seeded(arguments: Sequence[str], resume: Path | None, task: str) -> None:
-    if resume is None and not compose(arguments, ranks=0).info_seed.num_seeds:
-        raise ConfigError(f"--task {task} needs seeds; set info_seed.num_seeds=N (in a flat file info_seed_enabled: true)")
-
-
-def _find_algorithm(task: str) -> str:
-    if task not in TASKS:
-        raise ConfigError(f"--task ({task}) must be one of {', '.join(TASKS)}; other algorithms are algorithm=NAME")
-    return TASKS[task]
 
 
 def _submit(script: Path) -> str:

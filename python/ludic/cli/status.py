@@ -4,7 +4,6 @@ Changes nothing."""
 from __future__ import annotations
 
 import json
-import re
 import time
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -15,14 +14,13 @@ from omegaconf import DictConfig
 
 from ludic.errors import CheckpointError, LudicError
 from ludic.files.atomic import read_json
+from ludic.files.checkpoints import STEP_NAME
 from ludic.files.manifest import MANIFEST
 from ludic.launch.state import SILENT_S, LaunchState, ProcessState, read_launch
 from ludic.recipes.compose import read_yaml
 from ludic.recipes.processes import QueueSection, find_queue
 from ludic.runs.actors.queue import RUN_ID, open_queue
 from ludic.runs.console import align
-
-_STEP = re.compile(r"step_\d+")
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,9 @@ def read_status(path: Path, *, now: float) -> RunStatus:
         raise CheckpointError(f"{path} is not the folder of a run: it has no progress.json; name a folder such as runs/NAME")
     launch = read_launch(path)
     silent_s = None if launch is None or launch.exit_status is not None else max(0.0, now - launch.beat)
-    newest = max(_list_checkpoints(path), key=lambda folder: folder.stat().st_mtime, default=None)
+    complete = (file.parent for file in (path / "checkpoints").rglob(MANIFEST))  # the manifest is written last
+    steps = (folder for folder in complete if STEP_NAME.fullmatch(folder.name))
+    newest = max(steps, key=lambda folder: folder.stat().st_mtime, default=None)
     return RunStatus(
         run=str(path),
         phase=str(read_json(path / "progress.json").get("phase", "unknown")),
@@ -91,19 +91,16 @@ def describe(status: RunStatus, *, now: float) -> list[str]:
     if status.launch is None:
         return [*lines, "processes: one, without a supervisor"]
     launch = status.launch
-    lines.append(f"supervisor: process {launch.pid} on {launch.host}, {launch.place}, {_describe_supervisor(status)}")
+    if status.silent_s is None:
+        does = f"ended with status {launch.exit_status}"
+    elif is_dead(status):
+        does = f"silent for {format_duration(status.silent_s)}: it is dead; resume with `ludic train --resume {status.run}`"
+    else:
+        does = f"at work, seen {format_duration(status.silent_s)} ago"
+    lines.append(f"supervisor: process {launch.pid} on {launch.host}, {launch.place}, {does}")
     rows: list[tuple[str, ...]] = [("NAME", "ROLE", "STATE", "FOR", "RESTARTS", "PROCESS", "LAST END")]
     rows += [_row(process, now) for process in launch.processes]
     return lines + align(rows)
-
-
-def _describe_supervisor(status: RunStatus) -> str:
-    assert status.launch is not None
-    if status.silent_s is None:
-        return f"ended with status {status.launch.exit_status}"
-    if is_dead(status):
-        return f"silent for {format_duration(status.silent_s)}: it is dead; resume with `ludic train --resume {status.run}`"
-    return f"at work, seen {format_duration(status.silent_s)} ago"
 
 
 def _row(process: ProcessState, now: float) -> tuple[str, ...]:
@@ -120,11 +117,6 @@ def format_duration(seconds: float) -> str:
     if seconds < 7200:
         return f"{seconds / 60:.0f} min"
     return f"{seconds / 3600:.1f} h" if seconds < 172_800 else f"{seconds / 86_400:.1f} d"
-
-
-def _list_checkpoints(path: Path) -> list[Path]:
-    """Complete checkpoints: their manifest is written last."""
-    return [file.parent for file in (path / "checkpoints").rglob(MANIFEST) if _STEP.fullmatch(file.parent.name)]
 
 
 def _read_last_step(metrics: Path) -> int | None:
@@ -175,10 +167,14 @@ class QueueStatus:
 
 def read_queue(folder: Path) -> QueueStatus | None:
     """The queue of the run in `folder`; None for a run that has none, or has not made it yet."""
-    config = folder / "config.yaml"
-    section = _read_section(config) if config.is_file() else None
-    if section is None or not (folder / RUN_ID).is_file():
+    if not (folder / "config.yaml").is_file() or not (folder / RUN_ID).is_file():
         return None
+    content = read_yaml(folder / "config.yaml")
+    settings, place = content.get("queue"), content.get("place")
+    has_actors = isinstance(place, DictConfig) and place.get("actors")
+    if not isinstance(settings, DictConfig) or not (settings.get("url") or has_actors):
+        return None
+    section = QueueSection(**{item.name: settings[item.name] for item in fields(QueueSection) if item.name in settings})
     try:
         address = find_queue(section, folder)
         if "://" not in address and not Path(address).is_file():
@@ -194,16 +190,6 @@ def read_queue(folder: Path) -> QueueStatus | None:
         log.disconnect()
     actors = sorted({work.actor for work in outstanding if work.actor is not None})
     return QueueStatus(is_closed=is_closed, **asdict(stats), actors=tuple(actors))
-
-
-def _read_section(config: Path) -> QueueSection | None:
-    """The settings of the queue; None for a run without one."""
-    content = read_yaml(config)
-    queue, place = content.get("queue"), content.get("place")
-    if not isinstance(queue, DictConfig) or not (queue.get("url") or (isinstance(place, DictConfig) and place.get("actors"))):
-        return None
-    values: dict[str, Any] = {item.name: queue[item.name] for item in fields(QueueSection) if item.name in queue}
-    return QueueSection(**values)
 
 
 def describe_queue(queue: QueueStatus) -> str:

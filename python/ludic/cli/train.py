@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from rich.console import Console
 
 from ludic.cli.settings import add_named_recipe, format_recipe
 from ludic.errors import ConfigError
@@ -13,9 +14,6 @@ from ludic.launch.rank_environment import read_rank_environment
 from ludic.runs.command import RunCommand
 from ludic.runs.console import quiet_libraries, run_with_console
 from ludic.runs.directory import DIRECTORIES, RunDirectory, SFTDirectory
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 
 def train_command(name: str, arguments: Sequence[str], *, resume: Path | None, json_only: bool, print_config: bool) -> int:

@@ -4,28 +4,28 @@ request, and the resume."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
-from dataclasses import asdict, replace
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 from ludic.errors import StopRequested
 from ludic.models.adapters import has_adapters
 from ludic.models.loading import find_whole_model
+from ludic.models.lora import describe_trained_share
 from ludic.models.saving import save_missing_base, save_policy, write_card
 from ludic.recipes.build import build_callbacks
 from ludic.recipes.epochs_schema import EpochsRecipe
-from ludic.recipes.model import is_shared_out, recomputes_activations
+from ludic.recipes.model import add_adapters, is_shared_out, recomputes_activations
 from ludic.recipes.schema import Recipe
-from ludic.runs.checkpoints import describe_kept_schedule, find_kept_schedule, find_latest_checkpoint, rewind_logs
+from ludic.runs.checkpoints import find_latest_checkpoint, keep_schedule, rewind_logs
 from ludic.runs.directory import DONE, Progress, RunDirectory
+from ludic.runs.loggers import Screen, run_logger
 from ludic.runs.model_card import try_card
-from ludic.runs.screen import Screen
 from ludic.runs.seeding import seed_phase
 from ludic.runs.shared_model import GatheredEvaluator, SharedModel, describe_precision
-from ludic.runs.stop_request import make_stop_request
-from ludic.runs.tracking import run_logger
+from ludic.runs.stop_request import StopRequest
 from ludic.tasks import EpisodicTask
 from ludic.training import ranks, watchdog
 from ludic.training.batching.shared_batches import SharedBatches
@@ -41,8 +41,10 @@ BATCH_PATIENCE_S = 8.0
 """How long several ranks wait for a batch after a stop was requested."""
 
 
-class RunParts(Protocol):
-    """The objects that were built from a recipe."""
+@dataclass
+class RunParts:
+    """The objects of a run. They are built before anything is written, so that a wrong setting or
+    row leaves no folder behind."""
 
     model: Any
     tokenizer: Any
@@ -67,7 +69,7 @@ class TrainingRun(ABC, Generic[RecipeT, PartsT, DirectoryT]):
 
     def __init__(self, recipe: RecipeT, parts: PartsT, directory: DirectoryT, screen: Screen) -> None:
         self.recipe, self.parts, self.directory, self.screen = recipe, parts, directory, screen
-        self.stop = make_stop_request(screen.note)
+        self.stop = StopRequest(screen.note, ranks.current_rendezvous())
         self.progress = Progress(**ranks.ask_rank_0("reading the progress", lambda: asdict(directory.read_progress())))
         self.timer = PhaseTimer(self.progress.seconds)
         """Wall seconds of each phase, summed over all processes that worked on the run."""
@@ -95,15 +97,21 @@ class TrainingRun(ABC, Generic[RecipeT, PartsT, DirectoryT]):
     @classmethod
     @abstractmethod
     def build(cls, recipe: RecipeT, note: Callable[[str], None]) -> PartsT:
-        """The parts of the run. All data is read here, before a folder is made, so that a wrong
-        setting leaves nothing behind. `note` receives remarks on settings that cannot be
-        followed."""
+        """The parts of the run. All random generators are seeded first (`seed_everything`), and all
+        data is read here, before a folder is made. `note` receives remarks on settings that cannot
+        be followed."""
 
     async def play(self) -> None:
         """Run the phases that are left. Raises `Interrupted` after a stop."""
-        async with ending_task(self.task, self.progress.seconds):
+        try:
             if self.progress.phase != DONE:
                 await self.play_phases()
+        finally:
+            if self.task is not None:
+                await self.task.aclose()
+                if self.task.execution_s is not None:
+                    seconds = self.progress.seconds
+                    seconds["execution"] = seconds.get("execution", 0.0) + self.task.execution_s
 
     @abstractmethod
     async def play_phases(self) -> None:
@@ -114,11 +122,16 @@ class TrainingRun(ABC, Generic[RecipeT, PartsT, DirectoryT]):
         """Write the summary and the plots, show the report, and return the summary as JSON."""
 
     def end_phase(self, following: str) -> None:
-        """Record that the phase `following` is next; a resumed run starts with it."""
+        """Record that the phase `following` is next; a resumed run starts with it. At the end the
+        model cards are written."""
         self.progress.phase = following
         self.directory.write_progress(self.progress)
-        if following == DONE:
-            ranks.ask_rank_0("writing the model cards", self._write_cards)
+        if following != DONE:
+            return
+        with ranks.rank_0_alone("writing the model cards"):
+            for folder, is_adapter in ((self.directory.model, False), (self.directory.adapter, True)):
+                if ranks.rank() == 0 and folder.is_dir():
+                    write_card(folder, self._make_card(is_adapter))
 
     @property
     def adapted_base(self) -> str | None:
@@ -141,12 +154,6 @@ class TrainingRun(ABC, Generic[RecipeT, PartsT, DirectoryT]):
 
     def _make_card(self, is_adapter: bool) -> str | None:
         return try_card(self.directory.path.name, self.progress, is_adapter=is_adapter)
-
-    def _write_cards(self) -> None:
-        """Write the model cards of the saved models."""
-        for folder, is_adapter in ((self.directory.model, False), (self.directory.adapter, True)):
-            if folder.is_dir():
-                write_card(folder, self._make_card(is_adapter))
 
     def open_logger(
         self, phase: str, *, keys: list[str], spark_key: str, last_step: int
@@ -179,42 +186,54 @@ class TrainingRun(ABC, Generic[RecipeT, PartsT, DirectoryT]):
             static_files=kept.static_files,
         )
         manager = CheckpointManager(places, tokenizer=self.parts.tokenizer, card=self._make_checkpoint_card)
+        own = (
+            () if phase == "warm_up" else (*build_callbacks(self.recipe.callbacks, console=self.screen.console), *self.callbacks)
+        )
+        if ranks.is_distributed():  # after a stop all ranks end before the same batch
+            patience_s = self.recipe.ranks.generation_s
+            source = SharedBatches(source, stop=self._check_others, patience_s=patience_s, stop_patience_s=BATCH_PATIENCE_S)
         trainer = trainer_class(
             model=self.parts.model if self.shared is None else self.shared.shard(self.parts.model),
-            batch_source=self._share(source) if ranks.is_distributed() else source,
+            batch_source=source,
             should_stop=None if ranks.is_distributed() else lambda: bool(self.stop),
             checkpointer=manager,
             resume_from=ranks.ask_rank_0("finding the newest checkpoint", lambda: find_latest_checkpoint(manager)),
-            callbacks=() if phase == "warm_up" else self._build_callbacks(),
+            callbacks=own,
             **options,
         )
         self.trainer = trainer
-        if (steps := find_kept_schedule(trainer, options.get("total_training_steps"))) is not None:
-            self.progress.schedule_steps = steps
-            self.screen.note(describe_kept_schedule(trainer, steps))
-        if self.shared is not None and trainer.current_step:
-            self.shared.gather_to_rank0(self.parts.model)
+        keep_schedule(trainer, options.get("total_training_steps"), self.progress, note=self.screen.note)
+        if trainer.current_step:
+            self.end_training()
         if not self.directory.is_follower:
             rewind_logs(self.directory, phase, trainer, note=self.screen.note)
         return trainer
-
-    def _build_callbacks(self) -> list[Callback]:
-        return [*build_callbacks(self.recipe.callbacks, console=self.screen.console), *self.callbacks]
 
     def evaluator(self, inner: Evaluator | None) -> Evaluator | None:
         """`inner`, which measures `parts.model`; while that is shared out, it gets the trained
         weights first."""
         return inner if inner is None or self.shared is None else GatheredEvaluator(inner, self.shared, self.parts.model)
 
+    def adapt(self) -> None:
+        """Add the recipe's adapters, unless the model has them."""
+        recipe, parts = self.recipe, self.parts
+        if recipe.lora.rank:
+            if not has_adapters(parts.model):
+                parts.model = add_adapters(parts.model, recipe, seed=recipe.seed)
+            self.screen.note(describe_trained_share(parts.model))
+
+    async def measure_on_rank_0(self, doing: str, measure: Callable[[], Awaitable[dict[str, Any]]]) -> dict[str, Any]:
+        """What `measure` returns on rank 0. All ranks return it."""
+        with self.timer.phase("evaluate"), watchdog.phase("evaluation"), ranks.rank_0_alone(doing) as shared:
+            if ranks.rank() == 0:
+                shared.append(await measure())
+        measured: dict[str, Any] = shared[0]
+        return measured
+
     def end_training(self) -> None:
         """Have the trained weights in `parts.model`, on rank 0 if the ranks share it out."""
         if self.shared is not None:
             self.shared.gather_to_rank0(self.parts.model)
-
-    def _share(self, source: Any) -> SharedBatches:
-        """The source of this rank. After a stop all ranks end before the same batch."""
-        patience_s = self.recipe.ranks.generation_s
-        return SharedBatches(source, stop=self._check_others, patience_s=patience_s, stop_patience_s=BATCH_PATIENCE_S)
 
     def _check_others(self) -> bool:
         """Whether a stop was requested. Raises RankError once another rank has failed."""
@@ -237,15 +256,3 @@ class TrainingRun(ABC, Generic[RecipeT, PartsT, DirectoryT]):
         if stop is not None:
             self.screen.note(f"Stopped at step {stop.step} of {steps} by {stop.callback}: {stop.reason}")
         return True
-
-
-@asynccontextmanager
-async def ending_task(task: EpisodicTask | None, seconds: dict[str, float]) -> AsyncIterator[None]:
-    """At the end, add the task's `execution_s` to `seconds` and close it."""
-    try:
-        yield
-    finally:
-        if task is not None:
-            await task.aclose()
-            if task.execution_s is not None:
-                seconds["execution"] = seconds.get("execution", 0.0) + task.execution_s

@@ -55,20 +55,16 @@ def rewind_logs(directory: RunDirectory, phase: str, trainer: Trainer, *, note: 
         note(f"{lost} steps of {phase} are repeated, from {since}")
 
 
-def find_kept_schedule(trainer: Trainer, steps: int | None) -> int | None:
-    """The steps of the learning rate's schedule in a run of `steps` steps that was begun for fewer,
-    and whose schedule depends on their number: the checkpoint's is kept, and stays at its end
-    value. None for any other run."""
+def keep_schedule(trainer: Trainer, steps: int | None, progress: Progress, *, note: Callable[[str], None]) -> None:
+    """Of a run of `steps` steps that was begun for fewer, and whose schedule of the learning rate
+    depends on their number: record in `progress` that the checkpoint's schedule is kept, and stays
+    at its end value."""
     kept = trainer.schedule.total_steps
     if steps is None or not trainer.current_step or kept >= steps or not depends_on_total(trainer.cfg):
-        return None
-    return kept
-
-
-def describe_kept_schedule(trainer: Trainer, kept: int) -> str:
-    """What the learning rate does after the `kept` steps of its schedule."""
+        return
+    progress.schedule_steps = kept
     last = trainer.cfg.lr * trainer.schedule.factor(kept + 1)
-    return (
+    note(
         f"The run was begun for {kept} steps and keeps their {trainer.cfg.lr_scheduler_type} schedule: from step {kept + 1} on the "
         f"learning rate is {last:.3g}"
     )

@@ -22,6 +22,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
+
 from ludic.files.atomic import write_text
 from ludic.launch.rank_environment import read_rank_environment
 from ludic.recipes.compose import choose_devices, devices_left_open
@@ -32,11 +34,11 @@ from ludic.runs.directory import DONE, RunDirectory, check_name, collect_version
 from ludic.runs.launching import launch
 from ludic.runs.on_ranks import RankLog, run_on_ranks
 from ludic.runs.process_memory import settle_memory
-from ludic.runs.resume import Changes, find_steps, parse_changes, resume_recipe, save_changes
+from ludic.runs.report.summary import write_failure
+from ludic.runs.resume import Changes, find_steps, parse_changes, resume_run
+from ludic.runs.stop_request import Interrupted
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from ludic.runs.base import TrainingRun
 
 LAUNCHER = ".launcher"
@@ -102,7 +104,9 @@ class RunCommand:
             if directory is None:
                 check_name(recipe.output, recipe.name)
             choose_devices(recipe)
-            console.print("Loading torch and transformers", highlight=False)
+            console.print("Loading torch and transformers")
+            from ludic.training import ranks
+
             run_class, screen, parts = self._build(recipe, console)
             is_new = directory is None
             directory = directory or self.begin(recipe)
@@ -117,7 +121,8 @@ class RunCommand:
                 run.timer.add("set_up", time.perf_counter() - started)
                 with run.stop:
                     code = _play_to_end(run, started)
-                    return code, _conclude(run)
+                    with ranks.rank_0_alone("the report"):
+                        return code, run.conclude() if ranks.rank() == 0 else ""
         finally:
             if directory is not None:
                 directory.release()
@@ -125,8 +130,7 @@ class RunCommand:
     def _build(self, recipe: Any, console: Console) -> tuple[type[TrainingRun[Any, Any, Any]], Any, Any]:
         """The class of the run, its screen and its parts. With several ranks, an error on one of
         them is raised on all, before there is a folder."""
-        from ludic.runs.screen import Screen
-        from ludic.runs.tracking import check_trackers
+        from ludic.runs.loggers import Screen, check_trackers
         from ludic.training import ranks
         from ludic.training.backend.precision import check_precision
 
@@ -156,15 +160,14 @@ class RunCommand:
             if resume is None:
                 return recipe, None
         if environment is None:
-            return self._resume(resume, changes)
+            return resume_run(self.kind, resume, changes, self._compose)
         from ludic.training import ranks
 
-        opened: list[tuple[Any, RunDirectory]] = []
         with ranks.rank_0_alone(f"resuming {resume}"):
             if not follows:
-                opened.append(self._resume(resume, changes))
+                opened = resume_run(self.kind, resume, changes, self._compose)
         if not follows:
-            return opened[0]
+            return opened
         directory = self.kind.follow(resume)
         return self._compose([str(directory.config)]), directory
 
@@ -187,16 +190,6 @@ class RunCommand:
 
         folder = ranks.ask_rank_0("looking for the run that was begun", find)
         return None if folder is None else Path(folder)
-
-    def _resume(self, resume: Path, changes: Changes) -> tuple[Any, RunDirectory]:
-        directory = self.kind.resume(resume)
-        try:
-            recipe = resume_recipe(self._compose([str(directory.config), *changes.texts]), directory, changes)
-            save_changes(changes, recipe, directory)
-            return recipe, directory
-        except BaseException:
-            directory.release()
-            raise
 
     def begin(self, recipe: Any) -> RunDirectory:
         """The folder of a new run, which rank 0 makes."""
@@ -222,15 +215,10 @@ def _name_launcher() -> str:
     time tells it from another one with its number."""
     parent = os.getppid()
     command = hashlib.sha256("\0".join(sys.argv[1:]).encode(errors="surrogateescape")).hexdigest()[:16]
-    return f"{socket.gethostname()} {parent} {_read_start_time(parent)} {command}"
-
-
-def _read_start_time(process: int) -> str:
-    """Clock ticks since the system started; empty where the system does not say."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
-    except OSError:
-        return ""
+    started = ""  # in clock ticks since the system started, where the system says it
+    with suppress(OSError):
+        started = Path(f"/proc/{parent}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
+    return f"{socket.gethostname()} {parent} {started} {command}"
 
 
 def _describe_start(run: TrainingRun[Any, Any, Any], *, is_new: bool) -> None:
@@ -262,7 +250,6 @@ def _record_failure(directory: RunDirectory, note: Callable[[str], None], *, is_
     """Delete the folder of a run that fails before its first step, unless it has a server's log.
     Otherwise write the error to progress.json and summary.json, and say how to go on. Another rank
     than 0 leaves all that to rank 0."""
-    from ludic.runs.report.provenance import write_failure
     from ludic.training import ranks
 
     try:
@@ -288,8 +275,6 @@ def _record_failure(directory: RunDirectory, note: Callable[[str], None], *, is_
 def _play_to_end(run: TrainingRun[Any, Any, Any], started: float) -> int:
     """Run to the end or to a stop, and save the progress either way. Returns 0, or 128 plus the
     signal's number."""
-    from ludic.runs.stop_request import Interrupted
-
     run.progress.failed = None
     try:
         with settle_memory():
@@ -301,11 +286,3 @@ def _play_to_end(run: TrainingRun[Any, Any, Any], started: float) -> int:
         run.timer.add("wall", time.perf_counter() - started)
         run.directory.write_progress(run.progress)
     return 0
-
-
-def _conclude(run: TrainingRun[Any, Any, Any]) -> str:
-    """The summary, which rank 0 writes; the other ranks wait for it and have none."""
-    from ludic.training import ranks
-
-    with ranks.rank_0_alone("the report"):
-        return run.conclude() if ranks.rank() == 0 else ""

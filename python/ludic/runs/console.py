@@ -5,34 +5,32 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
 
 from ludic.errors import escape_controls
 
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.text import Text
-
 INTERRUPTED = 130
+
+
+class EscapingConsole(Console):
+    """Shows no control character of a text."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(escape_controls(text, keep="\n\t"), **options)
 
 
 @contextlib.contextmanager
 def open_console(json_only: bool) -> Iterator[Console]:
     """The console for everything but the summary: standard output, or with `--json` standard
     error."""
-    from rich.console import Console
-
-    class EscapingConsole(Console):
-        """Shows no control character of a text."""
-
-        def render_str(self, text: str, **options: Any) -> Text:
-            return super().render_str(escape_controls(text, keep="\n\t"), **options)
-
     if not json_only:
-        yield EscapingConsole(soft_wrap=True)
+        yield EscapingConsole(soft_wrap=True, highlight=False)
         return
     with contextlib.redirect_stdout(sys.stderr):
-        yield EscapingConsole(stderr=True, soft_wrap=True)
+        yield EscapingConsole(stderr=True, soft_wrap=True, highlight=False)
 
 
 def run_with_console(
@@ -44,7 +42,7 @@ def run_with_console(
         try:
             code, summary = work(console)
         except KeyboardInterrupt:
-            console.print(stopped, highlight=False)
+            console.print(stopped)
             return INTERRUPTED
     if json_only:
         print(summary, end="")

@@ -1,19 +1,21 @@
 """Direct preference optimization: read the pairs, warm the policy up, fix the reference, train,
-measure with `DPOTrainer`."""
+measure with `DPOTrainer`, report. Each closing sentence of the report is printed only if the
+numbers support it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from rich.text import Text
+
 from ludic.errors import CheckpointError, ConfigError
+from ludic.eval.intervals import wilson_interval
 from ludic.files.checkpoints import check_model_folder
 from ludic.files.jsonl import write_jsonl
-from ludic.models.adapters import has_adapters
 from ludic.models.loading import load_tokenizer
-from ludic.models.lora import describe_trained_share
 from ludic.models.saving import save_policy
 from ludic.models.state_files import holds_whole_weights, read_model
 from ludic.recipes.build import build_config, check_callbacks
@@ -29,18 +31,18 @@ from ludic.recipes.model import (
 )
 from ludic.runs.data.pairs import PairData
 from ludic.runs.directory import DONE, DPODirectory
-from ludic.runs.dpo_answers import Answers, read_answers, sample_answers
-from ludic.runs.epochs import PairsParts, PairsRun, check_heldout, count_steps
-from ludic.runs.report.dpo import DPOReport
-from ludic.runs.screen import Screen
+from ludic.runs.dpo_answers import read_answers, sample_answers
+from ludic.runs.epochs import PairsParts, PairsRun, check_heldout, count_steps, describe_data
+from ludic.runs.loggers import Screen
+from ludic.runs.report.summary import make_table
 from ludic.runs.seeding import seed_everything
 from ludic.runs.shared_model import check_sharding_settings, choose_precision, place_model
 from ludic.runs.stop_request import Interrupted
-from ludic.training import ranks, watchdog
+from ludic.training import ranks
 from ludic.training.batching.epochs import ItemBatchSource
 from ludic.training.batching.source import STOP_PATIENCE_S
 from ludic.training.dpo_trainer import DPOTrainer, DPOTrainerConfig
-from ludic.training.evaluators.preferences import MEASURED, ImplicitRewardEvaluator
+from ludic.training.evaluators.preferences import MEASURED
 from ludic.training.presets import make_dpo, make_sft
 from ludic.training.reference import FrozenModel
 from ludic.training.trainer import Trainer
@@ -50,13 +52,39 @@ WARM_UP_KEYS = ["train/loss", "train/grad_norm"]
 KEYS = ["train/loss", "train/rewards/accuracies", "train/rewards/margins", "train/grad_norm"]
 
 
-class DPOParts(PairsParts[DPOTrainerConfig]):
-    """The objects of a run."""
+ACCURACY = "rewards/accuracies"
+SHOWN_ANSWERS, SHOWN_CHARACTERS = 4, 60
+RATES = {"score": "true quality", "well_formed": "well-formed", "finished": "ended"}
+
+
+class DPORun(PairsRun[DPORecipe, DPODirectory]):
+    """Warm-up, sampled answers, training on pairs, metrics on held-out pairs, and answers again.
+    Its summary.json has the `eval_` metrics and `after` once the run is finished, the `eval_`
+    metrics only if pairs are held out."""
+
+    accuracy = heldout_accuracy = ACCURACY
+    margins = "the differences of the implicit rewards of the held-out pairs"
+
+    def __init__(self, recipe: DPORecipe, parts: PairsParts, directory: DPODirectory, screen: Screen) -> None:
+        super().__init__(recipe, parts, directory, screen)
+        self.method = f"{recipe.loss.loss_type} loss, beta {recipe.loss.beta:g}"
+        self._warmed_up = directory.base if recipe.lora.rank else directory.reference
+        """The policy that DPO begins with, if there is a warm-up: what adapters adapt, or else the
+        reference."""
+        if not recipe.warmup.steps or self.progress.phase == WARM_UP:
+            return
+        again = f"start a new run with `ludic dpo {directory.config} name=NAME`"
+        if self._warmed_up.is_dir():
+            check_model_folder(self._warmed_up, again)
+        if not holds_whole_weights(self._warmed_up):
+            raise CheckpointError(
+                f"{self._warmed_up}, the policy after the warm-up, is gone, and a resumed run begins with it; {again}"
+            )
+        if not has_no_weights(recipe.sharding):
+            read_model(parts.model, self._warmed_up)
 
     @classmethod
-    def build(cls, recipe: DPORecipe, *, note: Callable[[str], None]) -> DPOParts:
-        """Build the parts from a recipe. Seeds all random generators first (`seed_everything`).
-        `note` receives remarks on settings that cannot be followed."""
+    def build(cls, recipe: DPORecipe, note: Callable[[str], None]) -> PairsParts:
         check_sharding_settings(recipe.sharding, recipe.trainer.model_device)
         seed_everything(recipe)
         check_adapters(recipe)
@@ -65,7 +93,12 @@ class DPOParts(PairsParts[DPOTrainerConfig]):
         cfg = build_config(DPOTrainerConfig, recipe.trainer, pad_token_id=tokenizer.pad_token_id, seed=recipe.seed)
         cfg = choose_precision(cfg, recipe.sharding)
         check_callbacks(recipe.callbacks, cfg, measured=MEASURED)
-        _check_vocabulary(recipe, tokenizer)
+        reference = recipe.reference.model
+        if reference is not None and load_tokenizer(reference).get_vocab() != tokenizer.get_vocab():
+            raise ConfigError(
+                f"reference.model ({reference}) has another vocabulary than the policy, so its log-probabilities are of other tokens; give "
+                "a model with the policy's tokenizer"
+            )
         data = PairData.read(recipe, tokenizer, note=note)
         check_heldout(data, cfg)
         device = "cpu" if is_shared_out(recipe.sharding) else cfg.model_device
@@ -75,53 +108,19 @@ class DPOParts(PairsParts[DPOTrainerConfig]):
         model = place_model(model, recipe.sharding, device)
         if not recipe.warmup.steps:
             model = add_adapters(model, recipe, seed=recipe.seed)
-        return cls(model, tokenizer, data, algorithm, cfg, count_steps(data, recipe))
-
-
-class DPORun(PairsRun[DPORecipe, DPOParts, DPODirectory]):
-    """Warm-up, sampled answers, training on pairs, metrics on held-out pairs, and answers again."""
-
-    def __init__(self, recipe: DPORecipe, parts: DPOParts, directory: DPODirectory, screen: Screen) -> None:
-        super().__init__(recipe, parts, directory, screen)
-        self._answers: list[dict[str, Any]] = []
-        if recipe.warmup.steps and self.progress.phase != WARM_UP:
-            self._read_warmed_up()
-
-    @classmethod
-    def build(cls, recipe: DPORecipe, note: Callable[[str], None]) -> DPOParts:
-        return DPOParts.build(recipe, note=note)
-
-    def conclude(self) -> str:
-        return DPOReport(self).conclude()
-
-    @property
-    def _warmed_up(self) -> Path:
-        """The policy that DPO begins with, if there is a warm-up: what adapters adapt, or else the
-        reference."""
-        return self.directory.base if self.recipe.lora.rank else self.directory.reference
-
-    def _read_warmed_up(self) -> None:
-        again = f"start a new run with `ludic dpo {self.directory.config} name=NAME`"
-        if self._warmed_up.is_dir():
-            check_model_folder(self._warmed_up, again)
-        if not holds_whole_weights(self._warmed_up):
-            raise CheckpointError(
-                f"{self._warmed_up}, the policy after the warm-up, is gone, and a resumed run begins with it; {again}"
-            )
-        if not has_no_weights(self.recipe.sharding):
-            read_model(self.parts.model, self._warmed_up)
+        return PairsParts(model, tokenizer, cfg, count_steps(data, recipe), data, algorithm)
 
     async def play_phases(self) -> None:
         ranks.ask_rank_0("writing the pairs", self.write_pairs)
         if self.progress.phase == WARM_UP:
             if self.recipe.warmup.steps:
                 await self._warm_up()
-            self.progress.before = await self._ask("before")
+            self.progress.before = await self.measure_on_rank_0("the answers", lambda: self._answer("before"))
             self.end_phase(DPO)
-        self._adapt()
-        trainer = await self._train()
-        after = {**self._measure(trainer), **await self._ask("after")}
-        self.progress.after = after
+        self.adapt()
+        trainer = await self.train_on_pairs(self._make_dpo_trainer, f"{self.method}, on", KEYS)
+        measured = self.measure_heldout(trainer, "Held-out accuracy of the implicit rewards")
+        self.progress.after = {**measured, **await self.measure_on_rank_0("the answers", lambda: self._answer("after"))}
         self.end_phase(DONE)
 
     @property
@@ -160,62 +159,22 @@ class DPORun(PairsRun[DPORecipe, DPOParts, DPODirectory]):
             raise Interrupted
         ranks.ask_rank_0("saving the warmed-up policy", lambda: save_policy(parts.model, parts.tokenizer, self._warmed_up))
 
-    def _adapt(self) -> None:
-        if self.recipe.lora.rank:
-            if not has_adapters(self.parts.model):
-                self.parts.model = add_adapters(self.parts.model, self.recipe, seed=self.recipe.seed)
-            self.screen.note(describe_trained_share(self.parts.model))
-
-    async def _train(self) -> DPOTrainer:
-        recipe, parts = self.recipe, self.parts
-        self.note_heldout()
-        self.screen.note(
-            f"{recipe.loss.loss_type} loss, beta {recipe.loss.beta:g}, on {len(parts.data.train) // 2:,} pairs: {parts.steps} steps of "
-            f"{recipe.batch_size}"
-        )
-        return await self.train(self._make_dpo_trainer, self.make_source(), keys=KEYS)
-
     def _make_dpo_trainer(self, **options: Any) -> DPOTrainer:
-        """The reference is loaded here, so that nothing holds it once it has scored the pairs."""
+        """The model of `reference.model` is loaded here, unless its log-probabilities are there
+        already: nothing holds it once it has scored the pairs."""
+        source, file = self.recipe.reference.model, self.directory.reference_logps
+        needs_scores = source is not None and not ranks.ask_rank_0("looking for the reference log-probabilities", file.is_file)
         return DPOTrainer(
             algo=self.parts.algorithm,
             pairs=self.parts.data.train,
             eval_items=self.parts.data.heldout or None,
-            reference=self._load_reference(),
-            reference_file=self.directory.reference_logps,
+            reference=FrozenModel.from_pretrained(str(source), self.parts.cfg, dtype=self.recipe.dtype) if needs_scores else None,
+            reference_file=file,
             **options,
         )
 
-    def _load_reference(self) -> FrozenModel | None:
-        """The model of `reference.model`, unless its log-probabilities are there already."""
-        source, file = self.recipe.reference.model, self.directory.reference_logps
-        if source is None or ranks.ask_rank_0("looking for the reference log-probabilities", file.is_file):
-            return None
-        return FrozenModel.from_pretrained(source, self.parts.cfg, dtype=self.recipe.dtype)
-
-    def _measure(self, trainer: DPOTrainer) -> dict[str, float]:
-        """The `eval_` metrics on the held-out pairs, which are also drawn."""
-        if not self.parts.data.heldout:
-            return {}
-        with self.timer.phase("evaluate"), watchdog.phase("evaluation"):
-            measured = trainer.evaluate()
-        evaluator = trainer.evaluator
-        assert isinstance(evaluator, ImplicitRewardEvaluator)
-        if not self.directory.is_follower:
-            self.draw_heldout(evaluator.metrics)
-        accuracy, pairs = measured["eval_rewards/accuracies"], measured["eval_num_pairs"]
-        self.screen.note(f"Held-out accuracy of the implicit rewards {accuracy:.4f} on {pairs:,.0f} pairs")
-        return measured
-
-    async def _ask(self, when: str) -> dict[str, Any]:
-        """What the policy answers, on rank 0. All ranks return the result."""
-        with self.timer.phase("evaluate"), watchdog.phase("evaluation"), ranks.rank_0_alone("the answers") as shared:
-            if ranks.rank() == 0:
-                shared.append((await self._sample(when)).to_dict())
-        measured: dict[str, Any] = shared[0]
-        return measured
-
-    async def _sample(self, when: str) -> Answers:
+    async def _answer(self, when: str) -> dict[str, Any]:
+        """The rates of the policy's answers, which are also written."""
         recipe, parts = self.recipe, self.parts
         answers = await sample_answers(
             parts.model,
@@ -227,15 +186,144 @@ class DPORun(PairsRun[DPORecipe, DPOParts, DPODirectory]):
             seed=recipe.seed,
         )
         earlier = read_answers(self.directory.answers, before=when)
-        write_jsonl(self.directory.answers, [*earlier, *answers.lines(when)])
-        return answers
+        write_jsonl(self.directory.answers, [*earlier, *({"when": when, **asdict(answer)} for answer in answers.sampled)])
+        return answers.to_dict()
+
+    def list_facts(self) -> dict[str, Any]:
+        loss, after = self.recipe.loss, self.progress.after or {}
+        return {
+            "loss_type": loss.loss_type,
+            "beta": loss.beta,
+            **{key: value for key, value in after.items() if key.startswith("eval_")},
+            "before": self.progress.before,
+            "after": {key: value for key, value in after.items() if not key.startswith("eval_")} or None,
+            **super().list_facts(),
+        }
+
+    def show(self, summary: Mapping[str, Any]) -> None:
+        console, data = self.screen.console, summary["data"]
+        if "eval_loss" in summary:
+            title = f"{summary['eval_num_pairs']:,.0f} held-out pairs, by implicit rewards"
+            table = make_table(title, ("", "after"), right=("after",))
+            for name in (ACCURACY, "rewards/margins", "rewards/chosen", "rewards/rejected", "loss", "ece"):
+                table.add_row(name, f"{summary[f'eval_{name}']:.4f}")
+            console.print(table)
+        self.show_best_accuracy(summary)
+        if (summary["before"] or {}).get("answers") and summary["after"]:
+            console.print(_make_rates_table(summary["before"], summary["after"]))
+        rows = read_answers(self.directory.answers, before="end")
+        if rows:
+            console.print(_make_answers_table(rows))
+        left_out = f"{sum(data['left_out'].values()):,} rows make no pair"
+        console.print(f"{describe_data(data)}; {left_out}")
+        self.show_pair_costs(summary)
+        console.print(f"[bold]What this shows[/]: {describe_results(summary)}")
+
+    def list_files(self) -> tuple[dict[Path, str], dict[Path, str]]:
+        pictures, rows = super().list_files()
+        return pictures, {
+            **rows,
+            self.directory.answers: "sampled answers, before and after",
+            self.directory.reference_logps: "log-probabilities of the reference, for a resume",
+            self.directory.reference: "the policy after the warm-up, which is the reference",
+        }
 
 
-def _check_vocabulary(recipe: DPORecipe, tokenizer: Any) -> None:
-    """Raise ConfigError if the reference has other tokens than the policy."""
-    source = recipe.reference.model
-    if source is not None and load_tokenizer(source).get_vocab() != tokenizer.get_vocab():
-        raise ConfigError(
-            f"reference.model ({source}) has another vocabulary than the policy, so its log-probabilities are of other tokens; give a "
-            "model with the policy's tokenizer"
+def _make_rates_table(before: Mapping[str, Any], after: Mapping[str, Any]) -> Any:
+    times = ("before", "after")
+    table = make_table(f"{after['answers']:,} sampled answers; 95 % intervals", ("", *times), right=times)
+    for key, name in RATES.items():
+        if key in before and key in after:
+            table.add_row(name, _format_rate(before[key]), _format_rate(after[key]))
+    return table
+
+
+def _format_rate(rate: Mapping[str, float | None] | None) -> str:
+    if rate is None:
+        return "none"
+    if rate["low"] is None or rate["high"] is None:
+        return f"{rate['mean']:.3f}"
+    return f"{rate['mean']:.3f} ({rate['low']:.3f} to {rate['high']:.3f})"
+
+
+def _make_answers_table(rows: Sequence[Mapping[str, Any]]) -> Any:
+    """The first answers to the same prompts."""
+    columns = ["prompt", *dict.fromkeys(row["when"] for row in rows)]
+    table = make_table("Sampled answers", columns)
+    by_time = [[row for row in rows if row["when"] == when] for when in columns[1:]]
+    for same in list(zip(*by_time, strict=False))[:SHOWN_ANSWERS]:
+        table.add_row(Text(_shorten(same[0]["prompt"], end=True)), *(Text(_shorten(row["text"])) for row in same))
+    return table
+
+
+def _shorten(text: str, *, end: bool = False) -> str:
+    """One line of at most `SHOWN_CHARACTERS`; of a prompt, its end."""
+    line = " ".join(text.split())
+    if len(line) <= SHOWN_CHARACTERS:
+        return line
+    return f"…{line[-SHOWN_CHARACTERS:]}" if end else f"{line[:SHOWN_CHARACTERS]}…"
+
+
+DESCRIBED_RATES = {"score": "true quality of sampled answers", "well_formed": "share of well-formed answers"}
+
+
+def describe_results(summary: Mapping[str, Any]) -> str:
+    """The sentences on one line, from the content of summary.json."""
+    return " ".join(_write_sentences(summary))
+
+
+def _write_sentences(summary: Mapping[str, Any]) -> Iterator[str]:
+    if summary["status"] != "finished":
+        yield "The run was stopped before its end was measured."
+        return
+    if not summary["steps"]:
+        yield "Nothing was trained."
+        return
+    if f"eval_{ACCURACY}" in summary:
+        yield from _describe_pairs(summary)
+    else:
+        yield "No pairs are held out, so nothing here measures what was learned; raise heldout, or give heldout_data."
+    before, after = summary["before"] or {}, summary["after"] or {}
+    known = [name for name in DESCRIBED_RATES if before.get(name) and after.get(name)]
+    for name in known:
+        yield _describe_change(DESCRIBED_RATES[name], before[name], after[name])
+    if not known:
+        yield "Nothing here measures whether sampled answers are better."
+
+
+def _describe_pairs(summary: Mapping[str, Any]) -> Iterator[str]:
+    """A policy that is its reference has the margin 0 on every pair, and no accuracy."""
+    share, pairs = summary[f"eval_{ACCURACY}"], summary["eval_num_pairs"]
+    low, high = wilson_interval(share * pairs, pairs)
+    against = (
+        "more often than not"
+        if low > 0.5
+        else "less often than not"
+        if high < 0.5
+        else "which this number of pairs does not tell from chance"
+    )
+    best = summary.get("bayes_accuracy")
+    bound = "" if best is None else f"; {best:.1%} is the best possible on average"
+    yield (
+        f"The policy moved towards the chosen response in {share:.1%} of {pairs:,.0f} held-out pairs, {against} (95 % interval "
+        f"{low:.1%} to {high:.1%}{bound})."
+    )
+    chosen, rejected = summary["eval_rewards/chosen"], summary["eval_rewards/rejected"]
+    if rejected < chosen < 0:
+        yield (
+            "Chosen responses became less likely than under the reference, and rejected ones even less: the margin comes from the "
+            "rejected responses. loss.nll_coeff above 0 raises chosen responses too."
         )
+
+
+def _describe_change(name: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    """The intervals of two independent samples; what they overlap in may be noise."""
+    by = f"from {before['mean']:.3f} to {after['mean']:.3f}"
+    bounds = (before["low"], before["high"], after["low"], after["high"])
+    if any(bound is None for bound in bounds):
+        return f"The {name} went {by}; how much of it is noise is not known."
+    if after["low"] > before["high"] or after["high"] < before["low"]:
+        return f"The {name} {'rose' if after['mean'] > before['mean'] else 'fell'} {by}; their 95 % intervals do not meet."
+    if after["mean"] == before["mean"]:
+        return f"The {name} did not change: {after['mean']:.3f}."
+    return f"The {name} went {by}, which may be noise: their 95 % intervals overlap."

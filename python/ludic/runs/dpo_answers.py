@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from ludic.inference.local import LocalChatClient
 from ludic.inference.sampling import SamplingParams
 from ludic.training.types import SAWItem
 
-ENDED = "stop"
 TIMES = ("before", "after", "end")
 
 
@@ -53,10 +52,6 @@ class Answers:
             rates["score"] = _describe(mean_interval(scores)) if scores else None
         return {"answers": len(self.sampled), **rates}
 
-    def lines(self, when: str) -> list[dict[str, Any]]:
-        """The rows of answers.jsonl."""
-        return [{"when": when, **asdict(answer)} for answer in self.sampled]
-
 
 async def sample_answers(
     model: Any, tokenizer: Any, heldout: Sequence[SAWItem], task: Any, *, count: int, max_new_tokens: int, seed: int
@@ -77,7 +72,7 @@ async def sample_answers(
     answers = []
     for prompt, trace in zip(asked, traces, strict=True):
         question, text = (tokenizer.decode(ids, skip_special_tokens=True) for ids in (prompt, trace.completion_token_ids))
-        ended = trace.finish_reason == ENDED
+        ended = trace.finish_reason == "stop"
         answers.append(Answer(question, text, ended, judge(question, text) if judge is not None and ended else None))
     return Answers(answers, judge is not None)
 

@@ -7,7 +7,7 @@ eval` measures one of them. Both sample the same answers: with one seed they are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -17,13 +17,15 @@ from ludic.eval.intervals import Interval, mean_interval, share_interval
 from ludic.eval.tally import PROBLEM_KEY, SAMPLE_KEY, average_by_key
 from ludic.recipes.build import check_callbacks
 from ludic.recipes.schema import EvaluationSection, Recipe, RolloutSection
-from ludic.recipes.sections import InfoSeedSection
+from ludic.recipes.sections import build_info_seed
+from ludic.runs.directory import RunDirectory
 from ludic.runs.rollouts import make_evaluation_inference, make_request
 from ludic.tasks import Episode, EpisodicTask, Task, as_episodic
 from ludic.tasks.episodic import share
 from ludic.tasks.rewards import success_of
 from ludic.training.config import TrainerConfig
 from ludic.training.evaluators.protocol import bare_name
+from ludic.training.info_seed import SeedEvaluator
 from ludic.training.reward_scorer import SCORE_INFO
 from ludic.training.rollouts.engine import RolloutEngine
 from ludic.types import Rollout
@@ -107,45 +109,27 @@ def make_comparable(before: Evaluation | None, after: Evaluation | None) -> tupl
     return before.without_accuracy(), after.without_accuracy()
 
 
-def check_early_stopping(section: str, cfg: TrainerConfig, measured: Sequence[str]) -> None:
-    """Raise `ConfigError` for early stopping by a metric that `ludic train` does not measure.
-    `section` is the section of the recipe that `cfg` comes from."""
-    if cfg.early_stopping_patience is None:
-        return
-    name = cfg.early_stopping_metric
-    if not {name, bare_name(name)} & set(measured):
-        raise ConfigError(
-            f"{section}.early_stopping_metric ({name}) is not measured by ludic train, which measures {', '.join(measured)}: set "
-            f"{section}.early_stopping_metric=sampled_reward {section}.early_stopping_mode=max"
-        )
-
-
 def check_watched_metrics(recipe: Recipe, warmup_cfg: TrainerConfig, cfg: TrainerConfig, task: EpisodicTask) -> None:
     """Raise `ConfigError` for early stopping or callbacks by a metric that is not measured."""
-    measured = list_all_measured(recipe, task)
-    check_early_stopping("warmup.trainer", warmup_cfg, measured)
-    check_early_stopping("trainer", cfg, measured)
+    measured = list_measured(recipe, task)
+    for section, settings in (("warmup.trainer", warmup_cfg), ("trainer", cfg)):
+        name = settings.early_stopping_metric
+        if settings.early_stopping_patience is not None and not {name, bare_name(name)} & set(measured):
+            raise ConfigError(
+                f"{section}.early_stopping_metric ({name}) is not measured by ludic train, which measures {', '.join(measured)}: set "
+                f"{section}.early_stopping_metric=sampled_reward {section}.early_stopping_mode=max"
+            )
     check_callbacks(recipe.callbacks, cfg, measured=measured)
 
 
-def list_all_measured(recipe: Recipe, task: EpisodicTask) -> list[str]:
+def list_measured(recipe: Recipe, task: EpisodicTask) -> list[str]:
     """The metrics of an evaluation of this run, InfoSeed's too."""
-    return [*list_measured(task, recipe.evaluation), *_list_measured_by_seed(recipe.info_seed)]
-
-
-def list_measured(task: EpisodicTask, evaluation: EvaluationSection) -> list[str]:
-    """The metrics of an evaluation during training."""
-    success = success_of(task, evaluation.solved_at)
+    success, seeds = success_of(task, recipe.evaluation.solved_at), recipe.info_seed
     greedy = ["greedy_accuracy"] if success.reward is not None and not success.is_assumed else []
-    return ["sampled_reward", *greedy, "greedy_reward", *task.rates]
-
-
-def _list_measured_by_seed(section: InfoSeedSection) -> list[str]:
-    """The metrics of an evaluation of the seeds."""
-    if not (section.num_seeds and section.eval_samples):
-        return []
-    between = ("pred_acc", "diversity_l2") if section.num_seeds > 1 else ()
-    return [f"eval_seed/{name}" for name in ("pass_at_n", *between)]
+    by_seed = ["eval_seed/pass_at_n"] if seeds.num_seeds and seeds.eval_samples else []
+    if by_seed and seeds.num_seeds > 1:
+        by_seed += ["eval_seed/pred_acc", "eval_seed/diversity_l2"]
+    return ["sampled_reward", *greedy, "greedy_reward", *task.rates, *by_seed]
 
 
 def make_evaluator(
@@ -181,9 +165,11 @@ class HeldOut:
         rollout: RolloutSection,
         *,
         seed: int = 0,
+        seeds: SeedEvaluator | None = None,
     ) -> None:
+        """With `seeds` it measures `eval_seed/*` too, and writes a heat map each time."""
         self._engine, self._task, self._section, self._rollout, self._seed = engine, as_episodic(task), section, rollout, seed
-        self.success = success_of(self._task, section.solved_at)
+        self.success, self._seeds = success_of(self._task, section.solved_at), seeds
         self.current_step: Callable[[], int] = lambda: 0
         """The step of the policy that is measured, where a trainer says it."""
 
@@ -211,7 +197,7 @@ class HeldOut:
         greedy_rewards = [episode.total_reward for episode in best]
         solved_at = self.success.holds_for([*rewards, *greedy_rewards])
         shown = enumerate(suites[first][:_SHOWN])
-        return Evaluation(
+        measured = Evaluation(
             sampled_reward=share(rewards),
             greedy_accuracy=None if solved_at is None else share(reward >= solved_at for reward in greedy_rewards),
             facts=self._task.measure(paired),
@@ -223,6 +209,11 @@ class HeldOut:
             sampled_right=None if solved_at is None else share(reward >= solved_at for reward in rewards),
             by_problem=_collect_by_problem(len(suites[first]), sampled[first], best, solved_at),
         )
+        if self._seeds is None:
+            return measured
+        self._seeds.step = self.current_step()
+        _, metrics = await self._seeds.eval(**limits)
+        return replace(measured, facts={**measured.facts, **metrics})
 
     def _build_answer(self, problem: Episode, place: int, episodes: Sequence[Rollout], solved_at: float | None) -> Answer:
         """The first answer to the problem at `place`; without text if it failed."""
@@ -261,22 +252,37 @@ class HeldOut:
 def _collect_by_problem(
     count: int, sampled: Sequence[Rollout], greedy: Sequence[Rollout], solved_at: float | None
 ) -> dict[str, list[float | None]]:
-    """The numbers per problem from which the report computes intervals."""
-    rewards = _average_by_problem(count, ((episode, episode.total_reward) for episode in sampled))
-    numbers = {
-        "sampled_reward": rewards,
-        "greedy_reward": _average_by_problem(count, ((episode, episode.total_reward) for episode in greedy)),
+    """The means per problem from which the report computes intervals; None for a problem without
+    any episode."""
+    values = {
+        "sampled_reward": [(episode, episode.total_reward) for episode in sampled],
+        "greedy_reward": [(episode, episode.total_reward) for episode in greedy],
     }
     if solved_at is not None:
-        numbers["greedy_accuracy"] = _average_by_problem(
-            count, ((episode, float(episode.total_reward >= solved_at)) for episode in greedy)
-        )
+        values["greedy_accuracy"] = [(episode, float(episode.total_reward >= solved_at)) for episode in greedy]
     scores = [(episode, episode.steps[-1].info.get(SCORE_INFO)) for episode in sampled]
-    scored = [(episode, score) for episode, score in scores if score is not None]
-    return {**numbers, SCORE_INFO: _average_by_problem(count, scored)} if scored else numbers
+    if scored := [(episode, score) for episode, score in scores if score is not None]:
+        values[SCORE_INFO] = scored
+    numbers: dict[str, list[float | None]] = {}
+    for name, pairs in values.items():
+        means = average_by_key((episode.meta[PROBLEM_KEY], value) for episode, value in pairs)
+        numbers[name] = [means.get(problem) for problem in range(count)]
+    return numbers
 
 
-def _average_by_problem(count: int, values: Iterable[tuple[Rollout, float]]) -> list[float | None]:
-    """The mean of the values of each of `count` problems; None for a problem without any."""
-    means = average_by_key((episode.meta[PROBLEM_KEY], value) for episode, value in values)
-    return [means.get(problem) for problem in range(count)]
+def make_held_out(recipe: Recipe, task: EpisodicTask, engine: RolloutEngine, model: Any, directory: RunDirectory) -> HeldOut:
+    """The measurement of a run, with InfoSeed's if it has seeds. `model` is the policy of the
+    engine."""
+    info_seed, seeds = build_info_seed(recipe.info_seed), None
+    if info_seed is not None and recipe.info_seed.eval_samples:
+        seeds = SeedEvaluator(
+            engine,
+            task,
+            info_seed,
+            rollout=recipe.rollout,
+            model=model,
+            prompts=recipe.evaluation.prompts,
+            samples=recipe.info_seed.eval_samples,
+            heatmaps=directory.seed_heatmaps,
+        )
+    return HeldOut(engine, task, recipe.evaluation, recipe.rollout, seed=recipe.seed, seeds=seeds)

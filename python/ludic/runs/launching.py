@@ -1,5 +1,6 @@
-"""A run whose processes are all started and watched by the command of the user, which trains
-nothing itself: several trainers on this machine, and everything on Ray or Slurm.
+"""The processes of a run, from its recipe; and a run whose processes are all started and watched by
+the command of the user, which trains nothing itself: several trainers on this machine, and
+everything on Ray or Slurm.
 
 The processes write to `RUN/workers`; what the trainers write there is shown here too. The place
 that the recipe names is this machine, a Ray cluster, or the script of a Slurm job.
@@ -18,26 +19,91 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console
 
 from ludic.errors import TRY_AGAIN, ConfigError
 from ludic.files.atomic import write_text
-from ludic.launch.local import LocalPlace
-from ludic.launch.process import DONE, Place, Process
+from ludic.launch.local import LOOPBACK, LocalPlace
+from ludic.launch.process import DONE, PYTHON, Place, Process
 from ludic.launch.ray import RayPlace
 from ludic.launch.slurm import SlurmJob, assign_nodes, write_script
 from ludic.launch.supervisor import Supervisor
+from ludic.launch.torchrun import ENV, PORT, STOP_VARIABLE, torchrun_argv
 from ludic.recipes.actors import check_actors, uses_queue
-from ludic.recipes.processes import TrainersSection, choose_kind
+from ludic.recipes.epochs_schema import EpochsRecipe
+from ludic.recipes.processes import PlaceSection, TrainersSection, choose_kind, is_on_one_machine
 from ludic.recipes.schema import AUTO, Recipe
-from ludic.runs.directory import run_path
+from ludic.runs.actors.queue import make_run_id, reopen_queue
+from ludic.runs.directory import RunDirectory, run_path
 from ludic.runs.lock import LAUNCH_LOCK, RunLock
-from ludic.runs.plan import ACTOR, TRAINER, plan_processes
+from ludic.runs.stop_request import StopRequest
 
-if TYPE_CHECKING:
-    from rich.console import Console
+TRAINER, ACTOR, SERVER = "trainer", "actor", "server"
+"""The roles; `ludic worker ROLE RUN` is what a process of a role executes."""
 
-    from ludic.runs.directory import RunDirectory
+
+def plan_processes(recipe: Recipe | EpochsRecipe, folder: Path) -> list[Process]:
+    """The trainers, the servers and the actors of the run in `folder`, in the order in which they
+    are started.
+
+    Several trainers are the ranks of one agent of torchrun on each machine. Example: with
+    `place.trainers=8 place.nodes=2 place.actors=2` the names are trainer0, trainer1, actor0,
+    actor1, and trainer0 starts four ranks.
+    """
+    run, place = str(folder.resolve()), recipe.place
+    processes = _plan_trainers(recipe, run)
+    if not isinstance(place, PlaceSection):
+        return processes
+    for name in list_servers(place):  # on one machine servers listen to it alone, elsewhere at the address of their machine
+        host = LOOPBACK if is_on_one_machine(place) else f"{{host:{name}}}"
+        command = _worker(SERVER, run, "--name", name, "--host", host)
+        processes.append(Process(name, SERVER, command, place.server_cpus, place.server_gpus, restarts=place.restarts))
+    for name in (f"{ACTOR}{number}" for number in range(place.actors)):
+        command = _worker(ACTOR, run, "--name", name)
+        processes.append(Process(name, ACTOR, command, place.actor_cpus, place.actor_gpus, restarts=place.restarts))
+    return processes
+
+
+def _plan_trainers(recipe: Recipe | EpochsRecipe, run: str) -> list[Process]:
+    place, command = recipe.place, _worker(TRAINER, run)
+    if place.trainers == 1:
+        return [Process(TRAINER, TRAINER, command, place.trainer_cpus, place.trainer_gpus, restarts=place.restarts)]
+    each = place.trainers // place.nodes
+    names = [TRAINER] if place.nodes == 1 else [f"{TRAINER}{node}" for node in range(place.nodes)]
+    return [
+        Process(
+            name,
+            TRAINER,
+            torchrun_argv(
+                command[1:],
+                ranks=each,
+                nodes=place.nodes,
+                min_nodes=place.min_nodes,
+                node=node,
+                host=f"{{host:{names[0]}}}",
+                port=recipe.ranks.port or PORT,
+                run_id=Path(run).name,
+                rendezvous_timeout_s=int(recipe.ranks.rendezvous_timeout_s),
+            ),
+            cpus=each * place.trainer_cpus,
+            gpus=each * place.trainer_gpus,
+            env={STOP_VARIABLE: str(math.ceil(place.stop_s)), **(ENV if place.nodes > 1 else {})},
+            restarts=place.restarts,
+        )
+        for node, name in enumerate(names)
+    ]
+
+
+def list_servers(place: PlaceSection) -> list[str]:
+    """The names of the servers. Example: server0, server1 for `place.servers=2`."""
+    return [f"{SERVER}{number}" for number in range(place.servers)]
+
+
+def _worker(role: str, run: str, *options: str) -> tuple[str, ...]:
+    return PYTHON, "-m", "ludic.cli", "worker", role, run, *options
+
 
 SIGNALLED = 128
 """Exit statuses from here on belong to a process that a signal ended or stopped."""
@@ -60,34 +126,37 @@ def launch(recipe: Any, begin: Callable[[], RunDirectory], directory: RunDirecto
         status = _run_processes(recipe, directory.path, console)
     finally:
         lock.release()
-        if is_new and _has_failed(status) and not (directory.has_steps or directory.server_log.exists()):
+        # By its own error, raised here if None, which it would meet again: not if a launcher may
+        # try again, nor after a stop or a kill.
+        has_failed = status is None or (status not in (DONE, TRY_AGAIN) and status < SIGNALLED)
+        if is_new and has_failed and not (directory.has_steps or directory.server_log.exists()):
             shutil.rmtree(directory.path, ignore_errors=True)  # as a run of one process that fails before its first step
     is_done = status == DONE and directory.summary.is_file()
     return status, directory.summary.read_text(encoding="utf-8") if is_done else ""
 
 
-def _has_failed(status: int | None) -> bool:
-    """Whether the run ended by its own error (raised here if None), which it would meet again: not
-    if a launcher may try again, nor after a stop or a kill."""
-    return status is None or (status not in (DONE, TRY_AGAIN) and status < SIGNALLED)
-
-
 def _run_processes(recipe: Any, folder: Path, console: Console) -> int:
     def note(text: str) -> None:
-        console.print(text, highlight=False, markup=False)
+        console.print(text, markup=False)
 
-    processes = plan_processes(recipe, folder)
+    processes, section = plan_processes(recipe, folder), recipe.place
+    has_queue = isinstance(recipe, Recipe) and uses_queue(recipe)
     if (lacking := describe_lacking_gpus(recipe, processes)) is not None:
         note(lacking)
-    if recipe.place.on == "slurm":
-        _make_run_id(recipe, folder)
-        note(describe_submission(write_job(recipe.place, processes, folder)))
+    if section.on == "slurm":
+        if has_queue:
+            make_run_id(folder)
+        script = write_job(section, processes, folder)
+        note(f"Wrote {script}; submit it with `sbatch {os.path.relpath(script)}`")
         return DONE
-    note(f"{folder}: {_count(processes, recipe.place.trainers)} on {recipe.place.on}")
-    if isinstance(recipe, Recipe) and uses_queue(recipe):
-        _open_queue(recipe, folder, note)
+    # One process of the plan starts all trainers of a machine.
+    counts = {**Counter(process.role for process in processes), TRAINER: section.trainers}
+    counted = ", ".join(f"{count} {role}{'s' * (count > 1)}" for role, count in counts.items())
+    note(f"{folder}: {counted} on {section.on}")
+    if has_queue:  # it is open before an actor looks at it; Ctrl-C ends a wait for its server
+        asyncio.run(reopen_queue(recipe.queue, folder, StopRequest(note)))
     trainers = [process.name for process in processes if process.role == TRAINER]
-    with closing(open_place(recipe.place, processes, folder)) as place, _shown_logs(folder, trainers, console) as show:
+    with closing(open_place(section, processes, folder)) as place, _shown_logs(folder, trainers, console) as show:
 
         def sleep(seconds: float) -> None:
             time.sleep(seconds)
@@ -100,37 +169,12 @@ def _run_processes(recipe: Any, folder: Path, console: Console) -> int:
             place,
             processes,
             folder=folder,
-            place_name=recipe.place.on,
-            least=_least_trainers(recipe.place),
-            stop_grace_s=recipe.place.stop_s,
+            place_name=section.on,
+            least=section.min_nodes if section.trainers > 1 else None,
+            stop_grace_s=section.stop_s,
             note=note_end,
             sleep=sleep,
         ).run()
-
-
-def _least_trainers(section: Any) -> int | None:
-    return section.min_nodes if section.trainers > 1 else None
-
-
-def _count(processes: Sequence[Process], trainers: int) -> str:
-    """Example: `2 trainers, 1 actor`. One process of the plan starts all trainers of a machine."""
-    counts = {**Counter(process.role for process in processes), TRAINER: trainers}
-    return ", ".join(f"{count} {role}{'s' * (count > 1)}" for role, count in counts.items())
-
-
-def _make_run_id(recipe: Any, folder: Path) -> None:
-    from ludic.runs.actors.queue import make_run_id
-
-    if isinstance(recipe, Recipe) and uses_queue(recipe):
-        make_run_id(folder)
-
-
-def _open_queue(recipe: Recipe, folder: Path, note: Callable[[str], None]) -> None:
-    """Open the queue before an actor looks at it. Ctrl-C ends a wait for its server."""
-    from ludic.runs.actors.reopening import reopen_queue
-    from ludic.runs.stop_request import StopRequest
-
-    asyncio.run(reopen_queue(recipe.queue, folder, StopRequest(note)))
 
 
 @contextmanager
@@ -146,7 +190,7 @@ def _shown_logs(folder: Path, names: Sequence[str], console: Console) -> Iterato
                 text = log.read()
                 lines, newline, _ = text.rpartition(b"\n")
                 if newline:
-                    console.print(lines.decode("utf-8", errors="replace"), highlight=False, markup=False)
+                    console.print(lines.decode("utf-8", errors="replace"), markup=False)
                     ends[path] = log.tell() - len(text) + len(lines) + 1
 
     try:
@@ -203,7 +247,6 @@ def fit_job(section: TrainersSection, processes: Sequence[Process], name: str) -
     GPU, which Slurm does not have."""
 
     def make(cpus: int, gpus: int) -> SlurmJob:
-        options = tuple(section.slurm_options)
         return SlurmJob(
             name,
             section.nodes,
@@ -212,7 +255,7 @@ def fit_job(section: TrainersSection, processes: Sequence[Process], name: str) -
             time=section.slurm_time,
             notice_s=math.ceil(section.stop_s) + NOTICE_MARGIN_S,
             python=sys.executable,
-            options=options,
+            options=tuple(section.slurm_options),
         )
 
     def fits(cpus: int, gpus: int) -> bool:
@@ -227,7 +270,3 @@ def fit_job(section: TrainersSection, processes: Sequence[Process], name: str) -
     assign_nodes(processes, make(all_cpus, all_gpus))  # raises for shares; whole numbers have room on the first node
     cpus = next(cpus for cpus in range(1, all_cpus + 1) if fits(cpus, all_gpus))
     return make(cpus, next(gpus for gpus in range(all_gpus + 1) if fits(cpus, gpus)))
-
-
-def describe_submission(script: Path) -> str:
-    return f"Wrote {script}; submit it with `sbatch {os.path.relpath(script)}`"

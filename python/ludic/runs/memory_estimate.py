@@ -44,8 +44,6 @@ class Settings:
 
     dtype: str
     """float32, bfloat16, float16, or auto."""
-    lora_rank: int
-    """0: every weight is trained."""
     micro_token_budget: int
     max_seq_len: int
     logits: str
@@ -55,6 +53,7 @@ class Settings:
     concurrency: int
     """Sequences that are sampled together in this process; 0: none are."""
     lora: LoraSection
+    """With the rank 0 every weight is trained."""
     quantization: QuantizationSection = field(default_factory=QuantizationSection)
 
     @classmethod
@@ -63,7 +62,6 @@ class Settings:
         trainer = recipe.trainer
         return cls(
             dtype=recipe.dtype,
-            lora_rank=recipe.lora.rank,
             micro_token_budget=trainer.micro_token_budget,
             max_seq_len=trainer.max_seq_len,
             logits=trainer.logits,
@@ -117,13 +115,27 @@ class MemoryEstimator:
     def __init__(self, recipe: Recipe) -> None:
         """Raises ConfigError for a model whose config cannot be read."""
         check_dtype(recipe.dtype)
+        from transformers import AutoConfig
+
         self.name = recipe.model or "the small model that is made"
-        self.config = _read_config(recipe)
+        self.config: Any
+        if recipe.model is None:
+            self.config = make_small_config(recipe.network, build_tokenizer(recipe))
+            return
+        place = locate_model(recipe.model)
+        if holds_only_adapters(place):  # their model is merged
+            place = locate_model(find_adapter_base(Path(place)))
+        try:
+            self.config = AutoConfig.from_pretrained(place, trust_remote_code=False)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"the config of model ({recipe.model}) could not be read: {error}") from error
 
     def estimate(self, settings: Settings) -> MemoryEstimate:
         """The memory of a run with `settings`. Raises ConfigError for settings of adapters that
         the model cannot have."""
-        dtype, quantization = self._dtype(settings.dtype), _check_settings(settings)
+        if settings.quantization.kind is not None and not settings.lora.rank:
+            raise ConfigError(f"quantization={settings.quantization.kind}: quantised weights are not trained; add lora.rank=16")
+        dtype, quantization = self._dtype(settings.dtype), build_quantization(settings.quantization)
         tokens = max(1, settings.micro_token_budget // settings.max_seq_len) * settings.max_seq_len
         empty = self._build(dtype, settings)
         with FakeTensorMode():
@@ -136,7 +148,13 @@ class MemoryEstimator:
         count = sum(parameter.numel() for parameter in trained)
         half = sum(parameter.numel() for parameter in trained if parameter.dtype != torch.float32)
         text = self.config.get_text_config()
-        is_chunked = _is_chunked(settings, tokens, text.vocab_size)
+        logits, is_chunked = tokens * text.vocab_size, settings.logits == "chunked"
+        if settings.logits == "auto":
+            is_chunked = settings.micro_token_budget * text.vocab_size >= CHUNKED_FROM
+        if settings.checkpointing:  # the input of each block, and what one block saves when it is computed again
+            blocks = text.num_hidden_layers
+            saved = blocks * tokens * text.hidden_size * dtype.itemsize + saved // blocks
+        tile = count_tile_elements(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         return MemoryEstimate(
             settings=settings,
             parameters=sum(parameter.numel() for parameter in parameters),
@@ -144,8 +162,9 @@ class MemoryEstimator:
             weights=_count_bytes(parameters) - sum(dense - stored for dense, stored in layers),
             gradients=_count_bytes(trained),
             optimizer=OPTIMIZER_STATE * count + 2 * WIDE * half,  # a master, and its gradient
-            activations=(_with_checkpointing(saved, tokens, text, dtype) if settings.checkpointing else saved) + dequantized,
-            logits=_count_logits_bytes(tokens * text.vocab_size, dtype, is_chunked=is_chunked),
+            activations=saved + dequantized,
+            # All logits with their gradient, or three tiles in float32.
+            logits=3 * WIDE * min(tile, logits) if is_chunked else 2 * logits * dtype.itemsize,
             chunked=is_chunked,
             kv_cache=settings.concurrency * settings.max_seq_len * _kv_bytes_per_token(text, dtype),
         )
@@ -155,8 +174,8 @@ class MemoryEstimator:
         changes: list[tuple[str, dict[str, Any]]] = []
         if self._dtype(settings.dtype) == torch.float32:
             changes.append(("dtype=bfloat16", {"dtype": "bfloat16"}))
-        if not settings.lora_rank:
-            changes.append(("lora.rank=16", {"lora_rank": 16, "lora": replace(settings.lora, rank=16)}))
+        if not settings.lora.rank:
+            changes.append(("lora.rank=16", {"lora": replace(settings.lora, rank=16)}))
         elif settings.quantization.kind is None:
             changes.append(("quantization=nf4", {"quantization": replace(settings.quantization, kind="nf4")}))
         if settings.micro_token_budget > settings.max_seq_len:
@@ -187,12 +206,6 @@ class MemoryEstimator:
         return model if adapters is None else apply_settings(model, adapters)
 
 
-def _check_settings(settings: Settings) -> QuantizationSettings | None:
-    if settings.quantization.kind is not None and not settings.lora_rank:
-        raise ConfigError(f"quantization={settings.quantization.kind}: quantised weights are not trained; add lora.rank=16")
-    return build_quantization(settings.quantization)
-
-
 def _count_quantized(model: nn.Module, settings: QuantizationSettings) -> list[tuple[int, int]]:
     """(bytes as loaded, bytes quantised) of each layer whose weights would be quantised. Adapters
     are no part of them."""
@@ -220,20 +233,6 @@ def _fill_with_fakes(model: nn.Module) -> nn.Module:
     return model
 
 
-def _read_config(recipe: Recipe) -> Any:
-    from transformers import AutoConfig
-
-    if recipe.model is None:
-        return make_small_config(recipe.network, build_tokenizer(recipe))
-    place = locate_model(recipe.model)
-    if holds_only_adapters(place):  # their model is merged
-        place = locate_model(find_adapter_base(Path(place)))
-    try:
-        return AutoConfig.from_pretrained(place, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"the config of model ({recipe.model}) could not be read: {error}") from error
-
-
 def _count_bytes(parameters: list[nn.Parameter]) -> int:
     return sum(parameter.numel() * parameter.element_size() for parameter in parameters)
 
@@ -256,24 +255,6 @@ def _count_saved_bytes(model: nn.Module, rows: int, tokens: int) -> int:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         model(input_ids=ids, use_cache=False)
     return sum(saved.values())
-
-
-def _with_checkpointing(saved: int, tokens: int, text: Any, dtype: torch.dtype) -> int:
-    """The input of each block, and what one block saves when it is computed again."""
-    layers = text.num_hidden_layers
-    return layers * tokens * text.hidden_size * dtype.itemsize + saved // layers
-
-
-def _count_logits_bytes(logits: int, dtype: torch.dtype, *, is_chunked: bool) -> int:
-    """Of all logits with their gradient; or of three tiles in float32."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return 3 * WIDE * min(count_tile_elements(device), logits) if is_chunked else 2 * logits * dtype.itemsize
-
-
-def _is_chunked(settings: Settings, tokens: int, vocabulary: int) -> bool:
-    if settings.logits == "auto":
-        return settings.micro_token_budget * vocabulary >= CHUNKED_FROM
-    return settings.logits == "chunked"
 
 
 def _kv_bytes_per_token(text: Any, dtype: torch.dtype) -> int:

@@ -20,24 +20,15 @@ from ludic.eval.intervals import wilson_interval
 from ludic.models.saving import CARD_MARK
 from ludic.runs.directory import DONE, Progress
 from ludic.runs.held_out import Evaluation
-from ludic.runs.report.provenance import find_algorithm
+from ludic.runs.report.summary import find_algorithm
 
 logger = logging.getLogger(__name__)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", re.ASCII)
 DIGEST_LIMIT = 1 << 30
 """Larger files have no digest in the card."""
 _SETTINGS = (
-    *(
-        "task.kind",
-        "reward",
-        "tools",
-        "reward_model",
-        "epochs",
-        "batch_size",
-        "rollout.prompts",
-        "rollout.group_size",
-        "rollout.temperature",
-    ),
+    *("task.kind", "reward", "tools", "reward_model", "epochs", "batch_size"),
+    *("rollout.prompts", "rollout.group_size", "rollout.temperature"),
     *("loss.loss_type", "loss.beta", "trainer.lr", "trainer.weight_decay", "trainer.lr_scheduler_type", "trainer.max_seq_len"),
     *("lora.rank", "lora.alpha", "lora.dropout", "quantization.kind", "quantization.double", "dtype", "seed"),
 )
@@ -58,11 +49,12 @@ def make_card(name: str, progress: Progress, *, is_adapter: bool) -> str:
     """The card of a run called `name`; of its adapters, or of its whole model."""
     recipe = progress.recipe or {}
     title = f"{name}, adapters" if is_adapter else name
+    results = list(_list_results(progress))
     sections = [
         _write_metadata(recipe, progress, is_adapter=is_adapter),
         f"{CARD_MARK}\n\n# {escape(title)}\n\n{_describe(recipe, progress, is_adapter=is_adapter)}",
         "## Training\n\n" + _table(("setting", "value"), _list_training(recipe, progress)),
-        _write_results(progress),
+        "## Held-out results\n\n" + _table(("measured", "before", "after", "95 % interval after"), results) if results else "",
         explain_loading(
             progress.command,
             recipe,
@@ -110,19 +102,15 @@ def _write_metadata(recipe: Mapping[str, Any], progress: Progress, *, is_adapter
     from huggingface_hub import ModelCardData
 
     base, algorithm = recipe.get("model"), find_algorithm(progress)
-    method = (
-        ("qlora" if (recipe.get("quantization") or {}).get("kind") else "lora")
-        if (recipe.get("lora") or {}).get("rank")
-        else None
-    )
+    has_adapters, is_quantized = (recipe.get("lora") or {}).get("rank"), _quantization(recipe).get("kind")
+    method = ("qlora" if is_quantized else "lora") if has_adapters else None
     has_base = is_on_hub(base, progress)
-    data = [source for source in _list_data(recipe) if is_on_hub(source, progress)]
     metadata = ModelCardData(
         base_model=base if has_base else None,
         library_name="peft" if is_adapter else "transformers",
         pipeline_tag="text-classification" if progress.command == "train-rm" else "text-generation",
         tags=["ludic", *(tag for tag in (progress.command, algorithm, method) if tag)],
-        datasets=data or None,
+        datasets=[source for source in _list_data(recipe) if is_on_hub(source, progress)] or None,
         **({"base_model_relation": "adapter" if is_adapter else "finetune"} if has_base else {}),
     )
     return f"---\n{metadata.to_yaml()}\n---"
@@ -153,15 +141,13 @@ def _list_training(recipe: Mapping[str, Any], progress: Progress) -> Iterator[tu
     yield "steps", f"{progress.steps:,}"
     for source in _list_data(recipe):
         yield "data", escape(_name_of(source, progress)) + _digest(Path(source).expanduser())
+    has_adapters = (recipe.get("lora") or {}).get("rank")
     for setting in _SETTINGS:
         value: Any = recipe
         for part in setting.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
-        if (
-            value is not None
-            and value is not False
-            and not (setting.startswith("lora.") and not (recipe.get("lora") or {}).get("rank"))
-        ):
+        is_used = has_adapters or not setting.startswith("lora.")
+        if is_used and value is not None and value is not False:
             yield setting, _show(value, progress)
     for package, version in (progress.versions or {}).items():
         yield f"version of {escape(package)}", escape(version)
@@ -175,9 +161,8 @@ def _show(value: Any, progress: Progress) -> str:
 
 
 def _digest(path: Path) -> str:
-    if not path.is_file() or path.stat().st_size > DIGEST_LIMIT:
+    if not path.is_file() or (state := path.stat()).st_size > DIGEST_LIMIT:
         return ""
-    state = path.stat()
     return f" (SHA-256 {_hash_file(path, state.st_size, state.st_mtime_ns)})"
 
 
@@ -185,15 +170,6 @@ def _digest(path: Path) -> str:
 def _hash_file(path: Path, _size: int, _changed_ns: int) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _write_results(progress: Progress) -> str:
-    if not progress.after:
-        return ""
-    rows = list(_list_results(progress))
-    if not rows:
-        return ""
-    return "## Held-out results\n\n" + _table(("measured", "before", "after", "95 % interval after"), rows)
 
 
 def _list_results(progress: Progress) -> Iterator[tuple[str, ...]]:
@@ -230,12 +206,6 @@ def _table(titles: tuple[str, ...], rows: Any) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-NEARLY = (
-    "The adapters were trained over a base whose weights are stored in {}. Over the plain base they give nearly, but not exactly, the "
-    "model that was trained."
-)
-
-
 def explain_loading(command: str, recipe: Mapping[str, Any], *, base: str | None, is_adapter: bool) -> str:
     """`base`: the hub id of the model that was trained. None if it has none. Adapters over
     quantised weights are loaded over the same weights: 4 bits by transformers, which stores them as
@@ -252,9 +222,16 @@ def explain_loading(command: str, recipe: Mapping[str, Any], *, base: str | None
             where = ["`FOLDER` is this folder or repository, and `BASE` the model that the adapters adapt."]
         labels = ", num_labels=1" if command == "train-rm" else ""
         imports, code = _load_adapters(recipe, auto, f'"{named}"{labels}')
-        served = _serve_adapters(recipe, named, serve)
-        if kind := _quantization(recipe).get("kind"):
-            where.append(NEARLY.format(kind))
+        # vLLM stores nf4 as the run did; of the other kinds it takes the plain base.
+        rank, kind = (recipe.get("lora") or {}).get("rank") or 0, _quantization(recipe).get("kind")
+        stored = "--quantization bitsandbytes " if kind == "nf4" else ""
+        widest = f" --max-lora-rank {1 << (rank - 1).bit_length()}" if rank > 16 else ""
+        served = f"vllm serve {named} {serve}{stored}--enable-lora{widest} --lora-modules adapted=FOLDER"
+        if kind:
+            where.append(
+                f"The adapters were trained over a base whose weights are stored in {kind}. Over the plain base they give nearly, but not "
+                "exactly, the model that was trained."
+            )
     return (
         f"## How to load it\n\n{' '.join(where)}\n\n```python\n{imports}\n\n{code}\n"
         f'tokenizer = AutoTokenizer.from_pretrained("FOLDER")\n```\n\n```bash\n{served}\n```'
@@ -297,11 +274,3 @@ def _load_adapters(recipe: Mapping[str, Any], auto: str, source: str) -> tuple[s
         'model = PeftModel.from_pretrained(base, "FOLDER")',
     ]
     return imports, "\n".join(lines)
-
-
-def _serve_adapters(recipe: Mapping[str, Any], base: str, serve: str) -> str:
-    """vLLM stores nf4 as the run did; of the other kinds it takes the plain base."""
-    rank = (recipe.get("lora") or {}).get("rank") or 0
-    stored = "--quantization bitsandbytes " if _quantization(recipe).get("kind") == "nf4" else ""
-    widest = f" --max-lora-rank {1 << (rank - 1).bit_length()}" if rank > 16 else ""
-    return f"vllm serve {base} {serve}{stored}--enable-lora{widest} --lora-modules adapted=FOLDER"

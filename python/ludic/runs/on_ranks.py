@@ -14,16 +14,15 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, TextIO, cast
+from typing import IO, TextIO, cast
+
+from rich.console import Console
 
 from ludic.errors import TRY_AGAIN
 from ludic.launch.rank_environment import RankEnvironment, read_rank_environment, tell_status
 from ludic.recipes.processes import RanksSection, phase_deadlines
 from ludic.runs.console import INTERRUPTED, run_with_console
 from ludic.runs.exit_status import rank_exit_status
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 
 class RankLog(io.TextIOBase):
@@ -85,18 +84,26 @@ ENDING_S = 60.0
 def run_on_ranks(section: RanksSection, work: Callable[[Console, RankLog | None], tuple[int, str]], *, json_only: bool) -> int:
     """Run `work`, which returns (exit status, summary), on all ranks, and return the exit status.
     It gets the log of its rank, and None on rank 0."""
-    from rich.console import Console
-
     from ludic.training import ranks
+    from ludic.training.ranks.rendezvous import Failure
+
+    def lead(console: Console) -> tuple[int, str]:
+        try:
+            return work(console, None)
+        except KeyboardInterrupt:  # a second Ctrl-C ends it immediately, and the other ranks are told
+            meeting = ranks.current_rendezvous()
+            if meeting is not None:
+                meeting.report_failure(Failure(0, meeting.host, "interrupted", INTERRUPTED))
+            raise
 
     environment = read_rank_environment(port=section.port)
     assert environment is not None
     timeouts = {"timeout_s": section.timeout_s, "rendezvous_timeout_s": section.rendezvous_timeout_s}
     with ranks.joined(environment, **timeouts, exit_code=rank_exit_status), _watched(environment, section):
         if environment.rank == 0:
-            return run_with_console(lambda console: _lead(work, console), json_only=json_only)
+            return run_with_console(lead, json_only=json_only)
         with RankLog(environment.rank) as log, log.in_use():
-            return work(Console(file=cast(IO[str], log), soft_wrap=True), log)[0]
+            return work(Console(file=cast(IO[str], log), soft_wrap=True, highlight=False), log)[0]
 
 
 @contextmanager
@@ -117,20 +124,6 @@ def ended_as_rank() -> Iterator[None]:
         with suppress(OSError, ValueError):
             stream.flush()
     os._exit(code)
-
-
-def _lead(work: Callable[[Console, RankLog | None], tuple[int, str]], console: Console) -> tuple[int, str]:
-    """`work` on rank 0. The other ranks are told of a second Ctrl-C, which ends it immediately."""
-    from ludic.training import ranks
-    from ludic.training.ranks.rendezvous import Failure
-
-    try:
-        return work(console, None)
-    except KeyboardInterrupt:
-        meeting = ranks.current_rendezvous()
-        if meeting is not None:
-            meeting.report_failure(Failure(0, meeting.host, "interrupted", INTERRUPTED))
-        raise
 
 
 @contextmanager

@@ -26,7 +26,9 @@ def settle_memory() -> Iterator[None]:
     allocator and not to the system, also afterwards, unless `MALLOC_*` or `GLIBC_TUNABLES` are set;
     the backend returns them every few seconds (`FreedMemory`).
     """
-    _keep_freed_tensors()
+    if (mallopt := find_allocator_function("mallopt")) is not None:
+        for parameter, value in MALLOC.items():
+            mallopt(parameter, value)
     thresholds = gc.get_threshold()
     frozen_here = gc.get_freeze_count() == 0
     gc.collect()
@@ -39,9 +41,3 @@ def settle_memory() -> Iterator[None]:
         gc.set_threshold(*thresholds)
         if frozen_here:
             gc.unfreeze()
-
-
-def _keep_freed_tensors() -> None:
-    if (mallopt := find_allocator_function("mallopt")) is not None:
-        for parameter, value in MALLOC.items():
-            mallopt(parameter, value)

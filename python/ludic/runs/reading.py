@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from ludic.errors import CheckpointError, ConfigError
 from ludic.files.atomic import read_json
 from ludic.files.json_values import is_finite
@@ -63,8 +65,6 @@ class RunRecord:
     """The settings, flat: `trainer.lr` to its value."""
     summary: Mapping[str, Any]
     """The content of summary.json; empty before the first report."""
-    started: float
-    """Seconds since 1970 when config.yaml was last written."""
 
     @property
     def name(self) -> str:
@@ -101,7 +101,13 @@ def read_run(path: Path) -> RunRecord:
         raise CheckpointError(f"{path} is not the folder of a run: it has no config.yaml and progress.json")
     progress = _read_object(path / "progress.json", PROGRESS)
     summary = _read_object(path / "summary.json", SUMMARY) if (path / "summary.json").is_file() else {}
-    settings = dict(_flatten(_read_settings(path / "config.yaml")))
+    tree = OmegaConf.to_container(read_yaml(path / "config.yaml"), resolve=False)
+    settings = dict(_flatten({str(key): value for key, value in tree.items()} if isinstance(tree, dict) else {}))
+    wall_s = (progress.get("seconds") or {}).get("wall", 0.0)
+    if not is_finite(wall_s):
+        raise CheckpointError(
+            f"{path / 'progress.json'}: wall ({_shorten(wall_s)}) must be a number; the file is damaged, or no run wrote it"
+        )
     command = str(progress.get("command", "train"))
     before, after = (_read_rates(summary.get(name), progress.get(name)) for name in ("before", "after"))
     if command in ("train-rm", "dpo"):  # their summaries have these among all else
@@ -109,7 +115,12 @@ def read_run(path: Path) -> RunRecord:
     intervals = _read_intervals(summary, path / "summary.json")
     if progress.get("phase") != DONE:  # steps were added: summary.json belongs to the shorter run
         after, intervals = {}, {when: rates for when, rates in intervals.items() if when != "after"}
-    status = _find_status(path, progress)
+    if is_locked(path) or is_locked(path, LAUNCH_LOCK):
+        status = RUNNING
+    elif progress.get("failed"):
+        status = "failed"
+    else:
+        status = "finished" if progress.get("phase") == DONE else "interrupted"
     return RunRecord(
         path=path,
         command=command,
@@ -122,11 +133,10 @@ def read_run(path: Path) -> RunRecord:
         before=before,
         after=after,
         intervals=intervals,
-        wall_s=_read_number(progress.get("seconds") or {}, "wall", path / "progress.json"),
+        wall_s=float(wall_s),
         failed=progress.get("failed") if status == "failed" else None,
         settings=settings,
         summary=summary,
-        started=(path / "config.yaml").stat().st_mtime,
     )
 
 
@@ -136,13 +146,6 @@ def list_differences(records: Sequence[RunRecord]) -> dict[str, list[Any]]:
     keys = dict.fromkeys(key for record in records for key in record.settings if key not in PLACES)
     values = {key: [record.settings.get(key) for record in records] for key in keys}
     return {key: row for key, row in values.items() if any(value != row[0] for value in row)}
-
-
-def _read_settings(path: Path) -> Mapping[str, Any]:
-    from omegaconf import OmegaConf
-
-    tree = OmegaConf.to_container(read_yaml(path), resolve=False)
-    return {str(key): value for key, value in tree.items()} if isinstance(tree, dict) else {}
 
 
 def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -186,13 +189,6 @@ def _text(settings: Mapping[str, Any], key: str) -> str | None:
     return None if value is None else str(value)
 
 
-def _read_number(content: Mapping[str, Any], key: str, path: Path) -> float:
-    value = content.get(key, 0.0)
-    if not is_finite(value):
-        raise CheckpointError(f"{path}: {key} ({_shorten(value)}) must be a number; the file is damaged, or no run wrote it")
-    return float(value)
-
-
 def _shorten(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
@@ -219,14 +215,6 @@ def _is_interval(value: Any) -> bool:
 def _is_number(value: Any) -> bool:
     """Whether it is one that a float can hold, or one of a run that diverged: nan or infinite."""
     return isinstance(value, float) or is_finite(value)
-
-
-def _find_status(path: Path, progress: Mapping[str, Any]) -> str:
-    if is_locked(path) or is_locked(path, LAUNCH_LOCK):
-        return RUNNING
-    if progress.get("failed"):
-        return "failed"
-    return "finished" if progress.get("phase") == DONE else "interrupted"
 
 
 def _count_steps(path: Path, progress: Mapping[str, Any], status: str) -> int:

@@ -2,58 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Any
 
 from ludic.errors import CheckpointError
 from ludic.files.checkpoints import check_model_folder
 from ludic.inference.local import LocalChatClient
 from ludic.models.adapters import has_adapters
-from ludic.models.lora import describe_trained_share
 from ludic.models.saving import save_policy
 from ludic.models.state_files import read_model
-from ludic.recipes.actors import build_group_filter, choose_lag, uses_pool, uses_queue
+from ludic.recipes.actors import check_actors, check_over_sampling, uses_pool, uses_queue
+from ludic.recipes.build import add_reward_model, build_algorithm, build_episodic_task, build_trainer_config
 from ludic.recipes.compose import config_hash
-from ludic.recipes.model import add_adapters, has_no_weights
-from ludic.recipes.processes import choose_kind
+from ludic.recipes.model import add_adapters, build_policy, check_adapters, has_no_weights
+from ludic.recipes.processes import choose_kind, choose_logprob_convention
 from ludic.recipes.schema import Recipe
-from ludic.recipes.sections import build_info_seed
+from ludic.recipes.sections import build_info_seed, check_checkpoints
 from ludic.runs.actors.policy_versions import PolicyVersions
 from ludic.runs.actors.supervision import ActorProcesses, run_actors
 from ludic.runs.actors.trainer_side import ActorBatches
-from ludic.runs.base import TrainingRun
+from ludic.runs.base import RunParts, TrainingRun
 from ludic.runs.checkpoints import has_checkpoint, restore_best_weights
-from ludic.runs.control import open_control
+from ludic.runs.control import check_control, open_control
+from ludic.runs.data.sft import Warmup
 from ludic.runs.directory import DONE, RunDirectory
-from ludic.runs.held_out import Evaluation, HeldOut, list_all_measured
-from ludic.runs.reinforce_parts import RLParts
+from ludic.runs.held_out import Evaluation, check_watched_metrics, list_measured, make_held_out
+from ludic.runs.loggers import Screen
 from ludic.runs.report.reinforce import build_outcome, draw_rewards, show_report
-from ludic.runs.rollouts import BatchLogs, PlayedBatches, TrainingRequests, make_engine, make_training_requests, remove_sizes
-from ludic.runs.sampler import Sampler, make_preflight, open_sampler
-from ludic.runs.screen import Screen
-from ludic.runs.shared_model import choose_precision, place_model
+from ludic.runs.rollouts import (
+    OverSampledRollouts,
+    PlayedBatches,
+    check_rollouts,
+    describe_over_sampling,
+    make_engine,
+    make_training_requests,
+)
+from ludic.runs.sampler import Sampler, check_inference, make_preflight, open_sampler
+from ludic.runs.seeding import seed_everything
+from ludic.runs.shared_model import check_sampling, check_sharding_settings, choose_precision, place_model
 from ludic.runs.stop_request import Interrupted
+from ludic.runs.trial import check_prompts, try_task
 from ludic.tasks import EpisodicTask
 from ludic.tasks.episodic import logged_names, task_reducers
-from ludic.training import ranks, watchdog
+from ludic.training import ranks
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.batching.overlapped import OverlappedSource
-from ludic.training.batching.source import BATCH_NUMBER, STOP_PATIENCE_S, BatchSourceBase
+from ludic.training.batching.source import STOP_PATIENCE_S, BatchSourceBase
 from ludic.training.config import TrainerConfig
 from ludic.training.evaluators.protocol import eval_key
-from ludic.training.info_seed import SeedEvaluator
 from ludic.training.loggers import TrainingLogger
 from ludic.training.preflight.check import PreflightReport
 from ludic.training.presets import make_sft
 from ludic.training.rollouts.engine import RolloutEngine
-from ludic.training.rollouts.group_ledger import check_number
-from ludic.training.rollouts.log import RolloutLog
-from ludic.training.rollouts.rolling import RollingBatchSource
 from ludic.training.stats import SAMPLED_REWARD, default_reducers
 from ludic.training.trainer import Trainer
-from ludic.training.types import CreditAssigner, RolloutRequest, SAWBatch
 
 WARM_UP, REINFORCE = "warm_up", "reinforce"
 WARM_UP_KEYS = ["train/loss", "train/grad_norm"]
@@ -64,6 +68,17 @@ REINFORCE_KEYS = [
 ]
 
 
+@dataclass
+class RLParts(RunParts):
+    """The objects of a run of `ludic train`."""
+
+    task: EpisodicTask
+    algorithm: RLAlgorithm
+    warmup_cfg: TrainerConfig
+    trainer_cfg: TrainerConfig
+    warmup: Warmup
+
+
 class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
     """Warm-up, held-out measurement, reinforcement, and the measurement again."""
 
@@ -71,49 +86,69 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
         super().__init__(recipe, parts, directory, screen)
         self.task = parts.task
         if self.progress.phase == REINFORCE:
-            parts.model = self._load_warmed_up()
+            self._load_warmed_up()
         place_model(parts.model, recipe.sharding, parts.trainer_cfg.model_device)
         self._client = LocalChatClient(parts.model, parts.tokenizer, max_batch_size=recipe.rollout.concurrency)
         self._held_out = make_held_out(recipe, parts.task, self._make_engine(), parts.model, directory)
 
     @classmethod
     def build(cls, recipe: Recipe, note: Callable[[str], None]) -> RLParts:
-        return RLParts.build(recipe)
+        check_checkpoints(recipe.checkpoint)
+        check_actors(recipe)
+        check_over_sampling(recipe)
+        check_sharding_settings(recipe.sharding, recipe.trainer.model_device)
+        check_sampling(recipe)
+        task = build_episodic_task(recipe)
+        algorithm = build_algorithm(recipe, max_completion_tokens=recipe.rollout.max_new_tokens or task.max_new_tokens)
+        check_control(recipe, algorithm)
+        check_rollouts(recipe, task)
+        seed_everything(recipe)
+        check_adapters(recipe)
+        model, tokenizer = build_policy(recipe)
+        check_prompts(recipe, task, tokenizer, model)
+        try_task(recipe, task, tokenizer, model)
+        task = add_reward_model(recipe, task, tokenizer)
+        if recipe.model is not None:
+            model = add_adapters(model, recipe, seed=recipe.seed, device=recipe.trainer.model_device)
+        check_inference(recipe, model)
+        temperature = choose_logprob_convention(recipe.rollout).temperature
+        derived = {"pad_token_id": tokenizer.pad_token_id, "seed": recipe.seed}
+        warmup_cfg = build_trainer_config(recipe.warmup.trainer, **derived)
+        cfg = build_trainer_config(recipe.trainer, **derived, temperature=temperature)
+        warmup = Warmup.read(recipe, task, tokenizer)
+        check_watched_metrics(recipe, warmup_cfg, cfg, task)
+        return RLParts(model, tokenizer, task, algorithm, warmup_cfg, cfg, warmup)
 
     @property
     def measured(self) -> list[str]:
-        return list_all_measured(self.recipe, self.parts.task)
+        return list_measured(self.recipe, self.parts.task)
 
-    def _load_warmed_up(self) -> Any:
-        """The policy after the warm-up. If the reinforcement has a checkpoint: any model of the
-        same shape, since the trainer loads the checkpoint into it."""
-        model, directory = self.parts.model, self.directory
-        if not has_checkpoint(directory.checkpoints / REINFORCE):
-            self._check_not_reinforced()
-        elif has_adapters(model) or not self.recipe.lora.rank:
-            return model
+    def _load_warmed_up(self) -> None:
+        """Read the policy after the warm-up. If the reinforcement has a checkpoint, any model of
+        the same shape will do, since the trainer loads the checkpoint into it. Raises
+        CheckpointError if there is none but `model` is already reinforced: the run writes the
+        checkpoint of a step first, then `progress.steps`, then `model`."""
+        model, directory, steps = self.parts.model, self.directory, self.progress.steps
+        if has_checkpoint(directory.checkpoints / REINFORCE):
+            if has_adapters(model) or not self.recipe.lora.rank:
+                return
+        else:
+            if self.progress.recipe is None:  # an older version, which wrote `steps` later
+                logged = max([steps, *(line["step"] for line in directory.read_metrics(REINFORCE))])
+                steps = logged if logged >= self.recipe.steps else steps
+            if steps:
+                raise CheckpointError(
+                    f"{directory.model} is the policy after {steps} steps of reinforcement, but its checkpoint in "
+                    f"{directory.checkpoints} is gone; resuming would repeat these steps on a trained policy. Start a new run with "
+                    f"model={directory.model} warmup.steps=0"
+                )
         if has_no_weights(self.recipe.sharding):
-            return model  # which gets rank 0's
+            return  # it gets rank 0's
         # Copied into a model built as at the beginning: weights that stay in the memory of a file
         # are aligned by its header, which changes last digits of products with one row.
         folder = directory.base if self.recipe.lora.rank else directory.model
         folder = directory.adapter if has_adapters(model) else folder
         read_model(model, check_model_folder(folder, f"start a new run with `ludic train {directory.config} name=NAME`"))
-        return model
-
-    def _check_not_reinforced(self) -> None:
-        """Raise CheckpointError if there is no checkpoint but `model` is already reinforced.
-
-        The run writes the checkpoint of a step first, then `progress.steps`, then `model`."""
-        directory, steps = self.directory, self.progress.steps
-        if self.progress.recipe is None:  # an older version, which wrote `steps` later
-            steps = max([steps, *(line["step"] for line in directory.read_metrics(REINFORCE))])
-            steps = steps if steps >= self.recipe.steps else self.progress.steps
-        if steps:
-            raise CheckpointError(
-                f"{directory.model} is the policy after {steps} steps of reinforcement, but its checkpoint in {directory.checkpoints} is "
-                f"gone; resuming would repeat these steps on a trained policy. Start a new run with model={directory.model} warmup.steps=0"
-            )
 
     @property
     def title(self) -> str:
@@ -127,7 +162,7 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
         if self.progress.phase == WARM_UP:
             await self._warm_up()
         if self.progress.phase == REINFORCE:
-            self._adapt()
+            self.adapt()  # held-out problems are answered by the model that is trained, rollouts by a merged copy
             if self.recipe.steps:
                 await self._reinforce()
             if not self._is_measured_on_servers:
@@ -138,11 +173,11 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
         recipe, progress = self.recipe, self.progress
         hashed = config_hash(recipe, schedule_steps=progress.schedule_steps)
         outcome = build_outcome(progress, self.directory, self.parts.task, recipe, config_hash=hashed)
-        outcome.summary.write(self.directory)
+        text = outcome.summary.write(self.directory)
         if outcome.rewards:
             draw_rewards(outcome, self.directory, f"{recipe.recipe}, {recipe.algorithm}, seed {recipe.seed}")
         show_report(self.screen.console, outcome, self.directory)
-        return outcome.summary.to_json()
+        return text
 
     async def _warm_up(self) -> None:
         recipe, parts = self.recipe, self.parts
@@ -159,16 +194,6 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
         if recipe.lora.rank and not has_adapters(parts.model):
             ranks.ask_rank_0("saving the base", lambda: save_policy(parts.model, parts.tokenizer, self.directory.base))
         self._finish_phase(REINFORCE)
-
-    def _adapt(self) -> None:
-        """Add adapters for the reinforcement. Held-out problems are answered by the model that
-        is trained, rollouts by a merged copy."""
-        recipe, parts = self.recipe, self.parts
-        if not recipe.lora.rank:
-            return
-        if not has_adapters(parts.model):
-            parts.model = add_adapters(parts.model, recipe, seed=recipe.seed)
-        self.screen.note(describe_trained_share(parts.model))
 
     async def _reinforce(self) -> None:
         recipe, parts = self.recipe, self.parts
@@ -189,7 +214,10 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
                     source.limit(recipe.steps - trainer.current_step)
                 if isinstance(source, ActorBatches):
                     source.begin(trainer.current_step)
-                self._show_start(trainer)
+                if self.progress.before is not None and not trainer.last_eval:
+                    rates = Evaluation.from_dict(self.progress.before).rates()
+                    trainer.last_eval = {"eval/step": 0.0, **{eval_key(name): rate for name, rate in rates.items()}}
+                self.screen.show_rates(trainer.last_eval)
                 try:
                     if sampler.remote:
                         await trainer.publish()
@@ -236,13 +264,6 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
         if self.progress.preflight is None:
             self.progress.preflight = report.to_dict()
             self.directory.write_progress(self.progress)
-
-    def _show_start(self, trainer: Trainer) -> None:
-        """Show the held-out rates on the dashboard from the first training step on."""
-        if self.progress.before is not None and not trainer.last_eval:
-            rates = Evaluation.from_dict(self.progress.before).rates()
-            trainer.last_eval = {"eval/step": 0.0, **{eval_key(name): rate for name, rate in rates.items()}}
-        self.screen.show_rates(trainer.last_eval)
 
     def _make_source(self, sampler: Sampler, actors: ActorProcesses | None) -> BatchSourceBase:
         credit, turns = self.parts.algorithm.credit_assigner, self.parts.task.max_turns
@@ -309,21 +330,16 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
         self._raise_if_stopped()
 
     async def _evaluate(self) -> dict[str, Any]:
-        """Measure on rank 0. All ranks return the result."""
-        with self.timer.phase("evaluate"), watchdog.phase("evaluation"), ranks.rank_0_alone("the held-out measurement") as shared:
-            if ranks.rank() == 0:
-                shared.append((await self._measure()).to_dict())
-        measured: dict[str, Any] = shared[0]
-        return measured
+        return await self.measure_on_rank_0("the held-out measurement", self._measure)
 
-    async def _measure(self) -> Evaluation:
+    async def _measure(self) -> dict[str, Any]:
         self.screen.note(f"Measuring on {self._held_out.describe()}")
         measured = await self._held_out.measure()
         rates = ", ".join(f"{name.replace('_', ' ')} {rate:.3f}" for name, rate in measured.rates().items())
         self.screen.note(f"  {rates}")
         if measured.failed:
             self.screen.note(f"  {measured.failed} answers failed or could not be graded, and are in no rate")
-        return measured
+        return measured.to_dict()
 
     def _make_engine(self, *, trained: bool = False, sampler: Sampler | None = None) -> RolloutEngine:
         return make_engine(
@@ -347,125 +363,3 @@ class RLRun(TrainingRun[Recipe, RLParts, RunDirectory]):
             self.save_model()
             self.directory.write_progress(self.progress)
             raise Interrupted
-
-
-class SeededHeldOut(HeldOut):
-    """Measures `eval_seed/*` too, and writes a heat map for each measurement."""
-
-    def __init__(self, seeds: SeedEvaluator, *held_out: Any, **settings: Any) -> None:
-        super().__init__(*held_out, **settings)
-        self._seeds = seeds
-
-    async def measure(self, *, concurrency: int | None = None, timeout_s: float | None = None) -> Evaluation:
-        measured = await super().measure(concurrency=concurrency, timeout_s=timeout_s)
-        self._seeds.step = self.current_step()
-        _, metrics = await self._seeds.eval(concurrency=concurrency, timeout_s=timeout_s)
-        return replace(measured, facts={**measured.facts, **metrics})
-
-
-def make_held_out(recipe: Recipe, task: EpisodicTask, engine: RolloutEngine, model: Any, directory: RunDirectory) -> HeldOut:
-    """The measurement of a run, with InfoSeed's if it has seeds. `model` is the policy of the
-    engine."""
-    info_seed, section = build_info_seed(recipe.info_seed), recipe.info_seed
-    if info_seed is None or not section.eval_samples:
-        return HeldOut(engine, task, recipe.evaluation, recipe.rollout, seed=recipe.seed)
-    seeds = SeedEvaluator(
-        engine,
-        task,
-        info_seed,
-        rollout=recipe.rollout,
-        model=model,
-        prompts=recipe.evaluation.prompts,
-        samples=section.eval_samples,
-        heatmaps=directory.seed_heatmaps,
-    )
-    return SeededHeldOut(seeds, engine, task, recipe.evaluation, recipe.rollout, seed=recipe.seed)
-
-
-def describe_over_sampling(recipe: Recipe) -> str:
-    """One line of output that says how old samples can be, as a consequence of over-sampling."""
-    section, lag = recipe.rollout, choose_lag(recipe)
-    replaced = f"problems that {section.group_filter} rejects are replaced" if section.group_filter else ""
-    oldest = f"answers are up to {lag + max(1, recipe.trainer.sync_every_steps) - 1} policy versions old" if lag else ""
-    return f"Groups: {', '.join(part for part in (replaced, oldest) if part)}"
-
-
-class RequestsByProblem:
-    """The requests of a run, one problem at a time. Position p is problem p % prompts of batch p //
-    prompts, in batches as they are without over-sampling."""
-
-    def __init__(self, requests: TrainingRequests, prompts: int) -> None:
-        self._requests, self._prompts = requests, prompts
-        self._next = 0
-        self._batch: tuple[int, list[RolloutRequest]] = (-1, [])
-
-    def take(self) -> tuple[int, RolloutRequest]:
-        self._next += 1
-        return self._next - 1, self.at(self._next - 1)
-
-    def at(self, position: int) -> RolloutRequest:
-        number, offset = divmod(position, self._prompts)
-        if number != self._batch[0]:
-            self._batch = number, self._requests.list_problems(number)
-        return self._batch[1][offset]
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position, and a digest of the data if there is one."""
-        return {**self._requests.state_dict(), "position": self._next}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises ConfigError if the data has changed."""
-        position = check_number("the position of the requests", state.get("position"))
-        self._requests.load_state_dict(state)
-        self._next, self._batch = position, (-1, [])
-
-
-class OverSampledRollouts(RollingBatchSource):
-    """A `RollingBatchSource` with the settings of a recipe, which writes the rollouts of every
-    `rollout.log_every`-th batch to the log in the run's folder. A batch's meta has its number.
-
-    Batches that are trained again after a resume replace their lines in the logs."""
-
-    def __init__(
-        self,
-        recipe: Recipe,
-        engine: RolloutEngine,
-        requests: TrainingRequests,
-        credit: CreditAssigner,
-        *,
-        max_steps: int,
-        directory: RunDirectory,
-    ) -> None:
-        section = recipe.rollout
-        self._requests, self._logs = requests, BatchLogs(directory)
-        super().__init__(
-            engine=engine,
-            requests=RequestsByProblem(requests, section.prompts),
-            groups_per_batch=section.prompts,
-            group_size=section.group_size,
-            credit_assigner=credit,
-            over_sampling_factor=section.over_sampling_factor,
-            max_lag=section.max_lag,
-            order=section.order,
-            group_filter=build_group_filter(recipe),
-            max_steps=max_steps,
-            concurrency=section.concurrency,
-            patience=section.patience,
-            outage_patience_s=section.outage_patience_s,
-            seed=recipe.seed,
-            on_rollouts=RolloutLog(directory.rollouts, section.log_every).write,
-        )
-
-    async def next_batch(self) -> SAWBatch:
-        number = self.num_batches
-        self._requests.begin_batch(number)
-        batch = await super().next_batch()
-        batch.meta[BATCH_NUMBER] = number
-        return batch
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), **self._logs.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(remove_sizes(state))
-        self._logs.load_state_dict(state)

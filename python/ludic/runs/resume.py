@@ -1,11 +1,13 @@
-"""Checks of `--resume`: a run resumes with the settings that it began with; `steps` may be
-raised."""
+"""Resuming a run: its folder is opened with the settings that it began with; `steps` may be raised,
+and where it executes and writes may change. `runs.checkpoints` finds the weights and cuts the logs
+back to them."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -61,10 +63,11 @@ def parse_changes(arguments: Sequence[str], command: str) -> Changes:
     overrides = [parse_override(argument) for argument in arguments if "=" in argument]
     steps = [override.value for override in overrides if override.key == "steps"]
     others = tuple(override for override in overrides if override.key != "steps")
+    keys = [f"{override.key}." if isinstance(override.value, Mapping) else override.key for override in others]
     if (
         len(overrides) != len(arguments)
         or any(type(value) is not int for value in steps)
-        or not all(_may_change(override) for override in others)
+        or not all(key.startswith(_FREE) and key not in _FOLDER for key in keys)
     ):
         raise ConfigError(
             f"--resume uses the settings that the run began with and accepts only steps=N, for more steps, or steps=+N, and where the run "
@@ -76,46 +79,44 @@ def parse_changes(arguments: Sequence[str], command: str) -> Changes:
     return Changes(steps[0] if steps else None, more[0] if more else None, others)
 
 
-def _may_change(override: Override) -> bool:
-    """Whether the setting, or the section, is one of `_FREE` and not the folder's."""
-    key = f"{override.key}." if isinstance(override.value, Mapping) else override.key
-    return key not in _FOLDER and key.startswith(_FREE)
-
-
-def save_changes(changes: Changes, recipe: Any, directory: RunDirectory) -> None:
-    """Write the settings to config.yaml, where the processes of the run read them. All others stay
-    as they stand there. Raises ConfigError before that if `recipe`, which has them, is wrong."""
-    if not changes.settings:
-        return
-    if isinstance(recipe, Recipe):
-        check_actors(recipe)
-    tree = read_yaml(directory.config)
-    for override in changes.settings:
-        OmegaConf.update(tree, override.key, override.value, merge=True)
-    write_text(directory.config, OmegaConf.to_yaml(tree))
-
-
-def resume_recipe(recipe: Any, directory: RunDirectory, changes: Changes) -> Any:
-    """`recipe`, which was read from the run's config.yaml, with the steps of `changes` if it has
-    any.
+def resume_run(
+    kind: type[RunDirectory], path: Path, changes: Changes, compose: Callable[[Sequence[str]], Any]
+) -> tuple[Any, RunDirectory]:
+    """The recipe of the run in the folder `path`, with `changes`, and the folder, locked. The
+    changes are written to config.yaml, where the processes of the run read them: with more steps
+    the whole recipe, else the changed settings alone.
 
     Raises ConfigError, which names the setting, if the recipe differs from the one that the run
     began with.
     """
-    progress = directory.read_progress()
-    steps = find_steps(changes, recipe, directory)
-    original = None if progress.recipe is None else dict(progress.recipe)
-    if steps is not None:
-        _check_more(recipe, progress, directory, steps)
-        recipe.steps = steps
-        original = None if original is None else {**original, "steps": steps}
-    if original is not None:
-        _check_same(original, recipe, directory)
-    if progress.phase != DONE or steps is not None:
-        directory.check_models(recipe)
-    if steps is not None:
-        _extend(recipe, progress, directory)
-    return recipe
+    directory = kind.resume(path)
+    try:
+        recipe, progress = compose([str(directory.config), *changes.texts]), directory.read_progress()
+        steps = find_steps(changes, recipe, directory)
+        if steps is not None:
+            _check_more(recipe, progress, directory, steps)
+            recipe.steps = steps
+        if progress.recipe is not None:
+            _check_same(progress.recipe | ({} if steps is None else {"steps": steps}), recipe, directory)
+        if progress.phase != DONE or steps is not None:
+            directory.check_models(recipe)
+        if steps is not None:
+            if progress.phase == DONE:
+                progress.phase, progress.after = directory.last_phase, None
+            progress.recipe = None if progress.recipe is None else to_plain_values(recipe)
+            directory.write_progress(progress)
+            write_text(directory.config, to_yaml(recipe))
+        if changes.settings:
+            if isinstance(recipe, Recipe):
+                check_actors(recipe)
+            tree = read_yaml(directory.config)
+            for override in changes.settings:
+                OmegaConf.update(tree, override.key, override.value, merge=True)
+            write_text(directory.config, OmegaConf.to_yaml(tree))
+        return recipe, directory
+    except BaseException:
+        directory.release()
+        raise
 
 
 def _check_same(original: Mapping[str, Any], recipe: Any, directory: RunDirectory) -> None:
@@ -129,13 +130,8 @@ def _check_same(original: Mapping[str, Any], recipe: Any, directory: RunDirector
                 f"{directory.config}: {key} is {now[key]}, but the run began with {before[key]}; restore it{more}, or start a new run "
                 f"with `ludic {directory.command} {directory.config} name=NAME`"
             )
-    _check_same_samplers(before, now, directory)
-
-
-def _check_same_samplers(before: Mapping[str, Any], now: Mapping[str, Any], directory: RunDirectory) -> None:
-    """Raise ConfigError if actors sample now and the trainer's process did before, or the other way
-    round: a checkpoint has the position of the one or of the other. The number of actors may
-    change."""
+    # A checkpoint has the position of actors or of the trainer's own sampling; the number of actors
+    # may change.
     had, has = (bool(values.get("place.actors") or values.get("queue.url")) for values in (before, now))
     if had != has:
         key = "place.actors" if now.get("place.actors") != before.get("place.actors") else "queue.url"
@@ -178,15 +174,6 @@ def _check_more(recipe: Any, progress: Progress, directory: RunDirectory, steps:
             f"trainer.lr_scheduler_type ({trainer.lr_scheduler_type}) with trainer.lr_min_ratio=0 ends at a learning rate of 0, which more "
             f"steps would keep: they would train nothing. Start a new run with model={directory.model} instead"
         )
-
-
-def _extend(recipe: Any, progress: Progress, directory: RunDirectory) -> None:
-    """Save the new number of steps; a finished run returns to its last phase."""
-    if progress.phase == DONE:
-        progress.phase, progress.after = directory.last_phase, None
-    progress.recipe = None if progress.recipe is None else to_plain_values(recipe)
-    directory.write_progress(progress)
-    write_text(directory.config, to_yaml(recipe))
 
 
 def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

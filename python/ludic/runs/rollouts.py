@@ -18,9 +18,10 @@ from ludic.data.passes import Passes, shuffle_range
 from ludic.envs.single_agent_env import SingleAgentEnv
 from ludic.errors import ConfigError
 from ludic.files.jsonl import measure_log, truncate_log
-from ludic.inference import ChatClient, InferenceSpec, ReturnSpec, SamplingParams
+from ludic.inference import ChatClient, InferenceSpec, ReturnSpec
 from ludic.inference.sampling import check_sampling, make_sampling
 from ludic.interaction import SingleAgentProtocol
+from ludic.recipes.actors import build_group_filter, choose_lag
 from ludic.recipes.schema import Recipe, RolloutSection
 from ludic.runs.directory import RunDirectory
 from ludic.tasks import Episode, EpisodicTask, Task, as_episodic
@@ -33,6 +34,7 @@ from ludic.training.rollouts.engine import RolloutEngine
 from ludic.training.rollouts.group_ledger import check_number
 from ludic.training.rollouts.log import RolloutLog
 from ludic.training.rollouts.request_groups import GRPORequestStrategy, RequestStrategy
+from ludic.training.rollouts.rolling import RollingBatchSource
 from ludic.training.types import CreditAssigner, EnvSpec, ProtocolSpec, RolloutRequest, SAWBatch
 
 ENV_KIND, PROTOCOL_KIND = "task", "single_agent"
@@ -117,17 +119,15 @@ def make_request(problem: Episode, *, inference: InferenceSpec, seed: int | None
 
 def make_training_inference(section: RolloutSection, task: EpisodicTask) -> InferenceSpec:
     """The sampling of training; log-probabilities are returned with the tokens."""
-    return InferenceSpec(sampling=_make_sampling(section, task), return_=ReturnSpec.for_rl())
+    max_tokens = section.max_new_tokens or task.max_new_tokens
+    return InferenceSpec(sampling=make_sampling(section, max_tokens=max_tokens), return_=ReturnSpec.for_rl())
 
 
 def make_evaluation_inference(section: RolloutSection, task: EpisodicTask, *, greedy: bool) -> InferenceSpec:
     """The sampling of held-out measurement: as in training, or greedy."""
     changes = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0} if greedy else {}
-    return InferenceSpec(sampling=_make_sampling(section, task, **changes), return_=ReturnSpec.for_eval())
-
-
-def _make_sampling(section: RolloutSection, task: EpisodicTask, **changes: Any) -> SamplingParams:
-    return make_sampling(section, max_tokens=section.max_new_tokens or task.max_new_tokens, **changes)
+    max_tokens = section.max_new_tokens or task.max_new_tokens
+    return InferenceSpec(sampling=make_sampling(section, max_tokens=max_tokens, **changes), return_=ReturnSpec.for_eval())
 
 
 class PlayedBatches(RolloutBatchSource):
@@ -199,10 +199,10 @@ class TrainingRequests:
     def list_problems(self, number: int) -> list[RolloutRequest]:
         """The requests of batch `number`, one for each problem."""
         rng = Random(f"rollouts {self._seed} {number}")
-        return [self._make_one(rng, number, position) for position in range(self._section.prompts)]
-
-    def _make_one(self, rng: Random, number: int, position: int) -> RolloutRequest:
-        return make_request(self._choose_problem(rng, number, position), inference=self._inference, seed=rng.randrange(2**31))
+        return [
+            make_request(self._choose_problem(rng, number, position), inference=self._inference, seed=rng.randrange(2**31))
+            for position in range(self._section.prompts)
+        ]
 
     def _choose_problem(self, rng: Random, number: int, position: int) -> Episode:
         """Problem `position` of batch `number`."""
@@ -290,6 +290,90 @@ class BatchLogs:
             truncate_log(self._paths[key], size)
 
 
-def remove_sizes(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state without the sizes of the logs."""
-    return {key: value for key, value in state.items() if key not in (LOGGED_BYTES, FAILED_BYTES)}
+def describe_over_sampling(recipe: Recipe) -> str:
+    """One line of output that says how old samples can be, as a consequence of over-sampling."""
+    section, lag = recipe.rollout, choose_lag(recipe)
+    replaced = f"problems that {section.group_filter} rejects are replaced" if section.group_filter else ""
+    oldest = f"answers are up to {lag + max(1, recipe.trainer.sync_every_steps) - 1} policy versions old" if lag else ""
+    return f"Groups: {', '.join(part for part in (replaced, oldest) if part)}"
+
+
+class RequestsByProblem:
+    """The requests of a run, one problem at a time. Position p is problem p % prompts of batch p //
+    prompts, in batches as they are without over-sampling."""
+
+    def __init__(self, requests: TrainingRequests, prompts: int) -> None:
+        self._requests, self._prompts = requests, prompts
+        self._next = 0
+        self._batch: tuple[int, list[RolloutRequest]] = (-1, [])
+
+    def take(self) -> tuple[int, RolloutRequest]:
+        self._next += 1
+        return self._next - 1, self.at(self._next - 1)
+
+    def at(self, position: int) -> RolloutRequest:
+        number, offset = divmod(position, self._prompts)
+        if number != self._batch[0]:
+            self._batch = number, self._requests.list_problems(number)
+        return self._batch[1][offset]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, and a digest of the data if there is one."""
+        return {**self._requests.state_dict(), "position": self._next}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises ConfigError if the data has changed."""
+        position = check_number("the position of the requests", state.get("position"))
+        self._requests.load_state_dict(state)
+        self._next, self._batch = position, (-1, [])
+
+
+class OverSampledRollouts(RollingBatchSource):
+    """A `RollingBatchSource` with the settings of a recipe, which writes the rollouts of every
+    `rollout.log_every`-th batch to the log in the run's folder. A batch's meta has its number.
+
+    Batches that are trained again after a resume replace their lines in the logs."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        engine: RolloutEngine,
+        requests: TrainingRequests,
+        credit: CreditAssigner,
+        *,
+        max_steps: int,
+        directory: RunDirectory,
+    ) -> None:
+        section = recipe.rollout
+        self._requests, self._logs = requests, BatchLogs(directory)
+        super().__init__(
+            engine=engine,
+            requests=RequestsByProblem(requests, section.prompts),
+            groups_per_batch=section.prompts,
+            group_size=section.group_size,
+            credit_assigner=credit,
+            over_sampling_factor=section.over_sampling_factor,
+            max_lag=section.max_lag,
+            order=section.order,
+            group_filter=build_group_filter(recipe),
+            max_steps=max_steps,
+            concurrency=section.concurrency,
+            patience=section.patience,
+            outage_patience_s=section.outage_patience_s,
+            seed=recipe.seed,
+            on_rollouts=RolloutLog(directory.rollouts, section.log_every).write,
+        )
+
+    async def next_batch(self) -> SAWBatch:
+        number = self.num_batches
+        self._requests.begin_batch(number)
+        batch = await super().next_batch()
+        batch.meta[BATCH_NUMBER] = number
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), **self._logs.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict({key: value for key, value in state.items() if key not in (LOGGED_BYTES, FAILED_BYTES)})
+        self._logs.load_state_dict(state)

@@ -9,25 +9,23 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ludic.distributed.interfaces import PolicyPublisher
 from ludic.errors import ConfigError, InferenceError
 from ludic.inference.client import ChatClient
 from ludic.launch.local import LOOPBACK
 from ludic.recipes.actors import choose_lag
 from ludic.recipes.processes import InferenceSection, choose_kind, choose_logprob_convention
 from ludic.recipes.schema import Recipe
-from ludic.runs.plan import list_servers
+from ludic.runs.launching import list_servers
 from ludic.runs.rollouts import make_training_inference
 from ludic.runs.servers.connecting import connect_to_servers
-from ludic.runs.servers.starting import SERVED_NAME, start_server
+from ludic.runs.servers.server import SERVED_NAME, start_server
 from ludic.tasks import EpisodicTask
 from ludic.training import ranks
 from ludic.training.loop.timings import PhaseTimer
 from ludic.training.preflight.check import MAX_DIFFERENCE, MAX_ROUNDING, Preflight
-
-if TYPE_CHECKING:
-    from ludic.distributed.interfaces import PolicyPublisher
 
 logger = logging.getLogger(__name__)
 
@@ -71,16 +69,14 @@ async def open_sampler(
     and `find_end` are asked while the servers of the run are waited for: whether the run was asked
     to stop, and why none will answer."""
     if is_follower:
-        elsewhere: Any = _RemoteSampler()
+        elsewhere: Any = object()
         yield Sampler(elsewhere, elsewhere, "", remote=choose_kind(recipe.inference) != "local")
         return
     if choose_kind(recipe.inference) == "local":
         yield _make_local_sampler(recipe, model, tokenizer)
         return
     if recipe.place.servers:
-        placed = connect_to_servers(
-            recipe, model, tokenizer, folder.parent, pushes=pushes, is_stopped=is_stopped, find_end=find_end
-        )
+        placed = connect_to_servers(recipe, tokenizer, folder.parent, pushes=pushes, is_stopped=is_stopped, find_end=find_end)
         note(f"Waiting for {', '.join(list_servers(recipe.place))}; their output is in {folder.parent / 'workers'}")
         async with AsyncExitStack() as opened:
             with (timer or PhaseTimer()).phase("server_start"):
@@ -88,19 +84,15 @@ async def open_sampler(
             yield Sampler(client, publisher, SERVED_NAME, remote=True)
         return
     if recipe.inference.url is not None:
-        async with _connect(recipe, model, tokenizer, _list_urls(recipe.inference), folder, pushes) as sampler:
+        async with _connect(recipe, tokenizer, _list_urls(recipe.inference), folder, pushes) as sampler:
             note(f"Sampling from {', '.join(_list_urls(recipe.inference))}")
             yield sampler
         return
     async with (
         _run_server(recipe, folder, log, note, timer or PhaseTimer()) as url,
-        _connect(recipe, model, tokenizer, [url], folder, pushes) as sampler,
+        _connect(recipe, tokenizer, [url], folder, pushes) as sampler,
     ):
         yield sampler
-
-
-class _RemoteSampler:
-    """The client and the publisher of a rank that neither samples nor publishes."""
 
 
 def check_inference(recipe: Recipe, model: Any) -> None:
@@ -113,22 +105,26 @@ def check_inference(recipe: Recipe, model: Any) -> None:
         )
     if is_local:
         return
+    from ludic.inference.vllm.endpoints import VllmEndpoints
+    from ludic.inference.vllm.launch import check_has_vllm, is_cpu_build, server_python
+    from ludic.inference.vllm.server_queries import HEALTH_TIMEOUT_S, server_url
+
     if section.url is not None:
-        _check_servers(_list_urls(section))
+        for url in _list_urls(section):
+            try:
+                VllmEndpoints(server_url(url)).call("get", "/health", timeout_s=HEALTH_TIMEOUT_S)
+            except InferenceError as error:
+                raise ConfigError(
+                    f"inference.url ({url}) does not answer: {error}; start one with `ludic serve` and wait until it says "
+                    "that it is ready, or leave inference.url out"
+                ) from error
         return
     if recipe.place.servers and recipe.place.on != "local":
         return  # they find vLLM, or not, on their own machines
-    from ludic.inference.vllm.launch import check_has_vllm, is_cpu_build, server_python
-
     python = server_python(section.python)
     check_has_vllm(python)
-    if section.device == "cpu" or (section.device == "auto" and is_cpu_build(python)):
-        _check_head_dim(model)
-
-
-def _check_head_dim(model: Any) -> None:
     config = getattr(model, "config", None)
-    if config is None:
+    if config is None or not (section.device == "cpu" or (section.device == "auto" and is_cpu_build(python))):
         return
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if size not in HEAD_DIMS:
@@ -137,21 +133,6 @@ def _check_head_dim(model: Any) -> None:
             f"set network.hidden_size to a multiple of network.num_heads, 32 times it at least (now {config.hidden_size} and "
             f"{config.num_attention_heads}); another model needs a GPU, or inference=local"
         )
-
-
-def _check_servers(urls: list[str]) -> None:
-    """Raise `ConfigError` for a server that does not answer now, before the warm-up."""
-    from ludic.inference.vllm.endpoints import VllmEndpoints
-    from ludic.inference.vllm.server_queries import HEALTH_TIMEOUT_S, server_url
-
-    for url in urls:
-        try:
-            VllmEndpoints(server_url(url)).call("get", "/health", timeout_s=HEALTH_TIMEOUT_S)
-        except InferenceError as error:
-            raise ConfigError(
-                f"inference.url ({url}) does not answer: {error}; start one with `ludic serve` and wait until it says "
-                "that it is ready, or leave inference.url out"
-            ) from error
 
 
 def _make_local_sampler(recipe: Recipe, model: Any, tokenizer: Any) -> Sampler:
@@ -199,9 +180,7 @@ async def _run_server(
 
 
 @asynccontextmanager
-async def _connect(
-    recipe: Recipe, model: Any, tokenizer: Any, urls: list[str], folder: Path, pushes: bool
-) -> AsyncIterator[Sampler]:
+async def _connect(recipe: Recipe, tokenizer: Any, urls: list[str], folder: Path, pushes: bool) -> AsyncIterator[Sampler]:
     """A client of the servers at `urls`, with a publisher if `pushes`."""
     from ludic.distributed.adapters.vllm import create_vllm_publisher
     from ludic.inference.vllm.client import VLLMChatClient

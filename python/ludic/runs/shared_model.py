@@ -96,7 +96,13 @@ class SharedModel:
         tensors = [*whole.named_parameters(), *whole.named_buffers()]
         own = {name: [str(value.dtype), list(value.shape)] for name, value in tensors}
         with ranks.agree("sharding the model"):
-            _check_same(own, ranks.ask_rank_0("describing the model", lambda: own))
+            there: Mapping[str, Any] = ranks.ask_rank_0("describing the model", lambda: own)
+            for name in sorted(own.keys() | there.keys()):
+                if own.get(name) != there.get(name):
+                    raise ConfigError(
+                        f"rank {ranks.rank()} has built another model than rank 0: {name} is {own.get(name)} and {there.get(name)} there; "
+                        "give all ranks the same files and versions"
+                    )
         self._trained = shard_copy(whole, self._settings, self._mesh, agree=ranks.agree)
         return self._trained
 
@@ -104,17 +110,6 @@ class SharedModel:
         """Copy what was trained into rank 0's `whole`. Before a phase there is nothing to copy."""
         if self._trained is not None:
             copy_home(self._trained, whole, agree=ranks.agree)
-
-
-def _check_same(own: Mapping[str, Any], of_rank_0: Mapping[str, Any]) -> None:
-    """Raise ConfigError if this rank has built another model than rank 0."""
-    differing = sorted(name for name in own.keys() | of_rank_0.keys() if own.get(name) != of_rank_0.get(name))
-    if differing:
-        name = differing[0]
-        raise ConfigError(
-            f"rank {ranks.rank()} has built another model than rank 0: {name} is {own.get(name)} and {of_rank_0.get(name)} there; give "
-            "all ranks the same files and versions"
-        )
 
 
 class GatheredEvaluator:

@@ -1,25 +1,29 @@
-"""Tries a task before it is trained: each method, one demonstration and two episodes. A mistake
-then shows in seconds, and not after the warm-up."""
+"""Tries a task before it is trained, so that a mistake shows in seconds, and not after the warm-up:
+each method, one demonstration and two episodes; whether the tokenizer can render what the task
+shows a model; and whether the prompts of a data set leave room for an answer."""
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from numbers import Real
 from random import Random
 from typing import Any
 
+from ludic.context import GivenDialog
 from ludic.envs.env import LudicEnv
 from ludic.errors import ConfigError, LudicError, error_location
 from ludic.event_loop import call_outside_loop
 from ludic.inference import ChatCompletionRequest
+from ludic.inference.prompts.template import ChatTemplate, read_template, read_template_kwargs
 from ludic.inference.prompts.tokens import Dialogue, PromptTokens
 from ludic.recipes.schema import Recipe
 from ludic.runs.rollouts import make_evaluation_inference, make_protocol
-from ludic.tasks import EpisodicTask
-from ludic.tasks.adapters import OneTurn, WrappedTask
+from ludic.tasks import Episode, EpisodicTask
+from ludic.tasks.adapters import OneTurn, WrappedTask, prompt_messages
 from ludic.tasks.episodic import Shown
 from ludic.training.rng import preserved_rng
 from ludic.training.rollouts.engine import close_environment
@@ -185,3 +189,81 @@ class _Scripted:
 
 def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error} ({error_location(error)})"
+
+
+MODEL = "the context of the model"
+MEASURED = 1000
+"""Prompts that are measured for the warning, in the order of the data."""
+
+
+def check_dialogues(task: EpisodicTask, problems: Iterable[Episode], tokenizer: Any) -> None:
+    """Raise `ConfigError` if the tokenizer has no chat template, and the task shows the model a
+    dialogue: in a later turn, or as a prompt of messages. Raise it, too, if its template cannot
+    show the task's tools."""
+    if task.tool_use is not None:
+        try:
+            ChatTemplate(tokenizer).check_tools(task.tool_use.schemas)
+        except ConfigError as error:
+            names = ", ".join(function.__name__ for function in task.tool_use.functions)
+            raise ConfigError(
+                f"the model cannot be shown its tools ({names}): {error}. Take a tokenizer that can, with tokenizer=FOLDER or a hub id, "
+                "such as the instruct version of the model, or set chat_template=FILE"
+            ) from error
+    if read_template(tokenizer):
+        return
+    prompts = (prompt_messages(problem) or () for problem in problems)
+    roles = max(([str(message.get("role")) for message in prompt] for prompt in prompts), key=len, default=[])
+    if task.max_turns > 1 or roles:
+        messages = f"prompts of up to {len(roles)} messages ({', '.join(roles)})"
+        raise ConfigError(
+            f"the task has {f'episodes of up to {task.max_turns} turns' if task.max_turns > 1 else messages}, and the tokenizer has no "
+            "chat template to render a dialogue with; set "
+            "chat_template=FILE, or tokenizer=FOLDER or a hub id whose tokenizer has one, such as the instruct version of the model"
+        )
+
+
+def check_prompts(recipe: Recipe, task: EpisodicTask, tokenizer: Any, model: Any) -> None:
+    """Raise `ConfigError` if the tokenizer cannot render the prompts of a task, or if no prompt
+    leaves room for an answer. Log a warning, with numbers, if some leave less room than an answer
+    may take."""
+    problems = task.problem_list
+    check_dialogues(task, () if problems is None else problems.training, tokenizer)
+    if problems is None or recipe.steps == 0:
+        return
+    system_prompt = recipe.rollout.system_prompt or task.system_prompt
+    tokens, tools = PromptTokens(tokenizer), [] if task.tool_use is None else task.tool_use.schemas
+
+    def length(problem: Episode, *, system_prompt: str | None = system_prompt) -> int:
+        context = GivenDialog(system_prompt)
+        first = task.make_env(problem).env_reset()
+        observation, info = asyncio.run(first) if inspect.iscoroutine(first) else first
+        context.on_env_reset(observation, info)
+        arguments = read_template_kwargs(info, f"problem {problem['id']}")
+        return len(tokens.encode(Dialogue(context.on_before_act(), tools, arguments)))
+
+    first_chat = next((problem for problem in problems.training if prompt_messages(problem) is not None), None)
+    if first_chat is not None:
+        length(first_chat)
+    room = recipe.trainer.max_seq_len
+    if all(length(problem) >= room for problem in problems.training):
+        raise ConfigError(
+            f"trainer.max_seq_len ({room}) leaves no room for an answer to any of {len(problems.training)} prompts: the shortest has "
+            f"{min(map(length, problems.training), default=0)} tokens; raise it"
+        )
+    context = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    limits = {"trainer.max_seq_len": recipe.trainer.max_seq_len, MODEL: context}
+    setting, limit = min(((name, size) for name, size in limits.items() if size), key=lambda pair: pair[1])
+    answer = recipe.rollout.max_new_tokens or task.max_new_tokens
+    measured = [(length(problem), problem) for problem in islice(problems.training, MEASURED)]
+    tight = [used for used, _ in measured if used + answer > limit]
+    if not tight:
+        return
+    longest, problem = max(measured, key=lambda pair: pair[0])
+    added = longest - length(problem, system_prompt=None) if system_prompt else 0
+    logger.warning(
+        "%d of the first %d prompts leave less than the %d tokens that an answer may have (rollout.max_new_tokens): %s is %d tokens, and "
+        "the longest prompt has %d%s. What does not fit is cut off; %s",
+        *(len(tight), len(measured), answer, setting, limit, longest),
+        f", {added} of them from the system prompt" if added > 0 else "",
+        "shorten prompts or answers" if setting == MODEL else f"raise {setting}, or shorten prompts or answers",
+    )

@@ -104,8 +104,10 @@ class RecipeTrainer:
         that thread still ends the run.
         """
         self._check_place()
-        place = self._find_resumed(resume)
-        arguments = [] if place is None else self._more_steps(place)
+        place, arguments = self._find_resumed(resume), list[str]()
+        if place is not None:  # its steps may be raised
+            began, steps = self.kind.open_to_read(place).read_progress().recipe or {}, self.recipe.steps
+            arguments = [] if steps is None or steps == began.get("steps", steps) else [f"steps={steps}"]
         self._reset_callbacks()
         self._is_stopped = self._is_set_up = False
         command = RunCommand(self.kind, arguments, resume=place, recipe=self.recipe, on_set_up=self._begin)
@@ -176,12 +178,6 @@ class RecipeTrainer:
             raise ConfigError("resume=True goes on with the run of a name; set name=, or give resume= the folder of the run")
         place = run_path(self.recipe.output, self.recipe.name, "run")
         return place if (place / "progress.json").is_file() else None
-
-    def _more_steps(self, place: Path) -> list[str]:
-        """The argument that raises the steps of the run in `place`, if it began with fewer."""
-        began = self.kind.open_to_read(place).read_progress().recipe or {}
-        steps = self.recipe.steps
-        return [] if steps is None or steps == began.get("steps", steps) else [f"steps={steps}"]
 
     def _require_run(self) -> TrainingRun[Any, Any, Any]:
         if self.run is None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import wraps
 from inspect import signature
 from os import PathLike
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 from ludic.errors import INPUT_ERRORS, CheckpointError, ConfigTypeError
 from ludic.recipes.foreign_names import ARGUMENTS
@@ -42,17 +42,10 @@ def without_trl_names(call: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(call)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
-        _refuse({name: value for name, value in kwargs.items() if name not in own})
+        wrong = [name for name in kwargs if name in ARGUMENTS and name not in own]
+        settings = {name for name in _SETTINGS_TOO if isinstance(kwargs.get(name), str | PathLike | None)}
+        if wrong := [name for name in wrong if name not in settings]:
+            raise ConfigTypeError("; ".join(f"{name} is an argument of TRL; write {ARGUMENTS[name]}" for name in wrong))
         return call(*args, **kwargs)
 
     return wrapped
-
-
-def _refuse(arguments: Mapping[str, Any]) -> None:
-    wrong = [name for name in arguments if name in ARGUMENTS and not _is_setting(name, arguments[name])]
-    if wrong:
-        raise ConfigTypeError("; ".join(f"{name} is an argument of TRL; write {ARGUMENTS[name]}" for name in wrong))
-
-
-def _is_setting(name: str, value: Any) -> bool:
-    return name in _SETTINGS_TOO and (value is None or isinstance(value, str | PathLike))

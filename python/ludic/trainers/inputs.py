@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from hashlib import sha256
 from os import PathLike
 from pathlib import Path
@@ -85,9 +86,7 @@ def name_rewards(rewards: Rewards) -> tuple[list[str], dict[str, Callable[..., A
     """The setting `reward`, and its functions that only this process knows, such as functions of a
     notebook or a script: they have their own name. Another process can import the others, which are
     named by their module. Raises ConfigError for a name that is taken."""
-    listed = _listed(rewards)
-    names = [reward if isinstance(reward, str) else _name(reward) for reward in listed]
-    own = {name: reward for name, reward in zip(names, listed, strict=True) if not isinstance(reward, str) and ":" not in name}
+    names, own = _name_all(rewards)
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(f"two reward functions have the name {name!r}, by which metrics tell them apart; rename one")
@@ -99,17 +98,21 @@ def name_rewards(rewards: Rewards) -> tuple[list[str], dict[str, Callable[..., A
 def name_tools(tools: Tools) -> tuple[list[str], dict[str, Tool]]:
     """The setting `tools`, and its functions that only this process knows, as
     `name_rewards` does it. Raises ConfigError for functions that a model cannot be told of."""
-    names, own = [], dict[str, Tool]()
     for tool in _listed(tools):
         if not isinstance(tool, str):
             check_tool(tool)
-        name = tool if isinstance(tool, str) else _name(tool)
-        if name in own:
+    names, own = _name_all(tools)
+    for name in own:
+        if names.count(name) > 1:
             raise ConfigError(f"two tools have the name {name!r}, by which a model calls them; rename one")
-        names.append(name)
-        if not isinstance(tool, str) and ":" not in name:
-            own[name] = tool
     return names, own
+
+
+def _name_all(objects: Rewards | Tools) -> tuple[list[str], dict[str, Any]]:
+    """The names of all, and those that only this process knows."""
+    listed = _listed(objects)
+    names = [each if isinstance(each, str) else _name(each) for each in listed]
+    return names, {name: each for name, each in zip(names, listed, strict=True) if not isinstance(each, str) and ":" not in name}
 
 
 def _listed(rewards: Rewards) -> Sequence[Any]:
@@ -135,22 +138,15 @@ def _name(function: Any) -> str:
         raise ConfigTypeError(f"a reward ({type(function).__name__}) must be a function, or a name such as rewards:exact")
     name = _own_name(function)
     module = str(getattr(function, "__module__", ""))
-    if _is_importable(function, module, name):
-        return f"{module}:{name}"
+    if module not in ("", "__main__", "builtins"):
+        with suppress(Exception):  # of a module that was made by hand, or that cannot be imported again
+            if getattr(importlib.import_module(module), name, None) is function:
+                return f"{module}:{name}"
     return "reward" if name == "<lambda>" else name
 
 
 def _own_name(function: Callable[..., Any]) -> str:
     return str(getattr(function, "__name__", type(function).__name__))
-
-
-def _is_importable(function: Any, module: str, name: str) -> bool:
-    if module in ("", "__main__", "builtins"):
-        return False
-    try:
-        return getattr(importlib.import_module(module), name, None) is function
-    except Exception:  # a module that was made by hand, or that cannot be imported again
-        return False
 
 
 def overrides_of(settings: Mapping[str, Any]) -> list[Override]:

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
+
 from ludic.runs.directory import DPODirectory, RMDirectory, SFTDirectory
 from ludic.trainers.base import RecipeTrainer, settings_of
 from ludic.trainers.errors import with_short_errors, without_trl_names
@@ -97,8 +99,6 @@ class SFT(RecipeTrainer):
     def preview(self, rows: int = 3) -> None:
         """Print the first rows as they would be trained on: after the chat template, with the
         trained tokens marked. Loads the tokenizer and no model."""
-        from rich.console import Console
-
         from ludic.recipes.model import build_tokenizer
         from ludic.runs.data.preview import preview
 

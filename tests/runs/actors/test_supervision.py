@@ -14,7 +14,7 @@ from ludic.errors import QueueError
 from ludic.launch.process import Process
 from ludic.launch.state import LaunchState, ProcessState
 from ludic.recipes.compose import compose
-from ludic.runs.actors import reopening, supervision
+from ludic.runs.actors import queue, supervision
 from ludic.runs.actors.queue import make_run_id, open_queue
 from ludic.runs.actors.supervision import ActorProcesses, WithOwnTrainer, count_placed, run_actors
 from ludic.runs.stop_request import Interrupted, StopRequest
@@ -192,14 +192,14 @@ async def test_the_queue_is_open_for_actors_that_are_started_by_hand(tmp_path: P
 
 
 async def test_a_queue_that_cannot_be_reached_is_tried_again_until_a_stop_or_the_patience(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(reopening, "open_queue", lambda section, folder: MemoryLog(time.monotonic, fail=unreachable))
+    monkeypatch.setattr(queue, "open_queue", lambda section, folder: MemoryLog(time.monotonic, fail=unreachable))
     recipe, stop = compose(["sort", "place.actors=1", "queue.patience_s=0.05"]), StopRequest(print)
     with pytest.raises(QueueError, match="gave up after"):
-        await reopening.reopen_queue(recipe.queue, tmp_path, stop)
+        await queue.reopen_queue(recipe.queue, tmp_path, stop)
     recipe.queue.patience_s = 300.0
     stop.signum = 15
     with pytest.raises(Interrupted):
-        await reopening.reopen_queue(recipe.queue, tmp_path, stop)
+        await queue.reopen_queue(recipe.queue, tmp_path, stop)
 
 
 @pytest.mark.parametrize("is_stopped", [True, False])
@@ -217,9 +217,9 @@ async def test_all_ranks_learn_of_a_stop_while_rank_0_opens_the_queue(tmp_path: 
     stop.signum = 15 if is_stopped else None
     monkeypatch.setattr(ranks, "rank_0_alone", rank_0_alone)
     log = MemoryLog(time.monotonic, fail=unreachable) if is_stopped else MemoryLog(time.monotonic)
-    monkeypatch.setattr(reopening, "open_queue", lambda section, folder: log)
+    monkeypatch.setattr(queue, "open_queue", lambda section, folder: log)
     for rank in (0, 1):
         monkeypatch.setattr(ranks, "rank", lambda: rank)  # noqa: B023
         with pytest.raises(Interrupted) if is_stopped else nullcontext():
-            await reopening.reopen_queue(recipe.queue, tmp_path, stop)
+            await queue.reopen_queue(recipe.queue, tmp_path, stop)
     assert told == [not is_stopped]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ludic.runs.report.costs import format_padding, sum_padding
+from ludic.runs.report.summary import format_padding, sum_padding
 
 TOKENS = {
     "perf/real_tokens": 3072.0,

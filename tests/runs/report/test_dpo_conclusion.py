@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given, strategies as st
 
-from ludic.runs.report.dpo import describe_results
+from ludic.runs.dpo import describe_results
 
 FINISHED = {
     "status": "finished",

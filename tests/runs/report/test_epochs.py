@@ -5,7 +5,7 @@ import json
 import pytest
 
 from ludic.runs.directory import DPODirectory, Progress, RMDirectory
-from ludic.runs.report.epochs import measured_by_step
+from ludic.runs.epochs import measured_by_step
 
 LINES = [
     {"phase": "warm_up", "step": 1, "train/loss": 1.0, "eval/accuracy": 0.1},

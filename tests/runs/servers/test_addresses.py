@@ -6,7 +6,7 @@ import pytest
 
 from ludic.errors import ConfigError
 from ludic.inference.servers.server_secret import HEADER, VARIABLE
-from ludic.runs.servers.addresses import ServerAddresses
+from ludic.runs.servers.server import ServerAddresses
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 trainer_side      batches of what actors deliver, and the versions that they sample with
 worker            the actor's process
-policy_versions, queue  what both sides agree on
-reopening         the queue is open before an actor looks at it
-supervision       starting actors, and counting them; `runs.plan` says which processes a run has
+policy_versions, queue  what both sides agree on; the queue is open before an actor looks at it
+supervision       starting actors, and counting them; `runs.launching` lists the processes of a run
 """

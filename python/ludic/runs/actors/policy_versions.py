@@ -10,15 +10,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from safetensors import SafetensorError
+from safetensors.torch import load
+from torch import Tensor, nn
 
 from ludic.distributed.push.manifest import WEIGHTS_FILE, VersionFolders
 from ludic.errors import PublishError
 from ludic.files.folders import clear_unfinished, delete_folder
 from ludic.inference.publishing import Publisher, Version, WeightSource
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
 
 _NAME = re.compile(r"version_(\d+)")
 
@@ -61,9 +61,6 @@ def list_versions(root: Path) -> list[int]:
 def read_version(root: Path, number: int, model: nn.Module) -> dict[str, Tensor]:
     """The weights of a version for `model`, by name. Raises FileNotFoundError if there is no such
     version, PublishError if it is not one of this model."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load
-
     path = _folder(root, number) / WEIGHTS_FILE
     try:
         weights = load(path.read_bytes())

@@ -27,8 +27,8 @@ from ludic.launch.state import SILENT_S, read_launch
 from ludic.launch.supervisor import OTHERS_GRACE_S, Supervisor
 from ludic.recipes.actors import uses_queue
 from ludic.recipes.schema import Recipe
-from ludic.runs.actors.reopening import reopen_queue
-from ludic.runs.plan import ACTOR, SERVER, TRAINER, plan_processes
+from ludic.runs.actors.queue import reopen_queue
+from ludic.runs.launching import ACTOR, SERVER, TRAINER, plan_processes
 from ludic.runs.stop_request import StopRequest
 from ludic.training import ranks
 
@@ -46,7 +46,8 @@ class WithOwnTrainer:
         self._inner = inner
         self._own: queue.SimpleQueue[Started | Ended] = queue.SimpleQueue()
         self._began = time.monotonic()
-        self._finished = False
+        self.is_finished = False
+        """Whether the trainer has ended."""
         self.alive: set[str] = set()
         """The actors that run."""
         self.starts = 0
@@ -63,12 +64,8 @@ class WithOwnTrainer:
 
     def finish(self, status: int) -> None:
         """Report that the trainer has ended. May be called from another thread."""
-        self._finished = True
+        self.is_finished = True
         self._own.put(Ended(TRAINER, status, None, time.monotonic() - self._began, ""))
-
-    @property
-    def is_finished(self) -> bool:
-        return self._finished
 
     def poll(self) -> list[Started | Ended]:
         own = [self._own.get() for _ in range(self._own.qsize())]
@@ -151,39 +148,19 @@ async def run_actors(
         place, plan_processes(recipe, folder), folder=folder, note=lambda text: None if place.is_finished else note(text)
     )
     actors = ActorProcesses(lambda: (len(place.alive), max(0, place.starts - recipe.place.actors)))
-    thread = _supervise(supervisor, place, actors.lost, folder)
-    status = 128 + signal.SIGTERM  # of a trainer that was stopped or failed
-    try:
-        yield actors
-        status = DONE
-    finally:
-        place.finish(status)
-        await asyncio.to_thread(thread.join, JOIN_S)
-
-
-def _find_lost_role(folder: Path) -> str:
-    """The role of which no process is left, after the supervisor has ended."""
-    launch = read_launch(folder)
-    given_up = [process.role for process in launch.processes if process.state == "given_up"] if launch is not None else []
-    return given_up[-1] if given_up else ACTOR
-
-
-def _supervise(
-    supervisor: Supervisor, place: WithOwnTrainer, lost: asyncio.Future[LaunchError], folder: Path
-) -> threading.Thread:
-    """Run the supervisor in a thread. If it ends before the trainer has, `lost` gets the reason."""
     loop = asyncio.get_running_loop()
 
     def report(error: LaunchError) -> None:
-        if not lost.done():
-            lost.set_result(error)
+        if not actors.lost.done():
+            actors.lost.set_result(error)
 
     def supervise() -> None:
         try:
             supervisor.run()
-            error = LaunchError(
-                f"every {_find_lost_role(folder)} has failed more often than place.restarts allows; see {folder / 'workers'}"
-            )
+            launch = read_launch(folder)
+            given_up = [process.role for process in launch.processes if process.state == "given_up"] if launch is not None else []
+            role = given_up[-1] if given_up else ACTOR
+            error = LaunchError(f"every {role} has failed more often than place.restarts allows; see {folder / 'workers'}")
         except LaunchError as raised:
             error = raised
         except Exception as raised:
@@ -194,4 +171,10 @@ def _supervise(
 
     thread = threading.Thread(target=supervise, name="supervisor of the actors", daemon=True)
     thread.start()
-    return thread
+    status = 128 + signal.SIGTERM  # of a trainer that was stopped or failed
+    try:
+        yield actors
+        status = DONE
+    finally:
+        place.finish(status)
+        await asyncio.to_thread(thread.join, JOIN_S)

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor
 
@@ -38,7 +38,6 @@ from ludic.training.rollouts.log import RolloutLog
 from ludic.training.types import CreditAssigner, SAWBatch
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 STOP_CHECK_S = 0.2
 """How often a wait for actors looks whether the run was asked to stop."""
@@ -120,18 +119,8 @@ class ActorBatches(BatchSourceBase):
             self._source.load_state_dict({**state, "versions": versions})
 
     async def next_batch(self) -> SAWBatch:
-        number = self._to_batch.batches
-        batch = await self._wait_for(self._source.next_batch())
-        batch.meta[BATCH_NUMBER] = number
-        self._logged = self._logs.state_dict()
-        if self._actors is not None:
-            batch.meta.update(self._actors.measure())
-        return batch
-
-    async def _wait_for(self, waiting: Awaitable[T]) -> T:
-        """The result of `waiting`. Raises StopRequested once a stop is requested, and LaunchError
-        if no actor is left."""
-        task = asyncio.ensure_future(waiting)
+        """Raises StopRequested once a stop is requested, and LaunchError if no actor is left."""
+        number, task = self._to_batch.batches, asyncio.ensure_future(self._source.next_batch())
         lost: list[asyncio.Future[Any]] = [] if self._actors is None else [self._actors.lost]
         try:
             while not task.done():
@@ -142,10 +131,15 @@ class ActorBatches(BatchSourceBase):
                     raise StopRequested("the run was asked to stop")
                 if self._actors is not None and self._actors.lost.done():
                     raise self._actors.lost.result()
-            return task.result()
+            batch = task.result()
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+        batch.meta[BATCH_NUMBER] = number
+        self._logged = self._logs.state_dict()
+        if self._actors is not None:
+            batch.meta.update(self._actors.measure())
+        return batch
 
     async def publish(self, push: Callable[[int], Awaitable[None] | None], version: int) -> None:
         """Publish with `push(version)` and announce a version, if actors sample with it. A resumed

@@ -21,13 +21,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 import socket
 import time
 import uuid
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any, cast
@@ -45,13 +44,12 @@ from ludic.recipes.model import build_policy
 from ludic.recipes.processes import choose_kind, choose_logprob_convention
 from ludic.recipes.schema import Recipe
 from ludic.runs.actors.policy_versions import read_version
-from ludic.runs.actors.queue import open_queue
-from ludic.runs.actors.reopening import wait_until_open
+from ludic.runs.actors.queue import open_queue, wait_until_open
 from ludic.runs.directory import RunDirectory, collect_versions
 from ludic.runs.rollouts import TrainingRequests, check_rollouts, make_engine, make_training_requests
 from ludic.runs.sampler import open_sampler
 from ludic.runs.seeding import seed_everything, seed_phase
-from ludic.runs.stop_request import Interrupted
+from ludic.runs.stop_request import Interrupted, listen_for_signals
 from ludic.tasks import EpisodicTask
 from ludic.training.queue.actor import run_actor
 from ludic.training.queue.base import Work
@@ -67,53 +65,6 @@ APPEAR_S = 5.0
 """How long an announced version may be absent while it is replaced."""
 SERVE_S = 30.0
 """How long servers may serve an older version than was announced."""
-
-
-@dataclass
-class ActorParts:
-    """What an actor needs of a run: no algorithm, no optimizer, no adapters, since published
-    weights have them merged."""
-
-    task: EpisodicTask
-    model: Any
-    tokenizer: Any
-
-    @classmethod
-    def build(cls, recipe: Recipe) -> ActorParts:
-        """Build the parts from a recipe. The weights of the model belong to no version yet."""
-        check_actors(recipe)
-        task = build_episodic_task(recipe)
-        check_rollouts(recipe, task)
-        seed_everything(recipe)
-        model, tokenizer = build_policy(recipe)
-        task = add_reward_model(recipe, task, tokenizer)
-        # As in a run without actors: with batches ahead its sampler has a copy without gradients,
-        # of which torch computes other last digits.
-        model.requires_grad_(recipe.inference.batches_ahead == 0)
-        return cls(task, model.to(recipe.trainer.model_device), tokenizer)
-
-
-class EntryPlayer:
-    """Plays the entry of a number. The result depends on the recipe, the number and the weights,
-    not on what the process played before."""
-
-    def __init__(self, recipe: Recipe, task: EpisodicTask, client: ChatClient, model_name: str) -> None:
-        self._recipe, self._task = recipe, task
-        self._requests = NumberedRequests(task, recipe)
-        self._engine = make_engine(task, client, model_name=model_name, system_prompt=recipe.rollout.system_prompt, trained=True)
-
-    async def play(self, work: Work) -> PlayedRollouts:
-        """The rollouts of the entry, without groups in which an episode failed. Raises RolloutError
-        if none is left."""
-        number = work.number
-        seed_phase(self._recipe.seed, f"entry {number}")  # for tasks that draw from the global generators
-        self._engine.load_state_dict({"episodes": number * self._requests.episodes_per_entry})
-        return await self._engine.generate_rollouts(
-            self._requests(number),
-            max_steps=self._task.max_turns,
-            concurrency=self._recipe.rollout.concurrency,
-            for_training=True,
-        )
 
 
 class LocalWeights:
@@ -190,35 +141,44 @@ def run_actor_process(folder: Path, *, name: str | None = None) -> int:
     choose_devices(recipe)
     if not uses_queue(recipe):
         raise ConfigError(f"{folder} is a run without actors; start one with place.actors=N, or with queue.url=ADDRESS")
-    _check_same_library(directory)
+    began, here = (versions or {} for versions in (directory.read_progress().versions, collect_versions()))
+    if began.get("ludic", here["ludic"]) != here["ludic"]:  # its entries may differ
+        raise ConfigError(
+            f"the run began with ludic {began['ludic']}, this is {here['ludic']}; install the same version everywhere"
+        )
     return asyncio.run(_sample(recipe, directory, name or f"{socket.gethostname()}-{os.getpid()}"))
 
 
 async def _sample(recipe: Recipe, directory: RunDirectory, name: str) -> int:
-    stop, signals = asyncio.Event(), list[int]()
-
-    def stop_on(number: int) -> None:
-        signals.append(number)
-        stop.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop_on, number)
-    parts = ActorParts.build(recipe)
+    stop, signals = listen_for_signals()
+    task, model, tokenizer = _build(recipe)
     async with AsyncExitStack() as opened:
-        opened.push_async_callback(parts.task.aclose)
+        opened.push_async_callback(task.aclose)
         try:
-            client, model_name, weights = await _open_client(recipe, parts, directory, opened, stop)
+            client, model_name, weights = await _open_client(recipe, model, tokenizer, directory, opened, stop)
         except Interrupted:
             return 128 + signals[0]
         log = open_queue(recipe.queue, directory.path)
         opened.callback(log.disconnect)
-        player = EntryPlayer(recipe, parts.task, client, model_name)
+        requests = NumberedRequests(task, recipe)
+        engine = make_engine(task, client, model_name=model_name, system_prompt=recipe.rollout.system_prompt, trained=True)
+
+        async def play(work: Work) -> PlayedRollouts:
+            """The rollouts of the entry, without groups in which an episode failed: they depend on
+            the recipe, the number of the entry and the weights, not on what the process played
+            before. Raises RolloutError if none is left."""
+            seed_phase(recipe.seed, f"entry {work.number}")  # for tasks that draw from the global generators
+            engine.load_state_dict({"episodes": work.number * requests.episodes_per_entry})
+            return await engine.generate_rollouts(
+                requests(work.number), max_steps=task.max_turns, concurrency=recipe.rollout.concurrency, for_training=True
+            )
+
         print(f"{name} samples for {directory.path}", flush=True)
         if recipe.place.on == "slurm":
             await wait_until_open(log, QueueRetryPolicy(recipe.queue.patience_s), stop)
         await run_actor(
             log,
-            play=player.play,
+            play=play,
             weights=weights.load,
             actor=name,
             stop=stop,
@@ -229,16 +189,32 @@ async def _sample(recipe: Recipe, directory: RunDirectory, name: str) -> int:
     return 128 + signals[0] if signals else 0
 
 
+def _build(recipe: Recipe) -> tuple[EpisodicTask, Any, Any]:
+    """The task, the model and the tokenizer: an actor needs no algorithm, no optimizer, and no
+    adapters, since published weights have them merged. The weights of the model belong to no
+    version yet."""
+    check_actors(recipe)
+    task = build_episodic_task(recipe)
+    check_rollouts(recipe, task)
+    seed_everything(recipe)
+    model, tokenizer = build_policy(recipe)
+    task = add_reward_model(recipe, task, tokenizer)
+    # As in a run without actors: with batches ahead its sampler has a copy without gradients, of
+    # which torch computes other last digits.
+    model.requires_grad_(recipe.inference.batches_ahead == 0)
+    return task, model.to(recipe.trainer.model_device), tokenizer
+
+
 async def _open_client(
-    recipe: Recipe, parts: ActorParts, directory: RunDirectory, opened: AsyncExitStack, stop: asyncio.Event
+    recipe: Recipe, model: Any, tokenizer: Any, directory: RunDirectory, opened: AsyncExitStack, stop: asyncio.Event
 ) -> tuple[ChatClient, str, LocalWeights | ServerWeights | RestartedWeights]:
     """(client, name of the model, how it gets a version)."""
     if choose_kind(recipe.inference) == "vllm":
         sampler = await opened.enter_async_context(
             open_sampler(
                 recipe,
-                parts.model,
-                parts.tokenizer,
+                model,
+                tokenizer,
                 directory.model,
                 log=directory.server_log,
                 note=print,
@@ -251,21 +227,12 @@ async def _open_client(
         return sampler.client, sampler.model_name, ServerWeights(cast(VersionedClient, sampler.client))
     convention = choose_logprob_convention(recipe.rollout)
     client = LocalChatClient(
-        parts.model,
-        parts.tokenizer,
+        model,
+        tokenizer,
         max_batch_size=recipe.rollout.concurrency,
         logprobs_mode="processed" if convention.processed else "raw",
     )
     return client, recipe.model or "small", LocalWeights(client, directory.policy)
-
-
-def _check_same_library(directory: RunDirectory) -> None:
-    """Raise ConfigError if another version of ludic started the run: its entries may differ."""
-    began, here = (versions or {} for versions in (directory.read_progress().versions, collect_versions()))
-    if began.get("ludic", here["ludic"]) != here["ludic"]:
-        raise ConfigError(
-            f"the run began with ludic {began['ludic']}, this is {here['ludic']}; install the same version everywhere"
-        )
 
 
 class NumberedRequests:
@@ -274,30 +241,21 @@ class NumberedRequests:
     def __init__(self, task: EpisodicTask, recipe: Recipe) -> None:
         self._requests: TrainingRequests = make_training_requests(task, recipe.rollout, seed=recipe.seed)
         self._seed, self._group_size = recipe.seed, recipe.rollout.group_size
-        self._prompts, self._per_entry = recipe.rollout.prompts, count_prompts_per_entry(recipe)
+        per_entry = count_prompts_per_entry(recipe)
+        self.episodes_per_entry = per_entry * recipe.rollout.group_size
+        self.entries_per_batch = recipe.rollout.prompts // per_entry
         self._batch: tuple[int, Sequence[RolloutRequest]] = (-1, ())
-
-    @property
-    def episodes_per_entry(self) -> int:
-        return self._per_entry * self._group_size
-
-    @property
-    def entries_per_batch(self) -> int:
-        return self._prompts // self._per_entry
 
     def __call__(self, number: int) -> list[RolloutRequest]:
         """The requests of entry `number`, group after group. The id of a group follows from its
         place in the run, so that an entry that is played again is the same."""
         batch, part = divmod(number, self.entries_per_batch)
-        first = part * self._per_entry
-        return [self._with_id(request, batch, first + i // self._group_size) for i, request in enumerate(self._part(batch, part))]
-
-    def _part(self, batch: int, part: int) -> Sequence[RolloutRequest]:
         if self._batch[0] != batch:
             self._requests.batches = batch
             self._batch = batch, self._requests()
-        return self._batch[1][part * self.episodes_per_entry : (part + 1) * self.episodes_per_entry]
-
-    def _with_id(self, request: RolloutRequest, batch: int, prompt: int) -> RolloutRequest:
-        bits = Random(f"group {self._seed} {batch} {prompt}").getrandbits(128)
-        return replace(request, meta={**request.meta, "group_id": str(uuid.UUID(int=bits, version=4))})
+        requests, first = [], part * self.episodes_per_entry
+        for place in range(first, first + self.episodes_per_entry):
+            request = self._batch[1][place]
+            bits = Random(f"group {self._seed} {batch} {place // self._group_size}").getrandbits(128)
+            requests.append(replace(request, meta={**request.meta, "group_id": str(uuid.UUID(int=bits, version=4))}))
+        return requests

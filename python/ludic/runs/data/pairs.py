@@ -15,7 +15,7 @@ from ludic.errors import ConfigError
 from ludic.files.jsonl import write_jsonl
 from ludic.recipes.build import build_named
 from ludic.recipes.epochs_schema import PairsRecipe
-from ludic.runs.data.split import split_by_prompt
+from ludic.runs.data.sft import split_by_prompt
 from ludic.tasks import DigitPreferences
 from ludic.tasks.preferences import bayes_accuracy, drawn_accuracy
 from ludic.training.samples.preference import load_preference_items, preference_dataset_to_saw_items
@@ -58,13 +58,17 @@ class PairData:
         `note` receives a remark if `heldout_split` has no meaning for a file."""
         if recipe.data is None:
             return _generate_pairs(recipe, tokenizer)
-        if recipe.heldout_split is not None and recipe.heldout_data is None and _is_file(recipe.data):
+        train, left_out = _load_pairs(recipe, tokenizer, recipe.data, recipe.split, Draw(recipe.limit, recipe.seed))
+        is_file = Path(recipe.data).expanduser().is_file()
+        if recipe.heldout_data is not None or (recipe.heldout_split is not None and not is_file):
+            source, split = recipe.heldout_data or recipe.data, recipe.heldout_split or recipe.split
+            heldout, heldout_left_out = _load_pairs(recipe, tokenizer, source, split, Draw(recipe.heldout_limit))
+            return cls(train, heldout, left_out=left_out, heldout_left_out=heldout_left_out)
+        if recipe.heldout_split is not None:
             note(f"{recipe.data} is a file, which has no split {recipe.heldout_split}; {recipe.heldout:.0%} of it are held out")
-        return _read_pairs(recipe, tokenizer)
-
-    def sample(self, pairs: int) -> Pairs:
-        """The first training pairs."""
-        return self.train[: 2 * pairs]
+        train, heldout = split_by_prompt([list(pair) for pair in zip(train[::2], train[1::2], strict=True)], recipe.heldout)
+        measured = Draw(recipe.heldout_limit).of(len(heldout) // 2)
+        return cls(train, [item for pair in measured for item in heldout[2 * pair : 2 * pair + 2]], left_out=left_out)
 
     def counts(self) -> dict[str, Any]:
         """Numbers of pairs and tokens, of pairs with a sample that was cut to `max_seq_len`, and
@@ -103,18 +107,6 @@ def _generate_pairs(recipe: PairsRecipe, tokenizer: Any) -> PairData:
     return PairData(train, heldout, *accuracies, rows, heldout_rows, task=task)
 
 
-def _read_pairs(recipe: PairsRecipe, tokenizer: Any) -> PairData:
-    data = str(recipe.data)
-    train, left_out = _load_pairs(recipe, tokenizer, data, recipe.split, Draw(recipe.limit, recipe.seed))
-    if recipe.heldout_data is not None or (recipe.heldout_split is not None and not _is_file(data)):
-        source, split = recipe.heldout_data or data, recipe.heldout_split or recipe.split
-        heldout, heldout_left_out = _load_pairs(recipe, tokenizer, source, split, Draw(recipe.heldout_limit))
-        return PairData(train, heldout, left_out=left_out, heldout_left_out=heldout_left_out)
-    train, heldout = split_by_prompt([list(pair) for pair in zip(train[::2], train[1::2], strict=True)], recipe.heldout)
-    measured = Draw(recipe.heldout_limit).of(len(heldout) // 2)
-    return PairData(train, [item for pair in measured for item in heldout[2 * pair : 2 * pair + 2]], left_out=left_out)
-
-
 def _load_pairs(recipe: PairsRecipe, tokenizer: Any, source: str, split: str, draw: Draw) -> tuple[Pairs, Counter[str]]:
     """(pairs, number of skipped rows by reason)."""
     left_out: Counter[str] = Counter()
@@ -142,7 +134,3 @@ def _tokenizer_options(recipe: PairsRecipe) -> dict[str, Any]:
         "use_chat_template": bool(recipe.chat_template),
         "system_prompt": recipe.system_prompt,
     }
-
-
-def _is_file(source: str) -> bool:
-    return Path(source).expanduser().is_file()

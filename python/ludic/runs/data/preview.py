@@ -5,16 +5,16 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from itertools import groupby, islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
 
 from ludic.errors import escape_controls
 from ludic.inference.prompts.template import find_turn_end, read_template
 from ludic.recipes.epochs_schema import SFTRecipe
 from ludic.runs.data.sft import make_items, read_training_rows
 from ludic.training.types import SAWItem
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 ROWS = 3
 """Rows that are shown unless a number is given."""
@@ -109,8 +109,6 @@ def _sample(item: SAWItem, tokenizer: Any, max_seq_len: int) -> SamplePreview:
 
 
 def _show_sample(sample: SamplePreview, console: Console) -> None:
-    from rich.text import Text
-
     has_colours = console.is_terminal and not console.no_color
     text = Text()
     for span in sample.spans:

@@ -1,4 +1,5 @@
-"""The samples of a supervised run, from files or from a task."""
+"""The samples of a supervised run, and of the warm-up of `ludic train`: from files, or from a
+task. Which rows of a data set are held out, of pairs too."""
 
 from __future__ import annotations
 
@@ -13,21 +14,60 @@ from typing import Any, cast
 import numpy as np
 
 from ludic.data.row_stream import RowStream
-from ludic.data.sft_formats import AUTO, FormatCount, count_formats
+from ludic.data.sft_formats import AUTO, FormatCount, check_format_name, count_formats
 from ludic.data.sources import read_table
 from ludic.errors import ConfigError
-from ludic.files.jsonl import write_jsonl
 from ludic.inference.prompts.template import find_turn_end, read_template
 from ludic.recipes.build import build_task
 from ludic.recipes.epochs_schema import SFTRecipe, list_data_files
-from ludic.runs.data.split import explain_no_heldout, identify_prompt, split_by_prompt
-from ludic.tasks import as_episodic
+from ludic.recipes.schema import Recipe
+from ludic.tasks import EpisodicTask, as_episodic
+from ludic.tasks.demonstrations import DemonstrationSource
 from ludic.training.batching.epochs import ItemBatchSource
 from ludic.training.batching.source import BatchSourceBase
 from ludic.training.batching.streamed import StreamedBatchSource
 from ludic.training.samples.conversations import AssistantTurns
 from ludic.training.samples.sft import Row, SFTItems
 from ludic.training.types import SAWItem
+
+_SPLIT_SEED = 20_000  # the held-out rows are the same in every run
+
+
+def split_by_prompt(rows: Sequence[list[SAWItem]], share: float) -> tuple[list[SAWItem], list[SAWItem]]:
+    """Split the samples of all rows into (training, held out).
+
+    Rows with the same prompt stay together, so that no prompt is both trained and measured. At most
+    `share` of the rows is held out."""
+    by_prompt: dict[bytes, list[int]] = {}
+    for number, items in enumerate(rows):
+        by_prompt.setdefault(identify_prompt(items[0]), []).append(number)
+    groups = list(by_prompt.values())
+    heldout_rows: set[int] = set()
+    for index in np.random.default_rng(_SPLIT_SEED).permutation(len(groups)):
+        if len(heldout_rows) + len(groups[index]) <= int(share * len(rows)):
+            heldout_rows.update(groups[index])
+    train = [item for number, items in enumerate(rows) if number not in heldout_rows for item in items]
+    return train, [item for number in sorted(heldout_rows) for item in rows[number]]
+
+
+def explain_no_heldout(rows: int, share: float, prompts: int, smallest: int) -> str:
+    """Why no rows are held out, and the remedy. `rows` is the number of rows, `prompts` of
+    different prompts, `smallest` of the rows with the rarest prompt."""
+    if share == 0:
+        return "heldout is 0; set heldout=0.05, or give heldout_data"
+    return (
+        f"heldout ({share:g}) of {rows:,} rows is {int(share * rows):,}, rows with one prompt stay together, and each of the {prompts:,} "
+        f"different prompts is in {smallest:,} rows or more; raise heldout to {smallest / rows:.2g} or above, or give heldout_data"
+    )
+
+
+def identify_prompt(item: SAWItem) -> bytes:
+    """The same for two samples with the same prompt: the digest from the sample's row, else the
+    tokens before the first trained one."""
+    if "prompt_digest" in item.meta:
+        return str(item.meta["prompt_digest"]).encode()
+    return np.asarray(item.input_ids[: int(np.argmax(item.action_mask))]).tobytes()
+
 
 Rows = list[tuple[str, Row]]
 
@@ -140,10 +180,6 @@ def make_demonstrations(recipe: SFTRecipe, tokenizer: Any) -> Iterator[dict[str,
             yield {"prompt": prompt, "completion": completion}
 
 
-def write_demonstrations(recipe: SFTRecipe, tokenizer: Any, path: Path) -> None:
-    write_jsonl(path, make_demonstrations(recipe, tokenizer))
-
-
 def make_items(recipe: SFTRecipe, tokenizer: Any) -> SFTItems:
     """What makes samples of rows by the settings of a recipe."""
     turns = cast(AssistantTurns, recipe.assistant_turns)
@@ -226,7 +262,11 @@ class StreamedSFTData:
     def make_source(self, recipe: SFTRecipe) -> StreamedBatchSource:
         """The batches of this process; all ranks share them."""
         source = StreamedBatchSource(
-            make_stream(recipe), self._make_samples, batch_size=recipe.batch_size, count=self._count_sample, name="sft"
+            make_stream(recipe),
+            self._make_samples,
+            batch_size=recipe.batch_size,
+            count=lambda item: {"samples": 1, **count_sample(item, self.max_seq_len, self.end_tokens)},
+            name="sft",
         )
         source.unshard()
         return source
@@ -234,9 +274,6 @@ class StreamedSFTData:
     def _make_samples(self, row: Row, where: str) -> list[SAWItem]:
         items = self.items.of_row(row, where)
         return [] if self.heldout_prompts and _digest(items[0]) in self.heldout_prompts else items
-
-    def _count_sample(self, item: SAWItem) -> dict[str, int]:
-        return {"samples": 1, **count_sample(item, self.max_seq_len, self.end_tokens)}
 
     def count_steps(self, recipe: SFTRecipe) -> int:
         """Batches in `epochs` passes. Raises ConfigError if only reading the data would tell."""
@@ -273,3 +310,52 @@ def make_stream(recipe: SFTRecipe) -> RowStream:
 
 def _digest(item: SAWItem) -> bytes:
     return sha256(identify_prompt(item)).digest()[:16]
+
+
+@dataclass(frozen=True)
+class Warmup:
+    """The samples of a warm-up and the number of its steps."""
+
+    items: list[SAWItem] | None
+    """None means demonstrations, without end."""
+    steps: int
+    formats: tuple[str, ...] = ()
+    """For each file, the formats of its rows in words."""
+
+    @classmethod
+    def read(cls, recipe: Recipe, task: EpisodicTask, tokenizer: Any) -> Warmup:
+        """Read and tokenize all rows, so that a wrong one is found before anything is written. A
+        task without demonstrations has no steps."""
+        section = recipe.warmup
+        if section.data is None and section.steps and task.demonstrations(1, Random("trial")) is None:
+            if recipe.mode in ("sft", "sft+rl"):
+                raise ConfigError(
+                    f"mode={recipe.mode} begins with supervised training, and the task has no demonstrations; set warmup.data=FILE, or "
+                    "mode=rl"
+                )
+            return cls(None, 0)
+        if section.data is None:
+            return cls(None, section.steps)
+        check_format_name(section.data_format, "warmup.data_format")
+        rows, formats = read_rows(section.data, "warmup.data", section.data_format)
+        make = SFTItems(tokenizer, row_format=section.data_format, max_tokens=section.trainer.max_seq_len)
+        items = make.of(rows)
+        if section.epochs is None and section.steps:
+            return cls(items, section.steps, formats)
+        epochs = 1 if section.epochs is None else section.epochs
+        return cls(items, epochs * -(-len(items) // section.batch_size), formats)
+
+    def make_source(self, recipe: Recipe, task: EpisodicTask, tokenizer: Any) -> DemonstrationSource | ItemBatchSource:
+        """The batches, which follow from the seed: a resumed run gets the same."""
+        batch_size, seed = recipe.warmup.batch_size, recipe.seed
+        if self.items is None:
+            prompt = recipe.rollout.system_prompt
+            return DemonstrationSource(task, tokenizer, batch_size=batch_size, seed=seed, system_prompt=prompt)
+        source = ItemBatchSource(self.items, batch_size=batch_size, seed=seed, name="warmup")
+        source.unshard()  # all ranks share its batches
+        return source
+
+    def describe(self) -> str:
+        if self.items is None:
+            return f"Warm-up: {self.steps} steps on demonstrations of an imperfect teacher"
+        return f"Warm-up: {self.steps} steps on {len(self.items):,} samples of {'; '.join(self.formats)}"

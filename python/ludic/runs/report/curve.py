@@ -17,7 +17,9 @@ def draw_text_curve(values: Sequence[float], *, width: int = 60, height: int = 8
     highest."""
     if not values:
         return []
-    columns = _average_buckets(values, min(width, len(values)))
+    buckets = min(width, len(values))
+    edges = [round(i * len(values) / buckets) for i in range(buckets + 1)]
+    columns = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
     low = min(0.0, *columns)
     top = max(1.0, *columns) if low == 0 else max(*columns, low + 1e-9)
     least = 0 if low == 0 else 1
@@ -26,7 +28,7 @@ def draw_text_curve(values: Sequence[float], *, width: int = 60, height: int = 8
     lines = []
     for row, label in zip(range(height, 0, -1), labels, strict=False):
         filled = ((value - low) / (top - low) * height - (row - 1) for value in columns)
-        cells = "".join(_EIGHTHS[_clamp(max(round(8 * share), least if row == 1 else 0))] for share in filled)
+        cells = "".join(_EIGHTHS[min(8, max(round(8 * share), least if row == 1 else 0))] for share in filled)
         lines.append(f"{label:>{room}} ┤{cells}")
     foot = f"{' ' * room}  step 1{f'  step {len(values)}':>{max(0, len(columns) - 6)}}"
     return [*lines, f"{labels[-1]:>{room}} ┼{'─' * len(columns)}", foot]
@@ -97,12 +99,3 @@ def _find_range(values: Sequence[float]) -> tuple[float, float]:
     if low >= 0.0 and high <= 1.0:
         return 0.0, 1.0
     return (low, high) if low < high else (low - 0.5, high + 0.5)
-
-
-def _average_buckets(values: Sequence[float], buckets: int) -> list[float]:
-    edges = [round(i * len(values) / buckets) for i in range(buckets + 1)]
-    return [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
-
-
-def _clamp(eighths: int) -> int:
-    return min(8, max(0, eighths))

@@ -5,30 +5,36 @@ Each closing sentence is printed only if the numbers support it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
 
 from ludic.eval.intervals import Interval, difference_interval
-from ludic.files.atomic import write_text
+from ludic.recipes.schema import Recipe
 from ludic.runs.directory import Progress, RunDirectory
 from ludic.runs.held_out import Answer, Evaluation, make_comparable
-from ludic.runs.report.costs import format_execution, format_memory, format_padding, format_seconds, sum_padding, sum_phases
 from ludic.runs.report.curve import draw_text_curve, write_picture
-from ludic.runs.report.files import describe_files, show_files
-from ludic.runs.report.provenance import count_lost_episodes, count_samples, format_lost, provenance
+from ludic.runs.report.summary import (
+    count_lost_episodes,
+    count_samples,
+    describe_files,
+    make_table,
+    provenance,
+    show_costs,
+    show_files,
+    sum_padding,
+    sum_phases,
+    write_summary,
+)
+from ludic.tasks import EpisodicTask
 from ludic.tasks.episodic import logged_names
 from ludic.tasks.rewards import success_of
 from ludic.training.backend.memory import memory_peaks
 from ludic.training.reward_scorer import SCORE_INFO
 from ludic.training.stats import SAMPLED_REWARD
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from ludic.recipes.schema import Recipe
-    from ludic.tasks import EpisodicTask
 
 _TRAINER_PHASES = ("rollout", "batching", "forward_backward", "optimizer", "publish")
 _DRAWN = 4  # rates in the picture; the table has all
@@ -103,12 +109,10 @@ class Summary:
     seed: int
     config_hash: str
 
-    def to_json(self) -> str:
+    def write(self, directory: RunDirectory) -> str:
+        """Write summary.json, and return its text."""
         content = {name: value for name, value in vars(self).items() if name != "execution_s" or value is not None}
-        return json.dumps(content, indent=2) + "\n"
-
-    def write(self, directory: RunDirectory) -> None:
-        write_text(directory.summary, self.to_json())
+        return write_summary(directory, content)
 
 
 @dataclass(frozen=True)
@@ -157,15 +161,25 @@ def build_outcome(
         idle_steps=count_idle(every_line),
         reward_is_score=task.reward_is_score,
         clip_fraction=sum(clipped) / len(clipped) if clipped else None,
+        stopped_by=(progress.stopped_by or {"callback": "Early stopping"})["callback"],
     )
-    closing_facts = replace(closing_facts, stopped_by=(progress.stopped_by or {}).get("callback", closing_facts.stopped_by))
+    measured = {name: evaluation for name, evaluation in (("before", before), ("after", after)) if evaluation}
+    last = after or before
+    graded = last.by_problem.get("sampled_reward", ()) if last else ()
     summary = Summary(
         **provenance(progress, model=recipe.model, algorithm=recipe.algorithm),
         before=before.rates() if before else None,
         after=after.rates() if after else None,
-        solved_at=_find_solved_at(before, after),
-        intervals=_intervals_of(before, after),
-        heldout=_count_heldout(after or before),
+        solved_at=next((evaluation.solved_at for evaluation in measured.values()), None),
+        intervals={
+            when: {
+                name: [interval.low, interval.high]
+                for name in evaluation.rates()
+                if (interval := evaluation.interval(name)) is not None
+            }
+            for when, evaluation in measured.items()
+        },
+        heldout={"problems": sum(value is not None for value in graded), "answers": last.num_sampled} if last else {},
         wall_s=round(progress.seconds.get("wall", 0.0), 2),
         phases_s=sum_phases(progress.seconds, reinforce, own=("set_up", "warm_up", "evaluate"), timed=_TRAINER_PHASES),
         execution_s=round(progress.seconds["execution"], 2) if "execution" in progress.seconds else None,
@@ -198,27 +212,6 @@ def build_outcome(
     )
 
 
-def _find_solved_at(*evaluations: Evaluation | None) -> float | None:
-    return next((evaluation.solved_at for evaluation in evaluations if evaluation is not None), None)
-
-
-def _intervals_of(before: Evaluation | None, after: Evaluation | None) -> dict[str, dict[str, list[float | None]]]:
-    """`_list_intervals` of the measurements that there are."""
-    return {name: _list_intervals(measured) for name, measured in (("before", before), ("after", after)) if measured}
-
-
-def _list_intervals(evaluation: Evaluation) -> dict[str, list[float | None]]:
-    intervals = {name: evaluation.interval(name) for name in evaluation.rates()}
-    return {name: [interval.low, interval.high] for name, interval in intervals.items() if interval is not None}
-
-
-def _count_heldout(evaluation: Evaluation | None) -> dict[str, int]:
-    if evaluation is None:
-        return {}
-    graded = evaluation.by_problem.get("sampled_reward", ())
-    return {"problems": sum(value is not None for value in graded), "answers": evaluation.num_sampled}
-
-
 def _read_rates(line: Mapping[str, float]) -> dict[str, float]:
     """The held-out rates in a line of metrics.jsonl."""
     rates = {key.removeprefix("eval/"): value for key, value in line.items() if key.startswith("eval/")}
@@ -232,7 +225,11 @@ def draw_rewards(outcome: Outcome, directory: RunDirectory, title: str) -> None:
     marks, between = {}, {}
     if outcome.before is not None and outcome.after is not None:
         before, after = outcome.before.rates(), outcome.after.rates()
-        drawn = {name: _label_in_picture(outcome.task, name) for name in list(before)[:_DRAWN] if name in after}
+        drawn = {
+            name: label_rate(outcome.task, name) if name in _RATE_NAMES else f"held-out {name}"
+            for name in list(before)[:_DRAWN]
+            if name in after
+        }
         marks = {label: (before[name], after[name]) for name, label in drawn.items()}
         between = {
             label: [(step, rates[name]) for step, rates in outcome.measured if name in rates] for name, label in drawn.items()
@@ -241,47 +238,49 @@ def draw_rewards(outcome: Outcome, directory: RunDirectory, title: str) -> None:
     write_picture(directory.picture, series, marks=marks, measured=between, title=title)
 
 
-def _label_in_picture(task: EpisodicTask, name: str) -> str:
-    return label_rate(task, name) if name in _RATE_NAMES else f"held-out {name}"
-
-
 def show_report(console: Console, outcome: Outcome, directory: RunDirectory) -> None:
     """Print rates, answers, curve, timings, padding and the files of the run."""
     if outcome.before is not None:
         console.print(_make_rates_table(outcome, outcome.before, outcome.after))
     if outcome.no_accuracy is not None:
-        console.print(outcome.no_accuracy, highlight=False, markup=False)
+        console.print(outcome.no_accuracy, markup=False)
     if outcome.before is not None and outcome.after is not None:
         console.print(_make_answers_table(outcome, {"before": outcome.before, "after": outcome.after}))
-    if outcome.measured:
-        console.print(_make_evaluations_table(outcome))
+    if outcome.measured:  # thinned evenly, from the last backwards
+        names = list(outcome.measured[-1][1])[:_DRAWN]
+        columns = ("step", *(label_rate(outcome.task, name) for name in names))
+        table = make_table(f"Measured during training: {len(outcome.measured)} times", columns, right=columns)
+        stride = -(-len(outcome.measured) // _SHOWN_EVALUATIONS)
+        for step, rates in reversed(outcome.measured[::-1][::stride]):
+            table.add_row(str(step), *(f"{rates[name]:.3f}" if name in rates else "" for name in names))
+        console.print(table)
     for line in draw_text_curve(outcome.rewards):
-        console.print(line, highlight=False, markup=False)
-    console.print(format_seconds(outcome.summary.wall_s, outcome.summary.phases_s), highlight=False)
-    if outcome.summary.execution_s is not None:
-        console.print(format_execution(outcome.summary.wall_s, outcome.summary.execution_s), highlight=False)
-    console.print(format_padding(outcome.summary.padding), highlight=False)
-    console.print(format_memory(outcome.summary.memory), highlight=False)
-    if outcome.summary.actors is not None:
-        console.print(format_actors(outcome.summary.actors), highlight=False)
-    lost = format_lost(outcome.summary.episodes)
-    if lost is not None:
-        console.print(lost, highlight=False)
-    console.print(f"[bold]What this shows[/]: {conclude(outcome.closing_facts)}", highlight=False)
-    console.print(f"[bold]Rewarded part[/]: the reward sees {outcome.task.reward_sees}.", highlight=False)
+        console.print(line, markup=False)
+    show_costs(console, vars(outcome.summary))
+    if (actors := outcome.summary.actors) is not None:
+        counted = f"{actors['alive']:.1f} ran on average, {actors['restarts']:.0f} restarts"
+        console.print(
+            f"[bold]Actors[/]: {counted if actors['alive'] else 'not counted here'}; samples were {actors['lag_mean']:.2f} versions old on "
+            f"average, at most {actors['lag_max']:g}; the trainer waited {actors['waited_s']:.1f} s for them"
+        )
+    lost = outcome.summary.episodes
+    if lost["failed"] or lost["dropped_groups"]:
+        console.print(
+            f"[bold]Lost[/]: {lost['failed']:,} training episodes failed, and {lost['dropped_groups']:,} groups were dropped for them; "
+            "they are in no reward"
+        )
+    console.print(f"[bold]What this shows[/]: {conclude(outcome.closing_facts)}")
+    console.print(f"[bold]Rewarded part[/]: the reward sees {outcome.task.reward_sees}.")
     files = describe_files(directory, {directory.picture: "the reward curve"}, {directory.rollouts: "sampled episodes"})
     show_files(console, directory.path, files)
 
 
 def _make_rates_table(outcome: Outcome, before: Evaluation, after: Evaluation | None) -> Any:
-    from rich.table import Table
-
     counts = outcome.summary.heldout
     counted = f": {counts['problems']}, {counts['answers']} sampled answers" if counts.get("problems") else ""
-    table = Table(title=f"Held-out problems{counted}; 95 % intervals", title_justify="left")
-    table.add_column("", no_wrap=True)
-    for column in ("measured",) if outcome.is_untrained else ("before reinforcement", "after"):
-        table.add_column(column, justify="right")
+    columns = ("measured",) if outcome.is_untrained else ("before reinforcement", "after")
+    table = make_table(f"Held-out problems{counted}; 95 % intervals", ("", *columns), right=columns)
+    table.columns[0].no_wrap = True
     later = after.rates() if after else {}
     for name in before.rates():
         cells = [_format_rate(before, name), _format_rate(after, name) if after and name in later else "not measured"]
@@ -302,35 +301,17 @@ def _format_rate(evaluation: Evaluation, name: str) -> str:
     return value if interval is None or interval.low is None else f"{value}\n{interval.low:.3f} to {interval.high:.3f}"
 
 
-def _make_evaluations_table(outcome: Outcome) -> Any:
-    """Evaluations during training, evenly thinned from the last backwards."""
-    from rich.table import Table
-
-    names = list(outcome.measured[-1][1])[:_DRAWN]
-    table = Table(title=f"Measured during training: {len(outcome.measured)} times", title_justify="left")
-    for column in ("step", *(label_rate(outcome.task, name) for name in names)):
-        table.add_column(column, justify="right")
-    stride = -(-len(outcome.measured) // _SHOWN_EVALUATIONS)
-    for step, rates in reversed(outcome.measured[::-1][::stride]):
-        table.add_row(str(step), *(f"{rates[name]:.3f}" if name in rates else "" for name in names))
-    return table
-
-
 def _make_answers_table(outcome: Outcome, measured: Mapping[str, Evaluation]) -> Any:
     """Sampled answers of each measurement, of the last alone if nothing was trained in between:
     with marks and the right answer if there is an accuracy, else with rewards and a reference."""
-    from rich.table import Table
-    from rich.text import Text
-
     if outcome.is_untrained:
         measured = {"answer": list(measured.values())[-1]}
     answers = [evaluation.answers for evaluation in measured.values()]
     has_reference = any(answer.expected for answer in answers[0])
     expected = "right answer" if outcome.no_accuracy is None else "reference in the data"
     marks = "" if outcome.no_accuracy is None else ", with its reward"
-    table = Table(title="Sampled answers", title_justify="left")
-    for column in ("question", *([expected] if has_reference else []), *(f"{when}{marks}" for when in measured)):
-        table.add_column(column)
+    columns = ["question", *([expected] if has_reference else []), *(f"{when}{marks}" for when in measured)]
+    table = make_table("Sampled answers", columns)
     for same in zip(*answers, strict=True):
         reference = [Text(_shorten(same[0].expected))] if has_reference else []
         table.add_row(Text(_shorten(same[0].question)), *reference, *(Text(*_format_answer(answer)) for answer in same))
@@ -341,7 +322,7 @@ def _format_answer(answer: Answer) -> tuple[str, str]:
     """(text of the answer, colour)."""
     if answer.reward is None:
         return "? could not be graded", "yellow"
-    text = _make_printable(_shorten(answer.text))
+    text = "".join(char if char.isprintable() else "·" for char in _shorten(answer.text))
     if answer.success is None:
         return f"{answer.reward:.3g}  {text}", ""
     return f"{'✓' if answer.success else '✗'} {text}", "green" if answer.success else "red"
@@ -349,10 +330,6 @@ def _format_answer(answer: Answer) -> tuple[str, str]:
 
 def _shorten(text: str, limit: int = 240) -> str:
     return text if len(text) <= limit else f"{text[:limit]}..."
-
-
-def _make_printable(text: str) -> str:
-    return "".join(char if char.isprintable() else "·" for char in text)
 
 
 @dataclass(frozen=True)
@@ -431,28 +408,18 @@ class Facts:
         return 0 < self.steps == self.idle_steps
 
 
-def collect_facts(
-    before: Evaluation | None,
-    after: Evaluation | None,
-    *,
-    requested_steps: int,
-    steps: int,
-    idle_steps: int,
-    reward_is_score: bool,
-    clip_fraction: float | None,
-) -> Facts:
-    """`before` and `after` as `make_comparable` gives them."""
-    common = {"requested_steps": requested_steps, "steps": steps, "idle_steps": idle_steps, "clip_fraction": clip_fraction}
+def collect_facts(before: Evaluation | None, after: Evaluation | None, *, reward_is_score: bool, **known: Any) -> Facts:
+    """`before` and `after` as `make_comparable` gives them. `known`: facts of other sources."""
     if before is None or after is None:
-        return Facts(**common, measured=after is not None)  # type: ignore[arg-type]
+        return Facts(**known, measured=after is not None)
     scored = SCORE_INFO in before.facts and SCORE_INFO in after.facts and not reward_is_score
-    shares = before.sampled_right, after.sampled_right
+    is_marked = before.sampled_right is not None and after.sampled_right is not None
     return Facts(
-        **common,  # type: ignore[arg-type]
+        **known,
         reward=Change.between(before, after, "sampled_reward"),
         score=Change.between(before, after, SCORE_INFO) if scored else None,
         reward_is_score=reward_is_score,
-        right=None if None in shares else shares,  # type: ignore[arg-type]
+        right=(before.sampled_right, after.sampled_right) if is_marked else None,  # type: ignore[arg-type]
     )
 
 
@@ -495,8 +462,11 @@ def _describe_reward(facts: Facts, reward: Change) -> Iterator[str]:
             yield "The reward model is over-optimised: its score rose while the reward fell."
     elif facts.reward_is_score:
         yield "Nothing here measures whether answers with a higher score are better."
-    if facts.right is not None:
-        yield from _describe_right_answers(reward, *facts.right)
+    before, after = facts.right or (None, None)
+    if before == after == 0:
+        yield "No sampled answer was right, before or after, so that there is little to reinforce."
+    elif before and reward.rose:
+        yield f"{before:.1%} of the sampled answers were right before it; reinforcement selects and sharpens these."
 
 
 def _describe_change(name: str, change: Change) -> str:
@@ -508,13 +478,6 @@ def _describe_change(name: str, change: Change) -> str:
     if change.difference is None or change.difference.low is None:
         return f"The {name} went {by}; {change.noise}"
     return f"The {name} went {by}, which may be noise ({change.noise})"
-
-
-def _describe_right_answers(reward: Change, before: float, after: float) -> Iterator[str]:
-    if before == after == 0:
-        yield "No sampled answer was right, before or after, so that there is little to reinforce."
-    elif reward.rose and before > 0:
-        yield f"{before:.1%} of the sampled answers were right before it; reinforcement selects and sharpens these."
 
 
 def count_idle(lines: Sequence[dict[str, float]]) -> int:
@@ -583,10 +546,3 @@ def summarize_actors(lines: Lines) -> dict[str, float] | None:
         "lag_max": max(lags, default=0.0),
         "waited_s": sum(line.get("perf/rollout_s", 0.0) for line in measured),
     }
-
-
-def format_actors(actors: Mapping[str, float]) -> str:
-    """The line of the report."""
-    ran = f"{actors['alive']:.1f} ran on average, {actors['restarts']:.0f} restarts" if actors["alive"] else "not counted here"
-    age = f"{actors['lag_mean']:.2f} versions old on average, at most {actors['lag_max']:g}"
-    return f"[bold]Actors[/]: {ran}; samples were {age}; the trainer waited {actors['waited_s']:.1f} s for them"

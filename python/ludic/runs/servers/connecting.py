@@ -8,22 +8,19 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ludic.distributed.adapters.supervised import SupervisedServers
 from ludic.errors import ConfigError, EngineDeadError, InferenceError
 from ludic.files.folders import clear_unfinished, delete_folder
 from ludic.inference.servers.http import BlockingHttp
 from ludic.inference.servers.pool import Restarts
+from ludic.inference.vllm.client import VLLMChatClient
 from ludic.inference.vllm.server_queries import HEALTH_TIMEOUT_S
 from ludic.recipes.schema import Recipe
-from ludic.runs.plan import list_servers
-from ludic.runs.servers.addresses import ServerAddresses
-from ludic.runs.servers.starting import MODEL_S
+from ludic.runs.launching import list_servers
+from ludic.runs.servers.server import MODEL_S, ServerAddresses
 from ludic.runs.stop_request import Interrupted
-
-if TYPE_CHECKING:
-    from ludic.inference.vllm.client import VLLMChatClient
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +33,6 @@ KEEP_S = 0.5
 @asynccontextmanager
 async def connect_to_servers(
     recipe: Recipe,
-    model: Any,
     tokenizer: Any,
     run: Path,
     *,
@@ -48,8 +44,6 @@ async def connect_to_servers(
     answer. The client takes no answer of other weights than those that were published, and waits
     while servers are started again, unless `find_end` says that none will be. Raises Interrupted
     once `is_stopped`."""
-    from ludic.inference.vllm.client import VLLMChatClient
-
     addresses, names = ServerAddresses(run / "servers"), list_servers(recipe.place)
 
     def find_url(number: int) -> str | None:

@@ -51,13 +51,14 @@ class EpisodeTable:
         `trainer_logps`: what a `TokenLog` wrote."""
         if not log.is_file():
             return
-        total = _count_lines(log)
+        with log.open("rb") as file:
+            total = sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
         self.counts[number] = total
         stride, size = max(1, -(-total // self.limit)), 0
         known: dict[int, int] = {}
         groups: dict[Any, int] = {}
         own = {} if trainer_logps is None else _read_token_log(trainer_logps)
-        for record, length in _read_blocks(log, stride):
+        for record, length in _read_lines(log, stride):
             size += length
             if size > MAX_BYTES:
                 break
@@ -68,7 +69,11 @@ class EpisodeTable:
         Those that a resumed run of an older version failed to play again are added once."""
         if not log.is_file():
             return
-        lines = _read_failures(log)
+        found: dict[str, tuple[dict[str, Any], int]] = {}
+        for record, size in _read_lines(log):  # one that is played again differs in its `group_id`, which is drawn
+            meta = {key: value for key, value in _read_object(record, "meta").items() if key != "group_id"}
+            found.setdefault(json.dumps({**record, "meta": meta}, sort_keys=True), (record, size))
+        lines = list(found.values())
         self.counts[number] = self.counts.get(number, 0) + len(lines)
         sizes = itertools.accumulate(length for _, length in reversed(lines))
         fitting = sum(size <= MAX_BYTES for size in sizes)
@@ -112,8 +117,17 @@ class EpisodeTable:
         self, step: Mapping[str, Any], credit: Any, own: Sequence[Any], known: dict[int, int], decode: Decode | None
     ) -> list[Any]:
         trace = _read_object(step, "trace")
-        ids, logps = (_read_list(trace, key) for key in ("completion_token_ids", "completion_logprobs"))
-        pieces = [] if decode is None else [self._find_piece(token, known, decode) for token in ids if isinstance(token, int)]
+        columns = (trace.get(key) for key in ("completion_token_ids", "completion_logprobs"))
+        ids, logps = (column if isinstance(column, list) else [] for column in columns)
+        tokens = [] if decode is None else [token for token in ids if isinstance(token, int)]
+        for token in tokens:
+            if token not in known and decode is not None:
+                known[token] = len(self.pieces)
+                self.pieces.append(decode(token))
+        info = _read_object(step, "info")
+        right = right_answer(_read_object(info, "row"))
+        rewards = {key.removeprefix("rewards/"): value for key, value in info.items() if key.startswith("rewards/")}
+        named = [f"{name} {_round(value)}" for name, value in rewards.items() if is_finite(value)]
         return [
             str(step.get("prev_obs") or ""),
             str(step.get("action") or ""),
@@ -121,20 +135,14 @@ class EpisodeTable:
             _round(_number(step.get("reward"))),
             None if credit is None else _round(_number(credit)),
             _find_flags([step], {}),
-            pieces,
+            [known[token] for token in tokens],
             [round(-100 * logp) if is_finite(logp) else None for logp in logps],
             [
                 round(1000 * (mine - logp)) if is_finite(mine) and is_finite(logp) else None
                 for mine, logp in zip(own, logps, strict=False)
             ],
-            _list_facts(_read_object(step, "info")),
+            [*([f"right answer {right}"] if right else []), *named],
         ]
-
-    def _find_piece(self, token: int, known: dict[int, int], decode: Decode) -> int:
-        if token not in known:
-            known[token] = len(self.pieces)
-            self.pieces.append(decode(token))
-        return known[token]
 
 
 def _read_object(content: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -143,40 +151,14 @@ def _read_object(content: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _read_list(content: Mapping[str, Any], key: str) -> list[Any]:
-    value = content.get(key)
-    return value if isinstance(value, list) else []
-
-
 def _read_token_log(path: Path) -> TrainerLogps:
     """The last line of each step. Tokens that the trainer has no value for are None."""
-    if not path.is_file():
-        return {}
     found: TrainerLogps = {}
-    for line in path.read_bytes().splitlines():
-        try:
-            record = parse_object(line, str(path))
-        except DataError:
-            continue
+    for record, _ in _read_lines(path) if path.is_file() else ():
         logps, skipped, step = record.get("logps"), record.get("skipped"), record.get("step")
         if isinstance(logps, list) and isinstance(step, int):
             found[str(record.get("id")), step] = [None] * int(skipped == 1) + logps
     return found
-
-
-def _read_failures(log: Path) -> list[tuple[dict[str, Any], int]]:
-    """(record, bytes) of the lines that `append_failures` wrote, without repetitions. An episode
-    that is played again differs in its `group_id`, which is drawn."""
-    found: dict[str, tuple[dict[str, Any], int]] = {}
-    with log.open("rb") as file:
-        for place, line in enumerate(file):
-            try:
-                record = parse_object(line, f"{log}:{place + 1}")
-            except DataError:
-                continue
-            meta = {key: value for key, value in _read_object(record, "meta").items() if key != "group_id"}
-            found.setdefault(json.dumps({**record, "meta": meta}, sort_keys=True), (record, len(line)))
-    return list(found.values())
 
 
 def _make_failed_row(number: int, record: Mapping[str, Any]) -> list[Any]:
@@ -186,13 +168,6 @@ def _make_failed_row(number: int, record: Mapping[str, Any]) -> list[Any]:
     turn: list[Any] = [str(seen or ""), str(answer or ""), None, 0.0, None, "", [], [], [], []]
     turns = [] if seen is None and answer is None else [turn]
     return [number, None, "" if problem is None else str(problem), None, None, "", turns, str(error or "unknown error")]
-
-
-def _list_facts(info: Mapping[str, Any]) -> list[str]:
-    right = right_answer(_read_object(info, "row"))
-    rewards = {key.removeprefix("rewards/"): value for key, value in info.items() if key.startswith("rewards/")}
-    named = [f"{name} {_round(value)}" for name, value in rewards.items() if is_finite(value)]
-    return [*([f"right answer {right}"] if right else []), *named]
 
 
 def _find_flags(steps: Sequence[Mapping[str, Any]], meta: Mapping[str, Any]) -> str:
@@ -205,7 +180,7 @@ def _find_flags(steps: Sequence[Mapping[str, Any]], meta: Mapping[str, Any]) -> 
     return "c" * cut + "p" * refused + "t" * is_truncated
 
 
-def _read_blocks(log: Path, stride: int) -> Iterator[tuple[dict[str, Any], int]]:
+def _read_lines(log: Path, stride: int = 1) -> Iterator[tuple[dict[str, Any], int]]:
     """(record, bytes) of the lines in every `stride`-th block of `BLOCK` lines. Incomplete lines,
     as a killed process leaves them, are skipped."""
     with log.open("rb") as file:
@@ -215,11 +190,6 @@ def _read_blocks(log: Path, stride: int) -> Iterator[tuple[dict[str, Any], int]]
                     yield parse_object(line, f"{log}:{place + 1}"), len(line)
                 except DataError:
                     continue
-
-
-def _count_lines(log: Path) -> int:
-    with log.open("rb") as file:
-        return sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
 
 
 def _number(value: Any) -> float:

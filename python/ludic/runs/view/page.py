@@ -105,17 +105,13 @@ def _describe(record: RunRecord, logged: int) -> dict[str, Any]:
         "lost": record.summary.get("episodes") or {},
         "samples": record.summary.get("samples") or {},
         "solved": record.summary.get("solved_at"),
-        "before": _round_all(record.before),
-        "after": _round_all(record.after),
+        "before": {name: round_number(value) for name, value in record.before.items()},
+        "after": {name: round_number(value) for name, value in record.after.items()},
         "intervals": record.intervals,
         "series": read_series(record.path),
         "logged": logged,
         "preferences": _read_preferences(record),
     }
-
-
-def _round_all(rates: Any) -> dict[str, float]:
-    return {name: round_number(value) for name, value in rates.items()}
 
 
 def _read_preferences(record: RunRecord) -> dict[str, Any] | None:
@@ -187,19 +183,15 @@ def read_series(run: Path) -> dict[str, dict[str, Any]]:
 
 
 def _make_columns(by_step: dict[int, dict[str, float]]) -> dict[str, Any]:
-    steps = _thin(by_step)
+    every = sorted(by_step)
+    stride = -(-len(every) // MAX_POINTS)
+    steps = [
+        step
+        for place, step in enumerate(every)
+        if place % stride == 0 or step == every[-1] or any(key.startswith(_OF_EVALUATIONS) for key in by_step[step])
+    ]
     names = dict.fromkeys(name for step in steps for name in by_step[step])
     return {"steps": steps, "values": {name: [by_step[step].get(name) for step in steps] for name in sorted(names)}}
-
-
-def _thin(by_step: dict[int, dict[str, float]]) -> list[int]:
-    steps = sorted(by_step)
-    stride = -(-len(steps) // MAX_POINTS)
-    return [
-        step
-        for place, step in enumerate(steps)
-        if place % stride == 0 or place == len(steps) - 1 or any(key.startswith(_OF_EVALUATIONS) for key in by_step[step])
-    ]
 
 
 def round_number(value: float) -> float:

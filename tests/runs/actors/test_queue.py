@@ -6,7 +6,7 @@ import pytest
 from jumping_loop import play_jumping
 from memory_log import MemoryLog
 
-from ludic.runs.actors.reopening import REOPEN_S, wait_until_open
+from ludic.runs.actors.queue import REOPEN_S, wait_until_open
 from ludic.training.queue.opening import QueueRetryPolicy
 
 

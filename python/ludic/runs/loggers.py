@@ -1,4 +1,5 @@
-"""The loggers of a run: metrics.jsonl, the screen, and the trackers that `report_to` names."""
+"""Where the statistics of a run go: its screen, a live dashboard on a terminal and plain lines
+elsewhere; metrics.jsonl; and the trackers that `report_to` names."""
 
 from __future__ import annotations
 
@@ -10,22 +11,92 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rich.console import Console
+
 from ludic.errors import ConfigError, did_you_mean
 from ludic.files.atomic import write_text
 from ludic.recipes.run_header import run_header
 from ludic.recipes.schema import Recipe
 from ludic.runs.directory import RunDirectory
-from ludic.runs.screen import Screen
 from ludic.training.loggers import (
     AliasLogger,
     JSONLLogger,
     MlflowLogger,
+    PrintLogger,
+    RichLiveLogger,
     TeeLogger,
     TensorboardLogger,
     TrackioLogger,
     TrainingLogger,
     WandbLogger,
 )
+
+PROGRESS_KEYS = ["perf/tokens_per_s", "perf/time_left_s"]
+"""Shown of each phase, in plain lines too."""
+DASHBOARD_KEYS = [
+    *("lr", "nll_mean", "entropy", "kl_actor_policy", "reward_std", "frac_reward_zero_std", "avg_completion_length"),
+    *("min_completion_length", "max_completion_length", "completion_truncated_rate", "zero_weight_skipped"),
+    *("rollout_s", "batching_s", "forward_backward_s", "optimizer_s", "publish_s", "step_s", "real_tokens", "padded_tokens"),
+]
+MEASURED_KEYS = [
+    *("eval/sampled_reward", "eval/greedy_accuracy", "eval/loss", "eval/perplexity", "eval/pairwise_accuracy"),
+    *("eval/mean_margin", "eval/rewards/accuracies", "eval/rewards/margins", "eval/roc_auc", "eval/ece"),
+]
+"""The metrics of an evaluation that are shown, in addition to the facts of the task. metrics.jsonl
+has all of them."""
+
+
+class Screen:
+    """Notes between phases, and a logger for each phase."""
+
+    def __init__(self, console: Console, *, every: int) -> None:
+        self.console = console
+        self._every = every
+        self._live: RichLiveLogger | None = None
+
+    def note(self, text: str) -> None:
+        """Print one line."""
+        self.console.print(text, markup=False)
+
+    def show_rates(self, rates: Mapping[str, float]) -> None:
+        """Show earlier held-out rates on the dashboard until there are newer ones. Plain lines
+        have printed them already."""
+        if self._live is not None and rates:
+            self._live.log(int(rates.get("eval/step", 0)), rates)
+
+    @contextmanager
+    def logger(
+        self, title: str, *, keys: list[str], spark_key: str, last_step: int, run_name: str = ""
+    ) -> Iterator[TrainingLogger]:
+        """`keys` are shown in plain lines; the dashboard shows more, and draws `spark_key`."""
+        keys = [*keys, *PROGRESS_KEYS]
+        measured = list(dict.fromkeys([*MEASURED_KEYS, *(f"eval/{key.removeprefix('train/')}" for key in keys)]))
+        if self.console.is_terminal:
+            shown = [*keys, *measured, *DASHBOARD_KEYS]
+            dashboard = RichLiveLogger(
+                keys=shown, spark_key=spark_key, console=self.console, run_name=run_name, last_step=last_step
+            )
+            with dashboard as live:
+                self._live = live
+                try:
+                    yield live
+                finally:
+                    self._live = None
+        else:
+            lines = PrintLogger(prefix=f"[{title}]", keys=[*keys, *measured], precision=3)
+            yield ThinnedLogger(lines, self._every, last_step)
+
+
+class ThinnedLogger:
+    """Passes on every `every`-th step, the last step, and every evaluation."""
+
+    def __init__(self, inner: TrainingLogger, every: int, last: int) -> None:
+        self._inner, self._every, self._last = inner, every, last
+
+    def log(self, step: int, stats: Mapping[str, Any]) -> None:
+        if step == self._last or step % self._every == 0 or "eval/step" in stats:
+            self._inner.log(step, stats)
+
 
 Tracker = MlflowLogger | TensorboardLogger | TrackioLogger | WandbLogger
 NONE = "none"
@@ -54,14 +125,6 @@ class TrackerRun:
         return {"name": self.name, "group": self.directory.path.name, "config": asdict(self.recipe)}
 
 
-def _make_tensorboard(run: TrackerRun) -> Tracker:
-    return TensorboardLogger(run.directory.path / "tensorboard" / run.phase)
-
-
-def _make_trackio(run: TrackerRun) -> Tracker:
-    return TrackioLogger(**run.common, resume="allow" if run.is_resumed else "never")
-
-
 def _make_mlflow(run: TrackerRun) -> Tracker:
     """Unless the user names a server, the data is in a database next to the runs."""
     place = None if os.environ.get("MLFLOW_TRACKING_URI") else f"sqlite:///{run.directory.path.resolve().parent / 'mlflow.db'}"
@@ -86,8 +149,8 @@ def _make_wandb(run: TrackerRun) -> Tracker:
 
 TRACKERS: dict[str, Callable[[TrackerRun], Tracker]] = {
     "mlflow": _make_mlflow,
-    "tensorboard": _make_tensorboard,
-    "trackio": _make_trackio,
+    "tensorboard": lambda run: TensorboardLogger(run.directory.path / "tensorboard" / run.phase),
+    "trackio": lambda run: TrackioLogger(**run.common, resume="allow" if run.is_resumed else "never"),
     "wandb": _make_wandb,
 }
 
@@ -124,23 +187,26 @@ def run_logger(
     for each phase, since the steps of each start at 1."""
     names = parse_trackers(recipe.report_to)
     with ExitStack() as opened:
-        run = TrackerRun(recipe, directory, phase, *_read_or_make_id(directory)) if names else None
-        trackers = [_start_tracker(opened, name, run, screen) for name in names if run is not None]
+        trackers = []
+        if names:  # a resumed run continues the tracker's run of its id
+            known = directory.path / "tracking_id"
+            is_resumed = known.is_file()
+            if not is_resumed:
+                write_text(known, secrets.token_hex(8) + "\n")
+            run = TrackerRun(recipe, directory, phase, known.read_text(encoding="utf-8").strip(), is_resumed)
+            trackers = [_start_tracker(opened, name, run, screen) for name in names]
         written = opened.enter_context(JSONLLogger(directory.metrics))
         name = directory.path.name
         shown = opened.enter_context(screen.logger(phase, keys=keys, spark_key=spark_key, last_step=last_step, run_name=name))
-        header = run_header(_recipe_path(directory)) if isinstance(recipe, Recipe) and recipe.report_header else {}
-        for line in (f"{name}: {value}" for name, value in header.items()):
-            screen.note(line)
+        header: Mapping[str, Any] = {}
+        if isinstance(recipe, Recipe) and recipe.report_header:
+            named = os.environ.get("GRPO_RECIPE_USED") or os.environ.get("GRPO_RECIPE")
+            header = run_header(None if named else str(directory.config))  # the settings as they were resolved
+        for key, value in header.items():
+            screen.note(f"{key}: {value}")
         outside = TeeLogger(PhaseLogger(written, phase, header), *trackers)
         aliased = AliasLogger(outside) if isinstance(recipe, Recipe) and recipe.report_aliases else outside
         yield TeeLogger(aliased, shown)
-
-
-def _recipe_path(directory: RunDirectory) -> str | None:
-    """The settings as they were resolved, unless the environment names a recipe."""
-    named = os.environ.get("GRPO_RECIPE_USED") or os.environ.get("GRPO_RECIPE")
-    return None if named else str(directory.config)
 
 
 def _start_tracker(opened: ExitStack, name: str, run: TrackerRun, screen: Screen) -> Tracker:
@@ -173,17 +239,6 @@ def _describe_place(tracker: Tracker, run: TrackerRun) -> str:
     if isinstance(tracker, MlflowLogger) and tracker.tracking_uri is not None:
         return f"mlflow ui --backend-store-uri {tracker.tracking_uri}"
     return f"run {run.name}"
-
-
-def _read_or_make_id(directory: RunDirectory) -> tuple[str, bool]:
-    """(id of the run for trackers, whether an earlier process made it). A resumed run continues
-    the tracker's run of that id."""
-    path = directory.path / "tracking_id"
-    if path.is_file():
-        return path.read_text(encoding="utf-8").strip(), True
-    run_id = secrets.token_hex(8)
-    write_text(path, run_id + "\n")
-    return run_id, False
 
 
 class PhaseLogger:

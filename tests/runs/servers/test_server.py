@@ -19,8 +19,7 @@ from ludic.launch.local import LOOPBACK
 from ludic.recipes.compose import compose
 from ludic.runs.directory import RunDirectory
 from ludic.runs.servers import connecting
-from ludic.runs.servers.addresses import ServerAddresses
-from ludic.runs.servers.worker import _choose_port, _serve, run_server_process
+from ludic.runs.servers.server import ServerAddresses, _choose_port, _serve, run_server_process
 from ludic.runs.stop_request import Interrupted
 
 DEADLINE_S = 60.0

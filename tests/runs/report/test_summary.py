@@ -5,7 +5,7 @@ import json
 import pytest
 
 from ludic.runs.directory import DONE, Progress, RMDirectory, RunDirectory, SFTDirectory
-from ludic.runs.report.provenance import count_samples, find_status, write_failure
+from ludic.runs.report.summary import count_samples, find_status, write_failure
 
 RECIPE = {"model": "a/model", "algorithm": "grpo", "seed": 3}
 

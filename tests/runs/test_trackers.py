@@ -16,10 +16,9 @@ from ludic.cli.app import app
 from ludic.errors import ConfigError
 from ludic.recipes.compose import compose, config_hash
 from ludic.recipes.epochs_schema import compose_sft
-from ludic.runs import tracking
+from ludic.runs import loggers
 from ludic.runs.directory import RunDirectory
-from ludic.runs.screen import Screen
-from ludic.runs.tracking import parse_trackers, run_logger
+from ludic.runs.loggers import Screen, parse_trackers, run_logger
 
 
 def ludic(*arguments: str) -> str:
@@ -82,8 +81,8 @@ def test_a_tracker_that_cannot_end_its_run_does_not_end_this_one(
         def close(self) -> None:
             raise ConnectionError("the server is away")
 
-    monkeypatch.setitem(tracking.TRACKERS, "mlflow", lambda run: Gone())
-    monkeypatch.setattr(tracking, "_describe_place", lambda tracker, run: "nowhere")
+    monkeypatch.setitem(loggers.TRACKERS, "mlflow", lambda run: Gone())
+    monkeypatch.setattr(loggers, "_describe_place", lambda tracker, run: "nowhere")
     recipe, directory = compose(["report_to=mlflow"]), RunDirectory(tmp_path)
     screen = Screen(Console(file=io.StringIO()), every=1)
     with run_logger(recipe, directory, screen, "reinforce", keys=["train/lr"], spark_key="lr", last_step=1) as logger:
@@ -174,7 +173,7 @@ def test_wandb_gets_the_names_that_the_recipe_gives(tiny: list[str], tmp_path: P
 
 def test_only_a_resumed_run_continues_its_tracker_run(tiny: list[str], tmp_path: Path, wandb: OwnWandb) -> None:
     from ludic.runs.directory import RunDirectory
-    from ludic.runs.tracking import run_logger
+    from ludic.runs.loggers import run_logger
 
     recipe = compose([*tiny, "report_to=wandb"])
     screen = Screen(Console(file=io.StringIO()), every=1)

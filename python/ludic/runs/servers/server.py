@@ -1,0 +1,219 @@
+"""One vLLM server of a run's policy: where it is (`servers/NAME.json` in the run's folder) and the
+secret of all of them; how it is started, by the trainer for itself (`inference=vllm`) too; and its
+process, `ludic worker server RUN`.
+
+The process waits until the run has a policy after its warm-up, starts a server of it, says where it
+is, and ends when the server does, so that the supervisor starts it again. The weights that it
+begins with are never sampled from: the trainer publishes to it first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import socket
+import subprocess
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from urllib.parse import urlsplit
+
+from ludic.errors import TRY_AGAIN, CheckpointError, ConfigError, InferenceError
+from ludic.files.atomic import read_json, write_json
+from ludic.inference.servers.server_secret import HEADER, VARIABLE
+from ludic.inference.vllm.in_server.flags import WeightBackend
+from ludic.models.positions import find_rope_limits
+from ludic.recipes.compose import compose
+from ludic.recipes.processes import choose_logprob_convention
+from ludic.recipes.schema import Recipe
+from ludic.runs.directory import RunDirectory
+from ludic.runs.stop_request import listen_for_signals
+
+SECRET = "secret"
+
+
+class ServerAddresses:
+    """The addresses that the servers of a run wrote, by name."""
+
+    def __init__(self, folder: Path) -> None:
+        """`folder` is `servers` in the run's folder."""
+        self._folder = folder
+
+    def write(self, name: str, url: str) -> None:
+        """The server `name` answers at `url` from now on."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        write_json(self._path(name), {"url": url, "host": socket.gethostname(), "pid": os.getpid(), "since": time.time()})
+
+    def read(self, name: str) -> str | None:
+        """The last address; None if there is none."""
+        try:
+            return str(read_json(self._path(name))["url"])
+        except (FileNotFoundError, KeyError, CheckpointError):
+            return None
+
+    def forget(self, name: str) -> None:
+        """The server is not ready."""
+        self._path(name).unlink(missing_ok=True)
+
+    def make_secret(self) -> str:
+        """The secret of all servers of the run: `LUDIC_SERVER_SECRET` if it is set, else a random
+        one in a file that only this user can read."""
+        if given := os.environ.get(VARIABLE):
+            return given
+        self._folder.mkdir(parents=True, exist_ok=True)
+        aside = self._folder / f".{SECRET}.{os.getpid()}"
+        with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="ascii") as file:
+            file.write(secrets.token_urlsafe(32))
+        with contextlib.suppress(FileExistsError):  # another server was faster
+            os.link(aside, self._folder / SECRET)
+        aside.unlink()
+        return (self._folder / SECRET).read_text(encoding="ascii")
+
+    def secret_headers(self) -> Mapping[str, str]:
+        """What requests need that change what the servers serve. Raises ConfigError before the
+        first server has started."""
+        given = os.environ.get(VARIABLE)
+        try:
+            return {HEADER: given or (self._folder / SECRET).read_text(encoding="ascii")}
+        except FileNotFoundError as error:
+            raise ConfigError(f"{error.filename} does not exist: no server of the run has started") from error
+
+    def _path(self, name: str) -> Path:
+        return self._folder / f"{name}.json"
+
+
+SERVED_NAME = "policy"
+"""The name of the policy in requests."""
+OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+"""The folder has all files."""
+MODEL_S = 24 * 3600.0
+"""How long the warm-up of the run may take, after which there is a policy to serve."""
+
+
+def start_server(
+    recipe: Recipe,
+    folder: Path,
+    host: str,
+    port: int,
+    *,
+    weights: WeightBackend,
+    log: Path | None = None,
+    env: Mapping[str, str] | None = None,
+) -> subprocess.Popen[Any]:
+    """Start a server of the policy in `folder`. On a CPU it computes in float32, elsewhere in the
+    policy's own dtype. `weights` is how new weights are sent; without `log` it writes where this
+    process does."""
+    from ludic.inference.vllm.launch import is_cpu_build, server_python, start_vllm_server
+
+    section = recipe.inference
+    python = server_python(section.python)
+    cpu = section.device == "cpu" or (section.device == "auto" and is_cpu_build(python))
+    convention, config = choose_logprob_convention(recipe.rollout), read_json(folder / "config.json")
+    return start_vllm_server(
+        str(folder),
+        host,
+        port,
+        python=python,
+        device="cpu" if cpu else "cuda",
+        dtype=None if cpu else str(config.get("dtype") or config.get("torch_dtype") or "float32"),
+        served_model_name=SERVED_NAME,
+        logprobs_mode="processed_logprobs" if convention.processed else "raw_logprobs",
+        weights=weights,
+        max_model_len=_read_rope_limit(folder, recipe.trainer.max_seq_len),
+        extra_args=section.server_args,
+        env={**OFFLINE, **(env or {})},
+        log_path=log,
+    )
+
+
+def _read_rope_limit(folder: Path, tokens: int) -> int | None:
+    """The context for which vLLM chooses the RoPE that the trainer is pinned to. None means any."""
+    config = SimpleNamespace(**read_json(folder / "config.json"))
+    return min(find_rope_limits(config, tokens), default=None)
+
+
+POLL_S = 0.2
+
+
+def run_server_process(folder: Path, *, name: str, host: str) -> int:
+    """Serve for the run in `folder` at the address `host` of this machine until the server ends
+    (status 75), or a signal does (128 plus its number)."""
+    directory = RunDirectory.open_to_read(folder)
+    recipe = compose([str(directory.config)])
+    if not recipe.place.servers:
+        raise ConfigError(f"{folder} is a run without servers of its own; start one with place.servers=N")
+    return asyncio.run(_serve(recipe, directory, name, host))
+
+
+async def _serve(recipe: Recipe, directory: RunDirectory, name: str, host: str) -> int:
+    """The exit status."""
+    from ludic.inference.vllm.launch import stop_vllm_server, wait_for_vllm_health
+    from ludic.inference.vllm.server_queries import server_url
+
+    stop, signals = listen_for_signals()
+    addresses = ServerAddresses(directory.servers)
+    before = addresses.read(name)
+    addresses.forget(name)
+    secret = addresses.make_secret()
+    print(f"{name} waits for the policy in {directory.model}", flush=True)
+    if not await _wait_for_model(directory.model, stop):
+        return 128 + signals[0]
+    port = _choose_port(host, before)
+    proc = start_server(recipe, directory.model, host, port, weights="disk", env={VARIABLE: secret})
+    try:
+        ready = asyncio.create_task(asyncio.to_thread(wait_for_vllm_health, host, port, proc, recipe.inference.timeout_s))
+        stopped = asyncio.create_task(stop.wait())
+        await asyncio.wait([ready, stopped], return_when=asyncio.FIRST_COMPLETED)
+        if stop.is_set():
+            await asyncio.to_thread(stop_vllm_server, proc)  # the wait then ends, too
+            await asyncio.gather(ready, return_exceptions=True)
+            return 128 + signals[0]
+        await ready
+        addresses.write(name, server_url(host, port))
+        print(f"{name} answers at {server_url(host, port)}", flush=True)
+        while proc.poll() is None and not stop.is_set():
+            await asyncio.sleep(POLL_S)
+        if stop.is_set():
+            return 128 + signals[0]
+        print(f"the server ended with status {proc.returncode}", flush=True)
+        return TRY_AGAIN
+    except InferenceError as error:
+        print(f"{name}: {error}", flush=True)
+        return TRY_AGAIN
+    finally:
+        addresses.forget(name)
+        await asyncio.to_thread(stop_vllm_server, proc)
+
+
+async def _wait_for_model(folder: Path, stop: asyncio.Event) -> bool:
+    """Whether the run has a policy, rather than a signal to stop. The folder is there whole or not
+    at all."""
+    deadline = asyncio.get_running_loop().time() + MODEL_S
+    while not (folder / "config.json").is_file():
+        if stop.is_set():
+            return False
+        if asyncio.get_running_loop().time() > deadline:
+            raise ConfigError(f"{folder} did not appear within {MODEL_S / 3600:g} hours; has the trainer ended?")
+        await asyncio.sleep(POLL_S)
+    return True
+
+
+def _choose_port(host: str, before: str | None) -> int:
+    """The port that the server had before, if it is free on this machine, so that clients find the
+    server again; else a free one."""
+    from ludic.inference.servers.ports import free_port
+
+    port = urlsplit(before).port if before is not None and urlsplit(before).hostname == host else None
+    if port is not None:
+        with socket.socket() as trial:
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                trial.bind((host, port))
+                return port
+            except OSError:
+                pass
+    return free_port(host)
