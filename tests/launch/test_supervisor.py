@@ -5,13 +5,14 @@ import signal
 from dataclasses import replace
 
 import pytest
+from events import read_events
 from hypothesis import given, strategies as st
 from scripted_place import Clock, ScriptedPlace
 
 from ludic.errors import ConfigError, LaunchError
 from ludic.launch.process import Process
 from ludic.launch.state import read_launch
-from ludic.launch.supervisor import POLL_S, RestartBudget, Supervisor, read_events
+from ludic.launch.supervisor import POLL_S, RestartBudget, Supervisor
 
 TRAINER = Process("trainer", "trainer", ("train",))
 ACTORS = [Process(f"actor{i}", "actor", ("act",)) for i in range(2)]

@@ -12,13 +12,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from ludic.errors import LaunchError
 from ludic.launch import guard
 from ludic.launch.gpus import GpuPool, find_gpus
-from ludic.launch.process import Ended, Process, Started
+from ludic.launch.process import Ended, Place, Process, Started
 from ludic.launch.rank_environment import without_rank
 
 LOOPBACK = "127.0.0.1"
@@ -28,7 +29,7 @@ KILL_S = guard.KILL_DEADLINE_S + 5.0
 POLL_S = 0.01
 
 
-class LocalPlace:
+class LocalPlace(Place):
     """Child processes, each under a guard that ends it with all that it started: when it ends, when
     it is stopped, and when this process is gone, however that ended.
 
@@ -48,7 +49,7 @@ class LocalPlace:
         variables = self._gpus.lend(process)
         hosts = dict.fromkeys(process.named_hosts(), LOOPBACK)
         try:
-            child = _Child(process.with_argv(process.resolve(sys.executable, hosts)), self._folder, variables)
+            child = _Child(replace(process, argv=process.resolve(sys.executable, hosts)), self._folder, variables)
         except BaseException:
             self._gpus.give_back(process.name)
             raise
@@ -88,7 +89,7 @@ class LocalPlace:
         return ended
 
     def _forget(self, name: str) -> None:
-        self._running.pop(name).close()
+        self._running.pop(name).kill()
         self._gpus.give_back(name)
 
 
@@ -148,21 +149,16 @@ class _Child:
             self._link.send(bytes([number]))
 
     def kill(self) -> None:
-        """Make the guard kill the process and all that it started."""
+        """Make the guard kill what still runs of the process and of all that it started."""
         self._link.close()
 
     def wait(self, timeout_s: float) -> Ended:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._guard.wait(timeout_s)
-        return self.poll() or self._give_up()
-
-    def _give_up(self) -> Ended:
-        self._guard.kill()
-        self._guard.wait()
+        if self._guard.poll() is None:
+            self._guard.kill()
+            self._guard.wait()
         return self.poll() or Ended(self.name, None, signal.SIGKILL, time.monotonic() - self._began, "")
-
-    def close(self) -> None:
-        self._link.close()
 
 
 TAIL_LINES, TAIL_BYTES = 20, 4096

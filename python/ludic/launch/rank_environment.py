@@ -64,14 +64,13 @@ def read_rank_environment(environ: Mapping[str, str] = os.environ, *, port: int 
     Variables of a Slurm job alone do not count: a batch script, in which `srun` was not called, is
     one process. Raises ConfigError for variables that are incomplete or contradict each other.
     """
-    environment = None
     if "RANK" in environ and "WORLD_SIZE" in environ:
         environment = _read_torchrun(environ)
     elif "SLURM_STEP_NUM_TASKS" in environ and "SLURM_PROCID" in environ:
         environment = _read_slurm(environ, port)
-    if environment is None or environment.world_size == 1:
+    else:
         return None
-    if not 0 <= environment.rank < environment.world_size:
+    if environment is not None and not 0 <= environment.rank < environment.world_size:
         raise ConfigError(
             f"the environment says that this is rank {environment.rank} of {environment.world_size}; ranks count from 0"
         )

@@ -24,6 +24,7 @@ from ludic.errors import LaunchError
 from ludic.launch.slurm.placement import Allocation, Placement, Server, place
 from ludic.launch.slurm.settings import SlurmSettings
 from ludic.launch.slurm.steps import TRAIN, YOUNG_S, server_steps, training_step
+from ludic.launch.supervisor import catch_stop_signals
 
 POLL_S = 0.25
 ASK_AGAIN_S = 2.0
@@ -49,7 +50,8 @@ def run_job(settings: SlurmSettings) -> int:
     for line in describe(placement):
         _say(line)
     os.environ[SECRET] = secrets.token_hex(32)  # one that another server may have too would not tell them apart
-    with _asked_to_stop() as stop, _started(commands) as servers:
+    stop = threading.Event()
+    with catch_stop_signals(lambda _: stop.set()), _started(commands) as servers:
         fault = _wait_for_health(settings, placement.servers, servers, stop)
         if fault is not None:
             _say(fault)
@@ -67,12 +69,9 @@ def find_allocation(settings: SlurmSettings, environment: Mapping[str, str]) -> 
 
 def describe(placement: Placement) -> list[str]:
     """The plan in words."""
-    ranks = placement.ranks_per_node
-    lines = [
-        f"training: {ranks} rank{'s' if ranks > 1 else ''} on each of {', '.join(placement.train_nodes)}"
-        + _on(placement.train_gpus)
-    ]
-    return lines + [f"server: {server.url}{_on(server.gpus)}" for server in placement.servers]
+    ranks, nodes = placement.ranks_per_node, ", ".join(placement.train_nodes)
+    training = f"training: {ranks} rank{'s' if ranks > 1 else ''} on each of {nodes}{_on(placement.train_gpus)}"
+    return [training, *(f"server: {server.url}{_on(server.gpus)}" for server in placement.servers)]
 
 
 def find_status(errors: str, status: int) -> int:
@@ -165,7 +164,8 @@ def _wait_for_health(
             if time.monotonic() > deadline:
                 return f"the server {where.url} was not healthy within {settings.health_timeout_s:g} s; its log is in {settings.logs}"
             stop.wait(POLL_S)
-        if _is_of_another(where.host, where.port):
+        # It refuses the secret of another job, which paths that it does not know need too.
+        if _get(where.host, where.port, "/ludic/secret", {HEADER: os.environ[SECRET]}) == http.HTTPStatus.UNAUTHORIZED:
             return (
                 f"what answers at {where.url} refuses the secret of this job: it is another's server; set another --server-port"
             )
@@ -178,21 +178,16 @@ def _find_ended(places: Sequence[Server], servers: Sequence[Step]) -> tuple[Serv
     return next(((where, s.returncode) for where, s in zip(places, servers, strict=True) if s.poll() is not None), None)
 
 
-def _is_of_another(host: str, port: int) -> bool:
-    """Whether the server refuses our secret, which paths that it does not know need too."""
-    return _get(host, port, "/ludic/secret", {HEADER: os.environ[SECRET]}) == http.HTTPStatus.UNAUTHORIZED
-
-
-def is_healthy(host: str, port: int, timeout_s: float = 5.0) -> bool:
+def is_healthy(host: str, port: int) -> bool:
     """Whether `GET /health` is answered by 200. Proxies are not asked."""
-    return _get(host, port, "/health", {}, timeout_s) == http.HTTPStatus.OK
+    return _get(host, port, "/health", {}) == http.HTTPStatus.OK
 
 
-def _get(host: str, port: int, path: str, headers: Mapping[str, str], timeout_s: float = 5.0) -> int | None:
+def _get(host: str, port: int, path: str, headers: dict[str, str]) -> int | None:
     """The status of the answer; None without one."""
-    connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
+    connection = http.client.HTTPConnection(host, port, timeout=5.0)
     try:
-        connection.request("GET", path, headers=dict(headers))
+        connection.request("GET", path, headers=headers)
         return connection.getresponse().status
     except (OSError, http.client.HTTPException):
         return None
@@ -216,18 +211,6 @@ def _started(commands: Sequence[Sequence[str]]) -> Iterator[list[Step]]:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait(SERVER_STOP_S)
-
-
-@contextmanager
-def _asked_to_stop() -> Iterator[threading.Event]:
-    """Yields an event that SIGTERM and SIGINT set."""
-    stop = threading.Event()
-    before = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _copy(stream: Any, lines: list[str]) -> None:

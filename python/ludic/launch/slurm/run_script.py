@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ludic.errors import DO_NOT_RETRY, TRY_AGAIN, ConfigError
-from ludic.launch.process import USAGE, Process, check_processes
+from ludic.launch.process import HOST, USAGE, Process, check_processes
 from ludic.launch.rank_environment import STOP_ONCE
+from ludic.launch.slurm.settings import check_time
 from ludic.launch.slurm.steps import YOUNG_S
 from ludic.launch.supervisor import LONGEST_DELAY_S, POLITE, WINDOW_S
 
-_HOST = re.compile(r"\{host:([A-Za-z0-9_.-]+)\}")
-_TIME = re.compile(r"\d+(-\d+(:\d+){0,2})?|\d+:\d+(:\d+)?")
 _LINE = re.compile(r"[^\n\r\0]+")
 _RESERVED = ("--nodes", "--signal", "--open-mode", "--job-name", "--output")
 
@@ -43,8 +42,7 @@ class SlurmJob:
                 f"nodes ({self.nodes}), cpus_per_node ({self.cpus_per_node}) and notice_s ({self.notice_s}) must be at least 1, and "
                 f"gpus_per_node ({self.gpus_per_node}) at least 0"
             )
-        if not _TIME.fullmatch(self.time):
-            raise ConfigError(f"time ({self.time}) must be a time limit of Slurm: minutes, HH:MM:SS or days-HH")
+        check_time(self.time)
         for option in self.options:
             if not (option.startswith("--") and _LINE.fullmatch(option)) or option.split("=")[0] in _RESERVED:
                 raise ConfigError(f"option of sbatch ({option!r}) must be --NAME=VALUE, and none of {', '.join(_RESERVED)}")
@@ -141,7 +139,7 @@ def _write_step(process: Process, folder: Path, job: SlurmJob, nodes: Mapping[st
 
 def _quote(part: str, nodes: Mapping[str, int]) -> str:
     """An argument for bash. `a{host:t} b` becomes `a"${nodes[0]}"' b'` if t is on node 0."""
-    texts = _HOST.split(part)  # text, name, text, name, ..., text
+    texts = HOST.split(part)  # text, name, text, name, ..., text
     words = [f'"${{nodes[{nodes[text]}]}}"' if odd % 2 else shlex.quote(text) if text else "" for odd, text in enumerate(texts)]
     return "".join(words) or "''"
 

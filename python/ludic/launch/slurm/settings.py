@@ -11,7 +11,6 @@ from pathlib import Path
 
 from ludic.errors import ConfigError
 
-_TIME = re.compile(r"\d+(-\d+(:\d+){0,2})?|\d+:\d+(:\d+)?")
 _WORD = re.compile(r"[A-Za-z0-9_.,:=@%/+-]+")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -99,8 +98,7 @@ class SlurmSettings:
         self._check_commands()
         self._check_ports()
         self._check_header()
-        self._check_environment()
-        self._check_setup()
+        self._check_secrets()
 
     def with_ports_of(self, job_id: str) -> SlurmSettings:
         """The settings with the ports of this job, if they are to be chosen. Jobs of up to 18
@@ -132,8 +130,7 @@ class SlurmSettings:
                 raise ConfigError(f"{name} ({getattr(self, name)}) is a port of the servers ({self.server_port} to {last})")
 
     def _check_header(self) -> None:
-        if not _TIME.fullmatch(self.time):
-            raise ConfigError(f"time ({self.time}) must be a time limit of Slurm: minutes, HH:MM:SS or days-HH")
+        check_time(self.time)
         if not _NAME.fullmatch(self.job_name):
             raise ConfigError(f"job_name ({self.job_name!r}) must consist of letters, digits, `_`, `.` and `-`")
         for name in ("partition", "account", "logs"):
@@ -143,7 +140,9 @@ class SlurmSettings:
         if "\n" in self.python or not self.python:
             raise ConfigError(f"python ({self.python!r}) must be the path of an interpreter")
 
-    def _check_environment(self) -> None:
+    def _check_secrets(self) -> None:
+        """Raise ConfigError for what would be readable in the script, and for variables that cannot
+        be written into it."""
         for name, value in (self.environment or {}).items():
             if not _VARIABLE.fullmatch(name) or "\0" in value or "\n" in value:
                 raise ConfigError(f"environment: {name}={value!r} cannot be written into a script; use letters, digits and `_`")
@@ -151,8 +150,6 @@ class SlurmSettings:
                 raise ConfigError(
                     f"environment: {name} would be readable in the script; export it where you submit, the job has that environment"
                 )
-
-    def _check_setup(self) -> None:
         for number, line in enumerate(self.setup, 1):
             names = [name for name in _ASSIGNMENT.findall(line) if _SECRET.search(name)]
             if names or _ADDRESS.search(line):
@@ -161,6 +158,12 @@ class SlurmSettings:
                     f"setup, line {number}: {what} would be readable in the script; export it where you submit, the job has that "
                     "environment, or read it there from a file of yours: export NAME=$(cat FILE)"
                 )
+
+
+def check_time(limit: str) -> None:
+    """Raise ConfigError for text that is no time limit."""
+    if not re.fullmatch(r"\d+(-\d+(:\d+){0,2})?|\d+:\d+(:\d+)?", limit):
+        raise ConfigError(f"time ({limit}) must be a time limit of Slurm: minutes, HH:MM:SS or days-HH")
 
 
 def write_settings(settings: SlurmSettings) -> str:

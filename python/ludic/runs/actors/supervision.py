@@ -38,7 +38,7 @@ JOIN_S = OTHERS_GRACE_S + 30.0
 """How long to wait until all actors have ended."""
 
 
-class WithOwnTrainer:
+class WithOwnTrainer(Place):
     """A place whose trainer is this process, which runs already and which the place does not
     end."""
 
