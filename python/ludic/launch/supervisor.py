@@ -157,9 +157,7 @@ class Supervisor:
         if status is None and self._stopped_by is not None:
             status = self._stop_status()
         if status is None and self._stopped_by is None:
-            for slot in self._slots.values():
-                if slot.start_at is not None and slot.start_at <= self._clock() and self._may_start(slot):
-                    self._start(slot)
+            status = self._start_due()
         if self._clock() >= self._beat_at:
             self._write_state()
         return status
@@ -176,15 +174,22 @@ class Supervisor:
                 return False
         return True
 
-    def _start(self, slot: _Slot) -> None:
-        again, slot.start_at = slot.state.last_end is not None, None
-        self._change(slot, "starting")
-        try:
-            self._place.start(slot.process)
-        except LaunchError as error:
-            if not again:
-                raise
-            self._on_ended(Ended(slot.process.name, None, None, 0.0, str(error)))
+    def _start_due(self) -> int | None:
+        """Start the processes that are due. Returns the exit status of the run if one cannot be
+        started again, and the run is over."""
+        for slot in self._slots.values():
+            if slot.start_at is None or slot.start_at > self._clock() or not self._may_start(slot):
+                continue
+            again, slot.start_at = slot.state.last_end is not None, None
+            self._change(slot, "starting")
+            try:
+                self._place.start(slot.process)
+            except LaunchError as error:
+                if not again:
+                    raise
+                if (status := self._on_ended(Ended(slot.process.name, None, None, 0.0, str(error)))) is not None:
+                    return status
+        return None
 
     def _on_ended(self, ended: Ended) -> int | None:
         """Returns the exit status of the run if it is over."""
