@@ -86,6 +86,11 @@ def test_a_number_is_refused_if_and_only_if_it_is_out_of_bounds(number, value):
             ["queue.max_lag=3", "actors=1"],
             r"queue\.max_lag \(3\) does not go together with queue\.order=exact; .* queue\.order=arrival$",
         ),
+        (
+            ["warmup.data_format=alpacca"],
+            r"warmup\.data_format \(alpacca\) must be one of auto, messages, .*; did you mean alpaca\?",
+        ),
+        (["network.end_of_turn=tab"], r"network\.end_of_turn \(tab\) must be one of eos, newline"),
         (["inference.weights=shm"], r"inference\.weights \(shm\) must be one of gloo, ludic_nccl, disk"),
     ],
 )

@@ -35,7 +35,6 @@ from ludic.training.coefficients import Coefficient
 from ludic.training.config import TrainerConfig
 from ludic.training.controllers import Controller, EntropyController, EntropySchedule, KLController, MetaController
 from ludic.training.controllers.entropy import check_reachable
-from ludic.training.evaluators.protocol import bare_name
 from ludic.training.filters import drop_incomplete_completions
 from ludic.training.loop.callbacks import check_watched
 from ludic.training.presets.preprocess import add_info_seed
@@ -306,17 +305,7 @@ def build_callbacks(section: CallbacksSection, *, console: Any = None) -> list[C
 def check_callbacks(section: CallbacksSection, cfg: TrainerConfig, *, measured: Sequence[str] | None = None) -> None:
     """Raise ConfigError for callbacks that could never act: a metric of evaluations that do not
     take place or, if they are known, do not measure it."""
-    built = build_callbacks(section)
-    for setting, name in (("callbacks.keep_best", section.keep_best), ("callbacks.stop.metric", section.stop.metric)):
-        if name is None or name.startswith("train/"):
-            continue
-        if cfg.eval_every_n_steps is None:
-            raise ConfigError(
-                f"{setting} ({name}) is a metric of evaluations, and there are none; set trainer.eval_every_n_steps"
-            )
-        if measured is not None and bare_name(name) not in measured:
-            raise ConfigError(f"{setting} ({name}) is not measured by this run, which measures {', '.join(measured)}")
-    check_watched(built, cfg.eval_every_n_steps, measured=measured)
+    check_watched(build_callbacks(section), cfg.eval_every_n_steps, measured=measured)
 
 
 def _import_callback(path: str) -> Callback:

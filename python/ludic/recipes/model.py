@@ -155,10 +155,7 @@ def make_small_config(network: NetworkSection, tokenizer: Any = None) -> Any:
 
 
 def _make_small_tokenizer(network: NetworkSection) -> Any:
-    makers = {"eos": make_byte_tokenizer, "newline": make_line_tokenizer}
-    if network.end_of_turn not in makers:
-        raise ConfigError(f"network.end_of_turn ({network.end_of_turn}) must be eos or newline")
-    return makers[network.end_of_turn]()
+    return make_line_tokenizer() if network.end_of_turn == "newline" else make_byte_tokenizer()
 
 
 def is_shared_out(section: ShardingSection) -> bool:

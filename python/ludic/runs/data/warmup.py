@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from ludic.data.sft_formats import check_format_name
 from ludic.errors import ConfigError
 from ludic.recipes.schema import Recipe
 from ludic.runs.data.sft import read_rows
@@ -42,7 +41,6 @@ class Warmup:
             return cls(None, 0)
         if section.data is None:
             return cls(None, section.steps)
-        check_format_name(section.data_format, "warmup.data_format")
         rows, formats = read_rows(section.data, "warmup.data", section.data_format)
         make = SFTItems(tokenizer, row_format=section.data_format, max_tokens=section.trainer.max_seq_len)
         items = make.of(rows)
