@@ -358,8 +358,7 @@ class Holder:
         except LaunchError as error:
             return {"error": str(error)}
         started = self._place.poll()[0]
-        if isinstance(started, Ended):
-            raise AssertionError("a start is reported first")
+        assert isinstance(started, Started)
         return {"pid": started.pid, "host": started.host, "log": started.log}
 
     async def wait(self) -> dict[str, Any]:

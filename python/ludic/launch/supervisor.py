@@ -62,6 +62,11 @@ class _Slot:
     """When to start it, by the supervisor's clock; None if it is not to be started."""
 
     @property
+    def names(self) -> dict[str, str]:
+        """The process in an event."""
+        return {"name": self.process.name, "role": self.process.role}
+
+    @property
     def is_live(self) -> bool:
         return self.start_at is not None or self.state.state in ("starting", "running")
 
@@ -149,7 +154,7 @@ class Supervisor:
                 slot = self._slots[report.name]
                 slot.state.pid, slot.state.host, slot.state.log = report.pid, report.host, report.log
                 self._change(slot, "running")
-                self._events.write("start", **self._name(slot), pid=report.pid, host=report.host, restarts=slot.state.restarts)
+                self._events.write("start", **slot.names, pid=report.pid, host=report.host, restarts=slot.state.restarts)
             elif (found := self._on_ended(report)) is not None:
                 status = found if status is None or (status != DONE and found in FINAL) else status
         if self._signals:
@@ -239,11 +244,11 @@ class Supervisor:
         slot.start_at = self._clock() + delay
         slot.state.restarts += 1
         self._change(slot, "waiting")
-        self._events.write("restart", **self._name(slot), delay_s=delay, restarts=slot.state.restarts)
+        self._events.write("restart", **slot.names, delay_s=delay, restarts=slot.state.restarts)
 
     def _give_up(self, slot: _Slot, ended: Ended) -> int | None:
         self._change(slot, "given_up")
-        self._events.write("give_up", **self._name(slot), status=ended.status)
+        self._events.write("give_up", **slot.names, status=ended.status)
         window = f"{self._window_s / 60:g} minutes"
         why = (
             "a restart would not help" if ended.code in FINAL else f"it has used its {slot.process.restarts} restarts in {window}"
@@ -303,7 +308,7 @@ class Supervisor:
         slot.state.last_end = {"time": time.time(), **facts, "text": ended.describe()}
         slot.state.pid = None
         tail = {} if ended.status == DONE else {"tail": ended.tail}
-        self._events.write("end", **self._name(slot), **facts, seconds=round(ended.seconds, 3), **tail)
+        self._events.write("end", **slot.names, **facts, seconds=round(ended.seconds, 3), **tail)
 
     def _change(self, slot: _Slot, state: str) -> None:
         slot.state.state, slot.state.since = state, time.time()
@@ -315,10 +320,6 @@ class Supervisor:
             self._launch.write(self._folder)
         except OSError as error:
             logger.warning("launch.json cannot be written (%s); `ludic status` shows an old state", error.strerror)
-
-    @staticmethod
-    def _name(slot: _Slot) -> dict[str, Any]:
-        return {"name": slot.process.name, "role": slot.process.role}
 
 
 @contextlib.contextmanager

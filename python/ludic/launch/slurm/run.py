@@ -21,9 +21,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from ludic.errors import LaunchError
-from ludic.launch.slurm.placement import Allocation, Placement, Server, place
 from ludic.launch.slurm.settings import SlurmSettings
-from ludic.launch.slurm.steps import TRAIN, YOUNG_S, server_steps, training_step
+from ludic.launch.slurm.steps import TRAIN, YOUNG_S, Allocation, Placement, Server, place, server_steps, training_step
 from ludic.launch.supervisor import catch_stop_signals
 
 POLL_S = 0.25
@@ -38,6 +37,7 @@ _YOUNG = re.compile(f"0:0[0-{YOUNG_S - 1}]")
 _EXIT = re.compile(r"srun: error: (\S+): tasks? \S+: (?:Exited with exit code (\d+)|(\w+))")
 
 Step = subprocess.Popen[Any]
+Servers = Sequence[tuple[Server, Step]]
 
 
 def run_job(settings: SlurmSettings) -> int:
@@ -51,14 +51,15 @@ def run_job(settings: SlurmSettings) -> int:
         _say(line)
     os.environ[SECRET] = secrets.token_hex(32)  # one that another server may have too would not tell them apart
     stop = threading.Event()
-    with catch_stop_signals(lambda _: stop.set()), _started(commands) as servers:
-        fault = _wait_for_health(settings, placement.servers, servers, stop)
+    with catch_stop_signals(lambda _: stop.set()), _started(commands) as steps:
+        servers = list(zip(placement.servers, steps, strict=True))
+        fault = _wait_for_health(settings, servers, stop)
         if fault is not None:
             _say(fault)
             return 1
         if stop.is_set():
             return 128 + signal.SIGTERM
-        return _train(settings, train, placement.servers, servers, stop, job_id)
+        return _train(settings, train, servers, stop, job_id)
 
 
 def find_allocation(settings: SlurmSettings, environment: Mapping[str, str]) -> Allocation:
@@ -87,14 +88,7 @@ def find_status(errors: str, status: int) -> int:
     return int(first[2]) if first[2] else status
 
 
-def _train(
-    settings: SlurmSettings,
-    command: Sequence[str],
-    places: Sequence[Server],
-    servers: Sequence[Step],
-    stop: threading.Event,
-    job_id: str,
-) -> int:
+def _train(settings: SlurmSettings, command: Sequence[str], servers: Servers, stop: threading.Event, job_id: str) -> int:
     trainer = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, errors="replace")
     errors: list[str] = []
     reader = threading.Thread(target=_copy, args=(trainer.stderr, errors), daemon=True)
@@ -102,7 +96,7 @@ def _train(
     dead: tuple[Server, int] | None = None
     ending = _Ending(settings.stop_before_end_s, job_id, trainer)
     while trainer.poll() is None:
-        dead = dead or _find_ended(places, servers)
+        dead = dead or _find_ended(servers)
         if stop.is_set() or dead is not None:
             ending.go_on("asked to stop" if dead is None else _say_ended(*dead))
         time.sleep(POLL_S)
@@ -147,18 +141,16 @@ def _ask_to_save(job_id: str) -> bool:
     return bool(steps)
 
 
-def _wait_for_health(
-    settings: SlurmSettings, places: Sequence[Server], servers: Sequence[Step], stop: threading.Event
-) -> str | None:
+def _wait_for_health(settings: SlurmSettings, servers: Servers, stop: threading.Event) -> str | None:
     """Wait until every server answers. Returns what went wrong; None if nothing did, or if the job
     is asked to stop. Another process may answer at the port: ours ends then, or has another
     secret."""
     deadline = time.monotonic() + settings.health_timeout_s
-    for where in places:
-        while not (healthy := is_healthy(where.host, where.port)) or _find_ended(places, servers):
+    for where, _ in servers:
+        while not (healthy := is_healthy(where.host, where.port)) or _find_ended(servers):
             if stop.is_set():
                 return None
-            if ended := _find_ended(places, servers):
+            if ended := _find_ended(servers):
                 answers = f", and something else answers at {where.url}" if healthy else ""
                 return _say_ended(*ended) + answers
             if time.monotonic() > deadline:
@@ -173,9 +165,9 @@ def _wait_for_health(
     return None
 
 
-def _find_ended(places: Sequence[Server], servers: Sequence[Step]) -> tuple[Server, int] | None:
+def _find_ended(servers: Servers) -> tuple[Server, int] | None:
     """A server that has ended, and its status."""
-    return next(((where, s.returncode) for where, s in zip(places, servers, strict=True) if s.poll() is not None), None)
+    return next(((where, step.returncode) for where, step in servers if step.poll() is not None), None)
 
 
 def is_healthy(host: str, port: int) -> bool:

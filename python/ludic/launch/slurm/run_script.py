@@ -50,12 +50,12 @@ class SlurmJob:
             raise ConfigError(f"name of a job ({self.name!r}) must consist of letters, digits, `_`, `.` and `-`")
 
 
-def write_script(processes: Sequence[Process], folder: Path, job: SlurmJob, *, cwd: Path, until: str = "trainer") -> str:
+def write_script(processes: Sequence[Process], folder: Path, job: SlurmJob, *, cwd: Path) -> str:
     """The text of the script, to be written to a file and passed to `sbatch`.
 
     Each process is a job step on the node that has room for it, in the order of the list. It is
     restarted as the `Supervisor` does it: `Process.restarts` times, not after the statuses 0, 2 and
-    78. When all of the role `until` have ended, the others are ended. `notice_s` before the time
+    78. When all of the role `trainer` have ended, the others are ended. `notice_s` before the time
     limit the trainer gets SIGTERM; it saves and ends, and the job is queued again, as it is if the
     trainer ends with status 75. The processes resume from the newest checkpoint by themselves.
 
@@ -66,12 +66,25 @@ def write_script(processes: Sequence[Process], folder: Path, job: SlurmJob, *, c
     for label, path in (("folder", folder), ("cwd", cwd)):
         if not path.is_absolute() or not _LINE.fullmatch(str(path)):
             raise ConfigError(f"{label} ({path}) must be an absolute path on a file system that all nodes share")
-    if not any(process.role == until for process in processes):
-        raise ConfigError(f"no process has the role {until}, so the job would have no end")
+    if not any(process.role == "trainer" for process in processes):
+        raise ConfigError("no process has the role trainer, so the job would have no end")
     nodes = assign_nodes(processes, job)
-    steps = "\n\n".join(_write_step(process, folder, job, nodes, until) for process in processes)
+    options = [
+        f"--job-name={job.name}",
+        f"--nodes={job.nodes}",
+        "--ntasks-per-node=1",
+        f"--cpus-per-task={job.cpus_per_node}",
+        *([f"--gpus-per-node={job.gpus_per_node}"] if job.gpus_per_node else []),
+        f"--time={job.time}",
+        f"--output={shlex.quote(str(folder / 'slurm-%j.log'))}",
+        "--open-mode=append",
+        "--requeue",
+        f"--signal=B:USR1@{job.notice_s}",
+        *job.options,
+    ]
+    steps = "\n\n".join(_write_step(process, folder, job, nodes) for process in processes)
     return _SCRIPT.format(
-        header=_write_header(folder, job),
+        header="\n".join(f"#SBATCH {option}" for option in options),
         cwd=shlex.quote(str(cwd)),
         logs=shlex.quote(str(folder / "workers")),
         window=int(WINDOW_S),
@@ -106,24 +119,7 @@ def assign_nodes(processes: Sequence[Process], job: SlurmJob) -> dict[str, int]:
     return assigned
 
 
-def _write_header(folder: Path, job: SlurmJob) -> str:
-    options = [
-        f"--job-name={job.name}",
-        f"--nodes={job.nodes}",
-        "--ntasks-per-node=1",
-        f"--cpus-per-task={job.cpus_per_node}",
-        *([f"--gpus-per-node={job.gpus_per_node}"] if job.gpus_per_node else []),
-        f"--time={job.time}",
-        f"--output={shlex.quote(str(folder / 'slurm-%j.log'))}",
-        "--open-mode=append",
-        "--requeue",
-        f"--signal=B:USR1@{job.notice_s}",
-        *job.options,
-    ]
-    return "\n".join(f"#SBATCH {option}" for option in options)
-
-
-def _write_step(process: Process, folder: Path, job: SlurmJob, nodes: Mapping[str, int], until: str) -> str:
+def _write_step(process: Process, folder: Path, job: SlurmJob, nodes: Mapping[str, int]) -> str:
     """The lines that start a process and keep it running."""
     log = shlex.quote(str(folder / "workers" / f"{process.name}.log"))
     srun = ["srun", "--nodes=1", "--ntasks=1", "--exact", f'--nodelist="${{nodes[{nodes[process.name]}]}}"']
@@ -132,7 +128,7 @@ def _write_step(process: Process, folder: Path, job: SlurmJob, nodes: Mapping[st
     variables = [shlex.quote(f"{name}={value}") for name, value in process.env.items()]
     first = [job.python, *process.argv[1:]] if process.argv[0] == "python" else list(process.argv)
     command = [*(["env", *variables] if variables else []), *(_quote(part, nodes) for part in first)]
-    kind = "trainers" if process.role == until else "others"
+    kind = "trainers" if process.role == "trainer" else "others"
     lines = [f"keep {process.name} {process.restarts} {kind}", " ".join(srun), " ".join(command) + " &"]
     return " \\\n    ".join(lines) + f"\n{kind}+=($!)"
 

@@ -95,7 +95,14 @@ class SlurmSettings:
                 raise ConfigError(f"{name} ({value}) must be a whole number of at least {least}")
         if not self.health_timeout_s > 0:
             raise ConfigError(f"health_timeout_s ({self.health_timeout_s}) must be above 0 seconds")
-        self._check_commands()
+        for name in ("train", "server", "setup"):
+            value = getattr(self, name)
+            if isinstance(value, str) or not all(isinstance(part, str) and "\0" not in part for part in value):
+                raise ConfigError(f"{name} ({value!r}) must be a list of texts")
+        if not self.train:
+            raise ConfigError("train is empty; give the arguments of the interpreter, such as -m ludic.cli train maxent")
+        if any("\n" in line for line in self.setup):
+            raise ConfigError(f"setup ({list(self.setup)}) must have one line of the script in each text")
         self._check_ports()
         self._check_header()
         self._check_secrets()
@@ -107,16 +114,6 @@ class SlurmSettings:
             return self
         first = 10_000 + int(job_id) % 1000 * 20
         return replace(self, master_port=first, group_port=first + 1, server_port=first + 2, ports_of_job=False)
-
-    def _check_commands(self) -> None:
-        for name in ("train", "server", "setup"):
-            value = getattr(self, name)
-            if isinstance(value, str) or not all(isinstance(part, str) and "\0" not in part for part in value):
-                raise ConfigError(f"{name} ({value!r}) must be a list of texts")
-        if not self.train:
-            raise ConfigError("train is empty; give the arguments of the interpreter, such as -m ludic.cli train maxent")
-        if any("\n" in line for line in self.setup):
-            raise ConfigError(f"setup ({list(self.setup)}) must have one line of the script in each text")
 
     def _check_ports(self) -> None:
         last = self.server_port + self.data_parallel - 1
@@ -194,11 +191,6 @@ def batch_script(settings: SlurmSettings, *, settings_file: str) -> str:
     environment = CACHES if settings.environment is None else settings.environment
     exports = [f"export {name}={_export(name, value)}" for name, value in environment.items()]
     command = f"exec {shlex.quote(settings.python)} -m ludic.launch.slurm.job {shlex.quote(settings_file)}"
-    parts = [_header(settings), "set -euo pipefail", *exports, *settings.setup, command]
-    return "\n".join(parts) + "\n"
-
-
-def _header(settings: SlurmSettings) -> str:
     options = [
         f"--job-name={settings.job_name}",
         f"--nodes={settings.nodes}",
@@ -214,7 +206,8 @@ def _header(settings: SlurmSettings) -> str:
         f"--output={settings.logs}/%x-%j.out",
         f"--error={settings.logs}/%x-%j.err",
     ]
-    return "\n".join(["#!/bin/bash", *(f"#SBATCH {option}" for option in options), ""])
+    header = ["#!/bin/bash", *(f"#SBATCH {option}" for option in options), "", "set -euo pipefail"]
+    return "\n".join([*header, *exports, *settings.setup, command, ""])
 
 
 def _export(name: str, value: str) -> str:

@@ -20,8 +20,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from ludic.errors import LaunchError
-from ludic.launch.gpus import find_gpus
-from ludic.launch.local import LocalPlace
+from ludic.launch.local import LocalPlace, find_gpus
 from ludic.launch.process import DONE, Ended, Place, Process, Started
 from ludic.launch.state import SILENT_S, read_launch
 from ludic.launch.supervisor import OTHERS_GRACE_S, Supervisor
